@@ -1,0 +1,115 @@
+"""Does the GGUF file compute what the Hugging Face folder computes?"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from distill.errors import DataError
+from distill.export.tensors import read_shape
+from distill.models.gguf import GgufModel
+
+WINDOW = 256
+
+
+@dataclass(frozen=True)
+class Parity:
+    """Hugging Face fp32 against GGUF on the same ids; log-probabilities in nats, of the token that really follows.
+
+    `tokenizer_mismatches` holds (index of the text, first differing position). Texts that the Hugging Face normaliser
+    changes are compared after it, because llama.cpp never normalises; `tokenizer_normalized` counts them.
+    """
+
+    positions: int
+    top1_agreement: float
+    mean_abs_dlogprob: float
+    max_abs_dlogprob: float
+    tokenizer_texts: int
+    tokenizer_mismatches: list[tuple[int, int]]
+    tokenizer_normalized: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields as plain JSON types."""
+        return asdict(self) | {"tokenizer_mismatches": [list(pair) for pair in self.tokenizer_mismatches]}
+
+
+def first_difference(left: list[int], right: list[int]) -> int | None:
+    """The first position where two id lists differ (the shorter length when one is a prefix), None when equal."""
+    for position, (a, b) in enumerate(zip(left, right, strict=False)):
+        if a != b:
+            return position
+    return None if len(left) == len(right) else min(len(left), len(right))
+
+
+def compare(folder: Path, gguf: Path, texts: list[str], positions: int) -> Parity:
+    """Compare ids on all `texts` and logits on the first `positions` positions, in windows of at most 256 tokens.
+
+    Raises DataError when either model cannot be loaded, the vocabularies differ in size, or the texts hold no position.
+    """
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = Path(folder)
+    shape = read_shape(folder)
+    window = min(WINDOW, shape.context)
+    with GgufModel(gguf, context=window, batch=window) as quantised:
+        if quantised.vocabulary_size != shape.vocabulary:
+            raise DataError(
+                f"{gguf} has {quantised.vocabulary_size} tokens, {folder} has {shape.vocabulary}",
+                hint="compare a GGUF file with the folder it was exported from",
+            )
+        try:
+            tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+            model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        except (OSError, ValueError, RuntimeError) as error:
+            raise DataError(f"{folder} cannot be loaded: {error}", hint="copy or train the model again") from None
+        mismatches, normalized = _compare_ids(tokenizer, quantised, texts)
+        same_top, differences = _compare_logits(tokenizer, model, quantised, texts, positions, window)
+    if not differences:
+        raise DataError("the texts hold no two consecutive tokens to compare", hint="give longer texts")
+    return Parity(
+        positions=len(differences),
+        top1_agreement=same_top / len(differences),
+        mean_abs_dlogprob=sum(differences) / len(differences),
+        max_abs_dlogprob=max(differences),
+        tokenizer_texts=len(texts),
+        tokenizer_mismatches=mismatches,
+        tokenizer_normalized=normalized,
+    )
+
+
+def _compare_ids(tokenizer: Any, quantised: GgufModel, texts: list[str]) -> tuple[list[tuple[int, int]], int]:
+    normalizer = tokenizer.backend_tokenizer.normalizer
+    mismatches, normalized = [], 0
+    for index, text in enumerate(texts):
+        plain = normalizer.normalize_str(text) if normalizer is not None else text
+        normalized += plain != text
+        expected = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        position = first_difference(expected, quantised.tokenize(plain, parse_special=True))
+        if position is not None:
+            mismatches.append((index, position))
+    return mismatches, normalized
+
+
+def _compare_logits(
+    tokenizer: Any, model: Any, quantised: GgufModel, texts: list[str], positions: int, window: int
+) -> tuple[int, list[float]]:
+    """How many argmaxes agree, and the absolute difference of the next token's log-probability at each position."""
+    same_top, differences = 0, list[float]()
+    for text in texts:
+        ids = tokenizer(text, verbose=False)["input_ids"]
+        for start in range(0, len(ids) - 1, window - 1):
+            # One token of overlap, so that every token but the first is predicted once.
+            piece = ids[start : start + window][: positions - len(differences) + 1]
+            if len(piece) < 2:
+                return same_top, differences
+            with torch.inference_mode():
+                reference = model(torch.tensor([piece])).logits[0, :-1].float().log_softmax(-1)
+            quantised.reset()
+            actual = quantised.extend(piece, want=range(len(piece) - 1)).full().log_softmax(-1)
+            following = torch.tensor(piece[1:])[:, None]
+            differences += (reference.gather(1, following) - actual.gather(1, following)).abs()[:, 0].tolist()
+            same_top += int((reference.argmax(-1) == actual.argmax(-1)).sum())
+    return same_top, differences

@@ -1,0 +1,221 @@
+"""Models and tokenizers in the Hugging Face format: loading, sizes, and step-by-step decoding with roll-back.
+
+Legend: V vocabulary, n tokens of one call.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor
+
+from distill.errors import DataError, RunError
+from distill.recipe import is_path
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def pick_device(name: str) -> torch.device:
+    """The device called `name`; `auto` is CUDA (or ROCm), else MPS, else the CPU."""
+    if name == "auto":
+        if torch.cuda.is_available():
+            return torch.device("cuda")
+        return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise RunError(f"device `{name}` cannot be used: {str(error).splitlines()[0]}", "try device=auto") from error
+    return device
+
+
+def check_folder(reference: str) -> None:
+    """Raise DataError when a reference is a path and no model folder stands there."""
+    if is_path(reference) and not (Path(reference) / "config.json").is_file():
+        state = "has no config.json" if Path(reference).is_dir() else "does not exist"
+        raise DataError(f"model folder {reference} {state}", "give a Hugging Face model folder or a hub name")
+
+
+def _explained(reference: str, error: Exception) -> DataError:
+    first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    hint = "check the folder" if is_path(reference) else "check the name and the network, or give a local folder"
+    return DataError(f"cannot load {reference}: {first}", hint)
+
+
+def load_model(reference: str, dtype: str, device: torch.device) -> Any:
+    """A causal language model in evaluation mode; raises DataError when it cannot be loaded."""
+    from safetensors import SafetensorError
+    from transformers import AutoModelForCausalLM
+
+    check_folder(reference)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(reference, dtype=DTYPES[dtype])
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        raise _explained(reference, error) from error
+    return model.to(device).eval()
+
+
+def load_tokenizer(reference: str) -> Any:
+    """The tokenizer of a model; raises DataError when it cannot be loaded."""
+    from transformers import AutoTokenizer
+
+    check_folder(reference)
+    try:
+        return AutoTokenizer.from_pretrained(reference)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise _explained(reference, error) from error
+
+
+def load_config(reference: str) -> Any:
+    """The configuration of a model; reads no weights."""
+    from transformers import AutoConfig
+
+    check_folder(reference)
+    try:
+        return AutoConfig.from_pretrained(reference)
+    except (OSError, ValueError, KeyError) as error:
+        raise _explained(reference, error) from error
+
+
+def encode(tokenizer: Any, text: str) -> list[int]:
+    """Token ids of plain text, without the special tokens a tokenizer may add around it."""
+    ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    return ids
+
+
+def end_ids(model_config: Any, tokenizer: Any) -> list[int]:
+    """Ids that end a text: the configuration's and the tokenizer's eos."""
+    found = model_config.eos_token_id
+    ids = set(found if isinstance(found, list) else [] if found is None else [found])
+    if tokenizer.eos_token_id is not None:
+        ids.add(tokenizer.eos_token_id)
+    return sorted(ids)
+
+
+def describe_model(reference: str, model: Any) -> dict[str, Any]:
+    """Sizes of a loaded model, for tables: parameters, layers, widths, vocabulary, bytes."""
+    config = model.config
+    parameters = sum(p.numel() for p in model.parameters())
+    return {
+        "path": reference,
+        "architecture": config.model_type,
+        "parameters": parameters,
+        "layers": config.num_hidden_layers,
+        "hidden": config.hidden_size,
+        "mlp": config.intermediate_size,
+        "vocabulary": config.vocab_size,
+        "bytes": sum(p.numel() * p.element_size() for p in model.parameters()),
+    }
+
+
+def config_json(folder: Path) -> dict[str, Any]:
+    """config.json of a folder as it stands."""
+    try:
+        found: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, json.JSONDecodeError) as error:
+        raise DataError(f"{folder}/config.json cannot be read: {error}") from error
+    return found
+
+
+class TorchLogits:
+    """Logits [n, V] where they were computed; valid until the next `extend`."""
+
+    def __init__(self, values: Tensor) -> None:
+        self.values = values
+
+    def argmax(self) -> list[int]:
+        """Largest token per row."""
+        ids: list[int] = self.values.argmax(-1).tolist()
+        return ids
+
+    def top(self, k: int) -> tuple[numpy.ndarray, numpy.ndarray]:
+        """Ids and logits [n, k] of the largest k, descending."""
+        values, ids = self.values.topk(k, dim=-1)
+        return ids.cpu().numpy(), values.float().cpu().numpy()
+
+    def gather(self, ids: Sequence[int]) -> numpy.ndarray:
+        """Logit [n] of one token per row."""
+        index = torch.tensor(ids, device=self.values.device).unsqueeze(-1)
+        return self.values.gather(-1, index).squeeze(-1).float().cpu().numpy()
+
+    def full(self) -> Tensor:
+        """A copy [n, V] in fp32 on the CPU."""
+        return self.values.float().cpu().clone()
+
+
+class TorchModel:
+    """One sequence decoded by a Hugging Face model with a cache that can be rolled back.
+
+    `extend` commits tokens, `rollback` drops the last ones. Its logits equal those of a fresh prefill up to rounding.
+    """
+
+    rows = 1
+
+    def __init__(self, model: Any) -> None:
+        from transformers import DynamicCache
+
+        self.model = model
+        self.device = next(model.parameters()).device
+        self.vocabulary_size: int = model.config.vocab_size
+        self.capacity: int = model.config.max_position_embeddings
+        self._new_cache = DynamicCache
+        self._cache = DynamicCache()
+        self._length = 0
+
+    @property
+    def lengths(self) -> list[int]:
+        """Committed tokens of the one row."""
+        return [self._length]
+
+    @torch.inference_mode()
+    def extend(
+        self,
+        tokens: Sequence[int],
+        counts: Sequence[int] | None = None,
+        parents: Sequence[int] | None = None,
+        want: Sequence[int] | None = None,
+    ) -> TorchLogits:
+        """Append `tokens` and return logits for the indices in `want` (all when None).
+
+        Raises ValueError past the capacity, for more than one row, or for trees, which chains do not need.
+        """
+        if parents is not None or (counts is not None and list(counts) != [len(tokens)]):
+            raise ValueError("this model decodes one chain at a time")
+        if not tokens or self._length + len(tokens) > self.capacity:
+            raise ValueError(f"{self._length} + {len(tokens)} tokens do not fit a context of {self.capacity}")
+        ids = torch.tensor([list(tokens)], device=self.device)
+        keep: int | Tensor = 0
+        if want is not None:
+            last = list(want) == [len(tokens) - 1]
+            keep = 1 if last else torch.tensor(list(want), device=self.device)
+        logits = self.model(
+            input_ids=ids, past_key_values=self._cache, use_cache=True, logits_to_keep=keep
+        ).logits[0]
+        self._length += len(tokens)
+        return TorchLogits(logits)
+
+    def rollback(self, lengths: Sequence[int]) -> None:
+        """Drop the tokens after the first `lengths[0]`."""
+        drop = self._length - lengths[0]
+        if drop < 0 or lengths[0] < 0:
+            raise ValueError(f"cannot roll back from {self._length} to {lengths[0]} tokens")
+        if lengths[0] == 0:
+            self.reset()
+        elif drop:
+            # A negative count means "drop that many" in every version we support; a positive one changed meaning.
+            self._cache.crop(-drop)
+            self._length = lengths[0]
+
+    def reset(self) -> None:
+        """Forget everything: the cold cache that every timed prompt starts with."""
+        self._cache = self._new_cache()
+        self._length = 0
+
+    def close(self) -> None:
+        """Free the cache."""
+        self.reset()

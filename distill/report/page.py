@@ -1,0 +1,376 @@
+"""The report of a run as one HTML page that needs nothing beside it: no network, no scripts, no fonts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from html import escape
+
+from distill.errors import DataError
+from distill.report import plots
+from distill.report.style import CSS
+from distill.report.text import (
+    MEASURES,
+    NOTHING,
+    RATES,
+    Facts,
+    acceptance_measure,
+    best_rows,
+    clean,
+    grown_pairs,
+    interval,
+    is_grown,
+    known,
+    limits,
+    number,
+    percent,
+    plain_row,
+    sampler_words,
+    significant,
+    size,
+    speedup_interval,
+    training_steps,
+    verdict,
+)
+
+LEVEL = {"faster than plain": "good", "slower than plain": "bad", "not told apart from plain": "flat"}
+
+
+class Html(str):
+    """Text that is markup already; every other string is escaped on its way into the page."""
+
+
+def build_page(facts: Facts) -> str:
+    """The whole page. Raises nothing for stages that have not run: each leaves one line that says so."""
+    sections: list[tuple[str, str, Html]] = [
+        ("made", "What was made", _made(facts)),
+        ("numbers", "In short", _headlines(facts)),
+        ("training", "Training", _training(facts)),
+        ("positions", "Acceptance by position", _stage(facts, "eval", _positions)),
+        ("divergence", "Divergence and acceptance", _stage(facts, "eval", _divergence)),
+        ("cost", "Cost curves", _stage(facts, "profile", _cost)),
+        ("speedup", "Speedup", _stage(facts, "speedup", _speedup)),
+        ("plain", "The plain decoder beside the library's own", _stage(facts, "speedup", _plain)),
+        ("why", "Why these speedups", _stage(facts, "speedup", _explanations)),
+        ("gguf", "GGUF files and parity", _stage(facts, "export", _gguf)),
+        ("samples", "Generated samples", _stage(facts, "speedup", _samples)),
+        ("limits", "Limits", _list(limits(facts))),
+    ]
+    links = " ".join(f'<a href="#{key}">{escape(title)}</a>' for key, title, _ in sections)
+    body = "\n".join(f'<section id="{key}"><h2>{escape(title)}</h2>{inner}</section>' for key, title, inner in sections)
+    name = _text(facts["name"])
+    return f"""<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
+<title>{name} · distill report</title>
+<style>{CSS}</style>
+</head>
+<body>
+<header><h1>{name}</h1><p class="soft">Draft model for speculative decoding, {_text(facts["date"])}</p>
+<nav aria-label="Sections">{links}</nav></header>
+<main>
+{body}
+</main>
+<footer><p>Made by <code>distill report</code>. Brackets hold intervals; a dash means not measured.</p></footer>
+</body>
+</html>
+"""
+
+
+def _text(value: object) -> str:
+    return escape(clean(value))
+
+
+def _cell(value: object) -> str:
+    return value if isinstance(value, Html) else _text(value)
+
+
+def _code(value: object) -> Html:
+    return Html(f"<code>{_text(value)}</code>")
+
+
+def _stage(facts: Facts, stage: str, draw: Callable[[Facts], Html]) -> Html:
+    """A section drawn from a stage's figures, or one line saying that the stage has not run."""
+    return draw(facts) if facts.get(stage) else _not_run(stage)
+
+
+def _not_run(stage: str) -> Html:
+    return Html(f'<p class="notrun">The stage <code>{stage}</code> has not run, so there is nothing to show here.</p>')
+
+
+def _table(headers: Sequence[object], rows: Iterable[Sequence[object]], command: object, words: int = 1,
+           classes: Sequence[str] = ()) -> Html:
+    """A table with its command under it; the first `words` columns are text, the others figures."""
+    def line(tag: str, cells: Sequence[object], name: str = "") -> str:
+        inner = "".join(f'<{tag}{" class=\"text\"" if 0 < at < words else ""}>{_cell(cell)}</{tag}>'
+                        for at, cell in enumerate(cells))
+        return f'<tr class="{name}">{inner}</tr>' if name else f"<tr>{inner}</tr>"
+
+    body = "".join(line("td", cells, classes[at] if classes else "") for at, cells in enumerate(rows))
+    return Html(f'<div class="scroll"><table><thead>{line("th", headers)}</thead><tbody>{body}</tbody></table></div>'
+                f'<p class="command">{_text(command)}</p>')
+
+
+def _plot(draw: Callable[[], str], caption: str) -> Html:
+    try:
+        drawn = draw()
+    except DataError as error:
+        return Html(f'<p class="notrun">Plot not drawn: {_text(error.what)}. {_code(error.hint)}</p>')
+    return Html(f"<figure>{drawn}<figcaption>{_text(caption)}</figcaption></figure>")
+
+
+def _plots(*drawn: Html) -> Html:
+    return Html(f'<div class="plots">{"".join(drawn)}</div>')
+
+
+def _list(sentences: Iterable[str]) -> Html:
+    return Html("<ul>" + "".join(f"<li>{_text(sentence)}</li>" for sentence in sentences) + "</ul>")
+
+
+def _grown(shown: object, grown: bool) -> Html:
+    """A name, with the badge where the target behind it was grown."""
+    return Html(_cell(shown) + (' <span class="grown">grown</span>' if grown else ""))
+
+
+def _made(facts: Facts) -> Html:
+    models = {name: facts[name] for name in ("target", "donor", "draft") if facts.get(name)}
+    heads = {"target": "target", "donor": "donor (before)", "draft": "draft (after)"}
+    rows: list[list[object]] = [["path", *(_code(model["path"]) for model in models.values())],
+                                ["architecture", *(model["architecture"] for model in models.values())]]
+    for key, words in {"parameters": "parameters", "layers": "layers", "hidden": "hidden width", "mlp": "MLP width",
+                       "vocabulary": "vocabulary", "bytes": "bytes"}.items():
+        values = [model[key] for model in models.values()]
+        rows.append([words, *(Html(f"{number(v)} <small>{size(v)}</small>") if key == "bytes" else number(v)
+                              for v in values)])
+        if {"donor", "draft"} <= models.keys():
+            before, after = models["donor"][key], models["draft"][key]
+            rows[-1].append(percent(after / before - 1) if before and after != before else "same")
+    heading: list[object] = ["", *(_grown(heads[name], bool(model.get("grown"))) for name, model in models.items())]
+    if {"donor", "draft"} <= models.keys():
+        heading.append("donor → draft")
+        rows[0].append("")
+        rows[1].append("same" if models["donor"]["architecture"] == models["draft"]["architecture"] else "changed")
+    machine = facts.get("machine") or {}
+    told = {
+        "recipe": _text((facts.get("config") or {}).get("name") or facts["name"]),
+        "date": _text(facts["date"]),
+        "command": _code(facts["command"]),
+        "machine": _text(f"{machine.get('cpu')}, {machine.get('cores')} cores, "
+                         f"{size(machine.get('memory_bytes'))} memory, {machine.get('platform')}"),
+        "GPU": _text(machine.get("gpu") or "none"),
+        "software": _text(f"Python {machine.get('python')}, torch {machine.get('torch')}, "
+                          f"transformers {machine.get('transformers')}"),
+    }
+    listed = "".join(f"<dt>{word}</dt><dd>{value}</dd>" for word, value in told.items())
+    config = json.dumps(facts.get("config") or {}, indent=2, ensure_ascii=False, default=str)
+    return Html(_table(heading, rows, facts["command"]) + f"<dl>{listed}</dl>"
+                f"<details><summary>Resolved recipe</summary><pre>{_text(config)}</pre></details>")
+
+
+def _headlines(facts: Facts) -> Html:
+    cards: list[str] = []
+    speedup, evaluation, grown = facts.get("speedup"), facts.get("eval"), grown_pairs(facts)
+    for row in best_rows(speedup):
+        plain = plain_row(speedup or {}, row)
+        rates = f"{number(plain['tokens_per_second'], 1)} → " if plain else ""
+        low, high = row.get("speedup_low"), row.get("speedup_high")
+        bounds = f" <small>[{low:.2f}, {high:.2f}]</small>" if known(low) and known(high) else ""
+        cards.append(
+            f'<div class="card"><div class="name">{_grown(row["pair"], row["pair"] in grown)}</div>'
+            f'<div class="figure">{row["speedup"]:.2f}×{bounds}</div>'
+            f'<p class="{LEVEL[verdict(row)]}">{verdict(row)}</p><p class="soft">best of the draft lengths tried, '
+            f'γ = {row["length"]}, {_text(row["backend"])}; '
+            f'{rates}{number(row["tokens_per_second"], 1)} tokens/s</p></div>')
+    measure = acceptance_measure(evaluation or {})
+    for domain, sides in ((evaluation or {}).get("domains") or {}).items():
+        before, after = (sides.get(side) or {} for side in ("before", "after"))
+        first, last = before.get(measure) or {}, after.get(measure) or {}
+        cards.append(
+            f'<div class="card"><div class="name">Acceptance, {_text(domain)}</div>'
+            f'<div class="figure"><small>{percent(first.get("mean"))} →</small> {percent(last.get("mean"))}</div>'
+            f'<p class="soft">before: {interval(first, True)}<br>after: {interval(last, True)}</p>'
+            f'<p class="soft">{_text(MEASURES[measure].partition(", ")[2])}; {number(after.get("tokens"))} tokens of '
+            f'{number(after.get("prompts"))} prompts</p></div>')
+    shown = f'<div class="cards">{"".join(cards)}</div>' if cards else ""
+    absent = [stage for stage in ("speedup", "eval") if not facts.get(stage)]
+    sources = [facts[stage]["command"] for stage in ("speedup", "eval") if facts.get(stage)]
+    commands = "".join(f'<p class="command">{_text(command)}</p>' for command in dict.fromkeys(sources))
+    return Html(shown + commands + "".join(_not_run(stage) for stage in absent))
+
+
+def _training(facts: Facts) -> Html:
+    steps = training_steps(facts.get("metrics"))
+    if not steps:
+        return _not_run("train")
+    metrics, block = facts["metrics"], plots.block_length(facts["metrics"])
+    each = "every step" if block == 1 else f"each point the mean of {block} steps"
+    first, last = steps[0], steps[-1]
+    rates = sorted(line["tokens_per_second"] for line in steps if known(line.get("tokens_per_second")))
+    memory = [line["memory_bytes"] for line in steps if known(line.get("memory_bytes"))]
+    rows: list[list[object]] = [[words, significant(first.get(key)), significant(last.get(key))] for key, words in {
+        "loss": "loss", "forward_kl": "KL(target ‖ draft), nats", "cross_entropy": "cross-entropy, nats",
+        "agreement": "top-1 agreement", "rate": "learning rate"}.items()]
+    run = (f"{number(len(steps))} steps, {number(last.get('tokens'))} tokens, median "
+           f"{number(rates[len(rates) // 2] if rates else None, 0)} tokens/s, peak memory "
+           f"{size(max(memory, default=None))}; first line {first.get('time')}, last line {last.get('time')}.")
+    return Html(
+        _plots(_plot(lambda: plots.loss_curve(metrics), f"Loss on training batches, {each}."),
+               _plot(lambda: plots.agreement_curve(metrics), f"Agreement on training batches, {each}."))
+        + f"<p>{_text(run)}</p>"
+        + _table(["", f"step {first['step']}", f"step {last['step']}"], rows, facts["command"]))
+
+
+def _positions(facts: Facts) -> Html:
+    evaluation = facts["eval"]
+    sides = {side: {row["position"]: row for row in (evaluation.get("positions") or {}).get(side) or []}
+             for side in ("before", "after")}
+    places = sorted(set().union(*sides.values()))
+    if not places:
+        return Html('<p class="notrun">No acceptance by position was measured (<code>eval --acceptance</code>).</p>')
+
+    def cells(row: Facts | None) -> list[object]:
+        if not row:
+            return [NOTHING] * 3
+        rate = {"mean": row["rate"], "low": row["low"], "high": row["high"]}
+        return [number(row["drafted"]), number(row["accepted"]), interval(rate, rate=True)]
+
+    table = _table(["position", "drafted before", "accepted", "rate", "drafted after", "accepted", "rate"],
+                   [[place, *cells(sides["before"].get(place)), *cells(sides["after"].get(place))] for place in places],
+                   evaluation["command"])
+    return Html(_plots(_plot(lambda: plots.acceptance_by_position(evaluation["positions"]),
+                             "Of the tokens drafted at a position, the share accepted; bars are intervals. A token "
+                             "behind a rejected one was not looked at and is not counted."), table))
+
+
+def _divergence(facts: Facts) -> Html:
+    evaluation = facts["eval"]
+    parts = [f"<p>Before is the draft as cut from the donor, after is the trained draft; {_text(sampler_words(evaluation))}."
+             "</p>"]
+    for domain, sides in evaluation["domains"].items():
+        before, after = (sides.get(side) or {} for side in ("before", "after"))
+        rows = []
+        for key, words in MEASURES.items():
+            pair = [(side.get(key) or {}).get("mean") for side in (before, after)]
+            change: object = NOTHING
+            if known(pair[0]) and known(pair[1]):
+                change = f"{100 * (pair[1] - pair[0]):+.1f} points" if key in RATES else f"{pair[1] - pair[0]:+.3f}"
+            rows.append([words, interval(before.get(key), key in RATES), interval(after.get(key), key in RATES), change])
+        counts = [f"{number(side.get('tokens'))} tokens, {number(side.get('prompts'))} prompts" for side in (before, after)]
+        rows.append(["measured on", *counts, ""])
+        parts += [f"<h3>{_text(domain)}</h3>", _table(["", "before", "after", "change"], rows, evaluation["command"])]
+    return Html("".join(parts))
+
+
+def _cost(facts: Facts) -> Html:
+    curves = facts["profile"]["curves"]
+    command = facts["profile"].get("command", facts["command"])
+    drawn = []
+    for backend in dict.fromkeys(curve["backend"] for curve in curves):
+        draw_cost, draw_relative = _cost_drawings(curves, backend)
+        drawn += [_plot(draw_cost, f"{backend}: time of one step over m tokens; the band spans the repeats' interval."),
+                  _plot(draw_relative, f"{backend}: the same relative to one token. Flat is what makes drafting pay.")]
+    counts = sorted({count for curve in curves for count in curve["tokens"]})
+    rows = []
+    for curve in curves:
+        at = dict(zip(curve["tokens"], zip(curve["seconds"], curve["low"], curve["high"], strict=True), strict=True))
+        cells: list[object] = [_grown(curve["model"], is_grown(curve["model"], set())), curve["backend"], curve["dtype"],
+                               number(curve["depth"]), number(curve["repeats"])]
+        for count in counts:
+            cells.append(Html("<br>".join((significant(1e3 * at[count][0]),
+                                           f"<small>[{significant(1e3 * at[count][1])}, "
+                                           f"{significant(1e3 * at[count][2])}]</small>"))) if count in at else NOTHING)
+        rows.append(cells)
+    table = _table(["model", "backend", "dtype", "depth", "repeats", *(f"T({count}), ms" for count in counts)], rows,
+                   command, words=3)
+    return Html(_plots(*drawn) + table)
+
+
+def _cost_drawings(curves: list[Facts], backend: str) -> tuple[Callable[[], str], Callable[[], str]]:
+    return (lambda: plots.cost_curves(curves, backend)), (lambda: plots.cost_curves(curves, backend, relative=True))
+
+
+def _speedup(facts: Facts) -> Html:
+    speedup = facts["speedup"]
+    grown, best = grown_pairs(facts), best_rows(speedup)
+    backends = dict.fromkeys(row["backend"] for row in speedup["rows"])
+    drawn = [_plot(_speedup_drawing(speedup["rows"], backend), f"{backend}: measured with intervals, predicted dashed; "
+                   "1 is plain decoding of the same target.") for backend in backends]
+    rows, classes = [], []
+    for row in speedup["rows"]:
+        different = Html(f'<span class="bad">{row["different"]}</span>') if row["different"] else "0"
+        rows.append([_grown(row["pair"], row["pair"] in grown), row["backend"], row["length"] or "plain",
+                     number(row["tokens"]), number(row["seconds"]), number(row["tokens_per_second"]),
+                     number(row["tokens_per_round"]), percent(row["acceptance"]), speedup_interval(row),
+                     f"{row['predicted']:.2f}×" if known(row["predicted"]) else NOTHING,
+                     number(row["identical"]), number(row["excused"]), different])
+        classes.append("plain" if row["length"] == 0 else "best" if any(row is one for one in best) else "")
+    heads = ["pair", "backend", "γ", "tokens", "seconds", "tokens/s", "tokens per round", "acceptance", "speedup",
+             "predicted", "identical", "excused", "different"]
+    note = (f"{number(speedup['prompts'])} prompts, up to {number(speedup['new_tokens'])} new tokens each. The fastest row "
+            "of a pair is bold. Identical, excused and different count outputs against the plain run: excused ones part "
+            "at a rounding tie.")
+    return Html(_plots(*drawn) + f"<p>{_text(note)}</p>" + _table(heads, rows, speedup["command"], 2, classes))
+
+
+def _speedup_drawing(rows: list[Facts], backend: str) -> Callable[[], str]:
+    return lambda: plots.speedup_by_length(rows, backend)
+
+
+def _plain(facts: Facts) -> Html:
+    speedup, grown = facts["speedup"], grown_pairs(facts)
+    if not speedup.get("plain_reference"):
+        return Html('<p class="notrun">The library\'s own generation was not timed.</p>')
+    rows = [[_grown(line["pair"], line["pair"] in grown), line["backend"], line["library"],
+             number(line["library_tokens_per_second"]), number(line["plain_tokens_per_second"]),
+             percent(line["ratio"])] for line in speedup["plain_reference"]]
+    return Html("<p>A speedup counts only beside a plain decoder that is itself fast: the plain run should stand within "
+                "5 % of the library's own generation.</p>"
+                + _table(["pair", "backend", "library", "library, tokens/s", "plain, tokens/s", "ratio"], rows,
+                         speedup["command"], words=3))
+
+
+def _explanations(facts: Facts) -> Html:
+    sentences = facts["speedup"].get("explanations")
+    return _list(sentences) if sentences else Html('<p class="notrun">No explanation was recorded.</p>')
+
+
+def _gguf(facts: Facts) -> Html:
+    rows, mismatches = [], []
+    for file in facts["export"]["files"]:
+        parity = file.get("parity") or {}
+        wrong = parity.get("tokenizer_mismatches") or []
+        bad = Html(f'<span class="bad">{len(wrong)}</span>') if wrong else "0" if parity else NOTHING
+        rows.append([_code(file["path"]), _grown(file["model"], is_grown(file["model"], set())), file["outtype"],
+                     Html(f"{number(file['bytes'])} <small>{size(file['bytes'])}</small>"),
+                     number(parity.get("positions")), percent(parity.get("top1_agreement")),
+                     significant(parity.get("mean_abs_dlogprob")), significant(parity.get("max_abs_dlogprob")),
+                     number(parity.get("tokenizer_texts")), bad])
+        mismatches += [f"{file['path']}: {clean(text)}" for text in wrong]
+    heads = ["file", "model", "type", "bytes", "positions", "top-1 agreement", "mean |Δ log p|", "max |Δ log p|",
+             "tokenizer texts", "mismatches"]
+    listed = "".join(f"<li><code>{_text(line)}</code></li>" for line in mismatches)
+    details = f"<details><summary>Tokenizer mismatches</summary><ul>{listed}</ul></details>" if mismatches else ""
+    return Html("<p>Each file in llama.cpp against its Hugging Face model on the same positions.</p>"
+                + _table(heads, rows, facts["export"].get("command", facts["command"]), words=3) + details)
+
+
+def _samples(facts: Facts) -> Html:
+    speedup, grown = facts["speedup"], grown_pairs(facts)
+    if not speedup.get("samples"):
+        return Html('<p class="notrun">No samples were kept.</p>')
+    parts = ["<p><mark>Marked and underlined</mark>: drafted and accepted. Bare: the target's own token. Pale: the "
+             "prompt.</p>"]
+    for sample in speedup["samples"]:
+        accepted = sum(len(part["text"]) for part in sample["segments"] if part["kind"] == "accepted")
+        written = sum(len(part["text"]) for part in sample["segments"])
+        text = "".join(f"<mark>{_text(part['text'])}</mark>" if part["kind"] == "accepted" else _text(part["text"])
+                       for part in sample["segments"])
+        share = f", {percent(accepted / written)} of the characters from the draft" if written else ", nothing written"
+        parts.append(f"<h3>{_grown(sample['pair'], is_grown(sample['pair'], grown))}</h3>"
+                     f'<p class="soft">{_text(sample["backend"])}{share}</p>'
+                     f'<pre><span class="prompt">{_text(sample["prompt"])}</span>{text}</pre>')
+    return Html("".join(parts) + f'<p class="command">{_text(speedup["command"])}</p>')

@@ -1,0 +1,200 @@
+"""The report's plots: each function takes measured figures and returns one inline SVG, drawn by matplotlib.
+
+Text takes the colour of the page around it and the background is clear, so that one drawing serves light and dark.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from distill.errors import DataError
+from distill.report.text import Facts, clean, known, training_steps
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+# Mid tones, told apart on white and on near-black, and by eyes that see few colours (with the markers).
+COLOURS = ("#2f81d6", "#e0792b", "#2f9e77", "#a86bd1", "#d6455d", "#8a8f98", "#b59a1d", "#3aa8b8")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
+INK = "#010203"  # stands for the page's own text colour until the drawing is done
+POINTS = 400
+
+Series = tuple[str, Sequence[float], Sequence[float]]
+
+
+def loss_curve(metrics: list[Facts]) -> str:
+    """Training loss and its parts (nats per token) over steps."""
+    names = {"loss": "loss", "forward_kl": "KL(target ‖ draft)", "cross_entropy": "cross-entropy"}
+    return _training_plot("plot-loss", "Training loss over steps", "nats per token", metrics, names)
+
+
+def agreement_curve(metrics: list[Facts]) -> str:
+    """Share of training positions where draft and target put the same token first, over steps."""
+    return _training_plot("plot-agreement", "Top-1 agreement with the target over training steps", "top-1 agreement",
+                          metrics, {"agreement": "agreement on training batches"})
+
+
+def block_length(metrics: list[Facts]) -> int:
+    """How many steps one drawn point averages."""
+    return max(1, -(-len(training_steps(metrics)) // POINTS))
+
+
+def acceptance_by_position(positions: Facts) -> str:
+    """Acceptance rate of the 1st, 2nd, … drafted token, before and after training, with intervals."""
+    with _figure("plot-positions", "Acceptance rate by position in the draft, before and after training") as (axes, done):
+        for index, side in enumerate(("before", "after")):
+            rows = [row for row in positions.get(side) or [] if row["drafted"] and known(row["rate"])]
+            if rows:
+                _measured(axes, 1 - index, side, [row["position"] for row in rows], [row["rate"] for row in rows],
+                          [row["low"] for row in rows], [row["high"] for row in rows])
+        axes.set(xlabel="position in the draft", ylabel="acceptance rate", ylim=(0, 1))
+        _whole_ticks(axes)
+    return done[0]
+
+
+def cost_curves(curves: list[Facts], backend: str, relative: bool = False) -> str:
+    """T(m) of every model on one backend, in milliseconds or relative to T(1), with the band of repeats."""
+    name, words = ("relative", "Cost relative to one token") if relative else ("cost", "Milliseconds to take m tokens")
+    with _figure(f"plot-{name}-{_slug(backend)}", f"{words}, {backend}") as (axes, done):
+        values: list[float] = []
+        for index, curve in enumerate(curve for curve in curves if curve["backend"] == backend):
+            scale = 1 / curve["seconds"][0] if relative else 1000.0
+            middle, low, high = ([scale * second for second in curve[key]] for key in ("seconds", "low", "high"))
+            colour = COLOURS[index % len(COLOURS)]
+            axes.fill_between(curve["tokens"], low, high, color=colour, alpha=0.2, linewidth=0)
+            axes.plot(curve["tokens"], middle, color=colour, marker=MARKERS[index % len(MARKERS)],
+                      label=_label(f"{curve['model']}, {curve['dtype']}, depth {curve['depth']}"))
+            values += middle
+        axes.set(xlabel="tokens in one step, m", ylabel="T(m) / T(1)" if relative else "T(m), ms")
+        if not relative and values and min(values) > 0 and max(values) > 8 * min(values):
+            _plain_log_scale(axes)
+        else:
+            axes.set_ylim(bottom=0)
+        _whole_ticks(axes)
+    return done[0]
+
+
+def speedup_by_length(rows: list[Facts], backend: str) -> str:
+    """Speedup against plain decoding over the draft length γ, one line per pair: measured, and predicted dashed."""
+    with _figure(f"plot-speedup-{_slug(backend)}", f"Speedup by draft length, {backend}") as (axes, done):
+        axes.axhline(1, color=INK, linewidth=1, alpha=0.7, label="plain = 1")
+        mine = [row for row in rows if row["backend"] == backend and row["length"] > 0 and known(row["speedup"])]
+        for index, pair in enumerate(dict.fromkeys(row["pair"] for row in mine)):
+            line = sorted((row for row in mine if row["pair"] == pair), key=lambda row: int(row["length"]))
+            grown = any(row.get("grown") for row in line) and "grown" not in pair.lower()
+            lengths = [row["length"] for row in line]
+            _measured(axes, index, f"{pair} (grown)" if grown else pair, lengths, [row["speedup"] for row in line],
+                      [row["speedup_low"] for row in line], [row["speedup_high"] for row in line])
+            told = [(row["length"], row["predicted"]) for row in line if known(row["predicted"])]
+            if told:
+                axes.plot(*zip(*told, strict=True), color=COLOURS[index % len(COLOURS)], linestyle=(0, (3, 2)),
+                          linewidth=1.3, label="predicted (dashed)" if index == 0 else None)
+        axes.set(xlabel="draft length γ", ylabel="speedup, times plain")
+        axes.set_ylim(bottom=0)
+        _whole_ticks(axes)
+    return done[0]
+
+
+def _training_plot(name: str, title: str, unit: str, metrics: list[Facts], names: dict[str, str]) -> str:
+    steps, block = training_steps(metrics), block_length(metrics)
+    with _figure(name, title) as (axes, done):
+        for index, (key, words) in enumerate(names.items()):
+            lines = [line for line in steps if known(line.get(key))]
+            blocks = [lines[at : at + block] for at in range(0, len(lines), block)]
+            if blocks:
+                axes.plot([_mean([line["step"] for line in part]) for part in blocks],
+                          [_mean([line[key] for line in part]) for part in blocks], color=COLOURS[index], label=words,
+                          linewidth=1.6 if index == 0 else 1.1, marker="o" if len(blocks) == 1 else None)
+        axes.set(xlabel="step", ylabel=unit)
+    return done[0]
+
+
+def _measured(axes: Axes, index: int, label: str, x: list[int], y: list[float], low: list[float | None],
+              high: list[float | None]) -> None:
+    below = [max(0.0, value - bound) if bound is not None else 0.0 for value, bound in zip(y, low, strict=True)]
+    above = [max(0.0, bound - value) if bound is not None else 0.0 for value, bound in zip(y, high, strict=True)]
+    axes.errorbar(x, y, yerr=[below, above], color=COLOURS[index % len(COLOURS)], label=_label(label), capsize=2.5,
+                  marker=MARKERS[index % len(MARKERS)], elinewidth=1)
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _label(text: str) -> str:
+    """Text that matplotlib draws as it is: no mathematics, no hidden labels, no line longer than the plot."""
+    text = clean(text).replace("\n", " ").replace("$", r"\$").lstrip("_") or "unnamed"
+    return text if len(text) <= 52 else text[:51] + "…"
+
+
+def _slug(text: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-") or "x"
+
+
+def _whole_ticks(axes: Axes) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True, min_n_ticks=1))
+
+
+def _plain_log_scale(axes: Axes) -> None:
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.yaxis.set_minor_formatter(NullFormatter())
+
+
+@contextmanager
+def _figure(name: str, title: str) -> Iterator[tuple[Axes, list[str]]]:
+    """Axes to draw on; after the block the second value holds the finished SVG. Raises DataError without matplotlib."""
+    try:
+        import matplotlib
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise DataError("matplotlib is not installed, so no plots are drawn", "pip install 'distill[report]'") from error
+    settings: dict[str, Any] = {
+        "svg.fonttype": "none", "svg.hashsalt": name, "font.size": 9, "lines.linewidth": 1.6, "lines.markersize": 3.5,
+        "text.color": INK, "axes.labelcolor": INK, "xtick.color": INK, "ytick.color": INK, "axes.edgecolor": "#8a8f98",
+        "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.color": "#8a8f98",
+        "grid.alpha": 0.25, "axes.axisbelow": True, "legend.frameon": False, "legend.fontsize": 8.5,
+    }
+    done: list[str] = []
+    with matplotlib.rc_context(settings):
+        figure = Figure(figsize=(5.0, 3.3), layout="constrained")
+        axes = figure.add_subplot()
+        yield axes, done
+        _legend(figure.legend, axes)
+        drawn = io.StringIO()
+        figure.savefig(drawn, format="svg", transparent=True,
+                       metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
+    done.append(_inline(drawn.getvalue(), name, title))
+
+
+def _legend(place: Callable[..., Any], axes: Axes) -> None:
+    handles, labels = axes.get_legend_handles_labels()
+    if labels:
+        columns = 1 if max(map(len, labels)) > 28 else min(3, len(labels))
+        place(handles, labels, loc="outside lower center", ncols=columns)
+
+
+def _inline(drawn: str, name: str, title: str) -> str:
+    """A matplotlib SVG file made fit to stand inside a page: one element, own ids, the page's colour and width."""
+    from html import escape
+
+    svg = drawn[drawn.index("<svg") :].strip()
+    svg = svg.replace(INK, "currentColor")
+    svg = re.sub(r'\bid="', f'id="{name}-', svg)
+    svg = svg.replace('href="#', f'href="#{name}-').replace("url(#", f"url(#{name}-")
+    opening = re.match(r"<svg[^>]*>", svg)
+    assert opening is not None
+    box = re.search(r'viewBox="[^"]*"', opening[0])
+    assert box is not None
+    head = (f'<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink" {box[0]} '
+            f'role="img" aria-label="{escape(title)}">')
+    return head + svg[opening.end() :]

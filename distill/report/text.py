@@ -1,0 +1,223 @@
+"""Words and figures of the report, shared by the page and the model card: formats, best rows, limits."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+Facts = dict[str, Any]
+
+NOTHING = "–"
+
+MEASURES = {
+    "forward_kl": "KL(target ‖ draft), nats",
+    "reverse_kl": "KL(draft ‖ target), nats",
+    "total_variation": "total variation",
+    "top1_agreement": "top-1 agreement",
+    "acceptance_sampling": "acceptance, sampling verifier",
+    "acceptance_match": "acceptance, match verifier",
+    "acceptance_greedy": "acceptance, greedy",
+}
+RATES = {"top1_agreement", "acceptance_sampling", "acceptance_match", "acceptance_greedy"}
+
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ufffe\uffff]")
+
+
+def clean(value: object) -> str:
+    """Text that every reader can take: control characters and lone surrogates are shown, not obeyed."""
+    text = str(value).replace("\r\n", "\n").encode("utf-8", "replace").decode("utf-8")
+    return _CONTROL.sub(lambda match: chr(0x2400 + ord(match[0])) if ord(match[0]) < 32 else "\ufffd", text)
+
+
+def known(value: Any) -> bool:
+    """Whether a figure was measured: a finite number, not None."""
+    return isinstance(value, (int, float)) and math.isfinite(value)
+
+
+def number(value: Any, digits: int = 2) -> str:
+    """A number with thousands separators; a dash where nothing was measured."""
+    if not known(value):
+        return NOTHING
+    return f"{value:,}" if isinstance(value, int) else f"{value:,.{digits}f}"
+
+
+def significant(value: Any) -> str:
+    """Three significant digits, for figures whose size is not known beforehand."""
+    if not known(value):
+        return NOTHING
+    if value == 0:
+        return "0"
+    if not 1e-4 <= abs(value) < 1e6:
+        return f"{value:.2e}"
+    return f"{value:,.{max(0, 2 - math.floor(math.log10(abs(value))))}f}"
+
+
+def percent(value: Any) -> str:
+    return f"{100 * value:.1f} %" if known(value) else NOTHING
+
+
+def size(value: Any) -> str:
+    """Bytes in decimal units."""
+    if not known(value):
+        return NOTHING
+    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if value >= factor:
+            return f"{value / factor:.{1 if value < 100 * factor else 0}f} {unit}"
+    return f"{value:.0f} bytes"
+
+
+def interval(measured: Any, rate: bool = False) -> str:
+    """A mean with its interval, as `.612 [.598, .627]` or in per cent; a dash where nothing was measured."""
+    if not measured or not known(measured.get("mean")):
+        return NOTHING
+    mean, low, high = measured["mean"], measured.get("low"), measured.get("high")
+    if rate:
+        bounds = f" [{100 * low:.1f}, {100 * high:.1f}]" if known(low) and known(high) else ""
+        return percent(mean) + bounds
+    return f"{mean:.3f}" + (f" [{low:.3f}, {high:.3f}]" if known(low) and known(high) else "")
+
+
+def speedup_interval(row: Facts) -> str:
+    """`1.52× [1.44, 1.60]` of one speedup row."""
+    if not known(row.get("speedup")):
+        return NOTHING
+    low, high = row.get("speedup_low"), row.get("speedup_high")
+    return f"{row['speedup']:.2f}×" + (f" [{low:.2f}, {high:.2f}]" if known(low) and known(high) else "")
+
+
+def verdict(row: Facts) -> str:
+    """How a speedup stands to plain decoding, judged by its interval: faster, slower or not told apart."""
+    low, high = row.get("speedup_low"), row.get("speedup_high")
+    if known(low) and low > 1:
+        return "faster than plain"
+    if known(high) and high < 1:
+        return "slower than plain"
+    return "not told apart from plain"
+
+
+def best_rows(speedup: Facts | None) -> list[Facts]:
+    """The fastest speculative row of each pair and backend, in the order of the table."""
+    best: dict[tuple[str, str], Facts] = {}
+    for row in (speedup or {}).get("rows") or []:
+        key = (row["pair"], row["backend"])
+        if row["length"] > 0 and known(row["speedup"]) and (key not in best or row["speedup"] > best[key]["speedup"]):
+            best[key] = row
+    return list(best.values())
+
+
+def plain_row(speedup: Facts, row: Facts) -> Facts | None:
+    """The plain run beside a speculative row."""
+    same = [r for r in speedup["rows"] if r["length"] == 0 and (r["pair"], r["backend"]) == (row["pair"], row["backend"])]
+    return same[0] if same else None
+
+
+def grown_pairs(facts: Facts) -> set[str]:
+    """Names of the pairs whose target was grown."""
+    return {row["pair"] for row in (facts.get("speedup") or {}).get("rows") or [] if row.get("grown")}
+
+
+def is_grown(name: object, pairs: set[str]) -> bool:
+    return str(name) in pairs or "grown" in str(name).lower()
+
+
+def any_grown(facts: Facts) -> bool:
+    curves = (facts.get("profile") or {}).get("curves") or []
+    files = (facts.get("export") or {}).get("files") or []
+    return bool(grown_pairs(facts)) or any(is_grown(entry["model"], set()) for entry in [*curves, *files])
+
+
+def acceptance_measure(evaluation: Facts) -> str:
+    """The acceptance that fits the sampler: greedy at temperature 0, the sampling verifier's otherwise."""
+    return "acceptance_sampling" if (evaluation.get("sampler") or {}).get("temperature") else "acceptance_greedy"
+
+
+def sampler_words(evaluation: Facts) -> str:
+    settings = evaluation.get("sampler") or {}
+    return ", ".join(f"{name} {value}" for name, value in settings.items()) or "sampler not recorded"
+
+
+def machine_words(machine: Facts) -> str:
+    gpu = machine.get("gpu") or "no GPU"
+    return f"{machine.get('cpu')}, {machine.get('cores')} cores, {size(machine.get('memory_bytes'))} memory, {gpu}"
+
+
+def training_steps(metrics: list[Facts] | None) -> list[Facts]:
+    """One line per training step, in order; of a step repeated after a resume, the last line counts."""
+    steps = {line["step"]: line for line in metrics or [] if line.get("stage", "train") == "train" and "loss" in line}
+    return [steps[step] for step in sorted(steps)]
+
+
+def stages_not_run(facts: Facts) -> list[str]:
+    order = {"train": training_steps(facts.get("metrics"))}
+    order |= {stage: facts.get(stage) for stage in ("profile", "eval", "export", "speedup")}
+    return [stage for stage, left in order.items() if not left]
+
+
+def limits(facts: Facts) -> list[str]:
+    """What a reader must know before quoting these numbers, one sentence each."""
+    machine = facts.get("machine") or {}
+    place = f"{machine.get('cpu')} ({machine.get('cores')} cores)" if machine else "one machine"
+    said = [f"Every time and speedup was measured on {place}; other hardware has other cost curves, so measure there "
+            "before relying on them."]
+    if not machine.get("gpu"):
+        said.append("No GPU took part: nothing here says how the pair behaves on one.")
+    missing = stages_not_run(facts)
+    if missing:
+        said.append(f"Not run, so nothing is claimed about it: {', '.join(missing)}.")
+    said += _speedup_limits(facts.get("speedup")) + _evaluation_limits(facts.get("eval"))
+    said += _export_limits(facts.get("export"))
+    if any_grown(facts):
+        said.append("A target labelled “grown” is a trained model enlarged without changing what it computes: its text "
+                    "is real, its cost is that of the larger shape, and its quality is that of the small model.")
+    return said
+
+
+def _speedup_limits(speedup: Facts | None) -> list[str]:
+    if not speedup:
+        return []
+    said = [f"Speedups come from {number(speedup.get('prompts'))} prompts of up to {number(speedup.get('new_tokens'))} "
+            "new tokens each; the best draft length of a pair is read off the same runs, and its interval does not "
+            "cover that choice."]
+    for row in best_rows(speedup):
+        if verdict(row) != "faster than plain":
+            said.append(f"{row['pair']} ({row['backend']}) at its best draft length is {verdict(row)}.")
+    different = sum(row.get("different") or 0 for row in speedup["rows"])
+    excused = sum(row.get("excused") or 0 for row in speedup["rows"])
+    if different:
+        said.append(f"{different} outputs differ from the plain run and no rounding tie explains them: treat this pair "
+                    "as not shown to be lossless.")
+    if excused:
+        said.append(f"{excused} outputs part from the plain run at a rounding tie, where two tokens' logits lie within "
+                    "rounding of one another; they are counted as excused, not as identical.")
+    for line in speedup.get("plain_reference") or []:
+        ratio = _plain_over_library(line)
+        if ratio is not None and ratio < 0.95:
+            said.append(f"The plain run of {line['pair']} ({line['backend']}) reaches only {percent(ratio)} of "
+                        f"{line['library']}'s own speed, so its speedup would shrink beside that library.")
+    return said
+
+
+def _plain_over_library(line: Facts) -> float | None:
+    plain, library = line.get("plain_tokens_per_second"), line.get("library_tokens_per_second")
+    return plain / library if known(plain) and known(library) and library else None
+
+
+def _evaluation_limits(evaluation: Facts | None) -> list[str]:
+    if not evaluation:
+        return []
+    counts = ", ".join(
+        f"{name}: {number(sides['after'].get('tokens'))} tokens of {number(sides['after'].get('prompts'))} prompts"
+        for name, sides in evaluation["domains"].items() if sides.get("after"))
+    return [f"Divergences and acceptance hold for the texts they were measured on ({counts}) and for this sampler "
+            f"({sampler_words(evaluation)})."]
+
+
+def _export_limits(export: Facts | None) -> list[str]:
+    said = []
+    for file in (export or {}).get("files") or []:
+        wrong = len((file.get("parity") or {}).get("tokenizer_mismatches") or [])
+        if wrong:
+            said.append(f"{file['path']}: llama.cpp and the Hugging Face tokenizer disagree on {wrong} of "
+                        f"{file['parity']['tokenizer_texts']} texts.")
+    return said

@@ -1,0 +1,326 @@
+"""The run directory: atomic artifacts, stage keys, metrics, provenance. No torch here."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import errno
+import fcntl
+import hashlib
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+from distill.errors import DataError, RunError
+from distill.recipe import Recipe, dump_recipe
+
+PACKAGES = ("torch", "transformers", "datasets", "peft", "accelerate", "gguf", "safetensors", "llama-cpp-python")
+
+
+def _explain_write_fault(path: Path, error: OSError) -> RunError:
+    if error.errno == errno.ENOSPC:
+        return RunError(f"the disk is full: cannot write {path}", "free some space and run the same command again")
+    if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
+        return RunError(f"no permission to write {path}: {error.strerror}", "choose another folder with --runs")
+    return RunError(f"cannot write {path}: {error}", "mend it and run the same command again")
+
+
+@contextlib.contextmanager
+def faults_explained(path: Path) -> Iterator[None]:
+    """Turn what the operating system says of a failed write into a RunError that names `path`."""
+    try:
+        yield
+    except OSError as error:
+        raise _explain_write_fault(path, error) from error
+
+
+def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
+    """Let `write` fill a temporary file, fsync it and give it the name `path`; readers never see half a file.
+
+    Raises RunError where the disk is full or the folder cannot be written; the old file, if any, is then intact.
+    """
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write(temporary)
+        with open(temporary, "rb") as handle:
+            os.fsync(handle.fileno())
+        os.replace(temporary, path)
+        _sync_folder(path.parent)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise _explain_write_fault(path, error) from error
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write `text` as UTF-8, atomically."""
+    write_atomically(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write `value` as indented JSON, atomically."""
+    write_text(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
+
+
+def write_folder(path: Path, write: Callable[[Path], object]) -> None:
+    """Let `write` fill a temporary folder and give it the name `path`, replacing what stood there."""
+    import shutil
+
+    temporary = path.with_name(f".{path.name}.tmp")
+    old = path.with_name(f".{path.name}.old")
+    try:
+        for stale in (temporary, old):
+            if stale.exists():
+                shutil.rmtree(stale)
+        temporary.mkdir(parents=True)
+        write(temporary)
+        for file in temporary.rglob("*"):
+            if file.is_file():
+                with open(file, "rb") as handle:
+                    os.fsync(handle.fileno())
+        if path.exists():
+            os.replace(path, old)
+        os.replace(temporary, path)
+        _sync_folder(path.parent)
+        if old.exists():
+            shutil.rmtree(old)
+    except OSError as error:
+        raise _explain_write_fault(path, error) from error
+
+
+def read_json(path: Path) -> Any:
+    """Read a JSON artifact; raises DataError when it is missing or damaged."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise DataError(f"{path} is missing", "run `distill train` on its recipe again") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise DataError(f"{path} is damaged: {error}", "delete it and run `distill train` again") from error
+
+
+def file_digest(path: Path) -> str:
+    """SHA-256 of a file, in hexadecimal."""
+    with open(path, "rb") as handle:
+        return hashlib.file_digest(handle, "sha256").hexdigest()
+
+
+def reference_digest(reference: str) -> str:
+    """What identifies a model or source: the content of a local folder or file, else the hub name itself."""
+    path = Path(reference)
+    if not path.exists():
+        return reference
+    files = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
+    total = hashlib.sha256()
+    for file in files:
+        total.update(f"{file.relative_to(path) if file != path else ''}\0{file_digest(file)}\n".encode())
+    return total.hexdigest()
+
+
+def digest(value: Any) -> str:
+    """Short hash of anything JSON can hold."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:20]
+
+
+def machine() -> dict[str, Any]:
+    """What this machine is: processor, cores, memory, GPU if torch is loaded and sees one, versions."""
+    import psutil
+
+    cpu = platform.processor() or platform.machine()
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                cpu = line.partition(":")[2].strip()
+                break
+    gpu = None
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_available():
+        gpu = torch.cuda.get_device_name(0)
+    return {
+        "cpu": cpu,
+        "cores": usable_cores(),
+        "memory_bytes": psutil.virtual_memory().total,
+        "gpu": gpu,
+        "platform": platform.platform(),
+        "python": platform.python_version(),
+        **versions(),
+    }
+
+
+def usable_cores() -> int:
+    """Processor cores this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+
+
+def versions() -> dict[str, str]:
+    """Installed versions of the packages the numbers depend on."""
+    found = {}
+    for name in PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
+
+
+def _git_revision() -> str | None:
+    try:
+        result = subprocess.run(
+            ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"],
+            capture_output=True,
+            text=True,
+            timeout=5,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return result.stdout.strip() or None
+
+
+def now() -> str:
+    """The time, UTC, to the second, in ISO 8601."""
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+
+
+@dataclass
+class Run:
+    """One run directory and the recipe that made it."""
+
+    folder: Path
+    recipe: Recipe
+    _log: IO[str] | None = None
+    _lock: IO[str] | None = None
+    command: str = field(default_factory=lambda: "distill " + " ".join(sys.argv[1:]))
+
+    def path(self, *parts: str) -> Path:
+        """A path inside the run directory."""
+        return self.folder.joinpath(*parts)
+
+    def open(self, recipe_text: str) -> None:
+        """Create the directory, take its lock and write recipe, resolved configuration and provenance."""
+        with faults_explained(self.folder):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._lock = open(self.folder / ".lock", "w")  # noqa: SIM115 - held for the life of the run
+            try:
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise RunError(
+                    f"another process is working in {self.folder}", "wait for it, or give this run another name=…"
+                ) from None
+            self._log = open(self.folder / "log.txt", "a", encoding="utf-8")  # noqa: SIM115
+        write_text(self.path("recipe.yaml"), recipe_text)
+        write_text(self.path("config.yaml"), dump_recipe(self.recipe))
+        history_path = self.path("provenance.json")
+        history = read_json(history_path) if history_path.exists() else []
+        history.append(
+            {"time": now(), "argv": sys.argv, "git": _git_revision(), "machine": machine()},
+        )
+        write_json(history_path, history)
+
+    def close(self) -> None:
+        """Let go of the lock and the log."""
+        for handle in (self._log, self._lock):
+            if handle is not None:
+                handle.close()
+        self._log = self._lock = None
+
+    def say(self, message: str) -> None:
+        """One line on stderr and in log.txt."""
+        print(message, file=sys.stderr, flush=True)
+        if self._log is not None:
+            with faults_explained(self.path("log.txt")):
+                self._log.write(f"{now()} {message}\n")
+                self._log.flush()
+
+    def record(self, stage: str, **values: Any) -> None:
+        """Append one object to metrics.jsonl, flushed."""
+        line = json.dumps({"stage": stage, "time": now(), **values}) + "\n"
+        path = self.path("metrics.jsonl")
+        with faults_explained(path), open(path, "a", encoding="utf-8") as handle:
+            handle.write(line)
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """What metrics.jsonl holds, for each stage and step the last line written; a torn last line is left out.
+
+        A run that was killed after a step but before its checkpoint does that step again and writes it again.
+        """
+        path = self.path("metrics.jsonl")
+        if not path.exists():
+            return []
+        latest: dict[Any, dict[str, Any]] = {}
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines()):
+            with contextlib.suppress(json.JSONDecodeError):
+                value = json.loads(line)
+                latest[(value["stage"], value.get("step", -number))] = value
+        return list(latest.values())
+
+    # ── stages ──
+
+    def done_path(self, stage: str) -> Path:
+        """Where the record of a finished stage stands."""
+        return self.path("stages", f"{stage}.json")
+
+    def done(self, stage: str) -> dict[str, Any] | None:
+        """The record of a finished stage, or None."""
+        path = self.done_path(stage)
+        return read_json(path) if path.exists() else None
+
+    def artifacts_whole(self, record: dict[str, Any]) -> str | None:
+        """None when every artifact of a record is there in its full size, else what is wrong.
+
+        Sizes are compared here; contents are checked against their checksums where they are read.
+        """
+        for name, facts in record["artifacts"].items():
+            path = self.path(name)
+            if not path.is_file():
+                return f"{name} is missing"
+            if path.stat().st_size != facts["bytes"]:
+                return f"{name} has {path.stat().st_size} bytes instead of {facts['bytes']}"
+        return None
+
+    def finish(self, stage: str, key: str, inputs: dict[str, Any], artifacts: Sequence[Path], started: float) -> None:
+        """Write a stage's done record, last of all its files."""
+        files: dict[str, dict[str, Any]] = {}
+        for artifact in artifacts:
+            for file in sorted(artifact.rglob("*")) if artifact.is_dir() else [artifact]:
+                if file.is_file() and not file.name.startswith("."):
+                    name = file.relative_to(self.folder).as_posix()
+                    files[name] = {"bytes": file.stat().st_size, "sha256": file_digest(file)}
+        write_json(
+            self.done_path(stage),
+            {
+                "stage": stage,
+                "key": key,
+                "inputs": inputs,
+                "artifacts": files,
+                "digest": digest({name: facts["sha256"] for name, facts in files.items()}),
+                "seconds": round(time.time() - started, 3),
+                "time": now(),
+            },
+        )
+
+
+def verify_artifact(run: Run, stage: str, path: Path) -> None:
+    """Compare a file with the checksum its stage recorded; raises DataError when it differs."""
+    record = run.done(stage)
+    name = path.relative_to(run.folder).as_posix()
+    if record is None or name not in record["artifacts"]:
+        raise DataError(f"{path} was not written by a finished `{stage}` stage", "run `distill train` again")
+    if not path.is_file() or file_digest(path) != record["artifacts"][name]["sha256"]:
+        raise DataError(
+            f"{path} is damaged: its checksum is not the one recorded when it was written",
+            f"make it again with `distill train RECIPE --redo {stage}`",
+        )
