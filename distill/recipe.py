@@ -311,7 +311,14 @@ def parse_recipe(raw: Any, where: str) -> Recipe:
     try:
         return Recipe.model_validate(raw)
     except ValidationError as error:
-        faults = [_explain(fault) for fault in error.errors()]
+        # A list is also called too short when the elements it does hold are faulty: only the latter is worth saying.
+        places = [fault["loc"] for fault in error.errors()]
+        faults = [
+            _explain(fault)
+            for fault in error.errors()
+            if fault["type"] != "too_short"
+            or not any(len(place) > len(fault["loc"]) and place[: len(fault["loc"])] == fault["loc"] for place in places)
+        ]
         count = f"{len(faults)} mistakes" if len(faults) > 1 else "1 mistake"
         raise RecipeError(f"{where}: {count}\n  - " + "\n  - ".join(faults), "docs/recipes.md lists every key") from error
 
@@ -349,29 +356,66 @@ def dump_recipe(recipe: Recipe) -> str:
 
 
 def describe_schema() -> str:
-    """Every key with its default and meaning, as Markdown; docs/recipes.md is made from it."""
+    """Every key with what it takes, its default and its meaning, as Markdown; docs/recipes.md is made from it."""
     lines: list[str] = []
 
-    def walk(section: type[BaseModel], title: str) -> None:
-        lines.extend([f"## {title}", "", (section.__doc__ or "").strip(), "", "| key | default | meaning |", "|---|---|---|"])
-        nested: list[tuple[type[BaseModel], str]] = []
+    def walk(section: type[Section], title: str, prefix: str) -> None:
+        lines.extend([f"## {title}", "", (section.__doc__ or "").strip(), ""])
+        lines.extend(["| key | takes | default | meaning |", "|---|---|---|---|"])
+        nested: list[tuple[type[Section], str]] = []
         for name, field in section.model_fields.items():
-            inner = _section_at((*([] if section is Recipe else [title]), name, "")) if section is Recipe else None
+            inner = _section_in(field.annotation)
             if inner is not None:
-                nested.append((inner, name))
-                continue
-            for argument in (field.annotation, *typing.get_args(field.annotation)):
-                if isinstance(argument, type) and issubclass(argument, Section):
-                    nested.append((argument, f"{title}.{name}"))
-            default = "required" if field.is_required() else f"`{_plain(field.default)}`"
-            lines.append(f"| `{name}` | {default} | {field.description or ''} |")
+                nested.append((inner, prefix + name))
+            cells = (f"`{name}`", _takes(field.annotation, field.metadata, prefix + name), _default(field))
+            meaning = field.description or (inner.__doc__ if inner else None) or ""
+            lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in (*cells, meaning.strip())) + " |")
         lines.append("")
-        for inner_section, inner_title in nested:
-            walk(inner_section, inner_title)
+        for inner, name in nested:
+            walk(inner, name, f"{name}.")
 
-    walk(Recipe, "recipe")
+    walk(Recipe, "The recipe itself", "")
     return "\n".join(lines)
 
 
+def _section_in(annotation: Any) -> type[Section] | None:
+    """The section that a key holds, alone, in a list or as an alternative to null."""
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return annotation
+    return next(filter(None, map(_section_in, typing.get_args(annotation))), None)
+
+
+def _takes(annotation: Any, metadata: typing.Sequence[Any], name: str) -> str:
+    """In words, what may be written for a key: type, choices, bounds."""
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    bounds = [
+        f"{sign} {getattr(bound, attribute)}"
+        for bound in metadata
+        for attribute, sign in (("ge", "≥"), ("gt", ">"), ("le", "≤"), ("lt", "<"))
+        if getattr(bound, attribute, None) is not None
+    ]
+    if origin in (typing.Union, types.UnionType):
+        some = [_takes(argument, metadata, name) for argument in arguments if argument is not type(None)]
+        return " or ".join([*some, "`null`"] if type(None) in arguments else some)
+    if origin is Literal:
+        return ", ".join(f"`{argument}`" for argument in arguments)
+    if origin is tuple:
+        return f"list of {_takes(arguments[0], (), name)}"
+    if origin is dict:
+        return f"mapping of {_takes(arguments[0], (), name)} to {_takes(arguments[1], (), name)}"
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return f"[section](#{name.replace('.', '')})"
+    words = {str: "text", int: "integer", float: "number", bool: "`true`, `false`"}
+    return " ".join([words.get(annotation, str(annotation)), ", ".join(bounds)]).strip()
+
+
+def _default(field: Any) -> str:
+    if field.is_required():
+        return "required"
+    return "as listed there" if isinstance(field.default, Section) else f"`{_plain(field.default)}`"
+
+
 def _plain(value: Any) -> str:
-    return yaml.safe_dump(list(value) if isinstance(value, tuple) else value, default_flow_style=True).split("\n")[0]
+    """A value as it is written in a recipe, on one line."""
+    shown = list(value) if isinstance(value, tuple) else value
+    return yaml.safe_dump(shown, default_flow_style=True, width=1000, allow_unicode=True).split("\n")[0]

@@ -62,9 +62,10 @@ def compare(folder: Path, gguf: Path, texts: list[str], positions: int) -> Parit
             )
         try:
             tokenizer: Any = AutoTokenizer.from_pretrained(folder)
-            model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+            model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         except (OSError, ValueError, RuntimeError) as error:
             raise DataError(f"{folder} cannot be loaded: {error}", hint="copy or train the model again") from None
+        model.eval()
         mismatches, normalized = _compare_ids(tokenizer, quantised, texts)
         same_top, differences = _compare_logits(tokenizer, model, quantised, texts, positions, window)
     if not differences:

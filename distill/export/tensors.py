@@ -41,7 +41,7 @@ OUTER_NAMES = {
     "lm_head.weight": "output.weight",
 }
 # llama.cpp ignores or refuses these biases; a model that has them would silently compute something else.
-ALLOWED_BIASES = {
+ALLOWED_BIASES: dict[str, set[str]] = {
     "qwen2": {"self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"},
     "qwen3": set(),
     "llama": {f"self_attn.{p}_proj" for p in "qkvo"} | {f"mlp.{p}_proj" for p in ("gate", "up", "down")},
@@ -103,7 +103,9 @@ def read_shape(folder: Path) -> Shape:
     def number(key: str) -> int:
         value = config.get(key)
         if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
-            raise DataError(f"{folder}/config.json: {key} is {value!r}, not a positive integer", hint="mend config.json")
+            raise DataError(
+                f"{folder}/config.json: {key} is {value!r}, not a positive integer", hint="mend config.json"
+            )
         return value
 
     hidden, heads = number("hidden_size"), number("num_attention_heads")
@@ -138,6 +140,8 @@ def _refuse_unsupported(folder: Path, config: Mapping[str, Any], shape: Shape) -
 
     if shape.rope["rope_type"] not in ("default", "linear", "llama3"):
         refuse(f"rope scaling {shape.rope['rope_type']!r}")
+    if shape.rope["rope_type"] != "default" and not isinstance(shape.rope.get("factor"), int | float):
+        refuse(f"rope scaling without a factor: {dict(shape.rope)}; it")
     # llama.cpp reads llama3's frequency factors for the llama architecture only.
     if shape.rope["rope_type"] == "llama3" and shape.architecture != "llama":
         refuse(f"rope scaling 'llama3' on {shape.architecture}")
@@ -202,13 +206,15 @@ def expected_tensors(shape: Shape) -> dict[str, tuple[int, ...]]:
     return expected
 
 
-def _gguf_name(name: str, shape: Shape, folder: Path) -> str:
-    if name in OUTER_NAMES:
+def _gguf_name(name: str, expected: bool, shape: Shape, folder: Path) -> str:
+    if expected and name in OUTER_NAMES:
         return OUTER_NAMES[name]
     match = LAYER_PATTERN.fullmatch(name)
     if match and match[2] in LAYER_NAMES and int(match[1]) < shape.layers:
-        if match[3] == "weight" or match[2] in ALLOWED_BIASES[shape.architecture]:
-            return f"blk.{match[1]}.{LAYER_NAMES[match[2]]}.{match[3]}"
+        layer, part, kind = match.groups()
+        # The weights of the architecture are all expected; of the rest only some biases are read by llama.cpp.
+        if expected or (kind == "bias" and part in ALLOWED_BIASES[shape.architecture]):
+            return f"blk.{layer}.{LAYER_NAMES[part]}.{kind}"
     raise DataError(
         f"{folder}: tensor {name} has no place in a GGUF {shape.architecture}",
         hint="check that config.json belongs to these weights; adapters must be merged first",
@@ -228,7 +234,9 @@ def rope_factors(shape: Shape) -> NDArray[np.float32]:
         factor, low, high = float(rope["factor"]), float(rope["low_freq_factor"]), float(rope["high_freq_factor"])
         original = float(rope["original_max_position_embeddings"])
     except (KeyError, TypeError, ValueError):
-        raise DataError(f"incomplete llama3 rope scaling in config.json: {dict(rope)}", hint="mend config.json") from None
+        raise DataError(
+            f"incomplete llama3 rope scaling in config.json: {dict(rope)}", hint="mend config.json"
+        ) from None
     factors = []
     for dimension in range(0, shape.head_size, 2):
         wavelength = 2 * math.pi * shape.rope_theta ** (dimension / shape.head_size)
@@ -301,7 +309,11 @@ def _in_order(
                 f"{folder}: {name} has shape {list(size)}, config.json says {list(expected[name])}",
                 hint="check that config.json belongs to these weights",
             )
-        tensors.append(GgufTensor(_gguf_name(name, shape, folder), size, _loader(name, handles[name], shape, folder)))
+        tensors.append(
+            GgufTensor(
+                _gguf_name(name, name in expected, shape, folder), size, _loader(name, handles[name], shape, folder)
+            )
+        )
     return tensors
 
 

@@ -124,7 +124,7 @@ def _load(path: Path) -> Tokenizer:
 
     try:
         return Tokenizer.from_file(str(path))
-    except Exception as error:  # tokenizers raises bare Exception for every kind of damage
+    except Exception as error:  # noqa: BLE001 - what tokenizers raises for every kind of damage
         raise DataError(f"{path} cannot be loaded: {error}", hint="copy the tokenizer again") from None
 
 
@@ -177,7 +177,9 @@ def _pre_type(path: Path, content: Mapping[str, Any], tokenizer: Tokenizer) -> s
         return pre
     if pre in SAME_BUT_MERGING:
         return SAME_BUT_MERGING[pre]
-    raise DataError(f"{path}: ignore_merges has no counterpart for pre-tokenizer {pre!r}", hint="export to another format")
+    raise DataError(
+        f"{path}: ignore_merges has no counterpart for pre-tokenizer {pre!r}", hint="export to another format"
+    )
 
 
 def _merges_reach_every_token(content: Mapping[str, Any], tokenizer: Tokenizer) -> bool:
@@ -185,7 +187,8 @@ def _merges_reach_every_token(content: Mapping[str, Any], tokenizer: Tokenizer) 
     from tokenizers.models import BPE
 
     model = content["model"]
-    merges = [tuple(merge.split(" ", 1)) if isinstance(merge, str) else tuple(merge) for merge in model["merges"]]
+    pairs = [merge.split(" ", 1) if isinstance(merge, str) else merge for merge in model["merges"]]
+    merges = [(str(left), str(right)) for left, right in pairs]
     plain = BPE(model["vocab"], merges, ignore_merges=False)
     added = {token["content"] for token in content.get("added_tokens") or []}
     return all(len(plain.tokenize(token)) == 1 for token in model["vocab"] if token not in added)

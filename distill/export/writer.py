@@ -76,9 +76,7 @@ def export_gguf(folder: Path, output: Path, outtype: str, source_model_name: str
         outtype=outtype,
         bytes=size,
         tensors=len(types),
-        fallback_tensors=sum(
-            outtype == "q8_0" and kind is gguf.GGMLQuantizationType.F16 for kind in types
-        ),
+        fallback_tensors=sum(outtype == "q8_0" and kind is gguf.GGMLQuantizationType.F16 for kind in types),
     )
 
 
@@ -129,7 +127,9 @@ def _convert(tensor: GgufTensor, kind: GGMLQuantizationType) -> NDArray[Any]:
         limit = F16_MAX if kind is gguf.GGMLQuantizationType.F16 else F16_MAX * 127
         largest = float(np.abs(array).max())
         if largest > limit:
-            raise DataError(f"{tensor.name} reaches {largest:.3g}, too large for {kind.name}", hint="export as bf16 or f32")
+            raise DataError(
+                f"{tensor.name} reaches {largest:.3g}, too large for {kind.name}", hint="export as bf16 or f32"
+            )
     return np.ascontiguousarray(quants.quantize(np.ascontiguousarray(array), kind))
 
 

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import ctypes
 import importlib
+import itertools
 import os
 from collections import deque
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -166,7 +167,9 @@ class GgufModel:
         parameters.check_tensors = True  # damaged weights load silently otherwise
         self._model = llama.llama_model_load_from_file(os.fsencode(self.path), parameters)
         if not self._model:
-            raise DataError(f"{self.path} cannot be loaded: {self._last_errors()}", hint="export or copy the file again")
+            raise DataError(
+                f"{self.path} cannot be loaded: {self._last_errors()}", hint="export or copy the file again"
+            )
         if llama.llama_model_is_recurrent(self._model) or llama.llama_model_is_hybrid(self._model):
             raise DataError(f"{self.path} is a recurrent model, which cannot be rolled back", hint="use a transformer")
         self._vocabulary = llama.llama_model_get_vocab(self._model)
@@ -279,7 +282,7 @@ class GgufModel:
         bounds = list(range(0, count, self._batch_size)) + [count]
         if len(bounds) > 2 and bounds[-1] - bounds[-2] == 1 and self._batch_size > 2:
             bounds[-2] -= 1
-        return list(zip(bounds[:-1], bounds[1:], strict=True))
+        return list(itertools.pairwise(bounds))
 
     def _decode(self, ids: NDArray[np.int64], mask: NDArray[np.int8]) -> NDArray[np.float32]:
         """Decode one chunk [m] and commit it; view [rows asked for by mask [m], V] of llama.cpp's buffer."""
@@ -384,7 +387,7 @@ class GgufModel:
             self._library.llama_model_free(self._model)
         self._model = None
 
-    def __enter__(self) -> GgufModel:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(

@@ -128,6 +128,9 @@ class TorchLogits:
     def __init__(self, values: Tensor) -> None:
         self.values = values
 
+    def __len__(self) -> int:
+        return self.values.shape[0]
+
     def argmax(self) -> list[int]:
         """Largest token per row."""
         ids: list[int] = self.values.argmax(-1).tolist()
@@ -193,9 +196,7 @@ class TorchModel:
         if want is not None:
             last = list(want) == [len(tokens) - 1]
             keep = 1 if last else torch.tensor(list(want), device=self.device)
-        logits = self.model(
-            input_ids=ids, past_key_values=self._cache, use_cache=True, logits_to_keep=keep
-        ).logits[0]
+        logits = self.model(input_ids=ids, past_key_values=self._cache, use_cache=True, logits_to_keep=keep).logits[0]
         self._length += len(tokens)
         return TorchLogits(logits)
 

@@ -118,8 +118,9 @@ def _acceptance(facts: Facts) -> str:
     evaluation = facts.get("eval")
     if not evaluation:
         return "### Acceptance and divergence\n\n" + _not_run("eval")
-    parts = ["### Acceptance and divergence", f"Before is the draft as cut, after is this draft; brackets hold intervals; "
-             f"sampler: {_words(sampler_words(evaluation))}."]
+    parts = ["### Acceptance and divergence",
+             "Before is the draft as cut, after is this draft; brackets hold intervals; sampler: "
+             + _words(sampler_words(evaluation)) + "."]
     for domain, sides in evaluation["domains"].items():
         before, after = (sides.get(side) or {} for side in ("before", "after"))
         rows = [[words, interval(before.get(key), key in RATES), interval(after.get(key), key in RATES)]

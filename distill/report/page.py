@@ -248,16 +248,16 @@ def _positions(facts: Facts) -> Html:
 
 def _divergence(facts: Facts) -> Html:
     evaluation = facts["eval"]
-    parts = [f"<p>Before is the draft as cut from the donor, after is the trained draft; {_text(sampler_words(evaluation))}."
-             "</p>"]
+    settings = _text(sampler_words(evaluation))
+    parts = [f"<p>Before is the draft as cut from the donor, after is the trained draft; {settings}.</p>"]
     for domain, sides in evaluation["domains"].items():
         before, after = (sides.get(side) or {} for side in ("before", "after"))
         rows = []
         for key, words in MEASURES.items():
-            pair = [(side.get(key) or {}).get("mean") for side in (before, after)]
-            change: object = NOTHING
-            if known(pair[0]) and known(pair[1]):
-                change = f"{100 * (pair[1] - pair[0]):+.1f} points" if key in RATES else f"{pair[1] - pair[0]:+.3f}"
+            first, last = ((side.get(key) or {}).get("mean") for side in (before, after))
+            change = NOTHING
+            if known(first) and known(last):
+                change = f"{100 * (last - first):+.1f} points" if key in RATES else f"{last - first:+.3f}"
             rows.append([words, interval(before.get(key), key in RATES), interval(after.get(key), key in RATES), change])
         counts = [f"{number(side.get('tokens'))} tokens, {number(side.get('prompts'))} prompts" for side in (before, after)]
         rows.append(["measured on", *counts, ""])
@@ -276,17 +276,18 @@ def _cost(facts: Facts) -> Html:
     counts = sorted({count for curve in curves for count in curve["tokens"]})
     rows = []
     for curve in curves:
-        at = dict(zip(curve["tokens"], zip(curve["seconds"], curve["low"], curve["high"], strict=True), strict=True))
+        at = {count: _milliseconds(*seconds) for count, *seconds in zip(
+            curve["tokens"], curve["seconds"], curve["low"], curve["high"], strict=True)}
         cells: list[object] = [_grown(curve["model"], is_grown(curve["model"], set())), curve["backend"], curve["dtype"],
                                number(curve["depth"]), number(curve["repeats"])]
-        for count in counts:
-            cells.append(Html("<br>".join((significant(1e3 * at[count][0]),
-                                           f"<small>[{significant(1e3 * at[count][1])}, "
-                                           f"{significant(1e3 * at[count][2])}]</small>"))) if count in at else NOTHING)
-        rows.append(cells)
+        rows.append(cells + [at.get(count, NOTHING) for count in counts])
     table = _table(["model", "backend", "dtype", "depth", "repeats", *(f"T({count}), ms" for count in counts)], rows,
                    command, words=3)
     return Html(_plots(*drawn) + table)
+
+
+def _milliseconds(middle: float, low: float, high: float) -> Html:
+    return Html(f"{significant(1e3 * middle)}<br><small>[{significant(1e3 * low)}, {significant(1e3 * high)}]</small>")
 
 
 def _cost_drawings(curves: list[Facts], backend: str) -> tuple[Callable[[], str], Callable[[], str]]:
@@ -362,8 +363,7 @@ def _samples(facts: Facts) -> Html:
     speedup, grown = facts["speedup"], grown_pairs(facts)
     if not speedup.get("samples"):
         return Html('<p class="notrun">No samples were kept.</p>')
-    parts = ["<p><mark>Marked and underlined</mark>: drafted and accepted. Bare: the target's own token. Pale: the "
-             "prompt.</p>"]
+    parts = ["<p><mark>Marked and underlined</mark>: drafted and accepted. Bare: the target's own. Pale: the prompt.</p>"]
     for sample in speedup["samples"]:
         accepted = sum(len(part["text"]) for part in sample["segments"] if part["kind"] == "accepted")
         written = sum(len(part["text"]) for part in sample["segments"])

@@ -126,8 +126,8 @@ def _mean(values: list[float]) -> float:
 
 
 def _label(text: str) -> str:
-    """Text that matplotlib draws as it is: no mathematics, no hidden labels, no line longer than the plot."""
-    text = clean(text).replace("\n", " ").replace("$", r"\$").lstrip("_") or "unnamed"
+    """Text that matplotlib draws as it is: one line, never longer than the plot; a leading bar would hide it."""
+    text = clean(text).replace("\n", " ").lstrip("_") or "unnamed"
     return text if len(text) <= 52 else text[:51] + "…"
 
 
@@ -158,8 +158,9 @@ def _figure(name: str, title: str) -> Iterator[tuple[Axes, list[str]]]:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise DataError("matplotlib is not installed, so no plots are drawn", "pip install 'distill[report]'") from error
-    settings: dict[str, Any] = {
-        "svg.fonttype": "none", "svg.hashsalt": name, "font.size": 9, "lines.linewidth": 1.6, "lines.markersize": 3.5,
+    settings: Any = {
+        "svg.fonttype": "none", "svg.hashsalt": name, "text.parse_math": False,
+        "font.size": 9, "lines.linewidth": 1.6, "lines.markersize": 3.5,
         "text.color": INK, "axes.labelcolor": INK, "xtick.color": INK, "ytick.color": INK, "axes.edgecolor": "#8a8f98",
         "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.color": "#8a8f98",
         "grid.alpha": 0.25, "axes.axisbelow": True, "legend.frameon": False, "legend.fontsize": 8.5,

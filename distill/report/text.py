@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from typing import Any
+from typing import Any, TypeGuard
 
 Facts = dict[str, Any]
 
@@ -30,7 +30,7 @@ def clean(value: object) -> str:
     return _CONTROL.sub(lambda match: chr(0x2400 + ord(match[0])) if ord(match[0]) < 32 else "\ufffd", text)
 
 
-def known(value: Any) -> bool:
+def known(value: Any) -> TypeGuard[float]:
     """Whether a figure was measured: a finite number, not None."""
     return isinstance(value, (int, float)) and math.isfinite(value)
 
@@ -149,17 +149,16 @@ def training_steps(metrics: list[Facts] | None) -> list[Facts]:
 
 
 def stages_not_run(facts: Facts) -> list[str]:
-    order = {"train": training_steps(facts.get("metrics"))}
-    order |= {stage: facts.get(stage) for stage in ("profile", "eval", "export", "speedup")}
-    return [stage for stage, left in order.items() if not left]
+    trained = ["train"] if not training_steps(facts.get("metrics")) else []
+    return trained + [stage for stage in ("profile", "eval", "export", "speedup") if not facts.get(stage)]
 
 
 def limits(facts: Facts) -> list[str]:
     """What a reader must know before quoting these numbers, one sentence each."""
     machine = facts.get("machine") or {}
     place = f"{machine.get('cpu')} ({machine.get('cores')} cores)" if machine else "one machine"
-    said = [f"Every time and speedup was measured on {place}; other hardware has other cost curves, so measure there "
-            "before relying on them."]
+    said = [(f"Every time and speedup was measured on {place}; other hardware has other cost curves, so measure there "
+             "before relying on them.")]
     if not machine.get("gpu"):
         said.append("No GPU took part: nothing here says how the pair behaves on one.")
     missing = stages_not_run(facts)
@@ -176,9 +175,9 @@ def limits(facts: Facts) -> list[str]:
 def _speedup_limits(speedup: Facts | None) -> list[str]:
     if not speedup:
         return []
-    said = [f"Speedups come from {number(speedup.get('prompts'))} prompts of up to {number(speedup.get('new_tokens'))} "
-            "new tokens each; the best draft length of a pair is read off the same runs, and its interval does not "
-            "cover that choice."]
+    said = [(f"Speedups come from {number(speedup.get('prompts'))} prompts of up to {number(speedup.get('new_tokens'))} "
+             "new tokens each; the best draft length of a pair is read off the same runs, and its interval does not "
+             "cover that choice.")]
     for row in best_rows(speedup):
         if verdict(row) != "faster than plain":
             said.append(f"{row['pair']} ({row['backend']}) at its best draft length is {verdict(row)}.")
@@ -209,8 +208,8 @@ def _evaluation_limits(evaluation: Facts | None) -> list[str]:
     counts = ", ".join(
         f"{name}: {number(sides['after'].get('tokens'))} tokens of {number(sides['after'].get('prompts'))} prompts"
         for name, sides in evaluation["domains"].items() if sides.get("after"))
-    return [f"Divergences and acceptance hold for the texts they were measured on ({counts}) and for this sampler "
-            f"({sampler_words(evaluation)})."]
+    return [(f"Divergences and acceptance hold for the texts they were measured on ({counts}) and for this sampler "
+             f"({sampler_words(evaluation)}).")]
 
 
 def _export_limits(export: Facts | None) -> list[str]:

@@ -1,0 +1,142 @@
+"""Where documents come from: source trees, text files, jsonl and hub data sets."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sysconfig
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from distill.corpus.splits import Split, split_of
+from distill.errors import DataError
+from distill.recipe import Corpus, Source
+
+
+@dataclass(frozen=True)
+class Document:
+    """A text, its name within its source, and the split it belongs to."""
+
+    name: str
+    split: Split
+    text: str
+
+
+def source_path(source: Source) -> Path:
+    """The folder or file of a local source; raises DataError when it is not there."""
+    if source.path == "python:stdlib":
+        return Path(sysconfig.get_paths()["stdlib"])
+    path = Path(source.path)
+    if not path.exists():
+        raise DataError(f"corpus source {path} does not exist", "correct corpus.sources in the recipe")
+    if source.kind == "tree" and not path.is_dir():
+        raise DataError(f"corpus source {path} is a file, but its kind is tree", "use kind: text or kind: jsonl")
+    if source.kind != "tree" and path.is_dir():
+        raise DataError(f"corpus source {path} is a folder, but its kind is {source.kind}", "use kind: tree")
+    return path
+
+
+def _tree(source: Source, dropped: Counter[str]) -> Iterator[tuple[str, str]]:
+    root = source_path(source)
+    for path in sorted(root.glob(source.pattern)):
+        name = path.relative_to(root)
+        if not path.is_file() or set(source.exclude) & set(name.parts):
+            continue
+        try:
+            yield name.as_posix(), path.read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            dropped["not UTF-8"] += 1
+
+
+def _records(source: Source) -> Iterator[dict[str, object]]:
+    """Records of a jsonl file or hub data set, through `datasets`."""
+    import datasets
+
+    if source.kind == "hub":
+        try:
+            yield from datasets.load_dataset(source.path, source.subset, split=source.hub_split, streaming=True)
+        except Exception as error:  # the hub client raises many kinds; each means "not to be had"
+            raise DataError(
+                f"cannot read data set {source.path}: {str(error).splitlines()[0]}", "check its name and the network"
+            ) from error
+        return
+    path = source_path(source)
+    with tempfile.TemporaryDirectory() as cache:
+        try:
+            table = datasets.Dataset.from_json(str(path), cache_dir=cache)
+        except Exception as error:
+            raise DataError(f"{path}: {_jsonl_fault(path) or error}", "each line must be one JSON object") from error
+        yield from table
+
+
+def _jsonl_fault(path: Path) -> str | None:
+    """The first line that is no JSON object, which the table reader does not name."""
+    try:
+        with open(path, encoding="utf-8") as handle:
+            for number, line in enumerate(handle, 1):
+                if line.strip() and not isinstance(json.loads(line), dict):
+                    return f"line {number} is not a JSON object"
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        return f"line {number if 'number' in locals() else 1}: {error}"
+    return "the file is empty" if path.stat().st_size == 0 else None
+
+
+def _texts(source: Source, dropped: Counter[str]) -> Iterator[tuple[str, str]]:
+    if source.kind == "tree":
+        yield from _tree(source, dropped)
+    elif source.kind == "text":
+        path = source_path(source)
+        try:
+            yield path.name, path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise DataError(f"{path} is not UTF-8: {error}", "convert it, or use another file") from error
+    else:
+        for record in _records(source):
+            text = record.get(source.field)
+            if not isinstance(text, str):
+                raise DataError(
+                    f"{source.path}: a record has no text in field `{source.field}` (it has: {', '.join(record)})",
+                    "set `field` of this corpus source",
+                )
+            # Named by content, so that a growing or reordered file keeps every document in its split.
+            yield f"{Path(source.path).name}#{hashlib.sha256(text.encode()).hexdigest()[:16]}", text
+
+
+def read_documents(corpus: Corpus) -> tuple[list[Document], Counter[str]]:
+    """All documents of a corpus in a fixed order, and what was dropped, by reason.
+
+    Raises DataError for a missing or unreadable source and for a corpus without train or report text.
+    """
+    documents: list[Document] = []
+    dropped: Counter[str] = Counter()
+    names: set[str] = set()
+    texts: set[bytes] = set()
+    for source in corpus.sources:
+        for taken, (name, text) in enumerate(_texts(source, dropped)):
+            if taken >= corpus.max_documents:
+                dropped["beyond corpus.max_documents (rest of a source unread)"] += 1
+                break
+            split: Split = (
+                split_of(name, corpus.selection, corpus.report) if source.split == "by-name" else source.split
+            )
+            content = hashlib.sha256(text.encode()).digest()
+            if not text.strip():
+                dropped["empty"] += 1
+            elif split not in source.keep:
+                dropped[f"of split {split}, not kept"] += 1
+            elif name in names or content in texts:
+                dropped["duplicate"] += 1
+            else:
+                names.add(name)
+                texts.add(content)
+                documents.append(Document(name, split, text))
+    for needed in ("train", "selection", "report"):
+        if not any(document.split == needed for document in documents):
+            raise DataError(
+                f"the corpus has no {needed} document ({len(documents)} documents in all; dropped: {dict(dropped)})",
+                "add a source, or change corpus.selection / corpus.report",
+            )
+    return documents, dropped

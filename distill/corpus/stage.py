@@ -1,0 +1,66 @@
+"""Stage `corpus`: read the sources, split them, pack their text and cut prompts."""
+
+from __future__ import annotations
+
+import functools
+import json
+import random
+from pathlib import Path
+
+from distill.corpus.prompts import cut_prompts
+from distill.corpus.sources import read_documents
+from distill.corpus.splits import SPLITS
+from distill.errors import DataError
+from distill.models.hugging_face import encode, end_ids, load_config, load_tokenizer
+from distill.packing import pack
+from distill.recipe import Recipe
+from distill.run import Run, write_atomically, write_json, write_text
+
+
+def corpus(recipe: Recipe, run: Run) -> list[Path]:
+    """Write text-SPLIT.safetensors (packed blocks), prompts-SPLIT.jsonl and summary.json to corpus/."""
+    folder = run.path("corpus")
+    tokenizer = load_tokenizer(recipe.target.model)
+    ends = end_ids(load_config(recipe.target.model), tokenizer)
+    documents, dropped = read_documents(recipe.corpus)
+    to_ids = functools.partial(encode, tokenizer)
+    wanted = {"train": recipe.answers.prompts, "selection": 0, "report": max(recipe.eval.prompts, 2)}
+    # Text blocks are capped: train by corpus.tokens, the others by what scoring and evaluation may use.
+    limits = {
+        "train": recipe.corpus.tokens,
+        "selection": recipe.draft.score_blocks * recipe.corpus.block,
+        "report": recipe.eval.file_blocks * recipe.corpus.block,
+    }
+    summary: dict[str, object] = {"dropped": dict(dropped)}
+    for split in SPLITS:
+        own = [document for document in documents if document.split == split]
+        random.Random(recipe.seed).shuffle(own)
+        sequences: list[tuple[list[int], int]] = []
+        total = 0
+        for document in own:
+            if total >= limits[split]:
+                break
+            ids = (to_ids(document.text) + ends[:1])[: limits[split] - total]
+            sequences.append((ids, 1))
+            total += len(ids)
+        packed = pack(sequences, recipe.corpus.block, split_long=True)
+        write_atomically(folder / f"text-{split}.safetensors", packed.save)
+        stride = 4 * (recipe.answers.prompt_tokens + recipe.answers.new_tokens)
+        prompts = cut_prompts(own, to_ids, wanted[split], recipe.answers.prompt_tokens, stride, recipe.seed)
+        if len(prompts) < min(wanted[split], 2):
+            raise DataError(
+                f"the {split} split gives {len(prompts)} prompts of {recipe.answers.prompt_tokens} tokens",
+                "add documents, or lower answers.prompt_tokens",
+            )
+        write_text(
+            folder / f"prompts-{split}.jsonl",
+            "".join(json.dumps({"id": prompt.id, "ids": prompt.ids}) + "\n" for prompt in prompts),
+        )
+        summary[split] = {"documents": len(own), "tokens": total, "blocks": len(packed), "prompts": len(prompts)}
+        short = f" of {wanted[split]} asked for" if len(prompts) < wanted[split] else ""
+        run.say(f"  {split}: {len(own)} documents, {total} tokens kept, {len(prompts)} prompts{short}")
+    if dropped:
+        run.say("  dropped: " + ", ".join(f"{count} {reason}" for reason, count in dropped.items()))
+    write_json(folder / "summary.json", summary)
+    return [folder]
+

@@ -1,0 +1,124 @@
+"""Token sequences packed into blocks, with document borders that attention and losses respect.
+
+Legend: n blocks, S positions per block.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+PADDING = -1  # document number of positions that hold no token
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Blocks of documents.
+
+    ids [n, S]; documents [n, S], numbered within the block, -1 where nothing stands; positions [n, S], from 0 in each
+    document; mask [n, S], true where the law of the *next* token counts, which then stands at the next position.
+    """
+
+    ids: Tensor
+    documents: Tensor
+    positions: Tensor
+    mask: Tensor
+
+    def __len__(self) -> int:
+        return self.ids.shape[0]
+
+    def take(self, index: Tensor | slice) -> Packed:
+        """The blocks at `index`."""
+        return Packed(self.ids[index], self.documents[index], self.positions[index], self.mask[index])
+
+    def labels(self) -> Tensor:
+        """The next token [n, S]; meaningless where `mask` is false."""
+        return torch.roll(self.ids, -1, dims=1)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """As named tensors, for safetensors files."""
+        return {"ids": self.ids, "documents": self.documents, "positions": self.positions, "mask": self.mask}
+
+    def save(self, path: Path) -> None:
+        """Write a safetensors file."""
+        from safetensors.torch import save_file
+
+        save_file({name: value.contiguous() for name, value in self.tensors().items()}, str(path))
+
+    @classmethod
+    def load(cls, path: Path) -> Packed:
+        """Read what `save` wrote."""
+        from safetensors.torch import load_file
+
+        found = load_file(str(path))
+        return cls(found["ids"], found["documents"], found["positions"], found["mask"])
+
+
+def pack(sequences: Iterable[tuple[list[int], int]], block: int, split_long: bool) -> Packed:
+    """Pack sequences, in the order given, into blocks of `block` positions.
+
+    Each sequence is (ids, first): laws are wanted for its tokens from index `first` on (at least 1). With `split_long` a
+    sequence that does not fit goes on in the next block as a new document; otherwise it moves there whole, and one longer
+    than a block is an error of ours.
+    """
+    rows: list[list[tuple[list[int], int]]] = [[]]
+    used = 0
+    for ids, first in sequences:
+        start = 0
+        while start < len(ids):
+            room = block - used
+            left = len(ids) - start
+            if room < 2 or (left > room and not split_long):
+                assert split_long or left <= block, "a sequence is longer than a block"
+                rows.append([])
+                used, room = 0, block
+            piece = ids[start : start + room]
+            rows[-1].append((piece, max(1, first - start)))
+            used += len(piece)
+            start += len(piece)
+    rows = [row for row in rows if row]
+    n = len(rows)
+    packed = Packed(
+        torch.zeros(n, block, dtype=torch.int32),
+        torch.full((n, block), PADDING, dtype=torch.int32),
+        torch.zeros(n, block, dtype=torch.int32),
+        torch.zeros(n, block, dtype=torch.bool),
+    )
+    for index, row in enumerate(rows):
+        at = 0
+        for document, (piece, first) in enumerate(row):
+            end = at + len(piece)
+            packed.ids[index, at:end] = torch.tensor(piece, dtype=torch.int32)
+            packed.documents[index, at:end] = document
+            packed.positions[index, at:end] = torch.arange(len(piece), dtype=torch.int32)
+            packed.mask[index, at + first - 1 : end - 1] = True
+            at = end
+    return packed
+
+
+def concatenate(parts: list[Packed]) -> Packed:
+    """The blocks of several packs of the same width, in order."""
+    return Packed(*(torch.cat([getattr(p, name) for p in parts]) for name in ("ids", "documents", "positions", "mask")))
+
+
+def attention_mask(documents: Tensor) -> Tensor:
+    """Boolean [n, 1, S, S], true where a position may look: itself and earlier ones of the same document.
+
+    Explicit, because packed position ids alone isolate documents only on some paths of transformers. Padding positions
+    look at themselves, so that no softmax is over nothing.
+    """
+    width = documents.shape[1]
+    same = documents.unsqueeze(2) == documents.unsqueeze(1)
+    causal = torch.ones(width, width, dtype=torch.bool, device=documents.device).tril()
+    return (same & causal).unsqueeze(1)
+
+
+def epoch_order(count: int, seed: int, epoch: int) -> Tensor:
+    """The order [count] in which an epoch visits the blocks: a pure function of its arguments, so it can be seeked."""
+    mixed = int.from_bytes(hashlib.sha256(f"{seed}/{epoch}".encode()).digest()[:7], "big")
+    return torch.randperm(count, generator=torch.Generator().manual_seed(mixed))

@@ -1,0 +1,53 @@
+"""Prompts and answers as stages leave them in the run directory, and the random seed of each prompt."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from distill.errors import DataError
+from distill.run import Run
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Where a prompt comes from (`name@character`) and its token ids."""
+
+    id: str
+    ids: list[int]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the target wrote after a prompt; `looping` marks a text that ends in one piece over and over."""
+
+    id: str
+    prompt: list[int]
+    answer: list[int]
+    looping: bool
+
+
+def prompt_seed(seed: int, prompt_id: str) -> int:
+    """The seed of one prompt's own random numbers."""
+    return int.from_bytes(hashlib.sha256(f"{seed}/{prompt_id}".encode()).digest()[:7], "big")
+
+
+def _read_lines(path: Path, stage: str) -> list[dict[str, Any]]:
+    try:
+        return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    except (OSError, json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise DataError(f"{path} is damaged: {error}", f"make it again with `distill train RECIPE --redo {stage}`") from None
+
+
+def read_prompts(run: Run, split: str) -> list[Prompt]:
+    """The prompts that stage `corpus` cut for a split; raises DataError when the file is damaged."""
+    return [Prompt(**line) for line in _read_lines(run.path("corpus", f"prompts-{split}.jsonl"), "corpus")]
+
+
+def read_answers(run: Run, split: str) -> list[Answer]:
+    """All answers of a split, in prompt order; raises DataError when a file is damaged."""
+    paths = sorted(run.path("answers").glob(f"{split}-*.jsonl"))
+    return [Answer(**line) for path in paths for line in _read_lines(path, "answers")]

@@ -1,0 +1,681 @@
+"""GGUF export, the GGUF model and their parity with Hugging Face, on tiny models built here."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+import os
+import random
+import shutil
+import unicodedata
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import (
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from distill.errors import DataError, RunError
+from distill.export import tokenizer as export_tokenizer
+from distill.export.parity import compare, first_difference
+from distill.export.tensors import open_tensors, permute_for_llama, read_shape
+from distill.export.writer import OUTTYPES, export_gguf
+from distill.models.gguf import GgufModel
+
+ROOT = Path(__file__).resolve().parent.parent
+SHARED = Path(os.environ.get("DISTILL_SHARED", ROOT.parent / "shared"))
+needs_llama = pytest.mark.skipif(importlib.util.find_spec("llama_cpp") is None, reason="llama-cpp-python is missing")
+
+QWEN2_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+LLAMA3_SPLIT = QWEN2_SPLIT.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
+QWEN35_SPLIT = QWEN2_SPLIT.replace(r"?\p{L}+", r"?[\p{L}\p{M}]+").replace(r"[^\s\p{L}\p{N}]", r"[^\s\p{L}\p{M}\p{N}]")
+SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+HARD_TEXTS = [
+    "",
+    " ",
+    "  leading, trailing  \n\n\t x\r\n",
+    "I'LL we'Re don't 'S 12345678 3.14 1e-9 ١٢٣ ½",
+    "naïve Ünïcödé 你好，世界。 こんにちは 한국어 नमस्ते ไทย עברית עִבְרִית",
+    "👩‍👩‍👧‍👦 🏳️‍🌈 \u200b\u00a0\u3000\u2028 zero\u0000byte",
+    "<|im_start|>user\nhi<|im_end|>\n<|endoftext|>",
+    "if x:\n        return {'a': [1, 2, 3]}  # !!! ??? --- ===\n\n\n\n",
+]
+
+
+def report_texts() -> list[str]:
+    return [
+        p.read_text(encoding="utf-8")
+        for s in ("report", "selection")
+        for p in sorted((ROOT / "data" / s).rglob("*.py"))
+    ]
+
+
+def train_tokenizer(split: str | None = QWEN2_SPLIT, size: int = 768, digits: bool = False) -> PreTrainedTokenizerFast:
+    tokenizer = Tokenizer(models.BPE())
+    if split is None:
+        steps = [pre_tokenizers.Digits(individual_digits=True)] if digits else []
+        steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False))
+    else:
+        steps = [
+            pre_tokenizers.Split(Regex(split), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps) if len(steps) > 1 else steps[0]
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=size, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    # Few and small texts are enough for merges of every kind: words, digits, marks, white space, wide scripts.
+    tokenizer.train_from_iterator([*report_texts()[::6], *HARD_TEXTS * 5, "12 123 1234 4321 " * 50], trainer)
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token=SPECIALS[0], pad_token=SPECIALS[0], clean_up_tokenization_spaces=False
+    )
+    fast.add_special_tokens({"additional_special_tokens": SPECIALS[1:]})
+    fast.add_tokens(["<tool call>"])  # an added token that is not special, with a space
+    return fast
+
+
+@pytest.fixture(scope="session")
+def small_tokenizer() -> PreTrainedTokenizerFast:
+    return train_tokenizer()
+
+
+COMMON = {
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 512,
+    "bos_token_id": None,
+    "initializer_range": 0.15,  # far from uniform, so that a wrong weight shows
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+BUILDERS = {
+    "qwen2-tied": lambda v: Qwen2ForCausalLM(
+        Qwen2Config(vocab_size=v, intermediate_size=96, num_key_value_heads=2, tie_word_embeddings=True, **COMMON)
+    ),
+    "qwen2-untied": lambda v: Qwen2ForCausalLM(
+        Qwen2Config(vocab_size=v, intermediate_size=160, num_key_value_heads=4, tie_word_embeddings=False, **COMMON)
+    ),
+    "qwen3": lambda v: Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=v, intermediate_size=96, num_key_value_heads=2, head_dim=32, tie_word_embeddings=True, **COMMON
+        )
+    ),
+    "llama": lambda v: LlamaForCausalLM(
+        LlamaConfig(vocab_size=v, intermediate_size=96, num_key_value_heads=2, **COMMON, rms_norm_eps=1e-5)
+    ),
+    "llama-3-rope": lambda v: LlamaForCausalLM(
+        LlamaConfig(vocab_size=v, intermediate_size=96, num_key_value_heads=1, rope_parameters=LLAMA3_ROPE, **COMMON)
+    ),
+    "llama-biases": lambda v: LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=v, intermediate_size=96, num_key_value_heads=2, attention_bias=True, mlp_bias=True, **COMMON
+        )
+    ),
+    "qwen2-linear-rope": lambda v: Qwen2ForCausalLM(
+        Qwen2Config(
+            vocab_size=v,
+            intermediate_size=96,
+            num_key_value_heads=2,
+            rope_parameters={"rope_type": "linear", "rope_theta": 5e4, "factor": 2.0},
+            **COMMON,
+        )
+    ),
+}
+
+
+def build(
+    kind: str, folder: Path, tokenizer: PreTrainedTokenizerFast, extra_rows: int = 5, dtype: torch.dtype = torch.float32
+) -> torch.nn.Module:
+    torch.manual_seed(7)
+    model = BUILDERS[kind](len(tokenizer) + extra_rows).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 1:  # norms of one and biases of zero would hide mistakes
+                parameter.copy_(parameter + 0.3 * torch.randn_like(parameter))
+    model.to(dtype).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return model.float()
+
+
+def reference(model: torch.nn.Module, ids: list[int]) -> torch.Tensor:
+    with torch.inference_mode():
+        return model(torch.tensor([ids])).logits[0]
+
+
+def some_ids(size: int, count: int, seed: int = 0) -> list[int]:
+    return random.Random(seed).choices(range(size), k=count)
+
+
+@pytest.fixture(scope="session")
+def exported(tmp_path_factory: pytest.TempPathFactory, small_tokenizer: PreTrainedTokenizerFast) -> Path:
+    """One qwen2 folder with a GGUF file of every type beside it."""
+    folder = tmp_path_factory.mktemp("exported") / "model"
+    build("qwen2-tied", folder, small_tokenizer)
+    for outtype in OUTTYPES:
+        export_gguf(folder, folder.parent / f"{outtype}.gguf", outtype)
+    return folder
+
+
+@needs_llama
+@pytest.mark.parametrize("kind", BUILDERS)
+def test_logits_equal_transformers(kind: str, tmp_path: Path, small_tokenizer: PreTrainedTokenizerFast) -> None:
+    model = build(kind, tmp_path / "model", small_tokenizer)
+    ids = some_ids(len(small_tokenizer), 200)
+    expected = reference(model, ids).log_softmax(-1)
+    report = export_gguf(tmp_path / "model", tmp_path / "m.gguf", "f32")
+    assert report.bytes == (tmp_path / "m.gguf").stat().st_size
+    assert report.fallback_tensors == 0
+    with GgufModel(tmp_path / "m.gguf", context=200, threads=1) as gguf:
+        assert gguf.vocabulary_size == len(small_tokenizer) + 5
+        assert gguf.training_context == 512
+        actual = gguf.extend(ids).full().log_softmax(-1)
+    # The f16 cache is the only rounding; a wrong permutation, bias or norm gives differences above 0.1.
+    assert expected.std() > 0.5
+    assert (actual - expected).abs().max() < 0.02
+    assert (actual - expected).abs().mean() < 0.002
+
+
+@needs_llama
+@pytest.mark.parametrize(("outtype", "largest"), [("f32", 0.02), ("f16", 0.03), ("bf16", 0.2), ("q8_0", 0.4)])
+def test_parity_of_every_type(exported: Path, outtype: str, largest: float) -> None:
+    texts = [text[:1500] for text in report_texts()[:2]]
+    parity = compare(exported, exported.parent / f"{outtype}.gguf", texts, positions=400)
+    assert parity.positions == 400
+    assert parity.tokenizer_texts == 2
+    assert parity.tokenizer_mismatches == []
+    assert parity.max_abs_dlogprob < largest
+    assert parity.mean_abs_dlogprob < largest / 8
+    assert parity.top1_agreement > 0.93
+    assert json.loads(json.dumps(parity.to_dict()))["positions"] == 400
+
+
+@needs_llama
+def test_parity_reports_a_wrong_file(exported: Path, tmp_path: Path, small_tokenizer: PreTrainedTokenizerFast) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(exported, other)
+    content = json.loads((other / "tokenizer.json").read_text())
+    content["model"]["merges"] = content["model"]["merges"][::-1]
+    (other / "tokenizer.json").write_text(json.dumps(content))
+    torch.manual_seed(8)
+    noisy = Qwen2ForCausalLM.from_pretrained(other)
+    with torch.no_grad():
+        noisy.model.layers[0].mlp.down_proj.weight.mul_(-1)
+    noisy.save_pretrained(other)
+    parity = compare(
+        other, exported.parent / "f32.gguf", ["def function(self):\n    return 12\n" * 3], positions=10_000
+    )
+    assert [index for index, _ in parity.tokenizer_mismatches] == [0]
+    assert parity.max_abs_dlogprob > 0.1
+    assert parity.top1_agreement < 0.9
+
+
+def test_first_difference() -> None:
+    assert first_difference([1, 2], [1, 2]) is None
+    assert first_difference([1, 2], [1, 3]) == 1
+    assert first_difference([1, 2], [1, 2, 3]) == 2
+
+
+def test_q8_fallback_is_counted(tmp_path: Path, small_tokenizer: PreTrainedTokenizerFast) -> None:
+    import gguf
+
+    torch.manual_seed(0)
+    config = Qwen2Config(vocab_size=len(small_tokenizer), intermediate_size=100, num_key_value_heads=2, **COMMON)
+    Qwen2ForCausalLM(config).save_pretrained(tmp_path / "model")
+    small_tokenizer.save_pretrained(tmp_path / "model")
+    report = export_gguf(tmp_path / "model", tmp_path / "m.gguf", "q8_0", source_model_name="Named")
+    types = {tensor.name: tensor.tensor_type.name for tensor in gguf.GGUFReader(tmp_path / "m.gguf").tensors}
+    assert report.fallback_tensors == 2
+    assert report.tensors == len(types)
+    assert types["blk.0.ffn_down.weight"] == types["blk.1.ffn_down.weight"] == "F16"
+    assert types["blk.0.ffn_up.weight"] == types["token_embd.weight"] == "Q8_0"
+    assert types["blk.0.attn_q.bias"] == types["output_norm.weight"] == "F32"
+
+
+def test_bf16_sources_and_shards_are_read_exactly(tmp_path: Path, small_tokenizer: PreTrainedTokenizerFast) -> None:
+    import gguf
+
+    model = build("llama", tmp_path / "model", small_tokenizer, dtype=torch.bfloat16)
+    model.to(torch.bfloat16).save_pretrained(tmp_path / "model", max_shard_size="100KB")
+    (tmp_path / "model" / "model.safetensors").unlink(missing_ok=True)
+    assert len(list((tmp_path / "model").glob("model-*.safetensors"))) > 1
+    for outtype in ("f32", "bf16"):
+        export_gguf(tmp_path / "model", tmp_path / f"{outtype}.gguf", outtype)
+        tensors = {t.name: t for t in gguf.GGUFReader(tmp_path / f"{outtype}.gguf").tensors}
+        up = gguf.quants.dequantize(tensors["blk.1.ffn_up.weight"].data, tensors["blk.1.ffn_up.weight"].tensor_type)
+        assert np.array_equal(up, model.model.layers[1].mlp.up_proj.weight.float().detach().numpy())
+        key = gguf.quants.dequantize(tensors["blk.1.attn_k.weight"].data, tensors["blk.1.attn_k.weight"].tensor_type)
+        source = model.model.layers[1].self_attn.k_proj.weight.float().detach().numpy()
+        assert np.array_equal(key[1], source[8])  # head size 16: pair (0, 8) becomes neighbours
+        assert np.array_equal(key, permute_for_llama(source, 2))
+
+
+@needs_llama
+def test_tokenizer_equals_on_held_out_files(exported: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(exported)
+    texts = [*report_texts(), *HARD_TEXTS, "a<tool call>b <tool call>"]
+    assert len(texts) > 40
+    with GgufModel(exported.parent / "f16.gguf", context=8) as gguf:
+        for text in texts:
+            ids = tokenizer(text)["input_ids"]
+            assert gguf.tokenize(text, parse_special=True) == ids
+            assert gguf.detokenize(ids) == text.encode()
+        # Without parse_special a control token in a text is plain text; padding rows have names of their own.
+        assert len(gguf.tokenize("<|im_end|>")) > 1
+        assert gguf.detokenize([gguf.vocabulary_size - 1]) in (b"", f"[PAD{gguf.vocabulary_size - 1}]".encode())
+        assert gguf.tokenize(f"[PAD{gguf.vocabulary_size - 1}]", parse_special=True) == tokenizer.encode(
+            f"[PAD{gguf.vocabulary_size - 1}]"
+        )
+
+
+@needs_llama
+@pytest.mark.parametrize(
+    ("split", "digits", "ignore", "pre"),
+    [
+        (None, False, False, "gpt-2"),
+        (None, True, False, "smollm"),
+        (LLAMA3_SPLIT, False, True, "llama-bpe"),
+        (LLAMA3_SPLIT, False, False, "llama-bpe"),
+        (QWEN35_SPLIT, False, False, "qwen35"),
+    ],
+)
+def test_each_pre_tokenizer(split: str | None, digits: bool, ignore: bool, pre: str, tmp_path: Path) -> None:
+    tokenizer = train_tokenizer(split, size=600, digits=digits)
+    if split == LLAMA3_SPLIT:
+        bos = tokenizer.convert_tokens_to_ids("<|im_start|>")
+        tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+            single="<|im_start|> $A", pair="<|im_start|> $A $B", special_tokens=[("<|im_start|>", bos)]
+        )
+    build("qwen2-tied", tmp_path / "m", tokenizer)
+    content = json.loads((tmp_path / "m" / "tokenizer.json").read_text())
+    content["model"]["ignore_merges"] = ignore
+    content["model"]["merges"] = [" ".join(pair) for pair in content["model"]["merges"]]  # the older spelling
+    (tmp_path / "m" / "tokenizer.json").write_text(json.dumps(content))
+    vocabulary = read_shape(tmp_path / "m").vocabulary
+    read = export_tokenizer.read_tokenizer(tmp_path / "m", vocabulary)
+    assert read.pre == pre
+    assert read.add_bos == (split == LLAMA3_SPLIT)
+    assert read.padding_tokens == 5
+    export_gguf(tmp_path / "m", tmp_path / "m.gguf", "q8_0")
+    plain = Tokenizer.from_file(str(tmp_path / "m" / "tokenizer.json"))
+    with GgufModel(tmp_path / "m.gguf", context=8) as gguf:
+        for text in [*report_texts()[::5], *HARD_TEXTS]:
+            assert gguf.tokenize(text, parse_special=True) == plain.encode(text, add_special_tokens=False).ids
+
+
+@needs_llama
+def test_unreachable_tokens_decide_between_llama3_names(tmp_path: Path) -> None:
+    tokenizer = train_tokenizer(LLAMA3_SPLIT, size=600)
+    build("qwen2-tied", tmp_path / "m", tokenizer, extra_rows=6)
+    path = tmp_path / "m" / "tokenizer.json"
+    content = json.loads(path.read_text())
+    content["model"]["vocab"]["zyxwv"] = len(tokenizer)  # a token that no merge makes
+    for ignore, pre in ((True, "llama-bpe"), (False, "dbrx")):
+        content["model"]["ignore_merges"] = ignore
+        path.write_text(json.dumps(content))
+        assert export_tokenizer.read_tokenizer(tmp_path / "m", len(tokenizer) + 6).pre == pre
+        export_gguf(tmp_path / "m", tmp_path / "m.gguf", "f16")
+        with GgufModel(tmp_path / "m.gguf", context=8) as gguf:
+            ids = gguf.tokenize("zyxwv")
+        assert ids == Tokenizer.from_file(str(path)).encode("zyxwv").ids
+        assert (ids == [len(tokenizer)]) == ignore
+
+
+@needs_llama
+@pytest.mark.parametrize("name", ["qwen2.5", "llama-3", "gpt-2", "deepseek-llm"])
+def test_real_tokenizers(name: str, tmp_path: Path) -> None:
+    source = SHARED / "tokenizers" / name
+    if not source.is_dir():
+        pytest.skip(f"{source} is not here; set DISTILL_SHARED")
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    small = COMMON | {"hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 1}
+    config = Qwen2Config(vocab_size=len(tokenizer) + 3, intermediate_size=64, num_key_value_heads=1, **small)
+    Qwen2ForCausalLM(config).save_pretrained(tmp_path / "m")
+    for file in source.iterdir():
+        shutil.copy(file, tmp_path / "m")
+    export_gguf(tmp_path / "m", tmp_path / "m.gguf", "f16")
+    with GgufModel(tmp_path / "m.gguf", context=8) as gguf:
+        for text in [*report_texts(), *HARD_TEXTS]:
+            text = unicodedata.normalize("NFC", text)
+            ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+            actual = gguf.tokenize(text, parse_special=True)
+            assert first_difference(ids, actual) is None
+            assert gguf.detokenize(actual) == text.encode()
+
+
+@needs_llama
+@pytest.mark.parametrize("outtype", OUTTYPES)
+def test_rollback_equals_a_fresh_prefill(exported: Path, outtype: str) -> None:
+    chooser = random.Random(3)
+    with GgufModel(exported.parent / f"{outtype}.gguf", context=160, batch=64, threads=1) as gguf:
+        for _ in range(4):
+            gguf.reset()
+            text: list[int] = []
+            pieces: list[int] = []  # lengths of the calls whose tokens are still there
+            for _ in range(12):
+                count = chooser.randrange(2, 9)
+                new = some_ids(gguf.vocabulary_size, count, chooser.randrange(1000))
+                last = gguf.extend(new).full()
+                text, pieces = text + new, [*pieces, count]
+                assert gguf.lengths == [len(text)]
+                if chooser.random() < 0.5:
+                    dropped = chooser.randrange(1, len(pieces) + 1)
+                    pieces = pieces[:-dropped]
+                    text = text[: sum(pieces)]
+                    gguf.rollback([len(text)])
+            new = some_ids(gguf.vocabulary_size, 5, 1)
+            last = gguf.extend(new).full()
+            gguf.reset()
+            position = 0
+            for count in pieces:
+                gguf.extend(text[position : position + count], want=[])
+                position += count
+            assert torch.equal(gguf.extend(new).full(), last)
+
+
+@needs_llama
+@pytest.mark.parametrize("outtype", ["f32", "f16", "q8_0"])
+def test_pad_single_is_bitwise_lossless(exported: Path, outtype: str) -> None:
+    path = exported.parent / f"{outtype}.gguf"
+    chooser = random.Random(5)
+    with GgufModel(path, context=97, batch=16, threads=1, pad_single=True) as gguf:
+        ids = some_ids(gguf.vocabulary_size, 97, 2)  # to the last cell, where the dummy needs one more
+        whole = gguf.extend(ids).full()
+        gguf.reset()
+        alone = torch.cat([gguf.extend([token]).full() for token in ids])
+        assert gguf.lengths == [97]
+        assert torch.equal(alone, whole)
+        position = 0
+        gguf.reset()
+        while position < len(ids):  # chunks with rejected tokens after them, single wants, and rollbacks
+            count = min(chooser.randrange(1, 7), len(ids) - position)
+            wrong = some_ids(gguf.vocabulary_size, min(chooser.randrange(0, 4), 97 - position - count), position)
+            want = chooser.randrange(count)
+            row = gguf.extend([*ids[position : position + count], *wrong], want=[want]).full()
+            assert torch.equal(row[0], whole[position + want])
+            position += count
+            gguf.rollback([position])
+
+
+@needs_llama
+def test_greedy_drafting_is_lossless(exported: Path) -> None:
+    """Greedy speculative decoding with a draft that is often wrong gives the very text of plain decoding."""
+    with GgufModel(exported.parent / "f16.gguf", context=128, threads=1, pad_single=True) as gguf:
+        prompt = some_ids(gguf.vocabulary_size, 9, 11)
+        plain, best = [], gguf.extend(prompt, want=[8]).argmax()[0]
+        for _ in range(60):
+            plain.append(best)
+            best = gguf.extend([best]).argmax()[0]
+        gguf.reset()
+        chooser = random.Random(0)
+        text = [gguf.extend(prompt, want=[8]).argmax()[0]]
+        while len(text) < 60:
+            draft = [t if chooser.random() < 0.7 else 3 for t in plain[len(text) : len(text) + 4]]
+            length = gguf.lengths[0]
+            answers = gguf.extend([text[-1], *draft]).argmax()
+            accepted = 0
+            while accepted < len(draft) and draft[accepted] == answers[accepted]:
+                accepted += 1
+            text += answers[: accepted + 1]
+            gguf.rollback([length + accepted + 1])
+        assert text[:60] == plain
+
+
+@needs_llama
+def test_logits_object(exported: Path) -> None:
+    with GgufModel(exported.parent / "f32.gguf", context=300, batch=32, threads=1) as gguf:
+        ids = some_ids(gguf.vocabulary_size, 97)  # three chunks, and one token over
+        whole = gguf.extend(ids).full()
+        assert whole.shape == (97, gguf.vocabulary_size)
+        assert whole.dtype is torch.float32
+        gguf.reset()
+        want = [96, 3, 50, 3, 31, 32]
+        logits = gguf.extend(ids, [97], want=want)
+        assert len(logits) == len(want)
+        expected = whole[want]
+        assert (logits.full() - expected).abs().max() < 1e-4
+        expected = logits.full()
+        assert logits.argmax() == expected.argmax(-1).tolist()
+        best_ids, best = logits.top(7)
+        assert best.shape == best_ids.shape == (6, 7)
+        assert torch.equal(torch.from_numpy(best), expected.topk(7).values)
+        assert torch.equal(torch.from_numpy(logits.gather(best_ids)), torch.from_numpy(best))
+        assert logits.gather(best_ids[:, 2]).tolist() == best[:, 2].tolist()
+        assert logits.top(1)[0][:, 0].tolist() == logits.argmax()
+        assert len(gguf.extend([1, 2], want=[])) == 0
+        with pytest.raises(ValueError, match="overwritten"):
+            logits.argmax()
+        with pytest.raises(ValueError, match="k must"):
+            gguf.extend([1]).top(0)
+        with pytest.raises(ValueError, match="ids must"):
+            gguf.extend([1]).gather([gguf.vocabulary_size])
+        with pytest.raises(ValueError, match="ids must"):
+            gguf.extend([1]).gather([1, 2])
+
+
+@needs_llama
+def test_top_breaks_ties_by_id(exported: Path) -> None:
+    from distill.models.gguf import GgufLogits
+
+    with GgufModel(exported.parent / "f32.gguf", context=8) as gguf:
+        rows = np.array([[0, 2, 1, 2, 1, 1, 0], [5, 5, 5, 5, 5, 5, 5]], dtype=np.float32)
+        assert GgufLogits(gguf, rows).top(4)[0].tolist() == [[1, 3, 2, 4], [0, 1, 2, 3]]
+        assert GgufLogits(gguf, rows).top(7)[0].tolist() == [[1, 3, 2, 4, 5, 0, 6], [0, 1, 2, 3, 4, 5, 6]]
+
+
+@needs_llama
+def test_misuse_is_refused_before_c(exported: Path) -> None:
+    gguf = GgufModel(exported.parent / "f16.gguf", context=16, batch=8, threads=1)
+    gguf.extend([1, 2, 3])
+    for arguments in (
+        {"tokens": []},
+        {"tokens": [gguf.vocabulary_size]},
+        {"tokens": [-1]},
+        {"tokens": [1] * 14},
+        {"tokens": [1, 2], "counts": [1, 1]},
+        {"tokens": [1, 2], "want": [2]},
+        {"tokens": [1, 2], "want": [-1]},
+        {"tokens": [1, 2], "parents": [-1, 0]},
+    ):
+        with pytest.raises(ValueError, match="."):
+            gguf.extend(**arguments)
+        assert gguf.lengths == [3]
+    for lengths in ([4], [-1], [1, 1], []):
+        with pytest.raises(ValueError, match="lengths"):
+            gguf.rollback(lengths)
+    with pytest.raises(ValueError, match="ids"):
+        gguf.detokenize([gguf.vocabulary_size])
+    gguf.extend([1] * 13)
+    assert gguf.lengths == [16]
+    gguf.close()
+    gguf.close()
+    with pytest.raises(ValueError, match="closed"):
+        gguf.extend([1])
+    with pytest.raises(ValueError, match="closed"):
+        gguf.tokenize("a")
+
+
+@needs_llama
+def test_bad_gguf_files_are_data_errors(exported: Path, tmp_path: Path) -> None:
+    whole = (exported.parent / "q8_0.gguf").read_bytes()
+    for name, content in {
+        "empty": b"",
+        "text": b"not a model at all",
+        "magic": b"GGUF",
+        "truncated": whole[: len(whole) * 2 // 3],
+        "no-tensors": whole[:3000],
+        "damaged": whole[:40] + b"\xff" * 400 + whole[440:],
+    }.items():
+        path = tmp_path / name
+        path.write_bytes(content)
+        with pytest.raises(DataError, match=name):
+            GgufModel(path)
+    for path in (tmp_path / "missing.gguf", tmp_path):
+        with pytest.raises(DataError, match="cannot be read"):
+            GgufModel(path)
+
+
+@pytest.fixture
+def folder(exported: Path, tmp_path: Path) -> Path:
+    shutil.copytree(exported, tmp_path / "copy")
+    return tmp_path / "copy"
+
+
+def edit(path: Path, **changes: object) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "mamba"}, "mamba"),
+        ({"hidden_size": "big"}, "hidden_size"),
+        ({"hidden_size": 128}, "shape"),
+        ({"num_hidden_layers": 3}, "missing"),
+        ({"num_hidden_layers": 1}, "no place"),
+        ({"vocab_size": 100}, "token ids"),
+        ({"tie_word_embeddings": False}, "lm_head"),
+        ({"model_type": "llama"}, "copy"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}}, "yarn"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 4.0}, "rope_parameters": None}, "dynamic"),
+        ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}}, "factor"),
+        ({"use_sliding_window": True}, "sliding"),
+        ({"hidden_act": "gelu"}, "gelu"),
+        ({"num_key_value_heads": 3}, "key-value heads"),
+    ],
+)
+def test_models_that_cannot_be_exported(folder: Path, changes: dict[str, object], message: str) -> None:
+    edit(folder / "config.json", **changes)
+    if changes == {"model_type": "llama"}:
+        # Llama takes q, k and v biases, so a renamed qwen2 is a valid llama: only a stray tensor is refused.
+        shape = read_shape(folder)
+        with open_tensors(folder, shape) as tensors:
+            assert "blk.0.attn_q.bias" in {tensor.name for tensor in tensors}
+        edit(folder / "config.json", model_type="qwen3")
+        message = "missing"
+    with pytest.raises(DataError, match=message):
+        export_gguf(folder, folder / "out.gguf", "f16")
+    assert not list(folder.glob("*out.gguf*"))
+
+
+def test_older_rope_spelling(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    del config["rope_parameters"]
+    config["rope_theta"] = 123456.0
+    (folder / "config.json").write_text(json.dumps(config))
+    shape = read_shape(folder)
+    assert (shape.rope_theta, shape.rope["rope_type"]) == (123456.0, "default")
+
+
+def test_tokenizers_that_cannot_be_exported(folder: Path) -> None:
+    path = folder / "tokenizer.json"
+    content = json.loads(path.read_text())
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    strange = {"type": "Split", "pattern": {"Regex": r"\w+|\s"}, "behavior": "Isolated", "invert": False}
+    for changes, message in (
+        ({"pre_tokenizer": {"type": "Sequence", "pretokenizers": [strange, byte_level]}}, "no name"),
+        ({"pre_tokenizer": None}, "no name"),
+        ({"pre_tokenizer": byte_level | {"use_regex": True, "add_prefix_space": True}}, "no name"),
+        ({"normalizer": {"type": "Lowercase"}}, "Lowercase"),
+        ({"model": content["model"] | {"byte_fallback": True}}, "SentencePiece"),
+        ({"model": {"type": "WordPiece", "vocab": {}}}, "WordPiece"),
+        ({"added_tokens": [content["added_tokens"][0] | {"lstrip": True}]}, "lstrip"),
+        ({"model": content["model"] | {"vocab": {"a": "b"}}}, "cannot be loaded"),
+    ):
+        path.write_text(json.dumps(content | changes))
+        with pytest.raises(DataError, match=message):
+            export_gguf(folder, folder / "out.gguf", "f16")
+    path.write_text("{")
+    with pytest.raises(DataError, match="JSON"):
+        export_gguf(folder, folder / "out.gguf", "f16")
+    path.unlink()
+    with pytest.raises(DataError, match="does not exist"):
+        export_gguf(folder, folder / "out.gguf", "f16")
+
+
+def test_missing_end_token_is_refused(folder: Path) -> None:
+    edit(folder / "tokenizer_config.json", eos_token=None)
+    edit(folder / "config.json", eos_token_id=None)
+    with pytest.raises(DataError, match="end-of-text"):
+        export_gguf(folder, folder / "out.gguf", "f16")
+
+
+def test_damaged_or_missing_weights(folder: Path) -> None:
+    weights = folder / "model.safetensors"
+    content = weights.read_bytes()
+    weights.write_bytes(content[: len(content) // 2])
+    with pytest.raises(DataError, match="damaged"):
+        export_gguf(folder, folder / "out.gguf", "f16")
+    weights.unlink()
+    with pytest.raises(DataError, match=r"model\.safetensors"):
+        export_gguf(folder, folder / "out.gguf", "f16")
+    with pytest.raises(DataError, match="not a folder"):
+        export_gguf(folder / "nowhere", folder / "out.gguf", "f16")
+    with pytest.raises(DataError, match="q9_9"):
+        export_gguf(folder, folder / "out.gguf", "q9_9")
+
+
+def test_weights_that_a_type_cannot_hold(folder: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(folder / "model.safetensors")
+    name = "model.layers.0.mlp.up_proj.weight"
+    for value, outtype, message in ((1e6, "f16", "too large"), (float("nan"), "f32", "NaN")):
+        weights[name][0, 0] = value
+        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+        (folder / "out.gguf").write_bytes(b"before")
+        with pytest.raises(DataError, match=message):
+            export_gguf(folder, folder / "out.gguf", outtype)
+        assert (folder / "out.gguf").read_bytes() == b"before"
+        assert not list(folder.glob(".out.gguf*"))
+
+
+def test_full_disk_leaves_no_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import gguf
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(gguf.GGUFWriter, "write_tensor_data", full)
+    with pytest.raises(RunError, match="No space left"):
+        export_gguf(folder, folder / "out.gguf", "f16")
+    assert not list(folder.glob("*out.gguf*"))
+
+
+def test_report_is_frozen(folder: Path) -> None:
+    report = export_gguf(folder, folder / "new" / "out.gguf", "bf16")
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        report.outtype = "f16"  # type: ignore[misc]
+    assert report.path == folder / "new" / "out.gguf"
+    assert [p.name for p in (folder / "new").iterdir()] == ["out.gguf"]
+
+
+def test_missing_llama_cpp_names_the_extra(exported: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+
+    from distill.models import gguf as room
+
+    monkeypatch.setitem(sys.modules, "llama_cpp", None)
+    monkeypatch.setattr(room, "library", room.library.__wrapped__)
+    with pytest.raises(DataError, match=r"pip install 'distill\[llama\]'"):
+        GgufModel(exported.parent / "f16.gguf")

@@ -1,0 +1,324 @@
+"""The report page and the model card: pure functions of facts, checked as text."""
+
+from __future__ import annotations
+
+import copy
+import random
+import re
+import sys
+from collections import Counter
+from html.parser import HTMLParser
+from typing import Any
+
+import pytest
+import yaml
+
+from distill.errors import DataError
+from distill.report import plots
+from distill.report.card import build_card
+from distill.report.page import build_page
+
+EVIL = "</pre><script>alert('x')</script><img src=https://evil.example/x.png onerror=\"y\">&amp;\x00\x1b[31m\ud800"
+VOID = {"meta", "link", "br", "img", "input", "hr"}
+OPTIONAL = ["metrics", "profile", "eval", "export", "speedup"]
+
+
+def interval(mean: float, half: float = 0.012) -> dict[str, float]:
+    return {"mean": mean, "low": mean - half, "high": mean + half}
+
+
+def measured(shift: float) -> dict[str, Any]:
+    return {"tokens": 48213, "prompts": 96, "forward_kl": interval(1.431 - shift), "reverse_kl": interval(1.702 - shift),
+            "total_variation": interval(0.463 - shift / 3), "top1_agreement": interval(0.412 + shift / 3),
+            "acceptance_sampling": interval(0.537 + shift / 3), "acceptance_match": interval(0.391 + shift / 3),
+            "acceptance_greedy": interval(0.412 + shift / 3)}
+
+
+def positions(first: float) -> list[dict[str, Any]]:
+    rows, drafted = [], 6120
+    for position in range(1, 9):
+        rate = first - 0.015 * position
+        rows.append({"position": position, "drafted": drafted, "accepted": int(drafted * rate), "rate": rate,
+                     "low": rate - 0.01 * position**0.5, "high": rate + 0.01 * position**0.5})
+        drafted = int(drafted * rate)
+    return rows
+
+
+def curve(model: str, backend: str, dtype: str, base: float, slope: float) -> dict[str, Any]:
+    seconds = [base * (1 + slope * (count - 1) ** 0.9) for count in range(1, 17)]
+    return {"model": model, "backend": backend, "dtype": dtype, "depth": 256, "tokens": list(range(1, 17)),
+            "seconds": seconds, "low": [0.96 * s for s in seconds], "high": [1.05 * s for s in seconds], "repeats": 40}
+
+
+def speedup_rows(pair: str, grown: bool, backend: str, peak: float) -> list[dict[str, Any]]:
+    plain = {"pair": pair, "grown": grown, "backend": backend, "length": 0, "tokens": 3072, "seconds": 84.31,
+             "tokens_per_second": 36.44, "tokens_per_round": None, "acceptance": None, "speedup": 1.0,
+             "speedup_low": 1.0, "speedup_high": 1.0, "predicted": None, "identical": 24, "excused": 0, "different": 0}
+    rows = [plain]
+    for length in (1, 2, 3, 4, 5, 6, 8):
+        times = peak - 0.045 * (length - 4) ** 2 / 2
+        rows.append(plain | {"length": length, "seconds": 84.31 / times, "tokens_per_second": 36.44 * times,
+                             "tokens_per_round": 1 + 0.52 * length, "acceptance": 0.71 - 0.02 * length, "speedup": times,
+                             "speedup_low": times - 0.07, "speedup_high": times + 0.06, "predicted": times * 1.05,
+                             "identical": 23, "excused": 1})
+    return rows
+
+
+def make_facts() -> dict[str, Any]:
+    noise = random.Random(7)
+    small, large = "small 14M target", "grown target ×4 & <draft>"
+    model = {"architecture": "LlamaForCausalLM", "vocabulary": 49152}
+    metrics = [{"stage": "train", "step": step, "loss": 1.4 * (step + 9) ** -0.22 + noise.gauss(0, 0.02),
+                "forward_kl": 1.1 * (step + 9) ** -0.25 + noise.gauss(0, 0.02),
+                "cross_entropy": 3.4 * (step + 9) ** -0.09 + noise.gauss(0, 0.03),
+                "agreement": 0.72 - 0.5 * (step + 9) ** -0.3 + noise.gauss(0, 0.01), "rate": 3e-4, "tokens": 8192 * step,
+                "tokens_per_second": 5210.0 + step % 17, "memory_bytes": 2_140_000_000, "eta_seconds": 900.0 - step,
+                "time": f"2026-11-21T14:{step // 25:02d}:{step % 60:02d}"} for step in range(1, 901)]
+    text = [{"text": "def ", "kind": "target"}, {"text": "fibonacci(n: int) -> int:\n    if n <", "kind": "accepted"},
+            {"text": " 2", "kind": "target"}, {"text": ":\n        return n\n    return ", "kind": "accepted"},
+            {"text": "fibonacci", "kind": "target"}, {"text": "(n - 1) + fibonacci(n - 2)\n", "kind": "accepted"}]
+    return {
+        "name": "demo", "date": "2026-11-21T14:31:00+00:00", "command": "distill train recipes/demo.yaml train.steps=900",
+        "machine": {"cpu": "AMD EPYC 7B13", "cores": 2, "memory_bytes": 16_800_000_000, "gpu": None, "python": "3.11.7",
+                    "torch": "2.9.1+cpu", "transformers": "5.3.0", "platform": "Linux-6.1-x86_64"},
+        "config": {"name": "demo", "draft": {"layers": 2, "mlp": 384}, "train": {"steps": 900, "loss": "forward_kl"}},
+        "target": model | {"path": "models/target", "parameters": 134_515_008, "layers": 30, "hidden": 576, "mlp": 1536,
+                           "bytes": 269_060_552},
+        "donor": model | {"path": "example/donor-30m", "parameters": 31_408_640, "layers": 12, "hidden": 320, "mlp": 960,
+                          "bytes": 62_830_111},
+        "draft": model | {"path": "runs/demo/draft", "parameters": 18_203_456, "layers": 2, "hidden": 320, "mlp": 384,
+                          "bytes": 36_421_777},
+        "metrics": metrics,
+        "profile": {"curves": [
+            curve("target", "pytorch", "float32", 0.0214, 0.06), curve("draft", "pytorch", "float32", 0.0021, 0.03),
+            curve("grown target", "pytorch", "float32", 0.0853, 0.04), curve("target", "gguf", "q4_k_m", 0.0091, 0.21),
+            curve("draft", "gguf", "q4_k_m", 0.0009, 0.11)]},
+        "eval": {"command": "distill eval demo --kl --acceptance",
+                 "sampler": {"temperature": 0.8, "top_k": 0, "top_p": 0.95, "min_p": 0.0},
+                 "domains": {"answers": {"before": measured(0.0), "after": measured(0.63)},
+                             "files": {"before": measured(0.05), "after": measured(0.48)}},
+                 "positions": {"before": positions(0.55), "after": positions(0.78)}},
+        "export": {"files": [
+            {"path": "gguf/draft-q4_k_m.gguf", "model": "draft", "outtype": "q4_k_m", "bytes": 13_204_512,
+             "parity": {"positions": 2048, "top1_agreement": 0.9619, "mean_abs_dlogprob": 0.0413,
+                        "max_abs_dlogprob": 0.917, "tokenizer_texts": 512, "tokenizer_mismatches": ["a<b> \x07"]}},
+            {"path": "gguf/target-f16.gguf", "model": "target", "outtype": "f16", "bytes": 269_311_040,
+             "parity": {"positions": 2048, "top1_agreement": 0.9995, "mean_abs_dlogprob": 0.00031,
+                        "max_abs_dlogprob": 0.0042, "tokenizer_texts": 512, "tokenizer_mismatches": []}}]},
+        "speedup": {"command": "distill speedup demo", "new_tokens": 128, "prompts": 24,
+                    "rows": speedup_rows(small, False, "pytorch", 1.374) + speedup_rows(large, True, "pytorch", 1.912)
+                    + speedup_rows(small, False, "gguf", 0.843),
+                    "plain_reference": [
+                        {"pair": small, "backend": "pytorch", "library": "transformers generate",
+                         "library_tokens_per_second": 35.21, "plain_tokens_per_second": 36.44, "ratio": 1.0349},
+                        {"pair": large, "backend": "pytorch", "library": "transformers generate",
+                         "library_tokens_per_second": 12.5, "plain_tokens_per_second": 11.25, "ratio": 0.9}],
+                    "explanations": ["On gguf a step over five tokens costs 1.9 × one token, so no draft can win."],
+                    "samples": [
+                        {"prompt": "# fibonacci\n", "backend": "pytorch", "pair": small, "segments": text},
+                        {"prompt": EVIL, "backend": "gguf", "pair": large, "segments": [
+                            {"text": EVIL, "kind": "accepted"}, {"text": EVIL, "kind": "target"}]}]},
+    }
+
+
+class Checker(HTMLParser):
+    """Holds a stack of open elements and gathers what a browser would fetch, the ids and the visible text."""
+
+    def __init__(self) -> None:
+        super().__init__(convert_charrefs=True)
+        self.stack: list[str] = []
+        self.tags: Counter[str] = Counter()
+        self.references: list[str] = []
+        self.ids: list[str] = []
+        self.links: list[str] = []
+        self.words: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_startendtag(tag, attrs)
+        if tag not in VOID:
+            self.stack.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags[tag] += 1
+        for key, value in attrs:
+            if key in ("src", "href", "xlink:href", "srcset", "data", "action", "poster"):
+                self.references.append(value or "")
+            if key == "href":
+                self.links.append(value or "")
+            if key == "id":
+                self.ids.append(value or "")
+            assert not key.startswith("on"), (tag, key)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.stack and self.stack[-1] == tag, (tag, self.stack[-5:])
+        self.stack.pop()
+
+    def handle_data(self, data: str) -> None:
+        if "style" not in self.stack:
+            self.words.append(data)
+
+
+def checked(page: str) -> Checker:
+    checker = Checker()
+    checker.feed(page)
+    checker.close()
+    assert not checker.stack
+    assert [name for name, count in Counter(checker.ids).items() if count > 1] == []
+    assert all(reference.startswith("#") for reference in checker.references), checker.references
+    assert {link[1:] for link in checker.links} <= set(checker.ids)
+    assert all(found.startswith("#") for found in re.findall(r"url\(\s*['\"]?([^)]*)", page))
+    assert "@import" not in page and checker.tags["script"] == checker.tags["img"] == checker.tags["link"] == 0
+    page.encode()
+    return checker
+
+
+def test_page_is_whole_and_fetches_nothing() -> None:
+    checker = checked(build_page(make_facts()))
+    assert checker.tags["svg"] == 9  # two of training, positions, two costs and one speedup for each of two backends
+    assert checker.tags["h1"] == 1 and checker.tags["h2"] == 12
+
+
+def test_page_holds_the_numbers() -> None:
+    words = " ".join("".join(checked(build_page(make_facts())).words).split())
+    for figure in ("134,515,008", "18,203,456", "269,060,552", "49,152", "1.91×", "[1.84, 1.97]", "1.37×", "0.84×",
+                   "faster than plain", "slower than plain", "74.7 % [73.5, 75.9]", "53.7 %", "0.801 [0.789, 0.813]",
+                   "-0.630", "48,213", "21.4", "[20.5, 22.5]", "36.44", "35.21", "103.5 %", "90.0 %", "13,204,512",
+                   "96.2 %", "0.0413", "7,372,800 tokens", "AMD EPYC 7B13", "2.9.1+cpu", "temperature 0.8",
+                   "distill speedup demo", "distill eval demo --kl --acceptance", "no draft can win"):
+        assert figure in words, figure
+
+
+def test_every_table_says_its_command() -> None:
+    page = build_page(make_facts())
+    assert page.count("<table>") == len(re.findall(r'</table></div><p class="command">distill ', page)) > 8
+
+
+def test_grown_targets_are_labelled() -> None:
+    facts = make_facts()
+    page = build_page(facts)
+    name = "grown target ×4 &amp; &lt;draft&gt;"
+    places = [at.end() for at in re.finditer(re.escape(name), re.sub(r"<svg.*?</svg>", "", page, flags=re.S))]
+    bare = re.sub(r"<svg.*?</svg>", "", page, flags=re.S)
+    assert len(places) >= 8 + 1 + 1 + 1
+    labelled = [bare[at:].startswith(' <span class="grown">grown</span>') for at in places]
+    assert sum(not one for one in labelled) == 1  # the sentence in the limits, which says grown in the name itself
+    for row in facts["speedup"]["rows"]:
+        row["pair"] = row["pair"].replace("grown target", "big")
+    assert "(grown)" in plots.speedup_by_length(facts["speedup"]["rows"], "pytorch")
+    assert "**(grown)**" in build_card(facts)
+    assert "enlarged without changing" in build_page(facts)
+
+
+def test_hostile_text_stays_text() -> None:
+    facts = make_facts()
+    facts["name"] = facts["command"] = facts["draft"]["path"] = facts["machine"]["cpu"] = EVIL
+    facts["speedup"]["explanations"] = [EVIL]
+    facts["speedup"]["rows"][1]["pair"] = "_$x_{" + EVIL
+    facts["profile"]["curves"][0]["dtype"] = "$" + EVIL
+    page = build_page(facts)
+    checker = checked(page)
+    assert "<script" not in page and "\x00" not in page and "\x1b" not in page
+    assert "<script>alert('x')</script>" in "".join(checker.words)
+
+
+@pytest.mark.parametrize("absent", [[name] for name in OPTIONAL] + [OPTIONAL])
+def test_stages_that_have_not_run_are_named(absent: list[str]) -> None:
+    facts = make_facts()
+    for name in absent:
+        facts[name] = None
+    page, card = build_page(facts), build_card(facts)
+    checked(page)
+    for name in absent:
+        stage = "train" if name == "metrics" else name
+        assert f"The stage <code>{stage}</code> has not run" in page
+        assert stage == "profile" or f"The stage `{stage}` has not run" in card
+    for name in set(OPTIONAL) - set(absent) - {"metrics"}:
+        assert f"The stage <code>{name}</code> has not run" not in page
+
+
+def test_figures_that_were_not_measured_are_dashes() -> None:
+    facts = make_facts()
+    facts["donor"] = None
+    facts["eval"]["domains"]["answers"]["before"] = None
+    facts["eval"]["domains"]["files"]["after"]["acceptance_match"] = None
+    facts["eval"]["positions"] = {"before": [], "after": [{"position": 1, "drafted": 0, "accepted": 0, "rate": None,
+                                                           "low": None, "high": None}]}
+    facts["export"]["files"][0]["parity"] = None
+    facts["speedup"]["rows"][1] |= {"speedup": float("nan"), "speedup_low": None, "speedup_high": None}
+    facts["speedup"]["plain_reference"], facts["speedup"]["samples"] = [], []
+    facts["speedup"]["explanations"] = []
+    facts["metrics"] = facts["metrics"][:1] + [{"stage": "export", "step": 1}]
+    page = build_page(facts)
+    checked(page)
+    assert "nan" not in "".join(re.sub(r"<svg.*?</svg>", "", page, flags=re.S).split()).replace("finance", "")
+    assert "–" in build_card(facts)
+
+
+def test_a_page_without_matplotlib_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(DataError, match=r"distill\[report\]"):
+        plots.loss_curve(make_facts()["metrics"])
+    page = build_page(make_facts())
+    checked(page)
+    assert "<svg" not in page and "pip install &#x27;distill[report]&#x27;" in page and "1.91×" in page
+
+
+def test_a_repeated_step_counts_once_and_long_runs_are_averaged() -> None:
+    metrics = make_facts()["metrics"]
+    again = [*metrics, metrics[-1] | {"loss": 0.125}]
+    page = build_page(make_facts() | {"metrics": again})
+    assert "900 steps" in page and "0.125" in page and "each point the mean of 3 steps" in page
+
+
+def test_plots_take_the_page_colour_and_are_the_same_each_time() -> None:
+    facts = make_facts()
+    drawn = plots.cost_curves(facts["profile"]["curves"], "pytorch")
+    assert drawn == plots.cost_curves(facts["profile"]["curves"], "pytorch")
+    assert "currentColor" in drawn and plots.INK not in drawn and drawn.startswith("<svg ") and drawn.endswith("</svg>")
+
+
+def test_limits_follow_the_facts() -> None:
+    facts = make_facts()
+    page = build_page(facts)
+    assert "No GPU took part" in page and "reaches only 90.0 %" in page and "disagree on 1 of 512" in page
+    assert "not shown to be lossless" not in page
+    facts["speedup"]["rows"][2]["different"] = 3
+    facts["machine"]["gpu"] = "NVIDIA H100"
+    page = build_page(facts)
+    assert "3 outputs differ from the plain run" in page and "No GPU took part" not in page
+
+
+def test_card_front_matter_and_numbers() -> None:
+    card = build_card(make_facts())
+    assert card.startswith("---\n")
+    head = yaml.safe_load(card.split("---\n")[1])
+    assert head["library_name"] == "transformers" and head["base_model"] == "example/donor-30m"
+    assert "speculative-decoding" in head["tags"]
+    for figure in ("1.91× [1.84, 1.97]", "74.7 % [73.5, 75.9]", "18,203,456", "slower than plain", "96.2 %",
+                   "assistant_model=draft", "-md gguf/draft-q4_k_m.gguf --spec-draft-n-max 4",
+                   '"num_speculative_tokens": 4', '"method": "draft_model"', "distill speedup demo", "No GPU took part"):
+        assert figure in card, figure
+
+
+def test_card_survives_hostile_text_and_its_python_compiles() -> None:
+    facts = make_facts()
+    facts["name"] = "evil\n---\nlicense: stolen\n# x"
+    facts["donor"]["path"] = "/tmp/a: b\n---"
+    facts["draft"]["path"] = "it's `quoted` \"$(rm)\"\n```"
+    facts["draft"]["vocabulary"] = 32000
+    facts["speedup"]["rows"][3]["pair"] = "a|b*c*<img src=x>"
+    card = build_card(facts)
+    head = yaml.safe_load(card.split("---\n")[1])
+    assert "base_model" not in head and "license" not in head
+    assert "<img" not in card and "a\\|b" in card
+    blocks = re.findall(r"(`{3,})python\n(.*?)\n\1\n", card, flags=re.S)
+    compile(blocks[0][1], "card", "exec")
+    assert "assistant_tokenizer=assistant_tokenizer" in blocks[0][1]
+
+
+def test_facts_are_not_changed() -> None:
+    facts = make_facts()
+    before = copy.deepcopy(facts)
+    build_page(facts)
+    build_card(facts)
+    assert facts == before
