@@ -311,14 +311,10 @@ def parse_recipe(raw: Any, where: str) -> Recipe:
     try:
         return Recipe.model_validate(raw)
     except ValidationError as error:
+        errors = error.errors()
         # A list is also called too short when the elements it does hold are faulty: only the latter is worth saying.
-        places = [fault["loc"] for fault in error.errors()]
-        faults = [
-            _explain(fault)
-            for fault in error.errors()
-            if fault["type"] != "too_short"
-            or not any(len(place) > len(fault["loc"]) and place[: len(fault["loc"])] == fault["loc"] for place in places)
-        ]
+        parents = {fault["loc"][:depth] for fault in errors for depth in range(len(fault["loc"]))}
+        faults = [_explain(fault) for fault in errors if fault["type"] != "too_short" or fault["loc"] not in parents]
         count = f"{len(faults)} mistakes" if len(faults) > 1 else "1 mistake"
         raise RecipeError(f"{where}: {count}\n  - " + "\n  - ".join(faults), "docs/recipes.md lists every key") from error
 

@@ -51,3 +51,8 @@ def read_answers(run: Run, split: str) -> list[Answer]:
     """All answers of a split, in prompt order; raises DataError when a file is damaged."""
     paths = sorted(run.path("answers").glob(f"{split}-*.jsonl"))
     return [Answer(**line) for path in paths for line in _read_lines(path, "answers")]
+
+
+def read_documents_of(run: Run, split: str) -> list[str]:
+    """The raw texts of a held-out split, as stage `corpus` kept them."""
+    return [line["text"] for line in _read_lines(run.path("corpus", f"documents-{split}.jsonl"), "corpus")]

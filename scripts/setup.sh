@@ -23,7 +23,7 @@ if [[ -x .venv/bin/python && -f "$stamp" && "$(cat "$stamp")" == "$wanted" ]]; t
     exit 0
 fi
 
-if [[ ! -x .venv/bin/python ]]; then
+if [[ ! -x .venv/bin/pip ]]; then
     "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
         fail "\`$python\` is $("$python" -V 2>&1); Python 3.11 or newer is needed: PYTHON=/path/to/python3 bash $0"
     "$python" -c 'import ensurepip' 2>/dev/null ||
@@ -34,7 +34,7 @@ for tool in gcc g++ cmake; do
         fail "no \`$tool\`, which compiles llama-cpp-python; install it (Debian, Ubuntu: apt install build-essential cmake) and run this again"
 done
 
-[[ -x .venv/bin/python ]] || { echo "setup: making .venv with $("$python" -V 2>&1)"; "$python" -m venv .venv; }
+[[ -x .venv/bin/pip ]] || { echo "setup: making .venv with $("$python" -V 2>&1)"; "$python" -m venv .venv; }
 rm -f "$stamp"
 pip=(.venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt)
 

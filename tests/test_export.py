@@ -55,12 +55,8 @@ HARD_TEXTS = [
 ]
 
 
-def report_texts() -> list[str]:
-    return [
-        p.read_text(encoding="utf-8")
-        for s in ("report", "selection")
-        for p in sorted((ROOT / "data" / s).rglob("*.py"))
-    ]
+def report_texts(splits: tuple[str, ...] = ("report", "selection")) -> list[str]:
+    return [p.read_text(encoding="utf-8") for s in splits for p in sorted((ROOT / "data" / s).rglob("*.py"))]
 
 
 def train_tokenizer(split: str | None = QWEN2_SPLIT, size: int = 768, digits: bool = False) -> PreTrainedTokenizerFast:
@@ -150,7 +146,7 @@ def build(
     torch.manual_seed(7)
     model = BUILDERS[kind](len(tokenizer) + extra_rows).eval()
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        for parameter in model.parameters():
             if parameter.ndim == 1:  # norms of one and biases of zero would hide mistakes
                 parameter.copy_(parameter + 0.3 * torch.randn_like(parameter))
     model.to(dtype).save_pretrained(folder)
@@ -342,7 +338,15 @@ def test_unreachable_tokens_decide_between_llama3_names(tmp_path: Path) -> None:
 
 
 @needs_llama
-@pytest.mark.parametrize("name", ["qwen2.5", "llama-3", "gpt-2", "deepseek-llm"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "qwen2.5",
+        "gpt-2",
+        pytest.param("llama-3", marks=pytest.mark.slow),
+        pytest.param("deepseek-llm", marks=pytest.mark.slow),
+    ],
+)
 def test_real_tokenizers(name: str, tmp_path: Path) -> None:
     source = SHARED / "tokenizers" / name
     if not source.is_dir():
@@ -355,12 +359,20 @@ def test_real_tokenizers(name: str, tmp_path: Path) -> None:
         shutil.copy(file, tmp_path / "m")
     export_gguf(tmp_path / "m", tmp_path / "m.gguf", "f16")
     with GgufModel(tmp_path / "m.gguf", context=8) as gguf:
-        for text in [*report_texts(), *HARD_TEXTS]:
+        for text in [*report_texts(("report",)), *HARD_TEXTS]:
             text = unicodedata.normalize("NFC", text)
             ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
             actual = gguf.tokenize(text, parse_special=True)
             assert first_difference(ids, actual) is None
             assert gguf.detokenize(actual) == text.encode()
+
+
+def test_sentencepiece_is_refused() -> None:
+    source = SHARED / "tokenizers" / "llama-2"
+    if not source.is_dir():
+        pytest.skip(f"{source} is not here; set DISTILL_SHARED")
+    with pytest.raises(DataError, match="SentencePiece"):
+        export_tokenizer.read_tokenizer(source, 32000)
 
 
 @needs_llama
@@ -487,17 +499,17 @@ def test_top_breaks_ties_by_id(exported: Path) -> None:
 def test_misuse_is_refused_before_c(exported: Path) -> None:
     gguf = GgufModel(exported.parent / "f16.gguf", context=16, batch=8, threads=1)
     gguf.extend([1, 2, 3])
-    for arguments in (
-        {"tokens": []},
-        {"tokens": [gguf.vocabulary_size]},
-        {"tokens": [-1]},
-        {"tokens": [1] * 14},
-        {"tokens": [1, 2], "counts": [1, 1]},
-        {"tokens": [1, 2], "want": [2]},
-        {"tokens": [1, 2], "want": [-1]},
-        {"tokens": [1, 2], "parents": [-1, 0]},
+    for arguments, message in (
+        ({"tokens": []}, "at least one"),
+        ({"tokens": [gguf.vocabulary_size]}, "token ids"),
+        ({"tokens": [-1]}, "token ids"),
+        ({"tokens": [1] * 14}, "exceed the context"),
+        ({"tokens": [1, 2], "counts": [1, 1]}, "counts"),
+        ({"tokens": [1, 2], "want": [2]}, "want"),
+        ({"tokens": [1, 2], "want": [-1]}, "want"),
+        ({"tokens": [1, 2], "parents": [-1, 0]}, "trees"),
     ):
-        with pytest.raises(ValueError, match="."):
+        with pytest.raises(ValueError, match=message):
             gguf.extend(**arguments)
         assert gguf.lengths == [3]
     for lengths in ([4], [-1], [1, 1], []):

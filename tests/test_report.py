@@ -28,7 +28,8 @@ def interval(mean: float, half: float = 0.012) -> dict[str, float]:
 
 
 def measured(shift: float) -> dict[str, Any]:
-    return {"tokens": 48213, "prompts": 96, "forward_kl": interval(1.431 - shift), "reverse_kl": interval(1.702 - shift),
+    return {"tokens": 48213, "prompts": 96,
+            "forward_kl": interval(1.431 - shift), "reverse_kl": interval(1.702 - shift),
             "total_variation": interval(0.463 - shift / 3), "top1_agreement": interval(0.412 + shift / 3),
             "acceptance_sampling": interval(0.537 + shift / 3), "acceptance_match": interval(0.391 + shift / 3),
             "acceptance_greedy": interval(0.412 + shift / 3)}
@@ -58,8 +59,8 @@ def speedup_rows(pair: str, grown: bool, backend: str, peak: float) -> list[dict
     for length in (1, 2, 3, 4, 5, 6, 8):
         times = peak - 0.045 * (length - 4) ** 2 / 2
         rows.append(plain | {"length": length, "seconds": 84.31 / times, "tokens_per_second": 36.44 * times,
-                             "tokens_per_round": 1 + 0.52 * length, "acceptance": 0.71 - 0.02 * length, "speedup": times,
-                             "speedup_low": times - 0.07, "speedup_high": times + 0.06, "predicted": times * 1.05,
+                             "tokens_per_round": 1 + 0.52 * length, "acceptance": 0.71 - 0.02 * length,
+                             "speedup": times, "speedup_low": times - 0.07, "speedup_high": times + 0.06, "predicted": times * 1.05,
                              "identical": 23, "excused": 1})
     return rows
 
@@ -71,7 +72,8 @@ def make_facts() -> dict[str, Any]:
     metrics = [{"stage": "train", "step": step, "loss": 1.4 * (step + 9) ** -0.22 + noise.gauss(0, 0.02),
                 "forward_kl": 1.1 * (step + 9) ** -0.25 + noise.gauss(0, 0.02),
                 "cross_entropy": 3.4 * (step + 9) ** -0.09 + noise.gauss(0, 0.03),
-                "agreement": 0.72 - 0.5 * (step + 9) ** -0.3 + noise.gauss(0, 0.01), "rate": 3e-4, "tokens": 8192 * step,
+                "agreement": 0.72 - 0.5 * (step + 9) ** -0.3 + noise.gauss(0, 0.01), "rate": 3e-4,
+                "tokens": 8192 * step,
                 "tokens_per_second": 5210.0 + step % 17, "memory_bytes": 2_140_000_000, "eta_seconds": 900.0 - step,
                 "time": f"2026-11-21T14:{step // 25:02d}:{step % 60:02d}"} for step in range(1, 901)]
     text = [{"text": "def ", "kind": "target"}, {"text": "fibonacci(n: int) -> int:\n    if n <", "kind": "accepted"},
@@ -247,7 +249,7 @@ def test_figures_that_were_not_measured_are_dashes() -> None:
     facts["speedup"]["rows"][1] |= {"speedup": float("nan"), "speedup_low": None, "speedup_high": None}
     facts["speedup"]["plain_reference"], facts["speedup"]["samples"] = [], []
     facts["speedup"]["explanations"] = []
-    facts["metrics"] = facts["metrics"][:1] + [{"stage": "export", "step": 1}]
+    facts["metrics"] = [facts["metrics"][0], {"stage": "export", "step": 1}]
     page = build_page(facts)
     checked(page)
     assert "nan" not in "".join(re.sub(r"<svg.*?</svg>", "", page, flags=re.S).split()).replace("finance", "")

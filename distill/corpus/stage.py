@@ -59,6 +59,10 @@ def corpus(recipe: Recipe, run: Run) -> list[Path]:
         summary[split] = {"documents": len(own), "tokens": total, "blocks": len(packed), "prompts": len(prompts)}
         short = f" of {wanted[split]} asked for" if len(prompts) < wanted[split] else ""
         run.say(f"  {split}: {len(own)} documents, {total} tokens kept, {len(prompts)} prompts{short}")
+    write_text(
+        folder / "documents-report.jsonl",
+        "".join(json.dumps({"name": d.name, "text": d.text}) + "\n" for d in documents if d.split == "report"),
+    )
     if dropped:
         run.say("  dropped: " + ", ".join(f"{count} {reason}" for reason, count in dropped.items()))
     write_json(folder / "summary.json", summary)

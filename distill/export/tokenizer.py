@@ -124,7 +124,7 @@ def _load(path: Path) -> Tokenizer:
 
     try:
         return Tokenizer.from_file(str(path))
-    except Exception as error:  # noqa: BLE001 - what tokenizers raises for every kind of damage
+    except Exception as error:  # tokenizers raises the bare class for every kind of damage
         raise DataError(f"{path} cannot be loaded: {error}", hint="copy the tokenizer again") from None
 
 

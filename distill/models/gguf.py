@@ -279,7 +279,7 @@ class GgufModel:
 
     def _chunks(self, count: int) -> list[tuple[int, int]]:
         """Bounds of chunks of at most the batch size, with no lone token at the end where that can be avoided."""
-        bounds = list(range(0, count, self._batch_size)) + [count]
+        bounds = [*range(0, count, self._batch_size), count]
         if len(bounds) > 2 and bounds[-1] - bounds[-2] == 1 and self._batch_size > 2:
             bounds[-2] -= 1
         return list(itertools.pairwise(bounds))
@@ -354,7 +354,7 @@ class GgufModel:
     def detokenize(self, ids: Sequence[int]) -> bytes:
         """The exact bytes of `ids`, special tokens as written; ValueError for ids outside [0, V)."""
         self._require_open()
-        if len(ids) and not (0 <= min(ids) and max(ids) < self.vocabulary_size):
+        if len(ids) and (min(ids) < 0 or max(ids) >= self.vocabulary_size):
             raise ValueError(f"token ids must lie in [0, {self.vocabulary_size})")
         # Joined pieces, because llama_detokenize cleans up spaces for some tokenizers.
         return b"".join(self._piece(int(token)) for token in ids)

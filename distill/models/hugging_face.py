@@ -220,3 +220,16 @@ class TorchModel:
     def close(self) -> None:
         """Free the cache."""
         self.reset()
+
+
+def local_folder(reference: str) -> Path:
+    """The folder of a model: itself when it is a path, else its snapshot in the hub's cache (fetched if need be)."""
+    check_folder(reference)
+    if is_path(reference):
+        return Path(reference)
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(reference))
+    except Exception as error:  # the hub client raises many kinds; each means "not to be had"
+        raise _explained(reference, error) from error

@@ -55,7 +55,7 @@ def _front_matter(facts: Facts) -> str:
 def _words(text: object) -> str:
     """Foreign text as plain Markdown words: no markup of its own takes effect, lines stay one line."""
     flat = " ".join(clean(text).split())
-    return re.sub(r"([\\`*_\[\]<>#|~$])", r"\\\1", flat).replace("&", "&amp;")
+    return re.sub(r"([\\`*_\[\]#|~$])", r"\\\1", flat.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;"))
 
 
 def _code(text: object) -> str:
@@ -88,10 +88,10 @@ def _pair(name: str, grown: set[str]) -> str:
 def _what(facts: Facts) -> str:
     target, draft = facts["target"], facts["draft"]
     grown = " (a **grown** target)" if target.get("grown") else ""
-    return (f"A draft model for speculative decoding. It proposes tokens that the target {_code(target['path'])}{grown} "
-            f"verifies, so that the target's own output comes sooner. It has {number(draft['parameters'])} parameters "
-            f"({size(draft['bytes'])}) beside the target's {number(target['parameters'])} ({size(target['bytes'])}). On "
-            "its own it is a weak language model and is not meant to be used without its target.")
+    return (f"A draft model for speculative decoding. It proposes tokens that the target {_code(target['path'])}{grown}"
+            f" verifies, so that the target's own output comes sooner. It has {number(draft['parameters'])} parameters"
+            f" ({size(draft['bytes'])}) beside the target's {number(target['parameters'])} ({size(target['bytes'])})."
+            " On its own it is a weak language model and is not meant to be used without its target.")
 
 
 def _how(facts: Facts) -> str:
@@ -103,15 +103,16 @@ def _how(facts: Facts) -> str:
     steps = training_steps(facts.get("metrics"))
     if steps:
         first, last = steps[0], steps[-1]
-        trained = (f"Trained for {number(len(steps))} steps over {number(last.get('tokens'))} tokens; the loss went from "
-                   f"{significant(first['loss'])} to {significant(last['loss'])}.")
+        trained = (f"Trained for {number(len(steps))} steps over {number(last.get('tokens'))} tokens; the loss went "
+                   f"from {significant(first['loss'])} to {significant(last['loss'])}.")
     else:
         trained = _not_run("train") + " These are the weights as cut from the donor."
     machine = facts.get("machine") or {}
     recipe = (facts.get("config") or {}).get("name") or facts["name"]
     return (f"Cut from the donor and trained towards the target with `distill`, recipe {_code(recipe)}, finished "
-            f"{_words(facts['date'])}, on {_words(machine_words(machine))}; Python {_words(machine.get('python'))}, torch "
-            f"{_words(machine.get('torch'))}, transformers {_words(machine.get('transformers'))}.\n\n{trained}\n\n{table}")
+            f"{_words(facts['date'])}, on {_words(machine_words(machine))}; Python {_words(machine.get('python'))}, "
+            f"torch {_words(machine.get('torch'))}, transformers {_words(machine.get('transformers'))}.\n\n"
+            f"{trained}\n\n{table}")
 
 
 def _acceptance(facts: Facts) -> str:
@@ -144,8 +145,8 @@ def _speedup(facts: Facts) -> str:
                      f"{number(row['identical'])} / {number(row['excused'])} / {number(row['different'])}"])
     heads = ["pair", "backend", "γ", "plain, tokens/s", "speculative, tokens/s", "acceptance", "tokens per round",
              "speedup", "", "identical / excused / different"]
-    return ("### Speedup\n\nEnd to end against plain decoding of the same target, the fastest of the draft lengths tried:"
-            f"\n\n{_table(heads, rows, speedup['command'])}")
+    return ("### Speedup\n\nEnd to end against plain decoding of the same target, the fastest of the draft lengths "
+            f"tried:\n\n{_table(heads, rows, speedup['command'])}")
 
 
 def _gguf(facts: Facts) -> str:
@@ -173,8 +174,8 @@ def _use(facts: Facts) -> str:
         "transformers:", _block("python", _transformers(facts, length)),
         "llama.cpp:", _block("sh", _llama_cpp(facts, best.get("gguf", length))),
         "vLLM:", _block("sh", _vllm(facts, length)),
-        _length_words(bool(best)) + " These are the options of recent releases of the three; none of these commands was "
-        "run to make the numbers above."])
+        _length_words(bool(best)) + " These are the options of recent releases of the three; none of these commands "
+        "was run to make the numbers above."])
 
 
 def _speed(row: Facts) -> float:

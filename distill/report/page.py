@@ -106,8 +106,8 @@ def _table(headers: Sequence[object], rows: Iterable[Sequence[object]], command:
            classes: Sequence[str] = ()) -> Html:
     """A table with its command under it; the first `words` columns are text, the others figures."""
     def line(tag: str, cells: Sequence[object], name: str = "") -> str:
-        inner = "".join(f'<{tag}{" class=\"text\"" if 0 < at < words else ""}>{_cell(cell)}</{tag}>'
-                        for at, cell in enumerate(cells))
+        kinds = [' class="text"' if 0 < at < words else "" for at in range(len(cells))]
+        inner = "".join(f"<{tag}{kind}>{_cell(cell)}</{tag}>" for kind, cell in zip(kinds, cells, strict=True))
         return f'<tr class="{name}">{inner}</tr>' if name else f"<tr>{inner}</tr>"
 
     body = "".join(line("td", cells, classes[at] if classes else "") for at, cells in enumerate(rows))
@@ -243,7 +243,7 @@ def _positions(facts: Facts) -> Html:
                    evaluation["command"])
     return Html(_plots(_plot(lambda: plots.acceptance_by_position(evaluation["positions"]),
                              "Of the tokens drafted at a position, the share accepted; bars are intervals. A token "
-                             "behind a rejected one was not looked at and is not counted."), table))
+                             "behind a rejected one was not looked at and is not counted.")) + table)
 
 
 def _divergence(facts: Facts) -> Html:
@@ -258,8 +258,9 @@ def _divergence(facts: Facts) -> Html:
             change = NOTHING
             if known(first) and known(last):
                 change = f"{100 * (last - first):+.1f} points" if key in RATES else f"{last - first:+.3f}"
-            rows.append([words, interval(before.get(key), key in RATES), interval(after.get(key), key in RATES), change])
-        counts = [f"{number(side.get('tokens'))} tokens, {number(side.get('prompts'))} prompts" for side in (before, after)]
+            rows.append([words, *(interval(side.get(key), key in RATES) for side in (before, after)), change])
+        counts = [f"{number(side.get('tokens'))} tokens, {number(side.get('prompts'))} prompts"
+                  for side in (before, after)]
         rows.append(["measured on", *counts, ""])
         parts += [f"<h3>{_text(domain)}</h3>", _table(["", "before", "after", "change"], rows, evaluation["command"])]
     return Html("".join(parts))
@@ -278,8 +279,8 @@ def _cost(facts: Facts) -> Html:
     for curve in curves:
         at = {count: _milliseconds(*seconds) for count, *seconds in zip(
             curve["tokens"], curve["seconds"], curve["low"], curve["high"], strict=True)}
-        cells: list[object] = [_grown(curve["model"], is_grown(curve["model"], set())), curve["backend"], curve["dtype"],
-                               number(curve["depth"]), number(curve["repeats"])]
+        cells: list[object] = [_grown(curve["model"], is_grown(curve["model"], set())), curve["backend"],
+                               curve["dtype"], number(curve["depth"]), number(curve["repeats"])]
         rows.append(cells + [at.get(count, NOTHING) for count in counts])
     table = _table(["model", "backend", "dtype", "depth", "repeats", *(f"T({count}), ms" for count in counts)], rows,
                    command, words=3)
@@ -304,16 +305,15 @@ def _speedup(facts: Facts) -> Html:
     for row in speedup["rows"]:
         different = Html(f'<span class="bad">{row["different"]}</span>') if row["different"] else "0"
         rows.append([_grown(row["pair"], row["pair"] in grown), row["backend"], row["length"] or "plain",
-                     number(row["tokens"]), number(row["seconds"]), number(row["tokens_per_second"]),
-                     number(row["tokens_per_round"]), percent(row["acceptance"]), speedup_interval(row),
-                     f"{row['predicted']:.2f}×" if known(row["predicted"]) else NOTHING,
-                     number(row["identical"]), number(row["excused"]), different])
+                     speedup_interval(row), f"{row['predicted']:.2f}×" if known(row["predicted"]) else NOTHING,
+                     number(row["tokens_per_second"]), number(row["tokens_per_round"]), percent(row["acceptance"]),
+                     number(row["tokens"]), number(row["seconds"]), number(row["identical"]), number(row["excused"]), different])
         classes.append("plain" if row["length"] == 0 else "best" if any(row is one for one in best) else "")
-    heads = ["pair", "backend", "γ", "tokens", "seconds", "tokens/s", "tokens per round", "acceptance", "speedup",
-             "predicted", "identical", "excused", "different"]
-    note = (f"{number(speedup['prompts'])} prompts, up to {number(speedup['new_tokens'])} new tokens each. The fastest row "
-            "of a pair is bold. Identical, excused and different count outputs against the plain run: excused ones part "
-            "at a rounding tie.")
+    heads = ["pair", "backend", "γ", "speedup", "predicted", "tokens/s", "tokens per round", "acceptance", "tokens",
+             "seconds", "identical", "excused", "different"]
+    note = (f"{number(speedup['prompts'])} prompts, up to {number(speedup['new_tokens'])} new tokens each. The fastest "
+            "row of a pair is bold. Identical, excused and different count outputs against the plain run: excused ones "
+            "part at a rounding tie.")
     return Html(_plots(*drawn) + f"<p>{_text(note)}</p>" + _table(heads, rows, speedup["command"], 2, classes))
 
 
@@ -328,8 +328,8 @@ def _plain(facts: Facts) -> Html:
     rows = [[_grown(line["pair"], line["pair"] in grown), line["backend"], line["library"],
              number(line["library_tokens_per_second"]), number(line["plain_tokens_per_second"]),
              percent(line["ratio"])] for line in speedup["plain_reference"]]
-    return Html("<p>A speedup counts only beside a plain decoder that is itself fast: the plain run should stand within "
-                "5 % of the library's own generation.</p>"
+    return Html("<p>A speedup counts only beside a plain decoder that is itself fast: the plain run should stand "
+                "within 5 % of the library's own generation.</p>"
                 + _table(["pair", "backend", "library", "library, tokens/s", "plain, tokens/s", "ratio"], rows,
                          speedup["command"], words=3))
 
@@ -363,7 +363,7 @@ def _samples(facts: Facts) -> Html:
     speedup, grown = facts["speedup"], grown_pairs(facts)
     if not speedup.get("samples"):
         return Html('<p class="notrun">No samples were kept.</p>')
-    parts = ["<p><mark>Marked and underlined</mark>: drafted and accepted. Bare: the target's own. Pale: the prompt.</p>"]
+    parts = ["<p><mark>Marked and underlined</mark>: drafted and accepted. Bare: the target's. Pale: the prompt.</p>"]
     for sample in speedup["samples"]:
         accepted = sum(len(part["text"]) for part in sample["segments"] if part["kind"] == "accepted")
         written = sum(len(part["text"]) for part in sample["segments"])

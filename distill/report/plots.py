@@ -45,7 +45,7 @@ def block_length(metrics: list[Facts]) -> int:
 
 def acceptance_by_position(positions: Facts) -> str:
     """Acceptance rate of the 1st, 2nd, … drafted token, before and after training, with intervals."""
-    with _figure("plot-positions", "Acceptance rate by position in the draft, before and after training") as (axes, done):
+    with _figure("plot-positions", "Acceptance rate by position in the draft, before and after") as (axes, done):
         for index, side in enumerate(("before", "after")):
             rows = [row for row in positions.get(side) or [] if row["drafted"] and known(row["rate"])]
             if rows:
@@ -83,6 +83,7 @@ def speedup_by_length(rows: list[Facts], backend: str) -> str:
     with _figure(f"plot-speedup-{_slug(backend)}", f"Speedup by draft length, {backend}") as (axes, done):
         axes.axhline(1, color=INK, linewidth=1, alpha=0.7, label="plain = 1")
         mine = [row for row in rows if row["backend"] == backend and row["length"] > 0 and known(row["speedup"])]
+        word: str | None = "predicted (dashed)"
         for index, pair in enumerate(dict.fromkeys(row["pair"] for row in mine)):
             line = sorted((row for row in mine if row["pair"] == pair), key=lambda row: int(row["length"]))
             grown = any(row.get("grown") for row in line) and "grown" not in pair.lower()
@@ -92,7 +93,8 @@ def speedup_by_length(rows: list[Facts], backend: str) -> str:
             told = [(row["length"], row["predicted"]) for row in line if known(row["predicted"])]
             if told:
                 axes.plot(*zip(*told, strict=True), color=COLOURS[index % len(COLOURS)], linestyle=(0, (3, 2)),
-                          linewidth=1.3, label="predicted (dashed)" if index == 0 else None)
+                          linewidth=1.3, label=word)
+                word = None
         axes.set(xlabel="draft length γ", ylabel="speedup, times plain")
         axes.set_ylim(bottom=0)
         _whole_ticks(axes)
@@ -157,7 +159,7 @@ def _figure(name: str, title: str) -> Iterator[tuple[Axes, list[str]]]:
         import matplotlib
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise DataError("matplotlib is not installed, so no plots are drawn", "pip install 'distill[report]'") from error
+        raise DataError("matplotlib is not installed", "pip install 'distill[report]'") from error
     settings: Any = {
         "svg.fonttype": "none", "svg.hashsalt": name, "text.parse_math": False,
         "font.size": 9, "lines.linewidth": 1.6, "lines.markersize": 3.5,
@@ -180,8 +182,9 @@ def _figure(name: str, title: str) -> Iterator[tuple[Axes, list[str]]]:
 def _legend(place: Callable[..., Any], axes: Axes) -> None:
     handles, labels = axes.get_legend_handles_labels()
     if labels:
-        columns = 1 if max(map(len, labels)) > 28 else min(3, len(labels))
-        place(handles, labels, loc="outside lower center", ncols=columns)
+        longest = max(map(len, labels))
+        columns = 1 if longest > 30 else 2 if longest > 17 else 3
+        place(handles, labels, loc="outside lower center", ncols=min(columns, len(labels)))
 
 
 def _inline(drawn: str, name: str, title: str) -> str:

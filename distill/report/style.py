@@ -52,7 +52,8 @@ td small { color: var(--soft); }
 .command { font-size: .78rem; margin: .2rem 0 1rem; overflow-wrap: anywhere; }
 .command::before { content: "$ "; }
 .grown { display: inline-block; border: 1px solid var(--flat); color: var(--flat); border-radius: 999px;
-  font-size: .72rem; font-weight: 600; line-height: 1.35; padding: 0 .5em; margin-left: .35em; vertical-align: .08em; }
+  font-size: .72rem; font-weight: 600; line-height: 1.35; padding: 0 .5em; margin-left: .35em;
+  vertical-align: .08em; }
 .notrun { color: var(--soft); font-style: italic; margin: 0; }
 details { margin: .6rem 0; } summary { cursor: pointer; color: var(--accent); }
 mark { background: var(--mark); color: inherit; border-bottom: 2px solid var(--mark-line); border-radius: 2px; }
@@ -65,7 +66,11 @@ footer { color: var(--soft); font-size: .85rem; padding-bottom: 2.5rem; }
 @media (max-width: 40rem) {
   main, header, footer { padding-left: .7rem; padding-right: .7rem; }
   header { padding-top: 1.3rem; } section { padding: .9rem .85rem; border-radius: 10px; }
+  table { font-size: .82rem; } th, td { padding: .35rem .4rem; }
+  th:first-child, td:first-child { white-space: normal; min-width: 6rem; }
   h1 { font-size: 1.5rem; } dl { grid-template-columns: 1fr; gap: 0; } dd { margin-bottom: .5rem; }
 }
-@media print { body { background: none; } section { break-inside: avoid; border: none; padding: 0; } nav { display: none; } }
+@media print {
+  body { background: none; } section { break-inside: avoid; border: none; padding: 0; } nav { display: none; }
+}
 """

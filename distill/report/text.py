@@ -108,8 +108,10 @@ def best_rows(speedup: Facts | None) -> list[Facts]:
 
 def plain_row(speedup: Facts, row: Facts) -> Facts | None:
     """The plain run beside a speculative row."""
-    same = [r for r in speedup["rows"] if r["length"] == 0 and (r["pair"], r["backend"]) == (row["pair"], row["backend"])]
-    return same[0] if same else None
+    for plain in speedup["rows"]:
+        if plain["length"] == 0 and plain["pair"] == row["pair"] and plain["backend"] == row["backend"]:
+            return dict(plain)
+    return None
 
 
 def grown_pairs(facts: Facts) -> set[str]:
@@ -175,8 +177,8 @@ def limits(facts: Facts) -> list[str]:
 def _speedup_limits(speedup: Facts | None) -> list[str]:
     if not speedup:
         return []
-    said = [(f"Speedups come from {number(speedup.get('prompts'))} prompts of up to {number(speedup.get('new_tokens'))} "
-             "new tokens each; the best draft length of a pair is read off the same runs, and its interval does not "
+    said = [(f"Speedups come from {number(speedup.get('prompts'))} prompts of up to {number(speedup.get('new_tokens'))}"
+              " new tokens each; the best draft length of a pair is read off the same runs, and its interval does not "
              "cover that choice.")]
     for row in best_rows(speedup):
         if verdict(row) != "faster than plain":

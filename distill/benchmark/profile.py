@@ -1,0 +1,40 @@
+"""Stage `profile`: cost curves of the target and of the cut draft, in both backends."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from distill.benchmark.timing import cost_curve
+from distill.export.writer import export_gguf
+from distill.models.gguf import GgufModel
+from distill.models.hugging_face import TorchModel, load_model, local_folder, pick_device
+from distill.recipe import Recipe
+from distill.run import Run, machine, write_json
+
+
+def profile(recipe: Recipe, run: Run) -> list[Path]:
+    """Write profile.json. The draft's weights do not matter for its cost, so the cut, untrained one is timed."""
+    settings = recipe.profile
+    sizes = (settings.max_tokens, settings.depth, settings.repeats)
+    curves: list[dict[str, Any]] = []
+    folders = {"target": local_folder(recipe.target.model), "draft": run.path("init")}
+    for title, folder in folders.items():
+        if "pytorch" in recipe.speedup.backends:
+            model = TorchModel(load_model(str(folder), recipe.target.dtype, pick_device(recipe.device)))
+            curves.append(cost_curve(model, title, "pytorch", recipe.target.dtype, *sizes))
+        if "gguf" in recipe.speedup.backends:
+            with tempfile.TemporaryDirectory() as temporary:
+                path = Path(temporary) / "model.gguf"
+                export_gguf(folder, path, recipe.speedup.outtype)
+                with GgufModel(path, context=settings.depth + settings.max_tokens, threads=recipe.threads) as quantised:
+                    curves.append(cost_curve(quantised, title, "gguf", recipe.speedup.outtype, *sizes))
+    for curve in curves:
+        first = curve["seconds"][0]
+        run.say(
+            f"  {curve['model']}, {curve['backend']} {curve['dtype']}: T(1) {first * 1e3:.2f} ms, "
+            f"T({curve['tokens'][-1]}) = {curve['seconds'][-1] / first:.2f} T(1)"
+        )
+    write_json(run.path("profile.json"), {"command": run.command, "machine": machine(), "curves": curves})
+    return [run.path("profile.json")]

@@ -1,0 +1,128 @@
+"""What is measured between a target and a draft: divergences and acceptances by position, and acceptance by draft position.
+
+Legend: n blocks, S positions, N scored positions, V vocabulary, U units (prompts or documents), γ drafted tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor
+
+from distill import divergences
+from distill.evaluation.intervals import Interval, ratio_interval
+from distill.packing import Packed, attention_mask
+from distill.sampler import Sampler
+from distill.speculative.decode import Round
+
+METRICS = (
+    "forward_kl",
+    "reverse_kl",
+    "total_variation",
+    "top1_agreement",
+    "acceptance_sampling",
+    "acceptance_match",
+    "acceptance_greedy",
+)
+
+
+def position_metrics(target_logits: Tensor, draft_logits: Tensor, sampler: Sampler, vocabulary: int) -> Tensor:
+    """All METRICS per position [N, 7] in fp32 from logits [N, V_target] and [N, V_draft].
+
+    Columns from `vocabulary` on are padding in either model and get no mass. KL and TV compare the untruncated laws at
+    temperature 1; the sampling and match acceptances use the laws after the served sampler; greedy acceptance is that of
+    temperature 0, which is the top-1 agreement by definition.
+    """
+    target = target_logits[:, :vocabulary].float()
+    draft = draft_logits[:, :vocabulary].float()
+    log_p, log_q = target.log_softmax(-1), draft.log_softmax(-1)
+    served_p, served_q = sampler.law(target), sampler.law(draft)
+    agreement = divergences.acceptance_greedy(target, draft)
+    return torch.stack(
+        [
+            divergences.forward_kl(log_p, log_q),
+            divergences.reverse_kl(log_p, log_q),
+            divergences.total_variation(log_p.exp(), log_q.exp()),
+            agreement,
+            divergences.acceptance_sampling(served_p, served_q),
+            divergences.acceptance_match(served_p, draft),
+            agreement,
+        ],
+        dim=-1,
+    )
+
+
+@torch.inference_mode()
+def measure_blocks(
+    target: Any, drafts: dict[str, Any], blocks: Packed, sampler: Sampler, vocabulary: int, batch: int = 2
+) -> dict[str, tuple[numpy.ndarray, numpy.ndarray]]:
+    """Sums [U, 7] and counts [U] of the metrics for each draft; a unit is one document of one block."""
+    device = next(target.parameters()).device
+    rows: dict[str, list[tuple[numpy.ndarray, int]]] = {name: [] for name in drafts}
+    for start in range(0, len(blocks), batch):
+        part = blocks.take(slice(start, start + batch))
+        inputs = {
+            "input_ids": part.ids.long().to(device),
+            "position_ids": part.positions.long().to(device),
+            "attention_mask": attention_mask(part.documents.to(device)),
+            "use_cache": False,
+        }
+        expected = target(**inputs).logits
+        for name, draft in drafts.items():
+            got = draft(**inputs).logits
+            for block in range(len(part)):
+                for document in range(int(part.documents[block].max()) + 1):
+                    here = part.mask[block] & (part.documents[block] == document)
+                    if not bool(here.any()):
+                        continue
+                    where = here.to(device)
+                    values = position_metrics(expected[block][where], got[block][where], sampler, vocabulary)
+                    rows[name].append((values.double().sum(0).cpu().numpy(), int(here.sum())))
+    return {
+        name: (numpy.stack([sums for sums, _ in found]), numpy.array([count for _, count in found]))
+        for name, found in rows.items()
+    }
+
+
+def summarise(
+    sums: numpy.ndarray, counts: numpy.ndarray, resamples: int, confidence: float
+) -> dict[str, int | Interval]:
+    """Each metric's mean with its interval, and how many tokens and units it rests on."""
+    table: dict[str, int | Interval] = {"tokens": int(counts.sum()), "prompts": len(counts)}
+    for column, name in enumerate(METRICS):
+        table[name] = ratio_interval(sums[:, column], counts, resamples, confidence)
+    return table
+
+
+def position_acceptance(
+    rounds: Sequence[Sequence[Round]], length: int, resamples: int, confidence: float
+) -> list[dict[str, Any]]:
+    """Acceptance at each drafted position 1..γ, given that it was drafted and every earlier one of its round accepted.
+
+    `rounds` holds the rounds of each prompt; a position after a rejection was never reached and does not count.
+    """
+    table = []
+    for position in range(1, length + 1):
+        reached = [sum(r.drafted >= position and r.accepted >= position - 1 for r in own) for own in rounds]
+        accepted = [sum(r.accepted >= position for r in own) for own in rounds]
+        found = ratio_interval(accepted, reached, resamples, confidence)
+        table.append(
+            {
+                "position": position,
+                "drafted": sum(reached),
+                "accepted": sum(accepted),
+                "rate": found["mean"],
+                "low": found["low"],
+                "high": found["high"],
+            }
+        )
+    return table
+
+
+def tokens_per_round(rounds: Sequence[Sequence[Round]], resamples: int, confidence: float) -> Interval:
+    """Accepted + 1, the mean over rounds, with its interval over prompts."""
+    emitted = [sum(r.accepted + 1 for r in own) for own in rounds]
+    return ratio_interval(emitted, [len(own) for own in rounds], resamples, confidence)

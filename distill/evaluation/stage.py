@@ -1,0 +1,169 @@
+"""Stage `eval`: target against draft, before and after training, on the report split."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from distill.evaluation.measure import (
+    METRICS,
+    measure_blocks,
+    position_acceptance,
+    summarise,
+    tokens_per_round,
+)
+from distill.models.hugging_face import TorchModel, end_ids, load_model, load_tokenizer, pick_device
+from distill.packing import Packed, pack
+from distill.progress import Progress
+from distill.recipe import Evaluate, Recipe
+from distill.run import Run, write_atomically, write_json, write_text
+from distill.sampler import Sampler
+from distill.speculative.decode import Round, room_for, speculative
+from distill.texts import read_answers
+
+TITLES = {
+    "forward_kl": "KL(target ‖ draft), nats",
+    "reverse_kl": "KL(draft ‖ target), nats",
+    "total_variation": "total variation",
+    "top1_agreement": "top-1 agreement",
+    "acceptance_sampling": "acceptance, rejection sampling",
+    "acceptance_match": "acceptance, draft's argmax = sampled token",
+    "acceptance_greedy": "acceptance, greedy",
+}
+
+
+def decode_rounds(
+    target: Any, draft: Any, prompts: Sequence[Sequence[int]], settings: Evaluate, ends: Sequence[int], title: str
+) -> list[list[Round]]:
+    """Greedy speculative decoding of every prompt; the rounds of each."""
+    first, second = TorchModel(target), TorchModel(draft)
+    progress = Progress(title, len(prompts))
+    rounds = []
+    for prompt in prompts:
+        limit = room_for(first, second, len(prompt), settings.new_tokens)
+        rounds.append(speculative(first, second, prompt, limit, settings.length, ends).rounds)
+        progress.step()
+    return rounds
+
+
+def evaluate_pair(
+    target: Any,
+    drafts: dict[str, Any],
+    domains: dict[str, Packed],
+    prompts: Sequence[Sequence[int]],
+    sampler: Sampler,
+    settings: Evaluate,
+    vocabulary: int,
+    ends: Sequence[int],
+    divergence: bool = True,
+    acceptance: bool = True,
+) -> tuple[dict[str, Any], dict[str, list[list[Round]]]]:
+    """Everything measured between a target and its drafts, and the decoded rounds of each draft."""
+    report: dict[str, Any] = {"sampler": sampler.describe(), "length": settings.length, "domains": {}, "positions": {}}
+    if divergence:
+        for domain, blocks in domains.items():
+            found = measure_blocks(target, drafts, blocks, sampler, vocabulary)
+            report["domains"][domain] = {
+                name: summarise(*found[name], settings.resamples, settings.confidence) for name in drafts
+            }
+    rounds: dict[str, list[list[Round]]] = {}
+    if acceptance:
+        report["tokens_per_round"] = {}
+        for name, draft in drafts.items():
+            rounds[name] = decode_rounds(target, draft, prompts, settings, ends, f"rounds {name}, prompts")
+            own = rounds[name]
+            report["positions"][name] = position_acceptance(
+                own, settings.length, settings.resamples, settings.confidence
+            )
+            report["tokens_per_round"][name] = tokens_per_round(own, settings.resamples, settings.confidence)
+    return report, rounds
+
+
+def write_rounds(path: Path, rounds: dict[str, list[list[Round]]]) -> None:
+    """rounds.parquet: one row per round (draft, prompt, depth, drafted, accepted, seconds)."""
+    import pyarrow
+    import pyarrow.parquet
+
+    rows = [
+        {"draft": name, "prompt": prompt, "depth": r.depth, "drafted": r.drafted, "accepted": r.accepted, "seconds": r.seconds}
+        for name, prompts in rounds.items()
+        for prompt, own in enumerate(prompts)
+        for r in own
+    ]
+    table = pyarrow.Table.from_pylist(rows)
+    write_atomically(path, lambda temporary: pyarrow.parquet.write_table(table, temporary))
+
+
+def as_markdown(report: dict[str, Any]) -> str:
+    """The tables of eval.md."""
+
+    def cell(value: dict[str, float]) -> str:
+        return f"{value['mean']:.4f} [{value['low']:.4f}, {value['high']:.4f}]"
+
+    lines = [f"Sampler: {report['sampler']}. Intervals resample prompts or documents.", ""]
+    for domain, drafts in report["domains"].items():
+        names = list(drafts)
+        size = drafts[names[0]]
+        lines += [
+            f"**{domain}**: {size['tokens']} tokens, {size['prompts']} units",
+            "",
+            "| | " + " | ".join(names) + " |",
+            "|---|" + "---|" * len(names),
+        ]
+        lines += [f"| {TITLES[m]} | " + " | ".join(cell(drafts[n][m]) for n in names) + " |" for m in METRICS]
+        lines.append("")
+    if report["positions"]:
+        names = list(report["positions"])
+        lines += [
+            f"**Acceptance by draft position** (greedy, up to {report['length']} drafted; given that it was reached)",
+            "",
+            "| position | " + " | ".join(f"{name} (accepted / reached)" for name in names) + " |",
+            "|---|" + "---|" * len(names),
+        ]
+        for index in range(report["length"]):
+            rows = [report["positions"][name][index] for name in names]
+            cells = [
+                f"{r['rate']:.3f} [{r['low']:.3f}, {r['high']:.3f}] ({r['accepted']} / {r['drafted']})"
+                if r["drafted"]
+                else "never reached"
+                for r in rows
+            ]
+            lines.append(f"| {index + 1} | " + " | ".join(cells) + " |")
+        lines.append(
+            "| tokens per round | " + " | ".join(cell(report["tokens_per_round"][name]) for name in names) + " |"
+        )
+        lines.append("")
+    if "command" in report:
+        lines.append(f"`{report['command']}`")
+    return "\n".join(lines) + "\n"
+
+
+def evaluate(recipe: Recipe, run: Run) -> list[Path]:
+    """Write eval.json, eval.md and rounds.parquet: the draft before (init/) and after (draft/) training."""
+    device = pick_device(recipe.device)
+    target = load_model(recipe.target.model, recipe.target.dtype, device)
+    tokenizer = load_tokenizer(recipe.target.model)
+    drafts = {
+        "before": load_model(str(run.path("init")), recipe.target.dtype, device),
+        "after": load_model(str(run.path("draft")), recipe.target.dtype, device),
+    }
+    ends = end_ids(target.config, tokenizer)
+    found = [answer for answer in read_answers(run, "report") if answer.answer]
+    own = pack(((a.prompt + a.answer, len(a.prompt)) for a in found), recipe.corpus.block, split_long=False)
+    files = Packed.load(run.path("corpus", "text-report.safetensors")).take(slice(0, recipe.eval.file_blocks))
+    report, rounds = evaluate_pair(
+        target,
+        drafts,
+        {"answers": own, "files": files},
+        [answer.prompt for answer in found],
+        Sampler.of(recipe.sampler),
+        recipe.eval,
+        min(len(tokenizer), target.config.vocab_size),
+        ends,
+    )
+    report["command"] = run.command
+    write_rounds(run.path("rounds.parquet"), rounds)
+    write_json(run.path("eval.json"), report)
+    write_text(run.path("eval.md"), as_markdown(report))
+    return [run.path("eval.json"), run.path("eval.md"), run.path("rounds.parquet")]

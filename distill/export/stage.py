@@ -1,0 +1,48 @@
+"""Stage `export`: GGUF files of draft and target, read back and compared with Hugging Face."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from distill.export.parity import compare
+from distill.export.writer import export_gguf
+from distill.models.hugging_face import local_folder
+from distill.recipe import Recipe
+from distill.run import Run, read_json, write_json
+from distill.texts import read_documents_of
+
+
+def export(recipe: Recipe, run: Run) -> list[Path]:
+    """Write gguf/MODEL-OUTTYPE.gguf for draft and target and gguf/export.json with the parity of each."""
+    folder = run.path("gguf")
+    texts = read_documents_of(run, "report")
+    files: list[dict[str, Any]] = []
+    for name, source in (("draft", run.path("draft")), ("target", local_folder(recipe.target.model))):
+        for outtype in recipe.export.outtypes:
+            path = folder / f"{name}-{outtype}.gguf"
+            report = export_gguf(source, path, outtype, f"{recipe.name} {name}")
+            parity = compare(source, path, texts, recipe.export.parity_positions)
+            run.say(
+                f"  {path.name}: {report.bytes / 1e6:.1f} MB, top-1 {parity.top1_agreement:.2%}, mean |d log p| "
+                f"{parity.mean_abs_dlogprob:.5f} over {parity.positions} positions, "
+                f"{len(parity.tokenizer_mismatches)} of {parity.tokenizer_texts} texts with other ids"
+            )
+            files.append(
+                {
+                    "path": str(path.relative_to(run.folder)),
+                    "model": name,
+                    "outtype": outtype,
+                    "bytes": report.bytes,
+                    "fallback_tensors": report.fallback_tensors,
+                    "parity": parity.to_dict(),
+                }
+            )
+    write_json(folder / "export.json", {"command": run.command, "files": files})
+    return [folder]
+
+
+def read_export(run: Run) -> dict[str, Any]:
+    """What stage `export` wrote of its files."""
+    found: dict[str, Any] = read_json(run.path("gguf", "export.json"))
+    return found

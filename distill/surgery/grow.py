@@ -1,0 +1,80 @@
+"""Make a model larger without changing its function, so that real text can be had at a real model's cost.
+
+The hidden state is tiled r times. RMSNorm does not notice (the mean square is the same); each linear that reads the state
+sees every value r times and divides by r; each that writes it writes r copies. Heads and MLP neurons are repeated r times
+with their output columns divided by r. Added layers have zero o_proj and down_proj, so they add nothing.
+
+Legend: r tile, H hidden, F MLP width.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from distill.errors import DataError
+
+
+def _tile_rows(weight: Tensor, tile: int) -> Tensor:
+    return weight.repeat(tile, *[1] * (weight.ndim - 1))
+
+
+def _tile_columns(weight: Tensor, tile: int) -> Tensor:
+    """Columns repeated, divided by `tile`: the same sum over a tiled input."""
+    return weight.repeat(1, tile) / tile
+
+
+def grow(model: Any, tile: int, layers: int) -> Any:
+    """A larger Qwen2 model in fp32 with the same logits up to rounding (exact products when `tile` is a power of two).
+
+    `tile` multiplies hidden size, heads, KV heads and MLP width; `layers` is the new number of layers, the added ones zero
+    and spread evenly. Raises DataError for another architecture, an untied head or fewer layers than there are.
+    """
+    config = model.config
+    if config.model_type != "qwen2" or not config.tie_word_embeddings:
+        raise DataError("only qwen2 models with a tied head can be grown", "set speedup.grown=null")
+    if layers < config.num_hidden_layers:
+        raise DataError(
+            f"speedup.grown.layers is {layers}, the target already has {config.num_hidden_layers}", "ask for more"
+        )
+    larger = copy.deepcopy(config)
+    larger.hidden_size = config.hidden_size * tile
+    larger.intermediate_size = config.intermediate_size * tile
+    larger.num_attention_heads = config.num_attention_heads * tile
+    larger.num_key_value_heads = config.num_key_value_heads * tile
+    larger.num_hidden_layers = layers
+    larger.layer_types = ["full_attention"] * layers
+    old = {name: value.detach().float() for name, value in model.state_dict().items()}
+    # Original layer i goes to the place that keeps the order and spreads the zero layers evenly.
+    places = {i * layers // config.num_hidden_layers: i for i in range(config.num_hidden_layers)}
+    new: dict[str, Tensor] = {"model.embed_tokens.weight": old["model.embed_tokens.weight"].repeat(1, tile)}
+    # A tied head reads the tiled state with tiled rows: r times the logit, so the final norm gives 1/r of the state.
+    new["model.norm.weight"] = old["model.norm.weight"].repeat(tile) / tile
+    for place in range(layers):
+        source = places.get(place)
+        template = f"model.layers.{source if source is not None else 0}."
+        for name, value in old.items():
+            if not name.startswith(template):
+                continue
+            kind = name.removeprefix(template)
+            if kind.endswith("layernorm.weight"):
+                grown = value.repeat(tile)
+            elif kind.endswith(".bias"):
+                grown = value.repeat(tile)
+            else:  # both dimensions of every matrix are tiled
+                grown = _tile_rows(_tile_columns(value, tile), tile)
+                if source is None and kind in ("self_attn.o_proj.weight", "mlp.down_proj.weight"):
+                    grown = torch.zeros_like(grown)
+            new[f"model.layers.{place}.{kind}"] = grown
+    with torch.device("meta"):
+        result = type(model)(larger)
+    result.load_state_dict(new, strict=False, assign=True)
+    result.tie_weights()
+    # Buffers (rotary frequencies) were made on the meta device; make them anew where weights are.
+    result.model.rotary_emb = type(result.model.rotary_emb)(larger)
+    missing = [name for name, parameter in result.named_parameters() if parameter.is_meta]
+    assert not missing, missing
+    return result.eval()

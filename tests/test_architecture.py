@@ -1,0 +1,156 @@
+"""Imports run downward only: cli → pipeline → stages → engine → floor (docs/architecture.md)."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+STAGES = {"corpus", "target", "surgery", "training", "evaluation", "export", "benchmark", "report"}
+LAYERS = (
+    {"cli", "__main__"},
+    {"pipeline"},
+    STAGES,
+    {"speculative"},
+    {"models", "vocabulary", "sampler", "divergences", "packing", "texts", "recipe", "run", "errors", "progress"},
+    {"distill"},  # the package itself: its version
+)
+HEIGHT = {room: -depth for depth, rooms in enumerate(LAYERS) for room in rooms}
+
+# Stage folders that truly need another, as (user, used). Each is an arrow in docs/architecture.md.
+ALLOWED = {
+    ("benchmark", "export"),
+    ("benchmark", "surgery"),
+}
+
+HEAVY = {"torch", "transformers", "datasets", "peft", "accelerate", "llama_cpp", "gguf", "pyarrow", "matplotlib"}
+LIGHT_FILES = ("errors.py", "recipe.py", "run.py")
+
+
+def imports(path: Path, package: str) -> Iterator[tuple[int, str]]:
+    """Line and full dotted name of everything that `path`, a module of `package`, imports, at any depth of its code."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"), str(path))):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parents = package.split(".")
+                base = ".".join([*parents[: len(parents) - node.level + 1], *filter(None, [node.module])])
+            yield from ((node.lineno, f"{base}.{alias.name}") for alias in node.names)
+
+
+def room_of(name: str) -> str | None:
+    """The room that a dotted name lies in; None when it is not ours. `distill` is the package's own __init__."""
+    parts = name.split(".")
+    if parts[0] != "distill":
+        return None
+    return parts[1] if len(parts) > 1 and parts[1] in ROOMS else "distill"
+
+
+def faults(user: str, name: str) -> str | None:
+    """What is wrong with room `user` importing `name`; None when nothing is."""
+    used = room_of(name)
+    if used is None or used == user:
+        return None
+    if user in STAGES and used in STAGES:
+        return None if (user, used) in ALLOWED else f"stage {user} imports stage {used}"
+    return f"{user} imports {used}, which lies above it" if HEIGHT.get(used, 0) > HEIGHT.get(user, 0) else None
+
+
+FILES = sorted((ROOT / "distill").rglob("*.py"))
+PLACES = [(path, ("distill", *path.relative_to(ROOT / "distill").with_suffix("").parts)) for path in FILES]
+ROOMS = set(HEIGHT) | {parts[1] for _, parts in PLACES if parts[1] != "__init__"}
+
+
+def test_every_file_has_a_room() -> None:
+    assert not ROOMS - set(HEIGHT), "give each a layer here and a place in docs/architecture.md"
+
+
+def test_imports_run_downward() -> None:
+    found = []
+    for path, parts in PLACES:
+        user = "distill" if parts[1] == "__init__" else parts[1]
+        for line, name in imports(path, ".".join(parts[:-1])):
+            fault = faults(user, name)
+            if fault:
+                found.append(f"{path.relative_to(ROOT)}:{line}: {fault}")
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    ("user", "name", "allowed"),
+    [
+        ("cli", "distill.pipeline", True),
+        ("training", "distill.speculative.decode", True),
+        ("export", "distill.models.gguf", True),
+        ("benchmark", "distill.export.writer", True),
+        ("recipe", "distill.errors", True),
+        ("recipe", "distill.__version__", True),
+        ("training", "torch", True),
+        ("export", "distill.benchmark.speedup", False),
+        ("training", "distill.corpus", False),
+        ("speculative", "distill.training.loop", False),
+        ("models", "distill.speculative", False),
+        ("report", "distill.pipeline", False),
+        ("pipeline", "distill.cli", False),
+    ],
+)
+def test_the_rule_itself(user: str, name: str, allowed: bool) -> None:
+    assert (faults(user, name) is None) is allowed
+
+
+def test_relative_imports_are_resolved(tmp_path: Path) -> None:
+    path = tmp_path / "module.py"
+    path.write_text("from . import a\nfrom .b import c\nfrom ..d import e\nfrom .. import f\nimport g.h\n")
+    assert [name for _, name in imports(path, "distill.room")] == [
+        "distill.room.a",
+        "distill.room.b.c",
+        "distill.d.e",
+        "distill.f",
+        "g.h",
+    ]
+
+
+@pytest.mark.parametrize("name", LIGHT_FILES)
+def test_light_file_imports_nothing_heavy(name: str) -> None:
+    used = {name.split(".")[0] for _, name in imports(ROOT / "distill" / name, "distill")}
+    assert not used & HEAVY
+
+
+def in_fresh_python(program: str) -> None:
+    result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+@pytest.mark.parametrize("name", LIGHT_FILES)
+def test_light_file_loads_nothing_heavy(name: str) -> None:
+    in_fresh_python(f"import sys, distill.{name[:-3]}\nassert not {HEAVY!r} & set(sys.modules)")
+
+
+def test_the_command_line_loads_nothing_heavy() -> None:
+    in_fresh_python(
+        "import sys\n"
+        "from distill.cli import app\n"
+        "assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
+    )
+
+
+def test_help_of_every_command_loads_nothing_heavy() -> None:
+    in_fresh_python(
+        "import sys\n"
+        "from typer.main import get_command\n"
+        "from typer.testing import CliRunner\n"
+        "from distill.cli import app\n"
+        "commands = sorted(get_command(app).commands)\n"
+        "assert 'train' in commands, commands\n"
+        "for arguments in [['--help'], *([name, '--help'] for name in commands)]:\n"
+        "    result = CliRunner().invoke(app, arguments)\n"
+        "    assert result.exit_code == 0, (arguments, result.output)\n"
+        "    assert 'torch' not in sys.modules and 'transformers' not in sys.modules, arguments\n"
+    )

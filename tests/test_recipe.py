@@ -1,0 +1,264 @@
+"""Recipes: loading, overrides, and messages that name every mistake."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from pydantic import ValidationError
+
+from distill.errors import RecipeError
+from distill.recipe import Recipe, Section, describe_schema, dump_recipe, load_recipe, parse_recipe
+
+ROOT = Path(__file__).resolve().parent.parent
+RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
+SMALLEST = """\
+name: small
+target:
+  model: ./target
+corpus:
+  sources:
+    - {kind: tree, path: ./code}
+    - {kind: hub, path: some/data, field: content}
+"""
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Path:
+    return write(tmp_path, SMALLEST)
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "small.yaml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def mistake(path: Path, *overrides: str) -> str:
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(path, overrides)
+    return str(caught.value)
+
+
+def test_there_are_recipes() -> None:
+    assert {path.stem for path in RECIPES} >= {"demo", "qwen-coder"}
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_shipped_recipe_parses_and_is_called_like_its_file(path: Path) -> None:
+    assert load_recipe(path).name == path.stem
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_resolved_form_round_trips(path: Path, tmp_path: Path) -> None:
+    recipe = load_recipe(path, ["seed=7", "train.rate=1e-4", "train.loss={forward_kl: 1}"])
+    resolved = dump_recipe(recipe)
+    again = load_recipe(write(tmp_path, resolved))
+    assert again == recipe
+    assert dump_recipe(again) == resolved
+
+
+def test_resolved_form_writes_every_default_out(small: Path) -> None:
+    def keys_missing(section: type[Section], raw: dict[str, Any]) -> set[str]:
+        return set(section.model_fields) - set(raw)
+
+    raw = yaml.safe_load(dump_recipe(load_recipe(small)))
+    assert not keys_missing(Recipe, raw)
+    for name, field in Recipe.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
+            assert not keys_missing(field.annotation, raw[name]), name
+
+
+def test_relative_paths_start_at_the_recipe(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir("/")
+    recipe = load_recipe(small, ["draft.donor=../donor"])
+    folder = small.parent.resolve()
+    assert recipe.target.model == str(folder / "target")
+    assert recipe.draft.donor == str(folder.parent / "donor")
+    assert recipe.corpus.sources[0].path == str(folder / "code")
+
+
+def test_source_paths_need_no_dot_and_hub_names_stay(small: Path) -> None:
+    recipe = load_recipe(small, ["corpus.sources.0.path=code/deep"])
+    assert recipe.corpus.sources[0].path == str(small.parent.resolve() / "code" / "deep")
+    assert recipe.corpus.sources[1].path == "some/data"
+    assert load_recipe(small, ["target.model=Qwen/Some"]).target.model == "Qwen/Some"
+    assert load_recipe(small, ["corpus.sources.0.path=python:stdlib"]).corpus.sources[0].path == "python:stdlib"
+    assert load_recipe(small).draft.donor == "target"
+
+
+def test_home_is_expanded(small: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert load_recipe(small, ["target.model=~/model"]).target.model == str(tmp_path.resolve() / "model")
+
+
+def test_a_recipe_is_frozen(small: Path) -> None:
+    recipe = load_recipe(small)
+    with pytest.raises(ValidationError, match="frozen"):
+        recipe.seed = 1
+    with pytest.raises(ValidationError, match="frozen"):
+        recipe.train.steps = 1
+
+
+# Overrides
+
+
+def test_overrides(small: Path) -> None:
+    recipe = load_recipe(
+        small,
+        [
+            "train.steps=7",
+            "train.rate=1e-4",
+            "speedup.lengths=[4, 2, 4]",
+            "speedup.grown={tile: 2}",
+            "speedup.grown.layers=3",
+            "corpus.sources.1.field=body",
+            "name=other",
+        ],
+    )
+    assert (recipe.train.steps, recipe.train.rate, recipe.name) == (7, 1e-4, "other")
+    assert recipe.speedup.lengths == (2, 4)
+    assert recipe.speedup.grown is not None
+    assert (recipe.speedup.grown.tile, recipe.speedup.grown.layers) == (2, 3)
+    assert [source.field for source in recipe.corpus.sources] == ["text", "body"]
+
+
+def test_null_switches_off_and_the_last_override_wins(small: Path) -> None:
+    assert load_recipe(small, ["speedup.grown={tile: 2}", "speedup.grown=null"]).speedup.grown is None
+    assert load_recipe(small, ["threads=3", "threads="]).threads is None
+    assert load_recipe(small, ["seed=1", "seed=2"]).seed == 2
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("train.steps", "not of the form a.b=c"),
+        ("=3", "not of the form a.b=c"),
+        ("train.steps=[1", "is not YAML"),
+        ("corpus.sources.5.path=x", "`5` is no index into a list of 2"),
+        ("corpus.sources.first.path=x", "`first` is no index into a list of 2"),
+        ("corpus.sources.-1.path=x", "`-1` is no index into a list of 2"),
+        ("name.first=x", "`name` holds a value"),
+        ("train.loss={forward_kl: 1, forward_kl: 2}", "`forward_kl` is written twice"),
+        ("train.stepz=3", "train.stepz: unknown key; did you mean `steps`?"),
+        ("trian.steps=3", "trian: unknown key; did you mean `train`?"),
+        ("train.steps=0", "train.steps: Input should be greater than or equal to 1 (got 0)"),
+        ("train.steps=many", "got 'many'"),
+        ("train.loss={forward_kl: 0}", "not all 0"),
+        ("train.loss={forward_lk: 1}", "train.loss.forward_lk"),
+        ("speedup.lengths=[0]", "draft lengths run from 1 to 63"),
+        ("speedup.outtype=bf16", "speedup.outtype bf16 is not among export.outtypes"),
+        ("corpus.block=100", "does not fit corpus.block = 100"),
+        ("name=../elsewhere", "name: "),
+        ("corpus.sources=[]", "corpus.sources: "),
+    ],
+)
+def test_bad_override(small: Path, override: str, said: str) -> None:
+    assert said in mistake(small, override)
+
+
+# Mistakes
+
+
+def test_all_mistakes_at_once(tmp_path: Path) -> None:
+    text = """\
+name: small
+sampelr: {temperature: 1}
+target: {dtype: float33}
+corpus:
+  sources: [{kind: tree, path: ./code, patern: "*.c"}]
+train: {stesp: 3, rate: -1}
+"""
+    said = mistake(write(tmp_path, text))
+    for fault in (
+        "sampelr: unknown key; did you mean `sampler`?",
+        "target.model: is missing",
+        "target.dtype: ",
+        "corpus.sources.0.patern: unknown key; did you mean `pattern`?",
+        "train.stesp: unknown key; did you mean `steps`?",
+        "train.rate: ",
+        "6 mistakes",
+        "small.yaml",
+        "docs/recipes.md",
+    ):
+        assert fault in said
+
+
+def test_a_faulty_element_does_not_make_its_list_too_short(tmp_path: Path) -> None:
+    said = mistake(write(tmp_path, "name: a\ntarget: {model: ./t}\ncorpus: {sources: [{kind: tree}]}\n"))
+    assert "1 mistake\n" in said
+    assert "corpus.sources.0.path: is missing" in said
+
+
+def test_unknown_key_far_from_all_lists_the_known(small: Path) -> None:
+    assert "known: temperature, top_k, top_p, min_p" in mistake(small, "sampler.xyzzy=1")
+
+
+@pytest.mark.parametrize(
+    ("addition", "lines"),
+    [("name: again\n", (1, 8)), ("train:\n  steps: 3\n  rate: 1.0\n  steps: 4\n", (9, 11))],
+)
+def test_duplicate_key_names_both_lines(tmp_path: Path, addition: str, lines: tuple[int, int]) -> None:
+    said = mistake(write(tmp_path, SMALLEST + addition))
+    assert f"is written twice, on lines {lines[0]} and {lines[1]}" in said
+    assert "small.yaml" in said
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"", "is empty"),
+        (b"- a\n- b\n", "a recipe is a mapping, got list"),
+        (b"name: [", "is not YAML"),
+        (b"name: \xff\xfe", "cannot read the recipe"),
+    ],
+)
+def test_not_a_recipe(tmp_path: Path, content: bytes, said: str) -> None:
+    path = tmp_path / "small.yaml"
+    path.write_bytes(content)
+    message = mistake(path)
+    assert said in message
+    assert "small.yaml" in message
+
+
+def test_no_file(tmp_path: Path) -> None:
+    assert "no recipe at" in mistake(tmp_path / "none.yaml")
+    assert "cannot read the recipe" in mistake(tmp_path)
+
+
+def test_parse_recipe_names_where() -> None:
+    with pytest.raises(RecipeError, match="somewhere: "):
+        parse_recipe({}, "somewhere")
+
+
+# Documentation
+
+
+def test_documentation_is_up_to_date() -> None:
+    specification = importlib.util.spec_from_file_location("document_recipe", ROOT / "scripts" / "document_recipe.py")
+    assert specification and specification.loader
+    script = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(script)
+    shipped = (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8")
+    assert shipped == script.document(), "run: python scripts/document_recipe.py"
+
+
+def test_every_key_is_described() -> None:
+    def walk(section: type[Section]) -> None:
+        assert section.__doc__, section
+        for name, field in section.model_fields.items():
+            if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
+                walk(field.annotation)
+            else:
+                assert field.description, f"{section.__name__}.{name}"
+
+    walk(Recipe)
+
+
+def test_tables_are_whole() -> None:
+    rows = [line.replace("\\|", "") for line in describe_schema().splitlines() if line.startswith("|")]
+    assert rows
+    assert {row.count("|") for row in rows} == {5}
