@@ -168,7 +168,7 @@ def _gguf(facts: Facts) -> str:
 
 
 def _use(facts: Facts) -> str:
-    best = {row["backend"]: row["length"] for row in sorted(best_rows(facts.get("speedup")), key=_speed)}
+    best = {row["backend"]: row["length"] for row in sorted(best_rows(facts.get("speedup")), key=_preference)}
     length = best.get("pytorch", max(best.values(), default=FALLBACK_LENGTH))
     return "\n\n".join([
         "transformers:", _block("python", _transformers(facts, length)),
@@ -178,8 +178,9 @@ def _use(facts: Facts) -> str:
         "was run to make the numbers above."])
 
 
-def _speed(row: Facts) -> float:
-    return float(row["speedup"])
+def _preference(row: Facts) -> tuple[bool, float]:
+    """Sorts the row to take a draft length from last: the real target before a grown one, then the fastest."""
+    return not row.get("grown"), row["speedup"]
 
 
 def _length_words(measured: bool) -> str:

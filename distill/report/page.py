@@ -307,7 +307,8 @@ def _speedup(facts: Facts) -> Html:
         rows.append([_grown(row["pair"], row["pair"] in grown), row["backend"], row["length"] or "plain",
                      speedup_interval(row), f"{row['predicted']:.2f}×" if known(row["predicted"]) else NOTHING,
                      number(row["tokens_per_second"]), number(row["tokens_per_round"]), percent(row["acceptance"]),
-                     number(row["tokens"]), number(row["seconds"]), number(row["identical"]), number(row["excused"]), different])
+                     number(row["tokens"]), number(row["seconds"]), number(row["identical"]), number(row["excused"]),
+                     different])
         classes.append("plain" if row["length"] == 0 else "best" if any(row is one for one in best) else "")
     heads = ["pair", "backend", "γ", "speedup", "predicted", "tokens/s", "tokens per round", "acceptance", "tokens",
              "seconds", "identical", "excused", "different"]

@@ -54,7 +54,11 @@ def significant(value: Any) -> str:
 
 
 def percent(value: Any) -> str:
-    return f"{100 * value:.1f} %" if known(value) else NOTHING
+    """Per cent to one decimal; nothing short of all is rounded up to 100."""
+    if not known(value):
+        return NOTHING
+    digits = next((digits for digits in (1, 2, 3) if value >= 1 or float(f"{100 * value:.{digits}f}") < 100), 4)
+    return f"{100 * value:.{digits}f} %"
 
 
 def size(value: Any) -> str:
@@ -182,7 +186,7 @@ def _speedup_limits(speedup: Facts | None) -> list[str]:
              "cover that choice.")]
     for row in best_rows(speedup):
         if verdict(row) != "faster than plain":
-            said.append(f"{row['pair']} ({row['backend']}) at its best draft length is {verdict(row)}.")
+            said.append(f"{_labelled(row['pair'], speedup)} ({row['backend']}) at its best draft length is {verdict(row)}.")
     different = sum(row.get("different") or 0 for row in speedup["rows"])
     excused = sum(row.get("excused") or 0 for row in speedup["rows"])
     if different:
@@ -194,9 +198,15 @@ def _speedup_limits(speedup: Facts | None) -> list[str]:
     for line in speedup.get("plain_reference") or []:
         ratio = _plain_over_library(line)
         if ratio is not None and ratio < 0.95:
-            said.append(f"The plain run of {line['pair']} ({line['backend']}) reaches only {percent(ratio)} of "
-                        f"{line['library']}'s own speed, so its speedup would shrink beside that library.")
+            said.append(f"The plain run of {_labelled(line['pair'], speedup)} ({line['backend']}) reaches only "
+                        f"{percent(ratio)} of {line['library']}'s own speed, so its speedup would shrink beside that library.")
     return said
+
+
+def _labelled(pair: str, speedup: Facts) -> str:
+    """A pair's name in running text, with the word “grown” where the name itself does not say it."""
+    grown = is_grown(pair, grown_pairs({"speedup": speedup}))
+    return f"{pair} [grown]" if grown and "grown" not in pair.lower() else pair
 
 
 def _plain_over_library(line: Facts) -> float | None:

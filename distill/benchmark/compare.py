@@ -1,0 +1,203 @@
+"""Plain against speculative decoding of one pair by one backend: interleaved, cold caches, distinct prompts.
+
+Legend: γ drafted tokens a round; plain decoding is γ = 0.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy
+
+from distill.models.base import Model
+from distill.progress import Progress
+from distill.speculative.decode import Decoded, plain, room_for, speculative
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One prompt decoded once; `seconds` are those of prompt and tokens together."""
+
+    prompt: int
+    length: int
+    seconds: float
+    decoded: Decoded
+
+
+def run_trials(
+    target: Model,
+    draft: Model,
+    prompts: Sequence[Sequence[int]],
+    lengths: Sequence[int],
+    new_tokens: int,
+    ends: Collection[int],
+    title: str,
+) -> list[Trial]:
+    """Decode every prompt plainly and with each γ, the order turning from prompt to prompt so that no γ is always first."""
+    arms = [0, *lengths]
+    trials: list[Trial] = []
+    # One throw-away decode per arm: lazily made buffers and kernels are not what is measured.
+    for length in arms:
+        _decode(target, draft, prompts[0], length, min(8, new_tokens), ends)
+    progress = Progress(title, len(prompts))
+    for index, prompt in enumerate(prompts):
+        limit = room_for(target, draft, len(prompt), new_tokens)
+        turn = index % len(arms)
+        for length in arms[turn:] + arms[:turn]:
+            started = time.perf_counter()
+            decoded = _decode(target, draft, prompt, length, limit, ends)
+            trials.append(Trial(index, length, time.perf_counter() - started, decoded))
+        progress.step()
+    return trials
+
+
+def _decode(
+    target: Model, draft: Model, prompt: Sequence[int], length: int, limit: int, ends: Collection[int]
+) -> Decoded:
+    if length == 0:
+        return plain(target, prompt, limit, ends)
+    return speculative(target, draft, prompt, limit, length, ends)
+
+
+def rounding_noise(model: Model, prompt: Sequence[int], tokens: Sequence[int]) -> float:
+    """Largest absolute logit difference between taking `tokens` one at a time and all at once, after `prompt`."""
+    model.rollback([0])
+    model.extend(prompt, want=[len(prompt) - 1])
+    together = model.extend(tokens).full()
+    model.rollback([len(prompt)])
+    largest = 0.0
+    for index, token in enumerate(tokens):
+        largest = max(largest, float((model.extend([token]).full()[0] - together[index]).abs().max()))
+    return largest
+
+
+def first_difference(left: Sequence[int], right: Sequence[int]) -> int | None:
+    """Where two texts first differ, a shorter one ending early included; None when equal."""
+    for index, (a, b) in enumerate(zip(left, right, strict=False)):
+        if a != b:
+            return index
+    return None if len(left) == len(right) else min(len(left), len(right))
+
+
+def top_gap(model: Model, context: Sequence[int]) -> float:
+    """Difference of the two largest logits after `context`."""
+    model.rollback([0])
+    _, values = model.extend(context, want=[len(context) - 1]).top(2)
+    return float(values[0, 0] - values[0, 1])
+
+
+def judge_identity(
+    target: Model, prompts: Sequence[Sequence[int]], trials: Sequence[Trial], noise: float
+) -> dict[int, dict[str, int]]:
+    """For each γ, how many prompts gave the plain text, differ first at a rounding tie, or differ otherwise.
+
+    A tie is a first difference where the target's two best logits lie within `noise`, the measured or agreed rounding.
+    """
+    plain_text = {trial.prompt: trial.decoded.tokens for trial in trials if trial.length == 0}
+    verdicts: dict[int, dict[str, int]] = {}
+    for trial in trials:
+        if trial.length == 0:
+            continue
+        verdict = verdicts.setdefault(trial.length, {"identical": 0, "excused": 0, "different": 0})
+        where = first_difference(plain_text[trial.prompt], trial.decoded.tokens)
+        if where is None:
+            verdict["identical"] += 1
+        elif top_gap(target, [*prompts[trial.prompt], *plain_text[trial.prompt][:where]]) <= noise:
+            verdict["excused"] += 1
+        else:
+            verdict["different"] += 1
+    return verdicts
+
+
+def summarise_trials(
+    trials: Sequence[Trial], lengths: Sequence[int], resamples: int, confidence: float
+) -> list[dict[str, Any]]:
+    """A row per γ (0 = plain): tokens, seconds, tokens/s, speedup over plain with its interval by prompt."""
+    count = 1 + max(trial.prompt for trial in trials)
+    tokens = {length: numpy.zeros(count) for length in (0, *lengths)}
+    seconds = {length: numpy.zeros(count) for length in (0, *lengths)}
+    for trial in trials:
+        tokens[trial.length][trial.prompt] += len(trial.decoded.tokens)
+        seconds[trial.length][trial.prompt] += trial.seconds
+    rows = []
+    for length in (0, *lengths):
+        rounds = [r for trial in trials if trial.length == length for r in trial.decoded.rounds]
+        drafted = sum(r.drafted for r in rounds)
+        speedup, low, high = speed_ratio(tokens[length], seconds[length], tokens[0], seconds[0], resamples, confidence)
+        rows.append(
+            {
+                "length": length,
+                "tokens": int(tokens[length].sum()),
+                "seconds": float(seconds[length].sum()),
+                "tokens_per_second": float(tokens[length].sum() / seconds[length].sum()),
+                "tokens_per_round": sum(r.accepted + 1 for r in rounds) / len(rounds) if rounds else None,
+                "acceptance": sum(r.accepted for r in rounds) / drafted if drafted else None,
+                "speedup": speedup,
+                "speedup_low": low,
+                "speedup_high": high,
+            }
+        )
+    return rows
+
+
+def speed_ratio(
+    tokens: numpy.ndarray,
+    seconds: numpy.ndarray,
+    base_tokens: numpy.ndarray,
+    base_seconds: numpy.ndarray,
+    resamples: int,
+    confidence: float,
+) -> tuple[float, float, float]:
+    """Tokens per second over the base's, with a paired bootstrap interval: both sides see the same resampled prompts."""
+    drawn = numpy.random.default_rng(0).integers(0, len(tokens), size=(resamples, len(tokens)))
+    ratios = (tokens[drawn].sum(1) / seconds[drawn].sum(1)) / (base_tokens[drawn].sum(1) / base_seconds[drawn].sum(1))
+    edge = (1 - confidence) / 2
+    low, high = numpy.quantile(ratios, [edge, 1 - edge])
+    value = (tokens.sum() / seconds.sum()) / (base_tokens.sum() / base_seconds.sum())
+    return float(value), float(low), float(high)
+
+
+def choose_length(
+    trials: Sequence[Trial], lengths: Sequence[int], resamples: int, confidence: float
+) -> dict[str, Any]:
+    """The better of plain and speculative: γ chosen on the even prompts, its speedup reported on the odd ones."""
+    even = [trial for trial in trials if trial.prompt % 2 == 0]
+    odd = [trial for trial in trials if trial.prompt % 2 == 1]
+    chosen = max(summarise_trials(even, lengths, 100, confidence), key=lambda row: row["tokens_per_second"])["length"]
+    renumbered = [Trial(t.prompt // 2, t.length, t.seconds, t.decoded) for t in odd]
+    row = next(r for r in summarise_trials(renumbered, lengths, resamples, confidence) if r["length"] == chosen)
+    return {name: row[name] for name in ("length", "speedup", "speedup_low", "speedup_high", "tokens_per_second")}
+
+
+def compare_library(
+    target: Model,
+    library: Callable[[Sequence[int], int], int],
+    prompts: Sequence[Sequence[int]],
+    new_tokens: int,
+    ends: Collection[int],
+) -> dict[str, float]:
+    """Tokens per second of our plain decoder and of a library's greedy generation, in turn on the same prompts.
+
+    The ratio is the median over prompts, each with the two orders, so that a slow spell of the machine does not decide.
+    """
+    library(prompts[0], 4)
+    plain(target, prompts[0], 4)
+    speeds: dict[str, list[float]] = {"ours": [], "library": []}
+    ratios = []
+    for index, prompt in enumerate(prompts):
+        limit = min(new_tokens, target.capacity - len(prompt))
+        pair = {}
+        for who in ("ours", "library") if index % 2 else ("library", "ours"):
+            started = time.perf_counter()
+            made = len(plain(target, prompt, limit, ends).tokens) if who == "ours" else library(prompt, limit)
+            pair[who] = made / (time.perf_counter() - started)
+            speeds[who].append(pair[who])
+        ratios.append(pair["ours"] / pair["library"])
+    return {
+        "plain_tokens_per_second": float(numpy.median(speeds["ours"])),
+        "library_tokens_per_second": float(numpy.median(speeds["library"])),
+        "ratio": float(numpy.median(ratios)),
+    }
