@@ -67,7 +67,7 @@ class SamplerSettings(Section):
 
 
 class Answers(Section):
-    """The target continues prompts of the train and report splits: its own text."""
+    """The target continues prompts of the train split: its own text."""
 
     prompts: int = Field(256, ge=1, description="train prompts")
     prompt_tokens: int = Field(64, ge=1, description="tokens of a document's beginning, or of a later piece of it")
@@ -214,7 +214,9 @@ class _UniqueKeys(yaml.SafeLoader):
 def _mapping(loader: _UniqueKeys, node: yaml.MappingNode) -> dict[Any, Any]:
     seen: dict[Any, int] = {}
     for key_node, _ in node.value:
-        key = loader.construct_object(key_node)
+        key = loader.construct_object(key_node, deep=True)
+        if not isinstance(key, str):
+            raise RecipeError(f"line {key_node.start_mark.line + 1}: a key must be a word, got {key!r}")
         line = key_node.start_mark.line + 1
         if key in seen:
             raise RecipeError(f"key `{key}` is written twice, on lines {seen[key]} and {line}", "remove one of them")

@@ -20,7 +20,8 @@ from distill.recipe import Evaluate, Recipe
 from distill.run import Run, write_atomically, write_json, write_text
 from distill.sampler import Sampler
 from distill.speculative.decode import Round, room_for, speculative
-from distill.texts import read_answers
+from distill.speculative.sample import continue_prompts
+from distill.texts import prompt_seed, read_prompts
 
 TITLES = {
     "forward_kl": "KL(target ‖ draft), nats",
@@ -31,6 +32,24 @@ TITLES = {
     "acceptance_match": "acceptance, draft's argmax = sampled token",
     "acceptance_greedy": "acceptance, greedy",
 }
+
+
+def continue_all(
+    target: Any,
+    prompts: Sequence[Sequence[int]],
+    sampler: Sampler,
+    limit: int,
+    seeds: Sequence[int],
+    ends: Sequence[int],
+    batch: int,
+) -> list[list[int]]:
+    """The target's own continuations of prompts, in batches."""
+    limit = min(limit, target.config.max_position_embeddings - max(len(prompt) for prompt in prompts))
+    texts: list[list[int]] = []
+    for start in range(0, len(prompts), batch):
+        rows = slice(start, start + batch)
+        texts += continue_prompts(target, prompts[rows], sampler, limit, seeds[rows], ends)
+    return texts
 
 
 def decode_rounds(
@@ -149,15 +168,22 @@ def evaluate(recipe: Recipe, run: Run) -> list[Path]:
         "after": load_model(str(run.path("draft")), recipe.target.dtype, device),
     }
     ends = end_ids(target.config, tokenizer)
-    found = [answer for answer in read_answers(run, "report") if answer.answer]
-    own = pack(((a.prompt + a.answer, len(a.prompt)) for a in found), recipe.corpus.block, split_long=False)
+    sampler = Sampler.of(recipe.sampler)
+    prompts = read_prompts(run, "report")[: recipe.eval.prompts]
+    ids = [prompt.ids for prompt in prompts]
+    seeds = [prompt_seed(recipe.seed, prompt.id) for prompt in prompts]
+    run.say(f"  the target continues {len(ids)} report prompts")
+    texts = continue_all(target, ids, sampler, recipe.eval.new_tokens, seeds, ends, recipe.answers.batch)
+    own = pack(
+        ((prompt + text, len(prompt)) for prompt, text in zip(ids, texts, strict=True)), recipe.corpus.block, False
+    )
     files = Packed.load(run.path("corpus", "text-report.safetensors")).take(slice(0, recipe.eval.file_blocks))
     report, rounds = evaluate_pair(
         target,
         drafts,
         {"answers": own, "files": files},
-        [answer.prompt for answer in found],
-        Sampler.of(recipe.sampler),
+        ids,
+        sampler,
         recipe.eval,
         min(len(tokenizer), target.config.vocab_size),
         ends,

@@ -182,11 +182,12 @@ def _speedup_limits(speedup: Facts | None) -> list[str]:
     if not speedup:
         return []
     said = [(f"Speedups come from {number(speedup.get('prompts'))} prompts of up to {number(speedup.get('new_tokens'))}"
-              " new tokens each; the best draft length of a pair is read off the same runs, and its interval does not "
+             " new tokens each; the best draft length of a pair is read off the same runs, and its interval does not "
              "cover that choice.")]
     for row in best_rows(speedup):
         if verdict(row) != "faster than plain":
-            said.append(f"{_labelled(row['pair'], speedup)} ({row['backend']}) at its best draft length is {verdict(row)}.")
+            said.append(f"{_labelled(row['pair'], speedup)} ({row['backend']}) at its best draft length is "
+                        f"{verdict(row)}.")
     different = sum(row.get("different") or 0 for row in speedup["rows"])
     excused = sum(row.get("excused") or 0 for row in speedup["rows"])
     if different:
@@ -198,8 +199,9 @@ def _speedup_limits(speedup: Facts | None) -> list[str]:
     for line in speedup.get("plain_reference") or []:
         ratio = _plain_over_library(line)
         if ratio is not None and ratio < 0.95:
-            said.append(f"The plain run of {_labelled(line['pair'], speedup)} ({line['backend']}) reaches only "
-                        f"{percent(ratio)} of {line['library']}'s own speed, so its speedup would shrink beside that library.")
+            said.append(f"The plain run of {_labelled(line['pair'], speedup)} ({line['backend']}) "
+                        f"reaches only {percent(ratio)} of {line['library']}'s own speed, so its speedup"
+                        " would shrink beside that library.")
     return said
 
 

@@ -1,0 +1,272 @@
+"""The stages, in order, and the rule by which a stage runs, resumes, is skipped or refused."""
+
+from __future__ import annotations
+
+import importlib
+import shutil
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+from distill.errors import RunError
+from distill.progress import duration
+from distill.recipe import Recipe
+from distill.run import Run, digest, faults_explained, read_json, reference_digest, write_json
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One stage: the function (imported when it runs), what its key hashes, and what it writes.
+
+    `settings` are dotted recipe keys, `inputs` are (stage, pattern of artifact names), `models` are `target` and `donor`.
+    A `precious` stage costs so much that its finished or begun work is never superseded without being asked.
+    """
+
+    name: str
+    function: str
+    settings: tuple[str, ...]
+    inputs: tuple[tuple[str, str], ...]
+    writes: tuple[str, ...]
+    models: tuple[str, ...] = ()
+    precious: bool = False
+    version: int = 1
+
+    def load(self) -> Callable[[Recipe, Run], list[Path]]:
+        """The stage function `stage(recipe, run)`, which returns its artifacts."""
+        module, _, name = self.function.partition(":")
+        found: Callable[[Recipe, Run], list[Path]] = getattr(importlib.import_module(module), name)
+        return found
+
+
+STAGES = (
+    Stage(
+        "corpus",
+        "distill.corpus.stage:corpus",
+        ("seed", "corpus", "answers.prompts", "answers.prompt_tokens", "answers.new_tokens", "eval.prompts")
+        + ("eval.file_blocks", "draft.score_blocks", "speedup.prompts"),
+        (),
+        ("corpus",),
+        ("target", "sources"),
+    ),
+    Stage(
+        "answers",
+        "distill.target.answers:answers",
+        ("seed", "answers", "sampler", "target.dtype"),
+        (("corpus", "corpus/prompts-train.jsonl"),),
+        ("answers",),
+        ("target",),
+        precious=True,
+    ),
+    Stage(
+        "teacher",
+        "distill.target.teacher:teacher",
+        ("teacher", "corpus.block", "target.dtype"),
+        (("answers", "answers/train-*"), ("corpus", "corpus/text-train.safetensors")),
+        ("teacher",),
+        ("target",),
+        precious=True,
+    ),
+    Stage(
+        "draft",
+        "distill.surgery.cut:draft",
+        ("draft",),
+        (("corpus", "corpus/text-selection.safetensors"),),
+        ("init",),
+        ("target", "donor"),
+    ),
+    Stage(
+        "profile",
+        "distill.benchmark.profile:profile",
+        ("profile", "speedup.backends", "speedup.outtype", "target.dtype", "threads"),
+        (("draft", "init/config.json"),),
+        ("profile.json",),
+        ("target",),
+    ),
+    Stage(
+        "train",
+        "distill.training.loop:train",
+        ("seed", "train"),
+        (("teacher", "teacher/*"), ("draft", "init/*")),
+        ("checkpoints", "draft"),
+        precious=True,
+    ),
+    Stage(
+        "eval",
+        "distill.evaluation.stage:evaluate",
+        ("seed", "eval", "sampler", "target.dtype", "answers.batch"),
+        (("draft", "init/*"), ("train", "draft/*"), ("corpus", "corpus/*-report.*")),
+        ("eval.json", "eval.md", "rounds.parquet"),
+        ("target",),
+    ),
+    Stage(
+        "export",
+        "distill.export.stage:export",
+        ("export",),
+        (("train", "draft/*"), ("corpus", "corpus/documents-report.jsonl")),
+        ("gguf",),
+        ("target",),
+    ),
+    Stage(
+        "speedup",
+        "distill.benchmark.speedup:speedup",
+        ("speedup", "profile", "threads", "target.dtype", "eval.resamples", "eval.confidence"),
+        (("train", "draft/*"), ("export", "gguf/*.gguf"), ("corpus", "corpus/prompts-report.jsonl"), ("eval", "eval.json")),
+        ("speedup", "speedup.json", "speedup.md"),
+        ("target",),
+    ),
+    Stage(
+        "report",
+        "distill.report.stage:report",
+        ("name",),
+        (("draft", "*"), ("train", "draft/*.safetensors"), ("profile", "*"), ("eval", "*"), ("export", "*"), ("speedup", "*")),
+        ("report.html", "draft/README.md"),
+    ),
+)
+NAMES = tuple(stage.name for stage in STAGES)
+
+
+def find_stage(name: str) -> Stage:
+    """The stage called `name`; raises RunError with the names there are."""
+    for stage in STAGES:
+        if stage.name == name:
+            return stage
+    raise RunError(f"there is no stage `{name}`", f"stages, in order: {', '.join(NAMES)}")
+
+
+def consumers(names: Sequence[str]) -> set[str]:
+    """Those stages and all that read, directly or not, what they write."""
+    found = set(names)
+    for stage in STAGES:
+        if any(name in found for name, _ in stage.inputs):
+            found.add(stage.name)
+    return found
+
+
+def _setting(recipe: Recipe, dotted: str) -> Any:
+    value: Any = recipe.model_dump(mode="json")
+    for part in dotted.split("."):
+        value = value[part]
+    return value
+
+
+def key_parts(stage: Stage, recipe: Recipe, run: Run, cache: dict[str, str]) -> dict[str, Any]:
+    """Everything a stage's key is the hash of, readable, so that two keys can be told apart in words."""
+
+    def model_digest(reference: str) -> str:
+        if reference not in cache:
+            cache[reference] = reference_digest(reference)
+        return cache[reference]
+
+    parts: dict[str, Any] = {"version": stage.version}
+    for name in stage.settings:
+        parts[name] = _setting(recipe, name)
+    for name in stage.models:
+        if name == "target":
+            parts["target.model"] = model_digest(recipe.target.model)
+        elif name == "donor":
+            donor = recipe.draft.donor
+            parts["draft.donor (content)"] = model_digest(recipe.target.model if donor == "target" else donor)
+        else:
+            parts["corpus.sources (content)"] = [
+                sys.version.split()[0] if source.path == "python:stdlib" else model_digest(source.path)
+                for source in recipe.corpus.sources
+            ]
+    for name, pattern in stage.inputs:
+        record = run.done(name)
+        parts[f"{name}: {pattern}"] = None if record is None else digest(
+            {file: facts["sha256"] for file, facts in record["artifacts"].items() if fnmatch(file, pattern)}
+        )
+    return parts
+
+
+def difference(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> list[str]:
+    """What changed between two sets of key parts, one line each."""
+    lines = []
+    for name in [*old, *(name for name in new if name not in old)]:
+        before, after = old.get(name), new.get(name)
+        if before == after:
+            continue
+        if isinstance(before, dict) and isinstance(after, dict):
+            lines += difference(before, after, f"{prefix}{name}.")
+        elif "content" in name or ":" in name or name == "target.model":
+            lines.append(f"{prefix}{name} has other content")
+        else:
+            lines.append(f"{prefix}{name}: {before!r} -> {after!r}")
+    return lines
+
+
+def _begun_path(run: Run, stage: Stage) -> Path:
+    return run.path("stages", f"{stage.name}.begun.json")
+
+
+def _clear(run: Run, stage: Stage) -> None:
+    """Remove what a stage has written, its records first."""
+    with faults_explained(run.folder):
+        run.done_path(stage.name).unlink(missing_ok=True)
+        _begun_path(run, stage).unlink(missing_ok=True)
+        for name in stage.writes:
+            path = run.path(name)
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
+
+
+def state_of(stage: Stage, recipe: Recipe, run: Run, cache: dict[str, str]) -> tuple[str, list[str], dict[str, Any]]:
+    """`done`, `damaged`, `changed`, `begun` or `new`, with reasons, and the key parts."""
+    parts = key_parts(stage, recipe, run, cache)
+    record = run.done(stage.name)
+    if record is not None:
+        if record["key"] != digest(parts):
+            return "changed", difference(record["inputs"], parts), parts
+        fault = run.artifacts_whole(record)
+        return ("done", [], parts) if fault is None else ("damaged", [fault], parts)
+    begun = _begun_path(run, stage)
+    if begun.exists():
+        old = read_json(begun)
+        return ("begun", [], parts) if old == parts else ("changed", difference(old, parts), parts)
+    return "new", [], parts
+
+
+def run_pipeline(recipe: Recipe, run: Run, until: str | None = None, redo: Sequence[str] = (), dry: bool = False) -> None:
+    """Run every stage up to `until` that is not done; `redo` names stages to run again with their consumers.
+
+    Raises RunError, before touching anything, when finished or begun work of a precious stage would be superseded.
+    """
+    last = NAMES.index(find_stage(until).name) if until else len(STAGES) - 1
+    for name in redo:
+        find_stage(name)
+    allowed = consumers(redo)
+    cache: dict[str, str] = {}
+    for stage in STAGES[: last + 1]:
+        state, reasons, parts = state_of(stage, recipe, run, cache)
+        if stage.name in redo:
+            state, reasons = "changed", ["asked for with --redo"]
+        if state == "changed" and stage.precious and stage.name not in allowed and not dry:
+            raise RunError(
+                f"stage `{stage.name}` of {run.folder} was made with other settings:\n    " + "\n    ".join(reasons),
+                f"keep it and use another run (name=…), or replace it (--redo {stage.name}), "
+                "or move the whole run aside (--fresh)",
+            )
+        if state == "done":
+            run.say(f"{stage.name}: up to date")
+            continue
+        if dry:
+            run.say(f"{stage.name}: would run ({', '.join([state, *reasons])})")
+            if stage.name != NAMES[last]:
+                run.say("stages after it depend on what it writes")
+            return
+        why = f" ({'; '.join(reasons)})" if reasons else ""
+        run.say(f"{stage.name}: {'resumes' if state == 'begun' else 'runs'}{why}")
+        if state in ("changed", "damaged"):
+            _clear(run, stage)
+        write_json(_begun_path(run, stage), parts)
+        started = time.time()
+        artifacts = stage.load()(recipe, run)
+        run.finish(stage.name, digest(parts), parts, artifacts, started)
+        _begun_path(run, stage).unlink(missing_ok=True)
+        run.say(f"{stage.name}: done in {duration(time.time() - started)}")

@@ -1,0 +1,65 @@
+"""Plain sampling of many prompts at once, each with random numbers of its own.
+
+Legend: B prompts of a batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from distill.sampler import Sampler
+
+
+@torch.inference_mode()
+def continue_prompts(
+    model: Any, prompts: Sequence[Sequence[int]], sampler: Sampler, limit: int, seeds: Sequence[int], ends: Sequence[int]
+) -> list[list[int]]:
+    """Continue B prompts (of any lengths) together, each with random numbers of its own.
+
+    Returns up to `limit` new ids per prompt; one that ends keeps its end id as the last. Row b's draws depend on seeds[b]
+    and on its own laws alone (batch mates only reach it through rounding).
+    """
+    from transformers import DynamicCache
+
+    device = next(model.parameters()).device
+    longest = max(len(prompt) for prompt in prompts)
+    rows = len(prompts)
+    ids = torch.zeros(rows, longest, dtype=torch.long)
+    mask = torch.zeros(rows, longest + limit, dtype=torch.long)
+    draws = torch.empty(rows, limit, dtype=torch.float64)
+    for row, prompt in enumerate(prompts):  # left-padded, so that every row's last token is in the last column
+        ids[row, longest - len(prompt) :] = torch.tensor(prompt)
+        mask[row, longest - len(prompt) :] = 1
+        draws[row] = torch.rand(limit, generator=torch.Generator().manual_seed(seeds[row]), dtype=torch.float64)
+    mask, draws = mask.to(device), draws.to(device)
+    positions = (mask[:, :longest].cumsum(-1) - 1).clamp(min=0)
+    padded = bool((mask[:, :longest] == 0).any())
+    stop = torch.tensor(list(ends), device=device)
+    finished = torch.zeros(rows, dtype=torch.bool, device=device)
+    cache = DynamicCache()
+    step_ids, step_positions = ids.to(device), positions
+    chosen: list[torch.Tensor] = []
+    for step in range(limit):
+        logits = model(
+            input_ids=step_ids,
+            attention_mask=mask[:, : longest + step] if padded else None,
+            position_ids=step_positions,
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        ).logits[:, -1]
+        cumulative = sampler.law(logits).double().cumsum(-1)
+        # Inverse transform on the total that rounding left, so that the draw always falls on a possible token.
+        token = torch.searchsorted(cumulative, draws[:, step : step + 1] * cumulative[:, -1:], right=True)
+        token = token.clamp(max=logits.shape[-1] - 1)
+        chosen.append(token)
+        finished |= torch.isin(token.squeeze(-1), stop)
+        if bool(finished.all()):
+            break
+        step_ids, step_positions = token, step_positions[:, -1:] + 1
+    table = torch.cat(chosen, dim=1).tolist()
+    end_set = set(ends)
+    return [row[: next((i + 1 for i, token in enumerate(row) if token in end_set), len(row))] for row in table]
