@@ -114,7 +114,12 @@ STAGES = (
         "speedup",
         "distill.benchmark.speedup:speedup",
         ("speedup", "profile", "threads", "target.dtype", "eval.resamples", "eval.confidence"),
-        (("train", "draft/*"), ("export", "gguf/*.gguf"), ("corpus", "corpus/prompts-report.jsonl"), ("eval", "eval.json")),
+        (
+            ("train", "draft/*"),
+            ("export", "gguf/*.gguf"),
+            ("corpus", "corpus/prompts-report.jsonl"),
+            ("eval", "eval.json"),
+        ),
         ("speedup", "speedup.json", "speedup.md"),
         ("target",),
     ),
@@ -122,7 +127,14 @@ STAGES = (
         "report",
         "distill.report.stage:report",
         ("name",),
-        (("draft", "*"), ("train", "draft/*.safetensors"), ("profile", "*"), ("eval", "*"), ("export", "*"), ("speedup", "*")),
+        (
+            ("draft", "*"),
+            ("train", "draft/*.safetensors"),
+            ("profile", "*"),
+            ("eval", "*"),
+            ("export", "*"),
+            ("speedup", "*"),
+        ),
         ("report.html", "draft/README.md"),
     ),
 )
@@ -177,8 +189,12 @@ def key_parts(stage: Stage, recipe: Recipe, run: Run, cache: dict[str, str]) -> 
             ]
     for name, pattern in stage.inputs:
         record = run.done(name)
-        parts[f"{name}: {pattern}"] = None if record is None else digest(
-            {file: facts["sha256"] for file, facts in record["artifacts"].items() if fnmatch(file, pattern)}
+        parts[f"{name}: {pattern}"] = (
+            None
+            if record is None
+            else digest(
+                {file: facts["sha256"] for file, facts in record["artifacts"].items() if fnmatch(file, pattern)}
+            )
         )
     return parts
 
@@ -232,7 +248,9 @@ def state_of(stage: Stage, recipe: Recipe, run: Run, cache: dict[str, str]) -> t
     return "new", [], parts
 
 
-def run_pipeline(recipe: Recipe, run: Run, until: str | None = None, redo: Sequence[str] = (), dry: bool = False) -> None:
+def run_pipeline(
+    recipe: Recipe, run: Run, until: str | None = None, redo: Sequence[str] = (), dry: bool = False
+) -> None:
     """Run every stage up to `until` that is not done; `redo` names stages to run again with their consumers.
 
     Raises RunError, before touching anything, when finished or begun work of a precious stage would be superseded.

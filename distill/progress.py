@@ -34,8 +34,10 @@ class Progress:
         moment = time.monotonic()
         if moment - self.last >= self.every or self.done >= self.total:
             self.last = moment
-            left = f"{duration(self.eta_seconds())} left" if self.done < self.total else (
-                f"in {duration(moment - self.started)}"
+            left = (
+                f"{duration(self.eta_seconds())} left"
+                if self.done < self.total
+                else (f"in {duration(moment - self.started)}")
             )
             line = f"  {self.title} {self.done}/{self.total} {left} {note}".rstrip()
             if self.terminal:

@@ -39,7 +39,9 @@ def _read_lines(path: Path, stage: str) -> list[dict[str, Any]]:
     try:
         return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     except (OSError, json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise DataError(f"{path} is damaged: {error}", f"make it again with `distill train RECIPE --redo {stage}`") from None
+        raise DataError(
+            f"{path} is damaged: {error}", f"make it again with `distill train RECIPE --redo {stage}`"
+        ) from None
 
 
 def read_prompts(run: Run, split: str) -> list[Prompt]:

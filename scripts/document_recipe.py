@@ -1,6 +1,6 @@
 """Write docs/recipes.md from the schema in distill/recipe.py.
 
-    python scripts/document_recipe.py
+python scripts/document_recipe.py
 """
 
 from __future__ import annotations

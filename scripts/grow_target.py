@@ -1,6 +1,6 @@
 """Write a function-preserving enlargement of a Qwen2 folder.
 
-    python scripts/grow_target.py data/demo-target grown --tile 4 --layers 24
+python scripts/grow_target.py data/demo-target grown --tile 4 --layers 24
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ def main() -> None:
         difference = float((small(input_ids=ids).logits - large(input_ids=ids).logits).abs().max())
     large.save_pretrained(arguments.output)
     load_tokenizer(reference).save_pretrained(arguments.output)
-    print(f"{describe_model(str(arguments.output), large)}\nlargest logit difference on 64 random ids: {difference:.2e}")
+    print(
+        f"{describe_model(str(arguments.output), large)}\nlargest logit difference on 64 random ids: {difference:.2e}"
+    )
 
 
 if __name__ == "__main__":

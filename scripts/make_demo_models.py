@@ -153,7 +153,9 @@ def nats_per_token(model: Qwen2ForCausalLM, blocks: torch.Tensor) -> float:
         for i in range(0, len(blocks), 8):
             batch = blocks[i : i + 8]
             logits = model(input_ids=batch[:, :-1]).logits.float()
-            total += float(torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten(), reduction="sum"))
+            total += float(
+                torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten(), reduction="sum")
+            )
     model.train()
     return total / (blocks.shape[0] * BLOCK)
 

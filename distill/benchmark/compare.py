@@ -160,9 +160,7 @@ def speed_ratio(
     return float(value), float(low), float(high)
 
 
-def choose_length(
-    trials: Sequence[Trial], lengths: Sequence[int], resamples: int, confidence: float
-) -> dict[str, Any]:
+def choose_length(trials: Sequence[Trial], lengths: Sequence[int], resamples: int, confidence: float) -> dict[str, Any]:
     """The better of plain and speculative: γ chosen on the even prompts, its speedup reported on the odd ones."""
     even = [trial for trial in trials if trial.prompt % 2 == 0]
     odd = [trial for trial in trials if trial.prompt % 2 == 1]

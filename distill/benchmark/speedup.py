@@ -136,9 +136,7 @@ def _measure_pair(
         )
     verdicts = judge_identity(target, prompts, trials, noise)
     depth = min(recipe.profile.depth, target.capacity - max(lengths) - 1)
-    steps = measure_steps(
-        target, [1, *(n + 1 for n in lengths)], depth, recipe.profile.repeats, target.vocabulary_size
-    )
+    steps = measure_steps(target, [1, *(n + 1 for n in lengths)], depth, recipe.profile.repeats, target.vocabulary_size)
     costs = {m: found[0] for m, found in steps.items()}
     draft_cost = measure_steps(draft, [1], depth, recipe.profile.repeats, draft.vocabulary_size)[1][0]
     accepted = _accepted_by_position(run, max(lengths))
@@ -154,9 +152,10 @@ def _measure_pair(
     explanations = explain(title, backend, costs, draft_cost, rows, chosen)
     for sentence in explanations:
         run.say(f"    {sentence}")
-    best = chosen["length"] or max(
-        (row for row in rows if row["length"]), key=lambda row: float(row["tokens_per_second"])
-    )["length"]
+    best = (
+        chosen["length"]
+        or max((row for row in rows if row["length"]), key=lambda row: float(row["tokens_per_second"]))["length"]
+    )
     samples = [] if grown else _samples(tokenizer, prompts, [t for t in trials if t.length == best], label)
     for model in (target, draft):
         model.close()
@@ -201,7 +200,9 @@ def explain(
     if bound < 1:
         sentences.append(f"{where}: at this cost ratio no draft, however good, makes {length} drafted tokens pay.")
     if chosen["length"] == 0:
-        sentences.append(f"{where}: on the prompts used for choosing, plain decoding was fastest: do not speculate here.")
+        sentences.append(
+            f"{where}: on the prompts used for choosing, plain decoding was fastest: do not speculate here."
+        )
     else:
         sentences.append(
             f"{where}: {chosen['length']} drafted tokens a round were chosen on the even prompts; on the odd ones they give "
@@ -210,7 +211,9 @@ def explain(
     return sentences
 
 
-def _samples(tokenizer: Any, prompts: Sequence[Sequence[int]], trials: Sequence[Any], label: dict[str, Any]) -> list[Any]:
+def _samples(
+    tokenizer: Any, prompts: Sequence[Sequence[int]], trials: Sequence[Any], label: dict[str, Any]
+) -> list[Any]:
     """A few texts, cut into pieces that the draft proposed and pieces that the target wrote."""
     samples = []
     for trial in trials[:SAMPLES]:

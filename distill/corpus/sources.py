@@ -105,10 +105,12 @@ def _texts(source: Source, dropped: Counter[str]) -> Iterator[tuple[str, str]]:
             yield f"{Path(source.path).name}#{hashlib.sha256(text.encode()).hexdigest()[:16]}", text
 
 
-def read_documents(corpus: Corpus) -> tuple[list[Document], Counter[str]]:
+def read_documents(
+    corpus: Corpus, needed: tuple[Split, ...] = ("train", "selection", "report")
+) -> tuple[list[Document], Counter[str]]:
     """All documents of a corpus in a fixed order, and what was dropped, by reason.
 
-    Raises DataError for a missing or unreadable source and for a corpus without train or report text.
+    Raises DataError for a missing or unreadable source and for a corpus without a split that is needed.
     """
     documents: list[Document] = []
     dropped: Counter[str] = Counter()
@@ -133,10 +135,10 @@ def read_documents(corpus: Corpus) -> tuple[list[Document], Counter[str]]:
                 names.add(name)
                 texts.add(content)
                 documents.append(Document(name, split, text))
-    for needed in ("train", "selection", "report"):
-        if not any(document.split == needed for document in documents):
+    for split in needed:
+        if not any(document.split == split for document in documents):
             raise DataError(
-                f"the corpus has no {needed} document ({len(documents)} documents in all; dropped: {dict(dropped)})",
+                f"the corpus has no {split} document ({len(documents)} documents in all; dropped: {dict(dropped)})",
                 "add a source, or change corpus.selection / corpus.report",
             )
     return documents, dropped

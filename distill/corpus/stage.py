@@ -67,4 +67,3 @@ def corpus(recipe: Recipe, run: Run) -> list[Path]:
         run.say("  dropped: " + ", ".join(f"{count} {reason}" for reason, count in dropped.items()))
     write_json(folder / "summary.json", summary)
     return [folder]
-

@@ -105,7 +105,14 @@ def write_rounds(path: Path, rounds: dict[str, list[list[Round]]]) -> None:
     import pyarrow.parquet
 
     rows = [
-        {"draft": name, "prompt": prompt, "depth": r.depth, "drafted": r.drafted, "accepted": r.accepted, "seconds": r.seconds}
+        {
+            "draft": name,
+            "prompt": prompt,
+            "depth": r.depth,
+            "drafted": r.drafted,
+            "accepted": r.accepted,
+            "seconds": r.seconds,
+        }
         for name, prompts in rounds.items()
         for prompt, own in enumerate(prompts)
         for r in own

@@ -15,7 +15,12 @@ from distill.sampler import Sampler
 
 @torch.inference_mode()
 def continue_prompts(
-    model: Any, prompts: Sequence[Sequence[int]], sampler: Sampler, limit: int, seeds: Sequence[int], ends: Sequence[int]
+    model: Any,
+    prompts: Sequence[Sequence[int]],
+    sampler: Sampler,
+    limit: int,
+    seeds: Sequence[int],
+    ends: Sequence[int],
 ) -> list[list[int]]:
     """Continue B prompts (of any lengths) together, each with random numbers of its own.
 

@@ -133,7 +133,9 @@ def narrow_mlp(model: Any, neurons: list[list[int]]) -> None:
 def check_cut(recipe: Recipe, layers: int, width: int) -> None:
     """Raise RecipeError for a cut that the donor does not allow."""
     if recipe.draft.layers > layers:
-        raise RecipeError(f"draft.layers is {recipe.draft.layers}, but the donor has {layers}", f"ask for 1 to {layers}")
+        raise RecipeError(
+            f"draft.layers is {recipe.draft.layers}, but the donor has {layers}", f"ask for 1 to {layers}"
+        )
     wanted = recipe.draft.mlp_width
     if wanted is not None and (wanted > width or wanted % 32):
         raise RecipeError(

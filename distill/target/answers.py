@@ -61,4 +61,3 @@ def answers(recipe: Recipe, run: Run) -> list[Path]:
         write_text(path, "".join(json.dumps(line) + "\n" for line in lines))
         progress.step()
     return [folder]
-

@@ -39,7 +39,13 @@ class _HeadLoss(torch.autograd.Function):
             if vocabulary < logits.shape[-1]:
                 logits[:, vocabulary:] = -torch.inf
             gradient, kl, ce, agreement = _chunk_terms(
-                logits, ids[rows].long(), log_probabilities[rows].float(), log_tail[rows], labels[rows], kl_weight, ce_weight
+                logits,
+                ids[rows].long(),
+                log_probabilities[rows].float(),
+                log_tail[rows],
+                labels[rows],
+                kl_weight,
+                ce_weight,
             )
             sums += torch.stack([kl, ce, agreement]).double()
             gradient = gradient.to(hidden.dtype)

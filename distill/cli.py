@@ -1,0 +1,475 @@
+"""The commands. Heavy imports stay inside them, so that every --help answers at once."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import shutil
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import click
+import typer
+
+from distill.errors import DataError, DistillError, RecipeError, RunError
+
+if TYPE_CHECKING:
+    from distill.recipe import Recipe
+    from distill.run import Run
+
+app = typer.Typer(
+    help="Make draft models for speculative decoding: cut them from a donor, train them on a target, prove the speedup.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+RunsOption = Annotated[Path, typer.Option("--runs", help="Folder that holds the run directories.")]
+RunArgument = Annotated[
+    str | None, typer.Argument(metavar="[RUN]", help="Run name or folder; the newest run if left out.")
+]
+FormatOption = Annotated[str, typer.Option("--output", "-o", help="md, json, jsonl or csv.")]
+TargetOption = Annotated[
+    str | None, typer.Option("--target", help="Bare pair: the target's Hugging Face folder or hub name.")
+]
+DraftOption = Annotated[
+    str | None, typer.Option("--draft", help="Bare pair: the draft's Hugging Face folder or hub name.")
+]
+TextOption = Annotated[
+    list[Path] | None, typer.Option("--text", help="Bare pair: a text file or a folder of them to take prompts from.")
+]
+DEFAULT_RUNS = Path("runs")
+
+
+# ── runs ──
+
+
+def _find_run(name: str | None, runs: Path) -> tuple[Recipe, Run]:
+    """The run called `name` (or a folder), else the newest one, which is then named on stderr."""
+    from distill.recipe import load_recipe
+    from distill.run import Run
+
+    if name is not None:
+        folder = Path(name) if (Path(name) / "config.yaml").exists() else runs / name
+        if not (folder / "config.yaml").exists():
+            raise RunError(f"there is no run at {folder}", "`distill runs` lists those there are")
+    else:
+        found = sorted(runs.glob("*/config.yaml"), key=lambda path: path.stat().st_mtime)
+        if not found:
+            raise RunError(f"there are no runs in {runs.resolve()}", "make one with `distill train RECIPE`")
+        folder = found[-1].parent
+        print(f"run: {folder}", file=sys.stderr)
+    recipe = load_recipe(folder / "config.yaml")
+    return recipe, Run(folder, recipe)
+
+
+def _prepare(recipe: Recipe) -> None:
+    """Thread count and quiet libraries, before the first heavy import."""
+    from distill.run import usable_cores
+
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("GGML_NO_BACKTRACE", "1")
+    import torch
+    import transformers
+
+    torch.set_num_threads(recipe.threads or usable_cores())
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+
+
+def _run_until(recipe: Recipe, run: Run, stage: str, redo: Sequence[str] = ()) -> None:
+    """Bring an existing run up to `stage`."""
+    from distill.pipeline import run_pipeline
+
+    _prepare(recipe)
+    run.open((run.folder / "recipe.yaml").read_text(encoding="utf-8"))
+    try:
+        run_pipeline(recipe, run, until=stage, redo=redo)
+    finally:
+        run.close()
+
+
+def _print_table(rows: list[dict[str, Any]], markdown: str, value: Any, output: str) -> None:
+    """Results on stdout in the format asked for."""
+    if output == "md":
+        print(markdown, end="" if markdown.endswith("\n") else "\n")
+    elif output == "json":
+        print(json.dumps(value, indent=1, ensure_ascii=False))
+    elif output == "jsonl":
+        for row in rows:
+            print(json.dumps(row, ensure_ascii=False))
+    elif output == "csv":
+        text = io.StringIO()
+        if rows:
+            writer = csv.DictWriter(text, list(rows[0]))
+            writer.writeheader()
+            writer.writerows(rows)
+        print(text.getvalue(), end="")
+    else:
+        raise RecipeError(f"output format `{output}` is unknown", "use -o md, json, jsonl or csv")
+
+
+# ── commands ──
+
+
+@app.command()
+def check(
+    recipe: Annotated[Path, typer.Argument(help="Recipe file.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[a.b=c]...", help="Overrides of recipe keys.")
+    ] = None,
+    offline: Annotated[
+        bool, typer.Option("--offline", help="Skip what needs a model hub, and say what was skipped.")
+    ] = False,
+) -> None:
+    """Check a recipe: keys, files, tokenizers, pair rules, sizes. Loads no weights."""
+    from distill.recipe import is_path, load_recipe
+
+    found = load_recipe(recipe, overrides or [])
+    print(f"recipe {found.name}: keys and values are fine")
+    from distill.corpus.sources import source_path
+
+    skipped = []
+    for source in found.corpus.sources:
+        if source.kind == "hub":
+            skipped.append(f"data set {source.path}")
+        else:
+            print(f"corpus source {source.path}: {source_path(source)} is there")
+    donor = found.target.model if found.draft.donor == "target" else found.draft.donor
+    models = dict.fromkeys([found.target.model, donor])
+    remote = [model for model in models if not is_path(model)]
+    if remote and offline:
+        skipped += [f"model {model}" for model in remote]
+        skipped.append("pair rules, sizes and the cut, which need those models' configurations")
+    else:
+        _check_models(found, donor)
+    for item in skipped:
+        print(f"not checked: {item}" + (" (--offline)" if offline else " (read when the corpus is made)"))
+    print("check passed" + (", as far as it goes without a hub" if skipped else ""))
+
+
+def _check_models(recipe: Recipe, donor: str) -> None:
+    from distill.models.hugging_face import load_config
+    from distill.models.pair import require_pair
+    from distill.surgery.cut import check_cut
+
+    config = load_config(donor)
+    check_cut(recipe, config.num_hidden_layers, config.intermediate_size)
+    print(f"cut: {config.num_hidden_layers} layers -> {recipe.draft.layers}, MLP {config.intermediate_size} -> "
+          f"{recipe.draft.mlp_width or config.intermediate_size}")  # fmt: skip
+    pair = require_pair(recipe.target.model, donor)
+    for name, against in (("distill", pair.distill), ("llama.cpp", pair.llama_cpp), ("vLLM", pair.vllm)):
+        print(f"pair rule of {name}: {'fits' if against is None else 'does not fit: ' + against}")
+    context = load_config(recipe.target.model).max_position_embeddings
+    if recipe.corpus.block > context:
+        raise RecipeError(
+            f"corpus.block is {recipe.corpus.block}, the target's context {context}", "lower corpus.block"
+        )
+    free = shutil.disk_usage(Path.cwd()).free
+    positions = recipe.corpus.tokens + recipe.answers.prompts * (
+        recipe.answers.prompt_tokens + recipe.answers.new_tokens
+    )
+    from distill.target.store import bytes_per_position
+
+    store = positions * bytes_per_position(recipe.teacher.top_k)
+    print(f"disk: the teacher store needs about {store / 1e6:.0f} MB, {free / 1e9:.0f} GB are free here")
+    if store > free:
+        raise RunError(
+            "the teacher store does not fit the disk", "lower corpus.tokens, answers.prompts or teacher.top_k"
+        )
+
+
+@app.command()
+def train(
+    recipe: Annotated[Path, typer.Argument(help="Recipe file.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[a.b=c]...", help="Overrides of recipe keys.")
+    ] = None,
+    runs: RunsOption = DEFAULT_RUNS,
+    until: Annotated[str | None, typer.Option("--until", help="Stop after this stage.")] = None,
+    redo: Annotated[
+        list[str] | None, typer.Option("--redo", help="Run this stage and what depends on it again.")
+    ] = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Move an old run of this name aside (never deleted).")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say which stage would run, and why; do nothing.")] = False,
+) -> None:
+    """Run every stage of a recipe, from corpus to report. The same command resumes after any interruption."""
+    from distill.pipeline import find_stage, run_pipeline
+    from distill.recipe import load_recipe
+    from distill.run import Run, faults_explained
+
+    found = load_recipe(recipe, overrides or [])
+    for name in [*([until] if until else []), *(redo or [])]:
+        find_stage(name)
+    folder = runs / found.name
+    run = Run(folder, found)
+    if dry_run:
+        run_pipeline(found, run, until, redo or (), dry=True)
+        return
+    if fresh and folder.exists():
+        aside = folder.with_name(f"{folder.name}-{time.strftime('%Y%m%d-%H%M%S')}")
+        with faults_explained(folder):
+            folder.rename(aside)
+        print(f"the old run is now {aside}", file=sys.stderr)
+    run.open(recipe.read_text(encoding="utf-8"))
+    try:
+        _prepare(found)
+        run_pipeline(found, run, until, redo or ())
+    finally:
+        run.close()
+    for name in ("eval.md", "speedup.md"):
+        if (folder / name).exists():
+            print((folder / name).read_text(encoding="utf-8"))
+    if (folder / "report.html").exists():
+        print(f"report: {folder / 'report.html'}\ndraft:  {folder / 'draft'}\ngguf:   {folder / 'gguf'}")
+
+
+def _bare_recipe(target: str | None, draft: str | None, text: list[Path] | None) -> Recipe:
+    """The recipe that stands for a bare pair: all defaults, the pair's folders, every text in the report split."""
+    from distill.recipe import parse_recipe
+
+    if target is None or draft is None or not text:
+        raise RecipeError("a bare pair needs --target, --draft and --text", "or name a run: `distill runs` lists them")
+    sources = [
+        {"kind": "tree", "path": str(path.resolve()), "pattern": "**/*", "split": "report"}
+        if path.is_dir()
+        else {"kind": "text", "path": str(path.resolve()), "split": "report"}
+        for path in text
+    ]
+
+    def absolute(reference: str) -> str:
+        return str(Path(reference).resolve()) if Path(reference).exists() else reference
+
+    raw = {
+        "name": "pair",
+        "target": {"model": absolute(target)},
+        "draft": {"donor": absolute(draft)},
+        "corpus": {"sources": sources},
+    }
+    return parse_recipe(raw, "the pair")
+
+
+@app.command("eval")
+def evaluate(
+    run: RunArgument = None,
+    kl: Annotated[
+        bool, typer.Option("--kl", help="KL both ways, total variation, agreement, the three acceptances.")
+    ] = False,
+    acceptance: Annotated[
+        bool, typer.Option("--acceptance", help="Acceptance by position, from decoded rounds.")
+    ] = False,
+    target: TargetOption = None,
+    draft: DraftOption = None,
+    text: TextOption = None,
+    temperature: Annotated[float, typer.Option(min=0, help="Bare pair: the sampler's temperature.")] = 1.0,
+    prompts: Annotated[int, typer.Option(min=4, help="Bare pair: prompts taken from the text.")] = 32,
+    runs: RunsOption = DEFAULT_RUNS,
+    output: FormatOption = "md",
+) -> None:
+    """Measure a target and its draft: divergences and acceptance, with intervals. Both parts when neither is named."""
+    kl, acceptance = (kl, acceptance) if kl or acceptance else (True, True)
+    if target or draft:
+        report = _evaluate_bare(target, draft, text, temperature, prompts, kl, acceptance)
+    else:
+        from distill.run import read_json
+
+        recipe, found = _find_run(run, runs)
+        _run_until(recipe, found, "eval")
+        report = read_json(found.path("eval.json"))
+    if not kl:
+        report["domains"] = {}
+    if not acceptance:
+        report["positions"] = {}
+    from distill.evaluation.stage import as_markdown
+
+    rows = [
+        {"domain": domain, "draft": name, "metric": metric, **value}
+        for domain, drafts in report["domains"].items()
+        for name, metrics in drafts.items()
+        for metric, value in metrics.items()
+        if isinstance(value, dict)
+    ]
+    rows += [
+        {"domain": "rounds", "draft": name, "metric": f"accepted at {row['position']}", "mean": row["rate"],
+         "low": row["low"], "high": row["high"]}
+        for name, positions in report["positions"].items()
+        for row in positions
+    ]  # fmt: skip
+    _print_table(rows, as_markdown(report), report, output)
+
+
+def _evaluate_bare(
+    target: str | None,
+    draft: str | None,
+    text: list[Path] | None,
+    temperature: float,
+    prompts: int,
+    kl: bool,
+    acceptance: bool,
+) -> dict[str, Any]:
+    recipe = _bare_recipe(target, draft, text)
+    _prepare(recipe)
+    from distill.evaluation.bare import evaluate_bare
+    from distill.models.pair import require_pair
+
+    for reference in (recipe.target.model, recipe.draft.donor):
+        if reference.endswith(".gguf"):
+            raise DataError(f"{reference}: evaluation of GGUF files is not there yet", "give the Hugging Face folders")
+    require_pair(recipe.target.model, recipe.draft.donor)
+    from distill.corpus.prompts import cut_prompts
+    from distill.corpus.sources import read_documents
+
+    documents, _ = read_documents(recipe.corpus, needed=("report",))
+    report = evaluate_bare(recipe, documents, cut_prompts, temperature, prompts, kl, acceptance)
+    report["command"] = "distill " + " ".join(sys.argv[1:])
+    return report
+
+
+@app.command("export-gguf")
+def export_gguf(
+    model: Annotated[str | None, typer.Argument(metavar="[RUN|MODEL]", help="Run, or Hugging Face folder.")] = None,
+    outtype: Annotated[
+        list[str] | None, typer.Option("--outtype", help="f32, f16, bf16 or q8_0; may be repeated.")
+    ] = None,
+    folder: Annotated[Path | None, typer.Option("--to", help="Folder for the files (a run: its gguf folder).")] = None,
+    runs: RunsOption = DEFAULT_RUNS,
+) -> None:
+    """Write GGUF files of a run's draft and target, or of any qwen2, qwen3 or llama folder."""
+    kinds = outtype or ["f16", "q8_0"]
+    known = ("f32", "f16", "bf16", "q8_0")
+    for kind in kinds:
+        if kind not in known:
+            raise RecipeError(f"outtype `{kind}` is unknown", f"use {', '.join(known)}")
+    from distill.export.writer import export_gguf as write
+
+    if model is not None and (Path(model) / "config.json").exists():
+        sources, place = {Path(model).resolve().name: Path(model)}, folder or Path(".")
+    else:
+        from distill.models.hugging_face import local_folder
+
+        recipe, run = _find_run(model, runs)
+        _run_until(recipe, run, "train")
+        sources = {"draft": run.path("draft"), "target": local_folder(recipe.target.model)}
+        place = folder or run.path("gguf", "extra")
+    for name, source in sources.items():
+        for kind in kinds:
+            report = write(source, place / f"{name}-{kind}.gguf", kind)
+            print(f"{report.path}  {report.bytes / 1e6:.1f} MB  {report.tensors} tensors"
+                  + (f", {report.fallback_tensors} kept in f16" if report.fallback_tensors else ""))  # fmt: skip
+
+
+@app.command()
+def speedup(
+    run: RunArgument = None,
+    again: Annotated[bool, typer.Option("--again", help="Measure anew instead of showing what was measured.")] = False,
+    runs: RunsOption = DEFAULT_RUNS,
+    output: FormatOption = "md",
+) -> None:
+    """Plain against speculative decoding, end to end, of a run's draft and target."""
+    from distill.run import read_json
+
+    recipe, found = _find_run(run, runs)
+    _run_until(recipe, found, "speedup", redo=["speedup"] if again else [])
+    report = read_json(found.path("speedup.json"))
+    from distill.benchmark.speedup import as_markdown
+
+    _print_table(report["rows"], as_markdown(report), report, output)
+
+
+@app.command()
+def generate(
+    prompt: Annotated[str, typer.Argument(help="Text to continue; - reads it from standard input.")],
+    run: Annotated[str | None, typer.Option("--run", help="Run name or folder; the newest run if left out.")] = None,
+    target: TargetOption = None,
+    draft: DraftOption = None,
+    length: Annotated[int, typer.Option(min=0, max=63, help="Tokens drafted per round; 0 decodes plainly.")] = 4,
+    tokens: Annotated[int, typer.Option(min=1, help="New tokens at most.")] = 128,
+    runs: RunsOption = DEFAULT_RUNS,
+) -> None:
+    """Continue a prompt greedily, streamed, with the accepted tokens marked (green on a terminal)."""
+    text = sys.stdin.read() if prompt == "-" else prompt
+    if target or draft:
+        if not (target and draft):
+            raise RecipeError("a bare pair needs both --target and --draft")
+        from distill.models.pair import require_pair
+
+        recipe = _bare_recipe(target, draft, [Path(".")])
+        references = (recipe.target.model, recipe.draft.donor)
+        _prepare(recipe)
+        require_pair(*references)
+    else:
+        recipe, found = _find_run(run, runs)
+        if not found.path("draft", "config.json").exists():
+            raise RunError(f"{found.folder} has no trained draft yet", "run `distill train` on its recipe")
+        references = (recipe.target.model, str(found.path("draft").resolve()))
+        _prepare(recipe)
+    from distill.speculative.stream import stream
+
+    stream(recipe, references, text, length, tokens)
+
+
+@app.command()
+def report(run: RunArgument = None, runs: RunsOption = DEFAULT_RUNS) -> None:
+    """Draw report.html and the model card of a run again, from what has been measured so far."""
+    recipe, found = _find_run(run, runs)
+    if not found.path("draft").is_dir():
+        raise RunError(f"{found.folder} has no trained draft yet", "run `distill train` on its recipe")
+    from distill.report.stage import report as draw
+
+    draw(recipe, found)
+    print(found.path("report.html"))
+
+
+@app.command("runs")
+def list_runs(runs: RunsOption = DEFAULT_RUNS, output: FormatOption = "md") -> None:
+    """List the runs: stages done, last change, size on disk."""
+    from distill.pipeline import NAMES
+
+    rows = []
+    for config in sorted(runs.glob("*/config.yaml")):
+        folder = config.parent
+        done = [name for name in NAMES if (folder / "stages" / f"{name}.json").exists()]
+        size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+        changed = time.strftime("%Y-%m-%d %H:%M", time.localtime(max(p.stat().st_mtime for p in folder.rglob("*"))))
+        state = (
+            "finished"
+            if len(done) == len(NAMES)
+            else f"{len(done)} of {len(NAMES)} stages" + (f", next {next(name for name in NAMES if name not in done)}")
+        )
+        rows.append({"run": folder.name, "state": state, "changed": changed, "megabytes": round(size / 1e6, 1)})
+    if not rows:
+        raise RunError(f"there are no runs in {runs.resolve()}", "make one with `distill train RECIPE`")
+    lines = ["| run | state | changed | MB |", "|---|---|---|--:|"]
+    lines += [f"| {r['run']} | {r['state']} | {r['changed']} | {r['megabytes']} |" for r in rows]
+    _print_table(rows, "\n".join(lines), rows, output)
+
+
+def main() -> None:
+    """Run a command: exit 0 done, 2 the user's to mend (one message), 1 a bug (with its traceback)."""
+    try:
+        result = app(standalone_mode=False)
+        code = result if isinstance(result, int) else 0
+    except DistillError as error:
+        print(f"distill: {error}", file=sys.stderr)
+        code = 2
+    except click.ClickException as error:
+        error.show()
+        code = 2
+    except (KeyboardInterrupt, click.Abort):
+        print("\ndistill: interrupted; the same command goes on from here", file=sys.stderr)
+        code = 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 0
+    except Exception:
+        traceback.print_exc()
+        print("distill: this is a bug in distill; please report it with the lines above", file=sys.stderr)
+        code = 1
+    sys.exit(code)
