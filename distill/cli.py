@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from distill.run import Run
 
 app = typer.Typer(
-    help="Make draft models for speculative decoding: cut them from a donor, train them on a target, prove the speedup.",
+    help="Make draft models for speculative decoding: cut from a donor, trained on a target, the speedup proven.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,

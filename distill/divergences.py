@@ -1,7 +1,8 @@
 """Every divergence and acceptance formula once, plain and in the dtype given: the oracle for all faster versions.
 
-Legend: N positions, V vocabulary, K stored entries. p is the target's law, q the draft's; logarithms are natural, results
-are in nats or probabilities, one per position [N]. Formulas: Leviathan et al. 2023 (acceptance), Kullback and Leibler.
+Legend: N positions, V vocabulary, K stored entries. p is the target's law, q the draft's; logarithms are natural,
+results are in nats or probabilities, one per position [N]. Formulas: Leviathan et al. 2023 (acceptance), Kullback and
+Leibler.
 """
 
 from __future__ import annotations

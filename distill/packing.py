@@ -62,9 +62,9 @@ class Packed:
 def pack(sequences: Iterable[tuple[list[int], int]], block: int, split_long: bool) -> Packed:
     """Pack sequences, in the order given, into blocks of `block` positions.
 
-    Each sequence is (ids, first): laws are wanted for its tokens from index `first` on (at least 1). With `split_long` a
-    sequence that does not fit goes on in the next block as a new document; otherwise it moves there whole, and one longer
-    than a block is an error of ours.
+    Each sequence is (ids, first): laws are wanted for its tokens from index `first` on (at least 1). With `split_long`
+    a sequence that does not fit goes on in the next block as a new document; otherwise it moves there whole, and one
+    longer than a block is an error of ours.
     """
     rows: list[list[tuple[list[int], int]]] = [[]]
     used = 0

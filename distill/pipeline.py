@@ -22,8 +22,8 @@ from distill.run import Run, digest, faults_explained, read_json, reference_dige
 class Stage:
     """One stage: the function (imported when it runs), what its key hashes, and what it writes.
 
-    `settings` are dotted recipe keys, `inputs` are (stage, pattern of artifact names), `models` are `target` and `donor`.
-    A `precious` stage costs so much that its finished or begun work is never superseded without being asked.
+    `settings` are dotted recipe keys, `inputs` are (stage, pattern of artifact names), `models` are `target` and
+    `donor`. A `precious` stage costs so much that its finished or begun work is never superseded without being asked.
     """
 
     name: str
@@ -46,8 +46,18 @@ STAGES = (
     Stage(
         "corpus",
         "distill.corpus.stage:corpus",
-        ("seed", "corpus", "answers.prompts", "answers.prompt_tokens", "answers.new_tokens", "eval.prompts")
-        + ("eval.file_blocks", "draft.score_blocks", "speedup.prompts"),
+        (
+            "seed",
+            "corpus",
+            "answers.prompts",
+            "answers.prompt_tokens",
+            "answers.new_tokens",
+            "eval.prompts",
+            "eval.file_blocks",
+            "draft.score_blocks",
+            "speedup.prompts",
+            "speedup.grown_prompts",
+        ),
         (),
         ("corpus",),
         ("target", "sources"),

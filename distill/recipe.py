@@ -1,4 +1,4 @@
-"""The recipe: its schema, every default, loading and overrides. No torch here, so that `distill check` starts at once."""
+"""The recipe: its schema, every default, loading and overrides. No torch, so that `distill check` starts at once."""
 
 from __future__ import annotations
 
@@ -245,9 +245,10 @@ def _resolve_paths(raw: dict[str, Any], base: Path) -> None:
     corpus = raw.get("corpus")
     sources = corpus.get("sources") if isinstance(corpus, dict) else None
     for source in sources if isinstance(sources, list) else []:
-        if isinstance(source, dict) and isinstance(source.get("path"), str) and source.get("kind") != "hub":
-            if source["path"] != "python:stdlib":
-                source["path"] = str((base / Path(source["path"]).expanduser()).resolve())
+        if not (isinstance(source, dict) and isinstance(source.get("path"), str)):
+            continue
+        if source.get("kind") != "hub" and source["path"] != "python:stdlib":
+            source["path"] = str((base / Path(source["path"]).expanduser()).resolve())
 
 
 def _apply_override(raw: dict[str, Any], override: str) -> None:
@@ -318,7 +319,8 @@ def parse_recipe(raw: Any, where: str) -> Recipe:
         parents = {fault["loc"][:depth] for fault in errors for depth in range(len(fault["loc"]))}
         faults = [_explain(fault) for fault in errors if fault["type"] != "too_short" or fault["loc"] not in parents]
         count = f"{len(faults)} mistakes" if len(faults) > 1 else "1 mistake"
-        raise RecipeError(f"{where}: {count}\n  - " + "\n  - ".join(faults), "docs/recipes.md lists every key") from error
+        what = f"{where}: {count}\n  - " + "\n  - ".join(faults)
+        raise RecipeError(what, "docs/recipes.md lists every key") from error
 
 
 def load_recipe(path: Path, overrides: typing.Sequence[str] = ()) -> Recipe:

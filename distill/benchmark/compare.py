@@ -36,7 +36,7 @@ def run_trials(
     ends: Collection[int],
     title: str,
 ) -> list[Trial]:
-    """Decode every prompt plainly and with each γ, the order turning from prompt to prompt so that no γ is always first."""
+    """Decode every prompt plainly and with each γ, in an order that turns from prompt to prompt."""
     arms = [0, *lengths]
     trials: list[Trial] = []
     # One throw-away decode per arm: lazily made buffers and kernels are not what is measured.
@@ -161,7 +161,7 @@ def speed_ratio(
 
 
 def choose_length(trials: Sequence[Trial], lengths: Sequence[int], resamples: int, confidence: float) -> dict[str, Any]:
-    """The better of plain and speculative: γ chosen on the even prompts, its speedup reported on the odd ones."""
+    """The better of plain and speculative: γ chosen on the even prompts, its speedup on the odd ones."""
     even = [trial for trial in trials if trial.prompt % 2 == 0]
     odd = [trial for trial in trials if trial.prompt % 2 == 1]
     chosen = max(summarise_trials(even, lengths, 100, confidence), key=lambda row: row["tokens_per_second"])["length"]

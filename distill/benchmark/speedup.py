@@ -1,4 +1,4 @@
-"""Stage `speedup`: the draft with the target as it is and, where asked for, with the same target grown; both backends."""
+"""Stage `speedup`: the draft with the target as it is and, where asked for, with the same target grown."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SAMPLES = 3
 
 
 def speedup(recipe: Recipe, run: Run) -> list[Path]:
-    """Write speedup.json and speedup.md; each pair and backend is a part of its own, kept when the run is interrupted."""
+    """Write speedup.json and speedup.md; each pair and backend is a part, kept when the run is interrupted."""
     settings = recipe.speedup
     parts = []
     for grown in [False, True] if settings.grown is not None else [False]:
@@ -193,9 +193,9 @@ def explain(
     where = f"{title}, {backend}"
     sentences = [
         f"{where}: T(1) = {single * 1e3:.2f} ms, T({length + 1}) = {costs[length + 1] / single:.2f} T(1), a draft step "
-        f"costs {draft / single:.2f} T(1). If every drafted token were accepted, {length} a round would give {bound:.2f}x; "
-        f"with {row['tokens_per_round']:.2f} tokens a round it gave {row['speedup']:.2f}x over the whole request, prompt "
-        "included."
+        f"costs {draft / single:.2f} T(1). If every drafted token were accepted, {length} a round would give "
+        f"{bound:.2f}x; with {row['tokens_per_round']:.2f} tokens a round it gave {row['speedup']:.2f}x over the whole "
+        "request, prompt included."
     ]
     if bound < 1:
         sentences.append(f"{where}: at this cost ratio no draft, however good, makes {length} drafted tokens pay.")
@@ -205,8 +205,8 @@ def explain(
         )
     else:
         sentences.append(
-            f"{where}: {chosen['length']} drafted tokens a round were chosen on the even prompts; on the odd ones they give "
-            f"{chosen['speedup']:.2f}x [{chosen['speedup_low']:.2f}, {chosen['speedup_high']:.2f}]."
+            f"{where}: {chosen['length']} drafted tokens a round were chosen on the even prompts; on the odd ones "
+            f"they give {chosen['speedup']:.2f}x [{chosen['speedup_low']:.2f}, {chosen['speedup_high']:.2f}]."
         )
     return sentences
 
@@ -285,8 +285,8 @@ def _llama_generation(
 def as_markdown(report: dict[str, Any]) -> str:
     """The tables of speedup.md, which the terminal shows too."""
     lines = [
-        f"Greedy decoding of up to {report['new_tokens']} tokens, distinct report prompts, interleaved, cold caches; times "
-        "include the prompt. Speedup over this decoder's own plain run, intervals by prompt.",
+        f"Greedy decoding of up to {report['new_tokens']} tokens, distinct report prompts, interleaved, cold caches; "
+        "times include the prompt. Speedup over this decoder's own plain run, intervals by prompt.",
         "",
         "| pair | backend | drafted | tok/s | tokens/round | accepted | speedup | predicted | same text |",
         "|---|---|--:|--:|--:|--:|--:|--:|--:|",
@@ -300,8 +300,8 @@ def as_markdown(report: dict[str, Any]) -> str:
         total = row["identical"] + row["excused"] + row["different"]
         same = f"{row['identical']}/{total}" + (f" (+{row['excused']} ties)" if row["excused"] else "")
         lines.append(
-            f"| {row['pair']} | {row['backend']} | {drafted} | {row['tokens_per_second']:.1f} | {per_round} | {acceptance} "
-            f"| {gain} | {predicted} | {same if row['length'] else ''} |"
+            f"| {row['pair']} | {row['backend']} | {drafted} | {row['tokens_per_second']:.1f} | {per_round} "
+            f"| {acceptance} | {gain} | {predicted} | {same if row['length'] else ''} |"
         )
     lines += ["", "| pair | backend | plain tok/s | library | its tok/s | ratio |", "|---|---|--:|---|--:|--:|"]
     for row in report["plain_reference"]:

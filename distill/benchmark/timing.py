@@ -18,8 +18,8 @@ def measure_steps(
 ) -> dict[int, tuple[float, float, float]]:
     """Median, lowest and highest seconds of a step of m tokens, for each m, after a warm-up that is thrown away.
 
-    The counts are visited in turn, round after round, so that a slow spell of the machine touches all of them. The model is
-    left with `depth` tokens committed.
+    The counts are visited in turn, round after round, so that a slow spell of the machine touches all of them. The
+    model is left with `depth` tokens committed.
     """
     model.rollback([0])
     model.extend([7 * i % vocabulary for i in range(depth)], want=[depth - 1])
@@ -39,7 +39,7 @@ def measure_steps(
 def cost_curve(
     model: Model, title: str, backend: str, dtype: str, max_tokens: int, depth: int, repeats: int
 ) -> dict[str, Any]:
-    """The curve of one model as profile.json keeps it; `tokens`, `seconds`, `low`, `high` run over m = 1..max_tokens."""
+    """The curve of one model as profile.json keeps it; its lists run over m = 1..max_tokens."""
     depth = min(depth, model.capacity - max_tokens)
     counts = list(range(1, max_tokens + 1))
     found = measure_steps(model, counts, depth, repeats, model.vocabulary_size)

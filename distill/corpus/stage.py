@@ -24,7 +24,8 @@ def corpus(recipe: Recipe, run: Run) -> list[Path]:
     ends = end_ids(load_config(recipe.target.model), tokenizer)
     documents, dropped = read_documents(recipe.corpus)
     to_ids = functools.partial(encode, tokenizer)
-    wanted = {"train": recipe.answers.prompts, "selection": 0, "report": max(recipe.eval.prompts, 2)}
+    report_prompts = max(recipe.eval.prompts, recipe.speedup.prompts, recipe.speedup.grown_prompts)
+    wanted = {"train": recipe.answers.prompts, "selection": 0, "report": report_prompts}
     # Text blocks are capped: train by corpus.tokens, the others by what scoring and evaluation may use.
     limits = {
         "train": recipe.corpus.tokens,

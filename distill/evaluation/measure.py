@@ -1,4 +1,5 @@
-"""What is measured between a target and a draft: divergences and acceptances by position, and acceptance by draft position.
+"""What is measured between a target and a draft: divergences and acceptances by position, and acceptance by draft
+position.
 
 Legend: n blocks, S positions, N scored positions, V vocabulary, U units (prompts or documents), γ drafted tokens.
 """
@@ -33,8 +34,8 @@ def position_metrics(target_logits: Tensor, draft_logits: Tensor, sampler: Sampl
     """All METRICS per position [N, 7] in fp32 from logits [N, V_target] and [N, V_draft].
 
     Columns from `vocabulary` on are padding in either model and get no mass. KL and TV compare the untruncated laws at
-    temperature 1; the sampling and match acceptances use the laws after the served sampler; greedy acceptance is that of
-    temperature 0, which is the top-1 agreement by definition.
+    temperature 1; the sampling and match acceptances use the laws after the served sampler; greedy acceptance is that
+    of temperature 0, which is the top-1 agreement by definition.
     """
     target = target_logits[:, :vocabulary].float()
     draft = draft_logits[:, :vocabulary].float()

@@ -77,3 +77,7 @@ class Model(Protocol):
     def reset(self) -> None:
         """Forget all tokens."""
         ...
+
+    def close(self) -> None:
+        """Give back what the model holds; it cannot be used afterwards."""
+        ...

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from distill.errors import DataError, RunError
@@ -136,15 +137,16 @@ class TorchLogits:
         ids: list[int] = self.values.argmax(-1).tolist()
         return ids
 
-    def top(self, k: int) -> tuple[numpy.ndarray, numpy.ndarray]:
+    def top(self, k: int) -> tuple[NDArray[numpy.int64], NDArray[numpy.float32]]:
         """Ids and logits [n, k] of the largest k, descending."""
         values, ids = self.values.topk(k, dim=-1)
         return ids.cpu().numpy(), values.float().cpu().numpy()
 
-    def gather(self, ids: Sequence[int]) -> numpy.ndarray:
-        """Logit [n] of one token per row."""
-        index = torch.tensor(ids, device=self.values.device).unsqueeze(-1)
-        return self.values.gather(-1, index).squeeze(-1).float().cpu().numpy()
+    def gather(self, ids: Any) -> NDArray[numpy.float32]:
+        """The logits of `ids` [n] or [n, k], row by row, in the same shape."""
+        index = torch.as_tensor(ids, dtype=torch.long, device=self.values.device)
+        found: NDArray[numpy.float32] = self.values.gather(-1, index.view(len(self), -1)).float().cpu().numpy()
+        return found.reshape(index.shape)
 
     def full(self) -> Tensor:
         """A copy [n, V] in fp32 on the CPU."""

@@ -36,11 +36,11 @@ def compare_pair(target: str, draft: str) -> PairReport:
     """Compare two Hugging Face models' vocabularies by the rules of each decoder; loads no weights."""
     sizes = [int(load_config(reference).vocab_size) for reference in (target, draft)]
     tokenizers: list[Any] = [load_tokenizer(reference) for reference in (target, draft)]
-    vocabularies = [tokenizer.get_vocab() for tokenizer in tokenizers]
-    any_difference = _first_difference(*vocabularies, 0)
-    if any_difference is None and len(vocabularies[0]) != len(vocabularies[1]):
-        any_difference = f"the target has {len(vocabularies[0])} tokens, the draft {len(vocabularies[1])}"
-    llama = _first_difference(*vocabularies, LLAMA_CPP_FIRST_ID)
+    ours, theirs = (tokenizer.get_vocab() for tokenizer in tokenizers)
+    any_difference = _first_difference(ours, theirs, 0)
+    if any_difference is None and len(ours) != len(theirs):
+        any_difference = f"the target has {len(ours)} tokens, the draft {len(theirs)}"
+    llama = _first_difference(ours, theirs, LLAMA_CPP_FIRST_ID)
     if abs(sizes[0] - sizes[1]) > LLAMA_CPP_SIZE_DIFFERENCE:
         llama = f"vocabulary sizes {sizes[0]} and {sizes[1]} differ by more than {LLAMA_CPP_SIZE_DIFFERENCE}"
     vllm = None if sizes[0] == sizes[1] else f"vocab_size is {sizes[0]} in the target and {sizes[1]} in the draft"

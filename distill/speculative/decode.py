@@ -27,8 +27,8 @@ class Round:
 class Decoded:
     """Tokens after a prompt, with the rounds that made them.
 
-    `from_draft[i]` tells whether token i was drafted and accepted. `prefill_seconds` (the prompt) and `seconds` (all later
-    tokens) are apart, because speculation only touches the second. The first token belongs to the prefill.
+    `from_draft[i]` tells whether token i was drafted and accepted. `prefill_seconds` (the prompt) and `seconds` (all
+    later tokens) are apart, because speculation only touches the second. The first token belongs to the prefill.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -128,8 +128,8 @@ def speculative(
 ) -> Decoded:
     """Greedy speculative decoding from cold caches with up to `length` drafted tokens a round.
 
-    The tokens are those of `plain`, except where the target's two best logits lie within the rounding difference between
-    batches of one and of several tokens.
+    The tokens are those of `plain`, except where the target's two best logits lie within the rounding difference
+    between batches of one and of several tokens.
     """
     result = Decoded()
     for _ in speculative_rounds(target, draft, prompt, limit, length, ends, result):

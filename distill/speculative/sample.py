@@ -24,8 +24,8 @@ def continue_prompts(
 ) -> list[list[int]]:
     """Continue B prompts (of any lengths) together, each with random numbers of its own.
 
-    Returns up to `limit` new ids per prompt; one that ends keeps its end id as the last. Row b's draws depend on seeds[b]
-    and on its own laws alone (batch mates only reach it through rounding).
+    Returns up to `limit` new ids per prompt; one that ends keeps its end id as the last. Row b's draws depend on
+    seeds[b] and on its own laws alone (batch mates only reach it through rounding).
     """
     from transformers import DynamicCache
 

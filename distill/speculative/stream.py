@@ -15,8 +15,8 @@ GREEN, RESET = "\x1b[32m", "\x1b[0m"
 def stream(recipe: Recipe, references: tuple[str, str], text: str, length: int, limit: int) -> None:
     """Continue `text` with (target, draft), printing tokens as rounds end and a summary on stderr.
 
-    Accepted tokens are green on a terminal; elsewhere the text is printed bare. Raises DataError for a prompt that is empty
-    or fills the context.
+    Accepted tokens are green on a terminal; elsewhere the text is printed bare. Raises DataError for a prompt that is
+    empty or fills the context.
     """
     device = pick_device(recipe.device)
     tokenizer = load_tokenizer(references[0])

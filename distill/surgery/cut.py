@@ -21,23 +21,22 @@ from distill.run import Run, write_folder, write_json
 SUPPORTED = ("qwen2", "qwen3", "llama", "mistral")
 
 
-def decoder_layers(model: Any) -> torch.nn.ModuleList:
+def decoder_layers(model: Any) -> Any:
     """The blocks of a supported model; raises DataError for an architecture that cannot be cut."""
     if model.config.model_type not in SUPPORTED:
         raise DataError(
             f"cutting architecture `{model.config.model_type}` is not supported", f"supported: {', '.join(SUPPORTED)}"
         )
-    layers: torch.nn.ModuleList = model.model.layers
-    return layers
+    return model.model.layers
 
 
 @torch.inference_mode()
 def score(model: Any, blocks: Packed, batch: int = 4) -> tuple[list[float], list[Tensor]]:
     """One pass over the blocks: the influence of each layer and the score of each MLP neuron.
 
-    Influence [L] is 1 − mean cosine of a block's input and output (Men et al. 2024). A neuron's score, [F] per layer, is
-    E[a²]·‖W_down column‖²: the mean square it adds to the residual stream, a being the input of down_proj. Only positions
-    that hold tokens count.
+    Influence [L] is 1 − mean cosine of a block's input and output (Men et al. 2024). A neuron's score, [F] per layer,
+    is E[a²]·‖W_down column‖²: the mean square it adds to the residual stream, a being the input of down_proj. Only
+    positions that hold tokens count.
     """
     layers = decoder_layers(model)
     device = next(model.parameters()).device
@@ -150,7 +149,7 @@ def donor_reference(recipe: Recipe) -> str:
 
 
 def draft(recipe: Recipe, run: Run) -> list[Path]:
-    """Cut the donor and write init/, a folder that `from_pretrained` loads, with the target's tokenizer, and cut.json."""
+    """Cut the donor and write init/, which `from_pretrained` loads, with the target's tokenizer and cut.json."""
     reference = donor_reference(recipe)
     if reference != recipe.target.model:
         require_pair(recipe.target.model, reference)

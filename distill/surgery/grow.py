@@ -1,8 +1,8 @@
 """Make a model larger without changing its function, so that real text can be had at a real model's cost.
 
-The hidden state is tiled r times. RMSNorm does not notice (the mean square is the same); each linear that reads the state
-sees every value r times and divides by r; each that writes it writes r copies. Heads and MLP neurons are repeated r times
-with their output columns divided by r. Added layers have zero o_proj and down_proj, so they add nothing.
+The hidden state is tiled r times. RMSNorm does not notice (the mean square is the same); each linear that reads the
+state sees every value r times and divides by r; each that writes it writes r copies. Heads and MLP neurons are repeated
+r times with their output columns divided by r. Added layers have zero o_proj and down_proj, so they add nothing.
 
 Legend: r tile, H hidden, F MLP width.
 """
@@ -30,8 +30,8 @@ def _tile_columns(weight: Tensor, tile: int) -> Tensor:
 def grow(model: Any, tile: int, layers: int) -> Any:
     """A larger Qwen2 model in fp32 with the same logits up to rounding (exact products when `tile` is a power of two).
 
-    `tile` multiplies hidden size, heads, KV heads and MLP width; `layers` is the new number of layers, the added ones zero
-    and spread evenly. Raises DataError for another architecture, an untied head or fewer layers than there are.
+    `tile` multiplies hidden size, heads, KV heads and MLP width; `layers` is the new number of layers, the added ones
+    zero and spread evenly. Raises DataError for another architecture, an untied head or fewer layers than there are.
     """
     config = model.config
     if config.model_type != "qwen2" or not config.tie_word_embeddings:
@@ -60,9 +60,7 @@ def grow(model: Any, tile: int, layers: int) -> Any:
             if not name.startswith(template):
                 continue
             kind = name.removeprefix(template)
-            if kind.endswith("layernorm.weight"):
-                grown = value.repeat(tile)
-            elif kind.endswith(".bias"):
+            if kind.endswith(("layernorm.weight", ".bias")):
                 grown = value.repeat(tile)
             else:  # both dimensions of every matrix are tiled
                 grown = _tile_rows(_tile_columns(value, tile), tile)

@@ -1,7 +1,8 @@
 """The compact teacher store: per position the top-K log-probabilities of the target and the log of the rest's mass.
 
 Legend: n blocks of a shard, S positions, K entries, V vocabulary. A shard is a safetensors file with the packed blocks
-(ids, documents, positions, mask) and top_ids int32 [n, S, K], top_log_probabilities fp16 [n, S, K], log_tail fp32 [n, S].
+(ids, documents, positions, mask) and top_ids int32 [n, S, K], top_log_probabilities fp16 [n, S, K], log_tail fp32 [n,
+S].
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ class TeacherChunk:
 def compress(logits: Tensor, k: int, vocabulary: int) -> TeacherChunk:
     """The compact form of laws given as logits [N, V], at temperature 1.
 
-    Columns from `vocabulary` on are padding and hold no mass. The tail is summed over the logits outside the top K, never
-    as one minus the sum of the others.
+    Columns from `vocabulary` on are padding and hold no mass. The tail is summed over the logits outside the top K,
+    never as one minus the sum of the others.
     """
     logits = logits.float()
     if vocabulary < logits.shape[-1]:

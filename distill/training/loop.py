@@ -147,7 +147,7 @@ def train(recipe: Recipe, run: Run) -> list[Path]:
             laws["top_log_probabilities"].to(accelerator.device)[scored],
             laws["log_tail"].to(accelerator.device)[scored],
             blocks.labels().long().to(accelerator.device)[scored],
-            dict(settings.loss),
+            {name: weight for name, weight in settings.loss.items()},
             int(store.manifest["vocabulary"]),
             settings.chunk,
         )
