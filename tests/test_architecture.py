@@ -26,6 +26,7 @@ HEIGHT = {room: -depth for depth, rooms in enumerate(LAYERS) for room in rooms}
 ALLOWED = {
     ("benchmark", "export"),
     ("benchmark", "surgery"),
+    ("training", "target"),
 }
 
 HEAVY = {"torch", "transformers", "datasets", "peft", "accelerate", "llama_cpp", "gguf", "pyarrow", "matplotlib"}

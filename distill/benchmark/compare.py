@@ -151,7 +151,7 @@ def speed_ratio(
     resamples: int,
     confidence: float,
 ) -> tuple[float, float, float]:
-    """Tokens per second over the base's, with a paired bootstrap interval: both sides see the same resampled prompts."""
+    """Tokens per second over the base's, with a bootstrap interval that resamples prompts in pairs."""
     drawn = numpy.random.default_rng(0).integers(0, len(tokens), size=(resamples, len(tokens)))
     ratios = (tokens[drawn].sum(1) / seconds[drawn].sum(1)) / (base_tokens[drawn].sum(1) / base_seconds[drawn].sum(1))
     edge = (1 - confidence) / 2
