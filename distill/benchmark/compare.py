@@ -162,11 +162,13 @@ def speed_ratio(
 
 def choose_length(trials: Sequence[Trial], lengths: Sequence[int], resamples: int, confidence: float) -> dict[str, Any]:
     """The better of plain and speculative: γ chosen on the even prompts, its speedup on the odd ones."""
-    even = [trial for trial in trials if trial.prompt % 2 == 0]
-    odd = [trial for trial in trials if trial.prompt % 2 == 1]
+    # Renumbered, so that no prompt is counted that has no trial.
+    even, odd = (
+        [Trial(t.prompt // 2, t.length, t.seconds, t.decoded) for t in trials if t.prompt % 2 == side]
+        for side in (0, 1)
+    )
     chosen = max(summarise_trials(even, lengths, 100, confidence), key=lambda row: row["tokens_per_second"])["length"]
-    renumbered = [Trial(t.prompt // 2, t.length, t.seconds, t.decoded) for t in odd]
-    row = next(r for r in summarise_trials(renumbered, lengths, resamples, confidence) if r["length"] == chosen)
+    row = next(r for r in summarise_trials(odd, lengths, resamples, confidence) if r["length"] == chosen)
     return {name: row[name] for name in ("length", "speedup", "speedup_low", "speedup_high", "tokens_per_second")}
 
 

@@ -84,8 +84,11 @@ def _chunk_terms(
     q = log_q.exp()
     # The stored p and tail sum to 1 only within fp16's rounding; with total mass m the gradient's constant is m.
     mass = p.sum(-1) + tail
-    ratio = torch.where(tail > 0, (log_tail - log_q_tail).exp(), torch.zeros_like(tail))
-    gradient = q * (kl_weight * (mass - ratio) + ce_weight).unsqueeze(-1)
+    gradient = q * (kl_weight * mass + ce_weight).unsqueeze(-1)
+    if kl_weight:
+        # q · p_t/q_t in one exponent: apart, the ratio overflows where the draft leaves next to nothing outside.
+        shift = torch.where(tail > 0, log_tail - log_q_tail, torch.full_like(tail, -torch.inf))
+        gradient -= kl_weight * (log_q + shift.unsqueeze(-1)).exp_()
     inside = kl_weight * (q.gather(-1, ids) * mass.unsqueeze(-1) - p) + ce_weight * q.gather(-1, ids)
     gradient.scatter_(-1, ids, inside)
     gradient.scatter_add_(-1, labels.unsqueeze(-1), torch.full_like(ce, -ce_weight).unsqueeze(-1))
