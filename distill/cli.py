@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import click
 import typer
 
 from distill.errors import DataError, DistillError, RecipeError, RunError
@@ -45,6 +44,9 @@ TextOption = Annotated[
     list[Path] | None, typer.Option("--text", help="Bare pair: a text file or a folder of them to take prompts from.")
 ]
 DEFAULT_RUNS = Path("runs")
+
+# Recent versions of typer raise the exceptions of a click of their own, older ones those of the package click.
+ClickException: Any = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
 
 
 # ── runs ──
@@ -201,7 +203,7 @@ def train(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say which stage would run, and why; do nothing.")] = False,
 ) -> None:
     """Run every stage of a recipe, from corpus to report. The same command resumes after any interruption."""
-    from distill.pipeline import find_stage, run_pipeline
+    from distill.pipeline import find_stage, require_nothing_superseded, run_pipeline
     from distill.recipe import load_recipe
     from distill.run import Run, faults_explained
 
@@ -215,9 +217,10 @@ def train(
         return
     if fresh and folder.exists():
         aside = folder.with_name(f"{folder.name}-{time.strftime('%Y%m%d-%H%M%S')}")
-        with faults_explained(folder):
+        with run.locked(), faults_explained(folder):
             folder.rename(aside)
         print(f"the old run is now {aside}", file=sys.stderr)
+    require_nothing_superseded(found, run, until, redo or ())
     run.open(recipe.read_text(encoding="utf-8"))
     try:
         _prepare(found)
@@ -459,10 +462,10 @@ def main() -> None:
     except DistillError as error:
         print(f"distill: {error}", file=sys.stderr)
         code = 2
-    except click.ClickException as error:
+    except ClickException as error:
         error.show()
         code = 2
-    except (KeyboardInterrupt, click.Abort):
+    except (KeyboardInterrupt, typer.Abort):
         print("\ndistill: interrupted; the same command goes on from here", file=sys.stderr)
         code = 130
     except BrokenPipeError:

@@ -24,6 +24,7 @@ class Stage:
 
     `settings` are dotted recipe keys, `inputs` are (stage, pattern of artifact names), `models` are `target` and
     `donor`. A `precious` stage costs so much that its finished or begun work is never superseded without being asked.
+    `passing` are beginnings of settings that change nothing a precious stage reads.
     """
 
     name: str
@@ -34,6 +35,7 @@ class Stage:
     models: tuple[str, ...] = ()
     precious: bool = False
     version: int = 1
+    passing: tuple[str, ...] = ()
 
     def load(self) -> Callable[[Recipe, Run], list[Path]]:
         """The stage function `stage(recipe, run)`, which returns its artifacts."""
@@ -61,6 +63,7 @@ STAGES = (
         (),
         ("corpus",),
         ("target", "sources"),
+        passing=("eval.", "speedup.", "draft.score_blocks"),
     ),
     Stage(
         "answers",
@@ -249,13 +252,70 @@ def state_of(stage: Stage, recipe: Recipe, run: Run, cache: dict[str, str]) -> t
     if record is not None:
         if record["key"] != digest(parts):
             return "changed", difference(record["inputs"], parts), parts
-        fault = run.artifacts_whole(record)
-        return ("done", [], parts) if fault is None else ("damaged", [fault], parts)
+        faults = list(run.damaged_artifacts(record).values())
+        return ("damaged", faults, parts) if faults else ("done", [], parts)
     begun = _begun_path(run, stage)
     if begun.exists():
         old = read_json(begun)
         return ("begun", [], parts) if old == parts else ("changed", difference(old, parts), parts)
     return "new", [], parts
+
+
+def _forget_damaged(run: Run, stage: Stage) -> None:
+    """Remove the damaged artifacts of a precious stage and its record, so that it makes only those again."""
+    with faults_explained(run.folder):
+        for name in run.damaged_artifacts(run.done(stage.name) or {"artifacts": {}}):
+            run.path(name).unlink(missing_ok=True)
+        run.done_path(stage.name).unlink(missing_ok=True)
+
+
+def _refusal(run: Run, stage: Stage, reasons: Sequence[str], kept: str, redo: str) -> RunError:
+    return RunError(
+        f"stage `{stage.name}` of {run.folder} was made with other settings{kept}:\n    " + "\n    ".join(reasons),
+        f"keep it and use another run (name=…), or replace it (--redo {redo}), or move the whole run aside (--fresh)",
+    )
+
+
+def _asked(run: Run, redo: Sequence[str]) -> dict[str, list[str]]:
+    """Stages to redo, those of an interrupted earlier command included, and which of them are already under way."""
+    path = run.path("stages", "redo.json")
+    found: dict[str, list[str]] = read_json(path) if path.exists() else {"asked": [], "started": []}
+    return {"asked": sorted({*found["asked"], *redo}), "started": found["started"]}
+
+
+def require_nothing_superseded(recipe: Recipe, run: Run, until: str | None = None, redo: Sequence[str] = ()) -> None:
+    """Raise RunError when running up to `until` would supersede precious work without being asked; changes nothing."""
+    last = NAMES.index(find_stage(until).name) if until else len(STAGES) - 1
+    for name in redo:
+        find_stage(name)
+    allowed = consumers(_asked(run, redo)["asked"])
+    cache: dict[str, str] = {}
+    for stage in STAGES[: last + 1]:
+        if stage.name in allowed:
+            continue
+        record, begun = run.done(stage.name), _begun_path(run, stage)
+        if record is None and not begun.exists():
+            continue
+        old = record["inputs"] if record is not None else read_json(begun)
+        new = key_parts(stage, recipe, run, cache)
+        # What a stage before it has yet to make again cannot be compared before it is made.
+        changed = {
+            name
+            for name in {*old, *new}
+            if old.get(name) != new.get(name) and not (":" in name and None in (old.get(name), new.get(name)))
+        }
+        reasons = difference({name: old.get(name) for name in old if name in changed},
+                             {name: new.get(name) for name in new if name in changed})  # fmt: skip
+        if stage.precious and changed:
+            raise _refusal(run, stage, reasons, "", stage.name)
+        rests = [
+            other.name
+            for other in STAGES
+            if other.precious and other.name in consumers([stage.name]) and other.name not in allowed
+            and (run.done_path(other.name).exists() or _begun_path(run, other).exists())
+        ]  # fmt: skip
+        if rests and any(not name.startswith(stage.passing) for name in changed):
+            raise _refusal(run, stage, reasons, f", and {', '.join(rests)} rest on it", stage.name)
 
 
 def run_pipeline(
@@ -266,21 +326,20 @@ def run_pipeline(
     Raises RunError, before touching anything, when finished or begun work of a precious stage would be superseded.
     """
     last = NAMES.index(find_stage(until).name) if until else len(STAGES) - 1
-    for name in redo:
-        find_stage(name)
-    allowed = consumers(redo)
+    require_nothing_superseded(recipe, run, until, redo)
+    again = _asked(run, redo)
+    allowed = consumers(again["asked"])
     cache: dict[str, str] = {}
     for stage in STAGES[: last + 1]:
         state, reasons, parts = state_of(stage, recipe, run, cache)
-        if stage.name in redo:
+        forced = stage.name in again["asked"] and stage.name not in again["started"]
+        if forced:
             state, reasons = "changed", ["asked for with --redo"]
         if state == "changed" and stage.precious and stage.name not in allowed and not dry:
-            raise RunError(
-                f"stage `{stage.name}` of {run.folder} was made with other settings:\n    " + "\n    ".join(reasons),
-                f"keep it and use another run (name=…), or replace it (--redo {stage.name}), "
-                "or move the whole run aside (--fresh)",
-            )
+            raise _refusal(run, stage, reasons, "", stage.name)
         if state == "done":
+            if not dry:
+                _begun_path(run, stage).unlink(missing_ok=True)  # a kill right after the record leaves it
             run.say(f"{stage.name}: up to date")
             continue
         if dry:
@@ -290,11 +349,18 @@ def run_pipeline(
             return
         why = f" ({'; '.join(reasons)})" if reasons else ""
         run.say(f"{stage.name}: {'resumes' if state == 'begun' else 'runs'}{why}")
-        if state in ("changed", "damaged"):
+        if state == "damaged" and stage.precious:
+            _forget_damaged(run, stage)
+        elif state != "begun":  # what stands there without a record is of unknown make
             _clear(run, stage)
+        if forced:
+            again["started"].append(stage.name)
+            write_json(run.path("stages", "redo.json"), again)
         write_json(_begun_path(run, stage), parts)
         started = time.time()
         artifacts = stage.load()(recipe, run)
         run.finish(stage.name, digest(parts), parts, artifacts, started)
         _begun_path(run, stage).unlink(missing_ok=True)
         run.say(f"{stage.name}: done in {duration(time.time() - started)}")
+    if not dry:
+        run.path("stages", "redo.json").unlink(missing_ok=True)

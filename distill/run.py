@@ -11,6 +11,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 import time
@@ -31,6 +32,21 @@ def _explain_write_fault(path: Path, error: OSError) -> RunError:
     if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
         return RunError(f"no permission to write {path}: {error.strerror}", "choose another folder with --runs")
     return RunError(f"cannot write {path}: {error}", "mend it and run the same command again")
+
+
+def _write_fault(error: Exception) -> OSError | None:
+    """The operating system's fault behind what a library raised while writing a file; None when it is something else.
+
+    safetensors and tokenizers only put its number into their message, torch not even that.
+    """
+    if isinstance(error, OSError):
+        return error
+    number = re.search(r"\(os error (\d+)\)", str(error))
+    if number:
+        return OSError(int(number[1]), os.strerror(int(number[1])))
+    if "inline_container" in str(error) or "PytorchStreamWriter" in str(error):
+        return OSError(errno.EIO, "the file could not be written whole; is the disk full?")
+    return None
 
 
 @contextlib.contextmanager
@@ -55,10 +71,13 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
             os.fsync(handle.fileno())
         os.replace(temporary, path)
         _sync_folder(path.parent)
-    except OSError as error:
+    except Exception as error:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
-        raise _explain_write_fault(path, error) from error
+        fault = _write_fault(error)
+        if fault is None:
+            raise
+        raise _explain_write_fault(path, fault) from error
 
 
 def _sync_folder(folder: Path) -> None:
@@ -101,8 +120,12 @@ def write_folder(path: Path, write: Callable[[Path], object]) -> None:
         _sync_folder(path.parent)
         if old.exists():
             shutil.rmtree(old)
-    except OSError as error:
-        raise _explain_write_fault(path, error) from error
+    except Exception as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        fault = _write_fault(error)
+        if fault is None:
+            raise
+        raise _explain_write_fault(path, fault) from error
 
 
 def read_json(path: Path) -> Any:
@@ -222,17 +245,31 @@ class Run:
         """A path inside the run directory."""
         return self.folder.joinpath(*parts)
 
+    def _take_lock(self) -> None:
+        self._lock = open(self.folder / ".lock", "w")  # noqa: SIM115 - held for the life of the run
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self.close()
+            raise RunError(
+                f"another process is working in {self.folder}", "wait for it, or give this run another name=…"
+            ) from None
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Hold the lock of an existing directory for a while; raises RunError when another process has it."""
+        with faults_explained(self.folder):
+            self._take_lock()
+        try:
+            yield
+        finally:
+            self.close()
+
     def open(self, recipe_text: str) -> None:
         """Create the directory, take its lock and write recipe, resolved configuration and provenance."""
         with faults_explained(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._lock = open(self.folder / ".lock", "w")  # noqa: SIM115 - held for the life of the run
-            try:
-                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise RunError(
-                    f"another process is working in {self.folder}", "wait for it, or give this run another name=…"
-                ) from None
+            self._take_lock()
             self._log = open(self.folder / "log.txt", "a", encoding="utf-8")  # noqa: SIM115
         write_text(self.path("recipe.yaml"), recipe_text)
         write_text(self.path("config.yaml"), dump_recipe(self.recipe))
@@ -247,7 +284,8 @@ class Run:
         """Let go of the lock and the log."""
         for handle in (self._log, self._lock):
             if handle is not None:
-                handle.close()
+                with contextlib.suppress(OSError):  # a full disk was already reported when the line was written
+                    handle.close()
         self._log = self._lock = None
 
     def say(self, message: str) -> None:
@@ -262,8 +300,12 @@ class Run:
         """Append one object to metrics.jsonl, flushed."""
         line = json.dumps({"stage": stage, "time": now(), **values}) + "\n"
         path = self.path("metrics.jsonl")
-        with faults_explained(path), open(path, "a", encoding="utf-8") as handle:
-            handle.write(line)
+        with faults_explained(path), open(path, "a+b") as handle:
+            if handle.tell():
+                handle.seek(-1, os.SEEK_END)
+                if handle.read(1) != b"\n":  # the last line was torn by a kill: it must not take this one with it
+                    handle.write(b"\n")
+            handle.write(line.encode())
 
     def metrics(self) -> list[dict[str, Any]]:
         """What metrics.jsonl holds, for each stage and step the last line written; a torn last line is left out.
@@ -274,8 +316,8 @@ class Run:
         if not path.exists():
             return []
         latest: dict[Any, dict[str, Any]] = {}
-        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines()):
-            with contextlib.suppress(json.JSONDecodeError):
+        for number, line in enumerate(path.read_bytes().splitlines()):
+            with contextlib.suppress(ValueError):
                 value = json.loads(line)
                 latest[(value["stage"], value.get("step", -number))] = value
         return list(latest.values())
@@ -291,18 +333,19 @@ class Run:
         path = self.done_path(stage)
         return read_json(path) if path.exists() else None
 
-    def artifacts_whole(self, record: dict[str, Any]) -> str | None:
-        """None when every artifact of a record is there in its full size, else what is wrong.
+    def damaged_artifacts(self, record: dict[str, Any]) -> dict[str, str]:
+        """What is wrong with each artifact of a record that is not there in its full size, by name.
 
         Sizes are compared here; contents are checked against their checksums where they are read.
         """
+        faults = {}
         for name, facts in record["artifacts"].items():
             path = self.path(name)
             if not path.is_file():
-                return f"{name} is missing"
-            if path.stat().st_size != facts["bytes"]:
-                return f"{name} has {path.stat().st_size} bytes instead of {facts['bytes']}"
-        return None
+                faults[name] = f"{name} is missing"
+            elif path.stat().st_size != facts["bytes"]:
+                faults[name] = f"{name} has {path.stat().st_size} bytes instead of {facts['bytes']}"
+        return faults
 
     def finish(self, stage: str, key: str, inputs: dict[str, Any], artifacts: Sequence[Path], started: float) -> None:
         """Write a stage's done record, last of all its files."""

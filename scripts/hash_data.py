@@ -18,4 +18,4 @@ if __name__ == "__main__":
     for split in ("selection", "report"):
         files = [path for path in (DATA / split).rglob("*.py") if path.is_file()]
         size = sum(path.stat().st_size for path in files)
-        print(f"| `{split}/`, {len(files)} files | {size:,} | `{reference_digest(str(DATA / split))}` (of the whole folder) |")
+        print(f"| `{split}/`, {len(files)} files | {size:,} | `{reference_digest(str(DATA / split))}` (whole folder) |")

@@ -55,6 +55,8 @@ def _records(source: Source) -> Iterator[dict[str, object]]:
     """Records of a jsonl file or hub data set, through `datasets`."""
     import datasets
 
+    datasets.disable_progress_bars()
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # its faults are told once, by the DataError below
     if source.kind == "hub":
         try:
             yield from datasets.load_dataset(source.path, source.subset, split=source.hub_split, streaming=True)

@@ -197,7 +197,7 @@ class TorchModel:
         keep: int | Tensor = 0
         if want is not None:
             last = list(want) == [len(tokens) - 1]
-            keep = 1 if last else torch.tensor(list(want), device=self.device)
+            keep = 1 if last else torch.tensor(list(want), dtype=torch.long, device=self.device)
         logits = self.model(input_ids=ids, past_key_values=self._cache, use_cache=True, logits_to_keep=keep).logits[0]
         self._length += len(tokens)
         return TorchLogits(logits)

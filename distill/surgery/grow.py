@@ -46,10 +46,11 @@ def grow(model: Any, tile: int, layers: int) -> Any:
     larger.num_attention_heads = config.num_attention_heads * tile
     larger.num_key_value_heads = config.num_key_value_heads * tile
     larger.num_hidden_layers = layers
-    larger.layer_types = ["full_attention"] * layers
     old = {name: value.detach().float() for name, value in model.state_dict().items()}
     # Original layer i goes to the place that keeps the order and spreads the zero layers evenly.
     places = {i * layers // config.num_hidden_layers: i for i in range(config.num_hidden_layers)}
+    # What kind an added layer is does not matter.
+    larger.layer_types = [config.layer_types[places.get(place, 0)] for place in range(layers)]
     new: dict[str, Tensor] = {"model.embed_tokens.weight": old["model.embed_tokens.weight"].repeat(1, tile)}
     # A tied head reads the tiled state with tiled rows: r times the logit, so the final norm gives 1/r of the state.
     new["model.norm.weight"] = old["model.norm.weight"].repeat(tile) / tile

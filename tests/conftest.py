@@ -1,0 +1,33 @@
+"""Shared by the tests of whole runs: a tiny world, and one finished run in it that nobody changes."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import tiny
+
+
+@pytest.fixture(scope="session")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder with target/, corpus/ and recipe.yaml."""
+    folder = tmp_path_factory.mktemp("world")
+    tiny.build_world(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def finished(world: Path) -> Iterator[Path]:
+    """A finished run of the world's recipe; copy it before changing anything."""
+    with tiny.one_thread():
+        assert tiny.call("train", world / "recipe.yaml", "--runs", world / "runs") == 0
+        yield world / "runs" / "tiny"
+
+
+@pytest.fixture
+def copied(finished: Path, tmp_path: Path) -> Path:
+    """A copy of the finished run that a test may change; its folder of runs is the parent."""
+    shutil.copytree(finished, tmp_path / "runs" / "tiny")
+    return tmp_path / "runs" / "tiny"

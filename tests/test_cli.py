@@ -1,0 +1,215 @@
+"""Every command, on a tiny run and on bare folders."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import tiny
+from typer.main import get_command
+
+from distill.cli import app
+
+Capture = pytest.CaptureFixture[str]
+COMMANDS = sorted(get_command(app).commands)  # type: ignore[attr-defined]
+
+
+@pytest.fixture(autouse=True)
+def single() -> Iterator[None]:
+    with tiny.one_thread():
+        yield
+
+
+def refuse_constant(name: str) -> float:
+    raise AssertionError(f"{name} is not JSON")
+
+
+def strict(text: str) -> object:
+    return json.loads(text, parse_constant=refuse_constant)
+
+
+@pytest.mark.parametrize("command", [[], *([name] for name in COMMANDS)])
+def test_help(command: list[str], capsys: Capture) -> None:
+    assert tiny.call(*command, "--help") == 0
+    assert "--help" in capsys.readouterr().out
+
+
+def test_there_are_the_commands_promised() -> None:
+    assert {"check", "train", "eval", "export-gguf", "speedup", "generate", "report", "runs"} <= set(COMMANDS)
+
+
+def test_check(world: Path, capsys: Capture) -> None:
+    assert tiny.call("check", world / "recipe.yaml") == 0
+    said = capsys.readouterr().out
+    for words in ("3 layers -> 2, MLP 128 -> 64", "pair rule of llama.cpp: fits", "teacher store", "check passed"):
+        assert words in said
+
+
+def test_check_offline(capsys: Capture) -> None:
+    assert tiny.call("check", "--offline", tiny.ROOT / "recipes" / "qwen-coder.yaml") == 0
+    said = capsys.readouterr().out
+    assert "not checked: model" in said and "as far as it goes without a hub" in said
+
+
+def test_until_and_dry_run(world: Path, tmp_path: Path, capsys: Capture) -> None:
+    command = ("train", world / "recipe.yaml", "--runs", tmp_path / "runs")
+    assert tiny.call(*command, "--dry-run") == 0
+    assert "corpus: would run (new)" in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
+    assert tiny.call(*command, "--until", "corpus") == 0
+    assert (tmp_path / "runs" / "tiny" / "stages" / "corpus.json").exists()
+    assert not (tmp_path / "runs" / "tiny" / "answers").exists()
+    before = tiny.contents(tmp_path)
+    capsys.readouterr()
+    assert tiny.call(*command, "--dry-run") == 0
+    said = capsys.readouterr().err
+    assert "corpus: up to date" in said and "answers: would run (new)" in said
+    assert tiny.contents(tmp_path) == before
+    assert tiny.call("runs", "--runs", tmp_path / "runs") == 0
+    assert "1 of 10 stages, next answers" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("option", ["--until", "--redo"])
+def test_unknown_stage(world: Path, tmp_path: Path, capsys: Capture, option: str) -> None:
+    assert tiny.call("train", world / "recipe.yaml", "--runs", tmp_path, option, "trian") == 2
+    said = capsys.readouterr().err
+    assert "there is no stage `trian`" in said and "corpus, answers" in said
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("command", ["eval", "speedup", "runs"])
+def test_unknown_output_format(finished: Path, capsys: Capture, command: str) -> None:
+    names = [] if command == "runs" else ["tiny"]
+    assert tiny.call(command, *names, "--runs", finished.parent, "-o", "xml") == 2
+    assert "`xml` is unknown" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments", [["runs"], ["eval"], ["eval", "nothing"], ["report", "nothing"], ["generate", "a"]]
+)
+def test_no_such_run(tmp_path: Path, capsys: Capture, arguments: list[str]) -> None:
+    assert tiny.call(*arguments, "--runs", tmp_path) == 2
+    assert re.search(r"there (is|are) no runs? (at|in) ", capsys.readouterr().err)
+
+
+def test_unknown_option_and_command(capsys: Capture) -> None:
+    assert tiny.call("train", "--nonsense") == 2
+    assert tiny.call("trian") == 2
+    assert "Traceback" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["eval", "speedup", "runs"])
+@pytest.mark.parametrize("output", ["md", "json", "jsonl", "csv"])
+def test_outputs(finished: Path, capsys: Capture, command: str, output: str) -> None:
+    names = [] if command == "runs" else ["tiny"]
+    assert tiny.call(command, *names, "--runs", finished.parent, "-o", output) == 0
+    said = capsys.readouterr().out
+    rows: list[dict[str, object]]
+    if output == "md":
+        assert "|---|" in said
+        return
+    if output == "json":
+        assert strict(said)
+        return
+    if output == "jsonl":
+        rows = [strict(line) for line in said.splitlines()]  # type: ignore[misc]
+    else:
+        rows = list(csv.DictReader(io.StringIO(said)))  # type: ignore[arg-type]
+    assert rows
+    key = {"eval": "metric", "speedup": "tokens_per_second", "runs": "state"}[command]
+    assert all(row[key] not in ("", None) for row in rows)
+
+
+def test_parts_of_eval(finished: Path, capsys: Capture) -> None:
+    for option, there, absent in (
+        ("--kl", "acceptance, greedy", "Acceptance by draft position"),
+        ("--acceptance", "Acceptance by draft position", "acceptance, greedy"),
+    ):
+        assert tiny.call("eval", "tiny", "--runs", finished.parent, option) == 0
+        said = capsys.readouterr().out
+        assert there in said and absent not in said
+
+
+def test_speedup_shows_the_table(finished: Path, capsys: Capture) -> None:
+    assert tiny.call("speedup", finished) == 0
+    said = capsys.readouterr().out
+    for words in ("draft + target | pytorch | plain", "draft + target | gguf | 3", "transformers generate", "T(1) ="):
+        assert words in said, said
+
+
+def test_report_is_self_contained(copied: Path, capsys: Capture) -> None:
+    (copied / "report.html").unlink()
+    assert tiny.call("report", "tiny", "--runs", copied.parent) == 0
+    assert capsys.readouterr().out.strip().endswith("report.html")
+    page = (copied / "report.html").read_text(encoding="utf-8")
+    assert not re.search(r"""(src|href)\s*=\s*["']?\s*(https?:)?//""", page)
+    assert not re.search(r"@import|url\(\s*['\"]?(https?:)?//", page)
+    assert (copied / "draft" / "README.md").read_text(encoding="utf-8").startswith("---\n")
+
+
+# ── bare folders ──
+
+
+def test_eval_of_a_bare_pair(world: Path, finished: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("distill.run.usable_cores", lambda: 1)
+    pair = ("--target", world / "target", "--draft", finished / "draft")
+    text = ("--text", world / "corpus" / "report", "--text", world / "corpus" / "selection" / "selection_0.py")
+    assert tiny.call("eval", *pair, *text, "--prompts", "4", "-o", "json") == 0
+    report = strict(capsys.readouterr().out)
+    assert isinstance(report, dict)
+    assert set(report["domains"]) == {"answers", "files"} and set(report["positions"]) == {"draft"}
+    assert 0 < report["domains"]["files"]["draft"]["acceptance_sampling"]["mean"] < 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--target", "TARGET", "--draft", "DRAFT"], "--text"),
+        (["--target", "TARGET"], "--draft"),
+        (["--target", "./nowhere", "--draft", "DRAFT", "--text", "TEXT"], "nowhere"),
+        (["--target", "TARGET", "--draft", "DRAFT", "--text", "./nothing.py"], "nothing.py"),
+    ],
+)
+def test_faults_of_a_bare_pair(
+    world: Path, finished: Path, capsys: Capture, arguments: list[str], expected: str
+) -> None:
+    places = {"TARGET": world / "target", "DRAFT": finished / "draft", "TEXT": world / "corpus" / "report"}
+    assert tiny.call("eval", *(places.get(name, name) for name in arguments)) == 2
+    said = capsys.readouterr().err
+    assert expected in said and "Traceback" not in said
+
+
+def test_export_of_a_folder_and_of_a_run(world: Path, copied: Path, tmp_path: Path, capsys: Capture) -> None:
+    out = tmp_path / "out"
+    assert tiny.call("export-gguf", world / "target", "--outtype", "f32", "--outtype", "q8_0", "--to", out) == 0
+    assert sorted(path.name for path in out.iterdir()) == ["target-f32.gguf", "target-q8_0.gguf"]
+    assert "tensors" in capsys.readouterr().out
+    assert tiny.call("export-gguf", "tiny", "--runs", copied.parent, "--outtype", "bf16") == 0
+    assert (copied / "gguf" / "extra" / "draft-bf16.gguf").exists()
+    assert tiny.call("export-gguf", world / "target", "--outtype", "q2", "--to", out) == 2
+    assert "`q2` is unknown" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("bare", [False, True])
+def test_generate(world: Path, finished: Path, capsys: Capture, bare: bool) -> None:
+    where = ["--run", "tiny", "--runs", finished.parent]
+    if bare:
+        where = ["--target", world / "target", "--draft", finished / "draft"]
+    texts = []
+    for length in (0, 4):
+        assert tiny.call("generate", "def alpha_beta(gamma):", *where, "--length", length, "--tokens", 24) == 0
+        found = capsys.readouterr()
+        texts.append(found.out)
+        assert "tok/s" in found.err and ("tokens/round" in found.err) == bool(length)
+    assert texts[0] == texts[1]
+    assert texts[0].startswith("def alpha_beta(gamma):") and len(texts[0]) > 30
+
+
+def test_generate_from_an_empty_prompt(world: Path, finished: Path, capsys: Capture) -> None:
+    assert tiny.call("generate", "", "--run", "tiny", "--runs", finished.parent) == 2
+    assert "the prompt is empty" in capsys.readouterr().err

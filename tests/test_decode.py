@@ -1,0 +1,357 @@
+"""Decoding: speculative text is plain text, rounds add up, caches roll back; PyTorch and GGUF."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import itertools
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from toys import KINDS, Scripted, blurred, random_prompts, save_toy, toy, toy_tokenizer
+
+from distill.benchmark.compare import first_difference, rounding_noise, top_gap
+from distill.export.writer import export_gguf
+from distill.models.gguf import GgufModel
+from distill.models.hugging_face import TorchModel
+from distill.speculative.decode import Decoded, plain, room_for, speculative, verify_greedy
+
+torch.set_num_threads(1)
+
+V = 61
+LENGTHS = range(1, 9)
+TIE = 1e-4  # fp32: two logits this close are a rounding tie
+DEMO = Path(__file__).resolve().parent.parent / "data" / "demo-target"
+needs_llama = pytest.mark.skipif(importlib.util.find_spec("llama_cpp") is None, reason="llama-cpp-python is missing")
+
+
+def check_rounds(result: Decoded, prompt: Sequence[int], limit: int, length: int, ends: Sequence[int] = ()) -> None:
+    """What must hold of any speculative result."""
+    assert 1 <= len(result.tokens) <= limit and len(result.from_draft) == len(result.tokens)
+    assert not set(result.tokens[:-1]) & set(ends)
+    assert result.from_draft[0] is False and result.prefill_seconds > 0
+    depth, flags = len(prompt), [False]
+    for number, r in enumerate(result.rounds):
+        assert r.depth == depth and 0 <= r.accepted <= r.drafted <= length and r.seconds > 0
+        depth += r.accepted + 1
+        flags += [True] * r.accepted + [False]
+        if number < len(result.rounds) - 1:
+            assert len(flags) < limit
+    # Only the last round may have said more than was kept: what follows an end token.
+    assert len(flags) >= len(result.tokens) and result.from_draft == flags[: len(result.tokens)]
+    assert len(flags) == len(result.tokens) or result.tokens[-1] in ends
+    assert result.seconds == pytest.approx(sum(r.seconds for r in result.rounds))
+
+
+# Scripted models: exact and fast.
+
+
+def rule(seed: int, agreement: float, vocabulary: int, context: tuple[int, ...]) -> int:
+    """The true next token, or with probability 1 − agreement another one, decided by the context alone."""
+    truth = random.Random(f"{context[-3:]}/{len(context)}").randrange(vocabulary)
+    draws = random.Random(f"{seed}/{context[-4:]}/{len(context)}")
+    return truth if draws.random() < agreement else (truth + draws.randrange(1, vocabulary)) % vocabulary
+
+
+@settings(max_examples=250, deadline=None)
+@given(
+    st.integers(0, 99),
+    st.sampled_from([0.0, 0.3, 0.7, 0.95, 1.0]),
+    st.integers(1, 6),
+    st.integers(1, 40),
+    st.integers(1, 8),
+    st.integers(1, 50),
+    st.integers(1, 50),
+    st.sampled_from([(), (3,), (0, 7)]),
+)
+def test_speculative_is_plain(
+    seed: int, agreement: float, start: int, limit: int, length: int, room: int, draft_room: int, ends: tuple[int, ...]
+) -> None:
+    vocabulary = 9
+    prompt = [random.Random(seed + i).randrange(vocabulary) for i in range(start)]
+    target = Scripted(functools.partial(rule, 0, 1.0, vocabulary), start + room, vocabulary)
+    draft = Scripted(functools.partial(rule, seed, agreement, vocabulary), start + draft_room, vocabulary)
+    expected = plain(target, prompt, limit, ends)
+    truth, context = [], list(prompt)
+    while len(truth) < min(limit, room + 1) and not (truth and truth[-1] in ends):
+        truth.append(rule(0, 1.0, vocabulary, tuple(context)))
+        context.append(truth[-1])
+    assert expected.tokens == truth and expected.rounds == [] and not any(expected.from_draft)
+    for _ in range(2):  # a used pair starts anew
+        result = speculative(target, draft, prompt, limit, length, ends)
+        assert result.tokens == truth
+        check_rounds(result, prompt, limit, length, ends)
+    if agreement == 1:
+        assert all(r.accepted == r.drafted for r in result.rounds)
+    if agreement == 0:
+        assert all(r.accepted == 0 for r in result.rounds)
+        assert len(result.rounds) == len(result.tokens) - 1
+
+
+def test_full_rounds_of_a_perfect_draft() -> None:
+    """Every round but the last drafts γ, accepts γ, and costs the target one call."""
+    true = functools.partial(rule, 0, 1.0, 50)
+    for length, limit in itertools.product(LENGTHS, (1, 2, 3, 30, 100)):
+        target, draft = Scripted(true, 200, 50), Scripted(true, 200, 50)
+        result = speculative(target, draft, [1, 2, 3], limit, length)
+        assert len(result.tokens) == limit
+        assert all(r.drafted == r.accepted == length for r in result.rounds[:-1])
+        assert target.calls == [3, *(r.drafted + 1 for r in result.rounds)]
+        assert len(result.rounds) == -(-(limit - 1) // (length + 1))
+
+
+def test_end_token_inside_a_draft() -> None:
+    def after(context: tuple[int, ...]) -> int:
+        return context[-1] + 1
+
+    target, draft = Scripted(after, 90, 99), Scripted(after, 90, 99)
+    for length, end in itertools.product(LENGTHS, range(2, 14)):
+        for ends in ([end], [end, end + 2]):
+            result = speculative(target, draft, [0, 1], 40, length, ends)
+            assert result.tokens == list(range(2, end + 1))
+            check_rounds(result, [0, 1], 40, length, ends)
+
+
+def test_verify_and_room() -> None:
+    assert [verify_greedy([1, 2, 3, 4], p) for p in ([1, 2, 3], [1, 2, 9], [9, 2, 3], [1], [])] == [3, 2, 0, 1, 0]
+    small, large = Scripted(len, 20, 9), Scripted(len, 30, 9)
+    assert room_for(small, large, 5, 100) == 15 == room_for(large, small, 5, 100)
+    assert room_for(large, large, 5, 7) == 7 and room_for(small, large, 25, 9) < 0
+
+
+# PyTorch.
+
+
+def agree_or_tie(target: Any, prompt: Sequence[int], left: Sequence[int], right: Sequence[int], noise: float) -> bool:
+    """Whether two texts are one (True), or differ first at a rounding tie (False); anything else fails."""
+    where = first_difference(left, right)
+    if where is None:
+        return True
+    gap = top_gap(target, [*prompt, *left[:where]])
+    assert gap <= noise, (where, gap)
+    return False
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_plain_equals_generate(kind: str) -> None:
+    hugging_face = toy(kind, seed=3)
+    model = TorchModel(hugging_face)
+    for prompt in random_prompts(5, V, seed=4):
+        ids = torch.tensor([prompt])
+        expected = hugging_face.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=60, do_sample=False, pad_token_id=0
+        )[0, len(prompt) :].tolist()
+        assert agree_or_tie(model, prompt, plain(model, prompt, 60).tokens, expected, TIE)
+        end = expected[20]
+        stopped = plain(model, prompt, 60, [end]).tokens
+        assert stopped == expected[: expected.index(end) + 1]
+
+
+def torch_grid(cases: Sequence[tuple[int, list[int]]], tokens: int) -> None:
+    hugging_face = toy(seed=5)
+    target, draft = TorchModel(hugging_face), TorchModel(blurred(hugging_face, 6, 0.015))
+    texts: dict[tuple[int, ...], list[int]] = {}
+    ties = drafted = accepted = 0
+    for length, prompt in cases:
+        key = tuple(prompt)
+        if key not in texts:
+            texts[key] = plain(target, prompt, tokens).tokens
+            assert len(texts[key]) == tokens
+        result = speculative(target, draft, prompt, tokens, length)
+        check_rounds(result, prompt, tokens, length)
+        assert len(result.tokens) == tokens
+        ties += not agree_or_tie(target, prompt, texts[key], result.tokens, TIE)
+        drafted += sum(r.drafted for r in result.rounds)
+        accepted += sum(r.accepted for r in result.rounds)
+    assert ties <= 0.02 * len(cases)
+    assert 0.2 < accepted / drafted < 0.98  # a draft that is right some of the time, or this tests little
+
+
+def test_torch_speculative_is_plain() -> None:
+    torch_grid([(1 + i % 8, p) for i, p in enumerate(random_prompts(50, V, seed=7))], 100)
+
+
+@pytest.mark.slow
+def test_torch_speculative_is_plain_for_every_length() -> None:
+    torch_grid(list(itertools.product(LENGTHS, random_prompts(50, V, seed=7))), 100)
+
+
+def test_a_draft_that_is_the_target_is_always_right() -> None:
+    hugging_face = toy(seed=5)
+    target, draft = TorchModel(hugging_face), TorchModel(hugging_face)
+    for length, prompt in zip(LENGTHS, random_prompts(8, V, seed=8), strict=True):
+        result = speculative(target, draft, prompt, 40, length)
+        assert all(r.accepted == r.drafted for r in result.rounds)
+        assert all(r.drafted == length for r in result.rounds[:-1])
+        assert result.tokens == plain(target, prompt, 40).tokens
+
+
+class Contrary(TorchModel):
+    """Says the token after the best one: never right."""
+
+    def extend(self, *arguments: Any, **named: Any) -> Any:
+        found = super().extend(*arguments, **named)
+        found.values = found.values.roll(1, dims=-1)
+        return found
+
+
+def test_a_draft_that_is_always_wrong_changes_nothing() -> None:
+    hugging_face = toy(seed=5)
+    target, draft = TorchModel(hugging_face), Contrary(hugging_face)
+    for length, prompt in zip(LENGTHS, random_prompts(8, V, seed=9), strict=True):
+        result = speculative(target, draft, prompt, 25, length)
+        assert not any(r.accepted for r in result.rounds) and len(result.rounds) == 24
+        assert result.tokens == plain(target, prompt, 25).tokens
+
+
+def test_torch_context_end() -> None:
+    hugging_face = toy(seed=5, max_position_embeddings=32)
+    target, draft = TorchModel(hugging_face), TorchModel(blurred(hugging_face, 1, 0.02))
+    for length, size in itertools.product((1, 3, 8), (1, 20, 30, 31, 32)):
+        prompt = random_prompts(1, V, seed=size, shortest=size, longest=size)[0]
+        result = speculative(target, draft, prompt, 100, length)
+        assert result.tokens == plain(target, prompt, 100).tokens and len(result.tokens) == 33 - size
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("seed", range(4))
+def test_cache_after_any_roll_back_is_a_fresh_prefill(kind: str, seed: int) -> None:
+    hugging_face = toy(kind, seed=seed)
+    model, draws = TorchModel(hugging_face), random.Random(seed)
+    context: list[int] = []
+    for _ in range(25):
+        if context and draws.random() < 0.45:
+            size = draws.choice([0, len(context), draws.randrange(len(context) + 1), max(0, len(context) - 1)])
+            model.rollback([size])
+            del context[size:]
+        tokens = [draws.randrange(V) for _ in range(draws.choice([1, 1, 2, 5, 9]))]
+        if len(context) + len(tokens) > model.capacity:
+            continue
+        context += tokens
+        want = draws.choice([None, [len(tokens) - 1], [0], [0, len(tokens) - 1]])
+        got = model.extend(tokens, want=want).full()
+        assert model.lengths == [len(context)]
+        with torch.inference_mode():
+            fresh = hugging_face(torch.tensor([context]), use_cache=False).logits[0, -len(tokens) :]
+        torch.testing.assert_close(got, fresh if want is None else fresh[want], rtol=1e-4, atol=1e-4)
+
+
+def test_torch_refusals() -> None:
+    model = TorchModel(toy(max_position_embeddings=16))
+    model.extend([1, 2, 3])
+    for bad in (
+        lambda: model.extend([]),
+        lambda: model.extend([1] * 14),
+        lambda: model.extend([1, 2], parents=[-1, -1]),
+        lambda: model.extend([1, 2], counts=[1, 1]),
+        lambda: model.rollback([4]),
+        lambda: model.rollback([-1]),
+    ):
+        with pytest.raises(ValueError):
+            bad()
+    assert model.lengths == [3]
+    assert len(model.extend([4, 5], want=[])) == 0  # nothing wanted, still committed
+    assert model.lengths == [5]
+
+
+def test_torch_logits_by_hand() -> None:
+    model = TorchModel(toy())
+    logits = model.extend([1, 2, 3])
+    full = logits.full()
+    ids, values = logits.top(4)
+    order = full.argsort(-1, descending=True)[:, :4]
+    assert ids.tolist() == order.tolist() and torch.equal(torch.from_numpy(values), full.gather(-1, order))
+    assert logits.argmax() == full.argmax(-1).tolist()
+    assert logits.gather([4, 5, 6]).tolist() == [full[i, 4 + i].item() for i in range(3)]
+    assert torch.equal(torch.from_numpy(logits.gather(ids)), torch.from_numpy(values))  # [n, k] as well
+
+
+def demo_pair() -> tuple[Any, Any, list[list[int]]]:
+    from distill.models.hugging_face import encode, load_model, load_tokenizer
+    from distill.surgery.cut import keep_layers
+
+    big, small = (load_model(str(DEMO), "float32", torch.device("cpu")) for _ in range(2))
+    keep_layers(small, [0, big.config.num_hidden_layers - 1])
+    ids = encode(load_tokenizer(str(DEMO)), 'def read(self, path):\n    """Return the text."""\n    with open(path')
+    return big, small, [ids[:n] for n in (3, 8, len(ids))]
+
+
+@pytest.mark.skipif(not (DEMO / "config.json").is_file(), reason="the demo target is not there")
+def test_demo_target() -> None:
+    big, small, prompts = demo_pair()
+    target, draft = TorchModel(big), TorchModel(small)
+    for length, prompt in zip((2, 4, 7), prompts, strict=True):
+        ids = torch.tensor([prompt])
+        text = plain(target, prompt, 40).tokens
+        library = big.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=40, min_new_tokens=40, do_sample=False,
+            pad_token_id=0, eos_token_id=None,
+        )[0, len(prompt) :].tolist()  # fmt: skip
+        agree_or_tie(target, prompt, text, library, TIE)
+        result = speculative(target, draft, prompt, 40, length)
+        check_rounds(result, prompt, 40, length)
+        agree_or_tie(target, prompt, text, result.tokens, TIE)
+
+
+# GGUF.
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("gguf")
+    tokenizer = toy_tokenizer()
+    target = toy(vocabulary=len(tokenizer), seed=11)
+    for name, model in (("target", target), ("draft", blurred(target, 12, 0.015))):
+        export_gguf(save_toy(model, tokenizer, folder / name), folder / f"{name}.gguf", "f32")
+    return folder / "target.gguf", folder / "draft.gguf"
+
+
+@needs_llama
+@pytest.mark.parametrize("pad_single", [False, True])
+def test_gguf_speculative_is_plain(files: tuple[Path, Path], pad_single: bool) -> None:
+    """Every γ, 50 prompts, 100 tokens; with pad_single bit for bit, without it up to measured rounding ties."""
+    with (
+        GgufModel(files[0], context=128, threads=1, pad_single=pad_single) as target,
+        GgufModel(files[1], context=128, threads=1) as draft,
+    ):
+        prompts = random_prompts(50, target.vocabulary_size, seed=13)
+        texts = [plain(target, prompt, 100).tokens for prompt in prompts]
+        noise = 0.0
+        if not pad_single:
+            noise = max(rounding_noise(target, p, t[:9]) for p, t in zip(prompts[:5], texts, strict=False))
+            assert 0 < noise < 1e-2
+        drafted = accepted = ties = 0
+        for length, (prompt, text) in itertools.product(LENGTHS, zip(prompts, texts, strict=True)):
+            result = speculative(target, draft, prompt, 100, length)
+            check_rounds(result, prompt, 100, length)
+            drafted += sum(r.drafted for r in result.rounds)
+            accepted += sum(r.accepted for r in result.rounds)
+            if pad_single:
+                assert result.tokens == text
+            else:
+                ties += not agree_or_tie(target, prompt, text, result.tokens, noise)
+        assert ties <= 0.02 * 50 * len(LENGTHS)
+        assert 0.2 < accepted / drafted < 0.98
+
+
+@needs_llama
+def test_gguf_context_end_and_end_tokens(files: tuple[Path, Path]) -> None:
+    with (
+        GgufModel(files[0], context=32, threads=1, pad_single=True) as target,
+        GgufModel(files[1], context=32, threads=1) as draft,
+    ):
+        for length, size in itertools.product((1, 3, 8), (1, 20, 31, 32)):
+            prompt = random_prompts(1, target.vocabulary_size, seed=size, shortest=size, longest=size)[0]
+            text = plain(target, prompt, 100).tokens
+            assert speculative(target, draft, prompt, 100, length).tokens == text and len(text) == 33 - size
+            if len(text) > 5:
+                end = text[5]
+                with GgufModel(files[0], context=32, threads=1) as twin:  # so that the end stands inside a draft
+                    result = speculative(target, twin, prompt, 100, length, [end])
+                assert result.tokens == text[: text.index(end) + 1]

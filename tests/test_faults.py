@@ -1,0 +1,324 @@
+"""What a person can break: exit 2, one message, no traceback, and nothing that was made is lost."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import resource
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+
+Capture = pytest.CaptureFixture[str]
+STEPS = (
+    "corpus/prompts-train",
+    "answers/train-00001",
+    "teacher/shard-00002",
+    "init",
+    "step-000004",
+    "draft",
+    "eval.md",
+)
+
+
+@pytest.fixture(autouse=True)
+def single() -> Iterator[None]:
+    with tiny.one_thread():
+        yield
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with a tokenizer learnt from other text."""
+    folder = tmp_path_factory.mktemp("other") / "donor"
+    tiny.build_model(folder, layers=2, vocabulary=380, seeds=range(500, 502))
+    return folder
+
+
+def message(capsys: Capture, code: int) -> str:
+    """The one message of a command that failed as it should."""
+    said = capsys.readouterr().err
+    assert code == 2, said
+    assert "Traceback" not in said and "bug in distill" not in said, said
+    assert said.count("distill: ") == 1, said
+    return said[said.index("distill: ") :]
+
+
+def train(world: Path, runs: Path, *more: object) -> int:
+    return tiny.call("train", world / "recipe.yaml", "--runs", runs, *more)
+
+
+# ── recipes and inputs ──
+
+
+def recipe_with(world: Path, change: Callable[[dict[str, Any]], object]) -> Path:
+    values = tiny.recipe_values(world)
+    change(values)
+    return tiny.write_recipe(world / "changed.yaml", values)
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (lambda v: v["train"].update(stepz=3), ["train.stepz", "`steps`"]),
+        (lambda v: v["target"].update(model="./nowhere"), ["nowhere", "does not exist"]),
+        (lambda v: v["corpus"]["sources"].append({"kind": "text", "path": "no.txt"}), ["no.txt", "does not exist"]),
+        (lambda v: v["draft"].update(donor="./nowhere"), ["nowhere", "does not exist"]),
+    ],
+)
+@pytest.mark.parametrize("command", ["check", "train"])
+def test_recipe_faults(
+    world: Path, tmp_path: Path, capsys: Capture, change: Any, expected: list[str], command: str
+) -> None:
+    recipe = recipe_with(world, change)
+    more = ["--runs", tmp_path, "--until", "draft"] if command == "train" else []
+    said = message(capsys, tiny.call(command, recipe, *more))
+    assert all(words in said for words in expected), said
+
+
+@pytest.mark.parametrize("command", ["check", "train"])
+def test_missing_recipe(tmp_path: Path, capsys: Capture, command: str) -> None:
+    assert "none.yaml" in message(capsys, tiny.call(command, tmp_path / "none.yaml"))
+
+
+def test_empty_corpus(world: Path, tmp_path: Path, capsys: Capture) -> None:
+    (tmp_path / "empty").mkdir()
+    source = f"corpus.sources=[{{kind: tree, path: {tmp_path / 'empty'}}}]"
+    assert "no train document (0 documents" in message(capsys, train(world, tmp_path, source))
+
+
+def test_no_report_split(world: Path, tmp_path: Path, capsys: Capture) -> None:
+    recipe = recipe_with(world, lambda v: v["corpus"]["sources"].pop())
+    said = message(capsys, tiny.call("train", recipe, "--runs", tmp_path))
+    assert "no report document" in said
+
+
+@pytest.mark.parametrize(
+    ("lines", "expected"),
+    [
+        ('{"text": "a b c"}\n{"text": "d e f"}\n{"text": broken}\n', ["line 3"]),
+        ('{"text": "a b c"}\n[1, 2]\n', ["line 2"]),
+        ('{"body": "a b c"}\n', ["`text`", "body"]),
+        ("", ["empty"]),
+    ],
+)
+def test_malformed_jsonl(world: Path, tmp_path: Path, capsys: Capture, lines: str, expected: list[str]) -> None:
+    path = tmp_path / "texts.jsonl"
+    path.write_text(lines)
+    source = f"corpus.sources=[{{kind: jsonl, path: {path}, split: train}}]"
+    said = message(capsys, train(world, tmp_path, source))
+    assert all(words in said for words in ["texts.jsonl", *expected]), said
+
+
+def test_donor_of_another_tokenizer(world: Path, copied: Path, other: Path, tmp_path: Path, capsys: Capture) -> None:
+    before = tiny.contents(copied)
+    override = f"draft.donor={other}"
+    said = message(capsys, tiny.call("check", world / "recipe.yaml", override))
+    assert "does not fit the target" in said and "token " in said
+    said = message(capsys, train(world, tmp_path / "new", override, "--until", "draft"))
+    assert "does not fit the target" in said
+    message(capsys, train(world, copied.parent, override))
+    assert tiny.contents(copied) == before
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("draft.layers=4", ["draft.layers is 4", "the donor has 3"]),
+        ("draft.mlp_width=50", ["draft.mlp_width is 50", "multiple of 32"]),
+        ("draft.mlp_width=256", ["draft.mlp_width is 256", "at most the donor's 128"]),
+        ("corpus.block=1024", ["corpus.block is 1024", "context 512"]),
+    ],
+)
+def test_cuts_and_blocks_that_do_not_fit(world: Path, capsys: Capture, override: str, expected: list[str]) -> None:
+    said = message(capsys, tiny.call("check", world / "recipe.yaml", override))
+    assert all(words in said for words in expected), said
+
+
+@pytest.mark.parametrize("override", ["draft.layers=4", "draft.mlp_width=50"])
+def test_a_cut_that_does_not_fit_loses_nothing(world: Path, tmp_path: Path, capsys: Capture, override: str) -> None:
+    message(capsys, train(world, tmp_path, override, "--until", "draft"))
+    assert train(world, tmp_path, "--until", "draft") == 0
+    assert capsys.readouterr().err.count("up to date") == 3
+
+
+def test_prompts_too_long_for_the_context(world: Path, tmp_path: Path, capsys: Capture) -> None:
+    assert "does not fit corpus.block" in message(capsys, train(world, tmp_path, "answers.prompt_tokens=60"))
+    overrides = ("corpus.block=1024", "answers.prompt_tokens=8", "answers.new_tokens=600")
+    assert "context leaves" in message(capsys, train(world, tmp_path, *overrides, "--until", "answers"))
+
+
+# ── damaged artifacts ──
+
+
+def flip(path: Path) -> None:
+    """Turn over the bits of one byte in the middle: same size, other content."""
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 0xFF
+    path.write_bytes(data)
+
+
+def test_corrupted_teacher_shard(world: Path, copied: Path, capsys: Capture) -> None:
+    whole = tiny.contents(copied, "README.md")
+    flip(copied / "teacher" / "shard-00001.safetensors")
+    before = {name: d for name, d in tiny.contents(copied).items() if name.startswith(("teacher", "answers", "draft"))}
+    said = message(capsys, train(world, copied.parent, "train.steps=10", "--redo", "train"))
+    assert "shard-00001.safetensors" in said and "--redo teacher" in said
+    assert before.items() <= {**tiny.contents(copied), **{n: d for n, d in before.items() if "draft" in n}}.items()
+    assert train(world, copied.parent, "--redo", "teacher", "--until", "train") == 0
+    after = tiny.contents(copied)
+    assert all(after[name] == whole[name] for name in whole if name.startswith(("teacher/", "draft/")))
+
+
+def test_truncated_answers(world: Path, copied: Path, capsys: Capture) -> None:
+    """Only the damaged file is made again."""
+    whole = tiny.contents(copied / "answers")
+    path = copied / "answers" / "train-00001.jsonl"
+    untouched = (copied / "answers" / "train-00000.jsonl").stat().st_mtime_ns
+    path.write_bytes(path.read_bytes()[:-30])
+    assert train(world, copied.parent, "--until", "train") == 0
+    said = capsys.readouterr().err
+    assert "train-00001.jsonl" in said and "2 of 3 batches are there" in said
+    assert tiny.contents(copied / "answers") == whole
+    assert (copied / "answers" / "train-00000.jsonl").stat().st_mtime_ns == untouched
+    assert "train: up to date" in said
+
+
+def test_lost_draft_is_made_from_the_last_checkpoint(world: Path, copied: Path, capsys: Capture) -> None:
+    whole = tiny.digest(copied / "draft" / "model.safetensors")
+    (copied / "draft" / "model.safetensors").unlink()
+    assert train(world, copied.parent, "--until", "train") == 0
+    assert "resuming at step 8 of 8" in capsys.readouterr().err
+    assert tiny.digest(copied / "draft" / "model.safetensors") == whole
+
+
+def test_damaged_checkpoint(world: Path, copied: Path, capsys: Capture) -> None:
+    whole = tiny.digest(copied / "draft" / "model.safetensors")
+    (copied / "draft" / "model.safetensors").unlink()
+    newest = copied / "checkpoints" / "step-000008"
+    (newest / "optimizer.pt").write_bytes((newest / "optimizer.pt").read_bytes()[:1000])
+    said = message(capsys, train(world, copied.parent, "--until", "train"))
+    assert "step-000008 is damaged" in said and f"delete {newest}" in said
+    shutil.rmtree(newest)
+    assert train(world, copied.parent, "--until", "train") == 0
+    assert "resuming at step 6 of 8" in capsys.readouterr().err
+    assert tiny.digest(copied / "draft" / "model.safetensors") == whole
+
+
+@pytest.mark.parametrize("name", ["stages/train.json", "eval.json", "config.yaml"])
+def test_damaged_records(copied: Path, capsys: Capture, name: str) -> None:
+    text = (copied / name).read_text()
+    (copied / name).write_text(text.replace(":", "", 1)[: len(text) // 2] if name.endswith("json") else "train: {")
+    if name == "eval.json":  # of another size: the stage sees it and measures again
+        assert tiny.call("eval", "tiny", "--runs", copied.parent, "-o", "json") == 0
+        json.loads(capsys.readouterr().out)
+    else:
+        said = message(capsys, tiny.call("eval", "tiny", "--runs", copied.parent))
+        assert Path(name).name in said
+
+
+# ── faults of the disk, at the write function ──
+
+
+class Fault:
+    """os.replace that fails for one name; what is written before stays."""
+
+    def __init__(self, number: int, part: str) -> None:
+        self.number, self.part, self.hits = number, part, 0
+        self.replace = os.replace
+
+    def __call__(self, source: Any, target: Any, **rest: Any) -> None:
+        if self.part in str(target):
+            self.hits += 1
+            raise OSError(self.number, os.strerror(self.number), str(target))
+        self.replace(source, target, **rest)
+
+
+@pytest.fixture(scope="module")
+def trained(world: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    runs = tmp_path_factory.mktemp("trained")
+    with tiny.one_thread():
+        assert train(world, runs, "--until", "train") == 0
+    return runs / "tiny"
+
+
+def test_full_disk_and_read_only_folder_at_every_stage(
+    world: Path, trained: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One run meets a fault at each of several writes, in turn, and goes on where it was when the fault is gone."""
+    capsys.readouterr()
+    for index, part in enumerate(STEPS):
+        number = (errno.ENOSPC, errno.EROFS, errno.EACCES)[index % 3]
+        with monkeypatch.context() as patch:
+            fault = Fault(number, part)
+            patch.setattr(os, "replace", fault)
+            said = message(capsys, train(world, tmp_path, "--until", "eval"))
+        assert fault.hits == 1 and part in said, (part, said)
+        assert ("the disk is full" if number == errno.ENOSPC else "no permission to write") in said
+        assert not [p for p in tmp_path.rglob("*.tmp") if part in p.name], part
+    assert train(world, tmp_path, "--until", "train") == 0
+    for name in ("corpus", "answers", "teacher", "init", "draft"):
+        assert tiny.contents(tmp_path / "tiny" / name) == tiny.contents(trained / name), name
+
+
+@pytest.mark.parametrize("part", ["target-f16.gguf", "export.json", "speedup.json", "report.html", "draft/README.md"])
+def test_full_disk_after_training(
+    world: Path, copied: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, part: str
+) -> None:
+    stage = {"target-f16.gguf": "export", "export.json": "export", "speedup.json": "speedup"}.get(part, "report")
+    weights = tiny.digest(copied / "draft" / "model.safetensors")
+    with monkeypatch.context() as patch:
+        fault = Fault(errno.ENOSPC, part)
+        patch.setattr(os, "replace", fault)
+        said = message(capsys, train(world, copied.parent, "--redo", stage, "--until", stage))
+    assert fault.hits == 1 and Path(part).name in said, said
+    assert train(world, copied.parent, "--redo", stage, "--until", stage) == 0
+    assert tiny.digest(copied / "draft" / "model.safetensors") == weights
+
+
+@pytest.mark.parametrize("stage", ["teacher", "train", "draft"])
+def test_a_write_that_really_fails(world: Path, copied: Path, capsys: Capture, stage: str) -> None:
+    """The libraries' own writers (safetensors, tokenizers, torch) each meet a limit on the size of files."""
+    whole = tiny.contents(copied)
+    small = 3000 if stage == "teacher" else 20_000
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for name in ("log.txt", "metrics.jsonl"):
+        (copied / name).write_text("")
+    resource.setrlimit(resource.RLIMIT_FSIZE, (small, before[1]))
+    try:
+        code = train(world, copied.parent, "--redo", stage, "--until", stage)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    said = message(capsys, code)
+    assert "cannot write" in said or "cannot be written" in said, said
+    assert train(world, copied.parent, "--redo", stage, "--until", "train") == 0
+    after = tiny.contents(copied)
+    kept = [n for n in whole if n.startswith(("answers/", "teacher/", "init/", "draft/")) and "README" not in n]
+    assert all(after[name] == whole[name] for name in kept)
+
+
+def test_log_on_a_full_disk(world: Path, copied: Path, capsys: Capture) -> None:
+    """A log that cannot be flushed must not hide its own message when it is closed."""
+    (copied / "log.txt").unlink()
+    (copied / "log.txt").symlink_to("/dev/full")
+    assert "the disk is full" in message(capsys, train(world, copied.parent))
+
+
+# ── two processes ──
+
+
+@pytest.mark.parametrize("more", [[], ["--fresh"]])
+def test_two_processes_on_one_run(world: Path, copied: Path, capsys: Capture, more: list[str]) -> None:
+    before = tiny.contents(copied)
+    with open(copied / ".lock", "w") as handle:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        assert "another process" in message(capsys, train(world, copied.parent, *more))
+        assert "another process" in message(capsys, tiny.call("eval", "tiny", "--runs", copied.parent))
+    assert tiny.contents(copied) == before
+    assert train(world, copied.parent) == 0

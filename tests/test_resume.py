@@ -1,0 +1,291 @@
+"""Runs that are killed, repeated, changed and asked for again."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+
+from distill.recipe import load_recipe
+from distill.run import Run
+
+SEED = 20
+
+
+def run_jobs(folder: Path, jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What tests/killed_runs.py tells of each job."""
+    path = folder / "jobs.json"
+    path.write_text(json.dumps(jobs))
+    program = [sys.executable, str(tiny.ROOT / "tests" / "killed_runs.py"), str(path)]
+    result = subprocess.run(program, capture_output=True, text=True, timeout=900)
+    log = Path(f"{path}.log")
+    assert result.returncode == 0, result.stderr + (log.read_text() if log.exists() else "")
+    return [json.loads(line) for line in result.stdout.splitlines()]
+
+
+def assert_same_work(run: Path, whole: Path, label: object, finished: bool) -> None:
+    """Weights, answers, teacher and cut are those of an uninterrupted run, and nothing temporary is recorded."""
+    for name in ("corpus", "answers", "teacher", "init", "draft"):
+        assert tiny.contents(run / name, "README.md") == tiny.contents(whole / name, "README.md"), (label, name)
+    for stage in tiny.STAGES if finished else tiny.STAGES[:6]:
+        record = json.loads((run / "stages" / f"{stage}.json").read_text())
+        assert not [n for n in record["artifacts"] if ".tmp" in n or "/." in n], (label, stage)
+    assert not [p.name for p in (run / "stages").iterdir() if "begun" in p.name or p.name == "redo.json"], label
+    assert {p.name for p in (run / "checkpoints").glob("step-*")} == {"step-000006", "step-000008"}, label
+    steps = [m["step"] for m in Run(run, load_recipe(run / "config.yaml")).metrics() if m["stage"] == "train"]
+    assert sorted(steps) == list(range(1, 9)), label
+
+
+@pytest.fixture(scope="module")
+def whole(world: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An uninterrupted run, by the very command a person types, in a process of its own."""
+    runs = tmp_path_factory.mktemp("whole")
+    command = [sys.executable, "-m", "distill", "train", str(world / "recipe.yaml"), "--runs", str(runs)]
+    result = subprocess.run(command, cwd=tiny.ROOT, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr
+    assert "Traceback" not in result.stderr
+    return runs / "tiny"
+
+
+def check_killed(world: Path, folder: Path, whole: Path, seed: int, early: int, late: int, timed: int) -> None:
+    """Kill runs at seeded moments and give the same command again: its work is that of the uninterrupted run.
+
+    `early` writes up to the end of training and `late` ones after it, each in its own share of all, and `timed`
+    moments anywhere within the time that takes. Only the late ones go through all stages, which saves time.
+    """
+    draw = random.Random(seed)
+    argv = ["train", str(world / "recipe.yaml"), "--runs", str(folder)]
+    trained = run_jobs(folder, [{"argv": [*argv, "--until", "train"]}])[0]
+    rest = run_jobs(folder, [{"argv": argv}])[0]
+    assert (trained["code"], rest["code"]) == (0, 0)
+    assert_same_work(folder / "tiny", whole, "in two pieces", finished=True)
+
+    def spread(count: int, start: int, end: int) -> list[int]:
+        return [
+            start + draw.randrange((end - start) * i // count, (end - start) * (i + 1) // count) for i in range(count)
+        ]
+
+    moments: list[dict[str, Any]] = [{"event": e, "until": "train"} for e in spread(early, 0, trained["events"])]
+    # A command begins with six events of its own; a run in one piece has them once.
+    moments += [{"event": e} for e in spread(late, trained["events"], trained["events"] + rest["events"] - 6)]
+    moments += [{"seconds": draw.uniform(0.05, 0.6) * trained["seconds"], "until": "train"} for _ in range(timed)]
+    jobs: list[dict[str, Any]] = []
+    for number, moment in enumerate(moments):
+        own = [*argv, f"name=killed{number}", *(["--until", moment["until"]] if "until" in moment else [])]
+        jobs += [{**moment, "argv": own}, {"argv": own}]
+    outcomes = run_jobs(folder, jobs)
+    for number, moment in enumerate(moments):
+        killed, resumed = outcomes[2 * number : 2 * number + 2]
+        assert killed["code"] == -9 or ("seconds" in moment and killed["code"] == 0), moment
+        assert resumed["code"] == 0, (moment, (folder / "jobs.json.log").read_text()[-3000:])
+        assert_same_work(folder / f"killed{number}", whole, moment, finished="until" not in moment)
+
+
+def test_ten_kills_leave_the_weights_bit_equal(world: Path, whole: Path, tmp_path: Path) -> None:
+    check_killed(world, tmp_path, whole, SEED, early=6, late=2, timed=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(4))
+def test_more_kills(world: Path, whole: Path, tmp_path: Path, seed: int) -> None:
+    check_killed(world, tmp_path, whole, seed, early=20, late=8, timed=10)
+
+
+def test_killed_again_and_again(world: Path, whole: Path, tmp_path: Path) -> None:
+    """The same run dies every few renames, until it is through with training."""
+    argv = ["train", str(world / "recipe.yaml"), "--runs", str(tmp_path), "--until", "train"]
+    jobs = [{"argv": argv, "event": 22 + i % 3} for i in range(9)] + [{"argv": argv}]
+    outcomes = run_jobs(tmp_path, jobs)
+    assert [outcome["code"] for outcome in outcomes][-1] == 0
+    assert sum(outcome["code"] == -9 for outcome in outcomes) >= 3
+    assert tiny.contents(tmp_path / "tiny" / "draft") == tiny.contents(whole / "draft", "README.md")
+
+
+# ── finished runs ──
+
+
+@pytest.fixture(autouse=True)
+def single() -> Any:
+    with tiny.one_thread():
+        yield
+
+
+def train(world: Path, run: Path, *more: str) -> int:
+    return tiny.call("train", world / "recipe.yaml", "--runs", run.parent, *more)
+
+
+def states(text: str) -> dict[str, str]:
+    """What a command said of each stage at first."""
+    found: dict[str, str] = {}
+    for line in text.splitlines():
+        name, _, rest = line.partition(": ")
+        if name in tiny.STAGES:
+            found.setdefault(name, rest)
+    return found
+
+
+def times(run: Path) -> dict[str, int]:
+    own = ("config.yaml", "recipe.yaml", "provenance.json", "log.txt", ".lock")
+    return {
+        p.relative_to(run).as_posix(): p.stat().st_mtime_ns
+        for p in run.rglob("*")
+        if p.is_file() and p.relative_to(run).as_posix() not in own
+    }
+
+
+def test_a_finished_run_is_left_alone(world: Path, copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = times(copied)
+    assert train(world, copied) == 0
+    assert states(capsys.readouterr().err) == dict.fromkeys(tiny.STAGES, "up to date")
+    assert times(copied) == before
+
+
+@pytest.mark.parametrize(
+    ("override", "stage", "line", "redo"),
+    [
+        ("train.steps=9", "train", "train.steps: 8 -> 9", "train"),
+        ("answers.new_tokens=20", "answers", "answers.new_tokens: 24 -> 20", "corpus"),
+        ("sampler.temperature=0.5", "answers", "sampler.temperature: 1.0 -> 0.5", "answers"),
+        ("teacher.top_k=4", "teacher", "teacher.top_k: 8 -> 4", "teacher"),
+        ("draft.layers=1", "draft", "draft.layers: 2 -> 1", "draft"),
+        ("corpus.tokens=1000", "corpus", "corpus.tokens: 1500 -> 1000", "corpus"),
+    ],
+)
+def test_precious_work_is_not_superseded(
+    world: Path, copied: Path, capsys: pytest.CaptureFixture[str], override: str, stage: str, line: str, redo: str
+) -> None:
+    """Also where the key belongs to a cheap stage that precious ones rest on; not a byte of the run is touched."""
+    before = tiny.contents(copied)
+    assert train(world, copied, override) == 2
+    said = capsys.readouterr().err
+    assert line in said and f"--redo {redo}" in said and "name=" in said and "--fresh" in said, said
+    assert "Traceback" not in said
+    assert tiny.contents(copied) == before
+
+
+def test_redo_supersedes_and_goes_on_after_an_interruption(
+    world: Path, copied: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import distill.training.loop
+
+    answers = tiny.contents(copied / "answers")
+    save = distill.training.loop.save_checkpoint
+    calls = []
+
+    def interrupted(run: Any, step: int, *rest: Any) -> None:
+        save(run, step, *rest)
+        calls.append(step)
+        if step == 4:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(distill.training.loop, "save_checkpoint", interrupted)
+        assert train(world, copied, "train.steps=9", "--redo", "train") == 130
+    assert calls == [2, 4]
+    assert train(world, copied, "train.steps=9", "--redo", "train", "--until", "train") == 0
+    said = capsys.readouterr().err
+    assert "resuming at step 4 of 9" in said
+    assert states(said)["answers"] == "up to date"
+    assert tiny.contents(copied / "answers") == answers
+    assert train(world, copied, "train.steps=9", "--until", "train", "--redo", "train") == 0  # finished: begins anew
+    assert "resuming" not in capsys.readouterr().err
+
+
+def test_another_name_is_another_run(world: Path, copied: Path) -> None:
+    before = tiny.contents(copied)
+    assert train(world, copied, "answers.prompts=8", "name=other", "--until", "corpus") == 0
+    assert (copied.parent / "other" / "stages" / "corpus.json").exists()
+    assert tiny.contents(copied) == before
+
+
+def test_fresh_moves_the_old_run_aside(world: Path, copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = tiny.contents(copied)
+    assert train(world, copied, "answers.prompts=8", "--fresh", "--until", "corpus") == 0
+    aside = [path for path in copied.parent.iterdir() if path.name != "tiny"]
+    assert len(aside) == 1 and str(aside[0]) in capsys.readouterr().err
+    assert tiny.contents(aside[0]) == before
+    assert not (copied / "answers").exists()
+
+
+def test_a_changed_eval_key_reruns_its_consumers_only(
+    world: Path, copied: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = times(copied)
+    assert train(world, copied, "eval.new_tokens=10") == 0
+    found = states(capsys.readouterr().err)
+    assert "eval.new_tokens: 12 -> 10" in found["eval"]
+    assert {name for name, state in found.items() if state != "up to date"} == {"eval", "speedup", "report"}
+    after = times(copied)
+    changed = {name.split("/")[0] for name in after if after[name] != before.get(name)}
+    assert changed == {
+        "eval.json", "eval.md", "rounds.parquet", "speedup", "speedup.json", "speedup.md", "report.html", "draft",
+        "stages",
+    }  # fmt: skip
+    assert after["draft/model.safetensors"] == before["draft/model.safetensors"]  # only the model card is new
+
+
+def test_more_report_prompts_need_no_redo(world: Path, copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The corpus stage runs again, but what the precious stages read of it stays the same."""
+    before = times(copied)
+    assert train(world, copied, "eval.prompts=5", "--until", "eval") == 0
+    found = states(capsys.readouterr().err)
+    assert {name for name, state in found.items() if state != "up to date"} == {"corpus", "eval"}
+    after = times(copied)
+    assert all(after[name] == before[name] for name in before if name.startswith(("answers", "teacher", "draft/")))
+
+
+def test_what_a_killed_removal_left_is_not_taken_for_work(world: Path, copied: Path) -> None:
+    """`--redo answers` died between removing the record and the last file: files without a record are made again."""
+    for name in ("answers", "teacher", "train"):
+        (copied / "stages" / f"{name}.json").unlink()
+    whole = tiny.contents(copied / "answers")
+    (copied / "answers" / "train-00001.jsonl").write_text("{}\n")
+    assert train(world, copied, "--until", "answers") == 0
+    assert tiny.contents(copied / "answers") == whole
+
+
+def test_checkpoints_are_kept_as_asked(world: Path, copied: Path, tmp_path: Path) -> None:
+    assert {path.name for path in (copied / "checkpoints").iterdir()} == {"step-000006", "step-000008"}
+    assert train(world, copied, "train.keep=1", "train.save_every=3", "--redo", "train", "--until", "train") == 0
+    assert {path.name for path in (copied / "checkpoints").iterdir()} == {"step-000008"}
+
+
+def test_metrics_with_a_torn_last_line(world: Path, copied: Path) -> None:
+    run = Run(copied, load_recipe(copied / "config.yaml"))
+    before = run.metrics()
+    path = copied / "metrics.jsonl"
+    path.write_bytes(path.read_bytes()[:-20])
+    assert run.metrics() == before[:-1]
+    run.record("train", step=8, loss=1.0)
+    after = run.metrics()
+    assert after[:-1] == before[:-1]
+    assert (after[-1]["step"], after[-1]["loss"]) == (8, 1.0)
+    assert tiny.call("report", "tiny", "--runs", copied.parent) == 0
+
+
+def test_a_grown_part_is_kept_when_the_other_is_lost(
+    world: Path, copied: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Parts of the speedup stage are units of resuming; the grown pair decodes the same text."""
+    shutil.rmtree(copied / "speedup")
+    grown = ("speedup.grown={tile: 2, layers: 4}", "speedup.grown_prompts=2", "speedup.grown_lengths=[2]")
+    assert train(world, copied, *grown) == 0
+    report = json.loads((copied / "speedup.json").read_text())
+    rows = [row for row in report["rows"] if row["grown"]]
+    assert {row["backend"] for row in rows} == {"pytorch", "gguf"} and all(not row["different"] for row in rows)
+    assert not (copied / "speedup" / ".scratch").exists()
+    capsys.readouterr()
+    (copied / "stages" / "speedup.json").rename(copied / "stages" / "speedup.json.lost")
+    record = json.loads((copied / "stages" / "speedup.json.lost").read_text())
+    (copied / "stages" / "speedup.begun.json").write_text(json.dumps(record["inputs"]))
+    (copied / "speedup" / "grown-gguf.json").unlink()
+    assert train(world, copied, *grown) == 0
+    said = capsys.readouterr().err
+    assert "grown-pytorch: was there" in said and "grown-gguf: was there" not in said

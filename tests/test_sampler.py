@@ -1,0 +1,121 @@
+"""The sampled law against transformers' own processors, and its properties."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+from distill.recipe import SamplerSettings
+from distill.sampler import Sampler
+
+torch.set_num_threads(1)
+
+
+def logits(rows: int, columns: int, seed: int, scale: float = 3.0) -> Tensor:
+    return scale * torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+samplers = st.builds(
+    Sampler,
+    temperature=st.one_of(st.just(0.0), st.floats(0.05, 5)),
+    top_k=st.integers(0, 40),
+    top_p=st.one_of(st.just(1.0), st.floats(0.001, 0.999)),
+    min_p=st.one_of(st.just(0.0), st.floats(0.001, 0.99)),
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(samplers, st.integers(0, 2**31), st.integers(1, 50), st.floats(0.01, 20))
+def test_is_a_law_that_keeps_the_best(sampler: Sampler, seed: int, columns: int, scale: float) -> None:
+    values = logits(4, columns, seed, scale)
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        law = sampler.law(values.to(dtype))
+        assert law.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+        assert law.shape == values.shape and bool((law >= 0).all())
+        torch.testing.assert_close(law.sum(-1), torch.ones(4, dtype=law.dtype), rtol=1e-5, atol=1e-5)
+        best = values.to(dtype).argmax(-1, keepdim=True)
+        assert bool((law.gather(-1, best).squeeze(-1) == law.max(-1).values).all())
+
+
+@settings(max_examples=200, deadline=None)
+@given(samplers, st.integers(0, 2**31), st.integers(2, 50), st.floats(0.1, 5))
+def test_equals_transformers(sampler: Sampler, seed: int, columns: int, scale: float) -> None:
+    assume(sampler.temperature > 0)
+    values = logits(3, columns, seed, scale)
+    expected = TemperatureLogitsWarper(sampler.temperature)(None, values)
+    if sampler.top_k > 0:
+        expected = TopKLogitsWarper(sampler.top_k)(None, expected)
+    if sampler.top_p < 1:
+        running = expected.softmax(-1).sort(descending=True).values.cumsum(-1)
+        assume(float((running - sampler.top_p).abs().min()) > 1e-6)
+        expected = TopPLogitsWarper(sampler.top_p)(None, expected)
+    if sampler.min_p > 0:
+        law = expected.softmax(-1)
+        assume(float((law / law.max(-1, keepdim=True).values - sampler.min_p).abs().min()) > 1e-6)
+        expected = MinPLogitsWarper(sampler.min_p)(None, expected)
+    torch.testing.assert_close(sampler.law(values), expected.softmax(-1), rtol=1e-10, atol=1e-12)
+
+
+def test_by_hand() -> None:
+    values = torch.tensor([[0.4, 0.3, 0.2, 0.1]], dtype=torch.float64).log()
+
+    def law(**settings: float) -> list[float]:
+        return [round(x, 9) for x in Sampler(**settings).law(values)[0].tolist()]  # type: ignore[arg-type]
+
+    assert law() == [0.4, 0.3, 0.2, 0.1]
+    assert law(top_k=2) == [round(4 / 7, 9), round(3 / 7, 9), 0, 0]
+    assert law(top_p=0.65) == [round(4 / 7, 9), round(3 / 7, 9), 0, 0]
+    assert law(top_p=0.75) == [round(4 / 9, 9), round(3 / 9, 9), round(2 / 9, 9), 0]
+    assert law(top_p=1e-9) == [1, 0, 0, 0]
+    assert law(min_p=0.6) == [round(4 / 7, 9), round(3 / 7, 9), 0, 0]
+    # top_p sees the law that top_k left: 7/9 reaches 0.76, where 0.4 + 0.3 of the full law would not
+    assert law(top_k=3, top_p=0.76) == [round(4 / 7, 9), round(3 / 7, 9), 0, 0]
+    # temperature 0.5 squares: 16, 9, 4, 1 of 30; min_p is relative to the best and comes after it
+    assert law(temperature=0.5, min_p=0.5) == [round(16 / 25, 9), round(9 / 25, 9), 0, 0]
+    assert law(temperature=0.5, min_p=0.6) == [1, 0, 0, 0]
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(0, 2**31), st.floats(0.01, 0.95), st.floats(0.1, 0.95))
+def test_min_p_is_taken_after_the_others(seed: int, min_p: float, top_p: float) -> None:
+    """Its floor is relative to the best of what they left, which they never remove: it can be applied on their law."""
+    values = logits(3, 20, seed)
+    before = Sampler(temperature=0.8, top_k=12, top_p=top_p).law(values)
+    ratio = before / before.max(-1, keepdim=True).values
+    assume(float((ratio - min_p).abs().min()) > 1e-6)
+    kept = torch.where(ratio >= min_p, before, torch.zeros_like(before))
+    got = Sampler(temperature=0.8, top_k=12, top_p=top_p, min_p=min_p).law(values)
+    torch.testing.assert_close(got, kept / kept.sum(-1, keepdim=True), rtol=1e-10, atol=1e-12)
+
+
+def test_greedy_takes_the_first_best_and_ignores_the_rest() -> None:
+    values = torch.tensor([[1.0, 3.0, 3.0, 0.0], [-5.0, -1.0, -2.0, -torch.inf]])
+    for sampler in (Sampler(0.0), Sampler(0.0, top_k=1, top_p=0.1, min_p=0.9)):
+        assert sampler.law(values).tolist() == [[0, 1, 0, 0], [0, 1, 0, 0]]
+
+
+def test_ties_with_the_last_of_top_k_stay() -> None:
+    law = Sampler(top_k=2).law(torch.tensor([[1.0, 2.0, 1.0, 1.0, 0.0]]))
+    assert (law[0] > 0).tolist() == [True, True, True, True, False]
+    assert law[0, 0] == law[0, 2] == law[0, 3]
+
+
+def test_padding_gets_no_mass() -> None:
+    values = torch.nn.functional.pad(logits(5, 10, 3), (0, 4), value=-torch.inf)
+    for sampler in (Sampler(), Sampler(0.7, 12, 0.9, 0.01), Sampler(0.0), Sampler(top_k=13)):
+        law = sampler.law(values)
+        assert bool((law[:, 10:] == 0).all())
+        torch.testing.assert_close(law[:, :10], sampler.law(values[:, :10]), rtol=1e-12, atol=1e-14)
+
+
+def test_settings_of_a_recipe() -> None:
+    sampler = Sampler.of(SamplerSettings(temperature=0.6, top_k=20, top_p=0.95, min_p=0.05))
+    assert sampler == Sampler(0.6, 20, 0.95, 0.05)
+    assert sampler.describe() == {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.05}
+    assert Sampler.of(SamplerSettings()) == Sampler()
+    with pytest.raises(AttributeError):
+        sampler.top_k = 3  # type: ignore[misc]

@@ -1,0 +1,147 @@
+"""A whole job that takes seconds: a random Qwen2 of 0.1M parameters, a corpus of made-up code, a small recipe."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.util
+import random
+import sys
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import yaml
+
+ROOT = Path(__file__).resolve().parent.parent
+STAGES = ("corpus", "answers", "teacher", "draft", "profile", "train", "eval", "export", "speedup", "report")
+WORDS = ["alpha", "beta", "gamma", "delta", "value", "total", "index", "result", "buffer", "stream", "parser", "token"]
+DOCUMENTS = {"train": 12, "selection": 3, "report": 8}
+
+
+def _maker() -> Any:
+    """scripts/make_demo_models.py as a module: its tokenizer and model builders make the tiny ones too."""
+    name = "make_demo_models"
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module
+        spec.loader.exec_module(module)
+    return sys.modules[name]
+
+
+def document(seed: int) -> str:
+    """A made-up module, about 2 KB, the same for the same seed."""
+    draw = random.Random(seed)
+    lines = [f'"""Module {seed}."""', ""]
+    for _ in range(12):
+        first, second, third = draw.sample(WORDS, 3)
+        lines += [
+            f"def {first}_{second}({third}, {first}=None):",
+            f"    {second} = {third} + {draw.randrange(100)}",
+            f"    for {first} in range({draw.randrange(50)}):",
+            f"        {second} += {first} * {draw.choice(WORDS)}({third})",
+            f"    return {second}",
+            "",
+        ]
+    return "\n".join(lines)
+
+
+def build_corpus(folder: Path) -> None:
+    """One folder per split, so that the split does not hang on hashes of names."""
+    for number, (split, count) in enumerate(DOCUMENTS.items()):
+        for index in range(count):
+            path = folder / split / f"{split}_{index}.py"  # of two documents of one name, one is dropped
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(document(1000 * number + index), encoding="utf-8")
+
+
+def build_model(folder: Path, layers: int = 3, vocabulary: int = 400, seeds: range = range(20)) -> None:
+    """A Qwen2 folder with random weights, wide enough that its laws are not flat, and a tokenizer of its own."""
+    import torch
+    from transformers.utils import logging
+
+    maker = _maker()
+    logging.disable_progress_bar()
+    plan = maker.Plan(64, layers, 4, 2, 128, vocabulary, "qwen2", 0, 0.0)
+    tokenizer = maker.train_tokenizer(plan, [document(seed) for seed in seeds])
+    model = maker.build_model(plan, tokenizer).float()
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 2:
+                parameter.normal_(0, 0.1, generator=generator)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def recipe_values(world: Path) -> dict[str, Any]:
+    """The small recipe, as the mapping that is written to a file."""
+    sources = [{"kind": "tree", "path": f"corpus/{split}", "split": split} for split in DOCUMENTS]
+    return {
+        "name": "tiny",
+        "threads": 1,
+        "device": "cpu",
+        "target": {"model": "./target"},
+        "corpus": {"sources": sources, "block": 64, "tokens": 1500},
+        "answers": {"prompts": 12, "prompt_tokens": 8, "new_tokens": 24, "batch": 4},
+        "teacher": {"top_k": 8, "shard_blocks": 8},
+        "profile": {"max_tokens": 5, "depth": 16, "repeats": 5},
+        "draft": {"layers": 2, "mlp_width": 64, "score_blocks": 4},
+        "train": {"steps": 8, "batch": 4, "rate": 1e-3, "save_every": 2, "keep": 2},
+        "eval": {"prompts": 6, "new_tokens": 12, "file_blocks": 4, "length": 3, "resamples": 100},
+        "export": {"outtypes": ["f16"], "parity_positions": 200},
+        "speedup": {"lengths": [1, 3], "prompts": 4, "new_tokens": 12},
+    }
+
+
+def write_recipe(path: Path, values: dict[str, Any]) -> Path:
+    """Write a recipe file."""
+    path.write_text(yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
+    return path
+
+
+def build_world(folder: Path) -> Path:
+    """target/, corpus/ and recipe.yaml in `folder`; returns the recipe."""
+    build_corpus(folder / "corpus")
+    build_model(folder / "target")
+    return write_recipe(folder / "recipe.yaml", recipe_values(folder))
+
+
+def call(*arguments: object) -> int:
+    """`distill ARGUMENTS` in this process; returns the exit status."""
+    from distill import cli
+
+    with mock.patch.object(sys, "argv", ["distill", *map(str, arguments)]):
+        try:
+            cli.main()
+        except SystemExit as exit:
+            return int(exit.code or 0)
+    raise AssertionError("main() came back without an exit status")
+
+
+def digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def contents(folder: Path, *but: str) -> dict[str, str]:
+    """Digest of every file below a folder, by name; files named in `but` are left out."""
+    return {
+        path.relative_to(folder).as_posix(): digest(path)
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.name not in but
+    }
+
+
+@contextlib.contextmanager
+def one_thread() -> Any:
+    """torch with one thread, as the tiny recipe asks, and as before afterwards."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

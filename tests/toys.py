@@ -1,0 +1,155 @@
+"""Toys for the tests: tiny random models, a tiny tokenizer, and models that follow a script instead of weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+KINDS = ("qwen2", "qwen3", "llama", "mistral")
+CLASSES = {
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    "llama": (LlamaConfig, LlamaForCausalLM),
+    "mistral": (MistralConfig, MistralForCausalLM),
+}
+
+
+def toy(kind: str = "qwen2", vocabulary: int = 61, layers: int = 2, seed: int = 0, **changes: Any) -> Any:
+    """A random model far from uniform, with biases and norm weights that would show a mistake."""
+    config_class, model_class = CLASSES[kind]
+    settings: dict[str, Any] = {
+        "vocab_size": vocabulary,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 160,
+        "tie_word_embeddings": kind == "qwen2",
+        "initializer_range": 0.3,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+    }
+    if kind == "qwen3":
+        settings["head_dim"] = 8
+    if kind == "mistral":
+        settings["sliding_window"] = None
+    settings.update(changes)
+    torch.manual_seed(seed)
+    model = model_class(config_class(**settings)).eval()
+    disturb(model, seed + 1)
+    return model
+
+
+def disturb(model: Any, seed: int, scale: float = 0.1) -> None:
+    """Add noise to every vector (norms of one and biases of zero hide mistakes)."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter += scale * torch.randn(parameter.shape, generator=generator)
+
+
+def blurred(model: Any, seed: int, scale: float) -> Any:
+    """A copy with noise on every matrix: a draft that agrees some of the time."""
+    import copy
+
+    draft = copy.deepcopy(model)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in draft.parameters():
+            if parameter.ndim > 1:
+                parameter += scale * parameter.std() * torch.randn(parameter.shape, generator=generator)
+    return draft
+
+
+def toy_tokenizer(size: int = 300) -> PreTrainedTokenizerFast:
+    """Byte-level BPE with a few merges."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=size, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    tokenizer.train_from_iterator(
+        ["def f(self): return self.value + other.value\n" * 40, "import os, sys\n" * 40], trainer
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<|endoftext|>", clean_up_tokenization_spaces=False
+    )
+
+
+def save_toy(model: Any, tokenizer: Any, folder: Path) -> Path:
+    """A Hugging Face folder."""
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def random_prompts(count: int, vocabulary: int, seed: int, shortest: int = 3, longest: int = 12) -> list[list[int]]:
+    """Prompts of different lengths."""
+    generator = numpy.random.default_rng(seed)
+    return [
+        generator.integers(0, vocabulary, size=int(generator.integers(shortest, longest + 1))).tolist()
+        for _ in range(count)
+    ]
+
+
+class ScriptedLogits:
+    def __init__(self, tokens: list[int]) -> None:
+        self._tokens = tokens
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def argmax(self) -> list[int]:
+        return self._tokens
+
+
+class Scripted:
+    """A model whose next token is a function of all tokens before; it checks how it is called."""
+
+    rows = 1
+
+    def __init__(self, rule: Callable[[tuple[int, ...]], int], capacity: int, vocabulary: int) -> None:
+        self.rule, self.capacity, self.vocabulary_size = rule, capacity, vocabulary
+        self.context: list[int] = []
+        self.calls: list[int] = []
+
+    @property
+    def lengths(self) -> list[int]:
+        return [len(self.context)]
+
+    def extend(
+        self, tokens: Sequence[int], counts: Any = None, parents: Any = None, want: Sequence[int] | None = None
+    ) -> ScriptedLogits:
+        assert len(tokens) > 0 and len(self.context) + len(tokens) <= self.capacity
+        self.calls.append(len(tokens))
+        start = len(self.context)
+        self.context += tokens
+        indices = range(len(tokens)) if want is None else want
+        return ScriptedLogits([self.rule(tuple(self.context[: start + i + 1])) for i in indices])
+
+    def rollback(self, lengths: Sequence[int]) -> None:
+        assert 0 <= lengths[0] <= len(self.context)
+        del self.context[lengths[0] :]
+
+    def reset(self) -> None:
+        self.context = []
