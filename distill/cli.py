@@ -151,41 +151,42 @@ def check(
         skipped += [f"model {model}" for model in remote]
         skipped.append("pair rules, sizes and the cut, which need those models' configurations")
     else:
-        _check_models(found, donor)
+        print("\n".join(_check_models(found)))
     for item in skipped:
         print(f"not checked: {item}" + (" (--offline)" if offline else " (read when the corpus is made)"))
     print("check passed" + (", as far as it goes without a hub" if skipped else ""))
 
 
-def _check_models(recipe: Recipe, donor: str) -> None:
+def _check_models(recipe: Recipe) -> list[str]:
+    """What the models' files allow, as lines to print; raises where the recipe asks for more. Loads no weights."""
     from distill.models.hugging_face import load_config
     from distill.models.pair import require_pair
-    from distill.surgery.cut import check_cut
+    from distill.surgery.cut import check_cut, donor_reference
+    from distill.target.store import bytes_per_position
 
+    donor = donor_reference(recipe)
     config = load_config(donor)
     check_cut(recipe, config.num_hidden_layers, config.intermediate_size)
-    print(f"cut: {config.num_hidden_layers} layers -> {recipe.draft.layers}, MLP {config.intermediate_size} -> "
-          f"{recipe.draft.mlp_width or config.intermediate_size}")  # fmt: skip
+    width = recipe.draft.mlp_width or config.intermediate_size
+    layers = config.num_hidden_layers
+    lines = [f"cut: {layers} layers -> {recipe.draft.layers}, MLP {config.intermediate_size} -> {width}"]
     pair = require_pair(recipe.target.model, donor)
     for name, against in (("distill", pair.distill), ("llama.cpp", pair.llama_cpp), ("vLLM", pair.vllm)):
-        print(f"pair rule of {name}: {'fits' if against is None else 'does not fit: ' + against}")
+        lines.append(f"pair rule of {name}: {'fits' if against is None else 'does not fit: ' + against}")
     context = load_config(recipe.target.model).max_position_embeddings
     if recipe.corpus.block > context:
         raise RecipeError(
             f"corpus.block is {recipe.corpus.block}, the target's context {context}", "lower corpus.block"
         )
+    answer = recipe.answers.prompt_tokens + recipe.answers.new_tokens
+    store = (recipe.corpus.tokens + recipe.answers.prompts * answer) * bytes_per_position(recipe.teacher.top_k)
     free = shutil.disk_usage(Path.cwd()).free
-    positions = recipe.corpus.tokens + recipe.answers.prompts * (
-        recipe.answers.prompt_tokens + recipe.answers.new_tokens
-    )
-    from distill.target.store import bytes_per_position
-
-    store = positions * bytes_per_position(recipe.teacher.top_k)
-    print(f"disk: the teacher store needs about {store / 1e6:.0f} MB, {free / 1e9:.0f} GB are free here")
+    lines.append(f"disk: the teacher store needs about {store / 1e6:.0f} MB, {free / 1e9:.0f} GB are free here")
     if store > free:
         raise RunError(
             "the teacher store does not fit the disk", "lower corpus.tokens, answers.prompts or teacher.top_k"
         )
+    return lines
 
 
 @app.command()
@@ -221,6 +222,7 @@ def train(
             folder.rename(aside)
         print(f"the old run is now {aside}", file=sys.stderr)
     require_nothing_superseded(found, run, until, redo or ())
+    _check_models(found)  # before the run folder is touched: a cut that cannot be made must not cost the answers
     run.open(recipe.read_text(encoding="utf-8"))
     try:
         _prepare(found)
