@@ -334,7 +334,10 @@ def _evaluate_bare(
     documents, _ = read_documents(recipe.corpus, needed=("report",))
     report = evaluate_bare(recipe, documents, cut_prompts, temperature, prompts, kl, acceptance)
     report["command"] = "distill " + " ".join(sys.argv[1:])
-    return report
+    from distill.run import without_nan
+
+    found: dict[str, Any] = without_nan(report)
+    return found
 
 
 @app.command("export-gguf")

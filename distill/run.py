@@ -9,6 +9,7 @@ import fcntl
 import hashlib
 import importlib.metadata
 import json
+import math
 import os
 import platform
 import re
@@ -94,8 +95,17 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write `value` as indented JSON, atomically."""
-    write_text(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
+    """Write `value` as indented JSON, atomically; a figure that could not be had (NaN) is null."""
+    write_text(path, json.dumps(without_nan(value), indent=1, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def without_nan(value: Any) -> Any:
+    """`value` with NaN and infinities, which JSON does not have, as None."""
+    if isinstance(value, dict):
+        return {name: without_nan(inner) for name, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [without_nan(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def write_folder(path: Path, write: Callable[[Path], object]) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from distill.errors import DataError
 from distill.evaluation.measure import (
     METRICS,
     measure_blocks,
@@ -45,6 +46,8 @@ def continue_all(
 ) -> list[list[int]]:
     """The target's own continuations of prompts, in batches."""
     limit = min(limit, target.config.max_position_embeddings - max(len(prompt) for prompt in prompts))
+    if limit < 1:
+        raise DataError("the prompts fill the target's context", "lower answers.prompt_tokens")
     texts: list[list[int]] = []
     for start in range(0, len(prompts), batch):
         rows = slice(start, start + batch)

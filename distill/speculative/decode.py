@@ -73,8 +73,10 @@ def plain(target: Model, prompt: Sequence[int], limit: int, ends: Collection[int
     return result
 
 
-def propose(draft: Model, context: Sequence[int], count: int) -> list[int]:
-    """The draft's greedy continuation of `context`, of which it has committed some beginning; `count` tokens.
+def propose(draft: Model, context: Sequence[int], count: int, ends: Collection[int] = ()) -> list[int]:
+    """The draft's greedy continuation of `context`, of which it has committed some beginning; up to `count` tokens.
+
+    An end token is the last one proposed: what follows it could never be used and must not count as drafted.
 
     What it has not seen yet (the last token, or two after a fully accepted round) goes in with the first step.
     """
@@ -82,6 +84,8 @@ def propose(draft: Model, context: Sequence[int], count: int) -> list[int]:
     proposal: list[int] = []
     for _ in range(count):
         proposal.append(draft.extend(fresh, want=[len(fresh) - 1]).argmax()[0])
+        if proposal[-1] in ends:
+            break
         fresh = proposal[-1:]
     return proposal
 
@@ -106,7 +110,7 @@ def speculative_rounds(
         depth = target.lengths[0]
         # No more than can still be used: the round emits one token beyond those accepted.
         count = min(length, limit - len(result.tokens) - 1, target.capacity - depth - 1, draft.capacity - depth - 1)
-        proposal = propose(draft, context, count) if count > 0 else []
+        proposal = propose(draft, context, count, ends) if count > 0 else []
         choices = target.extend([context[-1], *proposal]).argmax()
         accepted = verify_greedy(choices, proposal)
         new = [*proposal[:accepted], choices[accepted]]
