@@ -274,7 +274,7 @@ class GgufModel:
             raise
 
     def _decode_few(self, tokens: Sequence[int], last_only: bool) -> NDArray[np.float32]:
-        """The common case, a step or a verification, without the general path's bookkeeping (a tenth of a small step)."""
+        """The common case, a step or a verification, without the bookkeeping that costs a tenth of a small step."""
         count = len(tokens)
         self.generation += 1
         self._token[:count] = tokens
