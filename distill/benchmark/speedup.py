@@ -29,7 +29,7 @@ from distill.surgery.grow import grow
 from distill.texts import read_prompts
 
 TORCH_NOISE = 1e-4  # fp32: logit gaps below this are rounding ties
-REFERENCE_PROMPTS = 4
+REFERENCE_PROMPTS = {False: 4, True: 2}  # by grown: a grown target takes a minute for each pair of runs
 SAMPLES = 3
 
 
@@ -123,7 +123,7 @@ def _measure_pair(
     settings, evaluation = recipe.speedup, recipe.eval
     tokenizer = load_tokenizer(recipe.target.model)
     label = {"pair": title, "grown": grown, "backend": backend}
-    reference = compare_library(target, library, prompts[:REFERENCE_PROMPTS], settings.new_tokens, ends)
+    reference = compare_library(target, library, prompts[: REFERENCE_PROMPTS[grown]], settings.new_tokens, ends)
     trials = run_trials(target, draft, prompts, lengths, settings.new_tokens, ends, f"{backend}, prompts")
     noise = TORCH_NOISE
     if backend == "gguf" or recipe.target.dtype != "float32":
