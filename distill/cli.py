@@ -91,8 +91,8 @@ def _run_until(recipe: Recipe, run: Run, stage: str, redo: Sequence[str] = ()) -
     from distill.pipeline import run_pipeline
 
     _prepare(recipe)
-    run.open((run.folder / "recipe.yaml").read_text(encoding="utf-8"))
     try:
+        run.open((run.folder / "recipe.yaml").read_text(encoding="utf-8"))
         run_pipeline(recipe, run, until=stage, redo=redo)
     finally:
         run.close()
@@ -223,8 +223,8 @@ def train(
         print(f"the old run is now {aside}", file=sys.stderr)
     require_nothing_superseded(found, run, until, redo or ())
     _check_models(found)  # before the run folder is touched: a cut that cannot be made must not cost the answers
-    run.open(recipe.read_text(encoding="utf-8"))
     try:
+        run.open(recipe.read_text(encoding="utf-8"))
         _prepare(found)
         run_pipeline(found, run, until, redo or ())
     finally:
