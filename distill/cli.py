@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from distill.errors import DataError, DistillError, RecipeError, RunError
+from distill.cli_surgery import cut, transplant
+from distill.errors import DataError, DistillError, PairError, RecipeError, RunError
 
 if TYPE_CHECKING:
     from distill.recipe import Recipe
@@ -121,19 +122,44 @@ def _print_table(rows: list[dict[str, Any]], markdown: str, value: Any, output: 
 # ── commands ──
 
 
+app.command()(transplant)
+app.command()(cut)
+
+
 @app.command()
 def check(
-    recipe: Annotated[Path, typer.Argument(help="Recipe file.")],
+    recipe: Annotated[
+        Path | None, typer.Argument(metavar="[RECIPE]", help="Recipe file; left out for a bare pair.")
+    ] = None,
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="[a.b=c]...", help="Overrides of recipe keys.")
     ] = None,
     offline: Annotated[
         bool, typer.Option("--offline", help="Skip what needs a model hub, and say what was skipped.")
     ] = False,
+    target: Annotated[
+        str | None, typer.Option("--target", help="Bare pair: Hugging Face folder, hub name or GGUF file.")
+    ] = None,
+    draft: Annotated[str | None, typer.Option("--draft", help="Bare pair: its draft, likewise.")] = None,
+    context: Annotated[
+        int | None, typer.Option("--context", min=1, help="Bare pair: tokens of context that will be served.")
+    ] = None,
 ) -> None:
-    """Check a recipe: keys, files, tokenizers, pair rules, sizes. Loads no weights."""
+    """Check a recipe, or any target and draft: keys, files, tokenizers, pair rules, sizes. Loads no weights."""
     from distill.recipe import is_path, load_recipe
 
+    if target or draft:
+        if recipe is not None or target is None or draft is None:
+            raise RecipeError("a bare pair is --target and --draft, without a recipe", "name both, or a recipe alone")
+        from distill.models.pair import compare_pair
+
+        pair = compare_pair(target, draft, context)
+        print("\n".join(pair.lines()))
+        if pair.distill is not None:
+            raise PairError(f"{draft} cannot draft for {target}: {pair.distill}", pair.remedies.get("distill", ""))
+        return
+    if recipe is None:
+        raise RecipeError("nothing to check", "`distill check RECIPE`, or `distill check --target A --draft B`")
     found = load_recipe(recipe, overrides or [])
     print(f"recipe {found.name}: keys and values are fine")
     from distill.corpus.sources import source_path
@@ -160,19 +186,14 @@ def check(
 def _check_models(recipe: Recipe) -> list[str]:
     """What the models' files allow, as lines to print; raises where the recipe asks for more. Loads no weights."""
     from distill.models.hugging_face import load_config
-    from distill.models.pair import require_pair
-    from distill.surgery.cut import check_cut, donor_reference
+    from distill.models.pair import compare_pair
+    from distill.surgery.stage import check_cut, donor_reference
     from distill.target.store import bytes_per_position
 
-    donor = donor_reference(recipe)
-    config = load_config(donor)
-    check_cut(recipe, config.num_hidden_layers, config.intermediate_size)
-    width = recipe.draft.mlp_width or config.intermediate_size
-    layers = config.num_hidden_layers
-    lines = [f"cut: {layers} layers -> {recipe.draft.layers}, MLP {config.intermediate_size} -> {width}"]
-    pair = require_pair(recipe.target.model, donor)
-    for name, against in (("distill", pair.distill), ("llama.cpp", pair.llama_cpp), ("vLLM", pair.vllm)):
-        lines.append(f"pair rule of {name}: {'fits' if against is None else 'does not fit: ' + against}")
+    lines = check_cut(recipe)
+    # A transplanted draft has the target's own vocabulary and rows; of the donor only its context is left to compare.
+    pair = compare_pair(recipe.target.model, donor_reference(recipe))
+    lines += pair.lines() if recipe.draft.transplant is None else [f"context: {pair.context or 'fits'}"]
     context = load_config(recipe.target.model).max_position_embeddings
     if recipe.corpus.block > context:
         raise RecipeError(

@@ -24,7 +24,8 @@ class Stage:
 
     `settings` are dotted recipe keys, `inputs` are (stage, pattern of artifact names), `models` are `target` and
     `donor`. A `precious` stage costs so much that its finished or begun work is never superseded without being asked.
-    `passing` are beginnings of settings that change nothing a precious stage reads.
+    `passing` are beginnings of settings that change nothing a precious stage reads. `more` names settings that count
+    only for some recipes.
     """
 
     name: str
@@ -36,12 +37,21 @@ class Stage:
     precious: bool = False
     version: int = 1
     passing: tuple[str, ...] = ()
+    more: Callable[[Recipe], tuple[str, ...]] = lambda recipe: ()
 
     def load(self) -> Callable[[Recipe, Run], list[Path]]:
         """The stage function `stage(recipe, run)`, which returns its artifacts."""
         module, _, name = self.function.partition(":")
         found: Callable[[Recipe, Run], list[Path]] = getattr(importlib.import_module(module), name)
         return found
+
+
+def _search_settings(recipe: Recipe) -> tuple[str, ...]:
+    """What measuring cuts reads beyond the cut itself; without a search nothing is measured."""
+    by_price = recipe.draft.trim is not None and recipe.draft.trim.size is None and recipe.draft.trim.by == "price"
+    if recipe.draft.search is None and not by_price:
+        return ()
+    return ("seed", "train", "sampler", "profile", "speedup.outtype", "corpus.block", "threads", "target.dtype")
 
 
 STAGES = (
@@ -85,11 +95,17 @@ STAGES = (
     ),
     Stage(
         "draft",
-        "distill.surgery.cut:draft",
+        "distill.surgery.stage:draft",
         ("draft",),
-        (("corpus", "corpus/text-selection.safetensors"),),
-        ("init",),
+        (
+            ("corpus", "corpus/text-selection.safetensors"),
+            ("answers", "answers/train-*"),
+            ("teacher", "teacher/*"),
+        ),
+        ("init", "surgery"),
         ("target", "donor"),
+        version=2,
+        more=_search_settings,
     ),
     Stage(
         "profile",
@@ -187,7 +203,7 @@ def key_parts(stage: Stage, recipe: Recipe, run: Run, cache: dict[str, str]) -> 
         return cache[reference]
 
     parts: dict[str, Any] = {"version": stage.version}
-    for name in stage.settings:
+    for name in dict.fromkeys((*stage.settings, *stage.more(recipe))):
         parts[name] = _setting(recipe, name)
     for name in stage.models:
         if name == "target":

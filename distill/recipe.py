@@ -91,16 +91,93 @@ class Profile(Section):
     repeats: int = Field(7, ge=5, description="timed repeats after the discarded first; the median is kept")
 
 
+class Transplant(Section):
+    """The donor gets the target's vocabulary, byte for byte."""
+
+    method: Literal["pieces", "pursuit"] = Field(
+        "pieces", description="rows that are no copies: pieces: from the donor's own pieces of the token's bytes; "
+        "pursuit: orthogonal matching pursuit over the shared tokens (reads the target's embeddings)"
+    )  # fmt: skip
+    overrides: dict[str, str] = Field(
+        {}, description="a target token, such as a turn marker, to the text whose donor tokens it starts from"
+    )
+    decay: float = Field(0.5, gt=0, le=1, description="pieces: weight of each piece over the one before, in the head")
+
+
+class Trim(Section):
+    """The draft speaks only tokens that the target writes often; our decoders compute their logits alone."""
+
+    size: int | None = Field(None, ge=256, description="tokens kept; null: chosen `by` mass or price")
+    by: Literal["mass", "price"] = Field(
+        "mass", description="mass: the fewest that hold `mass` of every domain; price: the most tokens per second"
+    )
+    mass: float = Field(0.995, gt=0, le=1, description="share of the target-written tokens of each domain to cover")
+
+
+class Search(Section):
+    """Cuts tried before the draft is made: each healed for a few steps, measured and priced; the best is taken."""
+
+    layers: tuple[int, ...] = Field(min_length=1, description="layer counts tried")
+    mlp_width: tuple[int, ...] = Field((), description="MLP widths tried with each; empty: draft.mlp_width alone")
+    heal_steps: int = Field(60, ge=0, description="training steps each cut gets before it is measured")
+    backend: Literal["pytorch", "gguf"] = Field("pytorch", description="whose step costs count")
+    outtypes: tuple[Literal["f32", "f16", "bf16", "q8_0"], ...] = Field(
+        ("f16",), description="gguf: file types of the draft tried with every cut"
+    )
+    max_length: int = Field(16, ge=1, le=63, description="longest draft length that a prediction may choose")
+
+
 class DraftCut(Section):
-    """What the draft is cut from, and how far."""
+    """What the draft is cut from, and how far: transplant, then layers, then widths, then the head."""
 
     donor: str = Field("target", description="`target`, a folder, or a hub name")
-    layers: int = Field(2, ge=1, description="layers kept")
-    layer_rule: Literal["last-but-one", "influence"] = Field(
-        "influence", description="last-but-one: drop the last n but one; influence: drop the least influential blocks"
+    transplant: Transplant | None = Field(None, description="needed when the donor's vocabulary is another; null: off")
+    layers: int | None = Field(None, ge=1, description="layers kept; null: all")
+    layer_rule: Literal["greedy", "influence", "angular", "last-but-one"] = Field(
+        "influence", description="greedy: remove, one by one, the layer whose loss costs the least KL to the target; "
+        "influence: drop the least influential; angular: the run of layers that turns the state least; "
+        "last-but-one: the last n but one"
+    )  # fmt: skip
+    drop_layers: str | None = Field(None, description="layers dropped by number instead, such as `14-21` or `3,7,9-11`")
+    mlp_width: int | None = Field(None, ge=32, description="MLP neurons kept per layer; null: all")
+    mlp_rule: Literal["activation", "magnitude", "first"] = Field(
+        "activation", description="which neurons: by what they add to the residual stream; by weights alone; the first"
     )
-    mlp_width: int | None = Field(None, ge=32, description="MLP neurons kept per layer, by activation score; null: all")
-    score_blocks: int = Field(16, ge=1, description="selection blocks the scores are collected on")
+    mlp_repair: bool = Field(True, description="least-squares repair of down_proj for the neurons removed")
+    kv_heads: int | None = Field(None, ge=1, description="KV heads kept, each with its query heads; null: all")
+    hidden: int | None = Field(None, ge=64, description="hidden size kept; null: all")
+    trim: Trim | None = Field(None, description="trimmed head; null: off")
+    search: Search | None = Field(None, description="search over cuts, which then sets layers and mlp_width; null: off")
+    score_blocks: int = Field(16, ge=1, description="blocks that scores and losses of cuts are collected on")
+
+    @model_validator(mode="after")
+    def _layers_are_said_once(self) -> DraftCut:
+        if self.drop_layers is not None and (self.layers is not None or self.search is not None):
+            raise ValueError("drop_layers names the layers; leave layers and search out")
+        if self.search is not None and self.layers is not None:
+            raise ValueError("search sets the layers; leave layers out")
+        if self.search is not None and self.search.mlp_width and self.mlp_width is not None:
+            raise ValueError("search.mlp_width sets the widths; leave mlp_width out")
+        return self
+
+
+class Sparsity(Section):
+    """L1 while fine-tuning: neurons (or single weights) are driven to zero, cut, and the rest debiased."""
+
+    method: Literal["group", "unstructured"] = Field(
+        "group", description="group: whole MLP neurons, cut out at the end; unstructured: single weights, which stay "
+        "as zeros and make nothing faster"
+    )  # fmt: skip
+    mlp_width: int | None = Field(None, ge=32, description="group: neurons left per layer")
+    share: float | None = Field(None, gt=0, lt=1, description="unstructured: share of the weights that become zero")
+    ramp: float = Field(0.2, gt=0, le=1, description="share of the steps over which the penalty grows")
+
+    @model_validator(mode="after")
+    def _wants_one_goal(self) -> Sparsity:
+        wanted, other = ("mlp_width", "share") if self.method == "group" else ("share", "mlp_width")
+        if getattr(self, wanted) is None or getattr(self, other) is not None:
+            raise ValueError(f"method {self.method} needs {wanted} and no {other}")
+        return self
 
 
 class Train(Section):
@@ -122,6 +199,10 @@ class Train(Section):
     save_every: int = Field(100, ge=1, description="steps between checkpoints")
     keep: int = Field(2, ge=1, description="checkpoints kept")
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="autocast type; the weights stay float32")
+    embedding_steps: int = Field(
+        0, ge=0, description="first steps that move the embeddings and head alone, as after a transplant"
+    )
+    sparsity: Sparsity | None = Field(None, description="L1 while training; null: off")
 
     @field_validator("loss")
     @classmethod
@@ -311,8 +392,16 @@ def parse_recipe(raw: Any, where: str) -> Recipe:
     """Validate a mapping; every fault is named in one RecipeError."""
     if not isinstance(raw, dict):
         raise RecipeError(f"{where}: a recipe is a mapping, got {type(raw).__name__}", "see docs/recipes.md")
+    return parse_section(Recipe, raw, where)
+
+
+SomeSection = typing.TypeVar("SomeSection", bound=Section)
+
+
+def parse_section(section: type[SomeSection], raw: dict[str, Any], where: str = "the options") -> SomeSection:
+    """Validate one section from a mapping; every fault is named in one RecipeError."""
     try:
-        return Recipe.model_validate(raw)
+        return section.model_validate(raw)
     except ValidationError as error:
         errors = error.errors()
         # A list is also called too short when the elements it does hold are faulty: only the latter is worth saying.

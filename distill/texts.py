@@ -14,10 +14,11 @@ from distill.run import Run
 
 @dataclass(frozen=True)
 class Prompt:
-    """Where a prompt comes from (`name@character`) and its token ids."""
+    """Where a prompt comes from (`name@character`, and the corpus source) and its token ids."""
 
     id: str
     ids: list[int]
+    source: str = ""
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,7 @@ class Answer:
     prompt: list[int]
     answer: list[int]
     looping: bool
+    source: str = ""
 
 
 def prompt_seed(seed: int, prompt_id: str) -> int:

@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 STAGES = {"corpus", "target", "surgery", "training", "evaluation", "export", "benchmark", "report"}
 LAYERS = (
-    {"cli", "__main__"},
+    {"cli", "cli_surgery", "__main__"},
     {"pipeline"},
     STAGES,
     {"speculative"},
@@ -26,6 +26,10 @@ HEIGHT = {room: -depth for depth, rooms in enumerate(LAYERS) for room in rooms}
 ALLOWED = {
     ("benchmark", "export"),
     ("benchmark", "surgery"),
+    ("surgery", "export"),
+    ("surgery", "target"),
+    ("surgery", "training"),
+    ("training", "surgery"),
     ("training", "target"),
 }
 

@@ -274,7 +274,7 @@ def test_torch_logits_by_hand() -> None:
 
 def demo_pair() -> tuple[Any, Any, list[list[int]]]:
     from distill.models.hugging_face import encode, load_model, load_tokenizer
-    from distill.surgery.cut import keep_layers
+    from distill.surgery.layers import keep_layers
 
     big, small = (load_model(str(DEMO), "float32", torch.device("cpu")) for _ in range(2))
     keep_layers(small, [0, big.config.num_hidden_layers - 1])
@@ -355,3 +355,41 @@ def test_gguf_context_end_and_end_tokens(files: tuple[Path, Path]) -> None:
                 with GgufModel(files[0], context=32, threads=1) as twin:  # so that the end stands inside a draft
                     result = speculative(target, twin, prompt, 100, length, [end])
                 assert result.tokens == text[: text.index(end) + 1]
+
+
+# Padding rows: no part in any law.
+
+
+def padded(tokenizer: Any) -> Any:
+    """A model with 20 rows more than tokens, the last of which would win everywhere."""
+    model = toy("llama", len(tokenizer) + 20, tie_word_embeddings=False)
+    with torch.no_grad():
+        model.lm_head.weight[-3] = 4 * model.lm_head.weight[:-20].abs().amax(0)
+        model.lm_head.weight[-4] = -model.lm_head.weight[-3]
+    return model
+
+
+def test_torch_never_says_padding() -> None:
+    tokenizer = toy_tokenizer()
+    model, real = padded(tokenizer), len(tokenizer)
+    prompt = tokenizer("def f(self)")["input_ids"]
+    assert max(plain(TorchModel(model), prompt, 30).tokens) >= real  # else this tests nothing
+    masked = TorchModel(model, real)
+    assert masked.vocabulary_size == real and masked.extend(prompt).full().shape == (len(prompt), real)
+    masked.reset()
+    assert max(plain(masked, prompt, 30).tokens) < real
+
+
+@needs_llama
+def test_gguf_never_says_padding(tmp_path: Path) -> None:
+    tokenizer = toy_tokenizer()
+    model, real = padded(tokenizer), len(tokenizer)
+    export_gguf(save_toy(model, tokenizer, tmp_path / "padded"), tmp_path / "padded.gguf", "f32")
+    prompt = tokenizer("def f(self)")["input_ids"]
+    with GgufModel(tmp_path / "padded.gguf", context=64) as quantised:
+        assert (quantised.head_rows, quantised.vocabulary_size) == (real + 20, real)
+        assert plain(quantised, prompt, 30).tokens == plain(TorchModel(model, real), prompt, 30).tokens
+        quantised.reset()
+        logits = quantised.extend(prompt).full()
+        expected = model(torch.tensor([prompt])).logits[0, :, :real]
+        torch.testing.assert_close(logits, expected, rtol=1e-2, atol=2e-2)  # the cache is f16

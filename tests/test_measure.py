@@ -21,7 +21,6 @@ from distill.benchmark.compare import (
     speed_ratio,
     summarise_trials,
 )
-from distill.benchmark.timing import cost_curve, measure_steps, predicted_speedup
 from distill.evaluation.intervals import ratio_interval
 from distill.evaluation.measure import (
     METRICS,
@@ -34,13 +33,14 @@ from distill.evaluation.measure import (
 from distill.models.hugging_face import TorchModel
 from distill.packing import pack
 from distill.sampler import Sampler
+from distill.speculative.cost import cost_curve, measure_steps, predicted_speedup
 from distill.speculative.decode import Decoded, Round, plain
 
 torch.set_num_threads(1)
 
 
 def by_loops(target: list[float], draft: list[float], sampler: Sampler) -> list[float]:
-    """The seven metrics of one position with math only (truncation by top_k alone)."""
+    """The eight metrics of one position with math only (truncation by top_k alone)."""
 
     def law(logits: list[float], temperature: float = 1.0, top_k: int = 0) -> list[float]:
         kept = set(sorted(range(len(logits)), key=lambda i: -logits[i])[: top_k or None])
@@ -60,6 +60,7 @@ def by_loops(target: list[float], draft: list[float], sampler: Sampler) -> list[
         math.fsum(min(a, b) for a, b in zip(*served, strict=True)),
         served[0][best],
         same,
+        math.fsum(served[0]),
     ]
 
 

@@ -6,12 +6,12 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from distill.benchmark.timing import cost_curve
 from distill.export.writer import export_gguf
 from distill.models.gguf import GgufModel
 from distill.models.hugging_face import TorchModel, load_model, local_folder, pick_device
 from distill.recipe import Recipe
 from distill.run import Run, machine, write_json
+from distill.speculative.cost import cost_curve
 
 
 def profile(recipe: Recipe, run: Run) -> list[Path]:

@@ -18,13 +18,21 @@ from distill.benchmark.compare import (
     run_trials,
     summarise_trials,
 )
-from distill.benchmark.timing import measure_steps, predicted_speedup
 from distill.export.writer import export_gguf
 from distill.models.base import Model
 from distill.models.gguf import GgufModel
-from distill.models.hugging_face import TorchModel, describe_model, end_ids, load_model, load_tokenizer, pick_device
+from distill.models.hugging_face import (
+    TorchModel,
+    describe_model,
+    end_ids,
+    load_model,
+    load_tokenizer,
+    pick_device,
+    real_tokens,
+)
 from distill.recipe import Recipe
 from distill.run import Run, faults_explained, machine, read_json, write_json, write_text
+from distill.speculative.cost import measure_steps, predicted_speedup
 from distill.surgery.grow import grow
 from distill.texts import read_prompts
 
@@ -82,8 +90,9 @@ def _measure_part(recipe: Recipe, run: Run, backend: str, grown: bool) -> dict[s
     scratch = run.path("speedup", ".scratch")
     try:
         if backend == "pytorch":
-            target: Model = TorchModel(big)
-            draft: Model = TorchModel(load_model(str(run.path("draft")), recipe.target.dtype, device))
+            vocabulary = real_tokens(big.config, tokenizer)
+            target: Model = TorchModel(big, vocabulary)
+            draft: Model = TorchModel(load_model(str(run.path("draft")), recipe.target.dtype, device), vocabulary)
             library, name = _transformers_generation(big, ends), "transformers generate"
         else:
             context = recipe.corpus.block

@@ -36,5 +36,5 @@ def cut_prompts(
             break
         ids = encode(document.text[offset : offset + tokens * CHARACTERS_PER_TOKEN])[:tokens]
         if len(ids) == tokens:
-            prompts.append(Prompt(f"{document.name}@{offset}", ids))
+            prompts.append(Prompt(f"{document.name}@{offset}", ids, document.source))
     return prompts

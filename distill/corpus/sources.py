@@ -18,11 +18,12 @@ from distill.recipe import Corpus, Source
 
 @dataclass(frozen=True)
 class Document:
-    """A text, its name within its source, and the split it belongs to."""
+    """A text, its name within its source, the split it belongs to, and the source's own name."""
 
     name: str
     split: Split
     text: str
+    source: str = ""
 
 
 def source_path(source: Source) -> Path:
@@ -131,12 +132,15 @@ def read_documents(
                 dropped["empty"] += 1
             elif split not in source.keep:
                 dropped[f"of split {split}, not kept"] += 1
-            elif name in names or content in texts:
+            elif content in texts:
                 dropped["duplicate"] += 1
             else:
+                origin = Path(source.path).name
+                if name in names:  # another text of that name, from another source
+                    name = f"{origin}/{name}#{content.hex()[:8]}"
                 names.add(name)
                 texts.add(content)
-                documents.append(Document(name, split, text))
+                documents.append(Document(name, split, text, origin))
     for split in needed:
         if not any(document.split == split for document in documents):
             raise DataError(

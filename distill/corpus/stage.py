@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import random
+from dataclasses import asdict
 from pathlib import Path
 
 from distill.corpus.prompts import cut_prompts
@@ -55,7 +56,7 @@ def corpus(recipe: Recipe, run: Run) -> list[Path]:
             )
         write_text(
             folder / f"prompts-{split}.jsonl",
-            "".join(json.dumps({"id": prompt.id, "ids": prompt.ids}) + "\n" for prompt in prompts),
+            "".join(json.dumps(asdict(prompt)) + "\n" for prompt in prompts),
         )
         summary[split] = {"documents": len(own), "tokens": total, "blocks": len(packed), "prompts": len(prompts)}
         short = f" of {wanted[split]} asked for" if len(prompts) < wanted[split] else ""

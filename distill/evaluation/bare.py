@@ -9,7 +9,7 @@ from typing import Any
 
 from distill.errors import DataError
 from distill.evaluation.stage import continue_all, evaluate_pair
-from distill.models.hugging_face import encode, end_ids, load_model, load_tokenizer, pick_device
+from distill.models.hugging_face import encode, end_ids, load_model, load_tokenizer, pick_device, real_tokens
 from distill.packing import Packed, pack
 from distill.recipe import Recipe
 from distill.sampler import Sampler
@@ -34,6 +34,7 @@ def evaluate_bare(
     draft = load_model(recipe.draft.donor, recipe.target.dtype, device)
     tokenizer = load_tokenizer(recipe.target.model)
     ends = end_ids(target.config, tokenizer)
+    vocabulary = min(real_tokens(target.config, tokenizer), draft.config.vocab_size)
     to_ids = functools.partial(encode, tokenizer)
     length, new = recipe.answers.prompt_tokens, recipe.eval.new_tokens
     found = cut(list(documents), to_ids, prompts, length, 4 * (length + new), recipe.seed)
@@ -47,7 +48,8 @@ def evaluate_bare(
     domains: dict[str, Packed] = {}
     if divergence:
         seeds = [prompt_seed(recipe.seed, prompt.id) for prompt in found]
-        texts = continue_all(target, ids, sampler, min(new, block - length), seeds, ends, recipe.answers.batch)
+        room, batch = min(new, block - length), recipe.answers.batch
+        texts = continue_all(target, ids, sampler, room, seeds, ends, batch, vocabulary)
         domains["answers"] = pack(((p + t, len(p)) for p, t in zip(ids, texts, strict=True)), block, False)
         order = list(documents)
         random.Random(recipe.seed).shuffle(order)
@@ -61,7 +63,7 @@ def evaluate_bare(
         ids,
         sampler,
         recipe.eval,
-        min(len(tokenizer), target.config.vocab_size, draft.config.vocab_size),
+        vocabulary,
         ends,
         divergence,
         acceptance,

@@ -27,30 +27,36 @@ METRICS = (
     "acceptance_sampling",
     "acceptance_match",
     "acceptance_greedy",
+    "acceptance_ceiling",
 )
 
 
 def position_metrics(target_logits: Tensor, draft_logits: Tensor, sampler: Sampler, vocabulary: int) -> Tensor:
-    """All METRICS per position [N, 7] in fp32 from logits [N, V_target] and [N, V_draft].
+    """All METRICS per position [N, 8] in fp32 from logits [N, V_target] and [N, V_draft].
 
     Columns from `vocabulary` on are padding in either model and get no mass. KL and TV compare the untruncated laws at
     temperature 1; the sampling and match acceptances use the laws after the served sampler; greedy acceptance is that
-    of temperature 0, which is the top-1 agreement by definition.
+    of temperature 0, which is the top-1 agreement by definition. A trimmed draft has −inf where it cannot speak:
+    there the KL from the target would be infinite, so it is taken between the laws over the tokens it can speak, and
+    the served target's mass on those is the ceiling of its acceptance (1 for a full head).
     """
     target = target_logits[:, :vocabulary].float()
     draft = draft_logits[:, :vocabulary].float()
     log_p, log_q = target.log_softmax(-1), draft.log_softmax(-1)
     served_p, served_q = sampler.law(target), sampler.law(draft)
+    silent = torch.isneginf(draft)
+    spoken_p = log_p.masked_fill(silent, -torch.inf).log_softmax(-1) if bool(silent.any()) else log_p
     agreement = divergences.acceptance_greedy(target, draft)
     return torch.stack(
         [
-            divergences.forward_kl(log_p, log_q),
+            divergences.forward_kl(spoken_p, log_q),
             divergences.reverse_kl(log_p, log_q),
             divergences.total_variation(log_p.exp(), log_q.exp()),
             agreement,
             divergences.acceptance_sampling(served_p, served_q),
             divergences.acceptance_match(served_p, draft),
             agreement,
+            served_p.masked_fill(silent, 0).sum(-1),
         ],
         dim=-1,
     )
@@ -60,7 +66,7 @@ def position_metrics(target_logits: Tensor, draft_logits: Tensor, sampler: Sampl
 def measure_blocks(
     target: Any, drafts: dict[str, Any], blocks: Packed, sampler: Sampler, vocabulary: int, batch: int = 2
 ) -> dict[str, tuple[numpy.ndarray, numpy.ndarray]]:
-    """Sums [U, 7] and counts [U] of the metrics for each draft; a unit is one document of one block."""
+    """Sums [U, 8] and counts [U] of the metrics for each draft; a unit is one document of one block."""
     device = next(target.parameters()).device
     rows: dict[str, list[tuple[numpy.ndarray, int]]] = {name: [] for name in drafts}
     for start in range(0, len(blocks), batch):

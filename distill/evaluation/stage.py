@@ -14,7 +14,8 @@ from distill.evaluation.measure import (
     summarise,
     tokens_per_round,
 )
-from distill.models.hugging_face import TorchModel, end_ids, load_model, load_tokenizer, pick_device
+from distill.models.hugging_face import TorchModel, end_ids, load_model, load_tokenizer, pick_device, real_tokens
+from distill.models.kept import read_kept
 from distill.packing import Packed, pack
 from distill.progress import Progress
 from distill.recipe import Evaluate, Recipe
@@ -32,6 +33,7 @@ TITLES = {
     "acceptance_sampling": "acceptance, rejection sampling",
     "acceptance_match": "acceptance, draft's argmax = sampled token",
     "acceptance_greedy": "acceptance, greedy",
+    "acceptance_ceiling": "ceiling of acceptance: the target's mass on tokens the draft can speak",
 }
 
 
@@ -43,6 +45,7 @@ def continue_all(
     seeds: Sequence[int],
     ends: Sequence[int],
     batch: int,
+    vocabulary: int,
 ) -> list[list[int]]:
     """The target's own continuations of prompts, in batches."""
     limit = min(limit, target.config.max_position_embeddings - max(len(prompt) for prompt in prompts))
@@ -51,15 +54,21 @@ def continue_all(
     texts: list[list[int]] = []
     for start in range(0, len(prompts), batch):
         rows = slice(start, start + batch)
-        texts += continue_prompts(target, prompts[rows], sampler, limit, seeds[rows], ends)
+        texts += continue_prompts(target, prompts[rows], sampler, limit, seeds[rows], ends, vocabulary)
     return texts
 
 
 def decode_rounds(
-    target: Any, draft: Any, prompts: Sequence[Sequence[int]], settings: Evaluate, ends: Sequence[int], title: str
+    target: Any,
+    draft: Any,
+    prompts: Sequence[Sequence[int]],
+    settings: Evaluate,
+    ends: Sequence[int],
+    title: str,
+    vocabulary: int | None = None,
 ) -> list[list[Round]]:
     """Greedy speculative decoding of every prompt; the rounds of each."""
-    first, second = TorchModel(target), TorchModel(draft)
+    first, second = TorchModel(target, vocabulary), TorchModel(draft, vocabulary)
     progress = Progress(title, len(prompts))
     rounds = []
     for prompt in prompts:
@@ -93,7 +102,7 @@ def evaluate_pair(
     if acceptance:
         report["tokens_per_round"] = {}
         for name, draft in drafts.items():
-            rounds[name] = decode_rounds(target, draft, prompts, settings, ends, f"rounds {name}, prompts")
+            rounds[name] = decode_rounds(target, draft, prompts, settings, ends, f"rounds {name}, prompts", vocabulary)
             own = rounds[name]
             report["positions"][name] = position_acceptance(
                 own, settings.length, settings.resamples, settings.confidence
@@ -140,7 +149,11 @@ def as_markdown(report: dict[str, Any]) -> str:
             "| | " + " | ".join(names) + " |",
             "|---|" + "---|" * len(names),
         ]
-        lines += [f"| {TITLES[m]} | " + " | ".join(cell(drafts[n][m]) for n in names) + " |" for m in METRICS]
+        trimmed = any(drafts[name].get("acceptance_ceiling", {"mean": 1.0})["mean"] < 1 - 1e-6 for name in names)
+        shown = [metric for metric in METRICS if trimmed or metric != "acceptance_ceiling"]
+        lines += [f"| {TITLES[m]} | " + " | ".join(cell(drafts[n][m]) for n in names) + " |" for m in shown]
+        if trimmed:
+            lines += ["", "A trimmed draft: KL(target ‖ draft) is between the laws over the tokens it can speak."]
         lines.append("")
     if report["positions"]:
         names = list(report["positions"])
@@ -177,13 +190,16 @@ def evaluate(recipe: Recipe, run: Run) -> list[Path]:
         "before": load_model(str(run.path("init")), recipe.target.dtype, device),
         "after": load_model(str(run.path("draft")), recipe.target.dtype, device),
     }
+    if read_kept(run.path("draft")) is not None:  # llama.cpp and others that know no trimmed heads see this one
+        drafts["after, full head"] = load_model(str(run.path("draft")), recipe.target.dtype, device, trimmed=False)
     ends = end_ids(target.config, tokenizer)
+    vocabulary = real_tokens(target.config, tokenizer)
     sampler = Sampler.of(recipe.sampler)
     prompts = read_prompts(run, "report")[: recipe.eval.prompts]
     ids = [prompt.ids for prompt in prompts]
     seeds = [prompt_seed(recipe.seed, prompt.id) for prompt in prompts]
     run.say(f"  the target continues {len(ids)} report prompts")
-    texts = continue_all(target, ids, sampler, recipe.eval.new_tokens, seeds, ends, recipe.answers.batch)
+    texts = continue_all(target, ids, sampler, recipe.eval.new_tokens, seeds, ends, recipe.answers.batch, vocabulary)
     own = pack(
         ((prompt + text, len(prompt)) for prompt, text in zip(ids, texts, strict=True)), recipe.corpus.block, False
     )
@@ -195,7 +211,7 @@ def evaluate(recipe: Recipe, run: Run) -> list[Path]:
         ids,
         sampler,
         recipe.eval,
-        min(len(tokenizer), target.config.vocab_size),
+        vocabulary,
         ends,
     )
     report["command"] = run.command

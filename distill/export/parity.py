@@ -55,9 +55,9 @@ def compare(folder: Path, gguf: Path, texts: list[str], positions: int) -> Parit
     shape = read_shape(folder)
     window = min(WINDOW, shape.context)
     with GgufModel(gguf, context=window, batch=window) as quantised:
-        if quantised.vocabulary_size != shape.vocabulary:
+        if quantised.head_rows != shape.vocabulary:
             raise DataError(
-                f"{gguf} has {quantised.vocabulary_size} tokens, {folder} has {shape.vocabulary}",
+                f"{gguf} has {quantised.head_rows} rows, {folder} has {shape.vocabulary}",
                 hint="compare a GGUF file with the folder it was exported from",
             )
         try:
@@ -107,7 +107,8 @@ def _compare_logits(
             if len(piece) < 2:
                 return same_top, differences
             with torch.inference_mode():
-                reference = model(torch.tensor([piece])).logits[0, :-1].float().log_softmax(-1)
+                logits = model(torch.tensor([piece])).logits[0, :-1, : quantised.vocabulary_size]
+            reference = logits.float().log_softmax(-1)
             quantised.reset()
             actual = quantised.extend(piece, want=range(len(piece) - 1)).full().log_softmax(-1)
             following = torch.tensor(piece[1:])[:, None]

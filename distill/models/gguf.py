@@ -174,7 +174,8 @@ class GgufModel:
         if llama.llama_model_is_recurrent(self._model) or llama.llama_model_is_hybrid(self._model):
             raise DataError(f"{self.path} is a recurrent model, which cannot be rolled back", hint="use a transformer")
         self._vocabulary = llama.llama_model_get_vocab(self._model)
-        self.vocabulary_size = int(llama.llama_vocab_n_tokens(self._vocabulary))
+        self.head_rows = int(llama.llama_vocab_n_tokens(self._vocabulary))
+        self.vocabulary_size = self.head_rows - self._padding_rows()
         settings = llama.llama_context_default_params()
         # The dummy token of pad_single needs a cell of its own even when the row is full.
         settings.n_ctx = context + int(self.pad_single)
@@ -197,10 +198,20 @@ class GgufModel:
         self._output = view(self._batch.logits, size)
         view(self._batch.n_seq_id, size)[:] = 1
         self._ascending = np.arange(context, dtype=np.int32)
-        self._view = np.empty((0, self.vocabulary_size), dtype=np.float32)
+        self._view = np.empty((0, self.head_rows), dtype=np.float32)
         self._view_address = 0
         for index in range(self._batch_size):
             self._batch.seq_id[index][0] = 0
+
+    def _padding_rows(self) -> int:
+        """Rows at the end that stand for no token: converters name them `[PAD<id>]` and mark them unused."""
+        llama, count = self._library, 0
+        for index in range(self.head_rows - 1, -1, -1):
+            unused = llama.llama_vocab_get_attr(self._vocabulary, index) & llama.LLAMA_TOKEN_ATTR_UNUSED
+            if not unused or llama.llama_vocab_get_text(self._vocabulary, index) != b"[PAD%d]" % index:
+                break
+            count += 1
+        return count
 
     def _check_file(self) -> None:
         try:
@@ -293,7 +304,7 @@ class GgufModel:
         address = ctypes.addressof(buffer.contents)
         if address != self._view_address or asked > len(self._view):
             # llama.cpp moves or grows its buffer rarely; making a view costs more than all else here.
-            self._view = np.ctypeslib.as_array(buffer, (asked, self.vocabulary_size))
+            self._view = np.ctypeslib.as_array(buffer, (asked, self.head_rows))[:, : self.vocabulary_size]
             self._view_address = address
         return self._view[:asked]
 
@@ -362,7 +373,8 @@ class GgufModel:
         if not outputs:
             return np.empty((0, self.vocabulary_size), dtype=np.float32)
         buffer = self._library.llama_get_logits(self._context)
-        return np.ctypeslib.as_array(buffer, (asked, self.vocabulary_size))[first : first + outputs]
+        logits = np.ctypeslib.as_array(buffer, (asked, self.head_rows))
+        return logits[first : first + outputs, : self.vocabulary_size]
 
     def _remove(self, start: int) -> None:
         if not self._library.llama_memory_seq_rm(self._memory, 0, start, -1):
@@ -394,10 +406,10 @@ class GgufModel:
             size = -count
 
     def detokenize(self, ids: Sequence[int]) -> bytes:
-        """The exact bytes of `ids`, special tokens as written; ValueError for ids outside [0, V)."""
+        """The exact bytes of `ids`, special tokens as written; ValueError for ids outside the rows."""
         self._require_open()
-        if len(ids) and (min(ids) < 0 or max(ids) >= self.vocabulary_size):
-            raise ValueError(f"token ids must lie in [0, {self.vocabulary_size})")
+        if len(ids) and (min(ids) < 0 or max(ids) >= self.head_rows):
+            raise ValueError(f"token ids must lie in [0, {self.head_rows})")
         # Joined pieces, because llama_detokenize cleans up spaces for some tokenizers.
         return b"".join(self._piece(int(token)) for token in ids)
 

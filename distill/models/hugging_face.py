@@ -48,17 +48,24 @@ def _explained(reference: str, error: Exception) -> DataError:
     return DataError(f"cannot load {reference}: {first}", hint)
 
 
-def load_model(reference: str, dtype: str, device: torch.device) -> Any:
-    """A causal language model in evaluation mode; raises DataError when it cannot be loaded."""
+def load_model(reference: str, dtype: str, device: torch.device, trimmed: bool = True) -> Any:
+    """A causal language model in evaluation mode; raises DataError when it cannot be loaded.
+
+    A folder with kept_tokens.json speaks those tokens alone, unless `trimmed` is false.
+    """
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
+
+    from distill.models.kept import read_kept, trim_head
 
     check_folder(reference)
     try:
         model = AutoModelForCausalLM.from_pretrained(reference, dtype=DTYPES[dtype])
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise _explained(reference, error) from error
-    return model.to(device).eval()
+    model = model.to(device).eval()
+    kept = read_kept(Path(reference)) if trimmed else None
+    return model if kept is None else trim_head(model, kept["kept"])
 
 
 def load_tokenizer(reference: str) -> Any:
@@ -96,6 +103,11 @@ def end_ids(model_config: Any, tokenizer: Any) -> list[int]:
     if tokenizer.eos_token_id is not None:
         ids.add(tokenizer.eos_token_id)
     return sorted(ids)
+
+
+def real_tokens(config: Any, tokenizer: Any) -> int:
+    """How many ids stand for tokens: rows of the embeddings beyond them are padding and have no part in any law."""
+    return min(int(config.vocab_size), max(tokenizer.get_vocab().values()) + 1)
 
 
 def describe_model(reference: str, model: Any) -> dict[str, Any]:
@@ -156,17 +168,18 @@ class TorchLogits:
 class TorchModel:
     """One sequence decoded by a Hugging Face model with a cache that can be rolled back.
 
-    `extend` commits tokens, `rollback` drops the last ones. Its logits equal those of a fresh prefill up to rounding.
+    `extend` commits tokens, `rollback` drops the last ones. Its logits equal those of a fresh prefill up to rounding;
+    ids from `vocabulary` on are padding and have none.
     """
 
     rows = 1
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, vocabulary: int | None = None) -> None:
         from transformers import DynamicCache
 
         self.model = model
         self.device = next(model.parameters()).device
-        self.vocabulary_size: int = model.config.vocab_size
+        self.vocabulary_size: int = min(model.config.vocab_size, vocabulary or model.config.vocab_size)
         self.capacity: int = model.config.max_position_embeddings
         self._new_cache = DynamicCache
         self._cache = DynamicCache()
@@ -200,7 +213,7 @@ class TorchModel:
             keep = 1 if last else torch.tensor(list(want), dtype=torch.long, device=self.device)
         logits = self.model(input_ids=ids, past_key_values=self._cache, use_cache=True, logits_to_keep=keep).logits[0]
         self._length += len(tokens)
-        return TorchLogits(logits)
+        return TorchLogits(logits[:, : self.vocabulary_size])
 
     def rollback(self, lengths: Sequence[int]) -> None:
         """Drop the tokens after the first `lengths[0]`."""

@@ -2,49 +2,184 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 from distill.errors import PairError
-from distill.models.hugging_face import load_config, load_tokenizer
+from distill.models.facts import VocabularyFacts
 
 LLAMA_CPP_SIZE_DIFFERENCE = 128  # llama.cpp's SPEC_VOCAB_MAX_SIZE_DIFFERENCE
-LLAMA_CPP_FIRST_ID = 5  # token strings are compared from this id up
+LLAMA_CPP_FIRST_ID = 5  # SPEC_VOCAB_CHECK_START_TOKEN_ID: token strings are compared from this id up
+LONGEST_SHOWN = 40  # characters of a token in a message
+
+TRANSPLANT = "transplant the target's vocabulary into the draft: draft.transplant in a recipe, or `distill transplant`"
+SAME_FILES = "copy the target's tokenizer files into the draft's folder and export the draft again"
 
 
 @dataclass(frozen=True)
 class PairReport:
-    """What was compared; the three verdicts are None when fine, else the reason against."""
+    """What was compared and the verdicts: None when fine, else the reason against.
+
+    `distill` is the rule of our decoder, `context` only a warning. `target_vocabulary` and `draft_vocabulary` are rows,
+    padding included; `served_context` is in tokens, None where neither the caller nor the target names it. `remedies`
+    says, for each verdict against, what to do next.
+    """
 
     target_vocabulary: int
     draft_vocabulary: int
     distill: str | None
     llama_cpp: str | None
     vllm: str | None
+    context: str | None
+    served_context: int | None
+    remedies: dict[str, str]
+    target: VocabularyFacts = field(repr=False)
+    draft: VocabularyFacts = field(repr=False)
+
+    def table(self) -> list[tuple[str, str, str]]:
+        """Rows of (rule, `fits` or the reason against, what to do next or nothing)."""
+        rules = (
+            ("distill", "pair rule of distill", "does not fit"),
+            ("llama_cpp", "pair rule of llama.cpp", "does not fit"),
+            ("vllm", "pair rule of vLLM", "does not fit"),
+            ("context", "context", "warning"),
+        )
+        rows = []
+        for key, name, trouble in rules:
+            against: str | None = getattr(self, key)
+            rows.append((name, "fits" if against is None else f"{trouble}: {against}", self.remedies.get(key, "")))
+        return rows
+
+    def lines(self) -> list[str]:
+        """The report as lines of text: both models, then one line per rule and one per remedy."""
+        found = [_described("target", self.target), _described("draft", self.draft)]
+        for name, verdict, remedy in self.table():
+            found.append(f"{name}: {verdict}")
+            if remedy:
+                found.append(f"  {remedy}")
+        return found
+
+    def as_json(self) -> dict[str, Any]:
+        """For JSON: the verdicts, the remedies and the facts of both models without their tokens."""
+        return {
+            "distill": self.distill,
+            "llama_cpp": self.llama_cpp,
+            "vllm": self.vllm,
+            "context": self.context,
+            "served_context": self.served_context,
+            "remedies": dict(self.remedies),
+            "target": self.target.as_json(),
+            "draft": self.draft.as_json(),
+        }
 
 
-def _first_difference(target: dict[str, int], draft: dict[str, int], start: int) -> str | None:
-    names = {index: token for token, index in target.items()}
-    others = {index: token for token, index in draft.items()}
-    for index in range(start, min(len(names), len(others))):
-        if names.get(index) != others.get(index):
-            return f"token {index} is {names.get(index)!r} in the target and {others.get(index)!r} in the draft"
-    return None
+def _described(role: str, facts: VocabularyFacts) -> str:
+    """One line about a model."""
+    parts = [f"{facts.architecture}, {facts.kind}, {facts.real_tokens} tokens in {facts.rows} rows"]
+    parts.append("context unknown" if facts.context is None else f"context {facts.context}")
+    added = [f"bos {facts.bos}"] * facts.add_bos + [f"eos {facts.eos}"] * facts.add_eos
+    parts.append(f"adds {' and '.join(added)}" if added else "adds no bos or eos")
+    parts.append("chat template" if facts.chat_template else "no chat template")
+    if facts.kept is not None:
+        parts.append(f"trimmed to {facts.kept} tokens")
+    if facts.beyond:
+        parts.append(f"{facts.beyond} tokens of the tokenizer have no row and were left out")
+    return f"{role} {facts.reference}: {', '.join(parts)}"
 
 
-def compare_pair(target: str, draft: str) -> PairReport:
-    """Compare two Hugging Face models' vocabularies by the rules of each decoder; loads no weights."""
-    sizes = [int(load_config(reference).vocab_size) for reference in (target, draft)]
-    tokenizers: list[Any] = [load_tokenizer(reference) for reference in (target, draft)]
-    ours, theirs = (tokenizer.get_vocab() for tokenizer in tokenizers)
-    any_difference = _first_difference(ours, theirs, 0)
-    if any_difference is None and len(ours) != len(theirs):
-        any_difference = f"the target has {len(ours)} tokens, the draft {len(theirs)}"
-    llama = _first_difference(ours, theirs, LLAMA_CPP_FIRST_ID)
-    if abs(sizes[0] - sizes[1]) > LLAMA_CPP_SIZE_DIFFERENCE:
-        llama = f"vocabulary sizes {sizes[0]} and {sizes[1]} differ by more than {LLAMA_CPP_SIZE_DIFFERENCE}"
-    vllm = None if sizes[0] == sizes[1] else f"vocab_size is {sizes[0]} in the target and {sizes[1]} in the draft"
-    return PairReport(sizes[0], sizes[1], any_difference, llama, vllm)
+def _shown(token: str | None) -> str:
+    if token is None:
+        return "no token"
+    return repr(token) if len(token) <= LONGEST_SHOWN else repr(token[:LONGEST_SHOWN]) + "…"
+
+
+def _differences(first: int, last: int, target: Callable[[int], str | None], draft: Callable[[int], str | None]) -> str:
+    """The first id in [first, last) whose strings differ, and how many do; empty when none does."""
+    found = [index for index in range(first, last) if target(index) != draft(index)]
+    if not found:
+        return ""
+    index = found[0]
+    more = f" (the first of {len(found)} differences)" if len(found) > 1 else ""
+    return f"token {index} is {_shown(target(index))} in the target and {_shown(draft(index))} in the draft{more}"
+
+
+Verdict = tuple[str, str] | None  # the reason against, and what to do next
+
+
+def distill_rule(target: VocabularyFacts, draft: VocabularyFacts) -> Verdict:
+    """Our decoder: every id that is a token, and no padding, in either is the same string in both."""
+    last = max(target.rows, draft.rows)
+    different = _differences(0, last, target.real, draft.real)
+    return (different, TRANSPLANT) if different else None
+
+
+def llama_cpp_rule(target: VocabularyFacts, draft: VocabularyFacts) -> Verdict:
+    """llama.cpp's common_speculative_are_compatible, in its order (common/speculative.cpp)."""
+    if target.kind != draft.kind:
+        return f"the target's vocabulary is of type {target.kind}, the draft's {draft.kind}", TRANSPLANT
+    sides = (
+        ("bos", target.add_bos, draft.add_bos, target.bos, draft.bos),
+        ("eos", target.add_eos, draft.add_eos, target.eos, draft.eos),
+    )
+    for name, ours, theirs, first, second in sides:
+        if ours != theirs:
+            with_it, without = ("target", "draft") if ours else ("draft", "target")
+            return f"the {with_it} adds its {name} token to a text, the {without} does not", SAME_FILES
+        if ours and first != second:
+            return f"the {name} token that is added is {first} in the target and {second} in the draft", SAME_FILES
+    if abs(target.rows - draft.rows) > LLAMA_CPP_SIZE_DIFFERENCE:
+        reason = f"vocabulary sizes {target.rows} and {draft.rows} differ by more than {LLAMA_CPP_SIZE_DIFFERENCE}"
+        return reason, f"give the draft {target.rows} rows too: {TRANSPLANT}"
+    last = min(target.rows, draft.rows)
+    different = _differences(LLAMA_CPP_FIRST_ID, last, target.tokens.__getitem__, draft.tokens.__getitem__)
+    return (different, TRANSPLANT) if different else None
+
+
+def vllm_rule(target: VocabularyFacts, draft: VocabularyFacts) -> Verdict:
+    """vLLM: equal vocab_size, padding included."""
+    if target.rows == draft.rows:
+        return None
+    reason = f"vocab_size is {target.rows} in the target and {draft.rows} in the draft"
+    return reason, f"give the draft {target.rows} rows too: {TRANSPLANT}"
+
+
+def context_rule(draft: VocabularyFacts, served: int | None) -> Verdict:
+    """The draft's training context is at least the served one; nothing to say where that is unknown."""
+    if draft.context is None:
+        return "the draft names no context length", "set max_position_embeddings in its config.json, or export it again"
+    if served is None or draft.context >= served:
+        return None
+    reason = f"the draft was made for {draft.context} tokens, {served} are to be served"
+    shorter = f"serve at most {draft.context} tokens (llama.cpp --ctx-size, vLLM --max-model-len)"
+    return reason, f"{shorter}, or cut the draft from a donor with a longer context"
+
+
+def compare_pair(target: str, draft: str, context: int | None = None) -> PairReport:
+    """Compare two models by the rules of each decoder; loads no weights.
+
+    Each is a Hugging Face folder or hub name or a .gguf file; `context` is the served context in tokens, by default the
+    target's own. Raises DataError where a model cannot be read.
+    """
+    ours = VocabularyFacts.read(target)
+    theirs = ours if target == draft else VocabularyFacts.read(draft)
+    served = ours.context if context is None else context
+    verdicts = {
+        "distill": distill_rule(ours, theirs),
+        "llama_cpp": llama_cpp_rule(ours, theirs),
+        "vllm": vllm_rule(ours, theirs),
+        "context": context_rule(theirs, served),
+    }
+    reasons = {name: None if verdict is None else verdict[0] for name, verdict in verdicts.items()}
+    return PairReport(
+        target_vocabulary=ours.rows,
+        draft_vocabulary=theirs.rows,
+        served_context=served,
+        remedies={name: verdict[1] for name, verdict in verdicts.items() if verdict is not None},
+        target=ours,
+        draft=theirs,
+        **reasons,
+    )
 
 
 def require_pair(target: str, draft: str) -> PairReport:
@@ -53,6 +188,6 @@ def require_pair(target: str, draft: str) -> PairReport:
     if report.distill is not None:
         raise PairError(
             f"{draft} does not fit the target {target}: {report.distill}",
-            "choose a donor with the target's tokenizer (transplanting vocabularies is not there yet)",
+            f"choose a donor with the target's tokenizer, or {report.remedies['distill']}",
         )
     return report

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from html import escape
 
-from distill.errors import DataError
 from distill.report import plots
+from distill.report.html import Html, as_cell, as_code, as_list, as_plot, as_plots, as_table, as_text
 from distill.report.style import CSS
 from distill.report.text import (
     MEASURES,
@@ -36,15 +36,12 @@ from distill.report.text import (
 LEVEL = {"faster than plain": "good", "slower than plain": "bad", "not told apart from plain": "flat"}
 
 
-class Html(str):
-    """Text that is markup already; every other string is escaped on its way into the page."""
-
-
 def build_page(facts: Facts) -> str:
     """The whole page. Raises nothing for stages that have not run: each leaves one line that says so."""
     sections: list[tuple[str, str, Html]] = [
         ("made", "What was made", _made(facts)),
         ("numbers", "In short", _headlines(facts)),
+        *([("cuts", "From donor to draft", _cuts(facts))] if facts.get("cuts") else []),
         ("training", "Training", _training(facts)),
         ("positions", "Acceptance by position", _stage(facts, "eval", _positions)),
         ("divergence", "Divergence and acceptance", _stage(facts, "eval", _divergence)),
@@ -54,11 +51,11 @@ def build_page(facts: Facts) -> str:
         ("why", "Why these speedups", _stage(facts, "speedup", _explanations)),
         ("gguf", "GGUF files and parity", _stage(facts, "export", _gguf)),
         ("samples", "Generated samples", _stage(facts, "speedup", _samples)),
-        ("limits", "Limits", _list(limits(facts))),
+        ("limits", "Limits", as_list(limits(facts))),
     ]
     links = " ".join(f'<a href="#{key}">{escape(title)}</a>' for key, title, _ in sections)
     body = "\n".join(f'<section id="{key}"><h2>{escape(title)}</h2>{inner}</section>' for key, title, inner in sections)
-    name = _text(facts["name"])
+    name = as_text(facts["name"])
     return f"""<!DOCTYPE html>
 <html lang="en">
 <head>
@@ -70,7 +67,7 @@ def build_page(facts: Facts) -> str:
 <style>{CSS}</style>
 </head>
 <body>
-<header><h1>{name}</h1><p class="soft">Draft model for speculative decoding, {_text(facts["date"])}</p>
+<header><h1>{name}</h1><p class="soft">Draft model for speculative decoding, {as_text(facts["date"])}</p>
 <nav aria-label="Sections">{links}</nav></header>
 <main>
 {body}
@@ -79,18 +76,6 @@ def build_page(facts: Facts) -> str:
 </body>
 </html>
 """
-
-
-def _text(value: object) -> str:
-    return escape(clean(value))
-
-
-def _cell(value: object) -> str:
-    return value if isinstance(value, Html) else _text(value)
-
-
-def _code(value: object) -> Html:
-    return Html(f"<code>{_text(value)}</code>")
 
 
 def _stage(facts: Facts, stage: str, draw: Callable[[Facts], Html]) -> Html:
@@ -102,44 +87,15 @@ def _not_run(stage: str) -> Html:
     return Html(f'<p class="notrun">The stage <code>{stage}</code> has not run, so there is nothing to show here.</p>')
 
 
-def _table(headers: Sequence[object], rows: Iterable[Sequence[object]], command: object, words: int = 1,
-           classes: Sequence[str] = ()) -> Html:
-    """A table with its command under it; the first `words` columns are text, the others figures."""
-    def line(tag: str, cells: Sequence[object], name: str = "") -> str:
-        kinds = [' class="text"' if 0 < at < words else "" for at in range(len(cells))]
-        inner = "".join(f"<{tag}{kind}>{_cell(cell)}</{tag}>" for kind, cell in zip(kinds, cells, strict=True))
-        return f'<tr class="{name}">{inner}</tr>' if name else f"<tr>{inner}</tr>"
-
-    body = "".join(line("td", cells, classes[at] if classes else "") for at, cells in enumerate(rows))
-    return Html(f'<div class="scroll"><table><thead>{line("th", headers)}</thead><tbody>{body}</tbody></table></div>'
-                f'<p class="command">{_text(command)}</p>')
-
-
-def _plot(draw: Callable[[], str], caption: str) -> Html:
-    try:
-        drawn = draw()
-    except DataError as error:
-        return Html(f'<p class="notrun">Plot not drawn: {_text(error.what)}. {_code(error.hint)}</p>')
-    return Html(f"<figure>{drawn}<figcaption>{_text(caption)}</figcaption></figure>")
-
-
-def _plots(*drawn: Html) -> Html:
-    return Html(f'<div class="plots">{"".join(drawn)}</div>')
-
-
-def _list(sentences: Iterable[str]) -> Html:
-    return Html("<ul>" + "".join(f"<li>{_text(sentence)}</li>" for sentence in sentences) + "</ul>")
-
-
 def _grown(shown: object, grown: bool) -> Html:
     """A name, with the badge where the target behind it was grown."""
-    return Html(_cell(shown) + (' <span class="grown">grown</span>' if grown else ""))
+    return Html(as_cell(shown) + (' <span class="grown">grown</span>' if grown else ""))
 
 
 def _made(facts: Facts) -> Html:
     models = {name: facts[name] for name in ("target", "donor", "draft") if facts.get(name)}
     heads = {"target": "target", "donor": "donor (before)", "draft": "draft (after)"}
-    rows: list[list[object]] = [["path", *(_code(model["path"]) for model in models.values())],
+    rows: list[list[object]] = [["path", *(as_code(model["path"]) for model in models.values())],
                                 ["architecture", *(model["architecture"] for model in models.values())]]
     for key, words in {"parameters": "parameters", "layers": "layers", "hidden": "hidden width", "mlp": "MLP width",
                        "vocabulary": "vocabulary", "bytes": "bytes"}.items():
@@ -156,19 +112,19 @@ def _made(facts: Facts) -> Html:
         rows[1].append("same" if models["donor"]["architecture"] == models["draft"]["architecture"] else "changed")
     machine = facts.get("machine") or {}
     told = {
-        "recipe": _text((facts.get("config") or {}).get("name") or facts["name"]),
-        "date": _text(facts["date"]),
-        "command": _code(facts["command"]),
-        "machine": _text(f"{machine.get('cpu')}, {machine.get('cores')} cores, "
+        "recipe": as_text((facts.get("config") or {}).get("name") or facts["name"]),
+        "date": as_text(facts["date"]),
+        "command": as_code(facts["command"]),
+        "machine": as_text(f"{machine.get('cpu')}, {machine.get('cores')} cores, "
                          f"{size(machine.get('memory_bytes'))} memory, {machine.get('platform')}"),
-        "GPU": _text(machine.get("gpu") or "none"),
-        "software": _text(f"Python {machine.get('python')}, torch {machine.get('torch')}, "
+        "GPU": as_text(machine.get("gpu") or "none"),
+        "software": as_text(f"Python {machine.get('python')}, torch {machine.get('torch')}, "
                           f"transformers {machine.get('transformers')}"),
     }
     listed = "".join(f"<dt>{word}</dt><dd>{value}</dd>" for word, value in told.items())
     config = json.dumps(facts.get("config") or {}, indent=2, ensure_ascii=False, default=str)
-    return Html(_table(heading, rows, facts["command"]) + f"<dl>{listed}</dl>"
-                f"<details><summary>Resolved recipe</summary><pre>{_text(config)}</pre></details>")
+    return Html(as_table(heading, rows, facts["command"]) + f"<dl>{listed}</dl>"
+                f"<details><summary>Resolved recipe</summary><pre>{as_text(config)}</pre></details>")
 
 
 def _headlines(facts: Facts) -> Html:
@@ -183,23 +139,56 @@ def _headlines(facts: Facts) -> Html:
             f'<div class="card"><div class="name">{_grown(row["pair"], row["pair"] in grown)}</div>'
             f'<div class="figure">{row["speedup"]:.2f}×{bounds}</div>'
             f'<p class="{LEVEL[verdict(row)]}">{verdict(row)}</p><p class="soft">best of the draft lengths tried, '
-            f'γ = {row["length"]}, {_text(row["backend"])}; '
+            f'γ = {row["length"]}, {as_text(row["backend"])}; '
             f'{rates}{number(row["tokens_per_second"], 1)} tokens/s</p></div>')
     measure = acceptance_measure(evaluation or {})
     for domain, sides in ((evaluation or {}).get("domains") or {}).items():
         before, after = (sides.get(side) or {} for side in ("before", "after"))
         first, last = before.get(measure) or {}, after.get(measure) or {}
         cards.append(
-            f'<div class="card"><div class="name">Acceptance, {_text(domain)}</div>'
+            f'<div class="card"><div class="name">Acceptance, {as_text(domain)}</div>'
             f'<div class="figure"><small>{percent(first.get("mean"))} →</small> {percent(last.get("mean"))}</div>'
             f'<p class="soft">before: {interval(first, True)}<br>after: {interval(last, True)}</p>'
-            f'<p class="soft">{_text(MEASURES[measure].partition(", ")[2])}; {number(after.get("tokens"))} tokens of '
+            f'<p class="soft">{as_text(MEASURES[measure].partition(", ")[2])}; {number(after.get("tokens"))} tokens of '
             f'{number(after.get("prompts"))} prompts</p></div>')
     shown = f'<div class="cards">{"".join(cards)}</div>' if cards else ""
     absent = [stage for stage in ("speedup", "eval") if not facts.get(stage)]
     sources = [facts[stage]["command"] for stage in ("speedup", "eval") if facts.get(stage)]
-    commands = "".join(f'<p class="command">{_text(command)}</p>' for command in dict.fromkeys(sources))
+    commands = "".join(f'<p class="command">{as_text(command)}</p>' for command in dict.fromkeys(sources))
     return Html(shown + commands + "".join(_not_run(stage) for stage in absent))
+
+
+def _cuts(facts: Facts) -> Html:
+    """What each operation on the donor changed and cost, and the search over cuts where there was one."""
+    rows = []
+    for change in facts["cuts"]:
+        before, after = change["before"], change["after"]
+        rows.append([
+            change["operation"], number(after["parameters"]), size(after["bytes_per_step"]), number(after["layers"]),
+            number(max(after["mlp"])), number(after["kept_vocabulary"]),
+            percent(after["parameters"] / before["parameters"] - 1),
+            significant(change["kl_before"]), significant(change["kl_after"]),
+        ])  # fmt: skip
+    heads = ["operation", "parameters after", "bytes per step", "layers", "MLP width", "vocabulary spoken",
+             "parameters", "KL to target before, nats", "after"]  # fmt: skip
+    parts = as_table(heads, rows, facts["command"])
+    search = facts.get("search")
+    if not search:
+        return parts
+    points = sorted(search["points"], key=lambda point: -float(point["tokens_per_second"]))
+    table = as_table(
+        ["cut", "parameters", "KL, nats", "acceptance", "step, ms", "best γ", "predicted tokens/s",
+         "predicted speedup"],
+        [[Html(f"{as_text(point['name'])} <b>chosen</b>") if point["name"] == search["chosen"] else point["name"],
+          number(point["parameters"]), significant(point["kl"]), percent(point["acceptance"]),
+          significant(1e3 * point["draft_seconds"]), number(point["length"]), significant(point["tokens_per_second"]),
+          significant(point["speedup"])] for point in points],
+        search["command"],
+    )  # fmt: skip
+    caption = ("Every cut tried: what its step costs and how often it is accepted after a short heal, on the selection "
+               "split. The line joins those that no other beats in both.")  # fmt: skip
+    drawing = as_plots(as_plot(lambda: plots.search_front(search), caption))
+    return Html(parts + drawing + table + as_list(search["explanations"]))
 
 
 def _training(facts: Facts) -> Html:
@@ -218,10 +207,10 @@ def _training(facts: Facts) -> Html:
            f"{number(rates[len(rates) // 2] if rates else None, 0)} tokens/s, peak memory "
            f"{size(max(memory, default=None))}; first line {first.get('time')}, last line {last.get('time')}.")
     return Html(
-        _plots(_plot(lambda: plots.loss_curve(metrics), f"Loss on training batches, {each}."),
-               _plot(lambda: plots.agreement_curve(metrics), f"Agreement on training batches, {each}."))
-        + f"<p>{_text(run)}</p>"
-        + _table(["", f"step {first['step']}", f"step {last['step']}"], rows, facts["command"]))
+        as_plots(as_plot(lambda: plots.loss_curve(metrics), f"Loss on training batches, {each}."),
+               as_plot(lambda: plots.agreement_curve(metrics), f"Agreement on training batches, {each}."))
+        + f"<p>{as_text(run)}</p>"
+        + as_table(["", f"step {first['step']}", f"step {last['step']}"], rows, facts["command"]))
 
 
 def _positions(facts: Facts) -> Html:
@@ -238,17 +227,17 @@ def _positions(facts: Facts) -> Html:
         rate = {"mean": row["rate"], "low": row["low"], "high": row["high"]}
         return [number(row["drafted"]), number(row["accepted"]), interval(rate, rate=True)]
 
-    table = _table(["position", "drafted before", "accepted", "rate", "drafted after", "accepted", "rate"],
+    table = as_table(["position", "drafted before", "accepted", "rate", "drafted after", "accepted", "rate"],
                    [[place, *cells(sides["before"].get(place)), *cells(sides["after"].get(place))] for place in places],
                    evaluation["command"])
-    return Html(_plots(_plot(lambda: plots.acceptance_by_position(evaluation["positions"]),
+    return Html(as_plots(as_plot(lambda: plots.acceptance_by_position(evaluation["positions"]),
                              "Of the tokens drafted at a position, the share accepted; bars are intervals. A token "
                              "behind a rejected one was not looked at and is not counted.")) + table)
 
 
 def _divergence(facts: Facts) -> Html:
     evaluation = facts["eval"]
-    settings = _text(sampler_words(evaluation))
+    settings = as_text(sampler_words(evaluation))
     parts = [f"<p>Before is the draft as cut from the donor, after is the trained draft; {settings}.</p>"]
     for domain, sides in evaluation["domains"].items():
         before, after = (sides.get(side) or {} for side in ("before", "after"))
@@ -262,7 +251,8 @@ def _divergence(facts: Facts) -> Html:
         counts = [f"{number(side.get('tokens'))} tokens, {number(side.get('prompts'))} prompts"
                   for side in (before, after)]
         rows.append(["measured on", *counts, ""])
-        parts += [f"<h3>{_text(domain)}</h3>", _table(["", "before", "after", "change"], rows, evaluation["command"])]
+        table = as_table(["", "before", "after", "change"], rows, evaluation["command"])
+        parts += [f"<h3>{as_text(domain)}</h3>", table]
     return Html("".join(parts))
 
 
@@ -272,8 +262,10 @@ def _cost(facts: Facts) -> Html:
     drawn = []
     for backend in dict.fromkeys(curve["backend"] for curve in curves):
         draw_cost, draw_relative = _cost_drawings(curves, backend)
-        drawn += [_plot(draw_cost, f"{backend}: time of one step over m tokens; the band spans the repeats' interval."),
-                  _plot(draw_relative, f"{backend}: the same relative to one token. Flat is what makes drafting pay.")]
+        drawn += [
+            as_plot(draw_cost, f"{backend}: time of one step over m tokens; the band spans the repeats' interval."),
+            as_plot(draw_relative, f"{backend}: the same relative to one token. Flat is what makes drafting pay."),
+        ]
     counts = sorted({count for curve in curves for count in curve["tokens"]})
     rows = []
     for curve in curves:
@@ -282,9 +274,9 @@ def _cost(facts: Facts) -> Html:
         cells: list[object] = [_grown(curve["model"], is_grown(curve["model"], set())), curve["backend"],
                                curve["dtype"], number(curve["depth"]), number(curve["repeats"])]
         rows.append(cells + [at.get(count, NOTHING) for count in counts])
-    table = _table(["model", "backend", "dtype", "depth", "repeats", *(f"T({count}), ms" for count in counts)], rows,
+    table = as_table(["model", "backend", "dtype", "depth", "repeats", *(f"T({count}), ms" for count in counts)], rows,
                    command, words=3)
-    return Html(_plots(*drawn) + table)
+    return Html(as_plots(*drawn) + table)
 
 
 def _milliseconds(middle: float, low: float, high: float) -> Html:
@@ -299,8 +291,8 @@ def _speedup(facts: Facts) -> Html:
     speedup = facts["speedup"]
     grown, best = grown_pairs(facts), best_rows(speedup)
     backends = dict.fromkeys(row["backend"] for row in speedup["rows"])
-    drawn = [_plot(_speedup_drawing(speedup["rows"], backend), f"{backend}: measured with intervals, predicted dashed; "
-                   "1 is plain decoding of the same target.") for backend in backends]
+    words = "measured with intervals, predicted dashed; 1 is plain decoding of the same target."
+    drawn = [as_plot(_speedup_drawing(speedup["rows"], backend), f"{backend}: {words}") for backend in backends]
     rows, classes = [], []
     for row in speedup["rows"]:
         different = Html(f'<span class="bad">{row["different"]}</span>') if row["different"] else "0"
@@ -315,7 +307,7 @@ def _speedup(facts: Facts) -> Html:
     note = (f"{number(speedup['prompts'])} prompts, up to {number(speedup['new_tokens'])} new tokens each. The fastest "
             "row of a pair is bold. Identical, excused and different count outputs against the plain run: excused ones "
             "part at a rounding tie.")
-    return Html(_plots(*drawn) + f"<p>{_text(note)}</p>" + _table(heads, rows, speedup["command"], 2, classes))
+    return Html(as_plots(*drawn) + f"<p>{as_text(note)}</p>" + as_table(heads, rows, speedup["command"], 2, classes))
 
 
 def _speedup_drawing(rows: list[Facts], backend: str) -> Callable[[], str]:
@@ -331,13 +323,13 @@ def _plain(facts: Facts) -> Html:
              percent(line["ratio"])] for line in speedup["plain_reference"]]
     return Html("<p>A speedup counts only beside a plain decoder that is itself fast: the plain run should stand "
                 "within 5 % of the library's own generation.</p>"
-                + _table(["pair", "backend", "library", "library, tokens/s", "plain, tokens/s", "ratio"], rows,
+                + as_table(["pair", "backend", "library", "library, tokens/s", "plain, tokens/s", "ratio"], rows,
                          speedup["command"], words=3))
 
 
 def _explanations(facts: Facts) -> Html:
     sentences = facts["speedup"].get("explanations")
-    return _list(sentences) if sentences else Html('<p class="notrun">No explanation was recorded.</p>')
+    return as_list(sentences) if sentences else Html('<p class="notrun">No explanation was recorded.</p>')
 
 
 def _gguf(facts: Facts) -> Html:
@@ -346,7 +338,7 @@ def _gguf(facts: Facts) -> Html:
         parity = file.get("parity") or {}
         wrong = parity.get("tokenizer_mismatches") or []
         bad = Html(f'<span class="bad">{len(wrong)}</span>') if wrong else "0" if parity else NOTHING
-        rows.append([_code(file["path"]), _grown(file["model"], is_grown(file["model"], set())), file["outtype"],
+        rows.append([as_code(file["path"]), _grown(file["model"], is_grown(file["model"], set())), file["outtype"],
                      Html(f"{number(file['bytes'])} <small>{size(file['bytes'])}</small>"),
                      number(parity.get("positions")), percent(parity.get("top1_agreement")),
                      significant(parity.get("mean_abs_dlogprob")), significant(parity.get("max_abs_dlogprob")),
@@ -354,10 +346,10 @@ def _gguf(facts: Facts) -> Html:
         mismatches += [f"{file['path']}: {clean(text)}" for text in wrong]
     heads = ["file", "model", "type", "bytes", "positions", "top-1 agreement", "mean |Δ log p|", "max |Δ log p|",
              "tokenizer texts", "mismatches"]
-    listed = "".join(f"<li><code>{_text(line)}</code></li>" for line in mismatches)
+    listed = "".join(f"<li><code>{as_text(line)}</code></li>" for line in mismatches)
     details = f"<details><summary>Tokenizer mismatches</summary><ul>{listed}</ul></details>" if mismatches else ""
     return Html("<p>Each file in llama.cpp against its Hugging Face model on the same positions.</p>"
-                + _table(heads, rows, facts["export"].get("command", facts["command"]), words=3) + details)
+                + as_table(heads, rows, facts["export"].get("command", facts["command"]), words=3) + details)
 
 
 def _samples(facts: Facts) -> Html:
@@ -368,10 +360,10 @@ def _samples(facts: Facts) -> Html:
     for sample in speedup["samples"]:
         accepted = sum(len(part["text"]) for part in sample["segments"] if part["kind"] == "accepted")
         written = sum(len(part["text"]) for part in sample["segments"])
-        text = "".join(f"<mark>{_text(part['text'])}</mark>" if part["kind"] == "accepted" else _text(part["text"])
+        text = "".join(f"<mark>{as_text(part['text'])}</mark>" if part["kind"] == "accepted" else as_text(part["text"])
                        for part in sample["segments"])
         share = f", {percent(accepted / written)} of the characters from the draft" if written else ", nothing written"
         parts.append(f"<h3>{_grown(sample['pair'], is_grown(sample['pair'], grown))}</h3>"
-                     f'<p class="soft">{_text(sample["backend"])}{share}</p>'
-                     f'<pre><span class="prompt">{_text(sample["prompt"])}</span>{text}</pre>')
-    return Html("".join(parts) + f'<p class="command">{_text(speedup["command"])}</p>')
+                     f'<p class="soft">{as_text(sample["backend"])}{share}</p>'
+                     f'<pre><span class="prompt">{as_text(sample["prompt"])}</span>{text}</pre>')
+    return Html("".join(parts) + f'<p class="command">{as_text(speedup["command"])}</p>')

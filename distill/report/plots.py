@@ -101,6 +101,26 @@ def speedup_by_length(rows: list[Facts], backend: str) -> str:
     return done[0]
 
 
+def search_front(search: Facts) -> str:
+    """Acceptance of every cut tried over the cost of its step, the Pareto front joined and the chosen one marked."""
+    single = search["target_seconds"][0]
+    with _figure("plot-search", "Acceptance over step cost of every cut tried") as (axes, done):
+        points = sorted(search["points"], key=lambda point: float(point["draft_seconds"]))
+        front = [point for point in points if point["name"] in search["front"]]
+        axes.plot([point["draft_seconds"] / single for point in front], [point["acceptance"] for point in front],
+                  color=COLOURS[5], linewidth=1, label="no other beats it in both")
+        for point in points:
+            chosen = point["name"] == search["chosen"]
+            axes.plot([point["draft_seconds"] / single], [point["acceptance"]], linestyle="none",
+                      marker=MARKERS[3] if chosen else MARKERS[0], markersize=7 if chosen else 4,
+                      color=COLOURS[1] if chosen else COLOURS[0])
+            axes.annotate(_label(point["name"]), (point["draft_seconds"] / single, point["acceptance"]), fontsize=6.5,
+                          xytext=(4, -8), textcoords="offset points")
+        axes.set(xlabel="step of the draft / step of the target", ylabel="acceptance")
+        axes.margins(x=0.2, y=0.15)
+    return done[0]
+
+
 def _training_plot(name: str, title: str, unit: str, metrics: list[Facts], names: dict[str, str]) -> str:
     steps, block = training_steps(metrics), block_length(metrics)
     with _figure(name, title) as (axes, done):

@@ -31,6 +31,8 @@ def gather(recipe: Recipe, run: Run) -> dict[str, Any]:
         "target": _target_sizes(recipe, cut),
         "donor": cut.get("donor"),
         "draft": (cut["draft"] | {"path": "draft"}) if cut else None,
+        "cuts": cut.get("changes"),
+        "search": found("surgery", "search.json"),
         "metrics": run.metrics(),
         "profile": found("profile.json"),
         "eval": found("eval.json"),

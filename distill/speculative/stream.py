@@ -5,7 +5,15 @@ from __future__ import annotations
 import sys
 
 from distill.errors import DataError
-from distill.models.hugging_face import TorchModel, encode, end_ids, load_model, load_tokenizer, pick_device
+from distill.models.hugging_face import (
+    TorchModel,
+    encode,
+    end_ids,
+    load_model,
+    load_tokenizer,
+    pick_device,
+    real_tokens,
+)
 from distill.recipe import Recipe
 from distill.speculative.decode import Decoded, plain, room_for, speculative_rounds
 
@@ -21,8 +29,9 @@ def stream(recipe: Recipe, references: tuple[str, str], text: str, length: int, 
     device = pick_device(recipe.device)
     tokenizer = load_tokenizer(references[0])
     hugging_face = load_model(references[0], recipe.target.dtype, device)
-    target = TorchModel(hugging_face)
-    draft = TorchModel(load_model(references[1], recipe.target.dtype, device))
+    vocabulary = real_tokens(hugging_face.config, tokenizer)
+    target = TorchModel(hugging_face, vocabulary)
+    draft = TorchModel(load_model(references[1], recipe.target.dtype, device), vocabulary)
     ids = encode(tokenizer, text)
     if not ids:
         raise DataError("the prompt is empty", "give some text to continue")

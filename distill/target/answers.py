@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from distill.errors import DataError
-from distill.models.hugging_face import end_ids, load_model, load_tokenizer, pick_device
+from distill.models.hugging_face import end_ids, load_model, load_tokenizer, pick_device, real_tokens
 from distill.progress import Progress
 from distill.recipe import Recipe
 from distill.run import Run, write_text
 from distill.sampler import Sampler
 from distill.speculative.sample import continue_prompts
-from distill.texts import Prompt, prompt_seed, read_prompts
+from distill.texts import Answer, Prompt, prompt_seed, read_prompts
 
 
 def is_looping(ids: Sequence[int], longest_period: int = 16, repeats: int = 6) -> bool:
@@ -34,6 +35,7 @@ def answers(recipe: Recipe, run: Run) -> list[Path]:
     tokenizer = load_tokenizer(recipe.target.model)
     model = load_model(recipe.target.model, recipe.target.dtype, pick_device(recipe.device))
     ends = end_ids(model.config, tokenizer)
+    vocabulary = real_tokens(model.config, tokenizer)
     sampler = Sampler.of(recipe.sampler)
     found = read_prompts(run, "train")
     size, limit = recipe.answers.batch, recipe.answers.new_tokens
@@ -53,9 +55,9 @@ def answers(recipe: Recipe, run: Run) -> list[Path]:
     progress = Progress("answers, batches", len(work), len(work) - len(missing))
     for path, prompts in missing:
         seeds = [prompt_seed(recipe.seed, prompt.id) for prompt in prompts]
-        texts = continue_prompts(model, [prompt.ids for prompt in prompts], sampler, limit, seeds, ends)
+        texts = continue_prompts(model, [prompt.ids for prompt in prompts], sampler, limit, seeds, ends, vocabulary)
         lines = (
-            {"id": prompt.id, "prompt": prompt.ids, "answer": text, "looping": is_looping(text)}
+            asdict(Answer(prompt.id, prompt.ids, text, is_looping(text), prompt.source))
             for prompt, text in zip(prompts, texts, strict=True)
         )
         write_text(path, "".join(json.dumps(line) + "\n" for line in lines))

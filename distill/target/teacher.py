@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from distill.errors import DataError
-from distill.models.hugging_face import load_model, load_tokenizer, pick_device
+from distill.models.hugging_face import load_model, load_tokenizer, pick_device, real_tokens
 from distill.packing import Packed, attention_mask, concatenate, pack
 from distill.progress import Progress
 from distill.recipe import Recipe
@@ -37,7 +37,7 @@ def teacher(recipe: Recipe, run: Run) -> list[Path]:
     folder = run.path("teacher")
     device = pick_device(recipe.device)
     model = load_model(recipe.target.model, recipe.target.dtype, device)
-    vocabulary = min(model.config.vocab_size, len(load_tokenizer(recipe.target.model)))
+    vocabulary = real_tokens(model.config, load_tokenizer(recipe.target.model))
     k = min(recipe.teacher.top_k, vocabulary - 1)
     blocks = training_blocks(recipe, run)
     size = recipe.teacher.shard_blocks

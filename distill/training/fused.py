@@ -3,6 +3,9 @@
 Legend: N scored positions, H hidden, V vocabulary (head rows), K stored entries. Both losses are convex in z, so a
 chunk's gradient with respect to z is known in closed form (FKL: q − p; bucketed: q − p on stored ids, q(1 − p_t/q_t)
 outside) and never needs a graph; the oracle is distill/divergences.py.
+
+Ids from `vocabulary` on are padding: no law gives them mass. A stored entry that names one must hold no mass (a trimmed
+draft's teacher has moved it to the tail), and a label that names one has no cross-entropy.
 """
 
 from __future__ import annotations
@@ -46,6 +49,7 @@ class _HeadLoss(torch.autograd.Function):
                 labels[rows],
                 kl_weight,
                 ce_weight,
+                vocabulary,
             )
             sums += torch.stack([kl, ce, agreement]).double()
             gradient = gradient.to(hidden.dtype)
@@ -70,28 +74,31 @@ def _chunk_terms(
     labels: Tensor,
     kl_weight: float,
     ce_weight: float,
+    vocabulary: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradient [c, V] of the weighted loss with respect to a chunk's logits, and the sums of its terms."""
     log_q = logits - logits.logsumexp(-1, keepdim=True)
     agreement = (logits.argmax(-1) == ids[:, 0]).sum()
     stored = log_q.gather(-1, ids)
-    ce = -log_q.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+    spoken = labels < vocabulary
+    ce = torch.where(spoken, -log_q.gather(-1, labels.unsqueeze(-1)).squeeze(-1), torch.zeros_like(log_tail))
+    ce_weights = torch.where(spoken, ce_weight, 0.0).to(log_q.dtype)  # [c]
     p, tail = log_p.exp(), log_tail.exp()
     # log of q's mass outside the stored ids, summed over those logits and not as 1 minus the rest
     log_q_tail = log_q.scatter(-1, ids, -torch.inf).logsumexp(-1)
     bucket = torch.where(tail > 0, tail * (log_tail - log_q_tail), torch.zeros_like(tail))
-    kl = (p * (log_p - stored)).sum(-1) + bucket
+    kl = torch.where(p > 0, p * (log_p - stored), torch.zeros_like(p)).sum(-1) + bucket
     q = log_q.exp()
     # The stored p and tail sum to 1 only within fp16's rounding; with total mass m the gradient's constant is m.
     mass = p.sum(-1) + tail
-    gradient = q * (kl_weight * mass + ce_weight).unsqueeze(-1)
+    gradient = q * (kl_weight * mass + ce_weights).unsqueeze(-1)
     if kl_weight:
         # q · p_t/q_t in one exponent: apart, the ratio overflows where the draft leaves next to nothing outside.
         shift = torch.where(tail > 0, log_tail - log_q_tail, torch.full_like(tail, -torch.inf))
         gradient -= kl_weight * (log_q + shift.unsqueeze(-1)).exp_()
-    inside = kl_weight * (q.gather(-1, ids) * mass.unsqueeze(-1) - p) + ce_weight * q.gather(-1, ids)
+    inside = kl_weight * (q.gather(-1, ids) * mass.unsqueeze(-1) - p) + ce_weights.unsqueeze(-1) * q.gather(-1, ids)
     gradient.scatter_(-1, ids, inside)
-    gradient.scatter_add_(-1, labels.unsqueeze(-1), torch.full_like(ce, -ce_weight).unsqueeze(-1))
+    gradient.scatter_add_(-1, labels.unsqueeze(-1), -ce_weights.unsqueeze(-1))
     return gradient, kl.sum(), ce.sum(), agreement
 
 

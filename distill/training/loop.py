@@ -14,37 +14,17 @@ from typing import Any
 import torch
 
 from distill.errors import DataError
-from distill.models.hugging_face import load_model, load_tokenizer, pick_device
-from distill.packing import attention_mask, epoch_order
+from distill.models.hugging_face import load_model, pick_device
+from distill.models.kept import FILE as KEPT_FILE
+from distill.models.kept import read_kept
+from distill.models.tokenizer_files import copy_tokenizer
 from distill.progress import duration
-from distill.recipe import Recipe, Train
+from distill.recipe import Recipe
 from distill.run import Run, read_json, write_folder, write_json
 from distill.target.store import TeacherStore
-from distill.training.fused import head_loss
-
-
-def rate_at(step: int, settings: Train) -> float:
-    """Learning rate of optimizer step `step` (from 0): linear warm-up, then a cosine down to `final` of the peak."""
-    warm = max(1, round(settings.warmup * settings.steps))
-    if step < warm:
-        return settings.rate * (step + 1) / warm
-    progress = (step - warm) / max(1, settings.steps - warm)
-    return settings.rate * (settings.final + (1 - settings.final) * 0.5 * (1 + math.cos(math.pi * progress)))
-
-
-def parameter_groups(model: torch.nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Matrices decay, vectors (norms, biases) do not."""
-    matrices = [p for p in model.parameters() if p.ndim >= 2]
-    vectors = [p for p in model.parameters() if p.ndim < 2]
-    return [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-
-
-def batch_blocks(step: int, batch: int, count: int, seed: int) -> torch.Tensor:
-    """Indices [b] of the blocks of one step: a pure function, so that a resumed run sees the same data."""
-    wanted = range(step * batch, (step + 1) * batch)
-    epochs = {index // count for index in wanted}
-    orders = {epoch: epoch_order(count, seed, epoch) for epoch in epochs}
-    return torch.tensor([int(orders[index // count][index % count]) for index in wanted])
+from distill.training.penalty import finish_penalty, penalty_of
+from distill.training.rate import rate_at
+from distill.training.step import Columns, batch_blocks, blocks_loss, parameter_groups
 
 
 def peak_memory_bytes(device: torch.device) -> int:
@@ -64,15 +44,17 @@ def newest_checkpoint(folder: Path) -> Path | None:
     return found[-1] if found else None
 
 
-def save_checkpoint(run: Run, step: int, model: torch.nn.Module, optimizer: Any, keep: int) -> None:
-    """Write checkpoints/step-NNNNNN and forget all but the newest `keep`."""
+def save_checkpoint(
+    run: Run, step: int, model: torch.nn.Module, optimizer: Any, keep: int, sparsity: dict[str, Any] | None = None
+) -> None:
+    """Write checkpoints/step-NNNNNN (with the state of a sparsity penalty) and forget all but the newest `keep`."""
     folder = run.path("checkpoints")
 
     def write(temporary: Path) -> None:
         torch.save(model.state_dict(), temporary / "model.pt")
         torch.save(optimizer.state_dict(), temporary / "optimizer.pt")
         torch.save({"cpu": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state_all()}, temporary / "rng.pt")
-        write_json(temporary / "state.json", {"step": step})
+        write_json(temporary / "state.json", {"step": step, "sparsity": sparsity})
 
     write_folder(folder / f"step-{step:06d}", write)
     for old in sorted(folder.glob("step-*"))[:-keep]:
@@ -106,53 +88,47 @@ def train(recipe: Recipe, run: Run) -> list[Path]:
         cpu=device.type == "cpu", mixed_precision="bf16" if settings.dtype == "bfloat16" else "no"
     )
     store = TeacherStore(run)
-    model = load_model(str(run.path("init")), "float32", accelerator.device)
-    if int(store.manifest["vocabulary"]) > model.config.vocab_size:
+    model = load_model(str(run.path("init")), "float32", accelerator.device, trimmed=False)
+    vocabulary = int(store.manifest["vocabulary"])
+    if vocabulary > model.config.vocab_size:
         raise DataError(
-            f"the teacher store covers {store.manifest['vocabulary']} tokens, the draft {model.config.vocab_size}",
+            f"the teacher store covers {vocabulary} tokens, the draft {model.config.vocab_size}",
             "run `distill train RECIPE --redo teacher`",
         )
+    kept = read_kept(run.path("init"))
+    columns = Columns(vocabulary, kept["kept"] if kept else None, accelerator.device)
+    penalty = penalty_of(model, settings)
     optimizer = torch.optim.AdamW(
-        parameter_groups(model, settings.weight_decay), lr=settings.rate, betas=(settings.beta1, settings.beta2)
+        parameter_groups(model, settings.weight_decay, penalty.parameters() if penalty else ()),
+        lr=settings.rate,
+        betas=(settings.beta1, settings.beta2),
     )
+    body = body_parameters(model)
     model, optimizer = accelerator.prepare(model, optimizer)
     model.train()
     step = 0
     checkpoint = newest_checkpoint(run.path("checkpoints"))
     if checkpoint is not None:
         step = load_checkpoint(checkpoint, model, optimizer)
+        if penalty is not None:
+            penalty.load_state_dict(read_json(checkpoint / "state.json")["sparsity"])
         run.say(f"  resuming at step {step} of {settings.steps}")
     started, first, last_shown = time.monotonic(), step, 0.0
     tokens_done = 0
     while step < settings.steps:
         index = batch_blocks(step, settings.batch, store.blocks, recipe.seed)
-        blocks, laws = store.packed.take(index), store.laws(index)
         rate = rate_at(step, settings)
         for group in optimizer.param_groups:
             group["lr"] = rate
-        scored = blocks.mask.to(accelerator.device)
-        count = int(scored.sum())
         with accelerator.autocast():
-            hidden = model.model(
-                input_ids=blocks.ids.long().to(accelerator.device),
-                position_ids=blocks.positions.long().to(accelerator.device),
-                attention_mask=attention_mask(blocks.documents.to(accelerator.device)),
-                use_cache=False,
-            ).last_hidden_state[scored]  # [N, H]
-        head = model.lm_head.weight
-        total, sums = head_loss(
-            hidden,
-            head if hidden.dtype == head.dtype else head.to(hidden.dtype),
-            laws["top_ids"].to(accelerator.device)[scored],
-            laws["top_log_probabilities"].to(accelerator.device)[scored],
-            laws["log_tail"].to(accelerator.device)[scored],
-            blocks.labels().long().to(accelerator.device)[scored],
-            {name: weight for name, weight in settings.loss.items()},
-            int(store.manifest["vocabulary"]),
-            settings.chunk,
-        )
+            total, sums, count = blocks_loss(
+                model, store.packed.take(index), store.laws(index), settings, columns, accelerator.device
+            )
         loss = total / max(1, count)
         accelerator.backward(loss)
+        if step < settings.embedding_steps:
+            for parameter in body:
+                parameter.grad = None
         norm = float(accelerator.clip_grad_norm_(model.parameters(), settings.clip))
         if not math.isfinite(norm) or not math.isfinite(loss.item()):
             raise DataError(
@@ -161,6 +137,7 @@ def train(recipe: Recipe, run: Run) -> list[Path]:
             )
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
+        sparse = penalty.after_step(step, rate) if penalty is not None else {}
         step += 1
         tokens_done += count
         elapsed = time.monotonic() - started
@@ -180,21 +157,37 @@ def train(recipe: Recipe, run: Run) -> list[Path]:
             tokens_per_second=tokens_done / elapsed,
             memory_bytes=memory,
             eta_seconds=eta,
+            **sparse,
         )
         if time.monotonic() - last_shown > 5 or step == settings.steps:
             last_shown = time.monotonic()
             run.say(
                 f"  step {step}/{settings.steps} loss {loss.item():.4f} kl {kl:.4f} agreement {agreement:.3f} "
-                f"{tokens_done / elapsed:.0f} tok/s {memory / 2**30:.2f} GiB, {duration(eta)} left"
+                + (f"zero {sparse['zero_share']:.2f} " if "zero_share" in sparse else "")
+                + f"{tokens_done / elapsed:.0f} tok/s {memory / 2**30:.2f} GiB, {duration(eta)} left"
             )
         if step % settings.save_every == 0 or step == settings.steps:
-            save_checkpoint(run, step, model, optimizer, settings.keep)
+            state = penalty.state_dict() if penalty is not None else None
+            save_checkpoint(run, step, model, optimizer, settings.keep, state)
     final = accelerator.unwrap_model(model).eval()
-    tokenizer = load_tokenizer(str(run.path("init")))
+    report = finish_penalty(final, penalty)
 
     def write(folder: Path) -> None:
         final.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
+        copy_tokenizer(run.path("init"), folder)
+        for name in (KEPT_FILE, "surgery.json"):
+            if run.path("init", name).exists():
+                shutil.copyfile(run.path("init", name), folder / name)
+        if report is not None:
+            write_json(folder / "sparsity.json", report)
 
     write_folder(run.path("draft"), write)
+    if report is not None:
+        run.say(f"  sparsity: {report['sentence']}")
     return [run.path("draft")]
+
+
+def body_parameters(model: Any) -> list[torch.nn.Parameter]:
+    """All but the input embedding and the head."""
+    outer = {id(model.get_input_embeddings().weight), id(model.lm_head.weight)}
+    return [parameter for parameter in model.parameters() if id(parameter) not in outer]

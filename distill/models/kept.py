@@ -1,0 +1,72 @@
+"""Trimmed heads: the draft speaks only the kept tokens; the folder still holds the full head and loads everywhere.
+
+`kept_tokens.json` beside the weights names the kept ids. Our loader computes the logits of those alone and gives the
+others −inf; plain transformers and llama.cpp ignore the file and use the full head. Legend: V vocabulary, K kept
+tokens, H hidden.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from distill.errors import DataError
+from distill.run import write_json
+
+FILE = "kept_tokens.json"
+
+
+def write_kept(folder: Path, kept: list[int], vocabulary: int, facts: dict[str, Any]) -> None:
+    """Write kept_tokens.json: `kept` ids, ascending, of `vocabulary` rows, and how they were chosen."""
+    write_json(folder / FILE, {"format": 1, "vocabulary": vocabulary, "kept": kept, **facts})
+
+
+def read_kept(folder: Path) -> dict[str, Any] | None:
+    """kept_tokens.json of a model folder, None where there is none; raises DataError when it is no such file."""
+    path = folder / FILE
+    if not path.is_file():
+        return None
+    try:
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        kept, size = found["kept"], int(found["vocabulary"])
+        ascending = all(a < b for a, b in itertools.pairwise(kept))
+        if not kept or not ascending or kept[0] < 0 or kept[-1] >= size:
+            raise ValueError("the kept ids are not ascending ids of the vocabulary")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(
+            f"{path} is damaged: {error}", f"delete it to use the full head, or trim {folder} again"
+        ) from error
+    return found
+
+
+class KeptHead(torch.nn.Module):
+    """A head that multiplies the kept rows [K, H] alone and spreads the result over V columns, −inf elsewhere."""
+
+    kept: Tensor
+    weight: Tensor
+
+    def __init__(self, head: torch.nn.Linear, kept: Tensor) -> None:
+        super().__init__()
+        self.rows = head.weight.shape[0]
+        self.register_buffer("kept", kept.to(head.weight.device), persistent=False)
+        self.register_buffer("weight", head.weight.detach()[kept.to(head.weight.device)].clone(), persistent=False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Logits [..., V] of hidden states [..., H]."""
+        spoken = torch.nn.functional.linear(hidden, self.weight)
+        logits = spoken.new_full((*spoken.shape[:-1], self.rows), -torch.inf)
+        return logits.index_copy_(-1, self.kept, spoken)
+
+
+def trim_head(model: Any, kept: list[int]) -> Any:
+    """Let a loaded model compute the kept tokens' logits alone; for inference, such a model is not saved."""
+    rows = model.lm_head.weight.shape[0]
+    if kept[-1] >= rows:
+        raise DataError(f"{FILE} keeps token {kept[-1]}, the head has {rows} rows", "trim this folder again")
+    model.lm_head = KeptHead(model.lm_head, torch.tensor(kept))
+    return model

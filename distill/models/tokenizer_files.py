@@ -1,0 +1,55 @@
+"""The files of a tokenizer, copied as they stand: loading and saving one through transformers may change it."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from distill.run import write_json, write_text
+from distill.vocabulary import read_settings
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+)
+PLAIN_MODULE = "plain_tokenizer"
+PLAIN_CLASS = '''from transformers import PreTrainedTokenizerFast
+
+
+class PlainTokenizer(PreTrainedTokenizerFast):
+    """The tokenizer.json beside this file, as it stands."""
+'''
+
+
+def copy_tokenizer(source: Path, destination: Path) -> None:
+    """Copy the tokenizer and chat templates of `source` into the model folder `destination`, and pin it there."""
+    for name in (*TOKENIZER_FILES, f"{PLAIN_MODULE}.py"):
+        if (source / name).is_file():
+            shutil.copyfile(source / name, destination / name)
+    if (source / "additional_chat_templates").is_dir():
+        shutil.copytree(source / "additional_chat_templates", destination / "additional_chat_templates")
+    pin_tokenizer(destination)
+
+
+def pin_tokenizer(folder: Path) -> None:
+    """See to it that AutoTokenizer follows the tokenizer.json of a model folder, not the habits of its architecture.
+
+    Without a class in tokenizer_config.json, transformers takes the architecture's own. For qwen2 it does so whatever
+    class is named, with Qwen2's way of splitting text over any vocabulary, unless an entry in auto_map keeps it from
+    that; the entry is followed only with trust_remote_code, so it leads to a class that adds nothing.
+    """
+    path = folder / "tokenizer_config.json"
+    settings = read_settings(path) if path.is_file() else {}
+    named = settings.setdefault("tokenizer_class", "PreTrainedTokenizerFast")
+    kind = read_settings(folder / "config.json").get("model_type")
+    if kind == "qwen2" and named.removesuffix("Fast") != "Qwen2Tokenizer":
+        settings.setdefault("auto_map", {"AutoTokenizer": [None, f"{PLAIN_MODULE}.PlainTokenizer"]})
+        write_text(folder / f"{PLAIN_MODULE}.py", PLAIN_CLASS)
+    write_json(path, settings)

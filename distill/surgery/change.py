@@ -1,0 +1,167 @@
+"""What an operation did to a model: sizes old and new, and its divergence from the target.
+
+Every operation of this room is a function from a model folder to a model folder that returns a Change; `operate` is the
+frame of those that work on a loaded model. Legend: V vocabulary, H hidden.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from distill.errors import DataError
+from distill.models.hugging_face import load_model
+from distill.models.tokenizer_files import copy_tokenizer
+from distill.run import write_folder, write_json
+
+SUPPORTED = ("qwen2", "qwen3", "llama", "mistral")
+RECORD = "surgery.json"  # beside the weights: the changes a folder has been through, oldest first
+
+
+@dataclass(frozen=True)
+class Size:
+    """Sizes of a model. `mlp` is the width per layer; `bytes_per_step` is what decoding one token reads of the weights:
+    all of them, except that an untied input embedding gives one row, and that a trimmed head is read where it is kept.
+    """
+
+    parameters: int
+    bytes_per_step: int
+    layers: int
+    hidden: int
+    mlp: tuple[int, ...]
+    heads: int
+    kv_heads: int
+    vocabulary: int
+    kept_vocabulary: int
+    tied: bool
+
+
+@dataclass(frozen=True)
+class Change:
+    """One operation: its name, the sizes before and after, KL(target ‖ model) in nats before and after where it was
+    measured, and what it chose, in words and numbers that JSON can hold."""
+
+    operation: str
+    before: Size
+    after: Size
+    kl_before: float | None = None
+    kl_after: float | None = None
+    details: dict[str, Any] = field(default_factory=dict)
+
+    def as_json(self) -> dict[str, Any]:
+        """For surgery.json and reports."""
+        return asdict(self)
+
+    def sentence(self) -> str:
+        """One line for the log."""
+        old, new = self.before, self.after
+
+        def moved(name: str, before: object, after: object) -> list[str]:
+            return [f"{name} {before} -> {after}"] if before != after else []
+
+        parts = [
+            *moved("layers", old.layers, new.layers),
+            *moved("hidden", old.hidden, new.hidden),
+            *moved("MLP", _widths(old.mlp), _widths(new.mlp)),
+            *moved("KV heads", old.kv_heads, new.kv_heads),
+            *moved("vocabulary", old.vocabulary, new.vocabulary),
+            *moved("kept vocabulary", old.kept_vocabulary, new.kept_vocabulary),
+            f"parameters {old.parameters / 1e6:.2f}M -> {new.parameters / 1e6:.2f}M",
+            f"bytes per step {old.bytes_per_step / 1e6:.2f} MB -> {new.bytes_per_step / 1e6:.2f} MB",
+        ]
+        if self.kl_after is not None:
+            before = "not comparable" if self.kl_before is None else f"{self.kl_before:.4f}"
+            parts.append(f"KL to the target {before} -> {self.kl_after:.4f}")
+        return f"{self.operation}: " + ", ".join(parts)
+
+
+def _widths(mlp: tuple[int, ...]) -> str:
+    return str(mlp[0]) if len(set(mlp)) == 1 else f"{min(mlp)}..{max(mlp)}"
+
+
+def decoder_layers(model: Any) -> Any:
+    """The blocks of a supported model; raises DataError for an architecture that cannot be cut."""
+    require_supported(model.config.model_type)
+    return model.model.layers
+
+
+def require_supported(architecture: str) -> None:
+    """Raise DataError for an architecture that this room does not know."""
+    if architecture not in SUPPORTED:
+        raise DataError(
+            f"surgery on architecture `{architecture}` is not supported",
+            f"supported: {', '.join(SUPPORTED)}; choose a donor of one of these",
+        )
+
+
+def size_of(model: Any, kept_vocabulary: int | None = None) -> Size:
+    """The sizes of a loaded model; `kept_vocabulary` is the size of a trimmed head."""
+    config = model.config
+    head = model.get_output_embeddings().weight
+    tied = model.get_input_embeddings().weight is head
+    kept = head.shape[0] if kept_vocabulary is None else kept_vocabulary
+    total = sum(p.numel() * p.element_size() for p in model.parameters())
+    unread = (head.shape[0] - kept) * head.shape[1] * head.element_size()
+    embedding = model.get_input_embeddings().weight
+    if not tied:
+        unread += (embedding.shape[0] - 1) * embedding.shape[1] * embedding.element_size()
+    uneven = getattr(config, "mlp_widths", None)  # real widths of layers padded with zero neurons to one width
+    return Size(
+        parameters=sum(p.numel() for p in model.parameters()),
+        bytes_per_step=total - unread,
+        layers=config.num_hidden_layers,
+        hidden=config.hidden_size,
+        mlp=tuple(uneven) if uneven else (config.intermediate_size,) * config.num_hidden_layers,
+        heads=config.num_attention_heads,
+        kv_heads=config.num_key_value_heads,
+        vocabulary=config.vocab_size,
+        kept_vocabulary=kept,
+        tied=tied,
+    )
+
+
+def read_changes(folder: Path) -> list[dict[str, Any]]:
+    """The changes that a folder has been through, oldest first; none for a model that no operation made."""
+    path = folder / RECORD
+    if not path.exists():
+        return []
+    found: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))["changes"]
+    return found
+
+
+def record_change(folder: Path, earlier: list[dict[str, Any]], *changes: Change) -> None:
+    """Write surgery.json: the earlier changes and these."""
+    write_json(folder / RECORD, {"changes": [*earlier, *(change.as_json() for change in changes)]})
+
+
+def operate(
+    source: Path,
+    destination: Path,
+    operation: str,
+    change: Callable[[Any], dict[str, Any]],
+    *,
+    dtype: str = "float32",
+    kl: Callable[[Any], float] | None = None,
+) -> Change:
+    """Load `source`, let `change` alter the model in place and say what it chose, and write `destination` whole.
+
+    `kl` measures KL(target ‖ model). The tokenizer goes along; plain from_pretrained loads the result.
+    """
+    model = load_model(str(source), dtype, torch.device("cpu"))
+    before, kl_before = size_of(model), kl(model) if kl else None
+    details = change(model)
+    done = Change(operation, before, size_of(model), kl_before, kl(model) if kl else None, details)
+    earlier = read_changes(source)
+
+    def save(folder: Path) -> None:
+        model.save_pretrained(folder)
+        copy_tokenizer(source, folder)
+        record_change(folder, earlier, done)
+
+    write_folder(destination, save)
+    return done

@@ -1,0 +1,211 @@
+"""Which layers stay, and a model without the others.
+
+Legend: L layers, n layers dropped.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from distill.errors import DataError, RecipeError
+from distill.packing import Packed
+from distill.surgery.change import SUPPORTED, decoder_layers
+from distill.surgery.observe import angular_distances, block_influence
+
+RULES = ("last-but-one", "influence", "angular", "greedy", "explicit")
+Loss = Callable[[Any], float]
+Progress = Callable[[int, int], None]  # evaluations or layers done, and of how many
+
+
+def check_architecture(config: Any) -> None:
+    """Raise RecipeError for a configuration that cannot be cut."""
+    if config.model_type not in SUPPORTED:
+        raise RecipeError(
+            f"a model of architecture `{config.model_type}` cannot be cut",
+            f"supported: {', '.join(SUPPORTED)}; choose a donor of one of these",
+        )
+
+
+def check_layers(config: Any, keep: int) -> None:
+    """Raise RecipeError when a model of this configuration cannot keep `keep` layers."""
+    check_architecture(config)
+    if not 1 <= keep <= config.num_hidden_layers:
+        raise RecipeError(
+            f"{keep} layers are to be kept, but the donor has {config.num_hidden_layers}",
+            f"ask for 1 to {config.num_hidden_layers}",
+        )
+
+
+def parse_layers(text: str | Sequence[int], count: int) -> list[int]:
+    """Layers, ascending and counted from 0, named by ranges and single indices: "14-21", "3,7", "0-2,9" or a list.
+
+    Raises RecipeError for what is no layer of `count`, is named twice, or is all of them.
+    """
+    found: list[int] = []
+    for piece in text.split(",") if isinstance(text, str) else text:
+        ends = [int(end) if end.strip().isdecimal() else -1 for end in str(piece).split("-")]
+        if len(ends) > 2 or min(ends) < 0 or ends[0] > ends[-1]:
+            raise RecipeError(f"`{piece}` names no layers", 'write indices and ranges, lower end first: "3,7,14-21"')
+        if ends[-1] >= count:
+            raise RecipeError(f"`{piece}`: there is no layer {ends[-1]}", f"the layers are 0 to {count - 1}")
+        found += range(ends[0], ends[-1] + 1)
+    twice = sorted({i for i in found if found.count(i) > 1})
+    if twice:
+        raise RecipeError(f"layers named twice: {', '.join(map(str, twice))}", "name each layer once")
+    if len(found) == count:
+        raise RecipeError(f"all {count} layers would be dropped", "leave at least one")
+    return sorted(found)
+
+
+def choose_layers(
+    model: Any,
+    keep: int | None,
+    rule: str,
+    *,
+    blocks: Packed | None = None,
+    batch: int = 4,
+    positions: str = "all",
+    loss: Loss | None = None,
+    drop: str | Sequence[int] | None = None,
+    progress: Progress | None = None,
+) -> tuple[list[int], dict[str, Any]]:
+    """The layers that stay, ascending, and a report of why; the model is left as it was.
+
+    With n = L − keep:
+    last-but-one  drops the n layers before the last (all but the last when n = L − 1).
+    influence     drops the n of least block influence over `blocks`, the first and the last excepted, which read the
+                  embeddings and feed the head; when one layer is kept it is the first. Men et al. 2024.
+    angular       drops the run l … l + n − 1 of least d(l, n) over `blocks` (see observe.angular_distances for
+                  `positions`); the run never includes the last layer, as in arXiv 2403.17887, section 4.4.
+    greedy        removes, n times, the layer without which `loss(model)` is lowest: L + (L − 1) + … evaluations on the
+                  model with that layer out of its list; no weights are copied. The first of equals goes.
+    explicit      drops what `drop` names (see parse_layers); `keep` is None or what is left.
+
+    Raises RecipeError for an unknown rule, a number that cannot be kept, or a rule without what it needs.
+    """
+    if rule not in RULES:
+        raise RecipeError(f"there is no layer rule `{rule}`", f"rules: {', '.join(RULES)}")
+    check_architecture(model.config)
+    count = len(decoder_layers(model))
+    if (rule == "explicit") != (drop is not None):
+        raise RecipeError(
+            f"rule `{rule}` with drop = {drop}", "name layers to drop with rule `explicit`, and only there"
+        )
+    report: dict[str, Any] = {"rule": rule, "layers": count}
+    if drop is not None:
+        dropped = set(parse_layers(drop, count))
+        if keep is not None and keep != count - len(dropped):
+            raise RecipeError(
+                f"dropping {len(dropped)} of {count} layers leaves {count - len(dropped)}, not {keep}",
+                "leave out the number of layers, or make the two agree",
+            )
+    else:
+        if keep is None:
+            raise RecipeError(f"rule `{rule}` needs the number of layers to keep", f"ask for 1 to {count}")
+        check_layers(model.config, keep)
+        dropped = set(_by_rule(model, count - keep, rule, blocks, batch, positions, loss, progress, report))
+    kept = [i for i in range(count) if i not in dropped]
+    return kept, {**report, "kept": kept, "dropped": sorted(dropped)}
+
+
+def _by_rule(
+    model: Any,
+    drop: int,
+    rule: str,
+    blocks: Packed | None,
+    batch: int,
+    positions: str,
+    loss: Loss | None,
+    progress: Progress | None,
+    report: dict[str, Any],
+) -> Sequence[int]:
+    count = len(decoder_layers(model))
+    if rule == "last-but-one":
+        return range(count - 1 - drop, count - 1)
+    if rule == "greedy":
+        if loss is None:
+            raise RecipeError("rule `greedy` needs a loss to compare models by", "choose another rule")
+        return _greedy(model, drop, loss, progress, report)
+    if blocks is None:
+        raise RecipeError(f"rule `{rule}` needs text to observe the model on", "choose `last-but-one` or `explicit`")
+    if rule == "influence":
+        influence = block_influence(model, blocks, batch)
+        report["influence"] = influence
+        return [*sorted(range(1, count - 1), key=lambda i: influence[i]), count - 1][:drop]
+    distances = angular_distances(model, blocks, batch, positions)
+    starts = range(count - drop) if drop else range(1)
+    start = min(starts, key=lambda low: float(distances[low, drop]))
+    report |= {
+        "positions": positions,
+        "distance": float(distances[start, drop]),
+        "distances": [distances[low, : count - low + 1].tolist() for low in range(count)],  # [l][n]
+    }
+    return range(start, start + drop)
+
+
+def _greedy(model: Any, drop: int, loss: Loss, progress: Progress | None, report: dict[str, Any]) -> list[int]:
+    count = len(decoder_layers(model))
+    evaluations = sum(count - step for step in range(drop))
+    kept, steps, done = list(range(count)), [], 0
+    for _ in range(drop):
+        losses: dict[int, float] = {}
+        for candidate in kept:
+            with only_layers(model, [i for i in kept if i != candidate]):
+                value = float(loss(model))
+            losses[candidate] = value if math.isfinite(value) else math.inf
+            done += 1
+            if progress:
+                progress(done, evaluations)
+        best = min(losses, key=lambda i: losses[i])
+        if losses[best] == math.inf:
+            raise DataError(f"without any of layers {kept} the loss is not finite", "check the donor's weights")
+        kept.remove(best)
+        steps.append({"removed": best, "loss": losses[best]})
+    report |= {"evaluations": evaluations, "steps": steps}
+    return [int(step["removed"]) for step in steps]
+
+
+@contextmanager
+def only_layers(model: Any, kept: Sequence[int]) -> Iterator[None]:
+    """Inside, the model has only those layers; afterwards it is what it was. No weights are copied."""
+    layers, config = model.model.layers, model.config
+    names = ("layer_types", "max_window_layers", "mlp_widths", "num_hidden_layers")
+    settings = {name: getattr(config, name) for name in names if hasattr(config, name)}
+    sliding = getattr(model.model, "has_sliding_layers", None)
+    keep_layers(model, kept)
+    try:
+        yield
+    finally:
+        model.model.layers = layers
+        for position, layer in enumerate(layers):
+            layer.self_attn.layer_idx = position
+        for name, value in settings.items():
+            setattr(config, name, value)
+        if sliding is not None:
+            model.model.has_sliding_layers = sliding
+
+
+def keep_layers(model: Any, kept: Sequence[int]) -> None:
+    """Keep those layers (ascending) in place, and cut every per-layer entry of the configuration with them.
+
+    The cache addresses layers by `layer_idx`, which is renumbered. Raises RecipeError for layers that do not exist.
+    """
+    layers, config = decoder_layers(model), model.config
+    if not kept or list(kept) != sorted(set(kept)) or kept[0] < 0 or kept[-1] >= len(layers):
+        raise RecipeError(f"layers {list(kept)} cannot be kept", f"name some of 0 to {len(layers) - 1}, ascending")
+    model.model.layers = torch.nn.ModuleList([layers[i] for i in kept])
+    for position, layer in enumerate(model.model.layers):
+        layer.self_attn.layer_idx = position
+    for name in ("layer_types", "mlp_widths"):
+        if getattr(config, name, None):
+            setattr(config, name, [getattr(config, name)[i] for i in kept])
+    if getattr(config, "max_window_layers", None) is not None:
+        config.max_window_layers = sum(1 for i in kept if i < config.max_window_layers)
+    config.num_hidden_layers = len(kept)
+    if hasattr(model.model, "has_sliding_layers"):
+        model.model.has_sliding_layers = "sliding_attention" in config.layer_types

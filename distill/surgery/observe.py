@@ -1,0 +1,237 @@
+"""What a loaded model does on text: angles between its layers, their influence, and the inputs of its MLPs.
+
+Every function passes packed blocks through the model, documents apart, and counts only positions that hold a token.
+Sums are kept in fp32 or better on the model's device. Legend: L layers, n blocks, S positions, T tokens of one batch,
+H hidden, F neurons of an MLP.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from distill.errors import DataError
+from distill.packing import Packed, attention_mask
+from distill.surgery.change import decoder_layers
+
+Watch = tuple[Any, Callable[[Tensor], None]]  # a module, and what to do with its inputs
+
+
+def tokens(documents: Tensor) -> Tensor:
+    """Positions [n, S] that hold a token."""
+    return documents >= 0
+
+
+def last_tokens(documents: Tensor) -> Tensor:
+    """Positions [n, S] of each document's last token."""
+    after = torch.nn.functional.pad(documents[:, 1:], (0, 1), value=-1)
+    return (documents >= 0) & (documents != after)
+
+
+def model_masks(model: Any, documents: Tensor) -> Any:
+    """What the model takes as attention mask: boolean [n, 1, S, S], or one per kind of layer where kinds differ.
+
+    An explicit mask stands for itself in transformers, so the sliding windows of the configuration are drawn here.
+    """
+    mask = attention_mask(documents)
+    window = getattr(model.config, "sliding_window", None)
+    if window is None:
+        return mask
+    near = mask & torch.ones(mask.shape[-2:], dtype=torch.bool, device=mask.device).triu(1 - window)
+    if model.config.model_type in ("qwen2", "qwen3"):
+        return {"full_attention": mask, "sliding_attention": near}
+    return near
+
+
+@contextmanager
+def watching(watches: Sequence[Watch]) -> Iterator[None]:
+    """Inside, each function is called with the first input of its module at every forward pass."""
+
+    def hook(see: Callable[[Tensor], None]) -> Callable[..., None]:
+        return lambda _module, arguments: see(arguments[0])
+
+    handles = [module.register_forward_pre_hook(hook(see)) for module, see in watches]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def parts_of(model: Any, blocks: Packed, batch: int) -> list[Packed]:
+    """The blocks in batches on the model's device; raises DataError when they hold no token."""
+    if not bool(tokens(blocks.documents).any()):
+        raise DataError("the blocks to observe the model on hold no token", "give it text: enlarge the corpus")
+    device = next(model.parameters()).device
+    parts = (blocks.take(slice(start, start + batch)) for start in range(0, len(blocks), batch))
+    return [Packed(*(x.to(device) for x in (p.ids.long(), p.documents, p.positions.long(), p.mask))) for p in parts]
+
+
+@torch.no_grad()
+def observe(
+    model: Any,
+    blocks: Packed,
+    watches: Sequence[Watch],
+    batch: int = 4,
+    where: Callable[[Tensor], Tensor] = tokens,
+) -> int:
+    """One pass over the blocks; each watch sees its module's inputs [T, ·] in fp32 at the positions `where` names.
+
+    Returns the number of positions seen. Raises DataError when the blocks hold no token.
+    """
+    used = torch.zeros(0, dtype=torch.bool)
+
+    def only_used(see: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
+        return lambda values: see(values[used].float())
+
+    total = 0
+    with watching([(module, only_used(see)) for module, see in watches]):
+        for part in parts_of(model, blocks, batch):
+            used = where(part.documents)
+            total += int(used.sum())
+            mask = model_masks(model, part.documents)
+            model.model(input_ids=part.ids, position_ids=part.positions, attention_mask=mask, use_cache=False)
+    return total
+
+
+def _chords(model: Any, blocks: Packed, batch: int, every: bool, see: Any, where: Any = tokens) -> int:
+    """Call see(l, n, |u_l - u_{l+n}|) with u the unit vectors along the states; only n = 1 unless `every`.
+
+    Chords keep their digits at small angles, where cosines of fp32 vectors have lost them.
+    """
+    layers = decoder_layers(model)
+    units: list[Tensor] = []
+
+    def keep(state: Tensor) -> None:
+        units.append(torch.nn.functional.normalize(state, dim=-1))
+
+    def finish(state: Tensor) -> None:
+        keep(state)
+        for low in range(len(layers)):
+            for high in range(low + 1, len(units) if every else low + 2):
+                see(low, high - low, (units[low] - units[high]).norm(dim=-1).clamp(max=2))
+        units.clear()
+
+    return observe(model, blocks, [*((layer, keep) for layer in layers), (model.model.norm, finish)], batch, where)
+
+
+def angular_distances(model: Any, blocks: Packed, batch: int = 4, positions: str = "all") -> Tensor:
+    """d(l, n) = mean arccos(cos(h_l, h_{l+n})) / π as [L, L + 1] fp64, h_l being the input of layer l, all in one pass.
+
+    Entries with l + n > L are infinite. arXiv 2403.17887 (eq. 7) takes the last token of each sequence only
+    (`positions="last"`, of each document here); the default takes all positions, which needs far less text for the same
+    noise. Raises DataError when the blocks hold no token.
+    """
+    assert positions in ("all", "last"), positions
+    count = len(decoder_layers(model))
+    angles = torch.full((count, count + 1), math.inf, dtype=torch.float64)
+    for low in range(count):
+        angles[low, : count + 1 - low] = 0
+
+    def see(low: int, apart: int, chord: Tensor) -> None:
+        angles[low, apart] += float((2 * torch.asin(chord / 2)).sum())
+
+    total = _chords(model, blocks, batch, True, see, tokens if positions == "all" else last_tokens)
+    return angles / (total * math.pi)
+
+
+def block_influence(model: Any, blocks: Packed, batch: int = 4) -> list[float]:
+    """1 − mean cosine of each layer's input and output, [L] (block influence, Men et al. 2024, arXiv 2403.03853)."""
+    found = [0.0] * len(decoder_layers(model))
+
+    def see(low: int, _apart: int, chord: Tensor) -> None:
+        found[low] += float((chord.square() / 2).sum())
+
+    total = _chords(model, blocks, batch, False, see)
+    return [value / total for value in found]
+
+
+def mlp_squares(model: Any, blocks: Packed, batch: int = 4) -> list[Tensor]:
+    """E[a²], [F] per layer, a being the input of down_proj."""
+    layers = decoder_layers(model)
+    sums = [_zeros(layer, layer.mlp.down_proj.in_features) for layer in layers]
+
+    def adder(total: Tensor) -> Callable[[Tensor], None]:
+        return lambda a: void(total.add_(a.square().sum(0)))
+
+    watches = [(layer.mlp.down_proj, adder(total)) for layer, total in zip(layers, sums, strict=True)]
+    count = observe(model, blocks, watches, batch)
+    return [total / count for total in sums]
+
+
+def mlp_grams(model: Any, blocks: Packed, layers: Sequence[int] | None = None, batch: int = 4) -> dict[int, Tensor]:
+    """G = Σ a aᵀ / tokens, [F, F] per layer, a being the input of down_proj, in one pass.
+
+    Each takes 4·F² bytes on the model's device: ask for some of the layers per pass where all do not fit.
+    """
+    every = decoder_layers(model)
+    chosen = range(len(every)) if layers is None else layers
+    sums = {i: _zeros(every[i], every[i].mlp.down_proj.in_features, square=True) for i in chosen}
+    count = observe(model, blocks, [(every[i].mlp.down_proj, gram_adder(total)) for i, total in sums.items()], batch)
+    return {i: total / count for i, total in sums.items()}
+
+
+@torch.no_grad()
+def walk_grams(
+    model: Any,
+    blocks: Packed,
+    visit: Callable[[int, Tensor], None],
+    *,
+    sequential: bool,
+    batch: int = 4,
+) -> None:
+    """Layer by layer, hand `visit(layer, G)` the Gram matrix of its MLP; `visit` may cut that MLP.
+
+    With `sequential` the later layers see what `visit` did, else the model as it was. Hidden states of all blocks are
+    held between layers (n·S·H numbers), so that every layer is run once, and its MLP once more when `sequential`.
+    Raises DataError when the blocks hold no token.
+    """
+    parts = parts_of(model, blocks, batch)
+    states = [model.model.embed_tokens(part.ids) for part in parts]
+    count = sum(int(tokens(part.documents).sum()) for part in parts)
+    for index, layer in enumerate(decoder_layers(model)):
+        gram = _zeros(layer, layer.mlp.down_proj.in_features, square=True)
+        add = gram_adder(gram)
+        for at, part in enumerate(parts):
+            seen: list[Tensor] = []
+            before_mlp: list[Tensor] = []
+            with watching([(layer.mlp.down_proj, seen.append), (layer.post_attention_layernorm, before_mlp.append)]):
+                output = run_layer(model, index, part, states[at])
+            add(seen[0][tokens(part.documents)].float())
+            states[at] = before_mlp[0] if sequential else output
+        visit(index, gram / count)
+        if sequential:
+            for at, state in enumerate(states):
+                states[at] = state + layer.mlp(layer.post_attention_layernorm(state))
+
+
+def run_layer(model: Any, index: int, part: Packed, state: Tensor) -> Tensor:
+    """The output [n, S, H] of one layer for the states [n, S, H] of a batch of blocks."""
+    masks = model_masks(model, part.documents)
+    output = decoder_layers(model)[index](
+        state,
+        attention_mask=masks[model.config.layer_types[index]] if isinstance(masks, dict) else masks,
+        position_ids=part.positions,
+        position_embeddings=model.model.rotary_emb(state, part.positions),
+        use_cache=False,
+    )
+    return output
+
+
+def gram_adder(total: Tensor) -> Callable[[Tensor], None]:
+    """A watch that adds aᵀa of its inputs a [T, F] to `total` [F, F]."""
+    return lambda a: void(total.addmm_(a.T, a))
+
+
+def void(_value: object) -> None:
+    """Turn an expression into a statement, for lambdas."""
+
+
+def _zeros(layer: Any, size: int, square: bool = False) -> Tensor:
+    shape = (size, size) if square else (size,)
+    return torch.zeros(shape, dtype=torch.float32, device=layer.mlp.down_proj.weight.device)

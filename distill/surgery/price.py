@@ -1,0 +1,125 @@
+"""What a cut is worth: its acceptance after a short heal, and what its steps cost on this machine.
+
+A round drafts γ tokens and verifies them in one step of γ + 1. With acceptance α at every position it gives
+1 + α + … + α^γ tokens in T(γ + 1) + γ·D seconds (Leviathan et al. 2023, eq. 1, with measured times): the best γ of that
+is a cut's price tag, and the cut with the most tokens per second is taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Priced:
+    """A cut with what was measured of it and what follows.
+
+    `kl` in nats; `acceptance` α of rejection sampling at the recipe's sampler, on the selection split;
+    `draft_seconds` D; `length` the best γ (0: plain decoding is faster); `tokens_per_second` predicted with it;
+    `speedup` over plain.
+    """
+
+    name: str
+    settings: dict[str, Any]
+    parameters: int
+    kl: float | None
+    acceptance: float
+    draft_seconds: float
+    length: int
+    tokens_per_second: float
+    speedup: float
+
+    def as_json(self) -> dict[str, Any]:
+        """For the search's files."""
+        return asdict(self)
+
+
+def expected_tokens(acceptance: float, length: int) -> float:
+    """Tokens per round τ = Σ_{i ≤ γ} α^i."""
+    return sum(acceptance**i for i in range(length + 1))
+
+
+def best_length(
+    target_seconds: Mapping[int, float], draft_seconds: float, acceptance: float, longest: int
+) -> tuple[int, float]:
+    """The γ in 0..longest with the most predicted tokens per second, and those; `target_seconds` maps m to T(m)."""
+    rates = [
+        expected_tokens(acceptance, length) / (target_seconds[length + 1] + length * draft_seconds)
+        for length in range(longest + 1)
+    ]
+    best = max(range(longest + 1), key=lambda length: rates[length])
+    return best, rates[best]
+
+
+def price(
+    name: str,
+    settings: dict[str, Any],
+    parameters: int,
+    kl: float | None,
+    acceptance: float,
+    target_seconds: Mapping[int, float],
+    draft_seconds: float,
+    longest: int,
+) -> Priced:
+    """Put the price tag on one cut."""
+    length, rate = best_length(target_seconds, draft_seconds, acceptance, longest)
+    return Priced(name, settings, parameters, kl, acceptance, draft_seconds, length, rate, rate * target_seconds[1])
+
+
+def pareto(points: Sequence[Priced]) -> list[Priced]:
+    """The cuts that no other beats in both step cost and acceptance, cheapest first."""
+    front: list[Priced] = []
+    for point in sorted(points, key=lambda p: (p.draft_seconds, -p.acceptance)):
+        if not front or point.acceptance > front[-1].acceptance:
+            front.append(point)
+    return front
+
+
+def explain(points: Sequence[Priced], chosen: Priced, single: float) -> list[str]:
+    """Why `chosen`, in sentences whose every number was measured or follows from what was; `single` is T(1)."""
+    front = pareto(points)
+    sentences = [
+        f"{chosen.name}: acceptance {chosen.acceptance:.3f} after the heal, a step costs "
+        f"{chosen.draft_seconds / single:.3f} of the target's; with {chosen.length} drafted a round that predicts "
+        f"{chosen.tokens_per_second:.1f} tokens/s, {chosen.speedup:.2f}x plain decoding."
+    ]
+    if chosen.length == 0:
+        sentences.append("No cut tried pays on this machine: plain decoding is faster. The least bad one is taken.")
+    place = front.index(chosen) if chosen in front else None
+    if place is not None and place > 0:
+        other = front[place - 1]
+        sentences.append(
+            f"The next cheaper one worth having, {other.name}, costs {other.draft_seconds / chosen.draft_seconds:.2f} "
+            f"times as much a step but is accepted {other.acceptance:.3f} of the time: {other.speedup:.2f}x."
+        )
+    if place is not None and place + 1 < len(front):
+        other = front[place + 1]
+        sentences.append(
+            f"The next better one, {other.name}, is accepted {other.acceptance:.3f} of the time but costs "
+            f"{other.draft_seconds / chosen.draft_seconds:.2f} times as much a step: {other.speedup:.2f}x."
+        )
+    return sentences
+
+
+def as_markdown(report: Mapping[str, Any]) -> str:
+    """The table of search.md, the best first; `front` marks cuts that no other beats in both cost and acceptance."""
+    lines = [
+        f"Acceptance on the selection split after {report['heal_steps']} healing steps; step costs measured, "
+        f"{report['backend']}; tokens/s predicted from both.",
+        "",
+        "| cut | parameters | KL, nats | acceptance | step, ms | D/T(1) | best γ | tokens/s | speedup | |",
+        "|---|--:|--:|--:|--:|--:|--:|--:|--:|---|",
+    ]
+    front = set(report["front"])
+    for point in sorted(report["points"], key=lambda p: -p["tokens_per_second"]):
+        marks = ["chosen"] * (point["name"] == report["chosen"]) + ["front"] * (point["name"] in front)
+        kl = "" if point["kl"] is None else f"{point['kl']:.3f}"
+        lines.append(
+            f"| {point['name']} | {point['parameters'] / 1e6:.2f}M | {kl} | {point['acceptance']:.3f} "
+            f"| {point['draft_seconds'] * 1e3:.2f} | {point['draft_seconds'] / report['target_seconds'][0]:.3f} "
+            f"| {point['length']} | {point['tokens_per_second']:.1f} | {point['speedup']:.2f} | {', '.join(marks)} |"
+        )
+    lines += ["", *[f"- {sentence}" for sentence in report["explanations"]], "", f"`{report['command']}`"]
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,222 @@
+"""The search of stage `draft`: every cut of a grid healed, measured and priced.
+
+Each cut's figures are kept in a file, so that a killed search goes on where it was.
+
+Legend: γ drafted tokens, T(m) seconds of a target step of m tokens, D seconds of a draft step.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from distill import divergences
+from distill.export.writer import export_gguf
+from distill.models.base import Model
+from distill.models.gguf import GgufModel
+from distill.models.hugging_face import TorchModel, local_folder
+from distill.models.kept import KeptHead
+from distill.models.tokenizer_files import copy_tokenizer
+from distill.packing import Packed
+from distill.progress import Progress
+from distill.recipe import DraftCut, Recipe
+from distill.run import Run, read_json, write_json, write_text
+from distill.sampler import Sampler
+from distill.speculative.cost import measure_steps
+from distill.surgery.laws import TargetLaws, scored_logits
+from distill.surgery.price import Priced, as_markdown, best_length, explain, pareto, price
+from distill.surgery.trim import Counts, keep, sizes_between
+from distill.target.store import TeacherStore
+from distill.training.step import heal
+
+Cut = Callable[[Any, DraftCut], None]
+
+
+def grid(settings: DraftCut) -> list[dict[str, int | None]]:
+    """The cuts that a search tries: every layer count with every MLP width."""
+    assert settings.search is not None
+    widths: Sequence[int | None] = settings.search.mlp_width or (settings.mlp_width,)
+    return [{"layers": layers, "mlp_width": width} for layers in settings.search.layers for width in widths]
+
+
+def search(recipe: Recipe, run: Run, donor: Any, target: Any, laws: TargetLaws, cut: Cut) -> DraftCut:
+    """Try the grid; write surgery/search.json and search.md; the draft settings with the chosen layers and width.
+
+    `donor` and `target` are loaded models, `cut` alters a copy of the donor in place.
+    """
+    settings = recipe.draft.search
+    assert settings is not None
+    folder = run.path("surgery", "search")
+    costs_path = folder / "target.json"
+    if not costs_path.exists():
+        write_json(costs_path, _target_seconds(recipe, target, settings.max_length))
+    seconds = read_json(costs_path)
+    costs = {m: float(seconds[m - 1]) for m in range(1, settings.max_length + 2)}
+    store = TeacherStore(run)
+    progress = Progress("search, cuts", len(grid(recipe.draft)))
+    points: list[Priced] = []
+    for choice in grid(recipe.draft):
+        name = f"{choice['layers']} layers" + (f", MLP {choice['mlp_width']}" if choice["mlp_width"] else "")
+        path = folder / f"{name.replace(', ', '-').replace(' ', '')}.json"
+        if not path.exists():
+            model = copy.deepcopy(donor)
+            cut(model, recipe.draft.model_copy(update=choice | {"search": None}))
+            heal(model, store, recipe.train, settings.heal_steps, recipe.seed)
+            kl = laws.kl(model)
+            found = [
+                price(label, choice, sum(p.numel() for p in model.parameters()), kl, accepted, costs, draft_seconds,
+                      settings.max_length).as_json()
+                for label, accepted, draft_seconds in _measure(recipe, model, target, laws, name)
+            ]  # fmt: skip
+            write_json(path, found)
+            for point in found:
+                run.say(f"  {point['name']}: KL {kl:.3f}, acceptance {point['acceptance']:.3f}, step "
+                        f"{point['draft_seconds'] * 1e3:.2f} ms, predicted {point['speedup']:.2f}x")  # fmt: skip
+        points += [Priced(**point) for point in read_json(path)]
+        progress.step()
+    chosen = max(points, key=lambda point: point.tokens_per_second)
+    report = {
+        "backend": settings.backend,
+        "heal_steps": settings.heal_steps,
+        "target_seconds": [costs[m] for m in sorted(costs)],
+        "points": [point.as_json() for point in points],
+        "front": [point.name for point in pareto(points)],
+        "chosen": chosen.name,
+        "explanations": explain(points, chosen, costs[1]),
+        "command": run.command,
+    }
+    write_json(run.path("surgery", "search.json"), report)
+    write_text(run.path("surgery", "search.md"), as_markdown(report))
+    for sentence in explain(points, chosen, costs[1]):
+        run.say(f"  {sentence}")
+    return recipe.draft.model_copy(update=chosen.settings | {"search": None})
+
+
+def price_vocabulary(
+    recipe: Recipe,
+    run: Run,
+    model: Any,
+    target: Any,
+    laws: TargetLaws,
+    counts: Mapping[str, Counts],
+    order: Sequence[int],
+    least: int,
+) -> tuple[int, list[dict[str, float]]]:
+    """The number of kept tokens with the most predicted tokens per second, and every number tried.
+
+    A copy of the cut model is healed once with its full head; α of a trimmed one is taken as α times the smallest
+    share of a domain's target-written tokens that is kept. Its step is measured with each head, in PyTorch.
+    """
+    longest = recipe.draft.search.max_length if recipe.draft.search else 16
+    healed = copy.deepcopy(model)
+    steps = recipe.draft.search.heal_steps if recipe.draft.search else 60
+    heal(healed, TeacherStore(run), recipe.train, steps, recipe.seed)
+    whole = acceptance(
+        target, laws.blocks, Sampler.of(recipe.sampler), laws.vocabulary, lambda part: scored_logits(healed, part)
+    )
+    seconds = _steps(recipe, TorchModel(target), range(1, longest + 2))
+    costs = {m: seconds[m - 1] for m in range(1, longest + 2)}
+    tried = []
+    full = healed.lm_head
+    for size in sizes_between(least, len(order)):
+        kept = keep(counts, order, size)
+        healed.lm_head = full if size == len(order) else KeptHead(full, torch.tensor(kept.ids))
+        mass = min(kept.mass.values())
+        step = _steps(recipe, TorchModel(healed), [1])[0]
+        length, rate = best_length(costs, step, whole * mass, longest)
+        tried.append({"size": size, "mass": mass, "acceptance": whole * mass, "draft_seconds": step,
+                      "length": length, "tokens_per_second": rate})  # fmt: skip
+        run.say(f"  head of {size}: {mass:.2%} of the target's tokens, step {step * 1e3:.2f} ms, {rate:.1f} tokens/s")
+    best = max(tried, key=lambda row: row["tokens_per_second"])
+    return int(best["size"]), tried
+
+
+def _steps(recipe: Recipe, model: Model, counts: Sequence[int]) -> list[float]:
+    """Median seconds of steps of `counts` tokens at the recipe's depth."""
+    depth = min(recipe.profile.depth, model.capacity - max(counts))
+    found = measure_steps(model, counts, depth, recipe.profile.repeats, model.vocabulary_size)
+    return [found[m][0] for m in counts]
+
+
+def _target_seconds(recipe: Recipe, target: Any, longest: int) -> list[float]:
+    settings = recipe.draft.search
+    assert settings is not None
+    counts = range(1, longest + 2)
+    if settings.backend == "pytorch":
+        return _steps(recipe, TorchModel(target), counts)
+    with tempfile.TemporaryDirectory() as temporary:
+        path = Path(temporary) / "target.gguf"
+        export_gguf(local_folder(recipe.target.model), path, recipe.speedup.outtype)
+        with _open(recipe, path) as model:
+            return _steps(recipe, model, counts)
+
+
+def _open(recipe: Recipe, path: Path) -> GgufModel:
+    return GgufModel(path, context=recipe.corpus.block + 64, threads=recipe.threads)
+
+
+def _measure(
+    recipe: Recipe, model: Any, target: Any, laws: TargetLaws, name: str
+) -> list[tuple[str, float, float]]:
+    """Name, acceptance and D of a healed cut: one, or one per GGUF type."""
+    settings = recipe.draft.search
+    assert settings is not None
+    sampler = Sampler.of(recipe.sampler)
+    if settings.backend == "pytorch":
+        accepted = acceptance(target, laws.blocks, sampler, laws.vocabulary, lambda part: scored_logits(model, part))
+        return [(name, accepted, _steps(recipe, TorchModel(model), [1])[0])]
+    found = []
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        model.save_pretrained(folder)
+        copy_tokenizer(local_folder(recipe.target.model), folder)
+        for outtype in settings.outtypes:
+            path = folder / f"{outtype}.gguf"
+            export_gguf(folder, path, outtype)
+            with _open(recipe, path) as quantised:
+                logits_of = functools.partial(gguf_logits, quantised)
+                accepted = acceptance(target, laws.blocks, sampler, laws.vocabulary, logits_of)
+                found.append((f"{name}, {outtype}", accepted, _steps(recipe, quantised, [1])[0]))
+    return found
+
+
+@torch.inference_mode()
+def acceptance(
+    target: Any,
+    blocks: Packed,
+    sampler: Sampler,
+    vocabulary: int,
+    logits_of: Callable[[Packed], Tensor],
+    batch: int = 2,
+) -> float:
+    """Mean Σ min(p, q) over the scored positions of the blocks, both laws through the sampler."""
+    total, count = 0.0, 0
+    for start in range(0, len(blocks), batch):
+        part = blocks.take(slice(start, start + batch))
+        p = sampler.law(scored_logits(target, part)[:, :vocabulary])
+        q = sampler.law(logits_of(part)[:, :vocabulary]).to(p.device)
+        total += float(divergences.acceptance_sampling(p, q).double().sum())
+        count += len(p)
+    return total / max(1, count)
+
+
+def gguf_logits(model: Model, part: Packed) -> Tensor:
+    """Logits [N, V] of a GGUF model at the scored positions of some blocks, document by document."""
+    rows = []
+    for block in range(len(part)):
+        documents = part.documents[block]
+        for document in range(int(documents.max()) + 1):
+            here = documents == document
+            ids = part.ids[block][here].tolist()
+            want = part.mask[block][here].nonzero().flatten().tolist()
+            model.rollback([0])
+            if want:
+                rows.append(model.extend(ids, want=want).full())
+    return torch.cat(rows)

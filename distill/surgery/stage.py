@@ -1,0 +1,247 @@
+"""Stage `draft`: from a donor to a draft — transplant, layers, widths, head — each step with its price in KL."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from distill.errors import RecipeError
+from distill.models.hugging_face import (
+    describe_model,
+    load_config,
+    load_model,
+    load_tokenizer,
+    local_folder,
+    pick_device,
+    real_tokens,
+)
+from distill.models.kept import write_kept
+from distill.models.pair import require_pair
+from distill.models.tokenizer_files import copy_tokenizer
+from distill.packing import Packed, pack
+from distill.recipe import DraftCut, Recipe
+from distill.run import Run, write_folder, write_json
+from distill.surgery.attention import check_kv_heads, drop_kv_groups
+from distill.surgery.change import RECORD, Change, require_supported, size_of
+from distill.surgery.hidden import check_hidden, narrow_hidden
+from distill.surgery.laws import TargetLaws
+from distill.surgery.layers import check_layers, choose_layers, keep_layers, parse_layers
+from distill.surgery.transplant import check_transplant, transplant
+from distill.surgery.trim import (
+    Kept,
+    always_kept,
+    check_size,
+    count_tokens,
+    keep,
+    rank_tokens,
+    require_counts,
+    smallest_size,
+)
+from distill.surgery.width import check_width, narrow
+from distill.texts import Answer, read_answers
+from distill.vocabulary import Vocabulary
+
+RIDGES = (1e-4, 1e-3, 1e-2)  # of the least-squares repair; the one of least KL on selection text is taken
+
+
+def donor_reference(recipe: Recipe) -> str:
+    """What the draft is cut from."""
+    return recipe.target.model if recipe.draft.donor == "target" else recipe.draft.donor
+
+
+def check_shape(config: Any, settings: DraftCut) -> None:
+    """Raise RecipeError for cuts that a model of this configuration does not allow; says what would be possible."""
+    for count in settings.search.layers if settings.search else [settings.layers] if settings.layers else []:
+        check_layers(config, count)
+    if settings.drop_layers is not None:
+        parse_layers(settings.drop_layers, config.num_hidden_layers)
+    for width in [*(settings.search.mlp_width if settings.search else ()), settings.mlp_width]:
+        if width is not None:
+            check_width(config, width)
+    if settings.kv_heads is not None:
+        check_kv_heads(config, settings.kv_heads)
+    if settings.hidden is not None:
+        check_hidden(config, settings.hidden)
+
+
+def check_cut(recipe: Recipe) -> list[str]:
+    """What the draft will be, in lines; raises before any work for a donor or cut that cannot be. Loads no weights."""
+    settings, donor = recipe.draft, donor_reference(recipe)
+    config = load_config(donor)
+    require_supported(config.model_type)
+    lines = []
+    if settings.transplant is not None:
+        folders = (local_folder(donor), local_folder(recipe.target.model))
+        check_transplant(*folders, settings.transplant.overrides, method=settings.transplant.method)
+        lines.append(f"transplant: {donor} gets the vocabulary of {recipe.target.model}")
+    else:
+        require_pair(recipe.target.model, donor)
+    check_shape(config, settings)
+    if settings.trim is not None:
+        vocabulary = Vocabulary.read(local_folder(recipe.target.model))
+        check_size(settings.trim.size, len(always_kept(vocabulary)), vocabulary.size, recipe.teacher.top_k)
+    sparsity, full = recipe.train.sparsity, settings.mlp_width or config.intermediate_size
+    if sparsity is not None and sparsity.mlp_width is not None and not 0 < sparsity.mlp_width < full:
+        raise RecipeError(
+            f"train.sparsity.mlp_width is {sparsity.mlp_width}; training starts with {full} neurons a layer",
+            f"ask for a multiple of 32 below that, for instance {max(32, full // 2 // 32 * 32)}",
+        )
+    if settings.search is not None:
+        widths = list(settings.search.mlp_width) or [full]
+        return [*lines, f"search: layers {list(settings.search.layers)}, MLP {widths}"]
+    layers = config.num_hidden_layers
+    kept = settings.layers or layers
+    if settings.drop_layers is not None:
+        kept = layers - len(parse_layers(settings.drop_layers, layers))
+    return [*lines, f"cut: {layers} layers -> {kept}, MLP {config.intermediate_size} -> {full}"]
+
+
+class Cutter:
+    """Applies the cuts of a recipe to loaded models and writes down what each did."""
+
+    def __init__(self, blocks: Packed, laws: TargetLaws, batch: int = 4) -> None:
+        self.blocks, self.laws, self.batch = blocks, laws, batch
+        self.changes: list[Change] = []
+
+    def __call__(self, model: Any, settings: DraftCut) -> None:
+        """Cut a model in place: layers, KV groups, hidden size, MLP width."""
+        self.changes = []
+        if settings.layers is not None or settings.drop_layers is not None:
+            self._apply("layers", model, lambda: self._layers(model, settings))
+        heads, hidden = settings.kv_heads, settings.hidden
+        if heads is not None:
+            self._apply("KV groups", model, lambda: drop_kv_groups(model, self.blocks, heads))
+        if hidden is not None:
+            self._apply("hidden size", model, lambda: narrow_hidden(model, self.blocks, hidden))
+        if settings.mlp_width is not None:
+            self._apply("MLP width", model, lambda: self._width(model, settings))
+
+    def _apply(self, name: str, model: Any, cut: Callable[[], dict[str, Any]]) -> None:
+        before = size_of(model)
+        kl_before = self.changes[-1].kl_after if self.changes else self.laws.kl(model)
+        details = cut()
+        self.changes.append(Change(name, before, size_of(model), kl_before, self.laws.kl(model), details))
+
+    def _layers(self, model: Any, settings: DraftCut) -> dict[str, Any]:
+        rule = "explicit" if settings.drop_layers is not None else settings.layer_rule
+        kept, report = choose_layers(
+            model, settings.layers, rule, blocks=self.blocks, loss=self.laws.kl, drop=settings.drop_layers
+        )
+        keep_layers(model, kept)
+        return {"rule": rule, "kept": kept, **report}
+
+    def _width(self, model: Any, settings: DraftCut) -> dict[str, Any]:
+        assert settings.mlp_width is not None
+        details = narrow(
+            model,
+            self.blocks,
+            settings.mlp_width,
+            score=settings.mlp_rule,
+            repair=settings.mlp_repair,
+            ridge=RIDGES,
+            loss=self.laws.kl,
+        )
+        return {name: value for name, value in details.items() if name != "neurons"}  # thousands of numbers
+
+
+def draft(recipe: Recipe, run: Run) -> list[Path]:
+    """Make the draft's starting weights: init/, which `from_pretrained` loads, with the target's tokenizer."""
+    settings = recipe.draft
+    device = pick_device(recipe.device)
+    changes: list[Change] = []
+    reference = donor_reference(recipe)
+    if settings.transplant is None:
+        require_pair(recipe.target.model, reference)
+    target = load_model(recipe.target.model, recipe.target.dtype, device)
+    tokenizer = load_tokenizer(recipe.target.model)
+    vocabulary = real_tokens(target.config, tokenizer)
+    selection = Packed.load(run.path("corpus", "text-selection.safetensors")).take(slice(0, settings.score_blocks))
+    laws = TargetLaws.measure(target, selection, vocabulary)
+    folder = reference
+    if settings.transplant is not None:
+        folder = str(run.path("surgery", "transplant"))
+        done = transplant(
+            local_folder(reference),
+            local_folder(recipe.target.model),
+            Path(folder),
+            overrides=settings.transplant.overrides,
+            method=settings.transplant.method,
+            decay=settings.transplant.decay,
+            dtype="float32",
+        )
+    model = load_model(folder, "float32", device, trimmed=False)
+    if settings.transplant is not None:
+        changes.append(replace(done, kl_after=laws.kl(model)))
+    answers = read_answers(run, "train")
+    cutter = Cutter(score_blocks(recipe, run, answers), laws)
+    if settings.search is not None:
+        from distill.surgery.search import search
+
+        settings = search(recipe, run, model, target, laws, cutter)
+    donor = describe_model(reference, model)
+    cutter(model, settings)
+    changes += cutter.changes
+    kept: Kept | None = None
+    if settings.trim is not None:
+        kept, facts, change = trim(recipe, run, model, target, laws, answers)
+        changes.append(change)
+    for change in changes:
+        run.say(f"  {change.sentence()}")
+    sizes = describe_model("init", model)
+    context = getattr(model.config, "max_position_embeddings", None)
+
+    def save(place: Path) -> None:
+        model.save_pretrained(place)
+        copy_tokenizer(local_folder(recipe.target.model), place)
+        if kept is not None:
+            write_kept(place, kept.ids, model.config.vocab_size, facts)
+        written = [change.as_json() for change in changes]
+        write_json(place / RECORD, {"changes": written})
+        write_json(place / "cut.json", {"donor": donor, "draft": sizes, "changes": written, "context": context})
+
+    write_folder(run.path("init"), save)
+    shutil.rmtree(run.path("surgery", "transplant"), ignore_errors=True)
+    report = run.path("surgery")
+    return [run.path("init"), *([report] if report.exists() and any(report.iterdir()) else [])]
+
+
+def score_blocks(recipe: Recipe, run: Run, answers: list[Answer]) -> Packed:
+    """Target-written text that scores of neurons, layers and heads are collected on: the first answers, packed."""
+    own = pack(
+        ((a.prompt + a.answer, len(a.prompt)) for a in answers if len(a.answer) > 1 and not a.looping),
+        recipe.corpus.block,
+        split_long=False,
+    ).take(slice(0, recipe.draft.score_blocks))
+    return own if len(own) else Packed.load(run.path("corpus", "text-selection.safetensors"))
+
+
+def trim(
+    recipe: Recipe, run: Run, model: Any, target: Any, laws: TargetLaws, answers: list[Answer]
+) -> tuple[Kept, dict[str, Any], Change]:
+    """Choose the kept tokens by counts of the target's own text; the model itself is left whole."""
+    settings = recipe.draft.trim
+    assert settings is not None
+    vocabulary = laws.vocabulary
+    tokens = Vocabulary.read(local_folder(recipe.target.model))
+    forced = [index for index in always_kept(tokens) if index < vocabulary]
+    counts = count_tokens(answers, vocabulary)
+    require_counts(counts)
+    order = rank_tokens(counts, forced)
+    check_size(settings.size, len(forced), vocabulary, recipe.teacher.top_k)
+    least = max(len(forced), recipe.teacher.top_k + 1)
+    facts: dict[str, Any] = {"forced": len(forced), "by": settings.by if settings.size is None else "size"}
+    size = settings.size
+    if size is None and settings.by == "price":
+        from distill.surgery.search import price_vocabulary
+
+        size, facts["tried"] = price_vocabulary(recipe, run, model, target, laws, counts, order, least)
+    elif size is None:
+        size = smallest_size(counts, order, least, settings.mass)
+    kept = keep(counts, order, size)
+    facts["mass"] = kept.mass
+    before = size_of(model)
+    change = Change("trim", before, size_of(model, len(kept.ids)), details=facts | {"kept": len(kept.ids)})
+    return kept, facts, change

@@ -1,0 +1,41 @@
+"""The sparsity penalty of a training: made before the optimizer, stepped after it, and turned into a cut at the end."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from distill.recipe import Train
+from distill.surgery.change import size_of
+from distill.surgery.sparsity import GroupLasso, UnstructuredL1, sparsity_by_layer, sparsity_by_tensor
+
+Penalty = GroupLasso | UnstructuredL1
+
+
+def penalty_of(model: Any, settings: Train) -> Penalty | None:
+    """The penalty that a recipe asks for; None without one."""
+    wanted = settings.sparsity
+    if wanted is None:
+        return None
+    if wanted.method == "group":
+        assert wanted.mlp_width is not None
+        return GroupLasso(model, wanted.mlp_width, settings.steps, ramp=wanted.ramp)
+    assert wanted.share is not None
+    return UnstructuredL1(model, settings.steps, sparsity=wanted.share, ramp=wanted.ramp)
+
+
+def finish_penalty(model: Any, penalty: Penalty | None) -> dict[str, Any] | None:
+    """Cut removed neurons out of the trained model, and what became of it for sparsity.json; None without a penalty."""
+    if penalty is None:
+        return None
+    before = size_of(model)
+    if isinstance(penalty, GroupLasso):
+        details = penalty.cut(model)
+        words = (
+            f"MLP {details['width_before']} -> {details['width']}; of the neurons removed "
+            f"{min(details['removed_zero_share']):.1%} or more per layer were exactly zero"
+        )
+    else:
+        details = penalty.details() | {"by_layer": sparsity_by_layer(model), "by_tensor": sparsity_by_tensor(model)}
+        words = f"{details['zero_share']:.1%} of the blocks' weights are zero, which makes no step faster"
+    after = size_of(model)
+    return {"parameters": [before.parameters, after.parameters], "details": details, "sentence": words}

@@ -1,0 +1,159 @@
+"""Stage `draft` in whole runs: transplant, trim, search, sparsity, each through the command line on the tiny world."""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+
+@pytest.fixture(scope="module")
+def begun(world: Path) -> Iterator[Path]:
+    """A run of the world's recipe with everything that stands before the draft."""
+    with tiny.one_thread():
+        folder = world / "begun"
+        assert tiny.call("train", world / "recipe.yaml", "--runs", folder, "--until", "teacher") == 0
+        if not (world / "donor").exists():
+            tiny.build_model(world / "donor", layers=2, vocabulary=350, seeds=range(40, 60))
+        yield folder / "tiny"
+
+
+def run_with(begun: Path, world: Path, tmp_path: Path, until: str, **changes: Any) -> tuple[int, Path]:
+    """A copy of the begun run, gone on with other draft and train settings; the exit status and the run's folder."""
+    values = copy.deepcopy(tiny.recipe_values(world))
+    for section, value in changes.items():
+        values[section] = values[section] | value
+    # A recipe's paths start at its own folder.
+    recipe = tiny.write_recipe(world / f"{tmp_path.name}.yaml", values)
+    shutil.copytree(begun, tmp_path / "tiny")
+    return tiny.call("train", recipe, "--runs", tmp_path, "--until", until), tmp_path / "tiny"
+
+
+def read(path: Path) -> Any:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def test_transplanted_donor_becomes_a_draft(begun: Path, world: Path, tmp_path: Path) -> None:
+    draft = {"donor": "./donor", "transplant": {"overrides": {"<|endoftext|>": "pass\n"}}, "layers": None,
+             "mlp_width": None}  # fmt: skip
+    status, run = run_with(begun, world, tmp_path, "eval", draft=draft, train={"embedding_steps": 3})
+    assert status == 0
+    change = read(run / "init" / "surgery.json")["changes"][0]
+    assert change["operation"] == "transplant" and change["details"]["zeros"] == 0
+    assert change["details"]["overrides"] == 1 and change["kl_after"] > 0
+    for folder in (run / "init", run / "draft"):
+        tokenizer, target = AutoTokenizer.from_pretrained(folder), AutoTokenizer.from_pretrained(world / "target")
+        assert tokenizer.get_vocab() == target.get_vocab()
+        model = AutoModelForCausalLM.from_pretrained(folder)
+        assert model.config.vocab_size == AutoModelForCausalLM.from_pretrained(world / "target").config.vocab_size
+        assert model.config.eos_token_id == target.eos_token_id
+    # In three of eight steps only embeddings and head moved, in the others all of it.
+    before, after = (AutoModelForCausalLM.from_pretrained(run / name).state_dict() for name in ("init", "draft"))
+    assert all(not torch.equal(before[name], after[name]) for name in before if name.endswith("proj.weight"))
+    assert read(run / "eval.json")["domains"]["answers"]["after"]["acceptance_sampling"]["mean"] > 0
+    assert not (run / "surgery" / "transplant").exists()
+
+
+def test_only_the_embeddings_move_at_first(begun: Path, world: Path, tmp_path: Path) -> None:
+    status, run = run_with(begun, world, tmp_path, "train", train={"embedding_steps": 8})
+    assert status == 0
+    before, after = (AutoModelForCausalLM.from_pretrained(run / name).state_dict() for name in ("init", "draft"))
+    moved = {name for name in before if not torch.equal(before[name], after[name])}
+    assert moved == {"model.embed_tokens.weight", "lm_head.weight"}
+
+
+def test_another_vocabulary_needs_a_transplant(
+    begun: Path, world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = tiny.contents(begun)
+    draft = {"donor": "./donor", "layers": None, "mlp_width": None}
+    status, run = run_with(begun, world, tmp_path, "draft", draft=draft)
+    assert status == 2 and "draft.transplant" in capsys.readouterr().err
+    assert tiny.contents(run) == before
+
+
+def test_trimmed_draft(begun: Path, world: Path, tmp_path: Path) -> None:
+    status, run = run_with(begun, world, tmp_path, "eval", draft={"trim": {"mass": 0.5}}, target={"model": "./target"})
+    assert status == 0
+    kept = read(run / "draft" / "kept_tokens.json")
+    assert kept == read(run / "init" / "kept_tokens.json")
+    assert len(kept["kept"]) in (256, 400 // 256 * 256, kept["vocabulary"]) and min(kept["mass"].values()) >= 0.5
+    before, after = (AutoModelForCausalLM.from_pretrained(run / name).state_dict() for name in ("init", "draft"))
+    domains = read(run / "eval.json")["domains"]["answers"]
+    assert set(domains) == {"before", "after", "after, full head"}
+    assert domains["after"]["acceptance_ceiling"]["mean"] <= 1
+    assert domains["after, full head"]["acceptance_ceiling"]["mean"] == pytest.approx(1, abs=1e-5)
+    assert before.keys() == after.keys()
+
+
+def test_search_takes_the_best_cut_and_goes_on_where_it_was(
+    begun: Path, world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    search = {"layers": [1, 2], "mlp_width": [64, 128], "heal_steps": 2, "max_length": 4}
+    draft = {"layers": None, "mlp_width": None, "search": search}
+    status, run = run_with(begun, world, tmp_path, "draft", draft=draft)
+    assert status == 0
+    report = read(run / "surgery" / "search.json")
+    names = {point["name"] for point in report["points"]}
+    assert names == {f"{layers} layers, MLP {width}" for layers in (1, 2) for width in (64, 128)}
+    best = max(report["points"], key=lambda point: point["tokens_per_second"])
+    assert report["chosen"] == best["name"] and report["chosen"] in (run / "surgery" / "search.md").read_text()
+    config = read(run / "init" / "config.json")
+    assert {"layers": config["num_hidden_layers"], "mlp_width": config["intermediate_size"]} == best["settings"]
+    # Killed after two cuts: the record is gone, what was measured stays and is not measured again.
+    files = sorted((run / "surgery" / "search").glob("*layers*.json"))
+    stamps = {path: path.stat().st_mtime_ns for path in files[:2]}
+    for path in files[2:]:
+        path.unlink()
+    shutil.move(run / "stages" / "draft.json", run / "stages" / "old.json")
+    record = read(run / "stages" / "old.json")
+    (run / "stages" / "draft.begun.json").write_text(json.dumps(record["inputs"]))
+    (run / "stages" / "old.json").unlink()
+    recipe = world / f"{tmp_path.name}.yaml"
+    assert tiny.call("train", recipe, "--runs", tmp_path, "--until", "draft") == 0
+    assert "draft: resumes" in capsys.readouterr().out + (run / "log.txt").read_text()
+    assert {path: path.stat().st_mtime_ns for path in files[:2]} == stamps and all(path.exists() for path in files)
+
+
+def test_group_lasso_narrows_the_draft(begun: Path, world: Path, tmp_path: Path) -> None:
+    status, run = run_with(
+        begun, world, tmp_path, "train",
+        draft={"mlp_width": None}, train={"steps": 30, "sparsity": {"mlp_width": 96, "ramp": 0.5}},
+    )  # fmt: skip
+    assert status == 0
+    report = read(run / "draft" / "sparsity.json")["details"]
+    assert report["width_before"] == 128 and min(report["removed_zero_share"]) >= 0.95
+    model = AutoModelForCausalLM.from_pretrained(run / "draft")
+    assert model.config.intermediate_size == 96 and model.model.layers[0].mlp.down_proj.in_features == 96
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"draft": {"layers": 9}}, "3"),
+        ({"draft": {"mlp_width": 100}}, "multiple of 32"),
+        ({"draft": {"kv_heads": 5}}, "KV"),
+        ({"draft": {"hidden": 65}}, "64"),
+        ({"draft": {"layers": None, "drop_layers": "1-7"}}, "layers are 0 to 2"),
+        ({"draft": {"trim": {"size": 300}}}, "draft.trim.size"),
+        ({"draft": {"transplant": {"overrides": {"<|endoftex|>": "x"}}}}, "<|endoftext|>"),
+        ({"train": {"sparsity": {"mlp_width": 512}}}, "sparsity"),
+        ({"draft": {"search": {"layers": [4]}, "layers": None}}, "3"),
+    ],
+)
+def test_impossible_cuts_are_refused_before_any_work(
+    changes: dict[str, Any], said: str, begun: Path, world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = tiny.contents(begun)
+    status, run = run_with(begun, world, tmp_path, "draft", **changes)
+    message = capsys.readouterr().err
+    assert status == 2 and said in message and "Traceback" not in message, message
+    assert tiny.contents(run) == before

@@ -1,0 +1,76 @@
+"""Growing: a larger model says the same."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from toys import disturb, toy
+from transformers import AutoModelForCausalLM
+
+from distill.errors import DataError
+from distill.surgery.grow import grow
+
+torch.set_num_threads(1)
+
+V = 61
+IDS = torch.randint(0, V, (3, 40), generator=torch.Generator().manual_seed(0))
+
+
+@torch.inference_mode()
+def logits(model: Any) -> torch.Tensor:
+    return model(IDS).logits
+
+
+def reloaded(model: Any, folder: Path) -> Any:
+    model.save_pretrained(folder)
+    return AutoModelForCausalLM.from_pretrained(folder).eval()
+
+
+@pytest.mark.parametrize("layers", [2, 3, 5, 8])
+@pytest.mark.parametrize("tile", [1, 2, 3, 4])
+def test_grown_models_say_the_same(tile: int, layers: int) -> None:
+    model = toy("qwen2", layers=2, seed=tile)
+    disturb(model, 99, 0.3)
+    before = copy.deepcopy(model.state_dict())
+    larger = grow(model, tile, layers)
+    assert larger.config.hidden_size == 32 * tile and larger.config.intermediate_size == 48 * tile
+    assert larger.config.num_hidden_layers == layers == len(larger.model.layers)
+    expected, found = logits(model), logits(larger)
+    # relative to the logits' size: sums are over more terms
+    assert float((expected - found).abs().max()) <= 1e-5 * max(1.0, float(expected.abs().max()))
+    assert not larger.training and larger.lm_head.weight is larger.model.embed_tokens.weight
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_grown_models_decode_and_reload(tmp_path: Path) -> None:
+    model = toy("qwen2", layers=3, seed=5)
+    larger = grow(model, 3, 5)
+    ids = IDS[:1, :5]
+
+    def greedy(m: Any) -> list[int]:
+        return m.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=30, do_sample=False, pad_token_id=0)[
+            0
+        ].tolist()
+
+    assert greedy(larger) == greedy(model)
+    torch.testing.assert_close(logits(reloaded(larger, tmp_path)), logits(larger), rtol=1e-6, atol=1e-6)
+
+
+def test_grown_sliding_windows() -> None:
+    """Windows shorter than the text stay where they were."""
+    model = toy("qwen2", layers=3, use_sliding_window=True, sliding_window=6, max_window_layers=1)
+    for layers in (3, 5):
+        larger = grow(model, 2, layers)
+        torch.testing.assert_close(logits(larger), logits(model), rtol=1e-4, atol=1e-4)
+
+
+def test_growth_that_is_refused() -> None:
+    with pytest.raises(DataError, match="already has 2"):
+        grow(toy("qwen2"), 2, 1)
+    for other in (toy("llama"), toy("qwen3"), toy("qwen2", tie_word_embeddings=False)):
+        with pytest.raises(DataError, match="only qwen2"):
+            grow(other, 2, 2)

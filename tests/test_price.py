@@ -1,0 +1,77 @@
+"""The price of a cut: predictions against a simulation of rounds, fronts against brute force."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from distill.surgery.price import Priced, as_markdown, best_length, expected_tokens, explain, pareto, price
+
+CURVE = {m: 1.0 + 0.05 * (m - 1) for m in range(1, 18)}
+
+
+@pytest.mark.parametrize("acceptance", [0.0, 0.3, 0.8, 1.0])
+@pytest.mark.parametrize("length", [0, 1, 5])
+def test_tokens_per_round_are_those_of_simulated_rounds(acceptance: float, length: int) -> None:
+    draw = random.Random(0)
+    rounds = 40_000
+    tokens = 0
+    for _ in range(rounds):
+        tokens += 1
+        for _ in range(length):
+            if draw.random() >= acceptance:
+                break
+            tokens += 1
+    assert expected_tokens(acceptance, length) == pytest.approx(tokens / rounds, rel=0.02)
+
+
+def test_best_length_is_the_best() -> None:
+    for acceptance in (0.0, 0.2, 0.6, 0.9, 1.0):
+        for cost in (0.02, 0.2, 0.9):
+            length, rate = best_length(CURVE, cost, acceptance, 16)
+            rates = [sum(acceptance**i for i in range(n + 1)) / (CURVE[n + 1] + n * cost) for n in range(17)]
+            assert rate == pytest.approx(max(rates)) and rates[length] == rate
+    assert best_length(CURVE, 0.9, 0.0, 16) == (0, 1.0)  # nothing accepted: plain decoding
+
+
+def points() -> list[Priced]:
+    draw = random.Random(1)
+    return [
+        price(f"cut {i}", {"layers": i}, 1000 * i, 0.5, draw.random(), CURVE, 0.02 + 0.5 * draw.random(), 16)
+        for i in range(30)
+    ]
+
+
+def test_pareto_front() -> None:
+    found = points()
+    front = {p.name for p in pareto(found)}
+    for p in found:
+        beaten = any(
+            o.draft_seconds <= p.draft_seconds and o.acceptance >= p.acceptance and o != p for o in found
+        )
+        assert (p.name in front) == (not beaten)
+
+
+def test_the_chosen_one_is_explained_with_its_neighbours() -> None:
+    found = points()
+    chosen = max(found, key=lambda p: p.tokens_per_second)
+    assert chosen in pareto(found)
+    report: dict[str, Any] = {
+        "backend": "pytorch", "heal_steps": 5, "target_seconds": list(CURVE.values()), "command": "distill train x",
+        "points": [p.as_json() for p in found], "front": [p.name for p in pareto(found)], "chosen": chosen.name,
+        "explanations": explain(found, chosen, CURVE[1]),
+    }  # fmt: skip
+    table = as_markdown(report)
+    assert f"| {chosen.name} |" in table and "chosen, front" in table and table.count("chosen") == 1
+    front = pareto(found)
+    place = front.index(chosen)
+    for neighbour in (front[place - 1 : place] if place else []) + front[place + 1 : place + 2]:
+        assert any(neighbour.name in sentence for sentence in report["explanations"])
+
+
+def test_nothing_pays() -> None:
+    hopeless = [price("slow", {}, 1, None, 0.1, CURVE, 0.95, 16)]
+    assert hopeless[0].length == 0 and hopeless[0].speedup == pytest.approx(1.0)
+    assert "No cut tried pays" in " ".join(explain(hopeless, hopeless[0], CURVE[1]))

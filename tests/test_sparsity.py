@@ -1,0 +1,402 @@
+"""L1 while fine-tuning: what is removed was zero, what is cut changes nothing, and a resume is no different."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from functools import cache
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from toys import blurred, toy
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from distill.errors import DataError, RecipeError, RunError
+from distill.surgery.sparsity import (
+    Evenness,
+    GroupLasso,
+    UnstructuredL1,
+    balance,
+    evenness,
+    kth_smallest_magnitude,
+    sparsity_by_layer,
+    sparsity_by_tensor,
+    sparsity_table,
+)
+
+torch.set_num_threads(1)
+
+V, WIDE, WIDTH, STEPS, RAMP = 61, 96, 32, 120, 0.4
+HELD_OUT = torch.randint(0, V, (16, 24), generator=torch.Generator().manual_seed(99))
+
+
+@cache
+def teacher(kind: str) -> Any:
+    changes = {"mlp_bias": True} if "biases" in kind else {}
+    return toy(kind.split()[0], vocabulary=V, intermediate_size=WIDE, **changes)
+
+
+@torch.no_grad()
+def logits(model: Any) -> torch.Tensor:
+    return model(HELD_OUT).logits
+
+
+def divergence(model: Any, kind: str, ids: torch.Tensor) -> torch.Tensor:
+    """Mean KL(teacher ‖ model)."""
+    with torch.no_grad():
+        wanted = teacher(kind)(ids).logits.log_softmax(-1)
+    found = model(ids).logits.log_softmax(-1)
+    return (wanted.exp() * (wanted - found)).sum(-1).mean()
+
+
+class Training:
+    """The training loop in small: AdamW on the KL to a fixed teacher, random tokens, warm-up, the penalty after each
+    step. `steps` goes on to a step; `save` and `restore` are a checkpoint."""
+
+    def __init__(self, kind: str, rate: float = 1e-3, method: str = "group", **settings: Any) -> None:
+        self.kind, self.rate, self.done = kind, rate, 0
+        self.model = blurred(teacher(kind), seed=5, scale=0.3)
+        settings = {"ramp": RAMP, **settings}
+        self.penalty: Any = (
+            GroupLasso(self.model, WIDTH, STEPS, **settings)
+            if method == "group"
+            else UnstructuredL1(self.model, STEPS, **settings)
+        )
+        spared = {id(parameter) for parameter in self.penalty.parameters()}
+        self.optimizer = torch.optim.AdamW(
+            [
+                {"params": self.penalty.parameters(), "weight_decay": 0.0},
+                {"params": [p for p in self.model.parameters() if id(p) not in spared], "weight_decay": 0.01},
+            ],
+            betas=(0.9, 0.95),
+        )
+        self.log: list[dict[str, Any]] = []
+
+    def steps(self, until: int) -> Training:
+        while self.done < until:
+            rate = self.rate * min(1.0, (self.done + 1) / 10)
+            for group in self.optimizer.param_groups:
+                group["lr"] = rate
+            ids = torch.randint(0, V, (6, 16), generator=torch.Generator().manual_seed(self.done))
+            divergence(self.model, self.kind, ids).backward()
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.log.append(self.penalty.after_step(self.done, rate))
+            self.done += 1
+        return self
+
+    def save(self) -> Any:
+        weights = copy.deepcopy((self.model.state_dict(), self.optimizer.state_dict()))
+        return *weights, json.dumps(self.penalty.state_dict()), self.done
+
+    def restore(self, saved: Any) -> Training:
+        weights, moments, text, self.done = copy.deepcopy(saved)
+        self.model.load_state_dict(weights)
+        self.optimizer.load_state_dict(moments)
+        self.penalty.load_state_dict(json.loads(text))
+        return self
+
+
+def groups(layer: Any) -> list[torch.Tensor]:
+    """The groups one by one, fp64."""
+    mlp = layer.mlp
+    found = []
+    for j in range(mlp.gate_proj.weight.shape[0]):
+        parts = [mlp.gate_proj.weight[j], mlp.up_proj.weight[j], mlp.down_proj.weight[:, j]]
+        if mlp.gate_proj.bias is not None:
+            parts += [mlp.gate_proj.bias[j : j + 1], mlp.up_proj.bias[j : j + 1]]
+        found.append(torch.cat(parts).detach().double())
+    return found
+
+
+def dead(layer: Any) -> list[int]:
+    return [j for j, group in enumerate(groups(layer)) if not group.any()]
+
+
+KINDS = ("qwen2", "llama with biases")
+
+
+@pytest.mark.parametrize("kind, trimmed", [("qwen2", False), ("llama with biases", False), ("llama with biases", True)])
+def test_the_lasso_from_the_ramp_to_the_cut(kind: str, trimmed: bool) -> None:
+    run = Training(kind, trimmed=trimmed)
+    lasso, before_freeze = run.penalty, []
+    freeze = lasso._freeze
+
+    def watched() -> None:
+        before_freeze.extend(len(dead(layer)) for layer in run.model.model.layers)
+        freeze()
+
+    lasso._freeze = watched
+    end = round(STEPS * RAMP)
+    run.steps(end)
+    assert all(count >= 0.95 * (WIDE - WIDTH) for count in before_freeze) and len(before_freeze) == 2
+    removed = [dead(layer) for layer in run.model.model.layers]
+    assert [len(own) for own in removed] == [WIDE - WIDTH] * 2 and removed[0] != removed[1]
+    at_freeze = divergence(run.model, kind, HELD_OUT).item()
+    # The moments of what was removed still move it: holding it is not for nothing.
+    moment = run.optimizer.state[run.model.model.layers[0].mlp.gate_proj.weight]["exp_avg"]
+    assert moment[removed[0]].abs().max() > 0
+    for step in range(end, STEPS):
+        run.steps(step + 1)
+        assert [dead(layer) for layer in run.model.model.layers] == removed
+    assert {figures["phase"] for figures in run.log[: end - 1]} == {"ramp"}
+    assert {figures["phase"] for figures in run.log[end:]} == {"debias"}
+    assert all(figures["lambda"] > 0 for figures in run.log[:end])
+    assert all(figures["lambda"] == 0 and figures["zero_share"] == 1 for figures in run.log[end:])
+    assert sparsity_by_layer(run.model) == [(WIDE - WIDTH) / WIDE] * 2
+    after = divergence(run.model, kind, HELD_OUT).item()
+    assert after < 0.9 * at_freeze
+
+    masked, expected = copy.deepcopy(run.model), logits(run.model)
+    details = lasso.cut(run.model)
+    torch.testing.assert_close(logits(run.model), expected, rtol=1e-5, atol=1e-5)
+    assert run.model.config.intermediate_size == WIDTH
+    for layer, old, gone in zip(run.model.model.layers, masked.model.layers, removed, strict=True):
+        kept = [j for j in range(WIDE) if j not in gone]
+        assert layer.mlp.gate_proj.weight.shape == (WIDTH, 32) and layer.mlp.down_proj.weight.shape == (32, WIDTH)
+        assert torch.equal(torch.stack(groups(layer)), torch.stack(groups(old))[kept])
+    assert details["removed_not_zero"] == [WIDE - WIDTH - count for count in before_freeze]
+    assert details["removed_zero_share"] == [count / (WIDE - WIDTH) for count in before_freeze]
+    assert details["frozen_at_step"] == end and details["trimmed"] == trimmed
+    assert 0 < details["last_step_share"] < 0.2  # the last groups were walked to zero, not struck
+    json.dumps(details)
+
+
+@pytest.mark.parametrize("rate", [1e-5, 1e-2])
+def test_no_learning_rate_is_too_small_or_too_large(rate: float) -> None:
+    run = Training("qwen2", rate).steps(round(STEPS * RAMP))
+    details = run.penalty.cut(run.model)
+    assert min(details["removed_zero_share"]) >= 0.95
+    assert run.model.config.intermediate_size == WIDTH
+    assert all(math.isfinite(figures["lambda"]) for figures in run.log)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_the_proximal_step_by_hand(bias: bool) -> None:
+    model = toy("llama", layers=1, intermediate_size=WIDE, mlp_bias=bias)
+    generator = torch.Generator().manual_seed(3)
+    layer, scale = model.model.layers[0], torch.exp(2 * torch.randn(WIDE, generator=generator))
+    with torch.no_grad():  # norms over several decades, so that one step zeroes some
+        for part in (layer.mlp.gate_proj.weight, layer.mlp.up_proj.weight, layer.mlp.down_proj.weight.T):
+            part.mul_(scale[:, None])
+    lasso = GroupLasso(model, WIDTH, 50, ramp=0.4, trimmed=False)
+    before = groups(layer)
+    norms = [math.sqrt(sum(x * x for x in group.tolist())) for group in before]
+    figures = lasso.after_step(0, 3e-4)
+    size = 3 * 32 + 2 * bias
+    strength = sorted(norms)[WIDE - WIDTH - 1] / 20 / (3e-4 * math.sqrt(size))
+    assert figures["lambda"] == pytest.approx(strength, rel=1e-5)
+    expected = [
+        group * max(0.0, 1 - 3e-4 * figures["lambda"] * math.sqrt(size) / norm)
+        for group, norm in zip(before, norms, strict=True)
+    ]
+    zeros = sum(not group.any() for group in expected)
+    assert 5 < zeros < WIDE - WIDTH
+    torch.testing.assert_close(torch.stack(groups(layer)), torch.stack(expected), rtol=2e-6, atol=1e-7)
+    assert len(dead(layer)) == zeros == round(figures["zero_share"] * (WIDE - WIDTH))
+
+
+def test_trimmed_spares_the_largest() -> None:
+    model = toy("llama", layers=1, intermediate_size=WIDE)
+    lasso = GroupLasso(model, WIDTH, 50)
+    before = torch.stack(groups(model.model.layers[0]))
+    lasso.after_step(0, 1e-3)
+    shrunk = torch.stack(groups(model.model.layers[0])).norm(dim=1) / before.norm(dim=1)
+    spared = before.norm(dim=1).argsort(descending=True)[:WIDTH]
+    assert (shrunk[spared] == 1).all() and int((shrunk < 1).sum()) == WIDE - WIDTH
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "qwen3", "mistral"])
+def test_balancing_changes_norms_and_nothing_else(kind: str) -> None:
+    changes = {"mlp_bias": True} if "biases" in kind else {}
+    model = toy(kind.split()[0], vocabulary=V, **changes).double()
+    layer = model.model.layers[0].mlp
+    with torch.no_grad():  # dead in one half: nothing to balance
+        layer.down_proj.weight[:, 3] = 0
+        layer.up_proj.weight[5] = 0
+        if layer.up_proj.bias is not None:
+            layer.up_proj.bias[5] = 0
+    untouched = [groups(model.model.layers[0])[j] for j in (3, 5)]
+    gates = [layer.mlp.gate_proj.weight.clone() for layer in model.model.layers]
+    before = logits(model)
+    balance(model)
+    torch.testing.assert_close(logits(model), before, rtol=1e-11, atol=1e-11)
+    assert all(torch.equal(groups(model.model.layers[0])[j], old) for j, old in zip((3, 5), untouched, strict=True))
+    for index, (layer, gate) in enumerate(zip((each.mlp for each in model.model.layers), gates, strict=True)):
+        up = layer.up_proj.weight.square().sum(1)
+        if layer.up_proj.bias is not None:
+            up = up + layer.up_proj.bias.square()
+        alive = [j for j in range(48) if index or j not in (3, 5)]
+        torch.testing.assert_close(up[alive], layer.down_proj.weight.square().sum(0)[alive], rtol=1e-12, atol=0)
+        assert torch.equal(layer.gate_proj.weight, gate)
+
+
+@pytest.mark.parametrize(
+    "method, settings, moments",
+    [
+        ("group", {"trimmed": False}, (20, 52)),
+        ("group", {"start": 0.1}, (8, 30)),
+        ("single", {"sparsity": 0.5}, (20, 52)),
+    ],
+)
+def test_resumed_equals_uninterrupted(method: str, settings: dict[str, Any], moments: tuple[int, int]) -> None:
+    whole = Training("qwen2", method=method, **settings)
+    saved = []
+    for moment in moments:
+        saved.append(whole.steps(moment).save())
+    whole.steps(62)
+    for moment in saved:
+        resumed = Training("qwen2", method=method, **settings).restore(moment).steps(62)
+        assert resumed.log == whole.log[moment[-1] :]
+        assert resumed.penalty.state_dict() == whole.penalty.state_dict()
+        for name, weight in resumed.model.state_dict().items():
+            assert torch.equal(weight, whole.model.state_dict()[name]), name
+    if method == "group":
+        assert resumed.penalty.cut(resumed.model) == whole.penalty.cut(whole.model)
+
+
+def test_a_checkpoint_of_another_width_is_refused() -> None:
+    model = toy("qwen2", intermediate_size=WIDE)
+    state = GroupLasso(model, 32, 50).state_dict()
+    with pytest.raises(RunError, match="2 layers to width 32, the recipe's of 2 to 64"):
+        GroupLasso(model, 64, 50).load_state_dict(state)
+    single = UnstructuredL1(model, 50, sparsity=0.5)
+    state = single.state_dict()
+    with torch.no_grad():
+        model.model.layers[0].mlp.gate_proj.weight[0, 0] = 0
+    with pytest.raises(RunError, match="1 zeros"):
+        single.load_state_dict(state)
+
+
+@pytest.mark.parametrize("trimmed", [False, True])
+def test_equal_neurons_do_not_go_together(trimmed: bool) -> None:
+    """A grown donor holds every neuron several times; the layer must still keep `width` that live."""
+    model = toy("llama", layers=2, intermediate_size=WIDE)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            for linear, dim in ((layer.mlp.gate_proj, 0), (layer.mlp.up_proj, 0), (layer.mlp.down_proj, 1)):
+                first = linear.weight.narrow(dim, 0, 1)
+                linear.weight.copy_(first.expand_as(linear.weight).clone())
+    lasso = GroupLasso(model, WIDTH, 25, ramp=0.4, trimmed=trimmed)
+    for step in range(10):
+        lasso.after_step(step, 1e-3)
+    assert [len(dead(layer)) for layer in model.model.layers] == [WIDE - WIDTH] * 2
+    assert lasso.cut(model)["removed_zero_share"] == [1.0, 1.0]
+
+
+def test_a_ramp_without_rate_is_cut_and_said() -> None:
+    """Nothing shrinks at rate 0: the cut is by norm alone, and the details do not hide it."""
+    model = toy("llama", layers=1, intermediate_size=WIDE)
+    lasso = GroupLasso(model, WIDTH, 50)
+    largest = torch.stack(groups(model.model.layers[0])).norm(dim=1).argsort()[-WIDTH:].sort().values
+    gates = model.model.layers[0].mlp.gate_proj.weight.detach().clone()
+    for step in range(3):
+        assert lasso.after_step(step, 0.0)["lambda"] == 0
+    details = lasso.cut(model)
+    assert details["removed_zero_share"] == [0.0] and details["removed_not_zero"] == [WIDE - WIDTH]
+    assert details["frozen_at_step"] == 3
+    assert torch.equal(model.model.layers[0].mlp.gate_proj.weight, gates[largest])
+
+
+def test_order_statistic_against_a_sort() -> None:
+    generator = torch.Generator().manual_seed(1)
+    tensors = [torch.randn(7, 11, generator=generator), 1e-30 * torch.randn(50, generator=generator)]
+    tensors += [torch.zeros(3), torch.full((4,), -2.0), torch.randn(9, 4, generator=generator).T]
+    joint = numpy.sort(numpy.concatenate([t.abs().reshape(-1).numpy() for t in tensors]))
+    assert [kth_smallest_magnitude(tensors, k + 1) for k in range(len(joint))] == joint.tolist()
+
+
+@pytest.mark.parametrize("trimmed", [False, True])
+def test_single_weights_reach_the_share(trimmed: bool) -> None:
+    run = Training("qwen2", method="single", sparsity=0.6, trimmed=trimmed).steps(round(STEPS * RAMP))
+    frozen = {name: weight == 0 for name, weight in run.model.state_dict().items()}
+    at_freeze = divergence(run.model, "qwen2", HELD_OUT).item()
+    run.steps(STEPS)
+    shares, total, zero = sparsity_by_tensor(run.model), 0, 0
+    for name, weight in run.model.state_dict().items():
+        assert torch.equal(weight == 0, frozen[name])
+        short = name.removeprefix("model.").removesuffix(".weight")
+        if "_proj.weight" in name:
+            assert shares[short] == pytest.approx(float((weight == 0).double().mean()))
+            total, zero = total + weight.numel(), zero + int((weight == 0).sum())
+        else:
+            assert short not in shares and weight.all()  # embeddings, norms and biases are left alone
+    assert len(shares) == 2 * 7 + 2
+    assert zero / total == pytest.approx(0.6, abs=1e-3)
+    assert (shares["layers.0"] + shares["layers.1"]) / 2 == pytest.approx(zero / total)
+    details = run.penalty.details()
+    assert details["zero_share"] == run.log[-1]["zero_share"] == zero / total
+    assert details["least_layer"] == min(shares["layers.0"], shares["layers.1"]) < details["most_layer"]
+    assert details["lambda"] > 0 and details["faster"] is False
+    assert divergence(run.model, "qwen2", HELD_OUT).item() < at_freeze
+
+
+def test_single_weights_at_a_fixed_strength() -> None:
+    """One step by hand, then the share is what comes of the strength."""
+    model = toy("qwen2", layers=1)
+    weight = model.model.layers[0].self_attn.q_proj.weight
+    before = weight.detach().double()
+    penalty = UnstructuredL1(model, 25, strength=0.5, ramp=0.4)
+    assert penalty.after_step(0, 0.1)["lambda"] == 0.5
+    torch.testing.assert_close(
+        weight.detach().double(), before.sign() * (before.abs() - 0.05).clamp(min=0), rtol=1e-6, atol=1e-7
+    )
+    shares = [penalty.after_step(step, 0.01)["zero_share"] for step in range(1, 12)]
+    assert 0 < shares[0] < shares[8] == shares[10] < 1  # ten steps of ramp, then frozen
+
+
+def test_reports() -> None:
+    model = toy("llama", layers=2, intermediate_size=32)
+    with torch.no_grad():
+        mlp = model.model.layers[1].mlp
+        for part in (mlp.gate_proj.weight, mlp.up_proj.weight, mlp.down_proj.weight.T):
+            part[:8] = 0
+        mlp.gate_proj.weight[9] = 0  # not the whole group
+    assert sparsity_by_layer(model) == [0.0, 0.25]
+    shares = sparsity_by_tensor(model)
+    assert shares["layers.1.mlp.gate_proj"] == 9 / 32 and shares["layers.1.mlp.down_proj"] == 0.25
+    assert shares["layers.0"] == shares["layers.1.self_attn.q_proj"] == 0
+    assert evenness([0.0, 0.25]) == Evenness(0.0, 0.25, 1.0)
+    assert evenness([0.5, 0.5]) == Evenness(0.5, 0.5, 0.0) and evenness([0.0, 0.0]).variation == 0
+    lines = sparsity_table(model).splitlines()
+    assert lines[0].startswith("| layer | zero neurons | zero weights | q_proj | k_proj |") and len(lines) == 7
+    assert lines[3].startswith("| 1 | 25.0% | ") and "| 28.1% | 25.0% | 25.0% |" in lines[3]
+    assert lines[6].startswith("| deviation ÷ mean | 1.000 | 1.000 | 0.000 |")
+    assert len({line.count("|") for line in lines}) == 1
+
+
+def test_refusals() -> None:
+    model = toy("qwen2", layers=1, intermediate_size=WIDE)
+    before = logits(model)
+    for width in (0, -32, 40, WIDE, 128):
+        with pytest.raises(RecipeError, match=rf"width is {width}; .* multiple of 32 and less than the 96"):
+            GroupLasso(model, width, 100)
+    for ramp in (0.0, -0.1, 1.1):
+        with pytest.raises(RecipeError, match="0 < ramp <= 1"):
+            GroupLasso(model, WIDTH, 100, ramp=ramp)
+    with pytest.raises(RecipeError, match=r"ask for 0 to 0\.8"):
+        GroupLasso(model, WIDTH, 100, start=0.9)
+    with pytest.raises(RecipeError, match=r"30 steps are too few.*\n.*at least 50 steps"):
+        GroupLasso(model, WIDTH, 30)
+    GroupLasso(toy("qwen2", intermediate_size=WIDE), WIDTH, 50)  # the least it names is enough
+    with pytest.raises(RecipeError, match="one of the two"):
+        UnstructuredL1(model, 100)
+    with pytest.raises(RecipeError, match="one of the two"):
+        UnstructuredL1(model, 100, sparsity=0.5, strength=1.0)
+    for sparsity in (0.0, 1.0):
+        with pytest.raises(RecipeError, match="between 0 and 1"):
+            UnstructuredL1(model, 100, sparsity=sparsity)
+    for wrong in ({"strength": 0.0}, {"strength": math.inf}):
+        with pytest.raises(RecipeError, match="positive strength"):
+            UnstructuredL1(model, 100, **wrong)
+    assert torch.equal(logits(model), before)  # refused before anything changes
+    with pytest.raises(RecipeError, match=r"float32 weights, these are torch\.bfloat16"):
+        GroupLasso(copy.deepcopy(model).bfloat16(), WIDTH, 100)
+    other = GPT2LMHeadModel(GPT2Config(vocab_size=8, n_positions=8, n_embd=8, n_layer=1, n_head=2))
+    for build in (lambda: GroupLasso(other, WIDTH, 100), lambda: UnstructuredL1(other, 100, sparsity=0.5)):
+        with pytest.raises(DataError, match="`gpt2` is not supported"):
+            build()

@@ -1,0 +1,433 @@
+"""Transplants: exact on the donor's own vocabulary, row by row against plain formulas on another."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from test_vocabulary import byte_level, save, sentencepiece, shared
+from tokenizers import Tokenizer
+from toys import KINDS, toy
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from distill.errors import DataError
+from distill.surgery.change import read_changes, size_of
+from distill.surgery.pieces import (
+    COPY,
+    MEAN,
+    ORIGINS,
+    Encoder,
+    Pieces,
+    describe_pieces,
+    map_pieces,
+)
+from distill.surgery.pursuit import pursue
+from distill.surgery.transplant import EMBEDDING, HEAD, check_transplant, transplant
+from distill.vocabulary import NEVER_IN_UTF8, Vocabulary
+
+torch.set_num_threads(1)
+TURNS = ["<|im_start|>", "<|im_end|>", "<end>"]
+
+
+@cache
+def vocabulary(name: str) -> Vocabulary:
+    return Vocabulary.read(shared(name))
+
+
+def bytes_folder(folder: Path) -> Path:
+    """A byte-level tokenizer: 256 bytes, `ab`, `Ġab` and three special tokens."""
+    tokenizer = byte_level({"Ġab": 257, "Ãł": 258, "çĳ": 259})
+    content = json.loads(tokenizer.to_str())
+    content["model"]["merges"] = [["a", "b"], ["Ġ", "ab"], ["Ã", "ł"], ["ç", "ĳ"]]
+    tokenizer = Tokenizer.from_str(json.dumps(content))
+    tokenizer.add_special_tokens(TURNS)
+    return save(tokenizer, folder, eos_token="<end>", pad_token="<end>")
+
+
+def spaces_folder(folder: Path) -> Path:
+    """A SentencePiece-like tokenizer, with `<0x61>` beside `a`, a turn marker and an odd special token."""
+    words = ["▁", "a", "b", "c", "▁a", "▁ab", "bc", "日"]
+    tokenizer = sentencepiece(words, [("▁", "a"), ("▁a", "b"), ("b", "c")], normalise=False)
+    tokenizer.add_special_tokens(["<|im_end|>", "<odd>"])
+    return save(tokenizer, folder, bos_token="<s>", eos_token="</s>", unk_token="<unk>", chat_template="{{ messages }}")
+
+
+def model_folder(folder: Path, kind: str = "qwen2", padding: int = 5, **changes: Any) -> Path:
+    """A random model for the tokenizer that stands in the folder, with some padding rows."""
+    model = toy(kind, vocabulary=Vocabulary.read(folder).size + padding, **changes)
+    model.save_pretrained(folder)
+    return folder
+
+
+def logits(folder: Path) -> torch.Tensor:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
+    ids = torch.randint(0, 250, (2, 30), generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        return model(ids).logits
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("make", [bytes_folder, spaces_folder])
+def test_its_own_vocabulary_changes_nothing(kind: str, tied: bool, make: Any, tmp_path: Path) -> None:
+    donor = model_folder(make(tmp_path / "donor"), kind, tie_word_embeddings=tied)
+    before = load_file(donor / "model.safetensors")
+    change = transplant(donor, donor, tmp_path / "new")
+    after = load_file(tmp_path / "new" / "model.safetensors")
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    assert torch.equal(logits(donor), logits(tmp_path / "new"))
+    assert change.before == change.after and change.after.tied == tied
+    assert change.details["zeros"] == 0 and change.details["same_vocabulary"]
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "new", dtype="auto")
+    assert size_of(model) == change.after and model.config.tie_word_embeddings == tied
+
+
+def by_hand(donor: Vocabulary, pieces: Pieces, matrix: torch.Tensor, decay: float | None) -> torch.Tensor:
+    """Rows by the formula, one by one in fp64: the last piece's (no decay) or the front-loaded mean."""
+    rows = []
+    for row in range(len(pieces.origin)):
+        ids = pieces.of(row)
+        weights = torch.tensor([1.0 if decay is None else decay**j for j in range(len(ids))], dtype=torch.float64)
+        weights = torch.eye(len(ids), dtype=torch.float64)[-1] if decay is None else weights / weights.sum()
+        rows.append((weights[:, None] * matrix.double()[ids]).sum(0))
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("forward", [True, False])
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+def test_between_families(forward: bool, tied: bool, dtype: str | None, tmp_path: Path) -> None:
+    make = (bytes_folder, spaces_folder) if forward else (spaces_folder, bytes_folder)
+    donor, target = model_folder(make[0](tmp_path / "donor"), tie_word_embeddings=tied), make[1](tmp_path / "target")
+    (target / "config.json").write_text(json.dumps({"vocab_size": 290, "eos_token_id": [3, 4]}))
+    (target / "generation_config.json").write_text(json.dumps({"eos_token_id": [3, 4], "temperature": 1.0}))
+    change = transplant(donor, target, tmp_path / "new", dtype=dtype, decay=0.4)
+    ours, theirs = Vocabulary.read(donor), Vocabulary.read(target)
+    pieces = map_pieces(ours, theirs)
+    old, new = load_file(donor / "model.safetensors"), load_file(tmp_path / "new" / "model.safetensors")
+    kind = torch.bfloat16 if dtype else torch.float32
+    assert set(new) == set(old) | {HEAD} and {tensor.dtype for tensor in new.values()} == {kind}
+    assert all(torch.equal(new[name], old[name].to(kind)) for name in set(old) - {EMBEDDING, HEAD})
+    count = theirs.size
+    exact = by_hand(ours, pieces, old[EMBEDDING], None)
+    assert torch.equal(new[EMBEDDING][:count], exact.to(kind))
+    mean = by_hand(ours, pieces, old[EMBEDDING] if tied else old[HEAD], 0.4)
+    tolerance = 2**-8 if dtype else 1e-6
+    torch.testing.assert_close(new[HEAD][:count].double(), mean, rtol=tolerance, atol=1e-6)
+    single = torch.from_numpy(numpy.diff(pieces.offsets) == 1)
+    assert torch.equal(new[HEAD][:count][single], mean[single].to(kind)) and not bool(single.all())
+    for name in (EMBEDDING, HEAD):
+        assert new[name].shape == (290, 32) and not new[name][count:].any()
+        assert bool(new[name][:count].any(1).all())
+    assert change.details["padding_rows"] == 290 - count and change.details["zero_rows"] == 0
+
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "new", dtype="auto")
+    assert not model.config.tie_word_embeddings and size_of(model) == change.after
+    assert size_of(AutoModelForCausalLM.from_pretrained(donor)) == change.before
+    assert model.config.eos_token_id == [3, 4] == model.generation_config.eos_token_id
+    assert model.config.bos_token_id == theirs.roles.get("bos")
+    assert model.config.pad_token_id == theirs.roles.get("pad")
+    written, meant = AutoTokenizer.from_pretrained(tmp_path / "new"), AutoTokenizer.from_pretrained(target)
+    assert written("ab a\xff日 c<|im_end|>").input_ids == meant("ab a\xff日 c<|im_end|>").input_ids
+    assert written.chat_template == meant.chat_template
+    recorded = read_changes(tmp_path / "new")
+    assert recorded == [json.loads(json.dumps(change.as_json()))]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("named", ["TokenizersBackend", "PreTrainedTokenizerFast", None])
+def test_the_tokenizer_is_the_targets_in_any_architecture(kind: str, named: str | None, tmp_path: Path) -> None:
+    """Not the one that transformers would build for the donor's architecture."""
+    donor, target = model_folder(bytes_folder(tmp_path / "donor"), kind), spaces_folder(tmp_path / "target")
+    path = target / "tokenizer_config.json"
+    settings = json.loads(path.read_text()) | {"tokenizer_class": named}
+    path.write_text(json.dumps({key: value for key, value in settings.items() if value is not None}))
+    transplant(donor, target, tmp_path / "new")
+    text = "ab a\xff日 c<|im_end|> 1234 e\u0301"
+    meant = Tokenizer.from_file(str(target / "tokenizer.json")).encode(text).ids
+    assert AutoTokenizer.from_pretrained(tmp_path / "new")(text).input_ids == meant
+
+
+def test_the_tokenizer_of_those_who_trust(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With trust_remote_code the entry in auto_map is followed."""
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.syspath_prepend(tmp_path / "modules")
+    donor, target = model_folder(bytes_folder(tmp_path / "donor")), spaces_folder(tmp_path / "target")
+    transplant(donor, target, tmp_path / "new")
+    found = AutoTokenizer.from_pretrained(tmp_path / "new", trust_remote_code=True)
+    assert type(found).__name__ == "PlainTokenizer"
+    text = "ab a日 c"
+    assert found(text).input_ids == Tokenizer.from_file(str(target / "tokenizer.json")).encode(text).ids
+
+
+def test_no_row_count_or_roles_but_the_tokenizers(tmp_path: Path) -> None:
+    donor, target = model_folder(spaces_folder(tmp_path / "donor")), bytes_folder(tmp_path / "target")
+    transplant(donor, target, tmp_path / "new")
+    found = Vocabulary.read(target)
+    config = json.loads((tmp_path / "new" / "config.json").read_text())
+    assert config["vocab_size"] == found.size and config["eos_token_id"] == config["pad_token_id"] == found.roles["eos"]
+    assert config["bos_token_id"] is None
+    transplant(donor, target, tmp_path / "new", rows=300)  # replaces what stood there
+    assert load_file(tmp_path / "new" / "model.safetensors")[HEAD].shape[0] == 300
+
+
+def test_every_token_of_the_donor_says_the_bytes(tmp_path: Path) -> None:
+    two = Vocabulary.read(bytes_folder(tmp_path / "bytes")), Vocabulary.read(spaces_folder(tmp_path / "spaces"))
+    for donor, target in (two, two[::-1]):
+        pieces = map_pieces(donor, target)
+        for row, kind in enumerate(target.kinds):
+            if kind != "special":
+                assert donor.text_bytes(pieces.of(row)) == target.bytes_of[row]
+                copied = donor.by_bytes.get(target.bytes_of[row] or b"") is not None
+                assert pieces.origin[row] == (COPY if copied else MEAN)
+    donor, target = two
+    pieces = map_pieces(donor, target)
+    how = {token: (ORIGINS[pieces.origin[i]], pieces.of(i)) for i, token in enumerate(target.tokens)}
+    assert how["▁ab"] == ("copy", [donor.index["Ġab"]])
+    assert how["a"] == how["<0x61>"] == ("copy", [donor.index["a"]])
+    assert how["</s>"] == ("role", [donor.roles["eos"]])
+    assert how["<|im_end|>"] == ("role", [donor.index["<|im_end|>"]])
+    assert how["<odd>"] == ("text", [donor.index[character] for character in "<odd>"])
+    assert how["<s>"] == ("text", [donor.index[character] for character in "<s>"])
+    # A byte token prefers the same byte token, everything else the normal one.
+    own = map_pieces(target, target)
+    assert own.of(target.index["<0x61>"]) == [target.index["<0x61>"]]
+    assert map_pieces(target, donor).of(donor.index["a"]) == [target.index["a"]]
+    report = describe_pieces(pieces, donor, target)
+    assert report["duplicates"] == 4 and report["zeros"] == 0  # space, a, b and c stand beside their byte tokens
+    assert report["not_utf8_alone"] == 128
+    assert report["copies"] + report["means"] + report["roles"] + report["special_as_text"] == target.size
+    assert {entry["token"]: entry["how"] for entry in report["special_tokens"]} == {
+        "<unk>": "text", "<s>": "text", "</s>": "role", "<|im_end|>": "role", "<odd>": "text"
+    }  # fmt: skip
+    assert report["worst"][0]["token"] in ("<unk>", "<odd>") and len(report["worst"][0]["pieces"]) == 5
+
+
+def test_overrides(tmp_path: Path) -> None:
+    donor = Vocabulary.read(bytes_folder(tmp_path / "bytes"))
+    target = Vocabulary.read(spaces_folder(tmp_path / "spaces"))
+    pieces = map_pieces(donor, target, {"<odd>": "<|im_start|>ab\n", "</s>": "<|im_end|>", "日": " ab"})
+    of = {token: pieces.of(number) for token, number in target.index.items()}
+    assert of["<odd>"] == [donor.index["<|im_start|>"], donor.index["ab"], donor.index["Ċ"]]
+    assert of["</s>"] == [donor.index["<|im_end|>"]] and of["日"] == [donor.index["Ġab"]]
+    assert describe_pieces(pieces, donor, target)["overrides"] == 3
+    # A SentencePiece donor puts a space before the first word; the override is written as it stands.
+    back = map_pieces(target, donor, {"<|im_start|>": "a<|im_end|>\nb<s>"})
+    expected = [target.index[token] for token in ("a", "<|im_end|>", "<0x0A>", "b", "<s>")]
+    assert back.of(donor.index["<|im_start|>"]) == expected
+    with pytest.raises(DataError, match="no token of the target") as raised:
+        map_pieces(donor, target, {"<|im_ends|>": "ab"})
+    assert raised.value.hint == "did you mean '<|im_end|>'?"
+    with pytest.raises(DataError, match="is empty"):
+        map_pieces(donor, target, {"<odd>": ""})
+
+
+def test_impossible_bytes_are_counted(tmp_path: Path) -> None:
+    donor = Vocabulary.read(save(byte_level(without=NEVER_IN_UTF8), tmp_path / "donor"))
+    target = Vocabulary.read(bytes_folder(tmp_path / "target"))
+    pieces = map_pieces(donor, target)
+    assert {target.bytes_of[row] for row in pieces.unwritable} == {bytes([byte]) for byte in NEVER_IN_UTF8}
+    assert describe_pieces(pieces, donor, target)["unwritable"] == 13
+    assert donor.text_bytes(pieces.of(target.index["ÿ"])) == "\ufffd".encode()
+
+
+@pytest.mark.parametrize(
+    ("target", "share", "duplicates"),
+    [("llama-3", 85.4, 0), ("llama-2", 82.6, 96), ("deepseek-llm", 67.4, 0), ("gpt-2", 84.0, 0)],
+)
+def test_real_pairs(target: str, share: float, duplicates: int) -> None:
+    donor, wanted = vocabulary("qwen2.5"), vocabulary(target)
+    pieces = map_pieces(donor, wanted)
+    report = describe_pieces(pieces, donor, wanted)
+    assert round(100 * report["copies"] / wanted.size, 1) >= share
+    assert report["zeros"] == 0 and report["unwritable"] == 0 and report["duplicates"] == duplicates
+    for row in range(wanted.size):
+        if wanted.kinds[row] != "special":
+            assert donor.text_bytes(pieces.of(row)) == wanted.bytes_of[row]
+        else:
+            assert pieces.origin[row] != COPY
+
+
+def test_tokens_that_are_no_text_keep_their_bytes() -> None:
+    """Llama-3's tokens that decode to U+FFFD: decoded and encoded again, hundreds fall on one row."""
+    donor, wanted = vocabulary("qwen2.5"), vocabulary("llama-3")
+    pieces = map_pieces(donor, wanted)
+    rows = [i for i, data in enumerate(wanted.bytes_of) if data and "\ufffd" in data.decode(errors="replace")]
+    assert len(rows) > 1300
+    assert len({tuple(pieces.of(row)) for row in rows}) == len(rows)
+
+
+def test_sharded_donors_and_sharded_drafts(tmp_path: Path) -> None:
+    donor, target = model_folder(bytes_folder(tmp_path / "donor")), spaces_folder(tmp_path / "target")
+    transplant(donor, target, tmp_path / "whole")
+    sharded = bytes_folder(tmp_path / "sharded")
+    AutoModelForCausalLM.from_pretrained(donor).save_pretrained(sharded, max_shard_size="20KB")
+    assert len(list(sharded.glob("*.safetensors"))) > 2
+    transplant(sharded, target, tmp_path / "split", shard_bytes=30_000)
+    expected = load_file(tmp_path / "whole" / "model.safetensors")
+    index = json.loads((tmp_path / "split" / "model.safetensors.index.json").read_text())
+    assert set(index["weight_map"]) == set(expected) and len(set(index["weight_map"].values())) > 2
+    found = {n: t for file in (tmp_path / "split").glob("*.safetensors") for n, t in load_file(file).items()}
+    assert index["metadata"]["total_size"] == sum(t.numel() * t.element_size() for t in found.values())
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert torch.equal(logits(tmp_path / "split"), logits(tmp_path / "whole"))
+
+
+def test_what_is_refused_before_any_work(tmp_path: Path) -> None:
+    donor, target = model_folder(bytes_folder(tmp_path / "donor")), spaces_folder(tmp_path / "target")
+    check_transplant(donor, target, {"<odd>": "x"})
+
+    def changed(name: str, **config: Any) -> Path:
+        folder = shutil.copytree(donor, tmp_path / name)
+        content = json.loads((folder / "config.json").read_text()) | config
+        (folder / "config.json").write_text(json.dumps(content))
+        return folder
+
+    other = changed("other", model_type="gpt_neox")
+    quantised = changed("quantised", quantization_config={})
+    narrow = changed("narrow", hidden_size=64)
+    headless = changed("headless", tie_word_embeddings=False)
+    pickled = changed("pickled")
+    (pickled / "model.safetensors").rename(pickled / "pytorch_model.bin")
+    short = changed("short")
+    (short / "model.safetensors").write_bytes((donor / "model.safetensors").read_bytes()[:-8])
+    noise = changed("noise")
+    (noise / "model.safetensors").write_bytes(b"\xff" * 64)
+    byteless = changed("byteless")
+    save(byte_level(without=frozenset({0x41})), byteless)
+    larger = changed("larger")
+    save(byte_level({f"word{i}": 257 + i for i in range(50)}), larger)
+    cases = [
+        (other, "gpt_neox"),
+        (quantised, "quantised"),
+        (narrow, "hidden_size"),
+        (headless, "hold no lm_head"),
+        (pickled, "pytorch_model.bin"),
+        (short, "cut short"),
+        (noise, "no safetensors file"),
+        (byteless, "no token for 1 of the 256 bytes"),
+        (larger, "307 tokens, its embedding 268 rows"),
+        (tmp_path / "nowhere", "does not exist"),
+    ]
+    for folder, reason in cases:
+        with pytest.raises(DataError, match=reason) as raised:
+            transplant(folder, target, tmp_path / "new")
+        assert raised.value.hint
+    with pytest.raises(DataError, match=r"no tokenizer\.json"):
+        transplant(donor, tmp_path / "nowhere", tmp_path / "new")
+    with pytest.raises(DataError, match="rows are too few"):
+        transplant(donor, target, tmp_path / "new", rows=100)
+    with pytest.raises(DataError, match="no token of the target"):
+        check_transplant(donor, target, {"<strange>": "a"})
+    with pytest.raises(DataError, match=r"no model\.safetensors"):
+        check_transplant(donor, target, method="pursuit")
+    for place in (donor, target, tmp_path):
+        with pytest.raises(DataError, match="would overwrite"):
+            transplant(donor, target, place)
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "diary.txt").write_text("mine")
+    with pytest.raises(DataError, match="no model"):
+        transplant(donor, target, tmp_path / "notes")
+    with pytest.raises(DataError, match="int4"):
+        transplant(donor, target, tmp_path / "new", dtype="int4")
+    assert not (tmp_path / "new").exists() and (tmp_path / "notes" / "diary.txt").read_text() == "mine"
+
+
+def naive_pursuit(row: Any, atoms: Any, count: int) -> tuple[list[int], Any]:
+    """Orthogonal matching pursuit as the textbook has it, by least squares at every step."""
+    chosen: list[int] = []
+    left, coefficients = row, numpy.zeros(0)
+    for _ in range(count):
+        similar = numpy.abs(atoms @ left) / numpy.linalg.norm(atoms, axis=1)
+        similar[chosen] = -1
+        chosen.append(int(similar.argmax()))
+        coefficients, *_ = numpy.linalg.lstsq(atoms[chosen].T, row, rcond=None)
+        left = row - coefficients @ atoms[chosen]
+    return chosen, coefficients
+
+
+def test_pursuit_by_the_textbook() -> None:
+    generator = torch.Generator().manual_seed(3)
+    atoms = torch.randn(120, 24, generator=generator, dtype=torch.float64) * torch.linspace(0.1, 3, 120)[:, None]
+    rows = torch.randn(15, 24, generator=generator, dtype=torch.float64)
+    previous = rows.norm(dim=1)
+    for count in (1, 2, 5, 9, 16):
+        chosen, coefficients = pursue(rows, atoms, count)
+        for i, row in enumerate(rows.numpy()):
+            expected, weights = naive_pursuit(row, atoms.numpy(), count)
+            assert chosen[i].tolist() == expected
+            numpy.testing.assert_allclose(coefficients[i].numpy(), weights, rtol=1e-8, atol=1e-10)
+        left = (rows - (coefficients[:, None] @ atoms[chosen])[:, 0]).norm(dim=1)
+        assert bool((left <= previous + 1e-12).all())
+        previous = left
+    assert float(previous.max()) < 0.3 * float(rows.norm(dim=1).min())
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.float64])
+def test_pursuit_finds_what_is_there(kind: torch.dtype) -> None:
+    """Sparse combinations come back exactly; what is left over stays unused, and dependent atoms do no harm."""
+    generator = torch.Generator().manual_seed(4)
+    atoms = torch.randn(80, 64, generator=generator, dtype=kind)
+    atoms = torch.cat([atoms, atoms[:5] * 2, torch.zeros(2, 64, dtype=kind)])
+    true = torch.zeros(12, 87, dtype=kind)
+    for i in range(12):
+        true[i, torch.randperm(80, generator=generator)[:3]] = torch.tensor([2.0, -3.0, 4.0], dtype=kind)
+    rows = true @ atoms
+    for count in (8, 200):
+        chosen, coefficients = pursue(rows, atoms, count)
+        assert bool(coefficients.isfinite().all()) and chosen.shape[1] <= 64
+        rebuilt = (coefficients[:, None] @ atoms[chosen])[:, 0]
+        eps = torch.finfo(kind).eps
+        torch.testing.assert_close(rebuilt, rows, rtol=0, atol=200 * eps)
+        assert int((coefficients.abs() > 1e3 * eps).sum(1).max()) <= 8
+    assert int((pursue(rows, atoms, 8)[1] != 0).sum(1).min()) >= 3
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_transplant_by_pursuit(tied: bool, tmp_path: Path) -> None:
+    """Where the target's rows of other tokens are combinations of shared ones, the donor gets the same combinations."""
+    donor = model_folder(bytes_folder(tmp_path / "donor"), tie_word_embeddings=tied, hidden_size=32)
+    target = model_folder(spaces_folder(tmp_path / "target"), "llama", hidden_size=64, tie_word_embeddings=tied)
+    ours, theirs = Vocabulary.read(donor), Vocabulary.read(target)
+    pieces = map_pieces(ours, theirs)
+    a, b, row, zero = (theirs.index[token] for token in ("▁ab", "c", "日", "<odd>"))
+    tensors = load_file(target / "model.safetensors")
+    for name in set(tensors) & {EMBEDDING, HEAD}:
+        tensors[name][row] = 2 * tensors[name][a] - 0.5 * tensors[name][b]
+        tensors[name][zero] = 0
+    save_file(tensors, target / "model.safetensors", {"format": "pt"})
+    change = transplant(donor, target, tmp_path / "new", method="pursuit", atoms=2, device="cpu")
+    transplant(donor, target, tmp_path / "plain")
+    old, new = load_file(donor / "model.safetensors"), load_file(tmp_path / "new" / "model.safetensors")
+    plain = load_file(tmp_path / "plain" / "model.safetensors")
+    for name in (EMBEDDING, HEAD):
+        matrix = old[EMBEDDING if tied else name]
+        expected = 2 * matrix[ours.index["Ġab"]] - 0.5 * matrix[ours.index["c"]]
+        torch.testing.assert_close(new[name][row], expected, rtol=1e-4, atol=1e-5)
+        assert torch.equal(new[name][zero], plain[name][zero]) and bool(new[name][zero].any())
+        untouched = torch.from_numpy(
+            numpy.flatnonzero((pieces.origin != MEAN) & (pieces.origin != ORIGINS.index("text")))
+        )
+        assert torch.equal(new[name][untouched], plain[name][untouched])
+        assert not torch.equal(new[name][row], plain[name][row])
+    said = change.details[f"pursuit {EMBEDDING}"]
+    assert said["rows"] > 0 and 0 <= said["mean_residual"] < 1
+    assert (f"pursuit {HEAD}" in change.details) == (not tied)
+    assert torch.isfinite(logits(tmp_path / "new")).all()
+
+
+def test_encoders_write_any_bytes(tmp_path: Path) -> None:
+    for make in (bytes_folder, spaces_folder):
+        donor = Vocabulary.read(make(tmp_path / make.__name__))
+        encoder = Encoder(donor)
+        for data in (b"\xff\xfe ab", "▁日 abc\x00".encode(), b"\xe6\x97", b"<0x41></s>", bytes(range(256))):
+            ids, exact = encoder.write(data)
+            assert exact and donor.text_bytes(ids) == data
+            assert all(donor.kinds[number] in ("normal", "byte") for number in ids)

@@ -1,0 +1,217 @@
+"""Trimmed heads: what is kept, that nothing else changes, and that training sees only the kept columns."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+from toys import random_prompts, save_toy, toy, toy_tokenizer
+from transformers import AutoModelForCausalLM
+
+from distill import divergences
+from distill.errors import DataError, RecipeError
+from distill.evaluation.measure import METRICS, position_metrics
+from distill.models.hugging_face import TorchModel, load_model
+from distill.models.kept import read_kept, trim_head, write_kept
+from distill.sampler import Sampler
+from distill.speculative.decode import plain, speculative
+from distill.surgery.trim import always_kept, check_size, count_tokens, keep, rank_tokens, sizes_between, smallest_size
+from distill.target.store import EMPTY, compress
+from distill.texts import Answer
+from distill.training.fused import head_loss
+from distill.training.step import Columns
+from distill.vocabulary import Vocabulary
+
+torch.set_num_threads(1)
+V, N, H, K = 61, 40, 16, 23
+CPU = torch.device("cpu")
+MIXTURES = [{"forward_kl": 1.0}, {"cross_entropy": 1.0}, {"forward_kl": 0.9, "cross_entropy": 0.1}]
+
+
+def kept_ids(seed: int = 0) -> list[int]:
+    return sorted(numpy.random.default_rng(seed).permutation(V)[:K].tolist())
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_kept_logits_are_the_full_ones(tied: bool, tmp_path: Path) -> None:
+    model = toy("llama", V, tie_word_embeddings=tied)
+    model.save_pretrained(tmp_path)
+    write_kept(tmp_path, kept_ids(), V, {})
+    ids = torch.tensor([random_prompts(1, V, 0)[0]])
+    full, trimmed = model(ids).logits, load_model(str(tmp_path), "float32", CPU)(ids).logits
+    kept = torch.tensor(kept_ids())
+    torch.testing.assert_close(trimmed[..., kept], full[..., kept], rtol=1e-6, atol=1e-6)
+    assert int(torch.isneginf(trimmed).sum()) == full.shape[1] * (V - K)
+    # Everyone else still loads the full head.
+    assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path).eval()(ids).logits, full)
+    assert torch.equal(load_model(str(tmp_path), "float32", CPU, trimmed=False)(ids).logits, full)
+
+
+def test_keeping_everything_changes_nothing() -> None:
+    model = toy("qwen2", V)
+    ids = torch.tensor([random_prompts(1, V, 1)[0]])
+    before = model(ids).logits
+    assert torch.equal(trim_head(copy.deepcopy(model), list(range(V)))(ids).logits, before)
+
+
+def test_speculative_text_of_a_trimmed_draft_is_the_targets() -> None:
+    target = toy("qwen2", V, seed=0)
+    draft = trim_head(copy.deepcopy(target), kept_ids())
+    accepted = 0
+    for prompt in random_prompts(6, V, 2):
+        wanted = plain(TorchModel(target), prompt, 20, ())
+        made = speculative(TorchModel(target), TorchModel(draft), prompt, 20, 4, ())
+        assert made.tokens == wanted.tokens
+        accepted += sum(r.accepted for r in made.rounds)
+        # The draft is the target: it misses exactly where the target says what the draft cannot.
+        assert all(token in kept_ids() for token, own in zip(made.tokens, made.from_draft, strict=True) if own)
+    assert accepted > 0
+
+
+@pytest.mark.parametrize("damage", ['{"kept": [3, 2], "vocabulary": 9}', '{"kept": [], "vocabulary": 9}', "{", "[]"])
+def test_damaged_file(damage: str, tmp_path: Path) -> None:
+    (tmp_path / "kept_tokens.json").write_text(damage)
+    with pytest.raises(DataError, match=r"kept_tokens\.json is damaged"):
+        read_kept(tmp_path)
+
+
+class Trimmed:
+    """A random problem over the full head, and the law that the trimmed draft should learn, both in fp64."""
+
+    def __init__(self, stored: int, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.hidden = torch.randn(N, H, generator=generator, dtype=torch.float64)
+        self.head = torch.randn(V, H, generator=generator, dtype=torch.float64)
+        target = 3 * torch.randn(N, V, generator=generator, dtype=torch.float64)
+        self.labels = torch.randint(0, V, (N,), generator=generator)
+        law = target.log_softmax(-1)
+        self.ids = compress(target, stored, V).ids
+        self.logs = law.gather(-1, self.ids.long())
+        self.tail = law.scatter(-1, self.ids.long(), -math.inf).logsumexp(-1).clamp(min=EMPTY)
+
+    def oracle(self, weights: dict[str, float], kept: list[int]) -> tuple[float, torch.Tensor, torch.Tensor]:
+        """Position by position, with Python sets: a stored token that is gone joins the tail's bucket."""
+        hidden, head = self.hidden.clone().requires_grad_(), self.head.clone().requires_grad_()
+        logits = hidden @ head.T
+        total = torch.zeros((), dtype=torch.float64)
+        for row in range(N):
+            q = logits[row, kept].log_softmax(-1)
+            place = {token: at for at, token in enumerate(kept)}
+            inside = [(place[t], p) for t, p in zip(self.ids[row].tolist(), self.logs[row].tolist(), strict=True)
+                      if t in place]  # fmt: skip
+            tail = math.exp(float(self.tail[row])) + sum(
+                math.exp(p) for t, p in zip(self.ids[row].tolist(), self.logs[row].tolist(), strict=True)
+                if t not in place)  # fmt: skip
+            rest = torch.ones(len(kept), dtype=torch.bool)
+            rest[[at for at, _ in inside]] = False
+            kl = sum(math.exp(p) * (p - q[at]) for at, p in inside) + tail * (math.log(tail) - q[rest].logsumexp(-1))
+            total = total + weights.get("forward_kl", 0.0) * kl
+            if self.labels[row].item() in place:
+                total = total - weights.get("cross_entropy", 0.0) * q[place[self.labels[row].item()]]
+        total.backward()
+        assert hidden.grad is not None and head.grad is not None
+        return total.item(), hidden.grad, head.grad
+
+
+@pytest.mark.parametrize("stored", [3, 8])
+@pytest.mark.parametrize("weights", MIXTURES)
+def test_loss_over_kept_columns(weights: dict[str, float], stored: int) -> None:
+    problem, kept = Trimmed(stored, stored), kept_ids(3)
+    columns = Columns(V, kept, CPU)
+    hidden, head = problem.hidden.clone().requires_grad_(), problem.head.clone().requires_grad_()
+    ids, logs, tail = columns.teacher(problem.ids, problem.logs, problem.tail)
+    loss, _ = head_loss(
+        hidden, columns.head(head), ids, logs, tail, columns.labels(problem.labels), weights, columns.count, 7
+    )
+    loss.backward()
+    expected, d_hidden, d_head = problem.oracle(weights, kept)
+    assert loss.item() == pytest.approx(expected, rel=1e-5)
+    assert hidden.grad is not None and head.grad is not None
+    torch.testing.assert_close(hidden.grad, d_hidden, rtol=1e-5, atol=1e-5 * float(d_hidden.abs().max()))
+    torch.testing.assert_close(head.grad, d_head, rtol=1e-5, atol=1e-5 * float(d_head.abs().max()))
+    gone = sorted(set(range(V)) - set(kept))
+    assert torch.equal(head.grad[gone], torch.zeros(len(gone), H, dtype=torch.float64))
+
+
+def test_ceiling_bounds_acceptance() -> None:
+    generator = torch.Generator().manual_seed(5)
+    target, draft = (2 * torch.randn(N, V, generator=generator) for _ in range(2))
+    silent = torch.ones(V, dtype=torch.bool)
+    silent[kept_ids()] = False
+    trimmed = draft.masked_fill(silent, -torch.inf)
+    sampler = Sampler(temperature=0.7)
+    got = dict(zip(METRICS, position_metrics(target, trimmed, sampler, V).double().T, strict=True))
+    assert all(bool(values.isfinite().all()) for values in got.values())
+    law = (target.double() / 0.7).softmax(-1)
+    torch.testing.assert_close(got["acceptance_ceiling"], law[:, kept_ids()].sum(-1), rtol=1e-5, atol=1e-6)
+    assert bool((got["acceptance_sampling"] <= got["acceptance_ceiling"] + 1e-6).all())
+    # A draft that says the target's law on the kept tokens reaches the ceiling: Σ min(p, p / mass) = mass.
+    best = dict(
+        zip(METRICS, position_metrics(target, target.masked_fill(silent, -torch.inf), sampler, V).T, strict=True)
+    )
+    torch.testing.assert_close(best["acceptance_sampling"], best["acceptance_ceiling"], rtol=1e-5, atol=1e-6)
+    assert float(best["forward_kl"].abs().max()) < 1e-5
+    p, q = (x[:, kept_ids()].double().log_softmax(-1) for x in (target, draft))
+    torch.testing.assert_close(got["forward_kl"], divergences.forward_kl(p, q), rtol=1e-4, atol=1e-5)
+    full = dict(zip(METRICS, position_metrics(target, draft, sampler, V).T, strict=True))
+    torch.testing.assert_close(full["acceptance_ceiling"], torch.ones(N))
+
+
+def answers_of(domain: str, ids: list[int]) -> Answer:
+    return Answer("x", [1, 2], ids, False, domain)
+
+
+def test_sizes_cover_every_domain() -> None:
+    """Two domains that write different tokens: the mass is reached in both, by no smaller multiple."""
+    size = 4096
+    draw = numpy.random.default_rng(0)
+    code = (draw.zipf(1.3, 20_000) % 2000).tolist()
+    prose = (2000 + draw.zipf(1.5, 4_000) % 2000).tolist()
+    counts = count_tokens([answers_of("code", code), answers_of("prose", prose)], size)
+    assert {name: int(own.sum()) for name, own in counts.items()} == {"code": 20_000, "prose": 4_000}
+    forced = list(range(4000, 4090))
+    order = rank_tokens(counts, forced)
+    assert sorted(order) == list(range(size)) and set(order[:90]) == set(forced)
+    found = smallest_size(counts, order, len(forced), 0.99)
+    kept, less = keep(counts, order, found), keep(counts, order, found - 256)
+    assert found % 256 == 0 and min(kept.mass.values()) >= 0.99 > min(less.mass.values())
+    assert set(forced) <= set(less.ids) and kept.ids == sorted(set(kept.ids)) and len(kept.ids) == found
+    everything = keep(counts, order, size)
+    assert everything.mass == {"code": 1.0, "prose": 1.0} and everything.ids == list(range(size))
+
+
+def test_sizes_between() -> None:
+    found = sizes_between(300, 4000)
+    assert found[0] == 512 and found[-1] == 4000 and all(size % 256 == 0 for size in found[:-1])
+    assert found == sorted(set(found))
+    assert sizes_between(5000, 4000) == [4000]
+
+
+def test_always_kept(tmp_path: Path) -> None:
+    tokenizer = toy_tokenizer(330)
+    folder = save_toy(toy("qwen2", 330), tokenizer, tmp_path)
+    vocabulary = Vocabulary.read(folder)
+    kept = set(always_kept(vocabulary))
+    assert {tokenizer.eos_token_id} <= kept
+    assert {bytes([b]) for b in range(256)} <= {vocabulary.bytes_of[i] for i in kept}
+    words = {i for i, content in enumerate(vocabulary.bytes_of) if content and len(content) > 1 and content.isalpha()}
+    assert words and not words & (kept - {tokenizer.eos_token_id})
+
+
+@pytest.mark.parametrize("size", [300, 256, 512 + 256 * 8])
+def test_impossible_sizes(size: int) -> None:
+    with pytest.raises(RecipeError, match=r"draft\.trim\.size"):
+        check_size(size, forced=290, vocabulary=2000, stored=32)
+    check_size(512, forced=290, vocabulary=2000, stored=32)
+    check_size(None, forced=290, vocabulary=2000, stored=32)
+
+
+def test_kept_file_round_trip(tmp_path: Path) -> None:
+    write_kept(tmp_path, [1, 5, 7], 9, {"by": "mass"})
+    assert read_kept(tmp_path) == json.loads((tmp_path / "kept_tokens.json").read_text())
+    assert read_kept(tmp_path / "nowhere") is None
