@@ -243,7 +243,10 @@ def train(
             folder.rename(aside)
         print(f"the old run is now {aside}", file=sys.stderr)
     require_nothing_superseded(found, run, until, redo or ())
-    _check_models(found)  # before the run folder is touched: a cut that cannot be made must not cost the answers
+    # Before the run folder is touched: a cut that cannot be made must not cost the answers.
+    for line in _check_models(found):
+        if "does not fit" in line or "warning" in line:
+            print(line, file=sys.stderr)
     try:
         run.open(recipe.read_text(encoding="utf-8"))
         _prepare(found)

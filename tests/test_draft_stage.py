@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 import json
 import shutil
 from collections.abc import Iterator
@@ -121,6 +122,28 @@ def test_search_takes_the_best_cut_and_goes_on_where_it_was(
     assert tiny.call("train", recipe, "--runs", tmp_path, "--until", "draft") == 0
     assert "draft: resumes" in capsys.readouterr().out + (run / "log.txt").read_text()
     assert {path: path.stat().st_mtime_ns for path in files[:2]} == stamps and all(path.exists() for path in files)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("llama_cpp") is None, reason="llama-cpp-python is missing")
+def test_search_prices_quantised_drafts(begun: Path, world: Path, tmp_path: Path) -> None:
+    search = {"layers": [1, 3], "heal_steps": 1, "max_length": 3, "backend": "gguf", "outtypes": ["f32", "q8_0"]}
+    draft = {"layers": None, "mlp_width": None, "search": search}
+    status, run = run_with(begun, world, tmp_path, "draft", draft=draft)
+    assert status == 0
+    points = {point["name"]: point for point in read(run / "surgery" / "search.json")["points"]}
+    assert set(points) == {f"{layers} layers, {kind}" for layers in (1, 3) for kind in ("f32", "q8_0")}
+    assert all(point["draft_seconds"] > 0 and 0 < point["acceptance"] <= 1 for point in points.values())
+    # The same cut in both types: nearly the same acceptance. All three layers are the target, but for one healing step.
+    assert abs(points["1 layers, f32"]["acceptance"] - points["1 layers, q8_0"]["acceptance"]) < 0.05
+    assert points["3 layers, f32"]["acceptance"] > points["1 layers, f32"]["acceptance"]
+
+
+def test_trim_by_price(begun: Path, world: Path, tmp_path: Path) -> None:
+    status, run = run_with(begun, world, tmp_path, "draft", draft={"trim": {"by": "price"}})
+    assert status == 0
+    kept = read(run / "init" / "kept_tokens.json")
+    best = max(kept["tried"], key=lambda row: row["tokens_per_second"])
+    assert len(kept["kept"]) == best["size"] and all(0 < row["mass"] <= 1 for row in kept["tried"])
 
 
 def test_group_lasso_narrows_the_draft(begun: Path, world: Path, tmp_path: Path) -> None:

@@ -16,11 +16,12 @@ def penalty_of(model: Any, settings: Train) -> Penalty | None:
     wanted = settings.sparsity
     if wanted is None:
         return None
+    start = settings.embedding_steps / settings.steps  # neurons that are held still cannot answer a penalty
     if wanted.method == "group":
         assert wanted.mlp_width is not None
-        return GroupLasso(model, wanted.mlp_width, settings.steps, ramp=wanted.ramp)
+        return GroupLasso(model, wanted.mlp_width, settings.steps, start=start, ramp=wanted.ramp)
     assert wanted.share is not None
-    return UnstructuredL1(model, settings.steps, sparsity=wanted.share, ramp=wanted.ramp)
+    return UnstructuredL1(model, settings.steps, sparsity=wanted.share, start=start, ramp=wanted.ramp)
 
 
 def finish_penalty(model: Any, penalty: Penalty | None) -> dict[str, Any] | None:
