@@ -39,7 +39,7 @@ def transplant(
     from distill.models.hugging_face import local_folder
     from distill.surgery.transplant import transplant as write
 
-    folders = [Path(name) if Path(name).is_dir() else local_folder(name) for name in (donor, target)]
+    folders = [local_folder(name) for name in (donor, target)]
     change = write(
         folders[0], folders[1], out, rows=rows, overrides=overrides, method=method, decay=decay, dtype=dtype  # type: ignore[arg-type]
     )
@@ -111,6 +111,9 @@ def cut(
     if not text:
         raise RecipeError("cuts are scored on text", "give --text FILE or --text FOLDER")
     texts = read_texts(text)
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
     from distill.surgery.bare import cut_folder
 
     for change in cut_folder(source, out, settings, texts, target):

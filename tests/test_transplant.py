@@ -195,7 +195,7 @@ def test_every_token_of_the_donor_says_the_bytes(tmp_path: Path) -> None:
     assert how["</s>"] == ("role", [donor.roles["eos"]])
     assert how["<|im_end|>"] == ("role", [donor.index["<|im_end|>"]])
     assert how["<odd>"] == ("text", [donor.index[character] for character in "<odd>"])
-    assert how["<s>"] == ("text", [donor.index[character] for character in "<s>"])
+    assert how["<s>"] == ("role", [donor.roles["eos"]])  # the donor has no token of its own for it
     # A byte token prefers the same byte token, everything else the normal one.
     own = map_pieces(target, target)
     assert own.of(target.index["<0x61>"]) == [target.index["<0x61>"]]
@@ -205,7 +205,7 @@ def test_every_token_of_the_donor_says_the_bytes(tmp_path: Path) -> None:
     assert report["not_utf8_alone"] == 128
     assert report["copies"] + report["means"] + report["roles"] + report["special_as_text"] == target.size
     assert {entry["token"]: entry["how"] for entry in report["special_tokens"]} == {
-        "<unk>": "text", "<s>": "text", "</s>": "role", "<|im_end|>": "role", "<odd>": "text"
+        "<unk>": "text", "<s>": "role", "</s>": "role", "<|im_end|>": "role", "<odd>": "text"
     }  # fmt: skip
     assert report["worst"][0]["token"] in ("<unk>", "<odd>") and len(report["worst"][0]["pieces"]) == 5
 
@@ -431,3 +431,12 @@ def test_encoders_write_any_bytes(tmp_path: Path) -> None:
             ids, exact = encoder.write(data)
             assert exact and donor.text_bytes(ids) == data
             assert all(donor.kinds[number] in ("normal", "byte") for number in ids)
+
+
+def test_beginning_and_padding_start_from_the_donors_end(tmp_path: Path) -> None:
+    """A donor that knows no bos token has read its end token before each text."""
+    donor, target = (Vocabulary.read(make(tmp_path / make.__name__)) for make in (bytes_folder, spaces_folder))
+    assert "bos" not in donor.roles
+    pieces = map_pieces(donor, target)
+    for role in ("bos", "eos"):
+        assert list(pieces.of(target.roles[role])) == [donor.roles["eos"]]

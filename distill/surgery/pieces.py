@@ -218,8 +218,10 @@ def map_pieces(donor: Vocabulary, target: Vocabulary, overrides: Mapping[str, st
         for role in reversed(ROLE_ORDER)  # the first of several roles is written last
         if role in target.roles and role in donor.roles
     }
-    if "pad" in target.roles and "eos" in donor.roles:  # a donor without padding is padded with its end
-        role_ids.setdefault(target.roles["pad"], donor.roles["eos"])
+    # What ends a text also stands before the next one, and pads, in models that have no token of their own for it.
+    for role in ("bos", "pad"):
+        if role in target.roles and role not in donor.roles and "eos" in donor.roles:
+            role_ids.setdefault(target.roles[role], donor.roles["eos"])
     encoded: dict[bytes, tuple[list[int], bool]] = {}
 
     def written(data: bytes) -> tuple[list[int], bool]:
