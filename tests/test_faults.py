@@ -130,9 +130,9 @@ def test_donor_of_another_tokenizer(world: Path, copied: Path, other: Path, tmp_
 @pytest.mark.parametrize(
     ("override", "expected"),
     [
-        ("draft.layers=4", ["draft.layers is 4", "the donor has 3"]),
-        ("draft.mlp_width=50", ["draft.mlp_width is 50", "multiple of 32"]),
-        ("draft.mlp_width=256", ["draft.mlp_width is 256", "at most the donor's 128"]),
+        ("draft.layers=4", ["draft.layers: 4 layers", "the donor has 3", "ask for 1 to 3"]),
+        ("draft.mlp_width=50", ["draft.mlp_width: ", "cannot be cut to 50", "multiple of 32"]),
+        ("draft.mlp_width=256", ["draft.mlp_width: an MLP of 128", "cannot be cut to 256"]),
         ("corpus.block=1024", ["corpus.block is 1024", "context 512"]),
     ],
 )

@@ -226,9 +226,11 @@ def test_what_a_tree_drops(tmp_path: Path) -> None:
         ("a.py", "train", "a"),
         ("b.py", "train", "b"),
         ("x/tests.py", "train", "kept"),
+        (documents[3].name, "report", "another text, a name seen before"),
         ("c.py", "report", "c"),
     ]
-    assert dropped == {"duplicate": 2, "empty": 1, "not UTF-8": 1}
+    assert documents[3].name.startswith("b/b.py#") and [d.source for d in documents] == ["a", "a", "a", "b", "b"]
+    assert dropped == {"duplicate": 1, "empty": 1, "not UTF-8": 1}
     with pytest.raises(DataError, match="no selection document"):
         read_documents(corpus)
     only = Corpus(sources=(tree(other, split="report", keep=("train",)),))

@@ -155,7 +155,7 @@ def test_a_whole_file_is_read_as_llama_cpp_reads_it(model: Path) -> None:
     facts = VocabularyFacts.read(str(model.with_suffix(".gguf")))
     assert Loaded(facts.reference).same_as(facts)
     with GgufModel(facts.reference, context=8, threads=1) as loaded:
-        assert (facts.context, facts.rows) == (loaded.training_context, loaded.vocabulary_size)
+        assert (facts.context, facts.rows) == (loaded.training_context, loaded.head_rows)
 
 
 # What differs in the draft's file; whether the rules of distill, llama.cpp and vLLM hold; words of the first reason.

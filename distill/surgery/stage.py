@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -54,17 +55,26 @@ def donor_reference(recipe: Recipe) -> str:
 
 def check_shape(config: Any, settings: DraftCut) -> None:
     """Raise RecipeError for cuts that a model of this configuration does not allow; says what would be possible."""
-    for count in settings.search.layers if settings.search else [settings.layers] if settings.layers else []:
-        check_layers(config, count)
-    if settings.drop_layers is not None:
-        parse_layers(settings.drop_layers, config.num_hidden_layers)
-    for width in [*(settings.search.mlp_width if settings.search else ()), settings.mlp_width]:
-        if width is not None:
-            check_width(config, width)
-    if settings.kv_heads is not None:
-        check_kv_heads(config, settings.kv_heads)
-    if settings.hidden is not None:
-        check_hidden(config, settings.hidden)
+    drop, heads, hidden = settings.drop_layers, settings.kv_heads, settings.hidden
+    checks: list[tuple[str, Callable[[], object]]] = []
+    if settings.search is not None:
+        checks += [("search.layers", partial(check_layers, config, count)) for count in settings.search.layers]
+        checks += [("search.mlp_width", partial(check_width, config, width)) for width in settings.search.mlp_width]
+    if settings.layers is not None:
+        checks.append(("layers", partial(check_layers, config, settings.layers)))
+    if drop is not None:
+        checks.append(("drop_layers", partial(parse_layers, drop, config.num_hidden_layers)))
+    if settings.mlp_width is not None:
+        checks.append(("mlp_width", partial(check_width, config, settings.mlp_width)))
+    if heads is not None:
+        checks.append(("kv_heads", partial(check_kv_heads, config, heads)))
+    if hidden is not None:
+        checks.append(("hidden", partial(check_hidden, config, hidden)))
+    for key, check in checks:
+        try:
+            check()
+        except RecipeError as error:
+            raise RecipeError(f"draft.{key}: {error.what}", error.hint) from None
 
 
 def check_cut(recipe: Recipe) -> list[str]:
