@@ -1,11 +1,12 @@
 """From logits to the law that is sampled. The same object serves answers, losses, evaluation and verification.
 
-Legend: N rows, V vocabulary.
+Legend: N rows, V vocabulary, H tokens of history.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,24 +17,33 @@ from distill.recipe import SamplerSettings
 
 @dataclass(frozen=True)
 class Sampler:
-    """Temperature, then top-k, top-p and min-p, in that order; 0, 0, 1 and 0 switch them off.
+    """Repetition penalty, temperature, then top-k, top-p and min-p, in that order; 1, –, 0, 1 and 0 switch them off.
 
-    Temperature 0 is greedy: all mass on the first largest logit, the others have no say.
+    Temperature 0 is greedy: all mass on the first largest logit; top-k, top-p and min-p have no say. The penalty
+    divides the positive logits of tokens in the history and multiplies the negative ones, as transformers and llama.cpp
+    do.
     """
 
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
+    repetition_penalty: float = 1.0
 
     @classmethod
     def of(cls, settings: SamplerSettings) -> Sampler:
         """The sampler that a recipe's section describes."""
         return cls(settings.temperature, settings.top_k, settings.top_p, settings.min_p)
 
-    def law(self, logits: Tensor) -> Tensor:
-        """Probabilities [N, V] in fp32 (fp64 if the logits are) of the next token, from logits [N, V]."""
+    def law(self, logits: Tensor, histories: Sequence[Sequence[int]] | Tensor | None = None) -> Tensor:
+        """Probabilities [N, V] in fp32 (fp64 if the logits are) of the next token, from logits [N, V].
+
+        `histories` are each row's tokens so far, or a tensor of them [N, H] in which −1 is none; only a repetition
+        penalty reads them, and raises ValueError where they are missing or not one per row.
+        """
         logits = logits if logits.dtype == torch.float64 else logits.float()
+        if self.repetition_penalty != 1:
+            logits = self._penalised(logits, histories)
         if self.temperature == 0:
             return torch.nn.functional.one_hot(logits.argmax(-1), logits.shape[-1]).to(logits.dtype)
         logits = logits / self.temperature
@@ -51,6 +61,27 @@ class Sampler:
             logits = logits.masked_fill(logits < floor, -math.inf)
         return logits.softmax(-1)
 
+    def _penalised(self, logits: Tensor, histories: Sequence[Sequence[int]] | Tensor | None) -> Tensor:
+        if histories is None or logits.ndim != 2 or len(histories) != len(logits):
+            given = "no histories" if histories is None else f"{len(histories)} histories"
+            raise ValueError(
+                f"a repetition penalty of {self.repetition_penalty:g} needs the tokens so far of each row: "
+                f"got {given} for logits {list(logits.shape)}; pass histories, or set repetition_penalty to 1"
+            )
+        if not isinstance(histories, Tensor):
+            longest = max(map(len, histories), default=0)
+            padded = [[*row, *[-1] * (longest - len(row))] for row in histories]
+            histories = torch.tensor(padded, dtype=torch.long).reshape(len(padded), longest)
+        size = logits.shape[-1]
+        ids = histories.to(logits.device)
+        # What has no logit (no token, or padding of the vocabulary) is marked in a column that is then cut off.
+        column = torch.where((ids >= 0) & (ids < size), ids, size)
+        seen = torch.zeros(len(logits), size + 1, dtype=torch.bool, device=logits.device)
+        seen = seen.scatter(-1, column, True)[:, :size]
+        less = torch.where(logits > 0, logits / self.repetition_penalty, logits * self.repetition_penalty)
+        return torch.where(seen, less, logits)
+
     def describe(self) -> dict[str, float]:
-        """The settings, for tables and manifests."""
-        return {"temperature": self.temperature, "top_k": self.top_k, "top_p": self.top_p, "min_p": self.min_p}
+        """The settings, for tables and manifests; the penalty only where there is one."""
+        found = {"temperature": self.temperature, "top_k": self.top_k, "top_p": self.top_p, "min_p": self.min_p}
+        return found | ({"repetition_penalty": self.repetition_penalty} if self.repetition_penalty != 1 else {})

@@ -248,7 +248,6 @@ def test_torch_refusals() -> None:
     for bad in (
         lambda: model.extend([]),
         lambda: model.extend([1] * 14),
-        lambda: model.extend([1, 2], parents=[-1, -1]),
         lambda: model.extend([1, 2], counts=[1, 1]),
         lambda: model.rollback([4]),
         lambda: model.rollback([-1]),

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers import (
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from distill.recipe import SamplerSettings
 from distill.sampler import Sampler
@@ -119,3 +127,41 @@ def test_settings_of_a_recipe() -> None:
     assert Sampler.of(SamplerSettings()) == Sampler()
     with pytest.raises(AttributeError):
         sampler.top_k = 3  # type: ignore[misc]
+
+
+@settings(max_examples=100, deadline=None)
+@given(samplers, st.floats(0.2, 5), st.integers(0, 2**31), st.integers(2, 20), st.integers(1, 12))
+def test_penalty_equals_transformers(sampler: Sampler, penalty: float, seed: int, columns: int, length: int) -> None:
+    values = logits(3, columns, seed)
+    history = torch.randint(0, columns, (3, length), generator=torch.Generator().manual_seed(seed))
+    expected = sampler.law(RepetitionPenaltyLogitsProcessor(penalty)(history, values))
+    penalised = replace(sampler, repetition_penalty=penalty)
+    torch.testing.assert_close(penalised.law(values, history), expected, rtol=1e-12, atol=1e-14)
+    assert torch.equal(penalised.law(values, history.tolist()), penalised.law(values, history))
+    # Order and number of repetitions have no say.
+    again = [row[::-1] + row for row in history.tolist()]
+    assert torch.equal(penalised.law(values, again), penalised.law(values, history))
+
+
+def test_penalty_by_hand() -> None:
+    values = torch.tensor([[2.0, -1.0, 0.0, 1.5], [2.0, -1.0, 0.0, 1.5], [2.0, -1.0, 0.0, -torch.inf]])
+    penalty = Sampler(repetition_penalty=2.0)
+    # Rows differ in length; ids without a logit and −1 are nobody's.
+    found = penalty.law(values, [[0, 1, 2, 0], [], [3, 9, -1, 4]])
+    expected = torch.tensor([[1.0, -2.0, 0.0, 1.5], [2.0, -1.0, 0.0, 1.5], [2.0, -1.0, 0.0, -torch.inf]]).softmax(-1)
+    assert torch.equal(found, expected)
+    assert torch.equal(penalty.law(values, [[], [], []]), Sampler().law(values))
+    assert penalty.law(values[:0], []).shape == penalty.law(values[:0], torch.zeros(0, 3).long()).shape == (0, 4)
+    # It comes before the temperature, and greedy sees it.
+    assert Sampler(0.0, repetition_penalty=2.0).law(values[:1], [[0]]).tolist() == [[0, 0, 0, 1]]
+    halved = Sampler(0.5, repetition_penalty=2.0).law(values[:1], [[0]])
+    torch.testing.assert_close(halved, (torch.tensor([[1.0, -1.0, 0.0, 1.5]]) / 0.5).softmax(-1))
+
+
+def test_penalty_needs_histories() -> None:
+    values = logits(2, 5, 1)
+    for histories in (None, [[1]], [[1], [2], [3]]):
+        with pytest.raises(ValueError, match="pass histories"):
+            Sampler(repetition_penalty=1.1).law(values, histories)
+        assert torch.equal(Sampler().law(values, histories), Sampler().law(values))
+    assert Sampler(repetition_penalty=1.1).describe()["repetition_penalty"] == 1.1

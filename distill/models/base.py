@@ -1,11 +1,13 @@
-"""What every backend of a model offers.
+"""What every backend of a model offers, and the bookkeeping of a tree of tokens that is not committed yet.
 
-Legend: n rows of logits (one per wanted token), V vocabulary, k candidates.
+Legend: n rows of logits (one per wanted token), V vocabulary, k candidates. Nodes are numbered in the order in which
+they were added since the last keep, rollback, reset or committing extend; ROOT is the committed end.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -38,7 +40,18 @@ class Logits(Protocol):
 
 
 class Model(Protocol):
-    """A language model with a cache that grows, is rolled back, and is asked for logits."""
+    """A language model with a cache that grows, is rolled back, and is asked for logits.
+
+    Tokens go in as a chain that is committed at once, or as nodes of a tree of which one path is committed later:
+
+        extend(prompt)                             commits
+        extend([5, 7], parents=[-1, -1])           nodes 0 and 1 after the prompt
+        extend([2, 3], parents=[0, 2])             node 2 below node 0, node 3 below node 2
+        keep([[0, 2]])                             commits 5, 2; nodes 1 and 3 are gone
+
+    Whatever was done before, logits equal those of a fresh prefill of the same path up to rounding. An error of the
+    caller's (ValueError) leaves everything as it was.
+    """
 
     @property
     def vocabulary_size(self) -> int:
@@ -56,8 +69,13 @@ class Model(Protocol):
         ...
 
     @property
+    def max_leaves(self) -> int:
+        """The most branches (leaves) that a tree may have at once; 0: no trees."""
+        ...
+
+    @property
     def lengths(self) -> list[int]:
-        """Committed tokens of each row."""
+        """Committed tokens of each row; nodes of a pending tree are not among them."""
         ...
 
     def extend(
@@ -67,11 +85,24 @@ class Model(Protocol):
         parents: Sequence[int] | None = None,
         want: Sequence[int] | None = None,
     ) -> Logits:
-        """Commit `tokens` (all rows flat, `counts` per row) and return the logits after those that `want` indexes."""
+        """Take `tokens` (all rows flat, `counts` per row) and return the logits after those that `want` indexes.
+
+        `want` indexes the tokens of this call (None: all). Without `parents` the tokens of a row follow each other and
+        are committed. With `parents`, one node number (or ROOT) per token, they join the pending tree and nothing is
+        committed. ValueError, with nothing changed, for what does not fit, and without `parents` while a tree is
+        pending.
+        """
+        ...
+
+    def keep(self, paths: Sequence[Sequence[int]]) -> None:
+        """Commit one path of the pending tree per row and drop its other nodes.
+
+        A path is the node numbers from a child of ROOT downwards, or empty to drop the whole tree.
+        """
         ...
 
     def rollback(self, lengths: Sequence[int]) -> None:
-        """Forget the tokens of each row beyond `lengths`."""
+        """Forget the pending tree and the tokens of each row beyond `lengths`."""
         ...
 
     def reset(self) -> None:
@@ -81,3 +112,53 @@ class Model(Protocol):
     def close(self) -> None:
         """Give back what the model holds; it cannot be used afterwards."""
         ...
+
+
+ROOT = -1
+
+
+@dataclass(frozen=True)
+class PendingTree:
+    """Nodes that hang below the committed end of one row: the parent and the depth (1 for a child of ROOT) of each."""
+
+    parents: list[int] = field(default_factory=list)
+    depths: list[int] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.parents)
+
+    def grown(self, parents: Sequence[int]) -> PendingTree:
+        """This tree with nodes below `parents`; ValueError for a parent that is neither ROOT nor an earlier node."""
+        grown = PendingTree([*self.parents, *(int(parent) for parent in parents)], list(self.depths))
+        for node in range(len(self), len(grown)):
+            parent = grown.parents[node]
+            if not ROOT <= parent < node:
+                raise ValueError(f"the parent of node {node} must be {ROOT} or an earlier node, got {parent}")
+            grown.depths.append(1 if parent == ROOT else grown.depths[parent] + 1)
+        return grown
+
+    def only_path(self, paths: Sequence[Sequence[int]]) -> list[int]:
+        """The path of the one row in `paths`; ValueError when it does not lead downwards from ROOT, node by node."""
+        if len(paths) != 1:
+            raise ValueError(f"one path for one row, got {len(paths)}")
+        above, path = ROOT, [int(node) for node in paths[0]]
+        for node in path:
+            if not 0 <= node < len(self) or self.parents[node] != above:
+                raise ValueError(f"{path} is no path from {ROOT} in a tree with parents {self.parents}")
+            above = node
+        return path
+
+
+def check_call(tokens: Sequence[int], parents: Sequence[int], want: Sequence[int] | None, vocabulary: int) -> None:
+    """Raise ValueError unless there are tokens in [0, V), a parent for each, and `want` indexes them."""
+    if not tokens or len(parents) != len(tokens):
+        raise ValueError(f"one parent for each of at least one token, got {len(parents)} for {len(tokens)}")
+    if min(tokens) < 0 or max(tokens) >= vocabulary:
+        raise ValueError(f"token ids must lie in [0, {vocabulary}), got {min(tokens)}..{max(tokens)}")
+    check_want(want, len(tokens))
+
+
+def check_want(want: Sequence[int] | None, count: int) -> None:
+    """Raise ValueError unless `want` indexes `count` tokens."""
+    if want is not None and len(want) and not (min(want) >= 0 and max(want) < count):
+        raise ValueError(f"want must index the {count} tokens, got {min(want)}..{max(want)}")

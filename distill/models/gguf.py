@@ -1,6 +1,9 @@
 """GGUF models through the low-level API of llama-cpp-python.
 
 llama.cpp aborts the process on arguments out of range, so ids, lengths and indices are checked here first.
+
+A tree lives in several sequences of one cache: sequence 0 is the committed row, the others are branches. A branch owns
+the cells of its path from the first token to its leaf, and every node belongs to all branches through it.
 """
 
 from __future__ import annotations
@@ -21,8 +24,10 @@ import torch
 from numpy.typing import NDArray
 
 from distill.errors import DataError
+from distill.models.base import ROOT, PendingTree, check_call
 
 LOG_LEVEL_ERROR, LOG_LEVEL_CONTINUED = 4, 5
+MOST_LEAVES = 255  # llama.cpp knows 256 sequences, and the committed row takes one
 FEW = 64  # tokens of a step or verification; longer calls are prompts, where overhead is nothing
 ERRORS: deque[str] = deque(maxlen=4)
 
@@ -120,11 +125,12 @@ class GgufLogits:
 
 
 class GgufModel:
-    """A GGUF file with a cache of one row; flash attention off, f16 cache.
+    """A GGUF file with a cache of one row, and trees of up to `max_leaves` branches; flash attention off, f16 cache.
 
     `context` is the capacity in tokens, `batch` the most tokens decoded at once. llama.cpp computes a lone token, and a
     lone output, with other kernels than two or more; with `pad_single` neither ever happens, so that logits do not
-    depend, bit for bit, on how a text was cut into calls (for f32, f16, bf16, q8_0, q4_0 files on a CPU).
+    depend, bit for bit, on how a text was cut into calls (for f32, f16, bf16, q8_0, q4_0 files on a CPU). After a tree
+    that holds only up to rounding: a kept path may lie in the cache in another order.
 
     Raises DataError when llama-cpp-python is missing or the file is missing, damaged or of an unsupported kind.
     """
@@ -139,6 +145,7 @@ class GgufModel:
         batch: int = 512,
         threads: int | None = None,
         pad_single: bool = False,
+        max_leaves: int = 0,
     ) -> None:
         self._batch: Any = None
         self._context: Any = None
@@ -149,9 +156,15 @@ class GgufModel:
             raise ValueError(f"context and batch must be at least 2, got {context} and {batch}")
         if threads is not None and threads < 1:
             raise ValueError(f"threads must be at least 1, got {threads}")
+        if not 0 <= max_leaves <= MOST_LEAVES or (max_leaves and max_leaves >= min(batch, context)):
+            raise ValueError(f"max_leaves must lie in 0..{MOST_LEAVES} and below batch and context, got {max_leaves}")
         self.capacity = context
         self.pad_single = pad_single
+        self.max_leaves = max_leaves
         self._length = 0
+        self._tree = PendingTree()
+        self._branches: list[list[int]] = []  # of each node of the tree: the sequences through it
+        self._shared = [0] * (max_leaves + 1)  # of each sequence but 0: committed tokens that it owns too
         self._library = library()
         try:
             self._open(context, batch, threads or usable_cores())
@@ -178,9 +191,10 @@ class GgufModel:
         self.vocabulary_size = self.head_rows - self._padding_rows()
         settings = llama.llama_context_default_params()
         # The dummy token of pad_single needs a cell of its own even when the row is full.
-        settings.n_ctx = context + int(self.pad_single)
+        settings.n_ctx = context + int(self.pad_single) + (FEW if self.max_leaves else 0)
         settings.n_batch = settings.n_ubatch = min(batch, context)
-        settings.n_seq_max = 1
+        settings.n_seq_max = self.max_leaves + 1
+        settings.kv_unified = self.max_leaves > 0
         settings.n_threads = settings.n_threads_batch = threads
         settings.flash_attn_type = llama.LLAMA_FLASH_ATTN_TYPE_DISABLED
         settings.type_k = settings.type_v = llama.GGML_TYPE_F16
@@ -192,11 +206,13 @@ class GgufModel:
             )
         self._memory = llama.llama_get_memory(self._context)
         self._batch_size = min(int(llama.llama_n_batch(self._context)), int(llama.llama_n_ubatch(self._context)))
-        self._batch = llama.llama_batch_init(self._batch_size, 0, 1)
+        self._cells = int(llama.llama_n_ctx(self._context))
+        self._batch = llama.llama_batch_init(self._batch_size, 0, self.max_leaves + 1)
         view, size = np.ctypeslib.as_array, (self._batch_size,)
         self._token, self._position = view(self._batch.token, size), view(self._batch.pos, size)
         self._output = view(self._batch.logits, size)
-        view(self._batch.n_seq_id, size)[:] = 1
+        self._sequences = view(self._batch.n_seq_id, size)  # how many each token belongs to
+        self._sequences[:] = 1
         self._ascending = np.arange(context, dtype=np.int32)
         self._view = np.empty((0, self.head_rows), dtype=np.float32)
         self._view_address = 0
@@ -243,10 +259,11 @@ class GgufModel:
         parents: Sequence[int] | None = None,
         want: Sequence[int] | None = None,
     ) -> GgufLogits:
-        """Commit `tokens` after the row and return logits [n, V] for the indices in `want` (None: every token).
+        """Commit `tokens`, or hang them into the tree below `parents`; logits [n, V] for those in `want` (None: all).
 
-        Raises ValueError, with nothing committed, for no tokens, ids outside [0, V), too many tokens for the capacity,
-        indices outside the tokens, or parents (trees are not supported yet).
+        Raises ValueError, with nothing changed, for no tokens, ids outside [0, V), too many tokens for the capacity,
+        indices outside the tokens, a chain below a pending tree, more than `max_leaves` branches, or more nodes than
+        the cache has cells or a batch has tokens; DataError when llama.cpp fails.
         """
         self._require_open()
         last_only = want is not None and len(want) == 1 and want[0] == len(tokens) - 1
@@ -255,18 +272,21 @@ class GgufModel:
             and parents is None
             and counts is None
             and not self.pad_single
+            and not self._branches
             and 0 < len(tokens) <= min(FEW, self._batch_size, self.capacity - self._length)
             and min(tokens) >= 0
             and max(tokens) < self.vocabulary_size
         ):
             return GgufLogits(self, self._decode_few(tokens, last_only))
-        if parents is not None:
-            raise ValueError("trees of tokens come later: leave parents out")
         count = len(tokens)
-        if count == 0:
-            raise ValueError("extend needs at least one token")
         if counts is not None and list(counts) != [count]:
             raise ValueError(f"counts must be [{count}] for one row of {count} tokens, got {list(counts)}")
+        if parents is not None:
+            return self._extend_tree(tokens, parents, want)
+        if self._branches:
+            raise ValueError("a tree is pending: keep a path of it or roll back first")
+        if count == 0:
+            raise ValueError("extend needs at least one token")
         if self._length + count > self.capacity:
             raise ValueError(f"{self._length} + {count} tokens exceed the context of {self.capacity}")
         ids = np.asarray(tokens, dtype=np.int64)
@@ -283,6 +303,110 @@ class GgufModel:
             self._library.llama_memory_seq_rm(self._memory, 0, start, -1)
             self._length = start
             raise
+
+    def _extend_tree(self, tokens: Sequence[int], parents: Sequence[int], want: Sequence[int] | None) -> GgufLogits:
+        if not self.max_leaves:
+            raise ValueError("this model was opened without room for trees: give it max_leaves")
+        check_call(tokens, parents, want, self.vocabulary_size)
+        old, count, tree = len(self._tree), len(tokens), self._tree.grown(parents)
+        if self._length + max(tree.depths) > self.capacity:
+            raise ValueError(f"{self._length} + {max(tree.depths)} tokens exceed the context of {self.capacity}")
+        room = min(self._cells - self._length - old, self._batch_size) - int(self.pad_single and count == 1)
+        if count > room:
+            raise ValueError(f"{count} more nodes do not fit: there is room for {room} in the cache and the batch")
+        branches, sources = self._grow(tree)
+        self.generation += 1
+        try:
+            for sequence, (source, end) in sources.items():
+                # It may own a beginning of the committed row already, from an earlier tree.
+                self._library.llama_memory_seq_cp(self._memory, source, sequence, self._shared[sequence], end)
+            rows = self._decode_nodes(tokens, tree.depths[old:], branches[old:], want)
+        except BaseException:
+            self._withdraw(branches, sources)
+            raise
+        for sequence in sources:
+            self._shared[sequence] = self._length
+        self._tree, self._branches = tree, branches
+        return GgufLogits(self, rows)
+
+    def _grow(self, tree: PendingTree) -> tuple[list[list[int]], dict[int, tuple[int, int]]]:
+        """Sequences through each node of the grown `tree`, and of each new sequence what it begins as a copy of.
+
+        A first child goes on in its parent's sequence, any other child opens one. The copy is (source, end): what the
+        source holds before position `end`, which is the committed row and the decoded part of the path.
+        """
+        old, branches = len(self._tree), [list(through) for through in self._branches]
+        used = {sequence for through in branches for sequence in through}
+        free = [sequence for sequence in range(1, self.max_leaves + 1) if sequence not in used]
+        inner = {parent for parent in tree.parents[:old] if parent != ROOT}
+        sources: dict[int, tuple[int, int]] = {}
+        for node in range(old, len(tree)):
+            parent = tree.parents[node]
+            if parent != ROOT and parent not in inner:
+                inner.add(parent)
+                branches.append([branches[parent][0]])
+                continue
+            if not free:
+                raise ValueError(f"more than {self.max_leaves} branches: open the model with a larger max_leaves")
+            sequence, source = free.pop(0), (0, self._length)
+            while parent != ROOT:
+                if parent < old and source[0] == 0:
+                    source = (branches[parent][0], self._length + tree.depths[parent])
+                branches[parent].append(sequence)
+                parent = tree.parents[parent]
+            branches.append([sequence])
+            sources[sequence] = source
+        return branches, sources
+
+    def _decode_nodes(
+        self, tokens: Sequence[int], depths: Sequence[int], branches: list[list[int]], want: Sequence[int] | None
+    ) -> NDArray[np.float32]:
+        """Decode nodes of these depths in these sequences; logits [n, V] in the order of `want`."""
+        ids = np.asarray(tokens, dtype=np.int64)
+        wanted = np.arange(len(ids)) if want is None else np.asarray(want, dtype=np.int64)
+        needed, order = np.unique(wanted, return_inverse=True)
+        mask = np.zeros(len(ids), dtype=np.int8)
+        mask[needed] = 1
+        for index, through in enumerate(branches):
+            self._sequences[index] = len(through)
+            for place, sequence in enumerate(through):
+                self._batch.seq_id[index][place] = sequence
+        if self.pad_single and len(ids) == 1:
+            self._batch.seq_id[1][0] = branches[0][0]
+        positions = np.asarray(depths, dtype=np.int32) + (self._length - 1)
+        try:
+            rows = self._decode(ids, mask, positions, branches[0][0])
+        finally:
+            self._sequences[: len(ids)] = 1
+            for index in range(min(len(ids) + 1, self._batch_size)):
+                self._batch.seq_id[index][0] = 0
+        return rows if np.array_equal(wanted, needed) else rows[order]
+
+    def _withdraw(self, branches: list[list[int]], sources: dict[int, tuple[int, int]]) -> None:
+        """Take what a failed call may have put into these sequences out of the cache again."""
+        for sequence in {sequence for through in branches for sequence in through}:
+            if sequence in sources:
+                end = self._shared[sequence]
+            else:
+                pending = zip(self._tree.depths, self._branches, strict=True)
+                end = self._length + max(depth for depth, through in pending if sequence in through)
+            self._library.llama_memory_seq_rm(self._memory, sequence, end, -1)
+
+    def keep(self, paths: Sequence[Sequence[int]]) -> None:
+        """Commit one path of the pending tree and drop its other nodes; ValueError for no path from the root."""
+        self._require_open()
+        path = self._tree.only_path(paths)
+        if path:
+            end = self._length + len(path)
+            self._library.llama_memory_seq_cp(self._memory, self._branches[path[-1]][0], 0, self._length, end)
+        self._drop_tree()
+        self._length += len(path)
+
+    def _drop_tree(self) -> None:
+        """Take every branch back to the committed tokens, which it goes on owning: the next tree copies less."""
+        for sequence in {sequence for through in self._branches for sequence in through}:
+            self._remove(self._length, sequence)
+        self._tree, self._branches = PendingTree(), []
 
     def _decode_few(self, tokens: Sequence[int], last_only: bool) -> NDArray[np.float32]:
         """The common case, a step or a verification, without the bookkeeping that costs a tenth of a small step."""
@@ -341,13 +465,25 @@ class GgufModel:
             bounds[-2] -= 1
         return list(itertools.pairwise(bounds))
 
-    def _decode(self, ids: NDArray[np.int64], mask: NDArray[np.int8]) -> NDArray[np.float32]:
-        """Decode one chunk [m] and commit it; view [rows asked for by mask [m], V] of llama.cpp's buffer."""
+    def _decode(
+        self,
+        ids: NDArray[np.int64],
+        mask: NDArray[np.int8],
+        positions: NDArray[np.int32] | None = None,
+        sequence: int = 0,
+    ) -> NDArray[np.float32]:
+        """Decode one chunk [m]; view [rows asked for by mask [m], V] of llama.cpp's buffer.
+
+        Without positions [m] it follows the committed tokens and is committed. A dummy joins `sequence`.
+        """
         count, outputs, first = len(ids), int(mask.sum()), 0
         dummy = self.pad_single and count == 1
         size = count + dummy
+        start = self._length if positions is None else int(positions[0])
         self._token[:count] = ids
-        self._position[:size] = np.arange(self._length, self._length + size)
+        self._position[:size] = np.arange(start, start + size)
+        if positions is not None:
+            self._position[:count] = positions
         self._output[:count] = mask
         asked = outputs
         if dummy:
@@ -368,26 +504,37 @@ class GgufModel:
         if code != 0:
             raise self._decode_failure(count, code)
         if dummy:
-            self._remove(self._length + 1)
-        self._length += count
+            self._remove(start + 1, sequence)
+        if positions is None:
+            self._length += count
         if not outputs:
             return np.empty((0, self.vocabulary_size), dtype=np.float32)
         buffer = self._library.llama_get_logits(self._context)
         logits = np.ctypeslib.as_array(buffer, (asked, self.head_rows))
         return logits[first : first + outputs, : self.vocabulary_size]
 
-    def _remove(self, start: int) -> None:
-        if not self._library.llama_memory_seq_rm(self._memory, 0, start, -1):
+    def _remove(self, start: int, sequence: int = 0) -> None:
+        if not self._library.llama_memory_seq_rm(self._memory, sequence, start, -1):
             raise DataError(f"{self.path}: this model's cache cannot be rolled back", hint="use a transformer")
 
     def rollback(self, lengths: Sequence[int]) -> None:
-        """Forget the tokens beyond `lengths` (one number); ValueError outside 0..the committed length."""
+        """Forget a pending tree and the tokens beyond `lengths` (one number); ValueError outside 0..the committed."""
         self._require_open()
         if len(lengths) != 1 or not 0 <= lengths[0] <= self._length:
             raise ValueError(f"lengths must be [L] with 0 <= L <= {self._length}, got {list(lengths)}")
+        if self._branches:
+            self._drop_tree()
         if lengths[0] < self._length:
             self._remove(lengths[0])
             self._length = lengths[0]
+            if self.max_leaves:
+                self._forget_shared(lengths[0])
+
+    def _forget_shared(self, length: int) -> None:
+        for sequence, shared in enumerate(self._shared):
+            if shared > length:
+                self._remove(length, sequence)
+                self._shared[sequence] = length
 
     def reset(self) -> None:
         """Forget all tokens."""
@@ -431,7 +578,7 @@ class GgufModel:
         self.generation += 1
         if self._batch is not None:
             # The views point into the batch.
-            del self._token, self._position, self._output
+            del self._token, self._position, self._output, self._sequences
             self._library.llama_batch_free(self._batch)
             self._batch = None
         if self._context:

@@ -1,6 +1,6 @@
 """Cost curves: the seconds a model takes for m tokens of one sequence at a depth.
 
-Legend: m tokens of one step.
+Legend: m tokens of one step, T target, D draft, n or γ drafted tokens.
 """
 
 from __future__ import annotations
@@ -8,9 +8,15 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
+from distill.errors import DataError
 from distill.models.base import Model
+from distill.run import machine, read_json, write_json
+
+FORMAT = 1  # of saved curves
 
 
 def measure_steps(
@@ -66,3 +72,161 @@ def predicted_speedup(target: dict[int, float], draft: float, length: int, accep
         survive *= accepted[position]
         expected += survive
     return target[1] * expected / (target[length + 1] + length * draft)
+
+
+@dataclass(frozen=True)
+class StepCosts:
+    """Seconds at one depth: the target's T(1..), the draft's D(1) and D(2), and the overhead of a round."""
+
+    target: tuple[float, ...]
+    draft: float
+    draft_two: float
+    overhead: float = 0.0
+
+    def round_seconds(self, drafted: int, two: bool = False) -> float:
+        """T(n + 1) + D₀ + n·D; the first draft step is D(2) after a round that was accepted whole (`two`)."""
+        first = self.draft_two - self.draft if two and drafted else 0.0
+        return self.target[drafted] + self.overhead + drafted * self.draft + first
+
+
+@dataclass(frozen=True)
+class CostCurve:
+    """Medians as measured, never smoothed: seconds[i][m − 1] of a step of m tokens at depths[i], depths rising.
+
+    `unit` is "seconds", or "T(1)" for an imported curve of relative costs; `note` says what a reader must know.
+    """
+
+    model: str
+    backend: str
+    depths: tuple[int, ...]
+    seconds: tuple[tuple[float, ...], ...]
+    repeats: int = 0
+    unit: str = "seconds"
+    note: str = ""
+    machine: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not self.depths or len(self.depths) != len(self.seconds) or list(self.depths) != sorted(set(self.depths)):
+            raise DataError(f"cost curve of {self.model}: {len(self.seconds)} rows for depths {list(self.depths)}")
+        if any(not row or min(row) <= 0 for row in self.seconds):
+            raise DataError(f"cost curve of {self.model}: a step without a positive time", "measure the curve again")
+
+    def at(self, depth: int) -> tuple[float, ...]:
+        """T(1..) of the deepest bucket that is not deeper than `depth`; of the first one where all are deeper."""
+        below = [i for i, bucket in enumerate(self.depths) if bucket <= depth]
+        return self.seconds[below[-1] if below else 0]
+
+    def relative(self, depth: int) -> list[float]:
+        """Per-token cost of m = 1.. relative to m = 1: T(m) / (m·T(1))."""
+        row = self.at(depth)
+        return [seconds / (m * row[0]) for m, seconds in enumerate(row, start=1)]
+
+
+def measure_curve(
+    model: Model,
+    title: str,
+    backend: str,
+    depths: Sequence[int] = (64, 512, 2048),
+    most: int = 64,
+    repeats: int = 7,
+) -> CostCurve:
+    """Time steps of m = 1..`most` tokens at each depth that the model's context leaves room for.
+
+    A warm-up pass is thrown away, the rest gives medians. Raises DataError when no depth fits.
+    """
+    fitting = sorted({depth for depth in depths if depth + most <= model.capacity})
+    if not fitting:
+        raise DataError(
+            f"{title}: a context of {model.capacity} has no room for {most} tokens at depth {min(depths)}",
+            "measure at smaller depths or fewer tokens",
+        )
+    counts = range(1, most + 1)
+    rows = []
+    for depth in fitting:
+        found = measure_steps(model, counts, depth, repeats, model.vocabulary_size)
+        rows.append(tuple(found[m][0] for m in counts))
+    return CostCurve(title, backend, tuple(fitting), tuple(rows), repeats, machine=machine())
+
+
+@dataclass(frozen=True)
+class PairCost:
+    """What a round costs: the target's curve, the draft's (m = 1, 2 at least), and seconds of everything else (D₀)."""
+
+    target: CostCurve
+    draft: CostCurve
+    overhead_seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.target.unit != self.draft.unit:
+            raise DataError(
+                f"the target's costs are in {self.target.unit}, the draft's in {self.draft.unit}",
+                "measure both on one machine",
+            )
+        if min(len(row) for row in self.draft.seconds) < 2:
+            raise DataError(f"the curve of {self.draft.model} has no D(2)", "measure it with at least 2 tokens")
+
+    def at(self, depth: int) -> StepCosts:
+        """The costs at a depth, each model's from its own nearest bucket below."""
+        draft = self.draft.at(depth)
+        return StepCosts(self.target.at(depth), draft[0], draft[1], self.overhead_seconds)
+
+    def speedup(self, length: int, accepted: Sequence[float], depth: int) -> float:
+        """S(n) of a fixed length from acceptance by position (given reached), overhead included; plain is 1."""
+        costs = self.at(depth)
+        if length >= len(costs.target) or length > len(accepted):
+            raise DataError(
+                f"draft length {length} needs T({length + 1}) and {length} acceptance rates; "
+                f"there are {len(costs.target)} and {len(accepted)}",
+                "measure a longer curve or ask for a smaller length",
+            )
+        target = dict(enumerate(costs.target, start=1))
+        bare = predicted_speedup(target, costs.draft, length, accepted)
+        seconds = costs.round_seconds(length)
+        return bare * (seconds - costs.overhead) / seconds if length else bare
+
+    def best_length(self, accepted: Sequence[float], depth: int) -> tuple[int, float]:
+        """The length of greatest S(n), the smallest on ties, and its S; 0 when plain decoding is best."""
+        longest = min(len(self.at(depth).target) - 1, len(accepted))
+        found = [self.speedup(n, accepted, depth) for n in range(longest + 1)]
+        best = max(range(longest + 1), key=lambda n: found[n])
+        return best, found[best]
+
+    def save(self, path: Path) -> None:
+        """Write the pair as JSON; see `load_pair`."""
+        write_json(path, {"format": FORMAT, **asdict(self)})
+
+
+def save_curve(curve: CostCurve, path: Path) -> None:
+    """Write one curve as JSON; see `load_curve`."""
+    write_json(path, {"format": FORMAT, **asdict(curve)})
+
+
+def load_curve(path: Path) -> CostCurve:
+    """Read what `save_curve` wrote; raises DataError when it is missing, damaged or of another format."""
+    return _curve(_checked(path), path)
+
+
+def load_pair(path: Path) -> PairCost:
+    """Read what `PairCost.save` wrote; raises DataError when it is missing, damaged or of another format."""
+    found = _checked(path)
+    try:
+        target, draft, overhead = found["target"], found["draft"], float(found["overhead_seconds"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise DataError(f"{path} does not hold the costs of a pair: {error}", "measure them again") from error
+    return PairCost(_curve(target, path), _curve(draft, path), overhead)
+
+
+def _checked(path: Path) -> dict[str, Any]:
+    found = read_json(path)
+    if not isinstance(found, dict) or found.get("format") != FORMAT:
+        raise DataError(f"{path} holds no cost curve of format {FORMAT}", "measure it again with this version")
+    return {name: value for name, value in found.items() if name != "format"}
+
+
+def _curve(fields: Any, path: Path) -> CostCurve:
+    try:
+        depths = tuple(int(depth) for depth in fields["depths"])
+        seconds = tuple(tuple(float(value) for value in row) for row in fields["seconds"])
+        return CostCurve(**{**fields, "depths": depths, "seconds": seconds})
+    except (KeyError, TypeError, ValueError) as error:
+        raise DataError(f"{path} does not hold a cost curve: {error}", "measure it again") from error

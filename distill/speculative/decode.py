@@ -1,16 +1,27 @@
-"""The decoder: plain, and speculative with a chain of drafted tokens. Any two models with `extend` and `rollback` do.
+"""The decoder: plain, and speculative with any drafter, verifier and sampler. Read `decode` top to bottom.
 
-Verification here is greedy: the target's argmax at every position, so the output is the target's own greedy text.
-Legend: γ drafted tokens of a round.
+Any model with `extend`, `rollback` and, for trees, `keep` does. Legend: γ drafted tokens of a round, n nodes of a tree,
+V vocabulary.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from distill.models.base import Model
+from torch import Tensor
+
+from distill.errors import DataError
+from distill.models.base import Logits, Model
+from distill.sampler import Sampler
+from distill.speculative.draft import Drafter, ModelDrafter
+from distill.speculative.lengths import Fixed
+from distill.speculative.proposal import ROOT, Proposal
+from distill.speculative.verify import CHAINS, TREES, Random, draw, draw_token, refusal, walk
+
+GREEDY = Sampler(temperature=0)
+Stop = Callable[[Sequence[int]], int | None]  # of all new tokens: how many of them to keep, None to go on
 
 
 @dataclass(frozen=True)
@@ -42,6 +53,32 @@ class Decoded:
         return (len(self.tokens) - 1) / self.seconds if self.seconds else 0.0
 
 
+@dataclass(frozen=True)
+class Rules:
+    """How a text is decoded: the served sampler, the verifier, what ends it, and where chance comes from.
+
+    `stop` looks at all new tokens after every round, for stop strings and the like.
+    """
+
+    sampler: Sampler = GREEDY
+    verifier: str = "greedy"
+    ends: Collection[int] = ()
+    random: Random = lambda: 0.0
+    stop: Stop | None = None
+
+    @property
+    def by_argmax(self) -> bool:
+        """Whether the target's largest logit decides, so that no law needs to be made."""
+        return self.sampler.temperature == 0 and self.sampler.repetition_penalty == 1 and self.verifier == "greedy"
+
+
+def require_lossless(drafter: Drafter, rules: Rules) -> None:
+    """Raise DataError, with the reason, for a drafter and verifier that would change the target's law."""
+    reason = refusal(rules.verifier, drafter.kind, rules.sampler.temperature, tree=drafter.tree)
+    if reason is not None:
+        raise DataError(f"verifier {rules.verifier} would change the target's law: {reason}", "or ask for it as lossy")
+
+
 def verify_greedy(choices: Sequence[int], proposal: Sequence[int]) -> int:
     """How many proposed tokens stand, from the target's argmaxes [γ + 1] at each position."""
     for index, token in enumerate(proposal):
@@ -55,76 +92,144 @@ def room_for(target: Model, draft: Model, prompt: int, limit: int) -> int:
     return min(limit, target.capacity - prompt, draft.capacity - prompt)
 
 
-def plain(target: Model, prompt: Sequence[int], limit: int, ends: Collection[int] = ()) -> Decoded:
-    """Greedy decoding, one token a step, from a cold cache; up to `limit` tokens, the end token included."""
+def choose(logits: Logits, history: Sequence[int], rules: Rules) -> int:
+    """The target's own next token from logits [1, V]."""
+    if rules.by_argmax:
+        return logits.argmax()[0]
+    return draw_token(rules.sampler.law(logits.full(), [history])[0], rules.random)
+
+
+def kept(new: Sequence[int], before: Sequence[int], rules: Rules) -> tuple[int, bool]:
+    """How many of a round's new tokens are said, and whether the text ends there."""
+    count = next((i + 1 for i, token in enumerate(new) if token in rules.ends), None)
+    if rules.stop is not None:
+        wanted = rules.stop([*before, *new[:count]])
+        if wanted is not None:
+            return max(0, wanted - len(before)), True
+    return (len(new), False) if count is None else (count, True)
+
+
+def plain(
+    target: Model, prompt: Sequence[int], limit: int, ends: Collection[int] = (), rules: Rules | None = None
+) -> Decoded:
+    """Plain decoding, one token a step, from a cold cache; up to `limit` tokens, the end token included.
+
+    Greedy with `ends` alone; `rules` give another sampler.
+    """
+    rules = rules or Rules(ends=ends)
     result = Decoded()
     target.rollback([0])
     started = time.perf_counter()
-    token = target.extend(prompt, want=[len(prompt) - 1]).argmax()[0]
+    token = choose(target.extend(prompt, want=[len(prompt) - 1]), prompt, rules)
     prefilled = time.perf_counter()
     result.prefill_seconds = prefilled - started
-    result.tokens.append(token)
+    count, ended = kept([token], [], rules)
+    result.tokens += [token][:count]
     only = [0]
-    while len(result.tokens) < limit and token not in ends and target.lengths[0] < target.capacity:
-        token = target.extend([token], want=only).argmax()[0]
-        result.tokens.append(token)
+    while len(result.tokens) < limit and not ended and target.lengths[0] < target.capacity:
+        token = choose(target.extend([token], want=only), [*prompt, *result.tokens], rules)
+        count, ended = kept([token], result.tokens, rules)
+        result.tokens += [token][:count]
+        if count < 1:
+            break
     result.seconds = time.perf_counter() - prefilled
     result.from_draft = [False] * len(result.tokens)
     return result
 
 
-def propose(draft: Model, context: Sequence[int], count: int, ends: Collection[int] = ()) -> list[int]:
-    """The draft's greedy continuation of `context`, of which it has committed some beginning; up to `count` tokens.
+def decode(
+    target: Model,
+    drafter: Drafter,
+    prompt: Sequence[int],
+    limit: int,
+    rules: Rules,
+    result: Decoded,
+    lossy: bool = False,
+) -> Iterator[list[int]]:
+    """Speculative decoding from cold caches into `result`, yielding each round's new tokens.
 
-    An end token is the last one proposed: what follows it could never be used and must not count as drafted.
-
-    What it has not seen yet (the last token, or two after a fully accepted round) goes in with the first step.
+    What comes out follows the target's law under the sampler exactly (greedy: is the target's own text, up to rounding
+    between batches of one and of several tokens). Raises DataError for pairs of drafter and verifier that would
+    change it, unless `lossy`.
     """
-    fresh = list(context[draft.lengths[0] :])
-    proposal: list[int] = []
-    for _ in range(count):
-        proposal.append(draft.extend(fresh, want=[len(fresh) - 1]).argmax()[0])
-        if proposal[-1] in ends:
-            break
-        fresh = proposal[-1:]
-    return proposal
+    if not lossy:
+        require_lossless(drafter, rules)
+    target.rollback([0])
+    started = time.perf_counter()
+    first = choose(target.extend(prompt, want=[len(prompt) - 1]), prompt, rules)
+    drafter.begin(prompt)
+    result.prefill_seconds = time.perf_counter() - started
+    context = [*prompt, first]
+    count, ended = kept([first], [], rules)
+    result.tokens += [first][:count]
+    result.from_draft += [False][:count]
+    yield [first][:count]
+    while len(result.tokens) < limit and not ended and target.lengths[0] < target.capacity:
+        round_started = time.perf_counter()
+        depth = target.lengths[0]
+        # No more than can still be used: the round emits one token beyond those accepted.
+        most = min(limit - len(result.tokens) - 1, target.capacity - depth - 1, drafter.room(depth + 1))
+        proposal = drafter.propose(context, most, rules.ends) if most > 0 else Proposal.chain([])
+        accepted, token = _verify(target, context, proposal, rules)
+        new = [*(proposal.tokens[node] for node in accepted), token]
+        count, ended = kept(new, result.tokens, rules)
+        context += new
+        result.tokens += new[:count]
+        result.from_draft += [i < len(accepted) for i in range(count)]
+        seconds = time.perf_counter() - round_started
+        drafter.accepted(proposal, len(accepted), len(context), seconds)
+        seconds = time.perf_counter() - round_started
+        result.seconds += seconds
+        result.rounds.append(Round(depth, len(proposal.tokens), len(accepted), seconds))
+        yield new[:count]
+
+
+def _verify(target: Model, context: Sequence[int], proposal: Proposal, rules: Rules) -> tuple[list[int], int]:
+    """One target step over the last token and the proposal: the accepted nodes and the token after them.
+
+    The target is left with everything committed but that token.
+    """
+    tokens = [context[-1], *proposal.tokens]
+    depth = target.lengths[0]
+    if proposal.is_chain and rules.verifier in CHAINS:
+        logits = target.extend(tokens)
+        if rules.by_argmax:
+            choices = logits.argmax()
+            count = verify_greedy(choices, proposal.tokens)
+            token = choices[count]
+        else:
+            p = _laws(logits, context, proposal, rules)
+            drafted = p.new_tensor(proposal.tokens).long()
+            count, token = draw(CHAINS[rules.verifier](p, _as(proposal.laws, p), drafted), rules.random)
+        target.rollback([depth + 1 + count])
+        return list(range(count)), token
+    # The last token is node 0 of the pending tree, and the parent of the proposal's roots.
+    logits = target.extend(tokens, parents=[ROOT, *(parent + 1 for parent in proposal.parents)])
+    path, token = walk(TREES[rules.verifier], _laws(logits, context, proposal, rules), proposal, rules.random)
+    target.keep([[0, *(node + 1 for node in path)]])
+    return path, token
+
+
+def _laws(logits: Logits, context: Sequence[int], proposal: Proposal, rules: Rules) -> Tensor:
+    """The target's laws [n + 1, V] after the context and after each node, through the sampler."""
+    histories: list[list[int]] | None = None
+    if rules.sampler.repetition_penalty != 1:
+        histories = [list(context)]
+        for node, parent in enumerate(proposal.parents):
+            histories.append([*histories[parent + 1], proposal.tokens[node]])
+    return rules.sampler.law(logits.full(), histories)
+
+
+def _as(laws: Tensor | None, p: Tensor) -> Tensor | None:
+    return None if laws is None else laws.to(p)
 
 
 def speculative_rounds(
     target: Model, draft: Model, prompt: Sequence[int], limit: int, length: int, ends: Collection[int], result: Decoded
 ) -> Iterator[list[int]]:
-    """Decode round by round into `result`, yielding each round's new tokens; see `speculative`."""
-    target.rollback([0])
-    draft.rollback([0])
-    started = time.perf_counter()
-    first = target.extend(prompt, want=[len(prompt) - 1]).argmax()[0]
-    if len(prompt) > 1:
-        draft.extend(prompt[:-1], want=[len(prompt) - 2])
-    result.prefill_seconds = time.perf_counter() - started
-    context = [*prompt, first]
-    result.tokens.append(first)
-    result.from_draft.append(False)
-    yield [first]
-    while len(result.tokens) < limit and result.tokens[-1] not in ends and target.lengths[0] < target.capacity:
-        round_started = time.perf_counter()
-        depth = target.lengths[0]
-        # No more than can still be used: the round emits one token beyond those accepted.
-        count = min(length, limit - len(result.tokens) - 1, target.capacity - depth - 1, draft.capacity - depth - 1)
-        proposal = propose(draft, context, count, ends) if count > 0 else []
-        choices = target.extend([context[-1], *proposal]).argmax()
-        accepted = verify_greedy(choices, proposal)
-        new = [*proposal[:accepted], choices[accepted]]
-        stop = next((i + 1 for i, token in enumerate(new) if token in ends), len(new))
-        context += new[:stop]
-        result.tokens += new[:stop]
-        result.from_draft += [i < accepted for i in range(stop)]
-        target.rollback([depth + 1 + accepted])
-        # The draft never saw its own last token; everything after the accepted ones goes.
-        draft.rollback([min(draft.lengths[0], depth + 1 + accepted)])
-        seconds = time.perf_counter() - round_started
-        result.seconds += seconds
-        result.rounds.append(Round(depth, len(proposal), accepted, seconds))
-        yield new[:stop]
+    """Greedy decoding with a fixed draft length, round by round; see `speculative`."""
+    rules = Rules(ends=ends)
+    return decode(target, ModelDrafter(draft, Fixed(length), rules.sampler, rules.random), prompt, limit, rules, result)
 
 
 def speculative(

@@ -1,0 +1,175 @@
+"""Logs of llama.cpp's `llama-batched-bench --output-format jsonl`, and the llama.cpp settings that follow from them.
+
+For targets that only llama.cpp runs: on NUMA machines, over RPC, partly offloaded. Legend: m parallel sequences of a
+line ("pl"), which stand in for m tokens of one sequence.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from distill.errors import DataError
+from distill.speculative.cost import CostCurve, StepCosts, predicted_speedup
+
+NOTE = (
+    "Imported from llama-batched-bench, which times m parallel sequences, each with a cache of its own. That is not m "
+    "tokens of one sequence, which read one cache: those usually cost a little less, most of all at great depths."
+)
+COUNTS, TIMES = ("pp", "tg", "pl"), ("t_tg",)  # the fields of a line that are used
+MOST_LISTED = 64  # costs in GGML_BATCH_COSTS
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One environment variable or flag of llama.cpp, and the sentence that says why."""
+
+    name: str
+    value: str
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.name}={self.value}" if self.name.isupper() else f"{self.name} {self.value}"
+
+
+def read_log(path: Path) -> list[dict[str, Any]]:
+    """The measurements of a log, in order; lines that are not JSON objects (llama.cpp's own messages) are left out.
+
+    Raises DataError, with the line's number, for a broken or incomplete object and for a log without any.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror}", "give the file with the tool's output") from error
+    found = [_measurement(line, f"{path}, line {number}") for number, line in enumerate(lines, 1) if line[:1] == "{"]
+    if not found:
+        raise DataError(f"{path} holds no measurement", "run llama-batched-bench with --output-format jsonl")
+    return found
+
+
+def _measurement(line: str, where: str) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        what = f"{where} is not JSON: {error.msg} at character {error.pos}"
+        raise DataError(what, "was the run cut short? remove the line or run it again") from error
+    for name in (*COUNTS, *TIMES):
+        if name not in row:
+            raise DataError(f"{where} has no `{name}`", "is this the output of llama-batched-bench?")
+        if not isinstance(row[name], int if name in COUNTS else int | float):
+            raise DataError(f"{where}: `{name}` is {row[name]!r}, not a number", "run the benchmark again")
+    for name in ("tg", "pl", "t_tg"):
+        if row[name] <= 0:
+            raise DataError(f"{where}: `{name}` is {row[name]}, must be above 0", "use -ntg and -npl of 1 or more")
+    return dict(row)
+
+
+def import_curve(path: Path, model: str = "llama-batched-bench") -> CostCurve:
+    """The target's curve in units of T(1) from a log; depth is what each sequence held on average while it was timed.
+
+    T(m) is t_tg / tg of the line with pl = m, the median where a line repeats. Depths at which the log does not hold
+    m = 1, 2, ... without a gap are cut at the gap (`note` says so). Raises DataError when no depth has m = 1 and 2.
+    """
+    rows: dict[int, dict[int, list[float]]] = {}
+    for row in read_log(path):
+        depth = row["pp"] + row["tg"] // 2
+        rows.setdefault(depth, {}).setdefault(row["pl"], []).append(row["t_tg"] / row["tg"])
+    depths, seconds, notes = [], [], [NOTE]
+    for depth, found in sorted(rows.items()):
+        steps = 0
+        while steps + 1 in found:
+            steps += 1
+        if steps < 2:
+            notes.append(f"Depth {depth} was left out: it lacks m = {1 if 1 not in found else 2}.")
+            continue
+        if max(found) > steps:
+            notes.append(f"Depth {depth} ends at m = {steps}: m = {steps + 1} was not measured, a gap is not filled.")
+        one = statistics.median(found[1])
+        depths.append(depth)
+        seconds.append(tuple(statistics.median(found[m]) / one for m in range(1, steps + 1)))
+    if not depths:
+        what = f"{path}: no prompt length was measured with 1 and 2 parallel sequences"
+        raise DataError(what, "use -npl 1,2,3,...,64 (every number)")
+    return CostCurve(model, "llama-batched-bench", tuple(depths), tuple(seconds), 0, "T(1)", " ".join(notes))
+
+
+def settings(curve: CostCurve, accepted: Sequence[float], draft: float, depth: int, most: int = 32) -> list[Setting]:
+    """What to set in llama.cpp, from the target's curve, acceptance by position (given reached) and the draft's D(1).
+
+    `draft` is in units of T(1). The environment variables are read by llama.cpp builds with profile-guided lengths
+    (pull request 17034), the flags by every llama-server.
+    """
+    costs = StepCosts(curve.at(depth), draft * curve.at(depth)[0], draft * curve.at(depth)[0])
+    target = dict(enumerate(costs.target, start=1))
+    longest = min(len(accepted), len(costs.target) - 1, most)
+    speeds = [predicted_speedup(target, costs.draft, n, accepted) for n in range(longest + 1)]
+    best = max(range(longest + 1), key=lambda n: speeds[n])
+    ahead = look_ahead(costs, speeds[best])
+    relative = [f"{value:.3f}".rstrip("0").rstrip(".") for value in curve.relative(depth)[:MOST_LISTED]]
+    found = [
+        Setting("GGML_BATCH_COSTS", ",".join(relative), "T(m) / (m·T(1)) for m = 1, 2, ... as measured, not smoothed."),
+        Setting(
+            "GGML_MAX_LOOK_AHEAD",
+            str(ahead),
+            f"The curve has steps: from some length, only {ahead} accepted tokens together pay for their verification."
+            if ahead > 1
+            else "From every length, either the next accepted token pays for itself or no number of them does.",
+        ),
+    ]
+    if best == 0:
+        why = f"No length beats plain decoding: the best, {_best_drafting(speeds)}. Better leave the draft out."
+        return [*found, Setting("--spec-draft-n-max", "0", why)]
+    floor = probability_floor(costs, accepted, best, speeds[best])
+    return [
+        *found,
+        Setting("--spec-draft-n-max", str(best), f"The fixed length of greatest predicted speed, {speeds[best]:.2f}×."),
+        Setting(
+            "--spec-draft-p-min",
+            f"{floor:.2f}",
+            f"Below this probability a token costs more than it brings at {speeds[best]:.2f}× "
+            "(lossless there at temperature 0 or when the draft takes its best token).",
+        ),
+    ]
+
+
+def _best_drafting(speeds: Sequence[float]) -> str:
+    if len(speeds) < 2:
+        return "none, has no acceptance rates"
+    n = max(range(1, len(speeds)), key=lambda n: speeds[n])
+    return f"{n}, is predicted to reach {speeds[n]:.2f}×"
+
+
+def look_ahead(costs: StepCosts, speed: float = 1.0) -> int:
+    """How many tokens a draft must look ahead, so that no step of the curve hides what pays behind it.
+
+    Decoding at `speed` times plain decoding, k accepted tokens save k·T(1) / speed seconds and cost
+    T(n + 1 + k) − T(n + 1) + k·D. The smallest k that pays, largest over the lengths n; those from which nothing ever
+    pays do not count. At least 1.
+    """
+    worth, longest = costs.target[0] / speed, len(costs.target) - 1
+    found = 1
+    for n in range(longest):
+        for k in range(1, longest - n + 1):
+            if k * worth > costs.target[n + k] - costs.target[n] + k * costs.draft:
+                found = max(found, k)
+                break
+    return found
+
+
+def probability_floor(costs: StepCosts, accepted: Sequence[float], length: int, speed: float) -> float:
+    """The probability of acceptance at which verifying one more token pays for itself, within [0, 0.95].
+
+    A drafted token's draft step is paid; to verify it costs (T(n + 1) − T(1)) / n on the average of n = `length`, time
+    in which decoding at `speed` makes speed / T(1) tokens a second. It brings its own probability times that of the
+    tokens before it, whose mean over the positions stands in here.
+    """
+    reached, survive = 0.0, 1.0
+    for position in range(length):
+        reached += survive
+        survive *= accepted[position]
+    worth = speed * (costs.target[length] - costs.target[0]) / (length * costs.target[0])
+    return min(max(worth * length / reached, 0.0), 0.95)

@@ -1,0 +1,393 @@
+"""Trees of drafted tokens: grown best-first, or of a shape fixed beforehand, and how large they should be.
+
+Two kinds of children. Deterministic ones are the best tokens of the draft's law; which nodes are kept may depend on
+everything. Sampled ones are drawn from it, in a shape that was fixed before the draw: a node that was drawn is never
+removed, else the draft no longer follows its law. Legend: n nodes, m nodes of one call, V vocabulary, k children.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from distill.speculative.calibration import Calibration
+from distill.speculative.proposal import ROOT, Features, Proposal
+from distill.speculative.verify import draw_token
+
+# The draft takes these tokens below these parents (numbers of tokens it took before, or ROOT) and gives the laws [m, V]
+# after them, through the sampler; `extend(tokens, parents=parents)` of a model numbers its nodes in the same way.
+Expand = Callable[[list[int], list[int]], Tensor]
+# From the draft's probabilities of a node's children, best first, the features of their law, their position (from 0)
+# and the value of the node above: the probability of each child to stand, given that the node does.
+Calibrate = Callable[[list[float], Features, int, float], list[float]]
+
+
+def features_of(law: Tensor) -> Features:
+    """Features of a law [V]."""
+    return _features(law, best_tokens(law, 2)[1])
+
+
+def _features(law: Tensor, best: Sequence[float]) -> Features:
+    # −Σ p ln p; special.entr takes twice the time.
+    entropy = -(law * law.clamp(min=torch.finfo(law.dtype).tiny).log()).sum()
+    return Features(best[0], best[1] if len(best) > 1 else 0.0, float(entropy))
+
+
+def best_tokens(law: Tensor, count: int) -> tuple[list[int], list[float]]:
+    """Up to `count` possible tokens of a law [V] and their probabilities, best first, the smaller id first on ties."""
+    values, ids = law.topk(min(count + 1, law.shape[-1]))
+    found = list(zip(values.tolist(), ids.tolist(), strict=True))
+    if len(found) > count and found[count][0] == found[count - 1][0] > 0:
+        # A tie at the last place leaves topk a choice: look at all that are as good.
+        ids = torch.nonzero(law >= values[-1]).flatten()
+        found = list(zip(law[ids].tolist(), ids.tolist(), strict=True))
+    found = sorted(((p, i) for p, i in found if p > 0), key=lambda pair: (-pair[0], pair[1]))[:count]
+    return [i for _, i in found], [p for p, _ in found]
+
+
+def spread(calibration: Calibration) -> Calibrate:
+    """A chain's calibration for trees: it judges the best child; the others share what that leaves as in the law."""
+
+    def calibrate(chances: list[float], features: Features, position: int, survival: float) -> list[float]:
+        first = calibration.accept(position, features, survival)
+        scale = (1 - first) / (1 - features.top) if features.top < 1 else 0.0
+        return [first, *(chance * scale for chance in chances[1:])]
+
+    return calibrate
+
+
+@dataclass(frozen=True, order=True)
+class _Node:
+    """A node that could be in the tree, in order of preference: parents before their children, ties by rank."""
+
+    loss: float  # minus the product of probabilities down to it
+    depth: int
+    ranks: tuple[int, ...]  # of the nodes on the path to it among their siblings
+    token: int = field(compare=False)
+    features: Features = field(compare=False)
+
+    @property
+    def parent(self) -> tuple[int, ...]:
+        return self.ranks[:-1]
+
+
+class _Leaves:
+    """Counts the leaves of a tree as nodes join it, parents first; () is the root."""
+
+    def __init__(self, most: int | None) -> None:
+        self.most, self.count = most, 0
+        self.members: dict[tuple[int, ...], int] = {(): 0}
+        self._inner: set[tuple[int, ...]] = set()
+
+    def join(self, node: _Node) -> bool:
+        """Take the node unless its parent is missing or it makes a leaf too many."""
+        more = node.parent == () or node.parent in self._inner
+        if node.parent not in self.members or (self.most is not None and self.count + more > self.most):
+            return False
+        self.count += more
+        self._inner.add(node.parent)
+        self.members[node.ranks] = len(self.members) - 1
+        return True
+
+
+def best_first(
+    root: Tensor,
+    expand: Expand,
+    nodes: int,
+    *,
+    branching: int = 8,
+    depth: int = 16,
+    calibrate: Calibrate | None = None,
+    by_level: bool = True,
+    max_leaves: int | None = None,
+) -> tuple[Proposal, list[float]]:
+    """The tree of at most `nodes` nodes with the largest sum of values, and the values, largest first.
+
+    A node's value is the product of its path's probabilities of acceptance: the draft's, or what `calibrate` makes of
+    them. `root` [V] is the law after the context; children are the `branching` best tokens. The first nodes are always
+    the best tree of fewer, see `choose_budget`. Level by level the draft is called once per level and takes some nodes
+    too many; else it is called once per node (but the last), with the same tree for the outcome. `max_leaves` bounds
+    the branches of the tree and of what the draft takes; where it binds, the tree is the greedy one, not the best.
+    """
+    if nodes <= 0 or depth <= 0 or branching <= 0:
+        return Proposal.chain([]), []
+    pool = _children(None, root, branching, calibrate)
+    taken = _Leaves(max_leaves)  # nodes whose laws the draft was asked for
+    seen: set[tuple[int, ...]] = set()
+    while True:
+        picked = _pick(pool, nodes, max_leaves)
+        # The last place is no parent: a child comes after it.
+        open_nodes = [node for node in picked[: nodes - 1] if node.depth < depth and node.ranks not in seen]
+        if by_level:
+            least = min((node.depth for node in open_nodes), default=0)
+            open_nodes = [node for node in open_nodes if node.depth == least]
+        else:
+            open_nodes = open_nodes[:1]
+        if not open_nodes:
+            break
+        seen.update(node.ranks for node in open_nodes)
+        open_nodes = [node for node in open_nodes if taken.join(node)]
+        if open_nodes:
+            above = [taken.members[node.parent] if node.parent else ROOT for node in open_nodes]
+            laws = expand([node.token for node in open_nodes], above)
+            pool = picked if max_leaves is None else pool
+            for node, law in zip(open_nodes, laws, strict=True):
+                pool = [*pool, *_children(node, law, branching, calibrate)]
+    places = {node.ranks: place for place, node in enumerate(picked)}
+    parents = [places.get(node.parent, ROOT) for node in picked]
+    return (
+        Proposal([node.token for node in picked], parents, None, [node.features for node in picked]),
+        [-node.loss for node in picked],
+    )
+
+
+def _children(node: _Node | None, law: Tensor, branching: int, calibrate: Calibrate | None) -> list[_Node]:
+    value, depth, ranks = (1.0, 0, ()) if node is None else (-node.loss, node.depth, node.ranks)
+    tokens, chances = best_tokens(law, max(branching, 2))
+    features = _features(law, chances)
+    tokens, chances = tokens[:branching], chances[:branching]
+    if calibrate is not None:
+        chances = [min(max(chance, 0.0), 1.0) for chance in calibrate(chances, features, depth, value)]
+    return [
+        _Node(-value * chance, depth + 1, (*ranks, rank), token, features)
+        for rank, (token, chance) in enumerate(zip(tokens, chances, strict=True))
+    ]
+
+
+def _pick(pool: Sequence[_Node], nodes: int, max_leaves: int | None) -> list[_Node]:
+    if max_leaves is None:
+        return heapq.nsmallest(nodes, pool)
+    leaves = _Leaves(max_leaves)
+    return [node for node in sorted(pool) if len(leaves.members) <= nodes and leaves.join(node)]
+
+
+def choose_budget(values: Sequence[float], target: Mapping[int, float], draft: Callable[[int], float]) -> int:
+    """How many of the first nodes to verify: argmax of (1 + Σ values) / (T(n + 1) + draft(n)) over n, least on ties.
+
+    `target` maps m to T(m) seconds, never smoothed; sizes that it lacks are not chosen. `draft` gives the seconds spent
+    on drafting a tree of n nodes (a constant where that is sunk). 0 is plain decoding.
+    """
+    expected = 1 + np.cumsum([0.0, *values])
+    sizes = [n for n in range(len(values) + 1) if n + 1 in target]
+    return max(sizes, key=lambda n: (expected[n] / (target[n + 1] + draft(n)), -n), default=0)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A tree without tokens: the parent of each node (ROOT or an earlier node); siblings are ranked as they come."""
+
+    parents: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if not all(ROOT <= parent < node for node, parent in enumerate(self.parents)):
+            raise ValueError(f"every parent must be {ROOT} or an earlier node, got {list(self.parents)}")
+
+    def __len__(self) -> int:
+        return len(self.parents)
+
+    @classmethod
+    def of_widths(cls, widths: Sequence[int]) -> Shape:
+        """The shape in which every node of level i has widths[i] children; (1, 1, …) is a chain."""
+        parents: list[int] = []
+        level = [ROOT]
+        for width in widths:
+            start = len(parents)
+            parents += [parent for parent in level for _ in range(width)]
+            level = list(range(start, len(parents)))
+        return cls(tuple(parents))
+
+    @property
+    def ranks(self) -> list[int]:
+        """Each node's place among its siblings, from 0."""
+        return [self.parents[:node].count(parent) for node, parent in enumerate(self.parents)]
+
+    @property
+    def depths(self) -> list[int]:
+        """Each node's level, 1 below the root."""
+        found: list[int] = []
+        for parent in self.parents:
+            found.append(1 if parent == ROOT else found[parent] + 1)
+        return found
+
+    @property
+    def leaves(self) -> int:
+        """How many nodes have no children."""
+        return len(self) - len(set(self.parents) - {ROOT})
+
+
+def expected_accepted(shape: Shape, acceptance: Sequence[float]) -> float:
+    """Expected accepted tokens: a node's child of rank r is accepted with acceptance[r], given that the node is.
+
+    Ranks beyond the list are never accepted.
+    """
+    reached: list[float] = []
+    for parent, rank in zip(shape.parents, shape.ranks, strict=True):
+        chance = acceptance[rank] if rank < len(acceptance) else 0.0
+        reached.append(chance * (1.0 if parent == ROOT else reached[parent]))
+    return sum(reached)
+
+
+@dataclass
+class RankTally:
+    """Acceptance by rank as measured: of the nodes that were reached and had a child of rank r, how many took it."""
+
+    tried: list[int] = field(default_factory=list)
+    taken: list[int] = field(default_factory=list)
+
+    def observe(self, proposal: Proposal, path: Sequence[int]) -> None:
+        """Count one round of which the nodes of `path` were accepted."""
+        children = proposal.children()
+        for here, after in zip([ROOT, *path], [*path, None], strict=True):
+            below = children.get(here, [])
+            missing = len(below) - len(self.tried)
+            self.tried += [0] * missing
+            self.taken += [0] * missing
+            for rank, child in enumerate(below):
+                self.tried[rank] += 1
+                self.taken[rank] += child == after
+
+    def rates(self) -> list[float]:
+        """taken / tried by rank."""
+        return [taken / tried for taken, tried in zip(self.taken, self.tried, strict=True)]
+
+
+class ShapeTable:
+    """The best shapes of every size and depth for an acceptance by rank (Sequoia, 2402.12374, section 3.1).
+
+    `expected[d, n]` is the most expected accepted tokens of exactly n nodes in at most d levels, −inf where none fit:
+    F_d(n) = H_0(n), H_r(n) = max_s a_r·(1 + F_{d−1}(s − 1)) + H_{r+1}(n − s), s the size of the child's own tree.
+    """
+
+    def __init__(self, acceptance: Sequence[float], nodes: int, depth: int) -> None:
+        ranks = len(acceptance)
+        self.expected = np.full((depth + 1, nodes + 1), -np.inf)
+        self.expected[:, 0] = 0
+        self._sizes = np.zeros((depth + 1, ranks, nodes + 1), dtype=np.int64)
+        for d in range(1, depth + 1):
+            rest = self.expected[0].copy()  # H of the ranks after r: nothing but no node
+            for r in reversed(range(ranks)):
+                fits = np.isfinite(self.expected[d - 1])
+                child = np.full(nodes + 1, -np.inf)
+                child[fits] = acceptance[r] * (1 + self.expected[d - 1, fits])
+                here = rest.copy()
+                here[1:] = -np.inf
+                for n in range(1, nodes + 1):
+                    found = child[:n] + rest[n - 1 :: -1]
+                    best = int(found.argmax())
+                    self._sizes[d, r, n], here[n] = best + 1, found[best]
+                rest = here
+            self.expected[d] = rest
+
+    def shape(self, nodes: int, depth: int) -> Shape:
+        """The best shape of this size and depth, level by level; ValueError when none fits."""
+        if np.isneginf(self.expected[depth, nodes]):
+            raise ValueError(f"no tree of {nodes} nodes fits {depth} levels of {self._sizes.shape[1]} children")
+        parents: list[int] = []
+        level = [(ROOT, nodes)]
+        for d in range(depth, 0, -1):
+            below: list[tuple[int, int]] = []
+            for parent, size in level:
+                rank = 0
+                while size:
+                    own = int(self._sizes[d, rank, size])
+                    parents.append(parent)
+                    below.append((len(parents) - 1, own - 1))
+                    size, rank = size - own, rank + 1
+            level = below
+        return Shape(tuple(parents))
+
+
+def choose_shape(
+    acceptance: Sequence[float], nodes: int, depth: int, target: Mapping[int, float], draft: Callable[[int], float]
+) -> Shape:
+    """The shape of at most `nodes` nodes and `depth` levels with the most tokens per second; no node: decode plainly.
+
+    Argmax of (1 + expected accepted) / (T(n + 1) + draft(d)) over sizes n and depths d, smaller ones on ties; `target`
+    maps m to T(m) seconds, `draft` gives the seconds of drafting d levels.
+    """
+    table = ShapeTable(acceptance, nodes, depth)
+    best, chosen = -np.inf, (0, 0)
+    for n in range(nodes + 1):
+        for d in range(min(n, 1), min(n, depth) + 1):
+            if n + 1 in target and np.isfinite(table.expected[d, n]):
+                speed = (1 + table.expected[d, n]) / (target[n + 1] + draft(d))
+                if speed > best:
+                    best, chosen = speed, (n, d)
+    return table.shape(*chosen)
+
+
+def top_tree(shape: Shape, root: Tensor, expand: Expand) -> Proposal:
+    """Fill a shape with the best tokens of the draft's laws, a node's child of rank r being its (r + 1)-th best.
+
+    Children beyond a law's possible tokens are left out, with all below them. `root` [V] is the law after the context.
+    """
+    return _fill(shape, root, expand, lambda law, count: [(token, law) for token in best_tokens(law, count)[0]], False)
+
+
+def sampled_tree(
+    shape: Shape, root: Tensor, expand: Expand, random: Callable[[], float], replacement: bool
+) -> Proposal:
+    """Fill a shape with draws from the draft's laws; `laws` are those that each token was drawn from.
+
+    Without replacement a token's law is what its earlier siblings left, and once a law has no possible token left, no
+    more children are drawn: their number depends on the law alone, never on what was drawn. With it siblings may be
+    equal. `root` [V] is the law after the context.
+    """
+
+    def draw(law: Tensor, count: int) -> list[tuple[int, Tensor]]:
+        drawn: list[tuple[int, Tensor]] = []
+        if not replacement:
+            count = min(count, int((law > 0).sum()))
+        for _ in range(count):
+            token = draw_token(law, random)
+            drawn.append((token, law))
+            if not replacement:
+                # Scaled by what is left, not by 1 − q: that difference can round to nothing.
+                law = law.double().index_fill(0, torch.tensor([token], device=law.device), 0.0)
+                law = law / law.sum().clamp(min=torch.finfo(law.dtype).tiny)
+        return drawn
+
+    return _fill(shape, root, expand, draw, True)
+
+
+def _fill(
+    shape: Shape,
+    root: Tensor,
+    expand: Expand,
+    choose: Callable[[Tensor, int], list[tuple[int, Tensor]]],
+    keep_laws: bool,
+) -> Proposal:
+    """Level by level, one call of the draft for each: `choose` gives up to count tokens and the law of each."""
+    below: dict[int, list[int]] = {}
+    for node, parent in enumerate(shape.parents):
+        below.setdefault(parent, []).append(node)
+    tokens: list[int] = []
+    parents: list[int] = []
+    laws: list[Tensor] = []
+    features: list[Features] = []
+    number: dict[int, int] = {}  # of a node of the shape in what the draft took
+    level = [(ROOT, ROOT, root)]  # in the shape, in the proposal, the law below
+    while level:
+        made: list[tuple[int, int]] = []
+        for node, place, law in level:
+            known = features_of(law)
+            for child, (token, own) in zip(below[node], choose(law, len(below[node])), strict=False):
+                made.append((child, len(tokens)))
+                tokens.append(token)
+                parents.append(place)
+                if keep_laws:
+                    laws.append(own.double())
+                features.append(known)
+        inner = [(child, place) for child, place in made if child in below]
+        if not inner:
+            break
+        above = [number.get(shape.parents[child], ROOT) for child, _ in inner]
+        number.update({child: len(number) + i for i, (child, _) in enumerate(inner)})
+        after = expand([tokens[place] for _, place in inner], above)
+        level = [(child, place, law) for (child, place), law in zip(inner, after, strict=True)]
+    return Proposal(tokens, parents, torch.stack(laws) if laws else None, features)

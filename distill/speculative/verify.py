@@ -1,0 +1,287 @@
+"""Which drafted tokens stand, and the law of the token after them: pure functions of the target's and the draft's laws.
+
+Legend: γ drafted tokens, n nodes of a tree, c children of a node, V vocabulary, … leading dimensions (rows); p is the
+target's law, q the law that a token was drawn from, both after the sampler. A drafted token of −1 means that nothing
+was drafted there: rows of different lengths are padded with it. Every u is uniform in [0, 1) and accepts where u < h,
+so that what has probability 0 is never accepted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from distill.speculative.proposal import ROOT, Proposal
+
+Random = Callable[[], float]
+
+
+def inverse_transform(law: Tensor, uniforms: Tensor) -> Tensor:
+    """Tokens [...] drawn from laws [..., V] with uniforms [...] in [0, 1); a token of probability 0 never comes out.
+
+    The laws need not sum to 1, because rounding decides what they sum to.
+    """
+    cumulative = law.double().cumsum(-1)
+    total = cumulative[..., -1:].contiguous()
+    token = torch.searchsorted(cumulative, uniforms.to(cumulative).unsqueeze(-1) * total, right=True)
+    # Where the product rounded up to the total: the last token that adds to it.
+    return torch.minimum(token, torch.searchsorted(cumulative, total)).squeeze(-1)
+
+
+def draw_token(law: Tensor, random: Random) -> int:
+    """One token from a law [V]."""
+    return int(inverse_transform(law, torch.tensor(random(), dtype=torch.float64)))
+
+
+def _ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
+    """Their ratio, and 0 where the denominator is 0: such a token was never drawn."""
+    possible = denominator > 0
+    return torch.where(possible, numerator / denominator.masked_fill(~possible, 1), torch.zeros_like(numerator))
+
+
+def _at(laws: Tensor, tokens: Tensor) -> Tensor:
+    """The probability of each token [...] in its law [..., V]; 0 for −1."""
+    found = laws.gather(-1, tokens.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+    return found.masked_fill(tokens < 0, 0)
+
+
+def _drawn_from(q: Tensor | None, tokens: Tensor, like: Tensor) -> Tensor:
+    """The laws [..., V] that tokens [...] were drawn from: q, or 1 at the token; all 0 where the token is −1."""
+    present = (tokens >= 0).unsqueeze(-1)
+    if q is not None:
+        return q.masked_fill(~present, 0)
+    return like.new_zeros(*tokens.shape, like.shape[-1]).scatter(
+        -1, tokens.clamp(min=0).unsqueeze(-1), present.to(like.dtype)
+    )
+
+
+def _position(values: Tensor, index: Tensor) -> Tensor:
+    """Of values [..., L, *], the one that index [...] picks in each row: [..., *]."""
+    rows = values.reshape(-1, *values.shape[index.ndim :])
+    picked = rows[torch.arange(len(rows), device=rows.device), index.reshape(-1)]
+    return picked.reshape([*index.shape, *rows.shape[2:]])
+
+
+def _remainder(p: Tensor, q: Tensor, fallback: Tensor) -> Tensor:
+    """norm((p − q)+) [..., V]; the fallback where its mass rounds to 0."""
+    excess = (p - q).clamp(min=0)
+    mass = excess.sum(-1, keepdim=True)
+    return torch.where(mass > 0, excess / mass.masked_fill(mass == 0, 1), fallback)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What becomes of a chain: acceptance h [..., γ], and what the residual laws are made of.
+
+    First-miss (`last_hit` false): position i is tried only if all before it were accepted. Last-hit: every position has
+    a uniform of its own, and all up to the last accepted one stand. Then the next token is drawn from `residual`.
+    """
+
+    acceptance: Tensor  # h [..., γ]
+    p: Tensor  # [..., γ + 1, V]
+    q: Tensor | None  # [..., γ, V]; None: 1 at the token
+    tokens: Tensor  # [..., γ]
+    scale: Tensor  # r [..., γ], what p is multiplied with before q is taken off it
+    last_hit: bool = False
+
+    def counts(self) -> Tensor:
+        """The law [..., γ + 1] of how many tokens are accepted."""
+        accepted, missed, one = self.acceptance, 1 - self.acceptance, torch.ones_like(self.scale[..., :1])
+        if one.shape[-1] == 0:
+            return self.p.new_ones(*self.p.shape[:-2], 1)
+        if self.last_hit:
+            later = torch.cat([missed.flip(-1).cumprod(-1).flip(-1), one], -1)  # no hit from position i on
+            return torch.cat([one, accepted], -1) * later
+        return torch.cat([one, accepted.cumprod(-1)], -1) * torch.cat([missed, one], -1)
+
+    def residual(self, accepted: Tensor | int) -> Tensor:
+        """The law [..., V] of the token after the `accepted` [...] first ones: norm((r·p − q)+), or p after all γ."""
+        length = self.acceptance.shape[-1]
+        index = torch.as_tensor(accepted, device=self.p.device).expand(self.p.shape[:-2])
+        p = _position(self.p, index)
+        if length == 0:
+            return p
+        last = index.clamp(max=length - 1)
+        q = None if self.q is None else _position(self.q, last)
+        scaled = p * _position(self.scale, last).unsqueeze(-1)
+        drawn = _drawn_from(q, _position(self.tokens, last), p)
+        return torch.where((index == length).unsqueeze(-1), p, _remainder(scaled, drawn, p))
+
+
+# Of p [..., γ + 1, V], q [..., γ, V] (None: 1 at the token) and tokens [..., γ].
+ChainVerifier = Callable[[Tensor, Tensor | None, Tensor], Verdict]
+
+
+def token(p: Tensor, q: Tensor | None, tokens: Tensor) -> Verdict:
+    """Rejection sampling token by token: h = min(1, p/q), residual norm((p − q)+) (Leviathan et al. 2023, alg. 1)."""
+    drawn = torch.ones_like(tokens, dtype=p.dtype) if q is None else _at(q, tokens)
+    acceptance = _ratio(_at(p[..., :-1, :], tokens), drawn).clamp(max=1)
+    return Verdict(acceptance, p, q, tokens, torch.ones_like(acceptance))
+
+
+def match(p: Tensor, q: Tensor | None, tokens: Tensor) -> Verdict:
+    """Draw the target's own token y ~ p and accept the drafted one where it is y: h = p(x), residual p without x.
+
+    However the tokens came about (q has no say), what comes out is the y, so that it is lossless with any draft.
+    """
+    return token(p, None, tokens)
+
+
+def greedy(p: Tensor, q: Tensor | None, tokens: Tensor) -> Verdict:
+    """Accept the target's best token (the first on ties), emit it at the first miss; lossless for a greedy sampler."""
+    best = torch.zeros_like(p).scatter(-1, p.argmax(-1, keepdim=True), 1)
+    return match(best, None, tokens)
+
+
+def block(p: Tensor, q: Tensor | None, tokens: Tensor) -> Verdict:
+    """Verify the block as a whole, accepting never fewer tokens on average than `token` (2403.10444, alg. 2).
+
+    r_i = min(1, r_{i−1}·p(x_i)/q(x_i)); h_i = Z/(Z + 1 − r_i) with Z = Σ(r_i·p_{i+1} − q_{i+1})+, 0/0 being 1, and
+    h_γ = r_γ; all up to the last i with u_i < h_i stand.
+    """
+    length = tokens.shape[-1]
+    drawn = torch.ones_like(tokens, dtype=p.dtype) if q is None else _at(q, tokens)
+    ratio = _ratio(_at(p[..., :-1, :], tokens), drawn)
+    reached = [torch.ones_like(p[..., 0, 0])]
+    for i in range(length):
+        reached.append((reached[-1] * ratio[..., i]).clamp(max=1))
+    scale = torch.stack(reached, -1)  # r_0..r_γ
+    excess = scale[..., 1:-1, None] * p[..., 1:-1, :]
+    excess = excess - _drawn_from(None if q is None else q[..., 1:, :], tokens[..., 1:], p)
+    mass = excess.clamp(min=0).sum(-1)  # Z_1..Z_{γ−1}
+    missing = mass + 1 - scale[..., 1:-1]
+    inner = torch.where(missing > 0, _ratio(mass, missing), torch.ones_like(mass))
+    # A position that holds no token cannot be accepted, whatever the mass behind it.
+    acceptance = torch.cat([inner, scale[..., -1:]], -1)[..., :length].masked_fill(tokens < 0, 0)
+    return Verdict(acceptance, p, q, tokens, scale[..., :-1], last_hit=True)
+
+
+def draw(verdict: Verdict, random: Random) -> tuple[int, int]:
+    """How many tokens of one chain stand, and the token after them."""
+    chances = verdict.acceptance.tolist()
+    if verdict.last_hit:
+        accepted = max((i + 1 for i, chance in enumerate(chances) if random() < chance), default=0)
+    else:
+        accepted = next((i for i, chance in enumerate(chances) if random() >= chance), len(chances))
+    return accepted, draw_token(verdict.residual(accepted), random)
+
+
+def draw_rows(verdict: Verdict, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+    """`draw` for many chains: accepted [...] and tokens [...] from uniforms [..., γ + 1], the last for the token."""
+    hit = uniforms[..., :-1] < verdict.acceptance
+    if verdict.last_hit:
+        place = torch.arange(1, hit.shape[-1] + 1, device=hit.device)
+        none = torch.zeros(*hit.shape[:-1], 1, dtype=torch.long, device=hit.device)
+        accepted = torch.cat([none, hit * place], -1).amax(-1)
+    else:
+        accepted = hit.long().cumprod(-1).sum(-1)
+    return accepted, inverse_transform(verdict.residual(accepted), uniforms[..., -1])
+
+
+@dataclass(frozen=True)
+class NodeVerdict:
+    """What becomes of a node's children, tried in turn until one is accepted: h [..., c], each given that those before
+    it were refused; and the law [..., V] of the next token when none is."""
+
+    acceptance: Tensor
+    residual: Tensor
+
+
+# Of p [..., V], q [..., c, V] (None: 1 at the token) and the children's tokens [..., c].
+NodeVerifier = Callable[[Tensor, Tensor | None, Tensor], NodeVerdict]
+
+
+def node_token(p: Tensor, q: Tensor | None, tokens: Tensor, distinct: bool = False) -> NodeVerdict:
+    """Accept child k with p(x_k)/q_k(x_k), else p ← norm((p − q_k)+) (SpecInfer, 2305.09781, alg. 2).
+
+    q_k is the law that x_k was drawn from, given its earlier siblings. `distinct` strikes these out of q_k: right for
+    siblings drawn without replacement, whether q holds their parent's law in each row or what was left of it.
+    """
+    chances = []
+    for k in range(tokens.shape[-1]):
+        drawn = _drawn_from(None if q is None else q[..., k, :], tokens[..., k], p)
+        if distinct and q is not None and k:
+            struck = _drawn_from(None, tokens[..., :k], p).sum(-2) > 0
+            drawn = drawn.masked_fill(struck, 0)
+            drawn = _ratio(drawn, drawn.sum(-1, keepdim=True).expand_as(drawn))
+        chances.append(_ratio(_at(p, tokens[..., k]), _at(drawn, tokens[..., k])).clamp(max=1))
+        p = _remainder(p, drawn, p)
+    return NodeVerdict(torch.stack(chances, -1) if chances else p[..., :0], p)
+
+
+def node_match(p: Tensor, q: Tensor | None, tokens: Tensor) -> NodeVerdict:
+    """Draw y ~ p and go down where y is a child; lossless with any children (see `match`)."""
+    return node_token(p, None, tokens)
+
+
+def node_greedy(p: Tensor, q: Tensor | None, tokens: Tensor) -> NodeVerdict:
+    """Go down to the target's best token where it is a child; lossless for a greedy sampler."""
+    return node_match(torch.zeros_like(p).scatter(-1, p.argmax(-1, keepdim=True), 1), None, tokens)
+
+
+def walk(verify: NodeVerifier, p: Tensor, proposal: Proposal, random: Random) -> tuple[list[int], int]:
+    """The accepted nodes of a tree from the top down, and the token after them; p [n + 1, V], the root's law first.
+
+    A node's children share no number: only the target's law at the node where the walk stands is looked at.
+    """
+    children = proposal.children()
+    path: list[int] = []
+    while True:
+        here = path[-1] if path else ROOT
+        below = children.get(here, [])
+        tokens = torch.tensor([proposal.tokens[child] for child in below], dtype=torch.long, device=p.device)
+        q = None if proposal.laws is None or not below else proposal.laws[below].to(p)
+        verdict = verify(p[here + 1], q, tokens)
+        hit = next((k for k, chance in enumerate(verdict.acceptance.tolist()) if random() < chance), None)
+        if hit is None:
+            return path, draw_token(verdict.residual, random)
+        path.append(below[hit])
+
+
+CHAINS: dict[str, ChainVerifier] = {"greedy": greedy, "match": match, "token": token, "block": block}
+TREES: dict[str, NodeVerifier] = {
+    "greedy": node_greedy,
+    "match": node_match,
+    "token": node_token,
+    "distinct": partial(node_token, distinct=True),
+}
+
+# How the tokens of a proposal came about.
+KINDS = {
+    "deterministic": "chosen without chance, its length too",
+    "sampled": "drawn from the draft's law, siblings with replacement; what is drawn is kept",
+    "distinct": "siblings drawn without replacement; what is drawn is kept",
+    "cut": "drawn from the draft's law, and some tokens dropped after they were seen",
+}
+_CUT = (
+    "a sampled token that is dropped after it was seen leaves a draft that no longer follows its law: decide before "
+    "the draw, draft without chance, or verify with match"
+)
+_REFUSED: dict[tuple[str, str], str] = {
+    ("token", "cut"): _CUT,
+    ("block", "cut"): _CUT,
+    ("distinct", "cut"): _CUT,
+    ("token", "distinct"): "siblings drawn without replacement do not all follow the draft's law: use distinct",
+    ("distinct", "sampled"): "siblings drawn with replacement may repeat, which distinct rules out: use token",
+}
+
+
+def refusal(verifier: str, kind: str, temperature: float, tree: bool = False) -> str | None:
+    """Why this verifier would change the target's law for proposals of this kind (see KINDS); None when it does not.
+
+    ValueError for names that do not exist, or for a verifier of chains asked to verify trees (or the reverse).
+    """
+    known = TREES if tree else CHAINS
+    if verifier not in known:
+        raise ValueError(f"no verifier `{verifier}` for {'trees' if tree else 'chains'}: use one of {', '.join(known)}")
+    if kind not in KINDS:
+        raise ValueError(f"no kind of proposal `{kind}`: use one of {', '.join(KINDS)}")
+    if verifier == "greedy" and temperature > 0:
+        return f"greedy emits the target's best token, which temperature {temperature:g} does not: use temperature 0"
+    if not tree and kind == "distinct":
+        return None  # a chain has no siblings
+    return _REFUSED.get((verifier, kind))

@@ -1,0 +1,398 @@
+"""Length rules on recorded acceptance traces: what each would win on a cost curve, beside plain decoding and the ideal.
+
+    python scripts/benchmark_lengths.py record --target data/demo-target --draft runs/demo/draft --traces traces.json
+    python scripts/benchmark_lengths.py simulate --traces traces.json [--curve profile.json] [--split selection]
+
+A trace is the target's greedy text; at every position of it, the draft's greedy continuation of 16 tokens, what its
+laws looked like before each draw, and how many of the tokens the target's text has too. A rule replays it round by
+round at the prices of a curve. Calibrations are fitted on selection text, and the rules' defaults were chosen there;
+the figures printed by default are of report text. The best γ and the clairvoyant are chosen on the very text that they
+are scored on.
+
+Legend: m tokens of a step, n or γ drafted, T(m) seconds of the target, D of the draft, T(1) = 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import copy
+import dataclasses
+import io
+import itertools
+import json
+import tokenize
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from distill.speculative.calibration import (
+    Calibration,
+    Power,
+    Recorded,
+    answers,
+    expected_calibration_error,
+    fit_logistic,
+    fit_power,
+    fit_sequential,
+    log_loss,
+)
+from distill.speculative.cost import StepCosts, load_pair
+from distill.speculative.lengths import (
+    AcceptedRatio,
+    BetaFilter,
+    Entropy,
+    ExpectedValue,
+    Fixed,
+    LengthRule,
+    PlusMinus,
+    ProbabilityFloor,
+    Rule,
+    StartContinue,
+)
+from distill.speculative.proposal import Features
+
+AHEAD = 16
+CLASSES = ("code", "prose", "copied text")
+
+
+# ── recording ──
+
+
+def prose_of(source: str) -> str:
+    """Docstrings and comment blocks of a module, in order of their kind, as plain lines."""
+    pieces = [ast.get_docstring(node) or "" for node in ast.walk(ast.parse(source)) if isinstance(node, DOCUMENTED)]
+    lines = [
+        token.string.lstrip("# ")
+        for token in tokenize.generate_tokens(io.StringIO(source).readline)
+        if token.type == tokenize.COMMENT
+    ]
+    return "\n\n".join(filter(None, [*pieces, "\n".join(lines)]))
+
+
+DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+def prompts_of(folder: Path, encode: Any, count: int) -> Iterator[tuple[str, list[int]]]:
+    """(class, token ids): `count` prompts of each class, from as many modules as there are, each at its middle."""
+    sources = [path.read_text(encoding="utf-8") for path in sorted(folder.rglob("*.py"))]
+    code = [encode(source) for source in sources]
+    prose = [encode(prose_of(source)) for source in sources]
+    for kind, texts, needed in (("code", code, 64), ("prose", prose, 64), ("copied text", code, 128)):
+        pieces = [
+            (piece, text[start : start + needed])
+            for text in texts
+            for piece, start in enumerate(range(len(text) // 8, len(text) - needed, max(needed, len(text) // 6)))
+        ]
+        pieces.sort(key=lambda pair: pair[0])  # first pieces of all modules, then second ones, and so on
+        for _, ids in pieces[:count]:
+            yield kind, ids if kind != "copied text" else [*ids, *ids, *ids[:16]]
+
+
+def looks(logits: Any) -> list[tuple[int, list[float]]]:
+    """(best token, [top, second, entropy]) of each row of logits."""
+    laws = logits.full().double().softmax(-1)
+    best = laws.topk(2)
+    entropies = -(laws * laws.clamp_min(1e-300).log()).sum(-1)
+    return [
+        (int(ids[0]), [round(float(value), 6) for value in (*values, entropy)])
+        for ids, values, entropy in zip(best.indices, best.values, entropies, strict=True)
+    ]
+
+
+def record_trace(target: Any, draft: Any, prompt: list[int], limit: int, ends: Sequence[int]) -> list[dict[str, Any]]:
+    """One row for every position of the target's greedy text after `prompt` from which 16 more tokens are known.
+
+    Where the draft's first token is the text's, the rest of its continuation is that of the next position, so only the
+    others are decoded; from the last to the first, each by rolling back.
+    """
+    from distill.speculative.decode import plain
+
+    text = plain(target, prompt, limit + AHEAD + 1, ends).tokens
+    if len(text) <= AHEAD:
+        return []
+    draft.rollback([0])
+    draft.extend(prompt, want=[len(prompt) - 1])
+    laws = looks(draft.extend(text[:-1]))  # after text[0], text[1], ...: what the draft thinks of the token behind
+    rows: list[dict[str, Any]] = []
+    known: list[tuple[int, list[float]]] = []  # the continuation of the position behind
+    for position in range(len(text) - 2, -1, -1):
+        path = [laws[position]]
+        if known and path[0][0] == text[position + 1]:
+            path += known[: AHEAD - 1]
+        else:
+            draft.rollback([len(prompt) + position + 1])
+            while len(path) < AHEAD and draft.lengths[0] < draft.capacity:
+                path += looks(draft.extend([path[-1][0]], want=[0]))
+        known = path
+        if position + AHEAD < len(text) and len(path) == AHEAD:
+            run = next((j for j in range(AHEAD) if path[j][0] != text[position + 1 + j]), AHEAD)
+            rows.append({"position": position, "run": run, "features": [features for _, features in path]})
+    return rows[::-1]
+
+
+def record_traces(target: Any, draft: Any, prompts: Sequence[tuple[str, list[int]]], limit: int, ends: Sequence[int]
+                  ) -> list[dict[str, Any]]:  # fmt: skip
+    """Rows of all prompts: {class, prompt, position, run, features [16][top, second, entropy]}."""
+    return [
+        {"class": kind, "prompt": number, **row}
+        for number, (kind, prompt) in enumerate(prompts)
+        for row in record_trace(target, draft, prompt, limit, ends)
+    ]
+
+
+def record(arguments: argparse.Namespace) -> None:
+    import torch
+
+    from distill.models.hugging_face import TorchModel, encode, end_ids, load_model, load_tokenizer
+
+    tokenizer = load_tokenizer(str(arguments.target))
+    models = [load_model(str(path), "float32", torch.device("cpu")) for path in (arguments.target, arguments.draft)]
+    ends = end_ids(models[0].config, tokenizer)
+    target, draft = (TorchModel(model) for model in models)
+    found = {}
+    for split in ("selection", "report"):
+        prompts = list(prompts_of(arguments.data / split, lambda text: encode(tokenizer, text), arguments.prompts))
+        found[split] = record_traces(target, draft, prompts, arguments.tokens, ends)
+    arguments.traces.write_text(json.dumps(found), encoding="utf-8")
+    for split, rows in found.items():
+        for kind in CLASSES:
+            runs = [row["run"] for row in rows if row["class"] == kind]
+            print(f"{split} {kind}: {len(runs)} positions, mean accepted run {sum(runs) / max(len(runs), 1):.2f} of 16")
+
+
+# ── simulation ──
+
+PUBLISHED = {  # per-token cost of m = 1..16 relative to m = 1
+    "GLM-4.6, RPC": (1, 1.027, .712, .544, .459, .389, .347, .315, .281, .256, .233, .214, .199, .186, .178, .166),
+    "DeepSeek-R1, NUMA": (1, .606, .472, .415, .378, .362, .339, .331, .321, .311, .298, .296, .287, .281, .277, .279),
+    "Mistral-Large, GPUs": (1, .531, .397, .384, .334, .36, .364, .328, .178, .16, .146, .134, .124, .115, .108, .101),
+}  # fmt: skip
+DRAFT_COSTS = (0.02, 0.05, 0.1)
+
+Trace = list[tuple[int, list[Features]]]  # of one prompt: at every position the accepted run and 16 features
+
+
+def replay(rule: LengthRule, trace: Trace, costs: StepCosts) -> tuple[int, float, int]:
+    """(tokens, seconds, drafted) of one prompt's text under a rule; every draft step that was begun is paid."""
+    position = tokens = drafted = 0
+    clock, whole = 0.0, False
+    while position < len(trace):
+        run, features = trace[position]
+        count = steps = 0
+        for step in range(min(rule.limit(), AHEAD, len(costs.target) - 1)):
+            if not rule.step_on(step):
+                break
+            steps += 1
+            if not rule.go_on(step, features[step]):
+                break
+            count += 1
+        count = rule.submit(features[:count])
+        accepted = min(run, count)
+        seconds = costs.target[count] + steps * costs.draft
+        if steps:  # after a round accepted whole the draft takes two tokens first
+            seconds += costs.overhead + (costs.draft_two - costs.draft if whole else 0.0)
+        whole = accepted == count > 0
+        rule.observe(count, accepted, features[:count], seconds)
+        tokens, clock, drafted = tokens + accepted + 1, clock + seconds, drafted + count
+        position += accepted + 1
+    return tokens, clock, drafted
+
+
+def speed(rule: LengthRule, traces: Sequence[Trace], costs: StepCosts) -> float:
+    """Speed relative to plain decoding of all prompts one after the other, the rule's state kept between them."""
+    found = [replay(rule, trace, costs) for trace in traces]
+    return costs.target[0] * sum(tokens for tokens, _, _ in found) / sum(seconds for _, seconds, _ in found)
+
+
+@dataclass
+class Clairvoyant(Rule):
+    """Knows each round's run: the n of greatest min(n, run) + 1 − λ·seconds."""
+
+    costs: StepCosts
+    rate: float
+    runs: Iterator[int]
+
+    def limit(self) -> int:
+        """The best n for the coming run."""
+        run = next(self.runs)
+        lengths = range(len(self.costs.target))
+        return max(lengths, key=lambda n: min(n, run) + 1 - self.rate * self.costs.round_seconds(n))
+
+
+def clairvoyant(traces: Sequence[Trace], costs: StepCosts) -> float:
+    """Speed of the clairvoyant rule at its own long-run rate λ, found by repetition."""
+    best = 1.0
+    for _ in range(8):
+        tokens, seconds = 0, 0.0
+        for trace in traces:
+            position = 0
+            while position < len(trace):
+                run = trace[position][0]
+                n = Clairvoyant(costs, best / costs.target[0], iter([run])).limit()
+                accepted = min(run, n)
+                tokens, seconds = tokens + accepted + 1, seconds + costs.round_seconds(n)
+                position += accepted + 1
+        found = costs.target[0] * tokens / seconds
+        if abs(found - best) < 1e-9:
+            break
+        best = max(found, best)
+    return best
+
+
+# ── tables ──
+
+
+def read_traces(path: Path, split: str) -> dict[str, list[Trace]]:
+    """Traces of each class, cut to equal numbers of positions, and of the mixed set, classes in turn."""
+    found: dict[str, dict[int, Trace]] = {kind: {} for kind in CLASSES}
+    for row in json.loads(path.read_text(encoding="utf-8"))[split]:
+        seen = [Features(*values) for values in row["features"]]
+        found[row["class"]].setdefault(row["prompt"], []).append((row["run"], seen))
+    room = min(sum(map(len, traces.values())) for traces in found.values())
+    classes: dict[str, list[Trace]] = {}
+    for kind, traces in found.items():
+        left, classes[kind] = room, []
+        for trace in traces.values():
+            if left > 0:
+                classes[kind].append(trace[:left])
+                left -= len(trace)
+    turns = itertools.zip_longest(*classes.values(), fillvalue=[])
+    return {**classes, "mixed": [trace for turn in turns for trace in turn if trace]}
+
+
+def rounds_of(traces: Sequence[Trace]) -> list[Recorded]:
+    """A round of 16 tokens from every position: what calibrations are fitted on."""
+    return [Recorded(features, run) for trace in traces for run, features in trace]
+
+
+def rules_for(costs: StepCosts, calibration: Calibration) -> dict[str, Callable[[], LengthRule]]:
+    """Makers of every adaptive rule in its initial state, with the defaults of the library."""
+    most = min(AHEAD, len(costs.target)) - 1
+    return {
+        "p_min .5": lambda: ProbabilityFloor(most, 0.5),
+        "p_min .75": lambda: ProbabilityFloor(most, 0.75),
+        "start .5, continue .7": lambda: StartContinue(most, 0.5, 0.7),
+        "+2/−1": lambda: PlusMinus(most=most),
+        "accepted ratio": lambda: AcceptedRatio(most=most),
+        "entropy (AdaEDL)": lambda: Entropy(most),
+        "Beta filter": lambda: BetaFilter(most),
+        "expected value, myopic": lambda: ExpectedValue(costs, copy.deepcopy(calibration), look_ahead=0),
+        "expected value, all submitted": lambda: ExpectedValue(costs, copy.deepcopy(calibration), truncate=False),
+        "expected value": lambda: ExpectedValue(costs, copy.deepcopy(calibration)),
+    }
+
+
+def best_fixed(traces: Sequence[Trace], costs: StepCosts) -> tuple[int, float]:
+    """The γ of greatest speed on these very traces, 0 included, and its speed."""
+    found = [speed(Fixed(n), traces, costs) for n in range(min(AHEAD, len(costs.target)))]
+    best = max(range(len(found)), key=lambda n: found[n])
+    return best, found[best]
+
+
+def known_beforehand(traces: Sequence[Trace], costs: StepCosts, calibration: Calibration) -> float:
+    """Speed of a rule that is shown all 16 positions' features before it drafts, and pays for n steps only.
+
+    What calibrated features can tell at all: the distance from here to the clairvoyant is chance to every rule.
+    """
+    best = 1.0
+    for _ in range(8):
+        tokens, seconds, rate = 0, 0.0, best / costs.target[0]
+        for trace in traces:
+            position = 0
+            while position < len(trace):
+                run, features = trace[position]
+                survival, expected, n, value = 1.0, 1.0, 0, 1 - rate * costs.round_seconds(0)
+                for length in range(1, min(AHEAD, len(costs.target))):
+                    survival *= calibration.accept(length - 1, features[length - 1], survival)
+                    expected += survival
+                    if expected - rate * costs.round_seconds(length) > value:
+                        n, value = length, expected - rate * costs.round_seconds(length)
+                accepted = min(run, n)
+                tokens, seconds = tokens + accepted + 1, seconds + costs.round_seconds(n)
+                position += accepted + 1
+        best = max(best, costs.target[0] * tokens / seconds)
+    return best
+
+
+CALIBRATION_TERMS = ("margin", "logit_top", "entropy", "first", "log_position")
+
+
+def curves_of(path: Path | None) -> dict[str, StepCosts]:
+    """The published curves with each draft cost, or a measured pair (PairCost's JSON)."""
+    if path is None:
+        return {
+            f"{name}, D = {draft:g}·T(1)": StepCosts(tuple(m * c for m, c in enumerate(row, 1)), draft, draft)
+            for name, row in PUBLISHED.items()
+            for draft in DRAFT_COSTS
+        }
+    costs = load_pair(path).at(128)
+    return {str(path): dataclasses.replace(costs, target=costs.target[:AHEAD])}
+
+
+def simulate(arguments: argparse.Namespace) -> None:
+    fitted = rounds_of(read_traces(arguments.traces, "selection")["mixed"])
+    sets = read_traces(arguments.traces, arguments.split)
+    calibrations: dict[str, Calibration] = {
+        "none": Power(),
+        "power": fit_power(fitted),
+        "logistic on the margin": fit_logistic(fitted),
+        "sequential temperature": fit_sequential(fitted),
+        "logistic on " + ", ".join(CALIBRATION_TERMS): fit_logistic(fitted, CALIBRATION_TERMS),
+    }
+    print(f"Text: {arguments.split}, {sum(map(len, sets['code']))} positions of each class. Calibrated on selection.\n")
+    print("| calibration | log loss | expected calibration error |\n|---|--:|--:|")
+    for name, calibration in calibrations.items():
+        said, stood = answers(calibration, rounds_of(sets["mixed"]))
+        print(f"| {name} | {log_loss(said, stood):.3f} | {expected_calibration_error(said, stood):.3f} |")
+    calibration = list(calibrations.values())[-1]
+    verdicts = []
+    for title, costs in curves_of(arguments.curve).items():
+        print(f"\n**{title}** (speed, plain decoding = 1)\n\n| rule | {' | '.join(sets)} |\n|---|{'--:|' * len(sets)}")
+        rows: dict[str, list[float]] = {}
+        fixed = {kind: best_fixed(traces, costs) for kind, traces in sets.items()}
+        gamma = fixed["mixed"][0]
+        rows[f"γ = {gamma}, best of the mixed set"] = [speed(Fixed(gamma), t, costs) for t in sets.values()]
+        rows["best γ of each column"] = [found for _, found in fixed.values()]
+        for name, make in rules_for(costs, calibration).items():
+            rows[name] = [speed(make(), traces, costs) for traces in sets.values()]
+        rows["all features known beforehand"] = [known_beforehand(t, costs, calibration) for t in sets.values()]
+        rows["clairvoyant"] = [clairvoyant(traces, costs) for traces in sets.values()]
+        for name, values in rows.items():
+            print(f"| {name} | {' | '.join(f'{value:.2f}' for value in values)} |", flush=True)
+        mine, best, ideal = rows["expected value"], fixed["mixed"][1], rows["clairvoyant"][-1]
+        share = [
+            (rows[name][-1] - best) / (ideal - best) for name in ("expected value", "all features known beforehand")
+        ]
+        verdicts.append((title, share[0], share[1], mine[-1] / best, min(mine), rows["expected value, myopic"][-1]))
+    heads = ("share of the clairvoyant's gain over the best γ", "the same, features known", "of the best γ's speed")
+    print(
+        f"\n| curve, mixed set | {' | '.join(heads)} | worst class against plain | myopic |\n|---|--:|--:|--:|--:|--:|"
+    )
+    for title, mine_share, bound, of_best, worst, myopic in verdicts:
+        print(f"| {title} | {mine_share:.0%} | {bound:.0%} | {of_best:.3f} | {worst:.3f} | {myopic:.3f} |")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(required=True)
+    command = commands.add_parser("record")
+    command.set_defaults(run=record)
+    command.add_argument("--target", type=Path, default=Path("data/demo-target"))
+    command.add_argument("--draft", type=Path, default=Path("runs/demo/draft"))
+    command.add_argument("--data", type=Path, default=Path("data"), help="folder with selection/ and report/")
+    command.add_argument("--prompts", type=int, default=8, help="of each class and split")
+    command.add_argument("--tokens", type=int, default=120, help="positions recorded after each prompt")
+    command.add_argument("--traces", type=Path, default=Path("traces.json"))
+    command = commands.add_parser("simulate")
+    command.set_defaults(run=simulate)
+    command.add_argument("--traces", type=Path, default=Path("traces.json"))
+    command.add_argument("--curve", type=Path, help="a measured pair instead of the published curves")
+    command.add_argument("--split", choices=("selection", "report"), default="report")
+    arguments = parser.parse_args()
+    arguments.run(arguments)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,190 @@
+"""Cost curves: measuring, saving, predictions; and the import of llama-batched-bench's logs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from toys import Scripted
+
+from distill.errors import DataError
+from distill.speculative.batched_bench import import_curve, look_ahead, probability_floor, read_log, settings
+from distill.speculative.cost import (
+    CostCurve,
+    PairCost,
+    StepCosts,
+    load_curve,
+    load_pair,
+    measure_curve,
+    predicted_speedup,
+    save_curve,
+)
+
+GLM = (1, 1.027, 0.712, 0.544, 0.459, 0.389, 0.347, 0.315, 0.281, 0.256, 0.233, 0.214, 0.199, 0.186, 0.178, 0.166)
+TARGET = CostCurve("big", "gguf", (64, 512), ((4.0, 5.0, 6.5), (6.0, 7.0, 9.0)), 5, machine={"cpu": "x"})
+DRAFT = CostCurve("small", "gguf", (64,), ((0.5, 0.7),), 5)
+
+
+def counting(context: tuple[int, ...]) -> int:
+    return (context[-1] + 1) % 10
+
+
+def test_curve_is_measured_at_the_depths_that_fit() -> None:
+    model = Scripted(counting, 100, 10)
+    curve = measure_curve(model, "m", "x", (90, 8, 30), most=12, repeats=5)
+    assert curve.depths == (8, 30) and [len(row) for row in curve.seconds] == [12, 12] and curve.repeats == 5
+    assert curve.machine["cores"] >= 1
+    assert model.calls == [8, *list(range(1, 13)) * 6, 30, *list(range(1, 13)) * 6]  # one pass of each is a warm-up
+    with pytest.raises(DataError, match="no room"):
+        measure_curve(model, "m", "x", (90,), most=12)
+
+
+@pytest.mark.parametrize(("depth", "first"), [(0, 4.0), (64, 4.0), (511, 4.0), (512, 6.0), (9999, 6.0)])
+def test_the_bucket_below_is_used(depth: int, first: float) -> None:
+    assert TARGET.at(depth)[0] == first
+    costs = PairCost(TARGET, DRAFT, 0.25).at(depth)
+    assert costs.target[0] == first and (costs.draft, costs.draft_two, costs.overhead) == (0.5, 0.7, 0.25)
+
+
+def test_round_seconds_and_relative_costs() -> None:
+    costs = StepCosts((4.0, 5.0, 6.5), 0.5, 0.7, 0.25)
+    assert costs.round_seconds(2) == pytest.approx(6.5 + 0.25 + 1.0)
+    assert costs.round_seconds(2, two=True) == pytest.approx(6.5 + 0.25 + 0.7 + 0.5)
+    assert costs.round_seconds(0, two=True) == pytest.approx(4.25)
+    assert TARGET.relative(64) == pytest.approx([1.0, 5 / 8, 6.5 / 12])
+
+
+def test_saved_and_loaded(tmp_path: Path) -> None:
+    pair = PairCost(TARGET, DRAFT, 0.125)
+    save_curve(TARGET, tmp_path / "curve.json")
+    pair.save(tmp_path / "pair.json")
+    assert load_curve(tmp_path / "curve.json") == TARGET and load_pair(tmp_path / "pair.json") == pair
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda f: f.update(format=7), "format 1"),
+        (lambda f: f.pop("depths"), "does not hold a cost curve"),
+        (lambda f: f.update(seconds=[["a"]]), "does not hold a cost curve"),
+        (lambda f: f.update(odd=1), "does not hold a cost curve"),
+        (lambda f: f.update(depths=[512, 64]), "depths"),
+        (lambda f: f.update(seconds=[[1.0, 0.0], [1.0, 1.0]]), "positive"),
+    ],
+)
+def test_damaged_curves_are_refused(change: Any, message: str, tmp_path: Path) -> None:
+    save_curve(TARGET, tmp_path / "curve.json")
+    fields = json.loads((tmp_path / "curve.json").read_text())
+    change(fields)
+    (tmp_path / "curve.json").write_text(json.dumps(fields))
+    with pytest.raises(DataError, match=message):
+        load_curve(tmp_path / "curve.json")
+
+
+def test_pairs_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"D\(2\)"):
+        PairCost(TARGET, CostCurve("small", "x", (64,), ((0.5,),)))
+    with pytest.raises(DataError, match="one machine"):
+        PairCost(TARGET, CostCurve("small", "x", (64,), ((0.5, 0.7),), unit="T(1)"))
+    save_curve(TARGET, tmp_path / "curve.json")
+    with pytest.raises(DataError, match="pair"):
+        load_pair(tmp_path / "curve.json")
+
+
+def test_predictions_of_a_pair() -> None:
+    pair, accepted = PairCost(TARGET, DRAFT, 0.25), [0.9, 0.5]
+    assert pair.speedup(0, accepted, 64) == 1.0
+    assert pair.speedup(2, accepted, 64) == pytest.approx(4 * (1 + 0.9 + 0.45) / (6.5 + 0.25 + 1.0))
+    assert PairCost(TARGET, DRAFT).speedup(2, accepted, 64) == pytest.approx(
+        predicted_speedup({1: 4.0, 2: 5.0, 3: 6.5}, 0.5, 2, accepted)
+    )
+    speeds = [pair.speedup(n, accepted, 64) for n in range(3)]
+    assert pair.best_length(accepted, 64) == (speeds.index(max(speeds)), max(speeds))
+    assert pair.best_length([0.0, 0.0], 64) == (0, 1.0)
+    with pytest.raises(DataError, match=r"T\(4\)"):
+        pair.speedup(3, [0.5] * 3, 64)
+
+
+# ── llama-batched-bench ──
+
+
+def line(pl: Any, seconds: float, pp: int = 100, tg: int = 10, **changes: Any) -> str:
+    row: dict[str, Any] = {
+        "n_kv_max": 4096, "n_batch": 2048, "n_ubatch": 512, "flash_attn": 0, "is_pp_shared": 0, "n_gpu_layers": 0,
+        "n_threads": 2, "n_threads_batch": 2, "pp": pp, "tg": tg, "pl": pl, "n_kv": 4096, "t_pp": 1.0,
+        "speed_pp": 1.0, "t_tg": seconds, "speed_tg": 1.0, "t": seconds + 1, "speed": 1.0,
+    }  # fmt: skip
+    row.update(changes)
+    return json.dumps(row)
+
+
+def test_a_log_becomes_a_relative_curve(tmp_path: Path) -> None:
+    log = tmp_path / "log.jsonl"
+    lines = ["main: n_kv_max = 4096", line(1, 2.0), line(2, 3.0), "", line(3, 3.5), line(1, 2.2), line(1, 1.8)]
+    log.write_text("\n".join([*lines, line(8, 9.0), line(1, 4.0, pp=400), line(2, 5.0, pp=400), line(4, 1, pp=1000)]))
+    assert len(read_log(log)) == 9
+    curve = import_curve(log, "R1")
+    assert curve.depths == (105, 405) and curve.unit == "T(1)" and curve.model == "R1"
+    assert curve.seconds[0] == pytest.approx((1.0, 1.5, 1.75)) and curve.seconds[1] == pytest.approx((1.0, 1.25))
+    assert curve.relative(105) == pytest.approx([1, 0.75, 1.75 / 3])
+    assert "parallel sequences" in curve.note and "m = 4 was not measured" in curve.note
+    assert "1005 was left out" in curve.note
+    save_curve(curve, tmp_path / "curve.json")
+    assert load_curve(tmp_path / "curve.json") == curve
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "no measurement"),
+        ("| PP | TG | B |", "no measurement"),
+        (line(1, 2.0) + "\n" + line(2, 3.0)[:40], "line 2 is not JSON"),
+        (line(1, 2.0).replace("t_tg", "t_gt"), "line 1 has no `t_tg`"),
+        (line("one", 2.0), "`pl` is 'one', not a number"),
+        (line(1, 0), "`t_tg` is 0, must be above 0"),
+        (line(4, 2.0), "1 and 2 parallel"),
+    ],
+)
+def test_malformed_logs_say_where(text: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "log").write_text(text)
+    with pytest.raises(DataError, match=message):
+        import_curve(tmp_path / "log")
+    with pytest.raises(DataError, match="cannot read"):
+        read_log(tmp_path / "missing")
+
+
+def glm() -> CostCurve:
+    return CostCurve("GLM", "rpc", (0,), (tuple(m * c for m, c in enumerate(GLM, start=1)),), unit="T(1)")
+
+
+def test_settings_follow_from_the_curve() -> None:
+    found = {s.name: s for s in settings(glm(), [0.8] * 15, 0.05, 0)}
+    assert found["GGML_BATCH_COSTS"].value.split(",") == [f"{c:g}" for c in GLM]
+    assert str(found["GGML_BATCH_COSTS"]).startswith("GGML_BATCH_COSTS=1,1.027,")
+    assert found["GGML_MAX_LOOK_AHEAD"].value == "2"  # T(2) = 2.054: one accepted token never pays, two do
+    assert str(found["--spec-draft-n-max"]) == "--spec-draft-n-max 11"  # 1.49×, as published
+    assert "1.49" in found["--spec-draft-n-max"].why
+    floor = float(found["--spec-draft-p-min"].value)
+    survivors = [0.8**i for i in range(11)]
+    worth = 1.4934 * (12 * 0.214 - 1) / sum(survivors)
+    assert floor == pytest.approx(worth, abs=0.006)
+    assert all(s.why.endswith(".") for s in found.values())
+
+
+def test_no_draft_is_the_advice_where_nothing_pays() -> None:
+    found = {s.name: s for s in settings(glm(), [0.3] * 15, 0.1, 0)}
+    assert found["--spec-draft-n-max"].value == "0" and "plain decoding" in found["--spec-draft-n-max"].why
+    assert "--spec-draft-p-min" not in found
+
+
+def test_look_ahead_and_floor_by_hand() -> None:
+    assert look_ahead(StepCosts((1.0, 1.5, 2.0), 0.1, 0.1)) == 1
+    assert look_ahead(StepCosts((1.0, 2.2, 3.2, 3.3), 0.1, 0.1)) == 3  # 3 > 2.3 + .3; neither 1 nor 2 tokens pay
+    assert look_ahead(StepCosts((1.0, 3.0, 5.0), 0.0, 0.0)) == 1  # nothing ever pays
+    flat_end = StepCosts((1.0, 1.5, 2.0, 2.1), 0.1, 0.1)
+    assert look_ahead(flat_end) == 1  # each token saves 1 and costs .6
+    assert look_ahead(flat_end, 2.0) == 3  # it saves .5: .6 and 1.2 are too dear for one and two, 1.4 is not for three
+    assert probability_floor(StepCosts((1.0, 1.2, 1.4), 0, 0), [1.0, 1.0], 2, 2.0) == pytest.approx(0.4)
+    assert probability_floor(StepCosts((1.0, 3.0), 0, 0), [1.0], 1, 2.0) == 0.95

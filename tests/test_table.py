@@ -1,0 +1,129 @@
+"""The random table: its laws depend on the last tokens alone, however they got there."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import numpy
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from distill.models.base import Logits, Model
+from distill.models.table import TableModel
+
+torch.set_num_threads(1)
+
+
+def by_hand(model: TableModel, context: Sequence[int]) -> list[float]:
+    """The logits after a context, by walking digit by digit."""
+    index = 0
+    for back in range(model.memory, 0, -1):
+        digit = context[-back] if back <= len(context) else model.vocabulary_size
+        index += digit * (model.vocabulary_size + 1) ** (back - 1)
+    return model.table[index].tolist()
+
+
+def test_is_a_model() -> None:
+    model: Model = TableModel(5, capacity=10)
+    logits: Logits = model.extend([1, 2, 3])
+    assert (len(logits), model.lengths, model.rows, model.capacity, model.vocabulary_size) == (3, [3], 1, 10, 5)
+    full = logits.full()
+    assert full.shape == (3, 5) and full.dtype == torch.float64
+    assert logits.argmax() == full.argmax(-1).tolist()
+    ids, values = logits.top(2)
+    assert ids[:, 0].tolist() == logits.argmax() and bool((values[:, 0] > values[:, 1]).all())
+    numpy.testing.assert_array_equal(logits.gather(ids), values)
+    numpy.testing.assert_array_equal(logits.gather(logits.argmax()), values[:, 0])
+    full.zero_()
+    assert bool((logits.full() != 0).all())  # a copy
+    model.close()
+    assert model.lengths == [0]
+
+
+def test_same_seed_same_model_and_sharpness_scales() -> None:
+    model = TableModel(4, seed=3)
+    assert torch.equal(TableModel(4, seed=3).table, model.table) and model.table.shape == (25, 4)
+    assert not torch.equal(TableModel(4, seed=4).table, model.table)
+    assert torch.equal(TableModel(4, seed=3, sharpness=1).table * 2, model.table)
+    draft = model.near(0.5, seed=9)
+    assert 0.3 < float((draft.table - model.table).std()) < 0.7
+    assert torch.equal(model.near(0, seed=9).table, model.table)
+    with pytest.raises(ValueError, match="too large"):
+        TableModel(1000, memory=3)
+    with pytest.raises(ValueError, match="at least 1"):
+        TableModel(3, memory=0)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(0, 2**31), st.integers(1, 4))
+def test_any_sequence_of_calls_gives_the_laws_of_the_paths(seed: int, memory: int) -> None:
+    draws = random.Random(seed)
+    model = TableModel(4, seed=seed % 7, memory=memory, capacity=60)
+    context: list[int] = []
+    paths: list[list[int]] = []  # of the pending tree's nodes, as node numbers
+    tokens: list[int] = []
+    for _ in range(12):
+        new = [draws.randrange(4) for _ in range(draws.randint(1, 4))]
+        wanted = draws.choice([None, [len(new) - 1], [0, 0], []])
+        indices = range(len(new)) if wanted is None else wanted
+        choice = draws.random()
+        if choice < 0.3 and not paths:
+            found = model.extend(new, [len(new)], want=wanted)
+            expected = [by_hand(model, [*context, *new[: i + 1]]) for i in indices]
+            context += new
+        elif choice < 0.7:
+            first = len(paths)
+            parents = [draws.randrange(-1, first + i) for i in range(len(new))]
+            found = model.extend(new, parents=parents, want=wanted)
+            tokens += new
+            for i, parent in enumerate(parents):
+                paths.append([*([] if parent < 0 else paths[parent]), first + i])
+            expected = [by_hand(model, context + [tokens[n] for n in paths[first + i]]) for i in indices]
+        elif choice < 0.85:
+            path = draws.choice([[], *paths])
+            model.keep([path])
+            context += [tokens[node] for node in path]
+            paths, tokens = [], []
+            continue
+        else:
+            del context[draws.randint(0, len(context)) :]
+            model.rollback([len(context)])
+            paths, tokens = [], []
+            continue
+        assert found.full().tolist() == expected
+        assert model.lengths == [len(context)]
+
+
+def test_refusals_change_nothing() -> None:
+    model = TableModel(4, capacity=5)
+    model.extend([1, 2, 3])
+    model.extend([0, 1], parents=[-1, -1])  # branches share a position
+    model.extend([2], parents=[1])
+    for call in (
+        lambda: model.extend([1]),
+        lambda: model.extend([1], parents=[3]),
+        lambda: model.extend([1], parents=[-2]),
+        lambda: model.extend([1], parents=[2]),  # the sixth token of its path
+        lambda: model.extend([1, 2], parents=[-1]),
+        lambda: model.extend([4], parents=[-1]),
+        lambda: model.extend([1], parents=[-1], want=[1]),
+        lambda: model.extend([], parents=[]),
+        lambda: model.extend([1], [2], parents=[-1]),
+        lambda: model.keep([[0, 2]]),
+        lambda: model.keep([[2]]),
+        lambda: model.keep([[3]]),
+        lambda: model.keep([[0], [1]]),
+        lambda: model.rollback([4]),
+        lambda: model.rollback([-1]),
+    ):
+        with pytest.raises(ValueError):
+            call()
+    model.keep([[1, 2]])
+    assert model.lengths == [5]
+    model.rollback([4])
+    assert model.extend([0]).full()[0].tolist() == by_hand(model, [1, 0])
+    with pytest.raises(ValueError, match="do not fit"):
+        model.extend([0])

@@ -1,0 +1,347 @@
+"""Tree shapes against brute force: best-first growth, the budget, the best static shapes, and how shapes are filled."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from distill.models.table import TableModel
+from distill.speculative.calibration import Power
+from distill.speculative.proposal import ROOT, Features, Proposal
+from distill.speculative.tree import (
+    RankTally,
+    Shape,
+    ShapeTable,
+    best_first,
+    best_tokens,
+    choose_budget,
+    choose_shape,
+    expected_accepted,
+    features_of,
+    sampled_tree,
+    spread,
+    top_tree,
+)
+
+torch.set_num_threads(1)
+
+V = 5
+DEPTH, BRANCHING = 3, 3
+
+
+class Draft:
+    """A table model after a context, with what `expand` was asked."""
+
+    def __init__(self, seed: int, vocabulary: int = V, sharpness: float = 2.0) -> None:
+        self.model = TableModel(vocabulary, seed, memory=2, sharpness=sharpness)
+        self.root = self.model.extend([0, 1], want=[1]).full().softmax(-1)[0]
+        self.calls: list[tuple[list[int], list[int]]] = []
+
+    def expand(self, tokens: list[int], parents: list[int]) -> torch.Tensor:
+        self.calls.append((tokens, parents))
+        return self.model.extend(tokens, parents=parents).full().softmax(-1)
+
+    def law(self, path: Sequence[int]) -> torch.Tensor:
+        """The law after the tokens of a path, from the table itself."""
+        return self.model.table[self.model.place([0, 1, *path])].softmax(-1)
+
+    def chance(self, path: Sequence[int]) -> float:
+        """The product of probabilities down a path."""
+        return math.prod(self.law(path[:i])[token].item() for i, token in enumerate(path))
+
+
+def paths_of(proposal: Proposal) -> list[tuple[int, ...]]:
+    """The tokens from the root down to each node."""
+    found: list[tuple[int, ...]] = []
+    for token, parent in zip(proposal.tokens, proposal.parents, strict=True):
+        found.append((*(found[parent] if parent != ROOT else ()), token))
+    return found
+
+
+def subtrees(universe: Sequence[tuple[int, ...]], nodes: int) -> Iterator[list[tuple[int, ...]]]:
+    """Every set of `nodes` paths that holds the parents of its members."""
+    for chosen in itertools.combinations(universe, nodes):
+        present = {(), *chosen}
+        if all(path[:-1] in present for path in chosen):
+            yield list(chosen)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10**6), st.integers(1, 5), st.booleans(), st.sampled_from([0.3, 1.0, 4.0]))
+def test_best_first_is_the_best_of_all_subtrees(seed: int, nodes: int, by_level: bool, sharpness: float) -> None:
+    vocabulary, depth = (3, 3) if nodes < 4 else (2, 4)
+    draft = Draft(seed, vocabulary, sharpness)
+    proposal, values = best_first(draft.root, draft.expand, nodes, branching=vocabulary, depth=depth, by_level=by_level)
+    universe = [path for d in range(1, depth + 1) for path in itertools.product(range(vocabulary), repeat=d)]
+    chances = {path: draft.chance(path) for path in universe}
+    paths = paths_of(proposal)
+    assert len(set(paths)) == len(paths) == nodes and values == sorted(values, reverse=True)
+    assert values == pytest.approx([chances[path] for path in paths], abs=1e-12)
+    best = max(sum(chances[path] for path in tree) for tree in subtrees(universe, nodes))
+    assert sum(values) == pytest.approx(best, abs=1e-12)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10**6), st.integers(1, 24), st.integers(1, 6), st.integers(1, V))
+def test_level_by_level_is_node_by_node(seed: int, nodes: int, depth: int, branching: int) -> None:
+    levels, single = Draft(seed), Draft(seed)
+    options = {"branching": branching, "depth": depth}
+    one, values = best_first(levels.root, levels.expand, nodes, by_level=True, **options)
+    two, same = best_first(single.root, single.expand, nodes, by_level=False, **options)
+    assert one == two and values == same
+    assert len(levels.calls) < depth and len(single.calls) < nodes
+    assert all(len(tokens) == 1 for tokens, _ in single.calls)
+    assert len(one.tokens) == min(nodes, sum(branching**d for d in range(1, depth + 1)))
+    # A smaller budget is a beginning of a larger one, so that it can be chosen afterwards.
+    fewer = Draft(seed)
+    small, _ = best_first(fewer.root, fewer.expand, max(1, nodes // 2), **options)
+    assert (one.tokens[: len(small.tokens)], one.parents[: len(small.parents)]) == (small.tokens, small.parents)
+    for path, known in zip(paths_of(one), one.features, strict=True):
+        assert known == features_of(levels.law(path[:-1]))
+    assert one.laws is None
+
+
+def test_best_first_with_calibration() -> None:
+    """The calibration decides which nodes are worth having, not the draft's own probabilities."""
+    draft = Draft(3)
+    shy, values = best_first(draft.root, draft.expand, 6, calibrate=spread(Power(0.05)))  # sure of every best token
+    assert shy.is_chain and len(shy.tokens) == 6
+    chance, expected = 1.0, []
+    for path in paths_of(shy):
+        chance *= draft.law(path[:-1]).max().item() ** 0.05
+        expected.append(chance)
+    assert values == pytest.approx(expected)
+    other = Draft(3)
+    flat, _ = best_first(other.root, other.expand, V, calibrate=lambda chances, *_: [0.1 for _ in chances])
+    assert flat.parents == [ROOT] * V  # all children alike: a wide tree
+    assert flat.tokens == best_tokens(other.root, V)[0]
+    calibrate, features = spread(Power(1.0)), Features(0.6, 0.3, 0.9)
+    assert calibrate([0.6, 0.3, 0.1], features, 0, 1.0) == pytest.approx([0.6, 0.3, 0.1])
+    assert calibrate([1.0], Features(1.0, 0.0, 0.0), 0, 1.0) == pytest.approx([1.0], abs=1e-5)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(0, 10**6), st.integers(1, 20), st.integers(1, 6), st.booleans())
+def test_best_first_with_few_branches(seed: int, nodes: int, most: int, by_level: bool) -> None:
+    draft = Draft(seed)
+    draft.model.max_leaves = most
+    proposal, _ = best_first(draft.root, draft.expand, nodes, branching=3, depth=5, by_level=by_level, max_leaves=most)
+    assert Shape(tuple(proposal.parents)).leaves <= most and 1 <= len(proposal.tokens) <= nodes
+    asked = [parent for _, parents in draft.calls for parent in parents]
+    assert Shape(tuple(asked)).leaves <= most
+    if most == 1:
+        assert proposal.is_chain
+    free = Draft(seed)
+    unlimited, _ = best_first(free.root, free.expand, nodes, branching=3, depth=5)
+    if Shape(tuple(unlimited.parents)).leaves <= most and Shape(tuple(asked)).leaves < most:
+        assert proposal == unlimited
+
+
+def test_best_first_at_temperature_zero_is_a_chain() -> None:
+    draft = Draft(1)
+
+    def greedy(law: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.one_hot(law.argmax(-1), V).double()
+
+    proposal, values = best_first(greedy(draft.root), lambda t, p: greedy(draft.expand(t, p)), 7, depth=5)
+    assert proposal.is_chain and values == [1.0] * 5
+    assert best_first(draft.root, draft.expand, 0) == (Proposal.chain([]), [])
+
+
+def test_best_tokens_by_hand() -> None:
+    law = torch.tensor([0.0, 0.2, 0.4, 0.2, 0.2, 0.0])
+    assert [best_tokens(law, k)[0] for k in (1, 2, 3, 4, 6, 9)] == [[2], [2, 1], [2, 1, 3], *[[2, 1, 3, 4]] * 3]
+    known = features_of(torch.tensor([0.5, 0.5, 0.0], dtype=torch.float64))
+    assert (known.top, known.second) == (0.5, 0.5) and known.entropy == pytest.approx(math.log(2))
+    assert features_of(torch.ones(1)) == Features(1.0, 0.0, 0.0)
+
+
+# How large.
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.floats(0, 1), max_size=12), st.randoms(use_true_random=False))
+def test_budget_is_the_argmax(values: list[float], draws: random.Random) -> None:
+    values = sorted(values, reverse=True)
+    target = {m: draws.uniform(0.5, 3) for m in range(1, len(values) + 2) if m == 1 or draws.random() < 0.8}
+    costs = [draws.uniform(0, 1) for _ in range(len(values) + 1)]
+    chosen = choose_budget(values, target, costs.__getitem__)
+    assert chosen + 1 in target
+    speeds = {n: (1 + sum(values[:n])) / (target[n + 1] + costs[n]) for n in range(len(values) + 1) if n + 1 in target}
+    assert speeds[chosen] == pytest.approx(max(speeds.values()), abs=1e-12)
+
+
+def test_budget_on_jagged_curves() -> None:
+    values = [0.8, 0.6, 0.5, 0.4]
+    assert choose_budget(values, {m: 1.0 for m in range(1, 6)}, lambda n: 0.0) == 4  # nodes for nothing
+    assert choose_budget(values, {m: float(m) for m in range(1, 6)}, lambda n: 0.0) == 0  # nodes at full price
+    assert choose_budget(values, {1: 1.0, 2: 1.9, 3: 1.9, 4: 1.2, 5: 9.0}, lambda n: 0.1 * n) == 3  # over the hump
+    assert choose_budget([], {1: 1.0}, lambda n: 0.0) == 0
+
+
+# Static shapes.
+
+
+def trees(nodes: int, depth: int, branching: int) -> Iterator[tuple[tuple[int, ...], ...]]:
+    """Every tree as the set of its rank paths, siblings having ranks 0, 1, … without gaps."""
+    universe = [path for d in range(1, depth + 1) for path in itertools.product(range(branching), repeat=d)]
+    for tree in subtrees(universe, nodes):
+        if all(path[-1] == 0 or (*path[:-1], path[-1] - 1) in tree for path in tree):
+            yield tuple(tree)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=3), st.integers(0, 4), st.integers(1, 3))
+def test_shape_table_is_the_best_of_all_shapes(acceptance: list[float], nodes: int, depth: int) -> None:
+    table = ShapeTable(acceptance, nodes, depth)
+    for d, n in itertools.product(range(1, depth + 1), range(nodes + 1)):
+        found = [sum(math.prod(acceptance[r] for r in p) for p in t) for t in trees(n, d, len(acceptance))]
+        if not found:
+            assert table.expected[d, n] == -math.inf
+            with pytest.raises(ValueError):
+                table.shape(n, d)
+            continue
+        assert table.expected[d, n] == pytest.approx(max(found), abs=1e-12)
+        shape = table.shape(n, d)
+        assert len(shape) == n and max(shape.depths, default=0) <= d and max(shape.ranks, default=0) < len(acceptance)
+        assert expected_accepted(shape, acceptance) == pytest.approx(table.expected[d, n], abs=1e-12)
+
+
+def test_large_shape_table() -> None:
+    acceptance = [0.6, 0.15, 0.08, 0.04, 0.02]
+    table = ShapeTable(acceptance, 64, 12)
+    shape = table.shape(64, 12)
+    assert len(shape) == 64 and expected_accepted(shape, acceptance) == pytest.approx(table.expected[12, 64])
+    assert (table.expected[12, 1:] > table.expected[12, :-1]).all()
+    assert table.expected[12, 64] > expected_accepted(Shape.of_widths([1] * 12), acceptance)
+    assert table.expected[12, 62] > expected_accepted(Shape.of_widths([2] * 5), acceptance)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=3), st.randoms(use_true_random=False))
+def test_choice_of_shape_is_the_argmax(acceptance: list[float], draws: random.Random) -> None:
+    target = {m: draws.uniform(0.5, 3) for m in range(1, 8) if m == 1 or draws.random() < 0.8}
+    level = draws.uniform(0, 0.5)
+    shape = choose_shape(acceptance, 6, 4, target, lambda d: level * d)
+    table = ShapeTable(acceptance, 6, 4)
+    speeds = {
+        (n, d): (1 + table.expected[d, n]) / (target[n + 1] + level * d)
+        for n, d in itertools.product(range(7), range(5))
+        if n + 1 in target
+    }
+    depth = max(shape.depths, default=0)
+    found = (1 + expected_accepted(shape, acceptance)) / (target[len(shape) + 1] + level * depth)
+    assert found == pytest.approx(max(speeds.values()), abs=1e-12)
+
+
+def test_shapes_by_hand() -> None:
+    wide = Shape.of_widths([2, 3])
+    assert wide.parents == (-1, -1, 0, 0, 0, 1, 1, 1) and wide.depths == [1, 1, *[2] * 6] and wide.leaves == 6
+    assert wide.ranks == [0, 1, 0, 1, 2, 0, 1, 2]
+    assert expected_accepted(wide, [0.5, 0.2]) == pytest.approx(0.7 + 0.5 * 0.7 + 0.2 * 0.7)
+    assert Shape(()).leaves == 0 and expected_accepted(Shape(()), [0.5]) == 0
+    for bad in ((0,), (-2,), (-1, 1), (-1, 2, 0)):
+        with pytest.raises(ValueError):
+            Shape(bad)
+
+
+def test_rank_tally() -> None:
+    tally = RankTally()
+    tree = Proposal([1, 2, 3, 4, 5], [-1, -1, 0, 0, 1])
+    tally.observe(tree, [0, 3])  # rank 0, then rank 1, then a leaf
+    tally.observe(tree, [1])  # rank 1, then its one child refused
+    tally.observe(tree, [])
+    assert (tally.tried, tally.taken) == ([5, 4], [1, 2]) and tally.rates() == [0.2, 0.5]
+
+
+# Filling shapes.
+
+
+def shapes(draws: random.Random) -> Shape:
+    return Shape(tuple(draws.randrange(-1, node) for node in range(draws.randint(1, 12))))
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 10**6))
+def test_top_tree(seed: int) -> None:
+    draws = random.Random(seed)
+    draft, shape = Draft(seed), shapes(draws)
+    proposal = top_tree(shape, draft.root, draft.expand)
+    expected = set()
+    named: dict[int, tuple[int, ...]] = {ROOT: ()}
+    for node, (parent, rank) in enumerate(zip(shape.parents, shape.ranks, strict=True)):
+        if parent in named and rank < V:
+            law = draft.law(named[parent])
+            named[node] = (*named[parent], int(law.argsort(descending=True)[rank]))
+            expected.add(named[node])
+    assert set(paths_of(proposal)) == expected and len(proposal.tokens) == len(expected)
+    assert proposal.laws is None and len(draft.calls) < max(shape.depths)
+    for parent, below in proposal.children().items():
+        law = draft.law(() if parent == ROOT else paths_of(proposal)[parent])
+        assert [proposal.tokens[child] for child in below] == law.argsort(descending=True)[: len(below)].tolist()
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10**6), st.booleans(), st.integers(1, V))
+def test_sampled_tree_says_what_it_drew_from(seed: int, replacement: bool, possible: int) -> None:
+    draws = random.Random(seed)
+    draft, shape = Draft(seed), shapes(draws)
+
+    def cut(law: torch.Tensor) -> torch.Tensor:
+        kept = torch.where(law >= law.topk(possible).values[..., -1:], law, 0)
+        return kept / kept.sum(-1, keepdim=True)
+
+    proposal = sampled_tree(
+        shape, cut(draft.root), lambda t, p: cut(draft.expand(t, p)), random.Random(seed).random, replacement
+    )
+    paths = paths_of(proposal)
+    assert proposal.laws is not None and proposal.laws.shape == (len(paths), V)
+    below = proposal.children()
+    for node, (token, parent) in enumerate(zip(proposal.tokens, proposal.parents, strict=True)):
+        law = cut(draft.law(() if parent == ROOT else paths[parent]))
+        earlier = [proposal.tokens[child] for child in below[parent] if child < node]
+        if not replacement:
+            assert token not in earlier
+            law[earlier] = 0
+            law /= law.sum()
+        torch.testing.assert_close(proposal.laws[node], law, rtol=0, atol=1e-12)
+        assert proposal.laws[node][token] > 0
+    # Nothing was removed: how many children there are follows from the shape and the law alone.
+    if replacement or (possible == V and max(shape.ranks) < V):
+        assert len(paths) == len(shape)
+    counts = Counter(shape.parents)
+    first = len(below.get(ROOT, []))
+    assert first == (counts[ROOT] if replacement else min(counts[ROOT], possible))
+
+
+def test_sampled_tree_follows_the_law() -> None:
+    """Two draws without replacement of three tokens: the law of the ordered pair, to 4.5 standard errors."""
+    law, count = torch.tensor([0.6, 0.3, 0.1], dtype=torch.float64), 4000
+    uniform = random.Random(5).random
+    shape = Shape.of_widths([2])
+    for replacement in (False, True):
+        found = Counter(
+            tuple(sampled_tree(shape, law, lambda t, p: law.expand(len(t), 3), uniform, replacement).tokens)
+            for _ in range(count)
+        )
+        for a, b in itertools.product(range(3), repeat=2):
+            first, second = law[a].item(), law[b].item()
+            chance = first * second if replacement else (a != b) * first * second / (1 - first)
+            assert abs(found[a, b] / count - chance) <= 4.5 * math.sqrt(chance * (1 - chance) / count)
+
+
+def test_a_law_with_almost_all_mass_on_one_token() -> None:
+    """What is left after the sure token is below rounding, and still a law over the others."""
+    law = torch.tensor([1.0, 1e-30, 3e-30], dtype=torch.float32)
+    drawn = sampled_tree(Shape.of_widths([3]), law, lambda t, p: law, random.Random(1).random, False)
+    assert drawn.tokens[0] == 0 and sorted(drawn.tokens) == [0, 1, 2]
+    assert drawn.laws is not None
+    torch.testing.assert_close(drawn.laws[1], torch.tensor([0, 0.25, 0.75], dtype=torch.float64))
