@@ -79,8 +79,8 @@ def cut(
     ] = None,
     layers: Annotated[int | None, typer.Option("--layers", help="Layers kept.")] = None,
     layer_rule: Annotated[
-        str, typer.Option("--layer-rule", help="greedy, influence, angular or last-but-one.")
-    ] = "influence",
+        str, typer.Option("--layer-rule", help="auto, greedy, influence, angular or last-but-one.")
+    ] = "auto",
     drop_layers: Annotated[
         str | None, typer.Option("--drop-layers", help="Layers dropped by number: 14-21 or 3,7.")
     ] = None,

@@ -133,10 +133,10 @@ class DraftCut(Section):
     donor: str = Field("target", description="`target`, a folder, or a hub name")
     transplant: Transplant | None = Field(None, description="needed when the donor's vocabulary is another; null: off")
     layers: int | None = Field(None, ge=1, description="layers kept; null: all")
-    layer_rule: Literal["greedy", "influence", "angular", "last-but-one"] = Field(
-        "influence", description="greedy: remove, one by one, the layer whose loss costs the least KL to the target; "
+    layer_rule: Literal["auto", "greedy", "influence", "angular", "last-but-one"] = Field(
+        "auto", description="greedy: remove, one by one, the layer whose loss costs the least KL to the target; "
         "influence: drop the least influential; angular: the run of layers that turns the state least; "
-        "last-but-one: the last n but one"
+        "last-but-one: the last n but one; auto: greedy for up to 28 layers, influence beyond, where greedy takes long"
     )  # fmt: skip
     drop_layers: str | None = Field(None, description="layers dropped by number instead, such as `14-21` or `3,7,9-11`")
     mlp_width: int | None = Field(None, ge=32, description="MLP neurons kept per layer; null: all")

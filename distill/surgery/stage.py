@@ -45,6 +45,7 @@ from distill.surgery.width import check_width, narrow
 from distill.texts import Answer, read_answers
 from distill.vocabulary import Vocabulary
 
+GREEDY_LAYERS = 28  # greedy removal costs layers × removals passes over the blocks
 RIDGES = (1e-4, 1e-3, 1e-2)  # of the least-squares repair; the one of least KL on selection text is taken
 
 
@@ -136,7 +137,11 @@ class Cutter:
         self.changes.append(Change(name, before, size_of(model), kl_before, self.laws.kl(model), details))
 
     def _layers(self, model: Any, settings: DraftCut) -> dict[str, Any]:
-        rule = "explicit" if settings.drop_layers is not None else settings.layer_rule
+        rule: str = settings.layer_rule
+        if settings.drop_layers is not None:
+            rule = "explicit"
+        elif rule == "auto":
+            rule = "greedy" if model.config.num_hidden_layers <= GREEDY_LAYERS else "influence"
         kept, report = choose_layers(
             model, settings.layers, rule, blocks=self.blocks, loss=self.laws.kl, drop=settings.drop_layers
         )
