@@ -2,26 +2,36 @@
 
 from __future__ import annotations
 
-import csv
-import io
-import json
 import os
 import shutil
 import sys
 import time
 import traceback
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from distill.cli_decode import generate, profile
+from distill.cli_shared import (
+    DEFAULT_RUNS,
+    DraftOption,
+    FormatOption,
+    RunArgument,
+    RunsOption,
+    TargetOption,
+    TextOption,
+    bare_recipe,
+    find_run,
+    prepare,
+    print_table,
+    run_until,
+)
 from distill.cli_surgery import cut, transplant
 from distill.errors import DataError, DistillError, PairError, RecipeError, RunError
 
 if TYPE_CHECKING:
     from distill.recipe import Recipe
-    from distill.run import Run
 
 app = typer.Typer(
     help="Make draft models for speculative decoding: cut from a donor, trained on a target, the speedup proven.",
@@ -30,93 +40,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-RunsOption = Annotated[Path, typer.Option("--runs", help="Folder that holds the run directories.")]
-RunArgument = Annotated[
-    str | None, typer.Argument(metavar="[RUN]", help="Run name or folder; the newest run if left out.")
-]
-FormatOption = Annotated[str, typer.Option("--output", "-o", help="md, json, jsonl or csv.")]
-TargetOption = Annotated[
-    str | None, typer.Option("--target", help="Bare pair: the target's Hugging Face folder or hub name.")
-]
-DraftOption = Annotated[
-    str | None, typer.Option("--draft", help="Bare pair: the draft's Hugging Face folder or hub name.")
-]
-TextOption = Annotated[
-    list[Path] | None, typer.Option("--text", help="Bare pair: a text file or a folder of them to take prompts from.")
-]
-DEFAULT_RUNS = Path("runs")
-
 # Recent versions of typer raise the exceptions of a click of their own, older ones those of the package click.
 ClickException: Any = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
-
-
-# ── runs ──
-
-
-def _find_run(name: str | None, runs: Path) -> tuple[Recipe, Run]:
-    """The run called `name` (or a folder), else the newest one, which is then named on stderr."""
-    from distill.recipe import load_recipe
-    from distill.run import Run
-
-    if name is not None:
-        folder = Path(name) if (Path(name) / "config.yaml").exists() else runs / name
-        if not (folder / "config.yaml").exists():
-            raise RunError(f"there is no run at {folder}", "`distill runs` lists those there are")
-    else:
-        found = sorted(runs.glob("*/config.yaml"), key=lambda path: path.stat().st_mtime)
-        if not found:
-            raise RunError(f"there are no runs in {runs.resolve()}", "make one with `distill train RECIPE`")
-        folder = found[-1].parent
-        print(f"run: {folder}", file=sys.stderr)
-    recipe = load_recipe(folder / "config.yaml")
-    return recipe, Run(folder, recipe)
-
-
-def _prepare(recipe: Recipe) -> None:
-    """Thread count and quiet libraries, before the first heavy import."""
-    from distill.run import usable_cores
-
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    os.environ.setdefault("GGML_NO_BACKTRACE", "1")
-    import torch
-    import transformers
-
-    torch.set_num_threads(recipe.threads or usable_cores())
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
-
-
-def _run_until(recipe: Recipe, run: Run, stage: str, redo: Sequence[str] = ()) -> None:
-    """Bring an existing run up to `stage`."""
-    from distill.pipeline import run_pipeline
-
-    _prepare(recipe)
-    try:
-        run.open((run.folder / "recipe.yaml").read_text(encoding="utf-8"))
-        run_pipeline(recipe, run, until=stage, redo=redo)
-    finally:
-        run.close()
-
-
-def _print_table(rows: list[dict[str, Any]], markdown: str, value: Any, output: str) -> None:
-    """Results on stdout in the format asked for."""
-    if output == "md":
-        print(markdown, end="" if markdown.endswith("\n") else "\n")
-    elif output == "json":
-        print(json.dumps(value, indent=1, ensure_ascii=False))
-    elif output == "jsonl":
-        for row in rows:
-            print(json.dumps(row, ensure_ascii=False))
-    elif output == "csv":
-        text = io.StringIO()
-        if rows:
-            writer = csv.DictWriter(text, list(rows[0]))
-            writer.writeheader()
-            writer.writerows(rows)
-        print(text.getvalue(), end="")
-    else:
-        raise RecipeError(f"output format `{output}` is unknown", "use -o md, json, jsonl or csv")
 
 
 # ── commands ──
@@ -124,6 +49,8 @@ def _print_table(rows: list[dict[str, Any]], markdown: str, value: Any, output: 
 
 app.command()(transplant)
 app.command()(cut)
+app.command()(generate)
+app.command()(profile)
 
 
 @app.command()
@@ -249,7 +176,7 @@ def train(
             print(line, file=sys.stderr)
     try:
         run.open(recipe.read_text(encoding="utf-8"))
-        _prepare(found)
+        prepare(found)
         run_pipeline(found, run, until, redo or ())
     finally:
         run.close()
@@ -258,31 +185,6 @@ def train(
             print((folder / name).read_text(encoding="utf-8"))
     if (folder / "report.html").exists():
         print(f"report: {folder / 'report.html'}\ndraft:  {folder / 'draft'}\ngguf:   {folder / 'gguf'}")
-
-
-def _bare_recipe(target: str | None, draft: str | None, text: list[Path] | None) -> Recipe:
-    """The recipe that stands for a bare pair: all defaults, the pair's folders, every text in the report split."""
-    from distill.recipe import parse_recipe
-
-    if target is None or draft is None or not text:
-        raise RecipeError("a bare pair needs --target, --draft and --text", "or name a run: `distill runs` lists them")
-    sources = [
-        {"kind": "tree", "path": str(path.resolve()), "pattern": "**/*", "split": "report"}
-        if path.is_dir()
-        else {"kind": "text", "path": str(path.resolve()), "split": "report"}
-        for path in text
-    ]
-
-    def absolute(reference: str) -> str:
-        return str(Path(reference).resolve()) if Path(reference).exists() else reference
-
-    raw = {
-        "name": "pair",
-        "target": {"model": absolute(target)},
-        "draft": {"donor": absolute(draft)},
-        "corpus": {"sources": sources},
-    }
-    return parse_recipe(raw, "the pair")
 
 
 @app.command("eval")
@@ -309,8 +211,8 @@ def evaluate(
     else:
         from distill.run import read_json
 
-        recipe, found = _find_run(run, runs)
-        _run_until(recipe, found, "eval")
+        recipe, found = find_run(run, runs)
+        run_until(recipe, found, "eval")
         report = read_json(found.path("eval.json"))
     if not kl:
         report["domains"] = {}
@@ -331,7 +233,7 @@ def evaluate(
         for name, positions in report["positions"].items()
         for row in positions
     ]  # fmt: skip
-    _print_table(rows, as_markdown(report), report, output)
+    print_table(rows, as_markdown(report), report, output)
 
 
 def _evaluate_bare(
@@ -343,8 +245,8 @@ def _evaluate_bare(
     kl: bool,
     acceptance: bool,
 ) -> dict[str, Any]:
-    recipe = _bare_recipe(target, draft, text)
-    _prepare(recipe)
+    recipe = bare_recipe(target, draft, text)
+    prepare(recipe)
     from distill.evaluation.bare import evaluate_bare
     from distill.models.pair import require_pair
 
@@ -386,8 +288,8 @@ def export_gguf(
     else:
         from distill.models.hugging_face import local_folder
 
-        recipe, run = _find_run(model, runs)
-        _run_until(recipe, run, "train")
+        recipe, run = find_run(model, runs)
+        run_until(recipe, run, "train")
         sources = {"draft": run.path("draft"), "target": local_folder(recipe.target.model)}
         place = folder or run.path("gguf", "extra")
     for name, source in sources.items():
@@ -401,56 +303,35 @@ def export_gguf(
 def speedup(
     run: RunArgument = None,
     again: Annotated[bool, typer.Option("--again", help="Measure anew instead of showing what was measured.")] = False,
+    verify_law: Annotated[
+        bool, typer.Option("--verify-law", help="Instead: test that the decoder samples the target's own law.")
+    ] = False,
+    samples: Annotated[int, typer.Option(min=100, help="--verify-law: texts drawn per prompt and verifier.")] = 400,
     runs: RunsOption = DEFAULT_RUNS,
     output: FormatOption = "md",
 ) -> None:
     """Plain against speculative decoding, end to end, of a run's draft and target."""
     from distill.run import read_json
 
-    recipe, found = _find_run(run, runs)
-    _run_until(recipe, found, "speedup", redo=["speedup"] if again else [])
+    recipe, found = find_run(run, runs)
+    if verify_law:
+        run_until(recipe, found, "train")
+        from distill.benchmark.law import law_markdown, verify_run_law
+
+        table = verify_run_law(recipe, found, samples)
+        print_table(table["rows"], law_markdown(table), table, output)
+        raise typer.Exit(0 if table["lawful"] else 1)
+    run_until(recipe, found, "speedup", redo=["speedup"] if again else [])
     report = read_json(found.path("speedup.json"))
     from distill.benchmark.speedup import as_markdown
 
-    _print_table(report["rows"], as_markdown(report), report, output)
-
-
-@app.command()
-def generate(
-    prompt: Annotated[str, typer.Argument(help="Text to continue; - reads it from standard input.")],
-    run: Annotated[str | None, typer.Option("--run", help="Run name or folder; the newest run if left out.")] = None,
-    target: TargetOption = None,
-    draft: DraftOption = None,
-    length: Annotated[int, typer.Option(min=0, max=63, help="Tokens drafted per round; 0 decodes plainly.")] = 4,
-    tokens: Annotated[int, typer.Option(min=1, help="New tokens at most.")] = 128,
-    runs: RunsOption = DEFAULT_RUNS,
-) -> None:
-    """Continue a prompt greedily, streamed, with the accepted tokens marked (green on a terminal)."""
-    text = sys.stdin.read() if prompt == "-" else prompt
-    if target or draft:
-        if not (target and draft):
-            raise RecipeError("a bare pair needs both --target and --draft")
-        from distill.models.pair import require_pair
-
-        recipe = _bare_recipe(target, draft, [Path(".")])
-        references = (recipe.target.model, recipe.draft.donor)
-        _prepare(recipe)
-        require_pair(*references)
-    else:
-        recipe, found = _find_run(run, runs)
-        if not found.path("draft", "config.json").exists():
-            raise RunError(f"{found.folder} has no trained draft yet", "run `distill train` on its recipe")
-        references = (recipe.target.model, str(found.path("draft").resolve()))
-        _prepare(recipe)
-    from distill.speculative.stream import stream
-
-    stream(recipe, references, text, length, tokens)
+    print_table(report["rows"], as_markdown(report), report, output)
 
 
 @app.command()
 def report(run: RunArgument = None, runs: RunsOption = DEFAULT_RUNS) -> None:
     """Draw report.html and the model card of a run again, from what has been measured so far."""
-    recipe, found = _find_run(run, runs)
+    recipe, found = find_run(run, runs)
     if not found.path("draft").is_dir():
         raise RunError(f"{found.folder} has no trained draft yet", "run `distill train` on its recipe")
     from distill.report.stage import report as draw
@@ -480,7 +361,7 @@ def list_runs(runs: RunsOption = DEFAULT_RUNS, output: FormatOption = "md") -> N
         raise RunError(f"there are no runs in {runs.resolve()}", "make one with `distill train RECIPE`")
     lines = ["| run | state | changed | MB |", "|---|---|---|--:|"]
     lines += [f"| {r['run']} | {r['state']} | {r['changed']} | {r['megabytes']} |" for r in rows]
-    _print_table(rows, "\n".join(lines), rows, output)
+    print_table(rows, "\n".join(lines), rows, output)
 
 
 def main() -> None:

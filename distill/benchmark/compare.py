@@ -16,6 +16,8 @@ from distill.models.base import Model
 from distill.progress import Progress
 from distill.speculative.decode import Decoded, plain, room_for, speculative
 
+TORCH_NOISE = 1e-4  # fp32: logit gaps below this are rounding ties
+
 
 @dataclass(frozen=True)
 class Trial:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from distill.benchmark.compare import (
+    TORCH_NOISE,
     choose_length,
     compare_library,
     judge_identity,
@@ -36,7 +37,6 @@ from distill.speculative.cost import measure_steps, predicted_speedup
 from distill.surgery.grow import grow
 from distill.texts import read_prompts
 
-TORCH_NOISE = 1e-4  # fp32: logit gaps below this are rounding ties
 REFERENCE_PROMPTS = {False: 4, True: 2}  # by grown: a grown target takes a minute for each pair of runs
 SAMPLES = 3
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import random
 import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from distill.errors import DataError
 from distill.models.hugging_face import (
@@ -15,16 +19,60 @@ from distill.models.hugging_face import (
     real_tokens,
 )
 from distill.recipe import Recipe
-from distill.speculative.decode import Decoded, plain, room_for, speculative_rounds
+from distill.sampler import Sampler
+from distill.speculative.decode import Decoded, Rules, Stop, decode, plain, require_lossless, room_for
+from distill.speculative.draft import Drafter, FirstThen, LookupDrafter, ModelDrafter, TreeDrafter
+from distill.speculative.lengths import Fixed
+from distill.speculative.verify import CHAINS
 
 GREEN, RESET = "\x1b[32m", "\x1b[0m"
 
 
-def stream(recipe: Recipe, references: tuple[str, str], text: str, length: int, limit: int) -> None:
+@dataclass(frozen=True)
+class Way:
+    """How to decode: the sampler, the verifier (None: greedy at temperature 0, else token), who drafts and how many."""
+
+    sampler: Sampler
+    verifier: str | None = None
+    drafter: str = "model"
+    length: int = 4
+    seed: int = 0
+    stop: Sequence[str] = ()
+
+
+def make_drafter(draft: TorchModel, way: Way, verifier: str, draws: random.Random) -> Drafter:
+    """The drafter that a way names; with `match` a draft says its best token, which is accepted most often."""
+    model = ModelDrafter(draft, Fixed(way.length), way.sampler, draws.random, argmax=verifier == "match")
+    if way.drafter == "lookup":
+        return LookupDrafter(way.length)
+    if way.drafter == "both":
+        return FirstThen(LookupDrafter(way.length, shortest=2), model)
+    if way.drafter == "tree":
+        return TreeDrafter(draft, way.sampler, draws.random, 2 * way.length, depth=way.length)
+    return model
+
+
+def stopper(tokenizer: Any, stops: Sequence[str]) -> Stop | None:
+    """Says how many tokens stand before the first stop text, None while there is none in what was said."""
+    if not stops:
+        return None
+
+    def stop(tokens: Sequence[int]) -> int | None:
+        said = tokenizer.decode(list(tokens))
+        places = [said.find(text) for text in stops if text in said]
+        if not places:
+            return None
+        # The most tokens whose text ends before the stop text begins.
+        return max(n for n in range(len(tokens) + 1) if len(tokenizer.decode(list(tokens[:n]))) <= min(places))
+
+    return stop
+
+
+def stream(recipe: Recipe, references: tuple[str, str], text: str, limit: int, way: Way) -> None:
     """Continue `text` with (target, draft), printing tokens as rounds end and a summary on stderr.
 
     Accepted tokens are green on a terminal; elsewhere the text is printed bare. Raises DataError for a prompt that is
-    empty or fills the context.
+    empty or fills the context, and for a way that would change the target's law.
     """
     device = pick_device(recipe.device)
     tokenizer = load_tokenizer(references[0])
@@ -40,26 +88,26 @@ def stream(recipe: Recipe, references: tuple[str, str], text: str, length: int, 
         raise DataError(f"the prompt's {len(ids)} tokens fill the context of {target.capacity}", "shorten it")
     if room < limit:
         print(f"the context leaves room for {room} of {limit} tokens", file=sys.stderr)
+    usual = "greedy" if way.sampler.temperature == 0 else "match" if way.drafter in ("tree", "lookup") else "token"
+    verifier = way.verifier or usual
+    if verifier not in CHAINS:
+        raise DataError(f"there is no verifier `{verifier}`", f"use {', '.join(CHAINS)}")
+    draws = random.Random(way.seed)
     ends = end_ids(hugging_face.config, tokenizer)
-    colour = sys.stdout.isatty()
-    print(text, end="", flush=True)
+    rules = Rules(way.sampler, verifier, ends, draws.random, stopper(tokenizer, way.stop))
     result = Decoded()
-    if length == 0:
-        result = plain(target, ids, room, ends)
+    if way.length == 0:
+        print(text, end="", flush=True)
+        result = plain(target, ids, room, rules=rules)
         print(tokenizer.decode(result.tokens))
     else:
-        shown = 0
-        pending: list[int] = []  # bytes of one character may be spread over tokens: wait until they are whole
-        for _ in speculative_rounds(target, draft, ids, room, length, ends, result):
-            while shown < len(result.tokens):
-                pending.append(result.tokens[shown])
-                piece = tokenizer.decode(pending)
-                marked = colour and result.from_draft[shown]
-                shown += 1
-                if not piece.endswith("\ufffd") or len(pending) > 8:
-                    print(f"{GREEN}{piece}{RESET}" if marked else piece, end="", flush=True)
-                    pending = []
-        print(tokenizer.decode(pending))
+        try:
+            drafter = make_drafter(draft, way, verifier, draws)
+            require_lossless(drafter, rules)
+        except ValueError as error:
+            raise DataError(f"this cannot be drafted: {error}", "choose another --drafter or --verifier") from None
+        print(text, end="", flush=True)
+        _show(tokenizer, result, decode(target, drafter, ids, room, rules, result), sys.stdout.isatty())
     rounds = result.rounds
     summary = f"{len(result.tokens)} tokens, {result.tokens_per_second():.1f} tok/s after the first"
     if rounds:
@@ -69,3 +117,19 @@ def stream(recipe: Recipe, references: tuple[str, str], text: str, length: int, 
             f", {(len(result.tokens) - 1) / len(rounds):.2f} tokens/round, accepted {accepted}/{drafted} ({rate})"
         )
     print(summary, file=sys.stderr)
+
+
+def _show(tokenizer: Any, result: Decoded, rounds: Any, colour: bool) -> None:
+    """Print every round's tokens as they come."""
+    shown = 0
+    pending: list[int] = []  # bytes of one character may be spread over tokens: wait until they are whole
+    for _ in rounds:
+        while shown < len(result.tokens):
+            pending.append(result.tokens[shown])
+            piece = tokenizer.decode(pending)
+            marked = colour and result.from_draft[shown]
+            shown += 1
+            if not piece.endswith("\ufffd") or len(pending) > 8:
+                print(f"{GREEN}{piece}{RESET}" if marked else piece, end="", flush=True)
+                pending = []
+    print(tokenizer.decode(pending))

@@ -1,0 +1,119 @@
+"""The law test for users, and the commands that decode and time: `speedup --verify-law`, `generate`, `profile`."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import tiny
+
+from distill.benchmark import law
+from distill.models.table import TableModel
+from distill.sampler import Sampler
+from distill.speculative.draft import ModelDrafter
+from distill.speculative.lengths import Fixed
+
+
+def test_homogeneity_by_hand() -> None:
+    """2 × 2: χ² = N(ad − bc)² / (row and column sums); p of one degree of freedom is erfc(√(χ²/2))."""
+    import math
+
+    statistic, freedom, p = law.homogeneity(Counter({0: 30, 1: 70}), Counter({0: 45, 1: 55}))
+    expected = 200 * (30 * 55 - 70 * 45) ** 2 / (75 * 125 * 100 * 100)
+    assert (statistic, freedom) == (pytest.approx(expected), 1)
+    assert p == pytest.approx(math.erfc(math.sqrt(expected / 2)))
+    assert law.homogeneity(Counter({3: 50}), Counter({3: 60}))[1:] == (0, 1.0)
+    # Twelve tokens seen once or twice are one cell.
+    rare = Counter({token: 1 for token in range(12)})
+    assert law.homogeneity(rare + Counter({50: 90}), rare + Counter({50: 90}))[1] == 1
+
+
+def test_p_values_of_one_law_are_spread_and_of_two_are_small() -> None:
+    draws = random.Random(0)
+    weights, others = [8, 4, 2, 1, 1], [6, 6, 2, 1, 1]
+    same = []
+    for _ in range(200):
+        pair = [Counter(draws.choices(range(5), weights, k=300)) for _ in range(2)]
+        same.append(law.homogeneity(*pair)[2])
+    assert 0.3 < sum(p < 0.5 for p in same) / 200 < 0.7 and min(same) > 1e-4
+    two = [Counter(draws.choices(range(5), w, k=3000)) for w in (weights, others)]
+    assert law.homogeneity(*two)[2] < 1e-6
+
+
+def test_a_lawful_pair_and_one_that_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    target, draft, sampler = TableModel(5, 1), TableModel(5, 2), Sampler(1.0)
+    prompts = [[0, 1], [3, 4, 2]]
+    table = law.verify_law(target, draft, prompts, sampler, 300, 0)
+    assert table["lawful"] and len(table["rows"]) == 2 * len(law.ARMS) and table["greedy"]["different"] == 0
+    assert "Lossless" in law.law_markdown(table)
+
+    class Sharper(ModelDrafter):
+        """Draws from another law than it says."""
+
+        def _law(self, logits, history):  # type: ignore[no-untyped-def]
+            return super()._law(logits, history)
+
+        def propose(self, context, limit, ends):  # type: ignore[no-untyped-def]
+            proposal = super().propose(context, limit, ends)
+            if proposal.laws is not None and len(proposal.tokens):
+                proposal.laws.fill_(1 / 5)
+            return proposal
+
+    arms = {"token": ("token", lambda d, s, r: Sharper(d, Fixed(3), s, r))}
+    monkeypatch.setattr(law, "ARMS", arms)
+    table = law.verify_law(target, draft, prompts, sampler, 1500, 0)
+    assert not table["lawful"] and min(row["p"] for row in table["rows"]) < 1e-6
+    assert "NOT lossless" in law.law_markdown(table)
+
+
+def test_greedy_sampler_compares_texts_only() -> None:
+    table = law.verify_law(TableModel(5, 1), TableModel(5, 2), [[0, 1]], Sampler(0), 100, 0)
+    assert table["rows"] == [] and table["lawful"] and table["greedy"]["identical"] == 1
+
+
+def test_the_commands(copied: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = ("--runs", copied.parent)
+    assert tiny.call("speedup", "tiny", *runs, "--verify-law", "--samples", 100) == 0
+    assert "Lossless" in capsys.readouterr().out
+    texts = []
+    for options in ((), ("--drafter", "tree"), ("--drafter", "lookup"), ("--drafter", "both"), ("--length", 0)):
+        assert tiny.call("generate", "def alpha(", "--run", "tiny", *runs, "--tokens", 12, *options) == 0
+        texts.append(capsys.readouterr().out)
+    assert len(set(texts)) == 1  # greedy, whoever drafts
+    sampled = ("--temperature", 0.9, "--top-k", 50)
+    for options in ((), ("--verifier", "block"), ("--verifier", "match"), ("--drafter", "tree"), ("--length", 0)):
+        assert tiny.call("generate", "def alpha(", "--run", "tiny", *runs, "--tokens", 8, *sampled, *options) == 0
+        assert capsys.readouterr().out.startswith("def alpha(")
+    for options, words in (
+        (("--verifier", "greedy", *sampled), "would change the target's law"),
+        (("--verifier", "nonsense"), "there is no verifier"),
+        (("--drafter", "nonsense"), "there is no drafter"),
+        (("--drafter", "tree", "--repetition-penalty", 1.2), "repetition penalty"),
+    ):
+        assert tiny.call("generate", "def alpha(", "--run", "tiny", *runs, *options) == 2
+        assert words in capsys.readouterr().err
+    text = texts[0]
+    stop = text[len("def alpha(") :].strip("\n")[3:6]
+    assert tiny.call("generate", "def alpha(", "--run", "tiny", *runs, "--tokens", 12, "--stop", stop) == 0
+    said = capsys.readouterr().out
+    assert stop not in said[len("def alpha(") :] and text.startswith(said.rstrip("\n"))
+
+
+def test_profile(copied: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ("--depths", "8,16", "--most", 3, "--repeats", 5, "--threads", 1, "--acceptance", "0.8,0.7")
+    assert tiny.call("profile", copied / "draft", *options, "--out", tmp_path / "c.json") == 0
+    said = capsys.readouterr().out
+    assert said.count("\n| 8 |") == 3 == said.count("\n| 16 |") and "GGML_BATCH_COSTS=" in said
+    saved = json.loads((tmp_path / "c.json").read_text())
+    assert saved["depths"] == [8, 16] and len(saved["seconds"][0]) == 3
+    for arguments, words in (
+        ((), "name a model"),
+        ((copied / "draft", "--depths", "x"), "not numbers"),
+        ((copied / "draft", "--depths", "9999"), "no room"),
+        ((copied / "nothing.gguf",), "there is no file"),
+    ):
+        assert tiny.call("profile", *arguments) == 2
+        assert words in capsys.readouterr().err
