@@ -6,4 +6,6 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash scripts/setup.sh
 .venv/bin/ruff check .
 .venv/bin/mypy distill
-.venv/bin/pytest "$@"
+# One process per core, one thread each: torch threads of several processes get in each other's way.
+export OMP_NUM_THREADS=1
+.venv/bin/pytest -n "${TEST_PROCESSES:-$(nproc 2>/dev/null || echo 2)}" --dist loadfile "$@"

@@ -158,6 +158,19 @@ def test_group_lasso_narrows_the_draft(begun: Path, world: Path, tmp_path: Path)
     assert model.config.intermediate_size == 96 and model.model.layers[0].mlp.down_proj.in_features == 96
 
 
+def test_unstructured_sparsity_is_in_the_report(begun: Path, world: Path, tmp_path: Path) -> None:
+    train = {"steps": 30, "sparsity": {"method": "unstructured", "share": 0.4, "ramp": 0.5}}
+    status, run = run_with(begun, world, tmp_path, "report", train=train, speedup={"prompts": 2, "lengths": [2]})
+    assert status == 0
+    report = read(run / "draft" / "sparsity.json")["details"]
+    assert report["zero_share"] == pytest.approx(0.4, abs=0.01) and len(report["by_layer"]) == 2
+    state = AutoModelForCausalLM.from_pretrained(run / "draft").state_dict()
+    zeros = float((state["model.layers.0.mlp.up_proj.weight"] == 0).float().mean())
+    assert report["by_tensor"]["layers.0.mlp.up_proj"] == pytest.approx(zeros)
+    page = (run / "report.html").read_text()
+    assert "Sparsity" in page and "layers.0.mlp.up_proj" in page and "From donor to draft" in page
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [

@@ -43,6 +43,7 @@ def build_page(facts: Facts) -> str:
         ("numbers", "In short", _headlines(facts)),
         *([("cuts", "From donor to draft", _cuts(facts))] if facts.get("cuts") else []),
         ("training", "Training", _training(facts)),
+        *([("sparsity", "Sparsity", _sparsity(facts))] if facts.get("sparsity") else []),
         ("positions", "Acceptance by position", _stage(facts, "eval", _positions)),
         ("divergence", "Divergence and acceptance", _stage(facts, "eval", _divergence)),
         ("cost", "Cost curves", _stage(facts, "profile", _cost)),
@@ -189,6 +190,23 @@ def _cuts(facts: Facts) -> Html:
                "split. The line joins those that no other beats in both.")  # fmt: skip
     drawing = as_plots(as_plot(lambda: plots.search_front(search), caption))
     return Html(parts + drawing + table + as_list(search["explanations"]))
+
+
+def _sparsity(facts: Facts) -> Html:
+    """How the penalty spread over the layers and, for single weights, over the tensors."""
+    details = facts["sparsity"]["details"]
+    parts = [f"<p>{as_text(facts['sparsity']['sentence'])}</p>"]
+    if "by_layer" in details:
+        rows = [[str(layer), percent(share)] for layer, share in enumerate(details["by_layer"])]
+        parts.append(as_table(["layer", "zero weights"], rows, facts["command"]))
+        tensors = [[name, percent(share)] for name, share in details["by_tensor"].items()]
+        parts.append(as_table(["tensor", "zero weights"], tensors, facts["command"]))
+    else:
+        rows = [[str(layer), percent(share), significant(strength)] for layer, (share, strength) in enumerate(
+            zip(details["removed_zero_share"], details["lambda_by_layer"], strict=True))]  # fmt: skip
+        parts.append(as_table(["layer", "removed neurons that were exactly zero", "mean λ of the ramp"], rows,
+                              facts["command"]))  # fmt: skip
+    return Html("".join(parts))
 
 
 def _training(facts: Facts) -> Html:

@@ -33,6 +33,7 @@ def gather(recipe: Recipe, run: Run) -> dict[str, Any]:
         "draft": (cut["draft"] | {"path": "draft"}) if cut else None,
         "cuts": cut.get("changes"),
         "search": found("surgery", "search.json"),
+        "sparsity": found("draft", "sparsity.json"),
         "metrics": run.metrics(),
         "profile": found("profile.json"),
         "eval": found("eval.json"),
