@@ -170,8 +170,8 @@ def _cuts(facts: Facts) -> Html:
             percent(after["parameters"] / before["parameters"] - 1),
             significant(change["kl_before"]), significant(change["kl_after"]),
         ])  # fmt: skip
-    heads = ["operation", "parameters after", "bytes per step", "layers", "MLP width", "vocabulary spoken",
-             "parameters", "KL to target before, nats", "after"]  # fmt: skip
+    heads = ["operation", "parameters", "bytes per step", "layers", "MLP", "tokens spoken", "change",
+             "KL before, nats", "KL after"]  # fmt: skip
     parts = as_table(heads, rows, facts["command"])
     search = facts.get("search")
     if not search:

@@ -197,6 +197,9 @@ def draft(recipe: Recipe, run: Run) -> list[Path]:
 
         settings = search(recipe, run, model, target, laws, cutter)
     donor = describe_model(reference, model)
+    if settings.transplant is not None:  # as it was before it got other rows
+        old = changes[0].before
+        donor |= {"parameters": old.parameters, "vocabulary": old.vocabulary, "bytes": 4 * old.parameters}
     cutter(model, settings)
     changes += cutter.changes
     kept: Kept | None = None

@@ -23,7 +23,7 @@ from distill.recipe import Recipe
 from distill.run import Run, read_json, write_folder, write_json
 from distill.target.store import TeacherStore
 from distill.training.penalty import finish_penalty, penalty_of
-from distill.training.rate import rate_at
+from distill.training.rate import body_share, rate_at
 from distill.training.step import Columns, batch_blocks, blocks_loss, parameter_groups
 
 
@@ -119,7 +119,7 @@ def train(recipe: Recipe, run: Run) -> list[Path]:
         index = batch_blocks(step, settings.batch, store.blocks, recipe.seed)
         rate = rate_at(step, settings)
         for group in optimizer.param_groups:
-            group["lr"] = rate
+            group["lr"] = rate if group["outer"] else rate * body_share(step, settings)
         with accelerator.autocast():
             total, sums, count = blocks_loss(
                 model, store.packed.take(index), store.laws(index), settings, columns, accelerator.device
@@ -137,7 +137,7 @@ def train(recipe: Recipe, run: Run) -> list[Path]:
             )
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        sparse = penalty.after_step(step, rate) if penalty is not None else {}
+        sparse = penalty.after_step(step, rate * body_share(step, settings)) if penalty is not None else {}
         step += 1
         tokens_done += count
         elapsed = time.monotonic() - started

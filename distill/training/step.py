@@ -91,13 +91,22 @@ def blocks_loss(
 
 
 def parameter_groups(
-    model: torch.nn.Module, weight_decay: float, penalised: Iterable[torch.nn.Parameter] = ()
+    model: Any, weight_decay: float, penalised: Iterable[torch.nn.Parameter] = ()
 ) -> list[dict[str, Any]]:
-    """Matrices decay; vectors (norms, biases) and what a sparsity penalty already shrinks do not."""
+    """Matrices decay; vectors (norms, biases) and what a sparsity penalty already shrinks do not.
+
+    Embeddings and head are a group of their own (`outer`), because they may learn before the rest.
+    """
     spared = {id(parameter) for parameter in penalised}
-    matrices = [p for p in model.parameters() if p.ndim >= 2 and id(p) not in spared]
-    vectors = [p for p in model.parameters() if p.ndim < 2 or id(p) in spared]
-    return [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    outer = {id(model.get_input_embeddings().weight), id(model.lm_head.weight)}
+    inner = [p for p in model.parameters() if id(p) not in outer]
+    matrices = [p for p in inner if p.ndim >= 2 and id(p) not in spared]
+    vectors = [p for p in inner if p.ndim < 2 or id(p) in spared]
+    return [
+        {"params": [p for p in model.parameters() if id(p) in outer], "weight_decay": weight_decay, "outer": True},
+        {"params": matrices, "weight_decay": weight_decay, "outer": False},
+        {"params": vectors, "weight_decay": 0.0, "outer": False},
+    ]
 
 
 def heal(
