@@ -57,7 +57,8 @@ class Decoded:
 class Rules:
     """How a text is decoded: the served sampler, the verifier, what ends it, and where chance comes from.
 
-    `stop` looks at all new tokens after every round, for stop strings and the like.
+    `stop` looks at all new tokens after every round, for stop strings and the like; a round may bring several, so it
+    must find the first place to stop and not look at the end alone.
     """
 
     sampler: Sampler = GREEDY

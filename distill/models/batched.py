@@ -1,0 +1,201 @@
+"""Many sequences in one PyTorch model: rows of different lengths, each with the logits that it would have alone.
+
+Legend: R rows, A of them that take tokens in a call, n tokens of a call, q the most that one row takes, S slots of the
+cache, H heads of keys and values, D their width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from distill.models.base import check_want
+from distill.models.hugging_face import TorchLogits, TorchModel
+
+
+@dataclass(frozen=True)
+class _Step:
+    """Where the tokens of one call stand in the batch [A, q] that the model sees, and which slots they go to."""
+
+    active: Tensor | None  # [A], None where all rows take tokens
+    entries: Tensor  # [n], which of the A
+    columns: Tensor  # [n]
+    rows: Tensor  # [n], which of the R
+    slots: Tensor  # [n]
+    size: int  # slots in use afterwards, in the longest of the A rows
+
+
+class _Layer:
+    """One layer's keys and values [R, H, S, D]: slot s of a row holds its token at position s.
+
+    It is what `transformers.Cache` asks of a layer when mask and positions are given. Nothing but the slots of the
+    step's tokens is written, so that other rows, and what a call that fails leaves behind, are never seen.
+    """
+
+    def __init__(self, rows: int, capacity: int) -> None:
+        self.rows, self.capacity = rows, capacity
+        self.keys: Tensor | None = None
+        self.values: Tensor | None = None
+        self.step: _Step
+
+    def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Store the step's part of keys and values [A, H, q, D]; all of the A rows' [A, H, size, D] so far."""
+        self.keys, self.values = self._stored(self.keys, keys), self._stored(self.values, values)
+        return self._read(self.keys), self._read(self.values)
+
+    def _stored(self, held: Tensor | None, new: Tensor) -> Tensor:
+        step, old = self.step, 0 if held is None else held.shape[2]
+        if held is None or old < step.size:
+            # Zeros, because a mask hides any number from the sum but not NaN.
+            room = min(max(step.size, 2 * old, 64), self.capacity)
+            grown = new.new_zeros(self.rows, new.shape[1], room, new.shape[3])
+            if held is not None:
+                grown[:, :, :old] = held
+            held = grown
+        held[step.rows, :, step.slots] = new[step.entries, :, step.columns]  # [n, H, D]
+        return held
+
+    def _read(self, held: Tensor) -> Tensor:
+        used = held[:, :, : self.step.size]
+        return used if self.step.active is None else used.index_select(0, self.step.active)
+
+
+class BatchedTorchModel:
+    """R sequences of different lengths decoded together by a Hugging Face model; chains only.
+
+    See `distill.models.base.Model`. A row that takes no token in a call has no part in it. ValueError for a model whose
+    layers do not take a mask of ours: attention other than sdpa or eager, or windows shorter than the context.
+    """
+
+    max_leaves = 0
+
+    def __init__(self, model: Any, rows: int, vocabulary: int | None = None) -> None:
+        from transformers import Cache
+
+        if rows < 1:
+            raise ValueError(f"a batch has at least one row, got {rows}")
+        alone = TorchModel(model, vocabulary)
+        if not alone.max_leaves:  # the masks of rows fail where the masks of trees do
+            config = model.config
+            raise ValueError(
+                f"rows of different lengths need the attention implementation sdpa or eager, in layers that see the "
+                f"whole context of {alone.capacity}; this model runs {config._attn_implementation} with a window of "
+                f"{getattr(config, 'sliding_window', None)}: decode its prompts one by one"
+            )
+        self.model, self.rows, self.device = model, rows, alone.device
+        self.vocabulary_size, self.capacity = alone.vocabulary_size, alone.capacity
+        self._layers = [_Layer(rows, self.capacity) for _ in range(model.config.num_hidden_layers)]
+        self._cache = Cache(layers=self._layers)
+        self._lengths = [0] * rows
+
+    @property
+    def lengths(self) -> list[int]:
+        """Committed tokens of each row."""
+        return list(self._lengths)
+
+    @torch.inference_mode()
+    def extend(
+        self,
+        tokens: Sequence[int],
+        counts: Sequence[int] | None = None,
+        parents: Sequence[int] | None = None,
+        want: Sequence[int] | None = None,
+    ) -> TorchLogits:
+        """Append `counts[r]` (0 allowed) of the flat `tokens` to each row; logits for those in `want` (None: all).
+
+        Raises ValueError, with nothing changed, past the capacity, for counts that do not add up, for no tokens, for
+        ids outside the vocabulary, for `want` outside the tokens, and for trees.
+        """
+        tokens = list(tokens)
+        counts = self._checked(tokens, counts, parents, want)
+        active = [row for row, count in enumerate(counts) if count]
+        longest = max(counts)
+        # Rows end in the same column, so that the logits after their last tokens are one column of the batch.
+        places = [
+            (entry, longest - counts[row] + i, row, self._lengths[row] + i)
+            for entry, row in enumerate(active)
+            for i in range(counts[row])
+        ]
+        entries, columns, rows, slots = self._tensor(list(zip(*places, strict=True)))
+        ids = torch.zeros(len(active), longest, dtype=torch.long, device=self.device)
+        ids[entries, columns] = self._tensor(tokens)
+        ends = self._tensor([self._lengths[row] + counts[row] for row in active])  # [A]
+        # What stands left of a row's tokens is never read: it looks at what it likes, but at something.
+        positions = (ends[:, None] - longest + torch.arange(longest, device=self.device)).clamp(min=0)  # [A, q]
+        size = int(max(self._lengths[row] + counts[row] for row in active))
+        dtype = self.model.dtype
+        mask = torch.zeros(len(active), 1, longest, size, dtype=dtype, device=self.device)
+        hidden = torch.arange(size, device=self.device) > positions[:, None, :, None]
+        mask.masked_fill_(hidden, torch.finfo(dtype).min)  # additive, because eager attention adds what it is given
+        chosen = None if len(active) == self.rows else self._tensor(active)
+        for layer in self._layers:
+            layer.step = _Step(chosen, entries, columns, rows, slots, size)
+        wanted = [(places[i][0], places[i][1]) for i in (range(len(tokens)) if want is None else want)]
+        kept = sorted({column for _, column in wanted})
+        logits = self.model(
+            input_ids=ids,
+            attention_mask=mask,
+            position_ids=positions,
+            past_key_values=self._cache,
+            use_cache=True,
+            logits_to_keep=1 if kept == [longest - 1] else self._tensor(kept),
+        ).logits[..., : self.vocabulary_size]
+        self._lengths = [length + count for length, count in zip(self._lengths, counts, strict=True)]
+        which = {column: index for index, column in enumerate(kept)}
+        return TorchLogits(logits[self._tensor([e for e, _ in wanted]), self._tensor([which[c] for _, c in wanted])])
+
+    def _tensor(self, numbers: Sequence[Any]) -> Tensor:
+        return torch.tensor(numbers, dtype=torch.long, device=self.device)
+
+    def _checked(
+        self,
+        tokens: list[int],
+        counts: Sequence[int] | None,
+        parents: Sequence[int] | None,
+        want: Sequence[int] | None,
+    ) -> list[int]:
+        """The counts, as they are; ValueError for what `extend` does not take."""
+        if parents is not None:
+            raise ValueError("a batch of rows takes chains, no trees")
+        if counts is None:
+            counts = [len(tokens)] if self.rows == 1 else []
+        if len(counts) != self.rows or min(counts) < 0 or sum(counts) != len(tokens) or not tokens:
+            raise ValueError(
+                f"counts must say how many of at least one token each of {self.rows} rows takes, "
+                f"got {list(counts)} for {len(tokens)} tokens"
+            )
+        if min(tokens) < 0 or max(tokens) >= self.model.config.vocab_size:
+            raise ValueError(
+                f"token ids must lie in [0, {self.model.config.vocab_size}), got {min(tokens)}..{max(tokens)}"
+            )
+        for row, (length, count) in enumerate(zip(self._lengths, counts, strict=True)):
+            if length + count > self.capacity:
+                raise ValueError(f"row {row}: {length} + {count} tokens do not fit a context of {self.capacity}")
+        check_want(want, len(tokens))
+        return list(counts)
+
+    def keep(self, paths: Sequence[Sequence[int]]) -> None:
+        """Nothing: there is never a tree; ValueError for a path that is not empty."""
+        if len(paths) != self.rows or any(len(path) for path in paths):
+            raise ValueError(f"no tree is pending: {self.rows} empty paths are all there is, got {list(paths)}")
+
+    def rollback(self, lengths: Sequence[int]) -> None:
+        """Forget the tokens of each row beyond `lengths`; ValueError, with nothing changed, for more than there are."""
+        pairs = list(zip(lengths, self._lengths, strict=False))
+        if len(lengths) != self.rows or any(not 0 <= new <= old for new, old in pairs):
+            raise ValueError(f"cannot roll back from {self._lengths} to {list(lengths)} tokens")
+        self._lengths = [int(length) for length in lengths]
+
+    def reset(self) -> None:
+        """Forget everything and give the cache's memory back."""
+        self._lengths = [0] * self.rows
+        for layer in self._layers:
+            layer.keys = layer.values = None
+
+    def close(self) -> None:
+        """Free the cache."""
+        self.reset()
