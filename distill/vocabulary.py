@@ -53,6 +53,9 @@ MARKERS: dict[str, tuple[str, ...]] = {
     "fim_suffix": ("<|fim_suffix|>", "<fim_suffix>", "<fim-suffix>", "<｜fim▁hole｜>", "▁<SUF>"),
     "fim_middle": ("<|fim_middle|>", "<fim_middle>", "<fim-middle>", "<｜fim▁end｜>", "▁<MID>"),
 }
+# Of several roles of one token the first counts. What models mark themselves comes before what a tokenizer's settings
+# call it: eos is often the end of a turn.
+ROLE_ORDER = (*MARKERS, "eos", "bos", "unk", "pad", "sep", "cls", "mask")
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _CONTROL = re.compile(r"[<\[].+[>\]]", re.DOTALL)
 _HINT = "byte-level BPE and SentencePiece (BPE or Unigram) are supported"

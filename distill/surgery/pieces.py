@@ -17,14 +17,12 @@ import numpy
 from numpy.typing import ArrayLike, NDArray
 
 from distill.errors import DataError
-from distill.vocabulary import MARKERS, SPACE, Vocabulary, to_mapped
+from distill.vocabulary import ROLE_ORDER, SPACE, Vocabulary, to_mapped
 
 # How a row came about: nothing stands there; the same bytes; several pieces; what the user said; the same role; the
 # same string, special in the donor too; a special token's own text, in pieces.
 ORIGINS = ("unused", "copy", "mean", "override", "role", "same", "text")
 UNUSED, COPY, MEAN, OVERRIDE, ROLE, SAME, TEXT = range(len(ORIGINS))
-# What models mark themselves comes before what a tokenizer's settings call it: eos is often the end of a turn.
-ROLE_ORDER = (*MARKERS, "eos", "bos", "unk", "pad", "sep", "cls", "mask")
 REPLACEMENT = "\ufffd".encode()  # what an impossible byte is shown as
 _APART = re.compile(f"([\udc80-\udcff{SPACE}])")  # bytes that are no text, and the one character ▁ cannot write
 
