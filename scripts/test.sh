@@ -7,5 +7,6 @@ bash scripts/setup.sh
 .venv/bin/ruff check .
 .venv/bin/mypy distill
 # One process per core, one thread each: torch threads of several processes get in each other's way.
-export OMP_NUM_THREADS=1
-.venv/bin/pytest -n "${TEST_PROCESSES:-$(nproc 2>/dev/null || echo 2)}" --dist loadfile "$@"
+processes="${TEST_PROCESSES:-$(nproc 2>/dev/null || echo 2)}"
+export OMP_NUM_THREADS=1  # only now, for nproc counts by it too
+.venv/bin/pytest -n "$processes" --dist loadfile "$@"
