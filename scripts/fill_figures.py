@@ -17,16 +17,23 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def tables(run: Path) -> dict[str, str]:
-    """The text of each marker."""
-    evaluation, speedup = ((run / name).read_text(encoding="utf-8") for name in ("eval.md", "speedup.md"))
-    evaluation, speedup = (re.sub(r"\n`distill [^`]*`\n", "\n", text).strip() for text in (evaluation, speedup))
-    found = {
-        "answers": evaluation[evaluation.index("**answers**") : evaluation.index("**files**")].strip()
-        if "**files**" in evaluation
-        else evaluation,
+    """The text of each marker, as far as the run has got."""
+
+    def read(path: Path) -> str:
+        """Without the command, which the documents say themselves."""
+        return re.sub(r"\n`distill [^`]*`\n", "\n", path.read_text(encoding="utf-8")).strip()
+
+    found: dict[str, str] = {}
+    if (run / "surgery" / "search.md").exists():
+        found["search"] = read(run / "surgery" / "search.md")
+    if not (run / "speedup.md").exists():
+        return found
+    evaluation = read(run / "eval.md")
+    found |= {
+        "answers": evaluation[evaluation.index("**answers**") : evaluation.index("**files**")].strip(),
         "positions": evaluation[evaluation.index("**Acceptance by") :].strip(),
         "evaluation": evaluation,
-        "speedup": speedup,
+        "speedup": read(run / "speedup.md"),
     }
     rows = ["| file | MB | top-1 agreement | mean abs. difference of log p | texts with other token ids |",
             "|---|--:|--:|--:|--:|"]  # fmt: skip
@@ -37,11 +44,7 @@ def tables(run: Path) -> dict[str, str]:
             f"| {parity['mean_abs_dlogprob']:.5f} | {len(parity['tokenizer_mismatches'])} of "
             f"{parity['tokenizer_texts']} |"
         )
-    found["parity"] = "\n".join(rows)
-    search = run / "surgery" / "search.md"
-    if search.exists():
-        found["search"] = re.sub(r"\n`distill [^`]*`\n", "\n", search.read_text(encoding="utf-8")).strip()
-    return found
+    return found | {"parity": "\n".join(rows)}
 
 
 def main() -> None:
