@@ -39,15 +39,21 @@ def generate(
         str | None, typer.Option("--verifier", help="greedy, match, token or block; greedy or token if left out.")
     ] = None,
     drafter: Annotated[
-        str, typer.Option("--drafter", help="model, lookup (earlier text), both, or tree (greedy or match).")
+        str,
+        typer.Option(
+            "--drafter",
+            help="model, lookup (earlier text), both, tree (greedy or match); for a draft of another vocabulary: "
+            "intersection (the tokens both share) or string (its text).",
+        ),
     ] = "model",
     stop: Annotated[list[str] | None, typer.Option("--stop", help="End before this text; may be repeated.")] = None,
     runs: RunsOption = DEFAULT_RUNS,
 ) -> None:
     """Continue a prompt, streamed, with the accepted tokens marked (green on a terminal); losslessly or not at all."""
     text = sys.stdin.read() if prompt == "-" else prompt
-    if drafter not in ("model", "lookup", "both", "tree"):
-        raise RecipeError(f"there is no drafter `{drafter}`", "use model, lookup, both or tree")
+    known = ("model", "lookup", "both", "tree", "intersection", "string")
+    if drafter not in known:
+        raise RecipeError(f"there is no drafter `{drafter}`", f"use one of {', '.join(known)}")
     if target or draft:
         if not (target and draft):
             raise RecipeError("a bare pair needs both --target and --draft")
@@ -56,7 +62,8 @@ def generate(
         recipe = bare_recipe(target, draft, [Path(".")])
         references = (recipe.target.model, recipe.draft.donor)
         prepare(recipe)
-        require_pair(*references)
+        if drafter not in ("intersection", "string"):
+            require_pair(*references)
     else:
         recipe, found = find_run(run, runs)
         if not found.path("draft", "config.json").exists():

@@ -117,3 +117,19 @@ def test_profile(copied: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str
     ):
         assert tiny.call("profile", *arguments) == 2
         assert words in capsys.readouterr().err
+
+
+def test_a_draft_of_another_vocabulary_as_it_is(world: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    if not (world / "donor").exists():
+        tiny.build_model(world / "donor", layers=2, vocabulary=350, seeds=range(40, 60))
+    pair = ("--target", world / "target", "--draft", world / "donor", "--tokens", 10)
+    texts = []
+    for options in (("--drafter", "intersection"), ("--drafter", "string"), ("--drafter", "lookup")):
+        assert tiny.call("generate", "def alpha(", *pair, *options) == (2 if "lookup" in options else 0)
+        seen = capsys.readouterr()
+        texts.append(seen.out)
+    assert texts[0] == texts[1] and texts[0].startswith("def alpha(")
+    assert "does not fit the target" in seen.err  # a drafter that reads the draft's ids as the target's own
+    for drafter in ("intersection", "string"):
+        assert tiny.call("generate", "def alpha(", *pair, "--drafter", drafter, "--temperature", 0.8) == 0
+        assert capsys.readouterr().out.startswith("def alpha(")

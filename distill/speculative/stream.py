@@ -15,6 +15,7 @@ from distill.models.hugging_face import (
     end_ids,
     load_model,
     load_tokenizer,
+    local_folder,
     pick_device,
     real_tokens,
 )
@@ -24,7 +25,9 @@ from distill.speculative.decode import Decoded, Rules, Stop, decode, plain, requ
 from distill.speculative.draft import Drafter, FirstThen, LookupDrafter, ModelDrafter, TreeDrafter
 from distill.speculative.lengths import Fixed
 from distill.speculative.verify import CHAINS
+from distill.vocabulary import Vocabulary
 
+FOREIGN = ("intersection", "string")
 GREEN, RESET = "\x1b[32m", "\x1b[0m"
 
 
@@ -50,6 +53,18 @@ def make_drafter(draft: TorchModel, way: Way, verifier: str, draws: random.Rando
     if way.drafter == "tree":
         return TreeDrafter(draft, way.sampler, draws.random, 2 * way.length, depth=way.length)
     return model
+
+
+def foreign_drafter(
+    recipe: Recipe, references: tuple[str, str], way: Way, verifier: str, draws: random.Random
+) -> Drafter:
+    """A draft of another vocabulary, as it is: by the tokens both share, or by its text."""
+    from distill.speculative.other_vocabulary import IntersectionDrafter, StringMatchDrafter
+
+    target, own = (Vocabulary.read(local_folder(reference)) for reference in references)
+    model = TorchModel(load_model(references[1], recipe.target.dtype, pick_device(recipe.device)), own.size)
+    kind = IntersectionDrafter if way.drafter == "intersection" else StringMatchDrafter
+    return kind(model, target, own, Fixed(way.length), way.sampler, draws.random, argmax=verifier == "match")
 
 
 def stopper(tokenizer: Any, stops: Sequence[str]) -> Stop | None:
@@ -79,7 +94,8 @@ def stream(recipe: Recipe, references: tuple[str, str], text: str, limit: int, w
     hugging_face = load_model(references[0], recipe.target.dtype, device)
     vocabulary = real_tokens(hugging_face.config, tokenizer)
     target = TorchModel(hugging_face, vocabulary)
-    draft = TorchModel(load_model(references[1], recipe.target.dtype, device), vocabulary)
+    foreign = way.drafter in FOREIGN
+    draft = target if foreign else TorchModel(load_model(references[1], recipe.target.dtype, device), vocabulary)
     ids = encode(tokenizer, text)
     if not ids:
         raise DataError("the prompt is empty", "give some text to continue")
@@ -88,7 +104,8 @@ def stream(recipe: Recipe, references: tuple[str, str], text: str, limit: int, w
         raise DataError(f"the prompt's {len(ids)} tokens fill the context of {target.capacity}", "shorten it")
     if room < limit:
         print(f"the context leaves room for {room} of {limit} tokens", file=sys.stderr)
-    usual = "greedy" if way.sampler.temperature == 0 else "match" if way.drafter in ("tree", "lookup") else "token"
+    certain = way.drafter in ("tree", "lookup", "string")  # what they propose has no law of its own
+    usual = "greedy" if way.sampler.temperature == 0 else "match" if certain else "token"
     verifier = way.verifier or usual
     if verifier not in CHAINS:
         raise DataError(f"there is no verifier `{verifier}`", f"use {', '.join(CHAINS)}")
@@ -102,7 +119,11 @@ def stream(recipe: Recipe, references: tuple[str, str], text: str, limit: int, w
         print(tokenizer.decode(result.tokens))
     else:
         try:
-            drafter = make_drafter(draft, way, verifier, draws)
+            drafter = (
+                foreign_drafter(recipe, references, way, verifier, draws)
+                if foreign
+                else make_drafter(draft, way, verifier, draws)
+            )
             require_lossless(drafter, rules)
         except ValueError as error:
             raise DataError(f"this cannot be drafted: {error}", "choose another --drafter or --verifier") from None
