@@ -74,7 +74,7 @@ def make_facts() -> dict[str, Any]:
                 "forward_kl": 1.1 * (step + 9) ** -0.25 + noise.gauss(0, 0.02),
                 "cross_entropy": 3.4 * (step + 9) ** -0.09 + noise.gauss(0, 0.03),
                 "agreement": 0.72 - 0.5 * (step + 9) ** -0.3 + noise.gauss(0, 0.01), "rate": 3e-4,
-                "tokens": 8192 * step,
+                "tokens": 8192,
                 "tokens_per_second": 5210.0 + step % 17, "memory_bytes": 2_140_000_000, "eta_seconds": 900.0 - step,
                 "time": f"2026-11-21T14:{step // 25:02d}:{step % 60:02d}"} for step in range(1, 901)]
     text = [{"text": "def ", "kind": "target"}, {"text": "fibonacci(n: int) -> int:\n    if n <", "kind": "accepted"},

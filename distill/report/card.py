@@ -27,6 +27,7 @@ from distill.report.text import (
     significant,
     size,
     speedup_interval,
+    trained_tokens,
     training_steps,
     verdict,
 )
@@ -103,7 +104,7 @@ def _how(facts: Facts) -> str:
     steps = training_steps(facts.get("metrics"))
     if steps:
         first, last = steps[0], steps[-1]
-        trained = (f"Trained for {number(len(steps))} steps over {number(last.get('tokens'))} tokens; the loss went "
+        trained = (f"Trained for {number(len(steps))} steps over {number(trained_tokens(steps))} tokens; the loss went "
                    f"from {significant(first['loss'])} to {significant(last['loss'])}.")
     else:
         trained = _not_run("train") + " These are the weights as cut from the donor."

@@ -29,6 +29,7 @@ from distill.report.text import (
     significant,
     size,
     speedup_interval,
+    trained_tokens,
     training_steps,
     verdict,
 )
@@ -221,7 +222,7 @@ def _training(facts: Facts) -> Html:
     rows: list[list[object]] = [[words, significant(first.get(key)), significant(last.get(key))] for key, words in {
         "loss": "loss", "forward_kl": "KL(target ‖ draft), nats", "cross_entropy": "cross-entropy, nats",
         "agreement": "top-1 agreement", "rate": "learning rate"}.items()]
-    run = (f"{number(len(steps))} steps, {number(last.get('tokens'))} tokens, median "
+    run = (f"{number(len(steps))} steps, {number(trained_tokens(steps))} tokens, median "
            f"{number(rates[len(rates) // 2] if rates else None, 0)} tokens/s, peak memory "
            f"{size(max(memory, default=None))}; first line {first.get('time')}, last line {last.get('time')}.")
     return Html(

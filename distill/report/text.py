@@ -154,6 +154,11 @@ def training_steps(metrics: list[Facts] | None) -> list[Facts]:
     return [steps[step] for step in sorted(steps)]
 
 
+def trained_tokens(steps: list[Facts]) -> int:
+    """Tokens that counted in the loss, over all steps."""
+    return sum(int(step.get("tokens") or 0) for step in steps)
+
+
 def stages_not_run(facts: Facts) -> list[str]:
     trained = ["train"] if not training_steps(facts.get("metrics")) else []
     return trained + [stage for stage in ("profile", "eval", "export", "speedup") if not facts.get(stage)]
