@@ -1,23 +1,18 @@
 """What an operation did to a model: sizes old and new, and its divergence from the target.
 
-Every operation of this room is a function from a model folder to a model folder that returns a Change; `operate` is the
-frame of those that work on a loaded model. Legend: V vocabulary, H hidden.
+Every operation of this room makes a model folder from a model folder and returns Changes: `transplant.transplant`
+streams files, `bare.cut_folder` cuts a loaded model.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from distill.errors import DataError
-from distill.models.hugging_face import load_model
-from distill.models.tokenizer_files import copy_tokenizer
-from distill.run import write_folder, write_json
+from distill.run import write_json
 
 SUPPORTED = ("qwen2", "qwen3", "llama", "mistral")
 RECORD = "surgery.json"  # beside the weights: the changes a folder has been through, oldest first
@@ -137,31 +132,3 @@ def read_changes(folder: Path) -> list[dict[str, Any]]:
 def record_change(folder: Path, earlier: list[dict[str, Any]], *changes: Change) -> None:
     """Write surgery.json: the earlier changes and these."""
     write_json(folder / RECORD, {"changes": [*earlier, *(change.as_json() for change in changes)]})
-
-
-def operate(
-    source: Path,
-    destination: Path,
-    operation: str,
-    change: Callable[[Any], dict[str, Any]],
-    *,
-    dtype: str = "float32",
-    kl: Callable[[Any], float] | None = None,
-) -> Change:
-    """Load `source`, let `change` alter the model in place and say what it chose, and write `destination` whole.
-
-    `kl` measures KL(target ‖ model). The tokenizer goes along; plain from_pretrained loads the result.
-    """
-    model = load_model(str(source), dtype, torch.device("cpu"))
-    before, kl_before = size_of(model), kl(model) if kl else None
-    details = change(model)
-    done = Change(operation, before, size_of(model), kl_before, kl(model) if kl else None, details)
-    earlier = read_changes(source)
-
-    def save(folder: Path) -> None:
-        model.save_pretrained(folder)
-        copy_tokenizer(source, folder)
-        record_change(folder, earlier, done)
-
-    write_folder(destination, save)
-    return done
