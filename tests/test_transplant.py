@@ -440,3 +440,13 @@ def test_beginning_and_padding_start_from_the_donors_end(tmp_path: Path) -> None
     pieces = map_pieces(donor, target)
     for role in ("bos", "eos"):
         assert list(pieces.of(target.roles[role])) == [donor.roles["eos"]]
+
+
+def test_the_demo_donor_splits_text_as_it_was_trained_to() -> None:
+    """It is a qwen2 model with GPT-2's way of splitting: AutoTokenizer must follow its tokenizer.json."""
+    root = Path(__file__).resolve().parent.parent / "data"
+    loaded = AutoTokenizer.from_pretrained(root / "demo-donor")
+    own = Tokenizer.from_file(str(root / "demo-donor" / "tokenizer.json"))
+    for path in sorted((root / "report").rglob("*.py"))[:6]:
+        text = path.read_text(encoding="utf-8")
+        assert loaded(text, add_special_tokens=False)["input_ids"] == own.encode(text, add_special_tokens=False).ids
