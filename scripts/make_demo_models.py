@@ -28,7 +28,7 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 from distill.corpus.splits import split_of  # noqa: E402
-from distill.models.tokenizer_files import pin_tokenizer
+from distill.models.tokenizer_files import pin_tokenizer  # noqa: E402
 
 # Qwen2's pre-tokenizer, as published in its tokenizer.json; GPT-2's is the byte-level default of `tokenizers`.
 QWEN2_SPLIT = (
@@ -268,7 +268,7 @@ def finish(
     folder = ROOT / "data" / f"demo-{name}"
     model.to(torch.bfloat16).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    if plan.pre_tokenizer != "qwen2":
+    if PLANS[name].pre_tokenizer != "qwen2":
         pin_tokenizer(folder)  # else AutoTokenizer splits text as Qwen2 does in any qwen2 folder
     facts = {
         "parameters": sum(p.numel() for p in model.parameters()),

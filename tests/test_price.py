@@ -74,4 +74,6 @@ def test_the_chosen_one_is_explained_with_its_neighbours() -> None:
 def test_nothing_pays() -> None:
     hopeless = [price("slow", {}, 1, None, 0.1, CURVE, 0.95, 16)]
     assert hopeless[0].length == 0 and hopeless[0].speedup == pytest.approx(1.0)
+    assert hopeless[0].drafting == pytest.approx(max(sum(0.1**i for i in range(n + 1)) / (CURVE[n + 1] + n * 0.95)
+                                                     for n in range(1, 17)))  # fmt: skip
     assert "No cut tried pays" in " ".join(explain(hopeless, hopeless[0], CURVE[1]))

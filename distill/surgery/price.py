@@ -30,6 +30,7 @@ class Priced:
     length: int
     tokens_per_second: float
     speedup: float
+    drafting: float  # tokens per second with the best γ of at least 1: what tells cuts apart where none pays
 
     def as_json(self) -> dict[str, Any]:
         """For the search's files."""
@@ -65,7 +66,12 @@ def price(
 ) -> Priced:
     """Put the price tag on one cut."""
     length, rate = best_length(target_seconds, draft_seconds, acceptance, longest)
-    return Priced(name, settings, parameters, kl, acceptance, draft_seconds, length, rate, rate * target_seconds[1])
+    drafting = max(
+        expected_tokens(acceptance, n) / (target_seconds[n + 1] + n * draft_seconds) for n in range(1, longest + 1)
+    )
+    return Priced(
+        name, settings, parameters, kl, acceptance, draft_seconds, length, rate, rate * target_seconds[1], drafting
+    )
 
 
 def pareto(points: Sequence[Priced]) -> list[Priced]:
@@ -86,7 +92,10 @@ def explain(points: Sequence[Priced], chosen: Priced, single: float) -> list[str
         f"{chosen.tokens_per_second:.1f} tokens/s, {chosen.speedup:.2f}x plain decoding."
     ]
     if chosen.length == 0:
-        sentences.append("No cut tried pays on this machine: plain decoding is faster. The least bad one is taken.")
+        sentences.append(
+            "No cut tried pays on this machine: plain decoding is faster. The one that loses least when it drafts is "
+            f"taken: {chosen.drafting * single:.2f}x."
+        )
     place = front.index(chosen) if chosen in front else None
     if place is not None and place > 0:
         other = front[place - 1]

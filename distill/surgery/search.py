@@ -81,7 +81,7 @@ def search(recipe: Recipe, run: Run, donor: Any, target: Any, laws: TargetLaws, 
                         f"{point['draft_seconds'] * 1e3:.2f} ms, predicted {point['speedup']:.2f}x")  # fmt: skip
         points += [Priced(**point) for point in read_json(path)]
         progress.step()
-    chosen = max(points, key=lambda point: point.tokens_per_second)
+    chosen = max(points, key=lambda point: (point.tokens_per_second, point.drafting))
     report = {
         "backend": settings.backend,
         "heal_steps": settings.heal_steps,
