@@ -10,7 +10,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-from distill.recipe import describe_schema  # noqa: E402
+from distill.recipe_document import describe_schema  # noqa: E402
 
 INTRODUCTION = """\
 <!-- Written by `python scripts/document_recipe.py` from distill/recipe.py; edit those, not this file. -->

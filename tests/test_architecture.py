@@ -17,7 +17,8 @@ LAYERS = (
     {"pipeline"},
     STAGES,
     {"speculative"},
-    {"models", "vocabulary", "sampler", "divergences", "packing", "texts", "recipe", "run", "errors", "progress"},
+    {"models", "vocabulary", "sampler", "divergences", "packing", "texts", "progress"}
+    | {"recipe", "recipe_document", "run", "errors"},
     {"distill"},  # the package itself: its version
 )
 HEIGHT = {room: -depth for depth, rooms in enumerate(LAYERS) for room in rooms}

@@ -11,7 +11,8 @@ import yaml
 from pydantic import ValidationError
 
 from distill.errors import RecipeError
-from distill.recipe import Recipe, Section, describe_schema, dump_recipe, load_recipe, parse_recipe
+from distill.recipe import Recipe, Section, dump_recipe, load_recipe, parse_recipe
+from distill.recipe_document import describe_schema
 
 ROOT = Path(__file__).resolve().parent.parent
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
