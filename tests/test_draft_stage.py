@@ -173,6 +173,9 @@ def test_unstructured_sparsity_is_in_the_report(begun: Path, world: Path, tmp_pa
     state = AutoModelForCausalLM.from_pretrained(run / "draft").state_dict()
     zeros = float((state["model.layers.0.mlp.up_proj.weight"] == 0).float().mean())
     assert report["by_tensor"]["layers.0.mlp.up_proj"] == pytest.approx(zeros)
+    for layer, share in enumerate(report["by_layer"]):
+        own = [value for name, value in state.items() if f"layers.{layer}." in name and name.endswith("proj.weight")]
+        assert share == pytest.approx(sum(int((v == 0).sum()) for v in own) / sum(v.numel() for v in own))
     page = (run / "report.html").read_text()
     assert "Sparsity" in page and "layers.0.mlp.up_proj" in page and "From donor to draft" in page
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from distill.recipe import Train
 from distill.surgery.change import size_of
-from distill.surgery.sparsity import GroupLasso, UnstructuredL1, sparsity_by_layer, sparsity_by_tensor
+from distill.surgery.sparsity import GroupLasso, UnstructuredL1, sparsity_by_tensor
 
 Penalty = GroupLasso | UnstructuredL1
 
@@ -36,7 +36,9 @@ def finish_penalty(model: Any, penalty: Penalty | None) -> dict[str, Any] | None
             f"{min(details['removed_zero_share']):.1%} or more per layer were exactly zero"
         )
     else:
-        details = penalty.details() | {"by_layer": sparsity_by_layer(model), "by_tensor": sparsity_by_tensor(model)}
+        shares = sparsity_by_tensor(model)  # its `layers.N` are of all weights of a layer; whole neurons hardly vanish
+        layers = [shares[f"layers.{index}"] for index in range(model.config.num_hidden_layers)]
+        details = penalty.details() | {"by_layer": layers, "by_tensor": shares}
         words = f"{details['zero_share']:.1%} of the blocks' weights are zero, which makes no step faster"
     after = size_of(model)
     return {"parameters": [before.parameters, after.parameters], "details": details, "sentence": words}
