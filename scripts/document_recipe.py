@@ -1,4 +1,4 @@
-"""Write docs/recipes.md from the schema in distill/recipe.py.
+"""Write docs/recipes.md from the schema in distill/recipe/.
 
 python scripts/document_recipe.py
 """
@@ -10,10 +10,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-from distill.recipe_document import describe_schema  # noqa: E402
+from distill.recipe.document import describe_schema  # noqa: E402
 
 INTRODUCTION = """\
-<!-- Written by `python scripts/document_recipe.py` from distill/recipe.py; edit those, not this file. -->
+<!-- Written by `python scripts/document_recipe.py` from distill/recipe/; edit those, not this file. -->
 
 # Recipes
 

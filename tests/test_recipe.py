@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from distill.errors import RecipeError
 from distill.recipe import Recipe, Section, dump_recipe, load_recipe, parse_recipe
-from distill.recipe_document import describe_schema
+from distill.recipe.document import describe_schema
 
 ROOT = Path(__file__).resolve().parent.parent
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))

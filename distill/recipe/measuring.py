@@ -1,0 +1,62 @@
+"""Recipe sections: what is measured, and the files that others load."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, field_validator
+
+from distill.recipe.section import Section
+
+
+class Profile(Section):
+    """Measured cost of a step, T(m), for m tokens of one sequence."""
+
+    max_tokens: int = Field(16, ge=2, le=64, description="m runs from 1 to this")
+    depth: int = Field(128, ge=1, description="tokens already in the cache")
+    repeats: int = Field(7, ge=5, description="timed repeats after the discarded first; the median is kept")
+
+
+class Evaluate(Section):
+    """Divergences and acceptance on the report split."""
+
+    prompts: int = Field(64, ge=4, description="report prompts: continuations measured, and rounds decoded")
+    new_tokens: int = Field(128, ge=8, description="tokens of each continuation")
+    file_blocks: int = Field(48, ge=1, description="blocks of report files measured at most")
+    length: int = Field(8, ge=1, description="draft length of the decoded rounds")
+    resamples: int = Field(2000, ge=100, description="bootstrap resamples, by prompt or document")
+    confidence: float = Field(0.95, gt=0.5, lt=1, description="of the intervals")
+
+
+class Export(Section):
+    """GGUF files of draft and target."""
+
+    outtypes: tuple[Literal["f32", "f16", "bf16", "q8_0"], ...] = Field(("f16", "q8_0"), description="one file each")
+    parity_positions: int = Field(2000, ge=1, description="report positions compared with Hugging Face fp32")
+
+
+class Grown(Section):
+    """The target, enlarged without changing its function, so that real text meets a real pair's cost ratio."""
+
+    tile: int = Field(4, ge=1, description="hidden size, heads and MLP width are multiplied by this")
+    layers: int = Field(24, ge=1, description="layers in all; the added ones are zero")
+
+
+class Speedup(Section):
+    """Plain against speculative decoding."""
+
+    backends: tuple[Literal["pytorch", "gguf"], ...] = Field(("pytorch", "gguf"), description="who decodes")
+    outtype: Literal["f32", "f16", "bf16", "q8_0"] = Field("f16", description="GGUF type of both models")
+    lengths: tuple[int, ...] = Field((1, 2, 4, 6, 8), min_length=1, description="draft lengths swept")
+    prompts: int = Field(12, ge=2, description="distinct report prompts")
+    new_tokens: int = Field(96, ge=8, description="tokens decoded per prompt")
+    grown: Grown | None = Field(None, description="also measure a grown target (demo models only)")
+    grown_prompts: int = Field(4, ge=2, description="prompts for the grown target")
+    grown_lengths: tuple[int, ...] = Field((2, 4, 8), min_length=1, description="draft lengths for the grown target")
+
+    @field_validator("lengths", "grown_lengths")
+    @classmethod
+    def _lengths_are_positive(cls, value: tuple[int, ...]) -> tuple[int, ...]:
+        if any(length < 1 or length > 63 for length in value):
+            raise ValueError("draft lengths run from 1 to 63; plain decoding is always measured")
+        return tuple(sorted(set(value)))

@@ -1,0 +1,43 @@
+"""A whole recipe, and what its sections must agree on."""
+
+from __future__ import annotations
+
+from pydantic import Field, model_validator
+
+from distill.recipe.corpus import Corpus
+from distill.recipe.draft import DraftCut
+from distill.recipe.measuring import Evaluate, Export, Profile, Speedup
+from distill.recipe.section import Section
+from distill.recipe.target import Answers, SamplerSettings, Target, TeacherStore
+from distill.recipe.training import Train
+
+
+class Recipe(Section):
+    """Everything a run depends on."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="the run directory's name")
+    seed: int = Field(0, ge=0, description="of everything that is drawn")
+    threads: int | None = Field(None, ge=1, description="CPU threads; null: all that this process may use")
+    device: str = Field("auto", description="auto, cpu, cuda, cuda:0, mps, …")
+    target: Target
+    corpus: Corpus
+    sampler: SamplerSettings = SamplerSettings()
+    answers: Answers = Answers()
+    teacher: TeacherStore = TeacherStore()
+    profile: Profile = Profile()
+    draft: DraftCut = DraftCut()
+    train: Train = Train()
+    eval: Evaluate = Evaluate()
+    export: Export = Export()
+    speedup: Speedup = Speedup()
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Recipe:
+        if self.answers.prompt_tokens + self.answers.new_tokens > self.corpus.block:
+            raise ValueError(
+                f"answers.prompt_tokens + answers.new_tokens = {self.answers.prompt_tokens + self.answers.new_tokens} "
+                f"does not fit corpus.block = {self.corpus.block}"
+            )
+        if "gguf" in self.speedup.backends and self.speedup.outtype not in self.export.outtypes:
+            raise ValueError(f"speedup.outtype {self.speedup.outtype} is not among export.outtypes")
+        return self
