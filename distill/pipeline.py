@@ -24,8 +24,9 @@ class Stage:
 
     `settings` are dotted recipe keys, `inputs` are (stage, pattern of artifact names), `models` are `target` and
     `donor`. A `precious` stage costs so much that its finished or begun work is never superseded without being asked.
-    `passing` are beginnings of settings that change nothing a precious stage reads. `more` names settings that count
-    only for some recipes.
+    `passing` are beginnings of settings that change nothing a precious stage reads; `ignores` are settings that change
+    nothing in what is made but rounding, and so are no part of the key. `more` names settings that count only for some
+    recipes. In a stage made `together` all processes of the command take part, in the others the main one alone.
     """
 
     name: str
@@ -37,7 +38,9 @@ class Stage:
     precious: bool = False
     version: int = 1
     passing: tuple[str, ...] = ()
+    ignores: tuple[str, ...] = ()
     more: Callable[[Recipe], tuple[str, ...]] = lambda recipe: ()
+    together: bool = False
 
     def load(self) -> Callable[[Recipe, Run], list[Path]]:
         """The stage function `stage(recipe, run)`, which returns its artifacts."""
@@ -67,13 +70,15 @@ STAGES = (
             "eval.prompts",
             "eval.file_blocks",
             "draft.score_blocks",
+            "train.acceptance.prompts",
+            "train.replay.judges",
             "speedup.prompts",
             "speedup.grown_prompts",
         ),
         (),
         ("corpus",),
         ("target", "sources"),
-        passing=("eval.", "speedup.", "draft.score_blocks"),
+        passing=("eval.", "speedup.", "draft.score_blocks", "train."),
     ),
     Stage(
         "answers",
@@ -118,10 +123,16 @@ STAGES = (
     Stage(
         "train",
         "distill.training.loop:train",
-        ("seed", "train"),
-        (("teacher", "teacher/*"), ("draft", "init/*")),
-        ("checkpoints", "draft"),
+        ("seed", "train", "sampler", "target.dtype"),
+        (("teacher", "teacher/*"), ("draft", "init/*"), ("corpus", "corpus/prompts-selection.jsonl")),
+        ("checkpoints", "replay", "draft", "training.json"),
+        ("target",),
         precious=True,
+        version=2,
+        ignores=tuple(
+            f"train.{name}"
+            for name in ("micro_batch", "chunk", "save_every", "keep", "checkpointing", "compile", "trackers")
+        ),
     ),
     Stage(
         "eval",
@@ -187,10 +198,13 @@ def consumers(names: Sequence[str]) -> set[str]:
     return found
 
 
-def _setting(recipe: Recipe, dotted: str) -> Any:
+def _setting(recipe: Recipe, dotted: str, ignores: Sequence[str] = ()) -> Any:
+    """A key's value, None below a section that is off, without what `ignores` names inside it."""
     value: Any = recipe.model_dump(mode="json")
     for part in dotted.split("."):
-        value = value[part]
+        value = None if value is None else value[part]
+    if isinstance(value, dict):
+        value = {name: inner for name, inner in value.items() if f"{dotted}.{name}" not in ignores}
     return value
 
 
@@ -204,7 +218,7 @@ def key_parts(stage: Stage, recipe: Recipe, run: Run, cache: dict[str, str]) -> 
 
     parts: dict[str, Any] = {"version": stage.version}
     for name in dict.fromkeys((*stage.settings, *stage.more(recipe))):
-        parts[name] = _setting(recipe, name)
+        parts[name] = _setting(recipe, name, stage.ignores)
     for name in stage.models:
         if name == "target":
             parts["target.model"] = model_digest(recipe.target.model)

@@ -249,6 +249,7 @@ class Run:
     recipe: Recipe
     _log: IO[str] | None = None
     _lock: IO[str] | None = None
+    silent: bool = False  # one of several processes of a command, of which the main one writes and speaks
     command: str = field(default_factory=lambda: "distill " + " ".join(sys.argv[1:]))
 
     def path(self, *parts: str) -> Path:
@@ -300,6 +301,8 @@ class Run:
 
     def say(self, message: str) -> None:
         """One line on stderr and in log.txt."""
+        if self.silent:
+            return
         print(message, file=sys.stderr, flush=True)
         if self._log is not None:
             with faults_explained(self.path("log.txt")):
@@ -308,6 +311,8 @@ class Run:
 
     def record(self, stage: str, **values: Any) -> None:
         """Append one object to metrics.jsonl, flushed."""
+        if self.silent:
+            return
         line = json.dumps({"stage": stage, "time": now(), **values}) + "\n"
         path = self.path("metrics.jsonl")
         with faults_explained(path), open(path, "a+b") as handle:

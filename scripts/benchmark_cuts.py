@@ -18,7 +18,7 @@ import numpy
 import torch
 
 from distill import divergences
-from distill.evaluation.intervals import ratio_interval
+from distill.intervals import ratio_interval
 from distill.models.hugging_face import encode, load_model, load_tokenizer
 from distill.packing import Packed, pack
 from distill.surgery.attention import drop_kv_groups

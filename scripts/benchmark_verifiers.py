@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy
 import torch
 
-from distill.evaluation.intervals import ratio_interval
+from distill.intervals import ratio_interval
 from distill.models.base import Model
 from distill.models.hugging_face import TorchModel, load_model, load_tokenizer, real_tokens
 from distill.recipe import load_recipe

@@ -21,7 +21,7 @@ from distill.benchmark.compare import (
     speed_ratio,
     summarise_trials,
 )
-from distill.evaluation.intervals import ratio_interval
+from distill.intervals import ratio_interval
 from distill.evaluation.measure import (
     METRICS,
     measure_blocks,

@@ -18,6 +18,12 @@ from distill.recipe import Recipe
 from distill.run import Run, write_atomically, write_json, write_text
 
 
+def selection_prompts(recipe: Recipe) -> int:
+    """Prompts that decisions while training are made on: those that choose weights, and those that judge a replay."""
+    train = recipe.train
+    return (train.acceptance.prompts if train.acceptance else 0) + (train.replay.judges if train.replay else 0)
+
+
 def corpus(recipe: Recipe, run: Run) -> list[Path]:
     """Write text-SPLIT.safetensors (packed blocks), prompts-SPLIT.jsonl and summary.json to corpus/."""
     folder = run.path("corpus")
@@ -26,7 +32,7 @@ def corpus(recipe: Recipe, run: Run) -> list[Path]:
     documents, dropped = read_documents(recipe.corpus)
     to_ids = functools.partial(encode, tokenizer)
     report_prompts = max(recipe.eval.prompts, recipe.speedup.prompts, recipe.speedup.grown_prompts)
-    wanted = {"train": recipe.answers.prompts, "selection": 0, "report": report_prompts}
+    wanted = {"train": recipe.answers.prompts, "selection": selection_prompts(recipe), "report": report_prompts}
     # Text blocks are capped: train by corpus.tokens, the others by what scoring and evaluation may use.
     limits = {
         "train": recipe.corpus.tokens,
@@ -52,7 +58,8 @@ def corpus(recipe: Recipe, run: Run) -> list[Path]:
         if len(prompts) < min(wanted[split], 2):
             raise DataError(
                 f"the {split} split gives {len(prompts)} prompts of {recipe.answers.prompt_tokens} tokens",
-                "add documents, or lower answers.prompt_tokens",
+                "add documents, or lower answers.prompt_tokens"
+                + (", or train without: train.acceptance=null, train.replay=null" if split == "selection" else ""),
             )
         write_text(
             folder / f"prompts-{split}.jsonl",

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from distill import divergences
-from distill.evaluation.intervals import Interval, ratio_interval
+from distill.intervals import Interval, ratio_interval
 from distill.packing import Packed, attention_mask
 from distill.sampler import Sampler
 from distill.speculative.decode import Round

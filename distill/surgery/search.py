@@ -162,9 +162,7 @@ def _open(recipe: Recipe, path: Path) -> GgufModel:
     return GgufModel(path, context=recipe.corpus.block + 64, threads=recipe.threads)
 
 
-def _measure(
-    recipe: Recipe, model: Any, target: Any, laws: TargetLaws, name: str
-) -> list[tuple[str, float, float]]:
+def _measure(recipe: Recipe, model: Any, target: Any, laws: TargetLaws, name: str) -> list[tuple[str, float, float]]:
     """Name, acceptance and D of a healed cut: one, or one per GGUF type."""
     settings = recipe.draft.search
     assert settings is not None

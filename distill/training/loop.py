@@ -1,30 +1,156 @@
-"""Stage `train`: the draft learns the target's laws. Read it top to bottom.
+"""Stage `train`: the draft learns the target's laws. Read `train` from top to bottom.
 
-Legend: b blocks of a batch, S positions, N scored positions of a batch, H hidden, V vocabulary.
+A step adds up the gradients of Σ w ℓ over its micro-batches and processes and divides them once by Σ w, so that neither
+the split into micro-batches nor the number of processes changes anything but rounding.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
-import shutil
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from distill.errors import DataError
-from distill.models.hugging_face import load_model, pick_device
-from distill.models.kept import FILE as KEPT_FILE
-from distill.models.kept import read_kept
-from distill.models.tokenizer_files import copy_tokenizer
+from distill.errors import DataError, RunError
 from distill.progress import duration
 from distill.recipe import Recipe
-from distill.run import Run, read_json, write_folder, write_json
-from distill.target.store import TeacherStore
-from distill.training.penalty import finish_penalty, penalty_of
-from distill.training.rate import body_share, rate_at
-from distill.training.step import Columns, batch_blocks, blocks_loss, parameter_groups
+from distill.run import Run
+from distill.training.best import consider, evaluation_due, take_best
+from distill.training.checkpoint import load_checkpoint, newest_checkpoint, save_checkpoint
+from distill.training.finish import write_draft
+from distill.training.plan import REPLAY, PlannedPart, part_at, rate_of
+from distill.training.rate import body_share
+from distill.training.replay import enter_replay, judge_replay
+from distill.training.setup import Training, set_up
+from distill.training.step import on_device
+from distill.training.stopping import StopRequest
+
+
+def train(recipe: Recipe, run: Run) -> list[Path]:
+    """Train init/ into draft/ on the teacher; resumes from the newest checkpoint, bit for bit on CPU.
+
+    What chooses the weights, and a replay's decision, are in training.json. Raises DataError for a loss that is not
+    finite, RunError where memory runs out; KeyboardInterrupt or SystemExit after Ctrl-C or SIGTERM, with all saved.
+    """
+    work = set_up(recipe, run)
+    settings, state = work.settings, work.state
+    checkpoint = newest_checkpoint(run.path("checkpoints"))
+    if checkpoint is not None:
+        state.update(load_checkpoint(checkpoint, work.learner, work.optimizer))
+        if work.penalty is not None:
+            work.penalty.load_state_dict(state["sparsity"])
+        run.say(f"  resuming at step {state['step']} of {work.steps}")
+    elif settings.acceptance is not None:
+        consider(work)  # what the draft is worth untrained: nothing worse is ever taken
+    clock = Clock(state["step"])
+    with StopRequest() as stop, memory_explained(work):
+        while state["step"] < work.steps:
+            step = state["step"]
+            part = part_at(work.parts, step)
+            if part.name == REPLAY and work.replayed is None and not enter_replay(work):
+                break
+            torch.manual_seed(hash((recipe.seed, step, work.accelerator.process_index)) % 2**31)  # an adapter's dropout
+            rate = rate_of(part, step, settings)
+            body_rate = rate * body_share(step, work.steps, settings)
+            for group in work.optimizer.param_groups:
+                group["lr"] = rate if group["outer"] else body_rate
+            figures = one_step(work, part, step)
+            if work.penalty is not None:
+                figures |= work.penalty.after_step(step, body_rate)
+            state["step"] = step + 1
+            report_step(work, part, rate, figures, clock)
+            if evaluation_due(work, part) and not consider(work):
+                state["step"] = part.end  # out of patience
+            asked = work.any_process(stop.signal is not None)
+            if state["step"] % settings.save_every == 0 or state["step"] == part.end or asked:
+                state["sparsity"] = work.penalty.state_dict() if work.penalty is not None else None
+                main = work.accelerator.is_main_process
+                save_checkpoint(run, state["step"], work.learner, work.optimizer, settings.keep, state, main)
+            if asked and state["step"] < work.steps:
+                run.say(f"  stopped and saved at step {state['step']} of {work.steps}; the same command goes on there")
+                stop.leave()
+    if work.replayed is not None:
+        judge_replay(work)
+    else:
+        take_best(work)
+    return write_draft(work)
+
+
+def one_step(work: Training, part: PlannedPart, step: int) -> dict[str, Any]:
+    """Gradients over all micro-batches and processes, one optimizer step; the means over the step for the log."""
+    accelerator, learner, settings = work.accelerator, work.learner, work.settings
+    micro_batches = work.micro_batches(step, part)
+    vector = None
+    for number, (source, index) in enumerate(micro_batches, 1):
+        blocks = on_device(source.packed.take(index), accelerator.device)
+        laws = source.teacher(index, accelerator.device)
+        # Processes exchange gradients once, with the last micro-batch.
+        apart = contextlib.nullcontext() if number == len(micro_batches) else accelerator.no_sync(learner)
+        with apart:
+            with accelerator.autocast():
+                total, sums = learner(blocks, laws, part)
+            accelerator.backward(total)
+        vector = sums.vector if vector is None else vector + sums.vector
+    assert vector is not None
+    found = dict(zip(sums.names, accelerator.reduce(vector, "sum").tolist(), strict=True))
+    weight = max(found.pop("weight"), 1e-12)
+    positions = found.pop("positions")
+    for parameter in learner.parameters():
+        if parameter.grad is not None:  # the exchange took the mean over processes
+            parameter.grad.mul_(accelerator.num_processes / weight)
+    if step < settings.embedding_steps:
+        for parameter in work.body():
+            parameter.grad = None
+    norm = float(accelerator.clip_grad_norm_(learner.parameters(), settings.clip))
+    losses = {name: found.pop(f"loss/{name}") / weight for name in part.loss.losses}
+    loss = sum(part.loss.losses[name] * value for name, value in losses.items())
+    if not math.isfinite(norm) or not math.isfinite(loss):
+        raise DataError(
+            f"the loss or its gradient is not finite at step {step} (loss {loss}, gradient norm {norm})",
+            "lower train.rate, or train in float32; the last checkpoint is intact",
+        )
+    work.optimizer.step()
+    work.optimizer.zero_grad(set_to_none=True)
+    means = {name: value / max(1.0, positions) for name, value in found.items()}
+    return {"loss": loss, "losses": losses, **means, "gradient_norm": norm, "tokens": int(positions)}
+
+
+class Clock:
+    """Pace and remaining time of a training that started, this time, at step `first`."""
+
+    def __init__(self, first: int) -> None:
+        self.first, self.tokens = first, 0
+        self.started, self.shown = time.monotonic(), 0.0
+
+    def count(self, step: int, steps: int, tokens: int) -> tuple[float, float]:
+        """Tokens per second so far and seconds left, after `step` steps of `steps`."""
+        self.tokens += tokens
+        elapsed = time.monotonic() - self.started
+        return self.tokens / elapsed, elapsed / max(1, step - self.first) * (steps - step)
+
+
+def report_step(work: Training, part: PlannedPart, rate: float, figures: dict[str, Any], clock: Clock) -> None:
+    """One line of metrics.jsonl (and of the trackers) for every step, one on the screen every few seconds."""
+    step = work.state["step"]
+    pace, left = clock.count(step, work.steps, figures["tokens"])
+    memory = peak_memory_bytes(work.accelerator.device)
+    timing = {"tokens_per_second": pace, "memory_bytes": memory, "eta_seconds": left}
+    work.run.record("train", step=step, part=part.name, rate=rate, **figures, **timing)
+    if work.settings.trackers:
+        flat = {name: value for name, value in {**figures, **timing, "rate": rate}.items() if name != "losses"}
+        flat |= {f"loss/{name}": value for name, value in figures["losses"].items()}
+        work.accelerator.log(flat, step=step)
+    if time.monotonic() - clock.shown > 5 or step in (part.end, work.steps):
+        clock.shown = time.monotonic()
+        work.run.say(
+            f"  {part.name} step {step}/{work.steps} loss {figures['loss']:.4f} kl {figures['forward_kl']:.4f} "
+            f"accepted {figures['acceptance']:.3f} "
+            + (f"zero {figures['zero_share']:.2f} " if "zero_share" in figures else "")
+            + f"{pace:.0f} tok/s {memory / 2**30:.2f} GiB, {duration(left)} left"
+        )
 
 
 def peak_memory_bytes(device: torch.device) -> int:
@@ -38,156 +164,22 @@ def peak_memory_bytes(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale
 
 
-def newest_checkpoint(folder: Path) -> Path | None:
-    """The last checkpoint whose state.json, written last, is there."""
-    found = sorted(path for path in folder.glob("step-*") if (path / "state.json").exists())
-    return found[-1] if found else None
-
-
-def save_checkpoint(
-    run: Run, step: int, model: torch.nn.Module, optimizer: Any, keep: int, sparsity: dict[str, Any] | None = None
-) -> None:
-    """Write checkpoints/step-NNNNNN (with the state of a sparsity penalty) and forget all but the newest `keep`."""
-    folder = run.path("checkpoints")
-
-    def write(temporary: Path) -> None:
-        torch.save(model.state_dict(), temporary / "model.pt")
-        torch.save(optimizer.state_dict(), temporary / "optimizer.pt")
-        torch.save({"cpu": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state_all()}, temporary / "rng.pt")
-        write_json(temporary / "state.json", {"step": step, "sparsity": sparsity})
-
-    write_folder(folder / f"step-{step:06d}", write)
-    for old in sorted(folder.glob("step-*"))[:-keep]:
-        shutil.rmtree(old)
-
-
-def load_checkpoint(path: Path, model: torch.nn.Module, optimizer: Any) -> int:
-    """Restore model, optimizer and RNG; returns the steps done. Raises DataError when the files are damaged."""
+@contextlib.contextmanager
+def memory_explained(work: Training) -> Any:
+    """Turn what torch says when memory runs out into a RunError that names the settings to lower."""
     try:
-        model.load_state_dict(torch.load(path / "model.pt", weights_only=True))
-        optimizer.load_state_dict(torch.load(path / "optimizer.pt", weights_only=True))
-        rng = torch.load(path / "rng.pt", weights_only=True)
-    except Exception as error:  # torch raises many kinds for a damaged file
-        raise DataError(
-            f"checkpoint {path} is damaged: {str(error).splitlines()[0]}", f"delete {path} to go on from the one before"
+        yield
+    except (torch.OutOfMemoryError, RuntimeError, MemoryError) as error:
+        words = str(error)
+        told = ("out of memory", "not enough memory", "can't allocate memory", "Unable to allocate")
+        if not isinstance(error, (torch.OutOfMemoryError, MemoryError)) and not any(word in words for word in told):
+            raise
+        settings = work.settings
+        blocks = settings.micro_batch or settings.batch // work.accelerator.num_processes
+        ways = [f"train.micro_batch (now {blocks})"] if blocks > 1 else []
+        ways += [f"train.chunk (now {settings.chunk})", "corpus.block"]
+        more = "" if settings.checkpointing else ", or set train.checkpointing=true"
+        raise RunError(
+            f"memory ran out at step {work.state['step']} on {work.accelerator.device}: {words.splitlines()[0]}",
+            f"lower {' or '.join(ways[:2])}{more}; the same command then goes on from the last checkpoint",
         ) from error
-    torch.set_rng_state(rng["cpu"])
-    if rng["cuda"]:
-        torch.cuda.set_rng_state_all(rng["cuda"])
-    return int(read_json(path / "state.json")["step"])
-
-
-def train(recipe: Recipe, run: Run) -> list[Path]:
-    """Train init/ into draft/ on the teacher store; resumes from the newest checkpoint, bit for bit on CPU."""
-    from accelerate import Accelerator
-
-    settings = recipe.train
-    device = pick_device(recipe.device)
-    torch.manual_seed(recipe.seed)
-    accelerator = Accelerator(
-        cpu=device.type == "cpu", mixed_precision="bf16" if settings.dtype == "bfloat16" else "no"
-    )
-    store = TeacherStore(run)
-    model = load_model(str(run.path("init")), "float32", accelerator.device, trimmed=False)
-    vocabulary = int(store.manifest["vocabulary"])
-    if vocabulary > model.config.vocab_size:
-        raise DataError(
-            f"the teacher store covers {vocabulary} tokens, the draft {model.config.vocab_size}",
-            "run `distill train RECIPE --redo teacher`",
-        )
-    kept = read_kept(run.path("init"))
-    columns = Columns(vocabulary, kept["kept"] if kept else None, accelerator.device)
-    penalty = penalty_of(model, settings)
-    optimizer = torch.optim.AdamW(
-        parameter_groups(model, settings.weight_decay, penalty.parameters() if penalty else ()),
-        lr=settings.rate,
-        betas=(settings.beta1, settings.beta2),
-    )
-    body = body_parameters(model)
-    model, optimizer = accelerator.prepare(model, optimizer)
-    model.train()
-    step = 0
-    checkpoint = newest_checkpoint(run.path("checkpoints"))
-    if checkpoint is not None:
-        step = load_checkpoint(checkpoint, model, optimizer)
-        if penalty is not None:
-            penalty.load_state_dict(read_json(checkpoint / "state.json")["sparsity"])
-        run.say(f"  resuming at step {step} of {settings.steps}")
-    started, first, last_shown = time.monotonic(), step, 0.0
-    tokens_done = 0
-    while step < settings.steps:
-        index = batch_blocks(step, settings.batch, store.blocks, recipe.seed)
-        rate = rate_at(step, settings)
-        for group in optimizer.param_groups:
-            group["lr"] = rate if group["outer"] else rate * body_share(step, settings)
-        with accelerator.autocast():
-            total, sums, count = blocks_loss(
-                model, store.packed.take(index), store.laws(index), settings, columns, accelerator.device
-            )
-        loss = total / max(1, count)
-        accelerator.backward(loss)
-        if step < settings.embedding_steps:
-            for parameter in body:
-                parameter.grad = None
-        norm = float(accelerator.clip_grad_norm_(model.parameters(), settings.clip))
-        if not math.isfinite(norm) or not math.isfinite(loss.item()):
-            raise DataError(
-                f"the loss or its gradient is not finite at step {step} (loss {loss.item()}, gradient norm {norm})",
-                "lower train.rate, or train in float32; the last checkpoint is intact",
-            )
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        sparse = penalty.after_step(step, rate * body_share(step, settings)) if penalty is not None else {}
-        step += 1
-        tokens_done += count
-        elapsed = time.monotonic() - started
-        kl, ce, agreement = (sums / max(1, count)).tolist()
-        eta = elapsed / (step - first) * (settings.steps - step)
-        memory = peak_memory_bytes(accelerator.device)
-        run.record(
-            "train",
-            step=step,
-            loss=loss.item(),
-            forward_kl=kl,
-            cross_entropy=ce,
-            agreement=agreement,
-            gradient_norm=norm,
-            rate=rate,
-            tokens=count,
-            tokens_per_second=tokens_done / elapsed,
-            memory_bytes=memory,
-            eta_seconds=eta,
-            **sparse,
-        )
-        if time.monotonic() - last_shown > 5 or step == settings.steps:
-            last_shown = time.monotonic()
-            run.say(
-                f"  step {step}/{settings.steps} loss {loss.item():.4f} kl {kl:.4f} agreement {agreement:.3f} "
-                + (f"zero {sparse['zero_share']:.2f} " if "zero_share" in sparse else "")
-                + f"{tokens_done / elapsed:.0f} tok/s {memory / 2**30:.2f} GiB, {duration(eta)} left"
-            )
-        if step % settings.save_every == 0 or step == settings.steps:
-            state = penalty.state_dict() if penalty is not None else None
-            save_checkpoint(run, step, model, optimizer, settings.keep, state)
-    final = accelerator.unwrap_model(model).eval()
-    report = finish_penalty(final, penalty)
-
-    def write(folder: Path) -> None:
-        final.save_pretrained(folder)
-        copy_tokenizer(run.path("init"), folder)
-        for name in (KEPT_FILE, "surgery.json"):
-            if run.path("init", name).exists():
-                shutil.copyfile(run.path("init", name), folder / name)
-        if report is not None:
-            write_json(folder / "sparsity.json", report)
-
-    write_folder(run.path("draft"), write)
-    if report is not None:
-        run.say(f"  sparsity: {report['sentence']}")
-    return [run.path("draft")]
-
-
-def body_parameters(model: Any) -> list[torch.nn.Parameter]:
-    """All but the input embedding and the head."""
-    outer = {id(model.get_input_embeddings().weight), id(model.lm_head.weight)}
-    return [parameter for parameter in model.parameters() if id(parameter) not in outer]

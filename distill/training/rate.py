@@ -7,16 +7,16 @@ import math
 from distill.recipe import Train
 
 
-def rate_at(step: int, settings: Train) -> float:
-    """Learning rate of optimizer step `step` (from 0): linear warm-up, then a cosine down to `final` of the peak."""
-    warm = max(1, round(settings.warmup * settings.steps))
+def cosine(step: int, steps: int, rate: float, warmup: float, final: float) -> float:
+    """The rate of step `step` of `steps` (from 0): linear over the share `warmup`, then a cosine to `final` of it."""
+    warm = max(1, round(warmup * steps))
     if step < warm:
-        return settings.rate * (step + 1) / warm
-    progress = (step - warm) / max(1, settings.steps - warm)
-    return settings.rate * (settings.final + (1 - settings.final) * 0.5 * (1 + math.cos(math.pi * progress)))
+        return rate * (step + 1) / warm
+    progress = (step - warm) / max(1, steps - warm)
+    return rate * (final + (1 - final) * 0.5 * (1 + math.cos(math.pi * progress)))
 
 
-def body_share(step: int, settings: Train) -> float:
+def body_share(step: int, steps: int, settings: Train) -> float:
     """The part of the rate that the body (all but embeddings and head) gets: 0 at first, then a warm-up of its own.
 
     Adam's first steps are of full size whatever the gradient: without the warm-up they undo what the embeddings learnt.
@@ -25,5 +25,5 @@ def body_share(step: int, settings: Train) -> float:
         return 0.0
     if not settings.embedding_steps:
         return 1.0
-    warm = max(10, round(settings.warmup * settings.steps))
+    warm = max(10, round(settings.warmup * steps))
     return min(1.0, (step - settings.embedding_steps + 1) / warm)

@@ -1,20 +1,34 @@
-"""One training step's loss on blocks of the teacher store, over the whole head or over a trimmed one's kept columns.
+"""One training step's loss on blocks of a teacher, over the whole head or over a trimmed one's kept columns.
 
-Legend: b blocks, S positions, N scored positions, H hidden, V vocabulary, K kept tokens, k stored entries.
+Legend: b blocks, S positions, N scored positions, H hidden, V vocabulary, C columns of the head that take part.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from distill.packing import Packed, attention_mask, epoch_order
 from distill.recipe import Train
-from distill.target.store import TeacherStore
-from distill.training.fused import head_loss
+from distill.target.laws import Teacher
+from distill.training.fused import LossSums, head_loss, position_statistics
+from distill.training.plan import PlannedPart, planned
+from distill.training.rate import cosine
+from distill.training.weights import token_weights
+
+
+class Source(Protocol):
+    """Blocks with the target's laws on them: what `open_teacher` gives."""
+
+    packed: Packed
+    blocks: int
+
+    def teacher(self, index: Tensor, device: torch.device) -> Teacher:
+        """The laws at the scored positions of the blocks at `index`, in order."""
+        ...
 
 
 class Columns:
@@ -31,24 +45,56 @@ class Columns:
             self.place = torch.full((vocabulary,), self.count, dtype=torch.long, device=device)
             self.place[self.kept] = torch.arange(self.count, device=device)
 
-    def head(self, weight: Tensor) -> Tensor:
-        """The rows [count (+ 1), H] of the head's weight [V, H] that take part; the added one is masked as padding."""
-        if self.kept is None:
-            return weight
-        return torch.cat([weight[self.kept], weight.new_zeros(1, weight.shape[1])])
+    def rows(self, head: Tensor) -> Tensor:
+        """The rows of the head's weight [V, H] or bias [V] that take part."""
+        return head if self.kept is None else head[self.kept]
 
-    def teacher(self, ids: Tensor, logs: Tensor, tail: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Stored ids [N, k], log-probabilities [N, k] and log tails [N] in these columns."""
-        if self.place is None:
-            return ids, logs, tail
-        columns = self.place[ids.long()]
-        gone = columns == self.count
-        moved = logs.float().masked_fill(~gone, -torch.inf).logsumexp(-1)
-        return columns, logs.float().masked_fill(gone, -torch.inf), torch.logaddexp(tail.float(), moved)
+    def teacher(self, teacher: Teacher) -> Teacher:
+        """The same laws over these columns."""
+        return teacher if self.kept is None else teacher.restrict(self.kept)
 
     def labels(self, labels: Tensor) -> Tensor:
-        """The columns of labels [N]."""
+        """The columns of labels [N]; C where a label is none of them."""
         return labels if self.place is None else self.place[labels]
+
+
+class Learner(torch.nn.Module):
+    """The draft with its loss: the head is used inside `forward`, where sharded weights are whole."""
+
+    def __init__(self, draft: Any, columns: Columns, chunk: int, length: int) -> None:
+        super().__init__()
+        self.draft = draft
+        self.columns, self.chunk, self.length = columns, chunk, length
+        self._no_split_modules = getattr(draft, "_no_split_modules", None)  # by which layers FSDP shards
+
+    def hidden(self, blocks: Packed) -> Tensor:
+        """Hidden states [b, S, H] after the final norm; no document sees another."""
+        found: Tensor = self.draft.model(
+            input_ids=blocks.ids.long(),
+            position_ids=blocks.positions.long(),
+            attention_mask=attention_mask(blocks.documents),
+            use_cache=False,
+        ).last_hidden_state
+        return found
+
+    def forward(self, blocks: Packed, teacher: Teacher, part: PlannedPart) -> tuple[Tensor, LossSums]:
+        """Σ w ℓ over the N scored positions, and what is logged; divide by Σ w over all that a step adds up."""
+        hidden = self.hidden(blocks)[blocks.mask]  # [N, H]
+        head = self.draft.lm_head
+        weight = self.columns.rows(head.weight)
+        bias = None if getattr(head, "bias", None) is None else self.columns.rows(head.bias)
+        teacher = self.columns.teacher(teacher)
+        labels = self.columns.labels(blocks.labels().long()[blocks.mask])
+        weights = None
+        if part.weights != "uniform":
+            alpha, divergence = position_statistics(hidden.detach(), weight.detach(), teacher, self.chunk, bias)
+            weights = token_weights(part.weights, alpha, divergence, blocks.mask, self.length, part.fraction)
+        return head_loss(hidden, weight, teacher, labels, part.loss, weights, self.chunk, bias)
+
+
+def on_device(blocks: Packed, device: torch.device) -> Packed:
+    """The same blocks there."""
+    return Packed(*(tensor.to(device) for tensor in blocks.tensors().values()))
 
 
 def batch_blocks(step: int, batch: int, count: int, seed: int) -> Tensor:
@@ -59,87 +105,60 @@ def batch_blocks(step: int, batch: int, count: int, seed: int) -> Tensor:
     return torch.tensor([int(orders[index // count][index % count]) for index in wanted])
 
 
-def blocks_loss(
-    model: Any, blocks: Packed, laws: Mapping[str, Tensor], settings: Train, columns: Columns, device: torch.device
-) -> tuple[Tensor, Tensor, int]:
-    """Summed loss, the sums of forward KL, cross-entropy and agreement, and N, of some blocks and the laws on them."""
-    scored = blocks.mask.to(device)
-    hidden = model.model(
-        input_ids=blocks.ids.long().to(device),
-        position_ids=blocks.positions.long().to(device),
-        attention_mask=attention_mask(blocks.documents.to(device)),
-        use_cache=False,
-    ).last_hidden_state[scored]  # [N, H]
-    head = columns.head(model.lm_head.weight)
-    ids, logs, tail = columns.teacher(
-        laws["top_ids"].to(device)[scored],
-        laws["top_log_probabilities"].to(device)[scored],
-        laws["log_tail"].to(device)[scored],
-    )
-    total, sums = head_loss(
-        hidden,
-        head if hidden.dtype == head.dtype else head.to(hidden.dtype),
-        ids,
-        logs,
-        tail,
-        columns.labels(blocks.labels().long().to(device)[scored]),
-        {name: weight for name, weight in settings.loss.items()},
-        columns.count,
-        settings.chunk,
-    )
-    return total, sums, int(scored.sum())
-
-
 def parameter_groups(
     model: Any, weight_decay: float, penalised: Iterable[torch.nn.Parameter] = ()
 ) -> list[dict[str, Any]]:
     """Matrices decay; vectors (norms, biases) and what a sparsity penalty already shrinks do not.
 
-    Embeddings and head are a group of their own (`outer`), because they may learn before the rest.
+    Embeddings and head are a group of their own (`outer`), because they may learn before the rest. What needs no
+    gradient is in no group.
     """
     spared = {id(parameter) for parameter in penalised}
     outer = {id(model.get_input_embeddings().weight), id(model.lm_head.weight)}
-    inner = [p for p in model.parameters() if id(p) not in outer]
+    learning = [p for p in model.parameters() if p.requires_grad]
+    inner = [p for p in learning if id(p) not in outer]
     matrices = [p for p in inner if p.ndim >= 2 and id(p) not in spared]
     vectors = [p for p in inner if p.ndim < 2 or id(p) in spared]
-    return [
-        {"params": [p for p in model.parameters() if id(p) in outer], "weight_decay": weight_decay, "outer": True},
+    groups = [
+        {"params": [p for p in learning if id(p) in outer], "weight_decay": weight_decay, "outer": True},
         {"params": matrices, "weight_decay": weight_decay, "outer": False},
         {"params": vectors, "weight_decay": 0.0, "outer": False},
     ]
+    return [group for group in groups if group["params"]]
 
 
 def heal(
     model: Any,
-    store: TeacherStore,
+    source: Source,
     settings: Train,
     steps: int,
     seed: int,
+    vocabulary: int,
     kept: list[int] | None = None,
     after_step: Callable[[int], None] | None = None,
 ) -> float:
     """Train a cut model in place for a few steps, to compare cuts; the mean loss of the last tenth of the steps.
 
-    The recipe's batch, rate, loss and clipping; warm-up and cosine over these steps alone; fp32, one process.
+    The batch, rate, clipping and loss of the recipe's first part; warm-up and cosine over these steps alone; fp32, one
+    process. `vocabulary` tokens are real.
     """
-    from distill.training.rate import rate_at
-
     device = next(model.parameters()).device
-    short = settings.model_copy(update={"steps": max(1, steps)})
-    columns = Columns(int(store.manifest["vocabulary"]), kept, device)
+    part = planned(settings, 1.0, source.packed.ids.shape[1])[0]
+    learner = Learner(model, Columns(vocabulary, kept, device), settings.chunk, 4)
     optimizer = torch.optim.AdamW(
-        parameter_groups(model, settings.weight_decay), lr=settings.rate, betas=(settings.beta1, settings.beta2)
+        parameter_groups(model, settings.weight_decay), lr=part.rate, betas=(settings.beta1, settings.beta2)
     )
     model.train()
     losses: list[float] = []
     for step in range(steps):
-        index = batch_blocks(step, settings.batch, store.blocks, seed)
-        total, _, count = blocks_loss(model, store.packed.take(index), store.laws(index), settings, columns, device)
-        loss = total / max(1, count)
+        index = batch_blocks(step, settings.batch, source.blocks, seed)
+        blocks = on_device(source.packed.take(index), device)
+        total, sums = learner(blocks, source.teacher(index, device), part)
+        loss = total / sums.weight.clamp(min=1)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), settings.clip)
         for group in optimizer.param_groups:
-            group["lr"] = rate_at(step, short)
+            group["lr"] = cosine(step, steps, part.rate, settings.warmup, settings.final)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         losses.append(loss.item())

@@ -34,3 +34,30 @@ def ratio_interval(
     edge = (1 - confidence) / 2
     low, high = numpy.quantile(means, [edge, 1 - edge])
     return {"mean": float(total.sum() / weight.sum()), "low": float(low), "high": float(high)}
+
+
+def paired_ratio_interval(
+    sums: Sequence[float],
+    counts: Sequence[float],
+    new_sums: Sequence[float],
+    new_counts: Sequence[float],
+    resamples: int,
+    confidence: float,
+    seed: int = 0,
+) -> Interval:
+    """How much Σ sums / Σ counts rose from one measurement of U units to another of the same units, with its interval.
+
+    Both are resampled by the same draws. Resamples in which either counted nothing are left out; NaN where none is left.
+    """
+    old, old_weight = numpy.asarray(sums, float), numpy.asarray(counts, float)
+    new, new_weight = numpy.asarray(new_sums, float), numpy.asarray(new_counts, float)
+    if not (old_weight.sum() and new_weight.sum()):
+        return {"mean": float("nan"), "low": float("nan"), "high": float("nan")}
+    drawn = numpy.random.default_rng(seed).integers(0, len(old), size=(resamples, len(old)))
+    below, above = old_weight[drawn].sum(1), new_weight[drawn].sum(1)
+    usable = (below > 0) & (above > 0)
+    rises = new[drawn].sum(1)[usable] / above[usable] - old[drawn].sum(1)[usable] / below[usable]
+    edge = (1 - confidence) / 2
+    low, high = numpy.quantile(rises, [edge, 1 - edge])
+    mean = new.sum() / new_weight.sum() - old.sum() / old_weight.sum()
+    return {"mean": float(mean), "low": float(low), "high": float(high)}

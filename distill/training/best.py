@@ -1,0 +1,49 @@
+"""Which weights are taken: those whose drafts were accepted most on selection prompts, decoded as they will be served."""
+
+from __future__ import annotations
+
+from distill.training.checkpoint import BEST, load_weights, save_weights
+from distill.training.plan import REPLAY, PlannedPart
+from distill.training.setup import Training
+
+
+def evaluation_due(work: Training, part: PlannedPart) -> bool:
+    """Whether the weights are evaluated after this step: every so often, and at the end of each part but the replay."""
+    settings, step = work.settings.acceptance, work.state["step"]
+    if settings is None or part.name == REPLAY:
+        return False
+    return step == part.end or (step - part.first) % settings.every == 0
+
+
+def consider(work: Training) -> bool:
+    """Evaluate the present weights and keep them if they are the best so far; False when patience has run out."""
+    settings, state = work.settings.acceptance, work.state
+    assert settings is not None
+    found = work.acceptance()
+    work.run.record("acceptance", step=state["step"], **found)
+    best = state["best"]
+    better = best is None or found["acceptance"] > best["acceptance"]
+    if better:
+        state["best"], state["misses"] = {"step": state["step"], **found}, 0
+        save_weights(work.run, BEST, work.learner, work.accelerator.is_main_process)
+    else:
+        state["misses"] += 1
+    work.run.say(
+        f"  accepted on selection prompts at step {state['step']}: {found['acceptance']:.3f}, "
+        f"{found['tokens_per_round']:.2f} tokens per round"
+        + (" (the best so far)" if better else f" (best {best['acceptance']:.3f} at step {best['step']})")
+    )
+    if settings.patience is None or state["misses"] < settings.patience:
+        return True
+    work.run.say(f"  this part ends early: {state['misses']} evaluations without a better one")
+    state["misses"] = 0
+    return False
+
+
+def take_best(work: Training) -> None:
+    """Go back to the best weights; without evaluations, or under a sparsity penalty, the last ones stay."""
+    best = work.state["best"]
+    if best is None or work.penalty is not None:
+        return
+    load_weights(work.run, BEST, work.learner)
+    work.run.say(f"  the weights of step {best['step']} are taken: {best['acceptance']:.3f} accepted")

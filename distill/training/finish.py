@@ -1,0 +1,62 @@
+"""The trained draft as a folder that loads everywhere, and training.json, which says how its weights were chosen."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+from distill.models.kept import FILE as KEPT_FILE
+from distill.models.tokenizer_files import copy_tokenizer
+from distill.run import read_json, write_folder, write_json
+from distill.training.adapters import merge
+from distill.training.penalty import finish_penalty
+from distill.training.setup import Training
+
+
+def write_draft(work: Training) -> list[Path]:
+    """Write draft/ and training.json with the present weights, adapters merged and what a penalty removed cut out."""
+    run, main = work.run, work.accelerator.is_main_process
+    final = work.draft().eval()
+    decision = run.path("replay", "decision.json")
+    artifacts = [run.path("draft"), run.path("training.json"), *([decision.parent] if decision.exists() else [])]
+    if not main:
+        return artifacts
+    if work.settings.adapter is not None:
+        final = merge(final, run.path("init"))
+    report = finish_penalty(final, work.penalty)
+    final.config.use_cache = True
+
+    def write(folder: Path) -> None:
+        final.save_pretrained(folder)
+        copy_tokenizer(run.path("init"), folder)
+        for name in (KEPT_FILE, "surgery.json"):
+            if run.path("init", name).exists():
+                shutil.copyfile(run.path("init", name), folder / name)
+        if report is not None:
+            write_json(folder / "sparsity.json", report)
+
+    write_folder(run.path("draft"), write)
+    if report is not None:
+        run.say(f"  sparsity: {report['sentence']}")
+    write_json(run.path("training.json"), _summary(work, read_json(decision) if decision.exists() else None))
+    return artifacts
+
+
+def _summary(work: Training, replay: dict[str, Any] | None) -> dict[str, Any]:
+    return {
+        "steps": work.state["step"],
+        "processes": work.accelerator.num_processes,
+        "parts": [
+            {
+                "name": part.name,
+                "first": part.first,
+                "steps": part.steps,
+                "rate": part.rate,
+                "loss": dict(part.loss.losses),
+            }
+            for part in work.parts
+        ],
+        "best": work.state["best"],
+        "replay": replay,
+    }

@@ -1,0 +1,109 @@
+"""What a recipe's training consists of: parts with a loss, a first and a last step and a learning rate each."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from distill.recipe import Loss, Train
+from distill.training.losses import LossSettings
+from distill.training.rate import cosine
+from distill.training.weights import TokenWeights
+
+Verifying = Literal["sampling", "match", "greedy"]
+
+# What each verifier accepts, as a loss (docs/benchmarks.md compares them); cross-entropy steadies it.
+PROTOCOL_LOSS: dict[Verifying, Loss] = {
+    "sampling": {"lk_hybrid": 0.9, "cross_entropy": 0.1},
+    "match": {"match": 0.9, "cross_entropy": 0.1},
+    "greedy": {"argmax_cross_entropy": 0.9, "cross_entropy": 0.1},
+}
+REPLAY = "replay"
+
+
+@dataclass(frozen=True)
+class PlannedPart:
+    """Steps `first` up to `first + steps` (not included) of the training, of one loss."""
+
+    name: str
+    first: int
+    steps: int
+    rate: float
+    loss: LossSettings
+    weights: TokenWeights = "uniform"
+    fraction: float = 1.0
+
+    @property
+    def end(self) -> int:
+        """The step after the last."""
+        return self.first + self.steps
+
+
+def protocol_of(settings: Train, temperature: float) -> Verifying:
+    """How drafts will be verified, `auto` resolved by the served sampler's temperature."""
+    if settings.protocol == "auto":
+        return "greedy" if temperature == 0 else "sampling"
+    return settings.protocol
+
+
+def loss_settings(settings: Train, loss: Loss, temperature: float = 1.0) -> LossSettings:
+    """The losses with everything they need, of which weights of 0 are left out."""
+    return LossSettings(
+        losses={name: weight for name, weight in loss.items() if weight > 0},
+        temperature=temperature,
+        jsd_beta=settings.jsd_beta,
+        lk_decay=settings.lk_decay,
+        match_temperature=settings.match_temperature,
+        hinge_k=settings.hinge_k,
+        hinge_margin=settings.hinge_margin,
+    )
+
+
+def planned(settings: Train, temperature: float, block: int) -> list[PlannedPart]:
+    """The parts in order, the replay last; `temperature` is the served sampler's, `block` the positions of a block."""
+    own = PROTOCOL_LOSS[protocol_of(settings, temperature)]
+    if not settings.parts:
+        found = [PlannedPart("align", 0, settings.steps, settings.rate, loss_settings(settings, settings.loss))]
+    else:
+        found = []
+        for part in settings.parts:
+            if part.share is not None:
+                steps = max(1, round(part.share * settings.steps))
+            elif part.tokens is not None:
+                steps = math.ceil(part.tokens / (settings.batch * block))
+            else:
+                assert part.steps is not None
+                steps = part.steps
+            found.append(
+                PlannedPart(
+                    part.name,
+                    found[-1].end if found else 0,
+                    steps,
+                    part.rate or settings.rate,
+                    loss_settings(settings, part.loss or own, part.temperature),
+                    part.weights,
+                    part.fraction,
+                )
+            )
+    if settings.replay is not None:
+        replay = settings.replay
+        rate = replay.rate or settings.rate / 3
+        loss = loss_settings(settings, replay.loss or own)
+        found.append(PlannedPart(REPLAY, found[-1].end, replay.steps, rate, loss))
+    return found
+
+
+def part_at(parts: list[PlannedPart], step: int) -> PlannedPart:
+    """The part that a step belongs to; the last one's after the end."""
+    return next((part for part in parts if step < part.end), parts[-1])
+
+
+def rate_of(part: PlannedPart, step: int, settings: Train) -> float:
+    """The learning rate of a step of the whole training: warm-up and cosine of its own part."""
+    return cosine(step - part.first, part.steps, part.rate, settings.warmup, settings.final)
+
+
+def temperatures(parts: list[PlannedPart]) -> set[float]:
+    """The temperatures at which the losses ask for the target's laws."""
+    return {1.0, *(part.loss.temperature for part in parts)}

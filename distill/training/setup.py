@@ -1,0 +1,254 @@
+"""Everything a training works with, made in one place: models, data, optimizer, and what chooses the best weights.
+
+Legend: b blocks of a step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import importlib.util
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from distill.errors import RecipeError
+from distill.models.hugging_face import end_ids, load_config, load_model, load_target, load_tokenizer, pick_device
+from distill.models.kept import read_kept
+from distill.packing import Packed
+from distill.processes import process_count
+from distill.recipe import Recipe, Train
+from distill.run import Run, read_json
+from distill.sampler import Sampler
+from distill.target.online import OnlineTarget
+from distill.target.source import TeacherSource, open_teacher, require_fit
+from distill.texts import Prompt, read_prompts
+from distill.training.acceptance import Judge, judge_for, rates, speaking
+from distill.training.adapters import attach, load_base
+from distill.training.checkpoint import whole_weights
+from distill.training.penalty import Penalty, penalty_of
+from distill.training.plan import REPLAY, PlannedPart, planned, protocol_of, temperatures
+from distill.training.step import Columns, Learner, batch_blocks, parameter_groups
+
+
+@dataclass
+class Training:
+    """A training under way. `state` is what a checkpoint holds beside weights and moments."""
+
+    recipe: Recipe
+    run: Run
+    accelerator: Any
+    parts: list[PlannedPart]
+    source: TeacherSource
+    learner: Any
+    optimizer: Any
+    penalty: Penalty | None
+    kept: list[int] | None
+    vocabulary: int
+    spare: Any = None  # a whole draft to evaluate, where the learner's weights are sharded
+    target: Any = None  # of an online teacher; else loaded when it is first needed
+    replayed: TeacherSource | None = None
+    state: dict[str, Any] = field(default_factory=lambda: {"step": 0, "best": None, "misses": 0, "sparsity": None})
+
+    @property
+    def settings(self) -> Train:
+        """The recipe's section."""
+        return self.recipe.train
+
+    @property
+    def steps(self) -> int:
+        """Steps of all parts."""
+        return self.parts[-1].end
+
+    def micro_batches(self, step: int, part: PlannedPart) -> list[tuple[TeacherSource, Tensor]]:
+        """This process's blocks of a step, as many at once as settings allow: a pure function of the step."""
+        settings, rank, ranks = self.settings, self.accelerator.process_index, self.accelerator.num_processes
+        replayed = 0
+        if part.name == REPLAY:
+            assert settings.replay is not None and self.replayed is not None
+            replayed = min(settings.batch, max(1, round(settings.replay.share * settings.batch)))
+        # In the order of the processes, so that each has as many micro-batches as the others.
+        mixed: list[tuple[TeacherSource, int]]
+        mixed = [(self.source, int(i)) for i in _blocks(self.source, step, settings.batch - replayed, self.recipe.seed)]
+        if self.replayed is not None and replayed:
+            own = _blocks(self.replayed, step - part.first, replayed, self.recipe.seed)
+            mixed += [(self.replayed, int(i)) for i in own]
+        own_blocks = mixed[rank::ranks]
+        size = settings.micro_batch or len(own_blocks)
+        found: list[tuple[TeacherSource, Tensor]] = []
+        for start in range(0, len(own_blocks), size):
+            piece = own_blocks[start : start + size]
+            found += [
+                (source, torch.tensor([i for other, i in piece if other is source]))
+                for source in (self.source, self.replayed)
+                if source is not None and any(other is source for other, _ in piece)
+            ]
+        return found
+
+    def body(self) -> Iterator[torch.nn.Parameter]:
+        """All parameters but the input embedding and the head."""
+        outer = ("embed_tokens.weight", "lm_head.weight", "wte.weight")
+        return (p for name, p in self.learner.named_parameters() if not name.endswith(outer))
+
+    def agreed(self, value: Any) -> Any:
+        """The main process's value, in every process."""
+        if self.accelerator.num_processes == 1:
+            return value
+        from accelerate.utils import broadcast_object_list
+
+        return broadcast_object_list([value])[0]
+
+    def any_process(self, flag: bool) -> bool:
+        """Whether the flag is set anywhere."""
+        if self.accelerator.num_processes == 1:
+            return flag
+        return bool(self.accelerator.reduce(torch.tensor(int(flag), device=self.accelerator.device), "sum"))
+
+    def draft(self) -> Any:
+        """The draft with the present weights, whole in the main process; every process must call it."""
+        if self.spare is None:
+            return self.accelerator.unwrap_model(self.learner).draft
+        weights = whole_weights(self.learner)
+        if self.accelerator.is_main_process:
+            self.spare.load_state_dict({name.removeprefix("draft."): value for name, value in weights.items()})
+        return self.spare
+
+    @contextlib.contextmanager
+    def served(self) -> Iterator[Any]:
+        """The draft as it will be served, for the main process to decode with."""
+        with speaking(self.draft(), self.kept) as draft, torch.compiler.set_stance("force_eager"):
+            yield draft
+
+    def loaded_target(self) -> Any:
+        """The target; loaded when it is first asked for."""
+        if self.target is None:
+            self.target = load_target(self.recipe.target, self.accelerator.device)
+        return self.target
+
+    def online(self, packed: Packed) -> TeacherSource:
+        """The target's laws on other blocks, computed when they are asked for."""
+        return OnlineTarget(self.loaded_target(), packed, self.source.manifest, self.recipe.teacher.batch)
+
+    def judge(self) -> Judge:
+        """What decodes with the draft."""
+        recipe, target = self.recipe, self.loaded_target()
+        ends = end_ids(target.config, load_tokenizer(recipe.target.model))
+        protocol = protocol_of(recipe.train, recipe.sampler.temperature)
+        return judge_for(target, self.vocabulary, ends, Sampler.of(recipe.sampler), protocol, recipe.seed)
+
+    def selection(self) -> tuple[list[Prompt], list[Prompt]]:
+        """Selection prompts: those that choose weights, and the others, which judge a replay."""
+        prompts = read_prompts(self.run, "selection")
+        first = self.settings.acceptance.prompts if self.settings.acceptance else 0
+        return prompts[:first], prompts[first:]
+
+    def acceptance(self) -> dict[str, float]:
+        """The rates of the present weights on the selection prompts, the same in every process."""
+        settings = self.settings.acceptance
+        assert settings is not None
+        found = None
+        with self.served() as draft:
+            if self.accelerator.is_main_process:
+                prompts, _ = self.selection()
+                found = rates(self.judge().decode(draft, prompts, settings.new_tokens, settings.length))
+        agreed: dict[str, float] = self.agreed(found)
+        return agreed
+
+
+def _blocks(source: TeacherSource, step: int, count: int, seed: int) -> Tensor:
+    return batch_blocks(step, count, source.blocks, seed) if count else torch.empty(0, dtype=torch.long)
+
+
+def make_accelerator(recipe: Recipe, run: Run) -> Any:
+    """accelerate's view of this process and its fellows, with the trackers that the recipe asks for.
+
+    Raises RecipeError for a tracker whose package is missing, RunError for a device that accelerate does not take.
+    """
+    from accelerate import Accelerator
+
+    settings = recipe.train
+    for name in settings.trackers:
+        if importlib.util.find_spec(name) is None:
+            raise RecipeError(
+                f"train.trackers names {name}, which is not installed",
+                f"`pip install {name}`, or leave it out; metrics.jsonl is written in any case",
+            )
+    alone = process_count() == 1
+    accelerator = Accelerator(
+        cpu=pick_device(recipe.device).type == "cpu" if alone else None,
+        mixed_precision="bf16" if settings.dtype == "bfloat16" else "no",
+        log_with=list(settings.trackers) or None,
+        project_dir=str(run.path("trackers")) if settings.trackers else None,
+    )
+    if settings.trackers:
+        options = {"wandb": {"name": recipe.name}, "trackio": {"name": recipe.name}}
+        facts = {
+            name: value
+            for name, value in settings.model_dump(mode="json").items()
+            if not isinstance(value, (dict, list))
+        }
+        accelerator.init_trackers(
+            "distill", config=facts, init_kwargs={k: options[k] for k in settings.trackers if k in options}
+        )
+    return accelerator
+
+
+def _load_draft(recipe: Recipe, run: Run, device: torch.device) -> Any:
+    """The cut donor, whole head included, with adapters where the recipe asks for them."""
+    settings, init = recipe.train, run.path("init")
+    if settings.adapter is None:
+        draft = load_model(str(init), "float32", device, trimmed=False)
+    else:
+        clash = settings.adapter.clash(settings.sparsity is not None, settings.embedding_steps)
+        if clash:
+            raise RecipeError(f"train.adapter: {clash}")
+        draft = attach(load_base(init, settings.adapter, device), settings.adapter, recipe.seed)
+    if settings.checkpointing:
+        draft.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if settings.compile:
+        draft.model.compile()
+    return draft
+
+
+def set_up(recipe: Recipe, run: Run) -> Training:
+    """Load everything; what does not fit together is refused here, before the first step.
+
+    Raises DataError for a teacher that was made for something else, RecipeError for settings that cannot go together.
+    """
+    settings = recipe.train
+    accelerator = make_accelerator(recipe, run)
+    device, processes = accelerator.device, accelerator.num_processes
+    if settings.batch % processes:
+        raise RecipeError(
+            f"a step's {settings.batch} blocks cannot be shared evenly by {processes} processes",
+            f"set train.batch to a multiple of {processes}, or start fewer processes",
+        )
+    parts = planned(settings, recipe.sampler.temperature, recipe.corpus.block)
+    require_fit(
+        read_json(run.path("teacher", "manifest.json")), recipe, load_config(str(run.path("init"))), temperatures(parts)
+    )
+    draft = _load_draft(recipe, run, device)
+    target = load_target(recipe.target, device) if recipe.teacher.kind == "online" else None
+    source = open_teacher(run, recipe, device, target)
+    trim = read_kept(run.path("init"))
+    kept = trim["kept"] if trim else None
+    penalty = penalty_of(draft, settings.model_copy(update={"steps": parts[-1].end}))
+    optimizer = torch.optim.AdamW(
+        parameter_groups(draft, settings.weight_decay, penalty.parameters() if penalty else ()),
+        lr=settings.rate,
+        betas=(settings.beta1, settings.beta2),
+    )
+    length = settings.acceptance.length if settings.acceptance else 4
+    learner = Learner(draft, Columns(source.vocabulary, kept, device), settings.chunk, length)
+    sharded = accelerator.distributed_type == "FSDP"
+    if sharded and (penalty is not None or settings.adapter is not None):
+        raise RecipeError("sparsity and adapters are not offered with FSDP", "start with DDP, or leave them out")
+    spare = copy.deepcopy(draft) if sharded else None
+    learner, optimizer = accelerator.prepare(learner, optimizer)
+    learner.train()
+    return Training(
+        recipe, run, accelerator, parts, source, learner, optimizer, penalty, kept, source.vocabulary, spare, target
+    )
