@@ -7,6 +7,7 @@ from distill.recipe.load import dump_recipe, is_path, load_recipe, parse_recipe,
 from distill.recipe.measuring import Evaluate, Export, Grown, Profile, Speedup
 from distill.recipe.section import Section
 from distill.recipe.target import Answers, SamplerSettings, Target, TeacherStore
+from distill.recipe.traffic import Traffic
 from distill.recipe.training import Acceptance, Loss, Part, Replay, Sparsity, Train
 from distill.recipe.whole import Recipe
 
@@ -32,6 +33,7 @@ __all__ = [
     "Speedup",
     "Target",
     "TeacherStore",
+    "Traffic",
     "Train",
     "Transplant",
     "Trim",

@@ -1,0 +1,165 @@
+"""LoRA and QLoRA (Hu et al. 2021; Dettmers et al. 2023) through peft: put in before training, merged after it.
+
+Adapters are injected into the model's own linear layers. The model keeps its class, so `model.model`, `model.lm_head`
+and everything that reads them work on it as on a plain one; only its frozen weights go by other names meanwhile.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import logging
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from distill.errors import DataError, RecipeError, RunError
+from distill.models.hugging_face import check_folder, load_model
+from distill.recipe.adapter import Adapter
+
+NAME = "draft"  # of the one adapter, in peft's dictionaries
+WAY_ON = "use train.adapter.base=null, which keeps the base as it is"
+
+
+def load_base(folder: Path, settings: Adapter, device: torch.device) -> Any:
+    """The model that adapters are put into, its whole head included: fp32, or with a quantised body.
+
+    Raises RunError where bitsandbytes is missing or cannot work on this device.
+    """
+    if settings.base is None:
+        return load_model(str(folder), "float32", device, trimmed=False)
+    require_quantisation(device, settings.base)
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    check_folder(str(folder))
+    kind = (
+        {"load_in_8bit": True}
+        if settings.base == "int8"
+        else {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": torch.float32}
+    )
+    # It would say at every product of every layer that it rounds its input to fp16.
+    logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            str(folder), dtype=torch.float32, device_map={"": device}, quantization_config=BitsAndBytesConfig(**kind)
+        )
+    except (ImportError, RuntimeError) as error:
+        first = str(error).strip().splitlines()[0]
+        raise RunError(f"bitsandbytes cannot hold {folder} in {settings.base} on {device}: {first}", WAY_ON) from error
+    for module in model.modules():
+        # Else a 4-bit layer that once ran for inference on such a CPU stays in a form that gradients do not get through.
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
+    return model.eval()
+
+
+def require_quantisation(device: torch.device, base: str) -> None:
+    """Raise RunError unless bitsandbytes is installed and works on this device."""
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise RunError(
+            f"train.adapter.base is {base}, which needs bitsandbytes", f"`pip install bitsandbytes`, or {WAY_ON}"
+        )
+    if device.type not in ("cuda", "cpu"):
+        raise RunError(f"train.adapter.base is {base}, which needs a GPU or a CPU, not {device.type}", WAY_ON)
+
+
+def layer_names(model: Any, targets: tuple[str, ...]) -> list[str]:
+    """Full names of the body's linear layers that get an adapter; RecipeError for a target that names none of them."""
+    linear = [name for name, module in model.model.named_modules() if isinstance(module, torch.nn.Linear)]
+    known = {name.rpartition(".")[2] for name in linear}
+    unknown = [target for target in targets if target not in known]
+    if unknown:
+        raise RecipeError(
+            f"train.adapter.targets: the draft has no linear layer called {', '.join(unknown)}",
+            f"it has: {', '.join(sorted(known))}",
+        )
+    return [f"model.{name}" for name in linear if not targets or name.rpartition(".")[2] in targets]
+
+
+def attach(model: Any, settings: Adapter, seed: int = 0) -> Any:
+    """Put adapters into a causal language model, in place, and freeze the rest; returns the model.
+
+    They start as nothing (B = 0), so the model's function is unchanged; A is drawn from `seed` alone.
+    """
+    from peft import LoraConfig, inject_adapter_in_model
+
+    config = LoraConfig(
+        r=settings.rank,
+        lora_alpha=settings.alpha,
+        lora_dropout=settings.dropout,
+        target_modules=layer_names(model, settings.targets),
+    )
+    with torch.random.fork_rng(devices=[]):  # peft draws on the CPU, whatever the device
+        torch.default_generator.manual_seed(seed)
+        inject_adapter_in_model(config, model, adapter_name=NAME)
+    if settings.train_outer:
+        model.get_input_embeddings().weight.requires_grad_(True)
+        model.lm_head.weight.requires_grad_(True)
+    return model
+
+
+def trainable(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    """The parameters that learn, by name: those of the adapters and, with train_outer, embeddings and head."""
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def adapter_state(model: torch.nn.Module) -> dict[str, Tensor]:
+    """What a checkpoint keeps: the values of the parameters that learn; the others are those of init/."""
+    return {name: parameter.detach() for name, parameter in trainable(model).items()}
+
+
+def load_adapter_state(model: torch.nn.Module, state: Mapping[str, Tensor]) -> None:
+    """Restore what `adapter_state` gave; raises DataError when it is of other adapters."""
+    own = trainable(model)
+    different = sorted(own.keys() ^ state.keys()) or [name for name in own if own[name].shape != state[name].shape]
+    if different:
+        raise DataError(
+            f"the checkpoint is of other adapters: {len(different)} tensors differ, such as {different[0]}",
+            "set train.adapter as it was, or run `distill train RECIPE --redo train`",
+        )
+    with torch.no_grad():
+        for name, parameter in own.items():
+            parameter.copy_(state[name])
+
+
+def merge(model: Any, init: Path | None = None) -> Any:
+    """The plain model with every adapter's product added to its layer's weight; all its parameters learn again.
+
+    The model itself, changed in place, unless its base was quantised: then the fp32 weights of the folder `init` get
+    the adapters (and the trained embeddings and head), on the same device, so that no rounding of the base is kept.
+    """
+    from peft.tuners.lora import LoraLayer
+
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
+    assert layers, "there is no adapter to merge"
+    plain = model
+    if getattr(model, "is_quantized", False):
+        assert init is not None, "a quantised base is merged into the weights of a folder"
+        plain = load_model(str(init), "float32", next(model.parameters()).device, trimmed=False)
+    with torch.no_grad():
+        if plain is not model:
+            plain.get_input_embeddings().weight.copy_(model.get_input_embeddings().weight)
+            plain.lm_head.weight.copy_(model.lm_head.weight)
+        for name, layer in layers.items():
+            if plain is model:
+                model.set_submodule(name, layer.get_base_layer())
+            plain.get_submodule(name).weight += layer.get_delta_weight(NAME)
+    if plain is model:
+        del model.peft_config  # peft's mark on a model that has adapters
+    return plain.requires_grad_(True)
+
+
+@contextlib.contextmanager
+def adapted(model: Any, settings: Adapter | None, seed: int = 0) -> Iterator[Any]:
+    """Adapters for the time of a block, then merged in place, as for healing a cut; without settings, nothing.
+
+    The base stays as it is, whatever settings.base says: a cut that is being tried is no folder to take weights from.
+    """
+    if settings is None:
+        yield model
+        return
+    yield attach(model, settings, seed)
+    merge(model)

@@ -1,0 +1,268 @@
+"""LoRA and QLoRA: nothing at the start, only adapters learn, and the merged draft is a plain model of the same law."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from toys import KINDS, toy
+
+from distill.errors import DataError, RecipeError, RunError
+from distill.models.hugging_face import load_model
+from distill.packing import Packed, pack
+from distill.recipe import Adapter, Train
+from distill.target.store import compress
+from distill.training import adapters
+from distill.training.adapters import (
+    adapted,
+    adapter_state,
+    attach,
+    layer_names,
+    load_adapter_state,
+    load_base,
+    merge,
+    trainable,
+)
+from distill.training.step import Columns, blocks_loss, heal
+
+torch.set_num_threads(1)
+
+CPU = torch.device("cpu")
+V = 61
+TRAIN = Train(batch=2, steps=6, rate=1e-2, loss={"forward_kl": 0.9, "cross_entropy": 0.1})
+
+
+def data(seed: int = 0) -> Packed:
+    generator = torch.Generator().manual_seed(seed)
+    sequences = [torch.randint(0, V, (20,), generator=generator).tolist() for _ in range(6)]
+    return pack(((ids, 2) for ids in sequences), 40, split_long=False)
+
+
+@torch.no_grad()
+def store_of(target: Any, blocks: Packed) -> Any:
+    """What `heal` and `blocks_loss` read of a teacher store, from a target at hand."""
+    chunk = compress(target(input_ids=blocks.ids.long()).logits.flatten(0, 1), 8, V)
+    shape = (*blocks.ids.shape, 8)
+    whole = {
+        "top_ids": chunk.ids.view(shape),
+        "top_log_probabilities": chunk.log_probabilities.view(shape),
+        "log_tail": chunk.log_tail.view(blocks.ids.shape),
+    }
+    return SimpleNamespace(
+        manifest={"vocabulary": V},
+        blocks=len(blocks),
+        packed=blocks,
+        laws=lambda index: {name: value[index] for name, value in whole.items()},
+    )
+
+
+def logits(model: Any) -> Tensor:
+    ids = torch.randint(0, V, (2, 16), generator=torch.Generator().manual_seed(9))
+    with torch.no_grad():
+        return model.eval()(input_ids=ids).logits
+
+
+def step(model: Any, optimizer: Any, store: Any) -> None:
+    index = torch.arange(2)
+    total, _, count = blocks_loss(model, store.packed.take(index), store.laws(index), TRAIN, Columns(V, None, CPU), CPU)
+    (total / count).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def trained(model: Any, settings: Adapter, steps: int = 3, seed: int = 0) -> Any:
+    """The model with adapters after a few steps on the product's own loss."""
+    attach(model, settings, seed)
+    store = store_of(toy(seed=5), data())
+    optimizer = torch.optim.AdamW(trainable(model).values(), lr=1e-2)
+    for _ in range(steps):
+        step(model, optimizer, store)
+    return model
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_untrained_adapter_changes_no_bit(kind: str) -> None:
+    model = toy(kind)
+    before = logits(model)
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    attach(model, Adapter(rank=4))
+    assert torch.equal(logits(model), before)
+    merge(model)
+    assert torch.equal(logits(model), before)
+    after = model.state_dict()
+    assert after.keys() == state.keys() and all(torch.equal(after[name], state[name]) for name in state)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("outer", [False, True])
+def test_merged_is_what_was_trained(kind: str, outer: bool, tmp_path: Path) -> None:
+    plain = toy(kind)
+    before = logits(plain)
+    shapes = {name: value.shape for name, value in plain.state_dict().items()}
+    model = trained(plain, Adapter(rank=4, alpha=8, train_outer=outer))
+    learnt = logits(model)
+    assert float((learnt - before).abs().max()) > 0.05
+    done = merge(model)
+    torch.testing.assert_close(logits(done), learnt, rtol=1e-5, atol=1e-5)
+    assert {name: value.shape for name, value in done.state_dict().items()} == shapes
+    assert type(done) is type(toy(kind)) and all(p.requires_grad for p in done.parameters())
+    done.save_pretrained(tmp_path / "draft")
+    assert not [path for path in (tmp_path / "draft").iterdir() if "adapter" in path.name]
+    assert torch.equal(logits(load_model(str(tmp_path / "draft"), "float32", CPU)), logits(done))
+
+
+@pytest.mark.parametrize("outer", [False, True])
+def test_only_adapters_learn(outer: bool) -> None:
+    model = toy("llama")
+    frozen = copy.deepcopy(model.state_dict())
+    attach(model, Adapter(rank=2, train_outer=outer, targets=("q_proj", "down_proj")))
+    store = store_of(toy(seed=5), data())
+    index = torch.arange(2)
+    total, _, _ = blocks_loss(model, store.packed.take(index), store.laws(index), TRAIN, Columns(V, None, CPU), CPU)
+    total.backward()
+    own = trainable(model)
+    expected = {
+        f"model.layers.{layer}.{place}.lora_{side}.{adapters.NAME}.weight"
+        for layer in range(2) for place in ("self_attn.q_proj", "mlp.down_proj") for side in "AB"
+    }  # fmt: skip
+    assert own.keys() == expected | ({"model.embed_tokens.weight", "lm_head.weight"} if outer else set())
+    for name, parameter in model.named_parameters():
+        assert (parameter.grad is not None) == (name in own), name
+        if name in own and ".lora_A." not in name:  # A learns only once B is no longer 0
+            assert float(parameter.grad.abs().max()) > 0, name
+    optimizer = torch.optim.AdamW(trainable(model).values(), lr=1e-2)
+    optimizer.step()
+    moved = {"model.embed_tokens.weight", "lm_head.weight"} if outer else set()
+    for name, value in model.state_dict().items():
+        plain = name.replace(".base_layer", "")
+        if plain in frozen:
+            assert torch.equal(value, frozen[plain]) == (plain not in moved), name
+
+
+def test_the_start_depends_on_the_seed_alone() -> None:
+    torch.manual_seed(1)
+    first = adapter_state(attach(toy(), Adapter(rank=2), seed=3))
+    torch.manual_seed(2)
+    state = torch.get_rng_state()
+    model = toy()
+    state = torch.get_rng_state()
+    second = adapter_state(attach(model, Adapter(rank=2), seed=3))
+    assert torch.equal(torch.get_rng_state(), state)  # and leaves the random numbers of the training alone
+    other = adapter_state(attach(toy(), Adapter(rank=2), seed=4))
+    assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+    assert not all(torch.equal(first[name], other[name]) for name in first)
+
+
+def test_a_checkpoint_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    settings = Adapter(rank=3, train_outer=True)
+    store = store_of(toy(seed=5), data())
+    whole = trained(toy(), settings, steps=4)
+    model = attach(toy(), settings)
+    optimizer = torch.optim.AdamW(trainable(model).values(), lr=1e-2)
+    for _ in range(2):
+        step(model, optimizer, store)
+    torch.save(adapter_state(model), tmp_path / "model.pt")
+    torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
+    resumed = attach(toy(), settings, seed=7)
+    load_adapter_state(resumed, torch.load(tmp_path / "model.pt", weights_only=True))
+    optimizer = torch.optim.AdamW(trainable(resumed).values(), lr=1e-2)
+    optimizer.load_state_dict(torch.load(tmp_path / "optimizer.pt", weights_only=True))
+    for _ in range(2):
+        step(resumed, optimizer, store)
+    expected, found = adapter_state(whole), adapter_state(resumed)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    body = sum(parameter.numel() for name, parameter in toy().named_parameters() if "layers" in name)
+    assert sum(value.numel() for name, value in found.items() if "layers" in name) < body
+    for other in (Adapter(rank=4, train_outer=True), Adapter(rank=3)):
+        with pytest.raises(DataError, match="other adapters"):
+            load_adapter_state(attach(toy(), other), found)
+
+
+def test_healing_with_adapters() -> None:
+    """`heal` of training/step.py takes an adapted model as it is; the cut has the healed law after the merge."""
+    store = store_of(toy(seed=5), data())
+    model = toy("qwen3")
+    before, names = logits(model), list(model.state_dict())
+    weights = copy.deepcopy(model.state_dict())
+    with adapted(model, Adapter(rank=4, train_outer=True)) as inner:
+        first = heal(inner, store, TRAIN, 1, seed=0)
+        last = heal(inner, store, TRAIN, 6, seed=0)
+        held = inner.state_dict()
+        assert torch.equal(
+            held["model.layers.0.mlp.up_proj.base_layer.weight"], weights["model.layers.0.mlp.up_proj.weight"]
+        )
+        healed = logits(inner)
+    assert last < first
+    torch.testing.assert_close(logits(model), healed, rtol=1e-5, atol=1e-5)
+    assert list(model.state_dict()) == names and not torch.equal(healed, before)
+    assert not torch.equal(model.state_dict()["model.layers.0.mlp.up_proj.weight"],
+                           weights["model.layers.0.mlp.up_proj.weight"])  # fmt: skip
+    same = toy()
+    with adapted(same, None) as inner:
+        assert inner is same and all(p.requires_grad for p in inner.parameters())
+
+
+def test_targets_are_names_of_the_body() -> None:
+    model = toy("qwen3")
+    everything = layer_names(model, ())
+    assert len(everything) == 2 * 7 and not [name for name in everything if "lm_head" in name]
+    assert layer_names(model, ("up_proj",)) == ["model.layers.0.mlp.up_proj", "model.layers.1.mlp.up_proj"]
+    for wrong in ("lm_head", "embed_tokens", "c_attn"):
+        with pytest.raises(RecipeError, match=f"called {wrong}") as caught:
+            layer_names(model, ("q_proj", wrong))
+        assert "down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj" in str(caught.value)
+
+
+def test_settings_that_clash() -> None:
+    assert Adapter().clash(sparsity=False, embedding_steps=0) is None
+    assert "sparsity" in (Adapter(train_outer=True).clash(sparsity=True, embedding_steps=0) or "")
+    assert "train_outer" in (Adapter().clash(sparsity=False, embedding_steps=5) or "")
+    assert Adapter(train_outer=True).clash(sparsity=False, embedding_steps=5) is None
+
+
+def test_a_quantised_base_is_refused_where_it_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adapters.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(RunError, match="needs bitsandbytes") as caught:
+        load_base(Path("nowhere"), Adapter(base="int4"), CPU)
+    assert "pip install bitsandbytes" in str(caught.value) and "base=null" in str(caught.value)
+    monkeypatch.setattr(adapters.importlib.util, "find_spec", lambda name: object())
+    with pytest.raises(RunError, match="not mps"):
+        load_base(Path("nowhere"), Adapter(base="int8"), torch.device("mps"))
+
+
+@pytest.mark.parametrize("base", ["int8", "int4"])
+@pytest.mark.parametrize("kind", ["qwen2", "llama"])  # tied embeddings and untied
+def test_a_quantised_base_is_merged_in_full_precision(base: Any, kind: str, tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    exact = toy(kind, hidden_size=64, intermediate_size=128)
+    exact.save_pretrained(tmp_path / "init")
+    settings = Adapter(rank=4, alpha=8, base=base, train_outer=True)
+    model = load_base(tmp_path / "init", settings, CPU)
+    held = model.model.layers[0].mlp.up_proj.weight
+    assert held.dtype == (torch.int8 if base == "int8" else torch.uint8)
+    assert model.lm_head.weight.dtype == model.model.embed_tokens.weight.dtype == torch.float32
+    first = logits(model)
+    assert float((first - logits(exact)).abs().max()) > 0  # rounding, and not only of the last bit
+    trained(model, settings)
+    assert not torch.equal(logits(model), first)
+    done = merge(model, tmp_path / "init")
+    assert {name: value.dtype for name, value in done.state_dict().items()} == {
+        name: torch.float32 for name in exact.state_dict()
+    }
+    state, learnt = exact.state_dict(), adapter_state(model)
+    for name, value in done.state_dict().items():
+        place = name.removesuffix(".weight")
+        if f"{place}.lora_A.{adapters.NAME}.weight" in learnt:
+            up, down = (learnt[f"{place}.lora_{side}.{adapters.NAME}.weight"] for side in "BA")
+            torch.testing.assert_close(value, state[name] + 2.0 * up @ down, rtol=0, atol=1e-6)
+            assert not torch.equal(value, state[name])
+        elif name in ("lm_head.weight", "model.embed_tokens.weight"):
+            assert torch.equal(value, model.lm_head.weight if "head" in name else model.model.embed_tokens.weight)
+            assert not torch.equal(value, state[name])
+        else:
+            assert torch.equal(value, state[name]), name
