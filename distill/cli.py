@@ -121,13 +121,16 @@ def _check_models(recipe: Recipe) -> list[str]:
     # A transplanted draft has the target's own vocabulary and rows; of the donor only its context is left to compare.
     pair = compare_pair(recipe.target.model, donor_reference(recipe))
     lines += pair.lines() if recipe.draft.transplant is None else [f"context: {pair.context or 'fits'}"]
-    context = load_config(recipe.target.model).max_position_embeddings
+    config = load_config(recipe.target.model).get_text_config()
+    context = config.max_position_embeddings
     if recipe.corpus.block > context:
         raise RecipeError(
             f"corpus.block is {recipe.corpus.block}, the target's context {context}", "lower corpus.block"
         )
     answer = recipe.answers.prompt_tokens + recipe.answers.new_tokens
-    store = (recipe.corpus.tokens + recipe.answers.prompts * answer) * bytes_per_position(recipe.teacher.top_k)
+    store = (recipe.corpus.tokens + recipe.answers.prompts * answer) * bytes_per_position(
+        recipe.teacher, config.hidden_size, recipe.target.dtype
+    )
     free = shutil.disk_usage(Path.cwd()).free
     lines.append(f"disk: the teacher store needs about {store / 1e6:.0f} MB, {free / 1e9:.0f} GB are free here")
     if store > free:

@@ -54,7 +54,10 @@ def _search_settings(recipe: Recipe) -> tuple[str, ...]:
     by_price = recipe.draft.trim is not None and recipe.draft.trim.size is None and recipe.draft.trim.by == "price"
     if recipe.draft.search is None and not by_price:
         return ()
-    return ("seed", "train", "sampler", "profile", "speedup.outtype", "corpus.block", "threads", "target.dtype")
+    return (
+        *("seed", "train", "sampler", "profile", "speedup.outtype", "corpus.block", "threads"),
+        *("target.dtype", "target.quantise"),
+    )
 
 
 STAGES = (
@@ -83,7 +86,7 @@ STAGES = (
     Stage(
         "answers",
         "distill.target.answers:answers",
-        ("seed", "answers", "sampler", "target.dtype"),
+        ("seed", "answers", "sampler", "target.dtype", "target.quantise"),
         (("corpus", "corpus/prompts-train.jsonl"),),
         ("answers",),
         ("target",),
@@ -92,11 +95,12 @@ STAGES = (
     Stage(
         "teacher",
         "distill.target.teacher:teacher",
-        ("teacher", "corpus.block", "target.dtype"),
+        ("teacher", "corpus.block", "target.dtype", "target.quantise"),
         (("answers", "answers/train-*"), ("corpus", "corpus/text-train.safetensors")),
         ("teacher",),
         ("target",),
         precious=True,
+        version=2,
     ),
     Stage(
         "draft",
@@ -115,7 +119,7 @@ STAGES = (
     Stage(
         "profile",
         "distill.benchmark.profile:profile",
-        ("profile", "speedup.backends", "speedup.outtype", "target.dtype", "threads"),
+        ("profile", "speedup.backends", "speedup.outtype", "target.dtype", "target.quantise", "threads"),
         (("draft", "init/config.json"),),
         ("profile.json",),
         ("target",),
@@ -137,7 +141,7 @@ STAGES = (
     Stage(
         "eval",
         "distill.evaluation.stage:evaluate",
-        ("seed", "eval", "sampler", "target.dtype", "answers.batch"),
+        ("seed", "eval", "sampler", "target.dtype", "target.quantise", "answers.batch"),
         (("draft", "init/*"), ("train", "draft/*"), ("corpus", "corpus/*-report.*")),
         ("eval.json", "eval.md", "rounds.parquet"),
         ("target",),
@@ -153,7 +157,7 @@ STAGES = (
     Stage(
         "speedup",
         "distill.benchmark.speedup:speedup",
-        ("speedup", "profile", "threads", "target.dtype", "eval.resamples", "eval.confidence"),
+        ("speedup", "profile", "threads", "target.dtype", "target.quantise", "eval.resamples", "eval.confidence"),
         (
             ("train", "draft/*"),
             ("export", "gguf/*.gguf"),

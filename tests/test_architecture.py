@@ -17,7 +17,7 @@ LAYERS = (
     {"pipeline"},
     STAGES,
     {"speculative"},
-    {"models", "vocabulary", "sampler", "divergences", "packing", "texts", "progress", "intervals"}
+    {"models", "vocabulary", "sampler", "divergences", "packing", "texts", "progress", "intervals", "processes"}
     | {"recipe", "run", "errors"},
     {"distill"},  # the package itself: its version
 )

@@ -16,7 +16,7 @@ import torch
 
 from distill.benchmark.compare import TORCH_NOISE, first_difference, top_gap
 from distill.models.base import Model
-from distill.models.hugging_face import TorchModel, load_model, load_tokenizer, pick_device, real_tokens
+from distill.models.hugging_face import TorchModel, load_model, load_target, load_tokenizer, pick_device, real_tokens
 from distill.progress import Progress
 from distill.recipe import Recipe
 from distill.run import Run
@@ -144,7 +144,7 @@ def verify_run_law(recipe: Recipe, run: Run, samples: int) -> dict[str, Any]:
     """`verify_law` of a run's target and trained draft under its own sampler, on report prompts, in PyTorch."""
     device = pick_device(recipe.device)
     tokenizer = load_tokenizer(recipe.target.model)
-    big = load_model(recipe.target.model, recipe.target.dtype, device)
+    big = load_target(recipe.target, device)
     vocabulary = real_tokens(big.config, tokenizer)
     target = TorchModel(big, vocabulary)
     draft = TorchModel(load_model(str(run.path("draft")), recipe.target.dtype, device), vocabulary)

@@ -8,7 +8,7 @@ from typing import Any
 
 from distill.export.writer import export_gguf
 from distill.models.gguf import GgufModel
-from distill.models.hugging_face import TorchModel, load_model, local_folder, pick_device
+from distill.models.hugging_face import TorchModel, load_model, load_target, local_folder, pick_device
 from distill.recipe import Recipe
 from distill.run import Run, machine, write_json
 from distill.speculative.cost import cost_curve
@@ -22,7 +22,11 @@ def profile(recipe: Recipe, run: Run) -> list[Path]:
     folders = {"target": local_folder(recipe.target.model), "draft": run.path("init")}
     for title, folder in folders.items():
         if "pytorch" in recipe.speedup.backends:
-            model = TorchModel(load_model(str(folder), recipe.target.dtype, pick_device(recipe.device)))
+            device = pick_device(recipe.device)
+            own = title == "target"
+            model = TorchModel(
+                load_target(recipe.target, device) if own else load_model(str(folder), recipe.target.dtype, device)
+            )
             curves.append(cost_curve(model, title, "pytorch", recipe.target.dtype, *sizes))
         if "gguf" in recipe.speedup.backends:
             with tempfile.TemporaryDirectory() as temporary:

@@ -27,6 +27,7 @@ from distill.models.hugging_face import (
     describe_model,
     end_ids,
     load_model,
+    load_target,
     load_tokenizer,
     pick_device,
     real_tokens,
@@ -75,7 +76,7 @@ def _measure_part(recipe: Recipe, run: Run, backend: str, grown: bool) -> dict[s
     settings = recipe.speedup
     tokenizer = load_tokenizer(recipe.target.model)
     device = pick_device(recipe.device)
-    small = load_model(recipe.target.model, recipe.target.dtype, device)
+    small = load_target(recipe.target, device)
     ends = end_ids(small.config, tokenizer)
     prompts = [prompt.ids for prompt in read_prompts(run, "report")]
     prompts = prompts[: settings.grown_prompts if grown else settings.prompts]

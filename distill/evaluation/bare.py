@@ -9,7 +9,15 @@ from typing import Any
 
 from distill.errors import DataError
 from distill.evaluation.stage import continue_all, evaluate_pair
-from distill.models.hugging_face import encode, end_ids, load_model, load_tokenizer, pick_device, real_tokens
+from distill.models.hugging_face import (
+    encode,
+    end_ids,
+    load_model,
+    load_target,
+    load_tokenizer,
+    pick_device,
+    real_tokens,
+)
 from distill.packing import Packed, pack
 from distill.recipe import Recipe
 from distill.sampler import Sampler
@@ -30,7 +38,7 @@ def evaluate_bare(
     `cut` is the corpus room's way of cutting prompts. Raises DataError when the texts give fewer than 4 prompts.
     """
     device = pick_device(recipe.device)
-    target = load_model(recipe.target.model, recipe.target.dtype, device)
+    target = load_target(recipe.target, device)
     draft = load_model(recipe.draft.donor, recipe.target.dtype, device)
     tokenizer = load_tokenizer(recipe.target.model)
     ends = end_ids(target.config, tokenizer)

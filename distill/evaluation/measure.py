@@ -15,7 +15,8 @@ from torch import Tensor
 
 from distill import divergences
 from distill.intervals import Interval, ratio_interval
-from distill.packing import Packed, attention_mask
+from distill.models.masks import document_masks
+from distill.packing import Packed
 from distill.sampler import Sampler
 from distill.speculative.decode import Round
 
@@ -74,12 +75,12 @@ def measure_blocks(
         inputs = {
             "input_ids": part.ids.long().to(device),
             "position_ids": part.positions.long().to(device),
-            "attention_mask": attention_mask(part.documents.to(device)),
             "use_cache": False,
         }
-        expected = target(**inputs).logits
+        documents = part.documents.to(device)
+        expected = target(**inputs, attention_mask=document_masks(target, documents)).logits
         for name, draft in drafts.items():
-            got = draft(**inputs).logits
+            got = draft(**inputs, attention_mask=document_masks(draft, documents)).logits
             for block in range(len(part)):
                 for document in range(int(part.documents[block].max()) + 1):
                     here = part.mask[block] & (part.documents[block] == document)

@@ -14,7 +14,15 @@ from distill.evaluation.measure import (
     summarise,
     tokens_per_round,
 )
-from distill.models.hugging_face import TorchModel, end_ids, load_model, load_tokenizer, pick_device, real_tokens
+from distill.models.hugging_face import (
+    TorchModel,
+    end_ids,
+    load_model,
+    load_target,
+    load_tokenizer,
+    pick_device,
+    real_tokens,
+)
 from distill.models.kept import read_kept
 from distill.packing import Packed, pack
 from distill.progress import Progress
@@ -184,7 +192,7 @@ def as_markdown(report: dict[str, Any]) -> str:
 def evaluate(recipe: Recipe, run: Run) -> list[Path]:
     """Write eval.json, eval.md and rounds.parquet: the draft before (init/) and after (draft/) training."""
     device = pick_device(recipe.device)
-    target = load_model(recipe.target.model, recipe.target.dtype, device)
+    target = load_target(recipe.target, device)
     tokenizer = load_tokenizer(recipe.target.model)
     drafts = {
         "before": load_model(str(run.path("init")), recipe.target.dtype, device),

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from distill.errors import DataError, RunError
 from distill.models.base import ROOT, PendingTree, check_call, check_want
-from distill.recipe import is_path
+from distill.processes import process_count
+from distill.recipe import Target, is_path
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -50,10 +51,60 @@ def _explained(reference: str, error: Exception) -> DataError:
     return DataError(f"cannot load {reference}: {first}", hint)
 
 
-def load_model(reference: str, dtype: str, device: torch.device, trimmed: bool = True) -> Any:
+def quantisation(kind: str, dtype: str) -> Any:
+    """The bitsandbytes configuration that transformers loads `int8` (LLM.int8) or `int4` (NF4, QLoRA's) weights by.
+
+    Products are computed in `dtype`; the head and the embeddings keep their own type.
+    """
+    from transformers import BitsAndBytesConfig
+
+    if kind == "int8":
+        return BitsAndBytesConfig(load_in_8bit=True)
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=DTYPES[dtype],
+    )
+
+
+def _require_bitsandbytes(kind: str) -> None:
+    from transformers.utils import is_bitsandbytes_available
+
+    if not is_bitsandbytes_available():
+        raise RunError(
+            f"{kind} weights need the package bitsandbytes, which is not installed, or too old",
+            "pip install -U bitsandbytes, or leave the weights as they are (quantise: null)",
+        )
+
+
+def _placement(device: torch.device, shard: bool) -> str | dict[str, torch.device]:
+    """What transformers takes as device_map; raises RunError where sharding has nothing to spread a model over."""
+    if not shard:
+        return {"": device}
+    if device.type == "cpu":
+        raise RunError("a model is sharded over accelerators, and this run is on the CPU", "set target.shard: false")
+    if process_count() > 1:
+        raise RunError(
+            f"{process_count()} processes would each spread the target over all accelerators",
+            "start one process, or set target.shard: false so that each holds the target on its own",
+        )
+    return "auto"
+
+
+def load_model(
+    reference: str,
+    dtype: str,
+    device: torch.device,
+    trimmed: bool = True,
+    quantise: str | None = None,
+    shard: bool = False,
+) -> Any:
     """A causal language model in evaluation mode; raises DataError when it cannot be loaded.
 
-    A folder with kept_tokens.json speaks those tokens alone, unless `trimmed` is false.
+    A folder with kept_tokens.json speaks those tokens alone, unless `trimmed` is false. For `quantise` see
+    `quantisation`; with `shard` the layers are spread over all accelerators, and inputs go to the first one. Raises
+    RunError where either is impossible here.
     """
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
@@ -61,13 +112,24 @@ def load_model(reference: str, dtype: str, device: torch.device, trimmed: bool =
     from distill.models.kept import read_kept, trim_head
 
     check_folder(reference)
+    options: dict[str, Any] = {}
+    if quantise is not None:
+        _require_bitsandbytes(quantise)
+        options["quantization_config"] = quantisation(quantise, dtype)
+    if quantise is not None or shard:
+        options["device_map"] = _placement(device, shard)
     try:
-        model = AutoModelForCausalLM.from_pretrained(reference, dtype=DTYPES[dtype])
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        model = AutoModelForCausalLM.from_pretrained(reference, dtype=DTYPES[dtype], **options)
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
         raise _explained(reference, error) from error
-    model = model.to(device).eval()
+    model = (model if options else model.to(device)).eval()
     kept = read_kept(Path(reference)) if trimmed else None
     return model if kept is None else trim_head(model, kept["kept"])
+
+
+def load_target(target: Target, device: torch.device) -> Any:
+    """The target of a recipe, in its type, quantised or sharded as the recipe says."""
+    return load_model(target.model, target.dtype, device, quantise=target.quantise, shard=target.shard)
 
 
 def load_tokenizer(reference: str) -> Any:

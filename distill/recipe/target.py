@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator, model_validator
 
 from distill.recipe.section import Section
 
@@ -14,6 +15,10 @@ class Target(Section):
 
     model: str = Field(description="folder (starting with . / or ~) or hub name")
     dtype: Literal["float32", "bfloat16", "float16"] = Field("float32", description="what it runs in")
+    quantise: Literal["int8", "int4"] | None = Field(
+        None, description="load its weights in 8 or 4 bits (bitsandbytes; needs that package); null: as they are"
+    )
+    shard: bool = Field(False, description="spread its layers over all accelerators of this machine; one process")
 
 
 class SamplerSettings(Section):
@@ -35,8 +40,43 @@ class Answers(Section):
 
 
 class TeacherStore(Section):
-    """The target's distributions on the train blocks: top-k log-probabilities and the log of the tail's mass."""
+    """The target's distributions on the train blocks, and in which form they are kept."""
 
-    top_k: int = Field(32, ge=1, description="entries stored per position")
+    kind: Literal["compact", "exact", "online"] = Field(
+        "compact",
+        description="compact: the top-k log-probabilities and the log of the tail's mass are stored; exact: the last "
+        "hidden states and the head are, which give whole laws; online: nothing is, the target runs while training",
+    )
+    top_k: int = Field(32, ge=1, description="compact: entries stored per position; with `mass`, at most")
+    mass: float | None = Field(
+        None,
+        gt=0,
+        lt=1,
+        description="compact: store as few entries as hold this mass on average over a sample of positions; "
+        "null: `top_k`",
+    )
+    temperatures: tuple[float, ...] = Field(
+        (1.0,),
+        description="compact: temperatures at which the tail's mass is stored, 1 among them; losses use no other",
+    )
+    dtype: Literal["float32", "bfloat16", "float16"] | None = Field(
+        None, description="exact: what the hidden states are stored in; null: the target's"
+    )
     shard_blocks: int = Field(64, ge=1, description="blocks per shard; also the unit of resuming")
     batch: int = Field(8, ge=1, description="blocks per forward pass")
+
+    @field_validator("temperatures")
+    @classmethod
+    def _temperatures_hold_one(cls, value: tuple[float, ...]) -> tuple[float, ...]:
+        if any(not (temperature > 0 and math.isfinite(temperature)) for temperature in value):
+            raise ValueError("temperatures must be positive")
+        if 1 not in value or len(set(value)) < len(value):
+            raise ValueError("temperatures must hold 1, and none twice")
+        return value
+
+    @model_validator(mode="after")
+    def _settings_of_other_kinds(self) -> TeacherStore:
+        for name, kind in (("mass", "compact"), ("temperatures", "compact"), ("dtype", "exact")):
+            if self.kind != kind and getattr(self, name) != type(self).model_fields[name].default:
+                raise ValueError(f"{name} is a setting of kind {kind}, and kind is {self.kind}")
+        return self

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from distill import divergences
+from distill.models.masks import document_masks
 from distill.packing import Packed
-from distill.surgery.observe import model_masks
-from distill.target.store import TeacherChunk, compress
+from distill.target.laws import TeacherChunk
+from distill.target.store import compress
 
 STORED = 256  # entries per position: nearly the whole law, at a small part of its size
 
@@ -48,6 +49,7 @@ class TargetLaws:
             logits[:, self.vocabulary :] = -torch.inf
             rows = slice(at, at + len(logits))
             at += len(logits)
+            assert self.laws.ids is not None
             law = (self.laws.ids.long(), self.laws.log_probabilities, self.laws.log_tail)
             ids, logs, tail = (part[rows].to(logits.device) for part in law)
             total += float(divergences.bucketed_forward_kl(ids, logs, tail, logits).double().sum())
@@ -60,7 +62,7 @@ def scored_logits(model: Any, part: Packed) -> Tensor:
     hidden = model.model(
         input_ids=part.ids.long().to(device),
         position_ids=part.positions.long().to(device),
-        attention_mask=model_masks(model, part.documents.to(device)),
+        attention_mask=document_masks(model, part.documents.to(device)),
         use_cache=False,
     ).last_hidden_state[part.mask.to(device)]
     logits: Tensor = model.lm_head(hidden)

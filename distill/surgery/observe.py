@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from distill.errors import DataError
-from distill.packing import Packed, attention_mask
+from distill.models.masks import document_masks
+from distill.packing import Packed
 from distill.surgery.change import decoder_layers
 
 Watch = tuple[Any, Callable[[Tensor], None]]  # a module, and what to do with its inputs
@@ -31,21 +32,6 @@ def last_tokens(documents: Tensor) -> Tensor:
     """Positions [n, S] of each document's last token."""
     after = torch.nn.functional.pad(documents[:, 1:], (0, 1), value=-1)
     return (documents >= 0) & (documents != after)
-
-
-def model_masks(model: Any, documents: Tensor) -> Any:
-    """What the model takes as attention mask: boolean [n, 1, S, S], or one per kind of layer where kinds differ.
-
-    An explicit mask stands for itself in transformers, so the sliding windows of the configuration are drawn here.
-    """
-    mask = attention_mask(documents)
-    window = getattr(model.config, "sliding_window", None)
-    if window is None:
-        return mask
-    near = mask & torch.ones(mask.shape[-2:], dtype=torch.bool, device=mask.device).triu(1 - window)
-    if model.config.model_type in ("qwen2", "qwen3"):
-        return {"full_attention": mask, "sliding_attention": near}
-    return near
 
 
 @contextmanager
@@ -94,7 +80,7 @@ def observe(
         for part in parts_of(model, blocks, batch):
             used = where(part.documents)
             total += int(used.sum())
-            mask = model_masks(model, part.documents)
+            mask = document_masks(model, part.documents)
             model.model(input_ids=part.ids, position_ids=part.positions, attention_mask=mask, use_cache=False)
     return total
 
@@ -212,7 +198,7 @@ def walk_grams(
 
 def run_layer(model: Any, index: int, part: Packed, state: Tensor) -> Tensor:
     """The output [n, S, H] of one layer for the states [n, S, H] of a batch of blocks."""
-    masks = model_masks(model, part.documents)
+    masks = document_masks(model, part.documents)
     output = decoder_layers(model)[index](
         state,
         attention_mask=masks[model.config.layer_types[index]] if isinstance(masks, dict) else masks,

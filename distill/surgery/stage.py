@@ -14,6 +14,7 @@ from distill.models.hugging_face import (
     describe_model,
     load_config,
     load_model,
+    load_target,
     load_tokenizer,
     local_folder,
     pick_device,
@@ -170,7 +171,7 @@ def draft(recipe: Recipe, run: Run) -> list[Path]:
     reference = donor_reference(recipe)
     if settings.transplant is None:
         require_pair(recipe.target.model, reference)
-    target = load_model(recipe.target.model, recipe.target.dtype, device)
+    target = load_target(recipe.target, device)
     tokenizer = load_tokenizer(recipe.target.model)
     vocabulary = real_tokens(target.config, tokenizer)
     selection = Packed.load(run.path("corpus", "text-selection.safetensors")).take(slice(0, settings.score_blocks))

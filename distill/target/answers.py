@@ -10,13 +10,15 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from distill import processes
 from distill.errors import DataError
-from distill.models.hugging_face import end_ids, load_model, load_tokenizer, pick_device, real_tokens
+from distill.models.hugging_face import end_ids, load_target, load_tokenizer, pick_device, real_tokens
 from distill.progress import Progress
 from distill.recipe import Recipe
-from distill.run import Run, write_text
+from distill.run import Run, write_json, write_text
 from distill.sampler import Sampler
 from distill.speculative.sample import continue_prompts
+from distill.target.source import target_facts
 from distill.texts import Answer, Prompt, prompt_seed, read_prompts
 
 
@@ -29,11 +31,16 @@ def is_looping(ids: Sequence[int], longest_period: int = 16, repeats: int = 6) -
     return False
 
 
-def answers(recipe: Recipe, run: Run) -> list[Path]:
-    """Let the target continue the train prompts; one file per batch in answers/, which is the unit of resuming."""
+def answers(recipe: Recipe, run: Run, share: tuple[int, int] | None = None) -> list[Path]:
+    """Let the target continue the train prompts; one file per batch in answers/, which is the unit of resuming.
+
+    Of several processes, `share` = (index, count) writes every count-th batch; the first one writes manifest.json, when
+    all are done. None: the processes that this one was launched with.
+    """
+    share = share or (processes.process_index(), processes.process_count())
     folder = run.path("answers")
     tokenizer = load_tokenizer(recipe.target.model)
-    model = load_model(recipe.target.model, recipe.target.dtype, pick_device(recipe.device))
+    model = load_target(recipe.target, pick_device(recipe.device))
     ends = end_ids(model.config, tokenizer)
     vocabulary = real_tokens(model.config, tokenizer)
     sampler = Sampler.of(recipe.sampler)
@@ -49,10 +56,12 @@ def answers(recipe: Recipe, run: Run) -> list[Path]:
             f"the target's context leaves {room} tokens after a prompt of {recipe.answers.prompt_tokens}",
             "lower answers.new_tokens",
         )
-    missing = [item for item in work if not item[0].exists()]
-    if len(missing) < len(work):
-        run.say(f"  resuming: {len(work) - len(missing)} of {len(work)} batches are there")
-    progress = Progress("answers, batches", len(work), len(work) - len(missing))
+    mine = processes.share_of(work, share, "batches of prompts", "answers.batch")
+    missing = [item for item in mine if not item[0].exists()]
+    whose = f" of process {share[0]}" if share[1] > 1 else ""
+    if len(missing) < len(mine):
+        run.say(f"  resuming: {len(mine) - len(missing)} of {len(mine)} batches{whose} are there")
+    progress = Progress(f"answers, batches{whose}", len(mine), len(mine) - len(missing))
     for path, prompts in missing:
         seeds = [prompt_seed(recipe.seed, prompt.id) for prompt in prompts]
         texts = continue_prompts(model, [prompt.ids for prompt in prompts], sampler, limit, seeds, ends, vocabulary)
@@ -62,4 +71,8 @@ def answers(recipe: Recipe, run: Run) -> list[Path]:
         )
         write_text(path, "".join(json.dumps(line) + "\n" for line in lines))
         progress.step()
+    processes.barrier()
+    if share[0] == 0:
+        manifest = {"format": 1, **target_facts(recipe), "sampler": recipe.sampler.model_dump(mode="json")}
+        write_json(folder / "manifest.json", manifest | {"batches": len(work)})
     return [folder]

@@ -1,7 +1,7 @@
-"""The target's laws at the scored positions of a batch, chunk by chunk: stored in compact form, or whole from hidden states.
+"""The target's laws at the scored positions of a batch, chunk by chunk: compact, or whole from hidden states.
 
-Legend: N scored positions of a batch, c of them in a chunk, H the target's hidden size, V its vocabulary, K stored entries, C columns
-of the draft's head (V, or the kept tokens of a trimmed head).
+Legend: N scored positions of a batch, c of them in a chunk, H the target's hidden size, V its vocabulary, K stored
+entries, C columns of the draft's head (V, or the kept tokens of a trimmed head).
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -23,9 +23,10 @@ EMPTY = -1e4  # log of a tail that holds nothing: finite, so that 0 · log stays
 class TeacherChunk:
     """The target's laws at c positions, natural logarithms in fp32.
 
-    With `ids` [c, K] (column numbers, likeliest first, unless a trim took some away): `log_probabilities` [c, K] of those columns; without: [c, C] of
-    every column. `log_tail` [c] is the log of the mass in no named column; EMPTY where there is none. The draft can put mass on what
-    lies outside the `ids`, but not on what a dense chunk leaves out, the tokens that a trimmed head cannot speak.
+    With `ids` [c, K] (column numbers, likeliest first, unless a trim took some away): `log_probabilities` [c, K] of
+    those columns; without: [c, C] of every column. `log_tail` [c] is the log of the mass in no named column; EMPTY
+    where there is none. The draft can put mass on what lies outside the `ids`, but not on what a dense chunk leaves
+    out, the tokens that a trimmed head cannot speak.
     """
 
     ids: Tensor | None
@@ -36,30 +37,35 @@ class TeacherChunk:
 class Teacher(Protocol):
     """The laws of N scored positions over C columns."""
 
-    columns: int
+    @property
+    def columns(self) -> int:
+        """C."""
+        ...
 
     def __len__(self) -> int: ...
 
     def chunk(self, rows: slice, temperature: float = 1.0) -> TeacherChunk:
-        """The laws of some positions, of softmax(logits / temperature); DataError for a temperature that is not stored."""
+        """The laws of some positions, of softmax(logits / temperature); DataError for one that is not stored."""
         ...
 
     def restrict(self, kept: Tensor) -> Teacher:
-        """The same laws over the columns of the kept ids [C], ascending, alone; the mass of the others is in the tail."""
+        """The same laws over the columns of the kept ids [C], ascending, alone; the others' mass is in the tail."""
         ...
 
 
 @dataclass(frozen=True)
 class CompactTeacher:
-    """Laws from a compact store: ids [N, K], log p [N, K] at temperature 1, and per temperature the log of Σ_outside p^(1/T) [N]."""
+    """Laws from a compact store: ids [N, K], log p [N, K] at temperature 1, and per temperature T the log of the sum
+    of p^(1/T) over the tokens outside [N].
+
+    Of a trimmed one, `place` [V] is the column of each id, `columns` for those that are gone.
+    """
 
     ids: Tensor
     log_probabilities: Tensor
     log_tails: Mapping[float, Tensor]
     columns: int
-    place: Tensor | None = field(
-        default=None, repr=False
-    )  # [V]: the column of each id; `columns` for those that are gone
+    place: Tensor | None = field(default=None, repr=False)
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -69,7 +75,7 @@ class CompactTeacher:
         if temperature not in self.log_tails:
             stored = ", ".join(f"{value:g}" for value in self.log_tails)
             raise DataError(
-                f"the teacher store holds temperatures {stored}, not {temperature:g}: the mass of its tail is unknown there",
+                f"the teacher store holds temperatures {stored}, not {temperature:g}: its tail's mass is unknown there",
                 "add it to teacher.temperatures, or train with teacher.kind exact or online",
             )
         ids, logs = self.ids[rows].long(), self.log_probabilities[rows].float()
@@ -87,7 +93,8 @@ class CompactTeacher:
 
     def restrict(self, kept: Tensor) -> CompactTeacher:
         """See `Teacher`. Ids that are gone stand in column C, which the head does not have, without mass."""
-        return replace(self, columns=len(kept), place=_place(kept, self.columns))
+        assert self.place is None, "these laws are trimmed already"
+        return replace(self, columns=len(kept), place=_place(kept.to(self.ids.device), self.columns))
 
 
 @dataclass(frozen=True)
@@ -103,9 +110,21 @@ class LogitForm:
         return self.soft_cap * torch.tanh(logits / self.soft_cap) if self.soft_cap else logits
 
 
+def logit_form(config: Any) -> LogitForm:
+    """The form that a model's configuration names, as in the modelling files of transformers.
+
+    `logit_scale` multiplies (Cohere), `logits_scaling` divides (Granite), `final_logit_softcapping` bends (Gemma).
+    What else an architecture may do after its head is found by comparing with its own logits (`require_head`).
+    """
+    config = config.get_text_config()
+    scale = float(getattr(config, "logit_scale", None) or 1.0)
+    divisor = float(getattr(config, "logits_scaling", None) or 1.0)
+    return LogitForm(scale / divisor, float(getattr(config, "final_logit_softcapping", None) or 0.0))
+
+
 @dataclass(frozen=True)
 class DenseTeacher:
-    """Laws from hidden states [N, H] after the final norm and the target's head [V', H], of which the first V rows are tokens."""
+    """Laws from hidden states [N, H] after the final norm and the target's head [V', H], its first V rows tokens."""
 
     hidden: Tensor
     head: Tensor

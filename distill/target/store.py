@@ -1,14 +1,20 @@
-"""The compact teacher store: per position the top-K log-probabilities of the target and the log of the rest's mass.
+"""The teacher store: the packed blocks and the target's laws on them, in checksummed shards.
 
-Legend: n blocks of a shard, S positions, K entries, V vocabulary. A shard is a safetensors file with the packed blocks
-(ids, documents, positions, mask) and top_ids int32 [n, S, K], top_log_probabilities fp16 [n, S, K], log_tail fp32 [n,
-S].
+Legend: n blocks of a shard, S positions, K entries, V vocabulary, H the target's hidden size, M temperatures. A shard
+is a safetensors file with the packed blocks (ids, documents, positions, mask) and, where its kind is
+
+- compact: top_ids int32 [n, S, K], top_log_probabilities fp16 [n, S, K], log_tails fp32 [n, S, M];
+- exact: hidden [n, S, H], after the final norm; the head stands in head.safetensors, once;
+- online: nothing else.
+
+Laws at positions that the mask leaves out are zeros.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from bisect import bisect_right
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -16,31 +22,24 @@ import torch
 from torch import Tensor
 
 from distill.errors import DataError
-from distill.packing import Packed
+from distill.packing import Packed, concatenate
+from distill.recipe import TeacherStore as Settings
 from distill.run import Run, read_json, verify_artifact
+from distill.target.head import Head
+from distill.target.laws import EMPTY, CompactTeacher, LogitForm, Teacher, TeacherChunk
 
-EMPTY = -1e4  # log of a tail that holds nothing: finite, so that 0 · log stays 0
-
-
-@dataclass(frozen=True)
-class TeacherChunk:
-    """The target's laws at N positions: ids [N, K], log_probabilities fp32 [N, K], log_tail fp32 [N]."""
-
-    ids: Tensor
-    log_probabilities: Tensor
-    log_tail: Tensor
+FORMAT = 2
+PACKED_BYTES = 3 * 4 + 1  # a position's id, document, position and mask
+TYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def compress(logits: Tensor, k: int, vocabulary: int) -> TeacherChunk:
-    """The compact form of laws given as logits [N, V], at temperature 1.
+    """The compact form of laws given as logits [N, V], at temperature 1, its ids int32.
 
     Columns from `vocabulary` on are padding and hold no mass. The tail is summed over the logits outside the top K,
     never as one minus the sum of the others.
     """
-    logits = logits.float()
-    if vocabulary < logits.shape[-1]:
-        logits = logits.clone()
-        logits[:, vocabulary:] = -math.inf
+    logits = _without_padding(logits, vocabulary)
     normaliser = logits.logsumexp(-1, keepdim=True)
     values, ids = logits.topk(k, dim=-1)
     outside = logits.scatter(-1, ids, -math.inf).logsumexp(-1, keepdim=True)
@@ -48,53 +47,107 @@ def compress(logits: Tensor, k: int, vocabulary: int) -> TeacherChunk:
     return TeacherChunk(ids.to(torch.int32), values - normaliser, tail)
 
 
-def bytes_per_position(k: int) -> int:
-    """What a position costs on disk: ids, log-probabilities and tail, plus the packed columns."""
-    return k * (4 + 2) + 4 + 3 * 4 + 1
+def log_tail_at(logits: Tensor, ids: Tensor, temperature: float, vocabulary: int) -> Tensor:
+    """The log of the sum of p^(1/T) over the tokens outside `ids` [N, K] [N], for laws given as logits [N, V]."""
+    logits = _without_padding(logits, vocabulary)
+    logs = (logits - logits.logsumexp(-1, keepdim=True)) / temperature
+    return logs.scatter_(-1, ids.long(), -math.inf).logsumexp(-1).clamp(min=EMPTY)
+
+
+def _without_padding(logits: Tensor, vocabulary: int) -> Tensor:
+    """Logits [N, V] in fp32, −inf from `vocabulary` on."""
+    logits = logits.float()
+    if vocabulary < logits.shape[-1]:
+        logits = logits.clone()
+        logits[:, vocabulary:] = -math.inf
+    return logits
+
+
+def bytes_per_position(settings: Settings, hidden: int, dtype: str, k: int | None = None) -> int:
+    """What a position costs on disk in a store of these settings, with a target of that hidden size and type.
+
+    `k` entries of a compact one, where they are known to be fewer than `top_k`.
+    """
+    if settings.kind == "compact":
+        return (k or settings.top_k) * (4 + 2) + 4 * len(settings.temperatures) + PACKED_BYTES
+    return PACKED_BYTES + (hidden * TYPE_BYTES[settings.dtype or dtype] if settings.kind == "exact" else 0)
 
 
 class TeacherStore:
-    """The finished shards of a run, each checked against its checksum when it is first read."""
+    """The finished shards of a run, each checked against its checksum at once; laws are read when asked for."""
 
     def __init__(self, run: Run) -> None:
-        self.run = run
         self.folder = run.path("teacher")
         self.manifest: dict[str, Any] = read_json(self.folder / "manifest.json")
-        self.blocks = sum(self.manifest["shard_blocks"])
-        packs: list[Packed] = []
-        self._laws: list[dict[str, Tensor]] = []
-        for number in range(len(self.manifest["shard_blocks"])):
-            found = self._read(shard_path(self.folder, number))
-            packs.append(Packed(found["ids"], found["documents"], found["positions"], found["mask"]))
-            self._laws.append({name: found[name] for name in ("top_ids", "top_log_probabilities", "log_tail")})
-        from distill.packing import concatenate
+        if self.manifest.get("format") != FORMAT:
+            raise DataError(
+                f"{self.folder} holds a teacher store of format {self.manifest.get('format')}, this is format {FORMAT}",
+                "make it again with `distill train RECIPE --redo teacher`",
+            )
+        counts = self.manifest["shard_blocks"]
+        self._ends = list(accumulate(counts))
+        self.blocks: int = self._ends[-1]
+        self.vocabulary: int = self.manifest["vocabulary"]
+        self._shards = [_open(run, shard_path(self.folder, number)) for number in range(len(counts))]
+        names = ("ids", "documents", "positions", "mask")
+        self.packed = concatenate([Packed(*(shard.get_tensor(name) for name in names)) for shard in self._shards])
+        self._head: Head | None = None
+        if self.manifest["kind"] == "exact":
+            found = _open(run, head_path(self.folder))
+            bias = found.get_tensor("bias") if "bias" in found.keys() else None  # noqa: SIM118 - a handle, no mapping
+            self._head = Head(found.get_tensor("weight"), bias, LogitForm(**self.manifest["logit_form"]))
 
-        self.packed = concatenate(packs)
-        starts = [0]
-        for blocks in self.manifest["shard_blocks"]:
-            starts.append(starts[-1] + blocks)
-        self._starts = starts
-
-    def _read(self, path: Path) -> dict[str, Tensor]:
-        from safetensors import SafetensorError
-        from safetensors.torch import load_file
-
-        verify_artifact(self.run, "teacher", path)
-        try:
-            return load_file(str(path))
-        except (SafetensorError, OSError) as error:
-            raise DataError(f"{path} is damaged: {error}", "run `distill train RECIPE --redo teacher`") from error
+    def _rows(self, name: str, index: Tensor) -> Tensor:
+        """A tensor [b, S, …] of the blocks at `index` [b]."""
+        rows = []
+        for block in index.tolist():
+            shard = bisect_right(self._ends, block)
+            at = block - (self._ends[shard - 1] if shard else 0)
+            rows.append(self._shards[shard].get_slice(name)[at : at + 1])
+        return torch.cat(rows)
 
     def laws(self, blocks: Tensor) -> dict[str, Tensor]:
-        """top_ids, top_log_probabilities [b, S, K] and log_tail [b, S] of the blocks at `blocks`."""
-        rows: dict[str, list[Tensor]] = {"top_ids": [], "top_log_probabilities": [], "log_tail": []}
-        for block in blocks.tolist():
-            shard = next(i for i, start in enumerate(self._starts[1:]) if block < start)
-            for name, values in rows.items():
-                values.append(self._laws[shard][name][block - self._starts[shard]])
-        return {name: torch.stack(values) for name, values in rows.items()}
+        """top_ids, top_log_probabilities [b, S, K] and log_tail [b, S] at temperature 1 of the blocks at `blocks`."""
+        if self.manifest["kind"] != "compact":
+            raise DataError(
+                f"the teacher store is {self.manifest['kind']}, this step reads compact ones",
+                "set teacher.kind: compact",
+            )
+        one = self.manifest["temperatures"].index(1.0)
+        found = {name: self._rows(name, blocks) for name in ("top_ids", "top_log_probabilities")}
+        return found | {"log_tail": self._rows("log_tails", blocks)[..., one]}
+
+    def teacher(self, index: Tensor, device: torch.device) -> Teacher:
+        """The laws of the N scored positions of the blocks at `index` [b], block by block, on a device."""
+        scored = self.packed.mask[index]
+        if self.manifest["kind"] == "compact":
+            ids, logs, tails = (
+                self._rows(name, index)[scored].to(device) for name in ("top_ids", "top_log_probabilities", "log_tails")
+            )
+            by_temperature = {value: tails[:, at] for at, value in enumerate(self.manifest["temperatures"])}
+            return CompactTeacher(ids, logs, by_temperature, self.vocabulary)
+        assert self._head is not None, "an online teacher has no laws on disk"
+        if self._head.weight.device != device:
+            self._head = self._head.to(device)
+        return self._head.teacher(self._rows("hidden", index)[scored].to(device))
+
+
+def _open(run: Run, path: Path) -> Any:
+    """A handle on a checked safetensors file that reads tensors, and slices of them, from a memory map."""
+    from safetensors import SafetensorError, safe_open
+
+    verify_artifact(run, "teacher", path)
+    try:
+        return safe_open(str(path), framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise DataError(f"{path} is damaged: {error}", "run `distill train RECIPE --redo teacher`") from error
 
 
 def shard_path(folder: Path, number: int) -> Path:
     """Where a shard stands."""
     return folder / f"shard-{number:05d}.safetensors"
+
+
+def head_path(folder: Path) -> Path:
+    """Where the head of an exact store stands."""
+    return folder / "head.safetensors"

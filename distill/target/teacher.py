@@ -1,100 +1,224 @@
-"""Stage `teacher`: the target's distributions on its own answers and on corpus text, in checksummed shards."""
+"""Stage `teacher`: the target's distributions on its own answers and on corpus text, in checksummed shards.
+
+Legend: n blocks, S positions, N scored positions, K stored entries, V vocabulary.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 
-from distill.errors import DataError
-from distill.models.hugging_face import load_model, load_tokenizer, pick_device, real_tokens
-from distill.packing import Packed, attention_mask, concatenate, pack
+from distill import processes
+from distill.errors import DataError, RunError
+from distill.models.hugging_face import (
+    DTYPES,
+    load_config,
+    load_target,
+    load_tokenizer,
+    pick_device,
+    real_tokens,
+)
+from distill.packing import Packed, concatenate, pack
 from distill.progress import Progress
 from distill.recipe import Recipe
 from distill.run import Run, file_digest, read_json, write_atomically, write_json
-from distill.target.store import bytes_per_position, compress, shard_path
+from distill.target.head import Head, block_inputs, hidden_states, require_head
+from distill.target.source import target_facts
+from distill.target.store import FORMAT, bytes_per_position, compress, head_path, log_tail_at, shard_path
 from distill.texts import read_answers
 
+ROWS = 512  # positions whose logits are compressed at once
 
-def training_blocks(recipe: Recipe, run: Run) -> Packed:
-    """What the draft learns from: the target's answers (their prompts masked), then the corpus text."""
+Laws = Callable[[Packed], dict[str, Tensor]]
+
+
+def training_blocks(recipe: Recipe, run: Run) -> tuple[Packed, str]:
+    """What the draft learns from: the target's answers (their prompts masked), then the corpus text.
+
+    Also what was left out, in words. Raises DataError when nothing is left.
+    """
     found = read_answers(run, "train")
     kept = [answer for answer in found if not answer.looping and len(answer.answer) > 1]
-    if len(kept) < len(found):
-        run.say(f"  {len(found) - len(kept)} of {len(found)} answers dropped: looping or empty")
+    dropped = f"{len(found) - len(kept)} of {len(found)} answers dropped: looping or empty"
     own = pack(((a.prompt + a.answer, len(a.prompt)) for a in kept), recipe.corpus.block, split_long=False)
     text = Packed.load(run.path("corpus", "text-train.safetensors"))
     blocks = concatenate([part for part in (own, text) if len(part)])
     if not int(blocks.mask.sum()):
         raise DataError("there is nothing to learn from: no answer and no corpus text is left", "raise corpus.tokens")
-    return blocks
+    return blocks, dropped if len(kept) < len(found) else ""
 
 
-def teacher(recipe: Recipe, run: Run) -> list[Path]:
-    """Write teacher/shard-NNNNN.safetensors and manifest.json; the unit of resuming is the shard."""
-    from safetensors.torch import save_file
+def teacher(recipe: Recipe, run: Run, share: tuple[int, int] | None = None) -> list[Path]:
+    """Write teacher/shard-NNNNN.safetensors and manifest.json; the unit of resuming is the shard.
 
-    folder = run.path("teacher")
-    device = pick_device(recipe.device)
-    model = load_model(recipe.target.model, recipe.target.dtype, device)
-    vocabulary = real_tokens(model.config, load_tokenizer(recipe.target.model))
-    k = min(recipe.teacher.top_k, vocabulary - 1)
-    blocks = training_blocks(recipe, run)
-    size = recipe.teacher.shard_blocks
+    Of several processes, `share` = (index, count) makes every count-th shard; the first one writes the manifest, when
+    all are done. None: the processes that this one was launched with.
+    """
+    share = share or (processes.process_index(), processes.process_count())
+    main = share[0] == 0
+    settings, folder = recipe.teacher, run.path("teacher")
+    config = load_config(recipe.target.model)
+    vocabulary = real_tokens(config.get_text_config(), load_tokenizer(recipe.target.model))
+    blocks, dropped = training_blocks(recipe, run)
+    size = settings.shard_blocks
     parts = [(number, slice(start, start + size)) for number, start in enumerate(range(0, len(blocks), size))]
-    positions = blocks.ids.numel()
-    run.say(
-        f"  {int(blocks.mask.sum())} scored positions in {len(blocks)} blocks; the store takes "
-        f"{positions * bytes_per_position(k) / 1e6:.0f} MB in {len(parts)} shards"
-    )
-    progress = Progress("teacher, shards", len(parts))
-    for number, part in parts:
+    mine = processes.share_of(parts, share, "teacher shards", "teacher.shard_blocks")
+    facts, laws = _maker(recipe, run, blocks, vocabulary, main)
+    if main:
+        each = bytes_per_position(settings, config.get_text_config().hidden_size, recipe.target.dtype, facts.get("k"))
+        if dropped:
+            run.say(f"  {dropped}")
+        run.say(
+            f"  {int(blocks.mask.sum())} scored positions in {len(blocks)} blocks; the store takes "
+            f"{blocks.ids.numel() * each / 1e6:.0f} MB in {len(parts)} shards"
+        )
+    progress = Progress("teacher, shards" + (f" of process {share[0]}" if share[1] > 1 else ""), len(mine))
+    for number, part in mine:
         path = shard_path(folder, number)
-        receipt = path.with_suffix(".json")
-        if path.exists() and receipt.exists() and read_json(receipt)["sha256"] == file_digest(path):
+        if _is_whole(path):
             progress.step(note="(was there)")
             continue
-        tensors = shard_tensors(model, blocks.take(part), k, vocabulary, recipe.teacher.batch, device)
-        write_atomically(path, lambda temporary, t=tensors: save_file(t, str(temporary)))  # type: ignore[misc]
-        write_json(receipt, {"sha256": file_digest(path)})
+        _save(path, shard_tensors(blocks.take(part), laws, settings.batch))
         progress.step()
-    counts = [min(size, len(blocks) - number * size) for number, _ in parts]
-    manifest = {
-        "format": 1,
-        "k": k,
-        "temperature": 1.0,
-        "vocabulary": vocabulary,
-        "target": recipe.target.model,
-        "dtype": recipe.target.dtype,
-        "shard_blocks": counts,
-        "scored_positions": int(blocks.mask.sum()),
-    }
-    write_json(folder / "manifest.json", manifest)
+    processes.barrier()
+    if main:
+        manifest = {
+            "format": FORMAT,
+            "kind": settings.kind,
+            **facts,
+            "vocabulary": vocabulary,
+            **target_facts(recipe),
+            "sampler": read_json(run.path("answers", "manifest.json"))["sampler"],
+            "shard_blocks": [len(blocks.ids[part]) for _, part in parts],
+            "sha256": [_checksum(shard_path(folder, number)) for number, _ in parts],
+            "scored_positions": int(blocks.mask.sum()),
+        }
+        write_json(folder / "manifest.json", manifest)
     return [folder]
 
 
+def _maker(recipe: Recipe, run: Run, blocks: Packed, vocabulary: int, main: bool) -> tuple[dict[str, Any], Laws]:
+    """What the manifest says of a kind, and the function from blocks to the law tensors of their shard."""
+    settings = recipe.teacher
+    if settings.kind == "online":
+        return {}, lambda part: {}
+    model = load_target(recipe.target, pick_device(recipe.device))
+    if settings.kind == "exact":
+        head = Head.of(model, vocabulary)
+        require_head(model, head, blocks)
+        path = head_path(run.path("teacher"))
+        if main and not _is_whole(path):
+            tensors = {"weight": head.weight} | ({} if head.bias is None else {"bias": head.bias})
+            _save(path, {name: value.cpu().clone() for name, value in tensors.items()})
+        dtype = settings.dtype or recipe.target.dtype
+        facts: dict[str, Any] = {"hidden_dtype": dtype, "logit_form": asdict(head.form)}
+        return facts, lambda part: exact_laws(model, part, DTYPES[dtype])
+    k = _entries(recipe, run, model, blocks, vocabulary, main)
+    temperatures = settings.temperatures
+    facts = {"k": k, "mass": settings.mass, "temperatures": list(temperatures)}
+    return facts, lambda part: compact_laws(model, part, k, vocabulary, temperatures)
+
+
+def shard_tensors(blocks: Packed, laws: Laws, batch: int) -> dict[str, Tensor]:
+    """The tensors of one shard: its blocks and the target's laws on them, made `batch` blocks at a time."""
+    parts = [laws(blocks.take(slice(start, start + batch))) for start in range(0, len(blocks), batch)]
+    found = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+    return {name: value.contiguous() for name, value in blocks.tensors().items()} | found
+
+
 @torch.inference_mode()
-def shard_tensors(
-    model: torch.nn.Module, blocks: Packed, k: int, vocabulary: int, batch: int, device: torch.device
-) -> dict[str, torch.Tensor]:
-    """The tensors of one shard: the blocks and the target's compact laws on them."""
-    top, logs, tails = [], [], []
-    for start in range(0, len(blocks), batch):
-        part = blocks.take(slice(start, start + batch))
-        logits = model(
-            input_ids=part.ids.long().to(device),
-            position_ids=part.positions.long().to(device),
-            attention_mask=attention_mask(part.documents.to(device)),
-            use_cache=False,
-        ).logits
-        chunk = compress(logits.flatten(0, 1), k, vocabulary)
-        shape = (*part.ids.shape, k)
-        top.append(chunk.ids.view(shape).cpu())
-        logs.append(chunk.log_probabilities.half().view(shape).cpu())
-        tails.append(chunk.log_tail.view(part.ids.shape).cpu())
-    return {
-        **{name: value.contiguous() for name, value in blocks.tensors().items()},
-        "top_ids": torch.cat(top),
-        "top_log_probabilities": torch.cat(logs),
-        "log_tail": torch.cat(tails),
-    }
+def compact_laws(
+    model: Any, blocks: Packed, k: int, vocabulary: int, temperatures: tuple[float, ...]
+) -> dict[str, Tensor]:
+    """top_ids, top_log_probabilities [n, S, K] and log_tails [n, S, M temperatures] of the model's own logits."""
+    logits = model(**block_inputs(model, blocks)).logits.flatten(0, 1)  # [n·S, V]
+    positions = blocks.ids.numel()
+    top_ids = torch.zeros(positions, k, dtype=torch.int32)
+    logs = torch.zeros(positions, k, dtype=torch.float16)
+    tails = torch.zeros(positions, len(temperatures))
+    for rows in blocks.mask.flatten().nonzero().squeeze(-1).split(ROWS):
+        chosen = logits[rows.to(logits.device)]
+        chunk = compress(chosen, k, vocabulary)
+        assert chunk.ids is not None
+        top_ids[rows], logs[rows] = chunk.ids.cpu(), chunk.log_probabilities.half().cpu()
+        for at, value in enumerate(temperatures):
+            tail = chunk.log_tail if value == 1 else log_tail_at(chosen, chunk.ids, value, vocabulary)
+            tails[rows, at] = tail.cpu()
+    flat = {"top_ids": top_ids, "top_log_probabilities": logs, "log_tails": tails}
+    return {name: value.view(*blocks.ids.shape, -1) for name, value in flat.items()}
+
+
+def exact_laws(model: Any, blocks: Packed, dtype: torch.dtype) -> dict[str, Tensor]:
+    """hidden [n, S, H] in `dtype`; raises DataError where that type cannot hold them."""
+    scored = blocks.mask.unsqueeze(-1)
+    hidden = hidden_states(model, blocks).cpu().masked_fill(~scored, 0).to(dtype)
+    if not bool(hidden.isfinite().all()):
+        raise DataError(
+            f"hidden states of the target are not finite in {str(dtype).removeprefix('torch.')}",
+            "set teacher.dtype to bfloat16 or float32 (and target.dtype, if that is float16)",
+        )
+    return {"hidden": hidden.contiguous()}
+
+
+def _entries(recipe: Recipe, run: Run, model: Any, blocks: Packed, vocabulary: int, main: bool) -> int:
+    """K of a compact store: top_k, or the fewest entries that hold `teacher.mass` on average over some blocks.
+
+    The main process chooses, once, for all processes and for a run that goes on later.
+    """
+    settings = recipe.teacher
+    most = min(settings.top_k, vocabulary - 1)
+    if settings.mass is None:
+        return most
+    path = run.path("teacher", "entries.json")
+    if main and not path.exists():
+        count = min(len(blocks), settings.batch)
+        sample = blocks.take(torch.linspace(0, len(blocks) - 1, count).round().long().unique())
+        masses = mean_masses(model, sample, most, vocabulary)
+        enough = (masses >= settings.mass).nonzero().flatten().tolist()
+        k = enough[0] + 1 if enough else most
+        run.say(
+            f"  {k} entries hold {float(masses[k - 1]):.4f} of the mass on average over {int(sample.mask.sum())} "
+            "positions" + ("" if enough else f", less than teacher.mass = {settings.mass:g}: teacher.top_k is the cap")
+        )
+        write_json(path, {"k": k, "mass": float(masses[k - 1]), "positions": int(sample.mask.sum())})
+    processes.barrier()
+    return int(read_json(path)["k"])
+
+
+@torch.inference_mode()
+def mean_masses(model: Any, blocks: Packed, most: int, vocabulary: int) -> Tensor:
+    """The mass [most] of the 1, 2, … likeliest tokens, the mean over the scored positions of some blocks, in fp64."""
+    logits = model(**block_inputs(model, blocks)).logits
+    sums, count = torch.zeros(most, dtype=torch.float64), 0
+    for rows in logits[blocks.mask.to(logits.device)].split(ROWS):
+        logs = compress(rows, most, vocabulary).log_probabilities
+        sums += logs.double().exp().cumsum(-1).sum(0).cpu()
+        count += len(rows)
+    return sums / max(1, count)
+
+
+def _save(path: Path, tensors: dict[str, Tensor]) -> None:
+    """Write a safetensors file, then its receipt."""
+    from safetensors.torch import save_file
+
+    write_atomically(path, lambda temporary: save_file(tensors, str(temporary)))
+    write_json(path.with_suffix(".json"), {"sha256": file_digest(path)})
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether a file stands there with the checksum of its receipt."""
+    receipt = path.with_suffix(".json")
+    return path.exists() and receipt.exists() and bool(read_json(receipt)["sha256"] == file_digest(path))
+
+
+def _checksum(path: Path) -> str:
+    """The checksum on a file's receipt; raises RunError when another process has not made it."""
+    receipt = path.with_suffix(".json")
+    if not (path.exists() and receipt.exists()):
+        raise RunError(f"{path} was not made by the process that had it", "run the same command again")
+    return str(read_json(receipt)["sha256"])

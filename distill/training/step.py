@@ -11,7 +11,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from distill.packing import Packed, attention_mask, epoch_order
+from distill.models.masks import document_masks
+from distill.packing import Packed, epoch_order
 from distill.recipe import Train
 from distill.target.laws import Teacher
 from distill.training.fused import LossSums, head_loss, position_statistics
@@ -72,7 +73,7 @@ class Learner(torch.nn.Module):
         found: Tensor = self.draft.model(
             input_ids=blocks.ids.long(),
             position_ids=blocks.positions.long(),
-            attention_mask=attention_mask(blocks.documents),
+            attention_mask=document_masks(self.draft, blocks.documents),
             use_cache=False,
         ).last_hidden_state
         return found

@@ -1,0 +1,70 @@
+"""The processes that `accelerate launch` or `torchrun` started for one command; without them there is one."""
+
+from __future__ import annotations
+
+import datetime
+import os
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+from distill.errors import RunError
+
+Item = TypeVar("Item")
+
+# A process that is done early waits for the others' batches and shards, which may take hours; one that dies is seen
+# by the launcher, which ends the rest.
+PATIENCE = datetime.timedelta(days=1)
+
+
+def _state() -> Any:
+    """accelerate's state, None in a process that was not launched with others."""
+    if "WORLD_SIZE" not in os.environ:
+        return None
+    import torch
+    from accelerate import PartialState
+
+    if PartialState._shared_state:  # somebody joined before; the first one decides how
+        return PartialState()
+    # Without accelerators accelerate joins the processes only when it is told that the CPU is meant.
+    wanted = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes", "y", "t", "on")
+    cpu = wanted or not torch.accelerator.is_available()
+    # accelerate hands the timeout on to init_process_group, which an unlaunched single CPU process does not call.
+    return PartialState(cpu=cpu, timeout=PATIENCE)
+
+
+def process_index() -> int:
+    """This process's number, from 0, over all nodes."""
+    state = _state()
+    return 0 if state is None else int(state.process_index)
+
+
+def process_count() -> int:
+    """How many processes work together."""
+    state = _state()
+    return 1 if state is None else int(state.num_processes)
+
+
+def is_main() -> bool:
+    """Whether this is the process that writes what is written once."""
+    return process_index() == 0
+
+
+def barrier() -> None:
+    """Wait until every process is here."""
+    state = _state()
+    if state is not None:
+        state.wait_for_everyone()
+
+
+def share_of(work: Sequence[Item], share: tuple[int, int], what: str, setting: str) -> list[Item]:
+    """Every `count`-th item from number `index` on, of `share` = (index, count): the parts cover the work once.
+
+    Raises RunError where there are more processes than items (`what`, as many as `setting` makes of the work).
+    """
+    index, count = share
+    if count > len(work):
+        raise RunError(
+            f"{count} processes were started, and there are {len(work)} {what}: some would have nothing to do",
+            f"start at most {len(work)} processes, or lower {setting}",
+        )
+    return list(work[index::count])

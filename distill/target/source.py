@@ -1,0 +1,102 @@
+"""Where the laws that a draft learns come from: one way in, whatever the kind of teacher."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from distill.errors import DataError
+from distill.models.hugging_face import load_target, load_tokenizer
+from distill.packing import Packed
+from distill.recipe import Recipe
+from distill.run import Run, digest, reference_digest
+from distill.target.laws import Teacher
+from distill.target.online import OnlineTarget
+from distill.target.store import TeacherStore
+
+REDO = "make it again with `distill train RECIPE --redo teacher`, or go back to the recipe that it was made with"
+
+
+class TeacherSource(Protocol):
+    """Packed blocks and the target's laws on them."""
+
+    packed: Packed
+    blocks: int
+    vocabulary: int
+    manifest: dict[str, Any]
+
+    def teacher(self, index: Tensor, device: torch.device) -> Teacher:
+        """The laws of the N positions that packed.mask scores in the blocks at `index` [b], block by block."""
+        ...
+
+
+def open_teacher(run: Run, recipe: Recipe, device: torch.device, model: Any = None) -> TeacherSource:
+    """The teacher that stage `teacher` left in a run.
+
+    An online one runs `model`, the target, which is loaded onto `device` when none is given. Raises DataError when a
+    file is damaged.
+    """
+    store = TeacherStore(run)
+    if store.manifest["kind"] != "online":
+        return store
+    target = load_target(recipe.target, device) if model is None else model
+    return OnlineTarget(target, store.packed, store.manifest, recipe.teacher.batch)
+
+
+def target_facts(recipe: Recipe) -> dict[str, Any]:
+    """What identifies the target that laws are of: its content, the vocabulary of its tokenizer, and how it runs."""
+    tokenizer = load_tokenizer(recipe.target.model)
+    return {
+        "target": recipe.target.model,
+        "target_digest": reference_digest(recipe.target.model),
+        "tokenizer_digest": digest(tokenizer.get_vocab()),
+        "dtype": recipe.target.dtype,
+        "quantise": recipe.target.quantise,
+    }
+
+
+def require_fit(
+    manifest: dict[str, Any], recipe: Recipe, draft_config: Any, temperatures: Iterable[float] = (1.0,)
+) -> None:
+    """Raise DataError when a teacher is not of the recipe's target, tokenizer, sampler or kind, covers more tokens
+    than the draft has, or lacks one of the `temperatures` at which losses will ask for its laws."""
+    facts = target_facts(recipe)
+    names = {
+        "target_digest": "target",
+        "tokenizer_digest": "tokenizer",
+        "dtype": "target.dtype",
+        "quantise": "target.quantise",
+    }
+    for key, name in names.items():
+        if manifest[key] != facts[key]:
+            was, now = (manifest["target"], facts["target"]) if "digest" in key else (manifest[key], facts[key])
+            other = " with other content" if was == now else ""
+            raise DataError(f"the teacher was made with {name} {was}{other}, the recipe says {now}", REDO)
+    if manifest["kind"] != recipe.teacher.kind:
+        raise DataError(f"the teacher is {manifest['kind']}, the recipe says {recipe.teacher.kind}", REDO)
+    sampler = recipe.sampler.model_dump(mode="json")
+    if manifest["sampler"] != sampler:
+        changed = [f"{key} {manifest['sampler'].get(key)} -> {value}" for key, value in sampler.items()
+                   if manifest["sampler"].get(key) != value]  # fmt: skip
+        raise DataError(
+            f"the target wrote the answers under another sampler than the recipe's ({', '.join(changed)})",
+            "write them again with `distill train RECIPE --redo answers`, or go back to the sampler they came from",
+        )
+    if manifest["vocabulary"] > draft_config.vocab_size:
+        raise DataError(
+            f"the teacher's laws cover {manifest['vocabulary']} tokens, the draft has {draft_config.vocab_size}",
+            "give the draft the target's vocabulary (draft.transplant), or make the teacher again (--redo teacher)",
+        )
+    if manifest["kind"] != "compact":
+        return
+    stored = manifest["temperatures"]
+    lacking = [value for value in temperatures if value not in stored]
+    if lacking:
+        raise DataError(
+            f"the losses ask for laws at temperature {', '.join(f'{value:g}' for value in lacking)}, and the teacher "
+            f"store holds {', '.join(f'{value:g}' for value in stored)}: its tail's mass is unknown elsewhere",
+            "add it to teacher.temperatures, or use teacher.kind exact or online; then --redo teacher",
+        )
