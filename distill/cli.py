@@ -155,7 +155,8 @@ def train(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say which stage would run, and why; do nothing.")] = False,
 ) -> None:
     """Run every stage of a recipe, from corpus to report. The same command resumes after any interruption."""
-    from distill.pipeline import find_stage, require_nothing_superseded, run_pipeline
+    from distill.pipeline import find_stage, follow_pipeline, require_nothing_superseded, run_pipeline
+    from distill.processes import is_main
     from distill.recipe import load_recipe
     from distill.run import Run, faults_explained
 
@@ -163,6 +164,11 @@ def train(
     for name in [*([until] if until else []), *(redo or [])]:
         find_stage(name)
     folder = runs / found.name
+    if not is_main():  # one of several that `accelerate launch` started
+        if not dry_run:
+            prepare(found)
+            follow_pipeline(found, Run(folder, found, silent=True))
+        return
     run = Run(folder, found)
     if dry_run:
         run_pipeline(found, run, until, redo or (), dry=True)

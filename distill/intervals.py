@@ -47,7 +47,7 @@ def paired_ratio_interval(
 ) -> Interval:
     """How much Σ sums / Σ counts rose from one measurement of U units to another of the same units, with its interval.
 
-    Both are resampled by the same draws. Resamples in which either counted nothing are left out; NaN where none is left.
+    Both are resampled by the same draws. Resamples in which either counted nothing are left out; NaN where none is.
     """
     old, old_weight = numpy.asarray(sums, float), numpy.asarray(counts, float)
     new, new_weight = numpy.asarray(new_sums, float), numpy.asarray(new_counts, float)

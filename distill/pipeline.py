@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from distill.errors import RunError
+from distill.processes import agree, process_count
 from distill.progress import duration
 from distill.recipe import Recipe
 from distill.run import Run, digest, faults_explained, read_json, reference_digest, write_json
@@ -47,6 +48,12 @@ class Stage:
         module, _, name = self.function.partition(":")
         found: Callable[[Recipe, Run], list[Path]] = getattr(importlib.import_module(module), name)
         return found
+
+
+# Settings of a training that change nothing but rounding, pace and what is kept on the way.
+ROUNDING = tuple(
+    f"train.{name}" for name in ("micro_batch", "chunk", "save_every", "keep", "checkpointing", "compile", "trackers")
+)
 
 
 def _search_settings(recipe: Recipe) -> tuple[str, ...]:
@@ -91,6 +98,7 @@ STAGES = (
         ("answers",),
         ("target",),
         precious=True,
+        together=True,
     ),
     Stage(
         "teacher",
@@ -101,6 +109,7 @@ STAGES = (
         ("target",),
         precious=True,
         version=2,
+        together=True,
     ),
     Stage(
         "draft",
@@ -114,6 +123,7 @@ STAGES = (
         ("init", "surgery"),
         ("target", "donor"),
         version=2,
+        ignores=ROUNDING,
         more=_search_settings,
     ),
     Stage(
@@ -133,10 +143,8 @@ STAGES = (
         ("target",),
         precious=True,
         version=2,
-        ignores=tuple(
-            f"train.{name}"
-            for name in ("micro_batch", "chunk", "save_every", "keep", "checkpointing", "compile", "trackers")
-        ),
+        ignores=ROUNDING,
+        together=True,
     ),
     Stage(
         "eval",
@@ -183,6 +191,7 @@ STAGES = (
     ),
 )
 NAMES = tuple(stage.name for stage in STAGES)
+LAST_TOGETHER = [stage.name for stage in STAGES if stage.together][-1]
 
 
 def find_stage(name: str) -> Stage:
@@ -364,7 +373,11 @@ def run_pipeline(
     again = _asked(run, redo)
     allowed = consumers(again["asked"])
     cache: dict[str, str] = {}
+    awaited = process_count() > 1  # by the processes in follow_pipeline
     for stage in STAGES[: last + 1]:
+        if awaited and NAMES.index(stage.name) > NAMES.index(LAST_TOGETHER):
+            agree()  # the others can go
+            awaited = False
         state, reasons, parts = state_of(stage, recipe, run, cache)
         forced = stage.name in again["asked"] and stage.name not in again["started"]
         if forced:
@@ -392,9 +405,19 @@ def run_pipeline(
             write_json(run.path("stages", "redo.json"), again)
         write_json(_begun_path(run, stage), parts)
         started = time.time()
+        if stage.together:
+            agree(stage.name)
         artifacts = stage.load()(recipe, run)
         run.finish(stage.name, digest(parts), parts, artifacts, started)
         _begun_path(run, stage).unlink(missing_ok=True)
         run.say(f"{stage.name}: done in {duration(time.time() - started)}")
+    if awaited:
+        agree()
     if not dry:
         run.path("stages", "redo.json").unlink(missing_ok=True)
+
+
+def follow_pipeline(recipe: Recipe, run: Run) -> None:
+    """What every process but the main one does: take part in the stages that the main one says, until it is done."""
+    while (name := agree()) is not None:
+        find_stage(name).load()(recipe, run)

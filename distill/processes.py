@@ -68,3 +68,12 @@ def share_of(work: Sequence[Item], share: tuple[int, int], what: str, setting: s
             f"start at most {len(work)} processes, or lower {setting}",
         )
     return list(work[index::count])
+
+
+def agree(value: Any = None) -> Any:
+    """The main process's value (anything that pickles), in every process; each must call it."""
+    if process_count() == 1:
+        return value
+    from accelerate.utils import broadcast_object_list
+
+    return broadcast_object_list([value])[0]

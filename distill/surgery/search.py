@@ -33,7 +33,7 @@ from distill.speculative.cost import measure_steps
 from distill.surgery.laws import TargetLaws, scored_logits
 from distill.surgery.price import Priced, as_markdown, best_length, explain, pareto, price
 from distill.surgery.trim import Counts, keep, sizes_between
-from distill.target.store import TeacherStore
+from distill.target.source import open_teacher
 from distill.training.step import heal
 
 Cut = Callable[[Any, DraftCut], None]
@@ -59,7 +59,7 @@ def search(recipe: Recipe, run: Run, donor: Any, target: Any, laws: TargetLaws, 
         write_json(costs_path, _target_seconds(recipe, target, settings.max_length))
     seconds = read_json(costs_path)
     costs = {m: float(seconds[m - 1]) for m in range(1, settings.max_length + 2)}
-    store = TeacherStore(run)
+    source = open_teacher(run, recipe, next(target.parameters()).device, target)
     progress = Progress("search, cuts", len(grid(recipe.draft)))
     points: list[Priced] = []
     for choice in grid(recipe.draft):
@@ -68,7 +68,7 @@ def search(recipe: Recipe, run: Run, donor: Any, target: Any, laws: TargetLaws, 
         if not path.exists():
             model = copy.deepcopy(donor)
             cut(model, recipe.draft.model_copy(update=choice | {"search": None}))
-            heal(model, store, recipe.train, settings.heal_steps, recipe.seed)
+            heal(model, source, recipe.train, settings.heal_steps, recipe.seed, source.vocabulary)
             kl = laws.kl(model)
             found = [
                 price(label, choice, sum(p.numel() for p in model.parameters()), kl, accepted, costs, draft_seconds,
@@ -117,7 +117,8 @@ def price_vocabulary(
     longest = recipe.draft.search.max_length if recipe.draft.search else 16
     healed = copy.deepcopy(model)
     steps = recipe.draft.search.heal_steps if recipe.draft.search else 60
-    heal(healed, TeacherStore(run), recipe.train, steps, recipe.seed)
+    source = open_teacher(run, recipe, next(model.parameters()).device, target)
+    heal(healed, source, recipe.train, steps, recipe.seed, source.vocabulary)
     whole = acceptance(
         target, laws.blocks, Sampler.of(recipe.sampler), laws.vocabulary, lambda part: scored_logits(healed, part)
     )

@@ -1,4 +1,4 @@
-"""The small decoded evaluation on selection prompts, by which weights are chosen: drafts verified as they will be served.
+"""The decoded evaluation on selection prompts, by which weights are chosen: drafts verified as they will be served.
 
 Legend: B prompts, γ draft length.
 """

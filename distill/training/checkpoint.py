@@ -1,7 +1,6 @@
-"""Checkpoints of a training: whole, on the main process, however many processes
-there are and however weights are sharded.
+"""Checkpoints of a training: whole, from the main process, however many there are and however weights are sharded.
 
-A step's random numbers are a pure function of seed and step, so that weights, optimizer and a few counters are all there is.
+A step's random numbers are a pure function of seed and step: weights, optimizer and a few counters are all there is.
 """
 
 from __future__ import annotations

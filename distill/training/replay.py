@@ -1,4 +1,4 @@
-"""Replay: the decoder itself finds the positions that verification rejected, and the draft learns the target's law there.
+"""Replay: the decoder itself finds the positions that verification rejects; the draft learns the target's law there.
 
 What is stored are the decoded texts with a mask of those positions; the law after an accepted prefix is the target's
 own, computed when the position is learnt. Kept only if tokens per round rise on selection prompts (Draft-OPD,
@@ -13,6 +13,7 @@ from typing import Any
 
 from distill.intervals import paired_ratio_interval
 from distill.packing import Packed, pack
+from distill.processes import agree
 from distill.progress import Progress
 from distill.recipe import Replay
 from distill.run import write_atomically, write_json
@@ -116,10 +117,8 @@ def enter_replay(work: Training) -> bool:
             if main:
                 prompts = read_prompts(run, "train")[: settings.prompts]
                 found = collect(work.judge(), draft, prompts, settings, work.recipe.corpus.block, path)
-        work.state["replay"] = found = work.agreed(found)
-        run.say(
-            f"  replay: {found['rejected']} rejected positions in {found['rounds']} rounds of {found['prompts']} prompts"
-        )
+        work.state["replay"] = found = agree(found)
+        run.say("  replay: {rejected} rejected positions in {rounds} rounds of {prompts} prompts".format_map(found))
     packed = Packed.load(path)
     if not len(packed):
         run.say("  replay: nothing was rejected, so there is nothing to learn")
@@ -129,7 +128,7 @@ def enter_replay(work: Training) -> bool:
 
 
 def judge_replay(work: Training) -> None:
-    """Keep what the replay learnt only if it shows on selection prompts, else go back; replay/decision.json says why."""
+    """Keep what the replay learnt only if it shows on selection prompts; replay/decision.json says what was seen."""
     settings, run, main = work.settings.replay, work.run, work.accelerator.is_main_process
     assert settings is not None
     save_weights(run, REPLAYED, work.learner, main)
@@ -146,7 +145,7 @@ def judge_replay(work: Training) -> None:
         found = decide(decoded[0], decoded[1], evaluation.resamples, evaluation.confidence)
         found |= {"collected": work.state["replay"], "confidence": evaluation.confidence}
         write_json(run.path("replay", "decision.json"), found)
-    found = work.agreed(found)
+    found = agree(found)
     if not found["kept"]:
         load_weights(run, BEST, work.learner)
     gain = found["difference"]

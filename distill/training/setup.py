@@ -19,7 +19,7 @@ from distill.errors import RecipeError
 from distill.models.hugging_face import end_ids, load_config, load_model, load_target, load_tokenizer, pick_device
 from distill.models.kept import read_kept
 from distill.packing import Packed
-from distill.processes import process_count
+from distill.processes import agree, process_count
 from distill.recipe import Recipe, Train
 from distill.run import Run, read_json
 from distill.sampler import Sampler
@@ -93,14 +93,6 @@ class Training:
         outer = ("embed_tokens.weight", "lm_head.weight", "wte.weight")
         return (p for name, p in self.learner.named_parameters() if not name.endswith(outer))
 
-    def agreed(self, value: Any) -> Any:
-        """The main process's value, in every process."""
-        if self.accelerator.num_processes == 1:
-            return value
-        from accelerate.utils import broadcast_object_list
-
-        return broadcast_object_list([value])[0]
-
     def any_process(self, flag: bool) -> bool:
         """Whether the flag is set anywhere."""
         if self.accelerator.num_processes == 1:
@@ -154,7 +146,7 @@ class Training:
             if self.accelerator.is_main_process:
                 prompts, _ = self.selection()
                 found = rates(self.judge().decode(draft, prompts, settings.new_tokens, settings.length))
-        agreed: dict[str, float] = self.agreed(found)
+        agreed: dict[str, float] = agree(found)
         return agreed
 
 

@@ -15,7 +15,8 @@ from distill.models.masks import document_masks
 from distill.packing import Packed, epoch_order
 from distill.recipe import Train
 from distill.target.laws import Teacher
-from distill.training.fused import LossSums, head_loss, position_statistics
+from distill.training.fused import head_loss, position_statistics
+from distill.training.losses import LossSums
 from distill.training.plan import PlannedPart, planned
 from distill.training.rate import cosine
 from distill.training.weights import token_weights
@@ -155,7 +156,7 @@ def heal(
         index = batch_blocks(step, settings.batch, source.blocks, seed)
         blocks = on_device(source.packed.take(index), device)
         total, sums = learner(blocks, source.teacher(index, device), part)
-        loss = total / sums.weight.clamp(min=1)
+        loss = total / sums["weight"].clamp(min=1)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), settings.clip)
         for group in optimizer.param_groups:
