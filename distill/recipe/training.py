@@ -53,7 +53,7 @@ def _weighs_something(value: Loss | None) -> Loss | None:
 
 
 class Part(Section):
-    """One part of the training: a loss, for so long, at a rate of its own (with a warm-up and a cosine of its own)."""
+    """One part of the training: a loss, for so long. Warm-up and cosine run over all parts, at each part's own peak."""
 
     name: str = Field(pattern=r"^[a-z0-9-]+$", description="what it is called, such as align or accept")
     share: float | None = Field(None, gt=0, le=1, description="length: a share of train.steps; or steps, or tokens")

@@ -53,7 +53,7 @@ def train(recipe: Recipe, run: Run) -> list[Path]:
             if part.name == REPLAY and work.replayed is None and not enter_replay(work):
                 break
             torch.manual_seed(hash((recipe.seed, step, work.accelerator.process_index)) % 2**31)  # an adapter's dropout
-            rate = rate_of(part, step, settings)
+            rate = rate_of(work.parts, part, step, settings)
             body_rate = rate * body_share(step, work.steps, settings)
             for group in work.optimizer.param_groups:
                 group["lr"] = rate if group["outer"] else body_rate

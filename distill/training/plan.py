@@ -99,9 +99,15 @@ def part_at(parts: list[PlannedPart], step: int) -> PlannedPart:
     return next((part for part in parts if step < part.end), parts[-1])
 
 
-def rate_of(part: PlannedPart, step: int, settings: Train) -> float:
-    """The learning rate of a step of the whole training: warm-up and cosine of its own part."""
-    return cosine(step - part.first, part.steps, part.rate, settings.warmup, settings.final)
+def rate_of(parts: list[PlannedPart], part: PlannedPart, step: int, settings: Train) -> float:
+    """The learning rate of a step: one warm-up and cosine over all parts, at each part's own peak; a replay has its own.
+
+    One curve, so that a change of loss is nothing but that, and a replay changes nothing before it.
+    """
+    if part.name == REPLAY:
+        return cosine(step - part.first, part.steps, part.rate, settings.warmup, settings.final)
+    steps = next((other.first for other in parts if other.name == REPLAY), parts[-1].end)
+    return cosine(step, steps, part.rate, settings.warmup, settings.final)
 
 
 def temperatures(parts: list[PlannedPart]) -> set[float]:

@@ -1,0 +1,231 @@
+"""Every loss on every protocol, at equal tokens: which draft is accepted most, by how it was trained.
+
+    python scripts/benchmark_losses.py runs/demo --to losses/      # a folder that keeps every training; resumes
+    python scripts/benchmark_losses.py runs/demo --to losses/ --share 0/2 & ... --share 1/2     # in two processes
+
+RUN is a run whose teacher and init/ are there (`distill train recipes/demo.yaml --until draft`). Every method starts
+from the same cut draft and sees the same blocks in the same order. `A, then B` is loss A for 70 % of the steps and B for
+the rest, each with a tenth of cross-entropy, under one learning-rate curve. The rate of each method and protocol is
+chosen on selection prompts, from the same grid; figures are on report prompts: acceptance on texts that the target
+writes, averaged over seeds, with the interval of the difference to forward KL, paired by prompt (all its seeds together).
+
+Legend: U prompts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from distill.evaluation.stage import continue_all
+from distill.intervals import paired_ratio_interval
+from distill.models.hugging_face import end_ids, load_model, load_tokenizer, pick_device
+from distill.recipe import Recipe, load_recipe
+from distill.run import Run, write_json
+from distill.sampler import Sampler
+from distill.target.source import open_teacher
+from distill.texts import Prompt, prompt_seed, read_prompts
+from distill.training.losses import LossSettings
+from distill.training.plan import PlannedPart
+from distill.training.rate import cosine
+from distill.training.step import Columns, Learner, batch_blocks, on_device, parameter_groups
+
+SWITCH = 0.7
+KL = {"forward_kl": 0.9, "cross_entropy": 0.1}
+ALONE: dict[str, tuple[dict[str, float], str]] = {
+    "forward KL": (KL, "uniform"),
+    "reverse KL": ({"reverse_kl": 0.9, "cross_entropy": 0.1}, "uniform"),
+    "JSD(0.5)": ({"jsd": 0.9, "cross_entropy": 0.1}, "uniform"),
+    "cross-entropy": ({"cross_entropy": 1.0}, "uniform"),
+}
+SECOND: dict[str, tuple[dict[str, float], str]] = {
+    "TV": ({"total_variation": 0.9, "cross_entropy": 0.1}, "uniform"),
+    "NLA": ({"nla": 0.9, "cross_entropy": 0.1}, "uniform"),
+    "LK": ({"lk_hybrid": 0.9, "cross_entropy": 0.1}, "uniform"),
+    "match": ({"match": 0.9, "cross_entropy": 0.1}, "uniform"),
+    "argmax cross-entropy": ({"argmax_cross_entropy": 0.9, "cross_entropy": 0.1}, "uniform"),
+    "top-4 hinge": ({"top_k_hinge": 0.9, "cross_entropy": 0.1}, "uniform"),
+    "KL, block-acceptance weights": (KL, "block-acceptance"),
+    "KL on the top half": (KL, "top-fraction"),
+}
+METHODS = [*ALONE, *(f"KL, then {name}" for name in SECOND)]
+PROTOCOLS = ("sampling", "match", "greedy")
+
+
+class Texts:
+    """What the target writes after some prompts, and the laws there: the measure that all drafts share."""
+
+    def __init__(self, target: Any, recipe: Recipe, prompts: list[Prompt], options: Any, vocabulary: int) -> None:
+        sampler = Sampler.of(recipe.sampler)
+        ends = end_ids(target.config, load_tokenizer(recipe.target.model))
+        seeds = [prompt_seed(recipe.seed, prompt.id) for prompt in prompts]
+        ids = [prompt.ids for prompt in prompts]
+        answers = continue_all(target, ids, sampler, options.new_tokens, seeds, ends, recipe.answers.batch, vocabulary)
+        self.rows = [(p, a) for p, a in zip(ids, answers, strict=True) if len(a) > 1]
+        self.sampler, self.vocabulary = sampler, vocabulary
+        self.laws = [self._logits(target, row) for row in self.rows]
+
+    @torch.inference_mode()
+    def _logits(self, model: Any, row: tuple[list[int], list[int]]) -> torch.Tensor:
+        prompt, answer = row
+        ids = torch.tensor([[*prompt, *answer]])
+        return model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1, : self.vocabulary].float()
+
+    def accepted(self, draft: Any) -> dict[str, list[tuple[float, int]]]:
+        """Per protocol, the sum of acceptances and the number of positions of each prompt [U]."""
+        found: dict[str, list[tuple[float, int]]] = {name: [] for name in PROTOCOLS}
+        for row, target in zip(self.rows, self.laws, strict=True):
+            logits = self._logits(draft, row)
+            p, q = self.sampler.law(target), self.sampler.law(logits)
+            best = logits.argmax(-1, keepdim=True)
+            values = {
+                "sampling": torch.minimum(p, q).sum(),
+                "match": p.gather(-1, best).sum(),
+                "greedy": (target.argmax(-1, keepdim=True) == best).sum(),
+            }
+            for name, value in values.items():
+                found[name].append((float(value), len(p)))
+        return found
+
+
+def steps_of(learner: Learner, optimizer: Any, source: Any, options: Any, seed: int, rate: float, first: int, last: int,
+             losses: dict[str, float], weights: str) -> None:  # fmt: skip
+    """Train from step `first` to `last` of one curve."""
+    part = PlannedPart("x", 0, options.steps, rate, LossSettings(losses), weights, 0.5)  # type: ignore[arg-type]
+    learner.train()
+    for step in range(first, last):
+        for group in optimizer.param_groups:
+            group["lr"] = cosine(step, options.steps, rate, 0.03, 0.1)
+        index = batch_blocks(step, options.batch, source.blocks, seed)
+        blocks = on_device(source.packed.take(index), torch.device("cpu"))
+        total, sums = learner(blocks, source.teacher(index, torch.device("cpu")), part)
+        (total / sums["weight"].clamp(min=1)).backward()
+        torch.nn.utils.clip_grad_norm_(learner.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    learner.eval()
+
+
+def trainings(options: Any, run: Run, source: Any, seed: int, rate: float, texts: dict[str, Texts]) -> None:
+    """All methods of one seed and rate; what begins alike is trained once."""
+    folder = Path(options.to)
+    names = {method: folder / f"{method.replace(' ', '_').replace(',', '')}-{rate:g}-{seed}.json" for method in METHODS}
+    if all(path.exists() for path in names.values()):
+        return
+
+    def fresh() -> tuple[Learner, Any]:
+        torch.manual_seed(seed)
+        model = load_model(str(run.path("init")), "float32", torch.device("cpu"), trimmed=False)
+        learner = Learner(model, Columns(source.vocabulary, None, torch.device("cpu")), 1024, 4)
+        return learner, torch.optim.AdamW(parameter_groups(model, 0.0), lr=rate, betas=(0.9, 0.95))
+
+    def measure(method: str, learner: Learner, seconds: float) -> None:
+        found = {split: text.accepted(learner.draft) for split, text in texts.items()}
+        means = {p: sum(v for v, _ in found["report"][p]) / sum(n for _, n in found["report"][p]) for p in PROTOCOLS}
+        write_json(names[method], {"method": method, "rate": rate, "seed": seed, "seconds": seconds, **found})
+        print(f"seed {seed} rate {rate:g} {method}: " + ", ".join(f"{p} {v:.4f}" for p, v in means.items())
+              + f" ({seconds:.0f} s)", file=sys.stderr, flush=True)  # fmt: skip
+
+    switch = round(SWITCH * options.steps)
+    learner, optimizer = fresh()
+    started = time.time()
+    steps_of(learner, optimizer, source, options, seed, rate, 0, switch, *ALONE["forward KL"])
+    weights, moments = copy.deepcopy(learner.state_dict()), copy.deepcopy(optimizer.state_dict())
+    common = time.time() - started
+    for method in METHODS:
+        if names[method].exists():
+            continue
+        started = time.time()
+        learner, optimizer = fresh()
+        if method in ALONE and method != "forward KL":
+            steps_of(learner, optimizer, source, options, seed, rate, 0, options.steps, *ALONE[method])
+            measure(method, learner, time.time() - started)
+            continue
+        learner.load_state_dict(weights)
+        optimizer.load_state_dict(copy.deepcopy(moments))
+        loss = KL, "uniform"
+        if method != "forward KL":
+            loss = SECOND[method.removeprefix("KL, then ")]
+        steps_of(learner, optimizer, source, options, seed, rate, switch, options.steps, *loss)
+        measure(method, learner, common + time.time() - started)
+
+
+def mean(rows: list[list[Any]]) -> float:
+    """Mean acceptance over seeds and prompts."""
+    return sum(v for row in rows for v, _ in row) / sum(n for row in rows for _, n in row)
+
+
+def table(folder: Path, resamples: int = 2000) -> str:
+    """Every method on every protocol, at the rate that is best for it on selection prompts."""
+    found = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+    methods = [m for m in METHODS if any(f["method"] == m for f in found)]
+    methods += sorted({f["method"] for f in found} - set(methods))
+    seeds = len({f["seed"] for f in found})
+    lines = [f"{seeds} seeds; in brackets the difference to forward KL and its 95 % interval, paired by prompt.", "",
+             "| method | " + " | ".join(f"{p} (rate)" for p in PROTOCOLS) + " | s per training |",
+             "|---|" + "---|" * len(PROTOCOLS) + "--:|"]  # fmt: skip
+    base: dict[str, Any] = {}
+    for method in methods:
+        cells = []
+        for protocol in PROTOCOLS:
+            rates = sorted({f["rate"] for f in found if f["method"] == method})
+            whole = [r for r in rates if sum(f["method"] == method and f["rate"] == r for f in found) == seeds]
+            rate = max(whole or rates, key=lambda r: mean([f["selection"][protocol] for f in found
+                                                           if f["method"] == method and f["rate"] == r]))  # fmt: skip
+            rows = [f["report"][protocol] for f in sorted(found, key=lambda f: f["seed"])
+                    if f["method"] == method and f["rate"] == rate]  # fmt: skip
+            sums = numpy.array([[v for v, _ in row] for row in rows]).sum(0)
+            counts = numpy.array([[n for _, n in row] for row in rows]).sum(0)
+            if method == "forward KL":
+                base[protocol] = sums, counts
+                cells.append(f"{mean(rows):.4f} ({rate:g})")
+                continue
+            gap = paired_ratio_interval(*base[protocol], sums, counts, resamples, 0.95)
+            cells.append(f"{mean(rows):.4f} ({rate:g}) [{gap['mean']:+.4f}: {gap['low']:+.4f}, {gap['high']:+.4f}]")
+        seconds = numpy.median([f["seconds"] for f in found if f["method"] == method])
+        lines.append(f"| {method} | " + " | ".join(cells) + f" | {seconds:.0f} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Train what is missing, then print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", type=Path)
+    parser.add_argument("--to", type=Path, default=Path("losses"))
+    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--rates", type=float, nargs="+", default=[1e-3, 2e-3, 4e-3])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--new-tokens", type=int, default=96)
+    parser.add_argument("--share", default="0/1", help="i/n: this process takes every n-th training")
+    parser.add_argument("--table", action="store_true", help="only print the table of what is there")
+    options = parser.parse_args()
+    if not options.table:
+        recipe = load_recipe(options.run / "config.yaml")
+        run = Run(options.run, recipe)
+        options.to.mkdir(parents=True, exist_ok=True)
+        source = open_teacher(run, recipe, pick_device("cpu"))
+        target = load_model(recipe.target.model, "float32", torch.device("cpu"))
+        texts = {
+            split: Texts(target, recipe, read_prompts(run, split), options, source.vocabulary)
+            for split in ("selection", "report")
+        }
+        part, parts = map(int, options.share.split("/"))
+        work = [(seed, rate) for seed in options.seeds for rate in options.rates]
+        for seed, rate in work[part::parts]:
+            trainings(options, run, source, seed, rate, texts)
+    print(table(options.to))
+
+
+if __name__ == "__main__":
+    main()
