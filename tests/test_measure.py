@@ -21,7 +21,6 @@ from distill.benchmark.compare import (
     speed_ratio,
     summarise_trials,
 )
-from distill.intervals import ratio_interval
 from distill.evaluation.measure import (
     METRICS,
     measure_blocks,
@@ -30,6 +29,7 @@ from distill.evaluation.measure import (
     summarise,
     tokens_per_round,
 )
+from distill.intervals import ratio_interval
 from distill.models.hugging_face import TorchModel
 from distill.packing import pack
 from distill.sampler import Sampler

@@ -1,0 +1,445 @@
+"""Training: nothing but rounding depends on how a step is split, nothing leaks, nothing is lost, the best is taken."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+import toys
+from safetensors.torch import load_file
+
+from distill.models.hugging_face import load_model
+from distill.packing import pack
+from distill.recipe import Replay, Train, parse_recipe, parse_section
+from distill.sampler import Sampler
+from distill.target.head import Head
+from distill.texts import Prompt
+from distill.training import loop
+from distill.training.acceptance import judge_for, rates, speaking
+from distill.training.losses import LossSettings
+from distill.training.plan import PlannedPart, part_at, planned, protocol_of, rate_of
+from distill.training.replay import decide, pack_rejected, rejected_positions
+from distill.training.step import Columns, Learner
+
+PARTS = (
+    "train.parts=[{name: align, share: 0.5, loss: {forward_kl: 0.9, cross_entropy: 0.1}},"
+    " {name: accept, steps: 4, weights: block-acceptance, rate: 0.0005}]"
+)
+REPLAY = ("train.replay.prompts=6", "train.replay.new_tokens=16", "train.replay.judges=4", "train.replay.steps=2",
+          "train.replay.share=0.5")  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def ready(world: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that has everything but a trained draft."""
+    runs = tmp_path_factory.mktemp("ready")
+    with tiny.one_thread():
+        code = tiny.call("train", world / "recipe.yaml", "--runs", runs, "train.replay.judges=4", "--until", "profile")
+    assert code == 0
+    return runs / "tiny"
+
+
+def trained(world: Path, ready: Path, folder: Path, *overrides: str) -> tuple[int, Path]:
+    """Train in a copy of a run; the exit status and the run."""
+    run = folder / "tiny"
+    if not run.exists():
+        shutil.copytree(ready, run)
+    with tiny.one_thread():
+        return tiny.call("train", world / "recipe.yaml", "--runs", folder, "--until", "train", *overrides), run
+
+
+def weights(run: Path) -> dict[str, torch.Tensor]:
+    return load_file(run / "draft" / "model.safetensors")
+
+
+def largest_difference(one: Path, other: Path) -> float:
+    a, b = weights(one), weights(other)
+    assert a.keys() == b.keys()
+    return max(float((a[name] - b[name]).abs().max()) for name in a)
+
+
+def metrics(run: Path, stage: str = "train") -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if line["stage"] == stage]
+
+
+@pytest.fixture(scope="module")
+def whole(world: Path, ready: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Parts and a replay, trained in one piece."""
+    code, run = trained(world, ready, tmp_path_factory.mktemp("whole"), PARTS, *REPLAY)
+    assert code == 0
+    return run
+
+
+# ── a step ──
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_micro_batches_change_nothing_but_rounding(
+    world: Path, ready: Path, whole: Path, tmp_path: Path, size: int
+) -> None:
+    code, run = trained(world, ready, tmp_path, PARTS, *REPLAY, f"train.micro_batch={size}")
+    assert code == 0
+    for a, b in zip(metrics(run), metrics(whole), strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], rel=2e-5) and a["tokens"] == b["tokens"]
+        assert a["gradient_norm"] == pytest.approx(b["gradient_norm"], rel=2e-4)
+    assert largest_difference(run, whole) < 2e-5
+
+
+def test_two_processes_change_nothing_but_rounding(world: Path, ready: Path, whole: Path, tmp_path: Path) -> None:
+    shutil.copytree(ready, tmp_path / "tiny")
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "0",
+               "--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0", "-m", "distill", "train",
+               str(world / "recipe.yaml"), "--runs", str(tmp_path), "--until", "train", PARTS, *REPLAY]  # fmt: skip
+    result = subprocess.run(command, cwd=tiny.ROOT, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr
+    run = tmp_path / "tiny"
+    assert json.loads((run / "training.json").read_text())["processes"] == 2
+    for a, b in zip(metrics(run), metrics(whole), strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], rel=2e-5) and a["tokens"] == b["tokens"]
+    assert largest_difference(run, whole) < 2e-5
+    assert result.stderr.count("step 8/10") == 1  # one process speaks
+
+
+def packed_learner(seed: int = 0) -> tuple[Learner, Any, Any]:
+    """A toy draft with its loss, a target's head, and two documents in one block."""
+    draft, target = toys.toy(seed=seed), toys.toy(seed=seed + 5)
+    blocks = pack([([3, 9, 4, 8, 2, 7, 5], 1), ([11, 6, 14, 12, 1], 1)], 16, split_long=False)
+    return Learner(draft, Columns(61, None, torch.device("cpu")), 4, 3), target, blocks
+
+
+def gradient_at_embeddings(learner: Learner, target: Any, blocks: Any, document: int) -> torch.Tensor:
+    """The gradient of one document's loss with respect to the input embeddings [S, H] of the whole block."""
+    from dataclasses import replace
+
+    blocks = replace(blocks, mask=blocks.mask & (blocks.documents == document))
+    kept: list[torch.Tensor] = []
+
+    def hook(module: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+        output = output.detach().requires_grad_()
+        kept.append(output)
+        return output
+
+    handle = learner.draft.get_input_embeddings().register_forward_hook(hook)
+    laws = Head.of(target, 61).teacher(torch.randn(int(blocks.mask.sum()), 32, generator=torch.Generator().manual_seed(1)))
+    total, _ = learner(blocks, laws, PlannedPart("x", 0, 1, 1.0, LossSettings({"forward_kl": 1.0, "lk_hybrid": 1.0})))
+    handle.remove()
+    (gradient,) = torch.autograd.grad(total, kept)
+    return gradient[0]
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("document", [0, 1])
+def test_no_document_learns_from_another(attention: str, document: int) -> None:
+    learner, target, blocks = packed_learner()
+    learner.draft.set_attn_implementation(attention)
+    own = (blocks.documents == document)[0]
+    gradient = gradient_at_embeddings(learner, target, blocks, document)
+    assert gradient[own][:-1].abs().sum(-1).min() > 0  # the last position's law does not count
+    assert gradient[~own].abs().max() == 0
+    blocks.ids[0, ~own] = (blocks.ids[0, ~own] + 17) % 61
+    assert torch.equal(gradient_at_embeddings(learner, target, blocks, document)[own], gradient[own])
+
+
+def test_activation_checkpointing_gives_the_same_weights(world: Path, ready: Path, whole: Path, tmp_path: Path) -> None:
+    code, run = trained(world, ready, tmp_path, PARTS, *REPLAY, "train.checkpointing=true")
+    assert code == 0 and largest_difference(run, whole) < 1e-6
+
+
+# ── parts and rates ──
+
+
+def test_parts_share_one_curve_and_a_replay_has_its_own() -> None:
+    settings = parse_section(Train, {
+        "steps": 100, "batch": 2, "rate": 1.0, "warmup": 0.1, "final": 0.0,
+        "parts": [{"name": "align", "share": 0.7, "loss": {"forward_kl": 1}}, {"name": "accept", "tokens": 950, "rate": 0.5}],
+        "replay": {"steps": 10},
+    })  # fmt: skip
+    parts = planned(settings, 0.8, 16)
+    assert [(part.name, part.first, part.end) for part in parts] == [
+        ("align", 0, 70), ("accept", 70, 100), ("replay", 100, 110),
+    ]  # fmt: skip
+    assert parts[1].loss.losses == {"lk_hybrid": 0.9, "cross_entropy": 0.1}
+    curve = [rate_of(parts, part_at(parts, step), step, settings) for step in range(110)]
+    assert curve[9] == 1.0 and curve[0] == pytest.approx(0.1)
+    assert curve[70] == pytest.approx(0.5 * curve[69], rel=0.05)
+    assert curve[99] < 0.001 and curve[100] == pytest.approx(1 / 3)
+    greedy = planned(settings, 0.0, 16)
+    assert set(greedy[1].loss.losses) == {"argmax_cross_entropy", "cross_entropy"}
+    assert protocol_of(settings.model_copy(update={"protocol": "match"}), 0.0) == "match"
+
+
+# ── what chooses the weights ──
+
+
+def test_the_best_weights_are_taken_not_the_last(
+    world: Path, ready: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from distill.training.setup import Training
+
+    told = iter([0.3, 0.6, 0.5, 0.4])
+    monkeypatch.setattr(
+        Training, "acceptance", lambda self: {"acceptance": next(told), "tokens_per_round": 1.0, "rounds": 1}
+    )
+    code, run = trained(world, ready, tmp_path, "train.acceptance.every=3")
+    assert code == 0
+    best = json.loads((run / "training.json").read_text())["best"]
+    assert best["step"] == 3
+    saved = torch.load(run / "checkpoints" / "best" / "model.pt", weights_only=True)
+    own = weights(run)
+    assert all(torch.equal(saved[f"draft.{name}"], value) for name, value in own.items())
+    last = torch.load(run / "checkpoints" / "step-000008" / "model.pt", weights_only=True)
+    assert any(not torch.equal(last[f"draft.{name}"], value) for name, value in own.items())
+
+
+def test_a_part_ends_when_patience_has_run_out(
+    world: Path, ready: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from distill.training.setup import Training
+
+    told = iter([0.5, 0.4, 0.3, 0.6, 0.2])
+    monkeypatch.setattr(
+        Training, "acceptance", lambda self: {"acceptance": next(told), "tokens_per_round": 1.0, "rounds": 1}
+    )
+    code, run = trained(world, ready, tmp_path, PARTS, "train.acceptance.every=1", "train.acceptance.patience=2",
+                        "train.steps=20")  # fmt: skip
+    steps = [line["step"] for line in metrics(run)]
+    assert code == 0 and steps == [1, 2, 11, 12, 13][: len(steps)] and len(steps) >= 4
+    assert json.loads((run / "training.json").read_text())["best"]["step"] == 11
+
+
+@pytest.mark.parametrize("protocol", ["sampling", "match", "greedy"])
+def test_a_draft_that_is_the_target_is_accepted(protocol: Any) -> None:
+    model = toys.toy(seed=3)
+    sampler = Sampler(temperature=0.7)
+    prompts = [Prompt(str(i), ids) for i, ids in enumerate(toys.random_prompts(6, 61, 4))]
+    judge = judge_for(model, 61, (), sampler, protocol, 0)
+    with speaking(model, None) as draft:
+        found = rates(judge.decode(draft, prompts, 24, 3))
+    assert not model.training
+    if protocol == "match":
+        assert 0.2 < found["acceptance"] < 1
+    else:
+        assert found["acceptance"] == 1 and found["tokens_per_round"] > 3
+
+
+# ── replay ──
+
+
+def test_rejected_positions_are_those_where_the_decoder_rejected() -> None:
+    """Greedy, so that it can be told from the models alone: accepted tokens are the draft's argmax, these are not."""
+    target, draft = toys.toy(seed=1), toys.blurred(toys.toy(seed=1), 2, 0.3)
+    prompts = [Prompt(str(i), ids) for i, ids in enumerate(toys.random_prompts(5, 61, 8))]
+    judge = judge_for(target, 61, (), Sampler(), "greedy", 0)
+    texts = judge.decode(draft, prompts, 30, 3)
+    count = 0
+    for prompt, text in zip(prompts, texts, strict=True):
+        ids = [*prompt.ids, *text.tokens]
+        with torch.no_grad():
+            choices = draft(input_ids=torch.tensor([ids])).logits[0].argmax(-1).tolist()
+        rejected = rejected_positions(len(prompt.ids), text)
+        count += len(rejected)
+        for at in rejected:
+            assert choices[at - 1] != ids[at]
+        accepted = [len(prompt.ids) + i for i, own in enumerate(text.from_draft) if own]
+        assert not set(accepted) & set(rejected) and all(choices[at - 1] == ids[at] for at in accepted)
+    assert count > 5
+    packed = pack_rejected(prompts, texts, 48)
+    assert int(packed.mask.sum()) == count
+    for block in range(len(packed)):
+        for at in packed.mask[block].nonzero().flatten().tolist():
+            document = packed.documents[block] == packed.documents[block, at]
+            ids = packed.ids[block][document].tolist()
+            place = int(packed.positions[block, at])
+            which = next(i for i, (p, t) in enumerate(zip(prompts, texts, strict=True))
+                         if ids == [*p.ids, *t.tokens][: len(ids)])  # fmt: skip
+            assert place + 1 in rejected_positions(len(prompts[which].ids), texts[which])
+
+
+def test_a_replay_is_kept_only_when_it_shows() -> None:
+    from distill.speculative.decode import Decoded, Round
+
+    def text(rounds: list[int]) -> Decoded:
+        return Decoded(rounds=[Round(0, 4, accepted, 0.1) for accepted in rounds])
+
+    draw = random.Random(0)
+    before = [text([draw.randrange(3) for _ in range(20)]) for _ in range(12)]
+    better = [text([min(4, one.accepted + 1) for one in part.rounds]) for part in before]
+    assert decide(before, better, 500, 0.95)["kept"]
+    assert decide(before, better, 500, 0.95)["difference"]["mean"] == pytest.approx(1.0)
+    assert not decide(before, before, 500, 0.95)["kept"]
+    assert not decide(better, before, 500, 0.95)["kept"]
+
+
+def test_a_replay_says_what_it_found_and_decided(whole: Path) -> None:
+    decision = json.loads((whole / "replay" / "decision.json").read_text())
+    assert decision["collected"]["rejected"] > 0 and decision["prompts"] == 4
+    assert [line["part"] for line in metrics(whole)] == ["align"] * 4 + ["accept"] * 4 + ["replay"] * 2
+    kept = "replayed" if decision["kept"] else "best"
+    saved = torch.load(whole / "checkpoints" / kept / "model.pt", weights_only=True)
+    assert all(torch.equal(saved[f"draft.{name}"], value) for name, value in weights(whole).items())
+
+
+# ── interruptions ──
+
+
+@pytest.mark.parametrize("killed_at", [2, 6, 9, 10])
+def test_resumed_is_uninterrupted_bit_for_bit(
+    world: Path, ready: Path, whole: Path, tmp_path: Path, killed_at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step_of = loop.report_step
+
+    def interrupted(work: Any, *rest: Any) -> None:
+        step_of(work, *rest)
+        if work.state["step"] == killed_at:
+            raise KeyboardInterrupt  # before this step is saved
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "report_step", interrupted)
+        assert trained(world, ready, tmp_path, PARTS, *REPLAY)[0] == 130
+    code, run = trained(world, ready, tmp_path, PARTS, *REPLAY)
+    assert code == 0 and largest_difference(run, whole) == 0
+    for name in ("training.json", "replay/decision.json"):
+        assert (run / name).read_text() == (whole / name).read_text()
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_signals_save_and_say_how_to_go_on(
+    world: Path, ready: Path, tmp_path: Path, number: signal.Signals, status: int
+) -> None:
+    shutil.copytree(ready, tmp_path / "tiny")
+    command = [sys.executable, "-m", "distill", "train", str(world / "recipe.yaml"), "--runs", str(tmp_path), "--until",
+               "train", "train.steps=100000", "train.save_every=100000", "train.acceptance=null"]  # fmt: skip
+    process = subprocess.Popen(command, cwd=tiny.ROOT, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert process.stderr is not None
+    said = ""
+    for line in process.stderr:
+        said += line
+        if "step 1/" in line:
+            time.sleep(0.3)
+            process.send_signal(number)
+            break
+    said += process.stderr.read()
+    assert process.wait(timeout=60) == status, said
+    saved = sorted((tmp_path / "tiny" / "checkpoints").glob("step-*"))
+    assert len(saved) == 1 and "the same command goes on there" in said and "Traceback" not in said
+    assert int(saved[0].name.removeprefix("step-")) == metrics(tmp_path / "tiny")[-1]["step"]
+
+
+def test_memory_that_runs_out_names_the_setting(
+    world: Path, ready: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def exhausted(*_: Any) -> None:
+        raise RuntimeError("[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate memory: you tried")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "one_step", exhausted)
+        assert trained(world, ready, tmp_path)[0] == 2
+    said = capsys.readouterr().err
+    assert "train.micro_batch (now 4)" in said and "train.checkpointing=true" in said and "Traceback" not in said
+    # What is lowered is no part of the stage's key: the same training goes on.
+    assert trained(world, ready, tmp_path, "train.micro_batch=1", "train.chunk=16", "train.checkpointing=true")[0] == 0
+    with pytest.raises(RuntimeError, match="else"), loop.memory_explained(None):  # type: ignore[arg-type]
+        raise RuntimeError("something else")
+
+
+# ── what is refused before the first step ──
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("train.loss={forward_kl: 0}", "not all 0"),
+        ("train.loss={forward_kl: -1}", ">= 0"),
+        ("train.loss={kl: 1}", "train.loss"),
+        ("train.parts=[{name: align}]", "exactly one of share, steps and tokens"),
+        ("train.parts=[{name: a, share: 0.7}, {name: b, share: 0.6}]", "more than 1"),
+        ("train.parts=[{name: a, steps: 1}, {name: a, steps: 1}]", "names of their own"),
+        ("train.parts=[{name: replay, steps: 1}]", "is taken"),
+        ("train.parts=[{name: a, steps: 1, temperature: 2}]", "teacher.temperatures"),
+        ("train.loss={top_k_hinge: 1}", "hinge"),
+        ("train.trackers=[wandb]", "not installed"),
+        ("train.adapter={rank: 2, targets: [nothing]}", "no linear layer"),
+        ("train.adapter={rank: 2, base: int4}", "bitsandbytes"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused_before_the_first_step(
+    world: Path, ready: Path, tmp_path: Path, override: str, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    more = ["train.hinge_k=100000"] if "hinge" in override else []
+    code, run = trained(world, ready, tmp_path, override, *more)
+    said = capsys.readouterr().err
+    assert code == 2 and words in said and "Traceback" not in said
+    assert not (run / "checkpoints").exists() or not list((run / "checkpoints").glob("step-*"))
+    assert not [line for line in metrics(run)] if (run / "metrics.jsonl").exists() else True
+
+
+def test_a_batch_that_processes_cannot_share_is_refused(world: Path, ready: Path, tmp_path: Path) -> None:
+    shutil.copytree(ready, tmp_path / "tiny")
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--rdzv_backend", "c10d",
+               "--rdzv_endpoint", "localhost:0", "-m", "distill", "train", str(world / "recipe.yaml"), "--runs",
+               str(tmp_path), "--until", "train", "train.batch=3"]  # fmt: skip
+    result = subprocess.run(command, cwd=tiny.ROOT, capture_output=True, text=True, timeout=120)
+    assert result.returncode != 0 and "cannot be shared evenly by 2 processes" in result.stderr
+
+
+# ── adapters ──
+
+
+def test_an_adapter_is_trained_resumed_and_merged(
+    world: Path, ready: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank = "train.adapter={rank: 4, dropout: 0.2}"
+    code, one = trained(world, ready, tmp_path / "one", rank)
+    assert code == 0
+    step_of = loop.report_step
+
+    def interrupted(work: Any, *rest: Any) -> None:
+        step_of(work, *rest)
+        if work.state["step"] == 5:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "report_step", interrupted)
+        assert trained(world, ready, tmp_path / "two", rank)[0] == 130
+    code, two = trained(world, ready, tmp_path / "two", rank)
+    assert code == 0 and largest_difference(one, two) == 0
+    found, before = weights(one), load_file(ready / "init" / "model.safetensors")
+    assert found.keys() == before.keys()
+    changed = {name for name in found if not torch.equal(found[name], before[name])}
+    assert changed and all("_proj.weight" in name for name in changed)
+    checkpoint = torch.load(one / "checkpoints" / "step-000008" / "model.pt", weights_only=True)
+    assert checkpoint and all("lora" in name for name in checkpoint)
+    load_model(str(one / "draft"), "float32", torch.device("cpu"))
+
+
+# ── several processes with sharded weights ──
+
+
+def test_sharded_weights_give_the_gradients_of_whole_ones(tmp_path: Path) -> None:
+    """FSDP2 over two CPU processes: the head is whole inside the module's forward, and nothing but rounding changes."""
+    program = tiny.ROOT / "tests" / "sharded_step.py"
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--rdzv_backend", "c10d",
+               "--rdzv_endpoint", "localhost:0", str(program), str(tmp_path)]  # fmt: skip
+    result = subprocess.run(command, cwd=tiny.ROOT, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr[-3000:]
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["gradient_error"] < 1e-5 and found["weight_error"] < 1e-5 and found["sharded"]
+
+
+def test_a_recipe_with_parts_survives_its_own_dump(world: Path) -> None:
+    values = {**tiny.recipe_values(world), "train": {"parts": [{"name": "a", "steps": 2}], "replay": {}}}
+    recipe = parse_recipe(values, "here")
+    assert parse_recipe(recipe.model_dump(mode="json"), "there") == recipe
+    assert isinstance(recipe.train.replay, Replay)
