@@ -110,7 +110,11 @@ def _how(facts: Facts) -> str:
         trained = _not_run("train") + " These are the weights as cut from the donor."
     machine = facts.get("machine") or {}
     recipe = (facts.get("config") or {}).get("name") or facts["name"]
-    return (f"Cut from the donor and trained towards the target with `distill`, recipe {_code(recipe)}, finished "
+    start = "Cut from the donor"
+    if parent := facts.get("parent"):
+        start = (f"Generation {number(parent['generation'])}: started from the draft of {_code(parent['run'])} "
+                 f"(digest {_code(parent['digest'])})")
+    return (f"{start} and trained towards the target with `distill`, recipe {_code(recipe)}, finished "
             f"{_words(facts['date'])}, on {_words(machine_words(machine))}; Python {_words(machine.get('python'))}, "
             f"torch {_words(machine.get('torch'))}, transformers {_words(machine.get('transformers'))}.\n\n"
             f"{trained}\n\n{table}")

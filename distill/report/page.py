@@ -123,6 +123,8 @@ def _made(facts: Facts) -> Html:
         "software": as_text(f"Python {machine.get('python')}, torch {machine.get('torch')}, "
                           f"transformers {machine.get('transformers')}"),
     }
+    if parent := facts.get("parent"):
+        told["generation"] = as_text(f"{parent['generation']}, from the draft of {parent['run']}, {parent['digest']}")
     listed = "".join(f"<dt>{word}</dt><dd>{value}</dd>" for word, value in told.items())
     config = json.dumps(facts.get("config") or {}, indent=2, ensure_ascii=False, default=str)
     return Html(as_table(heading, rows, facts["command"]) + f"<dl>{listed}</dl>"

@@ -17,6 +17,7 @@ from distill.recipe import Recipe
 from distill.run import Run, write_text
 from distill.sampler import Sampler
 from distill.speculative.sample import continue_prompts
+from distill.target.traffic import write_traffic
 from distill.texts import Answer, Prompt, prompt_seed, read_prompts
 
 
@@ -30,9 +31,16 @@ def is_looping(ids: Sequence[int], longest_period: int = 16, repeats: int = 6) -
 
 
 def answers(recipe: Recipe, run: Run) -> list[Path]:
-    """Let the target continue the train prompts; one file per batch in answers/, which is the unit of resuming."""
+    """Let the target continue the train prompts; one file per batch in answers/, which is the unit of resuming.
+
+    Served answers, where the recipe names a file of them, are taken first.
+    """
     folder = run.path("answers")
     tokenizer = load_tokenizer(recipe.target.model)
+    if recipe.answers.traffic is not None:
+        write_traffic(recipe, run, tokenizer, tokenizer.eos_token_id)
+    if recipe.answers.prompts == 0:
+        return [folder]
     model = load_model(recipe.target.model, recipe.target.dtype, pick_device(recipe.device))
     ends = end_ids(model.config, tokenizer)
     vocabulary = real_tokens(model.config, tokenizer)
