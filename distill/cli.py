@@ -97,6 +97,10 @@ def check(
             skipped.append(f"data set {source.path}")
         else:
             print(f"corpus source {source.path}: {source_path(source)} is there")
+    if found.answers.traffic is not None:
+        from distill.target.traffic import measure
+
+        print(f"traffic {found.answers.traffic.path}: {measure(Path(found.answers.traffic.path))['lines']} lines")
     donor = found.target.model if found.draft.donor == "target" else found.draft.donor
     models = dict.fromkeys([found.target.model, donor])
     remote = [model for model in models if not is_path(model)]
@@ -152,12 +156,17 @@ def train(
         list[str] | None, typer.Option("--redo", help="Run this stage and what depends on it again.")
     ] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Move an old run of this name aside (never deleted).")] = False,
+    refresh: Annotated[
+        bool, typer.Option("--refresh", help="Go on from a finished run's draft, on the lines its traffic gained.")
+    ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say which stage would run, and why; do nothing.")] = False,
 ) -> None:
     """Run every stage of a recipe, from corpus to report. The same command resumes after any interruption."""
     from distill.pipeline import find_stage, follow_pipeline, require_nothing_superseded, run_pipeline
     from distill.processes import is_main
     from distill.recipe import load_recipe
+    from distill.refresh import finish_refresh, plan_refresh
+    from distill.refresh import refresh as start_refresh
     from distill.run import Run, faults_explained
 
     found = load_recipe(recipe, overrides or [])
@@ -170,6 +179,10 @@ def train(
             follow_pipeline(found, Run(folder, found, silent=True))
         return
     run = Run(folder, found)
+    if refresh and (fresh or redo or dry_run):
+        raise RecipeError("--refresh begins a new run: --fresh, --redo and --dry-run do not go with it")
+    finish_refresh(folder)
+    parent = plan_refresh(found, run) if refresh else None
     if dry_run:
         run_pipeline(found, run, until, redo or (), dry=True)
         return
@@ -178,11 +191,14 @@ def train(
         with run.locked(), faults_explained(folder):
             folder.rename(aside)
         print(f"the old run is now {aside}", file=sys.stderr)
-    require_nothing_superseded(found, run, until, redo or ())
+    if parent is None:
+        require_nothing_superseded(found, run, until, redo or ())
     # Before the run folder is touched: a cut that cannot be made must not cost the answers.
     for line in _check_models(found):
         if "does not fit" in line or "warning" in line:
             print(line, file=sys.stderr)
+    if parent is not None:
+        print(f"the run to go on from is now {start_refresh(run, parent)}", file=sys.stderr)
     try:
         run.open(recipe.read_text(encoding="utf-8"))
         prepare(found)

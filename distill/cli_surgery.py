@@ -41,14 +41,7 @@ def transplant(
 
     folders = [local_folder(name) for name in (donor, target)]
     change = write(
-        folders[0],
-        folders[1],
-        out,
-        rows=rows,
-        overrides=overrides,
-        method=method,
-        decay=decay,
-        dtype=dtype,  # type: ignore[arg-type]
+        folders[0], folders[1], out, rows=rows, overrides=overrides, method=method, decay=decay, dtype=dtype  # type: ignore[arg-type]
     )
     print(change.sentence())
     print("\n".join(report_lines(change.details)))

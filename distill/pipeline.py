@@ -17,6 +17,8 @@ from distill.processes import agree, process_count
 from distill.progress import duration
 from distill.recipe import Recipe
 from distill.run import Run, digest, faults_explained, read_json, reference_digest, write_json
+from distill.target.traffic import PIN as TRAFFIC
+from distill.target.traffic import pin_traffic
 
 
 @dataclass(frozen=True)
@@ -27,7 +29,9 @@ class Stage:
     `donor`. A `precious` stage costs so much that its finished or begun work is never superseded without being asked.
     `passing` are beginnings of settings that change nothing a precious stage reads; `ignores` are settings that change
     nothing in what is made but rounding, and so are no part of the key. `more` names settings that count only for some
-    recipes. In a stage made `together` all processes of the command take part, in the others the main one alone.
+    recipes. `pins` are facts of the world outside, by name, which stay what they were when the stage began, however
+    that world goes on; those that are None have no part in the key. In a stage made `together` all processes of the
+    command take part, in the others the main one alone.
     """
 
     name: str
@@ -41,6 +45,7 @@ class Stage:
     passing: tuple[str, ...] = ()
     ignores: tuple[str, ...] = ()
     more: Callable[[Recipe], tuple[str, ...]] = lambda recipe: ()
+    pins: tuple[tuple[str, Callable[[Recipe, Run], Any]], ...] = ()
     together: bool = False
 
     def load(self) -> Callable[[Recipe, Run], list[Path]]:
@@ -98,6 +103,7 @@ STAGES = (
         ("answers",),
         ("target",),
         precious=True,
+        pins=((TRAFFIC, pin_traffic),),
         together=True,
     ),
     Stage(
@@ -125,6 +131,7 @@ STAGES = (
         version=2,
         ignores=ROUNDING,
         more=_search_settings,
+        pins=(("parent (content)", lambda recipe, run: run.parent()),),
     ),
     Stage(
         "profile",
@@ -150,7 +157,12 @@ STAGES = (
         "eval",
         "distill.evaluation.stage:evaluate",
         ("seed", "eval", "sampler", "target.dtype", "target.quantise", "answers.batch"),
-        (("draft", "init/*"), ("train", "draft/*"), ("corpus", "corpus/*-report.*")),
+        (
+            ("draft", "init/*"),
+            ("train", "draft/*"),
+            ("corpus", "corpus/*-report.*"),
+            ("answers", "answers/prompts-report.jsonl"),
+        ),
         ("eval.json", "eval.md", "rounds.parquet"),
         ("target",),
     ),
@@ -170,6 +182,7 @@ STAGES = (
             ("train", "draft/*"),
             ("export", "gguf/*.gguf"),
             ("corpus", "corpus/prompts-report.jsonl"),
+            ("answers", "answers/prompts-report.jsonl"),
             ("eval", "eval.json"),
         ),
         ("speedup", "speedup.json", "speedup.md"),
@@ -221,6 +234,14 @@ def _setting(recipe: Recipe, dotted: str, ignores: Sequence[str] = ()) -> Any:
     return value
 
 
+def _record_of(run: Run, stage: Stage) -> dict[str, Any] | None:
+    """The key parts that a stage finished or began with; None where it did neither."""
+    record, begun = run.done(stage.name), _begun_path(run, stage)
+    if record is not None:
+        return dict(record["inputs"])
+    return dict(read_json(begun)) if begun.exists() else None
+
+
 def key_parts(stage: Stage, recipe: Recipe, run: Run, cache: dict[str, str]) -> dict[str, Any]:
     """Everything a stage's key is the hash of, readable, so that two keys can be told apart in words."""
 
@@ -232,6 +253,11 @@ def key_parts(stage: Stage, recipe: Recipe, run: Run, cache: dict[str, str]) -> 
     parts: dict[str, Any] = {"version": stage.version}
     for name in dict.fromkeys((*stage.settings, *stage.more(recipe))):
         parts[name] = _setting(recipe, name, stage.ignores)
+    began = _record_of(run, stage) or {}
+    for name, look in stage.pins:
+        found = began[name] if name in began else look(recipe, run)
+        if found is not None:
+            parts[name] = found
     for name in stage.models:
         if name == "target":
             parts["target.model"] = model_digest(recipe.target.model)
@@ -400,6 +426,7 @@ def run_pipeline(
             _forget_damaged(run, stage)
         elif state != "begun":  # what stands there without a record is of unknown make
             _clear(run, stage)
+            parts = key_parts(stage, recipe, run, cache)  # what was pinned is looked at anew
         if forced:
             again["started"].append(stage.name)
             write_json(run.path("stages", "redo.json"), again)

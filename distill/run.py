@@ -291,6 +291,11 @@ class Run:
         )
         write_json(history_path, history)
 
+    def parent(self) -> dict[str, Any] | None:
+        """What a refreshed run goes on from (parent.json, see refresh.py); None for a run that began with a cut."""
+        path = self.path("parent.json")
+        return read_json(path) if path.exists() else None
+
     def close(self) -> None:
         """Let go of the lock and the log."""
         for handle in (self._log, self._lock):

@@ -47,8 +47,14 @@ def _read_lines(path: Path, stage: str) -> list[dict[str, Any]]:
 
 
 def read_prompts(run: Run, split: str) -> list[Prompt]:
-    """The prompts that stage `corpus` cut for a split; raises DataError when the file is damaged."""
-    return [Prompt(**line) for line in _read_lines(run.path("corpus", f"prompts-{split}.jsonl"), "corpus")]
+    """The prompts of a split: held-out ones of served traffic first, then those that stage `corpus` cut.
+
+    Raises DataError when a file is damaged.
+    """
+    served = run.path("answers", f"prompts-{split}.jsonl")
+    lines = _read_lines(served, "answers") if served.exists() else []
+    lines += _read_lines(run.path("corpus", f"prompts-{split}.jsonl"), "corpus")
+    return [Prompt(**line) for line in lines]
 
 
 def read_answers(run: Run, split: str) -> list[Answer]:

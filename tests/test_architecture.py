@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 STAGES = {"corpus", "target", "surgery", "training", "evaluation", "export", "benchmark", "report"}
 LAYERS = (
     {"cli", "cli_decode", "cli_shared", "cli_surgery", "__main__"},
-    {"pipeline"},
+    {"pipeline", "refresh"},
     STAGES,
     {"speculative"},
     {"models", "vocabulary", "sampler", "divergences", "packing", "texts", "progress", "intervals", "processes"}
@@ -30,6 +30,7 @@ ALLOWED = {
     ("surgery", "export"),
     ("surgery", "target"),
     ("surgery", "training"),
+    ("target", "corpus"),
     ("training", "surgery"),
     ("training", "target"),
 }

@@ -207,7 +207,8 @@ def evaluate(recipe: Recipe, run: Run) -> list[Path]:
     ids = [prompt.ids for prompt in prompts]
     seeds = [prompt_seed(recipe.seed, prompt.id) for prompt in prompts]
     run.say(f"  the target continues {len(ids)} report prompts")
-    texts = continue_all(target, ids, sampler, recipe.eval.new_tokens, seeds, ends, recipe.answers.batch, vocabulary)
+    limit = min(recipe.eval.new_tokens, recipe.corpus.block - max(map(len, ids)))  # served prompts may be long
+    texts = continue_all(target, ids, sampler, limit, seeds, ends, recipe.answers.batch, vocabulary)
     own = pack(
         ((prompt + text, len(prompt)) for prompt, text in zip(ids, texts, strict=True)), recipe.corpus.block, False
     )

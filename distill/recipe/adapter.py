@@ -32,9 +32,7 @@ class Adapter(Section):
     def clash(self, sparsity: bool, embedding_steps: int) -> str | None:
         """What in the rest of a training's settings cannot go with adapters, with the way out; None when all can."""
         if sparsity:
-            return (
-                "a sparsity penalty shrinks the draft's own weights, which adapters hold still; leave one of them out"
-            )
+            return "a sparsity penalty shrinks the draft's own weights, which adapters hold still; leave one out"
         if embedding_steps and not self.train_outer:
             return "embedding_steps moves embeddings and head alone, which adapters hold still; set adapter.train_outer"
         return None

@@ -51,6 +51,10 @@ def _resolve_paths(raw: dict[str, Any], base: Path) -> None:
         part = raw.get(section)
         if isinstance(part, dict) and isinstance(part.get(key), str):
             part[key] = _absolute(part[key], base)
+    answers = raw.get("answers")
+    traffic = answers.get("traffic") if isinstance(answers, dict) else None
+    if isinstance(traffic, dict) and isinstance(traffic.get("path"), str):
+        traffic["path"] = str((base / Path(traffic["path"]).expanduser()).resolve())
     corpus = raw.get("corpus")
     sources = corpus.get("sources") if isinstance(corpus, dict) else None
     for source in sources if isinstance(sources, list) else []:

@@ -8,6 +8,7 @@ from typing import Literal
 from pydantic import Field, field_validator, model_validator
 
 from distill.recipe.section import Section
+from distill.recipe.traffic import Traffic
 
 
 class Target(Section):
@@ -33,10 +34,17 @@ class SamplerSettings(Section):
 class Answers(Section):
     """The target continues prompts of the train split: its own text."""
 
-    prompts: int = Field(256, ge=1, description="train prompts")
+    prompts: int = Field(256, ge=0, description="train prompts; 0: traffic alone")
     prompt_tokens: int = Field(64, ge=1, description="tokens of a document's beginning, or of a later piece of it")
     new_tokens: int = Field(192, ge=1, description="tokens generated at most")
     batch: int = Field(32, ge=1, description="prompts generated together; also the unit of resuming")
+    traffic: Traffic | None = Field(None, description="served answers beside the generated ones; null: off")
+
+    @model_validator(mode="after")
+    def _have_a_source(self) -> Answers:
+        if self.prompts == 0 and self.traffic is None:
+            raise ValueError("prompts: 0 leaves no answers; give some prompts, or answers.traffic")
+        return self
 
 
 class TeacherStore(Section):

@@ -97,22 +97,13 @@ def _grown(shown: object, grown: bool) -> Html:
 def _made(facts: Facts) -> Html:
     models = {name: facts[name] for name in ("target", "donor", "draft") if facts.get(name)}
     heads = {"target": "target", "donor": "donor (before)", "draft": "draft (after)"}
-    rows: list[list[object]] = [
-        ["path", *(as_code(model["path"]) for model in models.values())],
-        ["architecture", *(model["architecture"] for model in models.values())],
-    ]
-    for key, words in {
-        "parameters": "parameters",
-        "layers": "layers",
-        "hidden": "hidden width",
-        "mlp": "MLP width",
-        "vocabulary": "vocabulary",
-        "bytes": "bytes",
-    }.items():
+    rows: list[list[object]] = [["path", *(as_code(model["path"]) for model in models.values())],
+                                ["architecture", *(model["architecture"] for model in models.values())]]
+    for key, words in {"parameters": "parameters", "layers": "layers", "hidden": "hidden width", "mlp": "MLP width",
+                       "vocabulary": "vocabulary", "bytes": "bytes"}.items():
         values = [model[key] for model in models.values()]
-        rows.append(
-            [words, *(Html(f"{number(v)} <small>{size(v)}</small>") if key == "bytes" else number(v) for v in values)]
-        )
+        rows.append([words, *(Html(f"{number(v)} <small>{size(v)}</small>") if key == "bytes" else number(v)
+                              for v in values)])
         if {"donor", "draft"} <= models.keys():
             before, after = models["donor"][key], models["draft"][key]
             rows[-1].append(percent(after / before - 1) if before and after != before else "same")
@@ -126,21 +117,18 @@ def _made(facts: Facts) -> Html:
         "recipe": as_text((facts.get("config") or {}).get("name") or facts["name"]),
         "date": as_text(facts["date"]),
         "command": as_code(facts["command"]),
-        "machine": as_text(
-            f"{machine.get('cpu')}, {machine.get('cores')} cores, "
-            f"{size(machine.get('memory_bytes'))} memory, {machine.get('platform')}"
-        ),
+        "machine": as_text(f"{machine.get('cpu')}, {machine.get('cores')} cores, "
+                         f"{size(machine.get('memory_bytes'))} memory, {machine.get('platform')}"),
         "GPU": as_text(machine.get("gpu") or "none"),
-        "software": as_text(
-            f"Python {machine.get('python')}, torch {machine.get('torch')}, transformers {machine.get('transformers')}"
-        ),
+        "software": as_text(f"Python {machine.get('python')}, torch {machine.get('torch')}, "
+                          f"transformers {machine.get('transformers')}"),
     }
+    if parent := facts.get("parent"):
+        told["generation"] = as_text(f"{parent['generation']}, from the draft of {parent['run']}, {parent['digest']}")
     listed = "".join(f"<dt>{word}</dt><dd>{value}</dd>" for word, value in told.items())
     config = json.dumps(facts.get("config") or {}, indent=2, ensure_ascii=False, default=str)
-    return Html(
-        as_table(heading, rows, facts["command"]) + f"<dl>{listed}</dl>"
-        f"<details><summary>Resolved recipe</summary><pre>{as_text(config)}</pre></details>"
-    )
+    return Html(as_table(heading, rows, facts["command"]) + f"<dl>{listed}</dl>"
+                f"<details><summary>Resolved recipe</summary><pre>{as_text(config)}</pre></details>")
 
 
 def _headlines(facts: Facts) -> Html:
@@ -155,9 +143,8 @@ def _headlines(facts: Facts) -> Html:
             f'<div class="card"><div class="name">{_grown(row["pair"], row["pair"] in grown)}</div>'
             f'<div class="figure">{row["speedup"]:.2f}×{bounds}</div>'
             f'<p class="{LEVEL[verdict(row)]}">{verdict(row)}</p><p class="soft">best of the draft lengths tried, '
-            f"γ = {row['length']}, {as_text(row['backend'])}; "
-            f"{rates}{number(row['tokens_per_second'], 1)} tokens/s</p></div>"
-        )
+            f'γ = {row["length"]}, {as_text(row["backend"])}; '
+            f'{rates}{number(row["tokens_per_second"], 1)} tokens/s</p></div>')
     measure = acceptance_measure(evaluation or {})
     for domain, sides in ((evaluation or {}).get("domains") or {}).items():
         before, after = (sides.get(side) or {} for side in ("before", "after"))
@@ -167,8 +154,7 @@ def _headlines(facts: Facts) -> Html:
             f'<div class="figure"><small>{percent(first.get("mean"))} →</small> {percent(last.get("mean"))}</div>'
             f'<p class="soft">before: {interval(first, True)}<br>after: {interval(last, True)}</p>'
             f'<p class="soft">{as_text(MEASURES[measure].partition(", ")[2])}; {number(after.get("tokens"))} tokens of '
-            f"{number(after.get('prompts'))} prompts</p></div>"
-        )
+            f'{number(after.get("prompts"))} prompts</p></div>')
     shown = f'<div class="cards">{"".join(cards)}</div>' if cards else ""
     absent = [stage for stage in ("speedup", "eval") if not facts.get(stage)]
     sources = [facts[stage]["command"] for stage in ("speedup", "eval") if facts.get(stage)]
@@ -235,37 +221,23 @@ def _training(facts: Facts) -> Html:
     first, last = steps[0], steps[-1]
     rates = sorted(line["tokens_per_second"] for line in steps if known(line.get("tokens_per_second")))
     memory = [line["memory_bytes"] for line in steps if known(line.get("memory_bytes"))]
-    rows: list[list[object]] = [
-        [words, significant(first.get(key)), significant(last.get(key))]
-        for key, words in {
-            "loss": "loss",
-            "forward_kl": "KL(target ‖ draft), nats",
-            "cross_entropy": "cross-entropy, nats",
-            "agreement": "top-1 agreement",
-            "rate": "learning rate",
-        }.items()
-    ]
-    run = (
-        f"{number(len(steps))} steps, {number(trained_tokens(steps))} tokens, median "
-        f"{number(rates[len(rates) // 2] if rates else None, 0)} tokens/s, peak memory "
-        f"{size(max(memory, default=None))}; first line {first.get('time')}, last line {last.get('time')}."
-    )
+    rows: list[list[object]] = [[words, significant(first.get(key)), significant(last.get(key))] for key, words in {
+        "loss": "loss", "forward_kl": "KL(target ‖ draft), nats", "cross_entropy": "cross-entropy, nats",
+        "agreement": "top-1 agreement", "rate": "learning rate"}.items()]
+    run = (f"{number(len(steps))} steps, {number(trained_tokens(steps))} tokens, median "
+           f"{number(rates[len(rates) // 2] if rates else None, 0)} tokens/s, peak memory "
+           f"{size(max(memory, default=None))}; first line {first.get('time')}, last line {last.get('time')}.")
     return Html(
-        as_plots(
-            as_plot(lambda: plots.loss_curve(metrics), f"Loss on training batches, {each}."),
-            as_plot(lambda: plots.agreement_curve(metrics), f"Agreement on training batches, {each}."),
-        )
+        as_plots(as_plot(lambda: plots.loss_curve(metrics), f"Loss on training batches, {each}."),
+               as_plot(lambda: plots.agreement_curve(metrics), f"Agreement on training batches, {each}."))
         + f"<p>{as_text(run)}</p>"
-        + as_table(["", f"step {first['step']}", f"step {last['step']}"], rows, facts["command"])
-    )
+        + as_table(["", f"step {first['step']}", f"step {last['step']}"], rows, facts["command"]))
 
 
 def _positions(facts: Facts) -> Html:
     evaluation = facts["eval"]
-    sides = {
-        side: {row["position"]: row for row in (evaluation.get("positions") or {}).get(side) or []}
-        for side in ("before", "after")
-    }
+    sides = {side: {row["position"]: row for row in (evaluation.get("positions") or {}).get(side) or []}
+             for side in ("before", "after")}
     places = sorted(set().union(*sides.values()))
     if not places:
         return Html('<p class="notrun">No acceptance by position was measured (<code>eval --acceptance</code>).</p>')
@@ -276,21 +248,12 @@ def _positions(facts: Facts) -> Html:
         rate = {"mean": row["rate"], "low": row["low"], "high": row["high"]}
         return [number(row["drafted"]), number(row["accepted"]), interval(rate, rate=True)]
 
-    table = as_table(
-        ["position", "drafted before", "accepted", "rate", "drafted after", "accepted", "rate"],
-        [[place, *cells(sides["before"].get(place)), *cells(sides["after"].get(place))] for place in places],
-        evaluation["command"],
-    )
-    return Html(
-        as_plots(
-            as_plot(
-                lambda: plots.acceptance_by_position(evaluation["positions"]),
-                "Of the tokens drafted at a position, the share accepted; bars are intervals. A token "
-                "behind a rejected one was not looked at and is not counted.",
-            )
-        )
-        + table
-    )
+    table = as_table(["position", "drafted before", "accepted", "rate", "drafted after", "accepted", "rate"],
+                   [[place, *cells(sides["before"].get(place)), *cells(sides["after"].get(place))] for place in places],
+                   evaluation["command"])
+    return Html(as_plots(as_plot(lambda: plots.acceptance_by_position(evaluation["positions"]),
+                             "Of the tokens drafted at a position, the share accepted; bars are intervals. A token "
+                             "behind a rejected one was not looked at and is not counted.")) + table)
 
 
 def _divergence(facts: Facts) -> Html:
@@ -306,9 +269,8 @@ def _divergence(facts: Facts) -> Html:
             if known(first) and known(last):
                 change = f"{100 * (last - first):+.1f} points" if key in RATES else f"{last - first:+.3f}"
             rows.append([words, *(interval(side.get(key), key in RATES) for side in (before, after)), change])
-        counts = [
-            f"{number(side.get('tokens'))} tokens, {number(side.get('prompts'))} prompts" for side in (before, after)
-        ]
+        counts = [f"{number(side.get('tokens'))} tokens, {number(side.get('prompts'))} prompts"
+                  for side in (before, after)]
         rows.append(["measured on", *counts, ""])
         table = as_table(["", "before", "after", "change"], rows, evaluation["command"])
         parts += [f"<h3>{as_text(domain)}</h3>", table]
@@ -328,24 +290,13 @@ def _cost(facts: Facts) -> Html:
     counts = sorted({count for curve in curves for count in curve["tokens"]})
     rows = []
     for curve in curves:
-        at = {
-            count: _milliseconds(*seconds)
-            for count, *seconds in zip(curve["tokens"], curve["seconds"], curve["low"], curve["high"], strict=True)
-        }
-        cells: list[object] = [
-            _grown(curve["model"], is_grown(curve["model"], set())),
-            curve["backend"],
-            curve["dtype"],
-            number(curve["depth"]),
-            number(curve["repeats"]),
-        ]
+        at = {count: _milliseconds(*seconds) for count, *seconds in zip(
+            curve["tokens"], curve["seconds"], curve["low"], curve["high"], strict=True)}
+        cells: list[object] = [_grown(curve["model"], is_grown(curve["model"], set())), curve["backend"],
+                               curve["dtype"], number(curve["depth"]), number(curve["repeats"])]
         rows.append(cells + [at.get(count, NOTHING) for count in counts])
-    table = as_table(
-        ["model", "backend", "dtype", "depth", "repeats", *(f"T({count}), ms" for count in counts)],
-        rows,
-        command,
-        words=3,
-    )
+    table = as_table(["model", "backend", "dtype", "depth", "repeats", *(f"T({count}), ms" for count in counts)], rows,
+                   command, words=3)
     return Html(as_plots(*drawn) + table)
 
 
@@ -366,44 +317,17 @@ def _speedup(facts: Facts) -> Html:
     rows, classes = [], []
     for row in speedup["rows"]:
         different = Html(f'<span class="bad">{row["different"]}</span>') if row["different"] else "0"
-        rows.append(
-            [
-                _grown(row["pair"], row["pair"] in grown),
-                row["backend"],
-                row["length"] or "plain",
-                speedup_interval(row),
-                f"{row['predicted']:.2f}×" if known(row["predicted"]) else NOTHING,
-                number(row["tokens_per_second"]),
-                number(row["tokens_per_round"]),
-                percent(row["acceptance"]),
-                number(row["tokens"]),
-                number(row["seconds"]),
-                number(row["identical"]),
-                number(row["excused"]),
-                different,
-            ]
-        )
+        rows.append([_grown(row["pair"], row["pair"] in grown), row["backend"], row["length"] or "plain",
+                     speedup_interval(row), f"{row['predicted']:.2f}×" if known(row["predicted"]) else NOTHING,
+                     number(row["tokens_per_second"]), number(row["tokens_per_round"]), percent(row["acceptance"]),
+                     number(row["tokens"]), number(row["seconds"]), number(row["identical"]), number(row["excused"]),
+                     different])
         classes.append("plain" if row["length"] == 0 else "best" if any(row is one for one in best) else "")
-    heads = [
-        "pair",
-        "backend",
-        "γ",
-        "speedup",
-        "predicted",
-        "tokens/s",
-        "tokens per round",
-        "acceptance",
-        "tokens",
-        "seconds",
-        "identical",
-        "excused",
-        "different",
-    ]
-    note = (
-        f"{number(speedup['prompts'])} prompts, up to {number(speedup['new_tokens'])} new tokens each. The fastest "
-        "row of a pair is bold. Identical, excused and different count outputs against the plain run: excused ones "
-        "part at a rounding tie."
-    )
+    heads = ["pair", "backend", "γ", "speedup", "predicted", "tokens/s", "tokens per round", "acceptance", "tokens",
+             "seconds", "identical", "excused", "different"]
+    note = (f"{number(speedup['prompts'])} prompts, up to {number(speedup['new_tokens'])} new tokens each. The fastest "
+            "row of a pair is bold. Identical, excused and different count outputs against the plain run: excused ones "
+            "part at a rounding tie.")
     return Html(as_plots(*drawn) + f"<p>{as_text(note)}</p>" + as_table(heads, rows, speedup["command"], 2, classes))
 
 
@@ -415,27 +339,13 @@ def _plain(facts: Facts) -> Html:
     speedup, grown = facts["speedup"], grown_pairs(facts)
     if not speedup.get("plain_reference"):
         return Html('<p class="notrun">The library\'s own generation was not timed.</p>')
-    rows = [
-        [
-            _grown(line["pair"], line["pair"] in grown),
-            line["backend"],
-            line["library"],
-            number(line["library_tokens_per_second"]),
-            number(line["plain_tokens_per_second"]),
-            percent(line["ratio"]),
-        ]
-        for line in speedup["plain_reference"]
-    ]
-    return Html(
-        "<p>A speedup counts only beside a plain decoder that is itself fast: the plain run should stand "
-        "within 5 % of the library's own generation.</p>"
-        + as_table(
-            ["pair", "backend", "library", "library, tokens/s", "plain, tokens/s", "ratio"],
-            rows,
-            speedup["command"],
-            words=3,
-        )
-    )
+    rows = [[_grown(line["pair"], line["pair"] in grown), line["backend"], line["library"],
+             number(line["library_tokens_per_second"]), number(line["plain_tokens_per_second"]),
+             percent(line["ratio"])] for line in speedup["plain_reference"]]
+    return Html("<p>A speedup counts only beside a plain decoder that is itself fast: the plain run should stand "
+                "within 5 % of the library's own generation.</p>"
+                + as_table(["pair", "backend", "library", "library, tokens/s", "plain, tokens/s", "ratio"], rows,
+                         speedup["command"], words=3))
 
 
 def _explanations(facts: Facts) -> Html:
@@ -449,40 +359,18 @@ def _gguf(facts: Facts) -> Html:
         parity = file.get("parity") or {}
         wrong = parity.get("tokenizer_mismatches") or []
         bad = Html(f'<span class="bad">{len(wrong)}</span>') if wrong else "0" if parity else NOTHING
-        rows.append(
-            [
-                as_code(file["path"]),
-                _grown(file["model"], is_grown(file["model"], set())),
-                file["outtype"],
-                Html(f"{number(file['bytes'])} <small>{size(file['bytes'])}</small>"),
-                number(parity.get("positions")),
-                percent(parity.get("top1_agreement")),
-                significant(parity.get("mean_abs_dlogprob")),
-                significant(parity.get("max_abs_dlogprob")),
-                number(parity.get("tokenizer_texts")),
-                bad,
-            ]
-        )
+        rows.append([as_code(file["path"]), _grown(file["model"], is_grown(file["model"], set())), file["outtype"],
+                     Html(f"{number(file['bytes'])} <small>{size(file['bytes'])}</small>"),
+                     number(parity.get("positions")), percent(parity.get("top1_agreement")),
+                     significant(parity.get("mean_abs_dlogprob")), significant(parity.get("max_abs_dlogprob")),
+                     number(parity.get("tokenizer_texts")), bad])
         mismatches += [f"{file['path']}: {clean(text)}" for text in wrong]
-    heads = [
-        "file",
-        "model",
-        "type",
-        "bytes",
-        "positions",
-        "top-1 agreement",
-        "mean |Δ log p|",
-        "max |Δ log p|",
-        "tokenizer texts",
-        "mismatches",
-    ]
+    heads = ["file", "model", "type", "bytes", "positions", "top-1 agreement", "mean |Δ log p|", "max |Δ log p|",
+             "tokenizer texts", "mismatches"]
     listed = "".join(f"<li><code>{as_text(line)}</code></li>" for line in mismatches)
     details = f"<details><summary>Tokenizer mismatches</summary><ul>{listed}</ul></details>" if mismatches else ""
-    return Html(
-        "<p>Each file in llama.cpp against its Hugging Face model on the same positions.</p>"
-        + as_table(heads, rows, facts["export"].get("command", facts["command"]), words=3)
-        + details
-    )
+    return Html("<p>Each file in llama.cpp against its Hugging Face model on the same positions.</p>"
+                + as_table(heads, rows, facts["export"].get("command", facts["command"]), words=3) + details)
 
 
 def _samples(facts: Facts) -> Html:
@@ -493,14 +381,10 @@ def _samples(facts: Facts) -> Html:
     for sample in speedup["samples"]:
         accepted = sum(len(part["text"]) for part in sample["segments"] if part["kind"] == "accepted")
         written = sum(len(part["text"]) for part in sample["segments"])
-        text = "".join(
-            f"<mark>{as_text(part['text'])}</mark>" if part["kind"] == "accepted" else as_text(part["text"])
-            for part in sample["segments"]
-        )
+        text = "".join(f"<mark>{as_text(part['text'])}</mark>" if part["kind"] == "accepted" else as_text(part["text"])
+                       for part in sample["segments"])
         share = f", {percent(accepted / written)} of the characters from the draft" if written else ", nothing written"
-        parts.append(
-            f"<h3>{_grown(sample['pair'], is_grown(sample['pair'], grown))}</h3>"
-            f'<p class="soft">{as_text(sample["backend"])}{share}</p>'
-            f'<pre><span class="prompt">{as_text(sample["prompt"])}</span>{text}</pre>'
-        )
+        parts.append(f"<h3>{_grown(sample['pair'], is_grown(sample['pair'], grown))}</h3>"
+                     f'<p class="soft">{as_text(sample["backend"])}{share}</p>'
+                     f'<pre><span class="prompt">{as_text(sample["prompt"])}</span>{text}</pre>')
     return Html("".join(parts) + f'<p class="command">{as_text(speedup["command"])}</p>')

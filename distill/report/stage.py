@@ -32,6 +32,7 @@ def gather(recipe: Recipe, run: Run) -> dict[str, Any]:
         "donor": cut.get("donor"),
         "draft": (cut["draft"] | {"path": "draft"}) if cut else None,
         "cuts": cut.get("changes"),
+        "parent": run.parent(),
         "search": found("surgery", "search.json"),
         "sparsity": found("draft", "sparsity.json"),
         "metrics": run.metrics(),

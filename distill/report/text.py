@@ -168,12 +168,8 @@ def limits(facts: Facts) -> list[str]:
     """What a reader must know before quoting these numbers, one sentence each."""
     machine = facts.get("machine") or {}
     place = f"{machine.get('cpu')} ({machine.get('cores')} cores)" if machine else "one machine"
-    said = [
-        (
-            f"Every time and speedup was measured on {place}; other hardware has other cost curves, so measure there "
-            "before relying on them."
-        )
-    ]
+    said = [(f"Every time and speedup was measured on {place}; other hardware has other cost curves, so measure there "
+             "before relying on them.")]
     if not machine.get("gpu"):
         said.append("No GPU took part: nothing here says how the pair behaves on one.")
     missing = stages_not_run(facts)
@@ -182,48 +178,35 @@ def limits(facts: Facts) -> list[str]:
     said += _speedup_limits(facts.get("speedup")) + _evaluation_limits(facts.get("eval"))
     said += _export_limits(facts.get("export"))
     if any_grown(facts):
-        said.append(
-            "A target labelled “grown” is a trained model enlarged without changing what it computes: its text "
-            "is real, its cost is that of the larger shape, and its quality is that of the small model."
-        )
+        said.append("A target labelled “grown” is a trained model enlarged without changing what it computes: its text "
+                    "is real, its cost is that of the larger shape, and its quality is that of the small model.")
     return said
 
 
 def _speedup_limits(speedup: Facts | None) -> list[str]:
     if not speedup:
         return []
-    said = [
-        (
-            f"Speedups come from {number(speedup.get('prompts'))} prompts of up to {number(speedup.get('new_tokens'))}"
-            " new tokens each; the best draft length of a pair is read off the same runs, and its interval does not "
-            "cover that choice."
-        )
-    ]
+    said = [(f"Speedups come from {number(speedup.get('prompts'))} prompts of up to {number(speedup.get('new_tokens'))}"
+             " new tokens each; the best draft length of a pair is read off the same runs, and its interval does not "
+             "cover that choice.")]
     for row in best_rows(speedup):
         if verdict(row) != "faster than plain":
-            said.append(
-                f"{_labelled(row['pair'], speedup)} ({row['backend']}) at its best draft length is {verdict(row)}."
-            )
+            said.append(f"{_labelled(row['pair'], speedup)} ({row['backend']}) at its best draft length is "
+                        f"{verdict(row)}.")
     different = sum(row.get("different") or 0 for row in speedup["rows"])
     excused = sum(row.get("excused") or 0 for row in speedup["rows"])
     if different:
-        said.append(
-            f"{different} outputs differ from the plain run and no rounding tie explains them: treat this pair "
-            "as not shown to be lossless."
-        )
+        said.append(f"{different} outputs differ from the plain run and no rounding tie explains them: treat this pair "
+                    "as not shown to be lossless.")
     if excused:
-        said.append(
-            f"{excused} outputs part from the plain run at a rounding tie, where two tokens' logits lie within "
-            "rounding of one another; they are counted as excused, not as identical."
-        )
+        said.append(f"{excused} outputs part from the plain run at a rounding tie, where two tokens' logits lie within "
+                    "rounding of one another; they are counted as excused, not as identical.")
     for line in speedup.get("plain_reference") or []:
         ratio = _plain_over_library(line)
         if ratio is not None and ratio < 0.95:
-            said.append(
-                f"The plain run of {_labelled(line['pair'], speedup)} ({line['backend']}) "
-                f"reaches only {percent(ratio)} of {line['library']}'s own speed, so its speedup"
-                " would shrink beside that library."
-            )
+            said.append(f"The plain run of {_labelled(line['pair'], speedup)} ({line['backend']}) "
+                        f"reaches only {percent(ratio)} of {line['library']}'s own speed, so its speedup"
+                        " would shrink beside that library.")
     return said
 
 
@@ -243,15 +226,9 @@ def _evaluation_limits(evaluation: Facts | None) -> list[str]:
         return []
     counts = ", ".join(
         f"{name}: {number(sides['after'].get('tokens'))} tokens of {number(sides['after'].get('prompts'))} prompts"
-        for name, sides in evaluation["domains"].items()
-        if sides.get("after")
-    )
-    return [
-        (
-            f"Divergences and acceptance hold for the texts they were measured on ({counts}) and for this sampler "
-            f"({sampler_words(evaluation)})."
-        )
-    ]
+        for name, sides in evaluation["domains"].items() if sides.get("after"))
+    return [(f"Divergences and acceptance hold for the texts they were measured on ({counts}) and for this sampler "
+             f"({sampler_words(evaluation)}).")]
 
 
 def _export_limits(export: Facts | None) -> list[str]:
@@ -259,8 +236,6 @@ def _export_limits(export: Facts | None) -> list[str]:
     for file in (export or {}).get("files") or []:
         wrong = len((file.get("parity") or {}).get("tokenizer_mismatches") or [])
         if wrong:
-            said.append(
-                f"{file['path']}: llama.cpp and the Hugging Face tokenizer disagree on {wrong} of "
-                f"{file['parity']['tokenizer_texts']} texts."
-            )
+            said.append(f"{file['path']}: llama.cpp and the Hugging Face tokenizer disagree on {wrong} of "
+                        f"{file['parity']['tokenizer_texts']} texts.")
     return said

@@ -64,7 +64,9 @@ class ModelDrafter:
 
     tree = False
 
-    def __init__(self, model: Model, rule: LengthRule, sampler: Sampler, random: Random, argmax: bool = False) -> None:
+    def __init__(
+        self, model: Model, rule: LengthRule, sampler: Sampler, random: Random, argmax: bool = False
+    ) -> None:
         self.model, self.rule, self.sampler, self.random = model, rule, sampler, random
         self.argmax = argmax or sampler.temperature == 0
 

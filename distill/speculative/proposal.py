@@ -38,7 +38,9 @@ class Proposal:
     features: list[Features] = field(default_factory=list)
 
     @classmethod
-    def chain(cls, tokens: list[int], laws: Tensor | None = None, features: list[Features] | None = None) -> Proposal:
+    def chain(
+        cls, tokens: list[int], laws: Tensor | None = None, features: list[Features] | None = None
+    ) -> Proposal:
         """The chain of these tokens."""
         return cls(tokens, list(range(ROOT, len(tokens) - 1)), laws, features or [])
 

@@ -29,6 +29,7 @@ from distill.run import Run, write_folder, write_json
 from distill.surgery.attention import check_kv_heads, drop_kv_groups
 from distill.surgery.change import RECORD, Change, require_supported, size_of
 from distill.surgery.hidden import check_hidden, narrow_hidden
+from distill.surgery.inherit import inherit
 from distill.surgery.laws import TargetLaws
 from distill.surgery.layers import check_layers, choose_layers, keep_layers, parse_layers
 from distill.surgery.transplant import check_transplant, transplant
@@ -165,6 +166,9 @@ class Cutter:
 
 def draft(recipe: Recipe, run: Run) -> list[Path]:
     """Make the draft's starting weights: init/, which `from_pretrained` loads, with the target's tokenizer."""
+    parent = run.parent()
+    if parent is not None:
+        return inherit(run, parent)
     settings = recipe.draft
     device = pick_device(recipe.device)
     changes: list[Change] = []

@@ -19,6 +19,7 @@ from distill.run import Run, write_json, write_text
 from distill.sampler import Sampler
 from distill.speculative.sample import continue_prompts
 from distill.target.source import target_facts
+from distill.target.traffic import write_traffic
 from distill.texts import Answer, Prompt, prompt_seed, read_prompts
 
 
@@ -34,12 +35,17 @@ def is_looping(ids: Sequence[int], longest_period: int = 16, repeats: int = 6) -
 def answers(recipe: Recipe, run: Run, share: tuple[int, int] | None = None) -> list[Path]:
     """Let the target continue the train prompts; one file per batch in answers/, which is the unit of resuming.
 
-    Of several processes, `share` = (index, count) writes every count-th batch; the first one writes manifest.json, when
-    all are done. None: the processes that this one was launched with.
+    Served answers, where the recipe names a file of them, are taken first. Of several processes, `share` = (index,
+    count) writes every count-th batch; the first one does the rest, when all are done. None: the processes that this
+    one was launched with.
     """
     share = share or (processes.process_index(), processes.process_count())
     folder = run.path("answers")
     tokenizer = load_tokenizer(recipe.target.model)
+    if recipe.answers.traffic is not None and share[0] == 0:
+        write_traffic(recipe, run, tokenizer, tokenizer.eos_token_id)
+    if recipe.answers.prompts == 0:
+        return _finish(recipe, run, share, 0)
     model = load_target(recipe.target, pick_device(recipe.device))
     ends = end_ids(model.config, tokenizer)
     vocabulary = real_tokens(model.config, tokenizer)
@@ -71,8 +77,14 @@ def answers(recipe: Recipe, run: Run, share: tuple[int, int] | None = None) -> l
         )
         write_text(path, "".join(json.dumps(line) + "\n" for line in lines))
         progress.step()
+    return _finish(recipe, run, share, len(work))
+
+
+def _finish(recipe: Recipe, run: Run, share: tuple[int, int], batches: int) -> list[Path]:
+    """Wait for all processes; the first one writes manifest.json, which says what the answers were drawn from."""
     processes.barrier()
+    folder = run.path("answers")
     if share[0] == 0:
         manifest = {"format": 1, **target_facts(recipe), "sampler": recipe.sampler.model_dump(mode="json")}
-        write_json(folder / "manifest.json", manifest | {"batches": len(work)})
+        write_json(folder / "manifest.json", manifest | {"batches": batches})
     return [folder]

@@ -50,7 +50,7 @@ def load_base(folder: Path, settings: Adapter, device: torch.device) -> Any:
         first = str(error).strip().splitlines()[0]
         raise RunError(f"bitsandbytes cannot hold {folder} in {settings.base} on {device}: {first}", WAY_ON) from error
     for module in model.modules():
-        # Else a 4-bit layer that once ran for inference on such a CPU stays in a form that gradients do not get through.
+        # Else a 4-bit layer that once ran for inference on such a CPU stays in a form that no gradient gets through.
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False
     return model.eval()

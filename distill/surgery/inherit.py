@@ -1,0 +1,45 @@
+"""The start of a refreshed run: the draft of the run before it, as it stands."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+from distill.errors import DataError
+from distill.models.hugging_face import describe_model, load_config
+from distill.run import Run, file_digest, write_folder, write_json
+
+
+def inherit(run: Run, parent: dict[str, Any]) -> list[Path]:
+    """Copy the parent's draft to init/: weights, tokenizer, kept tokens. No cut is made.
+
+    Raises DataError when the parent's draft is missing or is no longer the one that the refresh began with.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    name = f"{parent['run']}/draft"
+    source = run.folder.parent / parent["run"] / "draft"
+    for file, expected in parent["files"].items():
+        if not (source / file).is_file() or file_digest(source / file) != expected:
+            raise DataError(
+                f"{source / file} is missing or is not the one that this run goes on from",
+                f"put the folder {source.parent} back as it was",
+            )
+    config = load_config(str(source))
+    with torch.device("meta"):  # sizes alone
+        sizes = describe_model(name, AutoModelForCausalLM.from_config(config))
+
+    def save(place: Path) -> None:
+        for file in parent["files"]:
+            if file != "sparsity.json":  # of the training that made it
+                (place / file).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(source / file, place / file)
+        context = getattr(config, "max_position_embeddings", None)
+        facts: dict[str, Any] = {"donor": sizes, "draft": sizes | {"path": "init"}, "changes": [], "context": context}
+        write_json(place / "cut.json", facts)
+
+    write_folder(run.path("init"), save)
+    run.say(f"  generation {parent['generation']}: starts from {name}, without cuts")
+    return [run.path("init")]

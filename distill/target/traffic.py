@@ -1,0 +1,257 @@
+"""Served logs as the target's own text: the part of a growing jsonl file that a run pins, split, encoded, kept.
+
+A run reads the whole lines that stood there when its answers stage began, and no others ever: what the file gains
+later is for the next refresh. No torch here, so that a command can look at a file at once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from distill.errors import DataError
+from distill.run import Run, read_json, write_json, write_text
+from distill.texts import Answer, Prompt
+
+if TYPE_CHECKING:
+    from distill.recipe import Recipe, Traffic
+
+PIN = "traffic (content)"  # the part of the answers stage's key that says what was read
+SOURCE = "traffic"
+LINES_PER_FILE = 2048
+PIECE = 2**20
+
+
+@dataclass(frozen=True)
+class Line:
+    """One served answer: its line number, the prompt as text or messages, and whether the target ended it itself."""
+
+    number: int
+    prompt: str | list[dict[str, Any]]
+    answer: str
+    ended: bool
+
+    @property
+    def name(self) -> str:
+        """The prompt's name, by content: equal prompts have equal names, on whatever lines they stand."""
+        text = self.prompt if isinstance(self.prompt, str) else json.dumps(self.prompt, sort_keys=True)
+        return f"{SOURCE}#{hashlib.sha256(text.encode('utf-8', 'surrogatepass')).hexdigest()[:16]}"
+
+
+def pin_traffic(recipe: Recipe, run: Run) -> dict[str, Any] | None:
+    """What a run reads of its traffic: the whole lines up to now, after those its parent read; None without traffic.
+
+    `bytes`, `lines` and `sha256` are of the file's beginning up to there, `start` and `start_line` of what to skip.
+    """
+    if recipe.answers.traffic is None:
+        return None
+    path = Path(recipe.answers.traffic.path)
+    before = (run.parent() or {}).get("traffic") or {}
+    known = before if before.get("path") == str(path) else {"bytes": 0, "lines": 0}
+    found = measure(path)
+    return {"path": str(path), **found, "start": known["bytes"], "start_line": known["lines"]}
+
+
+def measure(path: Path) -> dict[str, Any]:
+    """Bytes, lines and sha256 of the whole lines of a file; a last line without its newline is not among them."""
+    total, hashed, tail, lines = 0, hashlib.sha256(), b"", 0
+    for piece in _pieces(path, None):
+        *whole, rest = (tail + piece).rpartition(b"\n")
+        text = b"".join(whole)
+        hashed.update(text)
+        total, lines, tail = total + len(text), lines + text.count(b"\n"), rest
+    return {"bytes": total, "lines": lines, "sha256": hashed.hexdigest()}
+
+
+def begins_with(path: Path, pin: dict[str, Any]) -> bool:
+    """Whether a file still begins with what was pinned of it."""
+    hashed = hashlib.sha256()
+    for piece in _pieces(path, pin["bytes"]):
+        hashed.update(piece)
+    return hashed.hexdigest() == pin["sha256"]
+
+
+def _pieces(path: Path, size: int | None) -> Iterator[bytes]:
+    """The first `size` bytes of a file (None: all), piece by piece; raises DataError when it cannot be read."""
+    try:
+        with open(path, "rb") as handle:
+            left = size
+            while piece := handle.read(PIECE if left is None else min(PIECE, left)):
+                left = None if left is None else left - len(piece)
+                yield piece
+    except OSError as error:
+        raise DataError(
+            f"traffic file {path} cannot be read: {error.strerror}", "correct answers.traffic.path"
+        ) from error
+
+
+def read_lines(settings: Traffic, pin: dict[str, Any]) -> Iterator[Line | str]:
+    """Every pinned line that is not blank, in order: its content, or what is wrong with it, line number included."""
+    number = pin["start_line"]
+    with open(pin["path"], "rb") as handle:
+        handle.seek(pin["start"])
+        while handle.tell() < pin["bytes"]:
+            number += 1
+            raw = handle.readline()
+            if not raw.strip():
+                continue
+            found = parse_line(raw, settings, number)
+            yield f"line {number}: {found}" if isinstance(found, str) else found
+
+
+def parse_line(raw: bytes, settings: Traffic, number: int) -> Line | str:
+    """A line's content, or what is wrong with it."""
+    try:
+        record = json.loads(raw)
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+        return f"no JSON ({error})"
+    if not isinstance(record, dict):
+        return f"a JSON object is wanted, got {type(record).__name__}"
+    ended = record.get("finish_reason") in (None, "stop")
+    if "messages" in record:
+        messages = record["messages"]
+        if not isinstance(messages, list) or len(messages) < 2 or not all(isinstance(m, dict) for m in messages):
+            return "`messages` is to be a list of at least a question and an answer"
+        if not all(isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in messages):
+            return "every message is to have a `role` and a `content`, both text"
+        if messages[-1]["role"] != "assistant":
+            return f"the last message is the {messages[-1]['role']}'s, not the assistant's"
+        prompt: Any = messages[:-1]
+        answer: Any = messages[-1]["content"]
+    else:
+        prompt, answer = record.get(settings.prompt_field), record.get(settings.answer_field)
+        for name, value in ((settings.prompt_field, prompt), (settings.answer_field, answer)):
+            if not isinstance(value, str):
+                return f"no text in field `{name}` (it has: {', '.join(map(str, record))})"
+    if not prompt or not answer:
+        return "an empty prompt" if not prompt else "an empty answer"
+    return Line(number, prompt, answer, ended)
+
+
+def encode_line(line: Line, tokenizer: Any, end: int | None) -> tuple[list[int], list[int]] | str:
+    """Token ids of prompt and answer, encoded apart as they were when served; or why they cannot be had."""
+    from distill.models.hugging_face import encode
+
+    prompt = line.prompt
+    if not isinstance(prompt, str):
+        if not tokenizer.chat_template:
+            return "messages, but the target's tokenizer has no chat template"
+        try:
+            prompt = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+        except Exception as error:  # templates are programs of others, and raise what they like
+            return f"the target's chat template refuses it ({error})"
+    ids = encode(tokenizer, prompt)
+    answer = encode(tokenizer, line.answer) + ([end] if line.ended and end is not None else [])
+    return (ids, answer) if ids and answer else "no token is left of it"
+
+
+@dataclass
+class Sorted:
+    """Where the lines of a file went: answers to learn from, held-out prompts by name, and what was left out or cut."""
+
+    train: list[Answer] = field(default_factory=list)
+    selection: dict[str, Prompt] = field(default_factory=dict)
+    report: dict[str, Prompt] = field(default_factory=dict)
+    bad: list[str] = field(default_factory=list)
+    too_long: int = 0
+    cut: int = 0
+
+
+def sort_lines(recipe: Recipe, lines: Iterable[Line | str], tokenizer: Any, end: int | None) -> Sorted:
+    """Encode lines and divide them among the splits by the names of their prompts.
+
+    Answers are cut where the block ends. A prompt that leaves them no room is left out, and so is a held-out prompt
+    that leaves less than answers.new_tokens.
+    """
+    from distill.corpus.splits import split_of
+    from distill.target.answers import is_looping
+
+    found = Sorted()
+    for line in lines:
+        ids = line if isinstance(line, str) else encode_line(line, tokenizer, end)
+        if isinstance(line, str) or isinstance(ids, str):
+            found.bad.append(line if isinstance(line, str) else f"line {line.number}: {ids}")
+            continue
+        prompt, answer = ids
+        split = split_of(line.name, recipe.corpus.selection, recipe.corpus.report)
+        room = recipe.corpus.block - len(prompt)
+        if room < (2 if split == "train" else recipe.answers.new_tokens):
+            found.too_long += 1
+        elif split == "train":
+            found.cut += len(answer) > room
+            answer = answer[:room]
+            found.train.append(Answer(f"{line.name}@{line.number}", prompt, answer, is_looping(answer), SOURCE))
+        else:  # a prompt that is served often is measured once
+            held_out = found.selection if split == "selection" else found.report
+            held_out.setdefault(line.name, Prompt(line.name, prompt, SOURCE))
+    return found
+
+
+def write_traffic(recipe: Recipe, run: Run, tokenizer: Any, end: int | None) -> None:
+    """Write answers/train-traffic-NNNNN.jsonl, prompts-selection.jsonl, prompts-report.jsonl and traffic.json.
+
+    Nothing where they stand already. Raises DataError when the file no longer begins with what was pinned, or when no
+    line of it can be learnt from; the run then forgets its pin, so that the next command reads the file as it is then.
+    """
+    settings = recipe.answers.traffic
+    assert settings is not None
+    folder = run.path("answers")
+    written = read_json(folder / "traffic.json") if (folder / "traffic.json").exists() else {"files": [None]}
+    if all(name is not None and (folder / name).exists() for name in written["files"]):
+        return
+    pin = read_json(run.path("stages", "answers.begun.json"))[PIN]
+    if not begins_with(Path(pin["path"]), pin):
+        again = _unpin(run)
+        raise DataError(
+            f"{pin['path']} no longer begins with the {pin['lines']} lines that this run pinned; was it rotated?",
+            f"{again} reads it as it is then",
+        )
+    found = sort_lines(recipe, read_lines(settings, pin), tokenizer, end)
+    held_out = {"selection": list(found.selection.values()), "report": list(found.report.values())}
+    summary = {
+        "train": len(found.train),
+        **{split: len(prompts) for split, prompts in held_out.items()},
+        "bad": len(found.bad),
+        "too_long": found.too_long,
+        "cut": found.cut,
+    }
+    where = f"lines {pin['start_line'] + 1} to {pin['lines']}"
+    first = f", first {found.bad[0]}" if found.bad else ""
+    if not found.train:
+        again = _unpin(run)
+        raise DataError(
+            f"{pin['path']} has nothing to learn from in {where}: {len(found.bad)} bad lines{first}; {found.too_long} "
+            f"too long for corpus.block; {len(found.selection) + len(found.report)} prompts of other splits",
+            f"mend the file, or set answers.traffic.prompt_field and answer_field; then {again} reads it anew",
+        )
+    files = [f"prompts-{split}.jsonl" for split in held_out]
+    for number, start in enumerate(range(0, len(found.train), LINES_PER_FILE)):
+        files.append(f"train-traffic-{number:05d}.jsonl")
+        _write_jsonl(folder / files[-1], found.train[start : start + LINES_PER_FILE])
+    for split, prompts in held_out.items():
+        _write_jsonl(folder / f"prompts-{split}.jsonl", prompts)
+    write_json(folder / "traffic.json", {**pin, **summary, "files": files})
+    run.say(
+        f"  traffic, {where}: {len(found.train)} answers to learn from, {len(found.selection)} selection and "
+        f"{len(found.report)} report prompts"
+    )
+    if found.too_long or found.cut:
+        run.say(f"  traffic: {found.too_long} prompts left out and {found.cut} answers cut to fit corpus.block")
+    if found.bad:
+        run.say(f"  traffic: {len(found.bad)} bad lines left out{first}")
+
+
+def _unpin(run: Run) -> str:
+    """Forget what was pinned, unless generated answers would be lost with it; the command that reads the file anew."""
+    if any(run.path("answers").glob("train-[0-9]*.jsonl")):
+        return "`distill train RECIPE --redo answers`"
+    run.path("stages", "answers.begun.json").unlink()
+    return "the same command"
+
+
+def _write_jsonl(path: Path, rows: Sequence[Answer | Prompt]) -> None:
+    write_text(path, "".join(json.dumps(asdict(row)) + "\n" for row in rows))
