@@ -162,7 +162,7 @@ def train(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say which stage would run, and why; do nothing.")] = False,
 ) -> None:
     """Run every stage of a recipe, from corpus to report. The same command resumes after any interruption."""
-    from distill.pipeline import find_stage, follow_pipeline, require_nothing_superseded, run_pipeline
+    from distill.pipeline import find_stage, follow_main, require_nothing_superseded, run_pipeline
     from distill.processes import is_main
     from distill.recipe import load_recipe
     from distill.refresh import finish_refresh, plan_refresh
@@ -176,7 +176,7 @@ def train(
     if not is_main():  # one of several that `accelerate launch` started
         if not dry_run:
             prepare(found)
-            follow_pipeline(found, Run(folder, found, silent=True))
+            follow_main(found, Run(folder, found, silent=True))
         return
     run = Run(folder, found)
     if refresh and (fresh or redo or dry_run):

@@ -399,7 +399,7 @@ def run_pipeline(
     again = _asked(run, redo)
     allowed = consumers(again["asked"])
     cache: dict[str, str] = {}
-    awaited = process_count() > 1  # by the processes in follow_pipeline
+    awaited = process_count() > 1  # by the processes in follow_main
     for stage in STAGES[: last + 1]:
         if awaited and NAMES.index(stage.name) > NAMES.index(LAST_TOGETHER):
             agree()  # the others can go
@@ -444,7 +444,15 @@ def run_pipeline(
         run.path("stages", "redo.json").unlink(missing_ok=True)
 
 
-def follow_pipeline(recipe: Recipe, run: Run) -> None:
-    """What every process but the main one does: take part in the stages that the main one says, until it is done."""
-    while (name := agree()) is not None:
-        find_stage(name).load()(recipe, run)
+def follow_main(recipe: Recipe, run: Run) -> None:
+    """What every process but the main one does: take part in the stages that the main one says, until it is done.
+
+    Raises RunError, which names no cause, when another process ended: that one has said why.
+    """
+    try:
+        while (name := agree()) is not None:
+            find_stage(name).load()(recipe, run)
+    except RuntimeError as error:  # what gloo and NCCL raise when the other end of a connection is gone
+        if not any(word in str(error) for word in ("onnection closed", "onnection reset", "NCCL", "remote process")):
+            raise
+        raise RunError("this process ends because another one did", "see what that one said") from error

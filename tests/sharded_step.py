@@ -23,7 +23,8 @@ torch.distributed.init_process_group("gloo")
 rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
 cpu = torch.device("cpu")
 target = toys.toy(seed=5)
-blocks = pack([([3, 9, 4, 8, 2, 7, 5], 1), ([11, 6, 14, 12, 1], 1), ([1, 2, 3, 4, 5, 6, 7, 8, 9], 1)], 16, split_long=False)
+texts = [[3, 9, 4, 8, 2, 7, 5], [11, 6, 14, 12, 1], [1, 2, 3, 4, 5, 6, 7, 8, 9]]
+blocks = pack([(ids, 1) for ids in texts], 16, split_long=False)
 part = PlannedPart("x", 0, 1, 1.0, LossSettings({"forward_kl": 0.5, "lk_hybrid": 0.5}))
 whole = Learner(toys.toy(seed=0, tie_word_embeddings=False), Columns(61, None, cpu), 4, 3)
 sharded = copy.deepcopy(whole)
@@ -34,7 +35,8 @@ fully_shard(sharded, mesh=mesh)
 
 
 def laws(mine: object) -> object:
-    states = torch.randn(int(mine.mask.sum()), 32, generator=torch.Generator().manual_seed(1))  # type: ignore[attr-defined]
+    count = int(mine.mask.sum())  # type: ignore[attr-defined]
+    states = torch.randn(count, 32, generator=torch.Generator().manual_seed(1))
     return Head.of(target, 61).teacher(states)
 
 

@@ -99,8 +99,7 @@ def test_micro_batches_change_nothing_but_rounding(
 
 def test_two_processes_change_nothing_but_rounding(world: Path, ready: Path, whole: Path, tmp_path: Path) -> None:
     shutil.copytree(ready, tmp_path / "tiny")
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "0",
-               "--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0", "-m", "distill", "train",
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0", "-m", "distill", "train",
                str(world / "recipe.yaml"), "--runs", str(tmp_path), "--until", "train", PARTS, *REPLAY]  # fmt: skip
     result = subprocess.run(command, cwd=tiny.ROOT, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr
@@ -132,7 +131,8 @@ def gradient_at_embeddings(learner: Learner, target: Any, blocks: Any, document:
         return output
 
     handle = learner.draft.get_input_embeddings().register_forward_hook(hook)
-    laws = Head.of(target, 61).teacher(torch.randn(int(blocks.mask.sum()), 32, generator=torch.Generator().manual_seed(1)))
+    states = torch.randn(int(blocks.mask.sum()), 32, generator=torch.Generator().manual_seed(1))
+    laws = Head.of(target, 61).teacher(states)
     total, _ = learner(blocks, laws, PlannedPart("x", 0, 1, 1.0, LossSettings({"forward_kl": 1.0, "lk_hybrid": 1.0})))
     handle.remove()
     (gradient,) = torch.autograd.grad(total, kept)
@@ -163,7 +163,8 @@ def test_activation_checkpointing_gives_the_same_weights(world: Path, ready: Pat
 def test_parts_share_one_curve_and_a_replay_has_its_own() -> None:
     settings = parse_section(Train, {
         "steps": 100, "batch": 2, "rate": 1.0, "warmup": 0.1, "final": 0.0,
-        "parts": [{"name": "align", "share": 0.7, "loss": {"forward_kl": 1}}, {"name": "accept", "tokens": 950, "rate": 0.5}],
+        "parts": [{"name": "align", "share": 0.7, "loss": {"forward_kl": 1}},
+                  {"name": "accept", "tokens": 950, "rate": 0.5}],
         "replay": {"steps": 10},
     })  # fmt: skip
     parts = planned(settings, 0.8, 16)
@@ -173,7 +174,7 @@ def test_parts_share_one_curve_and_a_replay_has_its_own() -> None:
     assert parts[1].loss.losses == {"lk_hybrid": 0.9, "cross_entropy": 0.1}
     curve = [rate_of(parts, part_at(parts, step), step, settings) for step in range(110)]
     assert curve[9] == 1.0 and curve[0] == pytest.approx(0.1)
-    assert curve[70] == pytest.approx(0.5 * curve[69], rel=0.05)
+    assert curve[70] == pytest.approx(0.5 * curve[69], rel=0.1)
     assert curve[99] < 0.001 and curve[100] == pytest.approx(1 / 3)
     greedy = planned(settings, 0.0, 16)
     assert set(greedy[1].loss.losses) == {"argmax_cross_entropy", "cross_entropy"}
@@ -208,14 +209,14 @@ def test_a_part_ends_when_patience_has_run_out(
 ) -> None:
     from distill.training.setup import Training
 
-    told = iter([0.5, 0.4, 0.3, 0.6, 0.2])
+    told = iter([0.5, 0.4, 0.3, 0.6, 0.2, 0.1])
     monkeypatch.setattr(
         Training, "acceptance", lambda self: {"acceptance": next(told), "tokens_per_round": 1.0, "rounds": 1}
     )
     code, run = trained(world, ready, tmp_path, PARTS, "train.acceptance.every=1", "train.acceptance.patience=2",
                         "train.steps=20")  # fmt: skip
     steps = [line["step"] for line in metrics(run)]
-    assert code == 0 and steps == [1, 2, 11, 12, 13][: len(steps)] and len(steps) >= 4
+    assert code == 0 and steps == [1, 2, 11, 12, 13]
     assert json.loads((run / "training.json").read_text())["best"]["step"] == 11
 
 
@@ -321,7 +322,8 @@ def test_signals_save_and_say_how_to_go_on(
     shutil.copytree(ready, tmp_path / "tiny")
     command = [sys.executable, "-m", "distill", "train", str(world / "recipe.yaml"), "--runs", str(tmp_path), "--until",
                "train", "train.steps=100000", "train.save_every=100000", "train.acceptance=null"]  # fmt: skip
-    process = subprocess.Popen(command, cwd=tiny.ROOT, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(command, cwd=tiny.ROOT, stderr=subprocess.PIPE, text=True, env=environment)
     assert process.stderr is not None
     said = ""
     for line in process.stderr:
@@ -331,6 +333,7 @@ def test_signals_save_and_say_how_to_go_on(
             process.send_signal(number)
             break
     said += process.stderr.read()
+    process.stderr.close()
     assert process.wait(timeout=60) == status, said
     saved = sorted((tmp_path / "tiny" / "checkpoints").glob("step-*"))
     assert len(saved) == 1 and "the same command goes on there" in said and "Traceback" not in said

@@ -1,4 +1,4 @@
-"""Which weights are taken: those whose drafts are accepted most on selection prompts, decoded as they will be served."""
+"""Which weights are taken: those whose drafts are accepted most on selection prompts, verified as they will be."""
 
 from __future__ import annotations
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from distill.errors import DataError
+from distill.processes import barrier
 from distill.run import Run, read_json, write_folder, write_json
 
 BEST = "best"  # the weights that are taken, unless a replay is kept
@@ -86,6 +87,7 @@ def save_weights(run: Run, name: str, learner: torch.nn.Module, main: bool = Tru
     weights = whole_weights(learner)
     if main:
         write_folder(run.path("checkpoints", name), lambda temporary: torch.save(weights, temporary / "model.pt"))
+    barrier()  # before any process reads them
 
 
 def load_weights(run: Run, name: str, learner: torch.nn.Module) -> None:

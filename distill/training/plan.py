@@ -100,7 +100,7 @@ def part_at(parts: list[PlannedPart], step: int) -> PlannedPart:
 
 
 def rate_of(parts: list[PlannedPart], part: PlannedPart, step: int, settings: Train) -> float:
-    """The learning rate of a step: one warm-up and cosine over all parts, at each part's own peak; a replay has its own.
+    """The learning rate of a step: one warm-up and cosine over all parts, at each part's peak; a replay has its own.
 
     One curve, so that a change of loss is nothing but that, and a replay changes nothing before it.
     """
