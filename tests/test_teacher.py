@@ -519,7 +519,7 @@ def test_quantised_and_sharded_targets(folders: dict[str, Path], monkeypatch: py
         load_model(reference, "float32", torch.device("cuda"), shard=True)
 
 
-@pytest.mark.parametrize(("kind", "most"), [("int8", 0.01), ("int4", 0.5)])
+@pytest.mark.parametrize(("kind", "most"), [("int8", 0.05), ("int4", 1.5)])
 def test_a_quantised_target_gives_laws(kind: str, most: float, tmp_path: Path) -> None:
     """bitsandbytes runs on a CPU too; where it is installed, the laws are near those of the whole weights."""
     pytest.importorskip("bitsandbytes")
@@ -531,7 +531,8 @@ def test_a_quantised_target_gives_laws(kind: str, most: float, tmp_path: Path) -
         assert TeacherStore(run).manifest["quantise"] == target.get("quantise")
         laws.append(open_teacher(run, recipe, CPU).teacher(torch.arange(4), CPU).chunk(slice(None)).log_probabilities)
     divergence = float((laws[0].exp() * (laws[0] - laws[1])).sum(-1).mean())
-    assert 1e-6 < divergence < most
+    other = float((laws[0].exp() * (laws[0] - laws[1].roll(1, 0))).sum(-1).mean())  # of laws at other positions
+    assert 1e-6 < divergence < most < other / 2
 
 
 @pytest.mark.parametrize("settings", [{"top_k": 9, "temperatures": [1.0, 2.0]}, {"kind": "exact"}, {"kind": "online"}])
