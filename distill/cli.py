@@ -139,7 +139,8 @@ def _check_models(recipe: Recipe) -> list[str]:
     lines.append(f"disk: the teacher store needs about {store / 1e6:.0f} MB, {free / 1e9:.0f} GB are free here")
     if store > free:
         raise RunError(
-            "the teacher store does not fit the disk", "lower corpus.tokens, answers.prompts or teacher.top_k"
+            "the teacher store does not fit the disk",
+            "lower corpus.tokens, answers.prompts or teacher.top_k, or store nothing with teacher.kind: online",
         )
     return lines
 

@@ -40,4 +40,6 @@ class Recipe(Section):
             )
         if "gguf" in self.speedup.backends and self.speedup.outtype not in self.export.outtypes:
             raise ValueError(f"speedup.outtype {self.speedup.outtype} is not among export.outtypes")
+        if self.speedup.grown is not None and self.target.quantise is not None:
+            raise ValueError("speedup.grown enlarges the target's own weights, which target.quantise replaces")
         return self

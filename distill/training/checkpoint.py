@@ -40,7 +40,13 @@ def whole_weights(learner: torch.nn.Module) -> dict[str, Any]:
     """
     from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
-    return get_model_state_dict(learner, options=_options(learner))
+    return _learning(learner, get_model_state_dict(learner, options=_options(learner)))
+
+
+def _learning(learner: torch.nn.Module, weights: dict[str, Any]) -> dict[str, Any]:
+    """Without what is frozen: the other name of a tied head is not left out by torch."""
+    frozen = {name for name, value in learner.named_parameters(remove_duplicate=False) if not value.requires_grad}
+    return {name: value for name, value in weights.items() if name not in frozen}
 
 
 def save_checkpoint(
@@ -55,7 +61,7 @@ def save_checkpoint(
     folder = run.path("checkpoints")
 
     def write(temporary: Path) -> None:
-        torch.save(weights, temporary / "model.pt")
+        torch.save(_learning(learner, weights), temporary / "model.pt")
         torch.save(moments, temporary / "optimizer.pt")
         write_json(temporary / "state.json", {**state, "step": step})
 
