@@ -199,7 +199,10 @@ def _load_draft(recipe: Recipe, run: Run, device: torch.device) -> Any:
             raise RecipeError(f"train.adapter: {clash}")
         draft = attach(load_base(init, settings.adapter, device), settings.adapter, recipe.seed)
     if settings.checkpointing:
-        draft.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        if hasattr(draft, "activation_checkpointing_enable"):
+            draft.activation_checkpointing_enable()
+        else:  # transformers before 5.2x
+            draft.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if settings.compile:
         draft.model.compile()
     return draft
