@@ -1,8 +1,12 @@
-"""Every divergence and acceptance formula once, plain and in the dtype given: the oracle for all faster versions.
+"""Every divergence, acceptance and loss formula once, plain and in the dtype given: the oracle for all faster versions.
 
 Legend: N positions, V vocabulary, K stored entries. p is the target's law, q the draft's; logarithms are natural,
-results are in nats or probabilities, one per position [N]. Formulas: Leviathan et al. 2023 (acceptance), Kullback and
-Leibler.
+results are in nats or probabilities, one per position [N]. Every loss is differentiable in what comes from the draft.
+Formulas: Leviathan et al. 2023 (acceptance), Kullback and Leibler, Lin 1991 (Jensen-Shannon), LK (arXiv 2602.23881).
+
+Of a trimmed head the columns are the tokens that the draft can speak. There q sums to 1 and p to less, and each sum
+runs over those columns alone: the KL without its infinite part, the JSD without its constant −β log β · (p's missing
+mass), the total variation with it, as 1 − Σ min(p, q).
 """
 
 from __future__ import annotations
@@ -10,11 +14,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+LEAST_ACCEPTANCE = 1e-5  # below it the logarithm of an acceptance is held
+
 
 def _weighted_log_ratio(weight: Tensor, log_a: Tensor, log_b: Tensor) -> Tensor:
     """Σ weight · (log a − log b) with 0 · anything = 0."""
-    terms = torch.where(weight > 0, weight * (log_a - log_b), torch.zeros_like(weight))
-    return terms.sum(-1)
+    # The ratio is masked, not its product: the gradient of 0 · inf would be NaN.
+    return (weight * torch.where(weight > 0, log_a - log_b, torch.zeros_like(log_a))).sum(-1)
 
 
 def forward_kl(target_log_probabilities: Tensor, draft_log_probabilities: Tensor) -> Tensor:
@@ -23,13 +29,31 @@ def forward_kl(target_log_probabilities: Tensor, draft_log_probabilities: Tensor
 
 
 def reverse_kl(target_log_probabilities: Tensor, draft_log_probabilities: Tensor) -> Tensor:
-    """KL(q ‖ p) [N] from log-laws [N, V]."""
-    return _weighted_log_ratio(draft_log_probabilities.exp(), draft_log_probabilities, target_log_probabilities)
+    """KL(q ‖ p) [N] from log-laws [N, V]. Raises ValueError where it is infinite: p = 0 < q."""
+    draft = draft_log_probabilities.exp()
+    impossible = (draft > 0) & torch.isneginf(target_log_probabilities)
+    if bool(impossible.any()):
+        rows = int(impossible.any(-1).sum())
+        raise ValueError(
+            f"the reverse KL is infinite at {rows} positions: the target gives no mass to tokens of the draft's; "
+            "compare untruncated laws, or use the forward KL or the JSD"
+        )
+    return _weighted_log_ratio(draft, draft_log_probabilities, target_log_probabilities)
+
+
+def jsd(target_log_probabilities: Tensor, draft_log_probabilities: Tensor, beta: float = 0.5) -> Tensor:
+    """β KL(p ‖ m) + (1 − β) KL(q ‖ m) [N] with m = βp + (1 − β)q, 0 < β < 1, from log-laws [N, V]."""
+    p, q = target_log_probabilities.exp(), draft_log_probabilities.exp()
+    mass = beta * p + (1 - beta) * q
+    mixed = mass.masked_fill(mass == 0, 1).log()  # where neither has mass, no gradient of a logarithm of 0
+    forward = _weighted_log_ratio(p, target_log_probabilities, mixed)
+    return beta * forward + (1 - beta) * _weighted_log_ratio(q, draft_log_probabilities, mixed)
 
 
 def total_variation(target: Tensor, draft: Tensor) -> Tensor:
-    """½ Σ |p − q| [N] from laws [N, V]."""
-    return 0.5 * (target - draft).abs().sum(-1)
+    """1 − Σ min(p, q) [N] from laws [N, V], which is ½ Σ |p − q| where both sum to 1."""
+    # Σ (q − p)⁺ is the same where q sums to 1, and exact where the laws are close.
+    return (draft - target).relu().sum(-1)
 
 
 def acceptance_sampling(target: Tensor, draft: Tensor) -> Tensor:
@@ -47,9 +71,45 @@ def acceptance_greedy(target_logits: Tensor, draft_logits: Tensor) -> Tensor:
     return (target_logits.argmax(-1) == draft_logits.argmax(-1)).to(target_logits.dtype)
 
 
+def nla(target: Tensor, draft: Tensor) -> Tensor:
+    """−log max(Σ min(p, q), 1e-5) [N], the negative log acceptance, from laws [N, V]."""
+    # Not torch.minimum, which splits its gradient at ties.
+    acceptance = torch.where(draft > target, target, draft).sum(-1)
+    return -acceptance.clamp(min=LEAST_ACCEPTANCE).log()
+
+
+def lk_hybrid(target_log_probabilities: Tensor, draft_log_probabilities: Tensor, decay: float = 3.0) -> Tensor:
+    """λ KL(p ‖ q) + (1 − λ) TV [N], λ = exp(−decay · Σ min(p, q)) per position and without gradient, from log-laws."""
+    p, q = target_log_probabilities.exp(), draft_log_probabilities.exp()
+    share = (-decay * acceptance_sampling(p, q).detach()).exp()
+    kl = forward_kl(target_log_probabilities, draft_log_probabilities)
+    return share * kl + (1 - share) * total_variation(p, q)
+
+
+def match_loss(target: Tensor, draft_logits: Tensor, temperature: float = 0.5) -> Tensor:
+    """−Σ p · softmax(z / τ) [N] from laws and logits [N, V]: minus a soft form of p(argmax q), equal to it at τ → 0."""
+    return -(target * (draft_logits / temperature).softmax(-1)).sum(-1)
+
+
 def cross_entropy(draft_logits: Tensor, tokens: Tensor) -> Tensor:
     """−log q(token) [N] from logits [N, V] and tokens [N]."""
     return draft_logits.logsumexp(-1) - draft_logits.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+
+
+def argmax_cross_entropy(target: Tensor, draft_logits: Tensor) -> Tensor:
+    """−log q(argmax p) [N] from laws, log-laws or logits of the target and logits of the draft [N, V]."""
+    return cross_entropy(draft_logits, target.argmax(-1))
+
+
+def top_k_hinge(target: Tensor, draft_logits: Tensor, k: int, margin: float) -> Tensor:
+    """Σ_y p_y max(0, margin + z₍k,−y₎ − z_y) [N], z₍k,−y₎ the k-th largest logit of the others; k < V.
+
+    It is 0 where every token that the target may say leads the draft's (k + 1)-th by the margin: coverage for trees.
+    """
+    top, columns = draft_logits.topk(k + 1, dim=-1)
+    leads = torch.zeros_like(draft_logits, dtype=torch.bool).scatter(-1, columns[..., :k], True)
+    rival = torch.where(leads, top[..., k:], top[..., k - 1 : k])
+    return (target * (margin + rival - draft_logits).relu()).sum(-1)
 
 
 def bucketed_forward_kl(ids: Tensor, log_probabilities: Tensor, log_tail: Tensor, draft_logits: Tensor) -> Tensor:

@@ -1,11 +1,11 @@
 """Losses over the head in chunks: logits of at most `chunk` positions exist at once, gradients are taken on the way.
 
-Legend: N scored positions, H hidden, V vocabulary (head rows), K stored entries. Both losses are convex in z, so a
-chunk's gradient with respect to z is known in closed form (FKL: q − p; bucketed: q − p on stored ids, q(1 − p_t/q_t)
-outside) and never needs a graph; the oracle is distill/divergences.py.
+Legend: N scored positions, n of them in a chunk and r in a block, H hidden, R rows of the draft's head, C of them that
+are columns of the laws, M outcomes, L losses. A chunk is a matrix product; its logits are replaced by their gradients
+block by block, in closed form and without a graph, in blocks small enough for the temporaries of [r, C] to stay in a
+processor's cache. The losses are in bucket.py, their oracle in distill/divergences.py.
 
-Ids from `vocabulary` on are padding: no law gives them mass. A stored entry that names one must hold no mass (a trimmed
-draft's teacher has moved it to the tail), and a label that names one has no cross-entropy.
+Head rows from C on are padding: no law gives them mass, and they have no logits here.
 """
 
 from __future__ import annotations
@@ -15,118 +15,292 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from distill.errors import DataError, RecipeError
+from distill.target.laws import Teacher, TeacherChunk
+from distill.training import bucket
+from distill.training.losses import STATISTICS, LossSettings, LossSums
+
+CACHED = 2**20  # entries of a block for each thread of a processor: 4 MB in fp32
+STREAMED = 2**24  # entries of a block on an accelerator, which wants large kernels
+
+
+def _block(
+    logits: Tensor, target: TeacherChunk, labels: Tensor, weights: Tensor, settings: LossSettings, wanted: bool
+) -> tuple[Tensor, Tensor | None]:
+    """STATISTICS and losses [r, 5 + L] of a block, and where wanted dz [r, C]; the logits [r, C] are overwritten."""
+    labelled = (labels >= 0) & (labels < logits.shape[-1])
+    column = labels.masked_fill(~labelled, 0).unsqueeze(-1)
+    logit = logits.gather(-1, column)
+    parts: dict[float, Tensor] = {}  # gradients with respect to outcome logits, by temperature
+    losses: dict[str, Tensor] = {}
+    hinge = None
+    if "top_k_hinge" in settings.losses:  # before the stored logits are taken out
+        hinge = bucket.top_k_hinge(
+            logits, target.ids, target.log_probabilities, settings.hinge_k, settings.hinge_margin
+        )
+        losses["top_k_hinge"] = hinge[0]
+    draft = bucket.Draft(logits, target.ids)
+    log_p = bucket.target_law(target, None if target.ids is None else draft.full)
+    laws = bucket.Laws(log_p, draft.law(settings.temperature))
+    log_q = laws.log_q if settings.temperature == 1 else draft.law(1.0)
+    q = laws.q if log_q is laws.log_q else log_q.exp()
+    named = laws.p
+    if target.ids is not None:  # what the bucket holds has no name
+        named = named.clone()
+        named[:, -1] = 0
+    likeliest, best = named.max(-1)
+    known = likeliest > 0
+
+    def weigh(name: str, t: float, term: bucket.Term) -> None:
+        losses[name] = term[0] * settings.scale(name)
+        share = settings.losses[name] * settings.scale(name)
+        if wanted and share:
+            part = term[1]().mul_((share * weights).unsqueeze(-1))
+            parts[t] = parts[t].add_(part) if t in parts else part
+
+    for name, divergence in bucket.DIVERGENCES.items():
+        if name in settings.losses:
+            weigh(name, settings.temperature, divergence(laws, settings))
+    if "match" in settings.losses:
+        t = settings.match_temperature
+        same = {settings.temperature: laws.log_q, 1.0: log_q}
+        weigh("match", t, bucket.match(named, same[t] if t in same else draft.law(t)))
+    if "argmax_cross_entropy" in settings.losses:
+        weigh("argmax_cross_entropy", 1.0, bucket.argmax_cross_entropy(best, known, log_q, q))
+    entropy = -draft.log_probability(log_q, column, logit) * labelled
+    if "cross_entropy" in settings.losses:
+        weigh("cross_entropy", 1.0, (entropy, lambda: q * labelled.unsqueeze(-1)))
+    statistics = [
+        laws.forward_kl,
+        entropy,
+        laws.acceptance,
+        known & (draft.top == best),
+        named.gather(-1, draft.top.unsqueeze(-1)).squeeze(-1),
+    ]
+    values = torch.stack([x.to(logits.dtype) for x in (*statistics, *(losses[name] for name in settings.losses))], -1)
+    if not wanted:
+        return values, None
+    if hinge is not None:
+        share = (settings.losses["top_k_hinge"] * weights).unsqueeze(-1)
+        at_named = hinge[1] * share
+        if target.ids is not None:
+            at_named = torch.nn.functional.pad(at_named, (0, 1))
+        parts[1.0] = parts[1.0].add_(at_named) if 1.0 in parts else at_named
+    gradient = draft.gradient(parts)
+    if hinge is not None:
+        gradient.scatter_add_(-1, hinge[2], hinge[3] * share)
+    if "cross_entropy" in settings.losses:
+        pull = -settings.losses["cross_entropy"] * weights * labelled
+        gradient.scatter_add_(-1, column, pull.unsqueeze(-1).to(gradient.dtype))
+    return values, gradient
+
+
+def _part(target: TeacherChunk, rows: slice) -> TeacherChunk:
+    ids = None if target.ids is None else target.ids[rows]
+    return TeacherChunk(ids, target.log_probabilities[rows], target.log_tail[rows])
+
+
+def _positions(
+    hidden: Tensor,
+    head: Tensor,
+    bias: Tensor | None,
+    teacher: Teacher,
+    labels: Tensor,
+    weights: Tensor,
+    settings: LossSettings,
+    chunk: int,
+    kind: torch.dtype,
+    gradients: tuple[Tensor | None, Tensor | None, Tensor | None],
+) -> Tensor:
+    """STATISTICS and losses [N, 5 + L] of every position; adds to the gradients (d_hidden, d_head, d_bias) given.
+
+    The matrix products are in the type `kind`.
+    """
+    count, columns = len(hidden), teacher.columns
+    wide = torch.promote_types(kind, torch.float32)
+    d_hidden, d_head, d_bias = gradients
+    wanted = any(gradient is not None for gradient in gradients)
+    rows = head[:columns].to(kind)
+    shift = None if bias is None else bias[:columns].to(kind)
+    buffer = torch.empty(min(chunk, count), columns, dtype=kind, device=hidden.device)
+    threads = torch.get_num_threads()
+    size = max(1, (CACHED * threads if hidden.device.type == "cpu" else STREAMED) // columns)
+    values = torch.empty(count, len(STATISTICS) + len(settings.losses), dtype=wide, device=hidden.device)
+    for start in range(0, count, chunk):
+        here = slice(start, min(start + chunk, count))
+        part = hidden[here].to(kind)
+        logits = buffer[: len(part)]
+        torch.mm(part, rows.T, out=logits)
+        if shift is not None:
+            logits += shift
+        target = teacher.chunk(here, settings.temperature)
+        for first in range(0, len(part), size):
+            block = slice(first, min(first + size, len(part)))
+            at = slice(start + block.start, start + block.stop)
+            own = logits[block].to(wide)
+            values[at], gradient = _block(own, _part(target, block), labels[at], weights[at], settings, wanted)
+            if gradient is not None:
+                logits[block] = gradient
+        del target
+        if d_hidden is not None:
+            d_hidden[here] = logits @ rows
+        if d_head is not None:
+            _add_product(d_head[:columns], logits, part)
+        if d_bias is not None:
+            d_bias[:columns] += logits.sum(0, dtype=wide)
+    return values
+
+
+def _add_product(total: Tensor, gradient: Tensor, hidden: Tensor) -> None:
+    """total [C, H] += gradientᵀ [C, n] · hidden [n, H], summed in the type of the total."""
+    if total.dtype == gradient.dtype:
+        total.addmm_(gradient.T, hidden)
+        return
+    step = max(1, CACHED * 16 // total.shape[-1])  # rows whose product in the other type is held: 64 MB in fp32
+    for start in range(0, len(total), step):
+        rows = slice(start, start + step)
+        total[rows] += gradient[:, rows].T @ hidden
+
 
 class _HeadLoss(torch.autograd.Function):
-    """Sum over positions of weighted bucketed forward KL and cross-entropy; also two sums for the log."""
+    """Σ w · loss, with the gradients taken in the forward pass, and the values of every position."""
 
     @staticmethod
     def forward(
         context: Any,
         hidden: Tensor,
         head: Tensor,
-        ids: Tensor,
-        log_probabilities: Tensor,
-        log_tail: Tensor,
+        bias: Tensor | None,
+        teacher: Teacher,
         labels: Tensor,
-        kl_weight: float,
-        ce_weight: float,
-        vocabulary: int,
+        weights: Tensor,
+        settings: LossSettings,
         chunk: int,
+        kind: torch.dtype,
     ) -> tuple[Tensor, Tensor]:
-        d_hidden = torch.empty_like(hidden)
-        d_head = torch.zeros_like(head)
-        sums = torch.zeros(3, dtype=torch.float64, device=hidden.device)  # KL, CE, agreement
-        for start in range(0, hidden.shape[0], chunk):
-            rows = slice(start, start + chunk)
-            logits = (hidden[rows] @ head.T).float()
-            if vocabulary < logits.shape[-1]:
-                logits[:, vocabulary:] = -torch.inf
-            gradient, kl, ce, agreement = _chunk_terms(
-                logits,
-                ids[rows].long(),
-                log_probabilities[rows].float(),
-                log_tail[rows],
-                labels[rows],
-                kl_weight,
-                ce_weight,
-                vocabulary,
-            )
-            sums += torch.stack([kl, ce, agreement]).double()
-            gradient = gradient.to(hidden.dtype)
-            d_hidden[rows] = gradient @ head
-            d_head.addmm_(gradient.T, hidden[rows])
-        context.save_for_backward(d_hidden, d_head)
-        loss = (kl_weight * sums[0] + ce_weight * sums[1]).float()
-        context.mark_non_differentiable(sums)
-        return loss, sums
+        inputs = (hidden, head, bias)
+        gradients = [
+            torch.zeros_like(x, memory_format=torch.contiguous_format) if x is not None and needed else None
+            for x, needed in zip(inputs, context.needs_input_grad, strict=False)
+        ]
+        own = (gradients[0], gradients[1], gradients[2])
+        values = _positions(hidden, head, bias, teacher, labels, weights, settings, chunk, kind, own)
+        context.mark_non_differentiable(values)
+        # Not saved as tensors: the gradient is handed on without a copy, so that no second [R, H] is ever held.
+        context.gradients = gradients
+        return _total(values, weights, settings), values
 
     @staticmethod
-    def backward(context: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        d_hidden, d_head = context.saved_tensors
-        return (d_hidden * gradients[0], d_head * gradients[0], *([None] * 8))
+    def backward(context: Any, *above: Tensor) -> tuple[Tensor | None, ...]:
+        if context.gradients is None:
+            raise RuntimeError("the head's loss was taken back once already; its gradients were handed on")
+        gradients, context.gradients = context.gradients, None
+        return (*(None if x is None else x.mul_(above[0]) for x in gradients), *([None] * 6))
 
 
-def _chunk_terms(
-    logits: Tensor,
-    ids: Tensor,
-    log_p: Tensor,
-    log_tail: Tensor,
-    labels: Tensor,
-    kl_weight: float,
-    ce_weight: float,
-    vocabulary: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradient [c, V] of the weighted loss with respect to a chunk's logits, and the sums of its terms."""
-    log_q = logits - logits.logsumexp(-1, keepdim=True)
-    agreement = (logits.argmax(-1) == ids[:, 0]).sum()
-    stored = log_q.gather(-1, ids)
-    spoken = labels < vocabulary
-    ce = torch.where(spoken, -log_q.gather(-1, labels.unsqueeze(-1)).squeeze(-1), torch.zeros_like(log_tail))
-    ce_weights = torch.where(spoken, ce_weight, 0.0).to(log_q.dtype)  # [c]
-    p, tail = log_p.exp(), log_tail.exp()
-    # log of q's mass outside the stored ids, summed over those logits and not as 1 minus the rest
-    log_q_tail = log_q.scatter(-1, ids, -torch.inf).logsumexp(-1)
-    bucket = torch.where(tail > 0, tail * (log_tail - log_q_tail), torch.zeros_like(tail))
-    kl = torch.where(p > 0, p * (log_p - stored), torch.zeros_like(p)).sum(-1) + bucket
-    q = log_q.exp()
-    # The stored p and tail sum to 1 only within fp16's rounding; with total mass m the gradient's constant is m.
-    mass = p.sum(-1) + tail
-    gradient = q * (kl_weight * mass + ce_weights).unsqueeze(-1)
-    if kl_weight:
-        # q · p_t/q_t in one exponent: apart, the ratio overflows where the draft leaves next to nothing outside.
-        shift = torch.where(tail > 0, log_tail - log_q_tail, torch.full_like(tail, -torch.inf))
-        gradient -= kl_weight * (log_q + shift.unsqueeze(-1)).exp_()
-    inside = kl_weight * (q.gather(-1, ids) * mass.unsqueeze(-1) - p) + ce_weights.unsqueeze(-1) * q.gather(-1, ids)
-    gradient.scatter_(-1, ids, inside)
-    gradient.scatter_add_(-1, labels.unsqueeze(-1), -ce_weights.unsqueeze(-1))
-    return gradient, kl.sum(), ce.sum(), agreement
+def _exact(values: Tensor) -> Tensor:
+    """The values in fp64, on the processor where the device has none."""
+    return (values.cpu() if values.device.type == "mps" else values).double()
+
+
+def _total(values: Tensor, weights: Tensor, settings: LossSettings) -> Tensor:
+    """Σ w · loss, in the type of the values."""
+    shares = torch.tensor([*settings.losses.values()], dtype=values.dtype, device=values.device)
+    own = _exact(values[:, len(STATISTICS) :] * shares)
+    return (own.sum(-1) * _exact(weights)).sum().to(values.device, values.dtype)
 
 
 def head_loss(
     hidden: Tensor,
     head: Tensor,
-    ids: Tensor,
-    log_probabilities: Tensor,
-    log_tail: Tensor,
+    teacher: Teacher,
     labels: Tensor,
-    weights: dict[str, float],
-    vocabulary: int,
+    settings: LossSettings,
+    weights: Tensor | None,
     chunk: int,
-) -> tuple[Tensor, Tensor]:
-    """Summed loss and, detached in fp64, the sums of forward KL (nats), cross-entropy (nats) and top-1 agreement.
+    bias: Tensor | None = None,
+) -> tuple[Tensor, LossSums]:
+    """Σ w · loss over the positions, and the sums for the log.
 
-    hidden [N, H] (after the final norm), head [V, H], compact teacher ids [N, K], log_probabilities [N, K] and
-    log_tail [N], labels [N]; columns from `vocabulary` on are padding and masked. Gradients reach hidden and head.
+    hidden [N, H] after the final norm, head [R, H] and bias [R] of which the first teacher.columns rows learn, labels
+    [N] as columns (outside them: no label), weights [N] of the positions (None: 1 each), chunk positions at once. The
+    products are in the type of `hidden`, or of an enclosing autocast; the rest is in fp32 (fp64 if that is fp64).
+    Gradients reach hidden, head and bias, once; where none is wanted, none is computed. Raises DataError for a
+    reverse KL that is infinite and for a temperature that the teacher lacks, RecipeError for a hinge over more
+    columns than there are.
     """
-    return _HeadLoss.apply(
-        hidden,
-        head,
-        ids,
-        log_probabilities,
-        log_tail,
-        labels,
-        weights.get("forward_kl", 0.0),
-        weights.get("cross_entropy", 0.0),
-        vocabulary,
-        chunk,
-    )
+    assert len(teacher) == len(hidden) == len(labels) and teacher.columns <= len(head) and chunk >= 1
+    if "top_k_hinge" in settings.losses and settings.hinge_k >= teacher.columns:
+        raise RecipeError(
+            f"hinge_k is {settings.hinge_k}, but the draft speaks only {teacher.columns} tokens", "lower hinge_k"
+        )
+    kind = _kind(hidden)
+    wide = torch.promote_types(kind, torch.float32)
+    if weights is None:
+        weights = torch.ones(len(hidden), dtype=wide, device=hidden.device)
+    weights = weights.detach().to(hidden.device, wide)
+    labels = labels.long()
+    with torch.autocast(hidden.device.type, enabled=False):  # neither the teacher nor the logs are to be rounded
+        if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (hidden, head, bias)):
+            total, values = _HeadLoss.apply(hidden, head, bias, teacher, labels, weights, settings, chunk, kind)
+        else:
+            values = _values(hidden, head, bias, teacher, labels, weights, settings, chunk, kind)
+            total = _total(values, weights, settings)
+        return total, _sums(values, weights, settings)
+
+
+def _kind(hidden: Tensor) -> torch.dtype:
+    """The type of the matrix products: that of an enclosing autocast, else of the hidden states."""
+    device = hidden.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+
+
+@torch.no_grad()
+def _values(
+    hidden: Tensor,
+    head: Tensor,
+    bias: Tensor | None,
+    teacher: Teacher,
+    labels: Tensor,
+    weights: Tensor,
+    settings: LossSettings,
+    chunk: int,
+    kind: torch.dtype,
+) -> Tensor:
+    return _positions(hidden, head, bias, teacher, labels, weights, settings, chunk, kind, (None, None, None))
+
+
+def _sums(values: Tensor, weights: Tensor, settings: LossSettings) -> LossSums:
+    if "reverse_kl" in settings.losses:
+        place = len(STATISTICS) + list(settings.losses).index("reverse_kl")
+        infinite = int(torch.isposinf(values[:, place]).sum())
+        if infinite:
+            raise DataError(
+                f"the reverse KL is infinite at {infinite} of {len(values)} positions: the target gives no mass to "
+                "tokens of the draft's",
+                "train on forward_kl or jsd, or on a store with fewer entries than tokens",
+            )
+    own, w = _exact(values), _exact(weights)
+    split = len(STATISTICS)
+    count = own.new_tensor([len(own)])
+    vector = torch.cat([count, w.sum().unsqueeze(0), own[:, :split].sum(0), w @ own[:, split:]])
+    names = ("positions", "weight", *STATISTICS, *(f"loss/{name}" for name in settings.losses))
+    return LossSums(names, vector)
+
+
+@torch.no_grad()
+def position_statistics(
+    hidden: Tensor,
+    head: Tensor,
+    teacher: Teacher,
+    chunk: int,
+    bias: Tensor | None = None,
+    temperature: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """Sampling acceptance [N] (upper end with a stored tail) and forward KL [N] of every position, for its weight."""
+    settings, kind = LossSettings({"forward_kl": 1.0}, temperature=temperature), _kind(hidden)
+    nothing = torch.full((len(hidden),), -1, device=hidden.device)
+    ones = torch.ones(len(hidden), device=hidden.device)
+    with torch.autocast(hidden.device.type, enabled=False):
+        values = _values(hidden, head, bias, teacher, nothing, ones, settings, chunk, kind)
+    return values[:, STATISTICS.index("acceptance")], values[:, STATISTICS.index("forward_kl")]

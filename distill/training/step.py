@@ -13,8 +13,10 @@ from torch import Tensor
 
 from distill.packing import Packed, attention_mask, epoch_order
 from distill.recipe import Train
+from distill.target.laws import CompactTeacher
 from distill.target.store import TeacherStore
 from distill.training.fused import head_loss
+from distill.training.losses import LossSettings
 
 
 class Columns:
@@ -78,16 +80,15 @@ def blocks_loss(
     )
     total, sums = head_loss(
         hidden,
-        head if hidden.dtype == head.dtype else head.to(hidden.dtype),
-        ids,
-        logs,
-        tail,
+        head,
+        CompactTeacher(ids, logs, {1.0: tail}, columns.count),
         columns.labels(blocks.labels().long().to(device)[scored]),
-        {name: weight for name, weight in settings.loss.items()},
-        columns.count,
+        LossSettings({name: weight for name, weight in settings.loss.items()}),
+        None,
         settings.chunk,
     )
-    return total, sums, int(scored.sum())
+    shown = torch.stack([sums[name] for name in ("forward_kl", "cross_entropy", "agreement")])
+    return total, shown, int(scored.sum())
 
 
 def parameter_groups(
