@@ -44,7 +44,8 @@ def reverse_kl(target_log_probabilities: Tensor, draft_log_probabilities: Tensor
 def jsd(target_log_probabilities: Tensor, draft_log_probabilities: Tensor, beta: float = 0.5) -> Tensor:
     """β KL(p ‖ m) + (1 − β) KL(q ‖ m) [N] with m = βp + (1 − β)q, 0 < β < 1, from log-laws [N, V]."""
     p, q = target_log_probabilities.exp(), draft_log_probabilities.exp()
-    mixed = (beta * p + (1 - beta) * q).log()
+    mass = beta * p + (1 - beta) * q
+    mixed = mass.masked_fill(mass == 0, 1).log()  # where neither has mass, no gradient of a logarithm of 0
     forward = _weighted_log_ratio(p, target_log_probabilities, mixed)
     return beta * forward + (1 - beta) * _weighted_log_ratio(q, draft_log_probabilities, mixed)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -137,7 +138,8 @@ def test_one_hot_laws() -> None:
     hot = torch.full((7, 7), -math.inf, dtype=torch.float64).fill_diagonal_(0.0)
     q = b.softmax(-1)
     close(divergences.forward_kl(hot, b.log_softmax(-1)), -q.diagonal().log())
-    assert bool(divergences.reverse_kl(hot, b.log_softmax(-1)).isposinf().all())
+    with pytest.raises(ValueError, match="infinite at 7 positions"):
+        divergences.reverse_kl(hot, b.log_softmax(-1))
     close(divergences.total_variation(hot.exp(), q), 1 - q.diagonal())
     close(divergences.acceptance_sampling(hot.exp(), q), q.diagonal())
     close(divergences.acceptance_match(hot.exp(), b), (b.argmax(-1) == torch.arange(7)).double())
@@ -165,3 +167,116 @@ def test_padding_columns_change_nothing() -> None:
             divergences.bucketed_forward_kl(ids, logs, tail, b),
         )
     close(divergences.cross_entropy(wide[1], torch.arange(12) % 9), divergences.cross_entropy(b, torch.arange(12) % 9))
+
+
+def entropies(p: list[float], q: list[float], beta: float) -> float:
+    """β KL(p ‖ m) + (1 − β) KL(q ‖ m) with Python's own numbers."""
+    mixed = [beta * x + (1 - beta) * y for x, y in zip(p, q, strict=True)]
+    one, two = (math.fsum(x * math.log(x / m) for x, m in zip(law, mixed, strict=True) if x > 0) for law in (p, q))
+    return beta * one + (1 - beta) * two
+
+
+@pytest.mark.parametrize("beta", [0.1, 0.5, 0.8])
+def test_jsd(beta: float) -> None:
+    a, b = logits(30, 17, 20), logits(30, 17, 21)
+    a[3] = torch.full((17,), -math.inf).scatter(-1, torch.tensor([5]), 0.0)
+    p, q = a.softmax(-1), b.softmax(-1)
+    got = divergences.jsd(a.log_softmax(-1), b.log_softmax(-1), beta)
+    for row in range(30):
+        assert got[row].item() == pytest.approx(entropies(p[row].tolist(), q[row].tolist(), beta), rel=1e-12)
+    close(got, divergences.jsd(b.log_softmax(-1), a.log_softmax(-1), 1 - beta), 1e-12)
+
+
+def test_jsd_is_scipys_distance_squared() -> None:
+    distance = pytest.importorskip("scipy.spatial.distance")
+    a, b = logits(30, 17, 20), logits(30, 17, 21)
+    expected = torch.tensor(distance.jensenshannon(a.softmax(-1).numpy(), b.softmax(-1).numpy(), axis=-1)) ** 2
+    close(divergences.jsd(a.log_softmax(-1), b.log_softmax(-1)), expected, 1e-12)
+
+
+def test_losses_of_the_protocols_by_loops() -> None:
+    a, b = logits(20, 11, 22), logits(20, 11, 23)
+    b[0, a[0].argmin()] += 60  # an acceptance below the least
+    p, q = a.softmax(-1), b.softmax(-1)
+    nla, match = divergences.nla(p, q), divergences.match_loss(p, b, 0.5)
+    lk = divergences.lk_hybrid(p.log(), q.log(), 3.0)
+    greedy, hinge = divergences.argmax_cross_entropy(p, b), divergences.top_k_hinge(p, b, 3, 0.7)
+    for i in range(20):
+        one, two, z = p[i].tolist(), q[i].tolist(), b[i].tolist()
+        alpha = math.fsum(min(x, y) for x, y in zip(one, two, strict=True))
+        kl_ = math.fsum(x * math.log(x / y) for x, y in zip(one, two, strict=True))
+        sharp = [math.exp(2 * (x - max(z))) for x in z]
+        short = 0.0
+        for y in range(11):
+            others = sorted((x for j, x in enumerate(z) if j != y), reverse=True)
+            short += one[y] * max(0.0, 0.7 + others[2] - z[y])
+        assert nla[i].item() == pytest.approx(-math.log(max(alpha, 1e-5)), rel=1e-12)
+        assert lk[i].item() == pytest.approx(
+            math.exp(-3 * alpha) * kl_ + (1 - math.exp(-3 * alpha)) * (1 - alpha), rel=1e-12
+        )
+        soft = math.fsum(x * y for x, y in zip(one, sharp, strict=True)) / math.fsum(sharp)
+        assert match[i].item() == pytest.approx(-soft, rel=1e-12)
+        assert greedy[i].item() == pytest.approx(-math.log(two[one.index(max(one))]), rel=1e-12)
+        assert hinge[i].item() == pytest.approx(short, rel=1e-12)
+    assert nla[0].item() == pytest.approx(-math.log(1e-5))
+
+
+def test_gradients_of_the_losses() -> None:
+    """Autograd through the plain forms against the closed ones of the field, and against finite differences."""
+    a, b = logits(12, 9, 24), logits(12, 9, 25)
+    p, log_p = a.softmax(-1), a.log_softmax(-1)
+    q = b.softmax(-1)
+
+    def slope(loss: Callable[[Tensor], Tensor]) -> Tensor:
+        z = b.clone().requires_grad_()
+        loss(z).sum().backward()
+        assert z.grad is not None
+        return z.grad
+
+    close(slope(lambda z: divergences.forward_kl(log_p, z.log_softmax(-1))), q - p)
+    reverse = divergences.reverse_kl(log_p, q.log()).unsqueeze(-1)
+    close(slope(lambda z: divergences.reverse_kl(log_p, z.log_softmax(-1))), q * ((q / p).log() - reverse))
+    m = (p + q) / 2
+    close(
+        slope(lambda z: divergences.jsd(log_p, z.log_softmax(-1))),
+        q * ((q / m).log() - (q * (q / m).log()).sum(-1, keepdim=True)) / 2,
+    )
+    under = (q <= p).double()
+    variation = -q * (under - (q * under).sum(-1, keepdim=True))
+    close(slope(lambda z: divergences.total_variation(p, z.softmax(-1))), variation)
+    alpha = divergences.acceptance_sampling(p, q).unsqueeze(-1)
+    close(slope(lambda z: divergences.nla(p, z.softmax(-1))), variation / alpha)
+    share = (-3 * alpha).exp()
+    close(slope(lambda z: divergences.lk_hybrid(log_p, z.log_softmax(-1))), share * (q - p) + (1 - share) * variation)
+    for loss in (
+        lambda z: divergences.match_loss(p, z, 0.5),
+        lambda z: divergences.argmax_cross_entropy(p, z),
+        lambda z: divergences.top_k_hinge(p, z, 2, 1.0),
+        lambda z: divergences.jsd(log_p, z.log_softmax(-1), 0.2),
+    ):
+        direction, step = logits(12, 9, 26), 1e-6
+        difference = (loss(b + step * direction) - loss(b - step * direction)) / (2 * step)
+        torch.testing.assert_close((slope(loss) * direction).sum(-1), difference, rtol=1e-6, atol=1e-7)
+
+
+def test_a_law_that_is_not_whole() -> None:
+    """Of a trimmed head: sums over what it can speak, TV with what it cannot; no NaN where neither has mass."""
+    a, b = logits(15, 10, 27), logits(15, 6, 28)
+    p, q = a.softmax(-1)[:, :6], b.softmax(-1)
+    assert float(p.sum(-1).max()) < 0.999
+    close(divergences.total_variation(p, q), 1 - torch.minimum(p, q).sum(-1))
+    close(divergences.forward_kl(p.log(), q.log()), (p * (p / q).log()).sum(-1))
+    wide = torch.nn.functional.pad(q, (0, 4))
+    whole = torch.stack(
+        [torch.tensor(entropies(x, y, 0.5)) for x, y in zip(a.softmax(-1).tolist(), wide.tolist(), strict=True)]
+    )
+    gone = 1 - p.sum(-1)
+    torch.testing.assert_close(
+        divergences.jsd(p.log(), q.log()), whole.double() - 0.5 * math.log(2) * gone, rtol=1e-5, atol=1e-6
+    )
+    z = torch.nn.functional.pad(b, (0, 4), value=-math.inf).requires_grad_()
+    none = torch.nn.functional.pad(p.log(), (0, 4), value=-math.inf)
+    for function in (divergences.forward_kl, divergences.reverse_kl, divergences.jsd, divergences.lk_hybrid):
+        own: Tensor = function(none, z.log_softmax(-1))
+        (slope,) = torch.autograd.grad(own.sum(), z)
+        assert bool(own.isfinite().all()) and bool(slope.isfinite().all())

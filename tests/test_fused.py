@@ -1,4 +1,4 @@
-"""The chunked head loss against autograd through the plain oracle in fp64."""
+"""The head's loss on what is really stored: fp16 entries, teachers of target/laws.py, trims, drafts that are sure."""
 
 from __future__ import annotations
 
@@ -6,179 +6,150 @@ import math
 
 import pytest
 import torch
+from laws import KINDS, N, Problem, V, near
 from torch import Tensor
 
-from distill import divergences
-from distill.target.store import EMPTY, compress
+from distill.errors import DataError
+from distill.target.laws import CompactTeacher, DenseTeacher, Teacher
+from distill.target.store import compress
 from distill.training.fused import head_loss
+from distill.training.losses import LOSSES, LossSettings, LossSums
 
 torch.set_num_threads(1)
 
-N, H, V = 23, 12, 37
-MIXTURES = [
-    {"forward_kl": 1.0},
-    {"cross_entropy": 1.0},
-    {"forward_kl": 0.9, "cross_entropy": 0.1},
-    {"forward_kl": 0.0, "cross_entropy": 2.5},
-]
+KL = LossSettings({"forward_kl": 0.9, "cross_entropy": 0.1})
 
 
-class Problem:
-    """Random hidden states and head (fp64) and a target's compact law from logits that may be near the draft's."""
-
-    def __init__(self, k: int, padding: int = 0, kind: str = "random", seed: int = 0, half: bool = False) -> None:
-        generator = torch.Generator().manual_seed(seed)
-
-        def random(*shape: int) -> Tensor:
-            return torch.randn(*shape, generator=generator, dtype=torch.float64)
-
-        self.vocabulary = V
-        self.hidden = random(N, H)
-        self.head = random(V + padding, H) * 0.8
-        own = self.hidden @ self.head.T
-        if kind == "random":
-            target = 3 * random(N, V + padding)
-        elif kind == "aligned":
-            target = own + 1e-3 * random(N, V + padding)
-        elif kind == "one-hot":  # of the target, the draft going along half of the time
-            target = random(N, V + padding)
-            target[torch.arange(N), torch.randint(0, V, (N,), generator=generator)] += 40
-        elif kind == "sure draft":
-            self.head *= 12
-            target = random(N, V + padding)
-        else:
-            raise AssertionError(kind)
-        if padding:
-            self.head[V:] *= 5  # padding rows that would win if they were not masked
-        target = target[:, :V]
-        chunk = compress(target, k, V)  # only its ids: the law itself is made here in fp64
-        self.ids = chunk.ids
-        law = target.log_softmax(-1)
-        self.logs = law.gather(-1, self.ids.long())
-        self.tail = law.scatter(-1, self.ids.long(), -math.inf).logsumexp(-1).clamp(min=EMPTY)
-        if half:  # as the store keeps it: the mass is not quite 1
-            self.logs = self.logs.half().double()
-        self.labels = torch.randint(0, V, (N,), generator=generator)
-
-    def oracle(self, weights: dict[str, float]) -> tuple[float, Tensor, Tensor, float, float]:
-        hidden, head = self.hidden.clone().requires_grad_(), self.head.clone().requires_grad_()
-        logits = (hidden @ head.T)[:, : self.vocabulary]
-        kl = divergences.bucketed_forward_kl(self.ids.long(), self.logs, self.tail, logits).sum()
-        ce = divergences.cross_entropy(logits, self.labels).sum()
-        loss = weights.get("forward_kl", 0.0) * kl + weights.get("cross_entropy", 0.0) * ce
-        loss.backward()
-        assert hidden.grad is not None and head.grad is not None
-        return loss.item(), hidden.grad, head.grad, kl.item(), ce.item()
-
-    def fused(self, weights: dict[str, float], chunk: int, dtype: torch.dtype) -> tuple[float, Tensor, Tensor, Tensor]:
-        hidden, head = (x.to(dtype).clone().requires_grad_() for x in (self.hidden, self.head))
-        loss, sums = head_loss(
-            hidden, head, self.ids, self.logs.float(), self.tail.float(), self.labels, weights, self.vocabulary, chunk
-        )
-        loss.backward()
-        assert hidden.grad is not None and head.grad is not None and hidden.grad.dtype == dtype
-        return loss.item(), hidden.grad.double(), head.grad.double(), sums
-
-    def agrees(self, weights: dict[str, float], chunk: int, dtype: torch.dtype, tolerance: float = 1e-5) -> None:
-        loss, d_hidden, d_head, sums = self.fused(weights, chunk, dtype)
-        expected, e_hidden, e_head, kl, ce = self.oracle(weights)
-        assert loss == pytest.approx(expected, rel=tolerance, abs=tolerance * N)
-        assert sums[:2].tolist() == pytest.approx([kl, ce], rel=tolerance, abs=tolerance * N)
-        near(d_hidden, e_hidden, tolerance)
-        near(d_head, e_head, tolerance)
+def compact(problem: Problem, k: int, temperatures: tuple[float, ...] = (1.0,)) -> CompactTeacher:
+    """What a store keeps of the laws over all tokens."""
+    logits = problem.teacher.logits
+    found = compress(logits, k, V)
+    ids = found.ids.long()
+    law = logits.log_softmax(-1).scatter(-1, ids, -math.inf)
+    tails = {t: (law / t).logsumexp(-1).float() for t in temperatures}
+    return CompactTeacher(found.ids, found.log_probabilities, tails, V)
 
 
-def near(left: Tensor, right: Tensor, tolerance: float) -> None:
-    assert bool(left.isfinite().all())
-    assert float((left - right).abs().max()) <= tolerance * max(1.0, float(right.abs().max()))
+def fused(
+    problem: Problem, teacher: Teacher, settings: LossSettings, kind: torch.dtype = torch.float64
+) -> tuple[Tensor, LossSums, Tensor, Tensor]:
+    hidden, head = (x.to(kind, copy=True).requires_grad_() for x in (problem.hidden, problem.head))
+    loss, sums = head_loss(hidden, head, teacher, problem.labels, settings, problem.weights, 5)
+    loss.backward()
+    assert hidden.grad is not None and head.grad is not None
+    return loss.detach(), sums, hidden.grad, head.grad
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize("kind", ["random", "aligned", "one-hot"])
-@pytest.mark.parametrize("k", [1, 6, V - 1, V])
-def test_value_and_gradients(k: int, kind: str, dtype: torch.dtype) -> None:
-    problem = Problem(k, kind=kind, seed=k)
-    for weights in MIXTURES:
-        problem.agrees(weights, 7, dtype)
+def agrees(problem: Problem, teacher: Teacher, settings: LossSettings, least: float = 1.0) -> None:
+    total, _, d_hidden, d_head, _ = problem.expected(settings)
+    for kind in (torch.float64, torch.float32):
+        loss, _, *own = fused(problem, teacher, settings, kind)
+        near(loss, total, 1e-5, least)
+        near(own[0], d_hidden, 1e-5, least)
+        near(own[1], d_head, 1e-5, least)
 
 
-@pytest.mark.parametrize("padding", [1, 9])
-@pytest.mark.parametrize("k", [4, V - 1, V])
-def test_padded_columns(k: int, padding: int) -> None:
-    problem = Problem(k, padding=padding, seed=50 + k)
-    for weights in MIXTURES:
-        problem.agrees(weights, 5, torch.float64)
-    _, _, d_head, _ = problem.fused(MIXTURES[2], 5, torch.float64)
-    assert torch.equal(d_head[V:], torch.zeros(padding, H, dtype=torch.float64))
+@pytest.mark.parametrize("trimmed", [None, 19])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", LOSSES)
+def test_teachers_of_the_house(name: str, kind: str, trimmed: int | None) -> None:
+    """A compact store, at the temperature it holds, and hidden states times a head, at any; whole and trimmed."""
+    for temperature in (1.0, 0.7):
+        settings = LossSettings({name: 1.0}, temperature=temperature, hinge_k=3)
+        for k in (5, V, None):
+            problem = Problem(k, kind, seed=20, padding=2, trimmed=trimmed)
+            teacher: CompactTeacher | DenseTeacher
+            if k is None:  # the target's hidden states are its logits, and its head one row per token
+                head = torch.cat([torch.eye(V), torch.ones(3, V)])
+                teacher = DenseTeacher(problem.teacher.logits.float(), head, V)
+            else:
+                teacher = compact(problem, k, (1.0, 0.7))
+            if problem.teacher.kept is not None:
+                teacher = teacher.restrict(torch.tensor(problem.teacher.kept))
+            agrees(problem, teacher, settings)
 
 
-@pytest.mark.parametrize("chunk", [1, 2, 5, 22, 23, 24, 1000])
-def test_chunks(chunk: int) -> None:
-    problem = Problem(8, padding=3, seed=9)
-    problem.agrees(MIXTURES[2], chunk, torch.float64)
-    one, two = problem.fused(MIXTURES[2], chunk, torch.float64), problem.fused(MIXTURES[2], N, torch.float64)
-    assert one[0] == pytest.approx(two[0], rel=1e-6)
-    near(one[1], two[1], 1e-6)
-    near(one[2], two[2], 1e-6)
-    assert one[3][2] == two[3][2]
+def test_a_temperature_that_is_not_stored_is_refused() -> None:
+    problem = Problem(5, seed=21)
+    with pytest.raises(DataError, match=r"holds temperatures 1, not 2"):
+        fused(problem, compact(problem, 5), LossSettings({"forward_kl": 1.0}, temperature=2.0))
 
 
 def test_masses_rounded_to_half_precision() -> None:
-    problem = Problem(8, kind="random", seed=3, half=True)
-    assert float((problem.logs.exp().sum(-1) + problem.tail.exp() - 1).abs().max()) > 1e-5
-    problem.agrees(MIXTURES[0], 6, torch.float64)
+    """Stored entries and tail sum to 1 only within fp16's rounding: the gradient's constant is their sum."""
+    problem = Problem(5, seed=22)
+    teacher = compact(problem, 5)
+    rounded = CompactTeacher(teacher.ids, teacher.log_probabilities.half(), teacher.log_tails, V)
+    p, tail = rounded.log_probabilities.double().exp(), rounded.log_tails[1.0].double().exp()
+    assert float((p.sum(-1) + tail - 1).abs().max()) > 1e-5
+    problem.teacher.chunk = rounded.chunk  # type: ignore[method-assign]
+    problem.named = lambda temperature: torch.zeros(N, V).double().scatter(-1, rounded.ids.long(), p)  # type: ignore
+    for name in LOSSES:
+        agrees(problem, rounded, LossSettings({name: 1.0}))
 
 
-def test_sure_draft_gives_finite_gradients() -> None:
+@pytest.mark.parametrize("name", LOSSES)
+def test_sure_draft_gives_finite_gradients(name: str) -> None:
     """A draft with less than e^-88 of its mass outside the stored tokens: q_t is 0 in fp32 and p_t / q_t infinite."""
-    problem = Problem(2, kind="sure draft", seed=4)
-    # The draft is sure of a token that the target stores, so that all of the rest is far below.
-    problem.hidden = problem.hidden * 6
+    problem = Problem(2, seed=23)
+    problem.hidden *= 60
     logits = problem.hidden @ problem.head.T
     top = logits.argmax(-1)
-    law = torch.zeros(N, V, dtype=torch.float64).scatter(-1, top.unsqueeze(-1), 1.0).log_softmax(-1)
-    values, ids = law.topk(2, dim=-1)
-    problem.ids, problem.logs = ids.to(torch.int32), values
-    problem.tail = law.scatter(-1, ids, -math.inf).logsumexp(-1)
-    outside = logits.log_softmax(-1).scatter(-1, ids, -math.inf).logsumexp(-1)
+    # The target stores what the draft is sure of, so that all of the rest is far below.
+    problem.teacher.logits = (0.1 * problem.random(N, V)).scatter(-1, top.unsqueeze(-1), 3.0)
+    teacher = compact(problem, 2)
+    outside = logits.log_softmax(-1).scatter(-1, teacher.ids.long(), -math.inf).logsumexp(-1)
     assert float(outside.min()) < -110  # else this tests nothing
-    problem.agrees(MIXTURES[2], 7, torch.float64)
-
-
-def test_agreement_counts_the_teachers_first() -> None:
-    problem = Problem(5, seed=5)
-    sums = problem.fused(MIXTURES[0], 4, torch.float64)[3]
-    logits = problem.hidden @ problem.head.T
-    assert int(sums[2]) == sum(int(row.argmax()) == int(ids[0]) for row, ids in zip(logits, problem.ids, strict=True))
+    agrees(problem, teacher, LossSettings({name: 1.0}))
 
 
 def test_finite_differences() -> None:
-    """Gradients against central differences of the loss itself, in random directions."""
-    problem = Problem(6, seed=6)
-    weights = MIXTURES[2]
-    _, d_hidden, d_head, _ = problem.fused(weights, 7, torch.float64)
-    generator = torch.Generator().manual_seed(1)
-    for _ in range(5):
-        a = torch.randn(N, H, generator=generator, dtype=torch.float64)
-        b = torch.randn(V, H, generator=generator, dtype=torch.float64)
-        step, values = 1e-6, []
+    """Gradients against central differences of the loss itself, in random directions, in fp64."""
+    for name in LOSSES:
+        problem = Problem(6, seed=24)
+        settings = LossSettings({name: 1.0}, hinge_k=2)
+        if name == "lk_hybrid":  # its λ has no gradient by definition, but a difference; at decay 0 it is constant
+            settings = LossSettings({name: 1.0}, lk_decay=0.0)
+        _, _, d_hidden, d_head = fused(problem, problem.teacher, settings)
         hidden, head = problem.hidden, problem.head
-        for sign in (1, -1):
-            problem.hidden, problem.head = hidden + sign * step * a, head + sign * step * b
-            values.append(problem.oracle(weights)[0])
-        problem.hidden, problem.head = hidden, head
-        slope = (values[0] - values[1]) / (2 * step)
-        assert slope == pytest.approx(float((d_hidden * a).sum() + (d_head * b).sum()), rel=1e-5, abs=1e-4)
+        for _ in range(3):
+            a, b = problem.random(*hidden.shape), problem.random(*head.shape)
+            step, values = 1e-6, []
+            for sign in (1, -1):
+                problem.hidden, problem.head = hidden + sign * step * a, head + sign * step * b
+                values.append(float(fused(problem, problem.teacher, settings)[0]))
+            problem.hidden, problem.head = hidden, head
+            slope = (values[0] - values[1]) / (2 * step)
+            assert slope == pytest.approx(float((d_hidden * a).sum() + (d_head * b).sum()), rel=1e-5, abs=1e-5), name
+
+
+def test_agreement_with_torch() -> None:
+    """KL and cross-entropy on whole laws against torch.nn.functional, value and gradient."""
+    problem = Problem(None, seed=25)
+    problem.labels = problem.labels % V
+    for name in ("forward_kl", "cross_entropy"):
+        logits = (problem.hidden @ problem.head.T).requires_grad_()
+        if name == "forward_kl":
+            law = problem.teacher.dense(1.0)
+            own = torch.nn.functional.kl_div(logits.log_softmax(-1), law, reduction="none", log_target=True).sum(-1)
+        else:
+            own = torch.nn.functional.cross_entropy(logits, problem.labels, reduction="none")
+        expected = (own * problem.weights).sum()
+        expected.backward()
+        assert logits.grad is not None
+        loss, sums, d_hidden, d_head = fused(problem, problem.teacher, LossSettings({name: 1.0}))
+        assert loss.item() == pytest.approx(expected.item(), rel=1e-10)
+        assert sums[name].item() == pytest.approx(own.sum().item(), rel=1e-10)
+        near(d_hidden, logits.grad @ problem.head, 1e-10)
+        near(d_head, logits.grad.T @ problem.hidden, 1e-10)
 
 
 def test_gradient_is_scaled_by_what_comes_from_above() -> None:
-    problem = Problem(6, seed=7)
+    problem = Problem(6, seed=26)
     grads = []
     for scale in (1.0, 0.125):
         hidden, head = problem.hidden.clone().requires_grad_(), problem.head.clone().requires_grad_()
-        loss, _ = head_loss(
-            hidden, head, problem.ids, problem.logs.float(), problem.tail.float(), problem.labels, MIXTURES[2], V, 7
-        )
+        loss, _ = head_loss(hidden, head, problem.teacher, problem.labels, KL, None, 7)
         (loss * scale).backward()
         grads.append((hidden.grad, head.grad))
     for one, two in zip(*grads, strict=True):

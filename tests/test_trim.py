@@ -21,9 +21,11 @@ from distill.models.kept import read_kept, trim_head, write_kept
 from distill.sampler import Sampler
 from distill.speculative.decode import plain, speculative
 from distill.surgery.trim import always_kept, check_size, count_tokens, keep, rank_tokens, sizes_between, smallest_size
+from distill.target.laws import CompactTeacher
 from distill.target.store import EMPTY, compress
 from distill.texts import Answer
 from distill.training.fused import head_loss
+from distill.training.losses import LossSettings
 from distill.training.step import Columns
 from distill.vocabulary import Vocabulary
 
@@ -125,9 +127,9 @@ def test_loss_over_kept_columns(weights: dict[str, float], stored: int) -> None:
     columns = Columns(V, kept, CPU)
     hidden, head = problem.hidden.clone().requires_grad_(), problem.head.clone().requires_grad_()
     ids, logs, tail = columns.teacher(problem.ids, problem.logs, problem.tail)
-    loss, _ = head_loss(
-        hidden, columns.head(head), ids, logs, tail, columns.labels(problem.labels), weights, columns.count, 7
-    )
+    teacher = CompactTeacher(ids, logs, {1.0: tail}, columns.count)
+    labels = columns.labels(problem.labels)
+    loss, _ = head_loss(hidden, columns.head(head), teacher, labels, LossSettings(weights), None, 7)
     loss.backward()
     expected, d_hidden, d_head = problem.oracle(weights, kept)
     assert loss.item() == pytest.approx(expected, rel=1e-5)

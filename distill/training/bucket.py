@@ -124,9 +124,11 @@ class Laws:
         return (self.q * self.p.sum(-1, keepdim=True)).sub_(self.p)
 
     def variation_gradient(self) -> Tensor:
-        """q (1[q > p] − Σ q 1[q > p])."""
-        over = self.q * (self.excess > 0)
-        return over.sub_(self.q * over.sum(-1, keepdim=True))
+        """q S where q > p and −q (1 − S) elsewhere, S the sum of q elsewhere."""
+        over = self.excess > 0
+        above = (self.q * over).sum(-1, keepdim=True)
+        below = (self.q * ~over).sum(-1, keepdim=True)  # not 1 − above: where acceptance is low it is all that is left
+        return torch.where(over, below, -above).mul_(self.q)
 
 
 def _forward_kl(laws: Laws, settings: LossSettings) -> Term:
