@@ -10,8 +10,6 @@ from __future__ import annotations
 import importlib
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, Protocol
 
 import numpy as np
@@ -21,94 +19,12 @@ from torch import Tensor
 
 from distill.errors import DataError
 from distill.models.gguf import GgufModel
-from distill.models.gguf_grammar import open_grammar, spoken
+from distill.models.gguf_grammar import open_grammar
 from distill.speculative import gbnf
-from distill.speculative.translate import Writer
-from distill.vocabulary import Vocabulary
+from distill.speculative.tokens import Tokens
 
+STUCK = "let it allow what this vocabulary can say, or write a simpler one"
 Bits = NDArray[np.uint8]  # [⌈V / 8⌉], a bit for each token, the lowest first
-
-
-@dataclass(frozen=True)
-class Tokens:
-    """What a grammar must know of a vocabulary: the bytes [V] that each token says, none for special ones.
-
-    `ends` end a text; they are allowed where the grammar is satisfied, and there alone. `write` gives the tokens that
-    the tokenizer would say bytes with.
-    """
-
-    said: Sequence[bytes]
-    ends: tuple[int, ...]
-    write: Callable[[bytes], list[int]]
-
-    def __post_init__(self) -> None:
-        if not self.ends or not all(0 <= end < len(self.said) for end in self.ends):
-            raise DataError(
-                f"a grammar needs a token that ends the text, got {list(self.ends)} of {len(self.said)}",
-                "name the model's eos_token_id",
-            )
-
-    @classmethod
-    def of(cls, vocabulary: Vocabulary, ends: Sequence[int]) -> Tokens:
-        """Those of a tokenizer folder."""
-        said = [
-            b"" if data is None or kind in ("special", "unused") else data
-            for data, kind in zip(vocabulary.bytes_of, vocabulary.kinds, strict=True)
-        ]
-        return cls(said, tuple(end for end in ends if end < len(said)), Writer(vocabulary).write)
-
-    @classmethod
-    def of_gguf(cls, model: GgufModel, ends: Sequence[int] | None = None) -> Tokens:
-        """Those of a GGUF file; `ends` are by default those that llama.cpp ends texts with."""
-        said, known = spoken(model)
-        chosen = tuple(known if ends is None else ends)
-        return cls(said, chosen, lambda data: model.tokenize(data.decode("utf-8", "ignore")))
-
-    @classmethod
-    def of_bytes(cls, said: Sequence[bytes], ends: Sequence[int]) -> Tokens:
-        """Those of a vocabulary without a tokenizer: a text is written with the longest tokens, from the left."""
-        known = {data: number for number, data in reversed(list(enumerate(said))) if data}
-        longest = max(map(len, known), default=0)
-
-        def write(text: bytes) -> list[int]:
-            found: list[int] = []
-            while text:
-                size = next((size for size in range(longest, 0, -1) if text[:size] in known), None)
-                if size is None:
-                    return found
-                found.append(known[text[:size]])
-                text = text[size:]
-            return found
-
-        return cls(said, tuple(ends), write)
-
-    @cached_property
-    def library(self) -> Any:
-        """llguidance's own view of them; DataError where it is not installed."""
-        try:
-            module: Any = importlib.import_module("llguidance")
-        except ImportError as error:
-            raise DataError(f"grammars need llguidance ({error})", "pip install 'distill[grammar]'") from None
-        ends = set(self.ends)
-        # An end token says nothing, whatever its bytes: the grammar is asked about it by `accepting`.
-        said = [b"" if number in ends else data for number, data in enumerate(self.said)]
-        wrapper = _Wrapper(said, self.ends[0], self.write)
-        return module.LLTokenizer(module.TokenizerWrapper(wrapper), eos_token=list(self.ends))
-
-
-class _Wrapper:
-    """The attributes that llguidance reads a tokenizer by."""
-
-    bos_token_id = None
-
-    def __init__(self, said: list[bytes], end: int, write: Callable[[bytes], list[int]]) -> None:
-        # A token without bytes needs some all the same: those of a special token, which no text matches.
-        self.special_token_ids = [number for number, data in enumerate(said) if not data]
-        self.tokens = [data or b"<%d>" % number for number, data in enumerate(said)]
-        self.eos_token_id, self._write = end, write
-
-    def __call__(self, text: bytes) -> list[int]:
-        return self._write(text)
 
 
 class Position(Protocol):
@@ -136,7 +52,7 @@ class _Guided:
     def allowed(self) -> Bits:
         found = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
         if self._matcher.is_error():
-            raise DataError(f"the grammar cannot go on: {self._matcher.get_error()}", "write a simpler one")
+            raise _stuck(self._matcher)
         return found
 
     def accepting(self) -> bool:
@@ -145,8 +61,13 @@ class _Guided:
     def after(self, token: int) -> _Guided:
         matcher = self._matcher.deep_copy()
         if not matcher.consume_token(token):
-            raise DataError(f"the grammar cannot go on: {matcher.get_error()}", "write a simpler one")
+            raise _stuck(matcher)
         return _Guided(matcher)
+
+
+def _stuck(matcher: Any) -> DataError:
+    reason = str(matcher.get_error()).split("\n")[0]
+    return DataError(f"the grammar cannot go on: {reason}", STUCK)
 
 
 class State:
@@ -170,7 +91,7 @@ class State:
             allowed[list(ends)] = self.accepting
         found = np.flatnonzero(allowed)
         if not len(found):
-            raise DataError("no token of this vocabulary can go on with the grammar", "allow other characters")
+            raise DataError("the grammar cannot go on: no token of this vocabulary fits", STUCK)
         self.forced = int(found[0]) if len(found) == 1 else None
         self._bits: Bits = np.packbits(allowed, bitorder="little")
 
@@ -197,10 +118,12 @@ def _unpacked(bits: Bits, size: int) -> NDArray[np.bool_]:
 class Constraint:
     """What may follow each token of one text: what the grammar allows, from the end of the prompt on.
 
-    `begin` starts another text. DataError where the grammar allows nothing at all.
+    `begin` starts another text. `warnings` say what of the user's grammar is not obeyed. DataError where the grammar
+    allows nothing at all.
     """
 
-    def __init__(self, position: Position, tokens: Tokens) -> None:
+    def __init__(self, position: Position, tokens: Tokens, warnings: Sequence[str] = ()) -> None:
+        self.warnings = warnings
         self.ends, self._size, self._position = tokens.ends, len(tokens.said), position
         self._over = State(None, self.ends, self._size)
         self.begin(0)
@@ -254,6 +177,7 @@ GRAMMARS: dict[str, Callable[[Any, str], str]] = {
     "gbnf": lambda matcher, text: matcher.grammar_from_lark(gbnf.lark(text)),
     "lark": lambda matcher, text: matcher.grammar_from_lark(text),
 }
+HINTS = {"json": 'correct it; {"x-guidance": {"lenient": true}} in the schema ignores what is not supported'}
 # As json.dumps writes it. A schema can ask for another layout under "x-guidance".
 LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
@@ -270,12 +194,11 @@ def constraint(kind: str, text: str, tokens: Tokens) -> Constraint:
     matcher: Any = importlib.import_module("llguidance").LLMatcher
     source = GRAMMARS[kind](matcher, text)
     wrong, messages = matcher.validate_grammar_with_warnings(source, library)
-    if wrong:
-        raise DataError(f"the {kind} cannot be used: {_first(messages[0])}", "correct it")
-    found = matcher(library, source, log_level=0)
-    if found.is_error():
-        raise DataError(f"the {kind} cannot be used: {_first(found.get_error())}", "correct it")
-    return Constraint(_Guided(found), tokens)
+    found = None if wrong else matcher(library, source, log_level=0)
+    problem = messages[0] if found is None else found.get_error()
+    if problem:
+        raise DataError(f"the {kind} grammar cannot be used: {_first(problem)}", HINTS.get(kind, "correct it"))
+    return Constraint(_Guided(found), tokens, messages)
 
 
 def llama_constraint(text: str, model: GgufModel, ends: Sequence[int] | None = None) -> Constraint:

@@ -25,8 +25,9 @@ from distill.sampler import Sampler
 from distill.speculative.constrained import Constrained, Forced
 from distill.speculative.decode import Decoded, Rules, Stop, decode, plain, require_lossless, room_for
 from distill.speculative.draft import Drafter, FirstThen, LookupDrafter, ModelDrafter, TreeDrafter
-from distill.speculative.grammar import Constraint, Tokens, constraint
+from distill.speculative.grammar import Constraint, constraint
 from distill.speculative.lengths import Fixed
+from distill.speculative.tokens import Tokens
 from distill.speculative.verify import CHAINS
 from distill.vocabulary import Vocabulary
 
@@ -128,6 +129,8 @@ def stream(recipe: Recipe, references: tuple[str, str], text: str, limit: int, w
     grammar = None
     if way.grammar is not None:
         grammar = constraint(*way.grammar, Tokens.of(Vocabulary.read(local_folder(references[0])), ends))
+        for warning in grammar.warnings:
+            print(f"the grammar is not obeyed in this: {warning}", file=sys.stderr)
     rules = Rules(way.sampler, verifier, ends, draws.random, stopper(tokenizer, way.stop), grammar)
     result = Decoded()
     hidden = () if grammar is None else grammar.ends  # what is printed is a text of the grammar
