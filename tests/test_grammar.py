@@ -271,7 +271,7 @@ LIMIT = 4
 
 def expected_law(target: TableModel, prompt: list[int], sampler: Sampler) -> dict[tuple[int, ...], float]:
     """The law of texts under masks of the language, token by token."""
-    language = words(PATTERN, "abc", 4)
+    language = words(PATTERN, "abc", 5)
     found: dict[tuple[int, ...], float] = {}
 
     def go(tokens: tuple[int, ...], chance: float) -> None:
