@@ -47,6 +47,13 @@ def generate(
         ),
     ] = "model",
     stop: Annotated[list[str] | None, typer.Option("--stop", help="End before this text; may be repeated.")] = None,
+    regex: Annotated[str | None, typer.Option("--regex", help="The new text must match this, whole.")] = None,
+    json_schema: Annotated[
+        Path | None, typer.Option("--json-schema", help="A file; the new text is JSON that follows it.")
+    ] = None,
+    grammar: Annotated[
+        Path | None, typer.Option("--grammar", help="A file in GBNF or Lark; the new text follows it.")
+    ] = None,
     runs: RunsOption = DEFAULT_RUNS,
 ) -> None:
     """Continue a prompt, streamed, with the accepted tokens marked (green on a terminal); losslessly or not at all."""
@@ -54,6 +61,7 @@ def generate(
     known = ("model", "lookup", "both", "tree", "intersection", "string")
     if drafter not in known:
         raise RecipeError(f"there is no drafter `{drafter}`", f"use one of {', '.join(known)}")
+    wanted = _grammar(regex, json_schema, grammar)
     if target or draft:
         if not (target and draft):
             raise RecipeError("a bare pair needs both --target and --draft")
@@ -74,7 +82,24 @@ def generate(
     from distill.speculative.stream import Way, stream
 
     sampler = Sampler(temperature, top_k, top_p, min_p, repetition_penalty)
-    stream(recipe, references, text, tokens, Way(sampler, verifier, drafter, length, seed, tuple(stop or ())))
+    way = Way(sampler, verifier, drafter, length, seed, tuple(stop or ()), wanted)
+    stream(recipe, references, text, tokens, way)
+
+
+def _grammar(regex: str | None, json_schema: Path | None, grammar: Path | None) -> tuple[str, str] | None:
+    """The kind and text of the one that was given; RecipeError for several, DataError for a file that is not there."""
+    if sum(given is not None for given in (regex, json_schema, grammar)) > 1:
+        raise RecipeError("--regex, --json-schema and --grammar were given together", "choose one of them")
+    if regex is not None:
+        return "regex", regex
+    path = json_schema or grammar
+    if path is None:
+        return None
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path} cannot be read: {error}", "give a text file") from None
+    return ("json" if json_schema else "gbnf" if "::=" in text else "lark"), text
 
 
 def profile(

@@ -569,6 +569,11 @@ class GgufModel:
                 return buffer.raw[:count]
             size = -count
 
+    def library_and_vocabulary(self) -> tuple[Any, Any]:
+        """llama_cpp and the vocabulary's handle, for what else llama.cpp does with tokens; ValueError once closed."""
+        self._require_open()
+        return self._library, self._vocabulary
+
     def _require_open(self) -> None:
         if self._batch is None:
             raise ValueError(f"{self.path} is closed")

@@ -148,6 +148,8 @@ def _rows(
     new_rule: Callable[[], LengthRule],
 ) -> list[_Row]:
     """A row for each prompt."""
+    if rules.constraint is not None:
+        raise DataError("a grammar follows one text at a time, not a batch", "decode these texts one by one")
     if len(prompts) > target.rows:
         raise ValueError(f"{len(prompts)} prompts for a target of {target.rows} rows")
     if empty := [number for number, prompt in enumerate(prompts) if not len(prompt)]:

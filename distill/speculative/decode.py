@@ -15,7 +15,9 @@ from torch import Tensor
 from distill.errors import DataError
 from distill.models.base import Logits, Model
 from distill.sampler import Sampler
+from distill.speculative.constrained import Constrained
 from distill.speculative.draft import Drafter, ModelDrafter
+from distill.speculative.grammar import Constraint
 from distill.speculative.lengths import Fixed
 from distill.speculative.proposal import ROOT, Proposal
 from distill.speculative.verify import CHAINS, TREES, Random, draw, draw_token, refusal, walk
@@ -58,7 +60,9 @@ class Rules:
     """How a text is decoded: the served sampler, the verifier, what ends it, and where chance comes from.
 
     `stop` looks at all new tokens after every round, for stop strings and the like; a round may bring several, so it
-    must find the first place to stop and not look at the end alone.
+    must find the first place to stop and not look at the end alone. A `constraint` masks the target's logits before
+    the sampler; a draft behind the same constraint (see constrained.py) is accepted more often. Raises DataError where
+    the constraint ends texts with other tokens.
     """
 
     sampler: Sampler = GREEDY
@@ -66,6 +70,15 @@ class Rules:
     ends: Collection[int] = ()
     random: Random = lambda: 0.0
     stop: Stop | None = None
+    constraint: Constraint | None = None
+
+    def __post_init__(self) -> None:
+        if self.constraint is not None and set(self.constraint.ends) != set(self.ends):
+            raise DataError(
+                f"the grammar ends texts with tokens {sorted(self.constraint.ends)}, the decoder with "
+                f"{sorted(self.ends)}",
+                "give both the same end tokens",
+            )
 
     @property
     def by_argmax(self) -> bool:
@@ -91,6 +104,14 @@ def verify_greedy(choices: Sequence[int], proposal: Sequence[int]) -> int:
 def room_for(target: Model, draft: Model, prompt: int, limit: int) -> int:
     """New tokens that both contexts leave room for, at most `limit`."""
     return min(limit, target.capacity - prompt, draft.capacity - prompt)
+
+
+def constrained(target: Model, prompt: Sequence[int], rules: Rules) -> Model:
+    """The target at the start of a text: behind the constraint where there is one."""
+    if rules.constraint is None:
+        return target
+    rules.constraint.begin(len(prompt))
+    return Constrained(target, rules.constraint)
 
 
 def choose(logits: Logits, history: Sequence[int], rules: Rules) -> int:
@@ -119,6 +140,7 @@ def plain(
     """
     rules = rules or Rules(ends=ends)
     result = Decoded()
+    target = constrained(target, prompt, rules)
     target.rollback([0])
     started = time.perf_counter()
     token = choose(target.extend(prompt, want=[len(prompt) - 1]), prompt, rules)
@@ -155,6 +177,7 @@ def decode(
     """
     if not lossy:
         require_lossless(drafter, rules)
+    target = constrained(target, prompt, rules)
     target.rollback([0])
     started = time.perf_counter()
     first = choose(target.extend(prompt, want=[len(prompt) - 1]), prompt, rules)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from distill.errors import DataError
+from distill.models.base import Model
 from distill.models.hugging_face import (
     TorchModel,
     encode,
@@ -21,9 +22,12 @@ from distill.models.hugging_face import (
 )
 from distill.recipe import Recipe
 from distill.sampler import Sampler
+from distill.speculative.constrained import Constrained, Forced
 from distill.speculative.decode import Decoded, Rules, Stop, decode, plain, require_lossless, room_for
 from distill.speculative.draft import Drafter, FirstThen, LookupDrafter, ModelDrafter, TreeDrafter
+from distill.speculative.grammar import Constraint, constraint
 from distill.speculative.lengths import Fixed
+from distill.speculative.tokens import Tokens
 from distill.speculative.verify import CHAINS
 from distill.vocabulary import Vocabulary
 
@@ -33,7 +37,10 @@ GREEN, RESET = "\x1b[32m", "\x1b[0m"
 
 @dataclass(frozen=True)
 class Way:
-    """How to decode: the sampler, the verifier (None: greedy at temperature 0, else token), who drafts and how many."""
+    """How to decode: the sampler, the verifier (None: greedy at temperature 0, else token), who drafts and how many.
+
+    `grammar` is its kind and text, see `grammar.constraint`.
+    """
 
     sampler: Sampler
     verifier: str | None = None
@@ -41,9 +48,10 @@ class Way:
     length: int = 4
     seed: int = 0
     stop: Sequence[str] = ()
+    grammar: tuple[str, str] | None = None
 
 
-def make_drafter(draft: TorchModel, way: Way, verifier: str, draws: random.Random) -> Drafter:
+def make_drafter(draft: Model, way: Way, verifier: str, draws: random.Random) -> Drafter:
     """The drafter that a way names; with `match` a draft says its best token, which is accepted most often."""
     model = ModelDrafter(draft, Fixed(way.length), way.sampler, draws.random, argmax=verifier == "match")
     if way.drafter == "lookup":
@@ -53,6 +61,13 @@ def make_drafter(draft: TorchModel, way: Way, verifier: str, draws: random.Rando
     if way.drafter == "tree":
         return TreeDrafter(draft, way.sampler, draws.random, 2 * way.length, depth=way.length)
     return model
+
+
+def constrained_drafter(
+    draft: Model, way: Way, verifier: str, draws: random.Random, constraint: Constraint
+) -> Drafter:
+    """The same where a grammar rules: the draft obeys it too, and what the grammar is sure of is drafted for free."""
+    return Forced(make_drafter(Constrained(draft, constraint), way, verifier, draws), constraint)
 
 
 def foreign_drafter(
@@ -111,24 +126,33 @@ def stream(recipe: Recipe, references: tuple[str, str], text: str, limit: int, w
         raise DataError(f"there is no verifier `{verifier}`", f"use {', '.join(CHAINS)}")
     draws = random.Random(way.seed)
     ends = end_ids(hugging_face.config, tokenizer)
-    rules = Rules(way.sampler, verifier, ends, draws.random, stopper(tokenizer, way.stop))
+    grammar = None
+    if way.grammar is not None:
+        grammar = constraint(*way.grammar, Tokens.of(Vocabulary.read(local_folder(references[0])), ends))
+        for warning in grammar.warnings:
+            print(f"the grammar is not obeyed in this: {warning}", file=sys.stderr)
+    rules = Rules(way.sampler, verifier, ends, draws.random, stopper(tokenizer, way.stop), grammar)
     result = Decoded()
+    hidden = () if grammar is None else grammar.ends  # what is printed is a text of the grammar
     if way.length == 0:
         print(text, end="", flush=True)
         result = plain(target, ids, room, rules=rules)
-        print(tokenizer.decode(result.tokens))
+        print(tokenizer.decode([token for token in result.tokens if token not in hidden]))
     else:
         try:
-            drafter = (
-                foreign_drafter(recipe, references, way, verifier, draws)
-                if foreign
-                else make_drafter(draft, way, verifier, draws)
-            )
+            if foreign:
+                drafter = foreign_drafter(recipe, references, way, verifier, draws)
+            elif grammar is not None:
+                drafter = constrained_drafter(draft, way, verifier, draws, grammar)
+            else:
+                drafter = make_drafter(draft, way, verifier, draws)
             require_lossless(drafter, rules)
         except ValueError as error:
             raise DataError(f"this cannot be drafted: {error}", "choose another --drafter or --verifier") from None
         print(text, end="", flush=True)
-        _show(tokenizer, result, decode(target, drafter, ids, room, rules, result), sys.stdout.isatty())
+        _show(tokenizer, result, decode(target, drafter, ids, room, rules, result), sys.stdout.isatty(), hidden)
+    if grammar is not None and not grammar.satisfied(result.tokens):
+        print("the text ends before the grammar is satisfied: give more --tokens", file=sys.stderr)
     rounds = result.rounds
     summary = f"{len(result.tokens)} tokens, {result.tokens_per_second():.1f} tok/s after the first"
     if rounds:
@@ -140,13 +164,13 @@ def stream(recipe: Recipe, references: tuple[str, str], text: str, limit: int, w
     print(summary, file=sys.stderr)
 
 
-def _show(tokenizer: Any, result: Decoded, rounds: Any, colour: bool) -> None:
-    """Print every round's tokens as they come."""
+def _show(tokenizer: Any, result: Decoded, rounds: Any, colour: bool, hidden: Collection[int] = ()) -> None:
+    """Print every round's tokens as they come, but for the hidden ones."""
     shown = 0
     pending: list[int] = []  # bytes of one character may be spread over tokens: wait until they are whole
     for _ in rounds:
         while shown < len(result.tokens):
-            pending.append(result.tokens[shown])
+            pending += [token for token in result.tokens[shown : shown + 1] if token not in hidden]
             piece = tokenizer.decode(pending)
             marked = colour and result.from_draft[shown]
             shown += 1

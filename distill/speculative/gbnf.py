@@ -1,0 +1,133 @@
+"""GBNF, llama.cpp's grammar notation, rewritten for llguidance without changing what it allows.
+
+llguidance reads a text as lexemes, and a lexeme takes all it can: `[0-9]+ [0-9]` written with a lexeme for each part
+allows no text at all. So every lexeme made here is one character, and the rules do the rest.
+"""
+
+from __future__ import annotations
+
+import re
+
+from distill.errors import DataError
+
+ESCAPES = {"n": "\n", "r": "\r", "t": "\t"}
+_HEXADECIMAL = {"x": 2, "u": 4, "U": 8}  # digits after each
+_PART = re.compile(
+    r"""(?P<space>\s+|\#[^\n]*)
+    |(?P<rule>[A-Za-z0-9_-]+)\s*::=
+    |(?P<name>[A-Za-z0-9_-]+)
+    |"(?P<literal>(?:[^"\\]|\\.)*)"
+    |\[(?P<set>(?:[^\]\\]|\\.)+)\]
+    |(?P<times>[*+?]|\{\s*[0-9]+\s*(?:,\s*[0-9]*\s*)?\})
+    |(?P<mark>[().|])""",
+    re.VERBOSE | re.DOTALL,
+)
+_CHARACTER = re.compile(r"\\(?:x[0-9A-Fa-f]{2}|u[0-9A-Fa-f]{4}|U[0-9A-Fa-f]{8}|[^xuU])|[^\\]", re.DOTALL)
+_HINT = "see the grammars README of llama.cpp"
+
+
+def lark(text: str) -> str:
+    """A GBNF grammar in llguidance's Lark notation; DataError, with the place, for what is no GBNF.
+
+    Rules are named by their number, `root` is the start. Token references (<[12]>, <name>) are not supported.
+    """
+    parts = _parts(text)
+    names = list(dict.fromkeys(found for kind, found, _ in parts if kind == "rule"))
+    if "root" not in names:
+        raise DataError("the grammar has no rule `root`", f"name the first rule root; {_HINT}")
+    known = {name: "start" if name == "root" else f"rule{number}" for number, name in enumerate(names)}
+    lines: list[list[str]] = []
+    depths: list[int] = []  # open brackets of each rule
+    for kind, found, place in parts:
+        if kind == "rule":
+            lines.append([f"{known[found]}:"])
+            depths.append(0)
+            continue
+        if not lines:
+            raise _error(text, place, "a rule must begin with `name ::=`")
+        line = lines[-1]
+        if kind == "name" and found not in known:
+            raise _error(text, place, f"there is no rule `{found}`")
+        if kind == "times" and line[-1][-1] in ":(|":
+            raise _error(text, place, f"nothing stands before `{found}` to repeat")
+        if found in ("|", ")") and kind == "mark":
+            _fill(line)
+        depths[-1] += {"(": 1, ")": -1}.get(found, 0) if kind == "mark" else 0
+        if depths[-1] < 0:
+            raise _error(text, place, "this bracket closes nothing")
+        line.append(_written(kind, found, known, text, place))
+    for line, depth in zip(lines, depths, strict=True):
+        if depth:
+            raise DataError("the grammar leaves a bracket open", "close it")
+        _fill(line)
+    if len(lines) != len(names):
+        raise DataError("the grammar defines a rule twice", "rename one of them")
+    return "\n".join(" ".join(line) for line in lines)
+
+
+def _parts(text: str) -> list[tuple[str, str, int]]:
+    """(kind, text, place) of everything but space and comments."""
+    found: list[tuple[str, str, int]] = []
+    place = 0
+    while place < len(text):
+        match = _PART.match(text, place)
+        if match is None:
+            raise _error(text, place, f"`{text[place : place + 12]}` is no GBNF")
+        assert match.lastgroup is not None
+        if match.lastgroup != "space":
+            found.append((match.lastgroup, match[match.lastgroup], place))
+        place = match.end()
+    return found
+
+
+def _fill(line: list[str]) -> None:
+    """An alternative that ends here without saying anything says the empty text."""
+    if line[-1][-1] in ":(|":
+        line.append('""')
+
+
+def _written(kind: str, found: str, known: dict[str, str], text: str, place: int) -> str:
+    if kind == "name":
+        return known[found]
+    if kind == "literal":
+        characters = [f"/{_escaped(character)}/" for character in _characters(found, text, place)]
+        return f"({' '.join(characters)})" if characters else '""'
+    if kind == "set":
+        negated = found.startswith("^")
+        return f"/[{'^' * negated}{_ranges(found[negated:], text, place)}]/"
+    return "/(?s:.)/" if found == "." else re.sub(r"\s", "", found)
+
+
+def _characters(written: str, text: str, place: int) -> list[str]:
+    pieces = _CHARACTER.findall(written)
+    if "".join(pieces) != written:
+        raise _error(text, place, f"an escape in `{written}` is not whole")
+    return [_unescaped(piece) for piece in pieces]
+
+
+def _unescaped(piece: str) -> str:
+    if len(piece) == 1:
+        return piece
+    if piece[1] in _HEXADECIMAL:
+        return chr(int(piece[2:], 16))
+    return ESCAPES.get(piece[1], piece[1])
+
+
+def _escaped(character: str) -> str:
+    return f"\\u{{{ord(character):x}}}"
+
+
+def _ranges(written: str, text: str, place: int) -> str:
+    """The inside of a set; a `-` at either end stands for itself."""
+    pieces = _CHARACTER.findall(written)
+    characters = _characters(written, text, place)
+    found = ""
+    for number, (piece, character) in enumerate(zip(pieces, characters, strict=True)):
+        between = piece == "-" and 0 < number < len(pieces) - 1
+        found += "-" if between else _escaped(character)
+    return found
+
+
+def _error(text: str, place: int, problem: str) -> DataError:
+    line, column = text.count("\n", 0, place) + 1, place - text.rfind("\n", 0, place)
+    return DataError(f"the grammar is wrong at line {line}, column {column}: {problem}", _HINT)

@@ -1,0 +1,654 @@
+"""Constrained decoding: masks, states that follow the cache, forced tokens, the law, both backends."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import json
+import random
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from torch import Tensor
+from toys import blurred, random_prompts, save_toy, toy, toy_tokenizer
+
+from distill.errors import DataError
+from distill.export.writer import export_gguf
+from distill.models.gguf import GgufModel
+from distill.models.hugging_face import TorchModel
+from distill.models.table import TableModel
+from distill.sampler import Sampler
+from distill.speculative import decode as decode_module
+from distill.speculative import draft as draft_module
+from distill.speculative import tree as tree_module
+from distill.speculative.batch import plain_batch
+from distill.speculative.constrained import Constrained, Forced
+from distill.speculative.decode import Decoded, Rules, decode, plain
+from distill.speculative.draft import Drafter, FirstThen, LookupDrafter, ModelDrafter, TreeDrafter
+from distill.speculative.gbnf import lark
+from distill.speculative.grammar import Constraint, State, constraint, llama_constraint
+from distill.speculative.lengths import Fixed
+from distill.speculative.proposal import ROOT, Proposal
+from distill.speculative.tokens import Tokens
+from distill.speculative.tree import Shape
+from distill.vocabulary import Vocabulary
+
+pytest.importorskip("llguidance")
+torch.set_num_threads(1)
+
+needs_llama = pytest.mark.skipif(importlib.util.find_spec("llama_cpp") is None, reason="llama-cpp-python is missing")
+DEMO = Path(__file__).resolve().parent.parent / "data" / "demo-target"
+
+SAID = [b"a", b"b", b"c", b"ab", b"", b"x", b'"name": ', b'"na', b"{", b"}", b"0", b"1"]
+END = 4
+TOKENS = Tokens.of_bytes(SAID, [END])
+OBJECT = r'\{"name": (a|b|ab)+[01]{2,4}\}'
+
+
+def text(tokens: Sequence[int], said: Sequence[bytes] = SAID) -> bytes:
+    return b"".join(said[token] for token in tokens)
+
+
+def run(target: Any, drafter: Drafter, prompt: Sequence[int], limit: int, rules: Rules) -> Decoded:
+    result = Decoded()
+    for _ in decode(target, drafter, prompt, limit, rules, result):
+        pass
+    return result
+
+
+# Grammars.
+
+
+def words(pattern: str, alphabet: str, longest: int) -> set[bytes]:
+    """All texts of a regular expression up to a length, by trying."""
+    found = ("".join(letters) for size in range(longest + 1) for letters in itertools.product(alphabet, repeat=size))
+    return {word.encode() for word in found if re.fullmatch(pattern, word)}
+
+
+def allowed(language: set[bytes], said: Sequence[bytes], end: int, before: bytes) -> set[int]:
+    """What a mask is: tokens that some text of the language goes on with, and the end where it is one."""
+    found = {
+        token
+        for token, data in enumerate(said)
+        if data and any(word.startswith(before + data) for word in language)
+    }
+    return found | ({end} if before in language else set())
+
+
+def allowed_by(state: State, size: int) -> set[int]:
+    return {int(i) for i in state.mask(size).nonzero()[0]}
+
+
+LANGUAGES = {
+    "[ab]{1,3}c": ("regex", "[ab]{1,3}c"),
+    "(a|ab)(c|bc)b?": ("gbnf", 'root ::= x-y ("c" | "bc") "b"?\nx-y ::= "a" | "ab"'),
+    "[ab]{1,3}[ab]c{1,2}": ("gbnf", "root ::= [ab]{1,3} [^c] c{1,2} # sets that overlap\nc ::= [c-c]"),
+    "(abc?)?": ("gbnf", 'root ::= ("a" tail | ) \ntail ::=\n  [\\x62]\n  ("\\u0063")?'),
+}
+
+
+def reachable(start: Constraint, said: Sequence[bytes], depth: int) -> Iterator[tuple[bytes, State]]:
+    """Every text of up to `depth` allowed tokens, and the state after it."""
+    level = [(b"", start.root)]
+    for _ in range(depth):
+        yield from level
+        level = [
+            (before + said[token], start.next(state, token))
+            for before, state in level
+            if not state.over
+            for token in sorted(allowed_by(state, len(said)) - set(start.ends))
+        ]
+
+
+@pytest.mark.parametrize("pattern", LANGUAGES)
+def test_masks_are_those_of_the_language(pattern: str) -> None:
+    """By trying every text. Where the text is certain the mask may hold only one of the tokens that can say it."""
+    said = [b"a", b"b", b"c", b"ab", b"", b"bc", b"cb"]
+    language = words(pattern, "abc", 6)
+    start = constraint(*LANGUAGES[pattern], Tokens.of_bytes(said, [END]))
+    seen = 0
+    for before, state in reachable(start, said, 5):
+        expected, found = allowed(language, said, END, before), allowed_by(state, len(said))
+        certain = len({word[len(before) : len(before) + 1] for word in language if word.startswith(before)}) == 1
+        assert found == expected or (certain and len(found) == 1 and found < expected), (before, found, expected)
+        assert state.accepting == (before in language) and state.forced == (min(found) if len(found) == 1 else None)
+        seen += 1
+    assert seen >= 3
+
+
+def test_states_do_not_depend_on_the_way_there() -> None:
+    """Shared states, in any order, are those of a constraint that saw nothing else."""
+    shared = constraint("regex", OBJECT, TOKENS)
+    draws = random.Random(0)
+    for _ in range(60):
+        fresh = constraint("regex", OBJECT, TOKENS)
+        a, b, path = shared.root, fresh.root, []
+        while not a.over and len(path) < 12:
+            assert allowed_by(a, 12) == allowed_by(b, 12) and (a.accepting, a.forced) == (b.accepting, b.forced)
+            path.append(draws.choice(sorted(allowed_by(a, 12))))
+            a, b = shared.next(a, path[-1]), fresh.next(b, path[-1])
+        whole = re.fullmatch(OBJECT.encode(), text(path)) is not None
+        assert a.over == b.over == (path[-1] == END) and shared.satisfied(path) == fresh.satisfied(path) == whole
+        assert whole or not a.over
+
+
+def test_ends_padding_and_what_is_ruled_out() -> None:
+    start = constraint("regex", "a?", Tokens.of_bytes([b"a", b"b", b"a", b""], [3, 1]))
+    assert allowed_by(start.root, 6) == {0, 1, 2, 3}
+    assert start.root.forced is None and start.root.accepting and not start.root.allows(5)
+    over = start.next(start.root, 1)
+    assert over.over and over.forced == 3 and start.next(over, 0) is over and start.next(start.root, 5) is over
+    logits = torch.tensor([[1.0, 2, 3, 4, 5, 6], [-torch.inf, 0, -torch.inf, -torch.inf, 0, 0]])
+    one = constraint("regex", "a|b", Tokens.of_bytes([b"a", b"", b"b", b"", b"", b""], [3]))
+    masked = one.masked(logits, [one.root, one.root])
+    assert masked[0].tolist() == [1, -torch.inf, 3, *[-torch.inf] * 3]
+    assert masked[1].tolist() == [0, -torch.inf, 0, *[-torch.inf] * 3]  # a draft that says none of them says all alike
+
+
+@pytest.mark.parametrize(
+    "kind, source, reason",
+    [
+        ("regex", "[a", "unclosed"),
+        ("regex", "(?=a)b", "look-ahead"),
+        ("json", "{", "no JSON"),
+        ("json", "[]", "an object"),
+        ("json", '{"type": "strin"}', "strin"),
+        ("lark", "start: other", "other"),
+        ("gbnf", 'rot ::= "a"', "no rule `root`"),
+        ("gbnf", 'root ::= "a" other', "line 1, column 14: there is no rule `other`"),
+        ("gbnf", 'root ::= "a"\n  ( "b"', "bracket open"),
+        ("gbnf", 'root ::= "a")', "closes nothing"),
+        ("gbnf", 'root ::= "a" | *', "nothing stands before"),
+        ("gbnf", 'root ::= "a" § "b"', "column 14"),
+        ("gbnf", 'root ::= "\\x1"', "not whole"),
+        ("gbnf", 'root ::= "a"\nroot ::= "b"', "twice"),
+        ("gbnf", '"a"\nroot ::= "b"', "must begin with"),
+        ("regex", "z", "cannot go on"),
+        ("xml", "", "no kind"),
+    ],
+)
+def test_wrong_grammars_are_named(kind: str, source: str, reason: str) -> None:
+    with pytest.raises(DataError, match=re.escape(reason)):
+        constraint(kind, source, TOKENS)
+
+
+def test_refusals() -> None:
+    with pytest.raises(DataError, match="needs a token that ends"):
+        Tokens.of_bytes(SAID, [])
+    grammar = constraint("regex", "a+", TOKENS)
+    with pytest.raises(DataError, match="end tokens"):
+        Rules(ends=[3], constraint=grammar)
+    with pytest.raises(DataError, match="one text at a time"):
+        plain_batch(TableModel(12), [[0]], 3, Rules(ends=[END], constraint=grammar))
+
+
+def test_warnings_are_kept() -> None:
+    tokens = Tokens.of_bytes([bytes([byte]) for byte in range(256)] + [b""], [256])
+    schema = {"type": "integer", "multipleOf": 7, "minimum": 0, "maximum": 20}
+    found = constraint("json", json.dumps(schema), tokens)
+    assert not found.warnings and allowed_by(found.root, 257) == {ord("0"), ord("1"), ord("7")}
+    with pytest.raises(DataError, match="uniqueItems") as caught:
+        constraint("json", '{"type": "array", "uniqueItems": true}', tokens)
+    assert "lenient" in (caught.value.hint or "")
+    lenient = '{"type": "array", "uniqueItems": true, "x-guidance": {"lenient": true}}'
+    assert "uniqueItems" in str(constraint("json", lenient, tokens).warnings)
+
+
+def test_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "llguidance", None)
+    with pytest.raises(DataError, match="llguidance") as caught:
+        constraint("regex", "a", Tokens.of_bytes(SAID, [END]))
+    assert "distill[grammar]" in (caught.value.hint or "")
+
+
+# The law, by enumeration of everything that chance can do.
+
+
+class Enumerated:
+    """Runs something once for every outcome of its choices, and sums the probability of what comes out."""
+
+    def __init__(self) -> None:
+        self._path: list[list[tuple[int, float]]] = []  # of each choice, what was not yet tried; the last is in use
+        self._place, self.weight = 0, 1.0
+
+    def choose(self, chances: Sequence[float]) -> int:
+        if self._place == len(self._path):
+            self._path.append([(i, chance) for i, chance in enumerate(chances) if chance > 0])
+        index, chance = self._path[self._place][-1]
+        self._place += 1
+        self.weight *= chance
+        return index
+
+    def law(self, once: Callable[[], Sequence[int]]) -> dict[tuple[int, ...], float]:
+        found: Counter[tuple[int, ...]] = Counter()
+        while True:
+            self._place, self.weight = 0, 1.0
+            found[tuple(once())] += self.weight  # type: ignore[assignment]
+            while self._path and len(self._path[-1]) == 1:
+                self._path.pop()
+            if not self._path:
+                return dict(found)
+            self._path[-1].pop()
+
+    def token(self, law: Tensor, _random: Any) -> int:
+        return self.choose(law.double().tolist())
+
+    def draw(self, verdict: Any, _random: Any) -> tuple[int, int]:
+        accepted = self.choose(verdict.counts().tolist())
+        return accepted, self.choose(verdict.residual(accepted).tolist())
+
+    def walk(self, verify: Any, p: Tensor, proposal: Proposal, _random: Any) -> tuple[list[int], int]:
+        children, path, here = proposal.children(), [], ROOT
+        while True:
+            below = children.get(here, [])
+            q = None if proposal.laws is None or not below else proposal.laws[below].to(p)
+            verdict = verify(p[here + 1], q, torch.tensor([proposal.tokens[i] for i in below], dtype=torch.long))
+            for child, chance in zip(below, verdict.acceptance.tolist(), strict=True):
+                if self.choose([1 - chance, chance]):
+                    here = child
+                    path.append(here)
+                    break
+            else:
+                return path, self.choose(verdict.residual.tolist())
+
+    def into(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        for module in (decode_module, draft_module, tree_module):
+            monkeypatch.setattr(module, "draw_token", self.token)
+        monkeypatch.setattr(decode_module, "draw", self.draw)
+        monkeypatch.setattr(decode_module, "walk", self.walk)
+
+
+LETTERS = [b"a", b"b", b"c", b"ab", b""]
+PATTERN = "(ab?|b)c[ab]b?"  # c is certain after ab
+LIMIT = 4
+
+
+def expected_law(target: TableModel, prompt: list[int], sampler: Sampler) -> dict[tuple[int, ...], float]:
+    """The law of texts under masks of the language, token by token."""
+    language = words(PATTERN, "abc", 5)
+    found: dict[tuple[int, ...], float] = {}
+
+    def go(tokens: tuple[int, ...], chance: float) -> None:
+        if len(tokens) == LIMIT or tokens[-1:] == (END,):
+            found[tokens] = found.get(tokens, 0) + chance
+            return
+        logits = target.table[target.place([*prompt, *tokens])].clone()
+        may = allowed(language, LETTERS, END, text(tokens, LETTERS))
+        logits[[i for i in range(len(logits)) if i not in may]] = -torch.inf
+        law = sampler.law(logits[None], [[*prompt, *tokens]])[0]
+        for token in range(len(law)):
+            if law[token] > 0:
+                go((*tokens, token), chance * float(law[token]))
+
+    go((), 1.0)
+    return found
+
+
+def law_difference(left: dict[tuple[int, ...], float], right: dict[tuple[int, ...], float]) -> float:
+    return max(abs(left.get(key, 0) - right.get(key, 0)) for key in {*left, *right})
+
+
+SAMPLER = Sampler(0.8, top_p=0.95, repetition_penalty=1.2)
+FREE = Sampler(0.9)
+WAYS: dict[str, tuple[str, Sampler, Callable[[TableModel, Constraint], Drafter]]] = {
+    "token": ("token", SAMPLER, lambda d, c: Forced(ModelDrafter(Constrained(d, c), Fixed(2), SAMPLER, no), c)),
+    "block": ("block", SAMPLER, lambda d, c: Forced(ModelDrafter(Constrained(d, c), Fixed(2), SAMPLER, no), c)),
+    "match": ("match", FREE, lambda d, c: Forced(ModelDrafter(Constrained(d, c), Fixed(3), FREE, no, argmax=True), c)),
+    "token, draft without the grammar": ("token", FREE, lambda d, c: Forced(ModelDrafter(d, Fixed(2), FREE, no), c)),
+    "block, nothing for free": ("block", FREE, lambda d, c: ModelDrafter(Constrained(d, c), Fixed(2), FREE, no)),
+    "sampled tree": ("token", FREE, lambda d, c: Forced(fixed_tree(d, c, False), c)),
+    "distinct tree": ("distinct", FREE, lambda d, c: Forced(fixed_tree(d, c, True), c)),
+    "best tree": ("match", FREE, lambda d, c: Forced(TreeDrafter(Constrained(d, c), FREE, no, 4), c)),
+}
+
+
+def no() -> float:
+    raise AssertionError("everything is enumerated")
+
+
+def fixed_tree(draft: TableModel, grammar: Constraint, distinct: bool) -> TreeDrafter:
+    shape = Shape((ROOT, ROOT, 0))
+    return TreeDrafter(Constrained(draft, grammar), FREE, no, 3, shape=shape, distinct=distinct)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_law_is_that_of_the_allowed_tokens(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    verifier, sampler, make = WAYS[way]
+    target = TableModel(5, 3, memory=1, sharpness=1.0)
+    grammar = constraint("regex", PATTERN, Tokens.of_bytes(LETTERS, [END]))
+    outcomes = Enumerated()
+    outcomes.into(monkeypatch)
+    rules = Rules(sampler, verifier, [END], no, constraint=grammar)
+    expected = expected_law(target, [1], sampler)
+    alone = outcomes.law(lambda: plain(target, [1], LIMIT, rules=rules).tokens)
+    assert len(expected) > 10 and sum(expected.values()) == pytest.approx(1) and law_difference(alone, expected) < 1e-12
+    drafter = make(target.near(0.7, 4), grammar)
+    found = outcomes.law(lambda: run(target, drafter, [1], LIMIT, rules).tokens)
+    assert law_difference(found, expected) < 1e-12
+    without = Rules(sampler, verifier, [END], no)
+    assert law_difference(outcomes.law(lambda: plain(target, [1], 2, rules=without).tokens), expected) > 1e-2
+
+
+class Unmasked(ModelDrafter):
+    """Draws from the masked law and says that it was the bare one: lossy."""
+
+    def propose(self, *arguments: Any) -> Proposal:
+        found = super().propose(*arguments)
+        return Proposal.chain(found.tokens, None if found.laws is None else 0.5 * found.laws + 0.1)
+
+
+def test_a_law_that_was_not_drafted_from_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = TableModel(5, 3, memory=1, sharpness=1.0)
+    grammar = constraint("regex", PATTERN, Tokens.of_bytes(LETTERS, [END]))
+    outcomes = Enumerated()
+    outcomes.into(monkeypatch)
+    drafter = Forced(Unmasked(Constrained(target.near(0.7, 4), grammar), Fixed(2), FREE, no), grammar)
+    rules = Rules(FREE, "token", [END], no, constraint=grammar)
+    found = outcomes.law(lambda: run(target, drafter, [1], LIMIT, rules).tokens)
+    assert law_difference(found, expected_law(target, [1], FREE)) > 1e-3
+
+
+# Text.
+
+
+def drafters(draft: Any, grammar: Constraint, sampler: Sampler, draws: random.Random) -> dict[str, Drafter]:
+    """Every way to draft, by name."""
+    masked = Constrained(draft, grammar)
+
+    def model(argmax: bool = False, behind: Any = masked) -> ModelDrafter:
+        return ModelDrafter(behind, Fixed(4), sampler, draws.random, argmax)
+
+    found: dict[str, Drafter] = {
+        "model": model(),
+        "best": model(argmax=True),
+        "without the grammar": model(behind=draft),
+        "lookup": LookupDrafter(6),
+        "both": FirstThen(LookupDrafter(6), model(argmax=True)),
+    }
+    if draft.max_leaves:
+        found["tree"] = TreeDrafter(masked, sampler, draws.random, 9)
+    return {**found, **{f"{name}, forced": Forced(drafter, grammar) for name, drafter in found.items()}}
+
+
+def lawful(name: str, sampler: Sampler) -> str:
+    if sampler.temperature == 0:
+        return "greedy"
+    return "token" if name.startswith(("model", "without")) else "match"
+
+
+def check_ways(target: Any, draft: Any, grammar: Constraint, valid: Callable[[list[int]], bool], seeds: int) -> None:
+    """Greedy text is plain constrained text, and every text is valid, for every drafter."""
+    ends, whole = grammar.ends, 0
+    greedy = Rules(ends=ends, constraint=grammar)
+    prompt = random_prompts(1, target.vocabulary_size, seed=seeds)[0]
+    expected = plain(target, prompt, 60, rules=greedy).tokens
+    names = list(drafters(draft, grammar, Sampler(0), random.Random()))
+    for name in names:
+        result = run(target, drafters(draft, grammar, Sampler(0), random.Random())[name], prompt, 60, greedy)
+        assert result.tokens == expected, name
+    for seed, name in enumerate(names * seeds):
+        draws, sampler = random.Random(seed), Sampler(1.5)
+        rules = Rules(sampler, lawful(name, sampler), ends, draws.random, constraint=grammar)
+        result = run(target, drafters(draft, grammar, sampler, draws)[name], prompt, 60, rules)
+        if grammar.satisfied(result.tokens):
+            assert result.tokens[-1] in ends and valid(result.tokens[:-1]), name
+            whole += 1
+        else:
+            assert len(result.tokens) == 60 or target.lengths[0] >= target.capacity - 1
+    assert whole > len(names) * seeds / 2
+
+
+def test_text_of_a_table() -> None:
+    target = TableModel(len(SAID), 1)
+    grammar = constraint("regex", OBJECT, TOKENS)
+    check_ways(target, target.near(1.0, 2), grammar, lambda t: bool(re.fullmatch(OBJECT.encode(), text(t))), 8)
+
+
+def test_the_end_of_either_context() -> None:
+    grammar = constraint("regex", "((a|b)x){40}", TOKENS)
+    rules = Rules(ends=[END], constraint=grammar)
+    for room, draft_room in itertools.product((9, 10, 30), (3, 8, 9, 14, 50)):
+        target = TableModel(len(SAID), 1, capacity=room)
+        draft = TableModel(len(SAID), 2, capacity=draft_room)
+        told = plain(target, [0, 0, 0], 40, rules=rules).tokens
+        assert len(told) == room - 2
+        for name, drafter in drafters(draft, grammar, Sampler(0), random.Random()).items():
+            assert run(target, drafter, [0, 0, 0], 40, rules).tokens == told, name
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 8},
+        "sizes": {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 99}, "maxItems": 3},
+        "kind": {"enum": ["import", "function"]},
+    },
+    "required": ["name", "sizes", "kind"],
+    "additionalProperties": False,
+}
+
+
+def follows_schema(data: bytes) -> bool:
+    found = json.loads(data)
+    sizes = found["sizes"]
+    same = json.dumps(found, ensure_ascii=False).encode() == data  # but for how characters are escaped
+    return (
+        list(found) == ["name", "sizes", "kind"]
+        and isinstance(found["name"], str)
+        and len(found["name"]) <= 8
+        and len(sizes) <= 3
+        and all(isinstance(size, int) and 0 <= size <= 99 for size in sizes)
+        and found["kind"] in ("import", "function")
+        and (same or b"\\" in data)
+    )
+
+
+@pytest.mark.skipif(not (DEMO / "config.json").is_file(), reason="the demo target is not there")
+def test_text_of_the_demo_target() -> None:
+    from distill.models.hugging_face import load_model
+    from distill.surgery.layers import keep_layers
+
+    big, small = (load_model(str(DEMO), "float32", torch.device("cpu")) for _ in range(2))
+    keep_layers(small, [0, big.config.num_hidden_layers - 1])
+    vocabulary = Vocabulary.read(DEMO)
+    ends = [vocabulary.roles["eos"], vocabulary.roles["turn_end"]]
+    grammar = constraint("json", json.dumps(SCHEMA), Tokens.of(vocabulary, ends))
+    check_ways(
+        TorchModel(big), TorchModel(small), grammar, lambda t: follows_schema(vocabulary.text_bytes(t)), 1
+    )
+
+
+# Forced tokens, and what the model reads when.
+
+
+class Counting:
+    """A model that notes how many tokens each call brought."""
+
+    def __init__(self, model: Any) -> None:
+        self.model, self.calls = model, []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.model, name)
+
+    def extend(self, tokens: Sequence[int], *arguments: Any, **named: Any) -> Any:
+        self.calls.append(len(tokens))
+        return self.model.extend(tokens, *arguments, **named)
+
+
+def test_forced_tokens_cost_no_calls() -> None:
+    """`{"name": ` is sure, then one of a and b, then `01}` and the end."""
+    grammar = constraint("regex", r'\{"name": (a|b)01\}', TOKENS)
+    target, draft = Counting(TableModel(len(SAID), 1)), Counting(TableModel(len(SAID), 2))
+    rules = Rules(ends=[END], constraint=grammar)
+    told = plain(target, [5, 5], 30, rules=rules).tokens
+    assert len(told) == 7 and text(told) in (b'{"name": a01}', b'{"name": b01}')
+    assert target.calls == [2, 2]  # the prompt, and what was sure before the one choice
+    target.calls = []
+    drafter = Forced(ModelDrafter(Constrained(draft, grammar), Fixed(1), rules.sampler, no), grammar)
+    result = run(target, drafter, [5, 5], 30, rules)
+    # Drafted are the one sure token, the choice (which happens to be right), and the sure ones behind it.
+    assert result.tokens == told and [(r.drafted, r.accepted) for r in result.rounds] == [(6, 6)]
+    assert draft.calls == [1, 3]  # the prompt but for its last token; the rest up to the choice
+    sure = constraint("regex", "abx" * 20, TOKENS)
+    target.calls, draft.calls = [], []
+    rules = Rules(ends=[END], constraint=sure)
+    drafter = Forced(ModelDrafter(Constrained(draft, sure), Fixed(1), rules.sampler, no), sure)
+    result = run(target, drafter, [5, 5], 100, rules)
+    assert text(result.tokens) == b"abx" * 20 and result.tokens[-1] == END and len(result.rounds) == 1
+    assert target.calls == [2] and draft.calls == [1]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_logits_are_those_of_a_fresh_prefill_under_the_mask(seed: int) -> None:
+    """After any extend, keep and rollback, and however much the model still has to read."""
+    draws = random.Random(seed)
+    inner, bare = TableModel(len(SAID), 1, memory=3), TableModel(len(SAID), 1, memory=3)
+    grammar = constraint("regex", r'((a|b)\{"name": ab01\}){1,9}', TOKENS)
+    prompt = [5, 0, 3]
+    grammar.begin(len(prompt))
+    model = Constrained(inner, grammar)
+    behind = False
+
+    def check(logits: Any, paths: list[list[int]]) -> None:
+        for row, path in zip(logits.full(), paths, strict=True):
+            state = grammar.state(path)
+            bare.reset()
+            expected = grammar.masked(bare.extend(path, want=[len(path) - 1]).full(), [state])[0]
+            torch.testing.assert_close(row.softmax(-1), expected.softmax(-1), rtol=1e-12, atol=1e-12)
+
+    context = list(prompt)
+    check(model.extend(prompt, want=[2]), [context])
+
+    def choose(path: list[int]) -> int:
+        return draws.choice(sorted(allowed_by(grammar.state(path), len(SAID)))) if draws.random() < 0.9 else 9
+
+    for _ in range(60):
+        action = draws.random()
+        if action < 0.3 and len(context) > len(prompt):
+            context = context[: draws.randrange(len(prompt), len(context))]
+            model.rollback([len(context)])
+        elif action < 0.6:
+            tokens: list[int] = []
+            for _ in range(draws.randrange(1, 5)):
+                tokens.append(choose([*context, *tokens]))
+            paths = [[*context, *tokens[: i + 1]] for i in range(len(tokens))]
+            want = draws.choice([list(range(len(tokens))), [len(tokens) - 1]])
+            check(model.extend(tokens, want=want), [paths[i] for i in want])
+            context = paths[-1]
+        else:
+            nodes: list[list[int]] = []
+            parents: list[int] = []
+            for _ in range(draws.randrange(1, 4)):
+                first = len(nodes)
+                for _ in range(draws.randrange(1, 4)):
+                    parents.append(draws.randrange(ROOT, len(nodes)))
+                    above = context if parents[-1] == ROOT else nodes[parents[-1]]
+                    nodes.append([*above, choose(above)])
+                new = range(first, len(nodes))
+                check(model.extend([nodes[i][-1] for i in new], parents=[parents[i] for i in new]), nodes[first:])
+            path, node = [], draws.randrange(ROOT, len(nodes))
+            while node != ROOT:
+                path.append(node)
+                node = parents[node]
+            model.keep([path[::-1]])
+            context += [nodes[i][-1] for i in path[::-1]]
+        assert model.lengths == [len(context)]
+        behind |= inner.lengths[0] < len(context)
+    assert behind
+
+
+# GGUF.
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("gguf")
+    tokenizer = toy_tokenizer()
+    target = toy(vocabulary=len(tokenizer), seed=11)
+    for name, model in (("target", target), ("draft", blurred(target, 12, 0.015))):
+        export_gguf(save_toy(model, tokenizer, folder / name), folder / f"{name}.gguf", "f32")
+    return folder / "target.gguf", folder / "draft.gguf"
+
+
+GBNF = r'''
+root ::= "def " name "(" ("self" (", " name)*)? "):\n" # a head
+name ::= [a-z_]{1,5} | "\u00e9"
+'''
+HEAD = r"def ([a-z_]{1,5}|é)\((self(, ([a-z_]{1,5}|é)){0,}){0,1}\):\n"
+
+
+@needs_llama
+@pytest.mark.parametrize("engine", ["llguidance", "llama.cpp"])
+def test_gguf_text(files: tuple[Path, Path], engine: str) -> None:
+    with (
+        GgufModel(files[0], context=128, threads=1, pad_single=True, max_leaves=12) as target,
+        GgufModel(files[1], context=128, threads=1, max_leaves=12) as draft,
+    ):
+        tokens = Tokens.of_gguf(target)
+        folder = Vocabulary.read(files[0].parent / "target")
+        assert tokens.said == Tokens.of(folder, tokens.ends).said
+        grammar = constraint("gbnf", GBNF, tokens) if engine == "llguidance" else llama_constraint(GBNF, target)
+
+        def valid(found: list[int]) -> bool:
+            return bool(re.fullmatch(HEAD, target.detokenize(found).decode()))
+
+        check_ways(target, draft, grammar, valid, 1)
+
+
+@needs_llama
+def test_both_engines_agree_on_gbnf(files: tuple[Path, Path]) -> None:
+    """What llguidance allows llama.cpp does, and where nothing is certain they allow the same."""
+    with GgufModel(files[0], context=32, threads=1) as target:
+        ours = constraint("gbnf", GBNF, Tokens.of_gguf(target))
+        theirs = llama_constraint(GBNF, target)
+        draws, same, steps = random.Random(0), 0, 0
+        for _ in range(30):
+            a, b = ours.root, theirs.root
+            while not a.over and steps < 3000:
+                left, right = (allowed_by(state, target.vocabulary_size) for state in (a, b))
+                assert left == right or (len(left) == 1 and left < right)
+                assert a.accepting == b.accepting
+                same, steps = same + (left == right), steps + 1
+                token = draws.choice(sorted(left))
+                a, b = ours.next(a, token), theirs.next(b, token)
+            assert b.over
+        assert same > steps / 3
+        with pytest.raises(DataError, match=r"llama\.cpp refuses"):
+            llama_constraint("root ::= other", target)
+
+
+# The command.
+
+
+def test_the_command_names_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "schema.json").write_text("{}")
+    for arguments, reason in (
+        (["--regex", "a", "--json-schema", tmp_path / "schema.json"], "given together"),
+        (["--grammar", tmp_path / "none.gbnf"], "cannot be read"),
+    ):
+        assert tiny.call("generate", "x", *arguments) == 2
+        assert reason in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not (DEMO / "config.json").is_file(), reason="the demo target is not there")
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "schema.json").write_text(json.dumps(SCHEMA))
+    (tmp_path / "list.gbnf").write_text('root ::= "- " [a-z]{3} "\\n"')
+    pair = ["--target", DEMO, "--draft", DEMO]
+    for way in (["--length", 0], ["--drafter", "both"]):
+        assert tiny.call("generate", "# An object: ", *pair, *way, "--json-schema", tmp_path / "schema.json") == 0
+        assert follows_schema(capsys.readouterr().out.removeprefix("# An object: ").rstrip("\n").encode())
+    assert tiny.call("generate", "# A list\n", *pair, "--grammar", tmp_path / "list.gbnf") == 0
+    assert re.fullmatch("# A list\n- [a-z]{3}\n\n", capsys.readouterr().out)
+    assert tiny.call("generate", "# ", *pair, "--regex", "[0-9]{30}", "--tokens", 3) == 0
+    assert "before the grammar is satisfied" in capsys.readouterr().err
+
+
+def test_gbnf_is_written_character_by_character() -> None:
+    assert lark('root ::= "ab"+ [^"\\]-] . ') == r"start: (/\u{61}/ /\u{62}/) + /[^\u{22}\u{5d}\u{2d}]/ /(?s:.)/"
