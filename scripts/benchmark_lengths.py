@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from distill.speculative.calibration import (
+    FEATURE_TERMS,
     Calibration,
     Power,
     Recorded,
@@ -316,9 +317,6 @@ def known_beforehand(traces: Sequence[Trace], costs: StepCosts, calibration: Cal
     return best
 
 
-CALIBRATION_TERMS = ("margin", "logit_top", "entropy", "first", "log_position")
-
-
 def curves_of(path: Path | None) -> dict[str, StepCosts]:
     """The published curves with each draft cost, or a measured pair (PairCost's JSON)."""
     if path is None:
@@ -339,7 +337,7 @@ def simulate(arguments: argparse.Namespace) -> None:
         "power": fit_power(fitted),
         "logistic on the margin": fit_logistic(fitted),
         "sequential temperature": fit_sequential(fitted),
-        "logistic on " + ", ".join(CALIBRATION_TERMS): fit_logistic(fitted, CALIBRATION_TERMS),
+        "logistic on " + ", ".join(FEATURE_TERMS): fit_logistic(fitted, FEATURE_TERMS),
     }
     print(f"Text: {arguments.split}, {sum(map(len, sets['code']))} positions of each class. Calibrated on selection.\n")
     print("| calibration | log loss | expected calibration error |\n|---|--:|--:|")

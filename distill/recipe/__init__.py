@@ -7,6 +7,7 @@ from distill.recipe.measuring import Evaluate, Export, Grown, Profile, Speedup
 from distill.recipe.section import Section
 from distill.recipe.target import Answers, SamplerSettings, Target, TeacherStore
 from distill.recipe.training import Sparsity, Train
+from distill.recipe.trial import Trial
 from distill.recipe.whole import Recipe
 
 __all__ = [
@@ -28,6 +29,7 @@ __all__ = [
     "TeacherStore",
     "Train",
     "Transplant",
+    "Trial",
     "Trim",
     "dump_recipe",
     "is_path",

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
+
+from pydantic import ValidationError
 
 from distill.errors import DataError
 from distill.models.hugging_face import (
@@ -19,12 +21,15 @@ from distill.models.hugging_face import (
     pick_device,
     real_tokens,
 )
-from distill.recipe import Recipe
+from distill.recipe import Recipe, Trial
 from distill.sampler import Sampler
+from distill.speculative.calibration import Calibration
+from distill.speculative.cost import StepCosts, measure_steps
 from distill.speculative.decode import Decoded, Rules, Stop, decode, plain, require_lossless, room_for
-from distill.speculative.draft import Drafter, FirstThen, LookupDrafter, ModelDrafter, TreeDrafter
+from distill.speculative.draft import Drafter
 from distill.speculative.lengths import Fixed
-from distill.speculative.verify import CHAINS
+from distill.speculative.trial import NO_COSTS, make_drafter
+from distill.speculative.verify import CHAINS, refusal
 from distill.vocabulary import Vocabulary
 
 FOREIGN = ("intersection", "string")
@@ -33,7 +38,11 @@ GREEN, RESET = "\x1b[32m", "\x1b[0m"
 
 @dataclass(frozen=True)
 class Way:
-    """How to decode: the sampler, the verifier (None: greedy at temperature 0, else token), who drafts and how many."""
+    """How to decode: the sampler, the verifier (None: greedy at temperature 0, else token), who drafts and how many.
+
+    `rule` and `p_min` are those of a recipe's trials. `costs` (None: measured beforehand) and `fitted` are what the
+    expected-value rule reads. `lossy` lets a way change the target's law, which the summary then says.
+    """
 
     sampler: Sampler
     verifier: str | None = None
@@ -41,18 +50,32 @@ class Way:
     length: int = 4
     seed: int = 0
     stop: Sequence[str] = ()
+    rule: Any = "fixed"
+    p_min: float = 0.5
+    costs: StepCosts | None = None
+    fitted: Mapping[str, Calibration] = field(default_factory=dict)
+    lossy: bool = False
 
 
-def make_drafter(draft: TorchModel, way: Way, verifier: str, draws: random.Random) -> Drafter:
-    """The drafter that a way names; with `match` a draft says its best token, which is accepted most often."""
-    model = ModelDrafter(draft, Fixed(way.length), way.sampler, draws.random, argmax=verifier == "match")
-    if way.drafter == "lookup":
-        return LookupDrafter(way.length)
-    if way.drafter == "both":
-        return FirstThen(LookupDrafter(way.length, shortest=2), model)
-    if way.drafter == "tree":
-        return TreeDrafter(draft, way.sampler, draws.random, 2 * way.length, depth=way.length)
-    return model
+NAMES: dict[str, Any] = {"model": "draft", "both": "lookup+draft"}  # drafters that recipes call otherwise
+
+
+def trial_of(way: Way, verifier: str) -> Trial:
+    """The way as a recipe would write it. ValueError for what no recipe could say."""
+    floor = {"p_min": way.p_min} if way.rule in ("p_min", "p_min-after") else {}
+    nodes = {"nodes": min(2 * way.length, 63)} if way.drafter == "tree" else {}
+    drafter = NAMES.get(way.drafter, way.drafter)
+    try:
+        return Trial(drafter=drafter, rule=way.rule, length=way.length, verifier=verifier, **floor, **nodes)
+    except ValidationError as error:
+        raise ValueError(error.errors()[0]["msg"].removeprefix("Value error, ")) from None
+
+
+def measured_costs(target: TorchModel, draft: TorchModel, length: int, depth: int) -> StepCosts:
+    """T(1..length + 1), D(1) and D(2), timed now."""
+    steps = measure_steps(target, range(1, length + 2), depth, 5, target.vocabulary_size)
+    own = measure_steps(draft, [1, 2], depth, 5, draft.vocabulary_size)
+    return StepCosts(tuple(found[0] for found in steps.values()), own[1][0], own[2][0])
 
 
 def foreign_drafter(
@@ -111,6 +134,7 @@ def stream(recipe: Recipe, references: tuple[str, str], text: str, limit: int, w
         raise DataError(f"there is no verifier `{verifier}`", f"use {', '.join(CHAINS)}")
     draws = random.Random(way.seed)
     ends = end_ids(hugging_face.config, tokenizer)
+    reason: str | None = None
     rules = Rules(way.sampler, verifier, ends, draws.random, stopper(tokenizer, way.stop))
     result = Decoded()
     if way.length == 0:
@@ -119,16 +143,14 @@ def stream(recipe: Recipe, references: tuple[str, str], text: str, limit: int, w
         print(tokenizer.decode(result.tokens))
     else:
         try:
-            drafter = (
-                foreign_drafter(recipe, references, way, verifier, draws)
-                if foreign
-                else make_drafter(draft, way, verifier, draws)
-            )
-            require_lossless(drafter, rules)
+            drafter = _drafter(recipe, references, way, verifier, draws, target, draft)
+            reason = refusal(verifier, drafter.kind, way.sampler.temperature, drafter.tree)
+            if not way.lossy:
+                require_lossless(drafter, rules)
         except ValueError as error:
             raise DataError(f"this cannot be drafted: {error}", "choose another --drafter or --verifier") from None
         print(text, end="", flush=True)
-        _show(tokenizer, result, decode(target, drafter, ids, room, rules, result), sys.stdout.isatty())
+        _show(tokenizer, result, decode(target, drafter, ids, room, rules, result, way.lossy), sys.stdout.isatty())
     rounds = result.rounds
     summary = f"{len(result.tokens)} tokens, {result.tokens_per_second():.1f} tok/s after the first"
     if rounds:
@@ -138,6 +160,28 @@ def stream(recipe: Recipe, references: tuple[str, str], text: str, limit: int, w
             f", {(len(result.tokens) - 1) / len(rounds):.2f} tokens/round, accepted {accepted}/{drafted} ({rate})"
         )
     print(summary, file=sys.stderr)
+    if reason is not None:
+        print(f"LOSSY: this text does not follow the target's law: {reason}", file=sys.stderr)
+
+
+def _drafter(
+    recipe: Recipe,
+    references: tuple[str, str],
+    way: Way,
+    verifier: str,
+    draws: random.Random,
+    target: TorchModel,
+    draft: TorchModel,
+) -> Drafter:
+    """The drafter that a way names; the expected-value rule's costs are timed where nobody measured them before."""
+    if way.drafter in FOREIGN:
+        if way.rule != "fixed":
+            raise ValueError(f"drafter {way.drafter} drafts fixed lengths only")
+        return foreign_drafter(recipe, references, way, verifier, draws)
+    costs = NO_COSTS
+    if way.rule == "expected-value":
+        costs = way.costs or measured_costs(target, draft, way.length, 64)
+    return make_drafter(trial_of(way, verifier), draft, way.sampler, draws.random, costs, way.fitted)
 
 
 def _show(tokenizer: Any, result: Decoded, rounds: Any, colour: bool) -> None:
