@@ -77,10 +77,9 @@ def _footer(report: dict[str, Any]) -> list[str]:
     lines = []
     calibration = report.get("calibration")
     if calibration:
-        lines += [f"Draft probabilities were calibrated on {calibration['rounds']} rounds of "
-                  f"{calibration['prompts']} selection texts, costs measured on this machine."
-                  + "".join(f" No fit of {name}: {why}." for name, why in calibration["unfitted"].items()), ""]
-        # fmt: skip
+        none = "".join(f" No fit of {name}: {why}." for name, why in calibration["unfitted"].items())
+        where = f"{calibration['rounds']} rounds of {calibration['prompts']} selection texts"
+        lines += [f"Draft probabilities were calibrated on {where}, costs measured on this machine.{none}", ""]
     reasons = {row["way"]: row["law"] for row in report.get("trials") or [] if row["lossy"]}
     for way, law in reasons.items():
         lines += [f"`{way}` is {law}", ""]
