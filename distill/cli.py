@@ -118,10 +118,11 @@ def _check_models(recipe: Recipe) -> list[str]:
     """What the models' files allow, as lines to print; raises where the recipe asks for more. Loads no weights."""
     from distill.models.hugging_face import load_config
     from distill.models.pair import compare_pair
+    from distill.speculative.trial import check_trials
     from distill.surgery.stage import check_cut, donor_reference
     from distill.target.store import bytes_per_position
 
-    lines = check_cut(recipe)
+    lines = check_cut(recipe) + check_trials(recipe)
     # A transplanted draft has the target's own vocabulary and rows; of the donor only its context is left to compare.
     pair = compare_pair(recipe.target.model, donor_reference(recipe))
     lines += pair.lines() if recipe.draft.transplant is None else [f"context: {pair.context or 'fits'}"]
@@ -196,7 +197,7 @@ def train(
         require_nothing_superseded(found, run, until, redo or ())
     # Before the run folder is touched: a cut that cannot be made must not cost the answers.
     for line in _check_models(found):
-        if "does not fit" in line or "warning" in line:
+        if "does not fit" in line or "warning" in line or "LOSSY" in line:
             print(line, file=sys.stderr)
     if parent is not None:
         print(f"the run to go on from is now {start_refresh(run, parent)}", file=sys.stderr)
@@ -333,11 +334,14 @@ def speedup(
         bool, typer.Option("--verify-law", help="Instead: test that the decoder samples the target's own law.")
     ] = False,
     samples: Annotated[int, typer.Option(min=100, help="--verify-law: texts drawn per prompt and verifier.")] = 400,
+    allow_lossy: Annotated[
+        bool, typer.Option("--allow-lossy", help="Run the recipe's trials that change the target's law too (LOSSY).")
+    ] = False,
     runs: RunsOption = DEFAULT_RUNS,
     output: FormatOption = "md",
 ) -> None:
     """Plain against speculative decoding, end to end, of a run's draft and target."""
-    from distill.run import read_json
+    from distill.run import Run, read_json
 
     recipe, found = find_run(run, runs)
     if verify_law:
@@ -347,11 +351,14 @@ def speedup(
         table = verify_run_law(recipe, found, samples)
         print_table(table["rows"], law_markdown(table), table, output)
         raise typer.Exit(0 if table["lawful"] else 1)
+    if allow_lossy and not recipe.speedup.allow_lossy:
+        recipe = recipe.model_copy(update={"speedup": recipe.speedup.model_copy(update={"allow_lossy": True})})
+        found = Run(found.folder, recipe)
     run_until(recipe, found, "speedup", redo=["speedup"] if again else [])
     report = read_json(found.path("speedup.json"))
-    from distill.benchmark.speedup import as_markdown
+    from distill.benchmark.table import as_markdown, flat_rows
 
-    print_table(report["rows"], as_markdown(report), report, output)
+    print_table(flat_rows(report), as_markdown(report), report, output)
 
 
 @app.command()

@@ -46,6 +46,20 @@ def generate(
             "intersection (the tokens both share) or string (its text).",
         ),
     ] = "model",
+    rule: Annotated[
+        str,
+        typer.Option(
+            "--rule",
+            help="How many tokens to draft, --length at most: fixed, p_min, p_min-after, start-continue, plus-minus, "
+            "ratio, entropy, beta or expected-value (docs/recipes.md).",
+        ),
+    ] = "fixed",
+    p_min: Annotated[
+        float, typer.Option("--p-min", min=0.0001, max=1, help="--rule p_min, p_min-after: the floor.")
+    ] = 0.5,
+    allow_lossy: Annotated[
+        bool, typer.Option("--allow-lossy", help="Also decode in ways that change the target's law; says LOSSY.")
+    ] = False,
     stop: Annotated[list[str] | None, typer.Option("--stop", help="End before this text; may be repeated.")] = None,
     regex: Annotated[str | None, typer.Option("--regex", help="The new text must match this, whole.")] = None,
     json_schema: Annotated[
@@ -62,6 +76,13 @@ def generate(
     if drafter not in known:
         raise RecipeError(f"there is no drafter `{drafter}`", f"use one of {', '.join(known)}")
     wanted = _grammar(regex, json_schema, grammar)
+    from distill.recipe.trial import RULES
+
+    if rule not in RULES:
+        raise RecipeError(f"there is no length rule `{rule}`", f"use one of {', '.join(RULES)}")
+    if p_min != 0.5 and rule not in ("p_min", "p_min-after"):
+        raise RecipeError(f"--p-min is not read by --rule {rule}", "use --rule p_min, or leave it out")
+    folder = None
     if target or draft:
         if not (target and draft):
             raise RecipeError("a bare pair needs both --target and --draft")
@@ -77,12 +98,20 @@ def generate(
         if not found.path("draft", "config.json").exists():
             raise RunError(f"{found.folder} has no trained draft yet", "run `distill train` on its recipe")
         references = (recipe.target.model, str(found.path("draft").resolve()))
+        folder = found
         prepare(recipe)
     from distill.sampler import Sampler
     from distill.speculative.stream import Way, stream
 
     sampler = Sampler(temperature, top_k, top_p, min_p, repetition_penalty)
-    way = Way(sampler, verifier, drafter, length, seed, tuple(stop or ()), wanted)
+    costs, fitted = None, {}
+    if rule == "expected-value" and folder is not None:
+        from distill.benchmark.calibrate import curve_costs, load_calibrations
+
+        costs = curve_costs(folder, "pytorch") if "pytorch" in recipe.speedup.backends else None
+        measured = folder.path("speedup", "calibration.json")
+        fitted = load_calibrations(measured) if measured.exists() else {}
+    way = Way(sampler, verifier, drafter, length, seed, tuple(stop or ()), rule, p_min, costs, fitted, allow_lossy, wanted)
     stream(recipe, references, text, tokens, way)
 
 

@@ -177,9 +177,22 @@ STAGES = (
     Stage(
         "speedup",
         "distill.benchmark.speedup:speedup",
-        ("speedup", "profile", "threads", "target.dtype", "target.quantise", "eval.resamples", "eval.confidence"),
+        (
+            "speedup",
+            "sampler",
+            "seed",
+            "profile",
+            "threads",
+            "target.dtype",
+            "target.quantise",
+            "eval.resamples",
+            "eval.confidence",
+            "answers.prompt_tokens",
+        ),
         (
             ("train", "draft/*"),
+            ("profile", "profile.json"),
+            ("corpus", "corpus/text-selection.safetensors"),
             ("export", "gguf/*.gguf"),
             ("corpus", "corpus/prompts-report.jsonl"),
             ("answers", "answers/prompts-report.jsonl"),
@@ -187,6 +200,7 @@ STAGES = (
         ),
         ("speedup", "speedup.json", "speedup.md"),
         ("target",),
+        version=2,
     ),
     Stage(
         "report",

@@ -2,12 +2,13 @@
 
     python scripts/benchmark_lengths.py record --target data/demo-target --draft runs/demo/draft --traces traces.json
     python scripts/benchmark_lengths.py simulate --traces traces.json [--curve profile.json] [--split selection]
+    python scripts/benchmark_lengths.py measure runs/demo
 
 A trace is the target's greedy text; at every position of it, the draft's greedy continuation of 16 tokens, what its
 laws looked like before each draw, and how many of the tokens the target's text has too. A rule replays it round by
 round at the prices of a curve. Calibrations are fitted on selection text, and the rules' defaults were chosen there;
 the figures printed by default are of report text. The best γ and the clairvoyant are chosen on the very text that they
-are scored on.
+are scored on. `measure` decodes on this machine instead, and simulates the same texts on the machine's own curve.
 
 Legend: m tokens of a step, n or γ drafted, T(m) seconds of the target, D of the draft, T(1) = 1.
 """
@@ -28,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from distill.speculative.calibration import (
+    FEATURE_TERMS,
     Calibration,
     Power,
     Recorded,
@@ -316,9 +318,6 @@ def known_beforehand(traces: Sequence[Trace], costs: StepCosts, calibration: Cal
     return best
 
 
-CALIBRATION_TERMS = ("margin", "logit_top", "entropy", "first", "log_position")
-
-
 def curves_of(path: Path | None) -> dict[str, StepCosts]:
     """The published curves with each draft cost, or a measured pair (PairCost's JSON)."""
     if path is None:
@@ -339,7 +338,7 @@ def simulate(arguments: argparse.Namespace) -> None:
         "power": fit_power(fitted),
         "logistic on the margin": fit_logistic(fitted),
         "sequential temperature": fit_sequential(fitted),
-        "logistic on " + ", ".join(CALIBRATION_TERMS): fit_logistic(fitted, CALIBRATION_TERMS),
+        "logistic on " + ", ".join(FEATURE_TERMS): fit_logistic(fitted, FEATURE_TERMS),
     }
     print(f"Text: {arguments.split}, {sum(map(len, sets['code']))} positions of each class. Calibrated on selection.\n")
     print("| calibration | log loss | expected calibration error |\n|---|--:|--:|")
@@ -374,6 +373,12 @@ def simulate(arguments: argparse.Namespace) -> None:
         print(f"| {title} | {mine_share:.0%} | {bound:.0%} | {of_best:.3f} | {worst:.3f} | {myopic:.3f} |")
 
 
+def measure(arguments: argparse.Namespace) -> None:
+    import measure_lengths
+
+    measure_lengths.main(arguments)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True)
@@ -390,6 +395,15 @@ def main() -> None:
     command.add_argument("--traces", type=Path, default=Path("traces.json"))
     command.add_argument("--curve", type=Path, help="a measured pair instead of the published curves")
     command.add_argument("--split", choices=("selection", "report"), default="report")
+    command = commands.add_parser("measure")
+    command.set_defaults(run=measure)
+    command.add_argument("run_folder", type=Path, metavar="RUN", nargs="?", default=Path("runs/demo"))
+    command.add_argument("--data", type=Path, default=Path("data"), help="folder with report/")
+    command.add_argument("--prompts", type=int, default=4, help="of each class")
+    command.add_argument("--tokens", type=int, default=48, help="decoded after each prompt")
+    command.add_argument("--repeats", type=int, default=7, help="of every timed step")
+    command.add_argument("--backends", nargs="+", choices=("pytorch", "gguf"), default=["pytorch", "gguf"])
+    command.add_argument("--pairs", choices=("both", "shipped", "grown"), default="both")
     arguments = parser.parse_args()
     arguments.run(arguments)
 

@@ -1,57 +1,217 @@
-"""Is greedy speculative output the plain output, token for token? On a finished run, for every draft length 1..8.
+"""Is greedy speculative output the plain output, token for token? On a finished run, for every length rule and tree.
 
-    python scripts/check_identity.py runs/demo --prompts 50 --tokens 100 --backend gguf
+    python scripts/check_identity.py runs/demo
+    python scripts/check_identity.py runs/demo --backend gguf --ways "draft, γ = 4" lookup
+
+Fixed lengths 1..8, every other length rule, prompt lookup alone and before the draft, trees of several sizes, and (in
+PyTorch) four texts at once against each alone. The rules that read costs get the run's measured curve, the calibrations
+those of its speedup stage where it has them. Prompts are pieces of report and then of selection documents.
 
 A first difference is excused where the target's two best logits lie within rounding: 1e-4 in PyTorch fp32; in GGUF the
-largest logit difference measured between taking tokens one at a time and γ + 1 at once.
+largest logit difference measured between taking tokens one at a time and nine at once. Excused ones are counted.
+
+What is decoded is kept in a JSON file beside the run's report, way by way and prompt by prompt: the same command goes
+on where it was interrupted, and prints the table of all that is there.
 """
 
 from __future__ import annotations
 
 import argparse
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
-import torch
-
-from distill.benchmark.compare import judge_identity, rounding_noise, run_trials
+from distill.benchmark.calibrate import curve_costs, load_calibrations
+from distill.benchmark.compare import TORCH_NOISE, first_difference, rounding_noise, top_gap
 from distill.models.base import Model
-from distill.models.gguf import GgufModel
-from distill.models.hugging_face import TorchModel, load_model
-from distill.recipe import load_recipe
-from distill.run import Run
-from distill.texts import read_prompts
+from distill.models.gguf import MOST_LEAVES, GgufModel
+from distill.packing import Packed
+from distill.progress import Progress
+from distill.recipe import Trial, load_recipe
+from distill.recipe.trial import RULES
+from distill.run import Run, digest, read_json, write_json
+from distill.speculative.decode import GREEDY, Decoded, Rules, decode, plain
+from distill.speculative.trial import NO_COSTS, make_drafter, make_rule
+
+ROWS = 4  # texts at once
+Job = tuple[str, Callable[[int], list[list[int]]], int]  # title, texts of the prompts from a number on, and how many
+BATCHED = (Trial(length=4), Trial(rule="p_min"), Trial(rule="expected-value"))
+WAYS = (
+    *(Trial(length=length) for length in range(1, 9)),
+    *(Trial(rule=rule) for rule in RULES if rule != "fixed"),
+    Trial(rule="expected-value", calibration="power", online=True),
+    Trial(drafter="lookup"),
+    Trial(drafter="lookup+draft", length=4),
+    Trial(drafter="lookup+draft", rule="expected-value"),
+    *(Trial(drafter="tree", nodes=nodes, calibration=name) for nodes, name in
+      ((4, "none"), (8, "none"), (8, "features"), (16, "features"), (24, "sequential"))),
+)  # fmt: skip
+
+
+def pieces(run: Run, tokens: int, count: int) -> list[list[int]]:
+    """Prompts of `tokens` tokens: pieces of all report documents in turn, then of selection documents."""
+    found: list[list[int]] = []
+    for split in ("report", "selection"):
+        blocks = Packed.load(run.path("corpus", f"text-{split}.safetensors"))
+        texts = [
+            ids[documents == document].tolist()
+            for ids, documents in zip(blocks.ids, blocks.documents, strict=True)
+            for document in range(int(documents.max()) + 1)
+        ]
+        cut = [(n, text[start : start + tokens]) for text in texts
+               for n, start in enumerate(range(0, len(text) - tokens, 2 * tokens))]  # fmt: skip
+        found += [ids for _, ids in sorted(cut, key=lambda piece: piece[0])]
+    return found[:count]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path)
-    parser.add_argument("--prompts", type=int, default=50)
-    parser.add_argument("--tokens", type=int, default=100)
-    parser.add_argument("--lengths", type=int, nargs="+", default=list(range(1, 9)))
-    parser.add_argument("--backend", choices=["pytorch", "gguf"], default="gguf")
+    parser.add_argument("--prompts", type=int, default=100)
+    parser.add_argument("--tokens", type=int, default=200)
+    parser.add_argument("--backend", choices=["pytorch", "gguf"], default="pytorch")
+    parser.add_argument("--ways", nargs="+", help="only ways whose title begins with one of these")
+    parser.add_argument("--kept", type=Path, help="where to keep what is decoded; identity-BACKEND.json of the run")
     arguments = parser.parse_args()
     recipe = load_recipe(arguments.run / "config.yaml")
     run = Run(arguments.run.resolve(), recipe)
-    prompts = [prompt.ids for prompt in read_prompts(run, "report")][: arguments.prompts]
-    noise = 1e-4
-    target: Model
-    draft: Model
+    prompts = pieces(run, recipe.answers.prompt_tokens, arguments.prompts)
+    target, draft = models(run, arguments.backend)
+    costs = curve_costs(run, arguments.backend) if run.path("profile.json").exists() else NO_COSTS
+    measured = run.path("speedup", "calibration.json")
+    fitted = load_calibrations(measured) if measured.exists() else {}
+    path = arguments.kept or run.path(f"identity-{arguments.backend}.json")
+    kept = open_kept(path, {"prompts": digest(prompts), "tokens": arguments.tokens, "draft": draft_digest(run)})
+
+    wanted = [
+        way for way in WAYS if not arguments.ways or any(way.title.startswith(title) for title in arguments.ways)
+    ]
+    jobs: list[Job] = [
+        ("plain", lambda at: [plain(target, prompts[at], arguments.tokens).tokens], 1)
+    ]
+    for way in wanted:
+        jobs.append((way.title, alone(target, draft, way, prompts, arguments.tokens, costs, fitted), 1))
+    if arguments.backend == "pytorch" and not arguments.ways:
+        rows = models(run, arguments.backend, ROWS)
+        for way in BATCHED:
+            job = together(*rows, way, prompts, arguments.tokens, costs, fitted)
+            jobs.append((f"{ROWS} at once: {way.title}", job, ROWS))
+    work(jobs, len(prompts), kept, path)
+    noise = TORCH_NOISE
     if arguments.backend == "gguf":
-        target, draft = (
-            GgufModel(run.path("gguf", f"{name}-{recipe.speedup.outtype}.gguf"), context=recipe.corpus.block)
-            for name in ("target", "draft")
+        text = kept["texts"]["plain"]["0"]
+        noise = max(rounding_noise(target, prompts[0], text[at : at + 9]) for at in (0, 16) if len(text) > at + 9)
+    titles = [title for title, _, _ in jobs[1:]]
+    print(f"{arguments.backend}, {len(prompts)} prompts × {arguments.tokens} tokens, rounding {noise:.1e}\n")
+    print(table(target, prompts, kept["texts"], titles, noise))
+
+
+def models(run: Run, backend: str, rows: int = 1) -> tuple[Any, Any]:
+    """Target and draft of a run; several rows only in PyTorch."""
+    recipe = run.recipe
+    if backend == "gguf":
+        names = (run.path("gguf", f"{name}-{recipe.speedup.outtype}.gguf") for name in ("target", "draft"))
+        leaves = min(MOST_LEAVES, max(way.nodes for way in WAYS))
+        return tuple(  # type: ignore[return-value]
+            GgufModel(path, context=recipe.corpus.block, threads=recipe.threads, max_leaves=leaves) for path in names
         )
-    else:
-        target = TorchModel(load_model(recipe.target.model, "float32", torch.device("cpu")))
-        draft = TorchModel(load_model(str(run.path("draft")), "float32", torch.device("cpu")))
-    trials = run_trials(target, draft, prompts, arguments.lengths, arguments.tokens, (), "prompts")
-    if arguments.backend == "gguf":
-        text = trials[0].decoded.tokens
-        noise = max(rounding_noise(target, prompts[0], text[: length + 1]) for length in arguments.lengths)
-    print(f"{arguments.backend}, {len(prompts)} prompts x {arguments.tokens} tokens, rounding {noise:.1e}")
-    print("| drafted | identical | excused | different |\n|--:|--:|--:|--:|")
-    for length, verdict in sorted(judge_identity(target, prompts, trials, noise).items()):
-        print(f"| {length} | {verdict['identical']} | {verdict['excused']} | {verdict['different']} |")
+    import torch
+
+    from distill.models.batched import BatchedTorchModel
+    from distill.models.hugging_face import TorchModel, load_model, load_tokenizer, real_tokens
+
+    folders = (recipe.target.model, str(run.path("draft")))
+    found = [load_model(folder, "float32", torch.device("cpu")) for folder in folders]
+    size = real_tokens(found[0].config, load_tokenizer(recipe.target.model))
+    if rows > 1:
+        return tuple(BatchedTorchModel(model, rows, size) for model in found)  # type: ignore[return-value]
+    return tuple(TorchModel(model, size) for model in found)  # type: ignore[return-value]
+
+
+def draft_digest(run: Run) -> Any:
+    """What tells one trained draft from another."""
+    return (run.done("train") or {}).get("key")
+
+
+def open_kept(path: Path, key: dict[str, Any]) -> dict[str, Any]:
+    """What was decoded before with the same prompts, tokens and draft; nothing where they are others."""
+    if path.exists():
+        found: dict[str, Any] = read_json(path)
+        if found["key"] == key:
+            return found
+        print(f"{path} is of other prompts, tokens or another draft: begun anew")
+    return {"key": key, "texts": {}}
+
+
+def alone(target: Model, draft: Model, way: Trial, prompts: Sequence[list[int]], tokens: int, costs: Any, fitted: Any
+          ) -> Callable[[int], list[list[int]]]:  # fmt: skip
+    """Decodes one prompt by a way; what the way learns it keeps for the next."""
+    rules = Rules(GREEDY, way.verified_by)
+    drafter = make_drafter(way, draft, GREEDY, rules.random, costs, fitted)
+
+    def run(at: int) -> list[list[int]]:
+        result = Decoded()
+        for _ in decode(target, drafter, prompts[at], tokens, rules, result):
+            pass
+        return [result.tokens]
+
+    return run
+
+
+def together(target: Any, draft: Any, way: Trial, prompts: Sequence[list[int]], tokens: int, costs: Any, fitted: Any
+             ) -> Callable[[int], list[list[int]]]:  # fmt: skip
+    """Decodes ROWS prompts at once, from number `at` on."""
+    from distill.speculative.batch import decode_batch
+
+    def run(at: int) -> list[list[int]]:
+        def rule() -> Any:
+            return make_rule(way, True, costs, fitted)
+
+        some = prompts[at : at + ROWS]
+        return [result.tokens for result in decode_batch(target, draft, some, tokens, Rules(), rule)]
+
+    return run
+
+
+def work(jobs: Sequence[Job], prompts: int, kept: dict[str, Any], path: Path) -> None:
+    """Decode what is not kept yet, with the time left, saving every half minute and at the end."""
+    missing = [
+        (title, job, at)
+        for title, job, step in jobs
+        for at in range(0, prompts, step)
+        if any(str(n) not in kept["texts"].get(title, {}) for n in range(at, min(at + step, prompts)))
+    ]
+    progress, saved = Progress("texts", len(missing)), time.monotonic()
+    try:
+        for title, job, at in missing:
+            for offset, tokens in enumerate(job(at)):
+                kept["texts"].setdefault(title, {})[str(at + offset)] = tokens
+            progress.step()
+            if time.monotonic() - saved > 30:
+                write_json(path, kept)
+                saved = time.monotonic()
+    finally:
+        write_json(path, kept)
+
+
+def table(target: Model, prompts: Sequence[list[int]], texts: dict[str, dict[str, list[int]]], titles: Sequence[str],
+          noise: float) -> str:  # fmt: skip
+    """One Markdown table: per way, texts that are identical, excused and different; in all, on the last line."""
+    lines = ["| way | identical | excused (tie) | different |", "|---|--:|--:|--:|"]
+    sums = [0, 0, 0]
+    gaps: dict[tuple[int, int], float] = {}
+    for title in titles:
+        counts = [0, 0, 0]
+        for at, prompt in enumerate(prompts):
+            wanted, got = (texts[name][str(at)] for name in ("plain", title))
+            where = first_difference(wanted, got)
+            if where is not None and (at, where) not in gaps:
+                gaps[at, where] = top_gap(target, [*prompt, *wanted[:where]])
+            counts[0 if where is None else 1 if gaps[at, where] <= noise else 2] += 1
+        lines.append(f"| {title} | {counts[0]} | {counts[1]} | {counts[2]} |")
+        sums = [a + b for a, b in zip(sums, counts, strict=True)]
+    return "\n".join([*lines, f"| all | {sums[0]} | {sums[1]} | {sums[2]} |"])
 
 
 if __name__ == "__main__":

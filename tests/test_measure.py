@@ -209,7 +209,7 @@ def test_length_is_chosen_on_even_prompts_and_reported_on_odd_ones() -> None:
     found = choose_length(trials, [2, 4], 300, 0.95)
     assert found["length"] == 2 and found["speedup"] == pytest.approx(1.25)
     assert found["speedup_low"] == pytest.approx(1.25) == found["speedup_high"]
-    slow = [Trial(t.prompt, t.length, t.seconds * (3 if t.length else 1), t.decoded) for t in trials]
+    slow = [Trial(t.prompt, t.way, t.seconds * (3 if t.way else 1), t.decoded) for t in trials]
     found = choose_length(slow, [2, 4], 300, 0.95)
     assert (found["length"], found["speedup"]) == (0, 1)
     # Uneven prompts only: no resample may be made of prompts that have no trial.
@@ -261,8 +261,8 @@ def test_trials_decode_every_prompt_in_every_arm() -> None:
     target, draft = Scripted(counting, 40, 10), Scripted(counting, 30, 10)
     prompts = [[1, 2], [3], [4, 5, 6] * 8]
     trials = run_trials(target, draft, prompts, [1, 4], 9, (), "x")
-    assert sorted((t.prompt, t.length) for t in trials) == sorted(itertools.product(range(3), [0, 1, 4]))
-    assert [t.length for t in trials if t.prompt == 1] == [1, 4, 0]  # the order turns
+    assert sorted((t.prompt, t.way) for t in trials) == sorted(itertools.product(range(3), [0, 1, 4]))
+    assert [t.way for t in trials if t.prompt == 1] == [1, 4, 0]  # the order turns
     for t in trials:
         room = min(9, 30 - len(prompts[t.prompt]))
         assert t.decoded.tokens == [(prompts[t.prompt][-1] + 1 + i) % 10 for i in range(room)] and t.seconds > 0

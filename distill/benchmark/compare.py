@@ -1,6 +1,6 @@
 """Plain against speculative decoding of one pair by one backend: interleaved, cold caches, distinct prompts.
 
-Legend: γ drafted tokens a round; plain decoding is γ = 0.
+Legend: γ drafted tokens a round; plain decoding is γ = 0. A way to decode is named by its γ, or by a title.
 """
 
 from __future__ import annotations
@@ -14,9 +14,14 @@ import numpy
 
 from distill.models.base import Model
 from distill.progress import Progress
-from distill.speculative.decode import Decoded, plain, room_for, speculative
+from distill.speculative.decode import Decoded, Rules, decode, plain, room_for, speculative
+from distill.speculative.draft import Drafter
 
 TORCH_NOISE = 1e-4  # fp32: logit gaps below this are rounding ties
+
+
+PLAIN = 0
+Way = int | str
 
 
 @dataclass(frozen=True)
@@ -24,9 +29,22 @@ class Trial:
     """One prompt decoded once; `seconds` are those of prompt and tokens together."""
 
     prompt: int
-    length: int
+    way: Way
     seconds: float
     decoded: Decoded
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A way to decode that has a title: by a drafter (None: plainly) under `rules`, lossy ones too where they say so.
+
+    `make` gives the drafter as at the start of a session; what it learns it keeps from prompt to prompt.
+    """
+
+    title: str
+    rules: Rules
+    make: Callable[[], Drafter] | None = None
+    lossy: bool = False
 
 
 def run_trials(
@@ -37,31 +55,40 @@ def run_trials(
     new_tokens: int,
     ends: Collection[int],
     title: str,
+    arms: Sequence[Arm] = (),
 ) -> list[Trial]:
-    """Decode every prompt plainly and with each γ, in an order that turns from prompt to prompt."""
-    arms = [0, *lengths]
+    """Decode every prompt plainly and with each γ, greedily, and by each arm; the order turns from prompt to prompt."""
+    named = {arm.title: arm for arm in arms}
+    ways: list[Way] = [PLAIN, *lengths, *named]
     trials: list[Trial] = []
-    # One throw-away decode per arm: lazily made buffers and kernels are not what is measured.
-    for length in arms:
-        _decode(target, draft, prompts[0], length, min(8, new_tokens), ends)
-    progress = Progress(title, len(prompts))
+
+    def run(way: Way, drafter: Drafter | None, prompt: Sequence[int], limit: int) -> Decoded:
+        if isinstance(way, int):
+            return speculative(target, draft, prompt, limit, way, ends) if way else plain(target, prompt, limit, ends)
+        arm = named[way]
+        if drafter is None:
+            return plain(target, prompt, limit, rules=arm.rules)
+        result = Decoded()
+        for _ in decode(target, drafter, prompt, limit, arm.rules, result, arm.lossy):
+            pass
+        return result
+
+    def drafters() -> dict[Way, Drafter | None]:
+        return {title: arm.make() if arm.make else None for title, arm in named.items()}
+
+    # One throw-away decode per way: lazily made buffers and kernels are not what is measured.
+    for way, drafter in [*((way, None) for way in (PLAIN, *lengths)), *drafters().items()]:
+        run(way, drafter, prompts[0], min(8, new_tokens))
+    kept, progress = drafters(), Progress(title, len(prompts))
     for index, prompt in enumerate(prompts):
         limit = room_for(target, draft, len(prompt), new_tokens)
-        turn = index % len(arms)
-        for length in arms[turn:] + arms[:turn]:
+        turn = index % len(ways)
+        for way in ways[turn:] + ways[:turn]:
             started = time.perf_counter()
-            decoded = _decode(target, draft, prompt, length, limit, ends)
-            trials.append(Trial(index, length, time.perf_counter() - started, decoded))
+            decoded = run(way, kept.get(way), prompt, limit)
+            trials.append(Trial(index, way, time.perf_counter() - started, decoded))
         progress.step()
     return trials
-
-
-def _decode(
-    target: Model, draft: Model, prompt: Sequence[int], length: int, limit: int, ends: Collection[int]
-) -> Decoded:
-    if length == 0:
-        return plain(target, prompt, limit, ends)
-    return speculative(target, draft, prompt, limit, length, ends)
 
 
 def rounding_noise(model: Model, prompt: Sequence[int], tokens: Sequence[int]) -> float:
@@ -93,17 +120,17 @@ def top_gap(model: Model, context: Sequence[int]) -> float:
 
 def judge_identity(
     target: Model, prompts: Sequence[Sequence[int]], trials: Sequence[Trial], noise: float
-) -> dict[int, dict[str, int]]:
-    """For each γ, how many prompts gave the plain text, differ first at a rounding tie, or differ otherwise.
+) -> dict[Way, dict[str, int]]:
+    """For each greedy way, how many prompts gave the plain text, differ first at a rounding tie, or differ otherwise.
 
     A tie is a first difference where the target's two best logits lie within `noise`, the measured or agreed rounding.
     """
-    plain_text = {trial.prompt: trial.decoded.tokens for trial in trials if trial.length == 0}
-    verdicts: dict[int, dict[str, int]] = {}
+    plain_text = {trial.prompt: trial.decoded.tokens for trial in trials if trial.way == PLAIN}
+    verdicts: dict[Way, dict[str, int]] = {}
     for trial in trials:
-        if trial.length == 0:
+        if trial.way == PLAIN:
             continue
-        verdict = verdicts.setdefault(trial.length, {"identical": 0, "excused": 0, "different": 0})
+        verdict = verdicts.setdefault(trial.way, {"identical": 0, "excused": 0, "different": 0})
         where = first_difference(plain_text[trial.prompt], trial.decoded.tokens)
         if where is None:
             verdict["identical"] += 1
@@ -115,26 +142,27 @@ def judge_identity(
 
 
 def summarise_trials(
-    trials: Sequence[Trial], lengths: Sequence[int], resamples: int, confidence: float
+    trials: Sequence[Trial], ways: Sequence[Way], resamples: int, confidence: float, base: Way = PLAIN
 ) -> list[dict[str, Any]]:
-    """A row per γ (0 = plain): tokens, seconds, tokens/s, speedup over plain with its interval by prompt."""
+    """A row for `base` and one per way: tokens, seconds, tokens/s, speedup over the base, its interval by prompt."""
     count = 1 + max(trial.prompt for trial in trials)
-    tokens = {length: numpy.zeros(count) for length in (0, *lengths)}
-    seconds = {length: numpy.zeros(count) for length in (0, *lengths)}
+    tokens = {way: numpy.zeros(count) for way in (base, *ways)}
+    seconds = {way: numpy.zeros(count) for way in (base, *ways)}
     for trial in trials:
-        tokens[trial.length][trial.prompt] += len(trial.decoded.tokens)
-        seconds[trial.length][trial.prompt] += trial.seconds
+        if trial.way in tokens:
+            tokens[trial.way][trial.prompt] += len(trial.decoded.tokens)
+            seconds[trial.way][trial.prompt] += trial.seconds
     rows = []
-    for length in (0, *lengths):
-        rounds = [r for trial in trials if trial.length == length for r in trial.decoded.rounds]
+    for way in (base, *ways):
+        rounds = [r for trial in trials if trial.way == way for r in trial.decoded.rounds]
         drafted = sum(r.drafted for r in rounds)
-        speedup, low, high = speed_ratio(tokens[length], seconds[length], tokens[0], seconds[0], resamples, confidence)
+        speedup, low, high = speed_ratio(tokens[way], seconds[way], tokens[base], seconds[base], resamples, confidence)
         rows.append(
             {
-                "length": length,
-                "tokens": int(tokens[length].sum()),
-                "seconds": float(seconds[length].sum()),
-                "tokens_per_second": float(tokens[length].sum() / seconds[length].sum()),
+                "length" if isinstance(way, int) else "way": way,
+                "tokens": int(tokens[way].sum()),
+                "seconds": float(seconds[way].sum()),
+                "tokens_per_second": float(tokens[way].sum() / seconds[way].sum()),
                 "tokens_per_round": sum(r.accepted + 1 for r in rounds) / len(rounds) if rounds else None,
                 "acceptance": sum(r.accepted for r in rounds) / drafted if drafted else None,
                 "speedup": speedup,
@@ -166,7 +194,7 @@ def choose_length(trials: Sequence[Trial], lengths: Sequence[int], resamples: in
     """The better of plain and speculative: γ chosen on the even prompts, its speedup on the odd ones."""
     # Renumbered, so that no prompt is counted that has no trial.
     even, odd = (
-        [Trial(t.prompt // 2, t.length, t.seconds, t.decoded) for t in trials if t.prompt % 2 == side]
+        [Trial(t.prompt // 2, t.way, t.seconds, t.decoded) for t in trials if t.prompt % 2 == side]
         for side in (0, 1)
     )
     chosen = max(summarise_trials(even, lengths, 100, confidence), key=lambda row: row["tokens_per_second"])["length"]

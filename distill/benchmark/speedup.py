@@ -5,12 +5,22 @@ from __future__ import annotations
 import gc
 import shutil
 from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from distill.benchmark.arms import make_arms, trial_rows
+from distill.benchmark.calibrate import (
+    calibrate,
+    curve_costs,
+    load_calibrations,
+    record_rounds,
+    save_calibration,
+    selection_prompts,
+    with_overhead,
+)
 from distill.benchmark.compare import (
+    PLAIN,
     TORCH_NOISE,
     choose_length,
     compare_library,
@@ -19,9 +29,11 @@ from distill.benchmark.compare import (
     run_trials,
     summarise_trials,
 )
+from distill.benchmark.libraries import llama_generation, transformers_generation
+from distill.benchmark.table import as_markdown
 from distill.export.writer import export_gguf
 from distill.models.base import Model
-from distill.models.gguf import GgufModel
+from distill.models.gguf import MOST_LEAVES, GgufModel
 from distill.models.hugging_face import (
     TorchModel,
     describe_model,
@@ -32,19 +44,27 @@ from distill.models.hugging_face import (
     pick_device,
     real_tokens,
 )
-from distill.recipe import Recipe
+from distill.recipe import Recipe, Trial
 from distill.run import Run, faults_explained, machine, read_json, write_json, write_text
-from distill.speculative.cost import measure_steps, predicted_speedup
+from distill.sampler import Sampler
+from distill.speculative.calibration import Calibration
+from distill.speculative.cost import StepCosts, measure_steps, predicted_speedup
+from distill.speculative.decode import GREEDY, Rules
+from distill.speculative.trial import check_trials
 from distill.surgery.grow import grow
 from distill.texts import read_prompts
 
 REFERENCE_PROMPTS = {False: 4, True: 2}  # by grown: a grown target takes a minute for each pair of runs
 SAMPLES = 3
+OVERHEAD_PROMPTS, OVERHEAD_TOKENS = 2, 24  # of selection text, decoded to see what a round costs beyond its steps
 
 
 def speedup(recipe: Recipe, run: Run) -> list[Path]:
     """Write speedup.json and speedup.md; each pair and backend is a part, kept when the run is interrupted."""
     settings = recipe.speedup
+    for line in check_trials(recipe):
+        run.say(f"  {line}")
+    calibration = _calibration(recipe, run)
     parts = []
     for grown in [False, True] if settings.grown is not None else [False]:
         for backend in settings.backends:
@@ -61,6 +81,11 @@ def speedup(recipe: Recipe, run: Run) -> list[Path]:
         "new_tokens": settings.new_tokens,
         "prompts": settings.prompts,
         "rows": [row for part in parts for row in part["rows"]],
+        "trials": [row for part in parts for row in part["trials"]],
+        "sampler": Sampler.of(recipe.sampler).describe(),
+        "lossy": any(row["lossy"] for part in parts for row in part["trials"]),
+        "calibration": calibration,
+        "costs": [part["costs"] for part in parts if part["costs"]],
         "chosen": [part["chosen"] for part in parts],
         "plain_reference": [part["plain_reference"] for part in parts],
         "explanations": [sentence for part in parts for sentence in part["explanations"]],
@@ -72,6 +97,56 @@ def speedup(recipe: Recipe, run: Run) -> list[Path]:
     return [run.path("speedup"), run.path("speedup.json"), run.path("speedup.md")]
 
 
+def _calibration(recipe: Recipe, run: Run) -> dict[str, Any] | None:
+    """What speedup/calibration.json holds, fitted on selection text if not there yet; None where no trial reads it."""
+    settings = recipe.speedup
+    grown = settings.grown_trials if settings.grown is not None else ()
+    wanting = [trial for trial in (*settings.trials, *grown) if trial.learns]
+    if not wanting:
+        return None
+    path = run.path("speedup", "calibration.json")
+    if not path.exists():
+        device, tokenizer = pick_device(recipe.device), load_tokenizer(recipe.target.model)
+        big = load_model(recipe.target.model, recipe.target.dtype, device)
+        vocabulary = real_tokens(big.config, tokenizer)
+        target = TorchModel(big, vocabulary)
+        draft = TorchModel(load_model(str(run.path("draft")), recipe.target.dtype, device), vocabulary)
+        prompts = selection_prompts(run, recipe.answers.prompt_tokens, settings.calibration_prompts)
+        rules = Rules(GREEDY, "greedy", end_ids(big.config, tokenizer))
+        table = calibrate(record_rounds(target, draft, prompts, settings.new_tokens, rules), run.command)
+        for model in (target, draft):
+            model.close()
+        save_calibration(path, table)
+    found: dict[str, Any] = read_json(path)
+    scores = ", ".join(f"{name} {fit['log_loss']:.3f}" for name, fit in found["fits"].items())
+    told = f"log loss {found['uncalibrated']['log_loss']:.3f} as they are, {scores}" if scores else "no calibration"
+    told += "".join(f"; {name} not fitted: {reason}" for name, reason in found["unfitted"].items())
+    run.say(f"  draft probabilities, {found['rounds']} rounds of {found['prompts']} selection texts: {told}")
+    return found
+
+
+@dataclass(frozen=True)
+class _Pair:
+    """Both models of one part, and all that its measurement reads."""
+
+    title: str
+    backend: str
+    grown: bool
+    target: Model
+    draft: Model
+    prompts: list[list[int]]
+    ends: list[int]
+    library: Callable[[Sequence[int], int], int]
+    library_name: str
+    lengths: tuple[int, ...]
+    ways: tuple[Trial, ...]
+    label: dict[str, Any] = field(init=False)
+
+    def __post_init__(self) -> None:
+        label = {"pair": self.title, "grown": self.grown, "backend": self.backend}
+        object.__setattr__(self, "label", label)
+
+
 def _measure_part(recipe: Recipe, run: Run, backend: str, grown: bool) -> dict[str, Any]:
     settings = recipe.speedup
     tokenizer = load_tokenizer(recipe.target.model)
@@ -81,6 +156,8 @@ def _measure_part(recipe: Recipe, run: Run, backend: str, grown: bool) -> dict[s
     prompts = [prompt.ids for prompt in read_prompts(run, "report")]
     prompts = prompts[: settings.grown_prompts if grown else settings.prompts]
     lengths = settings.grown_lengths if grown else settings.lengths
+    ways = settings.grown_trials if grown else settings.trials
+    leaves = max((way.nodes for way in ways if way.drafter == "tree"), default=0)
     title = "draft + target"
     big = small
     if grown:
@@ -94,7 +171,7 @@ def _measure_part(recipe: Recipe, run: Run, backend: str, grown: bool) -> dict[s
             vocabulary = real_tokens(big.config, tokenizer)
             target: Model = TorchModel(big, vocabulary)
             draft: Model = TorchModel(load_model(str(run.path("draft")), recipe.target.dtype, device), vocabulary)
-            library, name = _transformers_generation(big, ends), "transformers generate"
+            library, name = transformers_generation(big, ends), "transformers generate"
         else:
             context = recipe.corpus.block
             path = run.path("gguf", f"target-{settings.outtype}.gguf")
@@ -106,76 +183,91 @@ def _measure_part(recipe: Recipe, run: Run, backend: str, grown: bool) -> dict[s
                 path = scratch / "grown.gguf"
                 export_gguf(scratch / "grown", path, settings.outtype, f"{recipe.name} target, grown")
                 del big
-            target = GgufModel(path, context=context, threads=recipe.threads)
-            draft = GgufModel(
-                run.path("gguf", f"draft-{settings.outtype}.gguf"), context=context, threads=recipe.threads
+            small_path = run.path("gguf", f"draft-{settings.outtype}.gguf")
+            leaves = min(leaves, MOST_LEAVES)
+            target, draft = (
+                GgufModel(file, context=context, threads=recipe.threads, max_leaves=leaves)
+                for file in (path, small_path)
             )
-            library, name = _llama_generation(path, context, recipe.threads, ends), "llama-cpp-python generate"
-        return _measure_pair(recipe, run, title, backend, grown, target, draft, prompts, lengths, ends, library, name)
+            library, name = llama_generation(path, context, recipe.threads, ends), "llama-cpp-python generate"
+        pair = _Pair(title, backend, grown, target, draft, prompts, ends, library, name, lengths, ways)
+        return _measure_pair(recipe, run, pair)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def _measure_pair(
-    recipe: Recipe,
-    run: Run,
-    title: str,
-    backend: str,
-    grown: bool,
-    target: Model,
-    draft: Model,
-    prompts: Sequence[Sequence[int]],
-    lengths: Sequence[int],
-    ends: list[int],
-    library: Callable[[Sequence[int], int], int],
-    library_name: str,
-) -> dict[str, Any]:
+def _measure_pair(recipe: Recipe, run: Run, pair: _Pair) -> dict[str, Any]:
     settings, evaluation = recipe.speedup, recipe.eval
+    target, draft, prompts, lengths = pair.target, pair.draft, pair.prompts, pair.lengths
     tokenizer = load_tokenizer(recipe.target.model)
-    label = {"pair": title, "grown": grown, "backend": backend}
-    reference = compare_library(target, library, prompts[: REFERENCE_PROMPTS[grown]], settings.new_tokens, ends)
-    trials = run_trials(target, draft, prompts, lengths, settings.new_tokens, ends, f"{backend}, prompts")
+    reference = compare_library(
+        target, pair.library, prompts[: REFERENCE_PROMPTS[pair.grown]], settings.new_tokens, pair.ends
+    )
+    depth = min(recipe.profile.depth, target.capacity - max(lengths) - 1)
+    priced = any(way.rule == "expected-value" for way in pair.ways)
+    most = max([*lengths, *(way.length for way in pair.ways)] if priced and pair.grown else lengths)
+    counts = range(1, most + 2) if priced and pair.grown else [1, *(n + 1 for n in lengths)]
+    steps = measure_steps(target, counts, depth, recipe.profile.repeats, target.vocabulary_size)
+    costs = {m: found[0] for m, found in steps.items()}
+    draft_steps = measure_steps(draft, [1, 2], depth, recipe.profile.repeats, draft.vocabulary_size)
+    draft_cost = draft_steps[1][0]
+    fitted: dict[str, Calibration] = {}
+    if any(way.learns for way in pair.ways):
+        fitted = load_calibrations(run.path("speedup", "calibration.json"))
+    price = StepCosts((1.0, 1.0), 0.0, 0.0)
+    if priced:
+        price = (
+            StepCosts(tuple(costs[m] for m in counts), draft_cost, draft_steps[2][0])
+            if pair.grown
+            else curve_costs(run, pair.backend)
+        )
+        texts = selection_prompts(run, recipe.answers.prompt_tokens, OVERHEAD_PROMPTS)
+        price = with_overhead(target, draft, texts, OVERHEAD_TOKENS, pair.ends, price)
+    arms = make_arms(recipe, pair.ways, draft, pair.ends, price, fitted)
+    trials = run_trials(
+        target, draft, prompts, lengths, settings.new_tokens, pair.ends, f"{pair.backend}, prompts", arms
+    )
     noise = TORCH_NOISE
-    if backend == "gguf" or recipe.target.dtype != "float32":
-        longest = next(t.decoded.tokens for t in trials if t.length == 0)
+    if pair.backend == "gguf" or recipe.target.dtype != "float32":
+        longest = next(t.decoded.tokens for t in trials if t.way == PLAIN)
         noise = max(
             rounding_noise(target, prompts[0], longest[start : start + length + 1])
             for length in lengths
             for start in (0, 16)
             if len(longest) > start + length
         )
-    verdicts = judge_identity(target, prompts, trials, noise)
-    depth = min(recipe.profile.depth, target.capacity - max(lengths) - 1)
-    steps = measure_steps(target, [1, *(n + 1 for n in lengths)], depth, recipe.profile.repeats, target.vocabulary_size)
-    costs = {m: found[0] for m, found in steps.items()}
-    draft_cost = measure_steps(draft, [1], depth, recipe.profile.repeats, draft.vocabulary_size)[1][0]
+    sampled = {arm.title for arm in arms if arm.rules.sampler.temperature > 0}
+    verdicts = judge_identity(target, prompts, [t for t in trials if t.way not in sampled], noise)
     accepted = _accepted_by_position(run, max(lengths))
     rows = summarise_trials(trials, lengths, evaluation.resamples, evaluation.confidence)
     for row in rows:
         length = row["length"]
-        row.update(label)
+        row.update(pair.label)
         row["predicted"] = (
             predicted_speedup(costs, draft_cost, length, accepted) if length and length <= len(accepted) else None
         )
         row.update(verdicts.get(length, {"identical": len(prompts), "excused": 0, "different": 0}))
+    others = trial_rows(recipe, pair.ways, arms, trials, verdicts)
     chosen = choose_length(trials, lengths, evaluation.resamples, evaluation.confidence)
-    explanations = explain(title, backend, costs, draft_cost, rows, chosen)
+    explanations = explain(pair.title, pair.backend, costs, draft_cost, rows, chosen)
     for sentence in explanations:
         run.say(f"    {sentence}")
     best = (
         chosen["length"]
         or max((row for row in rows if row["length"]), key=lambda row: float(row["tokens_per_second"]))["length"]
     )
-    samples = [] if grown else _samples(tokenizer, prompts, [t for t in trials if t.length == best], label)
+    samples = [] if pair.grown else _samples(tokenizer, prompts, [t for t in trials if t.way == best], pair.label)
     for model in (target, draft):
         model.close()
     return {
         "rows": rows,
-        "chosen": {**label, **chosen},
-        "plain_reference": {**label, "library": library_name, **reference},
+        "trials": [pair.label | row for row in others],
+        "costs": pair.label | asdict(price) if priced else None,
+        "chosen": {**pair.label, **chosen},
+        "plain_reference": {**pair.label, "library": pair.library_name, **reference},
         "explanations": explanations,
         "samples": samples,
-        "noise": {**label, "largest_logit_difference": noise},
+        "noise": {**pair.label, "largest_logit_difference": noise},
     }
 
 
@@ -241,83 +333,8 @@ def _samples(
                 "prompt": tokenizer.decode(list(prompts[trial.prompt])),
                 "backend": label["backend"],
                 "pair": label["pair"],
-                "length": trial.length,
+                "length": trial.way,
                 "segments": segments,
             }
         )
     return samples
-
-
-def _transformers_generation(model: Any, ends: list[int]) -> Callable[[Sequence[int], int], int]:
-    """The library's own greedy generation; returns how many tokens it made."""
-
-    def generate(prompt: Sequence[int], limit: int) -> int:
-        ids = torch.tensor([list(prompt)], device=model.device)
-        with torch.inference_mode():
-            made = model.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                max_new_tokens=limit,
-                do_sample=False,
-                pad_token_id=ends[0] if ends else 0,
-                eos_token_id=ends or None,
-            )
-        return int(made.shape[1] - ids.shape[1])
-
-    return generate
-
-
-def _llama_generation(
-    path: Path, context: int, threads: int | None, ends: list[int]
-) -> Callable[[Sequence[int], int], int]:
-    """llama-cpp-python's own greedy generation over the same file; returns how many tokens it made."""
-    import llama_cpp
-
-    from distill.run import usable_cores
-
-    count = threads or usable_cores()
-    model = llama_cpp.Llama(
-        str(path), n_ctx=context, n_threads=count, n_threads_batch=count, verbose=False, flash_attn=False
-    )
-
-    def generate(prompt: Sequence[int], limit: int) -> int:
-        made = 0
-        model.reset()
-        for token in model.generate(list(prompt), temp=0.0, repeat_penalty=1.0, reset=True):
-            made += 1
-            if made == limit or token in ends:
-                break
-        return made
-
-    return generate
-
-
-def as_markdown(report: dict[str, Any]) -> str:
-    """The tables of speedup.md, which the terminal shows too."""
-    lines = [
-        f"Greedy decoding of up to {report['new_tokens']} tokens, distinct report prompts, interleaved, cold caches; "
-        "times include the prompt. Speedup over this decoder's own plain run, intervals by prompt.",
-        "",
-        "| pair | backend | drafted | tok/s | tokens/round | accepted | speedup | predicted | same text |",
-        "|---|---|--:|--:|--:|--:|--:|--:|--:|",
-    ]
-    for row in report["rows"]:
-        drafted = str(row["length"]) if row["length"] else "plain"
-        per_round = f"{row['tokens_per_round']:.2f}" if row["length"] else ""
-        acceptance = f"{row['acceptance']:.1%}" if row["acceptance"] is not None else ""
-        gain = f"{row['speedup']:.2f} [{row['speedup_low']:.2f}, {row['speedup_high']:.2f}]" if row["length"] else "1"
-        predicted = f"{row['predicted']:.2f}" if row["predicted"] is not None else ""
-        total = row["identical"] + row["excused"] + row["different"]
-        same = f"{row['identical']}/{total}" + (f" (+{row['excused']} ties)" if row["excused"] else "")
-        lines.append(
-            f"| {row['pair']} | {row['backend']} | {drafted} | {row['tokens_per_second']:.1f} | {per_round} "
-            f"| {acceptance} | {gain} | {predicted} | {same if row['length'] else ''} |"
-        )
-    lines += ["", "| pair | backend | plain tok/s | library | its tok/s | ratio |", "|---|---|--:|---|--:|--:|"]
-    for row in report["plain_reference"]:
-        lines.append(
-            f"| {row['pair']} | {row['backend']} | {row['plain_tokens_per_second']:.1f} | {row['library']} "
-            f"| {row['library_tokens_per_second']:.1f} | {row['ratio']:.2f} |"
-        )
-    lines += ["", *[f"- {sentence}" for sentence in report["explanations"]], "", f"`{report['command']}`"]
-    return "\n".join(lines) + "\n"

@@ -9,6 +9,7 @@ from distill.recipe.section import Section
 from distill.recipe.target import Answers, SamplerSettings, Target, TeacherStore
 from distill.recipe.traffic import Traffic
 from distill.recipe.training import Acceptance, Loss, Part, Replay, Sparsity, Train
+from distill.recipe.trial import Trial
 from distill.recipe.whole import Recipe
 
 __all__ = [
@@ -36,6 +37,7 @@ __all__ = [
     "Traffic",
     "Train",
     "Transplant",
+    "Trial",
     "Trim",
     "dump_recipe",
     "is_path",

@@ -73,5 +73,10 @@ def _default(field: Any) -> str:
 
 def _plain(value: Any) -> str:
     """A value as it is written in a recipe, on one line."""
-    shown = list(value) if isinstance(value, tuple) else value
+    shown = [_short(item) for item in value] if isinstance(value, tuple) else value
     return yaml.safe_dump(shown, default_flow_style=True, width=1000, allow_unicode=True).split("\n")[0]
+
+
+def _short(value: Any) -> Any:
+    """An item of a list; of a section only what differs from its own defaults."""
+    return value.model_dump(mode="json", exclude_defaults=True) if isinstance(value, Section) else value

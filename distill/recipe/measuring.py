@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import Field, field_validator
 
 from distill.recipe.section import Section
+from distill.recipe.trial import Trial
 
 
 class Profile(Section):
@@ -53,6 +54,23 @@ class Speedup(Section):
     grown: Grown | None = Field(None, description="also measure a grown target (demo models only)")
     grown_prompts: int = Field(4, ge=2, description="prompts for the grown target")
     grown_lengths: tuple[int, ...] = Field((2, 4, 8), min_length=1, description="draft lengths for the grown target")
+    trials: tuple[Trial, ...] = Field(
+        (Trial(rule="expected-value"),), description="other ways to decode, measured in turn with the lengths"
+    )
+    grown_trials: tuple[Trial, ...] = Field((), description="the same for the grown target")
+    calibration_prompts: int = Field(
+        16, ge=2, description="selection texts decoded to calibrate the trials that want it, `new_tokens` each"
+    )
+    allow_lossy: bool = Field(False, description="run trials that change the target's law too, labelled LOSSY")
+
+    @field_validator("trials", "grown_trials")
+    @classmethod
+    def _trials_differ(cls, value: tuple[Trial, ...]) -> tuple[Trial, ...]:
+        titles = [trial.title for trial in value]
+        for title in titles:
+            if titles.count(title) > 1:
+                raise ValueError(f"the trial `{title}` is listed twice")
+        return value
 
     @field_validator("lengths", "grown_lengths")
     @classmethod

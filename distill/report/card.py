@@ -150,8 +150,16 @@ def _speedup(facts: Facts) -> str:
                      f"{number(row['identical'])} / {number(row['excused'])} / {number(row['different'])}"])
     heads = ["pair", "backend", "γ", "plain, tokens/s", "speculative, tokens/s", "acceptance", "tokens per round",
              "speedup", "", "identical / excused / different"]
-    return ("### Speedup\n\nEnd to end against plain decoding of the same target, the fastest of the draft lengths "
-            f"tried:\n\n{_table(heads, rows, speedup['command'])}")
+    found = ("### Speedup\n\nEnd to end against plain decoding of the same target, the fastest of the draft lengths "
+             f"tried:\n\n{_table(heads, rows, speedup['command'])}")
+    rows = [[_pair(row["pair"], grown), _words(row["backend"]), _words(row["way"]), speedup_interval(row),
+             verdict(row), number(row["tokens_per_round"]), _words(row["law"])]
+            for row in speedup.get("trials") or [] if row["rule"]]  # fmt: skip
+    if not rows:
+        return found
+    heads = ["pair", "backend", "way", "speedup", "", "tokens per round", "law of the text"]
+    return (f"{found}\n\nOther ways to decode, each against plain decoding under the same sampler:\n\n"
+            + _table(heads, rows, speedup["command"]))
 
 
 def _gguf(facts: Facts) -> str:

@@ -328,7 +328,26 @@ def _speedup(facts: Facts) -> Html:
     note = (f"{number(speedup['prompts'])} prompts, up to {number(speedup['new_tokens'])} new tokens each. The fastest "
             "row of a pair is bold. Identical, excused and different count outputs against the plain run: excused ones "
             "part at a rounding tie.")
-    return Html(as_plots(*drawn) + f"<p>{as_text(note)}</p>" + as_table(heads, rows, speedup["command"], 2, classes))
+    table = as_table(heads, rows, speedup["command"], 2, classes)
+    return Html(as_plots(*drawn) + f"<p>{as_text(note)}</p>" + table + _trials(speedup, grown))
+
+
+def _trials(speedup: Facts, grown: set[str]) -> Html:
+    """The other ways to decode; lossy ones say so in red, with the reason."""
+    rows = []
+    for row in speedup.get("trials") or []:
+        law = Html(f'<span class="bad">{as_text(row["law"])}</span>') if row["lossy"] else row["law"]
+        rows.append([_grown(row["pair"], row["pair"] in grown), row["backend"], row["way"],
+                     speedup_interval(row) if row["rule"] else "plain", number(row["plain_tokens_per_second"]),
+                     number(row["tokens_per_second"]), number(row["tokens_per_round"]), percent(row["acceptance"]),
+                     number(row["identical"]), number(row["excused"]), number(row["different"]), law])
+    if not rows:
+        return Html("")
+    heads = ["pair", "backend", "way", "speedup", "plain, tokens/s", "tokens/s", "tokens per round", "acceptance",
+             "identical", "excused", "different", "law of the text"]
+    words = ("Other ways to decode, interleaved with those above, each beside the plain run of the same sampler. "
+             "Sampled texts follow a law and are no copies, so nothing is counted as identical there.")
+    return Html(f"<p>{as_text(words)}</p>" + as_table(heads, rows, speedup["command"], 3))
 
 
 def _speedup_drawing(rows: list[Facts], backend: str) -> Callable[[], str]:

@@ -124,6 +124,7 @@ TERMS: dict[str, Callable[[int, Features], float]] = {
     "first": lambda position, f: float(position == 0),
     "log_position": lambda position, f: math.log1p(position),
 }
+FEATURE_TERMS = ("margin", "logit_top", "entropy", "first", "log_position")  # all that a law shows, and where it stands
 
 
 @dataclass

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
+
+from pydantic import ValidationError
 
 from distill.errors import DataError
 from distill.models.base import Model
@@ -20,15 +22,18 @@ from distill.models.hugging_face import (
     pick_device,
     real_tokens,
 )
-from distill.recipe import Recipe
+from distill.recipe import Recipe, Trial
 from distill.sampler import Sampler
+from distill.speculative.calibration import Calibration
 from distill.speculative.constrained import Constrained, Forced
+from distill.speculative.cost import StepCosts, measure_steps
 from distill.speculative.decode import Decoded, Rules, Stop, decode, plain, require_lossless, room_for
-from distill.speculative.draft import Drafter, FirstThen, LookupDrafter, ModelDrafter, TreeDrafter
+from distill.speculative.draft import Drafter
 from distill.speculative.grammar import Constraint, constraint
 from distill.speculative.lengths import Fixed
 from distill.speculative.tokens import Tokens
-from distill.speculative.verify import CHAINS
+from distill.speculative.trial import NO_COSTS, make_drafter
+from distill.speculative.verify import CHAINS, refusal
 from distill.vocabulary import Vocabulary
 
 FOREIGN = ("intersection", "string")
@@ -39,6 +44,8 @@ GREEN, RESET = "\x1b[32m", "\x1b[0m"
 class Way:
     """How to decode: the sampler, the verifier (None: greedy at temperature 0, else token), who drafts and how many.
 
+    `rule` and `p_min` are those of a recipe's trials. `costs` (None: measured beforehand) and `fitted` are what the
+    expected-value rule reads. `lossy` lets a way change the target's law, which the summary then says.
     `grammar` is its kind and text, see `grammar.constraint`.
     """
 
@@ -48,26 +55,33 @@ class Way:
     length: int = 4
     seed: int = 0
     stop: Sequence[str] = ()
+    rule: Any = "fixed"
+    p_min: float = 0.5
+    costs: StepCosts | None = None
+    fitted: Mapping[str, Calibration] = field(default_factory=dict)
+    lossy: bool = False
     grammar: tuple[str, str] | None = None
 
 
-def make_drafter(draft: Model, way: Way, verifier: str, draws: random.Random) -> Drafter:
-    """The drafter that a way names; with `match` a draft says its best token, which is accepted most often."""
-    model = ModelDrafter(draft, Fixed(way.length), way.sampler, draws.random, argmax=verifier == "match")
-    if way.drafter == "lookup":
-        return LookupDrafter(way.length)
-    if way.drafter == "both":
-        return FirstThen(LookupDrafter(way.length, shortest=2), model)
-    if way.drafter == "tree":
-        return TreeDrafter(draft, way.sampler, draws.random, 2 * way.length, depth=way.length)
-    return model
+NAMES: dict[str, Any] = {"model": "draft", "both": "lookup+draft"}  # drafters that recipes call otherwise
 
 
-def constrained_drafter(
-    draft: Model, way: Way, verifier: str, draws: random.Random, constraint: Constraint
-) -> Drafter:
-    """The same where a grammar rules: the draft obeys it too, and what the grammar is sure of is drafted for free."""
-    return Forced(make_drafter(Constrained(draft, constraint), way, verifier, draws), constraint)
+def trial_of(way: Way, verifier: str) -> Trial:
+    """The way as a recipe would write it. ValueError for what no recipe could say."""
+    floor = {"p_min": way.p_min} if way.rule in ("p_min", "p_min-after") else {}
+    nodes = {"nodes": min(2 * way.length, 63)} if way.drafter == "tree" else {}
+    drafter = NAMES.get(way.drafter, way.drafter)
+    try:
+        return Trial(drafter=drafter, rule=way.rule, length=way.length, verifier=verifier, **floor, **nodes)
+    except ValidationError as error:
+        raise ValueError(error.errors()[0]["msg"].removeprefix("Value error, ")) from None
+
+
+def measured_costs(target: TorchModel, draft: TorchModel, length: int, depth: int) -> StepCosts:
+    """T(1..length + 1), D(1) and D(2), timed now."""
+    steps = measure_steps(target, range(1, length + 2), depth, 5, target.vocabulary_size)
+    own = measure_steps(draft, [1, 2], depth, 5, draft.vocabulary_size)
+    return StepCosts(tuple(found[0] for found in steps.values()), own[1][0], own[2][0])
 
 
 def foreign_drafter(
@@ -131,6 +145,7 @@ def stream(recipe: Recipe, references: tuple[str, str], text: str, limit: int, w
         grammar = constraint(*way.grammar, Tokens.of(Vocabulary.read(local_folder(references[0])), ends))
         for warning in grammar.warnings:
             print(f"the grammar is not obeyed in this: {warning}", file=sys.stderr)
+    reason: str | None = None
     rules = Rules(way.sampler, verifier, ends, draws.random, stopper(tokenizer, way.stop), grammar)
     result = Decoded()
     hidden = () if grammar is None else grammar.ends  # what is printed is a text of the grammar
@@ -140,17 +155,15 @@ def stream(recipe: Recipe, references: tuple[str, str], text: str, limit: int, w
         print(tokenizer.decode([token for token in result.tokens if token not in hidden]))
     else:
         try:
-            if foreign:
-                drafter = foreign_drafter(recipe, references, way, verifier, draws)
-            elif grammar is not None:
-                drafter = constrained_drafter(draft, way, verifier, draws, grammar)
-            else:
-                drafter = make_drafter(draft, way, verifier, draws)
-            require_lossless(drafter, rules)
+            drafter = _drafter(recipe, references, way, verifier, draws, target, draft, grammar)
+            reason = refusal(verifier, drafter.kind, way.sampler.temperature, drafter.tree)
+            if not way.lossy:
+                require_lossless(drafter, rules)
         except ValueError as error:
             raise DataError(f"this cannot be drafted: {error}", "choose another --drafter or --verifier") from None
         print(text, end="", flush=True)
-        _show(tokenizer, result, decode(target, drafter, ids, room, rules, result), sys.stdout.isatty(), hidden)
+        texts = decode(target, drafter, ids, room, rules, result, way.lossy)
+        _show(tokenizer, result, texts, sys.stdout.isatty(), hidden)
     if grammar is not None and not grammar.satisfied(result.tokens):
         print("the text ends before the grammar is satisfied: give more --tokens", file=sys.stderr)
     rounds = result.rounds
@@ -162,6 +175,34 @@ def stream(recipe: Recipe, references: tuple[str, str], text: str, limit: int, w
             f", {(len(result.tokens) - 1) / len(rounds):.2f} tokens/round, accepted {accepted}/{drafted} ({rate})"
         )
     print(summary, file=sys.stderr)
+    if reason is not None:
+        print(f"LOSSY: this text does not follow the target's law: {reason}", file=sys.stderr)
+
+
+def _drafter(
+    recipe: Recipe,
+    references: tuple[str, str],
+    way: Way,
+    verifier: str,
+    draws: random.Random,
+    target: TorchModel,
+    draft: TorchModel,
+    grammar: Constraint | None,
+) -> Drafter:
+    """The drafter that a way names; the expected-value rule's costs are timed where nobody measured them before.
+
+    Where a grammar rules, the draft obeys it too, and what the grammar is sure of is drafted for free.
+    """
+    if way.drafter in FOREIGN:
+        if way.rule != "fixed":
+            raise ValueError(f"drafter {way.drafter} drafts fixed lengths only")
+        return foreign_drafter(recipe, references, way, verifier, draws)
+    costs = NO_COSTS
+    if way.rule == "expected-value":
+        costs = way.costs or measured_costs(target, draft, way.length, 64)
+    asked: Model = draft if grammar is None else Constrained(draft, grammar)
+    drafter = make_drafter(trial_of(way, verifier), asked, way.sampler, draws.random, costs, way.fitted)
+    return drafter if grammar is None else Forced(drafter, grammar)
 
 
 def _show(tokenizer: Any, result: Decoded, rounds: Any, colour: bool, hidden: Collection[int] = ()) -> None:

@@ -1,0 +1,177 @@
+"""Calibrations fitted on decoded selection text, and what a decoded round costs beyond its model steps.
+
+Legend: γ or n drafted tokens of a round, T target, D draft.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from distill.errors import DataError
+from distill.models.base import Model
+from distill.packing import Packed
+from distill.run import Run, read_json, write_json
+from distill.speculative.calibration import (
+    FEATURE_TERMS,
+    Calibration,
+    Logistic,
+    Power,
+    Recorded,
+    Sequential,
+    answers,
+    expected_calibration_error,
+    fit_logistic,
+    fit_power,
+    fit_sequential,
+    log_loss,
+)
+from distill.speculative.cost import StepCosts
+from distill.speculative.decode import GREEDY, Decoded, Rules, decode, room_for
+from distill.speculative.draft import ModelDrafter
+from distill.speculative.lengths import Fixed
+from distill.speculative.proposal import Features
+
+FORMAT = 1
+LENGTH = 8  # tokens drafted in every recorded round
+KINDS: dict[str, Callable[..., Calibration]] = {"Power": Power, "Logistic": Logistic, "Sequential": Sequential}
+FITS: dict[str, Callable[[Sequence[Recorded]], Calibration]] = {
+    "power": fit_power,
+    "margin": fit_logistic,
+    "features": lambda rounds: fit_logistic(rounds, FEATURE_TERMS),
+    "sequential": fit_sequential,
+}
+
+
+@dataclass
+class Recorder(Fixed):
+    """Drafts a fixed length and keeps what was seen of every round, with its seconds."""
+
+    rounds: list[Recorded] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+
+    def observe(self, drafted: int, accepted: int, features: Sequence[Features], seconds: float) -> None:
+        """Keep the round."""
+        self.rounds.append(Recorded(tuple(features[:drafted]), accepted))
+        self.seconds.append(seconds)
+
+
+def record_rounds(
+    target: Model, draft: Model, prompts: Sequence[Sequence[int]], new_tokens: int, rules: Rules, length: int = LENGTH
+) -> list[Recorder]:
+    """Decode every prompt with `length` drafted tokens a round; the rounds of each."""
+    found = []
+    for prompt in prompts:
+        recorder = Recorder(length)
+        drafter = ModelDrafter(draft, recorder, rules.sampler, rules.random, argmax=rules.verifier == "match")
+        limit = room_for(target, draft, len(prompt), new_tokens)
+        for _ in decode(target, drafter, prompt, limit, rules, Decoded()):
+            pass
+        found.append(recorder)
+    return found
+
+
+def selection_prompts(run: Run, tokens: int, count: int) -> list[list[int]]:
+    """`count` pieces of `tokens` tokens of the selection split, first ones of all documents, then later ones."""
+    blocks = Packed.load(run.path("corpus", "text-selection.safetensors"))
+    pieces: list[tuple[int, list[int]]] = []
+    for ids, documents in zip(blocks.ids, blocks.documents, strict=True):
+        for document in range(int(documents.max()) + 1):
+            text = ids[documents == document].tolist()
+            starts = range(0, len(text) - tokens, 2 * tokens)
+            pieces += [(piece, text[start : start + tokens]) for piece, start in enumerate(starts)]
+    pieces.sort(key=lambda piece: piece[0])
+    return [ids for _, ids in pieces[:count]]
+
+
+def calibrate(own: Sequence[Recorder], command: str) -> dict[str, Any]:
+    """What calibration.json holds: every calibration fitted on all rounds, and how it does on text new to it.
+
+    `log_loss` (nats) and `calibration_error` are of fits on the even prompts, scored on the odd ones; those of
+    `uncalibrated`, the draft's own probability, stand beside them. `unfitted` gives the reason where the rounds do not
+    allow a fit, for instance without both outcomes among them.
+    """
+    rounds = [[*recorder.rounds] for recorder in own]
+    everything, even, odd = (
+        [one for prompt in some for one in prompt] for some in (rounds, rounds[::2], rounds[1::2])
+    )
+    judged = sum(len(one.judged()) for one in everything)
+    table: dict[str, Any] = {"format": FORMAT, "command": command, "split": "selection", "prompts": len(own)}
+    table |= {"rounds": len(everything), "judged": judged, "fits": {}, "unfitted": {}}
+
+    def scored(calibration: Calibration) -> dict[str, float]:
+        said, stood = answers(calibration, odd)
+        return {"log_loss": log_loss(said, stood), "calibration_error": expected_calibration_error(said, stood)}
+
+    for name, fit in FITS.items():
+        try:
+            found: Any = fit(everything)
+            table["fits"][name] = {"kind": type(found).__name__, "fields": asdict(found), **scored(fit(even))}
+        except DataError as error:
+            table["unfitted"][name] = error.what
+    if table["fits"]:
+        table["uncalibrated"] = scored(Power())
+    return table
+
+
+def save_calibration(path: Path, table: Mapping[str, Any]) -> None:
+    """Write what `calibrate` made; see `load_calibrations`."""
+    write_json(path, table)
+
+
+def load_calibrations(path: Path) -> dict[str, Calibration]:
+    """The calibrations of a calibration.json by name; raises DataError when it is damaged or of another format."""
+    table = read_json(path)
+    try:
+        if table["format"] != FORMAT:
+            raise ValueError(f"format {table['format']}")
+        found: dict[str, Calibration] = {}
+        for name, fit in table["fits"].items():
+            values = {key: tuple(value) if isinstance(value, list) else value for key, value in fit["fields"].items()}
+            values.pop("shift", None)  # what is learned online, 0 in a fit
+            found[name] = KINDS[fit["kind"]](**values)
+        return found
+    except (KeyError, TypeError, ValueError) as error:
+        raise DataError(f"{path} holds no calibrations: {error}", "make it again: `distill speedup --again`") from error
+
+
+def curve_costs(run: Run, backend: str) -> StepCosts:
+    """The machine's measured T(1..), D(1) and D(2) of a run's pair, from profile.json; DataError where they lack."""
+    found = read_json(run.path("profile.json"))["curves"]
+    curves = {curve["model"]: curve for curve in found if curve["backend"] == backend}
+    if set(curves) != {"target", "draft"}:
+        raise DataError(f"{run.path('profile.json')} has no curves of backend {backend}", "redo stage profile")
+    draft = curves["draft"]["seconds"]
+    return StepCosts(tuple(curves["target"]["seconds"]), draft[0], draft[1])
+
+
+def with_overhead(
+    target: Model,
+    draft: Model,
+    prompts: Sequence[Sequence[int]],
+    new_tokens: int,
+    ends: Collection[int],
+    costs: StepCosts,
+) -> StepCosts:
+    """The costs as decoded rounds show them: the draft's step with its law made and read, and the overhead of a round.
+
+    From the median seconds of rounds of 1 and of n drafted tokens on selection prompts, less T(2) and T(n + 1); a step
+    is never taken to cost less than D(1), nor the overhead less than nothing.
+    """
+    longest = min(LENGTH, len(costs.target) - 1)
+    rest = {}
+    for length in {1, longest}:
+        own = record_rounds(target, draft, prompts, new_tokens, Rules(GREEDY, "greedy", ends), length)
+        seconds = [
+            s for one in own for s, r in zip(one.seconds, one.rounds, strict=True) if len(r.features) == length
+        ]
+        if not seconds:  # texts too short for one whole round
+            return costs
+        rest[length] = statistics.median(seconds) - costs.target[length]
+    step = costs.draft if longest == 1 else (rest[longest] - rest[1]) / (longest - 1)
+    step = max(step, costs.draft)
+    two = step + max(costs.draft_two - costs.draft, 0.0)
+    return replace(costs, draft=step, draft_two=two, overhead=max(rest[1] - step, 0.0))

@@ -1,0 +1,126 @@
+"""From a recipe's words to the drafter, the length rule and the verifier that they name, and whether they are lossless.
+
+Legend: γ or n drafted tokens of a round.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+from distill.errors import RecipeError
+from distill.models.base import Model
+from distill.recipe import Recipe, SamplerSettings, Trial
+from distill.sampler import Sampler
+from distill.speculative.calibration import Calibration, Logistic, Power
+from distill.speculative.cost import StepCosts
+from distill.speculative.draft import Drafter, FirstThen, LookupDrafter, ModelDrafter, TreeDrafter
+from distill.speculative.lengths import (
+    AcceptedRatio,
+    BetaFilter,
+    Entropy,
+    ExpectedValue,
+    Fixed,
+    LengthRule,
+    LossyProbabilityFloor,
+    PlusMinus,
+    ProbabilityFloor,
+    StartContinue,
+)
+from distill.speculative.tree import spread
+from distill.speculative.verify import Random, refusal
+
+ONLINE = {Power: 0.02, Logistic: 0.05}  # step of a calibration that goes on learning
+NO_COSTS = StepCosts((1.0, 1.0), 0.0, 0.0)
+
+
+def trial_sampler(trial: Trial, settings: SamplerSettings) -> Sampler:
+    """What a trial decodes under: greedy, or the recipe's sampler."""
+    return Sampler(temperature=0) if trial.sampler == "greedy" else Sampler.of(settings)
+
+
+def calibration_of(trial: Trial, fitted: Mapping[str, Calibration]) -> Calibration:
+    """A copy of its own of the calibration that a trial names; q itself where it was not fitted."""
+    found = copy.deepcopy(fitted.get(trial.calibration, Power()))
+    if trial.online and isinstance(found, Power | Logistic):
+        found.rate = ONLINE[type(found)]
+    return found
+
+
+def make_rule(trial: Trial, truncate: bool, costs: StepCosts, fitted: Mapping[str, Calibration]) -> LengthRule:
+    """The length rule in its first state. `truncate`: the expected-value rule may drop what it drafted (deterministic).
+
+    Only that rule reads `costs` and `fitted`.
+    """
+    most, floor = trial.length, trial.floor
+    if trial.rule == "p_min":
+        return ProbabilityFloor(most, trial.p_min)
+    if trial.rule == "p_min-after":
+        return LossyProbabilityFloor(most, trial.p_min)
+    if trial.rule == "start-continue":
+        return StartContinue(most, trial.start, trial.more)
+    if trial.rule == "plus-minus":
+        return PlusMinus(length=min(5, most), most=most)
+    if trial.rule == "ratio":
+        return AcceptedRatio(length=min(4, most), most=most)
+    if trial.rule == "entropy":
+        return Entropy(most) if floor is None else Entropy(most, floor)
+    if trial.rule == "beta":
+        return BetaFilter(most) if floor is None else BetaFilter(most, floor)
+    if trial.rule == "expected-value":
+        return ExpectedValue(costs, calibration_of(trial, fitted), most=most, truncate=truncate)
+    return Fixed(most)
+
+
+def make_drafter(
+    trial: Trial,
+    draft: Model,
+    sampler: Sampler,
+    random: Random,
+    costs: StepCosts = NO_COSTS,
+    fitted: Mapping[str, Calibration] | None = None,
+) -> Drafter:
+    """The drafter that a trial names, as at the start of a session; under `match` a draft says its best token.
+
+    ValueError for a tree under a repetition penalty.
+    """
+    fitted = fitted or {}
+    if trial.drafter == "lookup":
+        return LookupDrafter(trial.length)
+    if trial.drafter == "tree":
+        calibrate = spread(calibration_of(trial, fitted)) if trial.learns and fitted else None
+        return TreeDrafter(draft, sampler, random, trial.nodes, depth=trial.length, calibrate=calibrate)
+    argmax = sampler.temperature == 0 or trial.verified_by == "match"
+    model = ModelDrafter(draft, make_rule(trial, argmax, costs, fitted), sampler, random, argmax)
+    return model if trial.drafter == "draft" else FirstThen(LookupDrafter(trial.length, shortest=2), model)
+
+
+def lossy_reason(trial: Trial, sampler: Sampler) -> str | None:
+    """Why this trial would change the target's law; None when it is lossless. ValueError for an impossible pair."""
+    nobody: Any = None  # no model is asked: how tokens come about does not hang on it
+    drafter = make_drafter(trial, nobody, sampler, lambda: 0.0)
+    return refusal(trial.verified_by, drafter.kind, sampler.temperature, drafter.tree)
+
+
+def check_trials(recipe: Recipe) -> list[str]:
+    """A line for each trial that is lossy and allowed to be; raises RecipeError where it is not allowed, or impossible.
+
+    Loads nothing, so that a recipe is refused before hours are spent on it.
+    """
+    lines = []
+    grown = recipe.speedup.grown_trials if recipe.speedup.grown is not None else ()
+    for trial in dict.fromkeys([*recipe.speedup.trials, *grown]):
+        try:
+            reason = lossy_reason(trial, trial_sampler(trial, recipe.sampler))
+        except ValueError as error:
+            raise RecipeError(f"speedup.trials: `{trial.title}` cannot be decoded: {error}", "change it") from None
+        if reason is None:
+            continue
+        if not recipe.speedup.allow_lossy:
+            raise RecipeError(
+                f"speedup.trials: `{trial.title}` would change the target's law: {reason}",
+                "change it, or ask for it as lossy: speedup.allow_lossy=true, or --allow-lossy",
+            )
+        lines.append(f"LOSSY trial `{trial.title}`: {reason}")
+    return lines

@@ -1,0 +1,294 @@
+"""Length rules measured on this machine, beside the simulation on its own curve: a part of benchmark_lengths.py.
+
+Every rule decodes the same prompts of three classes, the same number of tokens of each, in turn with plain decoding;
+the simulation replays the same texts at the measured T(m), D(1), D(2) and round overhead. Speeds are of what follows
+the prompt. A rule's measured speed is exactly
+
+    simulated · (tokens per round, measured ÷ simulated) · (plain step ÷ T(1)) · (round's seconds, simulated ÷ measured)
+
+so that the gap comes apart into these three, and the last of them into what rounds of the same lengths cost at the
+curve's own prices and what is left. Legend: γ or n drafted tokens, m tokens of a step, T target, D draft.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import benchmark_lengths as simulation
+import numpy
+
+from distill.benchmark.calibrate import FITS, load_calibrations, record_rounds, selection_prompts, with_overhead
+from distill.benchmark.compare import speed_ratio
+from distill.models.base import Model
+from distill.progress import Progress
+from distill.recipe import load_recipe
+from distill.run import Run
+from distill.speculative.calibration import Calibration
+from distill.speculative.cost import StepCosts, measure_steps
+from distill.speculative.decode import GREEDY, Decoded, Rules, decode, plain
+from distill.speculative.draft import ModelDrafter
+from distill.speculative.lengths import ExpectedValue, Fixed, LengthRule
+
+DEPTH = 128
+RESAMPLES, CONFIDENCE = 2000, 0.95
+PLAIN = "plain"
+
+
+@dataclass(frozen=True)
+class Text:
+    """A prompt of a class and its recorded trace."""
+
+    kind: str
+    prompt: list[int]
+    trace: simulation.Trace
+
+
+@contextmanager
+def pairs(run: Run, backend: str, grown: bool) -> Iterator[tuple[Model, Model]]:
+    """Target and draft, the target grown as the recipe says where asked for; a grown model's files are removed."""
+    import torch
+
+    from distill.export.writer import export_gguf
+    from distill.models.gguf import GgufModel
+    from distill.models.hugging_face import TorchModel, load_model, load_tokenizer, real_tokens
+    from distill.surgery.grow import grow
+
+    recipe, scratch = run.recipe, Path(tempfile.mkdtemp())
+    tokenizer = load_tokenizer(recipe.target.model)
+    big: Any = load_model(recipe.target.model, "float32", torch.device("cpu"))
+    vocabulary = real_tokens(big.config, tokenizer)
+    if grown:
+        assert recipe.speedup.grown is not None
+        big = grow(big, recipe.speedup.grown.tile, recipe.speedup.grown.layers)
+    models: list[Model] = []
+    try:
+        if backend == "pytorch":
+            small = load_model(str(run.path("draft")), "float32", torch.device("cpu"))
+            models += [TorchModel(big, vocabulary), TorchModel(small, vocabulary)]
+        else:
+            path = run.path("gguf", f"target-{recipe.speedup.outtype}.gguf")
+            if grown:
+                big.save_pretrained(scratch / "grown")
+                tokenizer.save_pretrained(scratch / "grown")
+                path = scratch / "grown.gguf"
+                export_gguf(scratch / "grown", path, recipe.speedup.outtype, "grown target")
+            small_path = run.path("gguf", f"draft-{recipe.speedup.outtype}.gguf")
+            models += [GgufModel(file, context=512, threads=recipe.threads) for file in (path, small_path)]
+        del big
+        yield models[0], models[1]
+    finally:
+        for model in models:
+            model.close()
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def texts_of(run: Run, data: Path, count: int, tokens: int) -> list[Text]:
+    """`count` report prompts of each class with traces of `tokens` positions, recorded in PyTorch, classes in turn."""
+    from distill.models.hugging_face import encode, load_tokenizer
+
+    tokenizer = load_tokenizer(run.recipe.target.model)
+    prompts = list(simulation.prompts_of(data / "report", lambda text: encode(tokenizer, text), count))
+    found: dict[str, list[Text]] = {kind: [] for kind in simulation.CLASSES}
+    with pairs(run, "pytorch", False) as (target, draft):
+        for kind, prompt in prompts:
+            rows = simulation.record_trace(target, draft, prompt, tokens, ())
+            trace = [(row["run"], [simulation.Features(*values) for values in row["features"]]) for row in rows]
+            found[kind].append(Text(kind, prompt, trace))
+    return [text for turn in zip(*found.values(), strict=True) for text in turn]
+
+
+def price(run: Run, target: Model, draft: Model, repeats: int) -> StepCosts:
+    """This machine's curve as it is now, with the overhead of decoded rounds on selection text."""
+    steps = measure_steps(target, range(1, simulation.AHEAD + 1), DEPTH, repeats, target.vocabulary_size)
+    own = measure_steps(draft, [1, 2], DEPTH, repeats, draft.vocabulary_size)
+    costs = StepCosts(tuple(found[0] for found in steps.values()), own[1][0], own[2][0])
+    texts = selection_prompts(run, run.recipe.answers.prompt_tokens, 3)
+    return with_overhead(target, draft, texts, 24, (), costs)
+
+
+def calibration_for(run: Run) -> Calibration:
+    """That of the run's speedup stage; where it has none, one fitted now on 16 selection texts."""
+    path = run.path("speedup", "calibration.json")
+    if path.exists():
+        return load_calibrations(path)["features"]
+    texts = selection_prompts(run, run.recipe.answers.prompt_tokens, 16)
+    with pairs(run, "pytorch", False) as (target, draft):
+        own = record_rounds(target, draft, texts, 96, Rules())
+    return FITS["features"]([one for recorder in own for one in recorder.rounds])
+
+
+def rules_of(costs: StepCosts, calibration: Calibration) -> dict[str, Callable[[], LengthRule]]:
+    """The rules that are measured: some fixed lengths, one rule of each kind, expected value and its myopic twin."""
+    adaptive = simulation.rules_for(costs, calibration)
+    wanted = ("p_min .5", "accepted ratio", "entropy (AdaEDL)", "Beta filter", "expected value, myopic")
+    return {
+        **{f"γ = {n}": (lambda n=n: Fixed(n)) for n in (2, 4, 8)},
+        **{name: adaptive[name] for name in wanted},
+        "expected value": lambda: ExpectedValue(costs, copy.deepcopy(calibration)),
+    }
+
+
+@dataclass
+class Clock:
+    """What one rule took for one text: tokens after the first, seconds after the prompt, rounds, their curve price."""
+
+    tokens: int
+    seconds: float
+    rounds: int
+    at_prices: float = 0.0
+
+
+def measure(target: Model, draft: Model, texts: Sequence[Text], tokens: int, costs: StepCosts,
+            rules: dict[str, Callable[[], LengthRule]], title: str) -> dict[str, list[Clock]]:  # fmt: skip
+    """Every text by plain decoding and by each rule, in an order that turns; a rule keeps what it learns."""
+    drafters = {name: ModelDrafter(draft, make(), GREEDY, lambda: 0.0) for name, make in rules.items()}
+    names = [PLAIN, *drafters]
+
+    def run(name: str, drafter: ModelDrafter | None, prompt: list[int], limit: int) -> Decoded:
+        result = Decoded()
+        if drafter is None:
+            return plain(target, prompt, limit)
+        for _ in decode(target, drafter, prompt, limit, Rules(), result):
+            pass
+        return result
+
+    run(PLAIN, None, texts[0].prompt, 8)
+    run("", ModelDrafter(draft, Fixed(4), GREEDY, lambda: 0.0), texts[0].prompt, 8)
+    found: dict[str, list[Clock]] = {name: [] for name in names}
+    progress = Progress(title, len(texts))
+    for index, text in enumerate(texts):
+        turn = index % len(names)
+        for name in names[turn:] + names[:turn]:
+            done = run(name, drafters.get(name), text.prompt, tokens)
+            at_prices = sum(costs.round_seconds(r.drafted) if r.drafted else costs.target[0] for r in done.rounds)
+            found[name].append(Clock(len(done.tokens) - 1, done.seconds, len(done.rounds), at_prices))
+        progress.step()
+    return found
+
+
+def simulate(texts: Sequence[Text], costs: StepCosts, make: Callable[[], LengthRule]) -> list[Clock]:
+    """The same texts replayed by a rule in its first state."""
+    rule, found = make(), []
+    for text in texts:
+        before = Counted(rule)
+        tokens, seconds, _ = simulation.replay(before, text.trace, costs)
+        found.append(Clock(tokens, seconds, before.rounds))
+    return found
+
+
+class Counted:
+    """A rule, and how many rounds it was told of."""
+
+    def __init__(self, rule: LengthRule) -> None:
+        self.rule, self.rounds = rule, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.rule, name)
+
+    def observe(self, *told: Any) -> None:
+        """Count and pass on."""
+        self.rounds += 1
+        self.rule.observe(*told)
+
+
+def ratio(mine: Sequence[Clock], base: Sequence[Clock]) -> tuple[float, float, float]:
+    """Speed over the base's with its interval, prompts resampled in pairs."""
+    parts = [numpy.array([getattr(clock, name) for clock in clocks], float)
+             for clocks in (mine, base) for name in ("tokens", "seconds")]  # fmt: skip
+    return speed_ratio(*parts, RESAMPLES, CONFIDENCE)
+
+
+def total(clocks: Sequence[Clock], name: str) -> float:
+    return float(sum(getattr(clock, name) for clock in clocks))
+
+
+def report(title: str, texts: Sequence[Text], costs: StepCosts, measured: dict[str, list[Clock]],
+           simulated: dict[str, list[Clock]]) -> str:  # fmt: skip
+    """The table of one pair and backend, and the gap in words."""
+    kinds = simulation.CLASSES
+    first = costs.target[0]
+    curve = ", ".join(f"{seconds / first:.2f}" for seconds in costs.target)
+    lines = [
+        f"\n**{title}** (speed after the prompt, plain decoding = 1)\n",
+        f"T(1) = {1e3 * first:.2f} ms; T(m)/T(1) for m = 1..{len(costs.target)}: {curve}; "
+        f"D = {costs.draft / first:.2f} T(1); round overhead {costs.overhead / first:.2f} T(1)\n",
+        f"| rule | {' | '.join(kinds)} | mixed, measured | simulated | gap | tokens/round | plain step | round |",
+        f"|---|{'--:|' * (len(kinds) + 6)}",
+    ]
+    base, gaps = measured[PLAIN], {}
+    for name, own in simulated.items():
+        mine = measured[name]
+        by_kind = [
+            ratio(*([clocks[i] for i, text in enumerate(texts) if text.kind == kind] for clocks in (mine, base)))[0]
+            for kind in kinds
+        ]
+        speed, low, high = ratio(mine, base)
+        expected = first * total(own, "tokens") / total(own, "seconds")
+        per_round = [total(clocks, "tokens") / total(clocks, "rounds") for clocks in (mine, own)]
+        seconds = [total(clocks, "seconds") / total(clocks, "rounds") for clocks in (mine, own)]
+        step = total(base, "seconds") / total(base, "tokens") / first
+        parts = (per_round[0] / per_round[1], step, seconds[1] / seconds[0])
+        gaps[name] = (speed / expected, *parts, total(mine, "seconds") / total(mine, "at_prices"))
+        cells = [*(f"{value:.2f}" for value in by_kind), f"{speed:.2f} [{low:.2f}, {high:.2f}]", f"{expected:.2f}"]
+        lines.append(f"| {' | '.join([name, *cells, *(f'×{part:.2f}' for part in (speed / expected, *parts))])} |")
+    return "\n".join([*lines, "", *(f"- {sentence}" for sentence in explained(gaps, len(texts)))])
+
+
+def explained(gaps: dict[str, tuple[float, float, float, float, float]], texts: int) -> list[str]:
+    """The gap between measured and simulated speed in words, every figure computed."""
+    values = numpy.array(list(gaps.values()))
+    step = values[0, 2]
+    found = [
+        f"Measured ÷ simulated lies between {values[:, 0].min():.2f} ({min(gaps, key=lambda n: gaps[n][0])}) and "
+        f"{values[:, 0].max():.2f} ({max(gaps, key=lambda n: gaps[n][0])}), {float(numpy.median(values[:, 0])):.2f} in "
+        f"the middle, over {texts} texts.",
+        f"A plain step took {step:.2f} of the curve's T(1) at depth {DEPTH}: this alone moves every rule's speed by "
+        f"{step - 1:+.0%}.",
+        f"Rounds took {float(numpy.median(values[:, 4])):.2f} times what the curve asks for rounds that verify as many "
+        f"tokens ({values[:, 4].min():.2f} to {values[:, 4].max():.2f}); draft steps that were paid and then not "
+        "verified are in it.",
+    ]
+    names = {1: "other tokens per round than in the simulation (its λ follows the simulated clock)",
+             2: "plain steps dearer or cheaper than the curve's T(1)",
+             3: "rounds dearer or cheaper than the simulated ones"}  # fmt: skip
+    for name in ("γ = 4", "expected value"):
+        logs = numpy.abs(numpy.log(values[list(gaps).index(name), 1:4]))
+        found.append(f"{name}: the largest part of its gap of ×{gaps[name][0]:.2f} is ×"
+                     f"{gaps[name][1 + int(logs.argmax())]:.2f}, {names[1 + int(logs.argmax())]}.")  # fmt: skip
+    return found
+
+
+def main(arguments: argparse.Namespace) -> None:
+    run = Run(arguments.run_folder.resolve(), load_recipe(arguments.run_folder / "config.yaml"))
+    started = time.monotonic()
+    import torch
+
+    from distill.run import usable_cores
+
+    torch.set_num_threads(run.recipe.threads or usable_cores())
+    texts = texts_of(run, arguments.data, arguments.prompts, arguments.tokens)
+    calibration = calibration_for(run)
+    count = sum(len(text.trace) for text in texts)
+    print(f"{len(texts)} report texts, {count} positions, {arguments.tokens} tokens of each decoded.", flush=True)
+    for backend in arguments.backends:
+        for grown in (False, True):
+            if (grown and arguments.pairs == "shipped") or (not grown and arguments.pairs == "grown"):
+                continue
+            with pairs(run, backend, grown) as (target, draft):
+                costs = price(run, target, draft, arguments.repeats)
+                costs = replace(costs, target=costs.target[: simulation.AHEAD])
+                rules = rules_of(costs, calibration)
+                title = f"{'grown' if grown else 'shipped'} target, {backend}"
+                measured = measure(target, draft, texts, arguments.tokens, costs, rules, f"{title}, texts")
+            simulated = {name: simulate(texts, costs, make) for name, make in rules.items()}
+            print(report(title, texts, costs, measured, simulated), flush=True)
+    print(f"\nTook {time.monotonic() - started:.0f} s.")
