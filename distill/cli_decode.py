@@ -111,7 +111,8 @@ def generate(
         costs = curve_costs(folder, "pytorch") if "pytorch" in recipe.speedup.backends else None
         measured = folder.path("speedup", "calibration.json")
         fitted = load_calibrations(measured) if measured.exists() else {}
-    way = Way(sampler, verifier, drafter, length, seed, tuple(stop or ()), rule, p_min, costs, fitted, allow_lossy, wanted)
+    stops = tuple(stop or ())
+    way = Way(sampler, verifier, drafter, length, seed, stops, rule, p_min, costs, fitted, allow_lossy, wanted)
     stream(recipe, references, text, tokens, way)
 
 

@@ -99,8 +99,9 @@ def test_micro_batches_change_nothing_but_rounding(
 
 def test_two_processes_change_nothing_but_rounding(world: Path, ready: Path, whole: Path, tmp_path: Path) -> None:
     shutil.copytree(ready, tmp_path / "tiny")
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0", "-m", "distill", "train",
-               str(world / "recipe.yaml"), "--runs", str(tmp_path), "--until", "train", PARTS, *REPLAY]  # fmt: skip
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--rdzv_backend", "c10d",
+               "--rdzv_endpoint", "localhost:0", "-m", "distill", "train", str(world / "recipe.yaml"), "--runs",
+               str(tmp_path), "--until", "train", PARTS, *REPLAY]  # fmt: skip
     result = subprocess.run(command, cwd=tiny.ROOT, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr
     run = tmp_path / "tiny"

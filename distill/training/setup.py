@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distill.errors import RecipeError
+from distill.errors import DataError, RecipeError
 from distill.models.hugging_face import end_ids, load_config, load_model, load_target, load_tokenizer, pick_device
 from distill.models.kept import read_kept
 from distill.packing import Packed
@@ -23,6 +23,7 @@ from distill.processes import agree, process_count
 from distill.recipe import Recipe, Train
 from distill.run import Run, read_json
 from distill.sampler import Sampler
+from distill.target.laws import LogitForm, logit_form
 from distill.target.online import OnlineTarget
 from distill.target.source import TeacherSource, open_teacher, require_fit
 from distill.texts import Prompt, read_prompts
@@ -198,6 +199,11 @@ def _load_draft(recipe: Recipe, run: Run, device: torch.device) -> Any:
         if clash:
             raise RecipeError(f"train.adapter: {clash}")
         draft = attach(load_base(init, settings.adapter, device), settings.adapter, recipe.seed)
+    if logit_form(draft.config) != LogitForm():
+        raise DataError(
+            f"the draft, a {draft.config.model_type}, bends or scales its logits, which the losses do not follow",
+            "choose a donor of another architecture, such as qwen2, qwen3 or llama",
+        )
     if settings.checkpointing:
         if hasattr(draft, "activation_checkpointing_enable"):
             draft.activation_checkpointing_enable()
