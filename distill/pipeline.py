@@ -209,6 +209,7 @@ STAGES = (
         (
             ("draft", "*"),
             ("train", "draft/*.safetensors"),
+            ("train", "training.json"),
             ("profile", "*"),
             ("eval", "*"),
             ("export", "*"),

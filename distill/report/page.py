@@ -229,9 +229,33 @@ def _training(facts: Facts) -> Html:
            f"{size(max(memory, default=None))}; first line {first.get('time')}, last line {last.get('time')}.")
     return Html(
         as_plots(as_plot(lambda: plots.loss_curve(metrics), f"Loss on training batches, {each}."),
-               as_plot(lambda: plots.agreement_curve(metrics), f"Agreement on training batches, {each}."))
-        + f"<p>{as_text(run)}</p>"
+               as_plot(lambda: plots.agreement_curve(metrics), f"Agreement on training batches, {each}."),
+               as_plot(lambda: plots.selection_curve(metrics), "Drafts decoded on selection prompts."))
+        + f"<p>{as_text(run)}</p>" + _chosen(facts)
         + as_table(["", f"step {first['step']}", f"step {last['step']}"], rows, facts["command"]))
+
+
+def _chosen(facts: Facts) -> Html:
+    """The parts of the training, which weights were taken, and what became of a replay."""
+    training = facts.get("training")
+    if not training:
+        return Html("")
+    rows = [[part["name"], f"{part['first'] + 1}–{part['first'] + part['steps']}", significant(part["rate"]),
+             ", ".join(f"{weight:g} {name}" for name, weight in part["loss"].items())]
+            for part in training["parts"]]  # fmt: skip
+    found = as_table(["part", "steps", "peak rate", "loss"], rows, facts["command"], words=4)
+    said = []
+    if best := training.get("best"):
+        said.append(f"The weights of step {number(best['step'])} were taken: {percent(best['acceptance'])} accepted, "
+                    f"{number(best['tokens_per_round'])} tokens per round on selection prompts.")  # fmt: skip
+    if replay := training.get("replay"):
+        gain = replay["difference"]
+        said.append(
+            f"Replay: {number(replay['collected']['rejected'])} rejected positions were learnt; tokens per round went "
+            f"from {number(replay['before'], 3)} to {number(replay['after'], 3)} on {number(replay['prompts'])} other "
+            f"selection prompts, a difference of {number(gain['mean'], 3)} [{number(gain['low'], 3)}, "
+            f"{number(gain['high'], 3)}]: {'kept' if replay['kept'] else 'not kept'}.")  # fmt: skip
+    return Html(found + as_list(said))
 
 
 def _positions(facts: Facts) -> Html:

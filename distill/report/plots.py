@@ -38,6 +38,19 @@ def agreement_curve(metrics: list[Facts]) -> str:
                           metrics, {"agreement": "agreement on training batches"})
 
 
+def selection_curve(metrics: list[Facts]) -> str:
+    """Acceptance of drafts decoded on selection prompts, over steps; weights are chosen by it."""
+    lines = {line["step"]: line for line in metrics if line.get("stage") == "acceptance"}
+    if not lines:
+        raise DataError("no weights were evaluated while training", "set train.acceptance to have them chosen")
+    with _figure("plot-selection", "Acceptance on selection prompts over training steps") as (axes, done):
+        steps = sorted(lines)
+        axes.plot(steps, [lines[step]["acceptance"] for step in steps], color=COLOURS[0], marker="o",
+                  label="accepted of the drafted tokens looked at")
+        axes.set(xlabel="step", ylabel="acceptance, decoded")
+    return done[0]
+
+
 def block_length(metrics: list[Facts]) -> int:
     """How many steps one drawn point averages."""
     return max(1, -(-len(training_steps(metrics)) // POINTS))

@@ -36,6 +36,7 @@ def gather(recipe: Recipe, run: Run) -> dict[str, Any]:
         "search": found("surgery", "search.json"),
         "sparsity": found("draft", "sparsity.json"),
         "metrics": run.metrics(),
+        "training": found("training.json"),
         "profile": found("profile.json"),
         "eval": found("eval.json"),
         "export": found("gguf", "export.json"),
