@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from distill.speculative.calibration import (
+    CONTEXT_TERMS,
     FEATURE_TERMS,
     Calibration,
     Power,
@@ -41,6 +42,7 @@ from distill.speculative.calibration import (
     log_loss,
 )
 from distill.speculative.cost import StepCosts, load_pair
+from distill.speculative.earlier import LONGEST, Earlier
 from distill.speculative.lengths import (
     AcceptedRatio,
     BetaFilter,
@@ -130,13 +132,21 @@ def record_trace(target: Any, draft: Any, prompt: list[int], limit: int, ends: S
         known = path
         if position + AHEAD < len(text) and len(path) == AHEAD:
             run = next((j for j in range(AHEAD) if path[j][0] != text[position + 1 + j]), AHEAD)
-            rows.append({"position": position, "run": run, "features": [features for _, features in path]})
+            earlier, context = Earlier(), [*prompt, *text[: position + 1]]
+            earlier.read(context)
+            context += [token for token, _ in path]
+            ends_at = len(context) - AHEAD
+            matches = [
+                earlier.match(context[max(0, ends_at + j - LONGEST) : ends_at + j], path[j][0]) for j in range(AHEAD)
+            ]
+            features = [[*seen, match] for (_, seen), match in zip(path, matches, strict=True)]
+            rows.append({"position": position, "run": run, "features": features})
     return rows[::-1]
 
 
 def record_traces(target: Any, draft: Any, prompts: Sequence[tuple[str, list[int]]], limit: int, ends: Sequence[int]
                   ) -> list[dict[str, Any]]:  # fmt: skip
-    """Rows of all prompts: {class, prompt, position, run, features [16][top, second, entropy]}."""
+    """Rows of all prompts: {class, prompt, position, run, features [16][top, second, entropy, match]}."""
     return [
         {"class": kind, "prompt": number, **row}
         for number, (kind, prompt) in enumerate(prompts)
@@ -339,6 +349,7 @@ def simulate(arguments: argparse.Namespace) -> None:
         "logistic on the margin": fit_logistic(fitted),
         "sequential temperature": fit_sequential(fitted),
         "logistic on " + ", ".join(FEATURE_TERMS): fit_logistic(fitted, FEATURE_TERMS),
+        "the same and earlier text": fit_logistic(fitted, FEATURE_TERMS + CONTEXT_TERMS),
     }
     print(f"Text: {arguments.split}, {sum(map(len, sets['code']))} positions of each class. Calibrated on selection.\n")
     print("| calibration | log loss | expected calibration error |\n|---|--:|--:|")

@@ -119,11 +119,11 @@ def calibration_for(run: Run) -> Calibration:
     """That of the run's speedup stage; where it has none, one fitted now on 16 selection texts."""
     path = run.path("speedup", "calibration.json")
     if path.exists():
-        return load_calibrations(path)["features"]
+        return load_calibrations(path)["context"]
     texts = selection_prompts(run, run.recipe.answers.prompt_tokens, 16)
     with pairs(run, "pytorch", False) as (target, draft):
         own = record_rounds(target, draft, texts, 96, Rules())
-    return FITS["features"]([one for recorder in own for one in recorder.rounds])
+    return FITS["context"]([one for recorder in own for one in recorder.rounds])
 
 
 def rules_of(costs: StepCosts, calibration: Calibration) -> dict[str, Callable[[], LengthRule]]:

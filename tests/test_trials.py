@@ -35,6 +35,7 @@ from distill.sampler import Sampler
 from distill.speculative.calibration import Recorded
 from distill.speculative.cost import StepCosts
 from distill.speculative.decode import GREEDY, Decoded, Rules, decode, plain
+from distill.speculative.earlier import Earlier
 from distill.speculative.proposal import Features
 from distill.speculative.trial import check_trials, lossy_reason, make_drafter
 
@@ -223,6 +224,18 @@ def test_no_calibration_without_both_outcomes(tmp_path: Path) -> None:
         load_calibrations(tmp_path / "calibration.json")
 
 
+def test_earlier_text_by_hand() -> None:
+    earlier = Earlier()
+    earlier.read([1, 2, 3, 1, 2])
+    assert earlier.match([1, 2], 3) == 2 and earlier.match([1, 2], 4) == -2  # 1 2 was followed by 3
+    assert earlier.match([9, 2], 3) == 1 and earlier.match([9], 3) == 0
+    assert earlier.match([2, 3, 1], 2) == 3
+    earlier.read([1, 2, 3, 1, 2, 5])
+    assert earlier.match([1, 2], 5) == 2  # the later place counts
+    earlier.begin()
+    assert earlier.match([1, 2], 3) == 0
+
+
 @given(st.floats(0.0, 3e-3), st.floats(1e-3, 3e-3))
 def test_overhead_is_what_rounds_take_beyond_their_steps(overhead: float, step: float) -> None:
     """Recorded seconds of known parts: T(n + 1) + D₀ + n·D comes apart again."""
@@ -245,7 +258,7 @@ def test_overhead_is_what_rounds_take_beyond_their_steps(overhead: float, step: 
 def test_the_stage_measures_trials_and_refuses_lossy_ones(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
     runs = ("--runs", copied.parent)
     assert tiny.call("speedup", "tiny", *runs, "-o", "csv") == 0
-    assert "draft, expected value features, ≤ 8" in capsys.readouterr().out
+    assert "draft, expected value context, ≤ 8" in capsys.readouterr().out
     assert (copied / "speedup" / "calibration.json").exists()
     again = ("speedup.trials=[{rule: p_min-after, sampler: recipe}]", "speedup.prompts=2", *runs, "--until", "speedup")
     config = copied / "config.yaml"

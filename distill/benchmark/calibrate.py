@@ -16,6 +16,7 @@ from distill.models.base import Model
 from distill.packing import Packed
 from distill.run import Run, read_json, write_json
 from distill.speculative.calibration import (
+    CONTEXT_TERMS,
     FEATURE_TERMS,
     Calibration,
     Logistic,
@@ -42,6 +43,7 @@ FITS: dict[str, Callable[[Sequence[Recorded]], Calibration]] = {
     "power": fit_power,
     "margin": fit_logistic,
     "features": lambda rounds: fit_logistic(rounds, FEATURE_TERMS),
+    "context": lambda rounds: fit_logistic(rounds, FEATURE_TERMS + CONTEXT_TERMS),
     "sequential": fit_sequential,
 }
 

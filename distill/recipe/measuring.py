@@ -55,7 +55,8 @@ class Speedup(Section):
     grown_prompts: int = Field(4, ge=2, description="prompts for the grown target")
     grown_lengths: tuple[int, ...] = Field((2, 4, 8), min_length=1, description="draft lengths for the grown target")
     trials: tuple[Trial, ...] = Field(
-        (Trial(rule="expected-value"),), description="other ways to decode, measured in turn with the lengths"
+        (Trial(rule="expected-value", calibration="context"),),
+        description="other ways to decode, measured in turn with the lengths",
     )
     grown_trials: tuple[Trial, ...] = Field((), description="the same for the grown target")
     calibration_prompts: int = Field(

@@ -23,7 +23,7 @@ RULES: dict[str, tuple[str, ...]] = {
 RuleName = Literal[
     "fixed", "p_min", "p_min-after", "start-continue", "plus-minus", "ratio", "entropy", "beta", "expected-value"
 ]
-CalibrationName = Literal["none", "power", "margin", "features", "sequential"]
+CalibrationName = Literal["none", "power", "margin", "features", "context", "sequential"]
 
 
 class Trial(Section):
@@ -47,9 +47,10 @@ class Trial(Section):
     floor: float | None = Field(None, ge=0, le=1, description="entropy, beta: the floor; null: 0.4 and 0.3")
     calibration: CalibrationName = Field(
         "features", description="expected-value, tree: from draft probabilities to acceptance, fitted on selection "
-        "text: q^k; logistic on the margin, or on all features; temperature of the product; none: q itself"
+        "text: q^k; logistic on the margin, on all features of the law, or also (context) on what followed the same "
+        "tokens earlier in the text; temperature of the product; none: q itself"
     )  # fmt: skip
-    online: bool = Field(False, description="expected-value: power, margin and features go on learning")
+    online: bool = Field(False, description="expected-value: all but none and sequential go on learning")
     verifier: Literal["greedy", "match", "token", "block"] | None = Field(
         None, description="null: greedy; under a sampler token, and match for lookup and tree"
     )
@@ -64,6 +65,8 @@ class Trial(Section):
         for name, field in type(self).model_fields.items():
             if name not in read and getattr(self, name) != field.default:
                 raise ValueError(f"{name} is not read by drafter {self.drafter} with rule {self.rule}: leave it out")
+        if self.drafter == "tree" and self.calibration == "context":
+            raise ValueError("a tree's branches have different texts before them: use another calibration than context")
         if self.online and self.calibration in ("none", "sequential"):
             raise ValueError(f"calibration {self.calibration} learns nothing online: use power, margin or features")
         return self

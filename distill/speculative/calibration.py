@@ -123,7 +123,12 @@ TERMS: dict[str, Callable[[int, Features], float]] = {
     "entropy": lambda position, f: f.entropy,
     "first": lambda position, f: float(position == 0),
     "log_position": lambda position, f: math.log1p(position),
+    "agrees": lambda position, f: float(f.match > 0),
+    "differs": lambda position, f: float(f.match < 0),
+    "agreed_length": lambda position, f: max(f.match, 0) / 6,
+    "differed_length": lambda position, f: max(-f.match, 0) / 6,
 }
+CONTEXT_TERMS = ("agrees", "differs", "agreed_length", "differed_length")  # what the text before says of the best token
 FEATURE_TERMS = ("margin", "logit_top", "entropy", "first", "log_position")  # all that a law shows, and where it stands
 
 

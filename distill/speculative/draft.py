@@ -7,6 +7,7 @@ Legend: V vocabulary, n tokens of a chain.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from distill.models.base import Logits, Model
 from distill.sampler import Sampler
+from distill.speculative.earlier import LONGEST, Earlier
 from distill.speculative.lengths import Fixed, LengthRule
 from distill.speculative.proposal import Features, Proposal
 from distill.speculative.tree import Calibrate, Shape, best_first, features_of, sampled_tree
@@ -69,6 +71,7 @@ class ModelDrafter:
     ) -> None:
         self.model, self.rule, self.sampler, self.random = model, rule, sampler, random
         self.argmax = argmax or sampler.temperature == 0
+        self.earlier = Earlier()
 
     @property
     def kind(self) -> str:
@@ -80,6 +83,7 @@ class ModelDrafter:
     def begin(self, prompt: Sequence[int]) -> None:
         """Read the prompt but for its last token, which goes in with the first step."""
         self.model.rollback([0])
+        self.earlier.begin()
         if len(prompt) > 1:
             self.model.extend(prompt[:-1], want=[len(prompt) - 2])
 
@@ -100,6 +104,7 @@ class ModelDrafter:
                 if tokens[-1] in ends:
                     break
             return Proposal.chain(tokens)
+        self.earlier.read(context)
         laws: list[Tensor] = []
         seen: list[Features] = []
         for position in range(limit):
@@ -124,7 +129,7 @@ class ModelDrafter:
     def _next(self, logits: Logits, history: Sequence[int], position: int) -> tuple[int | None, Tensor, Features]:
         """The token at a position, its law and its features; no token where the rule stops before the draw."""
         law = self._law(logits, history)
-        features = features_of(law)
+        features = replace(features_of(law), match=self.earlier.match(history[-LONGEST:], int(law.argmax())))
         if not self.rule.go_on(position, features):
             return None, law, features
         return (int(law.argmax()) if self.argmax else draw_token(law, self.random)), law, features

@@ -16,12 +16,14 @@ ROOT = -1  # the committed end of the context, parent of the first nodes
 class Features:
     """What is known of a draft position before its token is drawn: of the draft's law there, after the sampler.
 
-    `top` and `second` are the two largest probabilities, `entropy` is in nats.
+    `top` and `second` are the two largest probabilities, `entropy` is in nats. `match` tells whether the best token is
+    what followed the last tokens earlier in the text (earlier.py); 0 where nobody looked.
     """
 
     top: float
     second: float
     entropy: float
+    match: int = 0
 
 
 @dataclass(frozen=True)
