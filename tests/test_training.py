@@ -447,3 +447,35 @@ def test_a_recipe_with_parts_survives_its_own_dump(world: Path) -> None:
     recipe = parse_recipe(values, "here")
     assert parse_recipe(recipe.model_dump(mode="json"), "there") == recipe
     assert isinstance(recipe.train.replay, Replay)
+
+
+def test_trackers_get_the_figures_too(world: Path, ready: Path, tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    code, run = trained(world, ready, tmp_path, "train.trackers=[tensorboard]", "train.steps=2")
+    assert code == 0
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    (folder,) = {path.parent for path in (run / "trackers").rglob("events.out.*") if path.parent.name == "distill"}
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    assert [event.step for event in events.Scalars("loss")] == [1, 2]
+    assert events.Scalars("loss")[0].value == pytest.approx(metrics(run)[0]["loss"], rel=1e-6)
+
+
+def test_bfloat16_products_keep_float32_weights(world: Path, ready: Path, whole: Path, tmp_path: Path) -> None:
+    code, run = trained(world, ready, tmp_path, PARTS, *REPLAY, "train.dtype=bfloat16")
+    assert code == 0 and all(value.dtype == torch.float32 for value in weights(run).values())
+    assert metrics(run)[0]["loss"] == pytest.approx(metrics(whole)[0]["loss"], rel=0.02)
+    saved = torch.load(run / "checkpoints" / "step-000010" / "optimizer.pt", weights_only=True)
+    assert all(state["exp_avg"].dtype == torch.float32 for state in saved["state"].values())
+
+
+@pytest.mark.parametrize("kind", ["exact", "online"])
+def test_every_kind_of_teacher_trains(world: Path, ready: Path, tmp_path: Path, kind: str) -> None:
+    """A store of all entries, whole laws from stored states and the target itself: the same training."""
+    losses = {}
+    for name, overrides in {"compact": ("teacher.top_k=100000",), kind: (f"teacher.kind={kind}",)}.items():
+        code, run = trained(world, ready, tmp_path / name, *overrides, "--redo", "teacher", "train.steps=4")
+        assert code == 0
+        losses[name] = [line["loss"] for line in metrics(run)]
+    assert losses[kind] == pytest.approx(losses["compact"], rel=2e-3)  # fp16 in the store

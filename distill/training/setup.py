@@ -161,8 +161,10 @@ def make_accelerator(recipe: Recipe, run: Run) -> Any:
     Raises RecipeError for a tracker whose package is missing, RunError for a device that accelerate does not take.
     """
     from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
 
     settings = recipe.train
+    AcceleratorState._reset_state()  # what an earlier training in this process chose, but not who its fellows are
     for name in settings.trackers:
         if importlib.util.find_spec(name) is None:
             raise RecipeError(
