@@ -72,7 +72,7 @@ def prepare(recipe: Recipe) -> None:
 
 def run_until(recipe: Recipe, run: Run, stage: str, redo: Sequence[str] = ()) -> None:
     """Bring an existing run up to `stage`."""
-    from distill.pipeline import run_pipeline
+    from distill.running import run_pipeline
 
     prepare(recipe)
     try:

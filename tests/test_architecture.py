@@ -14,6 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 STAGES = {"corpus", "target", "surgery", "training", "evaluation", "export", "benchmark", "report"}
 LAYERS = (
     {"cli", "cli_decode", "cli_shared", "cli_surgery", "__main__"},
+    {"running"},
     {"pipeline", "refresh"},
     STAGES,
     {"speculative"},
