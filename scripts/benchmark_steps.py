@@ -1,0 +1,170 @@
+"""Throughput of whole training steps at real shapes with random weights: online, exact and compact teachers.
+
+    python scripts/benchmark_steps.py                          # a GPU: Qwen2.5-0.5B draft, Qwen2.5-7B target, bf16
+    python scripts/benchmark_steps.py --shape small            # a CPU, to see that it works
+
+Each kind of teacher takes the same steps: forward, loss over the head in chunks, backward, clipping, AdamW. The online
+one adds the target's forward pass; the stored ones hold their laws in memory, so reading a disk is not in the time.
+Model FLOP utilisation counts 6 FLOPs per parameter and token for the draft (head included, embedding not), 2 for an
+online target's body, the head products of a dense teacher (2 · V · H), attention over half the square of a document;
+it is a share of --peak-tflops (dense; 989 for H100 and H200 in bf16, 312 for A100). What is computed twice counts once.
+
+Legend: N positions of a step, H hidden size, V vocabulary, L layers, S positions of a block.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import statistics
+import time
+from typing import Any
+
+import torch
+
+from distill.packing import Packed
+from distill.run import machine
+from distill.target.head import Head, hidden_states
+from distill.target.laws import CompactTeacher, Teacher
+from distill.training.losses import LossSettings
+from distill.training.plan import PlannedPart
+from distill.training.step import Columns, Learner, parameter_groups
+
+SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # draft, target
+    "qwen": (
+        {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14,
+         "num_key_value_heads": 2, "vocab_size": 151_936, "tie_word_embeddings": True},
+        {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28,
+         "num_key_value_heads": 4, "vocab_size": 151_936, "tie_word_embeddings": False},
+    ),
+    "small": (
+        {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
+         "num_key_value_heads": 2, "vocab_size": 8192, "tie_word_embeddings": True},
+        {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4,
+         "num_key_value_heads": 2, "vocab_size": 8192, "tie_word_embeddings": False},
+    ),
+}  # fmt: skip
+PEAKS = {"H100": 989.0, "H200": 989.0, "A100": 312.0}
+
+
+def build(settings: dict[str, Any], device: torch.device, dtype: torch.dtype) -> Any:
+    """A random Qwen2 of a shape."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    with torch.device(device):
+        model = Qwen2ForCausalLM(Qwen2Config(max_position_embeddings=4096, **settings))
+    return model.to(dtype)
+
+
+def body_parameters(settings: dict[str, Any]) -> int:
+    """Weights of the layers' matrices."""
+    hidden, width = settings["hidden_size"], settings["intermediate_size"]
+    head = hidden // settings["num_attention_heads"]
+    attention = 2 * hidden * hidden + 2 * hidden * head * settings["num_key_value_heads"]
+    return int(settings["num_hidden_layers"] * (attention + 3 * hidden * width))
+
+
+def flops_per_token(draft: dict[str, Any], target: dict[str, Any], kind: str, block: int) -> float:
+    """FLOPs that a step needs for one token; see the module."""
+
+    def attention(settings: dict[str, Any]) -> float:
+        return 2 * settings["num_hidden_layers"] * block * settings["hidden_size"]  # 2 products over half a square
+
+    head = draft["vocab_size"] * draft["hidden_size"]
+    total = 6 * (body_parameters(draft) + head) + 3 * attention(draft)
+    if kind in ("online", "exact"):
+        total += 2 * target["vocab_size"] * target["hidden_size"]
+    if kind == "online":
+        total += 2 * body_parameters(target) + attention(target)
+    return float(total)
+
+
+def blocks_of(options: argparse.Namespace, vocabulary: int, device: torch.device) -> Packed:
+    """Blocks of four documents each, of random tokens, every position of which counts."""
+    shape = (options.blocks, options.block)
+    position = torch.arange(options.block, device=device).expand(shape)
+    quarter = options.block // 4
+    documents, positions = position // quarter, position % quarter
+    ids = torch.randint(vocabulary, shape, generator=torch.Generator().manual_seed(0)).to(device)
+    mask = positions < quarter - 1
+    return Packed(ids.int(), documents.int(), positions.int(), mask)
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--blocks", type=int, default=8)
+    parser.add_argument("--block", type=int, default=1024)
+    parser.add_argument("--chunk", type=int, default=1024)
+    parser.add_argument("--k", type=int, default=64)
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--checkpointing", action="store_true")
+    parser.add_argument("--kinds", nargs="+", default=["compact", "exact", "online"])
+    parser.add_argument("--peak-tflops", type=float, default=None)
+    options = parser.parse_args()
+    device = torch.device(options.device)
+    cuda = device.type == "cuda"
+    dtype = torch.bfloat16 if cuda else torch.float32
+    name = torch.cuda.get_device_name() if cuda else machine()["cpu"]
+    peak = options.peak_tflops or next((value for key, value in PEAKS.items() if key in name), None)
+    draft_shape, target_shape = SHAPES[options.shape]
+    target = build(target_shape, device, dtype).eval()
+    vocabulary = target_shape["vocab_size"]
+    blocks = blocks_of(options, vocabulary, device)
+    head = Head.of(target, vocabulary)
+    with torch.no_grad():
+        states = torch.cat([hidden_states(target, blocks.take(slice(i, i + 1))) for i in range(len(blocks))])
+        stored = states[blocks.mask]
+        top = [head.logits(part).log_softmax(-1).topk(options.k) for part in stored.split(512)]
+    ids, logs = torch.cat([part.indices for part in top]), torch.cat([part.values for part in top])
+    tails = {1.0: torch.log1p(-logs.exp().sum(-1).clamp(max=1 - 1e-6))}
+    part = PlannedPart("x", 0, 1, 1e-5, LossSettings({"forward_kl": 0.9, "cross_entropy": 0.1}))
+
+    def laws(kind: str) -> Teacher:
+        if kind == "compact":
+            return CompactTeacher(ids.int(), logs.half(), tails, vocabulary)
+        if kind == "exact":
+            return head.teacher(stored)
+        found = [hidden_states(target, blocks.take(slice(i, i + 4))) for i in range(0, len(blocks), 4)]
+        return head.teacher(torch.cat(found)[blocks.mask])
+
+    print(f"{name}, torch {torch.__version__}, Python {platform.python_version()}; {options.blocks} blocks of "
+          f"{options.block} positions a step, weights float32, products {str(dtype).removeprefix('torch.')}\n")
+    print("| teacher | s per step | tokens/s | MFU | peak memory, GiB |\n|---|--:|--:|--:|--:|")
+    for kind in options.kinds:
+        draft = build(draft_shape, device, torch.float32).train()
+        if options.checkpointing:
+            draft.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        learner = Learner(draft, Columns(vocabulary, None, device), options.chunk, 4)
+        optimizer = torch.optim.AdamW(parameter_groups(draft, 0.0), lr=1e-5, fused=cuda)
+        if cuda:
+            torch.cuda.reset_peak_memory_stats()
+        seconds = []
+        for repeat in range(options.repeats + 2):
+            started = time.perf_counter()
+            with torch.autocast(device.type, torch.bfloat16, enabled=cuda):
+                total, sums = learner(blocks, laws(kind), part)
+            total.backward()
+            for parameter in learner.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.div_(sums["weight"])
+            torch.nn.utils.clip_grad_norm_(learner.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            if cuda:
+                torch.cuda.synchronize()
+            if repeat > 1:
+                seconds.append(time.perf_counter() - started)
+        tokens = options.blocks * options.block
+        middle = statistics.median(seconds)
+        use = flops_per_token(draft_shape, target_shape, kind, options.block // 4) * tokens / middle / 1e12
+        memory = f"{torch.cuda.max_memory_allocated() / 2**30:.1f}" if cuda else "not measured"
+        share = f"{use / peak:.1%}" if peak else f"{use:.3f} TFLOP/s"
+        print(f"| {kind} | {middle:.3f} | {tokens / middle:.0f} | {share} | {memory} |", flush=True)
+        del draft, learner, optimizer
+
+
+if __name__ == "__main__":
+    main()
