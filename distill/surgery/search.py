@@ -34,6 +34,7 @@ from distill.surgery.laws import TargetLaws, scored_logits
 from distill.surgery.price import Priced, as_markdown, best_length, explain, pareto, price
 from distill.surgery.trim import Counts, keep, sizes_between
 from distill.target.source import open_teacher
+from distill.training.adapters import adapted
 from distill.training.step import heal
 
 Cut = Callable[[Any, DraftCut], None]
@@ -68,7 +69,8 @@ def search(recipe: Recipe, run: Run, donor: Any, target: Any, laws: TargetLaws, 
         if not path.exists():
             model = copy.deepcopy(donor)
             cut(model, recipe.draft.model_copy(update=choice | {"search": None}))
-            heal(model, source, recipe.train, settings.heal_steps, recipe.seed, source.vocabulary)
+            with adapted(model, recipe.train.adapter, recipe.seed):  # healed as it will be trained
+                heal(model, source, recipe.train, settings.heal_steps, recipe.seed, source.vocabulary)
             kl = laws.kl(model)
             found = [
                 price(label, choice, sum(p.numel() for p in model.parameters()), kl, accepted, costs, draft_seconds,
@@ -118,7 +120,8 @@ def price_vocabulary(
     healed = copy.deepcopy(model)
     steps = recipe.draft.search.heal_steps if recipe.draft.search else 60
     source = open_teacher(run, recipe, next(model.parameters()).device, target)
-    heal(healed, source, recipe.train, steps, recipe.seed, source.vocabulary)
+    with adapted(healed, recipe.train.adapter, recipe.seed):
+        heal(healed, source, recipe.train, steps, recipe.seed, source.vocabulary)
     whole = acceptance(
         target, laws.blocks, Sampler.of(recipe.sampler), laws.vocabulary, lambda part: scored_logits(healed, part)
     )
