@@ -121,8 +121,9 @@ def _check_models(recipe: Recipe) -> list[str]:
     from distill.speculative.trial import check_trials
     from distill.surgery.stage import check_cut, donor_reference
     from distill.target.store import bytes_per_position
+    from distill.training.plan import check_training
 
-    lines = check_cut(recipe) + check_trials(recipe)
+    lines = check_cut(recipe) + check_training(recipe) + check_trials(recipe)
     # A transplanted draft has the target's own vocabulary and rows; of the donor only its context is left to compare.
     pair = compare_pair(recipe.target.model, donor_reference(recipe))
     lines += pair.lines() if recipe.draft.transplant is None else [f"context: {pair.context or 'fits'}"]

@@ -6,7 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from distill.recipe import Loss, Train
+from distill.errors import RecipeError
+from distill.recipe import Loss, Recipe, Train
 from distill.training.losses import LossSettings
 from distill.training.rate import cosine
 from distill.training.weights import TokenWeights
@@ -113,3 +114,31 @@ def rate_of(parts: list[PlannedPart], part: PlannedPart, step: int, settings: Tr
 def temperatures(parts: list[PlannedPart]) -> set[float]:
     """The temperatures at which the losses ask for the target's laws."""
     return {1.0, *(part.loss.temperature for part in parts)}
+
+
+def check_training(recipe: Recipe) -> list[str]:
+    """What the recipe's training will be, as lines to print; RecipeError for settings that cannot go together."""
+    settings, teacher = recipe.train, recipe.teacher
+    parts = planned(settings, recipe.sampler.temperature, recipe.corpus.block)
+    lacking = temperatures(parts) - set(teacher.temperatures)
+    if teacher.kind == "compact" and lacking:
+        raise RecipeError(
+            f"the losses ask for laws at temperature {', '.join(f'{value:g}' for value in sorted(lacking))}, which a "
+            "compact teacher does not keep",
+            "add it to teacher.temperatures, or use teacher.kind exact or online",
+        )
+    if settings.adapter is not None:
+        clash = settings.adapter.clash(settings.sparsity is not None, settings.embedding_steps)
+        if clash:
+            raise RecipeError(f"train.adapter: {clash}")
+    positions = settings.batch * recipe.corpus.block
+    lines = [
+        f"train: {part.name}, {part.steps} steps of {positions} positions at up to {part.rate:g}: "
+        + ", ".join(f"{weight:g} {name}" for name, weight in part.loss.losses.items())
+        for part in parts
+    ]
+    chosen = "the last weights are taken"
+    if settings.acceptance is not None and settings.sparsity is None:
+        verifying = protocol_of(settings, recipe.sampler.temperature)
+        chosen = f"the weights accepted most on selection prompts are taken ({verifying} verification)"
+    return [*lines, f"train: {chosen}"]
