@@ -119,7 +119,8 @@ def steps_of(learner: Learner, optimizer: Any, source: Any, options: Any, seed: 
 def trainings(options: Any, run: Run, source: Any, seed: int, rate: float, texts: dict[str, Texts]) -> None:
     """All methods of one seed and rate; what begins alike is trained once."""
     folder = Path(options.to)
-    names = {method: folder / f"{method.replace(' ', '_').replace(',', '')}-{rate:g}-{seed}.json" for method in METHODS}
+    wanted = [method for method in METHODS if not options.methods or method in options.methods]
+    names = {method: folder / f"{method.replace(' ', '_').replace(',', '')}-{rate:g}-{seed}.json" for method in wanted}
     if all(path.exists() for path in names.values()):
         return
 
@@ -142,7 +143,7 @@ def trainings(options: Any, run: Run, source: Any, seed: int, rate: float, texts
     steps_of(learner, optimizer, source, options, seed, rate, 0, switch, *ALONE["forward KL"])
     weights, moments = copy.deepcopy(learner.state_dict()), copy.deepcopy(optimizer.state_dict())
     common = time.time() - started
-    for method in METHODS:
+    for method in wanted:
         if names[method].exists():
             continue
         started = time.time()
@@ -206,6 +207,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--rates", type=float, nargs="+", default=[1e-3, 2e-3, 4e-3])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--methods", nargs="+", choices=METHODS, help="only these")
     parser.add_argument("--new-tokens", type=int, default=96)
     parser.add_argument("--share", default="0/1", help="i/n: this process takes every n-th training")
     parser.add_argument("--table", action="store_true", help="only print the table of what is there")
