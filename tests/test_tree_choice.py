@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
@@ -21,21 +23,32 @@ from distill.benchmark.calibrate import (
     Recorder,
     calibrate,
     load_ranks,
+    load_texts,
     record_rounds,
     save_calibration,
+    save_texts,
     tally_ranks,
 )
 from distill.benchmark.compare import judge_identity, run_trials
-from distill.benchmark.trees import SIZES, Survey, choose_nodes, choose_static, settle_trees, survey
+from distill.benchmark.trees import (
+    SIZES,
+    best_shapes,
+    choose_tree,
+    follow,
+    mean_values,
+    settle_trees,
+    shape_values,
+    time_rounds,
+)
 from distill.errors import DataError, RecipeError
 from distill.models.table import TableModel
 from distill.recipe import Trial, dump_recipe, load_recipe
 from distill.run import read_json
 from distill.sampler import Sampler
 from distill.speculative.cost import StepCosts
-from distill.speculative.decode import GREEDY, Rules
+from distill.speculative.decode import GREEDY, Decoded, Rules, decode
 from distill.speculative.draft import TreeDrafter
-from distill.speculative.proposal import ROOT
+from distill.speculative.proposal import ROOT, Proposal
 from distill.speculative.tree import RankTally, Shape, best_first
 from distill.speculative.trial import check_trials, lossy_reason, make_drafter
 
@@ -92,26 +105,23 @@ def test_the_static_shape_is_the_best_of_all(rates: list[float], depth: int, dra
         beyond = costs.overhead + levels * costs.draft if levels else 0.0
         return tokens, costs.target[len(forest)] + beyond
 
-    speeds = {
-        n: max((t / s for t, s in map(price, forests(n, depth, len(rates)))), default=0.0) for n in range(8)
-    }
-    found = choose_static("a way", rates, None, depth, costs, 99)
+    speeds = {n: max((t / s for t, s in map(price, forests(n, depth, len(rates)))), default=0.0) for n in range(8)}
+    shapes = best_shapes(rates, range(1, 8), depth, costs)
+    room = min(7, sum(len(rates) ** level for level in range(1, depth + 1)))
+    assert sorted(shapes) == [*range(1, room + 1)]
+    seconds, sums = {}, [0.0, *accumulate(shape_values(shapes, rates))]
+    for n, shape in shapes.items():
+        paths: list[tuple[int, ...]] = []
+        for parent, rank in zip(shape.parents, shape.ranks, strict=True):
+            paths.append((*(() if parent == ROOT else paths[parent]), rank))
+        tokens, seconds[n] = price(tuple(paths))
+        assert tokens / seconds[n] == pytest.approx(speeds[n], rel=1e-12) and max(shape.depths) <= depth
+        assert 1 + sums[n] == pytest.approx(tokens, rel=1e-12)
+    trees: dict[int, int | Shape] = {0: Shape(()), **shapes}
+    found = choose_tree("a way", trees, shape_values(shapes, rates), seconds, costs)
     assert found.tokens / found.seconds == pytest.approx(max(speeds.values()), rel=1e-12)
     assert found.speedup == pytest.approx(costs.target[0] * max(speeds.values()), rel=1e-12)
-    # What it says of its shape is what the shape's own paths give.
-    assert isinstance(found.tree, Shape)
-    paths: list[tuple[int, ...]] = []
-    for parent, rank in zip(found.tree.parents, found.tree.ranks, strict=True):
-        paths.append((*(() if parent == ROOT else paths[parent]), rank))
-    assert price(tuple(paths)) == pytest.approx((found.tokens, found.seconds), rel=1e-12)
-    assert max(found.tree.depths, default=0) <= depth
-    # A size that was asked for is kept, as far as there is room for it.
-    for nodes in (1, 4, 7):
-        fixed = choose_static("a way", rates, nodes, depth, costs, 99)
-        room = sum(len(rates) ** level for level in range(1, depth + 1))
-        assert fixed.nodes == min(nodes, room)
-        if room >= nodes:
-            assert fixed.tokens / fixed.seconds == pytest.approx(speeds[nodes], rel=1e-12)
+    assert found.tree == trees[found.nodes] and found.as_facts()["parents"] == list(trees[found.nodes].parents)
 
 
 @settings(max_examples=60, deadline=None)
@@ -120,7 +130,7 @@ def test_the_number_of_nodes_is_the_best_of_all(values: list[float], draws: rand
     values = sorted(values, reverse=True)
     costs = StepCosts(tuple(draws.uniform(1, 3) for _ in range(draws.randint(2, 16))), 0.1, 0.1)
     seconds = {n: draws.uniform(1, 4) for n in SIZES if n <= len(values) and draws.random() < 0.8}
-    found = choose_nodes("a way", Survey(values, seconds, 9), costs)
+    found = choose_tree("a way", {n: n for n in (0, *SIZES)}, values, seconds, costs)
     rates = {0: 1 / costs.target[0]}
     for n, taken in seconds.items():
         if n < len(costs.target):
@@ -135,14 +145,8 @@ def test_the_number_of_nodes_is_the_best_of_all(values: list[float], draws: rand
     assert ("drafts none" in found.sentence()) == (found.nodes == 0)
 
 
-def test_nothing_is_chosen_without_rounds_or_branches() -> None:
-    assert choose_nodes("a way", Survey([], {}, 0), COSTS).nodes == 0
-    assert choose_static("a way", [0.9, 0.05], None, 4, COSTS, 0).nodes == 0
-    assert choose_static("a way", [0.9, 0.05], None, 4, COSTS, 9).nodes > 0
-
-
-def test_the_survey_sees_the_values_of_the_trees(pair: tuple[TableModel, TableModel]) -> None:
-    """One round after one prompt: the values are those of the tree after the target's first token."""
+def test_the_values_are_those_of_the_trees_that_a_text_meets(pair: tuple[TableModel, TableModel]) -> None:
+    """Rounds of a greedy decoder with the same trees, each value from the draft's table itself."""
     target, draft = pair
     way = Trial(drafter="tree", calibration="none", length=3)
 
@@ -151,26 +155,59 @@ def test_the_survey_sees_the_values_of_the_trees(pair: tuple[TableModel, TableMo
         assert isinstance(drafter, TreeDrafter)
         return drafter
 
-    prompts = random_prompts(3, 12, 5)
-    found = survey(target, draft, prompts, 2, Rules(), make, [2, 7])
-    trees = []
-    for prompt in prompts:
-        target.rollback([0])
-        first = target.extend(prompt, want=[len(prompt) - 1]).argmax()[0]
-        draft.rollback([0])
-        law = draft.extend([*prompt, first], want=[len(prompt)]).full().softmax(-1)[0]
-        trees.append(
-            best_first(
-                law, lambda t, p: draft.extend(t, parents=p).full().softmax(-1), 7, branching=4, depth=3
-            )[1]
-        )
-    assert found.values == pytest.approx([sum(tree[n] for tree in trees) / 3 for n in range(7)])
-    assert found.rounds == 3 and set(found.seconds) == {2, 7} and min(found.seconds.values()) > 0
-    # More nodes than a round may still use are not drafted, and such rounds are left out.
-    small = TableModel(12, 3, memory=2, sharpness=1.5, capacity=len(prompts[0]) + 6)
-    near = small.near(0.8, 4)
-    few = survey(small, near, prompts[:1], 99, Rules(), lambda n: TreeDrafter(near, GREEDY, lambda: 0.0, n), [1, 7])
-    assert set(few.seconds) == {1} and few.rounds == 0
+    texts, starts = [], []
+    for prompt in random_prompts(3, 12, 5):
+        result = Decoded()
+        for _ in decode(target, make(7), prompt, 50, Rules(), result):
+            pass
+        texts.append((prompt, result.tokens[:40]))  # the rounds behind are of smaller trees
+        text = [*prompt, *result.tokens]
+        starts += [text[: r.depth + 1] for r in result.rounds if r.depth + 1 < len(prompt) + 40]
+    values = [
+        best_first(draft.table[draft.place(start)].softmax(-1), draft_laws(draft, start), 7, branching=4, depth=3)[1]
+        for start in starts
+    ]
+    assert len(values) > 20
+    for most, told in ((1000, values), (5, values[:5])):
+        found = mean_values(make(7), texts, 7, (), most)
+        assert found == pytest.approx([sum(value[n] for value in told) / len(told) for n in range(7)], abs=1e-9)
+    assert mean_values(make(7), [([1, 2], [3])], 7, ()) == []
+
+
+def draft_laws(draft: TableModel, start: list[int]) -> Any:
+    """`expand` of best_first by looking the laws up in the table."""
+    paths: list[list[int]] = []
+
+    def expand(tokens: list[int], parents: list[int]) -> torch.Tensor:
+        above = [start if parent == ROOT else paths[parent] for parent in parents]
+        new = [[*path, token] for path, token in zip(above, tokens, strict=True)]
+        paths.extend(new)
+        return torch.stack([draft.table[draft.place(path)].softmax(-1) for path in new])
+
+    return expand
+
+
+def test_rounds_are_timed_by_what_they_drafted(pair: tuple[TableModel, TableModel]) -> None:
+    target = TableModel(12, 3, memory=2, sharpness=1.5, capacity=16)
+    draft = target.near(0.8, 4)
+    asked: list[int] = []
+
+    def make(size: int) -> TreeDrafter:
+        asked.append(size)
+        return TreeDrafter(draft, GREEDY, lambda: 0.0, size)
+
+    # A context of 16 has no room for nine nodes after a prompt of 8: there is no round of nine.
+    prompts = [[*range(8)], [*range(8, 0, -1)]]
+    seconds = time_rounds(target, draft, prompts, 4, Rules(), make, [1, 2, 9])
+    assert set(seconds) == {1, 2} and min(seconds.values()) > 0 and asked == [1, 2, 9] * 2
+    assert choose_tree("a way", {0: 0, 9: 9}, [1.0] * 9, seconds, COSTS).tree == 0
+    # What was asked for is timed and told, though plain decoding were faster.
+    assert choose_tree("a way", {2: 2}, [0.1, 0.0], {2: 9.0}, COSTS).speedup == pytest.approx(1.1 * 1.0 / 9.0)
+
+
+def test_a_tree_follows_a_text() -> None:
+    tree = Proposal([5, 6, 7, 5, 8], [ROOT, ROOT, 0, 1, 2])
+    assert [follow(tree, text) for text in ([5, 7, 8, 1], [5, 7], [6, 5, 5], [7], [])] == [3, 2, 2, 0, 0]
 
 
 def test_trees_that_are_chosen_decode_the_plain_text(pair: tuple[TableModel, TableModel]) -> None:
@@ -180,8 +217,9 @@ def test_trees_that_are_chosen_decode_the_plain_text(pair: tuple[TableModel, Tab
     texts = random_prompts(4, 12, 2)
     own = record_rounds(target, draft, texts, 30, Rules())
     rates = tally_ranks(draft, texts, own, Rules()).rates()
+    written = [(text, recorder.tokens) for text, recorder in zip(texts, own, strict=True)]
     # Seconds of steps that are far above what these tables take: every tree then pays, as on a large target.
-    choices = settle_trees(recipe, CHOSEN, target, draft, texts, 8, (), COSTS, {}, rates)
+    choices = settle_trees(recipe, CHOSEN, target, draft, written, (4, 8), (), COSTS, {}, rates)
     assert [choice.way for choice in choices] == [way.title for way in CHOSEN]
     assert all(choice.nodes > 1 and choice.speedup > 1 for choice in choices) and choices[3].nodes == 6
     trees: dict[str, Any] = {choice.way: choice.tree for choice in choices}
@@ -217,7 +255,11 @@ def test_the_tally_counts_ranks_of_what_the_target_wrote(tmp_path: Path, pair: t
     path = tmp_path / "calibration.json"
     save_calibration(path, calibrate(own, "here", tally))
     assert load_ranks(path) == tally
+    save_texts(tmp_path / "selection.json", prompts, own)
+    assert load_texts(tmp_path / "selection.json") == [(p, r.tokens) for p, r in zip(prompts, own, strict=True)]
     save_calibration(path, calibrate(own, "here"))
+    with pytest.raises(DataError, match="holds no texts"):
+        load_texts(path)
     with pytest.raises(DataError, match="no acceptance by rank"):
         load_ranks(path)
     # A text that ends with its first token has no place to look at.
@@ -242,9 +284,10 @@ def test_the_stage_settles_trees_on_its_own_curves(copied: Path, capsys: pytest.
     """Shipped and grown, in both backends: what is chosen is recorded, told, bounded by the curve, and lossless."""
     config = copied / "config.yaml"
     trees = "[{drafter: tree}, {drafter: tree, shape: static}]"
-    changes = (f"speedup.trials={trees}", f"speedup.grown_trials={trees}", "speedup.grown={tile: 2, layers: 4}",
-               "speedup.grown_prompts=2", "speedup.prompts=2", "speedup.lengths=[2]",
-               "speedup.grown_lengths=[2]", "speedup.new_tokens=8")  # fmt: skip
+    changes = (f"speedup.trials={trees}", "speedup.grown_trials=[{drafter: tree}]",
+               "speedup.grown={tile: 2, layers: 4}", "speedup.grown_prompts=2", "speedup.prompts=2",
+               "speedup.lengths=[2]", "speedup.grown_lengths=[2]", "speedup.new_tokens=8",
+               "speedup.calibration_prompts=4")  # fmt: skip
     recipe = load_recipe(config, changes)
     config.write_text(dump_recipe(recipe))
     assert tiny.call("speedup", "tiny", "--runs", copied.parent) == 0
@@ -254,7 +297,8 @@ def test_the_stage_settles_trees_on_its_own_curves(copied: Path, capsys: pytest.
     report = read_json(copied / "speedup.json")
     assert [(tree["grown"], tree["backend"], tree["way"]) for tree in report["trees"]] == [
         (grown, backend, way.title)
-        for grown in (False, True) for backend in recipe.speedup.backends for way in recipe.speedup.trials
+        for grown, ways in ((False, recipe.speedup.trials), (True, recipe.speedup.grown_trials))
+        for backend in recipe.speedup.backends for way in ways
     ]  # fmt: skip
     rows = {(row["grown"], row["backend"], row["way"]): row for row in report["trials"]}
     for tree in report["trees"]:

@@ -13,7 +13,9 @@ from typing import Any
 
 from distill.errors import DataError
 from distill.models.base import Model
+from distill.models.hugging_face import TorchModel, end_ids, load_model, load_tokenizer, pick_device, real_tokens
 from distill.packing import Packed
+from distill.recipe import Recipe
 from distill.run import Run, read_json, write_json
 from distill.speculative.calibration import (
     CONTEXT_TERMS,
@@ -147,6 +149,36 @@ def calibrate(own: Sequence[Recorder], command: str, ranks: RankTally | None = N
     return table
 
 
+def calibrate_run(recipe: Recipe, run: Run) -> dict[str, Any] | None:
+    """What speedup/calibration.json holds, fitted on selection text if not there yet; None where no trial reads it."""
+    settings = recipe.speedup
+    grown = settings.grown_trials if settings.grown is not None else ()
+    wanting = [trial for trial in (*settings.trials, *grown) if trial.learns or trial.chosen]
+    if not wanting:
+        return None
+    path = run.path("speedup", "calibration.json")
+    if not path.exists():
+        device, tokenizer = pick_device(recipe.device), load_tokenizer(recipe.target.model)
+        big = load_model(recipe.target.model, recipe.target.dtype, device)
+        vocabulary = real_tokens(big.config, tokenizer)
+        target = TorchModel(big, vocabulary)
+        draft = TorchModel(load_model(str(run.path("draft")), recipe.target.dtype, device), vocabulary)
+        prompts = selection_prompts(run, recipe.answers.prompt_tokens, settings.calibration_prompts)
+        rules = Rules(GREEDY, "greedy", end_ids(big.config, tokenizer))
+        own = record_rounds(target, draft, prompts, settings.new_tokens, rules)
+        table = calibrate(own, run.command, tally_ranks(draft, prompts, own, rules))
+        for model in (target, draft):
+            model.close()
+        save_texts(run.path("speedup", "selection.json"), prompts, own)
+        save_calibration(path, table)
+    found: dict[str, Any] = read_json(path)
+    scores = ", ".join(f"{name} {fit['log_loss']:.3f}" for name, fit in found["fits"].items())
+    told = f"log loss {found['uncalibrated']['log_loss']:.3f} as they are, {scores}" if scores else "no calibration"
+    told += "".join(f"; {name} not fitted: {reason}" for name, reason in found["unfitted"].items())
+    run.say(f"  draft probabilities, {found['rounds']} rounds of {found['prompts']} selection texts: {told}")
+    return found
+
+
 def save_calibration(path: Path, table: Mapping[str, Any]) -> None:
     """Write what `calibrate` made; see `load_calibrations`."""
     write_json(path, table)
@@ -166,6 +198,20 @@ def load_calibrations(path: Path) -> dict[str, Calibration]:
         return found
     except (KeyError, TypeError, ValueError) as error:
         raise DataError(f"{path} holds no calibrations: {error}", "make it again: `distill speedup --again`") from error
+
+
+def save_texts(path: Path, prompts: Sequence[Sequence[int]], own: Sequence[Recorder]) -> None:
+    """Write the recorded texts as token ids; see `load_texts`."""
+    texts = [{"prompt": [*prompt], "new": recorder.tokens} for prompt, recorder in zip(prompts, own, strict=True)]
+    write_json(path, {"split": "selection", "texts": texts})
+
+
+def load_texts(path: Path) -> list[tuple[list[int], list[int]]]:
+    """Prompts, and what the target wrote after each; raises DataError when the file is missing or damaged."""
+    try:
+        return [(text["prompt"], text["new"]) for text in read_json(path)["texts"]]
+    except (KeyError, TypeError) as error:
+        raise DataError(f"{path} holds no texts: {error}", "make it again: `distill speedup --again`") from error
 
 
 def load_ranks(path: Path) -> RankTally:

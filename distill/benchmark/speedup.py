@@ -11,14 +11,12 @@ from typing import Any
 
 from distill.benchmark.arms import make_arms, trial_rows
 from distill.benchmark.calibrate import (
-    calibrate,
+    calibrate_run,
     curve_costs,
     load_calibrations,
     load_ranks,
-    record_rounds,
-    save_calibration,
+    load_texts,
     selection_prompts,
-    tally_ranks,
     with_overhead,
 )
 from distill.benchmark.compare import (
@@ -52,13 +50,13 @@ from distill.run import Run, faults_explained, machine, read_json, write_json, w
 from distill.sampler import Sampler
 from distill.speculative.calibration import Calibration
 from distill.speculative.cost import StepCosts, measure_steps, predicted_speedup
-from distill.speculative.decode import GREEDY, Rules
 from distill.speculative.trial import check_trials
 from distill.surgery.grow import grow
 from distill.texts import read_prompts
 
 REFERENCE_PROMPTS = {False: 4, True: 2}  # by grown: a grown target takes a minute for each pair of runs
 SAMPLES = 3
+TREE_ROUNDS = 2, 5  # prompts, and rounds after each that are timed with trees of every size
 OVERHEAD_PROMPTS, OVERHEAD_TOKENS = 2, 24  # of selection text, decoded to see what a round costs beyond its steps
 
 
@@ -67,7 +65,7 @@ def speedup(recipe: Recipe, run: Run) -> list[Path]:
     settings = recipe.speedup
     for line in check_trials(recipe):
         run.say(f"  {line}")
-    calibration = _calibration(recipe, run)
+    calibration = calibrate_run(recipe, run)
     parts = []
     for grown in [False, True] if settings.grown is not None else [False]:
         for backend in settings.backends:
@@ -99,35 +97,6 @@ def speedup(recipe: Recipe, run: Run) -> list[Path]:
     write_json(run.path("speedup.json"), report)
     write_text(run.path("speedup.md"), as_markdown(report))
     return [run.path("speedup"), run.path("speedup.json"), run.path("speedup.md")]
-
-
-def _calibration(recipe: Recipe, run: Run) -> dict[str, Any] | None:
-    """What speedup/calibration.json holds, fitted on selection text if not there yet; None where no trial reads it."""
-    settings = recipe.speedup
-    grown = settings.grown_trials if settings.grown is not None else ()
-    wanting = [trial for trial in (*settings.trials, *grown) if trial.learns or trial.ranked]
-    if not wanting:
-        return None
-    path = run.path("speedup", "calibration.json")
-    if not path.exists():
-        device, tokenizer = pick_device(recipe.device), load_tokenizer(recipe.target.model)
-        big = load_model(recipe.target.model, recipe.target.dtype, device)
-        vocabulary = real_tokens(big.config, tokenizer)
-        target = TorchModel(big, vocabulary)
-        draft = TorchModel(load_model(str(run.path("draft")), recipe.target.dtype, device), vocabulary)
-        prompts = selection_prompts(run, recipe.answers.prompt_tokens, settings.calibration_prompts)
-        rules = Rules(GREEDY, "greedy", end_ids(big.config, tokenizer))
-        own = record_rounds(target, draft, prompts, settings.new_tokens, rules)
-        table = calibrate(own, run.command, tally_ranks(draft, prompts, own, rules))
-        for model in (target, draft):
-            model.close()
-        save_calibration(path, table)
-    found: dict[str, Any] = read_json(path)
-    scores = ", ".join(f"{name} {fit['log_loss']:.3f}" for name, fit in found["fits"].items())
-    told = f"log loss {found['uncalibrated']['log_loss']:.3f} as they are, {scores}" if scores else "no calibration"
-    told += "".join(f"; {name} not fitted: {reason}" for name, reason in found["unfitted"].items())
-    run.say(f"  draft probabilities, {found['rounds']} rounds of {found['prompts']} selection texts: {told}")
-    return found
 
 
 @dataclass(frozen=True)
@@ -232,12 +201,10 @@ def _measure_pair(recipe: Recipe, run: Run, pair: _Pair) -> dict[str, Any]:
         )
         texts = selection_prompts(run, recipe.answers.prompt_tokens, OVERHEAD_PROMPTS)
         price = with_overhead(target, draft, texts, OVERHEAD_TOKENS, pair.ends, price)
-        rates: list[float] = []
-        if any(way.ranked for way in pair.ways):
-            rates = load_ranks(run.path("speedup", "calibration.json")).rates()
-        choices = settle_trees(
-            recipe, pair.ways, target, draft, texts, OVERHEAD_TOKENS, pair.ends, price, fitted, rates
-        )
+    if any(way.chosen for way in pair.ways):
+        rates = load_ranks(run.path("speedup", "calibration.json")).rates()
+        written = load_texts(run.path("speedup", "selection.json"))
+        choices = settle_trees(recipe, pair.ways, target, draft, written, TREE_ROUNDS, pair.ends, price, fitted, rates)
     settled = {choice.way: choice for choice in choices}
     arms = make_arms(recipe, pair.ways, draft, pair.ends, price, fitted, {c.way: c.tree for c in choices})
     trials = run_trials(

@@ -19,20 +19,14 @@ from distill.speculative.calibration import Calibration
 from distill.speculative.cost import StepCosts
 from distill.speculative.decode import Decoded, Rules, decode, room_for
 from distill.speculative.draft import Drafter, TreeDrafter
+from distill.speculative.proposal import ROOT, Proposal
 from distill.speculative.tree import Shape, choose_budget, choose_shape, expected_accepted
 from distill.speculative.trial import Tree, lossy_reason, make_drafter, trial_sampler
 
-# Trees that are decoded with; each costs a few texts, and what lies between two of them is hardly faster than both.
+# Trees that are timed; each costs a few texts, and what lies between two of them is hardly faster than both.
 SIZES = (1, 2, 3, 4, 6, 8, 11, 15, 21, 29, 40, 63)
-
-
-@dataclass(frozen=True)
-class Survey:
-    """Best-first trees on some texts: the mean value of a round's n-th best node, and median seconds of rounds by n."""
-
-    values: list[float]
-    seconds: dict[int, float]
-    rounds: int
+ROUNDS = 128  # of the draft alone, in which it is seen what values the nodes of trees have
+Text = tuple[list[int], list[int]]  # a prompt, and what the target wrote after it
 
 
 @dataclass(frozen=True)
@@ -82,80 +76,107 @@ class Choice:
         }  # fmt: skip
 
 
-def survey(
+def time_rounds(
     target: Model,
     draft: Model,
     prompts: Sequence[Sequence[int]],
-    new_tokens: int,
+    rounds: int,
     rules: Rules,
     make: Callable[[int], Drafter],
     sizes: Sequence[int],
     lossy: bool = False,
-) -> Survey:
-    """Decode about `new_tokens` after every prompt with best-first trees of each size, the sizes in turn.
+) -> dict[int, float]:
+    """Median seconds of a round of n drafted nodes, for each size n that rounds came to.
 
-    `make` gives the drafter of a size. Rounds whose trees the end of the context made smaller do not count.
+    After every prompt `rounds` are decoded with trees of each size, the sizes in turn; `make` gives their drafters.
+    Smaller trees, for which alone the end of a context leaves room, do not count.
     """
     seconds: dict[int, list[float]] = {size: [] for size in sizes}
-    values: list[list[float]] = []
     for prompt in prompts:
+        room = room_for(target, draft, len(prompt), (rounds + 1) * (max(sizes, default=0) + 1))
         for size in sizes:
-            drafter = make(size)
-            assert isinstance(drafter, TreeDrafter)
-            room, before, result = room_for(target, draft, len(prompt), new_tokens + max(sizes)), 0, Decoded()
-            for _ in decode(target, drafter, prompt, room, rules, result, lossy):
-                if before and room - before - 1 >= size:
-                    if result.rounds[-1].drafted == size:
-                        seconds[size].append(result.rounds[-1].seconds)
-                    if size == max(sizes):
-                        values.append([*drafter.values, *[0.0] * (size - len(drafter.values))])
-                before = len(result.tokens)
-                if before >= new_tokens:
+            result = Decoded()
+            for _ in decode(target, make(size), prompt, room, rules, result, lossy):
+                if result.rounds and result.rounds[-1].drafted == size:
+                    seconds[size].append(result.rounds[-1].seconds)
+                if len(result.rounds) >= rounds:
                     break
-    means = [statistics.fmean(column) for column in zip(*values, strict=True)]
-    return Survey(means, {n: statistics.median(taken) for n, taken in seconds.items() if taken}, len(values))
+    return {size: statistics.median(taken) for size, taken in seconds.items() if taken}
 
 
-def choose_nodes(way: str, found: Survey, costs: StepCosts) -> Choice:
-    """The size of the most tokens per second, none where plain decoding is as fast: see `choose_budget`.
+def mean_values(
+    drafter: TreeDrafter, texts: Sequence[Text], nodes: int, ends: Collection[int], most: int = ROUNDS
+) -> list[float]:
+    """The mean value of the n-th best node of a round, for n up to `nodes`, over up to `most` rounds of given texts.
 
-    A round takes T(n + 1) and what the survey's rounds took beyond it: drafting, and walking the tree.
+    A round starts behind the token at which the text left the tree of the one before, as rounds do that are decoded
+    greedily; no target is asked.
     """
-    sizes = [n for n in sorted(found.seconds) if n < len(costs.target)]
-    target = {1: costs.target[0], **{n + 1: costs.target[n] for n in sizes}}
-    beyond = {0: 0.0, **{n: max(found.seconds[n] - costs.target[n], 0.0) for n in sizes}}
-    expected = list(accumulate(found.values, initial=1.0))
-    nodes = choose_budget(found.values, target, lambda n: beyond.get(n, 0.0))
+    found: list[list[float]] = []
+    for prompt, new in texts:
+        text, at = [*prompt, *new], len(prompt)  # at: the last committed token
+        drafter.begin(prompt)
+        while at + 1 < len(text) and drafter.room(at + 1) > nodes and len(found) < most:
+            proposal = drafter.propose(text[: at + 1], nodes, ends)
+            found.append([*drafter.values, *[0.0] * (nodes - len(drafter.values))])
+            accepted = follow(proposal, text[at + 1 :])
+            at += accepted + 1
+            drafter.accepted(proposal, accepted, at + 1, 0.0)
+    return [statistics.fmean(column) for column in zip(*found, strict=True)]
+
+
+def follow(proposal: Proposal, text: Sequence[int]) -> int:
+    """How many tokens of a text a tree holds from the top down."""
+    children, here = proposal.children(), ROOT
+    for count, token in enumerate(text):
+        hit = next((child for child in children.get(here, []) if proposal.tokens[child] == token), None)
+        if hit is None:
+            return count
+        here = hit
+    return len(text)
+
+
+def best_shapes(rates: Sequence[float], sizes: Sequence[int], depth: int, costs: StepCosts) -> dict[int, Shape]:
+    """By its nodes, the shape of the most tokens per second of each size, at an acceptance by rank: see `choose_shape`.
+
+    Drafting d levels is taken to cost d draft steps and a round's overhead. A size that `depth` levels have no room for
+    gives the largest that they have.
+    """
+    room = sum(len(rates) ** level for level in range(1, depth + 1))
+    return {
+        n: choose_shape(rates, n, depth, {n + 1: costs.target[n]}, lambda d: costs.overhead + d * costs.draft)
+        for n in {min(size, room) for size in sizes}
+    }
+
+
+def shape_values(shapes: Mapping[int, Shape], rates: Sequence[float]) -> list[float]:
+    """Values of which the first n sum up to the expected accepted tokens of the shape of n nodes."""
+    values, before = [0.0] * max(shapes, default=0), 0.0
+    for n, shape in sorted(shapes.items()):
+        values[n - 1] = expected_accepted(shape, rates) - before
+        before += values[n - 1]
+    return values
+
+
+def choose_tree(
+    way: str, trees: Mapping[int, Tree], values: Sequence[float], seconds: Mapping[int, float], costs: StepCosts
+) -> Choice:
+    """The tree of the most tokens per second among `trees` by their nodes, 0 being plain decoding: see `choose_budget`.
+
+    The first n `values` sum up to the accepted tokens that n nodes promise. A round of n takes T(n + 1) and what the
+    timed `seconds` of rounds were beyond it: drafting, and walking the tree. Sizes that no round came to are left out.
+    """
+    expected = list(accumulate(values, initial=1.0))
+    known = min(len(expected), len(costs.target))
+    sizes = [n for n in sorted(trees) if n < known and (n == 0 or n in seconds)]
+    target = {n + 1: costs.target[n] for n in sizes}
+    beyond = {n: max(seconds[n] - costs.target[n], 0.0) if n else 0.0 for n in sizes}
+    nodes = choose_budget(values, target, lambda n: beyond.get(n, 0.0))
     compared = [
-        {"nodes": n, "tokens": expected[n], "target_seconds": target[n + 1], "other_seconds": beyond[n]}
-        for n in (0, *sizes)
+        {"nodes": n, "tokens": expected[n], "target_seconds": target[n + 1], "other_seconds": beyond[n]} for n in sizes
     ]
     spent = target[nodes + 1] + beyond[nodes]
-    return Choice(way, nodes, expected[nodes], spent, expected[nodes] * target[1] / spent, compared)
-
-
-def choose_static(
-    way: str, rates: Sequence[float], nodes: int | None, depth: int, costs: StepCosts, most_leaves: int
-) -> Choice:
-    """The shape of the most tokens per second for an acceptance by rank; with `nodes` the best one of that size.
-
-    Of a size that the levels have no room for, the largest that they have. Drafting d levels takes d draft steps and a
-    round's overhead. Where a model takes no branches at all, no node.
-    """
-    most = len(costs.target) - 1
-    if nodes is not None:
-        most = min(most, nodes, sum(len(rates) ** level for level in range(1, depth + 1)))
-    sizes = range(most + 1) if nodes is None else [most]
-
-    def drafting(levels: int) -> float:
-        return costs.overhead + levels * costs.draft if levels else 0.0
-
-    shape = Shape(())
-    if most_leaves:
-        shape = choose_shape(rates, most, depth, {n + 1: costs.target[n] for n in sizes}, drafting)
-    tokens = 1 + expected_accepted(shape, rates)
-    spent = costs.target[len(shape)] + drafting(max(shape.depths, default=0))
-    return Choice(way, shape, tokens, spent, tokens * costs.target[0] / spent, [])
+    return Choice(way, trees[nodes], expected[nodes], spent, expected[nodes] * costs.target[0] / spent, compared)
 
 
 def settle_trees(
@@ -163,8 +184,8 @@ def settle_trees(
     ways: Sequence[Trial],
     target: Model,
     draft: Model,
-    prompts: Sequence[Sequence[int]],
-    new_tokens: int,
+    texts: Sequence[Text],
+    timed: tuple[int, int],
     ends: Collection[int],
     costs: StepCosts,
     fitted: Mapping[str, Calibration],
@@ -172,27 +193,38 @@ def settle_trees(
 ) -> list[Choice]:
     """A choice for each trial that leaves its tree to be chosen, of fewer nodes than `profile.max_tokens`.
 
-    `prompts` are of the selection split, `rates` the acceptance by rank.
+    `texts` are prompts of the selection split with what the target wrote after them; `timed` (prompts, rounds) is after
+    how many of them how many rounds are timed. `rates` are the acceptance by rank.
     """
     costs = replace(costs, target=costs.target[: recipe.profile.max_tokens])  # a grown pair's may go on
+    most = len(costs.target) - 1
+    prompts = [prompt for prompt, _ in texts[: timed[0]]]
     choices = []
     for way in ways:
         if not way.chosen:
             continue
-        if way.ranked:
-            leaves = min(target.max_leaves, draft.max_leaves)
-            choices.append(choose_static(way.title, rates, way.nodes, way.length, costs, leaves))
-            continue
         sampler = trial_sampler(way, recipe.sampler)
-        draws = random.Random(f"{recipe.seed}/{way.title}/survey").random
-        rules = Rules(sampler, way.verified_by, ends, draws)
-        lossy = lossy_reason(way, sampler) is not None
-        most = len(costs.target) - 1
+        rules = Rules(sampler, way.verified_by, ends, random.Random(f"{recipe.seed}/{way.title}/timed").random)
         sizes = sorted({*(size for size in SIZES if size < most), most})
+        trees: dict[int, Tree] = {size: size for size in sizes}
+        if way.ranked:
+            branches = min(target.max_leaves, draft.max_leaves) > 0
+            shapes = best_shapes(rates, sizes if way.nodes is None else [way.nodes], way.length, costs)
+            trees = {**shapes} if branches else {}
 
-        def make(size: int, way: Trial = way, rules: Rules = rules) -> Drafter:
-            return make_drafter(way, draft, rules.sampler, rules.random, costs, fitted, size)
+        def make(size: int, way: Trial = way, rules: Rules = rules, trees: dict[int, Tree] = trees) -> Drafter:
+            return make_drafter(way, draft, rules.sampler, rules.random, costs, fitted, trees[size])
 
-        found = survey(target, draft, prompts, new_tokens, rules, make, sizes, lossy)
-        choices.append(choose_nodes(way.title, found, costs))
+        lossy = lossy_reason(way, sampler) is not None
+        seconds = time_rounds(target, draft, prompts, timed[1], rules, make, sorted(trees), lossy)
+        if way.ranked:
+            values = shape_values(shapes, rates)
+        else:
+            drafter = make(most)
+            assert isinstance(drafter, TreeDrafter)
+            values = mean_values(drafter, texts, most, ends)
+        plainly: Tree = Shape(()) if way.ranked else 0
+        if way.nodes is None or not seconds:
+            trees[0] = plainly
+        choices.append(choose_tree(way.title, trees, values, seconds, costs))
     return choices
