@@ -28,24 +28,51 @@ def transplant(
     rows: Annotated[
         int | None, typer.Option("--rows", help="Embedding rows, where TARGET has no config.json to say.")
     ] = None,
+    text: Annotated[
+        list[Path] | None,
+        typer.Option("--text", help="Text of the target: says how much of it DONOR could not draft as it is."),
+    ] = None,
 ) -> None:
     """Give a model the vocabulary of another, byte for byte, so that it can draft for it."""
     overrides: dict[str, str] = {}
     for pair in override or []:
-        token, equals, text = pair.partition("=")
+        token, equals, said = pair.partition("=")
         if not equals or not token:
             raise RecipeError(f"--override {pair}: no `=` between token and text", "write --override '<|user|>=User:'")
-        overrides[token] = text
+        overrides[token] = said
     from distill.models.hugging_face import local_folder
     from distill.surgery.transplant import transplant as write
 
+    texts = read_texts(text or [])
     folders = [local_folder(name) for name in (donor, target)]
     change = write(
         folders[0], folders[1], out, rows=rows, overrides=overrides, method=method, decay=decay, dtype=dtype  # type: ignore[arg-type]
     )
     print(change.sentence())
     print("\n".join(report_lines(change.details)))
+    if texts:
+        print(gain_line(texts, *folders))
     print(f"written: {out}")
+
+
+def gain_line(texts: list[str], donor: Path, target: Path) -> str:
+    """What the transplant opens: the share of the texts' target tokens that the donor's vocabulary lacks."""
+    from collections import Counter
+
+    from distill.models.hugging_face import encode, load_tokenizer
+    from distill.speculative.translate import transplant_gain
+    from distill.vocabulary import Vocabulary
+
+    tokenizer = load_tokenizer(str(target))
+    counts = Counter(token for text in texts for token in encode(tokenizer, text))
+    if not counts:
+        raise DataError("--text holds no text", "give text that the target wrote, or leave it out")
+    found = transplant_gain(counts, Vocabulary.read(target), Vocabulary.read(donor), worst=5)
+    missing = ", ".join(f"{token!r} {share:.1%}" for token, share in found["missing"])
+    return (
+        f"of {counts.total()} tokens of the text, {found['gain']:.1%} are of the target alone, which the donor "
+        f"as it is could never draft{f': {missing}' if missing else ''}"
+    )
 
 
 def report_lines(details: dict[str, Any]) -> list[str]:

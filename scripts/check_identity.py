@@ -112,7 +112,7 @@ def models(run: Run, backend: str, rows: int = 1) -> tuple[Any, Any]:
     recipe = run.recipe
     if backend == "gguf":
         names = (run.path("gguf", f"{name}-{recipe.speedup.outtype}.gguf") for name in ("target", "draft"))
-        leaves = min(MOST_LEAVES, max(way.nodes for way in WAYS))
+        leaves = min(MOST_LEAVES, max(way.nodes or 0 for way in WAYS))
         return tuple(  # type: ignore[return-value]
             GgufModel(path, context=recipe.corpus.block, threads=recipe.threads, max_leaves=leaves) for path in names
         )

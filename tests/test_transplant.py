@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy
 import pytest
+import tiny
 import torch
 from safetensors.torch import load_file, save_file
 from test_vocabulary import byte_level, save, sentencepiece, shared
@@ -71,6 +72,19 @@ def logits(folder: Path) -> torch.Tensor:
     ids = torch.randint(0, 250, (2, 30), generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():
         return model(ids).logits
+
+
+def test_the_command_says_what_a_transplant_opens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    donor = model_folder(save(byte_level({}), tmp_path / "donor", eos_token="a"))
+    target = model_folder(bytes_folder(tmp_path / "target"))
+    text = tmp_path / "text.txt"
+    text.write_text("b abcb ab")  # `b`, `Ġab`, `c`, `b`, `Ġab`
+    arguments = ("transplant", donor, target, tmp_path / "new", "--text")
+    assert tiny.call(*arguments, text) == 0
+    said = capsys.readouterr().out
+    assert "of 5 tokens of the text, 40.0% are of the target alone" in said and "could never draft: 'Ġab' 40.0%" in said
+    assert tiny.call(*arguments, tmp_path / "nowhere") == 2
+    assert "does not exist" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("kind", KINDS)

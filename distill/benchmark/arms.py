@@ -15,7 +15,7 @@ from distill.sampler import Sampler
 from distill.speculative.calibration import Calibration
 from distill.speculative.cost import StepCosts
 from distill.speculative.decode import Rules
-from distill.speculative.trial import lossy_reason, make_drafter, trial_sampler
+from distill.speculative.trial import Tree, lossy_reason, make_drafter, trial_sampler
 
 PLAIN_SAMPLED = "plain, sampled"
 
@@ -27,8 +27,12 @@ def make_arms(
     ends: Sequence[int],
     costs: StepCosts,
     fitted: Mapping[str, Calibration],
+    trees: Mapping[str, Tree] | None = None,
 ) -> list[Arm]:
-    """An arm per trial and, where some are sampled, one that samples plainly, which their speed is compared with."""
+    """An arm per trial and, where some are sampled, one that samples plainly, which their speed is compared with.
+
+    `trees` are what was settled of those trials, by title, that leave it to be chosen.
+    """
     arms = []
 
     def rules(title: str, sampler: Sampler, verifier: str) -> Rules:
@@ -39,7 +43,7 @@ def make_arms(
     for way in ways:
         sampler = trial_sampler(way, recipe.sampler)
         own = rules(way.title, sampler, way.verified_by)
-        make = partial(make_drafter, way, draft, sampler, own.random, costs, fitted)
+        make = partial(make_drafter, way, draft, sampler, own.random, costs, fitted, (trees or {}).get(way.title))
         arms.append(Arm(way.title, own, make, lossy_reason(way, sampler) is not None))
     return arms
 

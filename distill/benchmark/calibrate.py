@@ -1,4 +1,4 @@
-"""Calibrations fitted on decoded selection text, and what a decoded round costs beyond its model steps.
+"""What decoded selection text tells: calibrations, acceptance by rank, and what a round costs beyond its model steps.
 
 Legend: γ or n drafted tokens of a round, T target, D draft.
 """
@@ -13,7 +13,9 @@ from typing import Any
 
 from distill.errors import DataError
 from distill.models.base import Model
+from distill.models.hugging_face import TorchModel, end_ids, load_model, load_tokenizer, pick_device, real_tokens
 from distill.packing import Packed
+from distill.recipe import Recipe
 from distill.run import Run, read_json, write_json
 from distill.speculative.calibration import (
     CONTEXT_TERMS,
@@ -32,12 +34,14 @@ from distill.speculative.calibration import (
 )
 from distill.speculative.cost import StepCosts
 from distill.speculative.decode import GREEDY, Decoded, Rules, decode, room_for
-from distill.speculative.draft import ModelDrafter
+from distill.speculative.draft import ModelDrafter, law_sampler
 from distill.speculative.lengths import Fixed
-from distill.speculative.proposal import Features
+from distill.speculative.proposal import ROOT, Features, Proposal
+from distill.speculative.tree import RankTally, best_tokens
 
 FORMAT = 1
 LENGTH = 8  # tokens drafted in every recorded round
+RANKS = 8  # of the draft's best tokens that are tallied
 KINDS: dict[str, Callable[..., Calibration]] = {"Power": Power, "Logistic": Logistic, "Sequential": Sequential}
 FITS: dict[str, Callable[[Sequence[Recorded]], Calibration]] = {
     "power": fit_power,
@@ -50,10 +54,11 @@ FITS: dict[str, Callable[[Sequence[Recorded]], Calibration]] = {
 
 @dataclass
 class Recorder(Fixed):
-    """Drafts a fixed length and keeps what was seen of every round, with its seconds."""
+    """Drafts a fixed length and keeps what was seen of every round, with its seconds, and the text's new tokens."""
 
     rounds: list[Recorded] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
 
     def observe(self, drafted: int, accepted: int, features: Sequence[Features], seconds: float) -> None:
         """Keep the round."""
@@ -70,10 +75,33 @@ def record_rounds(
         recorder = Recorder(length)
         drafter = ModelDrafter(draft, recorder, rules.sampler, rules.random, argmax=rules.verifier == "match")
         limit = room_for(target, draft, len(prompt), new_tokens)
-        for _ in decode(target, drafter, prompt, limit, rules, Decoded()):
+        result = Decoded()
+        for _ in decode(target, drafter, prompt, limit, rules, result):
             pass
+        recorder.tokens = result.tokens
         found.append(recorder)
     return found
+
+
+def tally_ranks(draft: Model, prompts: Sequence[Sequence[int]], own: Sequence[Recorder], rules: Rules) -> RankTally:
+    """Which of the draft's RANKS best tokens the target wrote, at every place of the recorded texts that is drafted.
+
+    That is all but the first new token, which the target's reading of the prompt gives.
+    """
+    tally, sampler = RankTally(), law_sampler(rules.sampler)
+    for prompt, recorder in zip(prompts, own, strict=True):
+        text = [*prompt, *recorder.tokens]
+        places = range(len(prompt), len(text) - 1)
+        if not places:
+            continue
+        draft.rollback([0])
+        laws = sampler.law(draft.extend(text[:-1], want=places).full(), [text[: place + 1] for place in places])
+        for place, law in zip(places, laws, strict=True):
+            best = best_tokens(law, RANKS)[0]
+            wrote = text[place + 1]
+            star = Proposal(best, [ROOT] * len(best))
+            tally.observe(star, [best.index(wrote)] if wrote in best else [])
+    return tally
 
 
 def selection_prompts(run: Run, tokens: int, count: int) -> list[list[int]]:
@@ -89,12 +117,12 @@ def selection_prompts(run: Run, tokens: int, count: int) -> list[list[int]]:
     return [ids for _, ids in pieces[:count]]
 
 
-def calibrate(own: Sequence[Recorder], command: str) -> dict[str, Any]:
+def calibrate(own: Sequence[Recorder], command: str, ranks: RankTally | None = None) -> dict[str, Any]:
     """What calibration.json holds: every calibration fitted on all rounds, and how it does on text new to it.
 
     `log_loss` (nats) and `calibration_error` are of fits on the even prompts, scored on the odd ones; those of
     `uncalibrated`, the draft's own probability, stand beside them. `unfitted` gives the reason where the rounds do not
-    allow a fit, for instance without both outcomes among them.
+    allow a fit, for instance without both outcomes among them. `ranks` go in as they are.
     """
     rounds = [[*recorder.rounds] for recorder in own]
     everything, even, odd = (
@@ -116,7 +144,39 @@ def calibrate(own: Sequence[Recorder], command: str) -> dict[str, Any]:
             table["unfitted"][name] = error.what
     if table["fits"]:
         table["uncalibrated"] = scored(Power())
+    if ranks is not None:
+        table["ranks"] = asdict(ranks)
     return table
+
+
+def calibrate_run(recipe: Recipe, run: Run) -> dict[str, Any] | None:
+    """What speedup/calibration.json holds, fitted on selection text if not there yet; None where no trial reads it."""
+    settings = recipe.speedup
+    grown = settings.grown_trials if settings.grown is not None else ()
+    wanting = [trial for trial in (*settings.trials, *grown) if trial.learns or trial.chosen]
+    if not wanting:
+        return None
+    path = run.path("speedup", "calibration.json")
+    if not path.exists():
+        device, tokenizer = pick_device(recipe.device), load_tokenizer(recipe.target.model)
+        big = load_model(recipe.target.model, recipe.target.dtype, device)
+        vocabulary = real_tokens(big.config, tokenizer)
+        target = TorchModel(big, vocabulary)
+        draft = TorchModel(load_model(str(run.path("draft")), recipe.target.dtype, device), vocabulary)
+        prompts = selection_prompts(run, recipe.answers.prompt_tokens, settings.calibration_prompts)
+        rules = Rules(GREEDY, "greedy", end_ids(big.config, tokenizer))
+        own = record_rounds(target, draft, prompts, settings.new_tokens, rules)
+        table = calibrate(own, run.command, tally_ranks(draft, prompts, own, rules))
+        for model in (target, draft):
+            model.close()
+        save_texts(run.path("speedup", "selection.json"), prompts, own)
+        save_calibration(path, table)
+    found: dict[str, Any] = read_json(path)
+    scores = ", ".join(f"{name} {fit['log_loss']:.3f}" for name, fit in found["fits"].items())
+    told = f"log loss {found['uncalibrated']['log_loss']:.3f} as they are, {scores}" if scores else "no calibration"
+    told += "".join(f"; {name} not fitted: {reason}" for name, reason in found["unfitted"].items())
+    run.say(f"  draft probabilities, {found['rounds']} rounds of {found['prompts']} selection texts: {told}")
+    return found
 
 
 def save_calibration(path: Path, table: Mapping[str, Any]) -> None:
@@ -138,6 +198,28 @@ def load_calibrations(path: Path) -> dict[str, Calibration]:
         return found
     except (KeyError, TypeError, ValueError) as error:
         raise DataError(f"{path} holds no calibrations: {error}", "make it again: `distill speedup --again`") from error
+
+
+def save_texts(path: Path, prompts: Sequence[Sequence[int]], own: Sequence[Recorder]) -> None:
+    """Write the recorded texts as token ids; see `load_texts`."""
+    texts = [{"prompt": [*prompt], "new": recorder.tokens} for prompt, recorder in zip(prompts, own, strict=True)]
+    write_json(path, {"split": "selection", "texts": texts})
+
+
+def load_texts(path: Path) -> list[tuple[list[int], list[int]]]:
+    """Prompts, and what the target wrote after each; raises DataError when the file is missing or damaged."""
+    try:
+        return [(text["prompt"], text["new"]) for text in read_json(path)["texts"]]
+    except (KeyError, TypeError) as error:
+        raise DataError(f"{path} holds no texts: {error}", "make it again: `distill speedup --again`") from error
+
+
+def load_ranks(path: Path) -> RankTally:
+    """The acceptance by rank of a calibration.json; raises DataError when there is none."""
+    found = read_json(path).get("ranks")
+    if not found or not found["tried"]:
+        raise DataError(f"{path} holds no acceptance by rank", "make it again: `distill speedup --again`")
+    return RankTally(**found)
 
 
 def curve_costs(run: Run, backend: str) -> StepCosts:

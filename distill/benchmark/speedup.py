@@ -11,11 +11,11 @@ from typing import Any
 
 from distill.benchmark.arms import make_arms, trial_rows
 from distill.benchmark.calibrate import (
-    calibrate,
+    calibrate_run,
     curve_costs,
     load_calibrations,
-    record_rounds,
-    save_calibration,
+    load_ranks,
+    load_texts,
     selection_prompts,
     with_overhead,
 )
@@ -31,6 +31,7 @@ from distill.benchmark.compare import (
 )
 from distill.benchmark.libraries import llama_generation, transformers_generation
 from distill.benchmark.table import as_markdown
+from distill.benchmark.trees import Choice, settle_trees
 from distill.export.writer import export_gguf
 from distill.models.base import Model
 from distill.models.gguf import MOST_LEAVES, GgufModel
@@ -49,13 +50,13 @@ from distill.run import Run, faults_explained, machine, read_json, write_json, w
 from distill.sampler import Sampler
 from distill.speculative.calibration import Calibration
 from distill.speculative.cost import StepCosts, measure_steps, predicted_speedup
-from distill.speculative.decode import GREEDY, Rules
 from distill.speculative.trial import check_trials
 from distill.surgery.grow import grow
 from distill.texts import read_prompts
 
 REFERENCE_PROMPTS = {False: 4, True: 2}  # by grown: a grown target takes a minute for each pair of runs
 SAMPLES = 3
+TREE_ROUNDS = 2, 5  # prompts, and rounds after each that are timed with trees of every size
 OVERHEAD_PROMPTS, OVERHEAD_TOKENS = 2, 24  # of selection text, decoded to see what a round costs beyond its steps
 
 
@@ -64,7 +65,7 @@ def speedup(recipe: Recipe, run: Run) -> list[Path]:
     settings = recipe.speedup
     for line in check_trials(recipe):
         run.say(f"  {line}")
-    calibration = _calibration(recipe, run)
+    calibration = calibrate_run(recipe, run)
     parts = []
     for grown in [False, True] if settings.grown is not None else [False]:
         for backend in settings.backends:
@@ -86,6 +87,7 @@ def speedup(recipe: Recipe, run: Run) -> list[Path]:
         "lossy": any(row["lossy"] for part in parts for row in part["trials"]),
         "calibration": calibration,
         "costs": [part["costs"] for part in parts if part["costs"]],
+        "trees": [tree for part in parts for tree in part["trees"]],
         "chosen": [part["chosen"] for part in parts],
         "plain_reference": [part["plain_reference"] for part in parts],
         "explanations": [sentence for part in parts for sentence in part["explanations"]],
@@ -95,34 +97,6 @@ def speedup(recipe: Recipe, run: Run) -> list[Path]:
     write_json(run.path("speedup.json"), report)
     write_text(run.path("speedup.md"), as_markdown(report))
     return [run.path("speedup"), run.path("speedup.json"), run.path("speedup.md")]
-
-
-def _calibration(recipe: Recipe, run: Run) -> dict[str, Any] | None:
-    """What speedup/calibration.json holds, fitted on selection text if not there yet; None where no trial reads it."""
-    settings = recipe.speedup
-    grown = settings.grown_trials if settings.grown is not None else ()
-    wanting = [trial for trial in (*settings.trials, *grown) if trial.learns]
-    if not wanting:
-        return None
-    path = run.path("speedup", "calibration.json")
-    if not path.exists():
-        device, tokenizer = pick_device(recipe.device), load_tokenizer(recipe.target.model)
-        big = load_model(recipe.target.model, recipe.target.dtype, device)
-        vocabulary = real_tokens(big.config, tokenizer)
-        target = TorchModel(big, vocabulary)
-        draft = TorchModel(load_model(str(run.path("draft")), recipe.target.dtype, device), vocabulary)
-        prompts = selection_prompts(run, recipe.answers.prompt_tokens, settings.calibration_prompts)
-        rules = Rules(GREEDY, "greedy", end_ids(big.config, tokenizer))
-        table = calibrate(record_rounds(target, draft, prompts, settings.new_tokens, rules), run.command)
-        for model in (target, draft):
-            model.close()
-        save_calibration(path, table)
-    found: dict[str, Any] = read_json(path)
-    scores = ", ".join(f"{name} {fit['log_loss']:.3f}" for name, fit in found["fits"].items())
-    told = f"log loss {found['uncalibrated']['log_loss']:.3f} as they are, {scores}" if scores else "no calibration"
-    told += "".join(f"; {name} not fitted: {reason}" for name, reason in found["unfitted"].items())
-    run.say(f"  draft probabilities, {found['rounds']} rounds of {found['prompts']} selection texts: {told}")
-    return found
 
 
 @dataclass(frozen=True)
@@ -157,7 +131,7 @@ def _measure_part(recipe: Recipe, run: Run, backend: str, grown: bool) -> dict[s
     prompts = prompts[: settings.grown_prompts if grown else settings.prompts]
     lengths = settings.grown_lengths if grown else settings.lengths
     ways = settings.grown_trials if grown else settings.trials
-    leaves = max((way.nodes for way in ways if way.drafter == "tree"), default=0)
+    leaves = max((way.nodes or recipe.profile.max_tokens - 1 for way in ways if way.drafter == "tree"), default=0)
     title = "draft + target"
     big = small
     if grown:
@@ -203,9 +177,12 @@ def _measure_pair(recipe: Recipe, run: Run, pair: _Pair) -> dict[str, Any]:
     reference = compare_library(
         target, pair.library, prompts[: REFERENCE_PROMPTS[pair.grown]], settings.new_tokens, pair.ends
     )
-    depth = min(recipe.profile.depth, target.capacity - max(lengths) - 1)
-    priced = any(way.rule == "expected-value" for way in pair.ways)
-    most = max([*lengths, *(way.length for way in pair.ways)] if priced and pair.grown else lengths)
+    priced = any(way.priced for way in pair.ways)
+    most = max(lengths)
+    if priced and pair.grown:
+        trees = [recipe.profile.max_tokens - 1] if any(way.chosen for way in pair.ways) else []
+        most = max([most, *(way.length for way in pair.ways), *trees])
+    depth = min(recipe.profile.depth, target.capacity - most - 1)
     counts = range(1, most + 2) if priced and pair.grown else [1, *(n + 1 for n in lengths)]
     steps = measure_steps(target, counts, depth, recipe.profile.repeats, target.vocabulary_size)
     costs = {m: found[0] for m, found in steps.items()}
@@ -215,6 +192,7 @@ def _measure_pair(recipe: Recipe, run: Run, pair: _Pair) -> dict[str, Any]:
     if any(way.learns for way in pair.ways):
         fitted = load_calibrations(run.path("speedup", "calibration.json"))
     price = StepCosts((1.0, 1.0), 0.0, 0.0)
+    choices: list[Choice] = []
     if priced:
         price = (
             StepCosts(tuple(costs[m] for m in counts), draft_cost, draft_steps[2][0])
@@ -223,7 +201,12 @@ def _measure_pair(recipe: Recipe, run: Run, pair: _Pair) -> dict[str, Any]:
         )
         texts = selection_prompts(run, recipe.answers.prompt_tokens, OVERHEAD_PROMPTS)
         price = with_overhead(target, draft, texts, OVERHEAD_TOKENS, pair.ends, price)
-    arms = make_arms(recipe, pair.ways, draft, pair.ends, price, fitted)
+    if any(way.chosen for way in pair.ways):
+        rates = load_ranks(run.path("speedup", "calibration.json")).rates()
+        written = load_texts(run.path("speedup", "selection.json"))
+        choices = settle_trees(recipe, pair.ways, target, draft, written, TREE_ROUNDS, pair.ends, price, fitted, rates)
+    settled = {choice.way: choice for choice in choices}
+    arms = make_arms(recipe, pair.ways, draft, pair.ends, price, fitted, {c.way: c.tree for c in choices})
     trials = run_trials(
         target, draft, prompts, lengths, settings.new_tokens, pair.ends, f"{pair.backend}, prompts", arms
     )
@@ -248,8 +231,13 @@ def _measure_pair(recipe: Recipe, run: Run, pair: _Pair) -> dict[str, Any]:
         )
         row.update(verdicts.get(length, {"identical": len(prompts), "excused": 0, "different": 0}))
     others = trial_rows(recipe, pair.ways, arms, trials, verdicts)
+    for row in others:
+        if row["way"] in settled:
+            choice = settled[row["way"]]
+            row |= {"way": choice.told, "nodes": choice.nodes, "predicted": choice.speedup}
     chosen = choose_length(trials, lengths, evaluation.resamples, evaluation.confidence)
     explanations = explain(pair.title, pair.backend, costs, draft_cost, rows, chosen)
+    explanations += [f"{pair.title}, {pair.backend}: {choice.sentence()}" for choice in choices]
     for sentence in explanations:
         run.say(f"    {sentence}")
     best = (
@@ -263,6 +251,7 @@ def _measure_pair(recipe: Recipe, run: Run, pair: _Pair) -> dict[str, Any]:
         "rows": rows,
         "trials": [pair.label | row for row in others],
         "costs": pair.label | asdict(price) if priced else None,
+        "trees": [pair.label | choice.as_facts() for choice in choices],
         "chosen": {**pair.label, **chosen},
         "plain_reference": {**pair.label, "library": pair.library_name, **reference},
         "explanations": explanations,

@@ -40,7 +40,14 @@ class Trial(Section):
         "acceptance; expected-value: measured costs and calibrated probabilities"
     )  # fmt: skip
     length: int = Field(8, ge=1, le=63, description="tokens drafted at most; of a tree, its depth")
-    nodes: int = Field(8, ge=1, le=63, description="tree: tokens verified in a round")
+    nodes: int | None = Field(
+        None, ge=1, le=63, description="tree: tokens verified in a round; null: as many, below `profile.max_tokens`, "
+        "as the measured costs and probabilities of acceptance make fastest on selection text"
+    )  # fmt: skip
+    shape: Literal["best-first", "static"] = Field(
+        "best-first", description="tree: the likeliest nodes of each round; or always the shape that is best for the "
+        "acceptance by rank, as tallied on selection text (Sequoia)"
+    )  # fmt: skip
     p_min: float = Field(0.5, gt=0, le=1, description="p_min, p_min-after: the floor")
     start: float = Field(0.5, ge=0, le=1, description="start-continue: the first position's floor")
     more: float = Field(0.7, ge=0, le=1, description="start-continue: the floor of later positions")
@@ -61,10 +68,12 @@ class Trial(Section):
         if self.drafter in ("lookup", "tree") and self.rule != "fixed":
             raise ValueError(f"rule {self.rule} asks a draft position by position; drafter {self.drafter} has none")
         read = {"drafter", "rule", "length", "verifier", "sampler", *RULES[self.rule]}
-        read |= {"nodes", "calibration"} if self.drafter == "tree" else set()
+        if self.drafter == "tree":
+            read |= {"nodes", "shape"} | (set() if self.ranked else {"calibration"})
         for name, field in type(self).model_fields.items():
             if name not in read and getattr(self, name) != field.default:
-                raise ValueError(f"{name} is not read by drafter {self.drafter} with rule {self.rule}: leave it out")
+                drafter = "tree of static shape" if self.ranked else self.drafter
+                raise ValueError(f"{name} is not read by drafter {drafter} with rule {self.rule}: leave it out")
         if self.drafter == "tree" and self.calibration == "context":
             raise ValueError("a tree's branches have different texts before them: use another calibration than context")
         if self.online and self.calibration in ("none", "sequential"):
@@ -74,7 +83,23 @@ class Trial(Section):
     @property
     def learns(self) -> bool:
         """Whether it wants a calibration fitted beforehand."""
-        return (self.rule == "expected-value" or self.drafter == "tree") and self.calibration != "none"
+        grown = self.drafter == "tree" and not self.ranked
+        return (self.rule == "expected-value" or grown) and self.calibration != "none"
+
+    @property
+    def ranked(self) -> bool:
+        """Whether it wants the acceptance by rank tallied beforehand."""
+        return self.drafter == "tree" and self.shape == "static"
+
+    @property
+    def chosen(self) -> bool:
+        """Whether its tree is settled by measuring, before it decodes: how large it is, or its shape."""
+        return self.drafter == "tree" and (self.nodes is None or self.ranked)
+
+    @property
+    def priced(self) -> bool:
+        """Whether it wants the measured costs of steps and rounds."""
+        return self.rule == "expected-value" or self.chosen
 
     @property
     def title(self) -> str:
@@ -82,7 +107,9 @@ class Trial(Section):
         if self.drafter == "lookup":
             parts = [f"lookup, ≤ {self.length}"]
         elif self.drafter == "tree":
-            parts = [f"tree of {self.nodes}, depth ≤ {self.length}, {self.calibration}"]
+            size = "" if self.nodes is None else f" of {self.nodes}"
+            kind = f"static tree{size}" if self.ranked else f"tree{size}"
+            parts = [kind, f"depth ≤ {self.length}", *([] if self.ranked else [self.calibration])]
         else:
             told = " ".join(filter(None, [self.rule.replace("-", " "), *map(self._told, RULES[self.rule])]))
             parts = [self.drafter, *([f"γ = {self.length}"] if self.rule == "fixed" else [told, f"≤ {self.length}"])]

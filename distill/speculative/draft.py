@@ -18,7 +18,7 @@ from distill.sampler import Sampler
 from distill.speculative.earlier import LONGEST, Earlier
 from distill.speculative.lengths import Fixed, LengthRule
 from distill.speculative.proposal import Features, Proposal
-from distill.speculative.tree import Calibrate, Shape, best_first, features_of, sampled_tree
+from distill.speculative.tree import Calibrate, Shape, best_first, features_of, sampled_tree, top_tree
 from distill.speculative.verify import Random, draw_token
 
 
@@ -239,7 +239,8 @@ class TreeDrafter:
     """A model that proposes trees: the best tokens by the product of their probabilities, or draws in a fixed shape.
 
     Without a `shape` the tree has the `nodes` nodes of greatest value (deterministic children). With one, children are
-    drawn from the draft's law, without replacement where `distinct`.
+    the best tokens where `best`, else drawn from the draft's law, without replacement where `distinct`. `values` are
+    those of the last tree of greatest value, best first.
     """
 
     tree = True
@@ -252,6 +253,7 @@ class TreeDrafter:
         nodes: int,
         *,
         shape: Shape | None = None,
+        best: bool = False,
         distinct: bool = False,
         branching: int = 4,
         depth: int = 8,
@@ -259,16 +261,17 @@ class TreeDrafter:
     ) -> None:
         if sampler.repetition_penalty != 1:
             raise ValueError("trees are not drafted under a repetition penalty: branches have different histories")
-        if shape is not None and sampler.temperature == 0:
-            raise ValueError("a greedy sampler draws nothing: leave the shape out for trees of the best tokens")
+        if shape is not None and not best and sampler.temperature == 0:
+            raise ValueError("a greedy sampler draws nothing: ask for trees of the best tokens")
         self.model, self.sampler, self.random, self.nodes = model, law_sampler(sampler), random, nodes
-        self.shape, self.distinct = shape, distinct
+        self.shape, self.best, self.distinct = shape, best, distinct
+        self.values: list[float] = []
         self.branching, self.depth, self.calibrate = branching, depth, calibrate
 
     @property
     def kind(self) -> str:
         """Deterministic, sampled or distinct."""
-        return "deterministic" if self.shape is None else "distinct" if self.distinct else "sampled"
+        return "deterministic" if self.shape is None or self.best else "distinct" if self.distinct else "sampled"
 
     def begin(self, prompt: Sequence[int]) -> None:
         """Read the prompt but for its last token."""
@@ -281,26 +284,32 @@ class TreeDrafter:
         return self.model.capacity - length
 
     def propose(self, context: Sequence[int], limit: int, ends: Collection[int]) -> Proposal:
-        """A tree of at most `limit` nodes; a shape that is larger near the end of the context is left out whole."""
+        """A tree of at most `limit` nodes; a shape to draw in that is larger, near the end, is left out whole."""
+        most = min(self.nodes if self.shape is None else len(self.shape), limit)
+        if most == 0:
+            return Proposal.chain([])
         fresh = list(context[self.model.lengths[0] :])
         root = self.sampler.law(self.model.extend(fresh, want=[len(fresh) - 1]).full())[0]
 
         def expand(tokens: list[int], parents: list[int]) -> Tensor:
             return self.sampler.law(self.model.extend(tokens, parents=parents).full())
 
+        if self.shape is not None and self.best:
+            return top_tree(Shape(self.shape.parents[:most]), root, expand)
         if self.shape is not None:
-            if len(self.shape.parents) > limit:
+            if len(self.shape) > limit:
                 return Proposal.chain([])
             return sampled_tree(self.shape, root, expand, self.random, not self.distinct)
-        return best_first(
+        proposal, self.values = best_first(
             root,
             expand,
-            min(self.nodes, limit),
+            most,
             branching=self.branching,
             depth=min(self.depth, limit),
             calibrate=self.calibrate,
             max_leaves=self.model.max_leaves,
-        )[0]
+        )
+        return proposal
 
     def accepted(self, proposal: Proposal, count: int, length: int, seconds: float) -> None:
         """Drop the tree; the accepted path is read again with the next token, in one step."""

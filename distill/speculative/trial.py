@@ -28,11 +28,12 @@ from distill.speculative.lengths import (
     ProbabilityFloor,
     StartContinue,
 )
-from distill.speculative.tree import spread
+from distill.speculative.tree import Shape, spread
 from distill.speculative.verify import Random, refusal
 
 ONLINE = {Power: 0.02, Logistic: 0.05}  # step of a calibration that goes on learning
 NO_COSTS = StepCosts((1.0, 1.0), 0.0, 0.0)
+Tree = int | Shape  # what is settled of a tree before it decodes: how many nodes, or its shape
 
 
 def trial_sampler(trial: Trial, settings: SamplerSettings) -> Sampler:
@@ -80,17 +81,23 @@ def make_drafter(
     random: Random,
     costs: StepCosts = NO_COSTS,
     fitted: Mapping[str, Calibration] | None = None,
+    tree: Tree | None = None,
 ) -> Drafter:
     """The drafter that a trial names, as at the start of a session; under `match` a draft says its best token.
 
-    ValueError for a tree under a repetition penalty.
+    `tree` is what was settled for a trial that leaves it to be `chosen`. ValueError for a tree under a repetition
+    penalty.
     """
     fitted = fitted or {}
     if trial.drafter == "lookup":
         return LookupDrafter(trial.length)
     if trial.drafter == "tree":
         calibrate = spread(calibration_of(trial, fitted)) if trial.learns and fitted else None
-        return TreeDrafter(draft, sampler, random, trial.nodes, depth=trial.length, calibrate=calibrate)
+        tree = trial.nodes if tree is None else tree
+        assert tree is not None and isinstance(tree, Shape) == trial.ranked, f"nobody settled `{trial.title}`"
+        if isinstance(tree, Shape):
+            return TreeDrafter(draft, sampler, random, len(tree), shape=tree, best=True)
+        return TreeDrafter(draft, sampler, random, tree, depth=trial.length, calibrate=calibrate)
     argmax = sampler.temperature == 0 or trial.verified_by == "match"
     model = ModelDrafter(draft, make_rule(trial, argmax, costs, fitted), sampler, random, argmax)
     return model if trial.drafter == "draft" else FirstThen(LookupDrafter(trial.length, shortest=2), model)
@@ -99,7 +106,8 @@ def make_drafter(
 def lossy_reason(trial: Trial, sampler: Sampler) -> str | None:
     """Why this trial would change the target's law; None when it is lossless. ValueError for an impossible pair."""
     nobody: Any = None  # no model is asked: how tokens come about does not hang on it
-    drafter = make_drafter(trial, nobody, sampler, lambda: 0.0)
+    some = (Shape(()) if trial.ranked else 1) if trial.chosen else None  # nor on how large a tree is
+    drafter = make_drafter(trial, nobody, sampler, lambda: 0.0, tree=some)
     return refusal(trial.verified_by, drafter.kind, sampler.temperature, drafter.tree)
 
 
@@ -111,6 +119,12 @@ def check_trials(recipe: Recipe) -> list[str]:
     lines = []
     grown = recipe.speedup.grown_trials if recipe.speedup.grown is not None else ()
     for trial in dict.fromkeys([*recipe.speedup.trials, *grown]):
+        if trial.ranked and trial.nodes is not None and trial.nodes >= recipe.profile.max_tokens:
+            raise RecipeError(
+                f"speedup.trials: `{trial.title}` is shaped by costs of {trial.nodes + 1} tokens a step, and "
+                f"profile.max_tokens is {recipe.profile.max_tokens}",
+                f"profile.max_tokens={trial.nodes + 1}, or fewer nodes",
+            )
         try:
             reason = lossy_reason(trial, trial_sampler(trial, recipe.sampler))
         except ValueError as error:

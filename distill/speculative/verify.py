@@ -170,18 +170,6 @@ def draw(verdict: Verdict, random: Random) -> tuple[int, int]:
     return accepted, draw_token(verdict.residual(accepted), random)
 
 
-def draw_rows(verdict: Verdict, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-    """`draw` for many chains: accepted [...] and tokens [...] from uniforms [..., γ + 1], the last for the token."""
-    hit = uniforms[..., :-1] < verdict.acceptance
-    if verdict.last_hit:
-        place = torch.arange(1, hit.shape[-1] + 1, device=hit.device)
-        none = torch.zeros(*hit.shape[:-1], 1, dtype=torch.long, device=hit.device)
-        accepted = torch.cat([none, hit * place], -1).amax(-1)
-    else:
-        accepted = hit.long().cumprod(-1).sum(-1)
-    return accepted, inverse_transform(verdict.residual(accepted), uniforms[..., -1])
-
-
 @dataclass(frozen=True)
 class NodeVerdict:
     """What becomes of a node's children, tried in turn until one is accepted: h [..., c], each given that those before

@@ -448,11 +448,6 @@ def evenness(shares: Sequence[float]) -> Evenness:
     return Evenness(min(shares), max(shares), deviation / mean if mean else 0.0)
 
 
-def sparsity_by_layer(model: Any) -> list[float]:
-    """Share of each layer's MLP neurons that are zero in every element [L]."""
-    return [float(zero_groups(layer).double().mean()) for layer in decoder_layers(model)]
-
-
 def sparsity_by_tensor(model: Any) -> dict[str, float]:
     """Zero share of each matrix of the blocks, and of each layer's matrices together (`layers.0` and so on)."""
     matrices = block_matrices(model)
@@ -468,25 +463,3 @@ def _weight_shares_by_layer(matrices: dict[str, torch.nn.Parameter]) -> list[flo
         found[0] += weight.numel() - int(weight.count_nonzero())
         found[1] += weight.numel()
     return [zero / total for _, (zero, total) in sorted(zeros.items())]
-
-
-def sparsity_table(model: Any) -> str:
-    """A markdown table by layer: zero neurons, zero weights in all and per matrix, then how even they are."""
-    shares = sparsity_by_tensor(model)
-    kinds = [name.removeprefix("layers.0.") for name in shares if name.startswith("layers.0.")]
-    neurons = sparsity_by_layer(model)
-    columns = {
-        "zero neurons": neurons,
-        "zero weights": [shares[f"layers.{i}"] for i in range(len(neurons))],
-        **{kind.split(".")[-1]: [shares[f"layers.{i}.{kind}"] for i in range(len(neurons))] for kind in kinds},
-    }
-    spread = [evenness(column) for column in columns.values()]
-    rows = [
-        ["layer", *columns],
-        ["---:"] * (1 + len(columns)),
-        *[[str(i), *(f"{column[i]:.1%}" for column in columns.values())] for i in range(len(neurons))],
-        ["least", *(f"{s.least:.1%}" for s in spread)],
-        ["most", *(f"{s.most:.1%}" for s in spread)],
-        ["deviation ÷ mean", *(f"{s.variation:.3f}" for s in spread)],
-    ]
-    return "\n".join("| " + " | ".join(row) + " |" for row in rows) + "\n"

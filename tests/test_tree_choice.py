@@ -1,0 +1,311 @@
+"""What is settled of a trial's tree beforehand: sizes and shapes against brute force, and the tally they come from."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+from test_trials import recipe_with
+from toys import random_prompts
+
+from distill.benchmark.arms import make_arms
+from distill.benchmark.calibrate import (
+    RANKS,
+    Recorder,
+    calibrate,
+    load_ranks,
+    load_texts,
+    record_rounds,
+    save_calibration,
+    save_texts,
+    tally_ranks,
+)
+from distill.benchmark.compare import judge_identity, run_trials
+from distill.benchmark.trees import (
+    SIZES,
+    best_shapes,
+    choose_tree,
+    follow,
+    mean_values,
+    settle_trees,
+    shape_values,
+    time_rounds,
+)
+from distill.errors import DataError, RecipeError
+from distill.models.table import TableModel
+from distill.recipe import Trial, dump_recipe, load_recipe
+from distill.run import read_json
+from distill.sampler import Sampler
+from distill.speculative.cost import StepCosts
+from distill.speculative.decode import GREEDY, Decoded, Rules, decode
+from distill.speculative.draft import TreeDrafter
+from distill.speculative.proposal import ROOT, Proposal
+from distill.speculative.tree import RankTally, Shape, best_first
+from distill.speculative.trial import check_trials, lossy_reason, make_drafter
+
+CHOSEN = [
+    Trial(drafter="tree", length=4),
+    Trial(drafter="tree", calibration="none"),
+    Trial(drafter="tree", shape="static"),
+    Trial(drafter="tree", shape="static", nodes=6, length=3),
+]
+COSTS = StepCosts(tuple(1.0 + 0.05 * m for m in range(12)), 0.05, 0.07)
+
+
+@pytest.fixture(scope="module")
+def pair() -> tuple[TableModel, TableModel]:
+    target = TableModel(12, 3, memory=2, sharpness=1.5)
+    return target, target.near(0.8, 4)
+
+
+def forests(nodes: int, depth: int, ranks: int = 9) -> Iterator[tuple[tuple[int, ...], ...]]:
+    """Every ordered forest of `nodes` nodes in at most `depth` levels of up to `ranks`, as its nodes' rank paths."""
+
+    def grow(left: int, levels: int, above: tuple[int, ...], rank: int) -> Iterator[tuple[tuple[int, ...], ...]]:
+        if left == 0:
+            yield ()
+        elif levels and rank < ranks:
+            here = (*above, rank)
+            for own in range(left):
+                for below in grow(own, levels - 1, here, 0):
+                    for rest in grow(left - 1 - own, levels, above, rank + 1):
+                        yield (here, *below, *rest)
+
+    return grow(nodes, depth, (), 0)
+
+
+def test_forests_are_counted_right() -> None:
+    assert [len({*forests(n, 9)}) for n in range(8)] == [1, 1, 2, 5, 14, 42, 132, 429]  # Catalan
+    assert len([*forests(4, 1)]) == 1 and len([*forests(4, 2)]) == 8
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=7), st.integers(1, 7), st.randoms(use_true_random=False))
+def test_the_static_shape_is_the_best_of_all(rates: list[float], depth: int, draws: random.Random) -> None:
+    """All shapes of up to seven nodes, each priced by itself on a jagged curve."""
+    costs = StepCosts(tuple(draws.uniform(1, 3) for _ in range(8)), draws.uniform(0, 0.3), 0.4, draws.uniform(0, 0.2))
+
+    def price(forest: tuple[tuple[int, ...], ...]) -> tuple[float, float]:
+        tokens = 1.0
+        for path in forest:
+            chance = 1.0
+            for rank in path:
+                chance *= rates[rank]
+            tokens += chance
+        levels = max((len(path) for path in forest), default=0)
+        beyond = costs.overhead + levels * costs.draft if levels else 0.0
+        return tokens, costs.target[len(forest)] + beyond
+
+    speeds = {n: max((t / s for t, s in map(price, forests(n, depth, len(rates)))), default=0.0) for n in range(8)}
+    shapes = best_shapes(rates, range(1, 8), depth, costs)
+    room = min(7, sum(len(rates) ** level for level in range(1, depth + 1)))
+    assert sorted(shapes) == [*range(1, room + 1)]
+    seconds, sums = {}, [0.0, *accumulate(shape_values(shapes, rates))]
+    for n, shape in shapes.items():
+        paths: list[tuple[int, ...]] = []
+        for parent, rank in zip(shape.parents, shape.ranks, strict=True):
+            paths.append((*(() if parent == ROOT else paths[parent]), rank))
+        tokens, seconds[n] = price(tuple(paths))
+        assert tokens / seconds[n] == pytest.approx(speeds[n], rel=1e-12) and max(shape.depths) <= depth
+        assert 1 + sums[n] == pytest.approx(tokens, rel=1e-12)
+    trees: dict[int, int | Shape] = {0: Shape(()), **shapes}
+    found = choose_tree("a way", trees, shape_values(shapes, rates), seconds, costs)
+    assert found.tokens / found.seconds == pytest.approx(max(speeds.values()), rel=1e-12)
+    assert found.speedup == pytest.approx(costs.target[0] * max(speeds.values()), rel=1e-12)
+    assert found.tree == trees[found.nodes] and found.as_facts()["parents"] == list(trees[found.nodes].parents)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=15), st.randoms(use_true_random=False))
+def test_the_number_of_nodes_is_the_best_of_all(values: list[float], draws: random.Random) -> None:
+    values = sorted(values, reverse=True)
+    costs = StepCosts(tuple(draws.uniform(1, 3) for _ in range(draws.randint(2, 16))), 0.1, 0.1)
+    seconds = {n: draws.uniform(1, 4) for n in SIZES if n <= len(values) and draws.random() < 0.8}
+    found = choose_tree("a way", {n: n for n in (0, *SIZES)}, values, seconds, costs)
+    rates = {0: 1 / costs.target[0]}
+    for n, taken in seconds.items():
+        if n < len(costs.target):
+            rates[n] = (1 + sum(values[:n])) / max(taken, costs.target[n])  # no faster than the target's step alone
+    assert rates[found.nodes] == pytest.approx(max(rates.values()), rel=1e-12)
+    assert found.speedup == pytest.approx(max(rates.values()) * costs.target[0], rel=1e-12)
+    assert [row["nodes"] for row in found.compared] == sorted(rates)
+    for row in found.compared:
+        rate = row["tokens"] / (row["target_seconds"] + row["other_seconds"])
+        assert rate == pytest.approx(rates[int(row["nodes"])], rel=1e-12)
+    assert found.told.endswith(f": {found.nodes} node" + "s" * (found.nodes != 1))
+    assert ("drafts none" in found.sentence()) == (found.nodes == 0)
+
+
+def test_the_values_are_those_of_the_trees_that_a_text_meets(pair: tuple[TableModel, TableModel]) -> None:
+    """Rounds of a greedy decoder with the same trees, each value from the draft's table itself."""
+    target, draft = pair
+    way = Trial(drafter="tree", calibration="none", length=3)
+
+    def make(size: int) -> TreeDrafter:
+        drafter = make_drafter(way, draft, GREEDY, lambda: 0.0, tree=size)
+        assert isinstance(drafter, TreeDrafter)
+        return drafter
+
+    texts, starts = [], []
+    for prompt in random_prompts(3, 12, 5):
+        result = Decoded()
+        for _ in decode(target, make(7), prompt, 50, Rules(), result):
+            pass
+        texts.append((prompt, result.tokens[:40]))  # the rounds behind are of smaller trees
+        text = [*prompt, *result.tokens]
+        starts += [text[: r.depth + 1] for r in result.rounds if r.depth + 1 < len(prompt) + 40]
+    values = [
+        best_first(draft.table[draft.place(start)].softmax(-1), draft_laws(draft, start), 7, branching=4, depth=3)[1]
+        for start in starts
+    ]
+    assert len(values) > 20
+    for most, told in ((1000, values), (5, values[:5])):
+        found = mean_values(make(7), texts, 7, (), most)
+        assert found == pytest.approx([sum(value[n] for value in told) / len(told) for n in range(7)], abs=1e-9)
+    assert mean_values(make(7), [([1, 2], [3])], 7, ()) == []
+
+
+def draft_laws(draft: TableModel, start: list[int]) -> Any:
+    """`expand` of best_first by looking the laws up in the table."""
+    paths: list[list[int]] = []
+
+    def expand(tokens: list[int], parents: list[int]) -> torch.Tensor:
+        above = [start if parent == ROOT else paths[parent] for parent in parents]
+        new = [[*path, token] for path, token in zip(above, tokens, strict=True)]
+        paths.extend(new)
+        return torch.stack([draft.table[draft.place(path)].softmax(-1) for path in new])
+
+    return expand
+
+
+def test_rounds_are_timed_by_what_they_drafted(pair: tuple[TableModel, TableModel]) -> None:
+    target = TableModel(12, 3, memory=2, sharpness=1.5, capacity=16)
+    draft = target.near(0.8, 4)
+    asked: list[int] = []
+
+    def make(size: int) -> TreeDrafter:
+        asked.append(size)
+        return TreeDrafter(draft, GREEDY, lambda: 0.0, size)
+
+    # A context of 16 has no room for nine nodes after a prompt of 8: there is no round of nine.
+    prompts = [[*range(8)], [*range(8, 0, -1)]]
+    seconds = time_rounds(target, draft, prompts, 4, Rules(), make, [1, 2, 9])
+    assert set(seconds) == {1, 2} and min(seconds.values()) > 0 and asked == [1, 2, 9] * 2
+    assert choose_tree("a way", {0: 0, 9: 9}, [1.0] * 9, seconds, COSTS).tree == 0
+    # What was asked for is timed and told, though plain decoding were faster.
+    assert choose_tree("a way", {2: 2}, [0.1, 0.0], {2: 9.0}, COSTS).speedup == pytest.approx(1.1 * 1.0 / 9.0)
+
+
+def test_a_tree_follows_a_text() -> None:
+    tree = Proposal([5, 6, 7, 5, 8], [ROOT, ROOT, 0, 1, 2])
+    assert [follow(tree, text) for text in ([5, 7, 8, 1], [5, 7], [6, 5, 5], [7], [])] == [3, 2, 2, 0, 0]
+
+
+def test_trees_that_are_chosen_decode_the_plain_text(pair: tuple[TableModel, TableModel]) -> None:
+    target, draft = pair
+    recipe = recipe_with(trials=[way.model_dump(exclude_defaults=True) for way in CHOSEN])
+    assert check_trials(recipe) == [] and len({way.title for way in CHOSEN}) == len(CHOSEN)
+    texts = random_prompts(4, 12, 2)
+    own = record_rounds(target, draft, texts, 30, Rules())
+    rates = tally_ranks(draft, texts, own, Rules()).rates()
+    written = [(text, recorder.tokens) for text, recorder in zip(texts, own, strict=True)]
+    # Seconds of steps that are far above what these tables take: every tree then pays, as on a large target.
+    choices = settle_trees(recipe, CHOSEN, target, draft, written, (4, 8), (), COSTS, {}, rates)
+    assert [choice.way for choice in choices] == [way.title for way in CHOSEN]
+    assert all(choice.nodes > 1 and choice.speedup > 1 for choice in choices) and choices[3].nodes == 6
+    trees: dict[str, Any] = {choice.way: choice.tree for choice in choices}
+    arms = make_arms(recipe, CHOSEN, draft, (), COSTS, {}, trees)
+    prompts = random_prompts(6, 12, 1)
+    trials = run_trials(target, draft, prompts, [2], 30, (), "prompts", arms)
+    verdicts = judge_identity(target, prompts, trials, 0)
+    assert all(verdict == {"identical": 6, "excused": 0, "different": 0} for verdict in verdicts.values())
+    for choice in choices:
+        rounds = [r for trial in trials if trial.way == choice.way for r in trial.decoded.rounds]
+        drafted = [r.drafted for r in rounds]
+        assert max(drafted) == choice.nodes and drafted.count(choice.nodes) > len(drafted) / 2
+        assert sum(r.accepted for r in rounds) > 0.05 * len(rounds)
+    # No nodes is plain decoding, and the draft is not asked.
+    nothing = make_arms(recipe, CHOSEN[:1], draft, (), COSTS, {}, {CHOSEN[0].title: 0})
+    plainly = run_trials(target, draft, prompts[:1], [2], 8, (), "prompts", nothing)
+    assert all(r.drafted == 0 for trial in plainly if trial.way == CHOSEN[0].title for r in trial.decoded.rounds)
+
+
+def test_the_tally_counts_ranks_of_what_the_target_wrote(tmp_path: Path, pair: tuple[TableModel, TableModel]) -> None:
+    target, draft = pair
+    prompts = random_prompts(3, 12, 7)
+    own = record_rounds(target, draft, prompts, 12, Rules())
+    tally = tally_ranks(draft, prompts, own, Rules())
+    taken = [0] * 12
+    for prompt, recorder in zip(prompts, own, strict=True):
+        assert len(recorder.tokens) == 12
+        for count in range(1, 12):
+            context = [*prompt, *recorder.tokens[:count]]
+            order = draft.table[draft.place(context)].argsort(descending=True).tolist()
+            taken[order.index(recorder.tokens[count])] += 1
+    assert tally == RankTally([33] * RANKS, taken[:RANKS]) and sum(taken[1:RANKS]) > 0
+    path = tmp_path / "calibration.json"
+    save_calibration(path, calibrate(own, "here", tally))
+    assert load_ranks(path) == tally
+    save_texts(tmp_path / "selection.json", prompts, own)
+    assert load_texts(tmp_path / "selection.json") == [(p, r.tokens) for p, r in zip(prompts, own, strict=True)]
+    save_calibration(path, calibrate(own, "here"))
+    with pytest.raises(DataError, match="holds no texts"):
+        load_texts(path)
+    with pytest.raises(DataError, match="no acceptance by rank"):
+        load_ranks(path)
+    # A text that ends with its first token has no place to look at.
+    assert tally_ranks(draft, [[1]], [Recorder(4, tokens=[2])], Rules()) == RankTally()
+
+
+def test_what_recipes_may_say_of_trees() -> None:
+    with pytest.raises(ValidationError, match="calibration is not read by drafter tree of static shape"):
+        Trial(drafter="tree", shape="static", calibration="power")
+    with pytest.raises(ValidationError, match="shape is not read by drafter draft"):
+        Trial(shape="static")
+    with pytest.raises(RecipeError, match=r"(?s)costs of 17 tokens a step.*profile.max_tokens=17"):
+        check_trials(recipe_with(trials=[{"drafter": "tree", "shape": "static", "nodes": 16}]))
+    for way in CHOSEN:
+        hot = way.model_copy(update={"sampler": "recipe"})
+        assert lossy_reason(way, GREEDY) is None and lossy_reason(hot, Sampler(0.8)) is None
+        assert "best token" in str(lossy_reason(hot.model_copy(update={"verifier": "greedy"}), Sampler(0.8)))
+    assert not Trial(drafter="tree", nodes=3).chosen and all(way.chosen and way.priced for way in CHOSEN)
+
+
+def test_the_stage_settles_trees_on_its_own_curves(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Shipped and grown, in both backends: what is chosen is recorded, told, bounded by the curve, and lossless."""
+    config = copied / "config.yaml"
+    trees = "[{drafter: tree}, {drafter: tree, shape: static}]"
+    changes = (f"speedup.trials={trees}", "speedup.grown_trials=[{drafter: tree}]",
+               "speedup.grown={tile: 2, layers: 4}", "speedup.grown_prompts=2", "speedup.prompts=2",
+               "speedup.lengths=[2]", "speedup.grown_lengths=[2]", "speedup.new_tokens=8",
+               "speedup.calibration_prompts=4")  # fmt: skip
+    recipe = load_recipe(config, changes)
+    config.write_text(dump_recipe(recipe))
+    assert tiny.call("speedup", "tiny", "--runs", copied.parent) == 0
+    page = capsys.readouterr().out
+    ranks = load_ranks(copied / "speedup" / "calibration.json")
+    assert len(ranks.tried) == RANKS and ranks.tried[0] >= sum(ranks.taken) > 0
+    report = read_json(copied / "speedup.json")
+    assert [(tree["grown"], tree["backend"], tree["way"]) for tree in report["trees"]] == [
+        (grown, backend, way.title)
+        for grown, ways in ((False, recipe.speedup.trials), (True, recipe.speedup.grown_trials))
+        for backend in recipe.speedup.backends for way in ways
+    ]  # fmt: skip
+    rows = {(row["grown"], row["backend"], row["way"]): row for row in report["trials"]}
+    for tree in report["trees"]:
+        assert 0 <= tree["nodes"] < recipe.profile.max_tokens and tree["speedup"] >= 1
+        assert (tree["parents"] is None) == ("static" not in tree["way"])
+        (row,) = [row for key, row in rows.items() if key[:2] == (tree["grown"], tree["backend"])
+                  and key[2].startswith(f"{tree['way']}: {tree['nodes']} node")]  # fmt: skip
+        assert row["way"] in page and row["nodes"] == tree["nodes"] and row["predicted"] == tree["speedup"]
+        assert row["different"] == 0 and not row["lossy"]
+    assert page.count("selection text") >= len(report["trees"])
