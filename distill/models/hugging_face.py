@@ -11,13 +11,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from distill.errors import DataError, RunError
 from distill.models.base import ROOT, PendingTree, check_call, check_want
+from distill.models.torch_logits import TorchLogits
 from distill.processes import process_count
 from distill.recipe import Target, is_path
 
@@ -197,36 +196,6 @@ def config_json(folder: Path) -> dict[str, Any]:
     except (OSError, json.JSONDecodeError) as error:
         raise DataError(f"{folder}/config.json cannot be read: {error}") from error
     return found
-
-
-class TorchLogits:
-    """Logits [n, V] where they were computed; valid until the next `extend`."""
-
-    def __init__(self, values: Tensor) -> None:
-        self.values = values
-
-    def __len__(self) -> int:
-        return self.values.shape[0]
-
-    def argmax(self) -> list[int]:
-        """Largest token per row."""
-        ids: list[int] = self.values.argmax(-1).tolist()
-        return ids
-
-    def top(self, k: int) -> tuple[NDArray[numpy.int64], NDArray[numpy.float32]]:
-        """Ids and logits [n, k] of the largest k, descending."""
-        values, ids = self.values.topk(k, dim=-1)
-        return ids.cpu().numpy(), values.float().cpu().numpy()
-
-    def gather(self, ids: Any) -> NDArray[numpy.float32]:
-        """The logits of `ids` [n] or [n, k], row by row, in the same shape."""
-        index = torch.as_tensor(ids, dtype=torch.long, device=self.values.device)
-        found: NDArray[numpy.float32] = self.values.gather(-1, index.view(len(self), -1)).float().cpu().numpy()
-        return found.reshape(index.shape)
-
-    def full(self) -> Tensor:
-        """A copy [n, V] in fp32 on the CPU."""
-        return self.values.float().cpu().clone()
 
 
 def _shortest_window(config: Any) -> int:
