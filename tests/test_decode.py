@@ -19,8 +19,8 @@ from toys import KINDS, Scripted, blurred, random_prompts, save_toy, toy, toy_to
 from distill.benchmark.compare import first_difference, rounding_noise, top_gap
 from distill.export.writer import export_gguf
 from distill.models.gguf import GgufModel
-from distill.models.hugging_face import TorchModel
 from distill.models.torch_logits import TorchLogits
+from distill.models.torch_model import TorchModel
 from distill.speculative.decode import Decoded, plain, room_for, speculative, verify_greedy
 
 torch.set_num_threads(1)

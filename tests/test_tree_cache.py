@@ -18,7 +18,7 @@ from distill.errors import DataError
 from distill.export.writer import export_gguf
 from distill.models.base import ROOT, PendingTree
 from distill.models.gguf import GgufModel
-from distill.models.hugging_face import TorchModel
+from distill.models.torch_model import TorchModel
 
 torch.set_num_threads(1)
 
