@@ -207,7 +207,8 @@ def _measured(model: str, depths: list[int], most: int, repeats: int, threads: i
             return measure_curve(quantised, model, "gguf", depths, most, repeats)
     import torch
 
-    from distill.models.hugging_face import TorchModel, load_model, pick_device
+    from distill.models.hugging_face import load_model, pick_device
+    from distill.models.torch_model import TorchModel
 
     torch.set_num_threads(threads or usable_cores())
     return measure_curve(

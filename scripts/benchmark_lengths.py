@@ -157,7 +157,8 @@ def record_traces(target: Any, draft: Any, prompts: Sequence[tuple[str, list[int
 def record(arguments: argparse.Namespace) -> None:
     import torch
 
-    from distill.models.hugging_face import TorchModel, encode, end_ids, load_model, load_tokenizer
+    from distill.models.hugging_face import encode, end_ids, load_model, load_tokenizer
+    from distill.models.torch_model import TorchModel
 
     tokenizer = load_tokenizer(str(arguments.target))
     models = [load_model(str(path), "float32", torch.device("cpu")) for path in (arguments.target, arguments.draft)]

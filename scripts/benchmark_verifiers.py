@@ -17,7 +17,8 @@ import torch
 
 from distill.intervals import ratio_interval
 from distill.models.base import Model
-from distill.models.hugging_face import TorchModel, load_model, load_tokenizer, real_tokens
+from distill.models.hugging_face import load_model, load_tokenizer, real_tokens
+from distill.models.torch_model import TorchModel
 from distill.recipe import load_recipe
 from distill.run import Run
 from distill.sampler import Sampler

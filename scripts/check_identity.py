@@ -119,7 +119,8 @@ def models(run: Run, backend: str, rows: int = 1) -> tuple[Any, Any]:
     import torch
 
     from distill.models.batched import BatchedTorchModel
-    from distill.models.hugging_face import TorchModel, load_model, load_tokenizer, real_tokens
+    from distill.models.hugging_face import load_model, load_tokenizer, real_tokens
+    from distill.models.torch_model import TorchModel
 
     folders = (recipe.target.model, str(run.path("draft")))
     found = [load_model(folder, "float32", torch.device("cpu")) for folder in folders]

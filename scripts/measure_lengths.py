@@ -59,7 +59,8 @@ def pairs(run: Run, backend: str, grown: bool) -> Iterator[tuple[Model, Model]]:
 
     from distill.export.writer import export_gguf
     from distill.models.gguf import GgufModel
-    from distill.models.hugging_face import TorchModel, load_model, load_tokenizer, real_tokens
+    from distill.models.hugging_face import load_model, load_tokenizer, real_tokens
+    from distill.models.torch_model import TorchModel
     from distill.surgery.grow import grow
 
     recipe, scratch = run.recipe, Path(tempfile.mkdtemp())

@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 STAGES = {"corpus", "target", "surgery", "training", "evaluation", "export", "benchmark", "report"}
 LAYERS = (
-    {"cli", "cli_decode", "cli_shared", "cli_surgery", "__main__"},
+    {"cli", "cli_decode", "cli_recipe", "cli_shared", "cli_surgery", "__main__"},
     {"running"},
     {"pipeline", "refresh"},
     STAGES,

@@ -16,7 +16,7 @@ from toys import KINDS, blurred, random_prompts, toy
 from distill.benchmark.compare import first_difference, top_gap
 from distill.errors import DataError
 from distill.models.batched import BatchedTorchModel
-from distill.models.hugging_face import TorchModel
+from distill.models.torch_model import TorchModel
 from distill.sampler import Sampler
 from distill.speculative.batch import decode_batch, plain_batch
 from distill.speculative.decode import Decoded, Rules, decode, plain

@@ -740,7 +740,7 @@ def test_cuts_that_cannot_be(kind: str) -> None:
         lambda: choose_layers(model, 1, "last-but-one"),
         lambda: narrow(model, BLOCKS, 32),
     ):
-        with pytest.raises(RecipeError, match="supported: qwen2, qwen3, llama, mistral"):
+        with pytest.raises(DataError, match="supported: qwen2, qwen3, llama, mistral"):
             act()
 
 

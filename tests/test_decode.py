@@ -19,7 +19,8 @@ from toys import KINDS, Scripted, blurred, random_prompts, save_toy, toy, toy_to
 from distill.benchmark.compare import first_difference, rounding_noise, top_gap
 from distill.export.writer import export_gguf
 from distill.models.gguf import GgufModel
-from distill.models.hugging_face import TorchModel
+from distill.models.torch_logits import TorchLogits
+from distill.models.torch_model import TorchModel
 from distill.speculative.decode import Decoded, plain, room_for, speculative, verify_greedy
 
 torch.set_num_threads(1)
@@ -269,6 +270,17 @@ def test_torch_logits_by_hand() -> None:
     assert logits.argmax() == full.argmax(-1).tolist()
     assert logits.gather([4, 5, 6]).tolist() == [full[i, 4 + i].item() for i in range(3)]
     assert torch.equal(torch.from_numpy(logits.gather(ids)), torch.from_numpy(values))  # [n, k] as well
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_torch_logits_with_ties(dtype: torch.dtype) -> None:
+    values = torch.tensor([[0, 2, 1, 2, 1, 1, 0], [5, 5, 5, 5, 5, 5, 5]], dtype=dtype)
+    logits = TorchLogits(values)
+    assert logits.top(4)[0].tolist() == [[1, 3, 2, 4], [0, 1, 2, 3]]
+    assert logits.top(4)[1].tolist() == [[2, 2, 1, 1], [5, 5, 5, 5]]
+    assert logits.full().dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    logits.full().zero_()
+    assert torch.equal(logits.values, torch.tensor([[0, 2, 1, 2, 1, 1, 0], [5] * 7], dtype=dtype))  # full is a copy
 
 
 def demo_pair() -> tuple[Any, Any, list[list[int]]]:

@@ -486,7 +486,7 @@ def test_logits_object(exported: Path) -> None:
 
 @needs_llama
 def test_top_breaks_ties_by_id(exported: Path) -> None:
-    from distill.models.gguf import GgufLogits
+    from distill.models.gguf_logits import GgufLogits
 
     with GgufModel(exported.parent / "f32.gguf", context=8) as gguf:
         rows = np.array([[0, 2, 1, 2, 1, 1, 0], [5, 5, 5, 5, 5, 5, 5]], dtype=np.float32)
@@ -684,7 +684,7 @@ def test_report_is_frozen(folder: Path) -> None:
 def test_missing_llama_cpp_names_the_extra(exported: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import sys
 
-    from distill.models import gguf as room
+    from distill.models import gguf_file as room
 
     monkeypatch.setitem(sys.modules, "llama_cpp", None)
     monkeypatch.setattr(room, "library", room.library.__wrapped__)

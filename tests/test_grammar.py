@@ -21,8 +21,8 @@ from toys import blurred, random_prompts, save_toy, toy, toy_tokenizer
 from distill.errors import DataError
 from distill.export.writer import export_gguf
 from distill.models.gguf import GgufModel
-from distill.models.hugging_face import TorchModel
 from distill.models.table import TableModel
+from distill.models.torch_model import TorchModel
 from distill.sampler import Sampler
 from distill.speculative import decode as decode_module
 from distill.speculative import draft as draft_module

@@ -30,7 +30,7 @@ from distill.evaluation.measure import (
     tokens_per_round,
 )
 from distill.intervals import ratio_interval
-from distill.models.hugging_face import TorchModel
+from distill.models.torch_model import TorchModel
 from distill.packing import pack
 from distill.sampler import Sampler
 from distill.speculative.cost import cost_curve, measure_steps, predicted_speedup

@@ -69,7 +69,7 @@ class Loaded:
     """A file's vocabulary as llama.cpp itself reads it."""
 
     def __init__(self, path: str) -> None:
-        from distill.models.gguf import library
+        from distill.models.llama_library import library
 
         llama = library()
         parameters = llama.llama_model_default_params()

@@ -15,16 +15,14 @@ from toys import blurred, toy
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from distill.errors import DataError, RecipeError, RunError
+from distill.surgery.group_lasso import GroupLasso, balance
 from distill.surgery.sparsity import (
     Evenness,
-    GroupLasso,
-    UnstructuredL1,
-    balance,
     evenness,
-    kth_smallest_magnitude,
     sparsity_by_tensor,
     zero_groups,
 )
+from distill.surgery.unstructured import UnstructuredL1, kth_smallest_magnitude
 
 torch.set_num_threads(1)
 

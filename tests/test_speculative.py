@@ -13,8 +13,8 @@ import torch
 from toys import blurred, random_prompts, toy
 
 from distill.errors import DataError
-from distill.models.hugging_face import TorchModel
 from distill.models.table import TableModel
+from distill.models.torch_model import TorchModel
 from distill.sampler import Sampler
 from distill.speculative.decode import Decoded, Rules, decode, plain
 from distill.speculative.draft import Drafter, FirstThen, LookupDrafter, ModelDrafter, TreeDrafter

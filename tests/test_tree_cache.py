@@ -18,7 +18,8 @@ from distill.errors import DataError
 from distill.export.writer import export_gguf
 from distill.models.base import ROOT, PendingTree
 from distill.models.gguf import GgufModel
-from distill.models.hugging_face import TorchModel
+from distill.models.llama_library import library
+from distill.models.torch_model import TorchModel
 
 torch.set_num_threads(1)
 
@@ -409,13 +410,13 @@ def test_gguf_failure_inside_llama_changes_nothing(
         mirror = Mirror(model, lambda text: gguf_prefill(single, text), within(noise))
         mirror.chain([1, 2, 3])
         mirror.tree([4, 5, 6], [-1, 0, 0])
-        true_decode = model._library.llama_decode
+        true_decode = library().llama_decode
 
         def broken(*arguments: Any) -> int:
             true_decode(*arguments)  # the nodes are in the cache, and still the call fails
             return -3
 
-        monkeypatch.setattr(model._library, "llama_decode", broken)
+        monkeypatch.setattr(library(), "llama_decode", broken)
         with pytest.raises(DataError):
             model.extend([7, 8, 9], parents=[1, 1, -1])
         monkeypatch.undo()

@@ -16,8 +16,9 @@ from transformers import AutoModelForCausalLM
 from distill import divergences
 from distill.errors import DataError, RecipeError
 from distill.evaluation.measure import METRICS, position_metrics
-from distill.models.hugging_face import TorchModel, load_model
+from distill.models.hugging_face import load_model
 from distill.models.kept import read_kept, trim_head, write_kept
+from distill.models.torch_model import TorchModel
 from distill.sampler import Sampler
 from distill.speculative.decode import plain, speculative
 from distill.surgery.trim import always_kept, check_size, count_tokens, keep, rank_tokens, sizes_between, smallest_size

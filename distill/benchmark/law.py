@@ -16,7 +16,8 @@ import torch
 
 from distill.benchmark.compare import TORCH_NOISE, first_difference, top_gap
 from distill.models.base import Model
-from distill.models.hugging_face import TorchModel, load_model, load_target, load_tokenizer, pick_device, real_tokens
+from distill.models.hugging_face import load_model, load_target, load_tokenizer, pick_device, real_tokens
+from distill.models.torch_model import TorchModel
 from distill.progress import Progress
 from distill.recipe import Recipe
 from distill.run import Run

@@ -8,7 +8,8 @@ from typing import Any
 
 from distill.export.writer import export_gguf
 from distill.models.gguf import GgufModel
-from distill.models.hugging_face import TorchModel, load_model, load_target, local_folder, pick_device
+from distill.models.hugging_face import load_model, load_target, local_folder, pick_device
+from distill.models.torch_model import TorchModel
 from distill.recipe import Recipe
 from distill.run import Run, machine, write_json
 from distill.speculative.cost import cost_curve

@@ -36,7 +36,6 @@ from distill.export.writer import export_gguf
 from distill.models.base import Model
 from distill.models.gguf import MOST_LEAVES, GgufModel
 from distill.models.hugging_face import (
-    TorchModel,
     describe_model,
     end_ids,
     load_model,
@@ -45,6 +44,7 @@ from distill.models.hugging_face import (
     pick_device,
     real_tokens,
 )
+from distill.models.torch_model import TorchModel
 from distill.recipe import Recipe, Trial
 from distill.run import Run, faults_explained, machine, read_json, write_json, write_text
 from distill.sampler import Sampler

@@ -14,16 +14,9 @@ from distill.evaluation.measure import (
     summarise,
     tokens_per_round,
 )
-from distill.models.hugging_face import (
-    TorchModel,
-    end_ids,
-    load_model,
-    load_target,
-    load_tokenizer,
-    pick_device,
-    real_tokens,
-)
+from distill.models.hugging_face import end_ids, load_model, load_target, load_tokenizer, pick_device, real_tokens
 from distill.models.kept import read_kept
+from distill.models.torch_model import TorchModel
 from distill.packing import Packed, pack
 from distill.progress import Progress
 from distill.recipe import Evaluate, Recipe

@@ -35,7 +35,7 @@ class Logits(Protocol):
         ...
 
     def full(self) -> torch.Tensor:
-        """All logits [n, V] as an fp32 copy on the CPU."""
+        """All logits [n, V] as a copy on the CPU, in fp32, or fp64 where they were computed so."""
         ...
 
 

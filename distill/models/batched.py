@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from distill.models.base import check_want
-from distill.models.hugging_face import TorchLogits, TorchModel
+from distill.models.torch_logits import TorchLogits
+from distill.models.torch_model import TorchModel
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distill.errors import DataError
-from distill.models.gguf import ERRORS, GgufModel
+from distill.models.gguf import GgufModel
+from distill.models.llama_library import ERRORS
 
 _CANDIDATE = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])  # llama_token_data
 

@@ -7,46 +7,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import Any
 
-import numpy
 import torch
-from numpy.typing import NDArray
-from torch import Tensor
 
 from distill.models.base import ROOT, PendingTree, check_call
+from distill.models.torch_logits import TorchLogits
 
 LARGEST = 1 << 25  # entries of a table: 256 MiB
-
-
-class TableLogits:
-    """Logits [n, V] in fp64; see `distill.models.base.Logits`."""
-
-    def __init__(self, values: Tensor) -> None:
-        self.values = values
-
-    def __len__(self) -> int:
-        return self.values.shape[0]
-
-    def argmax(self) -> list[int]:
-        """The best id of each row, the smallest id on ties."""
-        ids: list[int] = self.values.argmax(-1).tolist()
-        return ids
-
-    def top(self, k: int) -> tuple[NDArray[numpy.int64], NDArray[numpy.float32]]:
-        """Ids and logits [n, k] of the largest k, best first, smaller ids first on ties."""
-        values, ids = self.values.sort(dim=-1, descending=True, stable=True)
-        return ids[:, :k].numpy(), values[:, :k].float().numpy()
-
-    def gather(self, ids: Any) -> NDArray[numpy.float32]:
-        """The logits of `ids` [n] or [n, k], row by row, in the same shape."""
-        index = torch.as_tensor(ids, dtype=torch.long)
-        found: NDArray[numpy.float32] = self.values.gather(-1, index.view(len(self), -1)).float().numpy()
-        return found.reshape(index.shape)
-
-    def full(self) -> Tensor:
-        """A copy [n, V] in fp64."""
-        return self.values.clone()
 
 
 class TableModel:
@@ -98,7 +65,7 @@ class TableModel:
         counts: Sequence[int] | None = None,
         parents: Sequence[int] | None = None,
         want: Sequence[int] | None = None,
-    ) -> TableLogits:
+    ) -> TorchLogits:
         """Commit a chain, or hang nodes into the tree below `parents`; logits after the tokens in `want` (all if None).
 
         ValueError, with nothing changed, for no tokens, ids outside [0, V), a path past the capacity, `want` outside
@@ -120,7 +87,7 @@ class TableModel:
         ends = [self._ending(first + i) for i in (range(count) if want is None else want)]
         if parents is None:
             self.keep([list(range(count))])
-        return TableLogits(self.table[torch.tensor([self.place(end) for end in ends], dtype=torch.long)])
+        return TorchLogits(self.table[torch.tensor([self.place(end) for end in ends], dtype=torch.long)])
 
     def _ending(self, node: int) -> list[int]:
         """The last k tokens up to a node of the tree."""

@@ -52,3 +52,13 @@ def as_plots(*drawn: Html) -> Html:
 
 def as_list(sentences: Iterable[str]) -> Html:
     return Html("<ul>" + "".join(f"<li>{as_text(sentence)}</li>" for sentence in sentences) + "</ul>")
+
+
+def not_run(stage: str) -> Html:
+    """The line in place of what a stage would have measured."""
+    return Html(f'<p class="notrun">The stage <code>{stage}</code> has not run, so there is nothing to show here.</p>')
+
+
+def badged(shown: object, grown: bool) -> Html:
+    """A name, with the badge where the target behind it was grown."""
+    return Html(as_cell(shown) + (' <span class="grown">grown</span>' if grown else ""))

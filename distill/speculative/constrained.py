@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from distill.models.base import ROOT, Model, PendingTree, check_call
-from distill.models.table import TableLogits
+from distill.models.torch_logits import TorchLogits
 from distill.speculative.draft import Drafter
 from distill.speculative.grammar import Constraint, State
 from distill.speculative.proposal import Features, Proposal
@@ -67,7 +67,7 @@ class Constrained:
         counts: Sequence[int] | None = None,
         parents: Sequence[int] | None = None,
         want: Sequence[int] | None = None,
-    ) -> TableLogits:
+    ) -> TorchLogits:
         """Logits [n, V] as the model's `extend`, −∞ where the grammar allows no token; the same errors."""
         if counts is not None and list(counts) != [len(tokens)]:
             raise ValueError(f"counts must be [{len(tokens)}], got {list(counts)}")
@@ -77,7 +77,7 @@ class Constrained:
             return self._extend_chain(list(tokens), wanted)
         return self._extend_tree(list(tokens), list(parents), wanted)
 
-    def _extend_chain(self, tokens: list[int], want: list[int]) -> TableLogits:
+    def _extend_chain(self, tokens: list[int], want: list[int]) -> TorchLogits:
         if len(self._tree):
             raise ValueError("a tree is pending: keep a path of it or roll back first")
         depth, start = len(self._context), self.constraint.start
@@ -101,7 +101,7 @@ class Constrained:
     def _last(self) -> State:
         return self._states[-1] if self._states else self.constraint.root
 
-    def _extend_tree(self, tokens: list[int], parents: list[int], want: list[int]) -> TableLogits:
+    def _extend_tree(self, tokens: list[int], parents: list[int], want: list[int]) -> TorchLogits:
         tree, first = self._tree.grown(parents), len(self._tree)
         if len(self._context) + max(tree.depths) > self.capacity:
             raise ValueError(f"{len(self._context)} + {max(tree.depths)} tokens do not fit {self.capacity}")
@@ -138,7 +138,7 @@ class Constrained:
 
     def _logits(
         self, values: Tensor | None, asked: list[int], states: list[State | None], want: list[int]
-    ) -> TableLogits:
+    ) -> TorchLogits:
         """The rows of `want`: what the model said where it was asked, under the mask; certainty elsewhere."""
         if self._dtype is None and values is not None:
             self._dtype = values.dtype
@@ -152,7 +152,7 @@ class Constrained:
             found[masked] = self.constraint.masked(
                 found[masked], [state for state in states if state is not None]
             )
-        return TableLogits(found)
+        return TorchLogits(found)
 
     def keep(self, paths: Sequence[Sequence[int]]) -> None:
         """As the model's `keep`; what it has not read of the path stays owed."""

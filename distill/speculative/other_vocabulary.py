@@ -17,7 +17,7 @@ import torch
 
 from distill.errors import PairError
 from distill.models.base import Logits, Model
-from distill.models.table import TableLogits
+from distill.models.torch_logits import TorchLogits
 from distill.sampler import Sampler
 from distill.speculative.draft import ModelDrafter, law_sampler
 from distill.speculative.lengths import LengthRule
@@ -125,7 +125,7 @@ class SharedModel:
         values = logits.full()  # [1, the draft's ids]
         mapped = values.new_full((1, self.vocabulary_size), -torch.inf)
         mapped[:, self._target_ids] = values[:, self._draft_ids]
-        return TableLogits(mapped)
+        return TorchLogits(mapped)
 
     def keep(self, paths: Sequence[Sequence[int]]) -> None:
         """Nothing is ever pending: ValueError for a path of any tokens."""

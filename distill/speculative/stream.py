@@ -13,7 +13,6 @@ from pydantic import ValidationError
 from distill.errors import DataError
 from distill.models.base import Model
 from distill.models.hugging_face import (
-    TorchModel,
     encode,
     end_ids,
     load_model,
@@ -22,6 +21,7 @@ from distill.models.hugging_face import (
     pick_device,
     real_tokens,
 )
+from distill.models.torch_model import TorchModel
 from distill.recipe import Recipe, Trial
 from distill.sampler import Sampler
 from distill.speculative.calibration import Calibration

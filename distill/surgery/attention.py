@@ -13,8 +13,7 @@ from torch import Tensor
 
 from distill.errors import RecipeError
 from distill.packing import Packed
-from distill.surgery.change import decoder_layers
-from distill.surgery.layers import check_architecture
+from distill.surgery.change import decoder_layers, require_supported
 from distill.surgery.observe import observe
 from distill.surgery.width import take
 
@@ -26,7 +25,7 @@ def head_size(config: Any) -> int:
 
 def check_kv_heads(config: Any, keep: int) -> None:
     """Raise RecipeError when attention of this configuration cannot keep `keep` KV heads with their query heads."""
-    check_architecture(config)
+    require_supported(config.model_type)
     count = config.num_key_value_heads
     shared = config.num_attention_heads // count
     possible = [n for n in range(1, count + 1) if _loads(config, n * shared)]

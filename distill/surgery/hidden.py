@@ -14,15 +14,14 @@ from torch import Tensor
 from distill.errors import RecipeError
 from distill.packing import Packed
 from distill.surgery.attention import head_size
-from distill.surgery.change import decoder_layers
-from distill.surgery.layers import check_architecture
+from distill.surgery.change import decoder_layers, require_supported
 from distill.surgery.observe import observe
 from distill.surgery.width import take
 
 
 def check_hidden(config: Any, hidden: int, multiple: int = 64) -> None:
     """Raise RecipeError when a model of this configuration cannot be cut to `hidden` residual dimensions."""
-    check_architecture(config)
+    require_supported(config.model_type)
     full, heads = config.hidden_size, config.num_attention_heads
     whole = config.model_type == "llama"  # transformers loads a llama only if its hidden size / heads is whole
     possible = [n for n in range(multiple, full, multiple) if not whole or n % heads == 0] + [full]

@@ -14,7 +14,7 @@ import torch
 
 from distill.errors import DataError, RecipeError
 from distill.packing import Packed
-from distill.surgery.change import SUPPORTED, decoder_layers
+from distill.surgery.change import decoder_layers, require_supported
 from distill.surgery.observe import angular_distances, block_influence
 
 RULES = ("last-but-one", "influence", "angular", "greedy", "explicit")
@@ -22,18 +22,9 @@ Loss = Callable[[Any], float]
 Progress = Callable[[int, int], None]  # evaluations or layers done, and of how many
 
 
-def check_architecture(config: Any) -> None:
-    """Raise RecipeError for a configuration that cannot be cut."""
-    if config.model_type not in SUPPORTED:
-        raise RecipeError(
-            f"a model of architecture `{config.model_type}` cannot be cut",
-            f"supported: {', '.join(SUPPORTED)}; choose a donor of one of these",
-        )
-
-
 def check_layers(config: Any, keep: int) -> None:
     """Raise RecipeError when a model of this configuration cannot keep `keep` layers."""
-    check_architecture(config)
+    require_supported(config.model_type)
     if not 1 <= keep <= config.num_hidden_layers:
         raise RecipeError(
             f"{keep} layers are to be kept, but the donor has {config.num_hidden_layers}",
@@ -86,11 +77,11 @@ def choose_layers(
                   model with that layer out of its list; no weights are copied. The first of equals goes.
     explicit      drops what `drop` names (see parse_layers); `keep` is None or what is left.
 
-    Raises RecipeError for an unknown rule, a number that cannot be kept, or a rule without what it needs.
+    Raises RecipeError for an unknown rule, a number that cannot be kept, or a rule without what it needs;
+    DataError for an unknown architecture.
     """
     if rule not in RULES:
         raise RecipeError(f"there is no layer rule `{rule}`", f"rules: {', '.join(RULES)}")
-    check_architecture(model.config)
     count = len(decoder_layers(model))
     if (rule == "explicit") != (drop is not None):
         raise RecipeError(

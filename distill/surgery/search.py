@@ -21,9 +21,10 @@ from distill import divergences
 from distill.export.writer import export_gguf
 from distill.models.base import Model
 from distill.models.gguf import GgufModel
-from distill.models.hugging_face import TorchModel, local_folder
+from distill.models.hugging_face import local_folder
 from distill.models.kept import KeptHead
 from distill.models.tokenizer_files import copy_tokenizer
+from distill.models.torch_model import TorchModel
 from distill.packing import Packed
 from distill.progress import Progress
 from distill.recipe import DraftCut, Recipe

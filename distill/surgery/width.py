@@ -16,8 +16,8 @@ from torch import Tensor
 
 from distill.errors import DataError, RecipeError
 from distill.packing import Packed
-from distill.surgery.change import decoder_layers
-from distill.surgery.layers import Loss, Progress, check_architecture
+from distill.surgery.change import decoder_layers, require_supported
+from distill.surgery.layers import Loss, Progress
 from distill.surgery.observe import mlp_squares, walk_grams
 
 SCORES = ("activation", "magnitude", "first")
@@ -26,7 +26,7 @@ Matrices = list[dict[str, tuple[torch.nn.Parameter, torch.nn.Parameter | None]]]
 
 def check_width(config: Any, width: int, multiple: int = 32) -> None:
     """Raise RecipeError when an MLP of this configuration cannot be cut to `width`: its own, or a multiple below it."""
-    check_architecture(config)
+    require_supported(config.model_type)
     full = config.intermediate_size
     possible = [*range(multiple, full, multiple), full]
     if width not in possible:

@@ -6,7 +6,9 @@ from typing import Any
 
 from distill.recipe import Train
 from distill.surgery.change import size_of
-from distill.surgery.sparsity import GroupLasso, UnstructuredL1, sparsity_by_tensor
+from distill.surgery.group_lasso import GroupLasso
+from distill.surgery.sparsity import sparsity_by_tensor
+from distill.surgery.unstructured import UnstructuredL1
 
 Penalty = GroupLasso | UnstructuredL1
 

@@ -1,0 +1,49 @@
+"""The library llama.cpp through the low-level API of llama-cpp-python: loaded once, quiet, its last errors kept."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import os
+from collections import deque
+from functools import cache
+from typing import Any
+
+from distill.errors import DataError
+
+LOG_LEVEL_ERROR, LOG_LEVEL_CONTINUED = 4, 5
+ERRORS: deque[str] = deque(maxlen=4)
+
+
+@cache
+def library() -> Any:
+    """The llama_cpp module, quiet and initialised; DataError when it is not installed.
+
+    Cached for ever because the log callback must outlive every call into the library.
+    """
+    # Without this a failed assertion inside ggml starts a debugger before it aborts.
+    os.environ.setdefault("GGML_NO_BACKTRACE", "1")
+    try:
+        module: Any = importlib.import_module("llama_cpp")
+    except ImportError as error:
+        raise DataError(f"GGUF needs llama-cpp-python ({error})", hint="pip install 'distill[llama]'") from None
+
+    level_before = [0]
+
+    def remember(level: int, text: bytes, _user_data: Any) -> None:
+        if level == LOG_LEVEL_CONTINUED:
+            level = level_before[0]
+        level_before[0] = level
+        line = text.decode("utf-8", "replace").strip()
+        if level == LOG_LEVEL_ERROR and line:
+            ERRORS.append(line)
+
+    module.distill_log_callback = module.llama_log_callback(remember)
+    module.llama_log_set(module.distill_log_callback, ctypes.c_void_p(0))
+    module.llama_backend_init()
+    return module
+
+
+def last_errors() -> str:
+    """What llama.cpp said went wrong since ERRORS was cleared."""
+    return "; ".join(ERRORS) or "llama.cpp gave no reason"

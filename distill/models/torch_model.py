@@ -1,0 +1,184 @@
+"""Step-by-step decoding with a Hugging Face model, with roll-back and trees of tokens.
+
+Legend: V vocabulary, n tokens of one call, C committed tokens, N nodes of a pending tree.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from distill.models.base import ROOT, PendingTree, check_call, check_want
+from distill.models.torch_logits import TorchLogits
+
+
+def _shortest_window(config: Any) -> int:
+    """The fewest tokens that some layer can look back on; sys.maxsize where every layer sees all."""
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention", "chunked_attention"]
+    sizes = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
+    found = [getattr(config, sizes[kind], None) for kind in set(kinds) & set(sizes)]
+    return min((int(size) for size in found if size), default=sys.maxsize)
+
+
+class TorchModel:
+    """One sequence decoded by a Hugging Face model with a cache that can be rolled back, and trees of tokens.
+
+    See `distill.models.base.Model`. Its logits equal those of a fresh prefill up to rounding; ids from `vocabulary` on
+    are padding and have none. The cache holds the N nodes of a pending tree behind the C committed tokens.
+    """
+
+    rows = 1
+
+    def __init__(self, model: Any, vocabulary: int | None = None) -> None:
+        from transformers import DynamicCache
+
+        self.model = model
+        self.device = next(model.parameters()).device
+        self.vocabulary_size: int = min(model.config.vocab_size, vocabulary or model.config.vocab_size)
+        self.capacity: int = model.config.max_position_embeddings
+        self._new_cache = DynamicCache
+        self._cache = DynamicCache()
+        self._length = 0
+        self._tree = PendingTree()
+        self._seen = torch.zeros(0, 0, dtype=torch.bool)  # [N, N], true where a node looks: its path and itself
+
+    @property
+    def lengths(self) -> list[int]:
+        """Committed tokens of the one row."""
+        return [self._length]
+
+    @property
+    def max_leaves(self) -> int:
+        """No limit, or 0 where a tree's mask would not be the model's own."""
+        return sys.maxsize if self._refusal() is None else 0
+
+    def _refusal(self) -> str | None:
+        """Why this model takes no trees, if it takes none."""
+        kind = self.model.config._attn_implementation
+        if kind not in ("sdpa", "eager"):
+            return f"trees need the attention implementation sdpa or eager, this model runs {kind}"
+        if (window := _shortest_window(self.model.config)) < self.capacity:
+            return f"trees need layers that see the whole context of {self.capacity}, some see {window} tokens"
+        return None
+
+    @torch.inference_mode()
+    def extend(
+        self,
+        tokens: Sequence[int],
+        counts: Sequence[int] | None = None,
+        parents: Sequence[int] | None = None,
+        want: Sequence[int] | None = None,
+    ) -> TorchLogits:
+        """Append `tokens`, or hang them into the tree below `parents`; logits for those in `want` (None: all).
+
+        Raises ValueError, with nothing changed, past the capacity, for more than one row, for `want` outside the
+        tokens, for a chain below a pending tree, and for a tree in a model that takes none.
+        """
+        if counts is not None and list(counts) != [len(tokens)]:
+            raise ValueError(f"this model keeps one row: counts must be [{len(tokens)}], got {list(counts)}")
+        if parents is not None:
+            return self._extend_tree(list(tokens), parents, want)
+        if self._tree.parents:
+            raise ValueError("a tree is pending: keep a path of it or roll back first")
+        if not tokens or self._length + len(tokens) > self.capacity:
+            raise ValueError(f"{self._length} + {len(tokens)} tokens do not fit a context of {self.capacity}")
+        logits = self._forward(tokens, want)
+        self._length += len(tokens)
+        return logits
+
+    def _extend_tree(self, tokens: list[int], parents: Sequence[int], want: Sequence[int] | None) -> TorchLogits:
+        if (refusal := self._refusal()) is not None:
+            raise ValueError(refusal)
+        check_call(tokens, parents, want, self.vocabulary_size)
+        old, tree = len(self._tree), self._tree.grown(parents)
+        if self._length + max(tree.depths) > self.capacity:
+            raise ValueError(f"{self._length} + {max(tree.depths)} tokens do not fit a context of {self.capacity}")
+        seen = torch.zeros(len(tree), len(tree), dtype=torch.bool)
+        seen[:old, :old] = self._seen
+        for node in range(old, len(tree)):
+            if tree.parents[node] != ROOT:
+                seen[node] = seen[tree.parents[node]]
+            seen[node, node] = True
+        # Additive, because eager attention adds whatever mask it is given. [1, 1, n, C + N]
+        dtype = self.model.dtype
+        mask = torch.zeros(1, 1, len(tokens), self._length + len(tree), dtype=dtype)
+        mask[..., self._length :].masked_fill_(~seen[old:], torch.finfo(dtype).min)
+        positions = torch.tensor([[self._length + depth - 1 for depth in tree.depths[old:]]], device=self.device)
+        logits = self._forward(tokens, want, attention_mask=mask.to(self.device), position_ids=positions)
+        self._tree, self._seen = tree, seen
+        return logits
+
+    def _forward(self, tokens: Sequence[int], want: Sequence[int] | None, **inputs: Any) -> TorchLogits:
+        """Run the model on `tokens`; the cache is as it was when that fails."""
+        ids = torch.tensor([list(tokens)], device=self.device)
+        keep: int | Tensor = 0
+        if want is not None:
+            last = list(want) == [len(tokens) - 1]
+            if not last:
+                check_want(want, len(tokens))
+            keep = 1 if last else torch.tensor(list(want), dtype=torch.long, device=self.device)
+        try:
+            logits = self.model(
+                input_ids=ids, past_key_values=self._cache, use_cache=True, logits_to_keep=keep, **inputs
+            ).logits[0]
+        except BaseException:
+            self._trim(self._length + len(self._tree))
+            raise
+        return TorchLogits(logits[:, : self.vocabulary_size])
+
+    def _trim(self, size: int) -> None:
+        """Leave the first `size` entries of every layer that has more: a call that failed grew only some of them."""
+        if size == 0:
+            self._cache = self._new_cache()
+            return
+        for layer in self._cache.layers:
+            if layer.is_initialized:
+                layer.keys, layer.values = layer.keys[..., :size, :], layer.values[..., :size, :]
+
+    @torch.inference_mode()
+    def keep(self, paths: Sequence[Sequence[int]]) -> None:
+        """Commit one path of the pending tree and drop its other nodes; ValueError for no path from the root."""
+        path = self._tree.only_path(paths)
+        if path != list(range(len(path))):
+            start, end = self._length, self._length + len(path)
+            index = torch.tensor(path, device=self.device) + start
+            for layer in self._cache.layers:
+                # The path is read before it is written: index_select copies.
+                layer.keys[..., start:end, :] = layer.keys.index_select(-2, index)
+                layer.values[..., start:end, :] = layer.values.index_select(-2, index)
+        self._drop_tree(len(path))
+
+    def _drop_tree(self, kept: int) -> None:
+        """Commit the first `kept` entries behind the committed ones and forget the rest of the tree."""
+        self._length += kept
+        if len(self._tree) > kept:
+            self._trim(self._length)
+        self._tree, self._seen = PendingTree(), self._seen[:0, :0]
+
+    def rollback(self, lengths: Sequence[int]) -> None:
+        """Drop a pending tree and the tokens after the first `lengths[0]`."""
+        drop = self._length - lengths[0]
+        if drop < 0 or lengths[0] < 0:
+            raise ValueError(f"cannot roll back from {self._length} to {lengths[0]} tokens")
+        if self._tree.parents:
+            self._drop_tree(0)
+        if lengths[0] == 0:
+            self.reset()
+        elif drop:
+            # A negative count means "drop that many" in every version we support; a positive one changed meaning.
+            self._cache.crop(-drop)
+            self._length = lengths[0]
+
+    def reset(self) -> None:
+        """Forget everything: the cold cache that every timed prompt starts with."""
+        self._cache = self._new_cache()
+        self._length = 0
+        self._tree, self._seen = PendingTree(), self._seen[:0, :0]
+
+    def close(self) -> None:
+        """Free the cache."""
+        self.reset()
