@@ -5,8 +5,8 @@
 
 RUN is a run whose teacher and init/ are there (`distill train recipes/demo.yaml --until draft`). Every method starts
 from the same cut draft and sees the same blocks in the same order. `A, then B` is loss A for 70 % of the steps, B for
-the rest, each with a tenth of cross-entropy, under one learning-rate curve. The rate of each method and protocol is
-chosen on selection prompts, from the same grid; figures are on report prompts: acceptance on texts that the target
+the rest, each with a tenth of cross-entropy (`alone`: without), under one learning-rate curve. The rate of
+each method and protocol is chosen on selection prompts, from the same grid; figures are on report prompts: acceptance on texts that the target
 writes, averaged over seeds, with the interval of the difference to forward KL, paired by prompt (its seeds together).
 
 Legend: U prompts.
@@ -44,8 +44,10 @@ SWITCH = 0.7
 KL = {"forward_kl": 0.9, "cross_entropy": 0.1}
 ALONE: dict[str, tuple[dict[str, float], str]] = {
     "forward KL": (KL, "uniform"),
-    "reverse KL": ({"reverse_kl": 0.9, "cross_entropy": 0.1}, "uniform"),
+    "forward KL alone": ({"forward_kl": 1.0}, "uniform"),
+    "JSD(0.5) alone": ({"jsd": 1.0}, "uniform"),
     "JSD(0.5)": ({"jsd": 0.9, "cross_entropy": 0.1}, "uniform"),
+    "reverse KL": ({"reverse_kl": 0.9, "cross_entropy": 0.1}, "uniform"),
     "cross-entropy": ({"cross_entropy": 1.0}, "uniform"),
 }
 SECOND: dict[str, tuple[dict[str, float], str]] = {
@@ -181,6 +183,7 @@ def table(folder: Path, resamples: int = 2000) -> str:
         for protocol in PROTOCOLS:
             rates = sorted({f["rate"] for f in found if f["method"] == method})
             whole = [r for r in rates if sum(f["method"] == method and f["rate"] == r for f in found) == seeds]
+            few = "" if whole else " (not all seeds)"
             rate = max(whole or rates, key=lambda r: mean([f["selection"][protocol] for f in found
                                                            if f["method"] == method and f["rate"] == r]))  # fmt: skip
             rows = [f["report"][protocol] for f in sorted(found, key=lambda f: f["seed"])
@@ -192,7 +195,7 @@ def table(folder: Path, resamples: int = 2000) -> str:
                 cells.append(f"{mean(rows):.4f} ({rate:g})")
                 continue
             gap = paired_ratio_interval(*base[protocol], sums, counts, resamples, 0.95)
-            cells.append(f"{mean(rows):.4f} ({rate:g}) [{gap['mean']:+.4f}: {gap['low']:+.4f}, {gap['high']:+.4f}]")
+            cells.append(f"{mean(rows):.4f} ({rate:g}) [{gap['mean']:+.4f}: {gap['low']:+.4f}, {gap['high']:+.4f}]{few}")
         seconds = numpy.median([f["seconds"] for f in found if f["method"] == method])
         lines.append(f"| {method} | " + " | ".join(cells) + f" | {seconds:.0f} |")
     return "\n".join(lines)

@@ -12,23 +12,23 @@ import torch
 from torch import Tensor
 from toys import KINDS, toy
 
-from distill.errors import DataError, RecipeError, RunError
+from distill.errors import RecipeError, RunError
 from distill.models.hugging_face import load_model
 from distill.packing import Packed, pack
 from distill.recipe import Adapter, Train
+from distill.target.laws import CompactTeacher
 from distill.target.store import compress
 from distill.training import adapters
 from distill.training.adapters import (
     adapted,
-    adapter_state,
     attach,
     layer_names,
-    load_adapter_state,
     load_base,
     merge,
     trainable,
 )
-from distill.training.step import Columns, blocks_loss, heal
+from distill.training.plan import planned
+from distill.training.step import Columns, Learner, heal
 
 torch.set_num_threads(1)
 
@@ -45,20 +45,23 @@ def data(seed: int = 0) -> Packed:
 
 @torch.no_grad()
 def store_of(target: Any, blocks: Packed) -> Any:
-    """What `heal` and `blocks_loss` read of a teacher store, from a target at hand."""
+    """What a training reads of a teacher, from a target at hand."""
     chunk = compress(target(input_ids=blocks.ids.long()).logits.flatten(0, 1), 8, V)
-    shape = (*blocks.ids.shape, 8)
-    whole = {
-        "top_ids": chunk.ids.view(shape),
-        "top_log_probabilities": chunk.log_probabilities.view(shape),
-        "log_tail": chunk.log_tail.view(blocks.ids.shape),
-    }
-    return SimpleNamespace(
-        manifest={"vocabulary": V},
-        blocks=len(blocks),
-        packed=blocks,
-        laws=lambda index: {name: value[index] for name, value in whole.items()},
-    )
+    shape = blocks.ids.shape
+
+    def teacher(index: Tensor, device: torch.device) -> CompactTeacher:
+        mask = blocks.mask[index]
+        ids, logs = (values.view(*shape, 8)[index][mask] for values in (chunk.ids, chunk.log_probabilities))
+        return CompactTeacher(ids, logs, {1.0: chunk.log_tail.view(shape)[index][mask]}, V)
+
+    return SimpleNamespace(packed=blocks, blocks=len(blocks), teacher=teacher)
+
+
+def loss_of(model: Any, store: Any, index: Tensor) -> Tensor:
+    """The mean loss of some blocks."""
+    learner = Learner(model, Columns(V, None, CPU), 64, 4)
+    total, sums = learner(store.packed.take(index), store.teacher(index, CPU), planned(TRAIN, 1.0, 40)[0])
+    return total / sums["weight"]
 
 
 def logits(model: Any) -> Tensor:
@@ -69,8 +72,7 @@ def logits(model: Any) -> Tensor:
 
 def step(model: Any, optimizer: Any, store: Any) -> None:
     index = torch.arange(2)
-    total, _, count = blocks_loss(model, store.packed.take(index), store.laws(index), TRAIN, Columns(V, None, CPU), CPU)
-    (total / count).backward()
+    loss_of(model, store, index).backward()
     optimizer.step()
     optimizer.zero_grad()
 
@@ -123,8 +125,7 @@ def test_only_adapters_learn(outer: bool) -> None:
     attach(model, Adapter(rank=2, train_outer=outer, targets=("q_proj", "down_proj")))
     store = store_of(toy(seed=5), data())
     index = torch.arange(2)
-    total, _, _ = blocks_loss(model, store.packed.take(index), store.laws(index), TRAIN, Columns(V, None, CPU), CPU)
-    total.backward()
+    loss_of(model, store, index).backward()
     own = trainable(model)
     expected = {
         f"model.layers.{layer}.{place}.lora_{side}.{adapters.NAME}.weight"
@@ -146,41 +147,16 @@ def test_only_adapters_learn(outer: bool) -> None:
 
 def test_the_start_depends_on_the_seed_alone() -> None:
     torch.manual_seed(1)
-    first = adapter_state(attach(toy(), Adapter(rank=2), seed=3))
+    first = trainable(attach(toy(), Adapter(rank=2), seed=3))
     torch.manual_seed(2)
     state = torch.get_rng_state()
     model = toy()
     state = torch.get_rng_state()
-    second = adapter_state(attach(model, Adapter(rank=2), seed=3))
+    second = trainable(attach(model, Adapter(rank=2), seed=3))
     assert torch.equal(torch.get_rng_state(), state)  # and leaves the random numbers of the training alone
-    other = adapter_state(attach(toy(), Adapter(rank=2), seed=4))
+    other = trainable(attach(toy(), Adapter(rank=2), seed=4))
     assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
     assert not all(torch.equal(first[name], other[name]) for name in first)
-
-
-def test_a_checkpoint_goes_on_bit_for_bit(tmp_path: Path) -> None:
-    settings = Adapter(rank=3, train_outer=True)
-    store = store_of(toy(seed=5), data())
-    whole = trained(toy(), settings, steps=4)
-    model = attach(toy(), settings)
-    optimizer = torch.optim.AdamW(trainable(model).values(), lr=1e-2)
-    for _ in range(2):
-        step(model, optimizer, store)
-    torch.save(adapter_state(model), tmp_path / "model.pt")
-    torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
-    resumed = attach(toy(), settings, seed=7)
-    load_adapter_state(resumed, torch.load(tmp_path / "model.pt", weights_only=True))
-    optimizer = torch.optim.AdamW(trainable(resumed).values(), lr=1e-2)
-    optimizer.load_state_dict(torch.load(tmp_path / "optimizer.pt", weights_only=True))
-    for _ in range(2):
-        step(resumed, optimizer, store)
-    expected, found = adapter_state(whole), adapter_state(resumed)
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
-    body = sum(parameter.numel() for name, parameter in toy().named_parameters() if "layers" in name)
-    assert sum(value.numel() for name, value in found.items() if "layers" in name) < body
-    for other in (Adapter(rank=4, train_outer=True), Adapter(rank=3)):
-        with pytest.raises(DataError, match="other adapters"):
-            load_adapter_state(attach(toy(), other), found)
 
 
 def test_healing_with_adapters() -> None:
@@ -190,8 +166,8 @@ def test_healing_with_adapters() -> None:
     before, names = logits(model), list(model.state_dict())
     weights = copy.deepcopy(model.state_dict())
     with adapted(model, Adapter(rank=4, train_outer=True)) as inner:
-        first = heal(inner, store, TRAIN, 1, seed=0)
-        last = heal(inner, store, TRAIN, 6, seed=0)
+        first = heal(inner, store, TRAIN, 1, 0, V)
+        last = heal(inner, store, TRAIN, 6, 0, V)
         held = inner.state_dict()
         assert torch.equal(
             held["model.layers.0.mlp.up_proj.base_layer.weight"], weights["model.layers.0.mlp.up_proj.weight"]
@@ -254,7 +230,7 @@ def test_a_quantised_base_is_merged_in_full_precision(base: Any, kind: str, tmp_
     assert {name: value.dtype for name, value in done.state_dict().items()} == {
         name: torch.float32 for name in exact.state_dict()
     }
-    state, learnt = exact.state_dict(), adapter_state(model)
+    state, learnt = exact.state_dict(), trainable(model)
     for name, value in done.state_dict().items():
         place = name.removesuffix(".weight")
         if f"{place}.lora_A.{adapters.NAME}.weight" in learnt:

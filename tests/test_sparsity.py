@@ -15,12 +15,11 @@ from toys import blurred, toy
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from distill.errors import DataError, RecipeError, RunError
-from distill.surgery.group_lasso import GroupLasso, balance
+from distill.surgery.group_lasso import GroupLasso, balance, zero_groups
 from distill.surgery.sparsity import (
     Evenness,
     evenness,
     sparsity_by_tensor,
-    zero_groups,
 )
 from distill.surgery.unstructured import UnstructuredL1, kth_smallest_magnitude
 

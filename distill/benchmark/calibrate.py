@@ -13,7 +13,8 @@ from typing import Any
 
 from distill.errors import DataError
 from distill.models.base import Model
-from distill.models.hugging_face import TorchModel, end_ids, load_model, load_tokenizer, pick_device, real_tokens
+from distill.models.hugging_face import end_ids, load_model, load_tokenizer, pick_device, real_tokens
+from distill.models.torch_model import TorchModel
 from distill.packing import Packed
 from distill.recipe import Recipe
 from distill.run import Run, read_json, write_json

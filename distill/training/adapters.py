@@ -9,14 +9,13 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from distill.errors import DataError, RecipeError, RunError
+from distill.errors import RecipeError, RunError
 from distill.models.hugging_face import check_folder, load_model
 from distill.recipe.adapter import Adapter
 
@@ -104,25 +103,6 @@ def attach(model: Any, settings: Adapter, seed: int = 0) -> Any:
 def trainable(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     """The parameters that learn, by name: those of the adapters and, with train_outer, embeddings and head."""
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-
-
-def adapter_state(model: torch.nn.Module) -> dict[str, Tensor]:
-    """What a checkpoint keeps: the values of the parameters that learn; the others are those of init/."""
-    return {name: parameter.detach() for name, parameter in trainable(model).items()}
-
-
-def load_adapter_state(model: torch.nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Restore what `adapter_state` gave; raises DataError when it is of other adapters."""
-    own = trainable(model)
-    different = sorted(own.keys() ^ state.keys()) or [name for name in own if own[name].shape != state[name].shape]
-    if different:
-        raise DataError(
-            f"the checkpoint is of other adapters: {len(different)} tensors differ, such as {different[0]}",
-            "set train.adapter as it was, or run `distill train RECIPE --redo train`",
-        )
-    with torch.no_grad():
-        for name, parameter in own.items():
-            parameter.copy_(state[name])
 
 
 def merge(model: Any, init: Path | None = None) -> Any:
