@@ -5,9 +5,10 @@
 
 RUN is a run whose teacher and init/ are there (`distill train recipes/demo.yaml --until draft`). Every method starts
 from the same cut draft and sees the same blocks in the same order. `A, then B` is loss A for 70 % of the steps, B for
-the rest, each with a tenth of cross-entropy (`alone`: without), under one learning-rate curve. The rate of
-each method and protocol is chosen on selection prompts, from the same grid; figures are on report prompts: acceptance on texts that the target
-writes, averaged over seeds, with the interval of the difference to forward KL, paired by prompt (its seeds together).
+the rest, each with a tenth of cross-entropy (`alone`: without), under one learning-rate curve. The rate of each method
+and protocol is chosen on selection prompts, from the same grid; figures are on report prompts: acceptance on texts that
+the target writes, averaged over seeds, with the interval of the difference to forward KL, paired by prompt (its seeds
+together).
 
 Legend: U prompts.
 """
@@ -195,7 +196,8 @@ def table(folder: Path, resamples: int = 2000) -> str:
                 cells.append(f"{mean(rows):.4f} ({rate:g})")
                 continue
             gap = paired_ratio_interval(*base[protocol], sums, counts, resamples, 0.95)
-            cells.append(f"{mean(rows):.4f} ({rate:g}) [{gap['mean']:+.4f}: {gap['low']:+.4f}, {gap['high']:+.4f}]{few}")
+            change = f"{gap['mean']:+.4f}: {gap['low']:+.4f}, {gap['high']:+.4f}"
+            cells.append(f"{mean(rows):.4f} ({rate:g}) [{change}]{few}")
         seconds = numpy.median([f["seconds"] for f in found if f["method"] == method])
         lines.append(f"| {method} | " + " | ".join(cells) + f" | {seconds:.0f} |")
     return "\n".join(lines)
