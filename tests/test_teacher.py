@@ -88,6 +88,7 @@ def text(count: int, seed: int) -> list[int]:
 
 def begin(folder: Path, model: Path, **settings: Any) -> tuple[Recipe, Run]:
     """A run whose corpus and answers are there: 12 answers and some text, packed into blocks of 24 positions."""
+    compact = settings.get("kind", "compact") == "compact"
     recipe = parse_recipe(
         {
             "name": "made",
@@ -95,7 +96,7 @@ def begin(folder: Path, model: Path, **settings: Any) -> tuple[Recipe, Run]:
             "target": {"model": str(model), **settings.pop("target", {})},
             "corpus": {"sources": [{"kind": "text", "path": str(folder)}], "block": 24},
             "answers": {"prompt_tokens": 8, "new_tokens": 12, "batch": 2},
-            "teacher": {"shard_blocks": 2, "batch": 3, "top_k": 16} | settings,
+            "teacher": {"shard_blocks": 2, "batch": 3, "top_k": 16} | ({"mass": None} if compact else {}) | settings,
         },
         "test",
     )
@@ -153,7 +154,7 @@ def test_every_kind_gives_the_models_own_laws(
     architecture: str, kind: str, folders: dict[str, Path], tmp_path: Path
 ) -> None:
     """Whole and over kept tokens alone, at two temperatures; a compact one that stores all but one entry too."""
-    settings = {"top_k": 5000, "temperatures": [1.0, 2.0]} if kind == "compact" else {}
+    settings = {"top_k": 5000, "mass": None, "temperatures": [1.0, 2.0]} if kind == "compact" else {}
     recipe, run = made(tmp_path, folders[architecture], kind=kind, **settings)
     source = open_teacher(run, recipe, CPU)
     size = len(toy_vocabulary())

@@ -55,9 +55,9 @@ class TeacherStore(Section):
         description="compact: the top-k log-probabilities and the log of the tail's mass are stored; exact: the last "
         "hidden states and the head are, which give whole laws; online: nothing is, the target runs while training",
     )
-    top_k: int = Field(32, ge=1, description="compact: entries stored per position; with `mass`, at most")
+    top_k: int = Field(256, ge=1, description="compact: entries stored per position; with `mass`, at most")
     mass: float | None = Field(
-        None,
+        0.99,
         gt=0,
         lt=1,
         description="compact: store as few entries as hold this mass on average over a sample of positions; "
