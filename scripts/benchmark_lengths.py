@@ -292,7 +292,7 @@ def rules_for(costs: StepCosts, calibration: Calibration) -> dict[str, Callable[
         "entropy (AdaEDL)": lambda: Entropy(most),
         "Beta filter": lambda: BetaFilter(most),
         "expected value, myopic": lambda: ExpectedValue(costs, copy.deepcopy(calibration), look_ahead=0),
-        "expected value, all submitted": lambda: ExpectedValue(costs, copy.deepcopy(calibration), truncate=False),
+        "expected value, cut before verifying": lambda: ExpectedValue(costs, copy.deepcopy(calibration), truncate=True),
         "expected value": lambda: ExpectedValue(costs, copy.deepcopy(calibration)),
     }
 

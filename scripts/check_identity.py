@@ -167,7 +167,7 @@ def together(target: Any, draft: Any, way: Trial, prompts: Sequence[list[int]], 
 
     def run(at: int) -> list[list[int]]:
         def rule() -> Any:
-            return make_rule(way, True, costs, fitted)
+            return make_rule(way, costs, fitted)
 
         some = prompts[at : at + ROWS]
         return [result.tokens for result in decode_batch(target, draft, some, tokens, Rules(), rule)]

@@ -151,7 +151,7 @@ def test_with_free_drafting_the_best_length_is_found(seed: int) -> None:
     draw = random.Random(seed)
     costs = random_costs(draw, 9, 0.0)
     tops = [0.3 + 0.69 * draw.random() for _ in range(9)]
-    rule = ExpectedValue(costs, most=9, hope=1.0)
+    rule = ExpectedValue(costs, most=9, hope=1.0, truncate=True)
     submitted = rule.submit([look(top) for top in tops[: draft(rule, tops)]])
     found = values(costs, tops, rule.rate, sunk=True)
     assert found[submitted] == pytest.approx(max(found))
@@ -162,7 +162,7 @@ def test_drafting_stops_only_where_perfect_luck_would_not_pay(seed: int) -> None
     draw = random.Random(1000 + seed)
     costs = random_costs(draw, 9, 0.08)
     tops = [0.2 + 0.79 * draw.random() for _ in range(9)]
-    rule = ExpectedValue(costs, most=9, hope=1.0)
+    rule = ExpectedValue(costs, most=9, hope=1.0, truncate=True)
     stopped = draft(rule, tops)
     for n in range(10):  # before the first position where it stopped, perfect luck pays; there, it does not
         known = values(costs, tops[:n], rule.rate, sunk=True)
@@ -273,7 +273,7 @@ def test_without_truncation_everything_is_submitted() -> None:
     rule = ExpectedValue(StepCosts(GLM_SECONDS, 0.0, 0.0), truncate=False)
     drafted = draft(rule, [0.9] * 6 + [0.01] * 9)
     assert rule.submit([look(0.9)] * drafted) == drafted and not rule.anticipates
-    assert ExpectedValue(StepCosts(GLM_SECONDS, 0.0, 0.0)).anticipates
+    assert ExpectedValue(StepCosts(GLM_SECONDS, 0.0, 0.0), truncate=True).anticipates
 
 
 def test_calibration_is_used_and_told() -> None:
@@ -290,7 +290,7 @@ def test_calibration_is_used_and_told() -> None:
 
 LAWFUL = [Fixed(3), ProbabilityFloor(3, 0.5), StartContinue(3, 0.5, 0.5), PlusMinus(), AcceptedRatio(), Entropy(3),
           BetaFilter(3), ExpectedValue(StepCosts((1.0, 1.0), 0.0, 0.0), truncate=False)]  # fmt: skip
-ANTICIPATING = [LossyProbabilityFloor(3, 0.5), ExpectedValue(StepCosts((1.0, 1.0), 0.0, 0.0))]
+ANTICIPATING = [LossyProbabilityFloor(3, 0.5), ExpectedValue(StepCosts((1.0, 1.0), 0.0, 0.0), truncate=True)]
 
 
 @pytest.mark.parametrize("verifier", ["greedy", "match", "token", "block", "distinct"])

@@ -474,7 +474,8 @@ def test_bfloat16_products_keep_float32_weights(world: Path, ready: Path, whole:
 def test_every_kind_of_teacher_trains(world: Path, ready: Path, tmp_path: Path, kind: str) -> None:
     """A store of all entries, whole laws from stored states and the target itself: the same training."""
     losses = {}
-    for name, overrides in {"compact": ("teacher.top_k=100000", "teacher.mass=null"), kind: (f"teacher.kind={kind}",)}.items():
+    every = ("teacher.top_k=100000", "teacher.mass=null")
+    for name, overrides in {"compact": every, kind: (f"teacher.kind={kind}",)}.items():
         code, run = trained(world, ready, tmp_path / name, *overrides, "--redo", "teacher", "train.steps=4")
         assert code == 0
         losses[name] = [line["loss"] for line in metrics(run)]

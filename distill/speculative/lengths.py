@@ -247,9 +247,10 @@ class ExpectedValue(Rule):
 
     Drafting goes on while up to `look_ahead` + 1 more tokens could beat the best length so far, if each were accepted
     with probability `hope` + (1 − hope)·(the mean so far); look_ahead 0 is the myopic rule, hope 1 the bound that no
-    luck can break, which drafts too much where drafting costs. What is drafted is paid for, so the n of greatest
-    E − λ·T(n + 1) is submitted. With `truncate` false all drafted tokens are, which is lawful for sampled drafts. λ is
-    a moving average in which a token counts half after `memory` more, and starts at 1/T(1).
+    luck can break, which drafts too much where drafting costs. What is drafted is submitted; with `truncate`, which is
+    lawful for deterministic drafts alone, only the n of greatest E − λ·T(n + 1) is (on selection traces it gained on no
+    curve, docs/benchmarks.md). λ is a moving average in which a token counts half after `memory` more, and starts at
+    1/T(1).
 
     It decodes plainly for `probe` tokens after `patience` rounds in which nothing was worth submitting, or when the
     rounds together lost `allowance` tokens' time against plain decoding. Then it tries again, and gives up after
@@ -261,7 +262,7 @@ class ExpectedValue(Rule):
     most: int = 15
     look_ahead: int = 15
     hope: float = 0.3
-    truncate: bool = True
+    truncate: bool = False
     memory: float = 400.0
     patience: int = 8
     tries: int = 4

@@ -49,11 +49,8 @@ def calibration_of(trial: Trial, fitted: Mapping[str, Calibration]) -> Calibrati
     return found
 
 
-def make_rule(trial: Trial, truncate: bool, costs: StepCosts, fitted: Mapping[str, Calibration]) -> LengthRule:
-    """The length rule in its first state. `truncate`: the expected-value rule may drop what it drafted (deterministic).
-
-    Only that rule reads `costs` and `fitted`.
-    """
+def make_rule(trial: Trial, costs: StepCosts, fitted: Mapping[str, Calibration]) -> LengthRule:
+    """The length rule in its first state; only the expected-value rule reads `costs` and `fitted`."""
     most, floor = trial.length, trial.floor
     if trial.rule == "p_min":
         return ProbabilityFloor(most, trial.p_min)
@@ -70,7 +67,7 @@ def make_rule(trial: Trial, truncate: bool, costs: StepCosts, fitted: Mapping[st
     if trial.rule == "beta":
         return BetaFilter(most) if floor is None else BetaFilter(most, floor)
     if trial.rule == "expected-value":
-        return ExpectedValue(costs, calibration_of(trial, fitted), most=most, truncate=truncate)
+        return ExpectedValue(costs, calibration_of(trial, fitted), most=most)
     return Fixed(most)
 
 
@@ -99,7 +96,7 @@ def make_drafter(
             return TreeDrafter(draft, sampler, random, len(tree), shape=tree, best=True)
         return TreeDrafter(draft, sampler, random, tree, depth=trial.length, calibrate=calibrate)
     argmax = sampler.temperature == 0 or trial.verified_by == "match"
-    model = ModelDrafter(draft, make_rule(trial, argmax, costs, fitted), sampler, random, argmax)
+    model = ModelDrafter(draft, make_rule(trial, costs, fitted), sampler, random, argmax)
     return model if trial.drafter == "draft" else FirstThen(LookupDrafter(trial.length, shortest=2), model)
 
 
