@@ -55,7 +55,7 @@ def test_shipped_recipe_parses_and_is_called_like_its_file(path: Path) -> None:
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_resolved_form_round_trips(path: Path, tmp_path: Path) -> None:
-    recipe = load_recipe(path, ["seed=7", "train.rate=1e-4", "train.loss={forward_kl: 1}"])
+    recipe = load_recipe(path, ["seed=7", "train.rate=1e-4", "teacher.batch=2"])
     resolved = dump_recipe(recipe)
     again = load_recipe(write(tmp_path, resolved))
     assert again == recipe
