@@ -4,9 +4,8 @@
     python scripts/benchmark_losses.py runs/demo --to losses/ --share 0/2 & ... --share 1/2     # in two processes
 
 RUN is a run whose teacher and init/ are there (`distill train recipes/demo.yaml --until draft`). Every method starts
-from the same cut draft and sees the same blocks in the same order. `A, then B` is loss A for 70 % of the steps, B for
-the rest, each with a tenth of cross-entropy (`alone`: without), under one learning-rate curve. The rate of each method
-and protocol is chosen on selection prompts, from the same grid; figures are on report prompts: acceptance on texts that
+from the same cut draft and sees the same blocks in the same order. `KL, then B` is forward KL for 70 % of the steps, B for
+the rest, under one learning-rate curve. The rate of each method and protocol is chosen on selection prompts, from the same grid; figures are on report prompts: acceptance on texts that
 the target writes, averaged over seeds, with the interval of the difference to forward KL, paired by prompt (its seeds
 together).
 
@@ -42,24 +41,25 @@ from distill.training.rate import cosine
 from distill.training.step import Columns, Learner, batch_blocks, on_device, parameter_groups
 
 SWITCH = 0.7
-KL = {"forward_kl": 0.9, "cross_entropy": 0.1}
-ALONE: dict[str, tuple[dict[str, float], str]] = {
-    "forward KL": (KL, "uniform"),
-    "forward KL alone": ({"forward_kl": 1.0}, "uniform"),
-    "JSD(0.5) alone": ({"jsd": 1.0}, "uniform"),
-    "JSD(0.5)": ({"jsd": 0.9, "cross_entropy": 0.1}, "uniform"),
-    "reverse KL": ({"reverse_kl": 0.9, "cross_entropy": 0.1}, "uniform"),
-    "cross-entropy": ({"cross_entropy": 1.0}, "uniform"),
+KL = {"forward_kl": 1.0}
+Way = tuple[dict[str, float], str, float]  # losses, token weights, β of a JSD
+ALONE: dict[str, Way] = {
+    "forward KL": (KL, "uniform", 0.5),
+    "forward KL and 0.1 cross-entropy": ({"forward_kl": 0.9, "cross_entropy": 0.1}, "uniform", 0.5),
+    "JSD(0.1)": ({"jsd": 1.0}, "uniform", 0.1),
+    "JSD(0.5)": ({"jsd": 1.0}, "uniform", 0.5),
+    "reverse KL": ({"reverse_kl": 1.0}, "uniform", 0.5),
+    "cross-entropy": ({"cross_entropy": 1.0}, "uniform", 0.5),
 }
-SECOND: dict[str, tuple[dict[str, float], str]] = {
-    "TV": ({"total_variation": 0.9, "cross_entropy": 0.1}, "uniform"),
-    "NLA": ({"nla": 0.9, "cross_entropy": 0.1}, "uniform"),
-    "LK": ({"lk_hybrid": 0.9, "cross_entropy": 0.1}, "uniform"),
-    "match": ({"match": 0.9, "cross_entropy": 0.1}, "uniform"),
-    "argmax cross-entropy": ({"argmax_cross_entropy": 0.9, "cross_entropy": 0.1}, "uniform"),
-    "top-4 hinge": ({"top_k_hinge": 0.9, "cross_entropy": 0.1}, "uniform"),
-    "KL, block-acceptance weights": (KL, "block-acceptance"),
-    "KL on the top half": (KL, "top-fraction"),
+SECOND: dict[str, Way] = {
+    "TV": ({"total_variation": 1.0}, "uniform", 0.5),
+    "NLA": ({"nla": 1.0}, "uniform", 0.5),
+    "LK": ({"lk_hybrid": 1.0}, "uniform", 0.5),
+    "match": ({"match": 1.0}, "uniform", 0.5),
+    "argmax cross-entropy": ({"argmax_cross_entropy": 1.0}, "uniform", 0.5),
+    "top-4 hinge": ({"top_k_hinge": 1.0}, "uniform", 0.5),
+    "KL, block-acceptance weights": (KL, "block-acceptance", 0.5),
+    "KL on the top half": (KL, "top-fraction", 0.5),
 }
 METHODS = [*ALONE, *(f"KL, then {name}" for name in SECOND)]
 PROTOCOLS = ("sampling", "match", "greedy")
@@ -102,9 +102,12 @@ class Texts:
 
 
 def steps_of(learner: Learner, optimizer: Any, source: Any, options: Any, seed: int, rate: float, first: int, last: int,
-             losses: dict[str, float], weights: str) -> None:  # fmt: skip
+             way: Way) -> None:  # fmt: skip
     """Train from step `first` to `last` of one curve."""
-    part = PlannedPart("x", 0, options.steps, rate, LossSettings(losses), weights, 0.5)  # type: ignore[arg-type]
+    losses, weights, beta = way
+    part = PlannedPart(
+        "x", 0, options.steps, rate, LossSettings(losses, jsd_beta=beta), weights, 0.5  # type: ignore[arg-type]
+    )  # fmt: skip
     learner.train()
     for step in range(first, last):
         for group in optimizer.param_groups:
@@ -143,7 +146,7 @@ def trainings(options: Any, run: Run, source: Any, seed: int, rate: float, texts
     switch = round(SWITCH * options.steps)
     learner, optimizer = fresh()
     started = time.time()
-    steps_of(learner, optimizer, source, options, seed, rate, 0, switch, *ALONE["forward KL"])
+    steps_of(learner, optimizer, source, options, seed, rate, 0, switch, ALONE["forward KL"])
     weights, moments = copy.deepcopy(learner.state_dict()), copy.deepcopy(optimizer.state_dict())
     common = time.time() - started
     for method in wanted:
@@ -152,15 +155,13 @@ def trainings(options: Any, run: Run, source: Any, seed: int, rate: float, texts
         started = time.time()
         learner, optimizer = fresh()
         if method in ALONE and method != "forward KL":
-            steps_of(learner, optimizer, source, options, seed, rate, 0, options.steps, *ALONE[method])
+            steps_of(learner, optimizer, source, options, seed, rate, 0, options.steps, ALONE[method])
             measure(method, learner, time.time() - started)
             continue
         learner.load_state_dict(weights)
         optimizer.load_state_dict(copy.deepcopy(moments))
-        loss = KL, "uniform"
-        if method != "forward KL":
-            loss = SECOND[method.removeprefix("KL, then ")]
-        steps_of(learner, optimizer, source, options, seed, rate, switch, options.steps, *loss)
+        way = ALONE[method] if method in ALONE else SECOND[method.removeprefix("KL, then ")]
+        steps_of(learner, optimizer, source, options, seed, rate, switch, options.steps, way)
         measure(method, learner, common + time.time() - started)
 
 
