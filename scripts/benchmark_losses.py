@@ -4,10 +4,10 @@
     python scripts/benchmark_losses.py runs/demo --to losses/ --share 0/2 & ... --share 1/2     # in two processes
 
 RUN is a run whose teacher and init/ are there (`distill train recipes/demo.yaml --until draft`). Every method starts
-from the same cut draft and sees the same blocks in the same order. `KL, then B` is forward KL for 70 % of the steps, B for
-the rest, under one learning-rate curve. The rate of each method and protocol is chosen on selection prompts, from the same grid; figures are on report prompts: acceptance on texts that
-the target writes, averaged over seeds, with the interval of the difference to forward KL, paired by prompt (its seeds
-together).
+from the same cut draft and sees the same blocks in the same order. `KL, then B` is forward KL for 70 % of the steps and
+B for the rest, under one learning-rate curve. The rate of each method and protocol is chosen on selection prompts, from
+the same grid; figures are on report prompts: acceptance on texts that the target writes, averaged over seeds, with the
+interval of the difference to forward KL, paired by prompt (its seeds together).
 
 Legend: U prompts.
 """

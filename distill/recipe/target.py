@@ -85,6 +85,6 @@ class TeacherStore(Section):
     @model_validator(mode="after")
     def _settings_of_other_kinds(self) -> TeacherStore:
         for name, kind in (("mass", "compact"), ("temperatures", "compact"), ("dtype", "exact")):
-            if self.kind != kind and getattr(self, name) != type(self).model_fields[name].default:
+            if self.kind != kind and getattr(self, name) not in (None, type(self).model_fields[name].default):
                 raise ValueError(f"{name} is a setting of kind {kind}, and kind is {self.kind}")
         return self
