@@ -34,7 +34,7 @@ from distill.training.step import Columns, Learner
 
 PARTS = (
     "train.parts=[{name: align, share: 0.5, loss: {forward_kl: 0.9, cross_entropy: 0.1}},"
-    " {name: accept, steps: 4, weights: block-acceptance, rate: 0.0005}]"
+    " {name: accept, steps: 4, weights: block-acceptance, rate: 0.0005, loss: {lk_hybrid: 0.9, cross_entropy: 0.1}}]"
 )
 REPLAY = ("train.replay.prompts=6", "train.replay.new_tokens=16", "train.replay.judges=4", "train.replay.steps=2",
           "train.replay.share=0.5")  # fmt: skip
@@ -172,13 +172,13 @@ def test_parts_share_one_curve_and_a_replay_has_its_own() -> None:
     assert [(part.name, part.first, part.end) for part in parts] == [
         ("align", 0, 70), ("accept", 70, 100), ("replay", 100, 110),
     ]  # fmt: skip
-    assert parts[1].loss.losses == {"lk_hybrid": 0.9, "cross_entropy": 0.1}
+    assert parts[1].loss.losses == {"jsd": 1.0}
     curve = [rate_of(parts, part_at(parts, step), step, settings) for step in range(110)]
     assert curve[9] == 1.0 and curve[0] == pytest.approx(0.1)
     assert curve[70] == pytest.approx(0.5 * curve[69], rel=0.1)
     assert curve[99] < 0.001 and curve[100] == pytest.approx(1 / 3)
     greedy = planned(settings, 0.0, 16)
-    assert set(greedy[1].loss.losses) == {"argmax_cross_entropy", "cross_entropy"}
+    assert set(greedy[1].loss.losses) == {"forward_kl"}
     assert protocol_of(settings.model_copy(update={"protocol": "match"}), 0.0) == "match"
 
 

@@ -60,7 +60,9 @@ class Part(Section):
     steps: int | None = Field(None, ge=1, description="length: optimizer steps")
     tokens: int | None = Field(None, ge=1, description="length: positions the draft sees, rounded up to whole steps")
     loss: Loss | None = Field(
-        None, description="weights of the losses; null: the loss of train.protocol, 0.9, and cross_entropy, 0.1"
+        None,
+        description="weights of the losses; null: what served train.protocol best, jsd for sampling, forward_kl "
+        "for match and greedy",
     )
     rate: float | None = Field(None, gt=0, description="peak learning rate; null: train.rate")
     temperature: float = Field(
@@ -124,7 +126,7 @@ class Train(Section):
     rate: float = Field(5e-5, gt=0, description="peak learning rate of AdamW; small demo models want more")
     warmup: float = Field(0.03, ge=0, lt=1, description="share of the steps spent warming up, linearly")
     final: float = Field(0.1, ge=0, le=1, description="the cosine ends at this share of the rate")
-    loss: Loss = Field({"forward_kl": 0.9, "cross_entropy": 0.1}, description="weights of the losses, without parts")
+    loss: Loss = Field({"forward_kl": 1.0}, description="weights of the losses, without parts")
     parts: tuple[Part, ...] = Field((), description="one after another; empty: all steps with train.loss at train.rate")
     jsd_beta: float = Field(0.5, gt=0, lt=1, description="jsd: the target's share of the mixture")
     lk_decay: float = Field(
