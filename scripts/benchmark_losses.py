@@ -170,6 +170,12 @@ def mean(rows: list[list[Any]]) -> float:
     return sum(v for row in rows for v, _ in row) / sum(n for row in rows for _, n in row)
 
 
+def _totals(rows: list[list[Any]]) -> tuple[Any, Any]:
+    """Per prompt, over seeds, the sum of acceptances and of positions [U]."""
+    values, counts = (numpy.array([[one[part] for one in row] for row in rows]).sum(0) for part in (0, 1))
+    return values, counts
+
+
 def table(folder: Path, resamples: int = 2000) -> str:
     """Every method on every protocol, at the rate that is best for it on selection prompts."""
     found = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
@@ -188,17 +194,17 @@ def table(folder: Path, resamples: int = 2000) -> str:
             few = "" if whole else " (not all seeds)"
             rate = max(whole or rates, key=lambda r: mean([f["selection"][protocol] for f in found
                                                            if f["method"] == method and f["rate"] == r]))  # fmt: skip
-            rows = [f["report"][protocol] for f in sorted(found, key=lambda f: f["seed"])
-                    if f["method"] == method and f["rate"] == rate]  # fmt: skip
-            sums = numpy.array([[v for v, _ in row] for row in rows]).sum(0)
-            counts = numpy.array([[n for _, n in row] for row in rows]).sum(0)
+            rows = {f["seed"]: f["report"][protocol] for f in found if f["method"] == method and f["rate"] == rate}
+            figure = f"{mean(list(rows.values())):.4f} ({rate:g})"
             if method == "forward KL":
-                base[protocol] = sums, counts
-                cells.append(f"{mean(rows):.4f} ({rate:g})")
+                base[protocol] = rows
+                cells.append(figure)
                 continue
-            gap = paired_ratio_interval(*base[protocol], sums, counts, resamples, 0.95)
+            shared = sorted(rows.keys() & base[protocol].keys())  # the same seeds on both sides
+            old, new = (_totals([one[seed] for seed in shared]) for one in (base[protocol], rows))
+            gap = paired_ratio_interval(*old, *new, resamples, 0.95)
             change = f"{gap['mean']:+.4f}: {gap['low']:+.4f}, {gap['high']:+.4f}"
-            cells.append(f"{mean(rows):.4f} ({rate:g}) [{change}]{few}")
+            cells.append(f"{figure} [{change}]{few}")
         seconds = numpy.median([f["seconds"] for f in found if f["method"] == method])
         lines.append(f"| {method} | " + " | ".join(cells) + f" | {seconds:.0f} |")
     return "\n".join(lines)
