@@ -266,10 +266,10 @@ def test_metrics_with_a_torn_last_line(world: Path, copied: Path) -> None:
     path = copied / "metrics.jsonl"
     path.write_bytes(path.read_bytes()[:-20])
     assert run.metrics() == before[:-1]
-    run.record("train", step=8, loss=1.0)
+    run.record("train", step=9, loss=1.0)  # a step of its own: a step done again takes the place of its first line
     after = run.metrics()
     assert after[:-1] == before[:-1]
-    assert (after[-1]["step"], after[-1]["loss"]) == (8, 1.0)
+    assert (after[-1]["step"], after[-1]["loss"]) == (9, 1.0)
     assert tiny.call("report", "tiny", "--runs", copied.parent) == 0
 
 
