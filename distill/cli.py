@@ -74,7 +74,7 @@ def evaluate(
     if target or draft:
         report = _evaluate_bare(target, draft, text, temperature, prompts, kl, acceptance)
     else:
-        from distill.run import read_json
+        from distill.files import read_json
 
         recipe, found = find_run(run, runs)
         run_until(recipe, found, "eval")
@@ -125,7 +125,7 @@ def _evaluate_bare(
     documents, _ = read_documents(recipe.corpus, needed=("report",))
     report = evaluate_bare(recipe, documents, cut_prompts, temperature, prompts, kl, acceptance)
     report["command"] = "distill " + " ".join(sys.argv[1:])
-    from distill.run import without_nan
+    from distill.files import without_nan
 
     found: dict[str, Any] = without_nan(report)
     return found
@@ -179,7 +179,8 @@ def speedup(
     output: FormatOption = "md",
 ) -> None:
     """Plain against speculative decoding, end to end, of a run's draft and target."""
-    from distill.run import Run, read_json
+    from distill.files import read_json
+    from distill.run import Run
 
     recipe, found = find_run(run, runs)
     if verify_law:

@@ -127,12 +127,13 @@ def train(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say which stage would run, and why; do nothing.")] = False,
 ) -> None:
     """Run every stage of a recipe, from corpus to report. The same command resumes after any interruption."""
+    from distill.files import faults_explained
     from distill.pipeline import find_stage
     from distill.processes import is_main
     from distill.recipe import load_recipe
     from distill.refresh import finish_refresh, plan_refresh
     from distill.refresh import refresh as start_refresh
-    from distill.run import Run, faults_explained
+    from distill.run import Run
     from distill.running import follow_main, require_nothing_superseded, run_pipeline
 
     found = load_recipe(recipe, overrides or [])

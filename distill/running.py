@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from distill.errors import RunError
+from distill.files import digest, faults_explained, read_json, reference_digest, write_json
 from distill.pipeline import LAST_TOGETHER, NAMES, STAGES, Stage, consumers, find_stage
 from distill.processes import agree, process_count
 from distill.progress import duration
 from distill.recipe import Recipe
-from distill.run import Run, digest, faults_explained, read_json, reference_digest, write_json
+from distill.run import Run
 
 
 def _setting(recipe: Recipe, dotted: str, ignores: Sequence[str] = ()) -> Any:

@@ -37,11 +37,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmark_losses import Texts, mean, table
 
+from distill.files import write_json
 from distill.models.hugging_face import load_model, load_tokenizer, pick_device
 from distill.packing import Packed
 from distill.progress import Progress
 from distill.recipe import load_recipe
-from distill.run import Run, write_json
+from distill.run import Run
 from distill.target.source import open_teacher
 from distill.texts import read_prompts
 from distill.training.rate import cosine

@@ -28,10 +28,11 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from distill.evaluation.stage import continue_all
+from distill.files import write_json
 from distill.intervals import paired_ratio_interval
 from distill.models.hugging_face import end_ids, load_model, load_tokenizer, pick_device
 from distill.recipe import Recipe, load_recipe
-from distill.run import Run, write_json
+from distill.run import Run
 from distill.sampler import Sampler
 from distill.target.source import open_teacher
 from distill.texts import Prompt, prompt_seed, read_prompts

@@ -24,13 +24,14 @@ from typing import Any
 
 from distill.benchmark.calibrate import curve_costs, load_calibrations
 from distill.benchmark.compare import TORCH_NOISE, first_difference, rounding_noise, top_gap
+from distill.files import digest, read_json, write_json
 from distill.models.base import Model
 from distill.models.gguf import MOST_LEAVES, GgufModel
 from distill.packing import Packed
 from distill.progress import Progress
 from distill.recipe import Trial, load_recipe
 from distill.recipe.trial import RULES
-from distill.run import Run, digest, read_json, write_json
+from distill.run import Run
 from distill.speculative.decode import GREEDY, Decoded, Rules, decode, plain
 from distill.speculative.trial import NO_COSTS, make_drafter, make_rule
 

@@ -11,7 +11,7 @@ import re
 import sys
 from pathlib import Path
 
-from distill.run import read_json
+from distill.files import read_json
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from distill.run import file_digest, reference_digest
+from distill.files import file_digest, reference_digest
 
 DATA = Path(__file__).resolve().parent.parent / "data"
 

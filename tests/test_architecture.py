@@ -19,7 +19,7 @@ LAYERS = (
     STAGES,
     {"speculative"},
     {"models", "vocabulary", "sampler", "divergences", "packing", "texts", "progress", "intervals", "processes"}
-    | {"recipe", "run", "errors"},
+    | {"recipe", "files", "run", "errors"},
     {"distill"},  # the package itself: its version
 )
 HEIGHT = {room: -depth for depth, rooms in enumerate(LAYERS) for room in rooms}
@@ -37,7 +37,7 @@ ALLOWED = {
 }
 
 HEAVY = {"torch", "transformers", "datasets", "peft", "accelerate", "llama_cpp", "gguf", "pyarrow", "matplotlib"}
-LIGHT_FILES = ("errors.py", "recipe/load.py", "recipe/training.py", "run.py")
+LIGHT_FILES = ("errors.py", "recipe/load.py", "recipe/training.py", "files.py", "run.py")
 
 
 def imports(path: Path, package: str) -> Iterator[tuple[int, str]]:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import tiny
 
-from distill.run import read_json, write_json
+from distill.files import read_json, write_json
 from distill.speculative.cost import StepCosts
 from distill.speculative.lengths import Fixed
 from distill.speculative.proposal import Features

@@ -30,11 +30,12 @@ from transformers import (
 
 from distill import processes
 from distill.errors import DataError, RecipeError, RunError
+from distill.files import file_digest, read_json, write_json, write_text
 from distill.models.hugging_face import load_model, quantisation
 from distill.models.masks import document_masks
 from distill.packing import Packed, attention_mask, pack
 from distill.recipe import Recipe, parse_recipe
-from distill.run import Run, file_digest, read_json, write_json, write_text
+from distill.run import Run
 from distill.target.answers import answers
 from distill.target.head import Head, require_head
 from distill.target.laws import CompactTeacher, LogitForm, TeacherChunk, logit_form

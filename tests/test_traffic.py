@@ -285,7 +285,7 @@ def test_a_refresh_killed_between_its_renames(
 
     with monkeypatch.context() as patch:
         patch.setattr(distill.refresh.os, "replace", killed)
-        # Only the second half of `refresh` may fail: parent.json itself is written by run.py with the same function.
+        # Only the second half of `refresh` may fail: parent.json itself is written by files.py with the same function.
         patch.setattr(distill.refresh, "write_json", lambda path, value: path.write_text(json.dumps(value)))
         assert train(world, runs, "--refresh", "--until", "draft") == 130
     assert not (runs / "served").exists() and (runs / "served.1").exists()

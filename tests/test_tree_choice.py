@@ -41,9 +41,9 @@ from distill.benchmark.trees import (
     time_rounds,
 )
 from distill.errors import DataError, RecipeError
+from distill.files import read_json
 from distill.models.table import TableModel
 from distill.recipe import Trial, dump_recipe, load_recipe
-from distill.run import read_json
 from distill.sampler import Sampler
 from distill.speculative.cost import StepCosts
 from distill.speculative.decode import GREEDY, Decoded, Rules, decode

@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from distill.errors import DataError
+from distill.files import read_json, write_json
 from distill.models.base import Model
 from distill.models.hugging_face import end_ids, load_model, load_tokenizer, pick_device, real_tokens
 from distill.models.torch_model import TorchModel
 from distill.packing import Packed
 from distill.recipe import Recipe
-from distill.run import Run, read_json, write_json
+from distill.run import Run
 from distill.speculative.calibration import (
     CONTEXT_TERMS,
     FEATURE_TERMS,

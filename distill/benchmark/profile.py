@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from distill.export.writer import export_gguf
+from distill.files import write_json
 from distill.models.gguf import GgufModel
 from distill.models.hugging_face import load_model, load_target, local_folder, pick_device
 from distill.models.torch_model import TorchModel
 from distill.recipe import Recipe
-from distill.run import Run, machine, write_json
+from distill.run import Run, machine
 from distill.speculative.cost import cost_curve
 
 

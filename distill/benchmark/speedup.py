@@ -33,6 +33,7 @@ from distill.benchmark.libraries import llama_generation, transformers_generatio
 from distill.benchmark.table import as_markdown
 from distill.benchmark.trees import Choice, settle_trees
 from distill.export.writer import export_gguf
+from distill.files import faults_explained, read_json, write_json, write_text
 from distill.models.base import Model
 from distill.models.gguf import MOST_LEAVES, GgufModel
 from distill.models.hugging_face import (
@@ -46,7 +47,7 @@ from distill.models.hugging_face import (
 )
 from distill.models.torch_model import TorchModel
 from distill.recipe import Recipe, Trial
-from distill.run import Run, faults_explained, machine, read_json, write_json, write_text
+from distill.run import Run, machine
 from distill.sampler import Sampler
 from distill.speculative.calibration import Calibration
 from distill.speculative.cost import StepCosts, measure_steps, predicted_speedup

@@ -12,10 +12,11 @@ from distill.corpus.prompts import cut_prompts
 from distill.corpus.sources import read_documents
 from distill.corpus.splits import SPLITS
 from distill.errors import DataError
+from distill.files import write_atomically, write_json, write_text
 from distill.models.hugging_face import encode, end_ids, load_config, load_tokenizer
 from distill.packing import pack
 from distill.recipe import Recipe
-from distill.run import Run, write_atomically, write_json, write_text
+from distill.run import Run
 
 
 def selection_prompts(recipe: Recipe) -> int:

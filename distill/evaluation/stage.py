@@ -14,13 +14,14 @@ from distill.evaluation.measure import (
     summarise,
     tokens_per_round,
 )
+from distill.files import write_atomically, write_json, write_text
 from distill.models.hugging_face import end_ids, load_model, load_target, load_tokenizer, pick_device, real_tokens
 from distill.models.kept import read_kept
 from distill.models.torch_model import TorchModel
 from distill.packing import Packed, pack
 from distill.progress import Progress
 from distill.recipe import Evaluate, Recipe
-from distill.run import Run, write_atomically, write_json, write_text
+from distill.run import Run
 from distill.sampler import Sampler
 from distill.speculative.decode import Round, room_for, speculative
 from distill.speculative.sample import continue_prompts

@@ -7,9 +7,10 @@ from typing import Any
 
 from distill.export.parity import compare
 from distill.export.writer import export_gguf
+from distill.files import read_json, write_json
 from distill.models.hugging_face import local_folder
 from distill.recipe import Recipe
-from distill.run import Run, read_json, write_json
+from distill.run import Run
 from distill.texts import read_documents_of
 
 

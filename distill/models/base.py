@@ -162,3 +162,16 @@ def check_want(want: Sequence[int] | None, count: int) -> None:
     """Raise ValueError unless `want` indexes `count` tokens."""
     if want is not None and len(want) and not (min(want) >= 0 and max(want) < count):
         raise ValueError(f"want must index the {count} tokens, got {min(want)}..{max(want)}")
+
+
+def check_counts(counts: Sequence[int] | None, count: int) -> None:
+    """Raise ValueError unless `counts`, where given, says that the one row of a model takes all `count` tokens."""
+    if counts is not None and list(counts) != [count]:
+        raise ValueError(f"this model keeps one row: counts must be [{count}], got {list(counts)}")
+
+
+def check_rollback(lengths: Sequence[int], committed: int) -> int:
+    """The length to which the one row of a model goes back; ValueError outside 0..committed."""
+    if len(lengths) != 1 or not 0 <= lengths[0] <= committed:
+        raise ValueError(f"lengths must be [L] with 0 <= L <= {committed}, got {list(lengths)}")
+    return int(lengths[0])

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distill.errors import DataError
-from distill.models.base import check_call
+from distill.models.base import check_call, check_counts, check_rollback
 from distill.models.gguf_branches import Branches
 from distill.models.gguf_context import FEW, GgufContext
 from distill.models.gguf_file import GgufFile
@@ -108,8 +108,7 @@ class GgufModel:
         ):
             return GgufLogits(self, self._decode_few(tokens, last_only))
         count = len(tokens)
-        if counts is not None and list(counts) != [count]:
-            raise ValueError(f"counts must be [{count}] for one row of {count} tokens, got {list(counts)}")
+        check_counts(counts, count)
         if parents is not None:
             return self._extend_tree(tokens, parents, want)
         if len(self._branches):
@@ -213,14 +212,13 @@ class GgufModel:
     def rollback(self, lengths: Sequence[int]) -> None:
         """Forget a pending tree and the tokens beyond `lengths` (one number); ValueError outside 0..the committed."""
         self._file.require_open()
-        if len(lengths) != 1 or not 0 <= lengths[0] <= self._length:
-            raise ValueError(f"lengths must be [L] with 0 <= L <= {self._length}, got {list(lengths)}")
+        length = check_rollback(lengths, self._length)
         if len(self._branches):
             self._branches.drop(self._length)
-        if lengths[0] < self._length:
-            self._context.remove(0, lengths[0])
-            self._length = lengths[0]
-            self._branches.shorten(lengths[0])
+        if length < self._length:
+            self._context.remove(0, length)
+            self._length = length
+            self._branches.shorten(length)
 
     def reset(self) -> None:
         """Forget all tokens."""

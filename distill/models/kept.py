@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from distill.errors import DataError
-from distill.run import write_json
+from distill.files import write_json
 
 FILE = "kept_tokens.json"
 

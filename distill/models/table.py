@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from distill.models.base import ROOT, PendingTree, check_call
+from distill.models.base import ROOT, PendingTree, check_call, check_counts, check_rollback
 from distill.models.torch_logits import TorchLogits
 
 LARGEST = 1 << 25  # entries of a table: 256 MiB
@@ -72,8 +72,7 @@ class TableModel:
         the tokens, parents that are no earlier nodes, or a chain while a tree is pending.
         """
         count, depth = len(tokens), len(self._context)
-        if counts is not None and list(counts) != [count]:
-            raise ValueError(f"this model keeps one row: counts must be [{count}], got {list(counts)}")
+        check_counts(counts, count)
         above = range(ROOT, count - 1) if parents is None else parents
         check_call(tokens, above, want, self.vocabulary_size)
         if parents is None and len(self._tree):
@@ -108,9 +107,8 @@ class TableModel:
 
     def rollback(self, lengths: Sequence[int]) -> None:
         """Drop the tree and the tokens after the first `lengths[0]`; ValueError outside 0..the committed length."""
-        if len(lengths) != 1 or not 0 <= lengths[0] <= len(self._context):
-            raise ValueError(f"lengths must be [L] with 0 <= L <= {len(self._context)}, got {list(lengths)}")
-        del self._context[lengths[0] :]
+        length = check_rollback(lengths, len(self._context))
+        del self._context[length :]
         self._drop_tree()
 
     def reset(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from distill.run import write_json, write_text
+from distill.files import write_json, write_text
 from distill.vocabulary import read_settings
 
 TOKENIZER_FILES = (

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distill.models.base import ROOT, PendingTree, check_call, check_want
+from distill.models.base import ROOT, PendingTree, check_call, check_counts, check_rollback, check_want
 from distill.models.torch_logits import TorchLogits
 
 
@@ -78,8 +78,7 @@ class TorchModel:
         Raises ValueError, with nothing changed, past the capacity, for more than one row, for `want` outside the
         tokens, for a chain below a pending tree, and for a tree in a model that takes none.
         """
-        if counts is not None and list(counts) != [len(tokens)]:
-            raise ValueError(f"this model keeps one row: counts must be [{len(tokens)}], got {list(counts)}")
+        check_counts(counts, len(tokens))
         if parents is not None:
             return self._extend_tree(list(tokens), parents, want)
         if self._tree.parents:
@@ -160,18 +159,16 @@ class TorchModel:
         self._tree, self._seen = PendingTree(), self._seen[:0, :0]
 
     def rollback(self, lengths: Sequence[int]) -> None:
-        """Drop a pending tree and the tokens after the first `lengths[0]`."""
-        drop = self._length - lengths[0]
-        if drop < 0 or lengths[0] < 0:
-            raise ValueError(f"cannot roll back from {self._length} to {lengths[0]} tokens")
+        """Drop a pending tree and the tokens after the first `lengths[0]`; ValueError outside 0..the committed."""
+        length = check_rollback(lengths, self._length)
         if self._tree.parents:
             self._drop_tree(0)
-        if lengths[0] == 0:
+        if length == 0:
             self.reset()
-        elif drop:
+        elif length < self._length:
             # A negative count means "drop that many" in every version we support; a positive one changed meaning.
-            self._cache.crop(-drop)
-            self._length = lengths[0]
+            self._cache.crop(length - self._length)
+            self._length = length
 
     def reset(self) -> None:
         """Forget everything: the cold cache that every timed prompt starts with."""

@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from distill.files import read_json, write_text
 from distill.recipe import Recipe
 from distill.report.card import build_card
 from distill.report.page import build_page
-from distill.run import Run, machine, now, read_json, write_text
+from distill.run import Run, machine, now
 
 
 def gather(recipe: Recipe, run: Run) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import Tensor
 
-from distill.models.base import ROOT, Model, PendingTree, check_call
+from distill.models.base import ROOT, Model, PendingTree, check_call, check_counts, check_rollback
 from distill.models.torch_logits import TorchLogits
 from distill.speculative.draft import Drafter
 from distill.speculative.grammar import Constraint, State
@@ -69,8 +69,7 @@ class Constrained:
         want: Sequence[int] | None = None,
     ) -> TorchLogits:
         """Logits [n, V] as the model's `extend`, −∞ where the grammar allows no token; the same errors."""
-        if counts is not None and list(counts) != [len(tokens)]:
-            raise ValueError(f"counts must be [{len(tokens)}], got {list(counts)}")
+        check_counts(counts, len(tokens))
         check_call(tokens, range(len(tokens)) if parents is None else parents, want, self.vocabulary_size)
         wanted = list(range(len(tokens)) if want is None else want)
         if parents is None:
@@ -169,12 +168,11 @@ class Constrained:
 
     def rollback(self, lengths: Sequence[int]) -> None:
         """Forget the tree and the tokens beyond `lengths[0]`; ValueError outside 0..the committed length."""
-        if len(lengths) != 1 or not 0 <= lengths[0] <= len(self._context):
-            raise ValueError(f"lengths must be [L] with 0 <= L <= {len(self._context)}, got {list(lengths)}")
+        length = check_rollback(lengths, len(self._context))
         # Also where nothing was committed through here: the model may hold a text from before.
-        self.model.rollback([min(lengths[0], self.model.lengths[0])])
-        del self._context[lengths[0] :]
-        del self._states[max(0, lengths[0] - max(self.constraint.start, 1) + 1) :]
+        self.model.rollback([min(length, self.model.lengths[0])])
+        del self._context[length :]
+        del self._states[max(0, length - max(self.constraint.start, 1) + 1) :]
         self._drop_tree()
 
     def reset(self) -> None:

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from distill.errors import DataError
+from distill.files import read_json, write_json
 from distill.models.base import Model
-from distill.run import machine, read_json, write_json
+from distill.run import machine
 
 FORMAT = 1  # of saved curves
 

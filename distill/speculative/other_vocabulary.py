@@ -16,7 +16,7 @@ from itertools import accumulate
 import torch
 
 from distill.errors import PairError
-from distill.models.base import Logits, Model
+from distill.models.base import Logits, Model, check_rollback
 from distill.models.torch_logits import TorchLogits
 from distill.sampler import Sampler
 from distill.speculative.draft import ModelDrafter, law_sampler
@@ -134,9 +134,8 @@ class SharedModel:
 
     def rollback(self, lengths: Sequence[int]) -> None:
         """Forget the tokens beyond `lengths[0]`; the draft's own cache follows with the next ones."""
-        if len(lengths) != 1 or not 0 <= lengths[0] <= len(self._tokens):
-            raise ValueError(f"lengths must be [L] with 0 <= L <= {len(self._tokens)}, got {list(lengths)}")
-        del self._tokens[lengths[0] :]
+        length = check_rollback(lengths, len(self._tokens))
+        del self._tokens[length :]
         self._drafting = False
 
     def reset(self) -> None:

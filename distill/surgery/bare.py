@@ -8,11 +8,11 @@ from pathlib import Path
 import torch
 
 from distill.errors import DataError
+from distill.files import write_folder
 from distill.models.hugging_face import encode, load_config, load_model, load_tokenizer, local_folder, real_tokens
 from distill.models.tokenizer_files import copy_tokenizer
 from distill.packing import pack
 from distill.recipe import DraftCut
-from distill.run import write_folder
 from distill.surgery.change import Change, read_changes, record_change, require_supported
 from distill.surgery.laws import TargetLaws
 from distill.surgery.stage import Cutter, check_shape

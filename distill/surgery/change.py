@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from distill.errors import DataError
-from distill.run import write_json
+from distill.files import write_json
 
 SUPPORTED = ("qwen2", "qwen3", "llama", "mistral")
 RECORD = "surgery.json"  # beside the weights: the changes a folder has been through, oldest first

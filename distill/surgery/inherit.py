@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from distill.errors import DataError
+from distill.files import file_digest, write_folder, write_json
 from distill.models.hugging_face import describe_model, load_config
-from distill.run import Run, file_digest, write_folder, write_json
+from distill.run import Run
 
 
 def inherit(run: Run, parent: dict[str, Any]) -> list[Path]:

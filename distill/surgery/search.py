@@ -19,6 +19,7 @@ from torch import Tensor
 
 from distill import divergences
 from distill.export.writer import export_gguf
+from distill.files import read_json, write_json, write_text
 from distill.models.base import Model
 from distill.models.gguf import GgufModel
 from distill.models.hugging_face import local_folder
@@ -28,7 +29,7 @@ from distill.models.torch_model import TorchModel
 from distill.packing import Packed
 from distill.progress import Progress
 from distill.recipe import DraftCut, Recipe
-from distill.run import Run, read_json, write_json, write_text
+from distill.run import Run
 from distill.sampler import Sampler
 from distill.speculative.cost import measure_steps
 from distill.surgery.laws import TargetLaws, scored_logits

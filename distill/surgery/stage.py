@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from distill.errors import RecipeError
+from distill.files import write_folder, write_json
 from distill.models.hugging_face import (
     describe_model,
     load_config,
@@ -25,7 +26,7 @@ from distill.models.pair import require_pair
 from distill.models.tokenizer_files import copy_tokenizer
 from distill.packing import Packed, pack
 from distill.recipe import DraftCut, Recipe
-from distill.run import Run, write_folder, write_json
+from distill.run import Run
 from distill.surgery.attention import check_kv_heads, drop_kv_groups
 from distill.surgery.change import RECORD, Change, require_supported, size_of
 from distill.surgery.hidden import check_hidden, narrow_hidden

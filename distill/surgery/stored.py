@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from distill.errors import DataError
+from distill.files import write_json
 from distill.progress import Progress
-from distill.run import write_json
 from distill.vocabulary import read_settings
 
 DTYPES = {

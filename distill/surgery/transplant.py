@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from distill.errors import DataError
+from distill.files import write_folder, write_json
 from distill.models.hugging_face import check_folder, pick_device
 from distill.models.tokenizer_files import copy_tokenizer
-from distill.run import write_folder, write_json
 from distill.surgery.change import Change, Size, read_changes, record_change, require_supported
 from distill.surgery.pieces import Entries, Mixture, check_overrides, describe_pieces, map_pieces, require_bytes
 from distill.surgery.pursuit import pursue_rows

@@ -12,10 +12,11 @@ from pathlib import Path
 
 from distill import processes
 from distill.errors import DataError
+from distill.files import write_json, write_text
 from distill.models.hugging_face import end_ids, load_target, load_tokenizer, pick_device, real_tokens
 from distill.progress import Progress
 from distill.recipe import Recipe
-from distill.run import Run, write_json, write_text
+from distill.run import Run
 from distill.sampler import Sampler
 from distill.speculative.sample import continue_prompts
 from distill.target.source import target_facts

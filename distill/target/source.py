@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from distill.errors import DataError
+from distill.files import digest, reference_digest
 from distill.models.hugging_face import load_target, load_tokenizer
 from distill.packing import Packed
 from distill.recipe import Recipe
-from distill.run import Run, digest, reference_digest
+from distill.run import Run
 from distill.target.laws import Teacher
 from distill.target.online import OnlineTarget
 from distill.target.store import TeacherStore

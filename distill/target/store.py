@@ -22,9 +22,10 @@ import torch
 from torch import Tensor
 
 from distill.errors import DataError
+from distill.files import read_json
 from distill.packing import Packed, concatenate
 from distill.recipe import TeacherStore as Settings
-from distill.run import Run, read_json, verify_artifact
+from distill.run import Run, verify_artifact
 from distill.target.head import Head
 from distill.target.laws import EMPTY, CompactTeacher, LogitForm, Teacher, TeacherChunk
 

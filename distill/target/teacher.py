@@ -15,6 +15,7 @@ from torch import Tensor
 
 from distill import processes
 from distill.errors import DataError, RunError
+from distill.files import file_digest, read_json, write_atomically, write_json
 from distill.models.hugging_face import (
     DTYPES,
     load_config,
@@ -26,7 +27,7 @@ from distill.models.hugging_face import (
 from distill.packing import Packed, concatenate, pack
 from distill.progress import Progress
 from distill.recipe import Recipe
-from distill.run import Run, file_digest, read_json, write_atomically, write_json
+from distill.run import Run
 from distill.target.head import Head, block_inputs, hidden_states, require_head
 from distill.target.source import target_facts
 from distill.target.store import FORMAT, bytes_per_position, compress, head_path, log_tail_at, shard_path

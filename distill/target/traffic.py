@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from distill.errors import DataError
-from distill.run import Run, read_json, write_json, write_text
+from distill.files import read_json, write_json, write_text
+from distill.run import Run
 from distill.texts import Answer, Prompt
 
 if TYPE_CHECKING:

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 
 from distill.errors import DataError
+from distill.files import read_json, write_folder, write_json
 from distill.processes import barrier
-from distill.run import Run, read_json, write_folder, write_json
+from distill.run import Run
 
 BEST = "best"  # the weights that are taken, unless a replay is kept
 REPLAYED = "replayed"

@@ -6,9 +6,9 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from distill.files import read_json, write_folder, write_json
 from distill.models.kept import FILE as KEPT_FILE
 from distill.models.tokenizer_files import copy_tokenizer
-from distill.run import read_json, write_folder, write_json
 from distill.training.adapters import merge
 from distill.training.penalty import finish_penalty
 from distill.training.setup import Training

@@ -10,6 +10,7 @@ Head rows from C on are padding: no law gives them mass, and they have no logits
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,6 +23,18 @@ from distill.training.losses import STATISTICS, LossSettings, LossSums
 
 CACHED = 2**20  # entries of a block for each thread of a processor: 4 MB in fp32
 STREAMED = 2**24  # entries of a block on an accelerator, which wants large kernels
+
+
+@dataclass(frozen=True)
+class _Scoring:
+    """By what the N positions of a call are scored, and how: at most `chunk` at once, with products in type `kind`."""
+
+    teacher: Teacher
+    labels: Tensor  # [N]
+    weights: Tensor  # [N], of the type of everything but the products
+    settings: LossSettings
+    chunk: int
+    kind: torch.dtype
 
 
 def _block(
@@ -100,34 +113,27 @@ def _part(target: TeacherChunk, rows: slice) -> TeacherChunk:
     return TeacherChunk(ids, target.log_probabilities[rows], target.log_tail[rows])
 
 
+@torch.no_grad()
 def _positions(
     hidden: Tensor,
     head: Tensor,
     bias: Tensor | None,
-    teacher: Teacher,
-    labels: Tensor,
-    weights: Tensor,
-    settings: LossSettings,
-    chunk: int,
-    kind: torch.dtype,
-    gradients: tuple[Tensor | None, Tensor | None, Tensor | None],
+    scoring: _Scoring,
+    gradients: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None),
 ) -> Tensor:
-    """STATISTICS and losses [N, 5 + L] of every position; adds to the gradients (d_hidden, d_head, d_bias) given.
-
-    The matrix products are in the type `kind`.
-    """
+    """STATISTICS and losses [N, 5 + L] of every position; adds to the gradients (d_hidden, d_head, d_bias) given."""
+    teacher, settings, kind, wide = scoring.teacher, scoring.settings, scoring.kind, scoring.weights.dtype
     count, columns = len(hidden), teacher.columns
-    wide = torch.promote_types(kind, torch.float32)
     d_hidden, d_head, d_bias = gradients
     wanted = any(gradient is not None for gradient in gradients)
     rows = head[:columns].to(kind)
     shift = None if bias is None else bias[:columns].to(kind)
-    buffer = torch.empty(min(chunk, count), columns, dtype=kind, device=hidden.device)
+    buffer = torch.empty(min(scoring.chunk, count), columns, dtype=kind, device=hidden.device)
     threads = torch.get_num_threads()
     size = max(1, (CACHED * threads if hidden.device.type == "cpu" else STREAMED) // columns)
     values = torch.empty(count, len(STATISTICS) + len(settings.losses), dtype=wide, device=hidden.device)
-    for start in range(0, count, chunk):
-        here = slice(start, min(start + chunk, count))
+    for start in range(0, count, scoring.chunk):
+        here = slice(start, min(start + scoring.chunk, count))
         part = hidden[here].to(kind)
         logits = buffer[: len(part)]
         torch.mm(part, rows.T, out=logits)
@@ -137,8 +143,10 @@ def _positions(
         for first in range(0, len(part), size):
             block = slice(first, min(first + size, len(part)))
             at = slice(start + block.start, start + block.stop)
-            own = logits[block].to(wide)
-            values[at], gradient = _block(own, _part(target, block), labels[at], weights[at], settings, wanted)
+            labels, weights = scoring.labels[at], scoring.weights[at]
+            values[at], gradient = _block(
+                logits[block].to(wide), _part(target, block), labels, weights, settings, wanted
+            )
             if gradient is not None:
                 logits[block] = gradient
         del target
@@ -167,35 +175,25 @@ class _HeadLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        context: Any,
-        hidden: Tensor,
-        head: Tensor,
-        bias: Tensor | None,
-        teacher: Teacher,
-        labels: Tensor,
-        weights: Tensor,
-        settings: LossSettings,
-        chunk: int,
-        kind: torch.dtype,
+        context: Any, hidden: Tensor, head: Tensor, bias: Tensor | None, scoring: _Scoring
     ) -> tuple[Tensor, Tensor]:
         inputs = (hidden, head, bias)
         gradients = [
             torch.zeros_like(x, memory_format=torch.contiguous_format) if x is not None and needed else None
             for x, needed in zip(inputs, context.needs_input_grad, strict=False)
         ]
-        own = (gradients[0], gradients[1], gradients[2])
-        values = _positions(hidden, head, bias, teacher, labels, weights, settings, chunk, kind, own)
+        values = _positions(hidden, head, bias, scoring, (gradients[0], gradients[1], gradients[2]))
         context.mark_non_differentiable(values)
         # Not saved as tensors: the gradient is handed on without a copy, so that no second [R, H] is ever held.
         context.gradients = gradients
-        return _total(values, weights, settings), values
+        return _total(values, scoring), values
 
     @staticmethod
     def backward(context: Any, *above: Tensor) -> tuple[Tensor | None, ...]:
         if context.gradients is None:
             raise RuntimeError("the head's loss was taken back once already; its gradients were handed on")
         gradients, context.gradients = context.gradients, None
-        return (*(None if x is None else x.mul_(above[0]) for x in gradients), *([None] * 6))
+        return (*(None if x is None else x.mul_(above[0]) for x in gradients), None)
 
 
 def _exact(values: Tensor) -> Tensor:
@@ -203,11 +201,11 @@ def _exact(values: Tensor) -> Tensor:
     return (values.cpu() if values.device.type == "mps" else values).double()
 
 
-def _total(values: Tensor, weights: Tensor, settings: LossSettings) -> Tensor:
+def _total(values: Tensor, scoring: _Scoring) -> Tensor:
     """Σ w · loss, in the type of the values."""
-    shares = torch.tensor([*settings.losses.values()], dtype=values.dtype, device=values.device)
+    shares = torch.tensor([*scoring.settings.losses.values()], dtype=values.dtype, device=values.device)
     own = _exact(values[:, len(STATISTICS) :] * shares)
-    return (own.sum(-1) * _exact(weights)).sum().to(values.device, values.dtype)
+    return (own.sum(-1) * _exact(scoring.weights)).sum().to(values.device, values.dtype)
 
 
 def head_loss(
@@ -234,43 +232,31 @@ def head_loss(
         raise RecipeError(
             f"hinge_k is {settings.hinge_k}, but the draft speaks only {teacher.columns} tokens", "lower hinge_k"
         )
-    kind = _kind(hidden)
-    wide = torch.promote_types(kind, torch.float32)
     if weights is None:
-        weights = torch.ones(len(hidden), dtype=wide, device=hidden.device)
-    weights = weights.detach().to(hidden.device, wide)
-    labels = labels.long()
+        weights = torch.ones(len(hidden), device=hidden.device)
+    scoring = _scoring(hidden, teacher, labels, weights, settings, chunk)
     with torch.autocast(hidden.device.type, enabled=False):  # neither the teacher nor the logs are to be rounded
         if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (hidden, head, bias)):
-            total, values = _HeadLoss.apply(hidden, head, bias, teacher, labels, weights, settings, chunk, kind)
+            total, values = _HeadLoss.apply(hidden, head, bias, scoring)
         else:
-            values = _values(hidden, head, bias, teacher, labels, weights, settings, chunk, kind)
-            total = _total(values, weights, settings)
-        return total, _sums(values, weights, settings)
+            values = _positions(hidden, head, bias, scoring)
+            total = _total(values, scoring)
+        return total, _sums(values, scoring)
 
 
-def _kind(hidden: Tensor) -> torch.dtype:
-    """The type of the matrix products: that of an enclosing autocast, else of the hidden states."""
-    device = hidden.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+def _scoring(
+    hidden: Tensor, teacher: Teacher, labels: Tensor, weights: Tensor, settings: LossSettings, chunk: int
+) -> _Scoring:
+    """The products are in the type of an enclosing autocast, else of the hidden states."""
+    device = hidden.device
+    automatic = torch.is_autocast_enabled(device.type)
+    kind = torch.get_autocast_dtype(device.type) if automatic else hidden.dtype
+    wide = torch.promote_types(kind, torch.float32)
+    return _Scoring(teacher, labels.long(), weights.detach().to(device, wide), settings, chunk, kind)
 
 
-@torch.no_grad()
-def _values(
-    hidden: Tensor,
-    head: Tensor,
-    bias: Tensor | None,
-    teacher: Teacher,
-    labels: Tensor,
-    weights: Tensor,
-    settings: LossSettings,
-    chunk: int,
-    kind: torch.dtype,
-) -> Tensor:
-    return _positions(hidden, head, bias, teacher, labels, weights, settings, chunk, kind, (None, None, None))
-
-
-def _sums(values: Tensor, weights: Tensor, settings: LossSettings) -> LossSums:
+def _sums(values: Tensor, scoring: _Scoring) -> LossSums:
+    settings = scoring.settings
     if "reverse_kl" in settings.losses:
         place = len(STATISTICS) + list(settings.losses).index("reverse_kl")
         infinite = int(torch.isposinf(values[:, place]).sum())
@@ -280,7 +266,7 @@ def _sums(values: Tensor, weights: Tensor, settings: LossSettings) -> LossSums:
                 "tokens of the draft's",
                 "train on forward_kl or jsd, or on a store with fewer entries than tokens",
             )
-    own, w = _exact(values), _exact(weights)
+    own, w = _exact(values), _exact(scoring.weights)
     split = len(STATISTICS)
     count = own.new_tensor([len(own)])
     vector = torch.cat([count, w.sum().unsqueeze(0), own[:, :split].sum(0), w @ own[:, split:]])
@@ -298,9 +284,9 @@ def position_statistics(
     temperature: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     """Sampling acceptance [N] (upper end with a stored tail) and forward KL [N] of every position, for its weight."""
-    settings, kind = LossSettings({"forward_kl": 1.0}, temperature=temperature), _kind(hidden)
+    settings = LossSettings({"forward_kl": 1.0}, temperature=temperature)
     nothing = torch.full((len(hidden),), -1, device=hidden.device)
-    ones = torch.ones(len(hidden), device=hidden.device)
+    scoring = _scoring(hidden, teacher, nothing, torch.ones(len(hidden), device=hidden.device), settings, chunk)
     with torch.autocast(hidden.device.type, enabled=False):
-        values = _values(hidden, head, bias, teacher, nothing, ones, settings, chunk, kind)
+        values = _positions(hidden, head, bias, scoring)
     return values[:, STATISTICS.index("acceptance")], values[:, STATISTICS.index("forward_kl")]

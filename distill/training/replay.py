@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from distill.files import write_atomically, write_json
 from distill.intervals import paired_ratio_interval
 from distill.packing import Packed, pack
 from distill.processes import agree
 from distill.progress import Progress
 from distill.recipe import Replay
-from distill.run import write_atomically, write_json
 from distill.speculative.decode import Decoded
 from distill.texts import Prompt, read_prompts
 from distill.training.acceptance import Judge

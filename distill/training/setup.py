@@ -16,12 +16,13 @@ import torch
 from torch import Tensor
 
 from distill.errors import DataError, RecipeError
+from distill.files import read_json
 from distill.models.hugging_face import end_ids, load_config, load_model, load_target, load_tokenizer, pick_device
 from distill.models.kept import read_kept
 from distill.packing import Packed
 from distill.processes import agree, process_count
 from distill.recipe import Recipe, Train
-from distill.run import Run, read_json
+from distill.run import Run
 from distill.sampler import Sampler
 from distill.target.laws import LogitForm, logit_form
 from distill.target.online import OnlineTarget

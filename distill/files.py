@@ -1,0 +1,173 @@
+"""Files that are there whole or not at all, and the digests that tell them apart. No torch here."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import math
+import os
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from distill.errors import DataError, RunError
+
+
+def _explain_write_fault(path: Path, error: OSError) -> RunError:
+    if error.errno == errno.ENOSPC:
+        return RunError(f"the disk is full: cannot write {path}", "free some space and run the same command again")
+    if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
+        return RunError(f"no permission to write {path}: {error.strerror}", "choose another folder with --runs")
+    return RunError(f"cannot write {path}: {error}", "mend it and run the same command again")
+
+
+def _write_fault(error: Exception) -> OSError | None:
+    """The operating system's fault behind what a library raised while writing a file; None when it is something else.
+
+    safetensors and tokenizers only put its number into their message, torch not even that.
+    """
+    if isinstance(error, OSError):
+        return error
+    number = re.search(r"\(os error (\d+)\)", str(error))
+    if number:
+        return OSError(int(number[1]), os.strerror(int(number[1])))
+    if "inline_container" in str(error) or "PytorchStreamWriter" in str(error):
+        return OSError(errno.EIO, "the file could not be written whole; is the disk full?")
+    return None
+
+
+@contextlib.contextmanager
+def faults_explained(path: Path) -> Iterator[None]:
+    """Turn what the operating system says of a failed write into a RunError that names `path`."""
+    try:
+        yield
+    except OSError as error:
+        raise _explain_write_fault(path, error) from error
+
+
+def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
+    """Let `write` fill a temporary file, fsync it and give it the name `path`; readers never see half a file.
+
+    Raises RunError where the disk is full or the folder cannot be written; the old file, if any, is then intact.
+    """
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write(temporary)
+        with open(temporary, "rb") as handle:
+            os.fsync(handle.fileno())
+        os.replace(temporary, path)
+        _sync_folder(path.parent)
+    except Exception as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        fault = _write_fault(error)
+        if fault is None:
+            raise
+        raise _explain_write_fault(path, fault) from error
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write `text` as UTF-8, atomically."""
+    write_atomically(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write `value` as indented JSON, atomically; a figure that could not be had (NaN) is null."""
+    write_text(path, json.dumps(without_nan(value), indent=1, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def without_nan(value: Any) -> Any:
+    """`value` with NaN and infinities, which JSON does not have, as None."""
+    if isinstance(value, dict):
+        return {name: without_nan(inner) for name, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [without_nan(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def write_folder(path: Path, write: Callable[[Path], object]) -> None:
+    """Let `write` fill a temporary folder and give it the name `path`, replacing what stood there."""
+    import shutil
+
+    temporary = path.with_name(f".{path.name}.tmp")
+    old = path.with_name(f".{path.name}.old")
+    try:
+        for stale in (temporary, old):
+            if stale.exists():
+                shutil.rmtree(stale)
+        temporary.mkdir(parents=True)
+        write(temporary)
+        for file in temporary.rglob("*"):
+            if file.is_file():
+                with open(file, "rb") as handle:
+                    os.fsync(handle.fileno())
+        if path.exists():
+            os.replace(path, old)
+        os.replace(temporary, path)
+        _sync_folder(path.parent)
+        if old.exists():
+            shutil.rmtree(old)
+    except Exception as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        fault = _write_fault(error)
+        if fault is None:
+            raise
+        raise _explain_write_fault(path, fault) from error
+
+
+def read_json(path: Path) -> Any:
+    """Read a JSON artifact; raises DataError when it is missing or damaged."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise DataError(f"{path} is missing", "run `distill train` on its recipe again") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise DataError(f"{path} is damaged: {error}", "delete it and run `distill train` again") from error
+
+
+def file_digest(path: Path) -> str:
+    """SHA-256 of a file, in hexadecimal."""
+    with open(path, "rb") as handle:
+        return hashlib.file_digest(handle, "sha256").hexdigest()
+
+
+def reference_digest(reference: str) -> str:
+    """What identifies a model or source: the content of a local folder or file, else the hub name itself.
+
+    Of files over 64 MiB the size and the first and last MiB stand for the whole, so that a key takes seconds.
+    """
+    path = Path(reference)
+    if not path.exists():
+        return reference
+    files = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
+    total = hashlib.sha256()
+    for file in files:
+        total.update(f"{file.relative_to(path) if file != path else ''}\0{_quick_digest(file)}\n".encode())
+    return total.hexdigest()
+
+
+def _quick_digest(path: Path) -> str:
+    size = path.stat().st_size
+    if size <= 64 * 2**20:
+        return file_digest(path)
+    with open(path, "rb") as handle:
+        first = handle.read(2**20)
+        handle.seek(-(2**20), os.SEEK_END)
+        return hashlib.sha256(f"{size}".encode() + first + handle.read()).hexdigest()
+
+
+def digest(value: Any) -> str:
+    """Short hash of anything JSON can hold."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:20]
