@@ -25,7 +25,6 @@ from distill.training.adapters import (
     layer_names,
     load_base,
     merge,
-    trainable,
 )
 from distill.training.plan import planned
 from distill.training.step import Columns, Learner, heal
@@ -35,12 +34,18 @@ torch.set_num_threads(1)
 CPU = torch.device("cpu")
 V = 61
 TRAIN = Train(batch=2, steps=6, rate=1e-2, loss={"forward_kl": 0.9, "cross_entropy": 0.1})
+PART = planned(TRAIN, 1.0, 40)[0]
 
 
 def data(seed: int = 0) -> Packed:
     generator = torch.Generator().manual_seed(seed)
     sequences = [torch.randint(0, V, (20,), generator=generator).tolist() for _ in range(6)]
     return pack(((ids, 2) for ids in sequences), 40, split_long=False)
+
+
+def trainable(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    """The parameters that learn, by name: those of the adapters and, with train_outer, embeddings and head."""
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
 @torch.no_grad()
@@ -60,7 +65,7 @@ def store_of(target: Any, blocks: Packed) -> Any:
 def loss_of(model: Any, store: Any, index: Tensor) -> Tensor:
     """The mean loss of some blocks."""
     learner = Learner(model, Columns(V, None, CPU), 64, 4)
-    total, sums = learner(store.packed.take(index), store.teacher(index, CPU), planned(TRAIN, 1.0, 40)[0])
+    total, sums = learner(store.packed.take(index), store.teacher(index, CPU), PART)
     return total / sums["weight"]
 
 
@@ -166,8 +171,8 @@ def test_healing_with_adapters() -> None:
     before, names = logits(model), list(model.state_dict())
     weights = copy.deepcopy(model.state_dict())
     with adapted(model, Adapter(rank=4, train_outer=True)) as inner:
-        first = heal(inner, store, TRAIN, 1, 0, V)
-        last = heal(inner, store, TRAIN, 6, 0, V)
+        first = heal(inner, store, TRAIN, PART, 1, 0, V)
+        last = heal(inner, store, TRAIN, PART, 6, 0, V)
         held = inner.state_dict()
         assert torch.equal(
             held["model.layers.0.mlp.up_proj.base_layer.weight"], weights["model.layers.0.mlp.up_proj.weight"]

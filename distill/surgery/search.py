@@ -37,6 +37,7 @@ from distill.surgery.price import Priced, as_markdown, best_length, explain, par
 from distill.surgery.trim import Counts, keep, sizes_between
 from distill.target.source import open_teacher
 from distill.training.adapters import adapted
+from distill.training.plan import first_part
 from distill.training.step import heal
 
 Cut = Callable[[Any, DraftCut], None]
@@ -72,7 +73,8 @@ def search(recipe: Recipe, run: Run, donor: Any, target: Any, laws: TargetLaws, 
             model = copy.deepcopy(donor)
             cut(model, recipe.draft.model_copy(update=choice | {"search": None}))
             with adapted(model, recipe.train.adapter, recipe.seed):  # healed as it will be trained
-                heal(model, source, recipe.train, settings.heal_steps, recipe.seed, source.vocabulary)
+                part = first_part(recipe)
+                heal(model, source, recipe.train, part, settings.heal_steps, recipe.seed, source.vocabulary)
             kl = laws.kl(model)
             found = [
                 price(label, choice, sum(p.numel() for p in model.parameters()), kl, accepted, costs, draft_seconds,
@@ -123,7 +125,7 @@ def price_vocabulary(
     steps = recipe.draft.search.heal_steps if recipe.draft.search else 60
     source = open_teacher(run, recipe, next(model.parameters()).device, target)
     with adapted(healed, recipe.train.adapter, recipe.seed):
-        heal(healed, source, recipe.train, steps, recipe.seed, source.vocabulary)
+        heal(healed, source, recipe.train, first_part(recipe), steps, recipe.seed, source.vocabulary)
     whole = acceptance(
         target, laws.blocks, Sampler.of(recipe.sampler), laws.vocabulary, lambda part: scored_logits(healed, part)
     )

@@ -100,11 +100,6 @@ def attach(model: Any, settings: Adapter, seed: int = 0) -> Any:
     return model
 
 
-def trainable(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-    """The parameters that learn, by name: those of the adapters and, with train_outer, embeddings and head."""
-    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-
-
 def merge(model: Any, init: Path | None = None) -> Any:
     """The plain model with every adapter's product added to its layer's weight; all its parameters learn again.
 

@@ -5,24 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import get_args
 
 from torch import Tensor
 
 from distill.errors import RecipeError
+from distill.recipe.training import LossName
 
 # Formulas in distill/divergences.py under the same names (match: match_loss).
-LOSSES = (
-    "forward_kl",
-    "reverse_kl",
-    "jsd",
-    "total_variation",
-    "nla",
-    "lk_hybrid",
-    "match",
-    "argmax_cross_entropy",
-    "top_k_hinge",
-    "cross_entropy",
-)
+LOSSES: tuple[str, ...] = get_args(LossName)
 STATISTICS = ("forward_kl", "cross_entropy", "acceptance", "agreement", "match")
 
 

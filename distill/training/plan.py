@@ -117,6 +117,19 @@ def temperatures(parts: list[PlannedPart]) -> set[float]:
     return {1.0, *(part.loss.temperature for part in parts)}
 
 
+def first_part(recipe: Recipe) -> PlannedPart:
+    """The part that a training begins with, which is also how cuts are healed."""
+    return planned(recipe.train, recipe.sampler.temperature, recipe.corpus.block)[0]
+
+
+def check_adapter(settings: Train) -> None:
+    """Raise RecipeError for an adapter beside what it cannot go together with."""
+    if settings.adapter is not None:
+        clash = settings.adapter.clash(settings.sparsity is not None, settings.embedding_steps)
+        if clash:
+            raise RecipeError(f"train.adapter: {clash}")
+
+
 def check_training(recipe: Recipe) -> list[str]:
     """What the recipe's training will be, as lines to print; RecipeError for settings that cannot go together."""
     settings, teacher = recipe.train, recipe.teacher
@@ -128,10 +141,7 @@ def check_training(recipe: Recipe) -> list[str]:
             "compact teacher does not keep",
             "add it to teacher.temperatures, or use teacher.kind exact or online",
         )
-    if settings.adapter is not None:
-        clash = settings.adapter.clash(settings.sparsity is not None, settings.embedding_steps)
-        if clash:
-            raise RecipeError(f"train.adapter: {clash}")
+    check_adapter(settings)
     positions = settings.batch * recipe.corpus.block
     lines = [
         f"train: {part.name}, {part.steps} steps of {positions} positions at up to {part.rate:g}: "

@@ -32,7 +32,7 @@ from distill.training.acceptance import Judge, judge_for, rates, speaking
 from distill.training.adapters import attach, load_base
 from distill.training.checkpoint import whole_weights
 from distill.training.penalty import Penalty, penalty_of
-from distill.training.plan import REPLAY, PlannedPart, planned, protocol_of, temperatures
+from distill.training.plan import REPLAY, PlannedPart, check_adapter, planned, protocol_of, temperatures
 from distill.training.step import Columns, Learner, batch_blocks, parameter_groups
 
 
@@ -198,9 +198,7 @@ def _load_draft(recipe: Recipe, run: Run, device: torch.device) -> Any:
     if settings.adapter is None:
         draft = load_model(str(init), "float32", device, trimmed=False)
     else:
-        clash = settings.adapter.clash(settings.sparsity is not None, settings.embedding_steps)
-        if clash:
-            raise RecipeError(f"train.adapter: {clash}")
+        check_adapter(settings)
         draft = attach(load_base(init, settings.adapter, device), settings.adapter, recipe.seed)
     if logit_form(draft.config) != LogitForm():
         raise DataError(

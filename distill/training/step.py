@@ -17,7 +17,7 @@ from distill.recipe import Train
 from distill.target.laws import Teacher
 from distill.training.fused import head_loss, position_statistics
 from distill.training.losses import LossSums
-from distill.training.plan import PlannedPart, planned
+from distill.training.plan import PlannedPart
 from distill.training.rate import cosine
 from distill.training.weights import token_weights
 
@@ -133,6 +133,7 @@ def heal(
     model: Any,
     source: Source,
     settings: Train,
+    part: PlannedPart,
     steps: int,
     seed: int,
     vocabulary: int,
@@ -141,11 +142,10 @@ def heal(
 ) -> float:
     """Train a cut model in place for a few steps, to compare cuts; the mean loss of the last tenth of the steps.
 
-    The batch, rate, clipping and loss of the recipe's first part; warm-up and cosine over these steps alone; fp32, one
+    Loss and rate are those of `part`, the recipe's first one; warm-up and cosine over these steps alone; fp32, one
     process. `vocabulary` tokens are real.
     """
     device = next(model.parameters()).device
-    part = planned(settings, 1.0, source.packed.ids.shape[1])[0]
     learner = Learner(model, Columns(vocabulary, kept, device), settings.chunk, 4)
     optimizer = torch.optim.AdamW(
         parameter_groups(model, settings.weight_decay), lr=part.rate, betas=(settings.beta1, settings.beta2)
