@@ -178,24 +178,30 @@ def _totals(rows: list[list[Any]]) -> tuple[Any, Any]:
 
 
 def table(folder: Path, resamples: int = 2000) -> str:
-    """Every method on every protocol, at the rate that is best for it on selection prompts."""
+    """Every method on every protocol, at the rate that is best for it on selection prompts.
+
+    Rates are compared on the seeds that all of a method's rates have; the figures are of every seed at the rate taken.
+    """
     found = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
     methods = [m for m in METHODS if any(f["method"] == m for f in found)]
     methods += sorted({f["method"] for f in found} - set(methods))
     seeds = len({f["seed"] for f in found})
     lines = [f"{seeds} seeds; in brackets the difference to forward KL and its 95 % interval, paired by prompt.", "",
-             "| method | " + " | ".join(f"{p} (rate)" for p in PROTOCOLS) + " | s per training |",
-             "|---|" + "---|" * len(PROTOCOLS) + "--:|"]  # fmt: skip
+             "| method | " + " | ".join(f"{p} (rate)" for p in PROTOCOLS) + " | rates tried (seeds) | s per training |",
+             "|---|" + "---|" * len(PROTOCOLS) + "---|--:|"]  # fmt: skip
     base: dict[str, Any] = {}
     for method in methods:
         cells = []
+        own = [f for f in found if f["method"] == method]
+        tried = {rate: {f["seed"] for f in own if f["rate"] == rate} for rate in sorted({f["rate"] for f in own})}
+        common = set.intersection(*tried.values())
+        rates = list(tried) if common else [max(tried, key=lambda rate: len(tried[rate]))]
+        common = common or tried[rates[0]]
         for protocol in PROTOCOLS:
-            rates = sorted({f["rate"] for f in found if f["method"] == method})
-            whole = [r for r in rates if sum(f["method"] == method and f["rate"] == r for f in found) == seeds]
-            few = "" if whole else " (not all seeds)"
-            rate = max(whole or rates, key=lambda r: mean([f["selection"][protocol] for f in found
-                                                           if f["method"] == method and f["rate"] == r]))  # fmt: skip
-            rows = {f["seed"]: f["report"][protocol] for f in found if f["method"] == method and f["rate"] == rate}
+            scores = {rate: mean([f["selection"][protocol] for f in own if f["rate"] == rate and f["seed"] in common])
+                      for rate in rates}  # fmt: skip
+            rate = max(rates, key=lambda r: scores[r])
+            rows = {f["seed"]: f["report"][protocol] for f in own if f["rate"] == rate}
             figure = f"{mean(list(rows.values())):.4f} ({rate:g})"
             if method == "forward KL":
                 base[protocol] = rows
@@ -205,9 +211,11 @@ def table(folder: Path, resamples: int = 2000) -> str:
             old, new = (_totals([one[seed] for seed in shared]) for one in (base[protocol], rows))
             gap = paired_ratio_interval(*old, *new, resamples, 0.95)
             change = f"{gap['mean']:+.4f}: {gap['low']:+.4f}, {gap['high']:+.4f}"
+            few = "" if len(rows) == seeds else f" ({len(rows)} of {seeds} seeds)"
             cells.append(f"{figure} [{change}]{few}")
-        seconds = numpy.median([f["seconds"] for f in found if f["method"] == method])
-        lines.append(f"| {method} | " + " | ".join(cells) + f" | {seconds:.0f} |")
+        seconds = numpy.median([f["seconds"] for f in own])
+        grid = ", ".join(f"{rate:g} ({len(have)})" for rate, have in sorted(tried.items()))
+        lines.append(f"| {method} | " + " | ".join(cells) + f" | {grid} | {seconds:.0f} |")
     return "\n".join(lines)
 
 
