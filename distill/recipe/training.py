@@ -115,8 +115,8 @@ class Train(Section):
 
     protocol: Protocol = Field(
         "auto", description="how drafts will be verified: rejection sampling of sampled drafts; match of argmax drafts "
-        "with a sampled target; greedy; auto: greedy at temperature 0, else sampling. It sets the loss of parts "
-        "without one and what the best weights are chosen by"
+        "with a sampled target; greedy; auto: greedy at temperature 0, else sampling. It sets the loss where "
+        "none is given and what the best weights are chosen by"
     )  # fmt: skip
     steps: int = Field(300, ge=1, description="optimizer steps")
     batch: int = Field(4, ge=1, description="blocks per step, over all processes")
@@ -126,7 +126,9 @@ class Train(Section):
     rate: float = Field(5e-5, gt=0, description="peak learning rate of AdamW; small demo models want more")
     warmup: float = Field(0.03, ge=0, lt=1, description="share of the steps spent warming up, linearly")
     final: float = Field(0.1, ge=0, le=1, description="the cosine ends at this share of the rate")
-    loss: Loss = Field({"forward_kl": 1.0}, description="weights of the losses, without parts")
+    loss: Loss | None = Field(
+        None, description="weights of the losses, without parts; null: what served the protocol best, as in a part"
+    )
     parts: tuple[Part, ...] = Field((), description="one after another; empty: all steps with train.loss at train.rate")
     jsd_beta: float = Field(0.5, gt=0, lt=1, description="jsd: the target's share of the mixture")
     lk_decay: float = Field(
@@ -165,7 +167,7 @@ class Train(Section):
         names = [part.name for part in self.parts]
         if len({*names, "replay"}) <= len(names):
             raise ValueError(f"parts need names of their own, and `replay` is taken: got {', '.join(names)}")
-        if self.parts and self.loss != Train.model_fields["loss"].default:
+        if self.parts and self.loss is not None:
             raise ValueError("train.loss is for a training without parts; give each part its loss")
         shares = sum(part.share or 0 for part in self.parts)
         if shares > 1 + 1e-9:

@@ -66,7 +66,7 @@ def planned(settings: Train, temperature: float, block: int) -> list[PlannedPart
     """The parts in order, the replay last; `temperature` is the served sampler's, `block` the positions of a block."""
     own = PROTOCOL_LOSS[protocol_of(settings, temperature)]
     if not settings.parts:
-        found = [PlannedPart("align", 0, settings.steps, settings.rate, loss_settings(settings, settings.loss))]
+        found = [PlannedPart("align", 0, settings.steps, settings.rate, loss_settings(settings, settings.loss or own))]
     else:
         found = []
         for part in settings.parts:
