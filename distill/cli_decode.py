@@ -172,6 +172,8 @@ def profile(
         for m, seconds in enumerate(row, start=1)
     ]
     lines = [f"{curve.model}, {curve.backend}; T(m) of m tokens at a depth, in {curve.unit}", ""]
+    if curve.note:
+        lines[1:1] = ["", f"Note: {curve.note}."]
     lines += ["| depth | m | T(m) | T(m) / T(1) |", "|--:|--:|--:|--:|"]
     lines += [f"| {r['depth']} | {r['tokens']} | {r['seconds']:.6g} | {r['relative']:.3f} |" for r in rows]
     if acceptance is not None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +17,8 @@ from distill.speculative.cost import (
     CostCurve,
     PairCost,
     StepCosts,
+    cost_curve,
+    doubt,
     load_curve,
     load_pair,
     measure_curve,
@@ -39,6 +43,24 @@ def test_curve_is_measured_at_the_depths_that_fit() -> None:
     assert model.calls == [8, *list(range(1, 13)) * 6, 30, *list(range(1, 13)) * 6]  # one pass of each is a warm-up
     with pytest.raises(DataError, match="no room"):
         measure_curve(model, "m", "x", (90,), most=12)
+
+
+def test_a_disturbed_curve_says_so() -> None:
+    fastest = [1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.7]
+    assert doubt(fastest, fastest) == ""
+    assert doubt([9.0, *fastest[1:]], fastest) == ""  # one spike is no reason
+    words = doubt([9.0, 9.0, *fastest[2:]], fastest)
+    assert words.startswith("2 of 8 step sizes") and "measure again" in words
+
+
+def test_curves_measured_beside_other_work_are_doubted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every second step takes ten times as long; the step sizes, 3 of them, meet it in turn."""
+    readings = itertools.accumulate(itertools.cycle([0.0, 0.1, 0.0, 0.01]))
+    monkeypatch.setattr("distill.speculative.cost.time", SimpleNamespace(perf_counter=lambda: next(readings)))
+    curve = measure_curve(Scripted(counting, 100, 10), "m", "x", (8,), most=3, repeats=5)
+    assert "other programs" in curve.note
+    kept = cost_curve(Scripted(counting, 100, 10), "m", "pytorch", "float32", 3, 8, 5)
+    assert kept["doubt"] == doubt(kept["seconds"], kept["low"]) != ""
 
 
 @pytest.mark.parametrize(("depth", "first"), [(0, 4.0), (64, 4.0), (511, 4.0), (512, 6.0), (9999, 6.0)])

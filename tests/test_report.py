@@ -284,6 +284,13 @@ def test_plots_take_the_page_colour_and_are_the_same_each_time() -> None:
     assert "currentColor" in drawn and plots.INK not in drawn and drawn.startswith("<svg ") and drawn.endswith("</svg>")
 
 
+def test_a_doubted_cost_curve_is_named() -> None:
+    facts = make_facts()
+    assert "something else was running" not in build_page(facts)
+    facts["profile"]["curves"][0]["doubt"] = "something else was running"
+    assert "something else was running (distill train RECIPE --redo profile)" in build_page(facts)
+
+
 def test_limits_follow_the_facts() -> None:
     facts = make_facts()
     page = build_page(facts)

@@ -42,5 +42,7 @@ def profile(recipe: Recipe, run: Run) -> list[Path]:
             f"  {curve['model']}, {curve['backend']} {curve['dtype']}: T(1) {first * 1e3:.2f} ms, "
             f"T({curve['tokens'][-1]}) = {curve['seconds'][-1] / first:.2f} T(1)"
         )
+        if curve["doubt"]:
+            run.say(f"    {curve['doubt']} (`distill train RECIPE --redo profile`)")
     write_json(run.path("profile.json"), {"command": run.command, "machine": machine(), "curves": curves})
     return [run.path("profile.json")]

@@ -92,7 +92,9 @@ def cost(facts: Facts) -> Html:
         rows.append(cells + [at.get(count, NOTHING) for count in counts])
     table = as_table(["model", "backend", "dtype", "depth", "repeats", *(f"T({count}), ms" for count in counts)], rows,
                    command, words=3)
-    return Html(as_plots(*drawn) + table)
+    doubts = [f"{curve['model']}, {curve['backend']}: {curve['doubt']} (distill train RECIPE --redo profile)."
+              for curve in curves if curve.get("doubt")]
+    return Html(as_plots(*drawn) + table + (as_list(doubts) if doubts else ""))
 
 
 def _milliseconds(middle: float, low: float, high: float) -> Html:

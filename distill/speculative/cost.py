@@ -18,6 +18,7 @@ from distill.models.base import Model
 from distill.run import machine
 
 FORMAT = 1  # of saved curves
+UNSTEADY = 1.5  # a median this many times the fastest repeat is not the machine's own
 
 
 def measure_steps(
@@ -43,10 +44,25 @@ def measure_steps(
     return {m: (statistics.median(taken), min(taken), max(taken)) for m, taken in seconds.items()}
 
 
+def doubt(medians: Sequence[float], fastest: Sequence[float]) -> str:
+    """What a reader must know of a curve of which a quarter or more was disturbed; empty for a steady one.
+
+    The seconds of a step are the machine's own or more, never less: medians far above the fastest repeat tell that
+    something else was running, though not where all repeats were slowed alike.
+    """
+    disturbed = sum(median > UNSTEADY * low for median, low in zip(medians, fastest, strict=True))
+    if 4 * disturbed < len(medians):
+        return ""
+    return (
+        f"{disturbed} of {len(medians)} step sizes took more than {UNSTEADY:g} times their fastest repeat: other "
+        "programs were using this machine, so measure again when it is quiet"
+    )
+
+
 def cost_curve(
     model: Model, title: str, backend: str, dtype: str, max_tokens: int, depth: int, repeats: int
 ) -> dict[str, Any]:
-    """The curve of one model as profile.json keeps it; its lists run over m = 1..max_tokens."""
+    """The curve of one model as profile.json keeps it, with what `doubt` says; its lists run over m = 1..max_tokens."""
     depth = min(depth, model.capacity - max_tokens)
     counts = list(range(1, max_tokens + 1))
     found = measure_steps(model, counts, depth, repeats, model.vocabulary_size)
@@ -60,6 +76,7 @@ def cost_curve(
         "seconds": [found[m][0] for m in counts],
         "low": [found[m][1] for m in counts],
         "high": [found[m][2] for m in counts],
+        "doubt": doubt([found[m][0] for m in counts], [found[m][1] for m in counts]),
     }
 
 
@@ -142,11 +159,13 @@ def measure_curve(
             "measure at smaller depths or fewer tokens",
         )
     counts = range(1, most + 1)
-    rows = []
+    rows, fastest = [], []
     for depth in fitting:
         found = measure_steps(model, counts, depth, repeats, model.vocabulary_size)
         rows.append(tuple(found[m][0] for m in counts))
-    return CostCurve(title, backend, tuple(fitting), tuple(rows), repeats, machine=machine())
+        fastest += [found[m][1] for m in counts]
+    note = doubt([seconds for row in rows for seconds in row], fastest)
+    return CostCurve(title, backend, tuple(fitting), tuple(rows), repeats, note=note, machine=machine())
 
 
 @dataclass(frozen=True)
