@@ -40,7 +40,7 @@ class Drafter(Protocol):
         ...
 
     def room(self, length: int) -> int:
-        """How many tokens can be drafted after a context of `length`."""
+        """How many tokens can be drafted after a context of `length`; below 1 it is not asked."""
         ...
 
     def propose(self, context: Sequence[int], limit: int, ends: Collection[int]) -> Proposal:
@@ -81,10 +81,10 @@ class ModelDrafter:
         return "cut" if self.rule.anticipates else "sampled"
 
     def begin(self, prompt: Sequence[int]) -> None:
-        """Read the prompt but for its last token, which goes in with the first step."""
+        """Read the prompt but for its last token, which goes in with the first step; nothing where it has no room."""
         self.model.rollback([0])
         self.earlier.begin()
-        if len(prompt) > 1:
+        if 1 < len(prompt) < self.model.capacity:
             self.model.extend(prompt[:-1], want=[len(prompt) - 2])
 
     def room(self, length: int) -> int:
@@ -274,9 +274,9 @@ class TreeDrafter:
         return "deterministic" if self.shape is None or self.best else "distinct" if self.distinct else "sampled"
 
     def begin(self, prompt: Sequence[int]) -> None:
-        """Read the prompt but for its last token."""
+        """Read the prompt but for its last token; nothing where it has no room."""
         self.model.rollback([0])
-        if len(prompt) > 1:
+        if 1 < len(prompt) < self.model.capacity:
             self.model.extend(prompt[:-1], want=[len(prompt) - 2])
 
     def room(self, length: int) -> int:
@@ -286,7 +286,7 @@ class TreeDrafter:
     def propose(self, context: Sequence[int], limit: int, ends: Collection[int]) -> Proposal:
         """A tree of at most `limit` nodes; a shape to draw in that is larger, near the end, is left out whole."""
         most = min(self.nodes if self.shape is None else len(self.shape), limit)
-        if most == 0:
+        if most <= 0:
             return Proposal.chain([])
         fresh = list(context[self.model.lengths[0] :])
         root = self.sampler.law(self.model.extend(fresh, want=[len(fresh) - 1]).full())[0]
