@@ -208,9 +208,8 @@ def settle_trees(
         sizes = sorted({*(size for size in SIZES if size < most), most})
         trees: dict[int, Tree] = {size: size for size in sizes}
         if way.ranked:
-            branches = min(target.max_leaves, draft.max_leaves) > 0
             shapes = best_shapes(rates, sizes if way.nodes is None else [way.nodes], way.length, costs)
-            trees = {**shapes} if branches else {}
+            trees = {**shapes}
 
         def make(size: int, way: Trial = way, rules: Rules = rules, trees: dict[int, Tree] = trees) -> Drafter:
             return make_drafter(way, draft, rules.sampler, rules.random, costs, fitted, trees[size])

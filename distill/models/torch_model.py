@@ -16,7 +16,7 @@ from distill.models.base import ROOT, PendingTree, check_call, check_counts, che
 from distill.models.torch_logits import TorchLogits
 
 
-def _shortest_window(config: Any) -> int:
+def shortest_window(config: Any) -> int:
     """The fewest tokens that some layer can look back on; sys.maxsize where every layer sees all."""
     kinds = getattr(config, "layer_types", None) or ["sliding_attention", "chunked_attention"]
     sizes = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
@@ -61,7 +61,7 @@ class TorchModel:
         kind = self.model.config._attn_implementation
         if kind not in ("sdpa", "eager"):
             return f"trees need the attention implementation sdpa or eager, this model runs {kind}"
-        if (window := _shortest_window(self.model.config)) < self.capacity:
+        if (window := shortest_window(self.model.config)) < self.capacity:
             return f"trees need layers that see the whole context of {self.capacity}, some see {window} tokens"
         return None
 

@@ -9,8 +9,10 @@ import copy
 from collections.abc import Mapping
 from typing import Any
 
-from distill.errors import RecipeError
+from distill.errors import DataError, RecipeError
 from distill.models.base import Model
+from distill.models.hugging_face import load_config
+from distill.models.torch_model import shortest_window
 from distill.recipe import Recipe, SamplerSettings, Trial
 from distill.sampler import Sampler
 from distill.speculative.calibration import Calibration, Logistic, Power
@@ -33,6 +35,7 @@ from distill.speculative.verify import Random, refusal
 
 ONLINE = {Power: 0.02, Logistic: 0.05}  # step of a calibration that goes on learning
 NO_COSTS = StepCosts((1.0, 1.0), 0.0, 0.0)
+CHAINS_ONLY = "draft chains: another drafter than tree"
 Tree = int | Shape  # what is settled of a tree before it decodes: how many nodes, or its shape
 
 
@@ -108,14 +111,48 @@ def lossy_reason(trial: Trial, sampler: Sampler) -> str | None:
     return refusal(trial.verified_by, drafter.kind, sampler.temperature, drafter.tree)
 
 
+def require_trees(target: Model, draft: Model) -> None:
+    """Raise DataError where one of the models takes no trees: before any text is decoded with a tree."""
+    for role, model in (("target", target), ("draft", draft)):
+        if model.max_leaves < 1:
+            raise DataError(
+                f"the {role} takes no trees of drafted tokens: some of its layers do not see the whole context, or its "
+                "attention takes no mask of ours (it is neither sdpa nor eager)",
+                CHAINS_ONLY,
+            )
+
+
+def check_trees(recipe: Recipe, donor: str) -> None:
+    """Raise RecipeError where a trial's trees are too much for the target or the donor in PyTorch, as configured.
+
+    Reads configurations alone; `require_trees` asks the loaded models.
+    """
+    trial = next((trial for trial in _trials(recipe) if trial.drafter == "tree"), None)
+    if trial is None or "pytorch" not in recipe.speedup.backends:
+        return
+    for role, reference in (("target", recipe.target.model), ("donor", donor)):
+        config = load_config(reference).get_text_config()
+        context, window = config.max_position_embeddings, shortest_window(config)
+        if window < context:
+            raise RecipeError(
+                f"speedup.trials: `{trial.title}` cannot be decoded: the {role} {reference} takes no trees, some of "
+                f"its layers see {window} tokens of a context of {context}",
+                CHAINS_ONLY,
+            )
+
+
+def _trials(recipe: Recipe) -> list[Trial]:
+    grown = recipe.speedup.grown_trials if recipe.speedup.grown is not None else ()
+    return list(dict.fromkeys([*recipe.speedup.trials, *grown]))
+
+
 def check_trials(recipe: Recipe) -> list[str]:
     """A line for each trial that is lossy and allowed to be; raises RecipeError where it is not allowed, or impossible.
 
     Loads nothing, so that a recipe is refused before hours are spent on it.
     """
     lines = []
-    grown = recipe.speedup.grown_trials if recipe.speedup.grown is not None else ()
-    for trial in dict.fromkeys([*recipe.speedup.trials, *grown]):
+    for trial in _trials(recipe):
         if trial.ranked and trial.nodes is not None and trial.nodes >= recipe.profile.max_tokens:
             raise RecipeError(
                 f"speedup.trials: `{trial.title}` is shaped by costs of {trial.nodes + 1} tokens a step, and "
