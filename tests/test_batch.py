@@ -22,6 +22,7 @@ from distill.speculative.batch import decode_batch, plain_batch
 from distill.speculative.decode import Decoded, Rules, decode, plain
 from distill.speculative.draft import ModelDrafter
 from distill.speculative.lengths import Fixed, LengthRule, LossyProbabilityFloor, PlusMinus, ProbabilityFloor
+from distill.speculative.said import Stopped
 
 torch.set_num_threads(1)
 
@@ -390,8 +391,9 @@ def test_prompts_are_read_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_stop_functions_see_one_row() -> None:
-    def stop(tokens: Sequence[int]) -> int | None:
-        return next((i for i in range(len(tokens)) if sum(tokens[: i + 1]) > 150), None)
+    def stop(tokens: Sequence[int], seen: int) -> Stopped:
+        kept = next((i for i in range(len(tokens)) if sum(tokens[: i + 1]) > 150), None)
+        return Stopped(len(tokens)) if kept is None else Stopped(kept, True)
 
     prompts, rules = random_prompts(4, V, seed=5), Rules(stop=stop)
     results = check_batch((EXACT["qwen2"], DRAFTS["qwen2"]), prompts, 30, rules, 3)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy
 import pytest
@@ -14,6 +15,7 @@ from toys import blurred, random_prompts, toy
 
 from distill.errors import DataError
 from distill.models.table import TableModel
+from distill.models.torch_logits import TorchLogits
 from distill.models.torch_model import TorchModel
 from distill.sampler import Sampler
 from distill.speculative.decode import Decoded, Rules, decode, plain
@@ -24,7 +26,7 @@ from distill.speculative.verify import Random
 
 torch.set_num_threads(1)
 V = 4
-SHAPE = Shape.of_widths([2, 2])
+SHAPE, CHAIN = Shape.of_widths([2, 2]), Shape.of_widths([1, 1])
 SAMPLES = 1200
 
 
@@ -96,7 +98,25 @@ CASES: dict[str, tuple[str, Make]] = {
         "distinct",
         lambda draft, sampler, draws: TreeDrafter(draft, sampler, draws, 6, shape=SHAPE, distinct=True),
     ),
+    "chain without replacement": (
+        "distinct",
+        lambda draft, sampler, draws: TreeDrafter(draft, sampler, draws, 2, shape=CHAIN, distinct=True),
+    ),
 }
+CHAINED = ("chain without replacement",)
+
+
+class Treeless(TableModel):
+    """A target that takes chains alone, as one with a sliding window does."""
+
+    max_leaves = 0
+
+    def extend(self, *given: Any, parents: Sequence[int] | None = None, **named: Any) -> TorchLogits:
+        if parents is not None:
+            raise ValueError("no trees")
+        return super().extend(*given, **named)
+
+
 SAMPLERS = {
     "temperature": Sampler(0.9),
     "truncated": Sampler(1.2, top_k=3, top_p=0.9),
@@ -117,7 +137,7 @@ def test_samples_follow_the_law(case: str, sampler: str) -> None:
     if case not in some.get(sampler, CASES):
         return  # the same code as under the other samplers; enumeration covers all
     draws = random.Random(f"{case}/{sampler}").random
-    target, draft = TableModel(V, 11), TableModel(V, 12)
+    target, draft = (Treeless if case in CHAINED else TableModel)(V, 11), TableModel(V, 12)
     drafter = make(draft, served, draws)
     rules = Rules(served, verifier, random=draws)
     counts = Counter(text(target, drafter, rules, 3) for _ in range(SAMPLES))
@@ -185,25 +205,6 @@ def test_the_target_as_its_own_draft() -> None:
             drafted, accepted = (sum(getattr(r, name) for r in result.rounds) for name in ("drafted", "accepted"))
             result.tokens.clear()
         assert (accepted == drafted) == (verifier != "match") and accepted > 0
-
-
-def test_stop_strings_and_ends_inside_a_draft() -> None:
-    hugging_face = toy(vocabulary=61, seed=3)
-    target, draft = TorchModel(hugging_face), TorchModel(hugging_face)
-    prompt = random_prompts(1, 61, seed=9)[0]
-    whole = plain(target, prompt, 24).tokens
-    for cut in range(1, 20):
-
-        def stop(tokens: object, cut: int = cut) -> int | None:
-            return cut if len(tokens) >= cut else None  # type: ignore[arg-type]
-
-        for length in (1, 5):
-            rules = Rules(stop=stop)
-            result = Decoded()
-            said = [t for new in decode(target, ModelDrafter(draft, Fixed(length), rules.sampler, rules.random), prompt,
-                                        24, rules, result) for t in new]  # fmt: skip
-            assert result.tokens == said == whole[:cut] == plain(target, prompt, 24, rules=rules).tokens
-            assert len(result.from_draft) == cut
 
 
 def test_lookup_finds_the_longest_and_latest() -> None:

@@ -42,6 +42,7 @@ from distill.models.hugging_face import (
     load_model,
     load_target,
     load_tokenizer,
+    local_folder,
     pick_device,
     real_tokens,
 )
@@ -51,9 +52,11 @@ from distill.run import Run, machine
 from distill.sampler import Sampler
 from distill.speculative.calibration import Calibration
 from distill.speculative.cost import StepCosts, measure_steps, predicted_speedup
-from distill.speculative.trial import check_trials
+from distill.speculative.said import Characters, Says, sayings
+from distill.speculative.trial import check_trials, require_trees
 from distill.surgery.grow import grow
 from distill.texts import read_prompts
+from distill.vocabulary import Vocabulary
 
 REFERENCE_PROMPTS = {False: 4, True: 2}  # by grown: a grown target takes a minute for each pair of runs
 SAMPLES = 3
@@ -174,6 +177,8 @@ def _measure_part(recipe: Recipe, run: Run, backend: str, grown: bool) -> dict[s
 def _measure_pair(recipe: Recipe, run: Run, pair: _Pair) -> dict[str, Any]:
     settings, evaluation = recipe.speedup, recipe.eval
     target, draft, prompts, lengths = pair.target, pair.draft, pair.prompts, pair.lengths
+    if any(way.drafter == "tree" for way in pair.ways):
+        require_trees(target, draft)
     tokenizer = load_tokenizer(recipe.target.model)
     reference = compare_library(
         target, pair.library, prompts[: REFERENCE_PROMPTS[pair.grown]], settings.new_tokens, pair.ends
@@ -245,7 +250,10 @@ def _measure_pair(recipe: Recipe, run: Run, pair: _Pair) -> dict[str, Any]:
         chosen["length"]
         or max((row for row in rows if row["length"]), key=lambda row: float(row["tokens_per_second"]))["length"]
     )
-    samples = [] if pair.grown else _samples(tokenizer, prompts, [t for t in trials if t.way == best], pair.label)
+    samples: list[dict[str, Any]] = []
+    if not pair.grown:
+        says = sayings(Vocabulary.read(local_folder(recipe.target.model)))
+        samples = _samples(tokenizer, says, prompts, [t for t in trials if t.way == best], pair.label)
     for model in (target, draft):
         model.close()
     return {
@@ -304,10 +312,10 @@ def explain(
 
 
 def _samples(
-    tokenizer: Any, prompts: Sequence[Sequence[int]], trials: Sequence[Any], label: dict[str, Any]
-) -> list[Any]:
+    tokenizer: Any, says: Says, prompts: Sequence[Sequence[int]], trials: Sequence[Any], label: dict[str, Any]
+) -> list[dict[str, Any]]:
     """A few texts, cut into pieces that the draft proposed and pieces that the target wrote."""
-    samples = []
+    samples: list[dict[str, Any]] = []
     for trial in trials[:SAMPLES]:
         segments: list[dict[str, Any]] = []
         pieces: list[tuple[list[int], bool]] = []
@@ -316,8 +324,11 @@ def _samples(
                 pieces[-1][0].append(token)
             else:
                 pieces.append(([token], from_draft))
-        for ids, from_draft in pieces:
-            segments.append({"text": tokenizer.decode(ids), "kind": "accepted" if from_draft else "target"})
+        characters = Characters()
+        for number, (ids, from_draft) in enumerate(pieces, start=1):
+            said = "".join(characters.add(says(token)) for token in ids)
+            said += characters.finish() if number == len(pieces) else ""
+            segments.append({"text": said, "kind": "accepted" if from_draft else "target"})
         samples.append(
             {
                 "prompt": tokenizer.decode(list(prompts[trial.prompt])),

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from distill.errors import DataError
 from distill.models.base import Logits, Model
-from distill.speculative.decode import Decoded, Round, Rules, kept, require_lossless, verify_greedy
+from distill.speculative.decode import Decoded, Round, Rules, require_lossless, take, verify_greedy
 from distill.speculative.draft import ModelDrafter, law_sampler
 from distill.speculative.lengths import Fixed, LengthRule
 from distill.speculative.proposal import Features
@@ -42,10 +42,8 @@ class _Row:
 
     def say(self, new: list[int], accepted: int, rules: Rules) -> None:
         """Take a round's new tokens, of which `accepted` come from the draft, up to where the text ends."""
-        said, self.ended = kept(new, self.result.tokens, rules)
+        _, self.ended = take(self.result, new, accepted, rules)
         self.context += new
-        self.result.tokens += new[:said]
-        self.result.from_draft += [i < accepted for i in range(said)]
 
 
 def plain_batch(
@@ -112,8 +110,9 @@ def decode_batch(
     draft.rollback([0] * draft.rows)
     started = time.perf_counter()
     firsts = _prefill(target, rows, rules)
-    for _ in _read(draft, {row.number: row.context[:-1] for row in rows}):
-        pass  # the last token of a prompt goes in with the first step
+    # The last token of a prompt goes in with the first step; a draft without room behind a prompt need not read it.
+    for _ in _read(draft, {row.number: row.context[:-1] for row in rows if len(row.context) < draft.capacity}):
+        pass
     prefill_seconds = time.perf_counter() - started
     for row in rows:
         row.result.prefill_seconds = prefill_seconds
@@ -191,7 +190,7 @@ def _read(model: Model, texts: Mapping[int, Sequence[int]]) -> Iterator[tuple[li
 
     Pieces, so that short texts do not wait for long ones at their full length, and masks stay small.
     """
-    for start in range(0, max(map(len, texts.values())), PIECE):
+    for start in range(0, max(map(len, texts.values()), default=0), PIECE):
         pieces = {row: text[start : start + PIECE] for row, text in texts.items() if len(text) > start}
         ended = [row for row in pieces if len(texts[row]) <= start + PIECE]
         yield ended, _extend(model, pieces, ended)

@@ -7,7 +7,7 @@ V vocabulary.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -20,10 +20,10 @@ from distill.speculative.draft import Drafter, ModelDrafter
 from distill.speculative.grammar import Constraint
 from distill.speculative.lengths import Fixed
 from distill.speculative.proposal import ROOT, Proposal
+from distill.speculative.said import Stop
 from distill.speculative.verify import CHAINS, TREES, Random, draw, draw_token, refusal, walk
 
 GREEDY = Sampler(temperature=0)
-Stop = Callable[[Sequence[int]], int | None]  # of all new tokens: how many of them to keep, None to go on
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,8 @@ class Round:
 class Decoded:
     """Tokens after a prompt, with the rounds that made them.
 
+    An end token is the last of `tokens`. Before a stop string they are the whole tokens before it: one that only begins
+    it is cut, and `rest` is what it says before. While a text is decoded its last tokens may still be cut.
     `from_draft[i]` tells whether token i was drafted and accepted. `prefill_seconds` (the prompt) and `seconds` (all
     later tokens) are apart, because speculation only touches the second. The first token belongs to the prefill.
     """
@@ -49,18 +51,19 @@ class Decoded:
     rounds: list[Round] = field(default_factory=list)
     prefill_seconds: float = 0.0
     seconds: float = 0.0
+    rest: bytes = b""
 
     def tokens_per_second(self) -> float:
         """Speed after the first token."""
-        return (len(self.tokens) - 1) / self.seconds if self.seconds else 0.0
+        return max(len(self.tokens) - 1, 0) / self.seconds if self.seconds else 0.0
 
 
 @dataclass(frozen=True)
 class Rules:
     """How a text is decoded: the served sampler, the verifier, what ends it, and where chance comes from.
 
-    `stop` looks at all new tokens after every round, for stop strings and the like; a round may bring several, so it
-    must find the first place to stop and not look at the end alone. A `constraint` masks the target's logits before
+    `stop` is asked after every round, for stop strings and the like (see said.py); a round may bring several tokens, so
+    it must find the first place to stop and not look at the end alone. A `constraint` masks the target's logits before
     the sampler; a draft behind the same constraint (see constrained.py) is accepted more often. Raises DataError where
     the constraint ends texts with other tokens.
     """
@@ -121,14 +124,23 @@ def choose(logits: Logits, history: Sequence[int], rules: Rules) -> int:
     return draw_token(rules.sampler.law(logits.full(), [history])[0], rules.random)
 
 
-def kept(new: Sequence[int], before: Sequence[int], rules: Rules) -> tuple[int, bool]:
-    """How many of a round's new tokens are said, and whether the text ends there."""
+def take(result: Decoded, new: Sequence[int], accepted: int, rules: Rules) -> tuple[int, bool]:
+    """Add a round's new tokens, of which `accepted` come from the draft, up to where the text ends.
+
+    Returns how many of all tokens are certain to be said, and whether the text ends.
+    """
+    before = len(result.tokens)
     count = next((i + 1 for i, token in enumerate(new) if token in rules.ends), None)
+    result.tokens += new[:count]
+    result.from_draft += [i < accepted for i in range(len(result.tokens) - before)]
     if rules.stop is not None:
-        wanted = rules.stop([*before, *new[:count]])
-        if wanted is not None:
-            return max(0, wanted - len(before)), True
-    return (len(new), False) if count is None else (count, True)
+        found = rules.stop(result.tokens, before)
+        if found.ended:
+            del result.tokens[found.kept :], result.from_draft[found.kept :]
+            result.rest = found.rest
+        if found.ended or count is None:
+            return found.kept, found.ended
+    return len(result.tokens), count is not None
 
 
 def plain(
@@ -146,17 +158,12 @@ def plain(
     token = choose(target.extend(prompt, want=[len(prompt) - 1]), prompt, rules)
     prefilled = time.perf_counter()
     result.prefill_seconds = prefilled - started
-    count, ended = kept([token], [], rules)
-    result.tokens += [token][:count]
+    _, ended = take(result, [token], 0, rules)
     only = [0]
     while len(result.tokens) < limit and not ended and target.lengths[0] < target.capacity:
         token = choose(target.extend([token], want=only), [*prompt, *result.tokens], rules)
-        count, ended = kept([token], result.tokens, rules)
-        result.tokens += [token][:count]
-        if count < 1:
-            break
+        _, ended = take(result, [token], 0, rules)
     result.seconds = time.perf_counter() - prefilled
-    result.from_draft = [False] * len(result.tokens)
     return result
 
 
@@ -169,8 +176,10 @@ def decode(
     result: Decoded,
     lossy: bool = False,
 ) -> Iterator[list[int]]:
-    """Speculative decoding from cold caches into `result`, yielding each round's new tokens.
+    """Speculative decoding from cold caches into `result`, yielding after each round the tokens that became certain.
 
+    They are the round's new tokens, but for those that may begin a stop string: these wait for later rounds, and all
+    that is yielded makes up `result.tokens`. A drafter without room behind the context proposes nothing.
     What comes out follows the target's law under the sampler exactly (greedy: is the target's own text, up to rounding
     between batches of one and of several tokens). Raises DataError for pairs of drafter and verifier that would
     change it, unless `lossy`.
@@ -184,11 +193,11 @@ def decode(
     drafter.begin(prompt)
     result.prefill_seconds = time.perf_counter() - started
     context = [*prompt, first]
-    count, ended = kept([first], [], rules)
-    result.tokens += [first][:count]
-    result.from_draft += [False][:count]
-    yield [first][:count]
+    certain, ended = take(result, [first], 0, rules)
+    yielded = 0
     while len(result.tokens) < limit and not ended and target.lengths[0] < target.capacity:
+        yield result.tokens[yielded:certain]
+        yielded = certain
         round_started = time.perf_counter()
         depth = target.lengths[0]
         # No more than can still be used: the round emits one token beyond those accepted.
@@ -196,16 +205,14 @@ def decode(
         proposal = drafter.propose(context, most, rules.ends) if most > 0 else Proposal.chain([])
         accepted, token = _verify(target, context, proposal, rules)
         new = [*(proposal.tokens[node] for node in accepted), token]
-        count, ended = kept(new, result.tokens, rules)
+        certain, ended = take(result, new, len(accepted), rules)
         context += new
-        result.tokens += new[:count]
-        result.from_draft += [i < len(accepted) for i in range(count)]
         seconds = time.perf_counter() - round_started
         drafter.accepted(proposal, len(accepted), len(context), seconds)
         seconds = time.perf_counter() - round_started
         result.seconds += seconds
         result.rounds.append(Round(depth, len(proposal.tokens), len(accepted), seconds))
-        yield new[:count]
+    yield result.tokens[yielded:]
 
 
 def _verify(target: Model, context: Sequence[int], proposal: Proposal, rules: Rules) -> tuple[list[int], int]:
@@ -215,7 +222,8 @@ def _verify(target: Model, context: Sequence[int], proposal: Proposal, rules: Ru
     """
     tokens = [context[-1], *proposal.tokens]
     depth = target.lengths[0]
-    if proposal.is_chain and rules.verifier in CHAINS:
+    verifier = "token" if rules.verifier == "distinct" else rules.verifier  # which are one where nothing has siblings
+    if proposal.is_chain and verifier in CHAINS:
         logits = target.extend(tokens)
         if rules.by_argmax:
             choices = logits.argmax()
@@ -224,7 +232,7 @@ def _verify(target: Model, context: Sequence[int], proposal: Proposal, rules: Ru
         else:
             p = _laws(logits, context, proposal, rules)
             drafted = p.new_tensor(proposal.tokens).long()
-            count, token = draw(CHAINS[rules.verifier](p, _as(proposal.laws, p), drafted), rules.random)
+            count, token = draw(CHAINS[verifier](p, _as(proposal.laws, p), drafted), rules.random)
         target.rollback([depth + 1 + count])
         return list(range(count)), token
     # The last token is node 0 of the pending tree, and the parent of the proposal's roots.

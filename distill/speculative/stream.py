@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,16 +27,18 @@ from distill.sampler import Sampler
 from distill.speculative.calibration import Calibration
 from distill.speculative.constrained import Constrained, Forced
 from distill.speculative.cost import StepCosts, measure_steps
-from distill.speculative.decode import Decoded, Rules, Stop, decode, plain, require_lossless, room_for
+from distill.speculative.decode import Decoded, Rules, decode, plain, require_lossless
 from distill.speculative.draft import Drafter
 from distill.speculative.grammar import Constraint, constraint
 from distill.speculative.lengths import Fixed
+from distill.speculative.said import Characters, Says, sayings, stop_before
 from distill.speculative.tokens import Tokens
-from distill.speculative.trial import NO_COSTS, make_drafter
+from distill.speculative.trial import NO_COSTS, make_drafter, require_trees
 from distill.speculative.verify import CHAINS, refusal
 from distill.vocabulary import Vocabulary
 
 FOREIGN = ("intersection", "string")
+OWN = ("model", "both", "tree")  # drafters that ask the draft in the target's tokens
 GREEN, RESET = "\x1b[32m", "\x1b[0m"
 
 
@@ -96,43 +98,34 @@ def foreign_drafter(
     return kind(model, target, own, Fixed(way.length), way.sampler, draws.random, argmax=verifier == "match")
 
 
-def stopper(tokenizer: Any, stops: Sequence[str]) -> Stop | None:
-    """Says how many tokens stand before the first stop text, None while there is none in what was said."""
-    if not stops:
-        return None
-
-    def stop(tokens: Sequence[int]) -> int | None:
-        said = tokenizer.decode(list(tokens))
-        places = [said.find(text) for text in stops if text in said]
-        if not places:
-            return None
-        # The most tokens whose text ends before the stop text begins.
-        return max(n for n in range(len(tokens) + 1) if len(tokenizer.decode(list(tokens[:n]))) <= min(places))
-
-    return stop
-
-
 def stream(recipe: Recipe, references: tuple[str, str], text: str, limit: int, way: Way) -> None:
     """Continue `text` with (target, draft), printing tokens as rounds end and a summary on stderr.
 
-    Accepted tokens are green on a terminal; elsewhere the text is printed bare. Raises DataError for a prompt that is
-    empty or fills the context, and for a way that would change the target's law.
+    Accepted tokens are green on a terminal; elsewhere the text is printed bare. Where the draft's context ends,
+    decoding goes on without it. Raises DataError for a prompt that is empty or fills the target's context, for trees in
+    a model that takes none, and for a way that would change the target's law.
     """
     device = pick_device(recipe.device)
     tokenizer = load_tokenizer(references[0])
+    tokens = Vocabulary.read(local_folder(references[0]))
     hugging_face = load_model(references[0], recipe.target.dtype, device)
     vocabulary = real_tokens(hugging_face.config, tokenizer)
-    target = TorchModel(hugging_face, vocabulary)
-    foreign = way.drafter in FOREIGN
-    draft = target if foreign else TorchModel(load_model(references[1], recipe.target.dtype, device), vocabulary)
+    target = draft = TorchModel(hugging_face, vocabulary)
     ids = encode(tokenizer, text)
     if not ids:
         raise DataError("the prompt is empty", "give some text to continue")
-    room = room_for(target, draft, len(ids), limit)
+    room = min(limit, target.capacity - len(ids))
     if room < 1:
-        raise DataError(f"the prompt's {len(ids)} tokens fill the context of {target.capacity}", "shorten it")
+        raise DataError(f"the prompt's {len(ids)} tokens fill the target's context of {target.capacity}", "shorten it")
     if room < limit:
-        print(f"the context leaves room for {room} of {limit} tokens", file=sys.stderr)
+        print(f"the target's context of {target.capacity} leaves room for {room} of {limit} tokens", file=sys.stderr)
+    if way.length and way.drafter in OWN:
+        draft = TorchModel(load_model(references[1], recipe.target.dtype, device), vocabulary)
+        if draft.capacity < len(ids) + room:
+            others = "earlier text alone drafts" if way.drafter == "both" else "the target decodes plainly"
+            print(f"the draft {references[1]} has a context of {draft.capacity}: beyond it {others}", file=sys.stderr)
+    if way.length and way.drafter == "tree":
+        require_trees(target, draft)
     certain = way.drafter in ("tree", "lookup", "string")  # what they propose has no law of its own
     usual = "greedy" if way.sampler.temperature == 0 else "match" if certain else "token"
     verifier = way.verifier or usual
@@ -142,17 +135,17 @@ def stream(recipe: Recipe, references: tuple[str, str], text: str, limit: int, w
     ends = end_ids(hugging_face.config, tokenizer)
     grammar = None
     if way.grammar is not None:
-        grammar = constraint(*way.grammar, Tokens.of(Vocabulary.read(local_folder(references[0])), ends))
+        grammar = constraint(*way.grammar, Tokens.of(tokens, ends))
         for warning in grammar.warnings:
             print(f"the grammar is not obeyed in this: {warning}", file=sys.stderr)
     reason: str | None = None
-    rules = Rules(way.sampler, verifier, ends, draws.random, stopper(tokenizer, way.stop), grammar)
+    says = sayings(tokens, () if grammar is None else grammar.ends)  # what is printed is a text of the grammar
+    rules = Rules(way.sampler, verifier, ends, draws.random, stop_before(says, way.stop), grammar)
     result = Decoded()
-    hidden = () if grammar is None else grammar.ends  # what is printed is a text of the grammar
     if way.length == 0:
         print(text, end="", flush=True)
         result = plain(target, ids, room, rules=rules)
-        print(tokenizer.decode([token for token in result.tokens if token not in hidden]))
+        _show(says, result, [result.tokens], False)
     else:
         try:
             drafter = _drafter(recipe, references, way, verifier, draws, target, draft, grammar)
@@ -162,21 +155,24 @@ def stream(recipe: Recipe, references: tuple[str, str], text: str, limit: int, w
         except ValueError as error:
             raise DataError(f"this cannot be drafted: {error}", "choose another --drafter or --verifier") from None
         print(text, end="", flush=True)
-        texts = decode(target, drafter, ids, room, rules, result, way.lossy)
-        _show(tokenizer, result, texts, sys.stdout.isatty(), hidden)
+        _show(says, result, decode(target, drafter, ids, room, rules, result, way.lossy), sys.stdout.isatty())
     if grammar is not None and not grammar.satisfied(result.tokens):
         print("the text ends before the grammar is satisfied: give more --tokens", file=sys.stderr)
-    rounds = result.rounds
+    print(_summary(result), file=sys.stderr)
+    if reason is not None:
+        print(f"LOSSY: this text does not follow the target's law: {reason}", file=sys.stderr)
+
+
+def _summary(result: Decoded) -> str:
+    """Tokens and speed and, where rounds were made, what they brought."""
     summary = f"{len(result.tokens)} tokens, {result.tokens_per_second():.1f} tok/s after the first"
+    rounds = result.rounds
     if rounds:
         drafted, accepted = sum(r.drafted for r in rounds), sum(r.accepted for r in rounds)
         rate = f"{accepted / drafted:.1%}" if drafted else "none drafted"
-        summary += (
-            f", {(len(result.tokens) - 1) / len(rounds):.2f} tokens/round, accepted {accepted}/{drafted} ({rate})"
-        )
-    print(summary, file=sys.stderr)
-    if reason is not None:
-        print(f"LOSSY: this text does not follow the target's law: {reason}", file=sys.stderr)
+        each = max(len(result.tokens) - 1, 0) / len(rounds)
+        summary += f", {each:.2f} tokens/round, accepted {accepted}/{drafted} ({rate})"
+    return summary
 
 
 def _drafter(
@@ -205,17 +201,13 @@ def _drafter(
     return drafter if grammar is None else Forced(drafter, grammar)
 
 
-def _show(tokenizer: Any, result: Decoded, rounds: Any, colour: bool, hidden: Collection[int] = ()) -> None:
-    """Print every round's tokens as they come, but for the hidden ones."""
-    shown = 0
-    pending: list[int] = []  # bytes of one character may be spread over tokens: wait until they are whole
-    for _ in rounds:
-        while shown < len(result.tokens):
-            pending += [token for token in result.tokens[shown : shown + 1] if token not in hidden]
-            piece = tokenizer.decode(pending)
-            marked = colour and result.from_draft[shown]
+def _show(says: Says, result: Decoded, rounds: Iterable[Sequence[int]], colour: bool) -> None:
+    """Print tokens as they become certain, and at the end what is left of one that a stop string cut."""
+    shown, characters = 0, Characters()
+    for new in rounds:
+        for token in new:
+            piece = characters.add(says(token))
+            marked = colour and result.from_draft[shown] and piece
+            print(f"{GREEN}{piece}{RESET}" if marked else piece, end="", flush=True)
             shown += 1
-            if not piece.endswith("\ufffd") or len(pending) > 8:
-                print(f"{GREEN}{piece}{RESET}" if marked else piece, end="", flush=True)
-                pending = []
-    print(tokenizer.decode(pending))
+    print(characters.add(result.rest) + characters.finish())

@@ -1,0 +1,230 @@
+"""`generate` end to end: contexts that differ, models without trees, and text of a SentencePiece tokenizer."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from toys import blurred, random_prompts, save_toy, toy, toy_tokenizer
+from transformers import AutoTokenizer
+
+from distill.benchmark.compare import Trial as Told
+from distill.benchmark.speedup import _measure_pair, _Pair, _samples
+from distill.errors import DataError, RecipeError
+from distill.models.batched import BatchedTorchModel
+from distill.models.table import TableModel
+from distill.models.torch_logits import TorchLogits
+from distill.models.torch_model import TorchModel
+from distill.recipe import Recipe, Trial, load_recipe, parse_recipe
+from distill.sampler import Sampler
+from distill.speculative.batch import decode_batch
+from distill.speculative.calibration import Power
+from distill.speculative.cost import StepCosts
+from distill.speculative.decode import Decoded, Rules, decode, plain
+from distill.speculative.draft import TreeDrafter
+from distill.speculative.stream import Way, stream
+from distill.speculative.tree import Shape
+from distill.speculative.trial import check_trees, make_drafter, require_trees
+
+torch.set_num_threads(1)
+ROOT = Path(__file__).resolve().parent.parent
+SHARED = Path(os.environ.get("DISTILL_SHARED", ROOT.parent / "shared")) / "tokenizers"
+Capture = pytest.CaptureFixture[str]
+PROMPT = "def f(self): return self.value + other"
+
+
+def pair_recipe(target: Path, draft: Path) -> Recipe:
+    return parse_recipe(
+        {
+            "name": "pair",
+            "target": {"model": str(target)},
+            "draft": {"donor": str(draft)},
+            "corpus": {"sources": [{"kind": "text", "path": ".", "split": "report"}]},
+        },
+        "a test",
+    )
+
+
+def said(target: Path, draft: Path, text: str, tokens: int, way: Way, capture: Capture) -> tuple[str, str]:
+    capture.readouterr()
+    stream(pair_recipe(target, draft), (str(target), str(draft)), text, tokens, way)
+    found = capture.readouterr()
+    return found.out, found.err
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target of 160 tokens of context, drafts of 160 and of 32, and a target whose layers see 20 tokens."""
+    folder, tokenizer = tmp_path_factory.mktemp("pairs"), toy_tokenizer()
+    size = len(tokenizer)
+    model = toy(vocabulary=size, seed=3)
+    save_toy(model, tokenizer, folder / "target")
+    draft = blurred(model, 4, 0.02)
+    save_toy(draft, tokenizer, folder / "draft")
+    draft.config.max_position_embeddings = 32
+    save_toy(draft, tokenizer, folder / "short")
+    save_toy(toy("mistral", vocabulary=size, sliding_window=20), tokenizer, folder / "sliding")
+    return folder
+
+
+@pytest.mark.parametrize("text", ["def f(", PROMPT * 3])
+def test_decoding_goes_on_where_the_drafts_context_ends(folders: Path, text: str, capsys: Capture) -> None:
+    """A prompt that the short draft can read, and one that it cannot."""
+    target, short = folders / "target", folders / "short"
+    wanted, told = said(target, short, text, 60, Way(Sampler(0), length=0), capsys)
+    assert "context of" not in told and "60 tokens, " in told
+    for way in (
+        Way(Sampler(0), length=3),
+        Way(Sampler(0), length=3, rule="p_min", p_min=0.2),
+        Way(Sampler(0), length=3, drafter="both"),
+        Way(Sampler(0), length=3, drafter="tree"),
+        Way(Sampler(0), length=3, drafter="lookup"),
+        Way(Sampler(0), length=5, stop=("\u0001never",)),
+    ):
+        assert said(target, folders / "draft", text, 60, way, capsys)[0] == wanted
+        found, told = said(target, short, text, 60, way, capsys)
+        assert found == wanted
+        assert (f"the draft {short} has a context of 32" in told) == (way.drafter != "lookup")
+        assert "leaves room" not in told and "60 tokens" in told
+    assert said(target, short, text, 60, Way(Sampler(0.9), length=3), capsys)[0].startswith(text)
+    # The target's own context ends every way.
+    room = TorchModel(toy(vocabulary=9)).capacity
+    _, told = said(target, short, text, 500, Way(Sampler(0), length=0), capsys)
+    assert f"the target's context of {room} leaves room for" in told
+
+
+def test_every_drafter_and_rule_outlives_the_drafts_context() -> None:
+    costs, fitted = StepCosts((1.0, 1.1, 1.2, 1.3, 1.4), 0.1, 0.1), {"power": Power()}
+    target = TableModel(6, 1)
+    short = target.near(0.5, 2, capacity=12)
+    trials = [Trial(rule=rule, length=4) for rule in ("fixed", "p_min", "plus-minus", "ratio", "entropy", "beta")]
+    trials += [Trial(rule="start-continue", length=4), Trial(rule="expected-value", length=4, calibration="power")]
+    trials += [trial.model_copy(update={"drafter": "lookup+draft"}) for trial in trials]
+    trials += [Trial(drafter="tree", nodes=5, length=3, calibration="none")]
+    for trial in trials:
+        for prompt in ([0, 1], [0, 1, 2, 3] * 2, [0, 1, 2, 3] * 3, [0, 1, 2, 3] * 6):
+            drafter = make_drafter(trial, short, Sampler(0), lambda: 0.0, costs, fitted)
+            result = Decoded()
+            for _ in decode(target, drafter, prompt, 24, Rules(), result):
+                pass
+            assert result.tokens == plain(target, prompt, 24).tokens
+            if trial.drafter != "lookup+draft":
+                assert all(r.drafted == 0 for r in result.rounds if r.depth + 1 >= short.capacity)
+            assert any(r.drafted for r in result.rounds) == (len(prompt) < 11) or trial.drafter == "lookup+draft"
+
+
+def test_a_batch_outlives_the_drafts_context() -> None:
+    model, short = (
+        toy(vocabulary=61).double(),
+        blurred(toy(vocabulary=61, max_position_embeddings=20).double(), 1, 0.02),
+    )
+    prompts = [random_prompts(1, 61, seed=size, shortest=size, longest=size)[0] for size in (3, 19, 20, 21, 40)]
+    for some in (prompts, prompts[3:]):
+        target, draft = (BatchedTorchModel(one, len(some)) for one in (model, short))
+        results = decode_batch(target, draft, some, 24, Rules(), 3)
+        for prompt, result in zip(some, results, strict=True):
+            assert result.tokens == plain(TorchModel(model), prompt, 24).tokens
+            assert any(r.drafted for r in result.rounds) == (len(prompt) < 18)
+
+
+def test_trees_are_refused_before_anything_is_decoded(folders: Path, capsys: Capture) -> None:
+    sliding, draft = folders / "sliding", folders / "draft"
+    tree = Way(Sampler(0), drafter="tree", length=3)
+    for pair, role in (((sliding, draft), "target"), ((draft, sliding), "draft")):
+        with pytest.raises(DataError, match=f"the {role} takes no trees") as caught:
+            said(*pair, PROMPT, 8, tree, capsys)
+        assert caught.value.hint is not None and PROMPT not in capsys.readouterr().out
+    chains = [said(sliding, draft, PROMPT, 12, replace(tree, drafter=name), capsys)[0] for name in ("model", "lookup")]
+    assert chains == [said(sliding, draft, PROMPT, 12, replace(tree, length=0), capsys)[0]] * 2
+    models = [TorchModel(toy("mistral", sliding_window=20)), TorchModel(toy())]
+    require_trees(models[1], models[1])
+    for ways in ((Trial(drafter="tree", nodes=4, length=3),), (Trial(drafter="tree", shape="static", length=3),)):
+        nothing: Any = None
+        pair = _Pair("p", "pytorch", False, *models, [[1, 2]], [], nothing, "", (2,), ways)
+        with pytest.raises(DataError, match="the target takes no trees"):
+            _measure_pair(pair_recipe(sliding, draft), nothing, pair)
+
+
+def test_a_chain_of_a_tree_drafter_needs_no_trees() -> None:
+    """Shapes without siblings, and shapes left out near the end, are verified as chains; greedily they are the text."""
+    target, draft = TorchModel(toy("mistral", sliding_window=20)), TorchModel(toy("mistral"))
+    prompt = random_prompts(1, 61, seed=2)[0]
+    chain = TreeDrafter(draft, Sampler(0), random.random, 3, shape=Shape.of_widths([1, 1, 1]), best=True)
+    result = Decoded()
+    for _ in decode(target, chain, prompt, 20, Rules(), result):
+        pass
+    assert result.tokens == plain(target, prompt, 20).tokens and any(r.drafted == 3 for r in result.rounds)
+    draws = random.Random(0).random
+    distinct = Rules(Sampler(1.0), "distinct", random=draws)
+    for widths in ([1, 1], [9, 2]):  # the second has more nodes than the limit leaves room for
+        drafter = TreeDrafter(draft, distinct.sampler, draws, 2, shape=Shape.of_widths(widths), distinct=True)
+        result = Decoded()
+        for _ in decode(target, drafter, prompt, 12, distinct, result):
+            pass
+        assert len(result.tokens) == 12 and any(r.drafted for r in result.rounds) == (widths == [1, 1])
+
+
+def test_check_refuses_trees_of_a_sliding_target(world: Path, tmp_path: Path, capsys: Capture) -> None:
+    folder = tmp_path / "sliding"
+    shutil.copytree(world / "target", folder)
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 0}
+    config["layer_types"] = ["sliding_attention"] * config["num_hidden_layers"]
+    (folder / "config.json").write_text(json.dumps(config))
+    options = (f"target.model={folder}", "speedup.trials=[{drafter: tree, nodes: 4, length: 3}]")
+    gguf = "speedup.backends=[gguf]"
+    for change in ((options[1],), (options[0], "speedup.trials=[]"), (*options, gguf)):
+        recipe = load_recipe(world / "recipe.yaml", change)
+        check_trees(recipe, recipe.target.model)
+    recipe = load_recipe(world / "recipe.yaml", options)
+    with pytest.raises(RecipeError, match=r"the target .*sliding takes no trees, some of its layers see 16 tokens"):
+        check_trees(recipe, str(world / "target"))
+    recipe = load_recipe(world / "recipe.yaml", options[1:])
+    with pytest.raises(RecipeError, match=r"the donor .*sliding takes no trees"):
+        check_trees(recipe, str(folder))
+    assert tiny.call("check", world / "recipe.yaml", *options) == 2
+    assert "takes no trees" in capsys.readouterr().err
+
+
+def test_sentencepiece_keeps_its_spaces(tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every way prints what the whole text's tokens say behind the prompt, up to a stop string inside a word."""
+    if not (SHARED / "llama-2").is_dir():
+        pytest.skip(f"no tokenizer llama-2 in {SHARED}; set DISTILL_SHARED")
+    tokenizer = AutoTokenizer.from_pretrained(SHARED / "llama-2")
+    text = "The old man went home, and then he slept until the morning came."
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    folder = save_toy(
+        toy("llama", vocabulary=len(tokenizer), bos_token_id=1, eos_token_id=2), tokenizer, tmp_path / "m"
+    )
+    extend = TorchModel.extend
+
+    def script(model: TorchModel, tokens: Any, *given: Any, **named: Any) -> Any:
+        """The next token of the text, whatever the weights say."""
+        before, values = model.lengths[0], extend(model, tokens).values.clone()
+        for index in range(len(tokens)):
+            values[index, ids[min(before + index + 1, len(ids) - 1)]] = 1e9
+        return TorchLogits(values if named.get("want") is None else values[list(named["want"])])
+
+    monkeypatch.setattr(TorchModel, "extend", script)
+    for way in (Way(Sampler(0), length=0), Way(Sampler(0), length=3), Way(Sampler(0), drafter="lookup")):
+        assert said(folder, folder, "The old", len(ids) - 2, way, capsys)[0] == text + "\n"
+        stopped = said(folder, folder, "The old", len(ids) - 2, replace(way, stop=("ept until t",)), capsys)[0]
+        assert stopped == text[: text.index("ept")] + "\n"
+
+
+def test_samples_of_a_report_keep_their_spaces() -> None:
+    pieces = [b" The", b" \xc3", b"\xa9t", b"\xc3\xa9", b" fin"]
+    decoded = Decoded([0, 1, 2, 3, 4, 1], [False, True, False, True, True, False])
+    reader: Any = type("Tokenizer", (), {"decode": lambda self, ids: "p"})()
+    label = {"backend": "pytorch", "pair": "p"}
+    found = _samples(reader, lambda token: pieces[token], [[1]], [Told(0, 3, 1.0, decoded)], label)[0]["segments"]
+    assert [part["text"] for part in found] == [" The", " ", "ét", "é fin", " \ufffd"]
+    assert [part["kind"] for part in found] == ["target", "accepted", "target", "accepted", "target"]
