@@ -57,6 +57,11 @@ def law_sampler(sampler: Sampler) -> Sampler:
     return sampler if sampler.temperature else Sampler(1.0, repetition_penalty=sampler.repetition_penalty)
 
 
+def features_after(law: Tensor, earlier: Earlier, history: Sequence[int]) -> Features:
+    """What a rule is told of the draft's law [V] after `history`, with what `earlier` read of the same text."""
+    return replace(features_of(law), match=earlier.match(history[-LONGEST:], int(law.argmax())))
+
+
 class ModelDrafter:
     """A model that continues the context, for as long as its length rule says.
 
@@ -129,7 +134,7 @@ class ModelDrafter:
     def _next(self, logits: Logits, history: Sequence[int], position: int) -> tuple[int | None, Tensor, Features]:
         """The token at a position, its law and its features; no token where the rule stops before the draw."""
         law = self._law(logits, history)
-        features = replace(features_of(law), match=self.earlier.match(history[-LONGEST:], int(law.argmax())))
+        features = features_after(law, self.earlier, history)
         if not self.rule.go_on(position, features):
             return None, law, features
         return (int(law.argmax()) if self.argmax else draw_token(law, self.random)), law, features
