@@ -33,7 +33,7 @@ from distill.speculative.decode import Decoded, Rules, decode, plain
 from distill.speculative.draft import Drafter, FirstThen, LookupDrafter, ModelDrafter, TreeDrafter
 from distill.speculative.gbnf import lark
 from distill.speculative.grammar import Constraint, State, constraint, llama_constraint
-from distill.speculative.lengths import Fixed
+from distill.speculative.lengths import Fixed, PlusMinus
 from distill.speculative.proposal import ROOT, Proposal
 from distill.speculative.tokens import Tokens
 from distill.speculative.tree import Shape
@@ -414,6 +414,34 @@ def check_ways(target: Any, draft: Any, grammar: Constraint, valid: Callable[[li
         else:
             assert len(result.tokens) == 60 or target.lengths[0] >= target.capacity - 1
     assert whole > len(names) * seeds / 2
+
+
+class Noting(PlusMinus):
+    """Remembers what it was told, and decides whether anything is drafted at all."""
+
+    def __init__(self, drafts: bool) -> None:
+        super().__init__(4)
+        self.drafts, self.asked = drafts, 0
+        self.told: list[tuple[int, int]] = []
+
+    def step_on(self, position: int) -> bool:
+        self.asked += position == 0
+        return self.drafts
+
+    def observe(self, drafted: int, accepted: int, features: Any, seconds: float) -> None:
+        self.told.append((drafted, accepted))
+
+
+@pytest.mark.parametrize("drafts", [True, False])
+def test_a_rule_learns_of_the_rounds_in_which_it_was_asked(drafts: bool) -> None:
+    """A round of sure tokens alone says nothing of the draft."""
+    grammar = constraint("regex", "((a|b)c{70}){4}", TOKENS)  # more sure tokens than a round takes
+    target, rule = TableModel(len(SAID), 3), Noting(drafts)
+    drafter = Forced(ModelDrafter(Constrained(target.near(0.5, 4), grammar), rule, Sampler(0), no), grammar)
+    result = run(target, drafter, [1], 300, Rules(ends=grammar.ends, constraint=grammar))
+    assert len(rule.told) == rule.asked < len(result.rounds)
+    assert all((drafted > 0) == drafts for drafted, _ in rule.told)
+    assert sum(r.drafted for r in result.rounds) > sum(drafted for drafted, _ in rule.told)  # the sure ones
 
 
 def test_text_of_a_table() -> None:
