@@ -382,7 +382,8 @@ def simulate(arguments: argparse.Namespace) -> None:
             print(f"| {name} | {' | '.join(f'{value:.2f}' for value in values)} |", flush=True)
         mine, best, ideal = rows["expected value"], fixed["mixed"][1], rows["clairvoyant"][-1]
         share = [
-            (rows[name][-1] - best) / (ideal - best) for name in ("expected value", "all features known beforehand")
+            (rows[name][-1] - best) / (ideal - best) if ideal > best else float("nan")  # nothing could be gained
+            for name in ("expected value", "all features known beforehand")
         ]
         verdicts.append((title, share[0], share[1], mine[-1] / best, min(mine), rows["expected value, myopic"][-1]))
     heads = ("share of the clairvoyant's gain over the best γ", "the same, features known", "of the best γ's speed")
