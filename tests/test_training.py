@@ -25,7 +25,7 @@ from distill.recipe import Replay, Train, parse_recipe, parse_section
 from distill.sampler import Sampler
 from distill.target.head import Head
 from distill.texts import Prompt
-from distill.training import loop
+from distill.training import loop, replay
 from distill.training.acceptance import judge_for, rates, speaking
 from distill.training.losses import LossSettings
 from distill.training.plan import PlannedPart, part_at, planned, protocol_of, rate_of
@@ -314,6 +314,71 @@ def test_resumed_is_uninterrupted_bit_for_bit(
     assert code == 0 and largest_difference(run, whole) == 0
     for name in ("training.json", "replay/decision.json"):
         assert (run / name).read_text() == (whole / name).read_text()
+
+
+def test_a_replay_that_was_not_judged_is_judged_by_the_next_command(
+    world: Path, ready: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(work: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "judge_replay", killed)
+        assert trained(world, ready, tmp_path, PARTS, *REPLAY)[0] == 130
+    assert (tmp_path / "tiny" / "checkpoints" / "step-000010").exists()
+    code, run = trained(world, ready, tmp_path, PARTS, *REPLAY)
+    assert code == 0 and largest_difference(run, whole) == 0
+    for name in ("training.json", "replay/decision.json"):
+        assert (run / name).read_text() == (whole / name).read_text()
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_lost_draft_is_written_again_with_the_same_weights(
+    world: Path, ready: Path, tmp_path: Path, kept: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decide_of = replay.decide
+    monkeypatch.setattr(replay, "decide", lambda *arguments: decide_of(*arguments) | {"kept": kept})
+    code, run = trained(world, ready, tmp_path, PARTS, *REPLAY)
+    before = weights(run)
+    for name in ("replayed", "best"):
+        saved = torch.load(run / "checkpoints" / name / "model.pt", weights_only=True)
+        same = all(torch.equal(saved[f"draft.{key}"], value) for key, value in before.items())
+        assert same == (kept == (name == "replayed"))
+    shutil.rmtree(run / "draft")
+    again, run = trained(world, ready, tmp_path, PARTS, *REPLAY)
+    assert (code, again) == (0, 0) and all(torch.equal(value, before[name]) for name, value in weights(run).items())
+    assert json.loads((run / "training.json").read_text())["replay"]["kept"] == kept
+
+
+@pytest.mark.parametrize(
+    ("name", "steps", "saved", "number"),
+    [
+        ("consider", 4, 4, signal.SIGTERM),
+        ("enter_replay", 8, 9, signal.SIGINT),
+        ("one_step", 9, 10, signal.SIGINT),
+        ("one_step", 9, 10, signal.SIGTERM),
+    ],
+)
+def test_a_signal_is_never_forgotten(
+    world: Path, ready: Path, whole: Path, tmp_path: Path, name: str, steps: int, saved: int, number: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """While drafts are evaluated, while a replay looks for rejections, and in the last step of all."""
+    function = getattr(loop, name)
+
+    def signalled(work: Any, *rest: Any) -> Any:
+        if work.state["step"] == steps:
+            os.kill(os.getpid(), number)
+        return function(work, *rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, name, signalled)
+        assert trained(world, ready, tmp_path, PARTS, *REPLAY)[0] == (130 if number == signal.SIGINT else 143)
+    run = tmp_path / "tiny"
+    assert (run / "checkpoints" / f"step-{saved:06d}").exists() and metrics(run)[-1]["step"] == saved
+    assert not (run / "draft").exists()
+    assert trained(world, ready, tmp_path, PARTS, *REPLAY)[0] == 0 and largest_difference(run, whole) == 0
+    assert (run / "training.json").read_text() == (whole / "training.json").read_text()
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from distill.errors import DataError, RunError
+from distill.processes import barrier
 from distill.progress import duration
 from distill.recipe import Recipe
 from distill.run import Run
@@ -23,7 +24,7 @@ from distill.training.checkpoint import load_checkpoint, newest_checkpoint, save
 from distill.training.finish import write_draft
 from distill.training.plan import REPLAY, PlannedPart, part_at, rate_of
 from distill.training.rate import body_share
-from distill.training.replay import enter_replay, judge_replay
+from distill.training.replay import enter_replay, is_replayed, judge_replay
 from distill.training.setup import Training, set_up
 from distill.training.step import on_device
 from distill.training.stopping import StopRequest
@@ -69,14 +70,23 @@ def train(recipe: Recipe, run: Run) -> list[Path]:
                 state["sparsity"] = work.penalty.state_dict() if work.penalty is not None else None
                 main = work.accelerator.is_main_process
                 save_checkpoint(run, state["step"], work.learner, work.optimizer, settings.keep, state, main)
-            if asked and state["step"] < work.steps:
-                run.say(f"  stopped and saved at step {state['step']} of {work.steps}; the same command goes on there")
-                stop.leave()
-    if work.replayed is not None:
+            if asked:
+                leave(work, stop)
+        if work.any_process(stop.signal is not None):  # while a replay looked for what is rejected and found nothing
+            leave(work, stop)
+    if is_replayed(work):
         judge_replay(work)
     else:
         take_best(work)
     return write_draft(work)
+
+
+def leave(work: Training, stop: StopRequest) -> None:
+    """End the command with everything saved; all processes leave, whichever of them got the signal."""
+    step = work.state["step"]
+    work.run.say(f"  stopped and saved at step {step} of {work.steps}; the same command goes on there")
+    barrier()  # a process that is gone ends the others, also one that is still writing the checkpoint
+    stop.leave()
 
 
 def one_step(work: Training, part: PlannedPart, step: int) -> dict[str, Any]:

@@ -127,6 +127,12 @@ def enter_replay(work: Training) -> bool:
     return True
 
 
+def is_replayed(work: Training) -> bool:
+    """Whether the present weights have been through the replay, in this command or in the one that it resumes."""
+    found = work.state.get("replay")
+    return found is not None and found["blocks"] > 0 and work.state["step"] == work.steps
+
+
 def judge_replay(work: Training) -> None:
     """Keep what the replay learnt only if it shows on selection prompts; replay/decision.json says what was seen."""
     settings, run, main = work.settings.replay, work.run, work.accelerator.is_main_process
