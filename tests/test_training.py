@@ -293,6 +293,27 @@ def test_a_replay_says_what_it_found_and_decided(whole: Path) -> None:
     assert all(torch.equal(saved[f"draft.{name}"], value) for name, value in weights(whole).items())
 
 
+def test_a_replay_without_rejections_says_so(
+    world: Path, ready: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And a signal that came while it looked for them ends the command all the same."""
+    monkeypatch.setattr(replay, "rejected_positions", lambda prompt, text: [])
+    find = replay.collect
+
+    def signalled(*arguments: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGINT)
+        return find(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(replay, "collect", signalled)
+        assert trained(world, ready, tmp_path, *REPLAY)[0] == 130
+    code, run = trained(world, ready, tmp_path, *REPLAY)
+    found = json.loads((run / "training.json").read_text())
+    assert code == 0 and found["steps"] == 8 and {line["part"] for line in metrics(run)} == {"align"}
+    assert found["replay"] == {"collected": {**found["replay"]["collected"], "rejected": 0, "blocks": 0}, "kept": False}
+    assert found["replay"]["collected"]["rounds"] > 0
+
+
 # ── interruptions ──
 
 
@@ -439,6 +460,7 @@ def test_memory_that_runs_out_names_the_setting(
         ("train.parts=[{name: a, steps: 1, temperature: 2}]", "teacher.temperatures"),
         ("train.loss={top_k_hinge: 1}", "hinge"),
         ("train.trackers=[wandb]", "not installed"),
+        ("train.acceptance.prompts=500", "at least 4 others"),
         ("train.adapter={rank: 2, targets: [nothing]}", "no linear layer"),
         ("train.adapter={rank: 2, base: int4}", "bitsandbytes"),
     ],
@@ -446,7 +468,7 @@ def test_memory_that_runs_out_names_the_setting(
 def test_settings_that_cannot_work_are_refused_before_the_first_step(
     world: Path, ready: Path, tmp_path: Path, override: str, words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    more = ["train.hinge_k=100000"] if "hinge" in override else []
+    more = ["train.hinge_k=100000"] if "hinge" in override else REPLAY if "acceptance.prompts" in override else []
     code, run = trained(world, ready, tmp_path, override, *more)
     said = capsys.readouterr().err
     assert code == 2 and words in said and "Traceback" not in said
