@@ -221,6 +221,23 @@ def test_a_part_ends_when_patience_has_run_out(
     assert json.loads((run / "training.json").read_text())["best"]["step"] == 11
 
 
+def test_patience_counts_anew_in_each_part(
+    world: Path, ready: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Evaluations at 0, 2, 4 | 6, 8: the first part ends by its steps with one miss, or with as many as end a part."""
+    from distill.training.setup import Training
+
+    for values in ([0.5, 0.6, 0.4, 0.3, 0.2], [0.5, 0.4, 0.3, 0.2, 0.6]):
+        told = iter(values)
+        monkeypatch.setattr(
+            Training, "acceptance", lambda self, told=told: {"acceptance": next(told), "tokens_per_round": 1.0}
+        )
+        folder = tmp_path / str(values[1])
+        code, run = trained(world, ready, folder, PARTS, "train.acceptance.every=2", "train.acceptance.patience=2")
+        assert code == 0 and [line["step"] for line in metrics(run)] == list(range(1, 9))
+        assert "ends early" not in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("protocol", ["sampling", "match", "greedy"])
 def test_a_draft_that_is_the_target_is_accepted(protocol: Any) -> None:
     model = toys.toy(seed=3)

@@ -19,7 +19,7 @@ from distill.processes import barrier
 from distill.progress import duration
 from distill.recipe import Recipe
 from distill.run import Run
-from distill.training.best import consider, evaluation_due, take_best
+from distill.training.best import consider, end_of, evaluation_due, take_best
 from distill.training.checkpoint import load_checkpoint, newest_checkpoint, save_checkpoint
 from distill.training.finish import write_draft
 from distill.training.plan import REPLAY, PlannedPart, part_at, rate_of
@@ -63,10 +63,11 @@ def train(recipe: Recipe, run: Run) -> list[Path]:
                 figures |= work.penalty.after_step(step, body_rate)
             state["step"] = step + 1
             report_step(work, part, rate, figures, clock)
-            if evaluation_due(work, part) and not consider(work):
-                state["step"] = part.end  # out of patience
+            if evaluation_due(work, part):
+                consider(work)
+            ended = end_of(work, part)
             asked = work.any_process(stop.signal is not None)
-            if state["step"] % settings.save_every == 0 or state["step"] == part.end or asked:
+            if state["step"] % settings.save_every == 0 or ended or asked:
                 state["sparsity"] = work.penalty.state_dict() if work.penalty is not None else None
                 main = work.accelerator.is_main_process
                 save_checkpoint(run, state["step"], work.learner, work.optimizer, settings.keep, state, main)
