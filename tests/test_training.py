@@ -30,6 +30,7 @@ from distill.training.acceptance import judge_for, rates, speaking
 from distill.training.losses import LossSettings
 from distill.training.plan import PlannedPart, part_at, planned, protocol_of, rate_of
 from distill.training.replay import decide, pack_rejected, rejected_positions
+from distill.training.setup import Training
 from distill.training.step import Columns, Learner
 
 PARTS = (
@@ -188,8 +189,6 @@ def test_parts_share_one_curve_and_a_replay_has_its_own() -> None:
 def test_the_best_weights_are_taken_not_the_last(
     world: Path, ready: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from distill.training.setup import Training
-
     told = iter([0.3, 0.6, 0.5, 0.4])
     monkeypatch.setattr(
         Training, "acceptance", lambda self: {"acceptance": next(told), "tokens_per_round": 1.0, "rounds": 1}
@@ -208,8 +207,6 @@ def test_the_best_weights_are_taken_not_the_last(
 def test_a_part_ends_when_patience_has_run_out(
     world: Path, ready: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from distill.training.setup import Training
-
     told = iter([0.5, 0.4, 0.3, 0.6, 0.2, 0.1])
     monkeypatch.setattr(
         Training, "acceptance", lambda self: {"acceptance": next(told), "tokens_per_round": 1.0, "rounds": 1}
@@ -225,8 +222,6 @@ def test_patience_counts_anew_in_each_part(
     world: Path, ready: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Evaluations at 0, 2, 4 | 6, 8: the first part ends by its steps with one miss, or with as many as end a part."""
-    from distill.training.setup import Training
-
     for values in ([0.5, 0.6, 0.4, 0.3, 0.2], [0.5, 0.4, 0.3, 0.2, 0.6]):
         told = iter(values)
         monkeypatch.setattr(
@@ -457,8 +452,44 @@ def test_memory_that_runs_out_names_the_setting(
     assert "train.micro_batch (now 4)" in said and "train.checkpointing=true" in said and "Traceback" not in said
     # What is lowered is no part of the stage's key: the same training goes on.
     assert trained(world, ready, tmp_path, "train.micro_batch=1", "train.chunk=16", "train.checkpointing=true")[0] == 0
-    with pytest.raises(RuntimeError, match="else"), loop.memory_explained(None):  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match="else"), loop.memory_explained(lambda: ("", "")):
         raise RuntimeError("something else")
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "calls", "said", "instead"),
+    [
+        (loop, "set_up", 1, ("while the draft was loaded", "train.adapter={base: int4}"), ()),
+        (Training, "acceptance", 1, ("after step 0", "train.acceptance.prompts (now 2)", "target.quantise=int8"),
+         ("train.acceptance.new_tokens=8", "train.acceptance.prompts=2")),
+        (Training, "acceptance", 2, ("after step 4", "train.acceptance.new_tokens (now 8)", "target.shard"),
+         ("train.acceptance.new_tokens=9", "--redo", "train")),
+        (replay, "decode_all", 1, ("after step 8", "train.replay.new_tokens (now 16)"), ()),
+        (replay, "decode_all", 2, ("after step 10", "train.replay.new_tokens (now 16)"), ()),
+        (Training, "online", 1, ("after step 8", "target.quantise"), ()),
+        (loop, "write_draft", 1, ("while the draft was written, after step 10", "the same command"), ()),
+    ],
+)  # fmt: skip
+def test_memory_that_runs_out_elsewhere_names_what_counts_there(
+    world: Path, ready: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    module: Any, name: str, calls: int, said: tuple[str, ...], instead: tuple[str, ...],
+) -> None:  # fmt: skip
+    function, left = getattr(module, name), iter(range(calls - 1, -1, -1))
+    error = MemoryError() if calls > 1 else torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+
+    def exhausted(*arguments: Any) -> Any:
+        if next(left) == 0:
+            raise error
+        return function(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, name, exhausted)
+        assert trained(world, ready, tmp_path, PARTS, *REPLAY)[0] == 2
+    words = capsys.readouterr().err
+    assert "Traceback" not in words and "memory ran out" in words and "micro_batch" not in words
+    assert all(word in words for word in (*said, "CUDA out of memory" if str(error) else "MemoryError"))
+    if instead:
+        assert trained(world, ready, tmp_path, PARTS, *REPLAY, *instead)[0] == 0
 
 
 # ── what is refused before the first step ──

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from distill.training.checkpoint import BEST, load_weights, save_weights
+from distill.training.memory import choosing, memory_explained
 from distill.training.plan import REPLAY, PlannedPart
 from distill.training.setup import Training
 
@@ -18,7 +19,8 @@ def evaluation_due(work: Training, part: PlannedPart) -> bool:
 def consider(work: Training) -> None:
     """Evaluate the present weights and keep them if they are the best so far."""
     state = work.state
-    found = work.acceptance()
+    with memory_explained(lambda: choosing(work)):
+        found = work.acceptance()
     work.run.record("acceptance", step=state["step"], **found)
     best = state["best"]
     better = best is None or found["acceptance"] > best["acceptance"]

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from distill.errors import DataError, RunError
+from distill.errors import DataError
 from distill.processes import barrier
 from distill.progress import duration
 from distill.recipe import Recipe
@@ -22,6 +22,7 @@ from distill.run import Run
 from distill.training.best import consider, end_of, evaluation_due, take_best
 from distill.training.checkpoint import load_checkpoint, newest_checkpoint, save_checkpoint
 from distill.training.finish import write_draft
+from distill.training.memory import loading, memory_explained, stepping, writing
 from distill.training.plan import REPLAY, PlannedPart, part_at, rate_of
 from distill.training.rate import body_share
 from distill.training.replay import enter_replay, is_replayed, judge_replay
@@ -36,7 +37,8 @@ def train(recipe: Recipe, run: Run) -> list[Path]:
     What chooses the weights, and a replay's decision, are in training.json. Raises DataError for a loss that is not
     finite, RunError where memory runs out; KeyboardInterrupt or SystemExit after Ctrl-C or SIGTERM, with all saved.
     """
-    work = set_up(recipe, run)
+    with memory_explained(lambda: loading(recipe)):
+        work = set_up(recipe, run)
     settings, state = work.settings, work.state
     checkpoint = newest_checkpoint(run.path("checkpoints"))
     if checkpoint is not None:
@@ -47,7 +49,7 @@ def train(recipe: Recipe, run: Run) -> list[Path]:
     elif settings.acceptance is not None:
         consider(work)  # what the draft is worth untrained: nothing worse is ever taken
     clock = Clock(state["step"])
-    with StopRequest() as stop, memory_explained(work):
+    with StopRequest() as stop, memory_explained(lambda: stepping(work)):
         while state["step"] < work.steps:
             step = state["step"]
             part = part_at(work.parts, step)
@@ -79,7 +81,8 @@ def train(recipe: Recipe, run: Run) -> list[Path]:
         judge_replay(work)
     else:
         take_best(work)
-    return write_draft(work)
+    with memory_explained(lambda: writing(work)):
+        return write_draft(work)
 
 
 def leave(work: Training, stop: StopRequest) -> None:
@@ -173,24 +176,3 @@ def peak_memory_bytes(device: torch.device) -> int:
 
     scale = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale
-
-
-@contextlib.contextmanager
-def memory_explained(work: Training) -> Any:
-    """Turn what torch says when memory runs out into a RunError that names the settings to lower."""
-    try:
-        yield
-    except (torch.OutOfMemoryError, RuntimeError, MemoryError) as error:
-        words = str(error)
-        told = ("out of memory", "not enough memory", "can't allocate memory", "Unable to allocate")
-        if not isinstance(error, (torch.OutOfMemoryError, MemoryError)) and not any(word in words for word in told):
-            raise
-        settings = work.settings
-        blocks = settings.micro_batch or settings.batch // work.accelerator.num_processes
-        ways = [f"train.micro_batch (now {blocks})"] if blocks > 1 else []
-        ways += [f"train.chunk (now {settings.chunk})", "corpus.block"]
-        more = "" if settings.checkpointing else ", or set train.checkpointing=true"
-        raise RunError(
-            f"memory ran out at step {work.state['step']} on {work.accelerator.device}: {words.splitlines()[0]}",
-            f"lower {' or '.join(ways[:2])}{more}; the same command then goes on from the last checkpoint",
-        ) from error

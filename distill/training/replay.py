@@ -22,6 +22,7 @@ from distill.texts import Answer, Prompt, read_answers
 from distill.training.acceptance import Judge
 from distill.training.best import take_best
 from distill.training.checkpoint import BEST, REPLAYED, load_weights, save_weights
+from distill.training.memory import memory_explained, replaying
 from distill.training.setup import Training
 
 BATCH = 16  # prompts decoded together
@@ -125,7 +126,7 @@ def enter_replay(work: Training) -> bool:
             save_weights(run, BEST, work.learner, main)
         take_best(work)
         found = None
-        with work.served() as draft:
+        with memory_explained(lambda: replaying(work)), work.served() as draft:
             if main:
                 prompts = replay_prompts(read_answers(run, "train"), settings.prompts)
                 found = collect(work.judge(), draft, prompts, settings, work.recipe.corpus.block, path)
@@ -137,7 +138,8 @@ def enter_replay(work: Training) -> bool:
         if main:
             write_json(run.path("replay", "decision.json"), {"collected": work.state["replay"], "kept": False})
         return False
-    work.replayed = work.online(packed)
+    with memory_explained(lambda: replaying(work)):  # the target, which other processes have not loaded yet
+        work.replayed = work.online(packed)
     return True
 
 
@@ -156,7 +158,7 @@ def judge_replay(work: Training) -> None:
     decoded: list[list[Decoded]] = []
     for name in (BEST, REPLAYED):
         load_weights(run, name, work.learner)
-        with work.served() as draft:
+        with memory_explained(lambda: replaying(work)), work.served() as draft:
             if main:
                 decoded.append(decode_all(work.judge(), draft, prompts, settings))
     found = None
