@@ -439,6 +439,39 @@ def test_signals_save_and_say_how_to_go_on(
     assert int(saved[0].name.removeprefix("step-")) == metrics(tmp_path / "tiny")[-1]["step"]
 
 
+def test_a_signal_to_one_process_stops_all_and_one_process_goes_on(
+    world: Path, ready: Path, whole: Path, tmp_path: Path
+) -> None:
+    """In the middle of a replay, so that what was collected is shared too; nothing but rounding changes."""
+    shutil.copytree(ready, tmp_path / "runs" / "tiny")
+    program = tmp_path / "signalled.py"
+    program.write_text(
+        "import os, signal\n"
+        "from distill.cli import main\n"
+        "from distill.training import loop\n"
+        "step_of = loop.one_step\n"
+        "def signalled(work, part, step):\n"
+        "    if step == 8 and work.accelerator.process_index == 1:\n"
+        "        os.kill(os.getpid(), signal.SIGTERM)\n"
+        "    return step_of(work, part, step)\n"
+        "loop.one_step = signalled\n"
+        "main()\n"
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--rdzv_backend", "c10d",
+               "--rdzv_endpoint", "localhost:0", str(program), "train", str(world / "recipe.yaml"), "--runs",
+               str(tmp_path / "runs"), "--until", "train", PARTS, *REPLAY]  # fmt: skip
+    environment = {**os.environ, "PYTHONPATH": str(tiny.ROOT), "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(command, cwd=tiny.ROOT, capture_output=True, text=True, timeout=300, env=environment)
+    assert result.returncode != 0 and "stopped and saved at step 9 of 10" in result.stderr, result.stderr[-3000:]
+    assert (tmp_path / "runs" / "tiny" / "checkpoints" / "step-000009" / "state.json").exists()
+    code, run = trained(world, ready, tmp_path / "runs", PARTS, *REPLAY)
+    assert code == 0 and largest_difference(run, whole) < 2e-5
+    assert [line["step"] for line in metrics(run)] == list(range(1, 11))
+    for a, b in zip(metrics(run), metrics(whole), strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], rel=2e-5) and a["tokens"] == b["tokens"]
+    assert json.loads((run / "training.json").read_text()) == json.loads((whole / "training.json").read_text())
+
+
 def test_memory_that_runs_out_names_the_setting(
     world: Path, ready: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
