@@ -489,6 +489,28 @@ def test_memory_that_runs_out_names_the_setting(
         raise RuntimeError("something else")
 
 
+def test_memory_that_runs_out_while_files_are_loaded_is_no_damage(
+    world: Path, ready: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from torch.distributed.checkpoint import state_dict
+
+    def exhausted(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+
+    assert trained(world, ready, tmp_path)[0] == 0
+    shutil.rmtree(tmp_path / "tiny" / "draft")
+    with monkeypatch.context() as patch:
+        for name, doing in (("set_state_dict", "loaded"), ("set_model_state_dict", "written")):
+            patch.setattr(state_dict, name, exhausted)
+            assert trained(world, ready, tmp_path)[0] == 2
+            words = capsys.readouterr().err
+            assert f"memory ran out while the draft was {doing}" in words
+            assert "delete" not in words and "damaged" not in words
+            patch.undo()
+        (tmp_path / "tiny" / "checkpoints" / "step-000008" / "model.pt").write_bytes(b"torn")
+        assert trained(world, ready, tmp_path)[0] == 2 and "is damaged" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("module", "name", "calls", "said", "instead"),
     [

@@ -39,14 +39,9 @@ def train(recipe: Recipe, run: Run) -> list[Path]:
     """
     with memory_explained(lambda: loading(recipe)):
         work = set_up(recipe, run)
+        resumed = resume(work)
     settings, state = work.settings, work.state
-    checkpoint = newest_checkpoint(run.path("checkpoints"))
-    if checkpoint is not None:
-        state.update(load_checkpoint(checkpoint, work.learner, work.optimizer))
-        if work.penalty is not None:
-            work.penalty.load_state_dict(state["sparsity"])
-        run.say(f"  resuming at step {state['step']} of {work.steps}")
-    elif settings.acceptance is not None:
+    if not resumed and settings.acceptance is not None:
         consider(work)  # what the draft is worth untrained: nothing worse is ever taken
     clock = Clock(state["step"])
     with StopRequest() as stop, memory_explained(lambda: stepping(work)):
@@ -77,12 +72,24 @@ def train(recipe: Recipe, run: Run) -> list[Path]:
                 leave(work, stop)
         if work.any_process(stop.signal is not None):  # while a replay looked for what is rejected and found nothing
             leave(work, stop)
-    if is_replayed(work):
-        judge_replay(work)
-    else:
-        take_best(work)
     with memory_explained(lambda: writing(work)):
+        if is_replayed(work):
+            judge_replay(work)
+        else:
+            take_best(work)
         return write_draft(work)
+
+
+def resume(work: Training) -> bool:
+    """Go back to where the newest checkpoint was written; False where there is none."""
+    checkpoint = newest_checkpoint(work.run.path("checkpoints"))
+    if checkpoint is None:
+        return False
+    work.state.update(load_checkpoint(checkpoint, work.learner, work.optimizer))
+    if work.penalty is not None:
+        work.penalty.load_state_dict(work.state["sparsity"])
+    work.run.say(f"  resuming at step {work.state['step']} of {work.steps}")
+    return True
 
 
 def leave(work: Training, stop: StopRequest) -> None:

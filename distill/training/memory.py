@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from distill.errors import RunError
+from distill.errors import DistillError, RunError
 from distill.recipe import Recipe
 from distill.training.setup import Training
 
@@ -16,20 +16,29 @@ WORDS = ("out of memory", "not enough memory", "can't allocate memory", "Unable 
 RESUMES = "the same command then goes on from the last checkpoint"
 
 
+class OutOfMemory(RunError):
+    """Memory ran out, and what to do is said."""
+
+
 @contextlib.contextmanager
 def memory_explained(advice: Callable[[], tuple[str, str]]) -> Iterator[None]:
-    """Turn what torch says when memory runs out into a RunError with (what was done, what to do now).
+    """Turn what torch says when memory runs out into an OutOfMemory with (what was done, what to do now).
 
-    `advice` is asked only then. Where these are nested, the innermost one speaks.
+    `advice` is asked only then. Where these are nested, the innermost one speaks. Who loads a file takes all that
+    goes wrong there for damage, so the causes of our own errors are looked at too.
     """
     try:
         yield
-    except (torch.OutOfMemoryError, RuntimeError, MemoryError) as error:
-        told = str(error)
-        if not isinstance(error, (torch.OutOfMemoryError, MemoryError)) and not any(word in told for word in WORDS):
+    except OutOfMemory:
+        raise
+    except (DistillError, RuntimeError, MemoryError) as error:
+        cause = error.__cause__ if isinstance(error, DistillError) else error
+        told = str(cause)
+        if not isinstance(cause, (torch.OutOfMemoryError, MemoryError)) and not any(word in told for word in WORDS):
             raise
         doing, hint = advice()
-        raise RunError(f"memory ran out {doing}: {(told.splitlines() or [type(error).__name__])[0]}", hint) from error
+        first = (told.splitlines() or [type(cause).__name__])[0]
+        raise OutOfMemory(f"memory ran out {doing}: {first}", hint) from error
 
 
 def loading(recipe: Recipe) -> tuple[str, str]:
