@@ -137,7 +137,7 @@ def profile(
         str | None, typer.Argument(metavar="[MODEL]", help="Hugging Face folder, hub name or GGUF file.")
     ] = None,
     depths: Annotated[str, typer.Option("--depths", help="Tokens already in the cache, by commas.")] = "64,512",
-    most: Annotated[int, typer.Option("--most", min=2, max=64, help="Steps of 1 to this many tokens.")] = 16,
+    most: Annotated[int, typer.Option("--most", min=2, max=64, help="Steps of 1 to this many tokens.")] = 64,
     repeats: Annotated[int, typer.Option(min=5, help="Timed repeats; the median is kept.")] = 7,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; all if left out.")] = None,
     out: Annotated[Path | None, typer.Option("--out", help="Also save the curve as JSON.")] = None,

@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from distill.files import read_json
 from distill.speculative.calibration import (
     CONTEXT_TERMS,
     FEATURE_TERMS,
@@ -330,12 +331,19 @@ def known_beforehand(traces: Sequence[Trace], costs: StepCosts, calibration: Cal
 
 
 def curves_of(path: Path | None) -> dict[str, StepCosts]:
-    """The published curves with each draft cost, or a measured pair (PairCost's JSON)."""
+    """The published curves with each draft cost, or a measured pair: PairCost's JSON, or the profile.json of a run."""
     if path is None:
         return {
             f"{name}, D = {draft:g}·T(1)": StepCosts(tuple(m * c for m, c in enumerate(row, 1)), draft, draft)
             for name, row in PUBLISHED.items()
             for draft in DRAFT_COSTS
+        }
+    if path.name == "profile.json":
+        found = read_json(path)["curves"]
+        sides = {(curve["backend"], curve["model"]): tuple(curve["seconds"]) for curve in found}
+        return {
+            f"{path}, {backend}": StepCosts(sides[backend, "target"][:AHEAD], *sides[backend, "draft"][:2])
+            for backend in dict.fromkeys(curve["backend"] for curve in found)
         }
     costs = load_pair(path).at(128)
     return {str(path): dataclasses.replace(costs, target=costs.target[:AHEAD])}
@@ -374,7 +382,8 @@ def simulate(arguments: argparse.Namespace) -> None:
             print(f"| {name} | {' | '.join(f'{value:.2f}' for value in values)} |", flush=True)
         mine, best, ideal = rows["expected value"], fixed["mixed"][1], rows["clairvoyant"][-1]
         share = [
-            (rows[name][-1] - best) / (ideal - best) for name in ("expected value", "all features known beforehand")
+            (rows[name][-1] - best) / (ideal - best) if ideal > best else float("nan")  # nothing could be gained
+            for name in ("expected value", "all features known beforehand")
         ]
         verdicts.append((title, share[0], share[1], mine[-1] / best, min(mine), rows["expected value, myopic"][-1]))
     heads = ("share of the clairvoyant's gain over the best γ", "the same, features known", "of the best γ's speed")

@@ -53,6 +53,7 @@ ALONE: dict[str, Way] = {
     "cross-entropy": ({"cross_entropy": 1.0}, "uniform", 0.5),
 }
 SECOND: dict[str, Way] = {
+    "JSD(0.5)": ({"jsd": 1.0}, "uniform", 0.5),
     "TV": ({"total_variation": 1.0}, "uniform", 0.5),
     "NLA": ({"nla": 1.0}, "uniform", 0.5),
     "LK": ({"lk_hybrid": 1.0}, "uniform", 0.5),

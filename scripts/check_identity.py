@@ -33,9 +33,11 @@ from distill.recipe import Trial, load_recipe
 from distill.recipe.trial import RULES
 from distill.run import Run
 from distill.speculative.decode import GREEDY, Decoded, Rules, decode, plain
+from distill.speculative.tree import Shape
 from distill.speculative.trial import NO_COSTS, make_drafter, make_rule
 
 ROWS = 4  # texts at once
+STATIC = Shape.of_widths((3, 2, 1))  # any will do: 15 nodes
 Job = tuple[str, Callable[[int], list[list[int]]], int]  # title, texts of the prompts from a number on, and how many
 BATCHED = (Trial(length=4), Trial(rule="p_min"), Trial(rule="expected-value"))
 WAYS = (
@@ -47,6 +49,7 @@ WAYS = (
     Trial(drafter="lookup+draft", rule="expected-value"),
     *(Trial(drafter="tree", nodes=nodes, calibration=name) for nodes, name in
       ((4, "none"), (8, "none"), (8, "features"), (16, "features"), (24, "sequential"))),
+    Trial(drafter="tree", shape="static", nodes=15),
 )  # fmt: skip
 
 
@@ -150,7 +153,7 @@ def alone(target: Model, draft: Model, way: Trial, prompts: Sequence[list[int]],
           ) -> Callable[[int], list[list[int]]]:  # fmt: skip
     """Decodes one prompt by a way; what the way learns it keeps for the next."""
     rules = Rules(GREEDY, way.verified_by)
-    drafter = make_drafter(way, draft, GREEDY, rules.random, costs, fitted)
+    drafter = make_drafter(way, draft, GREEDY, rules.random, costs, fitted, STATIC if way.chosen else None)
 
     def run(at: int) -> list[list[int]]:
         result = Decoded()

@@ -22,6 +22,7 @@ from distill.speculative.batch import decode_batch, plain_batch
 from distill.speculative.decode import Decoded, Rules, decode, plain
 from distill.speculative.draft import ModelDrafter
 from distill.speculative.lengths import Fixed, LengthRule, LossyProbabilityFloor, PlusMinus, ProbabilityFloor
+from distill.speculative.proposal import Features
 from distill.speculative.said import Stopped
 
 torch.set_num_threads(1)
@@ -351,6 +352,25 @@ def test_sampled_is_alone(case: str, sampler: str) -> None:
     rules = Rules(SAMPLERS[sampler], verifier, ends=[7, 11])
     results = check_batch((EXACT[kind], DRAFTS[kind]), prompts, 20, rules, length, argmax, seed=len(sampler))
     assert 0.02 < share(results) < 0.98
+
+
+class WhileAgreed(Fixed):
+    """Reads what stood earlier in the row's own text, as a calibration may."""
+
+    def go_on(self, position: int, features: Features) -> bool:
+        MATCHES.append(features.match)
+        return features.match >= 0
+
+
+MATCHES: list[int] = []
+
+
+@pytest.mark.parametrize("rules", [Rules(), Rules(Sampler(1.0), "token")], ids=["greedy", "sampled"])
+def test_each_row_reads_its_own_earlier_text(rules: Rules) -> None:
+    prompts = [prompt * 4 for prompt in random_prompts(4, V, seed=6, shortest=2, longest=5)]
+    MATCHES.clear()
+    results = check_batch((EXACT["qwen3"], DRAFTS["qwen3"]), prompts, 20, rules, lambda: WhileAgreed(5))
+    assert min(MATCHES) < 0 < max(MATCHES) and len({r.drafted for result in results for r in result.rounds}) > 2
 
 
 def test_a_row_keeps_its_text_in_any_company() -> None:

@@ -33,7 +33,7 @@ from distill.speculative.decode import Decoded, Rules, decode, plain
 from distill.speculative.draft import Drafter, FirstThen, LookupDrafter, ModelDrafter, TreeDrafter
 from distill.speculative.gbnf import lark
 from distill.speculative.grammar import Constraint, State, constraint, llama_constraint
-from distill.speculative.lengths import Fixed
+from distill.speculative.lengths import Fixed, PlusMinus
 from distill.speculative.proposal import ROOT, Proposal
 from distill.speculative.tokens import Tokens
 from distill.speculative.tree import Shape
@@ -267,6 +267,7 @@ class Enumerated:
 LETTERS = [b"a", b"b", b"c", b"ab", b""]
 PATTERN = "(ab?|b)c[ab]b?"  # c is certain after ab
 LIMIT = 4
+ROOM = 12  # of texts with drafts: their first LIMIT tokens count, so that drafts and trees have all their levels
 
 
 def expected_law(target: TableModel, prompt: list[int], sampler: Sampler) -> dict[tuple[int, ...], float]:
@@ -288,6 +289,16 @@ def expected_law(target: TableModel, prompt: list[int], sampler: Sampler) -> dic
 
     go((), 1.0)
     return found
+
+
+def begun(target: TableModel, drafter: Drafter, rules: Rules, seen: set[int]) -> list[int]:
+    """The first LIMIT tokens of a text; `seen` learns the sizes of its proposals."""
+    result = Decoded()
+    for _ in decode(target, drafter, [1], ROOM, rules, result):
+        if len(result.tokens) >= LIMIT:
+            break
+    seen.update(one.drafted for one in result.rounds)
+    return result.tokens[:LIMIT]
 
 
 def law_difference(left: dict[tuple[int, ...], float], right: dict[tuple[int, ...], float]) -> float:
@@ -328,9 +339,10 @@ def test_the_law_is_that_of_the_allowed_tokens(way: str, monkeypatch: pytest.Mon
     expected = expected_law(target, [1], sampler)
     alone = outcomes.law(lambda: plain(target, [1], LIMIT, rules=rules).tokens)
     assert len(expected) > 10 and sum(expected.values()) == pytest.approx(1) and law_difference(alone, expected) < 1e-12
-    drafter = make(target.near(0.7, 4), grammar)
-    found = outcomes.law(lambda: run(target, drafter, [1], LIMIT, rules).tokens)
+    drafter, seen = make(target.near(0.7, 4), grammar), set[int]()
+    found = outcomes.law(lambda: begun(target, drafter, rules, seen))
     assert law_difference(found, expected) < 1e-12
+    assert max(seen) >= (3 if "tree" in way else 2)
     without = Rules(sampler, verifier, [END], no)
     assert law_difference(outcomes.law(lambda: plain(target, [1], 2, rules=without).tokens), expected) > 1e-2
 
@@ -402,6 +414,34 @@ def check_ways(target: Any, draft: Any, grammar: Constraint, valid: Callable[[li
         else:
             assert len(result.tokens) == 60 or target.lengths[0] >= target.capacity - 1
     assert whole > len(names) * seeds / 2
+
+
+class Noting(PlusMinus):
+    """Remembers what it was told, and decides whether anything is drafted at all."""
+
+    def __init__(self, drafts: bool) -> None:
+        super().__init__(4)
+        self.drafts, self.asked = drafts, 0
+        self.told: list[tuple[int, int]] = []
+
+    def step_on(self, position: int) -> bool:
+        self.asked += position == 0
+        return self.drafts
+
+    def observe(self, drafted: int, accepted: int, features: Any, seconds: float) -> None:
+        self.told.append((drafted, accepted))
+
+
+@pytest.mark.parametrize("drafts", [True, False])
+def test_a_rule_learns_of_the_rounds_in_which_it_was_asked(drafts: bool) -> None:
+    """A round of sure tokens alone says nothing of the draft."""
+    grammar = constraint("regex", "((a|b)c{70}){4}", TOKENS)  # more sure tokens than a round takes
+    target, rule = TableModel(len(SAID), 3), Noting(drafts)
+    drafter = Forced(ModelDrafter(Constrained(target.near(0.5, 4), grammar), rule, Sampler(0), no), grammar)
+    result = run(target, drafter, [1], 300, Rules(ends=grammar.ends, constraint=grammar))
+    assert len(rule.told) == rule.asked < len(result.rounds)
+    assert all((drafted > 0) == drafts for drafted, _ in rule.told)
+    assert sum(r.drafted for r in result.rounds) > sum(drafted for drafted, _ in rule.told)  # the sure ones
 
 
 def test_text_of_a_table() -> None:

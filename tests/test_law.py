@@ -12,6 +12,7 @@ import tiny
 
 from distill.benchmark import law
 from distill.models.table import TableModel
+from distill.models.torch_logits import TorchLogits
 from distill.sampler import Sampler
 from distill.speculative.draft import ModelDrafter
 from distill.speculative.lengths import Fixed
@@ -48,7 +49,8 @@ def test_a_lawful_pair_and_one_that_is_not(monkeypatch: pytest.MonkeyPatch) -> N
     prompts = [[0, 1], [3, 4, 2]]
     table = law.verify_law(target, draft, prompts, sampler, 300, 0)
     assert table["lawful"] and len(table["rows"]) == 2 * len(law.ARMS) and table["greedy"]["different"] == 0
-    assert "Lossless" in law.law_markdown(table)
+    assert "Lossless" in law.law_markdown(table) and table["skipped"] == []
+    assert all(row["drafted_per_round"] >= (6 if "tree" in row["verifier"] else 2) for row in table["rows"])
 
     class Sharper(ModelDrafter):
         """Draws from another law than it says."""
@@ -67,6 +69,38 @@ def test_a_lawful_pair_and_one_that_is_not(monkeypatch: pytest.MonkeyPatch) -> N
     table = law.verify_law(target, draft, prompts, sampler, 1500, 0)
     assert not table["lawful"] and min(row["p"] for row in table["rows"]) < 1e-6
     assert "NOT lossless" in law.law_markdown(table)
+
+
+class NoTrees(TableModel):
+    """As a model with a sliding window is."""
+
+    max_leaves = 0
+
+
+def test_models_without_trees_are_tested_by_chains() -> None:
+    table = law.verify_law(NoTrees(5, 1), TableModel(5, 2), [[0, 1]], Sampler(1.0), 50, 0)
+    assert table["skipped"] == ["tree, distinct"] and [row["verifier"] for row in table["rows"]] == [
+        arm for arm in law.ARMS if "tree" not in arm
+    ]
+    assert "Not tested, for a model that takes no trees: tree, distinct" in law.law_markdown(table)
+
+
+class Rounded(TableModel):
+    """Two best tokens within rounding, ordered by how many tokens are taken at once: what a shorter type may do."""
+
+    def extend(self, tokens, *args, **named):  # type: ignore[no-untyped-def]
+        logits = super().extend(tokens, *args, **named).full()
+        best = logits.topk(2, -1).indices
+        top = logits.gather(-1, best[:, :1])
+        shift = 1e-2 if len(tokens) > 1 else -1e-2
+        return TorchLogits(logits.scatter(-1, best[:, 1:], top + shift))
+
+
+def test_a_rounding_tie_of_a_shorter_type_is_excused() -> None:
+    pair, prompts = (Rounded(5, 1), TableModel(5, 2)), [[0, 1], [3, 4, 2]]
+    assert law.verify_law(*pair, prompts, Sampler(0), 0, 0)["greedy"]["different"] == 2  # fp32 is not as coarse
+    found = law.verify_law(*pair, prompts, Sampler(0), 0, 0, rounded=True)
+    assert found["greedy"] == {"identical": 0, "excused": 2, "different": 0} and found["lawful"]
 
 
 def test_greedy_sampler_compares_texts_only() -> None:

@@ -382,6 +382,17 @@ def chains(drafter: Any, context: Sequence[int], given: tuple[float, ...] = ()) 
         yield from chains(drafter, context, (*given, float(law[:token].sum() + law[token] / 2)))
 
 
+def test_a_new_text_forgets_the_one_before(tmp_path: Path) -> None:
+    both = letters(tmp_path / "ours", TARGET), letters(tmp_path / "theirs", DRAFT)
+    used, fresh = (IntersectionDrafter(TableModel(4, 22), *both, ProbabilityFloor(2, 0.0), Sampler(0), random.random)
+                   for _ in range(2))  # fmt: skip
+    used.begin([0, 1])
+    assert used.propose([0, 1] * 5, 2, []).features
+    for drafter in (used, fresh):
+        drafter.begin([0, 1])
+    assert used.propose([0, 1, 1], 2, []) == fresh.propose([0, 1, 1], 2, [])
+
+
 @pytest.mark.parametrize("verifier", ["token", "block", "match"])
 def test_two_tokens_follow_the_law_exactly(verifier: str, tmp_path: Path) -> None:
     both = letters(tmp_path / "ours", TARGET), letters(tmp_path / "theirs", DRAFT)

@@ -216,6 +216,32 @@ def test_grown_targets_are_labelled() -> None:
     assert "enlarged without changing" in build_page(facts)
 
 
+def test_what_became_of_a_replay_is_told() -> None:
+    facts = make_facts()
+    facts["training"] = {
+        "parts": [{"name": "align", "first": 0, "steps": 800, "rate": 3e-4, "loss": {"jsd": 1.0}},
+                  {"name": "replay", "first": 800, "steps": 100, "rate": 1e-4, "loss": {"jsd": 1.0}}],
+        "best": {"step": 600, "acceptance": 0.5678, "tokens_per_round": 2.75},
+    }  # fmt: skip
+    collected = {"prompts": 64, "tokens": 8000, "rounds": 4321, "rejected": 2468, "blocks": 40}
+    judged = {"collected": collected, "before": 2.5, "after": 2.75, "prompts": 31, "confidence": 0.95,
+              "difference": {"mean": 0.25, "low": 0.125, "high": 0.375}}  # fmt: skip
+
+    def told(replay: dict[str, Any] | None) -> str:
+        facts["training"]["replay"] = replay
+        words = " ".join(" ".join(checked(build_page(facts)).words).split())
+        assert "The weights of step 600 were taken: 56.8" in words
+        return words
+
+    kept = told({**judged, "kept": True})
+    assert ("Replay: 2,468 rejected positions were learnt; tokens per round went from 2.500 to 2.750 on 31 other "
+            "selection prompts, a difference of 0.250 [0.125, 0.375]: kept." in kept)  # fmt: skip
+    assert "[0.125, 0.375]: not kept." in told({**judged, "kept": False})
+    nothing = told({"collected": {**collected, "rejected": 0, "blocks": 0}, "kept": False})
+    assert "Replay: nothing was rejected in 4,321 rounds of 64 prompts, so there was nothing to learn." in nothing
+    assert "Replay" not in told(None)
+
+
 def test_hostile_text_stays_text() -> None:
     facts = make_facts()
     facts["name"] = facts["command"] = facts["draft"]["path"] = facts["machine"]["cpu"] = EVIL

@@ -37,6 +37,15 @@ def text(target: TableModel, drafter: Drafter, rules: Rules, limit: int, lossy: 
     return tuple(result.tokens)
 
 
+def beginning(target: TableModel, drafter: Drafter, rules: Rules, length: int) -> tuple[tuple[int, ...], int]:
+    """The first `length` tokens of a text with room for whole drafts, and how many nodes were drafted."""
+    result = Decoded()
+    for _ in decode(target, drafter, [1, 2], length + 12, rules, result):
+        if len(result.tokens) >= length:
+            break
+    return tuple(result.tokens[:length]), sum(one.drafted for one in result.rounds)
+
+
 def exact_law(target: TableModel, sampler: Sampler, length: int) -> dict[tuple[int, ...], float]:
     """The law of the first `length` tokens, by walking every text through the target alone."""
     found = {}
@@ -140,8 +149,9 @@ def test_samples_follow_the_law(case: str, sampler: str) -> None:
     target, draft = (Treeless if case in CHAINED else TableModel)(V, 11), TableModel(V, 12)
     drafter = make(draft, served, draws)
     rules = Rules(served, verifier, random=draws)
-    counts = Counter(text(target, drafter, rules, 3) for _ in range(SAMPLES))
-    assert p_value(counts, exact_law(target, served, 3)) > 1e-3 / 30
+    found = [beginning(target, drafter, rules, 3) for _ in range(SAMPLES)]
+    assert p_value(Counter(tokens for tokens, _ in found), exact_law(target, served, 3)) > 1e-3 / 30
+    assert sum(drafted for _, drafted in found) > SAMPLES * (0.1 if case == "lookup" else 1)
 
 
 def test_a_token_dropped_after_its_draw_changes_the_law() -> None:

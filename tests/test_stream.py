@@ -154,7 +154,7 @@ def test_trees_are_refused_before_anything_is_decoded(folders: Path, capsys: Cap
 
 
 def test_a_chain_of_a_tree_drafter_needs_no_trees() -> None:
-    """Shapes without siblings, and shapes left out near the end, are verified as chains; greedily they are the text."""
+    """Shapes without siblings, and drafts without room, are verified as chains; greedily they are the text."""
     target, draft = TorchModel(toy("mistral", sliding_window=20)), TorchModel(toy("mistral"))
     prompt = random_prompts(1, 61, seed=2)[0]
     chain = TreeDrafter(draft, Sampler(0), random.random, 3, shape=Shape.of_widths([1, 1, 1]), best=True)
@@ -164,12 +164,13 @@ def test_a_chain_of_a_tree_drafter_needs_no_trees() -> None:
     assert result.tokens == plain(target, prompt, 20).tokens and any(r.drafted == 3 for r in result.rounds)
     draws = random.Random(0).random
     distinct = Rules(Sampler(1.0), "distinct", random=draws)
-    for widths in ([1, 1], [9, 2]):  # the second has more nodes than the limit leaves room for
-        drafter = TreeDrafter(draft, distinct.sampler, draws, 2, shape=Shape.of_widths(widths), distinct=True)
+    full = TorchModel(toy("mistral", max_position_embeddings=2))
+    for model, widths in ((draft, [1, 1]), (full, [2, 2])):
+        drafter = TreeDrafter(model, distinct.sampler, draws, 2, shape=Shape.of_widths(widths), distinct=True)
         result = Decoded()
         for _ in decode(target, drafter, prompt, 12, distinct, result):
             pass
-        assert len(result.tokens) == 12 and any(r.drafted for r in result.rounds) == (widths == [1, 1])
+        assert len(result.tokens) == 12 and any(r.drafted for r in result.rounds) == (model is draft)
 
 
 def test_check_refuses_trees_of_a_sliding_target(world: Path, tmp_path: Path, capsys: Capture) -> None:

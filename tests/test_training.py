@@ -25,11 +25,12 @@ from distill.recipe import Replay, Train, parse_recipe, parse_section
 from distill.sampler import Sampler
 from distill.target.head import Head
 from distill.texts import Prompt
-from distill.training import loop
+from distill.training import loop, replay
 from distill.training.acceptance import judge_for, rates, speaking
 from distill.training.losses import LossSettings
 from distill.training.plan import PlannedPart, part_at, planned, protocol_of, rate_of
 from distill.training.replay import decide, pack_rejected, rejected_positions
+from distill.training.setup import Training
 from distill.training.step import Columns, Learner
 
 PARTS = (
@@ -188,8 +189,6 @@ def test_parts_share_one_curve_and_a_replay_has_its_own() -> None:
 def test_the_best_weights_are_taken_not_the_last(
     world: Path, ready: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from distill.training.setup import Training
-
     told = iter([0.3, 0.6, 0.5, 0.4])
     monkeypatch.setattr(
         Training, "acceptance", lambda self: {"acceptance": next(told), "tokens_per_round": 1.0, "rounds": 1}
@@ -208,8 +207,6 @@ def test_the_best_weights_are_taken_not_the_last(
 def test_a_part_ends_when_patience_has_run_out(
     world: Path, ready: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from distill.training.setup import Training
-
     told = iter([0.5, 0.4, 0.3, 0.6, 0.2, 0.1])
     monkeypatch.setattr(
         Training, "acceptance", lambda self: {"acceptance": next(told), "tokens_per_round": 1.0, "rounds": 1}
@@ -219,6 +216,21 @@ def test_a_part_ends_when_patience_has_run_out(
     steps = [line["step"] for line in metrics(run)]
     assert code == 0 and steps == [1, 2, 11, 12, 13]
     assert json.loads((run / "training.json").read_text())["best"]["step"] == 11
+
+
+def test_patience_counts_anew_in_each_part(
+    world: Path, ready: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Evaluations at 0, 2, 4 | 6, 8: the first part ends by its steps with one miss, or with as many as end a part."""
+    for values in ([0.5, 0.6, 0.4, 0.3, 0.2], [0.5, 0.4, 0.3, 0.2, 0.6]):
+        told = iter(values)
+        monkeypatch.setattr(
+            Training, "acceptance", lambda self, told=told: {"acceptance": next(told), "tokens_per_round": 1.0}
+        )
+        folder = tmp_path / str(values[1])
+        code, run = trained(world, ready, folder, PARTS, "train.acceptance.every=2", "train.acceptance.patience=2")
+        assert code == 0 and [line["step"] for line in metrics(run)] == list(range(1, 9))
+        assert "ends early" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("protocol", ["sampling", "match", "greedy"])
@@ -293,6 +305,27 @@ def test_a_replay_says_what_it_found_and_decided(whole: Path) -> None:
     assert all(torch.equal(saved[f"draft.{name}"], value) for name, value in weights(whole).items())
 
 
+def test_a_replay_without_rejections_says_so(
+    world: Path, ready: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And a signal that came while it looked for them ends the command all the same."""
+    monkeypatch.setattr(replay, "rejected_positions", lambda prompt, text: [])
+    find = replay.collect
+
+    def signalled(*arguments: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGINT)
+        return find(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(replay, "collect", signalled)
+        assert trained(world, ready, tmp_path, *REPLAY)[0] == 130
+    code, run = trained(world, ready, tmp_path, *REPLAY)
+    found = json.loads((run / "training.json").read_text())
+    assert code == 0 and found["steps"] == 8 and {line["part"] for line in metrics(run)} == {"align"}
+    assert found["replay"] == {"collected": {**found["replay"]["collected"], "rejected": 0, "blocks": 0}, "kept": False}
+    assert found["replay"]["collected"]["rounds"] > 0
+
+
 # ── interruptions ──
 
 
@@ -314,6 +347,71 @@ def test_resumed_is_uninterrupted_bit_for_bit(
     assert code == 0 and largest_difference(run, whole) == 0
     for name in ("training.json", "replay/decision.json"):
         assert (run / name).read_text() == (whole / name).read_text()
+
+
+def test_a_replay_that_was_not_judged_is_judged_by_the_next_command(
+    world: Path, ready: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(work: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "judge_replay", killed)
+        assert trained(world, ready, tmp_path, PARTS, *REPLAY)[0] == 130
+    assert (tmp_path / "tiny" / "checkpoints" / "step-000010").exists()
+    code, run = trained(world, ready, tmp_path, PARTS, *REPLAY)
+    assert code == 0 and largest_difference(run, whole) == 0
+    for name in ("training.json", "replay/decision.json"):
+        assert (run / name).read_text() == (whole / name).read_text()
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_lost_draft_is_written_again_with_the_same_weights(
+    world: Path, ready: Path, tmp_path: Path, kept: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decide_of = replay.decide
+    monkeypatch.setattr(replay, "decide", lambda *arguments: decide_of(*arguments) | {"kept": kept})
+    code, run = trained(world, ready, tmp_path, PARTS, *REPLAY)
+    before = weights(run)
+    for name in ("replayed", "best"):
+        saved = torch.load(run / "checkpoints" / name / "model.pt", weights_only=True)
+        same = all(torch.equal(saved[f"draft.{key}"], value) for key, value in before.items())
+        assert same == (kept == (name == "replayed"))
+    shutil.rmtree(run / "draft")
+    again, run = trained(world, ready, tmp_path, PARTS, *REPLAY)
+    assert (code, again) == (0, 0) and all(torch.equal(value, before[name]) for name, value in weights(run).items())
+    assert json.loads((run / "training.json").read_text())["replay"]["kept"] == kept
+
+
+@pytest.mark.parametrize(
+    ("name", "steps", "saved", "number"),
+    [
+        ("consider", 4, 4, signal.SIGTERM),
+        ("enter_replay", 8, 9, signal.SIGINT),
+        ("one_step", 9, 10, signal.SIGINT),
+        ("one_step", 9, 10, signal.SIGTERM),
+    ],
+)
+def test_a_signal_is_never_forgotten(
+    world: Path, ready: Path, whole: Path, tmp_path: Path, name: str, steps: int, saved: int, number: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """While drafts are evaluated, while a replay looks for rejections, and in the last step of all."""
+    function = getattr(loop, name)
+
+    def signalled(work: Any, *rest: Any) -> Any:
+        if work.state["step"] == steps:
+            os.kill(os.getpid(), number)
+        return function(work, *rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, name, signalled)
+        assert trained(world, ready, tmp_path, PARTS, *REPLAY)[0] == (130 if number == signal.SIGINT else 143)
+    run = tmp_path / "tiny"
+    assert (run / "checkpoints" / f"step-{saved:06d}").exists() and metrics(run)[-1]["step"] == saved
+    assert not (run / "draft").exists()
+    assert trained(world, ready, tmp_path, PARTS, *REPLAY)[0] == 0 and largest_difference(run, whole) == 0
+    assert (run / "training.json").read_text() == (whole / "training.json").read_text()
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
@@ -341,6 +439,39 @@ def test_signals_save_and_say_how_to_go_on(
     assert int(saved[0].name.removeprefix("step-")) == metrics(tmp_path / "tiny")[-1]["step"]
 
 
+def test_a_signal_to_one_process_stops_all_and_one_process_goes_on(
+    world: Path, ready: Path, whole: Path, tmp_path: Path
+) -> None:
+    """In the middle of a replay, so that what was collected is shared too; nothing but rounding changes."""
+    shutil.copytree(ready, tmp_path / "runs" / "tiny")
+    program = tmp_path / "signalled.py"
+    program.write_text(
+        "import os, signal\n"
+        "from distill.cli import main\n"
+        "from distill.training import loop\n"
+        "step_of = loop.one_step\n"
+        "def signalled(work, part, step):\n"
+        "    if step == 8 and work.accelerator.process_index == 1:\n"
+        "        os.kill(os.getpid(), signal.SIGTERM)\n"
+        "    return step_of(work, part, step)\n"
+        "loop.one_step = signalled\n"
+        "main()\n"
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--rdzv_backend", "c10d",
+               "--rdzv_endpoint", "localhost:0", str(program), "train", str(world / "recipe.yaml"), "--runs",
+               str(tmp_path / "runs"), "--until", "train", PARTS, *REPLAY]  # fmt: skip
+    environment = {**os.environ, "PYTHONPATH": str(tiny.ROOT), "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(command, cwd=tiny.ROOT, capture_output=True, text=True, timeout=300, env=environment)
+    assert result.returncode != 0 and "stopped and saved at step 9 of 10" in result.stderr, result.stderr[-3000:]
+    assert (tmp_path / "runs" / "tiny" / "checkpoints" / "step-000009" / "state.json").exists()
+    code, run = trained(world, ready, tmp_path / "runs", PARTS, *REPLAY)
+    assert code == 0 and largest_difference(run, whole) < 2e-5
+    assert [line["step"] for line in metrics(run)] == list(range(1, 11))
+    for a, b in zip(metrics(run), metrics(whole), strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], rel=2e-5) and a["tokens"] == b["tokens"]
+    assert json.loads((run / "training.json").read_text()) == json.loads((whole / "training.json").read_text())
+
+
 def test_memory_that_runs_out_names_the_setting(
     world: Path, ready: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -354,8 +485,66 @@ def test_memory_that_runs_out_names_the_setting(
     assert "train.micro_batch (now 4)" in said and "train.checkpointing=true" in said and "Traceback" not in said
     # What is lowered is no part of the stage's key: the same training goes on.
     assert trained(world, ready, tmp_path, "train.micro_batch=1", "train.chunk=16", "train.checkpointing=true")[0] == 0
-    with pytest.raises(RuntimeError, match="else"), loop.memory_explained(None):  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match="else"), loop.memory_explained(lambda: ("", "")):
         raise RuntimeError("something else")
+
+
+def test_memory_that_runs_out_while_files_are_loaded_is_no_damage(
+    world: Path, ready: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from torch.distributed.checkpoint import state_dict
+
+    def exhausted(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+
+    assert trained(world, ready, tmp_path)[0] == 0
+    shutil.rmtree(tmp_path / "tiny" / "draft")
+    with monkeypatch.context() as patch:
+        for name, doing in (("set_state_dict", "loaded"), ("set_model_state_dict", "written")):
+            patch.setattr(state_dict, name, exhausted)
+            assert trained(world, ready, tmp_path)[0] == 2
+            words = capsys.readouterr().err
+            assert f"memory ran out while the draft was {doing}" in words
+            assert "delete" not in words and "damaged" not in words
+            patch.undo()
+        (tmp_path / "tiny" / "checkpoints" / "step-000008" / "model.pt").write_bytes(b"torn")
+        assert trained(world, ready, tmp_path)[0] == 2 and "is damaged" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "calls", "said", "instead"),
+    [
+        (loop, "set_up", 1, ("while the draft was loaded", "train.adapter={base: int4}"), ()),
+        (Training, "acceptance", 1, ("after step 0", "train.acceptance.prompts (now 2)", "target.quantise=int8"),
+         ("train.acceptance.new_tokens=8", "train.acceptance.prompts=2")),
+        (Training, "acceptance", 2, ("after step 4", "train.acceptance.new_tokens (now 8)", "target.shard"),
+         ("train.acceptance.new_tokens=9", "--redo", "train")),
+        (replay, "decode_all", 1, ("after step 8", "train.replay.new_tokens (now 16)"), ()),
+        (replay, "decode_all", 2, ("after step 10", "train.replay.new_tokens (now 16)"), ()),
+        (Training, "online", 1, ("after step 8", "target.quantise"), ()),
+        (loop, "write_draft", 1, ("while the draft was written, after step 10", "the same command"), ()),
+    ],
+)  # fmt: skip
+def test_memory_that_runs_out_elsewhere_names_what_counts_there(
+    world: Path, ready: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    module: Any, name: str, calls: int, said: tuple[str, ...], instead: tuple[str, ...],
+) -> None:  # fmt: skip
+    function, left = getattr(module, name), iter(range(calls - 1, -1, -1))
+    error = MemoryError() if calls > 1 else torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+
+    def exhausted(*arguments: Any) -> Any:
+        if next(left) == 0:
+            raise error
+        return function(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, name, exhausted)
+        assert trained(world, ready, tmp_path, PARTS, *REPLAY)[0] == 2
+    words = capsys.readouterr().err
+    assert "Traceback" not in words and "memory ran out" in words and "micro_batch" not in words
+    assert all(word in words for word in (*said, "CUDA out of memory" if str(error) else "MemoryError"))
+    if instead:
+        assert trained(world, ready, tmp_path, PARTS, *REPLAY, *instead)[0] == 0
 
 
 # ── what is refused before the first step ──
@@ -374,6 +563,7 @@ def test_memory_that_runs_out_names_the_setting(
         ("train.parts=[{name: a, steps: 1, temperature: 2}]", "teacher.temperatures"),
         ("train.loss={top_k_hinge: 1}", "hinge"),
         ("train.trackers=[wandb]", "not installed"),
+        ("train.acceptance.prompts=500", "at least 4 others"),
         ("train.adapter={rank: 2, targets: [nothing]}", "no linear layer"),
         ("train.adapter={rank: 2, base: int4}", "bitsandbytes"),
     ],
@@ -381,7 +571,7 @@ def test_memory_that_runs_out_names_the_setting(
 def test_settings_that_cannot_work_are_refused_before_the_first_step(
     world: Path, ready: Path, tmp_path: Path, override: str, words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    more = ["train.hinge_k=100000"] if "hinge" in override else []
+    more = ["train.hinge_k=100000"] if "hinge" in override else REPLAY if "acceptance.prompts" in override else []
     code, run = trained(world, ready, tmp_path, override, *more)
     said = capsys.readouterr().err
     assert code == 2 and words in said and "Traceback" not in said

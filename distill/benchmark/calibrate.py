@@ -14,7 +14,7 @@ from typing import Any
 from distill.errors import DataError
 from distill.files import read_json, write_json
 from distill.models.base import Model
-from distill.models.hugging_face import end_ids, load_model, load_tokenizer, pick_device, real_tokens
+from distill.models.hugging_face import end_ids, load_model, load_target, load_tokenizer, pick_device, real_tokens
 from distill.models.torch_model import TorchModel
 from distill.packing import Packed
 from distill.recipe import Recipe
@@ -161,7 +161,7 @@ def calibrate_run(recipe: Recipe, run: Run) -> dict[str, Any] | None:
     path = run.path("speedup", "calibration.json")
     if not path.exists():
         device, tokenizer = pick_device(recipe.device), load_tokenizer(recipe.target.model)
-        big = load_model(recipe.target.model, recipe.target.dtype, device)
+        big = load_target(recipe.target, device)
         vocabulary = real_tokens(big.config, tokenizer)
         target = TorchModel(big, vocabulary)
         draft = TorchModel(load_model(str(run.path("draft")), recipe.target.dtype, device), vocabulary)

@@ -2,7 +2,8 @@
 
 For each prompt, texts of a few tokens are drawn plainly and speculatively, and the counts of every position's token are
 compared (homogeneity of two samples, cells of fewer than 5 expected counts pooled). A difference is called at the
-level 0.001 over all tests together (Bonferroni). Greedy texts are compared token by token.
+level 0.001 over all tests together (Bonferroni). Greedy texts are compared token by token. Texts have room for more
+tokens than are counted, so that drafts and trees have all their levels.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 
 import torch
 
-from distill.benchmark.compare import TORCH_NOISE, first_difference, top_gap
+from distill.benchmark.compare import TORCH_NOISE, first_difference, rounding_noise, top_gap
 from distill.models.base import Model
 from distill.models.hugging_face import load_model, load_target, load_tokenizer, pick_device, real_tokens
 from distill.models.torch_model import TorchModel
@@ -30,10 +31,11 @@ from distill.speculative.verify import Random
 from distill.texts import read_prompts
 
 LEVEL = 1e-3
-NEW_TOKENS = 4  # the first comes from the prompt alone; the others from rounds
+NEW_TOKENS = 4  # counted: the first comes from the prompt alone, the others from rounds
+ROOM = 8  # tokens after those: what a round may draft
 PROMPT_TOKENS = 24  # short prompts: every sample reads its prompt anew
 PROMPTS = 3
-GREEDY_PROMPTS, GREEDY_TOKENS = 8, 48
+GREEDY_PROMPTS, GREEDY_TOKENS, GREEDY_LENGTH = 8, 48, 4
 
 Make = Callable[[Model, Sampler, Random], Drafter]
 ARMS: dict[str, tuple[str, Make]] = {
@@ -76,12 +78,24 @@ def homogeneity(left: Counter[int], right: Counter[int]) -> tuple[float, int, fl
 
 
 def verify_law(
-    target: Model, draft: Model, prompts: Sequence[Sequence[int]], sampler: Sampler, samples: int, seed: int
+    target: Model,
+    draft: Model,
+    prompts: Sequence[Sequence[int]],
+    sampler: Sampler,
+    samples: int,
+    seed: int,
+    rounded: bool = False,
 ) -> dict[str, Any]:
-    """A row per arm and prompt: the smallest p-value over positions, and whether it is below the level."""
+    """A row per arm and prompt: the smallest p-value over positions, and whether it is below the level.
+
+    Trees take part where both models take them. The rounding that excuses a first difference of greedy texts is that of
+    fp32, or measured at the place where the target is `rounded` (computed in a shorter type).
+    """
     short = [list(prompt[:PROMPT_TOKENS]) for prompt in prompts[:PROMPTS]]
     rows: list[dict[str, Any]] = []
     arms = ARMS if sampler.temperature > 0 else {}
+    skipped = [arm for arm in arms if "tree" in arm and not (target.max_leaves and draft.max_leaves)]
+    arms = {arm: made for arm, made in arms.items() if arm not in skipped}
     level = LEVEL / max(1, len(arms) * len(short) * (NEW_TOKENS - 1))
     progress = Progress("law, samples", samples * len(short) * (len(arms) + 1) if arms else 0)
     for number, prompt in enumerate(short):
@@ -90,10 +104,13 @@ def verify_law(
             draws = random.Random(f"{seed}/{number}/{arm}").random
             rules = Rules(sampler, "token" if arm == "plain" else arms[arm][0], random=draws)
             drafter = None if arm == "plain" else arms[arm][1](draft, sampler, draws)
-            counts = [Counter[int]() for _ in range(NEW_TOKENS)]
+            counts, drafted, rounds = [Counter[int]() for _ in range(NEW_TOKENS)], 0, 0
             for _ in range(samples):
-                for position, token in enumerate(_sample(target, drafter, prompt, rules)):
+                decoded = _sample(target, drafter, prompt, rules)
+                for position, token in enumerate(decoded.tokens[:NEW_TOKENS]):
                     counts[position][token] += 1
+                drafted += sum(one.drafted for one in decoded.rounds)
+                rounds += len(decoded.rounds)
                 progress.step()
             if drafter is None:
                 base = counts
@@ -101,10 +118,12 @@ def verify_law(
             tests = [homogeneity(base[position], counts[position]) for position in range(1, NEW_TOKENS)]
             statistic, freedom, least = min(tests, key=lambda test: test[2])
             found = {"chi_squared": statistic, "freedom": freedom, "p": least, "lawful": least >= level}
-            rows.append({"prompt": number, "verifier": arm, "samples": samples, "positions": len(tests), **found})
-    greedy = _greedy_identity(target, draft, prompts[:GREEDY_PROMPTS])
+            row = {"prompt": number, "verifier": arm, "samples": samples, "positions": len(tests), **found}
+            rows.append(row | {"drafted_per_round": drafted / max(1, rounds)})
+    greedy = _greedy_identity(target, draft, prompts[:GREEDY_PROMPTS], rounded)
     return {
         "rows": rows,
+        "skipped": skipped,
         "level": level,
         "greedy": greedy,
         "sampler": sampler.describe(),
@@ -112,33 +131,46 @@ def verify_law(
     }
 
 
-def _sample(target: Model, drafter: Drafter | None, prompt: list[int], rules: Rules) -> list[int]:
+def _sample(target: Model, drafter: Drafter | None, prompt: list[int], rules: Rules) -> Decoded:
+    """At least NEW_TOKENS tokens, as whole rounds give them; fewer where the context ends."""
     if drafter is None:
-        return plain(target, prompt, NEW_TOKENS, rules=rules).tokens
+        return plain(target, prompt, NEW_TOKENS, rules=rules)
     result = Decoded()
-    for _ in decode(target, drafter, prompt, NEW_TOKENS, rules, result):
-        pass
-    return result.tokens
+    for _ in decode(target, drafter, prompt, NEW_TOKENS + ROOM, rules, result):
+        if len(result.tokens) >= NEW_TOKENS:
+            break
+    return result
 
 
-def _greedy_identity(target: Model, draft: Model, prompts: Sequence[Sequence[int]]) -> dict[str, int]:
+def _greedy_identity(
+    target: Model, draft: Model, prompts: Sequence[Sequence[int]], rounded: bool
+) -> dict[str, int]:
     """Greedy speculative texts against plain ones; a first difference at a rounding tie is excused."""
     found = {"identical": 0, "excused": 0, "different": 0}
     for prompt in prompts:
         rules = Rules()
         wanted = plain(target, prompt, GREEDY_TOKENS).tokens
         result = Decoded()
-        for _ in decode(target, ModelDrafter(draft, Fixed(4), rules.sampler, rules.random), prompt, GREEDY_TOKENS,
-                        rules, result):  # fmt: skip
+        drafter = ModelDrafter(draft, Fixed(GREEDY_LENGTH), rules.sampler, rules.random)
+        for _ in decode(target, drafter, prompt, GREEDY_TOKENS, rules, result):
             pass
         where = first_difference(wanted, result.tokens)
         if where is None:
             found["identical"] += 1
-        elif top_gap(target, [*prompt, *wanted[:where]]) <= TORCH_NOISE:
+        elif top_gap(target, [*prompt, *wanted[:where]]) <= _noise(target, prompt, wanted, where, rounded):
             found["excused"] += 1
         else:
             found["different"] += 1
     return found
+
+
+def _noise(target: Model, prompt: Sequence[int], text: Sequence[int], where: int, rounded: bool) -> float:
+    """Logit differences that come of taking tokens one by one or together, around place `where` of a text."""
+    if not rounded:
+        return TORCH_NOISE
+    start = max(0, where - GREEDY_LENGTH)
+    around = text[start : where + GREEDY_LENGTH]
+    return max(TORCH_NOISE, rounding_noise(target, [*prompt, *text[:start]], around))
 
 
 def verify_run_law(recipe: Recipe, run: Run, samples: int) -> dict[str, Any]:
@@ -150,7 +182,8 @@ def verify_run_law(recipe: Recipe, run: Run, samples: int) -> dict[str, Any]:
     target = TorchModel(big, vocabulary)
     draft = TorchModel(load_model(str(run.path("draft")), recipe.target.dtype, device), vocabulary)
     prompts = [prompt.ids for prompt in read_prompts(run, "report")]
-    return verify_law(target, draft, prompts, Sampler.of(recipe.sampler), samples, recipe.seed)
+    rounded = recipe.target.dtype != "float32" or recipe.target.quantise is not None
+    return verify_law(target, draft, prompts, Sampler.of(recipe.sampler), samples, recipe.seed, rounded)
 
 
 def law_markdown(table: dict[str, Any]) -> str:
@@ -159,14 +192,17 @@ def law_markdown(table: dict[str, Any]) -> str:
     lines = [f"Sampler: {table['sampler']}. Speculative against plain sampling; a p-value below {table['level']:.1e} "
              "would be a difference.", ""]  # fmt: skip
     if table["rows"]:
-        lines.append("| prompt | verifier | samples each | least p | χ² | freedom | verdict |")
-        lines.append("|--:|---|--:|--:|--:|--:|---|")
+        lines.append("| prompt | verifier | samples each | drafted a round | least p | χ² | freedom | verdict |")
+        lines.append("|--:|---|--:|--:|--:|--:|--:|---|")
         lines += [
-            f"| {row['prompt'] + 1} | {row['verifier']} | {row['samples']} | {row['p']:.3g} | {row['chi_squared']:.1f} "
-            f"| {row['freedom']} | {'same law' if row['lawful'] else 'another law'} |"
+            f"| {row['prompt'] + 1} | {row['verifier']} | {row['samples']} | {row['drafted_per_round']:.2f} "
+            f"| {row['p']:.3g} | {row['chi_squared']:.1f} | {row['freedom']} "
+            f"| {'same law' if row['lawful'] else 'another law'} |"
             for row in table["rows"]
         ]
         lines.append("")
+        if table["skipped"]:
+            lines += [f"Not tested, for a model that takes no trees: {', '.join(table['skipped'])}.", ""]
     else:
         lines += ["The recipe's sampler is greedy: there is no law to sample, only the text to compare.", ""]
     lines.append(

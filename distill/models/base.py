@@ -115,6 +115,7 @@ class Model(Protocol):
 
 
 ROOT = -1
+SPARE_NODES = 64  # nodes of a tree that any model with trees holds beside as many tokens as its capacity says
 
 
 @dataclass(frozen=True)

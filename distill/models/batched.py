@@ -57,12 +57,14 @@ class _Layer:
             if held is not None:
                 grown[:, :, :old] = held
             held = grown
-        held[step.rows, :, step.slots] = new[step.entries, :, step.columns]  # [n, H, D]
+        # Of a sharded model each layer is on a device of its own.
+        rows, slots, entries, columns = (x.to(held.device) for x in (step.rows, step.slots, step.entries, step.columns))
+        held[rows, :, slots] = new[entries, :, columns]  # [n, H, D]
         return held
 
     def _read(self, held: Tensor) -> Tensor:
         used = held[:, :, : self.step.size]
-        return used if self.step.active is None else used.index_select(0, self.step.active)
+        return used if self.step.active is None else used.index_select(0, self.step.active.to(held.device))
 
 
 class BatchedTorchModel:

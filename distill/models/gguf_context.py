@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distill.errors import DataError
+from distill.models.base import SPARE_NODES
 from distill.models.gguf_file import GgufFile
 from distill.models.llama_library import ERRORS, last_errors
 
@@ -36,9 +37,10 @@ class GgufContext:
         self._file, self._library, self._pad_single = file, file.library, pad_single
         llama = self._library
         settings = llama.llama_context_default_params()
+        spare = SPARE_NODES if sequences > 1 else 0
         # The dummy token of pad_single needs a cell of its own even when the row is full.
-        settings.n_ctx = capacity + int(pad_single) + (FEW if sequences > 1 else 0)
-        settings.n_batch = settings.n_ubatch = min(batch, capacity)
+        settings.n_ctx = capacity + int(pad_single) + spare
+        settings.n_batch = settings.n_ubatch = min(batch, capacity + spare)
         settings.n_seq_max = sequences
         settings.kv_unified = sequences > 1
         settings.n_threads = settings.n_threads_batch = threads

@@ -144,8 +144,9 @@ class TorchModel:
         path = self._tree.only_path(paths)
         if path != list(range(len(path))):
             start, end = self._length, self._length + len(path)
-            index = torch.tensor(path, device=self.device) + start
+            places = torch.tensor(path) + start
             for layer in self._cache.layers:
+                index = places.to(layer.keys.device)  # of a sharded model, each layer's own
                 # The path is read before it is written: index_select copies.
                 layer.keys[..., start:end, :] = layer.keys.index_select(-2, index)
                 layer.values[..., start:end, :] = layer.values.index_select(-2, index)

@@ -98,13 +98,15 @@ class Acceptance(Section):
 class Replay(Section):
     """Learn once more where the decoder rejected the draft; kept only if tokens per round rise on selection prompts."""
 
-    prompts: int = Field(64, ge=1, description="train prompts decoded to find rejected positions")
+    prompts: int = Field(
+        64, ge=1, description="prompts of train answers, generated or served, decoded to find rejected positions"
+    )
     new_tokens: int = Field(128, ge=8, description="tokens decoded of each")
     length: int = Field(4, ge=1, description="draft length while decoding")
     steps: int = Field(50, ge=1, description="optimizer steps")
     share: float = Field(0.25, gt=0, le=1, description="share of a step's blocks that hold rejected positions")
     rate: float | None = Field(None, gt=0, description="peak learning rate; null: a third of train.rate")
-    loss: Loss | None = Field(None, description="as in a part; null: the loss of train.protocol with cross_entropy")
+    loss: Loss | None = Field(None, description="as in a part; null: what served train.protocol best")
     judges: int = Field(32, ge=4, description="selection prompts on which the draft before and after is decoded")
 
     _loss = field_validator("loss")(_weighs_something)

@@ -94,7 +94,11 @@ def _chosen(facts: Facts) -> Html:
     if best := training.get("best"):
         said.append(f"The weights of step {number(best['step'])} were taken: {percent(best['acceptance'])} accepted, "
                     f"{number(best['tokens_per_round'])} tokens per round on selection prompts.")  # fmt: skip
-    if replay := training.get("replay"):
+    replay = training.get("replay")
+    if replay and "difference" not in replay:
+        said.append(f"Replay: nothing was rejected in {number(replay['collected']['rounds'])} rounds of "
+                    f"{number(replay['collected']['prompts'])} prompts, so there was nothing to learn.")  # fmt: skip
+    elif replay:
         gain = replay["difference"]
         said.append(
             f"Replay: {number(replay['collected']['rejected'])} rejected positions were learnt; tokens per round went "

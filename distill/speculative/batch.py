@@ -17,10 +17,10 @@ from torch import Tensor
 from distill.errors import DataError
 from distill.models.base import Logits, Model
 from distill.speculative.decode import Decoded, Round, Rules, require_lossless, take, verify_greedy
-from distill.speculative.draft import ModelDrafter, law_sampler
+from distill.speculative.draft import ModelDrafter, features_after, law_sampler
+from distill.speculative.earlier import LONGEST, Earlier
 from distill.speculative.lengths import Fixed, LengthRule
 from distill.speculative.proposal import Features
-from distill.speculative.tree import features_of
 from distill.speculative.verify import CHAINS, Random, draw, draw_token
 
 PIECE = 256  # tokens of a prompt that one call reads
@@ -39,6 +39,7 @@ class _Row:
     drafted: list[int] = field(default_factory=list)
     laws: list[Tensor] = field(default_factory=list)  # [V] each; none where tokens are chosen without chance
     seen: list[Features] = field(default_factory=list)
+    earlier: Earlier = field(default_factory=Earlier)
 
     def say(self, new: list[int], accepted: int, rules: Rules) -> None:
         """Take a round's new tokens, of which `accepted` come from the draft, up to where the text ends."""
@@ -227,6 +228,9 @@ def _draft(draft: Model, live: Sequence[_Row], most: Mapping[int, int], rules: R
     drafting = [row for row in live if row.number in limits]
     # Nothing asks for the law: the largest logit is enough, and much faster to find.
     by_argmax = argmax and rules.sampler.repetition_penalty == 1 and all(type(row.rule) is Fixed for row in live)
+    if not by_argmax:
+        for row in drafting:
+            row.earlier.read(row.context)
     for position in count():
         drafting = [row for row in drafting if position < limits[row.number] and row.rule.step_on(position)]
         if not drafting:
@@ -252,7 +256,7 @@ def _draft(draft: Model, live: Sequence[_Row], most: Mapping[int, int], rules: R
 
 def _draft_token(row: _Row, law: Tensor, position: int, argmax: bool) -> bool:
     """Draft a row's token from its law [V], unless the row's rule stops before the draw."""
-    features = features_of(law)
+    features = features_after(law, row.earlier, [*row.context[-LONGEST:], *row.drafted])
     if not row.rule.go_on(position, features):
         return False
     row.seen.append(features)

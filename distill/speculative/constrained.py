@@ -193,7 +193,7 @@ class Forced:
 
     def __init__(self, drafter: Drafter, constraint: Constraint) -> None:
         self.drafter, self.constraint = drafter, constraint
-        self._asked, self._before = Proposal.chain([]), 0
+        self._asked, self._before, self._was_asked = Proposal.chain([]), 0, False
 
     @property
     def tree(self) -> bool:
@@ -221,7 +221,8 @@ class Forced:
         self._asked = Proposal.chain([])
         context = [*context, *sure]
         room = min(limit - len(sure), self.drafter.room(len(context)))
-        if room > 0 and not state.over and state.forced is None:
+        self._was_asked = room > 0 and not state.over and state.forced is None
+        if self._was_asked:
             self._asked = self._legal(self.drafter.propose(context, room, ends), state)
         asked = self._asked
         later: list[int] = []
@@ -252,7 +253,13 @@ class Forced:
         return proposal
 
     def accepted(self, proposal: Proposal, count: int, length: int, seconds: float) -> None:
-        """The other learns of its own tokens."""
+        """The other learns of its own tokens, and nothing of a round in which it was not asked.
+
+        So it counts in tokens of its own, drafting or not: the sure ones come either way, for next to nothing.
+        """
+        if not self._was_asked:
+            return
+        self._was_asked = False
         own = min(max(count - self._before, 0), len(self._asked.tokens))
         self.drafter.accepted(self._asked, own, length, seconds)
 

@@ -15,6 +15,7 @@ from typing import Any
 from distill.errors import DataError
 from distill.files import read_json, write_json
 from distill.models.base import Model
+from distill.progress import Progress
 from distill.run import machine
 
 FORMAT = 1  # of saved curves
@@ -22,7 +23,7 @@ UNSTEADY = 1.5  # a median this many times the fastest repeat is not the machine
 
 
 def measure_steps(
-    model: Model, counts: Sequence[int], depth: int, repeats: int, vocabulary: int
+    model: Model, counts: Sequence[int], depth: int, repeats: int, vocabulary: int, progress: Progress | None = None
 ) -> dict[int, tuple[float, float, float]]:
     """Median, lowest and highest seconds of a step of m tokens, for each m, after a warm-up that is thrown away.
 
@@ -41,6 +42,8 @@ def measure_steps(
             model.rollback([depth])
             if repeat:
                 seconds[m].append(elapsed)
+        if progress is not None:
+            progress.step()
     return {m: (statistics.median(taken), min(taken), max(taken)) for m, taken in seconds.items()}
 
 
@@ -160,8 +163,9 @@ def measure_curve(
         )
     counts = range(1, most + 1)
     rows, fastest = [], []
+    progress = Progress(f"{title}: passes over 1..{most} tokens", len(fitting) * (repeats + 1))
     for depth in fitting:
-        found = measure_steps(model, counts, depth, repeats, model.vocabulary_size)
+        found = measure_steps(model, counts, depth, repeats, model.vocabulary_size, progress)
         rows.append(tuple(found[m][0] for m in counts))
         fastest += [found[m][1] for m in counts]
     note = doubt([seconds for row in rows for seconds in row], fastest)

@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from distill.models.base import Logits, Model
+from distill.models.base import SPARE_NODES, Logits, Model
 from distill.sampler import Sampler
 from distill.speculative.earlier import LONGEST, Earlier
 from distill.speculative.lengths import Fixed, LengthRule
@@ -44,7 +44,7 @@ class Drafter(Protocol):
         ...
 
     def propose(self, context: Sequence[int], limit: int, ends: Collection[int]) -> Proposal:
-        """A chain of at most `limit` tokens after `context`; an end token is the last one proposed."""
+        """Tokens after `context`, at most `limit` on a path; an end token of a chain is the last one proposed."""
         ...
 
     def accepted(self, proposal: Proposal, count: int, length: int, seconds: float) -> None:
@@ -55,6 +55,11 @@ class Drafter(Protocol):
 def law_sampler(sampler: Sampler) -> Sampler:
     """The sampler that a draft's probabilities are read under: the served one, or temperature 1 for a greedy one."""
     return sampler if sampler.temperature else Sampler(1.0, repetition_penalty=sampler.repetition_penalty)
+
+
+def features_after(law: Tensor, earlier: Earlier, history: Sequence[int]) -> Features:
+    """What a rule is told of the draft's law [V] after `history`, with what `earlier` read of the same text."""
+    return replace(features_of(law), match=earlier.match(history[-LONGEST:], int(law.argmax())))
 
 
 class ModelDrafter:
@@ -129,7 +134,7 @@ class ModelDrafter:
     def _next(self, logits: Logits, history: Sequence[int], position: int) -> tuple[int | None, Tensor, Features]:
         """The token at a position, its law and its features; no token where the rule stops before the draw."""
         law = self._law(logits, history)
-        features = replace(features_of(law), match=self.earlier.match(history[-LONGEST:], int(law.argmax())))
+        features = features_after(law, self.earlier, history)
         if not self.rule.go_on(position, features):
             return None, law, features
         return (int(law.argmax()) if self.argmax else draw_token(law, self.random)), law, features
@@ -284,9 +289,12 @@ class TreeDrafter:
         return self.model.capacity - length
 
     def propose(self, context: Sequence[int], limit: int, ends: Collection[int]) -> Proposal:
-        """A tree of at most `limit` nodes; a shape to draw in that is larger, near the end, is left out whole."""
-        most = min(self.nodes if self.shape is None else len(self.shape), limit)
-        if most <= 0:
+        """A tree of at most `limit` levels; of a shape, the levels that are left. Its size is known before a draw."""
+        shape = None if self.shape is None else self.shape.within(limit)
+        most = self.nodes if shape is None else len(shape)
+        # One node more than a round commits is the last token; near the end of a context the spare ones must do.
+        room = limit + SPARE_NODES - 2
+        if limit <= 0 or most == 0 or (shape is not None and most > room):
             return Proposal.chain([])
         fresh = list(context[self.model.lengths[0] :])
         root = self.sampler.law(self.model.extend(fresh, want=[len(fresh) - 1]).full())[0]
@@ -294,16 +302,14 @@ class TreeDrafter:
         def expand(tokens: list[int], parents: list[int]) -> Tensor:
             return self.sampler.law(self.model.extend(tokens, parents=parents).full())
 
-        if self.shape is not None and self.best:
-            return top_tree(Shape(self.shape.parents[:most]), root, expand)
-        if self.shape is not None:
-            if len(self.shape) > limit:
-                return Proposal.chain([])
-            return sampled_tree(self.shape, root, expand, self.random, not self.distinct)
+        if shape is not None and self.best:
+            return top_tree(shape, root, expand)
+        if shape is not None:
+            return sampled_tree(shape, root, expand, self.random, not self.distinct)
         proposal, self.values = best_first(
             root,
             expand,
-            most,
+            min(most, room),
             branching=self.branching,
             depth=min(self.depth, limit),
             calibrate=self.calibrate,

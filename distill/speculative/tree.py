@@ -214,6 +214,16 @@ class Shape:
             found.append(1 if parent == ROOT else found[parent] + 1)
         return found
 
+    def within(self, levels: int) -> Shape:
+        """The shape without the nodes that are deeper than `levels`."""
+        places: dict[int, int] = {ROOT: ROOT}
+        parents: list[int] = []
+        for node, (parent, depth) in enumerate(zip(self.parents, self.depths, strict=True)):
+            if depth <= levels:
+                places[node] = len(parents)
+                parents.append(places[parent])
+        return Shape(tuple(parents))
+
     @property
     def leaves(self) -> int:
         """How many nodes have no children."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from distill.training.checkpoint import BEST, load_weights, save_weights
+from distill.training.memory import choosing, memory_explained
 from distill.training.plan import REPLAY, PlannedPart
 from distill.training.setup import Training
 
@@ -15,11 +16,11 @@ def evaluation_due(work: Training, part: PlannedPart) -> bool:
     return step == part.end or (step - part.first) % settings.every == 0
 
 
-def consider(work: Training) -> bool:
-    """Evaluate the present weights and keep them if they are the best so far; False when patience has run out."""
-    settings, state = work.settings.acceptance, work.state
-    assert settings is not None
-    found = work.acceptance()
+def consider(work: Training) -> None:
+    """Evaluate the present weights and keep them if they are the best so far."""
+    state = work.state
+    with memory_explained(lambda: choosing(work)):
+        found = work.acceptance()
     work.run.record("acceptance", step=state["step"], **found)
     best = state["best"]
     better = best is None or found["acceptance"] > best["acceptance"]
@@ -33,11 +34,17 @@ def consider(work: Training) -> bool:
         f"{found['tokens_per_round']:.2f} tokens per round"
         + (" (the best so far)" if better else f" (best {best['acceptance']:.3f} at step {best['step']})")
     )
-    if settings.patience is None or state["misses"] < settings.patience:
-        return True
-    work.run.say(f"  this part ends early: {state['misses']} evaluations without a better one")
-    state["misses"] = 0
-    return False
+
+
+def end_of(work: Training, part: PlannedPart) -> bool:
+    """Whether the part is over, by its steps or because patience has run out; the next part's misses count anew."""
+    settings, state = work.settings.acceptance, work.state
+    if state["step"] < part.end:
+        if settings is None or settings.patience is None or state["misses"] < settings.patience:
+            return False
+        work.run.say(f"  this part ends early: {state['misses']} evaluations without a better one")
+    state["step"], state["misses"] = part.end, 0
+    return True
 
 
 def take_best(work: Training) -> None:

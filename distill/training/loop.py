@@ -14,16 +14,18 @@ from typing import Any
 
 import torch
 
-from distill.errors import DataError, RunError
+from distill.errors import DataError
+from distill.processes import barrier
 from distill.progress import duration
 from distill.recipe import Recipe
 from distill.run import Run
-from distill.training.best import consider, evaluation_due, take_best
+from distill.training.best import consider, end_of, evaluation_due, take_best
 from distill.training.checkpoint import load_checkpoint, newest_checkpoint, save_checkpoint
 from distill.training.finish import write_draft
+from distill.training.memory import loading, memory_explained, stepping, writing
 from distill.training.plan import REPLAY, PlannedPart, part_at, rate_of
 from distill.training.rate import body_share
-from distill.training.replay import enter_replay, judge_replay
+from distill.training.replay import enter_replay, is_replayed, judge_replay
 from distill.training.setup import Training, set_up
 from distill.training.step import on_device
 from distill.training.stopping import StopRequest
@@ -35,18 +37,14 @@ def train(recipe: Recipe, run: Run) -> list[Path]:
     What chooses the weights, and a replay's decision, are in training.json. Raises DataError for a loss that is not
     finite, RunError where memory runs out; KeyboardInterrupt or SystemExit after Ctrl-C or SIGTERM, with all saved.
     """
-    work = set_up(recipe, run)
+    with memory_explained(lambda: loading(recipe)):
+        work = set_up(recipe, run)
+        resumed = resume(work)
     settings, state = work.settings, work.state
-    checkpoint = newest_checkpoint(run.path("checkpoints"))
-    if checkpoint is not None:
-        state.update(load_checkpoint(checkpoint, work.learner, work.optimizer))
-        if work.penalty is not None:
-            work.penalty.load_state_dict(state["sparsity"])
-        run.say(f"  resuming at step {state['step']} of {work.steps}")
-    elif settings.acceptance is not None:
+    if not resumed and settings.acceptance is not None:
         consider(work)  # what the draft is worth untrained: nothing worse is ever taken
     clock = Clock(state["step"])
-    with StopRequest() as stop, memory_explained(work):
+    with StopRequest() as stop, memory_explained(lambda: stepping(work)):
         while state["step"] < work.steps:
             step = state["step"]
             part = part_at(work.parts, step)
@@ -62,21 +60,44 @@ def train(recipe: Recipe, run: Run) -> list[Path]:
                 figures |= work.penalty.after_step(step, body_rate)
             state["step"] = step + 1
             report_step(work, part, rate, figures, clock)
-            if evaluation_due(work, part) and not consider(work):
-                state["step"] = part.end  # out of patience
+            if evaluation_due(work, part):
+                consider(work)
+            ended = end_of(work, part)
             asked = work.any_process(stop.signal is not None)
-            if state["step"] % settings.save_every == 0 or state["step"] == part.end or asked:
+            if state["step"] % settings.save_every == 0 or ended or asked:
                 state["sparsity"] = work.penalty.state_dict() if work.penalty is not None else None
                 main = work.accelerator.is_main_process
                 save_checkpoint(run, state["step"], work.learner, work.optimizer, settings.keep, state, main)
-            if asked and state["step"] < work.steps:
-                run.say(f"  stopped and saved at step {state['step']} of {work.steps}; the same command goes on there")
-                stop.leave()
-    if work.replayed is not None:
-        judge_replay(work)
-    else:
-        take_best(work)
-    return write_draft(work)
+            if asked:
+                leave(work, stop)
+        if work.any_process(stop.signal is not None):  # while a replay looked for what is rejected and found nothing
+            leave(work, stop)
+    with memory_explained(lambda: writing(work)):
+        if is_replayed(work):
+            judge_replay(work)
+        else:
+            take_best(work)
+        return write_draft(work)
+
+
+def resume(work: Training) -> bool:
+    """Go back to where the newest checkpoint was written; False where there is none."""
+    checkpoint = newest_checkpoint(work.run.path("checkpoints"))
+    if checkpoint is None:
+        return False
+    work.state.update(load_checkpoint(checkpoint, work.learner, work.optimizer))
+    if work.penalty is not None:
+        work.penalty.load_state_dict(work.state["sparsity"])
+    work.run.say(f"  resuming at step {work.state['step']} of {work.steps}")
+    return True
+
+
+def leave(work: Training, stop: StopRequest) -> None:
+    """End the command with everything saved; all processes leave, whichever of them got the signal."""
+    step = work.state["step"]
+    work.run.say(f"  stopped and saved at step {step} of {work.steps}; the same command goes on there")
+    barrier()  # a process that is gone ends the others, also one that is still writing the checkpoint
+    stop.leave()
 
 
 def one_step(work: Training, part: PlannedPart, step: int) -> dict[str, Any]:
@@ -162,24 +183,3 @@ def peak_memory_bytes(device: torch.device) -> int:
 
     scale = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale
-
-
-@contextlib.contextmanager
-def memory_explained(work: Training) -> Any:
-    """Turn what torch says when memory runs out into a RunError that names the settings to lower."""
-    try:
-        yield
-    except (torch.OutOfMemoryError, RuntimeError, MemoryError) as error:
-        words = str(error)
-        told = ("out of memory", "not enough memory", "can't allocate memory", "Unable to allocate")
-        if not isinstance(error, (torch.OutOfMemoryError, MemoryError)) and not any(word in words for word in told):
-            raise
-        settings = work.settings
-        blocks = settings.micro_batch or settings.batch // work.accelerator.num_processes
-        ways = [f"train.micro_batch (now {blocks})"] if blocks > 1 else []
-        ways += [f"train.chunk (now {settings.chunk})", "corpus.block"]
-        more = "" if settings.checkpointing else ", or set train.checkpointing=true"
-        raise RunError(
-            f"memory ran out at step {work.state['step']} on {work.accelerator.device}: {words.splitlines()[0]}",
-            f"lower {' or '.join(ways[:2])}{more}; the same command then goes on from the last checkpoint",
-        ) from error

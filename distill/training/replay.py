@@ -18,13 +18,26 @@ from distill.processes import agree
 from distill.progress import Progress
 from distill.recipe import Replay
 from distill.speculative.decode import Decoded
-from distill.texts import Prompt, read_prompts
+from distill.texts import Answer, Prompt, read_answers
 from distill.training.acceptance import Judge
 from distill.training.best import take_best
 from distill.training.checkpoint import BEST, REPLAYED, load_weights, save_weights
+from distill.training.memory import memory_explained, replaying
 from distill.training.setup import Training
 
 BATCH = 16  # prompts decoded together
+
+
+def replay_prompts(answers: Sequence[Answer], count: int) -> list[Prompt]:
+    """At most `count` prompts of what the target answered, spread evenly: generated and served ones in proportion.
+
+    A prompt that was served often comes once.
+    """
+    once: dict[tuple[int, ...], Prompt] = {}
+    for one in answers:
+        once.setdefault(tuple(one.prompt), Prompt(one.id, one.prompt, one.source))
+    found, taken = list(once.values()), min(count, len(once))
+    return [found[number * len(found) // taken] for number in range(taken)]
 
 
 def rejected_positions(prompt: int, text: Decoded) -> list[int]:
@@ -113,18 +126,27 @@ def enter_replay(work: Training) -> bool:
             save_weights(run, BEST, work.learner, main)
         take_best(work)
         found = None
-        with work.served() as draft:
+        with memory_explained(lambda: replaying(work)), work.served() as draft:
             if main:
-                prompts = read_prompts(run, "train")[: settings.prompts]
+                prompts = replay_prompts(read_answers(run, "train"), settings.prompts)
                 found = collect(work.judge(), draft, prompts, settings, work.recipe.corpus.block, path)
         work.state["replay"] = found = agree(found)
         run.say("  replay: {rejected} rejected positions in {rounds} rounds of {prompts} prompts".format_map(found))
     packed = Packed.load(path)
     if not len(packed):
         run.say("  replay: nothing was rejected, so there is nothing to learn")
+        if main:
+            write_json(run.path("replay", "decision.json"), {"collected": work.state["replay"], "kept": False})
         return False
-    work.replayed = work.online(packed)
+    with memory_explained(lambda: replaying(work)):  # the target, which other processes have not loaded yet
+        work.replayed = work.online(packed)
     return True
+
+
+def is_replayed(work: Training) -> bool:
+    """Whether the present weights have been through the replay, in this command or in the one that it resumes."""
+    found = work.state.get("replay")
+    return found is not None and found["blocks"] > 0 and work.state["step"] == work.steps
 
 
 def judge_replay(work: Training) -> None:
@@ -136,7 +158,7 @@ def judge_replay(work: Training) -> None:
     decoded: list[list[Decoded]] = []
     for name in (BEST, REPLAYED):
         load_weights(run, name, work.learner)
-        with work.served() as draft:
+        with memory_explained(lambda: replaying(work)), work.served() as draft:
             if main:
                 decoded.append(decode_all(work.judge(), draft, prompts, settings))
     found = None

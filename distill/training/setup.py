@@ -35,6 +35,8 @@ from distill.training.penalty import Penalty, penalty_of
 from distill.training.plan import REPLAY, PlannedPart, check_adapter, planned, protocol_of, temperatures
 from distill.training.step import Columns, Learner, batch_blocks, parameter_groups
 
+FEWEST_JUDGES = 4  # as train.replay.judges; an interval of fewer prompts says nothing
+
 
 @dataclass
 class Training:
@@ -137,7 +139,8 @@ class Training:
         """Selection prompts: those that choose weights, and the others, which judge a replay."""
         prompts = read_prompts(self.run, "selection")
         first = self.settings.acceptance.prompts if self.settings.acceptance else 0
-        return prompts[:first], prompts[first:]
+        judges = self.settings.replay.judges if self.settings.replay else 0
+        return prompts[:first], prompts[first : first + judges]
 
     def acceptance(self) -> dict[str, float]:
         """The rates of the present weights on the selection prompts, the same in every process."""
@@ -215,6 +218,17 @@ def _load_draft(recipe: Recipe, run: Run, device: torch.device) -> Any:
     return draft
 
 
+def require_judges(settings: Train, prompts: int) -> None:
+    """Raise RecipeError where too few of the selection prompts are left to judge a replay by."""
+    chosen = settings.acceptance.prompts if settings.acceptance else 0
+    if settings.replay is not None and prompts < chosen + FEWEST_JUDGES:
+        raise RecipeError(
+            f"there are {prompts} selection prompts, of which train.acceptance.prompts takes {chosen}: a replay is "
+            f"judged on at least {FEWEST_JUDGES} others",
+            "raise corpus.selection, lower train.acceptance.prompts, or leave train.replay out",
+        )
+
+
 def set_up(recipe: Recipe, run: Run) -> Training:
     """Load everything; what does not fit together is refused here, before the first step.
 
@@ -232,6 +246,7 @@ def set_up(recipe: Recipe, run: Run) -> Training:
     require_fit(
         read_json(run.path("teacher", "manifest.json")), recipe, load_config(str(run.path("init"))), temperatures(parts)
     )
+    require_judges(settings, len(read_prompts(run, "selection")))
     draft = _load_draft(recipe, run, device)
     target = load_target(recipe.target, device) if recipe.teacher.kind == "online" else None
     source = open_teacher(run, recipe, device, target)
