@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import random
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,6 +29,7 @@ from distill.target.head import Head
 from distill.texts import Prompt
 from distill.training import loop
 from distill.training.acceptance import judge_for, rates, speaking
+from distill.training.checkpoint import load_checkpoint, newest_checkpoint, save_checkpoint
 from distill.training.losses import LossSettings
 from distill.training.plan import PlannedPart, part_at, planned, protocol_of, rate_of
 from distill.training.replay import decide, pack_rejected, rejected_positions
@@ -316,6 +319,19 @@ def test_resumed_is_uninterrupted_bit_for_bit(
         assert (run / name).read_text() == (whole / name).read_text()
 
 
+def test_the_last_checkpoints_stay_past_a_million_steps(tmp_path: Path) -> None:
+    """999999 sorts after 1000000 as text."""
+    run = SimpleNamespace(path=tmp_path.joinpath)
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for step in (999_998, 999_999, 1_000_000, 1_000_001):
+        save_checkpoint(run, step, model, optimizer, 2, {})  # type: ignore[arg-type]
+    left = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert left == ["step-1000000", "step-1000001"]
+    newest = newest_checkpoint(tmp_path / "checkpoints")
+    assert newest is not None and load_checkpoint(newest, model, optimizer)["step"] == 1_000_001
+
+
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_signals_save_and_say_how_to_go_on(
     world: Path, ready: Path, tmp_path: Path, number: signal.Signals, status: int
@@ -379,9 +395,18 @@ def test_memory_that_runs_out_names_the_setting(
     ],
 )
 def test_settings_that_cannot_work_are_refused_before_the_first_step(
-    world: Path, ready: Path, tmp_path: Path, override: str, words: str, capsys: pytest.CaptureFixture[str]
+    world: Path,
+    ready: Path,
+    tmp_path: Path,
+    override: str,
+    words: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     more = ["train.hinge_k=100000"] if "hinge" in override else []
+    there = importlib.util.find_spec
+    absent = ("wandb", "bitsandbytes")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name in absent else there(name, *rest))
     code, run = trained(world, ready, tmp_path, override, *more)
     said = capsys.readouterr().err
     assert code == 2 and words in said and "Traceback" not in said
@@ -401,10 +426,13 @@ def test_a_batch_that_processes_cannot_share_is_refused(world: Path, ready: Path
 # ── adapters ──
 
 
+@pytest.mark.parametrize(("base", "outer"), [("null", False), ("null", True), ("int8", False), ("int4", False)])
 def test_an_adapter_is_trained_resumed_and_merged(
-    world: Path, ready: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    world: Path, ready: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, base: str, outer: bool
 ) -> None:
-    rank = "train.adapter={rank: 4, dropout: 0.2}"
+    if base != "null":
+        pytest.importorskip("bitsandbytes")
+    rank = f"train.adapter={{rank: 4, dropout: 0.2, base: {base}, train_outer: {str(outer).lower()}}}"
     code, one = trained(world, ready, tmp_path / "one", rank)
     assert code == 0
     step_of = loop.report_step
@@ -422,9 +450,15 @@ def test_an_adapter_is_trained_resumed_and_merged(
     found, before = weights(one), load_file(ready / "init" / "model.safetensors")
     assert found.keys() == before.keys()
     changed = {name for name in found if not torch.equal(found[name], before[name])}
-    assert changed and all("_proj.weight" in name for name in changed)
-    checkpoint = torch.load(one / "checkpoints" / "step-000008" / "model.pt", weights_only=True)
-    assert checkpoint and all("lora" in name for name in checkpoint)
+    learnt = ("_proj.weight", "embed_tokens.weight", "lm_head.weight")[: 3 if outer else 1]
+    assert {end for end in learnt if any(name.endswith(end) for name in changed)} == {
+        end for end in learnt if any(name.endswith(end) for name in found)
+    }
+    assert all(name.endswith(learnt) for name in changed)
+    saved = {name: torch.load(one / "checkpoints" / "step-000008" / f"{name}.pt", weights_only=True)
+             for name in ("model", "optimizer")}  # fmt: skip
+    assert saved["model"].keys() == saved["optimizer"]["state"].keys()  # and nothing of the base
+    assert sum("lora" not in name for name in saved["model"]) == (outer and 1)  # the tied embeddings and head
     load_model(str(one / "draft"), "float32", torch.device("cpu"))
 
 
