@@ -33,6 +33,7 @@ from distill.training.checkpoint import load_checkpoint, newest_checkpoint, save
 from distill.training.losses import LossSettings
 from distill.training.plan import PlannedPart, part_at, planned, protocol_of, rate_of
 from distill.training.replay import decide, pack_rejected, rejected_positions
+from distill.training.setup import Training
 from distill.training.step import Columns, Learner
 
 PARTS = (
@@ -100,19 +101,53 @@ def test_micro_batches_change_nothing_but_rounding(
     assert largest_difference(run, whole) < 2e-5
 
 
-def test_two_processes_change_nothing_but_rounding(world: Path, ready: Path, whole: Path, tmp_path: Path) -> None:
-    shutil.copytree(ready, tmp_path / "tiny")
+@pytest.mark.parametrize("overrides", [(), ("train.micro_batch=1", "train.replay.share=0.25")])
+def test_two_processes_change_nothing_but_rounding(
+    world: Path, ready: Path, whole: Path, tmp_path: Path, overrides: tuple[str, ...]
+) -> None:
+    """Also where one of them has no block of the replay; a factor in the gradient, which clipping hides, would show."""
+    alone, run = whole, tmp_path / "tiny"
+    if overrides:
+        code, alone = trained(world, ready, tmp_path / "alone", PARTS, *REPLAY, *overrides)
+        assert code == 0
+    shutil.copytree(ready, run)
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--rdzv_backend", "c10d",
                "--rdzv_endpoint", "localhost:0", "-m", "distill", "train", str(world / "recipe.yaml"), "--runs",
-               str(tmp_path), "--until", "train", PARTS, *REPLAY]  # fmt: skip
+               str(tmp_path), "--until", "train", PARTS, *REPLAY, *overrides]  # fmt: skip
     result = subprocess.run(command, cwd=tiny.ROOT, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr
-    run = tmp_path / "tiny"
     assert json.loads((run / "training.json").read_text())["processes"] == 2
-    for a, b in zip(metrics(run), metrics(whole), strict=True):
+    for a, b in zip(metrics(run), metrics(alone), strict=True):
         assert a["loss"] == pytest.approx(b["loss"], rel=2e-5) and a["tokens"] == b["tokens"]
-    assert largest_difference(run, whole) < 2e-5
+        assert a["gradient_norm"] == pytest.approx(b["gradient_norm"], rel=2e-4)
+    assert largest_difference(run, alone) < 2e-5
     assert result.stderr.count("step 8/10") == 1  # one process speaks
+
+
+@pytest.mark.parametrize("size", [None, 1, 3])
+@pytest.mark.parametrize(("batch", "share", "ranks"), [(4, 0.25, 2), (8, 0.25, 4), (4, 0.5, 4), (6, 1.0, 3), (6, 0, 2)])
+def test_processes_have_as_many_micro_batches_as_each_other(
+    batch: int, share: float, ranks: int, size: int | None
+) -> None:
+    """FSDP gathers weights at every forward: a process with one less would leave the others waiting."""
+    replay = {"replay": {"steps": 2, "share": share}} if share else {}
+    settings = parse_section(Train, {"steps": 3, "batch": batch, "micro_batch": size, **replay})
+    parts = planned(settings, 1.0, 16)
+    source, replayed = SimpleNamespace(blocks=5), SimpleNamespace(blocks=3)
+    recipe = SimpleNamespace(train=settings, seed=0)
+
+    def blocks(rank: int, ranks: int) -> list[tuple[bool, list[int]]]:
+        process = SimpleNamespace(process_index=rank, num_processes=ranks)
+        work: Any = Training(recipe, None, process, parts, source, *[None] * 5, replayed=replayed)  # type: ignore[arg-type]
+        step = parts[-1].first + 1
+        return [(own is replayed, piece.tolist()) for own, piece in work.micro_batches(step, parts[-1])]
+
+    found = [blocks(rank, ranks) for rank in range(ranks)]
+    assert len({tuple(own for own, _ in one) for one in found}) == 1  # as many, of the same sources
+    assert all(len(piece) <= (size or batch) for one in found for _, piece in one)
+    assert {sum(len(piece) for _, piece in one) for one in found} == {batch // ranks}
+    flat = sorted((own, i) for one in found for own, piece in one for i in piece)
+    assert flat == sorted((own, i) for own, piece in blocks(0, 1) for i in piece) and len(flat) == batch
 
 
 def packed_learner(seed: int = 0) -> tuple[Learner, Any, Any]:
@@ -191,8 +226,6 @@ def test_parts_share_one_curve_and_a_replay_has_its_own() -> None:
 def test_the_best_weights_are_taken_not_the_last(
     world: Path, ready: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from distill.training.setup import Training
-
     told = iter([0.3, 0.6, 0.5, 0.4])
     monkeypatch.setattr(
         Training, "acceptance", lambda self: {"acceptance": next(told), "tokens_per_round": 1.0, "rounds": 1}
@@ -211,8 +244,6 @@ def test_the_best_weights_are_taken_not_the_last(
 def test_a_part_ends_when_patience_has_run_out(
     world: Path, ready: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from distill.training.setup import Training
-
     told = iter([0.5, 0.4, 0.3, 0.6, 0.2, 0.1])
     monkeypatch.setattr(
         Training, "acceptance", lambda self: {"acceptance": next(told), "tokens_per_round": 1.0, "rounds": 1}

@@ -25,7 +25,7 @@ from distill.training.plan import REPLAY, PlannedPart, part_at, rate_of
 from distill.training.rate import body_share
 from distill.training.replay import enter_replay, judge_replay
 from distill.training.setup import Training, set_up
-from distill.training.step import on_device
+from distill.training.step import scored_blocks
 from distill.training.stopping import StopRequest
 
 
@@ -85,8 +85,7 @@ def one_step(work: Training, part: PlannedPart, step: int) -> dict[str, Any]:
     micro_batches = work.micro_batches(step, part)
     vector = None
     for number, (source, index) in enumerate(micro_batches, 1):
-        blocks = on_device(source.packed.take(index), accelerator.device)
-        laws = source.teacher(index, accelerator.device)
+        blocks, laws = scored_blocks(source, index, accelerator.device)
         # Processes exchange gradients once, with the last micro-batch.
         apart = contextlib.nullcontext() if number == len(micro_batches) else accelerator.no_sync(learner)
         with apart:

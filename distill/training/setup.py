@@ -33,7 +33,7 @@ from distill.training.adapters import attach, load_base
 from distill.training.checkpoint import whole_weights
 from distill.training.penalty import Penalty, penalty_of
 from distill.training.plan import REPLAY, PlannedPart, check_adapter, planned, protocol_of, temperatures
-from distill.training.step import Columns, Learner, batch_blocks, parameter_groups
+from distill.training.step import Columns, Learner, batch_blocks, parameter_groups, split_blocks
 
 
 @dataclass
@@ -66,28 +66,24 @@ class Training:
         return self.parts[-1].end
 
     def micro_batches(self, step: int, part: PlannedPart) -> list[tuple[TeacherSource, Tensor]]:
-        """This process's blocks of a step, as many at once as settings allow: a pure function of the step."""
+        """This process's blocks of a step, as many at once as settings allow: a pure function of the step.
+
+        Every process has as many micro-batches, a share that ran out being empty: FSDP gathers weights at each forward.
+        """
         settings, rank, ranks = self.settings, self.accelerator.process_index, self.accelerator.num_processes
         replayed = 0
         if part.name == REPLAY:
             assert settings.replay is not None and self.replayed is not None
             replayed = min(settings.batch, max(1, round(settings.replay.share * settings.batch)))
-        # In the order of the processes, so that each has as many micro-batches as the others.
-        mixed: list[tuple[TeacherSource, int]]
-        mixed = [(self.source, int(i)) for i in _blocks(self.source, step, settings.batch - replayed, self.recipe.seed)]
+        parts = [(self.source, _blocks(self.source, step, settings.batch - replayed, self.recipe.seed))]
         if self.replayed is not None and replayed:
-            own = _blocks(self.replayed, step - part.first, replayed, self.recipe.seed)
-            mixed += [(self.replayed, int(i)) for i in own]
-        own_blocks = mixed[rank::ranks]
-        size = settings.micro_batch or len(own_blocks)
+            parts.append((self.replayed, _blocks(self.replayed, step - part.first, replayed, self.recipe.seed)))
         found: list[tuple[TeacherSource, Tensor]] = []
-        for start in range(0, len(own_blocks), size):
-            piece = own_blocks[start : start + size]
-            found += [
-                (source, torch.tensor([i for other, i in piece if other is source]))
-                for source in (self.source, self.replayed)
-                if source is not None and any(other is source for other, _ in piece)
-            ]
+        before = 0  # blocks of the sources before: the next one's go to the processes that have fewer of those
+        for source, blocks in parts:
+            pieces = split_blocks(blocks, (rank - before) % ranks, ranks, settings.micro_batch)
+            found += [(source, piece) for piece in pieces]
+            before += len(blocks)
         return found
 
     def body(self) -> Iterator[torch.nn.Parameter]:
