@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
 import random
 import shutil
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
@@ -27,6 +29,7 @@ from distill.recipe import Replay, Train, parse_recipe, parse_section
 from distill.sampler import Sampler
 from distill.target.head import Head
 from distill.texts import Prompt
+from distill.training import finish as finish_module
 from distill.training import loop
 from distill.training.acceptance import judge_for, rates, speaking
 from distill.training.checkpoint import load_checkpoint, newest_checkpoint, save_checkpoint
@@ -514,17 +517,59 @@ def test_a_recipe_with_parts_survives_its_own_dump(world: Path) -> None:
     assert isinstance(recipe.train.replay, Replay)
 
 
-def test_trackers_get_the_figures_too(world: Path, ready: Path, tmp_path: Path) -> None:
+def test_trackers_get_the_figures_too(
+    world: Path, ready: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("tensorboard")
-    code, run = trained(world, ready, tmp_path, "train.trackers=[tensorboard]", "train.steps=2")
-    assert code == 0
+    from accelerate.tracking import TensorBoardTracker
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+    opened: list[Any] = []
+    start, finish = TensorBoardTracker.start, TensorBoardTracker.finish
+    monkeypatch.setattr(TensorBoardTracker, "start", lambda self: (opened.append(self), start(self))[1])
+    monkeypatch.setattr(TensorBoardTracker, "finish", lambda self: (opened.clear(), finish(self))[1])
+    write = finish_module.write_draft
+    at_the_end: list[list[Any]] = []
+    monkeypatch.setattr(loop, "write_draft", lambda work: (at_the_end.append([*opened]), write(work))[1])
+    tracked = "train.trackers=[tensorboard]"
+    code, run = trained(world, ready, tmp_path / "refused", tracked, "train.adapter={targets: [nothing]}")
+    assert code == 2 and not opened and not (run / "trackers").exists()  # a mistake leaves no empty run behind
+    code, run = trained(world, ready, tmp_path, tracked, "train.steps=2")
+    assert code == 0 and at_the_end == [[]]  # closed, so that no later stage keeps it open
     (folder,) = {path.parent for path in (run / "trackers").rglob("events.out.*") if path.parent.name == "distill"}
     events = EventAccumulator(str(folder))
     events.Reload()
     assert [event.step for event in events.Scalars("loss")] == [1, 2]
     assert events.Scalars("loss")[0].value == pytest.approx(metrics(run)[0]["loss"], rel=1e-6)
+    assert events.Scalars("loss/jsd")[0].value == pytest.approx(metrics(run)[0]["losses"]["jsd"], rel=1e-6)
+    told = metrics(run, "acceptance")
+    chosen = events.Scalars("selection/acceptance")
+    assert [event.step for event in chosen] == [line["step"] for line in told] == [0, 2]
+    assert [event.value for event in chosen] == pytest.approx([line["acceptance"] for line in told], rel=1e-6)
+
+
+def test_trackers_work_offline(world: Path, ready: Path, tmp_path: Path) -> None:
+    """In a process of its own: they leave threads and servers behind."""
+    if not all(importlib.util.find_spec(name) for name in ("wandb", "trackio")):
+        pytest.skip("wandb and trackio are not both installed")
+    run, elsewhere = tmp_path / "tiny", tmp_path / "elsewhere"
+    shutil.copytree(ready, run)
+    elsewhere.mkdir()
+    environment = {**os.environ, "WANDB_MODE": "offline", "WANDB_SILENT": "true", "HF_HUB_OFFLINE": "1",
+                   "TRACKIO_DIR": str(tmp_path / "trackio"), "OMP_NUM_THREADS": "1",
+                   "PYTHONPATH": os.pathsep.join([str(tiny.ROOT), *sys.path])}  # fmt: skip
+    command = [sys.executable, "-m", "distill", "train", str(world / "recipe.yaml"), "--runs", str(tmp_path), "--until",
+               "train", "train.trackers=[wandb, trackio]", "train.steps=2"]  # fmt: skip
+    result = subprocess.run(command, cwd=elsewhere, capture_output=True, text=True, timeout=120, env=environment)
+    assert result.returncode == 0, result.stderr
+    assert not list(elsewhere.iterdir())
+    (file,) = (run / "trackers").rglob("*.wandb")
+    assert all(name in file.read_bytes() for name in (b"selection/acceptance", b"gradient_norm"))
+    with contextlib.closing(sqlite3.connect(tmp_path / "trackio" / "distill.db")) as database:
+        rows = database.execute("select step, metrics from metrics order by step").fetchall()
+    assert [step for step, _ in rows] == [0, 1, 2, 2]
+    told = [bytes(row[1]) if isinstance(row[1], bytes) else row[1].encode() for row in rows]
+    assert b"selection/acceptance" in told[0] and b"gradient_norm" in told[1]
 
 
 def test_bfloat16_products_keep_float32_weights(world: Path, ready: Path, whole: Path, tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from distill.training.replay import enter_replay, judge_replay
 from distill.training.setup import Training, set_up
 from distill.training.step import scored_blocks
 from distill.training.stopping import StopRequest
+from distill.training.trackers import tracked
 
 
 def train(recipe: Recipe, run: Run) -> list[Path]:
@@ -46,7 +47,7 @@ def train(recipe: Recipe, run: Run) -> list[Path]:
     elif settings.acceptance is not None:
         consider(work)  # what the draft is worth untrained: nothing worse is ever taken
     clock = Clock(state["step"])
-    with StopRequest() as stop, memory_explained(work):
+    with StopRequest() as stop, memory_explained(work), tracked(work.accelerator):
         while state["step"] < work.steps:
             step = state["step"]
             part = part_at(work.parts, step)
@@ -138,10 +139,8 @@ def report_step(work: Training, part: PlannedPart, rate: float, figures: dict[st
     memory = peak_memory_bytes(work.accelerator.device)
     timing = {"tokens_per_second": pace, "memory_bytes": memory, "eta_seconds": left}
     work.run.record("train", step=step, part=part.name, rate=rate, **figures, **timing)
-    if work.settings.trackers:
-        flat = {name: value for name, value in {**figures, **timing, "rate": rate}.items() if name != "losses"}
-        flat |= {f"loss/{name}": value for name, value in figures["losses"].items()}
-        work.accelerator.log(flat, step=step)
+    sent = {name: value for name, value in {**figures, **timing, "rate": rate}.items() if name != "losses"}
+    work.accelerator.log(sent | {f"loss/{name}": value for name, value in figures["losses"].items()}, step=step)
     if time.monotonic() - clock.shown > 5 or step in (part.end, work.steps):
         clock.shown = time.monotonic()
         work.run.say(

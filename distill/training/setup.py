@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import importlib.util
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,6 +33,7 @@ from distill.training.checkpoint import whole_weights
 from distill.training.penalty import Penalty, penalty_of
 from distill.training.plan import REPLAY, PlannedPart, check_adapter, planned, protocol_of, temperatures
 from distill.training.step import Columns, Learner, batch_blocks, parameter_groups, split_blocks
+from distill.training.trackers import require_trackers, start_trackers
 
 
 @dataclass
@@ -162,30 +162,14 @@ def make_accelerator(recipe: Recipe, run: Run) -> Any:
 
     settings = recipe.train
     AcceleratorState._reset_state()  # what an earlier training in this process chose, but not who its fellows are
-    for name in settings.trackers:
-        if importlib.util.find_spec(name) is None:
-            raise RecipeError(
-                f"train.trackers names {name}, which is not installed",
-                f"`pip install {name}`, or leave it out; metrics.jsonl is written in any case",
-            )
+    require_trackers(settings.trackers)
     alone = process_count() == 1
-    accelerator = Accelerator(
+    return Accelerator(
         cpu=pick_device(recipe.device).type == "cpu" if alone else None,
         mixed_precision="bf16" if settings.dtype == "bfloat16" else "no",
         log_with=list(settings.trackers) or None,
         project_dir=str(run.path("trackers")) if settings.trackers else None,
     )
-    if settings.trackers:
-        options = {"wandb": {"name": recipe.name}, "trackio": {"name": recipe.name}}
-        facts = {
-            name: value
-            for name, value in settings.model_dump(mode="json").items()
-            if not isinstance(value, (dict, list))
-        }
-        accelerator.init_trackers(
-            "distill", config=facts, init_kwargs={k: options[k] for k in settings.trackers if k in options}
-        )
-    return accelerator
 
 
 def _load_draft(recipe: Recipe, run: Run, device: torch.device) -> Any:
@@ -247,6 +231,7 @@ def set_up(recipe: Recipe, run: Run) -> Training:
     spare = copy.deepcopy(draft) if sharded else None
     learner, optimizer = accelerator.prepare(learner, optimizer)
     learner.train()
+    start_trackers(accelerator, recipe, run)
     return Training(
         recipe, run, accelerator, parts, source, learner, optimizer, penalty, kept, source.vocabulary, spare, target
     )
