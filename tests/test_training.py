@@ -23,6 +23,7 @@ import torch
 import toys
 from safetensors.torch import load_file
 
+from distill.errors import RunError
 from distill.models.hugging_face import load_model
 from distill.packing import pack
 from distill.recipe import Replay, Train, parse_recipe, parse_section
@@ -36,7 +37,7 @@ from distill.training.checkpoint import load_checkpoint, newest_checkpoint, save
 from distill.training.losses import LossSettings
 from distill.training.plan import PlannedPart, part_at, planned, protocol_of, rate_of
 from distill.training.replay import decide, pack_rejected, rejected_positions
-from distill.training.setup import Training
+from distill.training.setup import Training, make_accelerator
 from distill.training.step import Columns, Learner
 
 PARTS = (
@@ -423,6 +424,7 @@ def test_memory_that_runs_out_names_the_setting(
         ("train.parts=[{name: replay, steps: 1}]", "is taken"),
         ("train.parts=[{name: a, steps: 1, temperature: 2}]", "teacher.temperatures"),
         ("train.loss={top_k_hinge: 1}", "hinge"),
+        ("train.parts=[{name: a, steps: 2}, {name: b, steps: 1, loss: {top_k_hinge: 1}}]", "hinge"),
         ("train.trackers=[wandb]", "not installed"),
         ("train.adapter={rank: 2, targets: [nothing]}", "no linear layer"),
         ("train.adapter={rank: 2, base: int4}", "bitsandbytes"),
@@ -446,6 +448,34 @@ def test_settings_that_cannot_work_are_refused_before_the_first_step(
     assert code == 2 and words in said and "Traceback" not in said
     assert not (run / "checkpoints").exists() or not list((run / "checkpoints").glob("step-*"))
     assert not [line for line in metrics(run)] if (run / "metrics.jsonl").exists() else True
+
+
+def test_training_runs_on_the_named_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """With a fake of accelerate, which takes the current GPU, and of the GPUs."""
+    recipe: Any = SimpleNamespace(device="cuda:1", train=Train(steps=1))
+    taken: list[torch.device] = []
+    asked: list[dict[str, Any]] = []
+
+    def accelerator(**options: Any) -> Any:
+        asked.append(options)
+        return SimpleNamespace(device=torch.device("cpu" if options["cpu"] else "cuda"))
+
+    monkeypatch.setattr("accelerate.Accelerator", accelerator)
+    monkeypatch.setattr("distill.training.setup.pick_device", torch.device)
+    monkeypatch.setattr(torch.cuda, "set_device", taken.append)
+    run: Any = SimpleNamespace(path=tmp_path.joinpath)
+    make_accelerator(recipe, run)
+    assert taken == [torch.device("cuda:1")] and asked[0]["cpu"] is False
+    recipe.device = "cuda"
+    make_accelerator(recipe, run)
+    assert len(taken) == 1
+    monkeypatch.setattr("accelerate.Accelerator", lambda **_: SimpleNamespace(device=torch.device("cpu")))
+    with pytest.raises(RunError, match="device is cuda, and the processes were started for cpu"):
+        make_accelerator(recipe, run)
+    recipe.device = "cuda:1"
+    monkeypatch.setattr("distill.training.setup.process_count", lambda: 2)
+    with pytest.raises(RunError, match="2 processes were started, each of which takes its own"):
+        make_accelerator(recipe, run)
 
 
 def test_a_batch_that_processes_cannot_share_is_refused(world: Path, ready: Path, tmp_path: Path) -> None:

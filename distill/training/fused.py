@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distill.errors import DataError, RecipeError
+from distill.errors import DataError
 from distill.target.laws import Teacher, TeacherChunk
 from distill.training import bucket
 from distill.training.losses import STATISTICS, LossSettings, LossSums
@@ -228,10 +228,7 @@ def head_loss(
     columns than there are.
     """
     assert len(teacher) == len(hidden) == len(labels) and teacher.columns <= len(head) and chunk >= 1
-    if "top_k_hinge" in settings.losses and settings.hinge_k >= teacher.columns:
-        raise RecipeError(
-            f"hinge_k is {settings.hinge_k}, but the draft speaks only {teacher.columns} tokens", "lower hinge_k"
-        )
+    settings.require_columns(teacher.columns)
     if weights is None:
         weights = torch.ones(len(hidden), device=hidden.device)
     scoring = _scoring(hidden, teacher, labels, weights, settings, chunk)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distill.errors import DataError, RecipeError
+from distill.errors import DataError, RecipeError, RunError
 from distill.files import read_json
 from distill.models.hugging_face import end_ids, load_config, load_model, load_target, load_tokenizer, pick_device
 from distill.models.kept import read_kept
@@ -155,7 +155,8 @@ def _blocks(source: TeacherSource, step: int, count: int, seed: int) -> Tensor:
 def make_accelerator(recipe: Recipe, run: Run) -> Any:
     """accelerate's view of this process and its fellows, with the trackers that the recipe asks for.
 
-    Raises RecipeError for a tracker whose package is missing, RunError for a device that accelerate does not take.
+    Raises RecipeError for a tracker whose package is missing, RunError for a device that cannot be used, is not the
+    one that accelerate takes, or is one GPU for several processes.
     """
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState
@@ -163,13 +164,26 @@ def make_accelerator(recipe: Recipe, run: Run) -> Any:
     settings = recipe.train
     AcceleratorState._reset_state()  # what an earlier training in this process chose, but not who its fellows are
     require_trackers(settings.trackers)
-    alone = process_count() == 1
-    return Accelerator(
-        cpu=pick_device(recipe.device).type == "cpu" if alone else None,
+    device, processes = pick_device(recipe.device), process_count()
+    if device.index is not None and processes > 1:
+        raise RunError(
+            f"device is {recipe.device}, and {processes} processes were started, each of which takes its own",
+            "leave it to them: device=auto; CUDA_VISIBLE_DEVICES says which GPUs there are",
+        )
+    if device.type == "cuda" and device.index is not None:
+        torch.cuda.set_device(device)  # accelerate takes the current one
+    accelerator = Accelerator(
+        cpu=device.type == "cpu" if processes == 1 else None,
         mixed_precision="bf16" if settings.dtype == "bfloat16" else "no",
         log_with=list(settings.trackers) or None,
         project_dir=str(run.path("trackers")) if settings.trackers else None,
     )
+    if recipe.device != "auto" and accelerator.device.type != device.type:
+        raise RunError(
+            f"device is {recipe.device}, and the processes were started for {accelerator.device.type}",
+            "set device=auto, or start them for that device",
+        )
+    return accelerator
 
 
 def _load_draft(recipe: Recipe, run: Run, device: torch.device) -> Any:
@@ -209,14 +223,14 @@ def set_up(recipe: Recipe, run: Run) -> Training:
             f"set train.batch to a multiple of {processes}, or start fewer processes",
         )
     parts = planned(settings, recipe.sampler.temperature, recipe.corpus.block)
-    require_fit(
-        read_json(run.path("teacher", "manifest.json")), recipe, load_config(str(run.path("init"))), temperatures(parts)
-    )
+    manifest, trim = read_json(run.path("teacher", "manifest.json")), read_kept(run.path("init"))
+    require_fit(manifest, recipe, load_config(str(run.path("init"))), temperatures(parts))
+    kept = trim["kept"] if trim else None
+    for part in parts:
+        part.loss.require_columns(manifest["vocabulary"] if kept is None else len(kept))
     draft = _load_draft(recipe, run, device)
     target = load_target(recipe.target, device) if recipe.teacher.kind == "online" else None
     source = open_teacher(run, recipe, device, target)
-    trim = read_kept(run.path("init"))
-    kept = trim["kept"] if trim else None
     penalty = penalty_of(draft, settings.model_copy(update={"steps": parts[-1].end}))
     optimizer = torch.optim.AdamW(
         parameter_groups(draft, settings.weight_decay, penalty.parameters() if penalty else ()),
