@@ -40,13 +40,14 @@ def fused(
     return loss.detach(), sums, hidden.grad, head.grad
 
 
-def agrees(problem: Problem, teacher: Teacher, settings: LossSettings, least: float = 1.0) -> None:
+def agrees(problem: Problem, teacher: Teacher, settings: LossSettings, least: float = 1e-6) -> None:
+    """Values to fp32's rounding of terms of order 1, gradients to that of their largest entry, however small."""
     total, _, d_hidden, d_head, _ = problem.expected(settings)
     for kind in (torch.float64, torch.float32):
         loss, _, *own = fused(problem, teacher, settings, kind)
-        near(loss, total, 1e-5, least)
-        near(own[0], d_hidden, 1e-5, least)
-        near(own[1], d_head, 1e-5, least)
+        near(loss, total, 1e-5, 1.0)
+        near(own[0], d_hidden, 1e-4, least)
+        near(own[1], d_head, 1e-4, least)
 
 
 @pytest.mark.parametrize("trimmed", [None, 19])
@@ -100,7 +101,7 @@ def test_sure_draft_gives_finite_gradients(name: str) -> None:
     teacher = compact(problem, 2)
     outside = logits.log_softmax(-1).scatter(-1, teacher.ids.long(), -math.inf).logsumexp(-1)
     assert float(outside.min()) < -110  # else this tests nothing
-    agrees(problem, teacher, LossSettings({name: 1.0}))
+    agrees(problem, teacher, LossSettings({name: 1.0}), 1.0)  # what is left of match's gradient is below fp32
 
 
 def test_finite_differences() -> None:
