@@ -155,3 +155,20 @@ def test_gradient_is_scaled_by_what_comes_from_above() -> None:
         grads.append((hidden.grad, head.grad))
     for one, two in zip(*grads, strict=True):
         assert one is not None and two is not None and torch.equal(one * 0.125, two)
+
+
+def test_a_short_heads_gradient_is_added_up_in_full() -> None:
+    """A head in bf16, as sharded weights are: of 600 equal terms a sum in bf16 stops growing at 256."""
+    problem = Problem(6, seed=27)
+    hidden, head = problem.hidden[:1].bfloat16(), problem.head.bfloat16().requires_grad_()
+    grads = []
+    for count in (1, 600):
+        laws = DenseTeacher(problem.teacher.logits[:1].float().repeat(count, 1), torch.eye(V), V)
+        bias = torch.zeros(len(head), dtype=torch.bfloat16, requires_grad=True)
+        labels = torch.zeros(count, dtype=torch.long)
+        loss, _ = head_loss(hidden.repeat(count, 1), head, laws, labels, KL, None, 1, bias)
+        found = torch.autograd.grad(loss / count, (head, bias))
+        assert [x.dtype for x in found] == [torch.bfloat16] * 2
+        grads.append(found)
+    for one, many in zip(*grads, strict=True):
+        near(many.float(), one.double(), 0.01)

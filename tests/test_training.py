@@ -458,7 +458,7 @@ def test_training_runs_on_the_named_gpu(monkeypatch: pytest.MonkeyPatch, tmp_pat
 
     def accelerator(**options: Any) -> Any:
         asked.append(options)
-        return SimpleNamespace(device=torch.device("cpu" if options["cpu"] else "cuda"))
+        return SimpleNamespace(device=torch.device("cpu" if options["cpu"] else "cuda"), distributed_type="NO")
 
     monkeypatch.setattr("accelerate.Accelerator", accelerator)
     monkeypatch.setattr("distill.training.setup.pick_device", torch.device)
@@ -536,8 +536,13 @@ def test_sharded_weights_give_the_gradients_of_whole_ones(tmp_path: Path) -> Non
                "--rdzv_endpoint", "localhost:0", str(program), str(tmp_path)]  # fmt: skip
     result = subprocess.run(command, cwd=tiny.ROOT, capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr[-3000:]
-    found = json.loads((tmp_path / "found.json").read_text())
-    assert found["gradient_error"] < 1e-5 and found["weight_error"] < 1e-5 and found["sharded"]
+    for found in json.loads((tmp_path / "found.json").read_text()):
+        exact, short = found["float32"], found["bfloat16"]
+        assert exact["gradient_error"] < 1e-5 and exact["weight_error"] < 1e-5 and exact["log_error"] < 1e-5
+        for one in (exact, short):
+            assert one["sharded"] and one["passes"] == 2 and one["positions"] == 0
+            assert one["log_type"] == "torch.float64"  # what gradients are divided by is counted in it
+        assert short["gradient_distance"] < 0.1 and short["log_error"] < 0.02
 
 
 def test_a_recipe_with_parts_survives_its_own_dump(world: Path) -> None:

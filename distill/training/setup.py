@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -156,7 +156,7 @@ def make_accelerator(recipe: Recipe, run: Run) -> Any:
     """accelerate's view of this process and its fellows, with the trackers that the recipe asks for.
 
     Raises RecipeError for a tracker whose package is missing, RunError for a device that cannot be used, is not the
-    one that accelerate takes, or is one GPU for several processes.
+    one that accelerate takes, or is one GPU for several processes, and for FSDP that is not FSDP2.
     """
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState
@@ -183,7 +183,25 @@ def make_accelerator(recipe: Recipe, run: Run) -> Any:
             f"device is {recipe.device}, and the processes were started for {accelerator.device.type}",
             "set device=auto, or start them for that device",
         )
+    if accelerator.distributed_type == "FSDP":
+        plugin = accelerator.state.fsdp_plugin
+        if plugin.fsdp_version != 2:
+            raise RunError(
+                "the processes were started for FSDP of version 1, and version 2 is what weights are sharded with",
+                "set fsdp_version: 2 in accelerate's configuration, as recipes/accelerate/fsdp2.yaml does",
+            )
+        if settings.dtype == "bfloat16":
+            plugin.mixed_precision_policy = exact_outside(plugin.mixed_precision_policy)
     return accelerator
+
+
+def exact_outside(policy: Any) -> Any:
+    """A mixed-precision policy of FSDP2's for which the weights alone are shortened, on their way into a product.
+
+    accelerate's own also adds up gradients over processes in that type, and casts what goes into the learner and comes
+    out of it: the target's laws, and the counts that gradients are divided by.
+    """
+    return replace(policy, reduce_dtype=torch.float32, output_dtype=None, cast_forward_inputs=False)
 
 
 def _load_draft(recipe: Recipe, run: Run, device: torch.device) -> Any:
