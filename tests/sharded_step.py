@@ -57,7 +57,7 @@ def step(learner: Any, rank: int, short: bool) -> tuple[int, Any]:
 
 
 def compare(policy: MixedPrecisionPolicy) -> dict[str, Any]:
-    """The largest differences of gradients, of weights after a step and of what is logged; `distance` of all at once."""
+    """The largest differences of gradients, weights after a step and what is logged; `distance` is of all at once."""
     short = policy.param_dtype is not None
     whole = Learner(toys.toy(seed=0, tie_word_embeddings=False), Columns(61, None, cpu), 4, 3)
     sharded = copy.deepcopy(whole)

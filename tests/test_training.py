@@ -478,6 +478,26 @@ def test_training_runs_on_the_named_gpu(monkeypatch: pytest.MonkeyPatch, tmp_pat
         make_accelerator(recipe, run)
 
 
+def test_fsdp_is_of_version_2_and_rounds_only_weights(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from accelerate import FullyShardedDataParallelPlugin
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    recipe: Any = SimpleNamespace(device="cpu", train=Train(steps=1, dtype="bfloat16"))
+    run: Any = SimpleNamespace(path=tmp_path.joinpath)
+    plugin: Any = FullyShardedDataParallelPlugin(fsdp_version=2, cpu_ram_efficient_loading=False)
+    plugin.set_mixed_precision("bf16")
+    assert plugin.mixed_precision_policy.reduce_dtype == torch.bfloat16
+    state = SimpleNamespace(fsdp_plugin=plugin)
+    fake = SimpleNamespace(device=torch.device("cpu"), distributed_type="FSDP", state=state)
+    monkeypatch.setattr("accelerate.Accelerator", lambda **_: fake)
+    make_accelerator(recipe, run)
+    expected = MixedPrecisionPolicy(torch.bfloat16, torch.float32, None, cast_forward_inputs=False)
+    assert plugin.mixed_precision_policy == expected
+    plugin.fsdp_version = 1
+    with pytest.raises(RunError, match="FSDP of version 1"):
+        make_accelerator(recipe, run)
+
+
 def test_a_batch_that_processes_cannot_share_is_refused(world: Path, ready: Path, tmp_path: Path) -> None:
     shutil.copytree(ready, tmp_path / "tiny")
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--rdzv_backend", "c10d",
