@@ -40,13 +40,14 @@ def fused(
     return loss.detach(), sums, hidden.grad, head.grad
 
 
-def agrees(problem: Problem, teacher: Teacher, settings: LossSettings, least: float = 1.0) -> None:
+def agrees(problem: Problem, teacher: Teacher, settings: LossSettings, least: float = 1e-6) -> None:
+    """Values to fp32's rounding of terms of order 1, gradients to that of their largest entry, however small."""
     total, _, d_hidden, d_head, _ = problem.expected(settings)
     for kind in (torch.float64, torch.float32):
         loss, _, *own = fused(problem, teacher, settings, kind)
-        near(loss, total, 1e-5, least)
-        near(own[0], d_hidden, 1e-5, least)
-        near(own[1], d_head, 1e-5, least)
+        near(loss, total, 1e-5, 1.0)
+        near(own[0], d_hidden, 1e-4, least)
+        near(own[1], d_head, 1e-4, least)
 
 
 @pytest.mark.parametrize("trimmed", [None, 19])
@@ -100,7 +101,7 @@ def test_sure_draft_gives_finite_gradients(name: str) -> None:
     teacher = compact(problem, 2)
     outside = logits.log_softmax(-1).scatter(-1, teacher.ids.long(), -math.inf).logsumexp(-1)
     assert float(outside.min()) < -110  # else this tests nothing
-    agrees(problem, teacher, LossSettings({name: 1.0}))
+    agrees(problem, teacher, LossSettings({name: 1.0}), 1.0)  # what is left of match's gradient is below fp32
 
 
 def test_finite_differences() -> None:
@@ -154,3 +155,20 @@ def test_gradient_is_scaled_by_what_comes_from_above() -> None:
         grads.append((hidden.grad, head.grad))
     for one, two in zip(*grads, strict=True):
         assert one is not None and two is not None and torch.equal(one * 0.125, two)
+
+
+def test_a_short_heads_gradient_is_added_up_in_full() -> None:
+    """A head in bf16, as sharded weights are: of 600 equal terms a sum in bf16 stops growing at 256."""
+    problem = Problem(6, seed=27)
+    hidden, head = problem.hidden[:1].bfloat16(), problem.head.bfloat16().requires_grad_()
+    grads = []
+    for count in (1, 600):
+        laws = DenseTeacher(problem.teacher.logits[:1].float().repeat(count, 1), torch.eye(V), V)
+        bias = torch.zeros(len(head), dtype=torch.bfloat16, requires_grad=True)
+        labels = torch.zeros(count, dtype=torch.long)
+        loss, _ = head_loss(hidden.repeat(count, 1), head, laws, labels, KL, None, 1, bias)
+        found = torch.autograd.grad(loss / count, (head, bias))
+        assert [x.dtype for x in found] == [torch.bfloat16] * 2
+        grads.append(found)
+    for one, many in zip(*grads, strict=True):
+        near(many.float(), one.double(), 0.01)

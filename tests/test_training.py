@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
 import json
 import os
 import random
 import shutil
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,18 +23,21 @@ import torch
 import toys
 from safetensors.torch import load_file
 
+from distill.errors import RunError
 from distill.models.hugging_face import load_model
 from distill.packing import pack
 from distill.recipe import Replay, Train, parse_recipe, parse_section
 from distill.sampler import Sampler
 from distill.target.head import Head
 from distill.texts import Prompt
+from distill.training import finish as finish_module
 from distill.training import loop, replay
 from distill.training.acceptance import judge_for, rates, speaking
+from distill.training.checkpoint import load_checkpoint, newest_checkpoint, save_checkpoint
 from distill.training.losses import LossSettings
 from distill.training.plan import PlannedPart, part_at, planned, protocol_of, rate_of
 from distill.training.replay import decide, pack_rejected, rejected_positions
-from distill.training.setup import Training
+from distill.training.setup import Training, make_accelerator
 from distill.training.step import Columns, Learner
 
 PARTS = (
@@ -98,19 +105,53 @@ def test_micro_batches_change_nothing_but_rounding(
     assert largest_difference(run, whole) < 2e-5
 
 
-def test_two_processes_change_nothing_but_rounding(world: Path, ready: Path, whole: Path, tmp_path: Path) -> None:
-    shutil.copytree(ready, tmp_path / "tiny")
+@pytest.mark.parametrize("overrides", [(), ("train.micro_batch=1", "train.replay.share=0.25")])
+def test_two_processes_change_nothing_but_rounding(
+    world: Path, ready: Path, whole: Path, tmp_path: Path, overrides: tuple[str, ...]
+) -> None:
+    """Also where one of them has no block of the replay; a factor in the gradient, which clipping hides, would show."""
+    alone, run = whole, tmp_path / "tiny"
+    if overrides:
+        code, alone = trained(world, ready, tmp_path / "alone", PARTS, *REPLAY, *overrides)
+        assert code == 0
+    shutil.copytree(ready, run)
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--rdzv_backend", "c10d",
                "--rdzv_endpoint", "localhost:0", "-m", "distill", "train", str(world / "recipe.yaml"), "--runs",
-               str(tmp_path), "--until", "train", PARTS, *REPLAY]  # fmt: skip
+               str(tmp_path), "--until", "train", PARTS, *REPLAY, *overrides]  # fmt: skip
     result = subprocess.run(command, cwd=tiny.ROOT, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr
-    run = tmp_path / "tiny"
     assert json.loads((run / "training.json").read_text())["processes"] == 2
-    for a, b in zip(metrics(run), metrics(whole), strict=True):
+    for a, b in zip(metrics(run), metrics(alone), strict=True):
         assert a["loss"] == pytest.approx(b["loss"], rel=2e-5) and a["tokens"] == b["tokens"]
-    assert largest_difference(run, whole) < 2e-5
+        assert a["gradient_norm"] == pytest.approx(b["gradient_norm"], rel=2e-4)
+    assert largest_difference(run, alone) < 2e-5
     assert result.stderr.count("step 8/10") == 1  # one process speaks
+
+
+@pytest.mark.parametrize("size", [None, 1, 3])
+@pytest.mark.parametrize(("batch", "share", "ranks"), [(4, 0.25, 2), (8, 0.25, 4), (4, 0.5, 4), (6, 1.0, 3), (6, 0, 2)])
+def test_processes_have_as_many_micro_batches_as_each_other(
+    batch: int, share: float, ranks: int, size: int | None
+) -> None:
+    """FSDP gathers weights at every forward: a process with one less would leave the others waiting."""
+    replay = {"replay": {"steps": 2, "share": share}} if share else {}
+    settings = parse_section(Train, {"steps": 3, "batch": batch, "micro_batch": size, **replay})
+    parts = planned(settings, 1.0, 16)
+    source, replayed = SimpleNamespace(blocks=5), SimpleNamespace(blocks=3)
+    recipe = SimpleNamespace(train=settings, seed=0)
+
+    def blocks(rank: int, ranks: int) -> list[tuple[bool, list[int]]]:
+        process = SimpleNamespace(process_index=rank, num_processes=ranks)
+        work: Any = Training(recipe, None, process, parts, source, *[None] * 5, replayed=replayed)  # type: ignore[arg-type]
+        step = parts[-1].first + 1
+        return [(own is replayed, piece.tolist()) for own, piece in work.micro_batches(step, parts[-1])]
+
+    found = [blocks(rank, ranks) for rank in range(ranks)]
+    assert len({tuple(own for own, _ in one) for one in found}) == 1  # as many, of the same sources
+    assert all(len(piece) <= (size or batch) for one in found for _, piece in one)
+    assert {sum(len(piece) for _, piece in one) for one in found} == {batch // ranks}
+    flat = sorted((own, i) for one in found for own, piece in one for i in piece)
+    assert flat == sorted((own, i) for own, piece in blocks(0, 1) for i in piece) and len(flat) == batch
 
 
 def packed_learner(seed: int = 0) -> tuple[Learner, Any, Any]:
@@ -414,6 +455,19 @@ def test_a_signal_is_never_forgotten(
     assert (run / "training.json").read_text() == (whole / "training.json").read_text()
 
 
+def test_the_last_checkpoints_stay_past_a_million_steps(tmp_path: Path) -> None:
+    """999999 sorts after 1000000 as text."""
+    run = SimpleNamespace(path=tmp_path.joinpath)
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for step in (999_998, 999_999, 1_000_000, 1_000_001):
+        save_checkpoint(run, step, model, optimizer, 2, {})  # type: ignore[arg-type]
+    left = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert left == ["step-1000000", "step-1000001"]
+    newest = newest_checkpoint(tmp_path / "checkpoints")
+    assert newest is not None and load_checkpoint(newest, model, optimizer)["step"] == 1_000_001
+
+
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_signals_save_and_say_how_to_go_on(
     world: Path, ready: Path, tmp_path: Path, number: signal.Signals, status: int
@@ -562,6 +616,7 @@ def test_memory_that_runs_out_elsewhere_names_what_counts_there(
         ("train.parts=[{name: replay, steps: 1}]", "is taken"),
         ("train.parts=[{name: a, steps: 1, temperature: 2}]", "teacher.temperatures"),
         ("train.loss={top_k_hinge: 1}", "hinge"),
+        ("train.parts=[{name: a, steps: 2}, {name: b, steps: 1, loss: {top_k_hinge: 1}}]", "hinge"),
         ("train.trackers=[wandb]", "not installed"),
         ("train.acceptance.prompts=500", "at least 4 others"),
         ("train.adapter={rank: 2, targets: [nothing]}", "no linear layer"),
@@ -569,14 +624,71 @@ def test_memory_that_runs_out_elsewhere_names_what_counts_there(
     ],
 )
 def test_settings_that_cannot_work_are_refused_before_the_first_step(
-    world: Path, ready: Path, tmp_path: Path, override: str, words: str, capsys: pytest.CaptureFixture[str]
+    world: Path,
+    ready: Path,
+    tmp_path: Path,
+    override: str,
+    words: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     more = ["train.hinge_k=100000"] if "hinge" in override else REPLAY if "acceptance.prompts" in override else []
+    there = importlib.util.find_spec
+    absent = ("wandb", "bitsandbytes")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name in absent else there(name, *rest))
     code, run = trained(world, ready, tmp_path, override, *more)
     said = capsys.readouterr().err
     assert code == 2 and words in said and "Traceback" not in said
     assert not (run / "checkpoints").exists() or not list((run / "checkpoints").glob("step-*"))
     assert not [line for line in metrics(run)] if (run / "metrics.jsonl").exists() else True
+
+
+def test_training_runs_on_the_named_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """With a fake of accelerate, which takes the current GPU, and of the GPUs."""
+    recipe: Any = SimpleNamespace(device="cuda:1", train=Train(steps=1))
+    taken: list[torch.device] = []
+    asked: list[dict[str, Any]] = []
+
+    def accelerator(**options: Any) -> Any:
+        asked.append(options)
+        return SimpleNamespace(device=torch.device("cpu" if options["cpu"] else "cuda"), distributed_type="NO")
+
+    monkeypatch.setattr("accelerate.Accelerator", accelerator)
+    monkeypatch.setattr("distill.training.setup.pick_device", torch.device)
+    monkeypatch.setattr(torch.cuda, "set_device", taken.append)
+    run: Any = SimpleNamespace(path=tmp_path.joinpath)
+    make_accelerator(recipe, run)
+    assert taken == [torch.device("cuda:1")] and asked[0]["cpu"] is False
+    recipe.device = "cuda"
+    make_accelerator(recipe, run)
+    assert len(taken) == 1
+    monkeypatch.setattr("accelerate.Accelerator", lambda **_: SimpleNamespace(device=torch.device("cpu")))
+    with pytest.raises(RunError, match="device is cuda, and the processes were started for cpu"):
+        make_accelerator(recipe, run)
+    recipe.device = "cuda:1"
+    monkeypatch.setattr("distill.training.setup.process_count", lambda: 2)
+    with pytest.raises(RunError, match="2 processes were started, each of which takes its own"):
+        make_accelerator(recipe, run)
+
+
+def test_fsdp_is_of_version_2_and_rounds_only_weights(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from accelerate import FullyShardedDataParallelPlugin
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    recipe: Any = SimpleNamespace(device="cpu", train=Train(steps=1, dtype="bfloat16"))
+    run: Any = SimpleNamespace(path=tmp_path.joinpath)
+    plugin: Any = FullyShardedDataParallelPlugin(fsdp_version=2, cpu_ram_efficient_loading=False)
+    plugin.set_mixed_precision("bf16")
+    assert plugin.mixed_precision_policy.reduce_dtype == torch.bfloat16
+    state = SimpleNamespace(fsdp_plugin=plugin)
+    fake = SimpleNamespace(device=torch.device("cpu"), distributed_type="FSDP", state=state)
+    monkeypatch.setattr("accelerate.Accelerator", lambda **_: fake)
+    make_accelerator(recipe, run)
+    expected = MixedPrecisionPolicy(torch.bfloat16, torch.float32, None, cast_forward_inputs=False)
+    assert plugin.mixed_precision_policy == expected
+    plugin.fsdp_version = 1
+    with pytest.raises(RunError, match="FSDP of version 1"):
+        make_accelerator(recipe, run)
 
 
 def test_a_batch_that_processes_cannot_share_is_refused(world: Path, ready: Path, tmp_path: Path) -> None:
@@ -591,10 +703,13 @@ def test_a_batch_that_processes_cannot_share_is_refused(world: Path, ready: Path
 # ── adapters ──
 
 
+@pytest.mark.parametrize(("base", "outer"), [("null", False), ("null", True), ("int8", False), ("int4", False)])
 def test_an_adapter_is_trained_resumed_and_merged(
-    world: Path, ready: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    world: Path, ready: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, base: str, outer: bool
 ) -> None:
-    rank = "train.adapter={rank: 4, dropout: 0.2}"
+    if base != "null":
+        pytest.importorskip("bitsandbytes")
+    rank = f"train.adapter={{rank: 4, dropout: 0.2, base: {base}, train_outer: {str(outer).lower()}}}"
     code, one = trained(world, ready, tmp_path / "one", rank)
     assert code == 0
     step_of = loop.report_step
@@ -612,9 +727,15 @@ def test_an_adapter_is_trained_resumed_and_merged(
     found, before = weights(one), load_file(ready / "init" / "model.safetensors")
     assert found.keys() == before.keys()
     changed = {name for name in found if not torch.equal(found[name], before[name])}
-    assert changed and all("_proj.weight" in name for name in changed)
-    checkpoint = torch.load(one / "checkpoints" / "step-000008" / "model.pt", weights_only=True)
-    assert checkpoint and all("lora" in name for name in checkpoint)
+    learnt = ("_proj.weight", "embed_tokens.weight", "lm_head.weight")[: 3 if outer else 1]
+    assert {end for end in learnt if any(name.endswith(end) for name in changed)} == {
+        end for end in learnt if any(name.endswith(end) for name in found)
+    }
+    assert all(name.endswith(learnt) for name in changed)
+    saved = {name: torch.load(one / "checkpoints" / "step-000008" / f"{name}.pt", weights_only=True)
+             for name in ("model", "optimizer")}  # fmt: skip
+    assert saved["model"].keys() == saved["optimizer"]["state"].keys()  # and nothing of the base
+    assert sum("lora" not in name for name in saved["model"]) == (outer and 1)  # the tied embeddings and head
     load_model(str(one / "draft"), "float32", torch.device("cpu"))
 
 
@@ -628,8 +749,13 @@ def test_sharded_weights_give_the_gradients_of_whole_ones(tmp_path: Path) -> Non
                "--rdzv_endpoint", "localhost:0", str(program), str(tmp_path)]  # fmt: skip
     result = subprocess.run(command, cwd=tiny.ROOT, capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr[-3000:]
-    found = json.loads((tmp_path / "found.json").read_text())
-    assert found["gradient_error"] < 1e-5 and found["weight_error"] < 1e-5 and found["sharded"]
+    for found in json.loads((tmp_path / "found.json").read_text()):
+        exact, short = found["float32"], found["bfloat16"]
+        assert exact["gradient_error"] < 1e-5 and exact["weight_error"] < 1e-5 and exact["log_error"] < 1e-5
+        for one in (exact, short):
+            assert one["sharded"] and one["passes"] == 2 and one["positions"] == 0
+            assert one["log_type"] == "torch.float64"  # what gradients are divided by is counted in it
+        assert short["gradient_distance"] < 0.1 and short["log_error"] < 0.02
 
 
 def test_a_recipe_with_parts_survives_its_own_dump(world: Path) -> None:
@@ -639,17 +765,59 @@ def test_a_recipe_with_parts_survives_its_own_dump(world: Path) -> None:
     assert isinstance(recipe.train.replay, Replay)
 
 
-def test_trackers_get_the_figures_too(world: Path, ready: Path, tmp_path: Path) -> None:
+def test_trackers_get_the_figures_too(
+    world: Path, ready: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("tensorboard")
-    code, run = trained(world, ready, tmp_path, "train.trackers=[tensorboard]", "train.steps=2")
-    assert code == 0
+    from accelerate.tracking import TensorBoardTracker
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+    opened: list[Any] = []
+    start, finish = TensorBoardTracker.start, TensorBoardTracker.finish
+    monkeypatch.setattr(TensorBoardTracker, "start", lambda self: (opened.append(self), start(self))[1])
+    monkeypatch.setattr(TensorBoardTracker, "finish", lambda self: (opened.clear(), finish(self))[1])
+    write = finish_module.write_draft
+    at_the_end: list[list[Any]] = []
+    monkeypatch.setattr(loop, "write_draft", lambda work: (at_the_end.append([*opened]), write(work))[1])
+    tracked = "train.trackers=[tensorboard]"
+    code, run = trained(world, ready, tmp_path / "refused", tracked, "train.adapter={targets: [nothing]}")
+    assert code == 2 and not opened and not (run / "trackers").exists()  # a mistake leaves no empty run behind
+    code, run = trained(world, ready, tmp_path, tracked, "train.steps=2")
+    assert code == 0 and at_the_end == [[]]  # closed, so that no later stage keeps it open
     (folder,) = {path.parent for path in (run / "trackers").rglob("events.out.*") if path.parent.name == "distill"}
     events = EventAccumulator(str(folder))
     events.Reload()
     assert [event.step for event in events.Scalars("loss")] == [1, 2]
     assert events.Scalars("loss")[0].value == pytest.approx(metrics(run)[0]["loss"], rel=1e-6)
+    assert events.Scalars("loss/jsd")[0].value == pytest.approx(metrics(run)[0]["losses"]["jsd"], rel=1e-6)
+    told = metrics(run, "acceptance")
+    chosen = events.Scalars("selection/acceptance")
+    assert [event.step for event in chosen] == [line["step"] for line in told] == [0, 2]
+    assert [event.value for event in chosen] == pytest.approx([line["acceptance"] for line in told], rel=1e-6)
+
+
+def test_trackers_work_offline(world: Path, ready: Path, tmp_path: Path) -> None:
+    """In a process of its own: they leave threads and servers behind."""
+    if not all(importlib.util.find_spec(name) for name in ("wandb", "trackio")):
+        pytest.skip("wandb and trackio are not both installed")
+    run, elsewhere = tmp_path / "tiny", tmp_path / "elsewhere"
+    shutil.copytree(ready, run)
+    elsewhere.mkdir()
+    environment = {**os.environ, "WANDB_MODE": "offline", "WANDB_SILENT": "true", "HF_HUB_OFFLINE": "1",
+                   "TRACKIO_DIR": str(tmp_path / "trackio"), "OMP_NUM_THREADS": "1",
+                   "PYTHONPATH": os.pathsep.join([str(tiny.ROOT), *sys.path])}  # fmt: skip
+    command = [sys.executable, "-m", "distill", "train", str(world / "recipe.yaml"), "--runs", str(tmp_path), "--until",
+               "train", "train.trackers=[wandb, trackio]", "train.steps=2"]  # fmt: skip
+    result = subprocess.run(command, cwd=elsewhere, capture_output=True, text=True, timeout=120, env=environment)
+    assert result.returncode == 0, result.stderr
+    assert not list(elsewhere.iterdir())
+    (file,) = (run / "trackers").rglob("*.wandb")
+    assert all(name in file.read_bytes() for name in (b"selection/acceptance", b"gradient_norm"))
+    with contextlib.closing(sqlite3.connect(tmp_path / "trackio" / "distill.db")) as database:
+        rows = database.execute("select step, metrics from metrics order by step").fetchall()
+    assert [step for step, _ in rows] == [0, 1, 2, 2]
+    told = [bytes(row[1]) if isinstance(row[1], bytes) else row[1].encode() for row in rows]
+    assert b"selection/acceptance" in told[0] and b"gradient_norm" in told[1]
 
 
 def test_bfloat16_products_keep_float32_weights(world: Path, ready: Path, whole: Path, tmp_path: Path) -> None:

@@ -159,8 +159,9 @@ class Train(Section):
     replay: Replay | None = Field(None, description="a last part on rejected positions; null: off")
     sparsity: Sparsity | None = Field(None, description="L1 while training; null: off")
     trackers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = Field(
-        (), description="also sent there, through accelerate; metrics.jsonl is always written"
-    )
+        (), description="also sent there, through accelerate: into trackers/ of the run, for trackio into its own "
+        "folder; metrics.jsonl is always written"
+    )  # fmt: skip
 
     _loss = field_validator("loss")(_weighs_something)
 

@@ -47,7 +47,10 @@ def load_base(folder: Path, settings: Adapter, device: torch.device) -> Any:
         )
     except (ImportError, RuntimeError) as error:
         first = str(error).strip().splitlines()[0]
-        raise RunError(f"bitsandbytes cannot hold {folder} in {settings.base} on {device}: {first}", WAY_ON) from error
+        raise RunError(
+            f"bitsandbytes cannot hold {folder} in {settings.base} on {device}: {first}",
+            f"bitsandbytes before 0.50 cannot: `pip install -U bitsandbytes`, or {WAY_ON}",
+        ) from error
     for module in model.modules():
         # Else a 4-bit layer that once ran for inference on such a CPU stays in a form that no gradient gets through.
         if hasattr(module, "support_avx512bf16_for_cpu"):

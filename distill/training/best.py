@@ -22,6 +22,7 @@ def consider(work: Training) -> None:
     with memory_explained(lambda: choosing(work)):
         found = work.acceptance()
     work.run.record("acceptance", step=state["step"], **found)
+    work.accelerator.log({f"selection/{name}": value for name, value in found.items()}, step=state["step"])
     best = state["best"]
     better = best is None or found["acceptance"] > best["acceptance"]
     if better:

@@ -20,18 +20,34 @@ BEST = "best"  # the weights that are taken, unless a replay is kept
 REPLAYED = "replayed"
 
 
+def checkpoints(folder: Path) -> list[Path]:
+    """The folders step-NNNNNN in the order of their steps, which have more digits from a million on."""
+    return sorted(folder.glob("step-*"), key=lambda path: int(path.name.removeprefix("step-")))
+
+
 def newest_checkpoint(folder: Path) -> Path | None:
     """The last checkpoint whose state.json, written last, is there."""
-    found = sorted(path for path in folder.glob("step-*") if (path / "state.json").exists())
+    found = [path for path in checkpoints(folder) if (path / "state.json").exists()]
     return found[-1] if found else None
 
 
-def _options(learner: torch.nn.Module) -> Any:
-    """Whole tensors on the CPU; what is frozen (under adapters) is that of init/ and stays out."""
+def _options() -> Any:
+    """Whole tensors, on the CPU."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions
 
-    frozen = any(not parameter.requires_grad for parameter in learner.parameters())
-    return StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=frozen, strict=not frozen)
+    return StateDictOptions(full_state_dict=True, cpu_offload=True)
+
+
+def _learning(learner: torch.nn.Module) -> dict[str, torch.nn.Parameter] | None:
+    """What learns beside a frozen base, under its plain names; None where everything learns.
+
+    Adapters are whole in every process. torch's own state dictionaries go through the base too, which stays that of
+    init/, and fail where it is quantised: its layers keep entries that are no attributes of theirs.
+    """
+    inner = learner.module if isinstance(learner, torch.nn.parallel.DistributedDataParallel) else learner
+    named = dict(inner.named_parameters())
+    learning = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
+    return learning if len(learning) < len(named) else None
 
 
 def whole_weights(learner: torch.nn.Module) -> dict[str, Any]:
@@ -41,46 +57,88 @@ def whole_weights(learner: torch.nn.Module) -> dict[str, Any]:
     """
     from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
-    return _learning(learner, get_model_state_dict(learner, options=_options(learner)))
+    learning = _learning(learner)
+    if learning is None:
+        return get_model_state_dict(learner, options=_options())
+    return {name: parameter.detach().cpu() for name, parameter in learning.items()}
 
 
-def _learning(learner: torch.nn.Module, weights: dict[str, Any]) -> dict[str, Any]:
-    """Without what is frozen: the other name of a tied head is not left out by torch."""
-    frozen = {name for name, value in learner.named_parameters(remove_duplicate=False) if not value.requires_grad}
-    return {name: value for name, value in weights.items() if name not in frozen}
+def _set_weights(learner: torch.nn.Module, weights: dict[str, Any]) -> None:
+    """Take the weights that `whole_weights` gave; raises an error of torch's or a KeyError where they do not fit."""
+    from torch.distributed.checkpoint.state_dict import set_model_state_dict
+
+    learning = _learning(learner)
+    if learning is None:
+        set_model_state_dict(learner, weights, options=_options())
+        return
+    with torch.no_grad():
+        for name, parameter in learning.items():
+            if weights[name].shape != parameter.shape:
+                raise ValueError(f"{name} is {[*weights[name].shape]}, not {[*parameter.shape]}")
+            parameter.copy_(weights[name])
+
+
+def _whole_moments(learner: torch.nn.Module, optimizer: Any) -> dict[str, Any]:
+    """The optimizer's state by the names of parameters, as torch.distributed.checkpoint writes it."""
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+    learning = _learning(learner)
+    if learning is None:
+        return get_optimizer_state_dict(learner, optimizer, options=_options())
+    names = {id(parameter): name for name, parameter in learning.items()}
+    groups = [{**group, "params": [names[id(p)] for p in group["params"]]} for group in optimizer.param_groups]
+    state = {
+        names[id(p)]: {key: value.cpu() if isinstance(value, torch.Tensor) else value for key, value in own.items()}
+        for p, own in optimizer.state.items()
+    }
+    return {"state": state, "param_groups": groups}
+
+
+def _set_moments(learner: torch.nn.Module, optimizer: Any, moments: dict[str, Any]) -> None:
+    """Take the state that `_whole_moments` gave; raises an error of torch's or a KeyError where it does not fit."""
+    from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
+
+    learning = _learning(learner)
+    if learning is None:
+        set_optimizer_state_dict(learner, optimizer, moments, options=_options())
+        return
+    names = {id(parameter): name for name, parameter in learning.items()}
+    order = [names[id(p)] for group in optimizer.param_groups for p in group["params"]]  # torch counts by this order
+    saved = [name for group in moments["param_groups"] for name in group["params"]]
+    if sorted(saved) != sorted(order):
+        raise ValueError("its optimizer held other parameters")
+    state = {order.index(name): own for name, own in moments["state"].items()}
+    own_groups = optimizer.state_dict()["param_groups"]
+    groups = [{**kept, "params": own["params"]} for kept, own in zip(moments["param_groups"], own_groups, strict=True)]
+    optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
 def save_checkpoint(
     run: Run, step: int, learner: torch.nn.Module, optimizer: Any, keep: int, state: dict[str, Any], main: bool = True
 ) -> None:
     """Write checkpoints/step-NNNNNN with `state` and forget all but the newest `keep`; every process must call it."""
-    from torch.distributed.checkpoint.state_dict import get_state_dict
-
-    weights, moments = get_state_dict(learner, optimizer, options=_options(learner))
+    weights, moments = whole_weights(learner), _whole_moments(learner, optimizer)
     if not main:
         return
     folder = run.path("checkpoints")
 
     def write(temporary: Path) -> None:
-        torch.save(_learning(learner, weights), temporary / "model.pt")
+        torch.save(weights, temporary / "model.pt")
         torch.save(moments, temporary / "optimizer.pt")
         write_json(temporary / "state.json", {**state, "step": step})
 
     write_folder(folder / f"step-{step:06d}", write)
-    for old in sorted(folder.glob("step-*"))[:-keep]:
+    for old in checkpoints(folder)[:-keep]:
         shutil.rmtree(old)
 
 
 def load_checkpoint(path: Path, learner: torch.nn.Module, optimizer: Any) -> dict[str, Any]:
     """Restore weights and optimizer; the saved state with `step`. Raises DataError when the files are damaged."""
-    from torch.distributed.checkpoint.state_dict import set_state_dict
-
     try:
         weights = torch.load(path / "model.pt", weights_only=True, map_location="cpu")
         moments = torch.load(path / "optimizer.pt", weights_only=True, map_location="cpu")
-        set_state_dict(
-            learner, optimizer, model_state_dict=weights, optim_state_dict=moments, options=_options(learner)
-        )
+        _set_weights(learner, weights)
+        _set_moments(learner, optimizer, moments)
     except Exception as error:  # torch raises many kinds for a damaged file
         raise DataError(
             f"checkpoint {path} is damaged: {str(error).splitlines()[0]}", f"delete {path} to go on from the one before"
@@ -99,12 +157,10 @@ def save_weights(run: Run, name: str, learner: torch.nn.Module, main: bool = Tru
 
 def load_weights(run: Run, name: str, learner: torch.nn.Module) -> None:
     """Take the weights of checkpoints/`name`; raises DataError when the file is missing or damaged."""
-    from torch.distributed.checkpoint.state_dict import set_model_state_dict
-
     path = run.path("checkpoints", name, "model.pt")
     try:
         weights = torch.load(path, weights_only=True, map_location="cpu")
-        set_model_state_dict(learner, weights, options=_options(learner))
+        _set_weights(learner, weights)
     except Exception as error:
         raise DataError(
             f"{path} is missing or damaged: {str(error).splitlines()[0]}", "run `distill train RECIPE --redo train`"

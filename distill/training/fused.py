@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distill.errors import DataError, RecipeError
+from distill.errors import DataError
 from distill.target.laws import Teacher, TeacherChunk
 from distill.training import bucket
 from distill.training.losses import STATISTICS, LossSettings, LossSums
@@ -178,14 +178,17 @@ class _HeadLoss(torch.autograd.Function):
         context: Any, hidden: Tensor, head: Tensor, bias: Tensor | None, scoring: _Scoring
     ) -> tuple[Tensor, Tensor]:
         inputs = (hidden, head, bias)
+        wide = scoring.weights.dtype  # that of a short head, as of sharded weights in bf16, adds up over all chunks
+        kinds = [None if x is None else x.dtype if x is hidden else torch.promote_types(x.dtype, wide) for x in inputs]
         gradients = [
-            torch.zeros_like(x, memory_format=torch.contiguous_format) if x is not None and needed else None
-            for x, needed in zip(inputs, context.needs_input_grad, strict=False)
+            torch.zeros_like(x, dtype=kind, memory_format=torch.contiguous_format) if x is not None and needed else None
+            for x, kind, needed in zip(inputs, kinds, context.needs_input_grad, strict=False)
         ]
         values = _positions(hidden, head, bias, scoring, (gradients[0], gradients[1], gradients[2]))
         context.mark_non_differentiable(values)
         # Not saved as tensors: the gradient is handed on without a copy, so that no second [R, H] is ever held.
         context.gradients = gradients
+        context.kinds = [None if x is None else x.dtype for x in inputs]
         return _total(values, scoring), values
 
     @staticmethod
@@ -193,7 +196,8 @@ class _HeadLoss(torch.autograd.Function):
         if context.gradients is None:
             raise RuntimeError("the head's loss was taken back once already; its gradients were handed on")
         gradients, context.gradients = context.gradients, None
-        return (*(None if x is None else x.mul_(above[0]) for x in gradients), None)
+        found = zip(gradients, context.kinds, strict=True)
+        return (*(None if x is None else x.mul_(above[0]).to(kind) for x, kind in found), None)
 
 
 def _exact(values: Tensor) -> Tensor:
@@ -228,10 +232,7 @@ def head_loss(
     columns than there are.
     """
     assert len(teacher) == len(hidden) == len(labels) and teacher.columns <= len(head) and chunk >= 1
-    if "top_k_hinge" in settings.losses and settings.hinge_k >= teacher.columns:
-        raise RecipeError(
-            f"hinge_k is {settings.hinge_k}, but the draft speaks only {teacher.columns} tokens", "lower hinge_k"
-        )
+    settings.require_columns(teacher.columns)
     if weights is None:
         weights = torch.ones(len(hidden), device=hidden.device)
     scoring = _scoring(hidden, teacher, labels, weights, settings, chunk)

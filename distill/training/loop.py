@@ -27,8 +27,9 @@ from distill.training.plan import REPLAY, PlannedPart, part_at, rate_of
 from distill.training.rate import body_share
 from distill.training.replay import enter_replay, is_replayed, judge_replay
 from distill.training.setup import Training, set_up
-from distill.training.step import on_device
+from distill.training.step import scored_blocks
 from distill.training.stopping import StopRequest
+from distill.training.trackers import tracked
 
 
 def train(recipe: Recipe, run: Run) -> list[Path]:
@@ -44,7 +45,7 @@ def train(recipe: Recipe, run: Run) -> list[Path]:
     if not resumed and settings.acceptance is not None:
         consider(work)  # what the draft is worth untrained: nothing worse is ever taken
     clock = Clock(state["step"])
-    with StopRequest() as stop, memory_explained(lambda: stepping(work)):
+    with StopRequest() as stop, memory_explained(lambda: stepping(work)), tracked(work.accelerator):
         while state["step"] < work.steps:
             step = state["step"]
             part = part_at(work.parts, step)
@@ -106,8 +107,7 @@ def one_step(work: Training, part: PlannedPart, step: int) -> dict[str, Any]:
     micro_batches = work.micro_batches(step, part)
     vector = None
     for number, (source, index) in enumerate(micro_batches, 1):
-        blocks = on_device(source.packed.take(index), accelerator.device)
-        laws = source.teacher(index, accelerator.device)
+        blocks, laws = scored_blocks(source, index, accelerator.device)
         # Processes exchange gradients once, with the last micro-batch.
         apart = contextlib.nullcontext() if number == len(micro_batches) else accelerator.no_sync(learner)
         with apart:
@@ -160,10 +160,8 @@ def report_step(work: Training, part: PlannedPart, rate: float, figures: dict[st
     memory = peak_memory_bytes(work.accelerator.device)
     timing = {"tokens_per_second": pace, "memory_bytes": memory, "eta_seconds": left}
     work.run.record("train", step=step, part=part.name, rate=rate, **figures, **timing)
-    if work.settings.trackers:
-        flat = {name: value for name, value in {**figures, **timing, "rate": rate}.items() if name != "losses"}
-        flat |= {f"loss/{name}": value for name, value in figures["losses"].items()}
-        work.accelerator.log(flat, step=step)
+    sent = {name: value for name, value in {**figures, **timing, "rate": rate}.items() if name != "losses"}
+    work.accelerator.log(sent | {f"loss/{name}": value for name, value in figures["losses"].items()}, step=step)
     if time.monotonic() - clock.shown > 5 or step in (part.end, work.steps):
         clock.shown = time.monotonic()
         work.run.say(

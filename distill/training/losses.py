@@ -56,6 +56,13 @@ class LossSettings:
         if self.hinge_k < 1:
             raise RecipeError(f"hinge_k is {self.hinge_k}", "it is the branches of a tree's node, 1 or more")
 
+    def require_columns(self, columns: int) -> None:
+        """Raise RecipeError for a hinge over more columns than the draft has."""
+        if "top_k_hinge" in self.losses and self.hinge_k >= columns:
+            raise RecipeError(
+                f"hinge_k is {self.hinge_k}, but the draft speaks only {columns} tokens", "lower train.hinge_k"
+            )
+
     def scale(self, name: str) -> float:
         """What keeps a loss's gradient from shrinking with the temperature (Hinton et al. 2015)."""
         return self.temperature**2 if name in ("forward_kl", "reverse_kl", "jsd") else 1.0

@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import importlib.util
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from distill.errors import DataError, RecipeError
+from distill.errors import DataError, RecipeError, RunError
 from distill.files import read_json
 from distill.models.hugging_face import end_ids, load_config, load_model, load_target, load_tokenizer, pick_device
 from distill.models.kept import read_kept
@@ -33,7 +32,8 @@ from distill.training.adapters import attach, load_base
 from distill.training.checkpoint import whole_weights
 from distill.training.penalty import Penalty, penalty_of
 from distill.training.plan import REPLAY, PlannedPart, check_adapter, planned, protocol_of, temperatures
-from distill.training.step import Columns, Learner, batch_blocks, parameter_groups
+from distill.training.step import Columns, Learner, batch_blocks, parameter_groups, split_blocks
+from distill.training.trackers import require_trackers, start_trackers
 
 FEWEST_JUDGES = 4  # as train.replay.judges; an interval of fewer prompts says nothing
 
@@ -68,28 +68,24 @@ class Training:
         return self.parts[-1].end
 
     def micro_batches(self, step: int, part: PlannedPart) -> list[tuple[TeacherSource, Tensor]]:
-        """This process's blocks of a step, as many at once as settings allow: a pure function of the step."""
+        """This process's blocks of a step, as many at once as settings allow: a pure function of the step.
+
+        Every process has as many micro-batches, a share that ran out being empty: FSDP gathers weights at each forward.
+        """
         settings, rank, ranks = self.settings, self.accelerator.process_index, self.accelerator.num_processes
         replayed = 0
         if part.name == REPLAY:
             assert settings.replay is not None and self.replayed is not None
             replayed = min(settings.batch, max(1, round(settings.replay.share * settings.batch)))
-        # In the order of the processes, so that each has as many micro-batches as the others.
-        mixed: list[tuple[TeacherSource, int]]
-        mixed = [(self.source, int(i)) for i in _blocks(self.source, step, settings.batch - replayed, self.recipe.seed)]
+        parts = [(self.source, _blocks(self.source, step, settings.batch - replayed, self.recipe.seed))]
         if self.replayed is not None and replayed:
-            own = _blocks(self.replayed, step - part.first, replayed, self.recipe.seed)
-            mixed += [(self.replayed, int(i)) for i in own]
-        own_blocks = mixed[rank::ranks]
-        size = settings.micro_batch or len(own_blocks)
+            parts.append((self.replayed, _blocks(self.replayed, step - part.first, replayed, self.recipe.seed)))
         found: list[tuple[TeacherSource, Tensor]] = []
-        for start in range(0, len(own_blocks), size):
-            piece = own_blocks[start : start + size]
-            found += [
-                (source, torch.tensor([i for other, i in piece if other is source]))
-                for source in (self.source, self.replayed)
-                if source is not None and any(other is source for other, _ in piece)
-            ]
+        before = 0  # blocks of the sources before: the next one's go to the processes that have fewer of those
+        for source, blocks in parts:
+            pieces = split_blocks(blocks, (rank - before) % ranks, ranks, settings.micro_batch)
+            found += [(source, piece) for piece in pieces]
+            before += len(blocks)
         return found
 
     def body(self) -> Iterator[torch.nn.Parameter]:
@@ -162,37 +158,53 @@ def _blocks(source: TeacherSource, step: int, count: int, seed: int) -> Tensor:
 def make_accelerator(recipe: Recipe, run: Run) -> Any:
     """accelerate's view of this process and its fellows, with the trackers that the recipe asks for.
 
-    Raises RecipeError for a tracker whose package is missing, RunError for a device that accelerate does not take.
+    Raises RecipeError for a tracker whose package is missing, RunError for a device that cannot be used, is not the
+    one that accelerate takes, or is one GPU for several processes, and for FSDP that is not FSDP2.
     """
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState
 
     settings = recipe.train
     AcceleratorState._reset_state()  # what an earlier training in this process chose, but not who its fellows are
-    for name in settings.trackers:
-        if importlib.util.find_spec(name) is None:
-            raise RecipeError(
-                f"train.trackers names {name}, which is not installed",
-                f"`pip install {name}`, or leave it out; metrics.jsonl is written in any case",
-            )
-    alone = process_count() == 1
+    require_trackers(settings.trackers)
+    device, processes = pick_device(recipe.device), process_count()
+    if device.index is not None and processes > 1:
+        raise RunError(
+            f"device is {recipe.device}, and {processes} processes were started, each of which takes its own",
+            "leave it to them: device=auto; CUDA_VISIBLE_DEVICES says which GPUs there are",
+        )
+    if device.type == "cuda" and device.index is not None:
+        torch.cuda.set_device(device)  # accelerate takes the current one
     accelerator = Accelerator(
-        cpu=pick_device(recipe.device).type == "cpu" if alone else None,
+        cpu=device.type == "cpu" if processes == 1 else None,
         mixed_precision="bf16" if settings.dtype == "bfloat16" else "no",
         log_with=list(settings.trackers) or None,
         project_dir=str(run.path("trackers")) if settings.trackers else None,
     )
-    if settings.trackers:
-        options = {"wandb": {"name": recipe.name}, "trackio": {"name": recipe.name}}
-        facts = {
-            name: value
-            for name, value in settings.model_dump(mode="json").items()
-            if not isinstance(value, (dict, list))
-        }
-        accelerator.init_trackers(
-            "distill", config=facts, init_kwargs={k: options[k] for k in settings.trackers if k in options}
+    if recipe.device != "auto" and accelerator.device.type != device.type:
+        raise RunError(
+            f"device is {recipe.device}, and the processes were started for {accelerator.device.type}",
+            "set device=auto, or start them for that device",
         )
+    if accelerator.distributed_type == "FSDP":
+        plugin = accelerator.state.fsdp_plugin
+        if plugin.fsdp_version != 2:
+            raise RunError(
+                "the processes were started for FSDP of version 1, and version 2 is what weights are sharded with",
+                "set fsdp_version: 2 in accelerate's configuration, as recipes/accelerate/fsdp2.yaml does",
+            )
+        if settings.dtype == "bfloat16":
+            plugin.mixed_precision_policy = exact_outside(plugin.mixed_precision_policy)
     return accelerator
+
+
+def exact_outside(policy: Any) -> Any:
+    """A mixed-precision policy of FSDP2's for which the weights alone are shortened, on their way into a product.
+
+    accelerate's own also adds up gradients over processes in that type, and casts what goes into the learner and comes
+    out of it: the target's laws, and the counts that gradients are divided by.
+    """
+    return replace(policy, reduce_dtype=torch.float32, output_dtype=None, cast_forward_inputs=False)
 
 
 def _load_draft(recipe: Recipe, run: Run, device: torch.device) -> Any:
@@ -243,15 +255,15 @@ def set_up(recipe: Recipe, run: Run) -> Training:
             f"set train.batch to a multiple of {processes}, or start fewer processes",
         )
     parts = planned(settings, recipe.sampler.temperature, recipe.corpus.block)
-    require_fit(
-        read_json(run.path("teacher", "manifest.json")), recipe, load_config(str(run.path("init"))), temperatures(parts)
-    )
+    manifest, trim = read_json(run.path("teacher", "manifest.json")), read_kept(run.path("init"))
+    require_fit(manifest, recipe, load_config(str(run.path("init"))), temperatures(parts))
+    kept = trim["kept"] if trim else None
+    for part in parts:
+        part.loss.require_columns(manifest["vocabulary"] if kept is None else len(kept))
     require_judges(settings, len(read_prompts(run, "selection")))
     draft = _load_draft(recipe, run, device)
     target = load_target(recipe.target, device) if recipe.teacher.kind == "online" else None
     source = open_teacher(run, recipe, device, target)
-    trim = read_kept(run.path("init"))
-    kept = trim["kept"] if trim else None
     penalty = penalty_of(draft, settings.model_copy(update={"steps": parts[-1].end}))
     optimizer = torch.optim.AdamW(
         parameter_groups(draft, settings.weight_decay, penalty.parameters() if penalty else ()),
@@ -266,6 +278,7 @@ def set_up(recipe: Recipe, run: Run) -> Training:
     spare = copy.deepcopy(draft) if sharded else None
     learner, optimizer = accelerator.prepare(learner, optimizer)
     learner.train()
+    start_trackers(accelerator, recipe, run)
     return Training(
         recipe, run, accelerator, parts, source, learner, optimizer, penalty, kept, source.vocabulary, spare, target
     )

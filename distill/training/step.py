@@ -6,6 +6,7 @@ Legend: b blocks, S positions, N scored positions, H hidden, V vocabulary, C col
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -14,7 +15,8 @@ from torch import Tensor
 from distill.models.masks import document_masks
 from distill.packing import Packed, epoch_order
 from distill.recipe import Train
-from distill.target.laws import Teacher
+from distill.target.laws import CompactTeacher, Teacher
+from distill.target.source import TeacherSource
 from distill.training.fused import head_loss, position_statistics
 from distill.training.losses import LossSums
 from distill.training.plan import PlannedPart
@@ -105,6 +107,30 @@ def batch_blocks(step: int, batch: int, count: int, seed: int) -> Tensor:
     epochs = {index // count for index in wanted}
     orders = {epoch: epoch_order(count, seed, epoch) for epoch in epochs}
     return torch.tensor([int(orders[index // count][index % count]) for index in wanted])
+
+
+def split_blocks(blocks: Tensor, rank: int, ranks: int, size: int | None) -> list[Tensor]:
+    """The blocks [b] of process `rank` of `ranks`, in pieces of up to `size` (None: all at once).
+
+    There are as many pieces in every process; the last one is empty where a process has no blocks left for it.
+    """
+    most = -(-len(blocks) // ranks)
+    own = blocks[rank::ranks]
+    size = size or max(1, most)
+    return [own[start : start + size] for start in range(0, most, size)]
+
+
+def scored_blocks(source: TeacherSource, index: Tensor, device: torch.device) -> tuple[Packed, Teacher]:
+    """The blocks at `index` [b] and the laws at their scored positions, on a device.
+
+    No blocks become one that scores nothing: its forward pass is made for the other processes' sake.
+    """
+    if len(index):
+        return on_device(source.packed.take(index), device), source.teacher(index, device)
+    blocks = on_device(source.packed.take(torch.zeros(1, dtype=torch.long)), device)
+    none = torch.empty(0, device=device)
+    laws = CompactTeacher(none.long().view(0, 1), none.view(0, 1), {1.0: none}, source.vocabulary)
+    return replace(blocks, mask=torch.zeros_like(blocks.mask)), laws
 
 
 def parameter_groups(
