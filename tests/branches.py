@@ -1,8 +1,7 @@
 """Chance made exact: a program that draws is run once for every way in which its draws can fall.
 
 Production code draws in two ways only, `random() < h` and `draw_token(law, random)`; here both take every turn that has
-a probability, one run after another. Legend: l tokens of a text, V vocabulary. A text of l tokens is a number of l
-digits in base V.
+a probability, one run after another. Legend: V vocabulary.
 """
 
 from __future__ import annotations
@@ -11,11 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 from unittest import mock
 
-import torch
 from torch import Tensor
 
-from distill.models.table import TableModel
-from distill.sampler import Sampler
 from distill.speculative import verify
 
 T = TypeVar("T")
@@ -79,44 +75,3 @@ def every(run: Callable[[verify.Random], T]) -> Iterator[tuple[float, T]]:
         assert branches.place == len(branches.left)
         yield branches.weight, result
         more = branches.next()
-
-
-def digits(vocabulary: int, count: int) -> Tensor:
-    """All texts [V^count, count]."""
-    return torch.cartesian_prod(*[torch.arange(vocabulary)] * count).view(-1, count)
-
-
-def number(text: Sequence[int], vocabulary: int) -> int:
-    found = 0
-    for token in text:
-        found = found * vocabulary + token
-    return found
-
-
-def laws_after(model: TableModel, sampler: Sampler, contexts: Tensor) -> Tensor:
-    """The sampled laws [C, V] after contexts [C, H] that are no shorter than the table's memory."""
-    places = torch.zeros(len(contexts), dtype=torch.long)
-    for column in contexts[:, -model.memory :].T:
-        places = places * (model.vocabulary_size + 1) + column
-    return sampler.law(model.table[places], contexts)
-
-
-def target_laws(model: TableModel, sampler: Sampler, prompt: Sequence[int], depth: int) -> list[Tensor]:
-    """The laws [V^l, V] after every text of l = 0..depth tokens behind the prompt."""
-    found = []
-    for count in range(depth + 1):
-        texts = digits(model.vocabulary_size, count) if count else torch.zeros(1, 0, dtype=torch.long)
-        found.append(laws_after(model, sampler, torch.cat([torch.tensor(prompt).expand(len(texts), -1), texts], -1)))
-    return found
-
-
-def distance(output: Sequence[Tensor], laws: Sequence[Tensor]) -> float:
-    """How far the law of an output, `output[l]` [V^l] being that of its texts of l tokens, is from the target's.
-
-    Texts end at different lengths: each is continued by the target to the longest one.
-    """
-    reached, truth = output[0], torch.ones(1, dtype=torch.float64)
-    for length, mass in enumerate(output[1:]):
-        reached = (reached.unsqueeze(-1) * laws[length]).flatten() + mass
-        truth = (truth.unsqueeze(-1) * laws[length]).flatten()
-    return float((reached - truth).abs().max())

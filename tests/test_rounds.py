@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 import torch
-from branches import distance, every, laws_after, number, target_laws
+from branches import every
+from tables import distance, laws_after, number, target_laws
 from torch import Tensor
 
 from distill.models.table import TableModel
