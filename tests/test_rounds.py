@@ -232,7 +232,7 @@ rounds = cache(Rounds)
 TRUNCATED = Sampler(0.8, 3, 0.9, 0.05)
 PENALTY = Sampler(1.1, repetition_penalty=1.6)
 WORLDS = [(4, 1, Sampler()), (3, 2, TRUNCATED), (3, 3, PENALTY), (4, 4, Sampler(0.0))]
-SMALLER = [(3, 5, Sampler()), *WORLDS[1:]]
+SMALLER = [(3, 5, Sampler()), WORLDS[1], (3, 6, Sampler(0.0))]
 
 
 @pytest.mark.parametrize("name", [*RECIPE, *EAGER])
@@ -240,7 +240,9 @@ def test_every_rule_with_every_verifier(name: str) -> None:
     """Lawful pairs follow the target exactly; those that are refused do not, on one table at least."""
     refused: dict[tuple[str, str, bool], float] = {}
     drafted: set[tuple[int, ...]] = set()
-    for vocabulary, seed, sampler in WORLDS if name in RECIPE else SMALLER:
+    # Where each text teaches something else, there are too many states for four tokens.
+    large = (name in RECIPE and "online" not in name) or "truncating" in name
+    for vocabulary, seed, sampler in WORLDS if large else SMALLER:
         for argmax in (False, True) if sampler.temperature else (True,):
             world = rounds(vocabulary, seed, sampler, argmax)
             for verifier in CHAINS:

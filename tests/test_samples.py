@@ -126,11 +126,15 @@ class Watched:
         self._drafter.accepted(proposal, count, length, seconds)
 
 
-def texts(make: Make, verifier: str, sampler: Sampler, count: int, length: int, seed: int) -> tuple[list, Drafted]:
+Texts = list[list[int]]
+
+
+def texts(make: Make, verifier: str, sampler: Sampler, count: int, length: int, seed: int) -> tuple[Texts, Drafted]:
     """The first `length` tokens or a few more, but for the prefill's, of so many texts."""
     draws = random.Random(seed).random
     target, draft = pair()
-    drafted, found = Drafted(), []
+    drafted = Drafted()
+    found: Texts = []
     drafter = Watched(make(draft, sampler, draws), drafted)
     rules = Rules(sampler, verifier, random=draws)
     for _ in range(count):
@@ -142,10 +146,11 @@ def texts(make: Make, verifier: str, sampler: Sampler, count: int, length: int, 
     return found, drafted
 
 
-def batches(verifier: str, argmax: bool, sampler: Sampler, count: int, length: int, seed: int) -> tuple[list, Drafted]:
+def batches(verifier: str, argmax: bool, sampler: Sampler, count: int, length: int, seed: int) -> tuple[Texts, Drafted]:
     """The same, ROWS texts at once; each row has random numbers of its own."""
     target, draft = pair()
-    rows, found, drafted = (TableRows(target, ROWS), TableRows(draft, ROWS)), [], Drafted()
+    rows, drafted = (TableRows(target, ROWS), TableRows(draft, ROWS)), Drafted()
+    found: Texts = []
     for batch in range(-(-count // ROWS)):
         draws = [random.Random(f"{seed}/{batch}/{row}").random for row in range(ROWS)]
         rules = Rules(sampler, verifier)
@@ -175,7 +180,7 @@ def goodness(counts: Tensor, laws: Tensor) -> float:
     return float(torch.special.gammaincc(half, torch.tensor(statistic / 2, dtype=torch.float64)))
 
 
-def p_value(found: list[list[int]], sampler: Sampler) -> float:
+def p_value(found: Texts, sampler: Sampler) -> float:
     """Of every token of a text but its first, which the prefill said, given what was before it."""
     target, _ = pair()
     if sampler.repetition_penalty == 1:
@@ -216,12 +221,12 @@ def sampled(kind: str, sampler: Sampler, tokens: int) -> float:
 
 @pytest.mark.parametrize("kind", [*KINDS, *BATCHES])
 def test_every_kind(kind: str) -> None:
-    assert sampled(kind, WARM, 2_500) > 1e-3 / TESTS
+    assert sampled(kind, WARM, 1_500) > 1e-3 / TESTS
 
 
 @pytest.mark.parametrize(("kind", "chain"), CROSS)
 def test_every_kind_under_every_sampler(kind: str, chain: str) -> None:
-    assert sampled(kind, SAMPLERS[chain], 500) > 1e-3 / TESTS
+    assert sampled(kind, SAMPLERS[chain], 200) > 1e-3 / TESTS
 
 
 @pytest.mark.slow
@@ -284,7 +289,9 @@ LOSSY: dict[str, tuple[str, Make]] = {
 @pytest.mark.parametrize("name", LOSSY)
 def test_lossy_drafts_are_rejected(name: str) -> None:
     verifier, make = LOSSY[name]
-    found, drafted = texts(make, verifier, WARM, 24, TEXT, 3)
+    # What a tree drew first is accepted most often, whatever it says it was drawn from.
+    count = 30 if "tree, another q" in name else 8
+    found, drafted = texts(make, verifier, WARM, count, TEXT, 3)
     assert drafted.nodes > 500 and p_value(found, WARM) < 1e-6
 
 
@@ -294,5 +301,5 @@ def test_residuals_that_are_not_renormalised_are_rejected(kind: str, monkeypatch
         monkeypatch.setitem(CHAINS, name, turned(CHAINS[name], NotRenormalised))
     monkeypatch.setitem(TREES, "token", not_renormalised)
     verifier, make = KINDS[kind]
-    found, _ = texts(make, verifier, WARM, 24, TEXT, 3)
+    found, _ = texts(make, verifier, WARM, 6, TEXT, 3)
     assert p_value(found, WARM) < 1e-6
