@@ -9,8 +9,11 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
+from distill.models.table import TableModel
+from distill.sampler import Sampler
 from distill.speculative.calibration import LEAST, Power
 from distill.speculative.cost import StepCosts
+from distill.speculative.draft import ModelDrafter
 from distill.speculative.lengths import (
     AcceptedRatio,
     BetaFilter,
@@ -22,9 +25,9 @@ from distill.speculative.lengths import (
     PlusMinus,
     ProbabilityFloor,
     StartContinue,
-    refusal,
 )
 from distill.speculative.proposal import Features
+from distill.speculative.verify import refusal
 
 GLM = (1, 1.027, 0.712, 0.544, 0.459, 0.389, 0.347, 0.315, 0.281, 0.256, 0.233, 0.214, 0.199, 0.186, 0.178, 0.166)
 GLM_SECONDS = tuple(m * cost for m, cost in enumerate(GLM, start=1))
@@ -293,14 +296,16 @@ LAWFUL = [Fixed(3), ProbabilityFloor(3, 0.5), StartContinue(3, 0.5, 0.5), PlusMi
 ANTICIPATING = [LossyProbabilityFloor(3, 0.5), ExpectedValue(StepCosts((1.0, 1.0), 0.0, 0.0), truncate=True)]
 
 
-@pytest.mark.parametrize("verifier", ["greedy", "match", "token", "block", "distinct"])
+@pytest.mark.parametrize("verifier", ["greedy", "match", "token", "block"])
 def test_refusals(verifier: str) -> None:
-    for rule in LAWFUL:
-        assert refusal(rule, verifier, deterministic=False) is None
-    for rule in ANTICIPATING:
-        assert refusal(rule, verifier, deterministic=True) is None
-        said = refusal(rule, verifier, deterministic=False)
-        if verifier in ("greedy", "match"):
-            assert said is None
-        else:
-            assert said is not None and type(rule).__name__ in said and f"`{verifier}`" in said
+    """Of the drafter that runs the rule; test_rounds.py shows by enumeration that these are the right ones."""
+    for rule, sampler in itertools.product([*LAWFUL, *ANTICIPATING], [Sampler(0.0), Sampler(0.8)]):
+        for argmax in (False, True):
+            drafter = ModelDrafter(TableModel(3), rule, sampler, random.random, argmax)
+            said = refusal(verifier, drafter.kind, sampler.temperature, drafter.tree)
+            if verifier == "greedy" and sampler.temperature:
+                assert said is not None and "temperature 0.8" in said
+            elif rule in ANTICIPATING and sampler.temperature and not argmax and verifier in ("token", "block"):
+                assert said is not None and "dropped after it was seen" in said
+            else:
+                assert said is None

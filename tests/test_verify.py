@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tables import digits, target_laws
 from torch import Tensor
 
 from distill.models.table import TableModel
@@ -112,11 +113,6 @@ def world(vocabulary: int, depth: int, sampler: Sampler, seed: int, distance: fl
 Round = Callable[[int], list[Tensor]]  # start → masses [V^start, V^(i + 1)] of outputs of i + 1 tokens
 
 
-def digits(vocabulary: int, count: int) -> Tensor:
-    """All outcomes [V^count, count] of `count` tokens."""
-    return torch.cartesian_prod(*[torch.arange(vocabulary)] * count).view(-1, count)
-
-
 def chain_round(laws: World, length: int, verify: ChainVerifier, kind: str, told: list[Tensor] | None = None) -> Round:
     """Sum over all drafts of γ = `length`. `told` are the draft laws shown to the verifier, where it is deceived."""
     drafts = digits(laws.vocabulary, length)
@@ -152,14 +148,19 @@ def chain_round(laws: World, length: int, verify: ChainVerifier, kind: str, told
 
 
 def tree_round(
-    laws: World, parents: Sequence[int], verify: NodeVerifier, kind: str, told: list[Tensor] | None = None
+    laws: World,
+    parents: Sequence[int],
+    verify: NodeVerifier,
+    kind: str,
+    told: list[Tensor] | None = None,
+    memory: int | None = None,
 ) -> Round:
-    """Sum over all draws of a tree's tokens."""
+    """Sum over all draws of a tree's tokens. Contexts that share their last `memory` tokens are worked out once."""
     vocabulary, drafts = laws.vocabulary, digits(laws.vocabulary, len(parents))
     below = Proposal([0] * len(parents), list(parents)).children()
 
     def run(start: int) -> list[Tensor]:
-        size, outcomes = vocabulary**start, len(drafts)
+        size, outcomes = vocabulary ** min(start, start if memory is None else memory), len(drafts)
         masses: dict[int, Tensor] = {}
         chance = torch.ones(size, outcomes, dtype=torch.float64)
         visits = []
@@ -199,7 +200,7 @@ def tree_round(
             empty = torch.zeros(size, vocabulary**depth, vocabulary, dtype=torch.float64)
             mass = (chance * reach).unsqueeze(-1) * residual
             masses[depth] = masses.get(depth, empty).index_add(1, relative, mass)
-        return [masses[depth].view(size, -1) for depth in sorted(masses)]
+        return [masses[depth].view(size, -1).repeat(vocabulary**start // size, 1) for depth in sorted(masses)]
 
     return run
 
@@ -270,6 +271,16 @@ def test_trees_follow_the_target(name: str, kind: str, shape: str) -> None:
         samplers = [Sampler(0.8, 3, 0.9, 0.05, 1.3), Sampler(top_k=2)]
     for sampler in samplers:
         assert tree_difference(TREES[name], kind, sampler, shape) < EXACT
+
+
+@pytest.mark.parametrize(("name", "kind"), [*TREE_PAIRS, ("token", "distinct"), ("distinct", "sampled")])
+def test_seven_nodes_of_four_tokens(name: str, kind: str) -> None:
+    """Where siblings do not exhaust the vocabulary; 4^7 draws of a tree."""
+    sampler = Sampler()
+    target = TableModel(4, 6, sharpness=1.5)
+    laws = World(*(target_laws(model, sampler, PROMPT, 7) for model in (target, target.near(1.5, 1006))), 4)
+    found = difference(laws, tree_round(laws, SHAPES["seven"], TREES[name], kind, memory=target.memory))
+    assert found < EXACT if refusal(name, kind, 1.0, tree=True) is None else found > SEEN
 
 
 @pytest.mark.parametrize("sampler", GREEDY, ids=str)

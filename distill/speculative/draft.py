@@ -128,7 +128,7 @@ class ModelDrafter:
         if self.argmax:
             count = self.rule.submit(seen)
             return Proposal.chain(tokens[:count], None, seen[:count])
-        count = self._cut(tokens, laws)
+        count = self._cut(tokens, laws, seen)
         return Proposal.chain(tokens[:count], torch.stack(laws[:count]) if count else None, seen[:count])
 
     def _next(self, logits: Logits, history: Sequence[int], position: int) -> tuple[int | None, Tensor, Features]:
@@ -143,11 +143,11 @@ class ModelDrafter:
         """The draft's law [V]; without chance it is the softmax at the served temperature, or at 1 for greedy."""
         return law_sampler(self.sampler).law(logits.full(), [history])[0]
 
-    def _cut(self, tokens: list[int], laws: list[Tensor]) -> int:
+    def _cut(self, tokens: list[int], laws: list[Tensor], seen: list[Features]) -> int:
         """Where a rule that looks at drawn tokens ends the draft: lossy, and refused unless asked for."""
         keeps = getattr(self.rule, "keeps", None)
         if keeps is None:
-            return len(tokens)
+            return self.rule.submit(seen)  # all, unless the rule looks at laws behind drawn tokens
         for index, (token, law) in enumerate(zip(tokens, laws, strict=True)):
             if not keeps(float(law[token])):
                 return index

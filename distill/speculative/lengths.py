@@ -1,11 +1,12 @@
 """How many tokens to draft: the length rules. Each is a small state; time comes in as numbers, chance not at all.
 
 A round asks `limit()`, then for each position `step_on(position)` before the draft's step is paid and
-`go_on(position, features)` after it, before the token is drawn; then `submit(features)`, if the draft is
-deterministic; and at the end it tells `observe(drafted, accepted, features, seconds)`.
+`go_on(position, features)` after it, before the token is drawn; then `submit(features)`; and at the end it tells
+`observe(drafted, accepted, features, seconds)`.
 
 Whether a position is verified must be settled before its token is drawn, or the output no longer follows the target's
-law: a rule that drops tokens after their draw `anticipates`, and is lawful with deterministic drafts only (`refusal`).
+law: a rule that drops tokens after their draw `anticipates`, and a draft that samples with it is refused wherever that
+shows (`verify.refusal`).
 Legend: n tokens drafted, E expected tokens of a round, λ tokens per second in the long run.
 """
 
@@ -44,7 +45,7 @@ class LengthRule(Protocol):
         ...
 
     def submit(self, features: Sequence[Features]) -> int:
-        """How many of the drafted tokens to verify; asked for deterministic drafts only, the others submit all."""
+        """How many of the drafted tokens to verify: all, unless the rule anticipates."""
         ...
 
     def observe(self, drafted: int, accepted: int, features: Sequence[Features], seconds: float) -> None:
@@ -362,25 +363,3 @@ class ExpectedValue(Rule):
         if self._idle >= self.patience or self._loss >= self.allowance:
             self._plain, self._idle = self.probe, max(self.patience - self.tries, 0)
             self._loss = 0.75 * self.allowance
-
-
-# Verifiers whose output does not depend on how drafted tokens came about: both emit what the target alone chooses.
-INDEPENDENT_OF_DRAFT = frozenset({"greedy", "match"})
-
-# Why a rule that drops drawn tokens changes the law under the others, when the draft samples.
-LOSSY_PAIRS = {
-    "token": "min(1, p/q) is right only for tokens that follow q, and those that are left after a look at them do not",
-    "block": "its acceptance weighs prefixes by p/q, and those that are cut after a look at them do not follow q",
-    "distinct": "a child that is removed after its draw leaves siblings that do not follow q",
-}
-
-
-def refusal(rule: LengthRule, verifier: str, deterministic: bool) -> str | None:
-    """Why this rule with this verifier would change the target's law; None when it is lossless.
-
-    `deterministic` tells that the draft's tokens are chosen without chance. Unknown verifiers count as `token`.
-    """
-    if not rule.anticipates or deterministic or verifier in INDEPENDENT_OF_DRAFT:
-        return None
-    reason = LOSSY_PAIRS.get(verifier, LOSSY_PAIRS["token"])
-    return f"{type(rule).__name__} drops tokens after they were sampled; with `{verifier}` verification {reason}"

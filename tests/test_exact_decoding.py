@@ -1,0 +1,374 @@
+"""`decode` and `decode_batch` whole, by enumeration: two rounds of every drafter and verifier follow the target's law.
+
+Every run is production code from the prompt on, chance and time apart; a prompt is followed by one token for sure, so
+that the prefill's own draw adds no ways. Sampled trees of 7 nodes with V = 4 have too many ways for that: they go
+through `TreeDrafter.propose` and the verifiers' laws. Legend: n nodes, w ways, l tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from branches import every
+from tables import TableRows, distance, laws_after, number, target_laws
+from test_rounds import RECIPE
+from torch import Tensor
+
+from distill.models.table import TableModel
+from distill.sampler import Sampler
+from distill.speculative import batch as batch_module
+from distill.speculative import decode as decode_module
+from distill.speculative.batch import decode_batch
+from distill.speculative.calibration import Logistic
+from distill.speculative.decode import Decoded, Rules, decode
+from distill.speculative.draft import Drafter, FirstThen, LookupDrafter, ModelDrafter, TreeDrafter
+from distill.speculative.lengths import Fixed, LengthRule
+from distill.speculative.proposal import ROOT, Proposal
+from distill.speculative.tree import Shape, spread
+from distill.speculative.verify import TREES, NodeVerdict, NodeVerifier, Random, _remainder, node_token, refusal
+
+torch.set_num_threads(1)
+
+PROMPT = [0, 1]
+EXACT, SEEN = 1e-12, 1e-6
+TEXT = 40  # new tokens that a run may bring: more than two rounds and their trees need
+Make = Callable[[TableModel, Sampler, Random], Drafter]
+
+
+@pytest.fixture(autouse=True)
+def _a_round_takes_one_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (decode_module, batch_module):
+        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=itertools.count().__next__))
+
+
+def pair(vocabulary: int, seed: int) -> tuple[TableModel, TableModel]:
+    """A target that says 1 after the prompt, and a draft like it."""
+    target = TableModel(vocabulary, seed, sharpness=1.5)
+    draft = target.near(1.2, seed + 1000)
+    target.table[target.place(PROMPT)] = -math.inf
+    target.table[target.place(PROMPT), 1] = 0
+    return target, draft
+
+
+class Seen:
+    """What the runs did, so that a test can ask whether anything was tried at all."""
+
+    def __init__(self) -> None:
+        self.most, self.branched, self.accepted, self.lengths = 0, False, 0, set[int]()
+
+    def add(self, result: Decoded) -> None:
+        self.most = max(self.most, *(r.drafted for r in result.rounds))
+        self.accepted = max(self.accepted, *(r.accepted for r in result.rounds))
+        self.lengths.add(result.rounds[1].drafted)
+
+
+def output_law(target: TableModel, sampler: Sampler, texts: list[tuple[float, list[int]]]) -> float:
+    """How far weighted texts are from the target's law."""
+    longest = max(len(text) for _, text in texts)
+    output = [torch.zeros(target.vocabulary_size**length, dtype=torch.float64) for length in range(longest + 1)]
+    for weight, text in texts:
+        output[len(text)][number(text, target.vocabulary_size)] += weight
+    assert abs(float(sum(mass.sum() for mass in output)) - 1) < EXACT
+    return distance(output, target_laws(target, sampler, PROMPT, longest - 1))
+
+
+def decoded(
+    vocabulary: int, make: Make, verifier: str, sampler: Sampler, seed: int = 1, seen: Seen | None = None
+) -> float:
+    """How far the prefill's token and two rounds of `decode` are from the target's law."""
+    target, draft = pair(vocabulary, seed)
+
+    def run(random: Random) -> Decoded:
+        rules, result = Rules(sampler, verifier, random=random), Decoded()
+        rounds = decode(target, make(draft, sampler, random), PROMPT, TEXT, rules, result, lossy=True)
+        for _ in itertools.islice(rounds, 3):
+            pass
+        return result
+
+    results = list(every(run))
+    for _, result in results:
+        assert len(result.rounds) == 2
+        if seen is not None:
+            seen.add(result)
+    return output_law(target, sampler, [(weight, result.tokens) for weight, result in results])
+
+
+def batched(rule: Callable[[], LengthRule], verifier: str, sampler: Sampler, argmax: bool, rows: int = 1) -> float:
+    """The same of `decode_batch`, of the first row; the others draw nothing, because their random numbers are fixed."""
+    target, draft = pair(2, 1)
+
+    def run(random: Random) -> list[int]:
+        rules = Rules(sampler, verifier)
+        randoms = [random, *[lambda: 0.25] * (rows - 1)]
+        prompts = [PROMPT, *[[1, 0, 1]] * (rows - 1)]
+        some = TableRows(target, rows), TableRows(draft, rows)
+        return decode_batch(*some, prompts, 5, rules, rule, randoms, argmax)[0].tokens
+
+    return output_law(target, sampler, list(every(run)))
+
+
+# Chains.
+
+
+def chains(name: str, argmax: bool) -> Make:
+    def make(draft: TableModel, sampler: Sampler, random: Random) -> ModelDrafter:
+        rule: Any = RECIPE[name]()
+        # Two drafted tokens of two: three would be ten times as many ways.
+        rule.length, rule.most = min(getattr(rule, "length", 2), 2), 2
+        return ModelDrafter(draft, rule, sampler, random, argmax)
+
+    return make
+
+
+@pytest.mark.parametrize("name", RECIPE)
+def test_rules(name: str) -> None:
+    seen = Seen()
+    for verifier, argmax in (("token", False), ("block", False), ("match", True)):
+        kind = chains(name, argmax)(TableModel(2), Sampler(), lambda: 0.0).kind
+        lawful = refusal(verifier, kind, 1.0) is None
+        found = decoded(2, chains(name, argmax), verifier, Sampler(), 1, seen)
+        assert found < EXACT if lawful else found > SEEN, (verifier, kind, found)
+    assert seen.most == 2 == seen.accepted
+
+
+@pytest.mark.parametrize(
+    ("name", "verifier", "argmax"),
+    [
+        ("fixed", "token", False),
+        ("plus-minus", "block", False),
+        ("p_min", "match", True),
+        ("expected-value, online", "block", False),
+    ],
+)
+def test_batches(name: str, verifier: str, argmax: bool) -> None:
+    """Texts of five tokens: of one row, and of one among two whose lengths differ."""
+    maker = chains(name, argmax)
+
+    def rule() -> LengthRule:
+        made = maker(TableModel(2), Sampler(), lambda: 0.0)
+        assert isinstance(made, ModelDrafter)
+        return made.rule
+
+    sampler = Sampler(1.2, repetition_penalty=1.5) if name == "fixed" else Sampler()
+    assert batched(rule, verifier, sampler, argmax, rows=1 if name == "expected-value, online" else 2) < EXACT
+
+
+@pytest.mark.parametrize("sampler", [Sampler(0.0), Sampler(1.1, 3), Sampler(1.0, repetition_penalty=1.5)], ids=str)
+@pytest.mark.parametrize("verifier", ["greedy", "match", "token", "block"])
+def test_lookup_and_lookup_before_a_draft(verifier: str, sampler: Sampler) -> None:
+    lookup = LookupDrafter(3, 2)
+    # What follows 0 1 is 1: the two tokens that repeat are found.
+    for make in (
+        lambda draft, sampler, random: lookup,
+        lambda draft, sampler, random: FirstThen(LookupDrafter(2, 1), ModelDrafter(draft, Fixed(1), sampler, random)),
+    ):
+        seen = Seen()
+        found = decoded(3, make, verifier, sampler, 1, seen)
+        lawful = refusal(verifier, make(TableModel(3), sampler, lambda: 0.0).kind, sampler.temperature) is None
+        assert found < EXACT if lawful else found > SEEN
+        assert seen.most > 0
+
+
+# Trees.
+
+SEVEN = Shape((-1, -1, 0, 0, 1, 2, 2))
+BEST: dict[str, Make] = {
+    "best-first": lambda draft, sampler, random: TreeDrafter(draft, sampler, random, 7, branching=3, depth=3),
+    "best-first, calibrated": lambda draft, sampler, random: TreeDrafter(
+        draft, sampler, random, 7, branching=3, depth=4, calibrate=spread(Logistic(-0.5, (0.4,)))
+    ),
+    "static": lambda draft, sampler, random: TreeDrafter(draft, sampler, random, 7, shape=SEVEN, best=True),
+}
+FORKS: dict[str, tuple[int, Make]] = {
+    "fork of draws": (3, lambda draft, sampler, random: TreeDrafter(draft, sampler, random, 2, shape=Shape((-1, -1)))),
+    "fork of distinct": (
+        3,
+        lambda draft, sampler, random: TreeDrafter(draft, sampler, random, 2, shape=Shape((-1, -1)), distinct=True),
+    ),
+    "two levels of draws": (
+        2,
+        lambda draft, sampler, random: TreeDrafter(draft, sampler, random, 3, shape=Shape((-1, -1, 0))),
+    ),
+    "two levels of distinct": (
+        2,
+        lambda draft, sampler, random: TreeDrafter(draft, sampler, random, 3, shape=Shape((-1, -1, 0)), distinct=True),
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "verifier", "sampler"),
+    [
+        ("best-first", "match", Sampler()),
+        ("best-first, calibrated", "match", Sampler(0.8, 3, 0.9, 0.05)),
+        ("static", "match", Sampler(1.2, min_p=0.1)),
+        ("static", "token", Sampler()),
+        ("best-first", "distinct", Sampler(1.3, top_p=0.9)),
+        ("best-first", "greedy", Sampler()),
+        *[(name, verifier, Sampler(0.0)) for name in BEST for verifier in TREES],
+    ],
+    ids=str,
+)
+def test_trees_of_the_best_tokens(name: str, verifier: str, sampler: Sampler) -> None:
+    """Seven nodes, V = 4."""
+    seen = Seen()
+    found = decoded(4, BEST[name], verifier, sampler, 3, seen)
+    lawful = refusal(verifier, "deterministic", sampler.temperature, tree=True) is None
+    assert found < EXACT if lawful else found > SEEN
+    assert seen.most == 7 and seen.accepted > 1
+
+
+@pytest.mark.parametrize("name", FORKS)
+def test_trees_of_drawn_tokens(name: str) -> None:
+    """Each with the verifier that is made for it."""
+    vocabulary, make = FORKS[name]
+    verifier = "distinct" if "distinct" in name else "token"
+    seen = Seen()
+    assert decoded(vocabulary, make, verifier, Sampler(), 4, seen) < EXACT
+    assert seen.most > 1 and seen.accepted > 0
+
+
+def told_the_parents_law(proposal: Proposal) -> Proposal:
+    """Every sibling with the law that the first was drawn from."""
+    assert proposal.laws is not None
+    first = [proposal.parents.index(parent) for parent in proposal.parents]
+    return Proposal(proposal.tokens, proposal.parents, proposal.laws[first])
+
+
+class Ways:
+    """The rounds of a tree drafter that learns nothing, from any context: proposals, and their outputs' laws."""
+
+    def __init__(self, shape: Shape, distinct: bool, sampler: Sampler, seed: int) -> None:
+        self.target, draft = pair(4, seed)
+        self.sampler, self.depth = sampler, max(shape.depths)
+        self.drafter = TreeDrafter(draft, sampler, lambda: 0.0, len(shape), shape=shape, distinct=distinct)
+        self._ways: dict[tuple[int, ...], list[tuple[float, Proposal]]] = {}
+
+    def ways(self, context: Sequence[int]) -> list[tuple[float, Proposal]]:
+        key = tuple(context[-2:])
+        if key not in self._ways:
+
+            def run(random: Random) -> Proposal:
+                self.drafter.random = random
+                self.drafter.begin(context)
+                return self.drafter.propose(context, TEXT, ())
+
+            self._ways[key] = list(every(run))
+        return self._ways[key]
+
+    def show(self, change: Callable[[Proposal], Proposal]) -> None:
+        """Change every proposal before it is verified."""
+        self._ways = {key: [(w, change(proposal)) for w, proposal in ways] for key, ways in self._ways.items()}
+
+    def masses(self, verify: NodeVerifier, context: Sequence[int]) -> list[Tensor]:
+        """The law of one round's output: [i][4^(i + 1)] of i + 1 tokens."""
+        masses = [torch.zeros(4**i, 4, dtype=torch.float64) for i in range(self.depth + 1)]
+        ways = self.ways(context)
+        for parents in {tuple(proposal.parents) for _, proposal in ways}:
+            some = [way for way in ways if tuple(way[1].parents) == parents]
+            below = some[0][1].children()
+            tokens = torch.tensor([proposal.tokens for _, proposal in some])  # [w, n]
+            q = torch.stack([proposal.laws for _, proposal in some])  # type: ignore[misc]
+
+            def visit(node: int, depth: int, here: Tensor, numbers: Tensor, reach: Tensor) -> None:
+                nodes = below.get(node, [])  # noqa: B023
+                x = tokens[:, nodes]  # noqa: B023
+                verdict = verify(laws_after(self.target, self.sampler, here), q[:, nodes], x)  # noqa: B023
+                for k, child in enumerate(nodes):
+                    grown = torch.cat([here, x[:, k : k + 1]], -1)
+                    visit(child, depth + 1, grown, numbers * 4 + x[:, k], reach * verdict.acceptance[:, k])
+                    reach = reach * (1 - verdict.acceptance[:, k])
+                masses[depth].index_add_(0, numbers, reach.unsqueeze(-1) * verdict.residual)
+
+            weights = torch.tensor([weight for weight, _ in some], dtype=torch.float64)
+            start = torch.tensor(context).expand(len(some), -1)
+            visit(ROOT, 0, start, torch.zeros(len(some), dtype=torch.long), weights)
+        return [mass.flatten() for mass in masses]
+
+    def difference(self, verify: NodeVerifier) -> float:
+        after = {last: self.masses(verify, last) for last in itertools.product(range(4), repeat=2)}
+        output = [torch.zeros(4**length, dtype=torch.float64) for length in range(2 * self.depth + 3)]
+        context = [*PROMPT, 1]
+        for i, first in enumerate(self.masses(verify, context)):
+            for text, mass in zip(itertools.product(range(4), repeat=i + 1), first.tolist(), strict=True):
+                for j, second in enumerate(after[tuple([*context, *text][-2:])] if mass else []):  # type: ignore[index]
+                    start = number(text, 4) * len(second)
+                    output[i + j + 2][start : start + len(second)] += mass * second
+        assert abs(float(sum(mass.sum() for mass in output)) - 1) < EXACT
+        return distance(output, target_laws(self.target, self.sampler, context, 2 * self.depth + 1))
+
+
+def test_seven_nodes_drawn_with_replacement() -> None:
+    """Of four tokens the sampler leaves two: 2^7 ways of a round."""
+    ways = Ways(SEVEN, False, Sampler(top_k=2), 5)
+    assert {len(proposal.tokens) for _, proposal in ways.ways([*PROMPT, 1])} == {7}
+    for verifier, node in TREES.items():
+        found = ways.difference(node)
+        assert found < EXACT if refusal(verifier, "sampled", 1.0, tree=True) is None else found > SEEN, verifier
+
+
+def test_seven_nodes_drawn_without_replacement() -> None:
+    """Of four tokens the sampler leaves three: 6·6·6 ways of a round."""
+    ways = Ways(Shape((-1, -1, -1, 0, 0, 1, 1)), True, Sampler(0.9, 3), 5)
+    assert {len(proposal.tokens) for _, proposal in ways.ways([*PROMPT, 1])} == {7}
+    assert {refusal(verifier, "distinct", 1.0, tree=True) is None for verifier in ("distinct", "match")} == {True}
+    # The drafter shows what was left of the law for each sibling, which even `token` could be told. It is refused
+    # because it takes that on trust, where `distinct` strikes earlier siblings out by itself: shown the parent's law
+    # for all of them, it goes wrong.
+    for verifier, node in TREES.items():
+        assert ways.difference(node) > SEEN if verifier == "greedy" else ways.difference(node) < EXACT, verifier
+    ways.show(told_the_parents_law)
+    for verifier, node in TREES.items():
+        found = ways.difference(node)
+        assert found < EXACT if refusal(verifier, "distinct", 1.0, tree=True) is None else found > SEEN, verifier
+
+
+# What must not pass: trees with a node dropped, told another q, or with a residual that is not scaled up.
+
+
+class Dropping(TreeDrafter):
+    """Removes drawn nodes that its own law thought improbable."""
+
+    def propose(self, context: Sequence[int], limit: int, ends: Any) -> Proposal:
+        whole = super().propose(context, limit, ends)
+        assert whole.laws is not None and set(whole.parents) == {ROOT}
+        stays = [i for i, token in enumerate(whole.tokens) if whole.laws[i, token] > 0.3]
+        return Proposal([whole.tokens[i] for i in stays], [ROOT] * len(stays), whole.laws[stays])
+
+
+class Lying(TreeDrafter):
+    """Says that it drew from a flatter law."""
+
+    def propose(self, context: Sequence[int], limit: int, ends: Any) -> Proposal:
+        whole = super().propose(context, limit, ends)
+        assert whole.laws is not None
+        flat = whole.laws**0.7
+        return Proposal(whole.tokens, whole.parents, flat / flat.sum(-1, keepdim=True))
+
+
+def not_renormalised(p: Tensor, q: Tensor | None, tokens: Tensor) -> NodeVerdict:
+    """(p − q)+ as it is for the siblings that come after; what a draw is made from scales itself."""
+    chances, whole = [], p
+    for k in range(tokens.shape[-1]):
+        own = torch.nn.functional.one_hot(tokens[..., k], p.shape[-1]).to(p) if q is None else q[..., k, :]
+        chances.append(node_token(p, own.unsqueeze(-2), tokens[..., k : k + 1]).acceptance)
+        p = (p - own).clamp(min=0)
+    return NodeVerdict(torch.cat([p[..., :0], *chances], -1), _remainder(p, torch.zeros_like(p), whole))
+
+
+def test_mistakes_in_trees_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    for wrong, distinct in ((Dropping, False), (Lying, True)):
+
+        def make(draft: Any, sampler: Any, random: Any, wrong: Any = wrong, distinct: Any = distinct) -> Drafter:
+            return wrong(draft, sampler, random, 2, shape=Shape((-1, -1)), distinct=distinct)
+
+        assert decoded(3, make, "distinct" if distinct else "token", Sampler(), 4) > SEEN
+    assert Ways(SEVEN, False, Sampler(top_k=2), 5).difference(not_renormalised) > SEEN
+    monkeypatch.setitem(TREES, "token", not_renormalised)
+    assert decoded(3, FORKS["fork of draws"][1], "token", Sampler(), 4) > SEEN

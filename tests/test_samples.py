@@ -1,0 +1,305 @@
+"""Next tokens sampled through `decode` and `decode_batch` by every drafter, against the target's law: χ², V = 50.
+
+The everyday suite takes a few thousand tokens; the slow tests take 100 000 of each kind of drafter and verifier, and
+10 000 under each sampler chain. A token's law hangs on the one before it, so that each is a draw from a known law; a
+repetition penalty looks at all tokens, so there each text's first two tokens are counted. Legend: V vocabulary, R rows
+of laws.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from tables import TableRows
+from test_exact_decoding import Dropping, Lying, not_renormalised
+from test_verify import NotRenormalised, turned
+from torch import Tensor
+
+from distill.models.table import TableModel
+from distill.sampler import Sampler
+from distill.speculative.batch import decode_batch
+from distill.speculative.decode import Decoded, Rules, decode
+from distill.speculative.draft import Drafter, FirstThen, LookupDrafter, ModelDrafter, TreeDrafter
+from distill.speculative.lengths import Fixed, LossyProbabilityFloor, ProbabilityFloor
+from distill.speculative.proposal import Proposal
+from distill.speculative.tree import Shape
+from distill.speculative.verify import CHAINS, TREES, Random
+
+torch.set_num_threads(1)
+
+SIZE, CLASSES = 50, 4
+FIRST = SIZE - 1  # ends the prompt
+TEXT = 250  # tokens of a text, and
+ROOM = 40  # how many more it may have: a tree must fit
+ROWS = 25
+Make = Callable[[TableModel, Sampler, Random], Drafter]
+SHAPE = Shape((-1, -1, -1, 0, 0, 1))
+KINDS: dict[str, tuple[str, Make]] = {
+    "token": ("token", lambda draft, sampler, draws: ModelDrafter(draft, Fixed(3), sampler, draws)),
+    "token, floor": (
+        "token",
+        lambda draft, sampler, draws: ModelDrafter(draft, ProbabilityFloor(3, 0.15), sampler, draws),
+    ),
+    "block": ("block", lambda draft, sampler, draws: ModelDrafter(draft, Fixed(3), sampler, draws)),
+    "match": ("match", lambda draft, sampler, draws: ModelDrafter(draft, Fixed(2), sampler, draws)),
+    "match, best": ("match", lambda draft, sampler, draws: ModelDrafter(draft, Fixed(2), sampler, draws, True)),
+    "lookup": ("match", lambda draft, sampler, draws: LookupDrafter(3, 2)),
+    "lookup, token": ("token", lambda draft, sampler, draws: LookupDrafter(2, 1)),
+    "lookup, then draft": (
+        "block",
+        lambda draft, sampler, draws: FirstThen(LookupDrafter(2, 2, 2), ModelDrafter(draft, Fixed(2), sampler, draws)),
+    ),
+    "tree of draws": ("token", lambda draft, sampler, draws: TreeDrafter(draft, sampler, draws, 6, shape=SHAPE)),
+    "tree of distinct": (
+        "distinct",
+        lambda draft, sampler, draws: TreeDrafter(draft, sampler, draws, 6, shape=SHAPE, distinct=True),
+    ),
+    "tree of the best": ("match", lambda draft, sampler, draws: TreeDrafter(draft, sampler, draws, 5, branching=3)),
+    "static tree": (
+        "token",
+        lambda draft, sampler, draws: TreeDrafter(draft, sampler, draws, 6, shape=SHAPE, best=True),
+    ),
+}
+BATCHES = {"batch, token": ("token", False), "batch, block": ("block", False), "batch, match": ("match", True)}
+SAMPLERS = {
+    "top-k": Sampler(0.9, top_k=8),
+    "top-p": Sampler(1.2, top_p=0.8),
+    "min-p": Sampler(min_p=0.1),
+    "penalty": Sampler(0.9, repetition_penalty=1.5),
+}
+CROSS = [(kind, chain) for kind in [*KINDS, *BATCHES] for chain in SAMPLERS if "tree" not in kind or chain != "penalty"]
+WARM = Sampler(0.8)
+TESTS = len(CROSS) + len(KINDS) + len(BATCHES)
+
+
+def pair() -> tuple[TableModel, TableModel]:
+    """A target that says 0 after the prompt, for sure; other tokens have one of four laws after them."""
+    target = TableModel(SIZE, 1, memory=1, sharpness=1.5)
+    draft = target.near(1.0, 2)
+    for model in (target, draft):
+        model.table = model.table[torch.arange(SIZE + 1) % CLASSES].clone()
+    target.table[FIRST] = -math.inf
+    target.table[FIRST, 0] = 0
+    target.table[:FIRST, FIRST] = -math.inf  # nor does it come back to the prompt
+    return target, draft
+
+
+def prompt(target: TableModel) -> list[int]:
+    """What is likely after 0, so that a lookup finds it again, and then the token that 0 follows for sure."""
+    second = int(target.table[0].argmax())
+    return [0, second, int(target.table[second].argmax()), FIRST]
+
+
+@dataclass
+class Drafted:
+    """What was drafted for some texts."""
+
+    nodes: int = 0
+    accepted: int = 0
+    branched: int = 0  # proposals in which two nodes have one parent
+
+
+class Watched:
+    """A drafter whose proposals are counted."""
+
+    def __init__(self, drafter: Drafter, drafted: Drafted) -> None:
+        self._drafter, self._drafted = drafter, drafted
+        self.tree, self.kind = drafter.tree, drafter.kind
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._drafter, name)
+
+    def propose(self, context: Sequence[int], limit: int, ends: Collection[int]) -> Proposal:
+        made = self._drafter.propose(context, limit, ends)
+        self._drafted.nodes += len(made.tokens)
+        self._drafted.branched += len(set(made.parents)) < len(made.parents)
+        return made
+
+    def accepted(self, proposal: Proposal, count: int, length: int, seconds: float) -> None:
+        self._drafted.accepted += count
+        self._drafter.accepted(proposal, count, length, seconds)
+
+
+Texts = list[list[int]]
+
+
+def texts(make: Make, verifier: str, sampler: Sampler, count: int, length: int, seed: int) -> tuple[Texts, Drafted]:
+    """The first `length` tokens or a few more, but for the prefill's, of so many texts."""
+    draws = random.Random(seed).random
+    target, draft = pair()
+    drafted = Drafted()
+    found: Texts = []
+    drafter = Watched(make(draft, sampler, draws), drafted)
+    rules = Rules(sampler, verifier, random=draws)
+    for _ in range(count):
+        result = Decoded()
+        for _ in decode(target, drafter, prompt(target), length + ROOM, rules, result, lossy=True):
+            if len(result.tokens) > length:
+                break
+        found.append(result.tokens)
+    return found, drafted
+
+
+def batches(verifier: str, argmax: bool, sampler: Sampler, count: int, length: int, seed: int) -> tuple[Texts, Drafted]:
+    """The same, ROWS texts at once; each row has random numbers of its own."""
+    target, draft = pair()
+    rows, drafted = (TableRows(target, ROWS), TableRows(draft, ROWS)), Drafted()
+    found: Texts = []
+    for batch in range(-(-count // ROWS)):
+        draws = [random.Random(f"{seed}/{batch}/{row}").random for row in range(ROWS)]
+        rules = Rules(sampler, verifier)
+        results = decode_batch(*rows, [prompt(target)] * ROWS, length + 1, rules, 3, draws, argmax)
+        for result in results:
+            drafted.nodes += sum(r.drafted for r in result.rounds)
+            drafted.accepted += sum(r.accepted for r in result.rounds)
+            found.append(result.tokens)
+    return found, drafted
+
+
+def goodness(counts: Tensor, laws: Tensor) -> float:
+    """p of χ² of counts [R, cells] against laws [R, cells] given each row's total; cells of a row that expect fewer
+    than 5 are pooled."""
+    expected = laws * counts.sum(-1, keepdim=True)
+    if bool((counts[laws == 0] > 0).any()):
+        return 0.0
+    statistic, freedom = 0.0, 0
+    for seen, due in zip(counts, expected, strict=True):
+        small = due < 5
+        cells = torch.cat([due[~small], due[small].sum().view(1)])
+        found = torch.cat([seen[~small], seen[small].sum().view(1)])
+        found, cells = found[cells > 0], cells[cells > 0]
+        statistic += float(((found - cells) ** 2 / cells).sum())
+        freedom += max(len(cells) - 1, 0)
+    half = torch.tensor(freedom / 2, dtype=torch.float64)
+    return float(torch.special.gammaincc(half, torch.tensor(statistic / 2, dtype=torch.float64)))
+
+
+def p_value(found: Texts, sampler: Sampler) -> float:
+    """Of every token of a text but its first, which the prefill said, given what was before it."""
+    target, _ = pair()
+    if sampler.repetition_penalty == 1:
+        counts = torch.zeros(CLASSES, SIZE, dtype=torch.float64)
+        for text in found:
+            before = torch.tensor(text[:-1]) % CLASSES
+            counts.view(-1).index_add_(0, before * SIZE + torch.tensor(text[1:]), torch.ones(len(text) - 1).double())
+        return goodness(counts, sampler.law(target.table[:CLASSES]))
+    counts = torch.zeros(SIZE, SIZE, dtype=torch.float64)
+    for text in found:
+        counts[text[1], text[2]] += 1
+    before = [*prompt(target), 0]
+    first = sampler.law(target.table[:1], [before])
+    later = sampler.law(target.table[:SIZE], [[*before, second] for second in range(SIZE)])
+    # One test of both: the second token, and the third given it where that one came often.
+    often = counts.sum(-1) >= 30
+    pair_of = [goodness(counts.sum(-1).unsqueeze(0), first), goodness(counts[often], later[often])]
+    return min(1.0, 2 * min(pair_of))
+
+
+def sampled(kind: str, sampler: Sampler, tokens: int) -> float:
+    """p of about so many tokens of a kind."""
+    short = sampler.repetition_penalty != 1
+    count, length = (tokens // 2, 2) if short else (max(1, tokens // TEXT), min(tokens, TEXT))
+    if kind in BATCHES:
+        verifier, argmax = BATCHES[kind]
+        if not short:
+            count, length = max(1, -(-tokens // (ROWS * TEXT))) * ROWS, min(TEXT, tokens // ROWS)
+        found, drafted = batches(verifier, argmax, sampler, count, length if not short else 6, len(kind))
+    else:
+        verifier, make = KINDS[kind]
+        found, drafted = texts(make, verifier, sampler, count, length, len(kind))
+        assert (drafted.branched > 0.5 * len(found)) == ("tree" in kind)
+    least = 0.05 if "lookup" in kind else 0.3  # a lookup that finds nothing drafts nothing
+    assert drafted.nodes > least * tokens and drafted.accepted > 0.02 * tokens
+    return p_value(found, sampler)
+
+
+@pytest.mark.parametrize("kind", [*KINDS, *BATCHES])
+def test_every_kind(kind: str) -> None:
+    assert sampled(kind, WARM, 1_500) > 1e-3 / TESTS
+
+
+@pytest.mark.parametrize(("kind", "chain"), CROSS)
+def test_every_kind_under_every_sampler(kind: str, chain: str) -> None:
+    assert sampled(kind, SAMPLERS[chain], 200) > 1e-3 / TESTS
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("kind", [*KINDS, *BATCHES])
+def test_every_kind_at_length(kind: str) -> None:
+    assert sampled(kind, WARM, 100_000) > 1e-3 / TESTS
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize(("kind", "chain"), CROSS)
+def test_every_kind_under_every_sampler_at_length(kind: str, chain: str) -> None:
+    assert sampled(kind, SAMPLERS[chain], 10_000) > 1e-3 / TESTS
+
+
+def test_trees_and_penalties_do_not_meet() -> None:
+    for _, make in (KINDS[kind] for kind in KINDS if "tree" in kind):
+        with pytest.raises(ValueError, match="repetition penalty"):
+            make(pair()[1], SAMPLERS["penalty"], random.random)
+
+
+# What must be rejected, by the same test.
+
+WIDE = Shape((-1, -1, -1))
+
+
+class LyingChain(ModelDrafter):
+    """Says that it drew from a flatter law."""
+
+    def propose(self, context: Sequence[int], limit: int, ends: Collection[int]) -> Proposal:
+        whole = super().propose(context, limit, ends)
+        assert whole.laws is not None
+        flat = whole.laws**0.6
+        return Proposal.chain(whole.tokens, flat / flat.sum(-1, keepdim=True), whole.features)
+
+
+def dropping(draft: Any, sampler: Any, draws: Any) -> ModelDrafter:
+    return ModelDrafter(draft, LossyProbabilityFloor(2, 0.12), sampler, draws)
+
+
+LOSSY: dict[str, tuple[str, Make]] = {
+    "token, a token dropped": ("token", dropping),
+    "block, a token dropped": ("block", dropping),
+    "token, another q": ("token", lambda draft, sampler, draws: LyingChain(draft, Fixed(2), sampler, draws)),
+    "block, another q": ("block", lambda draft, sampler, draws: LyingChain(draft, Fixed(2), sampler, draws)),
+    "tree, a node dropped": ("token", lambda draft, sampler, draws: Dropping(draft, sampler, draws, 3, shape=WIDE)),
+    "distinct tree, a node dropped": (
+        "distinct",
+        lambda draft, sampler, draws: Dropping(draft, sampler, draws, 3, shape=WIDE, distinct=True),
+    ),
+    "tree, another q": ("token", lambda draft, sampler, draws: Lying(draft, sampler, draws, 3, shape=WIDE)),
+    "distinct tree, another q": (
+        "distinct",
+        lambda draft, sampler, draws: Lying(draft, sampler, draws, 3, shape=WIDE, distinct=True),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LOSSY)
+def test_lossy_drafts_are_rejected(name: str) -> None:
+    verifier, make = LOSSY[name]
+    # What a tree drew first is accepted most often, whatever it says it was drawn from.
+    count = 30 if "tree, another q" in name else 8
+    found, drafted = texts(make, verifier, WARM, count, TEXT, 3)
+    assert drafted.nodes > 500 and p_value(found, WARM) < 1e-6
+
+
+@pytest.mark.parametrize("kind", ["token", "block", "tree of draws"])
+def test_residuals_that_are_not_renormalised_are_rejected(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("token", "block"):
+        monkeypatch.setitem(CHAINS, name, turned(CHAINS[name], NotRenormalised))
+    monkeypatch.setitem(TREES, "token", not_renormalised)
+    verifier, make = KINDS[kind]
+    found, _ = texts(make, verifier, WARM, 6, TEXT, 3)
+    assert p_value(found, WARM) < 1e-6
