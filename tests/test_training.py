@@ -554,8 +554,13 @@ def test_memory_that_runs_out_while_files_are_loaded_is_no_damage(
     assert trained(world, ready, tmp_path)[0] == 0
     shutil.rmtree(tmp_path / "tiny" / "draft")
     with monkeypatch.context() as patch:
-        for name, doing in (("set_state_dict", "loaded"), ("set_model_state_dict", "written")):
-            patch.setattr(state_dict, name, exhausted)
+        take = state_dict.set_model_state_dict
+        turns = iter([take, exhausted])  # the checkpoint's weights, then the best ones
+        for name, instead, doing in (
+            ("set_optimizer_state_dict", exhausted, "loaded"),
+            ("set_model_state_dict", lambda *args, **named: next(turns)(*args, **named), "written"),
+        ):
+            patch.setattr(state_dict, name, instead)
             assert trained(world, ready, tmp_path)[0] == 2
             words = capsys.readouterr().err
             assert f"memory ran out while the draft was {doing}" in words

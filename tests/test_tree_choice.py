@@ -196,8 +196,8 @@ def test_rounds_are_timed_by_what_they_drafted(pair: tuple[TableModel, TableMode
         asked.append(size)
         return TreeDrafter(draft, GREEDY, lambda: 0.0, size)
 
-    # A context of 16 has no room for nine nodes after a prompt of 8: there is no round of nine.
-    prompts = [[*range(8)], [*range(8, 0, -1)]]
+    # After a prompt of 13 a context of 16 has room for one level, which has four nodes: there is no round of nine.
+    prompts = [[i % 12 for i in range(13)], [i % 12 for i in range(13, 0, -1)]]
     seconds = time_rounds(target, draft, prompts, 4, Rules(), make, [1, 2, 9])
     assert set(seconds) == {1, 2} and min(seconds.values()) > 0 and asked == [1, 2, 9] * 2
     assert choose_tree("a way", {0: 0, 9: 9}, [1.0] * 9, seconds, COSTS).tree == 0
