@@ -25,7 +25,8 @@ def as_markdown(report: dict[str, Any]) -> str:
             f"| {acceptance} | {gain} | {predicted} | {same_text(row) if row['length'] else ''} |"
         )
     lines += _trials(report)
-    lines += ["", "| pair | backend | plain tok/s | library | its tok/s | median of the prompts' ratios |", "|---|---|--:|---|--:|--:|"]
+    heads = "| pair | backend | plain tok/s | library | its tok/s | median of the prompts' ratios |"
+    lines += ["", heads, "|---|---|--:|---|--:|--:|"]
     for row in report["plain_reference"]:
         lines.append(
             f"| {row['pair']} | {row['backend']} | {row['plain_tokens_per_second']:.1f} | {row['library']} "
