@@ -292,7 +292,7 @@ class TreeDrafter:
         """A tree of at most `limit` levels; of a shape, the levels that are left. Its size is known before a draw."""
         shape = None if self.shape is None else self.shape.within(limit)
         most = self.nodes if shape is None else len(shape)
-        # One node more than a round commits is the last token; near the end of a context the spare ones must do.
+        # The target holds a path of limit + 1 and SPARE_NODES beside it; its last token is a node of the tree too.
         room = limit + SPARE_NODES - 2
         if limit <= 0 or most == 0 or (shape is not None and most > room):
             return Proposal.chain([])
