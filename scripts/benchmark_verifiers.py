@@ -25,7 +25,7 @@ from distill.sampler import Sampler
 from distill.speculative.decode import Decoded, Rules, decode, plain
 from distill.speculative.draft import Drafter, FirstThen, LookupDrafter, ModelDrafter, TreeDrafter
 from distill.speculative.lengths import Fixed
-from distill.speculative.tree import Shape
+from distill.speculative.shape import Shape
 from distill.speculative.verify import Random
 from distill.texts import read_prompts
 

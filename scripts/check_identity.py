@@ -33,7 +33,7 @@ from distill.recipe import Trial, load_recipe
 from distill.recipe.trial import RULES
 from distill.run import Run
 from distill.speculative.decode import GREEDY, Decoded, Rules, decode, plain
-from distill.speculative.tree import Shape
+from distill.speculative.shape import Shape
 from distill.speculative.trial import NO_COSTS, make_drafter, make_rule
 
 ROWS = 4  # texts at once

@@ -30,7 +30,8 @@ from distill.speculative.decode import Decoded, Rules, decode
 from distill.speculative.draft import Drafter, FirstThen, LookupDrafter, ModelDrafter, TreeDrafter
 from distill.speculative.lengths import Fixed, LengthRule
 from distill.speculative.proposal import ROOT, Proposal
-from distill.speculative.tree import Shape, spread
+from distill.speculative.shape import Shape
+from distill.speculative.tree import spread
 from distill.speculative.verify import TREES, NodeVerdict, NodeVerifier, Random, _remainder, node_token, refusal
 
 torch.set_num_threads(1)

@@ -35,8 +35,8 @@ from distill.speculative.gbnf import lark
 from distill.speculative.grammar import Constraint, State, constraint, llama_constraint
 from distill.speculative.lengths import Fixed, PlusMinus
 from distill.speculative.proposal import ROOT, Proposal
+from distill.speculative.shape import Shape
 from distill.speculative.tokens import Tokens
-from distill.speculative.tree import Shape
 from distill.vocabulary import Vocabulary
 
 pytest.importorskip("llguidance")

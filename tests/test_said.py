@@ -26,8 +26,8 @@ from distill.speculative.decode import Decoded, Rules, decode, plain
 from distill.speculative.draft import Drafter, FirstThen, LookupDrafter, ModelDrafter, TreeDrafter
 from distill.speculative.lengths import Fixed, LossyProbabilityFloor, PlusMinus, ProbabilityFloor
 from distill.speculative.said import Characters, Stopped, sayings, stop_before
+from distill.speculative.shape import Shape
 from distill.speculative.stream import GREEN, RESET, _show
-from distill.speculative.tree import Shape
 from distill.vocabulary import Vocabulary
 
 torch.set_num_threads(1)

@@ -28,7 +28,7 @@ from distill.speculative.decode import Decoded, Rules, decode
 from distill.speculative.draft import Drafter, FirstThen, LookupDrafter, ModelDrafter, TreeDrafter
 from distill.speculative.lengths import Fixed, LossyProbabilityFloor, ProbabilityFloor
 from distill.speculative.proposal import Proposal
-from distill.speculative.tree import Shape
+from distill.speculative.shape import Shape
 from distill.speculative.verify import CHAINS, TREES, Random
 
 torch.set_num_threads(1)

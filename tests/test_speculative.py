@@ -21,7 +21,7 @@ from distill.sampler import Sampler
 from distill.speculative.decode import Decoded, Rules, decode, plain
 from distill.speculative.draft import Drafter, FirstThen, LookupDrafter, ModelDrafter, TreeDrafter
 from distill.speculative.lengths import Fixed, LossyProbabilityFloor, ProbabilityFloor
-from distill.speculative.tree import Shape
+from distill.speculative.shape import Shape
 from distill.speculative.verify import Random
 
 torch.set_num_threads(1)

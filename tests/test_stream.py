@@ -30,8 +30,8 @@ from distill.speculative.calibration import Power
 from distill.speculative.cost import StepCosts
 from distill.speculative.decode import Decoded, Rules, decode, plain
 from distill.speculative.draft import TreeDrafter
+from distill.speculative.shape import Shape
 from distill.speculative.stream import Way, stream
-from distill.speculative.tree import Shape
 from distill.speculative.trial import check_trees, make_drafter, require_trees
 
 torch.set_num_threads(1)

@@ -16,20 +16,8 @@ from hypothesis import strategies as st
 from distill.models.table import TableModel
 from distill.speculative.calibration import Power
 from distill.speculative.proposal import ROOT, Features, Proposal
-from distill.speculative.tree import (
-    RankTally,
-    Shape,
-    ShapeTable,
-    best_first,
-    best_tokens,
-    choose_budget,
-    choose_shape,
-    expected_accepted,
-    features_of,
-    sampled_tree,
-    spread,
-    top_tree,
-)
+from distill.speculative.shape import RankTally, Shape, ShapeTable, choose_shape, expected_accepted
+from distill.speculative.tree import best_first, best_tokens, choose_budget, features_of, sampled_tree, spread, top_tree
 
 torch.set_num_threads(1)
 

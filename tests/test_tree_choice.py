@@ -49,7 +49,8 @@ from distill.speculative.cost import StepCosts
 from distill.speculative.decode import GREEDY, Decoded, Rules, decode
 from distill.speculative.draft import TreeDrafter
 from distill.speculative.proposal import ROOT, Proposal
-from distill.speculative.tree import RankTally, Shape, best_first
+from distill.speculative.shape import RankTally, Shape
+from distill.speculative.tree import best_first
 from distill.speculative.trial import check_trials, lossy_reason, make_drafter
 
 CHOSEN = [

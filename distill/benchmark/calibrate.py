@@ -39,7 +39,8 @@ from distill.speculative.decode import GREEDY, Decoded, Rules, decode, room_for
 from distill.speculative.draft import ModelDrafter, law_sampler
 from distill.speculative.lengths import Fixed
 from distill.speculative.proposal import ROOT, Features, Proposal
-from distill.speculative.tree import RankTally, best_tokens
+from distill.speculative.shape import RankTally
+from distill.speculative.tree import best_tokens
 
 FORMAT = 1
 LENGTH = 8  # tokens drafted in every recorded round

@@ -20,7 +20,8 @@ from distill.speculative.cost import StepCosts
 from distill.speculative.decode import Decoded, Rules, decode, room_for
 from distill.speculative.draft import Drafter, TreeDrafter
 from distill.speculative.proposal import ROOT, Proposal
-from distill.speculative.tree import Shape, choose_budget, choose_shape, expected_accepted
+from distill.speculative.shape import Shape, choose_shape, expected_accepted
+from distill.speculative.tree import choose_budget
 from distill.speculative.trial import Tree, lossy_reason, make_drafter, trial_sampler
 
 # Trees that are timed; each costs a few texts, and what lies between two of them is hardly faster than both.

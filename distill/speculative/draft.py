@@ -18,7 +18,8 @@ from distill.sampler import Sampler
 from distill.speculative.earlier import LONGEST, Earlier
 from distill.speculative.lengths import Fixed, LengthRule
 from distill.speculative.proposal import Features, Proposal
-from distill.speculative.tree import Calibrate, Shape, best_first, features_of, sampled_tree, top_tree
+from distill.speculative.shape import Shape
+from distill.speculative.tree import Calibrate, best_first, features_of, sampled_tree, top_tree
 from distill.speculative.verify import Random, draw_token
 
 

@@ -30,7 +30,8 @@ from distill.speculative.lengths import (
     ProbabilityFloor,
     StartContinue,
 )
-from distill.speculative.tree import Shape, spread
+from distill.speculative.shape import Shape
+from distill.speculative.tree import spread
 from distill.speculative.verify import Random, refusal
 
 ONLINE = {Power: 0.02, Logistic: 0.05}  # step of a calibration that goes on learning
