@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import tiny
+import torch
 
 from distill.benchmark import law
 from distill.models.table import TableModel
@@ -101,6 +102,30 @@ def test_a_rounding_tie_of_a_shorter_type_is_excused() -> None:
     assert law.verify_law(*pair, prompts, Sampler(0), 0, 0)["greedy"]["different"] == 2  # fp32 is not as coarse
     found = law.verify_law(*pair, prompts, Sampler(0), 0, 0, rounded=True)
     assert found["greedy"] == {"identical": 0, "excused": 2, "different": 0} and found["lawful"]
+
+
+class Remembering(TableModel):
+    """Two best tokens whose order hangs on how tokens were taken long before, which a cache keeps."""
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)  # type: ignore[arg-type]
+        self.together: list[int] = []  # for each token of the context: how many it was taken with
+
+    def extend(self, tokens, *args, **named):  # type: ignore[no-untyped-def]
+        start = self.lengths[0]
+        self.together = self.together[:start] + [len(tokens)] * len(tokens)
+        found = super().extend(tokens, *args, **named).full()
+        asked = range(len(tokens)) if named.get("want") is None else named["want"]
+        long_ago = [max(self.together[4 : max(start + at - 8, 4)], default=1) > 1 for at in asked]
+        shift = torch.tensor([[1e-2 if together else -1e-2] for together in long_ago], dtype=found.dtype).reshape(-1, 1)
+        best = found.topk(2, -1).indices
+        return TorchLogits(found.scatter(-1, best[:, 1:], found.gather(-1, best[:, :1]) + shift))
+
+
+def test_rounding_comes_from_all_of_a_text() -> None:
+    pair, prompts = (Remembering(5, 1), TableModel(5, 2)), [[0, 1], [3, 4, 2]]
+    assert law.verify_law(*pair, prompts, Sampler(0), 0, 0)["greedy"]["different"] == 2
+    assert law.verify_law(*pair, prompts, Sampler(0), 0, 0, rounded=True)["greedy"]["excused"] == 2
 
 
 def test_greedy_sampler_compares_texts_only() -> None:
