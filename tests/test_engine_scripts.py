@@ -8,10 +8,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import tiny
 
 from distill.files import read_json, write_json
+from distill.speculative.calibration import Power, Recorded
 from distill.speculative.cost import StepCosts
 from distill.speculative.lengths import Fixed
 from distill.speculative.proposal import Features
@@ -69,3 +71,38 @@ def test_the_gap_comes_apart_into_its_factors(monkeypatch: pytest.MonkeyPatch) -
     assert parts[0] * parts[1] * parts[2] == pytest.approx(gap, abs=0.03)
     assert parts == pytest.approx([(8 / 4) / (8 / 3), 9 / 8, 1.65 / 2], abs=0.01)
     assert "A plain step took 1.12 of the curve's T(1)" in told or "A plain step took 1.13" in told
+
+
+def test_optimal_stopping_solves_its_chain(monkeypatch: pytest.MonkeyPatch) -> None:
+    stopping = script("optimal_stopping", monkeypatch)
+    bins = len(stopping.EDGES) + 1
+    draws = numpy.random.default_rng(0)
+    chain = stopping.Chain(draws.dirichlet(numpy.ones(bins), bins + 1), draws.uniform(0.05, 1.0, bins))
+    costs, rate = StepCosts((1.0, 1.2, 1.3, 1.6), 0.05, 0.05, overhead=0.03), 1.4
+
+    def coming(drafted: int, survival: float, last: int) -> float:
+        """The same value by trying everything, without a grid."""
+        stop = -rate * costs.target[drafted]
+        if drafted == len(costs.target) - 1:
+            return stop
+        onward = -rate * (costs.draft + (costs.overhead if drafted == 0 else 0.0))
+        for here, chance in enumerate(chain.moves[last]):
+            stands = survival * chain.accept[here]
+            onward += chance * max(stands + coming(drafted + 1, stands, here), stop)
+        return max(stop, onward)
+
+    exact = coming(0, 1.0, bins)
+    assert exact > -rate * costs.target[0]  # drafting pays here
+    assert float(chain.values(costs, rate)[0][0, bins]) == pytest.approx(exact, abs=2e-3)
+    rule = stopping.OptimalStopping(chain, Power(), costs, rate)
+    assert rule.limit() == 3 and rule.step_on(0) and not rule.go_on(0, Features(1e-6, 1e-7, 9.0))
+
+
+def test_optimal_stopping_counts_its_chain(monkeypatch: pytest.MonkeyPatch) -> None:
+    stopping = script("optimal_stopping", monkeypatch)
+    sure, unsure = Features(0.995, 0.001, 0.1), Features(0.2, 0.1, 3.0)
+    chain = stopping.Chain.of([Recorded([sure, unsure, sure], 1)] * 1000, Power())
+    top = len(stopping.EDGES)
+    assert chain.moves.sum(1) == pytest.approx(1) and chain.accept[top] == pytest.approx(0.995, abs=1e-3)
+    assert chain.moves[-1, top] > 0.99 and chain.moves[top, 0] > 0.99  # the third position was never reached
+    assert chain.moves[0] == pytest.approx(1 / (top + 1))
