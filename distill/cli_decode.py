@@ -10,10 +10,8 @@ import typer
 
 from distill.cli_shared import (
     DEFAULT_RUNS,
-    DraftOption,
     FormatOption,
     RunsOption,
-    TargetOption,
     bare_recipe,
     find_run,
     prepare,
@@ -25,8 +23,12 @@ from distill.errors import DataError, RecipeError, RunError
 def generate(
     prompt: Annotated[str, typer.Argument(help="Text to continue; - reads it from standard input.")],
     run: Annotated[str | None, typer.Option("--run", help="Run name or folder; the newest run if left out.")] = None,
-    target: TargetOption = None,
-    draft: DraftOption = None,
+    target: Annotated[
+        str | None, typer.Option("--target", help="Bare pair: Hugging Face folder, hub name or GGUF file.")
+    ] = None,
+    draft: Annotated[
+        str | None, typer.Option("--draft", help="Bare pair: of the same kind; a GGUF pair runs in llama.cpp.")
+    ] = None,
     length: Annotated[int, typer.Option(min=0, max=63, help="Tokens drafted per round; 0 decodes plainly.")] = 4,
     tokens: Annotated[int, typer.Option(min=1, help="New tokens at most.")] = 128,
     temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 0.0,
@@ -91,6 +93,10 @@ def generate(
         recipe = bare_recipe(target, draft, [Path(".")])
         references = (recipe.target.model, recipe.draft.donor)
         prepare(recipe)
+        if target.endswith(".gguf") != draft.endswith(".gguf"):
+            raise RecipeError(
+                f"{target} and {draft} would run in two engines", "give two GGUF files, or two Hugging Face folders"
+            )
         if drafter not in ("intersection", "string"):
             require_pair(*references)
     else:

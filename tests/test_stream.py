@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from transformers import AutoTokenizer
 from distill.benchmark.compare import Trial as Told
 from distill.benchmark.speedup import _measure_pair, _Pair, _samples
 from distill.errors import DataError, RecipeError
+from distill.export.writer import export_gguf
 from distill.models.batched import BatchedTorchModel
 from distill.models.table import TableModel
 from distill.models.torch_logits import TorchLogits
@@ -45,6 +47,7 @@ def pair_recipe(target: Path, draft: Path) -> Recipe:
     return parse_recipe(
         {
             "name": "pair",
+            "threads": 1,
             "target": {"model": str(target)},
             "draft": {"donor": str(draft)},
             "corpus": {"sources": [{"kind": "text", "path": ".", "split": "report"}]},
@@ -99,6 +102,78 @@ def test_decoding_goes_on_where_the_drafts_context_ends(folders: Path, text: str
     room = TorchModel(toy(vocabulary=9)).capacity
     _, told = said(target, short, text, 500, Way(Sampler(0), length=0), capsys)
     assert f"the target's context of {room} leaves room for" in told
+
+
+@pytest.fixture(scope="module")
+def files(folders: Path) -> Path:
+    """The same as GGUF files."""
+    pytest.importorskip("llama_cpp")
+    for name in ("target", "draft", "short"):
+        export_gguf(folders / name, folders / f"{name}.gguf", "f32")
+    return folders
+
+
+@pytest.mark.parametrize("text", ["def f(", PROMPT * 2])
+def test_gguf_pairs_continue_as_their_folders_do(files: Path, text: str, capsys: Capture) -> None:
+    target, draft, short = (files / f"{name}.gguf" for name in ("target", "draft", "short"))
+    wanted = said(files / "target", files / "draft", text, 40, Way(Sampler(0), length=0), capsys)[0]
+    drafted = Way(Sampler(0), length=3)
+    for way in (
+        replace(drafted, length=0),
+        drafted,
+        replace(drafted, rule="expected-value"),
+        replace(drafted, drafter="both"),
+        replace(drafted, drafter="tree"),
+        replace(drafted, drafter="lookup"),
+    ):
+        found, told = said(target, draft, text, 40, way, capsys)
+        assert found == wanted and "40 tokens, " in told and "context of" not in told
+        found, told = said(target, short, text, 40, way, capsys)
+        assert found == wanted and ("has a context of 32" in told) == (way.length > 0 and way.drafter != "lookup")
+    # Stop strings end the text at the same byte, and the context's end is told.
+    stop = wanted[len(text) :][3:6]
+    stopped = said(target, draft, text, 40, replace(drafted, stop=(stop,)), capsys)[0]
+    assert stopped == said(files / "target", files / "draft", text, 40, replace(drafted, stop=(stop,)), capsys)[0]
+    room = TorchModel(toy(vocabulary=9)).capacity
+    assert f"the target's context of {room} leaves room for" in said(target, draft, text, 500, drafted, capsys)[1]
+    sampled = replace(drafted, sampler=Sampler(0.9), verifier="block")
+    assert said(target, draft, text, 20, sampled, capsys)[0] == said(target, draft, text, 20, sampled, capsys)[0]
+
+
+def test_gguf_pairs_obey_grammars(files: Path, capsys: Capture) -> None:
+    pytest.importorskip("llguidance")
+    target, draft = files / "target.gguf", files / "draft.gguf"
+    for kind, grammar, form in (
+        ("gbnf", 'root ::= "(" [a-c]+ ("," [a-c]+)? ")"', r"\([a-c]+(,[a-c]+)?\)"),
+        ("regex", "[0-9]{3}-[xy]", "[0-9]{3}-[xy]"),
+        ("json", '{"enum": ["one", "two"]}', '"(one|two)"'),
+    ):
+        texts = set()
+        for length in (0, 3):
+            way = Way(Sampler(0), length=length, grammar=(kind, grammar))
+            texts.add(said(target, draft, "def ", 60, way, capsys)[0].removesuffix("\n"))
+        (text,) = texts
+        assert kind == "gbnf" or re.fullmatch("def " + form, text)
+        assert re.match(r"def \(" if kind == "gbnf" else "def ", text)
+    with pytest.raises(DataError, match=r"llama\.cpp refuses the grammar"):
+        said(target, draft, "def ", 9, Way(Sampler(0), grammar=("gbnf", "root ::= other")), capsys)
+
+
+def test_gguf_pairs_that_cannot_be_used(files: Path, capsys: Capture) -> None:
+    target, draft = files / "target.gguf", files / "draft.gguf"
+    with pytest.raises(DataError, match="the prompt is empty"):
+        said(target, draft, "", 9, Way(Sampler(0)), capsys)
+    with pytest.raises(DataError, match="tokens fill the target's context"):
+        said(target, draft, PROMPT * 200, 9, Way(Sampler(0)), capsys)
+    with pytest.raises(DataError, match="reads both tokenizers from Hugging Face folders"):
+        said(target, draft, "def", 9, Way(Sampler(0), drafter="string"), capsys)
+    pair = ("generate", "def", "--target", target, "--draft")
+    assert tiny.call(*pair, files / "draft") == 2
+    assert "would run in two engines" in capsys.readouterr().err
+    assert tiny.call(*pair, files / "nothing.gguf") == 2
+    assert "nothing.gguf cannot be read" in capsys.readouterr().err
+    assert tiny.call(*pair, draft, "--tokens", 5) == 0
+    assert capsys.readouterr().out.startswith("def")
 
 
 def test_every_drafter_and_rule_outlives_the_drafts_context() -> None:

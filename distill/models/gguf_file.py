@@ -13,14 +13,15 @@ from distill.models.llama_library import ERRORS, last_errors, library
 
 
 class GgufFile:
-    """The loaded file, until it is closed; ValueError from its functions afterwards.
+    """The loaded file, or with `vocabulary_only` its tokenizer without the weights, until it is closed.
 
+    Its functions raise ValueError afterwards.
     `head_rows` are the rows of the head, `vocabulary_size` those of them that stand for tokens; `model` and
     `vocabulary` are llama.cpp's handles, valid while it is open.
     Raises DataError when llama-cpp-python is missing or the file is missing, damaged or of an unsupported kind.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, vocabulary_only: bool = False) -> None:
         self.path = path
         self.library = library()
         self._check_magic()
@@ -28,6 +29,7 @@ class GgufFile:
         llama = self.library
         parameters = llama.llama_model_default_params()
         parameters.n_gpu_layers = 0
+        parameters.vocab_only = vocabulary_only
         parameters.check_tensors = True  # damaged weights load silently otherwise
         self.model: Any = llama.llama_model_load_from_file(os.fsencode(path), parameters)
         if not self.model:

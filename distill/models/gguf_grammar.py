@@ -28,7 +28,13 @@ def spoken(model: GgufModel) -> tuple[list[bytes], list[int]]:
         b"" if llama.llama_vocab_get_attr(vocabulary, token) & silent else model.detokenize([token])
         for token in range(model.vocabulary_size)
     ]
-    return said, [token for token in range(model.vocabulary_size) if llama.llama_vocab_is_eog(vocabulary, token)]
+    return said, ends_of(model)
+
+
+def ends_of(model: GgufModel) -> list[int]:
+    """The ids that end a text."""
+    llama, vocabulary = model.library_and_vocabulary()
+    return [token for token in range(model.vocabulary_size) if llama.llama_vocab_is_eog(vocabulary, token)]
 
 
 class GrammarPlace:

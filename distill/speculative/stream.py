@@ -12,15 +12,7 @@ from pydantic import ValidationError
 
 from distill.errors import DataError
 from distill.models.base import Model
-from distill.models.hugging_face import (
-    encode,
-    end_ids,
-    load_model,
-    load_tokenizer,
-    local_folder,
-    pick_device,
-    real_tokens,
-)
+from distill.models.hugging_face import load_model, local_folder, pick_device
 from distill.models.torch_model import TorchModel
 from distill.recipe import Recipe, Trial
 from distill.sampler import Sampler
@@ -29,10 +21,10 @@ from distill.speculative.constrained import Constrained, Forced
 from distill.speculative.cost import StepCosts, measure_steps
 from distill.speculative.decode import Decoded, Rules, decode, plain, require_lossless
 from distill.speculative.draft import Drafter
-from distill.speculative.grammar import Constraint, constraint
+from distill.speculative.grammar import Constraint
 from distill.speculative.lengths import Fixed
-from distill.speculative.said import Characters, Says, sayings, stop_before
-from distill.speculative.tokens import Tokens
+from distill.speculative.opened import Opened, is_gguf, open_pair
+from distill.speculative.said import Characters, Says, stop_before
 from distill.speculative.trial import NO_COSTS, make_drafter, require_trees
 from distill.speculative.verify import CHAINS, refusal
 from distill.vocabulary import Vocabulary
@@ -65,13 +57,18 @@ class Way:
     grammar: tuple[str, str] | None = None
 
 
+def nodes_of(way: Way) -> int:
+    """Nodes of a tree; 0 where the way drafts none."""
+    return min(2 * way.length, 63) if way.drafter == "tree" else 0
+
+
 NAMES: dict[str, Any] = {"model": "draft", "both": "lookup+draft"}  # drafters that recipes call otherwise
 
 
 def trial_of(way: Way, verifier: str) -> Trial:
     """The way as a recipe would write it. ValueError for what no recipe could say."""
     floor = {"p_min": way.p_min} if way.rule in ("p_min", "p_min-after") else {}
-    nodes = {"nodes": min(2 * way.length, 63)} if way.drafter == "tree" else {}
+    nodes = {"nodes": nodes_of(way)} if way.drafter == "tree" else {}
     drafter = NAMES.get(way.drafter, way.drafter)
     try:
         return Trial(drafter=drafter, rule=way.rule, length=way.length, verifier=verifier, **floor, **nodes)
@@ -79,8 +76,9 @@ def trial_of(way: Way, verifier: str) -> Trial:
         raise ValueError(error.errors()[0]["msg"].removeprefix("Value error, ")) from None
 
 
-def measured_costs(target: TorchModel, draft: TorchModel, length: int, depth: int) -> StepCosts:
+def measured_costs(target: Model, draft: Model, length: int, depth: int) -> StepCosts:
     """T(1..length + 1), D(1) and D(2), timed now."""
+    depth = max(1, min(depth, target.capacity - length - 1, draft.capacity - 2))
     steps = measure_steps(target, range(1, length + 2), depth, 5, target.vocabulary_size)
     own = measure_steps(draft, [1, 2], depth, 5, draft.vocabulary_size)
     return StepCosts(tuple(found[0] for found in steps.values()), own[1][0], own[2][0])
@@ -101,61 +99,50 @@ def foreign_drafter(
 def stream(recipe: Recipe, references: tuple[str, str], text: str, limit: int, way: Way) -> None:
     """Continue `text` with (target, draft), printing tokens as rounds end and a summary on stderr.
 
-    Accepted tokens are green on a terminal; elsewhere the text is printed bare. Where the draft's context ends,
-    decoding goes on without it. Raises DataError for a prompt that is empty or fills the target's context, for trees in
-    a model that takes none, and for a way that would change the target's law.
+    Both are folders or hub names, decoded in PyTorch, or GGUF files, decoded in llama.cpp. Accepted tokens are green on
+    a terminal; elsewhere the text is printed bare. Where the draft's context ends, decoding goes on without it. Raises
+    DataError for a prompt that is empty or fills the target's context, for trees in a model that takes none, and for a
+    way that would change the target's law.
     """
-    device = pick_device(recipe.device)
-    tokenizer = load_tokenizer(references[0])
-    tokens = Vocabulary.read(local_folder(references[0]))
-    hugging_face = load_model(references[0], recipe.target.dtype, device)
-    vocabulary = real_tokens(hugging_face.config, tokenizer)
-    target = draft = TorchModel(hugging_face, vocabulary)
-    ids = encode(tokenizer, text)
-    if not ids:
-        raise DataError("the prompt is empty", "give some text to continue")
-    room = min(limit, target.capacity - len(ids))
-    if room < 1:
-        raise DataError(f"the prompt's {len(ids)} tokens fill the target's context of {target.capacity}", "shorten it")
-    if room < limit:
-        print(f"the target's context of {target.capacity} leaves room for {room} of {limit} tokens", file=sys.stderr)
-    if way.length and way.drafter in OWN:
-        draft = TorchModel(load_model(references[1], recipe.target.dtype, device), vocabulary)
-        if draft.capacity < len(ids) + room:
-            others = "earlier text alone drafts" if way.drafter == "both" else "the target decodes plainly"
-            print(f"the draft {references[1]} has a context of {draft.capacity}: beyond it {others}", file=sys.stderr)
+    asked = way.length > 0 and way.drafter in OWN
+    others = "earlier text alone drafts" if way.drafter == "both" else "the target decodes plainly"
+    with open_pair(recipe, references, text, limit, asked, nodes_of(way) if way.length else 0, others) as pair:
+        _stream(recipe, references, text, way, pair)
+
+
+def _stream(recipe: Recipe, references: tuple[str, str], text: str, way: Way, pair: Opened) -> None:
     if way.length and way.drafter == "tree":
-        require_trees(target, draft)
+        require_trees(pair.target, pair.draft)
     certain = way.drafter in ("tree", "lookup", "string")  # what they propose has no law of its own
     usual = "greedy" if way.sampler.temperature == 0 else "match" if certain else "token"
     verifier = way.verifier or usual
     if verifier not in CHAINS:
         raise DataError(f"there is no verifier `{verifier}`", f"use {', '.join(CHAINS)}")
     draws = random.Random(way.seed)
-    ends = end_ids(hugging_face.config, tokenizer)
     grammar = None
     if way.grammar is not None:
-        grammar = constraint(*way.grammar, Tokens.of(tokens, ends))
+        grammar = pair.constrain(*way.grammar)
         for warning in grammar.warnings:
             print(f"the grammar is not obeyed in this: {warning}", file=sys.stderr)
     reason: str | None = None
-    says = sayings(tokens, () if grammar is None else grammar.ends)  # what is printed is a text of the grammar
-    rules = Rules(way.sampler, verifier, ends, draws.random, stop_before(says, way.stop), grammar)
+    says = pair.says(() if grammar is None else grammar.ends)  # what is printed is a text of the grammar
+    rules = Rules(way.sampler, verifier, pair.ends, draws.random, stop_before(says, way.stop), grammar)
     result = Decoded()
     if way.length == 0:
         print(text, end="", flush=True)
-        result = plain(target, ids, room, rules=rules)
+        result = plain(pair.target, pair.ids, pair.room, rules=rules)
         _show(says, result, [result.tokens], False)
     else:
         try:
-            drafter = _drafter(recipe, references, way, verifier, draws, target, draft, grammar)
+            drafter = _drafter(recipe, references, way, verifier, draws, pair, grammar)
             reason = refusal(verifier, drafter.kind, way.sampler.temperature, drafter.tree)
             if not way.lossy:
                 require_lossless(drafter, rules)
         except ValueError as error:
             raise DataError(f"this cannot be drafted: {error}", "choose another --drafter or --verifier") from None
         print(text, end="", flush=True)
-        _show(says, result, decode(target, drafter, ids, room, rules, result, way.lossy), sys.stdout.isatty())
+        rounds = decode(pair.target, drafter, pair.ids, pair.room, rules, result, way.lossy)
+        _show(says, result, rounds, sys.stdout.isatty())
     if grammar is not None and not grammar.satisfied(result.tokens):
         print("the text ends before the grammar is satisfied: give more --tokens", file=sys.stderr)
     print(_summary(result), file=sys.stderr)
@@ -181,8 +168,7 @@ def _drafter(
     way: Way,
     verifier: str,
     draws: random.Random,
-    target: TorchModel,
-    draft: TorchModel,
+    pair: Opened,
     grammar: Constraint | None,
 ) -> Drafter:
     """The drafter that a way names; the expected-value rule's costs are timed where nobody measured them before.
@@ -192,11 +178,13 @@ def _drafter(
     if way.drafter in FOREIGN:
         if way.rule != "fixed":
             raise ValueError(f"drafter {way.drafter} drafts fixed lengths only")
+        if is_gguf(references[0]):
+            raise ValueError(f"drafter {way.drafter} reads both tokenizers from Hugging Face folders")
         return foreign_drafter(recipe, references, way, verifier, draws)
     costs = NO_COSTS
     if way.rule == "expected-value":
-        costs = way.costs or measured_costs(target, draft, way.length, 64)
-    asked: Model = draft if grammar is None else Constrained(draft, grammar)
+        costs = way.costs or measured_costs(pair.target, pair.draft, way.length, 64)
+    asked: Model = pair.draft if grammar is None else Constrained(pair.draft, grammar)
     drafter = make_drafter(trial_of(way, verifier), asked, way.sampler, draws.random, costs, way.fitted)
     return drafter if grammar is None else Forced(drafter, grammar)
 
