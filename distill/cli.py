@@ -29,6 +29,7 @@ from distill.cli_shared import (
 )
 from distill.cli_surgery import cut, transplant
 from distill.errors import DataError, DistillError, RecipeError, RunError
+from distill.processes import leave
 
 app = typer.Typer(
     help="Make draft models for speculative decoding: cut from a donor, trained on a target, the speedup proven.",
@@ -241,6 +242,8 @@ def main() -> None:
     try:
         result = app(standalone_mode=False)
         code = result if isinstance(result, int) else 0
+        if code == 0:
+            leave()
     except DistillError as error:
         print(f"distill: {error}", file=sys.stderr)
         code = 2

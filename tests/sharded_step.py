@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from distill.packing import pack
+from distill.processes import leave
 from distill.target.head import Head
 from distill.training.losses import LossSettings
 from distill.training.plan import PlannedPart
@@ -98,4 +99,4 @@ gathered: list[Any] = [None] * ranks
 torch.distributed.all_gather_object(gathered, found)
 if rank == 0:
     Path(sys.argv[1], "found.json").write_text(json.dumps(gathered))
-torch.distributed.destroy_process_group()
+leave()

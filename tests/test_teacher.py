@@ -398,6 +398,8 @@ from distill.target.teacher import teacher
 recipe = parse_recipe(json.loads(Path(sys.argv[1]).read_text()), "test")
 teacher(recipe, Run(Path(sys.argv[2]), recipe))
 print(f"\\n{processes.process_index()}/{processes.process_count()} {processes.is_main()}", flush=True)
+processes.leave()
+raise AssertionError("left, and still here")
 """
 
 

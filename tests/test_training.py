@@ -128,6 +128,47 @@ def test_two_processes_change_nothing_but_rounding(
     assert result.stderr.count("step 8/10") == 1  # one process speaks
 
 
+def test_accelerate_launch_goes_on_where_one_process_was_stopped(
+    world: Path, ready: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step_of = loop.report_step
+
+    def interrupted(work: Any, *rest: Any) -> None:
+        step_of(work, *rest)
+        if work.state["step"] == 5:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "report_step", interrupted)
+        assert trained(world, ready, tmp_path, PARTS, *REPLAY)[0] == 130
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", "recipes/accelerate/ddp.yaml",
+               "--num_processes", "2", "--main_process_port", "0", "-m", "distill", "train", str(world / "recipe.yaml"),
+               "--runs", str(tmp_path), "--until", "train", PARTS, *REPLAY]  # fmt: skip
+    result = subprocess.run(command, cwd=tiny.ROOT, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr
+    run = tmp_path / "tiny"
+    assert json.loads((run / "training.json").read_text())["processes"] == 2
+    assert {line["step"] for line in metrics(run)} == {line["step"] for line in metrics(whole)}
+    assert largest_difference(run, whole) < 2e-5
+
+
+def test_a_compiled_body_changes_nothing_but_rounding(
+    world: Path, ready: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the traced graphs; how they are turned into machine code is torch's affair."""
+    seen: list[int] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        seen.append(len(list(graph.graph.nodes)))
+        return graph
+
+    compile_of = torch.nn.Module.compile
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda module: compile_of(module, backend=backend))
+    code, run = trained(world, ready, tmp_path, PARTS, *REPLAY, "train.compile=true")
+    assert code == 0 and seen
+    assert largest_difference(run, whole) < 2e-5
+
+
 @pytest.mark.parametrize("size", [None, 1, 3])
 @pytest.mark.parametrize(("batch", "share", "ranks"), [(4, 0.25, 2), (8, 0.25, 4), (4, 0.5, 4), (6, 1.0, 3), (6, 0, 2)])
 def test_processes_have_as_many_micro_batches_as_each_other(
