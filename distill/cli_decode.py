@@ -38,16 +38,20 @@ def generate(
     repetition_penalty: Annotated[float, typer.Option(min=0.01, help="1: off.")] = 1.0,
     seed: Annotated[int, typer.Option(min=0, help="Of what is drawn.")] = 0,
     verifier: Annotated[
-        str | None, typer.Option("--verifier", help="greedy, match, token or block; greedy or token if left out.")
+        str | None, typer.Option("--verifier", help="greedy, match, token, block, or for drawn trees distinct.")
     ] = None,
     drafter: Annotated[
         str,
         typer.Option(
             "--drafter",
-            help="model, lookup (earlier text), both, tree (greedy or match); for a draft of another vocabulary: "
-            "intersection (the tokens both share) or string (its text).",
+            help="model, lookup (earlier text), both, tree (of the best tokens, or drawn: --widths); for a draft of "
+            "another vocabulary: intersection (the tokens both share) or string (its text).",
         ),
     ] = "model",
+    widths: Annotated[
+        str | None,
+        typer.Option("--widths", help="--drafter tree: drawn, with so many children a node, level by level: 3,2,1."),
+    ] = None,
     rule: Annotated[
         str,
         typer.Option(
@@ -84,6 +88,9 @@ def generate(
         raise RecipeError(f"there is no length rule `{rule}`", f"use one of {', '.join(RULES)}")
     if p_min != 0.5 and rule not in ("p_min", "p_min-after"):
         raise RecipeError(f"--p-min is not read by --rule {rule}", "use --rule p_min, or leave it out")
+    levels = None if widths is None else tuple(_numbers(widths, "--widths", int, "3,2,1"))
+    if levels is not None and drafter != "tree":
+        raise RecipeError(f"--widths is not read by --drafter {drafter}", "use --drafter tree, or leave it out")
     folder = None
     if target or draft:
         if not (target and draft):
@@ -118,7 +125,7 @@ def generate(
         measured = folder.path("speedup", "calibration.json")
         fitted = load_calibrations(measured) if measured.exists() else {}
     stops = tuple(stop or ())
-    way = Way(sampler, verifier, drafter, length, seed, stops, rule, p_min, costs, fitted, allow_lossy, wanted)
+    way = Way(sampler, verifier, drafter, length, seed, stops, rule, p_min, costs, fitted, allow_lossy, wanted, levels)
     stream(recipe, references, text, tokens, way)
 
 
@@ -192,11 +199,11 @@ def profile(
     print_table(rows, "\n".join(lines), rows, output)
 
 
-def _numbers(text: str, option: str, kind: type) -> list[Any]:
+def _numbers(text: str, option: str, kind: type, example: str = "64,512") -> list[Any]:
     try:
         found = [kind(part) for part in text.split(",")]
     except ValueError:
-        raise RecipeError(f"{option} {text}: not numbers by commas", f"for instance {option} 64,512") from None
+        raise RecipeError(f"{option} {text}: not numbers by commas", f"for instance {option} {example}") from None
     if not found or min(found) < 0:
         raise RecipeError(f"{option} {text}: numbers must not be negative", "correct them")
     return found

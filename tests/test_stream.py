@@ -159,6 +159,30 @@ def test_gguf_pairs_obey_grammars(files: Path, capsys: Capture) -> None:
         said(target, draft, "def ", 9, Way(Sampler(0), grammar=("gbnf", "root ::= other")), capsys)
 
 
+def test_trees_are_drawn_by_widths(folders: Path, files: Path, capsys: Capture) -> None:
+    drawn = Way(Sampler(0.7), drafter="tree", widths=(2, 2, 1))
+    for suffix in ("", ".gguf"):
+        target, draft = (Path(f"{folders / name}{suffix}") for name in ("target", "draft"))
+        for verifier in (None, "distinct"):
+            text, told = said(target, draft, PROMPT, 24, replace(drawn, verifier=verifier), capsys)
+            accepted, drafted = map(int, re.findall(r"accepted (\d+)/(\d+)", told)[0])
+            rounds = round(23 / float(re.findall(r"([\d.]+) tokens/round", told)[0]))
+            assert text.startswith(PROMPT) and "24 tokens" in told
+            assert accepted and 2 <= drafted / rounds <= 10
+        # A draft that is its target is accepted whole, in every draw.
+        told = said(target, target, PROMPT, 21, replace(drawn, widths=(1, 1, 1)), capsys)[1]
+        assert "4.00 tokens/round" in told and "(100.0%)" in told
+    with pytest.raises(DataError, match="a greedy sampler draws nothing"):
+        said(folders / "target", folders / "draft", PROMPT, 9, replace(drawn, sampler=Sampler(0)), capsys)
+    for widths in ((0, 2), (8, 8)):
+        with pytest.raises(DataError, match="nodes: 1 to 63 are possible"):
+            said(folders / "target", folders / "draft", PROMPT, 9, replace(drawn, widths=widths), capsys)
+    with pytest.raises(DataError, match="drafter tree has no verifier `block`"):
+        said(folders / "target", folders / "draft", PROMPT, 9, replace(drawn, verifier="block"), capsys)
+    assert tiny.call("generate", "x", "--widths", "2,1", "--drafter", "lookup") == 2
+    assert "--widths is not read by --drafter lookup" in capsys.readouterr().err
+
+
 def test_gguf_pairs_that_cannot_be_used(files: Path, capsys: Capture) -> None:
     target, draft = files / "target.gguf", files / "draft.gguf"
     with pytest.raises(DataError, match="the prompt is empty"):

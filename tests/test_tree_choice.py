@@ -284,7 +284,8 @@ def test_what_recipes_may_say_of_trees() -> None:
 def test_the_stage_settles_trees_on_its_own_curves(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Shipped and grown, in both backends: what is chosen is recorded, told, bounded by the curve, and lossless."""
     config = copied / "config.yaml"
-    trees = "[{drafter: tree}, {drafter: tree, shape: static}]"
+    drawn = "{drafter: tree, widths: [2, 1], sampler: recipe}"
+    trees = f"[{{drafter: tree}}, {{drafter: tree, shape: static}}, {drawn}]"
     changes = (f"speedup.trials={trees}", "speedup.grown_trials=[{drafter: tree}]",
                "speedup.grown={tile: 2, layers: 4}", "speedup.grown_prompts=2", "speedup.prompts=2",
                "speedup.lengths=[2]", "speedup.grown_lengths=[2]", "speedup.new_tokens=8",
@@ -299,7 +300,7 @@ def test_the_stage_settles_trees_on_its_own_curves(copied: Path, capsys: pytest.
     assert [(tree["grown"], tree["backend"], tree["way"]) for tree in report["trees"]] == [
         (grown, backend, way.title)
         for grown, ways in ((False, recipe.speedup.trials), (True, recipe.speedup.grown_trials))
-        for backend in recipe.speedup.backends for way in ways
+        for backend in recipe.speedup.backends for way in ways if way.chosen
     ]  # fmt: skip
     rows = {(row["grown"], row["backend"], row["way"]): row for row in report["trials"]}
     for tree in report["trees"]:
@@ -310,3 +311,30 @@ def test_the_stage_settles_trees_on_its_own_curves(copied: Path, capsys: pytest.
         assert row["way"] in page and row["nodes"] == tree["nodes"] and row["predicted"] == tree["speedup"]
         assert row["different"] == 0 and not row["lossy"]
     assert page.count("selection text") >= len(report["trees"])
+    for backend in recipe.speedup.backends:  # a drawn tree has nothing to settle
+        row = rows[False, backend, "drawn tree 2×1, verifier token, sampled"]
+        assert row["verifier"] == "token" and not row["lossy"]
+        assert row["tokens_per_round"] >= 1 and row["acceptance"] is not None
+
+
+def test_drawn_trees_are_verified_by_what_their_draws_ask_for() -> None:
+    target = TableModel(12, 3)
+    for verifier, kind in ((None, "sampled"), ("token", "sampled"), ("distinct", "distinct")):
+        way = Trial(drafter="tree", widths=(3, 2, 1), verifier=verifier, sampler="recipe")
+        assert way.drawn_nodes == 15 and not (way.chosen or way.learns or way.ranked or way.priced)
+        assert way.title == f"drawn tree 3×2×1, verifier {verifier or 'token'}, sampled"
+        drafter = make_drafter(way, target, Sampler(0.8), random.Random(0).random)
+        assert isinstance(drafter, TreeDrafter) and drafter.kind == kind and len(drafter.shape or ()) == 15
+        assert lossy_reason(way, Sampler(0.8)) is None
+        drafter.begin([1, 2])
+        proposal = drafter.propose([1, 2, 3], 8, ())
+        assert len(proposal.tokens) == 15 and proposal.children()[ROOT] == [0, 1, 2]
+        assert (len({proposal.tokens[node] for node in proposal.children()[ROOT]}) == 3) or kind == "sampled"
+    with pytest.raises(ValueError, match="draws nothing"):
+        lossy_reason(Trial(drafter="tree", widths=(2,), verifier="token"), GREEDY)
+    for refused in ({"nodes": 4}, {"shape": "static"}, {"length": 3}, {"calibration": "none"}, {"drafter": "draft"}):
+        with pytest.raises(ValueError, match="is not read by drafter"):
+            Trial(**({"drafter": "tree", "widths": (2, 1)} | refused))  # type: ignore[arg-type]
+    for widths in ((0,), (2, -1), (8, 8)):
+        with pytest.raises(ValueError, match="1 to 63 are possible"):
+            Trial(drafter="tree", widths=widths)

@@ -135,7 +135,8 @@ def _measure_part(recipe: Recipe, run: Run, backend: str, grown: bool) -> dict[s
     prompts = prompts[: settings.grown_prompts if grown else settings.prompts]
     lengths = settings.grown_lengths if grown else settings.lengths
     ways = settings.grown_trials if grown else settings.trials
-    leaves = max((way.nodes or recipe.profile.max_tokens - 1 for way in ways if way.drafter == "tree"), default=0)
+    trees = [way for way in ways if way.drafter == "tree"]
+    leaves = max((way.drawn_nodes or way.nodes or recipe.profile.max_tokens - 1 for way in trees), default=0)
     title = "draft + target"
     big = small
     if grown:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+from itertools import accumulate
 from typing import Literal
 
 from pydantic import Field, model_validator
@@ -48,6 +50,10 @@ class Trial(Section):
         "best-first", description="tree: the likeliest nodes of each round; or always the shape that is best for the "
         "acceptance by rank, as tallied on selection text (Sequoia)"
     )  # fmt: skip
+    widths: tuple[int, ...] | None = Field(
+        None, min_length=1, description="tree: drawn instead, every node of a level with so many children from the "
+        "draft's law; verified by token, or by distinct when drawn without replacement"
+    )  # fmt: skip
     p_min: float = Field(0.5, gt=0, le=1, description="p_min, p_min-after: the floor")
     start: float = Field(0.5, ge=0, le=1, description="start-continue: the first position's floor")
     more: float = Field(0.7, ge=0, le=1, description="start-continue: the floor of later positions")
@@ -58,8 +64,8 @@ class Trial(Section):
         "tokens earlier in the text; temperature of the product; none: q itself"
     )  # fmt: skip
     online: bool = Field(False, description="expected-value: all but none and sequential go on learning")
-    verifier: Literal["greedy", "match", "token", "block"] | None = Field(
-        None, description="null: greedy; under a sampler token, and match for lookup and tree"
+    verifier: Literal["greedy", "match", "token", "block", "distinct"] | None = Field(
+        None, description="null: greedy; under a sampler token, and match for lookup and trees that are not drawn"
     )
     sampler: Literal["greedy", "recipe"] = Field("greedy", description="recipe: the recipe's own sampler")
 
@@ -69,10 +75,14 @@ class Trial(Section):
             raise ValueError(f"rule {self.rule} asks a draft position by position; drafter {self.drafter} has none")
         read = {"drafter", "rule", "length", "verifier", "sampler", *RULES[self.rule]}
         if self.drafter == "tree":
-            read |= {"nodes", "shape"} | (set() if self.ranked else {"calibration"})
+            read |= {"nodes", "shape", "widths"} | (set() if self.ranked else {"calibration"})
+        if self.drafter == "tree" and self.widths is not None:
+            read = {"drafter", "rule", "verifier", "sampler", "widths"}
+            if min(self.widths) < 1 or self.drawn_nodes > 63:
+                raise ValueError(f"widths {list(self.widths)} make {self.drawn_nodes} nodes: 1 to 63 are possible")
         for name, field in type(self).model_fields.items():
             if name not in read and getattr(self, name) != field.default:
-                drafter = "tree of static shape" if self.ranked else self.drafter
+                drafter = "tree of static shape" if self.ranked else "tree of widths" if self.widths else self.drafter
                 raise ValueError(f"{name} is not read by drafter {drafter} with rule {self.rule}: leave it out")
         if self.drafter == "tree" and self.calibration == "context":
             raise ValueError("a tree's branches have different texts before them: use another calibration than context")
@@ -83,7 +93,7 @@ class Trial(Section):
     @property
     def learns(self) -> bool:
         """Whether it wants a calibration fitted beforehand."""
-        grown = self.drafter == "tree" and not self.ranked
+        grown = self.drafter == "tree" and not self.ranked and self.widths is None
         return (self.rule == "expected-value" or grown) and self.calibration != "none"
 
     @property
@@ -92,9 +102,14 @@ class Trial(Section):
         return self.drafter == "tree" and self.shape == "static"
 
     @property
+    def drawn_nodes(self) -> int:
+        """Nodes of a tree of `widths`; 0 for every other."""
+        return sum(accumulate(self.widths or (), operator.mul))
+
+    @property
     def chosen(self) -> bool:
         """Whether its tree is settled by measuring, before it decodes: how large it is, or its shape."""
-        return self.drafter == "tree" and (self.nodes is None or self.ranked)
+        return self.drafter == "tree" and self.widths is None and (self.nodes is None or self.ranked)
 
     @property
     def priced(self) -> bool:
@@ -106,6 +121,8 @@ class Trial(Section):
         """How tables call it; different trials have different titles."""
         if self.drafter == "lookup":
             parts = [f"lookup, ≤ {self.length}"]
+        elif self.widths is not None:
+            parts = [f"drawn tree {'×'.join(map(str, self.widths))}"]
         elif self.drafter == "tree":
             size = "" if self.nodes is None else f" of {self.nodes}"
             kind = f"static tree{size}" if self.ranked else f"tree{size}"
@@ -124,5 +141,5 @@ class Trial(Section):
     @property
     def verified_by(self) -> str:
         """The verifier, the default spelled out."""
-        usual = "token" if self.drafter in ("draft", "lookup+draft") else "match"
+        usual = "token" if self.drafter in ("draft", "lookup+draft") or self.widths else "match"
         return self.verifier or ("greedy" if self.sampler == "greedy" else usual)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import operator
 import random
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 from pydantic import ValidationError
@@ -26,7 +28,7 @@ from distill.speculative.lengths import Fixed
 from distill.speculative.opened import Opened, is_gguf, open_pair
 from distill.speculative.said import Characters, Says, stop_before
 from distill.speculative.trial import NO_COSTS, make_drafter, require_trees
-from distill.speculative.verify import CHAINS, refusal
+from distill.speculative.verify import CHAINS, TREES, refusal
 from distill.vocabulary import Vocabulary
 
 FOREIGN = ("intersection", "string")
@@ -38,8 +40,8 @@ GREEN, RESET = "\x1b[32m", "\x1b[0m"
 class Way:
     """How to decode: the sampler, the verifier (None: greedy at temperature 0, else token), who drafts and how many.
 
-    `rule` and `p_min` are those of a recipe's trials. `costs` (None: measured beforehand) and `fitted` are what the
-    expected-value rule reads. `lossy` lets a way change the target's law, which the summary then says.
+    `rule`, `p_min` and `widths` are those of a recipe's trials. `costs` (None: measured beforehand) and `fitted` are
+    what the expected-value rule reads. `lossy` lets a way change the target's law, which the summary then says.
     `grammar` is its kind and text, see `grammar.constraint`.
     """
 
@@ -55,10 +57,13 @@ class Way:
     fitted: Mapping[str, Calibration] = field(default_factory=dict)
     lossy: bool = False
     grammar: tuple[str, str] | None = None
+    widths: tuple[int, ...] | None = None
 
 
 def nodes_of(way: Way) -> int:
     """Nodes of a tree; 0 where the way drafts none."""
+    if way.widths is not None:
+        return sum(accumulate(way.widths, operator.mul))
     return min(2 * way.length, 63) if way.drafter == "tree" else 0
 
 
@@ -68,10 +73,14 @@ NAMES: dict[str, Any] = {"model": "draft", "both": "lookup+draft"}  # drafters t
 def trial_of(way: Way, verifier: str) -> Trial:
     """The way as a recipe would write it. ValueError for what no recipe could say."""
     floor = {"p_min": way.p_min} if way.rule in ("p_min", "p_min-after") else {}
-    nodes = {"nodes": nodes_of(way)} if way.drafter == "tree" else {}
     drafter = NAMES.get(way.drafter, way.drafter)
+    size: dict[str, Any] = {"length": way.length}
+    if way.widths is not None:
+        size = {"widths": way.widths}
+    elif way.drafter == "tree":
+        size["nodes"] = nodes_of(way)
     try:
-        return Trial(drafter=drafter, rule=way.rule, length=way.length, verifier=verifier, **floor, **nodes)
+        return Trial(drafter=drafter, rule=way.rule, verifier=verifier, **floor, **size)
     except ValidationError as error:
         raise ValueError(error.errors()[0]["msg"].removeprefix("Value error, ")) from None
 
@@ -104,6 +113,11 @@ def stream(recipe: Recipe, references: tuple[str, str], text: str, limit: int, w
     DataError for a prompt that is empty or fills the target's context, for trees in a model that takes none, and for a
     way that would change the target's law.
     """
+    if way.widths is not None:
+        try:
+            trial_of(way, way.verifier or "token")
+        except ValueError as error:
+            raise DataError(f"this cannot be drafted: {error}", "choose other --widths") from None
     asked = way.length > 0 and way.drafter in OWN
     others = "earlier text alone drafts" if way.drafter == "both" else "the target decodes plainly"
     with open_pair(recipe, references, text, limit, asked, nodes_of(way) if way.length else 0, others) as pair:
@@ -113,11 +127,12 @@ def stream(recipe: Recipe, references: tuple[str, str], text: str, limit: int, w
 def _stream(recipe: Recipe, references: tuple[str, str], text: str, way: Way, pair: Opened) -> None:
     if way.length and way.drafter == "tree":
         require_trees(pair.target, pair.draft)
-    certain = way.drafter in ("tree", "lookup", "string")  # what they propose has no law of its own
+    certain = way.drafter in ("tree", "lookup", "string") and way.widths is None  # what has no law of its own
     usual = "greedy" if way.sampler.temperature == 0 else "match" if certain else "token"
     verifier = way.verifier or usual
-    if verifier not in CHAINS:
-        raise DataError(f"there is no verifier `{verifier}`", f"use {', '.join(CHAINS)}")
+    known = TREES if way.drafter == "tree" else CHAINS
+    if verifier not in known:
+        raise DataError(f"drafter {way.drafter} has no verifier `{verifier}`", f"use {', '.join(known)}")
     draws = random.Random(way.seed)
     grammar = None
     if way.grammar is not None:
@@ -139,7 +154,8 @@ def _stream(recipe: Recipe, references: tuple[str, str], text: str, way: Way, pa
             if not way.lossy:
                 require_lossless(drafter, rules)
         except ValueError as error:
-            raise DataError(f"this cannot be drafted: {error}", "choose another --drafter or --verifier") from None
+            hint = "choose another --drafter, --verifier or --temperature"
+            raise DataError(f"this cannot be drafted: {error}", hint) from None
         print(text, end="", flush=True)
         rounds = decode(pair.target, drafter, pair.ids, pair.room, rules, result, way.lossy)
         _show(says, result, rounds, sys.stdout.isatty())

@@ -92,6 +92,10 @@ def make_drafter(
     fitted = fitted or {}
     if trial.drafter == "lookup":
         return LookupDrafter(trial.length)
+    if trial.widths is not None:
+        shape = Shape.of_widths(trial.widths)
+        distinct = trial.verified_by == "distinct"
+        return TreeDrafter(draft, sampler, random, len(shape), shape=shape, distinct=distinct)
     if trial.drafter == "tree":
         calibrate = spread(calibration_of(trial, fitted)) if trial.learns and fitted else None
         tree = trial.nodes if tree is None else tree
