@@ -177,7 +177,7 @@ def test_trees_are_drawn_by_widths(folders: Path, files: Path, capsys: Capture) 
     for widths in ((0, 2), (8, 8)):
         with pytest.raises(DataError, match="nodes: 1 to 63 are possible"):
             said(folders / "target", folders / "draft", PROMPT, 9, replace(drawn, widths=widths), capsys)
-    with pytest.raises(DataError, match="drafter tree has no verifier `block`"):
+    with pytest.raises(DataError, match="there is no verifier `block` for drafter tree"):
         said(folders / "target", folders / "draft", PROMPT, 9, replace(drawn, verifier="block"), capsys)
     assert tiny.call("generate", "x", "--widths", "2,1", "--drafter", "lookup") == 2
     assert "--widths is not read by --drafter lookup" in capsys.readouterr().err

@@ -132,7 +132,7 @@ def _stream(recipe: Recipe, references: tuple[str, str], text: str, way: Way, pa
     verifier = way.verifier or usual
     known = TREES if way.drafter == "tree" else CHAINS
     if verifier not in known:
-        raise DataError(f"drafter {way.drafter} has no verifier `{verifier}`", f"use {', '.join(known)}")
+        raise DataError(f"there is no verifier `{verifier}` for drafter {way.drafter}", f"use {', '.join(known)}")
     draws = random.Random(way.seed)
     grammar = None
     if way.grammar is not None:
