@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from distill.benchmark.calibrate import curve_costs, load_calibrations
-from distill.benchmark.compare import TORCH_NOISE, first_difference, rounding_noise, top_gap
+from distill.benchmark.compare import TORCH_NOISE, first_difference, is_tie, rounding_noise
 from distill.files import digest, read_json, write_json
 from distill.models.base import Model
 from distill.models.gguf import MOST_LEAVES, GgufModel
@@ -102,13 +102,14 @@ def main() -> None:
             job = together(*rows, way, prompts, arguments.tokens, costs, fitted)
             jobs.append((f"{ROWS} at once: {way.title}", job, ROWS))
     work(jobs, len(prompts), kept, path)
-    noise = TORCH_NOISE
+    noise, largest = TORCH_NOISE, 0
     if arguments.backend == "gguf":
         text = kept["texts"]["plain"]["0"]
+        largest = 9
         noise = max(rounding_noise(target, prompts[0], text[at : at + 9]) for at in (0, 16) if len(text) > at + 9)
     titles = [title for title, _, _ in jobs[1:]]
     print(f"{arguments.backend}, {len(prompts)} prompts × {arguments.tokens} tokens, rounding {noise:.1e}\n")
-    print(table(target, prompts, kept["texts"], titles, noise))
+    print(table(target, prompts, kept["texts"], titles, noise, largest))
 
 
 def models(run: Run, backend: str, rows: int = 1) -> tuple[Any, Any]:
@@ -201,19 +202,23 @@ def work(jobs: Sequence[Job], prompts: int, kept: dict[str, Any], path: Path) ->
 
 
 def table(target: Model, prompts: Sequence[list[int]], texts: dict[str, dict[str, list[int]]], titles: Sequence[str],
-          noise: float) -> str:  # fmt: skip
+          noise: float, largest: int = 0) -> str:  # fmt: skip
     """One Markdown table: per way, texts that are identical, excused and different; in all, on the last line."""
     lines = ["| way | identical | excused (tie) | different |", "|---|--:|--:|--:|"]
     sums = [0, 0, 0]
-    gaps: dict[tuple[int, int], float] = {}
+    ties: dict[tuple[int, int, int], bool] = {}
     for title in titles:
         counts = [0, 0, 0]
         for at, prompt in enumerate(prompts):
             wanted, got = (texts[name][str(at)] for name in ("plain", title))
             where = first_difference(wanted, got)
-            if where is not None and (at, where) not in gaps:
-                gaps[at, where] = top_gap(target, [*prompt, *wanted[:where]])
-            counts[0 if where is None else 1 if gaps[at, where] <= noise else 2] += 1
+            if where is None:
+                counts[0] += 1
+                continue
+            key = (at, where, got[where] if where < len(got) else -1)
+            if key not in ties:
+                ties[key] = is_tie(target, prompt, wanted, got, where, noise, largest)
+            counts[1 if ties[key] else 2] += 1
         lines.append(f"| {title} | {counts[0]} | {counts[1]} | {counts[2]} |")
         sums = [a + b for a, b in zip(sums, counts, strict=True)]
     return "\n".join([*lines, f"| all | {sums[0]} | {sums[1]} | {sums[2]} |"])

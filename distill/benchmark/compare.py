@@ -118,12 +118,44 @@ def top_gap(model: Model, context: Sequence[int]) -> float:
     return float(values[0, 0] - values[0, 1])
 
 
+def is_tie(
+    target: Model,
+    prompt: Sequence[int],
+    text: Sequence[int],
+    other: Sequence[int],
+    where: int,
+    noise: float,
+    together: int = 0,
+) -> bool:
+    """Whether rounding alone may make `other` differ from the plain `text` first at `where`.
+
+    It may where the target's two best logits lie within `noise`. A type that rounds coarsely does so by how many tokens
+    are taken at once, all along the text, which the cache keeps: for it the distance of the two tokens' logits is read
+    with the text taken 1, 2, .. and up to `together` tokens at a time, and its spread is the rounding.
+    """
+    if top_gap(target, [*prompt, *text[:where]]) <= noise:
+        return True
+    if not together or where >= min(len(text), len(other)):
+        return False
+    ids, begin, asked = [*prompt, *text], len(prompt) - 1, len(prompt) + where - 1
+    apart = []
+    for size in range(1, together + 1):
+        target.rollback([0])
+        if begin:
+            target.extend(ids[:begin], want=[])
+        for start in range(begin, asked + 1, size):
+            piece = ids[start : start + size]
+            logits = target.extend(piece, want=[min(asked - start, len(piece) - 1)]).full()[0]
+        apart.append(float(logits[text[where]] - logits[other[where]]))
+    return apart[0] <= max(apart) - min(apart)
+
+
 def judge_identity(
-    target: Model, prompts: Sequence[Sequence[int]], trials: Sequence[Trial], noise: float
+    target: Model, prompts: Sequence[Sequence[int]], trials: Sequence[Trial], noise: float, together: int = 0
 ) -> dict[Way, dict[str, int]]:
     """For each greedy way, how many prompts gave the plain text, differ first at a rounding tie, or differ otherwise.
 
-    A tie is a first difference where the target's two best logits lie within `noise`, the measured or agreed rounding.
+    `noise` is the measured or agreed rounding; `noise` and `together` tell a tie as in `is_tie`.
     """
     plain_text = {trial.prompt: trial.decoded.tokens for trial in trials if trial.way == PLAIN}
     verdicts: dict[Way, dict[str, int]] = {}
@@ -131,10 +163,11 @@ def judge_identity(
         if trial.way == PLAIN:
             continue
         verdict = verdicts.setdefault(trial.way, {"identical": 0, "excused": 0, "different": 0})
-        where = first_difference(plain_text[trial.prompt], trial.decoded.tokens)
+        text, other = plain_text[trial.prompt], trial.decoded.tokens
+        where = first_difference(text, other)
         if where is None:
             verdict["identical"] += 1
-        elif top_gap(target, [*prompts[trial.prompt], *plain_text[trial.prompt][:where]]) <= noise:
+        elif is_tie(target, prompts[trial.prompt], text, other, where, noise, together):
             verdict["excused"] += 1
         else:
             verdict["different"] += 1

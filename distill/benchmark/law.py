@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from distill.benchmark.compare import TORCH_NOISE, first_difference, top_gap
+from distill.benchmark.compare import TORCH_NOISE, first_difference, is_tie
 from distill.models.base import Model
 from distill.models.hugging_face import load_model, load_target, load_tokenizer, pick_device, real_tokens
 from distill.models.torch_model import TorchModel
@@ -155,34 +155,11 @@ def _greedy_identity(target: Model, draft: Model, prompts: Sequence[Sequence[int
         where = first_difference(wanted, result.tokens)
         if where is None:
             found["identical"] += 1
-        elif where < min(len(wanted), len(result.tokens)) and _tie(
-            target, prompt, wanted, where, result.tokens[where], rounded
-        ):
+        elif is_tie(target, prompt, wanted, result.tokens, where, TORCH_NOISE, GREEDY_LENGTH + 1 if rounded else 0):
             found["excused"] += 1
         else:
             found["different"] += 1
     return found
-
-
-def _tie(target: Model, prompt: Sequence[int], text: Sequence[int], where: int, other: int, rounded: bool) -> bool:
-    """Whether rounding decides between token `where` of a plain text and the `other` that was written instead.
-
-    A shorter type rounds by how many tokens are taken at once, all along the text and not only at its end: how far the
-    two logits are apart is read for the same tokens taken 1, 2, .. at a time, and the spread is the rounding.
-    """
-    if not rounded:
-        return top_gap(target, [*prompt, *text[:where]]) <= TORCH_NOISE
-    ids, begin, asked = [*prompt, *text], len(prompt) - 1, len(prompt) + where - 1
-    apart = []
-    for size in range(1, GREEDY_LENGTH + 2):
-        target.rollback([0])
-        if begin:
-            target.extend(ids[:begin], want=[])
-        for start in range(begin, asked + 1, size):
-            piece = ids[start : start + size]
-            logits = target.extend(piece, want=[min(asked - start, len(piece) - 1)]).full()[0]
-        apart.append(float(logits[text[where]] - logits[other]))
-    return apart[0] <= max(TORCH_NOISE, max(apart) - min(apart))
 
 
 def verify_run_law(recipe: Recipe, run: Run, samples: int) -> dict[str, Any]:

@@ -217,8 +217,9 @@ def _measure_pair(recipe: Recipe, run: Run, pair: _Pair) -> dict[str, Any]:
     trials = run_trials(
         target, draft, prompts, lengths, settings.new_tokens, pair.ends, f"{pair.backend}, prompts", arms
     )
-    noise = TORCH_NOISE
-    if pair.backend == "gguf" or recipe.target.dtype != "float32":
+    noise, together = TORCH_NOISE, 0
+    if pair.backend == "gguf" or recipe.target.dtype != "float32" or recipe.target.quantise is not None:
+        together = max(lengths) + 1
         longest = next(t.decoded.tokens for t in trials if t.way == PLAIN)
         noise = max(
             rounding_noise(target, prompts[0], longest[start : start + length + 1])
@@ -227,7 +228,7 @@ def _measure_pair(recipe: Recipe, run: Run, pair: _Pair) -> dict[str, Any]:
             if len(longest) > start + length
         )
     sampled = {arm.title for arm in arms if arm.rules.sampler.temperature > 0}
-    verdicts = judge_identity(target, prompts, [t for t in trials if t.way not in sampled], noise)
+    verdicts = judge_identity(target, prompts, [t for t in trials if t.way not in sampled], noise, together)
     accepted = _accepted_by_position(run, max(lengths))
     rows = summarise_trials(trials, lengths, evaluation.resamples, evaluation.confidence)
     for row in rows:
