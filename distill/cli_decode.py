@@ -91,6 +91,8 @@ def generate(
     levels = None if widths is None else tuple(_numbers(widths, "--widths", int, "3,2,1"))
     if levels is not None and drafter != "tree":
         raise RecipeError(f"--widths is not read by --drafter {drafter}", "use --drafter tree, or leave it out")
+    if levels is not None and length != 4:
+        raise RecipeError("--length is not read beside --widths, which says how deep the tree is", "leave one out")
     folder = None
     if target or draft:
         if not (target and draft):

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import operator
 import random
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import Any
 
 from pydantic import ValidationError
@@ -60,13 +58,6 @@ class Way:
     widths: tuple[int, ...] | None = None
 
 
-def nodes_of(way: Way) -> int:
-    """Nodes of a tree; 0 where the way drafts none."""
-    if way.widths is not None:
-        return sum(accumulate(way.widths, operator.mul))
-    return min(2 * way.length, 63) if way.drafter == "tree" else 0
-
-
 NAMES: dict[str, Any] = {"model": "draft", "both": "lookup+draft"}  # drafters that recipes call otherwise
 
 
@@ -78,7 +69,7 @@ def trial_of(way: Way, verifier: str) -> Trial:
     if way.widths is not None:
         size = {"widths": way.widths}
     elif way.drafter == "tree":
-        size["nodes"] = nodes_of(way)
+        size["nodes"] = min(2 * way.length, 63)
     try:
         return Trial(drafter=drafter, rule=way.rule, verifier=verifier, **floor, **size)
     except ValidationError as error:
@@ -113,14 +104,18 @@ def stream(recipe: Recipe, references: tuple[str, str], text: str, limit: int, w
     DataError for a prompt that is empty or fills the target's context, for trees in a model that takes none, and for a
     way that would change the target's law.
     """
-    if way.widths is not None:
+    if way.drafter in FOREIGN and is_gguf(references[0]):
+        raise DataError(f"drafter {way.drafter} reads both tokenizers from Hugging Face folders", "give two of those")
+    nodes = 0
+    if way.length and way.drafter == "tree":
         try:
-            trial_of(way, way.verifier or "token")
+            trial = trial_of(way, way.verifier or "match")
         except ValueError as error:
-            raise DataError(f"this cannot be drafted: {error}", "choose other --widths") from None
+            raise DataError(f"this cannot be drafted: {error}", "correct what it names") from None
+        nodes = trial.drawn_nodes or trial.nodes or 0
     asked = way.length > 0 and way.drafter in OWN
     others = "earlier text alone drafts" if way.drafter == "both" else "the target decodes plainly"
-    with open_pair(recipe, references, text, limit, asked, nodes_of(way) if way.length else 0, others) as pair:
+    with open_pair(recipe, references, text, limit, asked, nodes, others) as pair:
         _stream(recipe, references, text, way, pair)
 
 
@@ -194,8 +189,6 @@ def _drafter(
     if way.drafter in FOREIGN:
         if way.rule != "fixed":
             raise ValueError(f"drafter {way.drafter} drafts fixed lengths only")
-        if is_gguf(references[0]):
-            raise ValueError(f"drafter {way.drafter} reads both tokenizers from Hugging Face folders")
         return foreign_drafter(recipe, references, way, verifier, draws)
     costs = NO_COSTS
     if way.rule == "expected-value":
