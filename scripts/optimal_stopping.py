@@ -1,9 +1,9 @@
-"""The best that a length rule can do with calibrated acceptances: optimal stopping, solved backwards on a grid.
+"""About the best that a length rule can do with calibrated acceptances: optimal stopping, solved backwards on a grid.
 
-A bound for `benchmark_lengths.py`. Of a round the rule knows how many tokens are drafted, how probable it is that all
-of them stand, and how probable the last one was; the next position's acceptance then follows a Markov chain, counted
-on selection rounds. Drafting stops where no continuation is worth its steps at λ tokens per second, λ being that of the
-very text.
+A yardstick for `benchmark_lengths.py`, and no strict bound: the chain is a model. Of a round the rule knows how many
+tokens are drafted, how probable it is that all of them stand, and how probable the last one was; the next position's
+acceptance then follows a Markov chain, counted on selection rounds. Drafting stops where no continuation is worth its
+steps at λ tokens per second, λ being that of the very text.
 
 Legend: S survival (all drafted tokens stand), a acceptance of one token, B bins of a, G grid points of S.
 """

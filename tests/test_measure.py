@@ -16,6 +16,7 @@ from distill.benchmark.compare import (
     Trial,
     choose_length,
     first_difference,
+    is_tie,
     judge_identity,
     run_trials,
     speed_ratio,
@@ -252,6 +253,7 @@ def test_verdicts_on_texts() -> None:
     assert judge_identity(target, prompts, trials, gap * 0.9) == {3: {"identical": 1, "excused": 0, "different": 1}}
     # Taken in other pieces the fp32 target says the same: that excuses nothing.
     assert judge_identity(target, prompts, trials, gap * 0.9, 4) == {3: {"identical": 1, "excused": 0, "different": 1}}
+    assert not is_tie(target, prompts[0], wrong, texts[0], 5, gap * 0.9, 4)  # nor a text that is not the plain one
     assert judge_identity(target, prompts, trials, gap * 1.1) == {3: {"identical": 1, "excused": 1, "different": 0}}
 
 

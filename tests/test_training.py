@@ -13,6 +13,7 @@ import sqlite3
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -69,6 +70,21 @@ def trained(world: Path, ready: Path, folder: Path, *overrides: str) -> tuple[in
 
 def weights(run: Path) -> dict[str, torch.Tensor]:
     return load_file(run / "draft" / "model.safetensors")
+
+
+@contextlib.contextmanager
+def interrupted_after(step: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Ctrl-C when this step is reported, before it is saved."""
+    step_of = loop.report_step
+
+    def interrupted(work: Any, *rest: Any) -> None:
+        step_of(work, *rest)
+        if work.state["step"] == step:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "report_step", interrupted)
+        yield
 
 
 def largest_difference(one: Path, other: Path) -> float:
@@ -131,15 +147,7 @@ def test_two_processes_change_nothing_but_rounding(
 def test_accelerate_launch_goes_on_where_one_process_was_stopped(
     world: Path, ready: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    step_of = loop.report_step
-
-    def interrupted(work: Any, *rest: Any) -> None:
-        step_of(work, *rest)
-        if work.state["step"] == 5:
-            raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(loop, "report_step", interrupted)
+    with interrupted_after(5, monkeypatch):
         assert trained(world, ready, tmp_path, PARTS, *REPLAY)[0] == 130
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", "recipes/accelerate/ddp.yaml",
                "--num_processes", "2", "--main_process_port", "0", "-m", "distill", "train", str(world / "recipe.yaml"),
@@ -415,15 +423,7 @@ def test_a_replay_without_rejections_says_so(
 def test_resumed_is_uninterrupted_bit_for_bit(
     world: Path, ready: Path, whole: Path, tmp_path: Path, killed_at: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    step_of = loop.report_step
-
-    def interrupted(work: Any, *rest: Any) -> None:
-        step_of(work, *rest)
-        if work.state["step"] == killed_at:
-            raise KeyboardInterrupt  # before this step is saved
-
-    with monkeypatch.context() as patch:
-        patch.setattr(loop, "report_step", interrupted)
+    with interrupted_after(killed_at, monkeypatch):
         assert trained(world, ready, tmp_path, PARTS, *REPLAY)[0] == 130
     code, run = trained(world, ready, tmp_path, PARTS, *REPLAY)
     assert code == 0 and largest_difference(run, whole) == 0
@@ -758,15 +758,7 @@ def test_an_adapter_is_trained_resumed_and_merged(
     rank = f"train.adapter={{rank: 4, dropout: 0.2, base: {base}, train_outer: {str(outer).lower()}}}"
     code, one = trained(world, ready, tmp_path / "one", rank)
     assert code == 0
-    step_of = loop.report_step
-
-    def interrupted(work: Any, *rest: Any) -> None:
-        step_of(work, *rest)
-        if work.state["step"] == 5:
-            raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(loop, "report_step", interrupted)
+    with interrupted_after(5, monkeypatch):
         assert trained(world, ready, tmp_path / "two", rank)[0] == 130
     code, two = trained(world, ready, tmp_path / "two", rank)
     assert code == 0 and largest_difference(one, two) == 0

@@ -147,7 +147,7 @@ def is_tie(
             piece = ids[start : start + size]
             logits = target.extend(piece, want=[min(asked - start, len(piece) - 1)]).full()[0]
         apart.append(float(logits[text[where]] - logits[other[where]]))
-    return apart[0] <= max(apart) - min(apart)
+    return abs(apart[0]) <= max(apart) - min(apart)
 
 
 def judge_identity(
