@@ -137,17 +137,19 @@ def is_tie(
         return True
     if not together or where >= min(len(text), len(other)):
         return False
-    ids, begin, asked = [*prompt, *text], len(prompt) - 1, len(prompt) + where - 1
+    ids, asked = [*prompt, *text], len(prompt) + where - 1
     apart = []
     for size in range(1, together + 1):
+        # Plain decoding reads the whole prompt at once; a round reads its last token with what is drafted.
+        begin = len(prompt) - (size > 1)
         target.rollback([0])
         if begin:
-            target.extend(ids[:begin], want=[])
+            logits = target.extend(ids[:begin], want=[begin - 1]).full()[0]
         for start in range(begin, asked + 1, size):
             piece = ids[start : start + size]
             logits = target.extend(piece, want=[min(asked - start, len(piece) - 1)]).full()[0]
         apart.append(float(logits[text[where]] - logits[other[where]]))
-    return abs(apart[0]) <= max(apart) - min(apart)
+    return 0 <= apart[0] <= max(apart) - min(apart)
 
 
 def judge_identity(
