@@ -1,6 +1,6 @@
 """`python -m distill`."""
 
-from distill.cli import main
+from distill.commands.app import main
 
 if __name__ == "__main__":
     main()

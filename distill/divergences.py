@@ -1,8 +1,9 @@
 """Every divergence, acceptance and loss formula once, plain and in the dtype given: the oracle for all faster versions.
 
-Legend: N positions, V vocabulary, K stored entries. p is the target's law, q the draft's; logarithms are natural,
-results are in nats or probabilities, one per position [N]. Every loss is differentiable in what comes from the draft.
-Formulas: Leviathan et al. 2023 (acceptance), Kullback and Leibler, Lin 1991 (Jensen-Shannon), LK (arXiv 2602.23881).
+Legend: N positions, V vocabulary, K stored entries. p is the target's distribution, q the draft's; logarithms are
+natural, results are in nats or probabilities, one per position [N]. Every loss is differentiable in what comes from the
+draft. Formulas: Leviathan et al. 2023 (acceptance), Kullback and Leibler, Lin 1991 (Jensen-Shannon), LK (arXiv
+2602.23881).
 
 Of a trimmed head the columns are the tokens that the draft can speak. There q sums to 1 and p to less, and each sum
 runs over those columns alone: the KL without its infinite part, the JSD without its constant −β log β · (p's missing
@@ -24,25 +25,25 @@ def _weighted_log_ratio(weight: Tensor, log_a: Tensor, log_b: Tensor) -> Tensor:
 
 
 def forward_kl(target_log_probabilities: Tensor, draft_log_probabilities: Tensor) -> Tensor:
-    """KL(p ‖ q) [N] from log-laws [N, V]."""
+    """KL(p ‖ q) [N] from log-distributions [N, V]."""
     return _weighted_log_ratio(target_log_probabilities.exp(), target_log_probabilities, draft_log_probabilities)
 
 
 def reverse_kl(target_log_probabilities: Tensor, draft_log_probabilities: Tensor) -> Tensor:
-    """KL(q ‖ p) [N] from log-laws [N, V]. Raises ValueError where it is infinite: p = 0 < q."""
+    """KL(q ‖ p) [N] from log-distributions [N, V]. Raises ValueError where it is infinite: p = 0 < q."""
     draft = draft_log_probabilities.exp()
     impossible = (draft > 0) & torch.isneginf(target_log_probabilities)
     if bool(impossible.any()):
         rows = int(impossible.any(-1).sum())
         raise ValueError(
             f"the reverse KL is infinite at {rows} positions: the target gives no mass to tokens of the draft's; "
-            "compare untruncated laws, or use the forward KL or the JSD"
+            "compare untruncated distributions, or use the forward KL or the JSD"
         )
     return _weighted_log_ratio(draft, draft_log_probabilities, target_log_probabilities)
 
 
 def jsd(target_log_probabilities: Tensor, draft_log_probabilities: Tensor, beta: float = 0.5) -> Tensor:
-    """β KL(p ‖ m) + (1 − β) KL(q ‖ m) [N] with m = βp + (1 − β)q, 0 < β < 1, from log-laws [N, V]."""
+    """β KL(p ‖ m) + (1 − β) KL(q ‖ m) [N] with m = βp + (1 − β)q, 0 < β < 1, from log-distributions [N, V]."""
     p, q = target_log_probabilities.exp(), draft_log_probabilities.exp()
     mass = beta * p + (1 - beta) * q
     mixed = mass.masked_fill(mass == 0, 1).log()  # where neither has mass, no gradient of a logarithm of 0
@@ -51,8 +52,8 @@ def jsd(target_log_probabilities: Tensor, draft_log_probabilities: Tensor, beta:
 
 
 def total_variation(target: Tensor, draft: Tensor) -> Tensor:
-    """1 − Σ min(p, q) [N] from laws [N, V], which is ½ Σ |p − q| where both sum to 1."""
-    # Σ (q − p)⁺ is the same where q sums to 1, and exact where the laws are close.
+    """1 − Σ min(p, q) [N] from distributions [N, V], which is ½ Σ |p − q| where both sum to 1."""
+    # Σ (q − p)⁺ is the same where q sums to 1, and exact where the distributions are close.
     return (draft - target).relu().sum(-1)
 
 
@@ -72,14 +73,15 @@ def acceptance_greedy(target_logits: Tensor, draft_logits: Tensor) -> Tensor:
 
 
 def nla(target: Tensor, draft: Tensor) -> Tensor:
-    """−log max(Σ min(p, q), 1e-5) [N], the negative log acceptance, from laws [N, V]."""
+    """−log max(Σ min(p, q), 1e-5) [N], the negative log acceptance, from distributions [N, V]."""
     # Not torch.minimum, which splits its gradient at ties.
     acceptance = torch.where(draft > target, target, draft).sum(-1)
     return -acceptance.clamp(min=LEAST_ACCEPTANCE).log()
 
 
 def lk_hybrid(target_log_probabilities: Tensor, draft_log_probabilities: Tensor, decay: float = 3.0) -> Tensor:
-    """λ KL(p ‖ q) + (1 − λ) TV [N], λ = exp(−decay · Σ min(p, q)) per position and without gradient, from log-laws."""
+    """λ KL(p ‖ q) + (1 − λ) TV [N], λ = exp(−decay · Σ min(p, q)) per position and without gradient, from
+    log-distributions."""
     p, q = target_log_probabilities.exp(), draft_log_probabilities.exp()
     share = (-decay * acceptance_sampling(p, q).detach()).exp()
     kl = forward_kl(target_log_probabilities, draft_log_probabilities)
@@ -87,7 +89,8 @@ def lk_hybrid(target_log_probabilities: Tensor, draft_log_probabilities: Tensor,
 
 
 def match_loss(target: Tensor, draft_logits: Tensor, temperature: float = 0.5) -> Tensor:
-    """−Σ p · softmax(z / τ) [N] from laws and logits [N, V]: minus a soft form of p(argmax q), equal to it at τ → 0."""
+    """−Σ p · softmax(z / τ) [N] from distributions and logits [N, V]: minus a soft form of p(argmax q), equal to it at
+    τ → 0."""
     return -(target * (draft_logits / temperature).softmax(-1)).sum(-1)
 
 
@@ -97,7 +100,8 @@ def cross_entropy(draft_logits: Tensor, tokens: Tensor) -> Tensor:
 
 
 def argmax_cross_entropy(target: Tensor, draft_logits: Tensor) -> Tensor:
-    """−log q(argmax p) [N] from laws, log-laws or logits of the target and logits of the draft [N, V]."""
+    """−log q(argmax p) [N] from distributions, log-distributions or logits of the target and logits of the draft [N,
+    V]."""
     return cross_entropy(draft_logits, target.argmax(-1))
 
 
@@ -113,7 +117,7 @@ def top_k_hinge(target: Tensor, draft_logits: Tensor, k: int, margin: float) -> 
 
 
 def bucketed_forward_kl(ids: Tensor, log_probabilities: Tensor, log_tail: Tensor, draft_logits: Tensor) -> Tensor:
-    """KL [N] between the laws in which every token outside the K stored ones is one bucket.
+    """KL [N] between the distributions in which every token outside the K stored ones is one bucket.
 
     ids, log_probabilities [N, K]; log_tail [N], the log of the target's mass outside them; draft_logits [N, V].
     It is a lower bound of the full forward KL (data processing), and equal to it at K = V.

@@ -21,7 +21,8 @@ class Packed:
     """Blocks of documents.
 
     ids [n, S]; documents [n, S], numbered within the block, -1 where nothing stands; positions [n, S], from 0 in each
-    document; mask [n, S], true where the law of the *next* token counts, which then stands at the next position.
+    document; mask [n, S], true where the distribution of the *next* token counts, which then stands at the next
+    position.
     """
 
     ids: Tensor
@@ -62,9 +63,9 @@ class Packed:
 def pack(sequences: Iterable[tuple[list[int], int]], block: int, split_long: bool) -> Packed:
     """Pack sequences, in the order given, into blocks of `block` positions.
 
-    Each sequence is (ids, first): laws are wanted for its tokens from index `first` on (at least 1). With `split_long`
-    a sequence that does not fit goes on in the next block as a new document; otherwise it moves there whole, and one
-    longer than a block is an error of ours.
+    Each sequence is (ids, first): distributions are wanted for its tokens from index `first` on (at least 1). With
+    `split_long` a sequence that does not fit goes on in the next block as a new document; otherwise it moves there
+    whole, and one longer than a block is an error of ours.
     """
     rows: list[list[tuple[list[int], int]]] = [[]]
     used = 0

@@ -5,10 +5,8 @@ from __future__ import annotations
 import contextlib
 import datetime
 import fcntl
-import importlib.metadata
 import json
 import os
-import platform
 import subprocess
 import sys
 import time
@@ -19,48 +17,8 @@ from typing import IO, Any
 
 from distill.errors import DataError, RunError
 from distill.files import digest, faults_explained, file_digest, read_json, write_json, write_text
+from distill.machine import machine
 from distill.recipe import Recipe, dump_recipe
-
-PACKAGES = ("torch", "transformers", "datasets", "peft", "accelerate", "gguf", "safetensors", "llama-cpp-python")
-
-
-def machine() -> dict[str, Any]:
-    """What this machine is: processor, cores, memory, GPU if torch is loaded and sees one, versions."""
-    import psutil
-
-    cpu = platform.processor() or platform.machine()
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                cpu = line.partition(":")[2].strip()
-                break
-    gpu = None
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_available():
-        gpu = torch.cuda.get_device_name(0)
-    return {
-        "cpu": cpu,
-        "cores": usable_cores(),
-        "memory_bytes": psutil.virtual_memory().total,
-        "gpu": gpu,
-        "platform": platform.platform(),
-        "python": platform.python_version(),
-        **versions(),
-    }
-
-
-def usable_cores() -> int:
-    """Processor cores this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
-
-
-def versions() -> dict[str, str]:
-    """Installed versions of the packages the numbers depend on."""
-    found = {}
-    for name in PACKAGES:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    return found
 
 
 def _git_revision() -> str | None:
@@ -199,12 +157,12 @@ class Run:
         Sizes are compared here; contents are checked against their checksums where they are read.
         """
         faults = {}
-        for name, facts in record["artifacts"].items():
+        for name, entry in record["artifacts"].items():
             path = self.path(name)
             if not path.is_file():
                 faults[name] = f"{name} is missing"
-            elif path.stat().st_size != facts["bytes"]:
-                faults[name] = f"{name} has {path.stat().st_size} bytes instead of {facts['bytes']}"
+            elif path.stat().st_size != entry["bytes"]:
+                faults[name] = f"{name} has {path.stat().st_size} bytes instead of {entry['bytes']}"
         return faults
 
     def finish(self, stage: str, key: str, inputs: dict[str, Any], artifacts: Sequence[Path], started: float) -> None:
@@ -222,7 +180,7 @@ class Run:
                 "key": key,
                 "inputs": inputs,
                 "artifacts": files,
-                "digest": digest({name: facts["sha256"] for name, facts in files.items()}),
+                "digest": digest({name: entry["sha256"] for name, entry in files.items()}),
                 "seconds": round(time.time() - started, 3),
                 "time": now(),
             },

@@ -1,4 +1,4 @@
-"""From logits to the law that is sampled. The same object serves answers, losses, evaluation and verification.
+"""From logits to the distribution that is sampled. The same object serves answers, losses, evaluation and verification.
 
 Legend: N rows, V vocabulary, H tokens of history.
 """
@@ -35,7 +35,7 @@ class Sampler:
         """The sampler that a recipe's section describes."""
         return cls(settings.temperature, settings.top_k, settings.top_p, settings.min_p)
 
-    def law(self, logits: Tensor, histories: Sequence[Sequence[int]] | Tensor | None = None) -> Tensor:
+    def probabilities(self, logits: Tensor, histories: Sequence[Sequence[int]] | Tensor | None = None) -> Tensor:
         """Probabilities [N, V] in fp32 (fp64 if the logits are) of the next token, from logits [N, V].
 
         `histories` are each row's tokens so far, or a tensor of them [N, H] in which −1 is none; only a repetition
@@ -48,7 +48,7 @@ class Sampler:
             return torch.nn.functional.one_hot(logits.argmax(-1), logits.shape[-1]).to(logits.dtype)
         logits = logits / self.temperature
         if 0 < self.top_k < logits.shape[-1]:
-            # Ties with the k-th are kept, so that the law does not depend on the order of equal logits.
+            # Ties with the k-th are kept, so that the distribution does not depend on the order of equal logits.
             kth = logits.topk(self.top_k, dim=-1).values[..., -1:]
             logits = logits.masked_fill(logits < kth, -math.inf)
         if self.top_p < 1:

@@ -1,9 +1,9 @@
-"""Every way of cutting the demo target, at several sizes, without healing: KL to the target on report text.
+"""Every way of cutting the demo target, at several sizes, without healing: KL to the target on test text.
 
     python scripts/benchmark_cuts.py > cuts.md
 
-Scores are collected on one half of the selection text, ridges and greedy removals chosen on the other half; every
-figure printed is of report text, which none of it has seen. Intervals: 95 %, bootstrap over documents; the ratio to the
+Scores are collected on one half of the validation text, ridges and greedy removals chosen on the other half; every
+figure printed is of test text, which none of it has seen. Intervals: 95 %, bootstrap over documents; the ratio to the
 plainest method of the same size is paired by document.
 """
 
@@ -21,12 +21,12 @@ from distill import divergences
 from distill.intervals import ratio_interval
 from distill.models.hugging_face import encode, load_model, load_tokenizer
 from distill.packing import Packed, pack
-from distill.surgery.attention import drop_kv_groups
 from distill.surgery.change import size_of
-from distill.surgery.hidden import narrow_hidden
-from distill.surgery.laws import TargetLaws, scored_logits
-from distill.surgery.layers import choose_layers, keep_layers
-from distill.surgery.width import allocate_widths, narrow, neuron_scores
+from distill.surgery.cuts.attention import drop_kv_groups
+from distill.surgery.cuts.hidden import narrow_hidden
+from distill.surgery.cuts.layers import choose_layers, keep_layers
+from distill.surgery.cuts.width import allocate_widths, narrow, neuron_scores
+from distill.surgery.divergence import TargetDistributions, scored_logits
 
 DATA = Path(__file__).resolve().parent.parent / "data"
 BLOCK, SCORE_BLOCKS, REPORT_BLOCKS = 512, 16, 40
@@ -56,18 +56,18 @@ def document_kl(target: Any, model: Any, blocks: Packed, vocabulary: int) -> tup
     return numpy.array(sums), numpy.array(counts)
 
 
-def cuts(score: Packed, laws: TargetLaws) -> dict[str, dict[str, Cut]]:
+def cuts(score: Packed, distributions: TargetDistributions) -> dict[str, dict[str, Cut]]:
     """Methods by size; the first of each size is the plainest one."""
 
     def layers(keep: int, rule: str) -> Cut:
         def cut(model: Any) -> None:
-            keep_layers(model, choose_layers(model, keep, rule, blocks=score, loss=laws.kl)[0])
+            keep_layers(model, choose_layers(model, keep, rule, blocks=score, loss=distributions.kl)[0])
 
         return cut
 
     def width(size: int, rule: str, repair: bool = False, sequential: bool = True) -> Cut:
         return lambda model: narrow(
-            model, score, size, score=rule, repair=repair, ridge=RIDGES, loss=laws.kl, sequential=sequential
+            model, score, size, score=rule, repair=repair, ridge=RIDGES, loss=distributions.kl, sequential=sequential
         )
 
     def uneven(size: int) -> Cut:
@@ -106,18 +106,18 @@ def main() -> None:
     target = load_model(str(DATA / "demo-target"), "float32", torch.device("cpu"))
     tokenizer = load_tokenizer(str(DATA / "demo-target"))
     vocabulary = min(target.config.vocab_size, len(tokenizer))
-    selection = blocks_of("selection", tokenizer)
-    score, losses = selection.take(slice(0, SCORE_BLOCKS)), selection.take(slice(SCORE_BLOCKS, 2 * SCORE_BLOCKS))
-    laws = TargetLaws.measure(target, losses, vocabulary)
-    report = blocks_of("report", tokenizer).take(slice(0, REPORT_BLOCKS))
-    print(f"KL(target ‖ cut) in nats on {int(report.mask.sum())} report tokens, before any training.\n")
+    validation = blocks_of("validation", tokenizer)
+    score, losses = validation.take(slice(0, SCORE_BLOCKS)), validation.take(slice(SCORE_BLOCKS, 2 * SCORE_BLOCKS))
+    distributions = TargetDistributions.measure(target, losses, vocabulary)
+    test = blocks_of("test", tokenizer).take(slice(0, REPORT_BLOCKS))
+    print(f"KL(target ‖ cut) in nats on {int(test.mask.sum())} test tokens, before any training.\n")
     print("| size | parameters | method | KL | over the plainest |\n|---|--:|---|--:|--:|")
-    for size, methods in cuts(score, laws).items():
+    for size, methods in cuts(score, distributions).items():
         plainest: numpy.ndarray | None = None
         for name, cut in methods.items():
             model = copy.deepcopy(target)
             cut(model)
-            sums, counts = document_kl(target, model, report, vocabulary)
+            sums, counts = document_kl(target, model, test, vocabulary)
             kl = ratio_interval(sums, counts, 2000, 0.95)
             row = f"| {size} | {size_of(model).parameters / 1e6:.2f}M | {name} "
             row += f"| {kl['mean']:.3f} [{kl['low']:.3f}, {kl['high']:.3f}] |"

@@ -3,9 +3,9 @@
     python scripts/benchmark_gkd.py runs/demo --to losses/ --tune            # resumes; a second process: --share 1/2
     python scripts/benchmark_losses.py runs/demo --to losses/ --table        # the table of everything in the folder
 
-RUN is a run whose teacher and init/ are there (`distill train recipes/demo.yaml --until draft`), FOLDER the one of
+RUN is a run whose teacher and cut/ are there (`distill train recipes/demo.yaml --until cut`), FOLDER the one of
 benchmark_losses.py. Two methods: `trl GKD, defaults` (β .5, λ .5) and, with --tune, `trl GKD, tuned`: the β and λ whose
-draft is accepted most on selection prompts (sampling) at the middle rate and the first seed. Both then take every rate
+draft is accepted most on validation prompts (sampling) at the middle rate and the first seed. Both then take every rate
 and seed, or with --narrow every rate at the first seed and the other seeds at the rate best there.
 
 The trainer's own: its loss, how it mixes in texts that the draft writes (temperature .9, at most 128 tokens: its
@@ -53,7 +53,7 @@ CANDIDATES = [(beta, share) for share in (0.0, 0.5) for beta in (0.1, 0.5, 0.9)]
 TEMPERATURE, NEW_TOKENS = 0.9, 128  # GKDConfig's defaults
 UNSCORED = -100
 
-Row = tuple[list[int], int]  # a document's ids, and its first token whose law counts
+Row = tuple[list[int], int]  # a document's ids, and its first token whose distribution counts
 
 
 def rows_of(blocks: Packed) -> list[Row]:
@@ -104,15 +104,31 @@ def arguments_of(options: Any, beta: float, share: float, seed: int, folder: str
     from trl.experimental.gkd import GKDConfig
 
     return GKDConfig(
-        output_dir=folder, max_steps=options.steps, per_device_train_batch_size=1, gradient_accumulation_steps=1,
-        train_sampling_strategy="sequential", seed=seed, max_grad_norm=1.0, beta=beta, lmbda=share,
-        temperature=TEMPERATURE, max_new_tokens=NEW_TOKENS, bf16=False, gradient_checkpointing=False, use_cpu=True,
-        dataloader_pin_memory=False, report_to="none", save_strategy="no", logging_strategy="no", disable_tqdm=True,
-    )  # fmt: skip
+        output_dir=folder,
+        max_steps=options.steps,
+        per_device_train_batch_size=1,
+        gradient_accumulation_steps=1,
+        train_sampling_strategy="sequential",
+        seed=seed,
+        max_grad_norm=1.0,
+        beta=beta,
+        lmbda=share,
+        temperature=TEMPERATURE,
+        max_new_tokens=NEW_TOKENS,
+        bf16=False,
+        gradient_checkpointing=False,
+        use_cpu=True,
+        dataloader_pin_memory=False,
+        report_to="none",
+        save_strategy="no",
+        logging_strategy="no",
+        disable_tqdm=True,
+    )
 
 
-def train(draft: Any, target: Any, data: Any, options: Any, beta: float, share: float, rate: float,
-          seed: int) -> dict[str, int]:  # fmt: skip
+def train(
+    draft: Any, target: Any, data: Any, options: Any, beta: float, share: float, rate: float, seed: int
+) -> dict[str, int]:
     """Train `draft` in place with trl's GKDTrainer; how many positions it learnt from and how many it scored."""
     from datasets import Dataset
     from transformers import PrinterCallback, TrainerCallback
@@ -145,10 +161,15 @@ def train(draft: Any, target: Any, data: Any, options: Any, beta: float, share: 
     curve = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: cosine(step, options.steps, 1.0, 0.03, 0.1))
     with tempfile.TemporaryDirectory() as folder:
         trainer = Counting(
-            model=draft, teacher_model=target, args=arguments_of(options, beta, share, seed, folder),
-            data_collator=collate, train_dataset=Dataset.from_dict({"step": list(range(options.steps))}),
-            processing_class=tokenizer, optimizers=(optimizer, curve), callbacks=[Steps()],
-        )  # fmt: skip
+            model=draft,
+            teacher_model=target,
+            args=arguments_of(options, beta, share, seed, folder),
+            data_collator=collate,
+            train_dataset=Dataset.from_dict({"step": list(range(options.steps))}),
+            processing_class=tokenizer,
+            optimizers=(optimizer, curve),
+            callbacks=[Steps()],
+        )
         trainer.remove_callback(PrinterCallback)
         random.seed(seed)  # by which it decides whose text a step takes
         trainer.train()
@@ -164,11 +185,11 @@ class Trainings:
         self.options, self.run = options, Run(options.run, recipe)
         self.target = load_model(recipe.target.model, "float32", torch.device("cpu"))
         source = open_teacher(self.run, recipe, pick_device("cpu"))
-        tokenizer = load_tokenizer(str(self.run.path("init")))
+        tokenizer = load_tokenizer(str(self.run.path("cut")))
         self.data = source.packed, tokenizer, recipe.answers.prompt_tokens
         self.texts = {
             split: Texts(self.target, recipe, read_prompts(self.run, split), options, source.vocabulary)
-            for split in ("selection", "report")
+            for split in ("validation", "test")
         }
 
     def path(self, beta: float, share: float, rate: float, seed: int) -> Path:
@@ -181,26 +202,33 @@ class Trainings:
         if path.exists():
             return dict(json.loads(path.read_text()))
         torch.manual_seed(seed)
-        draft = load_model(str(self.run.path("init")), "float32", torch.device("cpu"), trimmed=False)
+        draft = load_model(str(self.run.path("cut")), "float32", torch.device("cpu"), trimmed=False)
         started = time.time()
         counts = train(draft, self.target, self.data, self.options, beta, share, rate, seed)
         seconds = time.time() - started
         found = {
-            "rate": rate, "seed": seed, "seconds": seconds, "beta": beta, "lambda": share, "temperature": TEMPERATURE,
-            "max_new_tokens": NEW_TOKENS, "trl": version("trl"), **counts,
+            "rate": rate,
+            "seed": seed,
+            "seconds": seconds,
+            "beta": beta,
+            "lambda": share,
+            "temperature": TEMPERATURE,
+            "max_new_tokens": NEW_TOKENS,
+            "trl": version("trl"),
+            **counts,
             **{split: text.accepted(draft) for split, text in self.texts.items()},
-        }  # fmt: skip
+        }
         path.parent.mkdir(parents=True, exist_ok=True)
         write_json(path, found)
         return found
 
     def best(self) -> tuple[float, float]:
-        """The β and λ accepted most on selection prompts; ends the script where a candidate is not there yet."""
+        """The β and λ accepted most on validation prompts; ends the script where a candidate is not there yet."""
         rate, seed = middle(self.options.rates), self.options.seeds[0]
         lacking = [c for c in CANDIDATES if not self.path(*c, rate, seed).exists()]
         if lacking:
             sys.exit(f"β and λ {lacking} are another share's and not there yet: run this again when they are")
-        return max(CANDIDATES, key=lambda c: mean([self.made(*c, rate, seed)["selection"]["sampling"]]))
+        return max(CANDIDATES, key=lambda c: mean([self.made(*c, rate, seed)["validation"]["sampling"]]))
 
     def publish(self, method: str, beta: float, share: float, rate: float, seed: int) -> None:
         """Make a training and put it where benchmark_losses.py's table finds it."""
@@ -231,7 +259,7 @@ def grid(trainings: Trainings, method: str, beta: float, share: float) -> list[t
         return work
     for rate in options.rates:
         trainings.publish(method, beta, share, rate, first)
-    best = max(options.rates, key=lambda r: mean([trainings.made(beta, share, r, first)["selection"]["sampling"]]))
+    best = max(options.rates, key=lambda r: mean([trainings.made(beta, share, r, first)["validation"]["sampling"]]))
     return [(method, beta, share, best, seed) for seed in others]
 
 
@@ -243,7 +271,7 @@ def work_through(trainings: Trainings) -> None:
         progress = Progress("trl GKD: candidates", len(CANDIDATES[part::parts]), every_seconds=0)
         for candidate in CANDIDATES[part::parts]:
             found = trainings.made(*candidate, middle(options.rates), options.seeds[0])
-            progress.step(note=f"selection {mean([found['selection']['sampling']]):.4f}")
+            progress.step(note=f"validation {mean([found['validation']['sampling']]):.4f}")
     for method in ["trl GKD, defaults", *(["trl GKD, tuned"] if options.tune else [])]:
         chosen = DEFAULTS if method == "trl GKD, defaults" else trainings.best()
         mine = grid(trainings, method, *chosen)[part::parts]
@@ -263,8 +291,10 @@ def notes(folder: Path) -> str:
         rates = ", ".join(f"{r:g} × {sum(f['rate'] == r for f in found)}" for r in sorted({f["rate"] for f in found}))
         positions, scored = (sum(f[key] for f in found) / len(found) for key in ("positions", "scored"))
         one = found[0]
-        lines.append(f"{method}: β {one['beta']:g}, λ {one['lambda']:g}, trl {one['trl']}; rates × seeds {rates}; "
-                     f"{positions:.0f} positions per training, of which {scored:.0f} scored.")  # fmt: skip
+        lines.append(
+            f"{method}: β {one['beta']:g}, λ {one['lambda']:g}, trl {one['trl']}; rates × seeds {rates}; "
+            f"{positions:.0f} positions per training, of which {scored:.0f} scored."
+        )
     return "\n".join(lines)
 
 

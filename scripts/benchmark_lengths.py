@@ -1,14 +1,14 @@
 """Length rules on recorded acceptance traces: what each would win on a cost curve, beside plain decoding and the ideal.
 
     python scripts/benchmark_lengths.py record --target data/demo-target --draft runs/demo/draft --traces traces.json
-    python scripts/benchmark_lengths.py simulate --traces traces.json [--curve profile.json] [--split selection]
+    python scripts/benchmark_lengths.py simulate --traces traces.json [--curve profile.json] [--split validation]
     python scripts/benchmark_lengths.py measure runs/demo
 
 A trace is the target's greedy text; at every position of it, the draft's greedy continuation of 16 tokens, what its
-laws looked like before each draw, and how many of the tokens the target's text has too. A rule replays it round by
-round at the prices of a curve. Calibrations are fitted on selection text, and the rules' defaults were chosen there;
-the figures printed by default are of report text. The best γ and the clairvoyant are chosen on the very text that they
-are scored on. `measure` decodes on this machine instead, and simulates the same texts on the machine's own curve.
+distributions looked like before each draw, and how many of the tokens the target's text has too. A rule replays it
+round by round at the prices of a curve. Calibrations are fitted on validation text, and the rules' defaults were chosen
+there; the figures printed by default are of test text. The best γ and the clairvoyant are chosen on the very text that
+they are scored on. `measure` decodes on this machine instead, and simulates the same texts on the machine's own curve.
 
 Legend: m tokens of a step, n or γ drafted, T(m) seconds of the target, D of the draft, T(1) = 1.
 """
@@ -45,7 +45,6 @@ from distill.speculative.calibration import (
     log_loss,
 )
 from distill.speculative.cost import StepCosts, load_pair
-from distill.speculative.earlier import LONGEST, Earlier
 from distill.speculative.lengths import (
     AcceptedRatio,
     BetaFilter,
@@ -58,6 +57,7 @@ from distill.speculative.lengths import (
     Rule,
     StartContinue,
 )
+from distill.speculative.n_grams import LONGEST, Earlier
 from distill.speculative.proposal import Features
 
 AHEAD = 16
@@ -99,9 +99,9 @@ def prompts_of(folder: Path, encode: Any, count: int) -> Iterator[tuple[str, lis
 
 def looks(logits: Any) -> list[tuple[int, list[float]]]:
     """(best token, [top, second, entropy]) of each row of logits."""
-    laws = logits.full().double().softmax(-1)
-    best = laws.topk(2)
-    entropies = -(laws * laws.clamp_min(1e-300).log()).sum(-1)
+    distributions = logits.full().double().softmax(-1)
+    best = distributions.topk(2)
+    entropies = -(distributions * distributions.clamp_min(1e-300).log()).sum(-1)
     return [
         (int(ids[0]), [round(float(value), 6) for value in (*values, entropy)])
         for ids, values, entropy in zip(best.indices, best.values, entropies, strict=True)
@@ -121,11 +121,13 @@ def record_trace(target: Any, draft: Any, prompt: list[int], limit: int, ends: S
         return []
     draft.rollback([0])
     draft.extend(prompt, want=[len(prompt) - 1])
-    laws = looks(draft.extend(text[:-1]))  # after text[0], text[1], ...: what the draft thinks of the token behind
+    distributions = looks(
+        draft.extend(text[:-1])
+    )  # after text[0], text[1], ...: what the draft thinks of the token behind
     rows: list[dict[str, Any]] = []
     known: list[tuple[int, list[float]]] = []  # the continuation of the position behind
     for position in range(len(text) - 2, -1, -1):
-        path = [laws[position]]
+        path = [distributions[position]]
         if known and path[0][0] == text[position + 1]:
             path += known[: AHEAD - 1]
         else:
@@ -147,8 +149,9 @@ def record_trace(target: Any, draft: Any, prompt: list[int], limit: int, ends: S
     return rows[::-1]
 
 
-def record_traces(target: Any, draft: Any, prompts: Sequence[tuple[str, list[int]]], limit: int, ends: Sequence[int]
-                  ) -> list[dict[str, Any]]:  # fmt: skip
+def record_traces(
+    target: Any, draft: Any, prompts: Sequence[tuple[str, list[int]]], limit: int, ends: Sequence[int]
+) -> list[dict[str, Any]]:
     """Rows of all prompts: {class, prompt, position, run, features [16][top, second, entropy, match]}."""
     return [
         {"class": kind, "prompt": number, **row}
@@ -168,7 +171,7 @@ def record(arguments: argparse.Namespace) -> None:
     ends = end_ids(models[0].config, tokenizer)
     target, draft = (TorchModel(model) for model in models)
     found = {}
-    for split in ("selection", "report"):
+    for split in ("validation", "test"):
         prompts = list(prompts_of(arguments.data / split, lambda text: encode(tokenizer, text), arguments.prompts))
         found[split] = record_traces(target, draft, prompts, arguments.tokens, ends)
     arguments.traces.write_text(json.dumps(found), encoding="utf-8")
@@ -181,10 +184,61 @@ def record(arguments: argparse.Namespace) -> None:
 # ── simulation ──
 
 PUBLISHED = {  # per-token cost of m = 1..16 relative to m = 1
-    "GLM-4.6, RPC": (1, 1.027, .712, .544, .459, .389, .347, .315, .281, .256, .233, .214, .199, .186, .178, .166),
-    "DeepSeek-R1, NUMA": (1, .606, .472, .415, .378, .362, .339, .331, .321, .311, .298, .296, .287, .281, .277, .279),
-    "Mistral-Large, GPUs": (1, .531, .397, .384, .334, .36, .364, .328, .178, .16, .146, .134, .124, .115, .108, .101),
-}  # fmt: skip
+    "GLM-4.6, RPC": (
+        1,
+        1.027,
+        0.712,
+        0.544,
+        0.459,
+        0.389,
+        0.347,
+        0.315,
+        0.281,
+        0.256,
+        0.233,
+        0.214,
+        0.199,
+        0.186,
+        0.178,
+        0.166,
+    ),
+    "DeepSeek-R1, NUMA": (
+        1,
+        0.606,
+        0.472,
+        0.415,
+        0.378,
+        0.362,
+        0.339,
+        0.331,
+        0.321,
+        0.311,
+        0.298,
+        0.296,
+        0.287,
+        0.281,
+        0.277,
+        0.279,
+    ),
+    "Mistral-Large, GPUs": (
+        1,
+        0.531,
+        0.397,
+        0.384,
+        0.334,
+        0.36,
+        0.364,
+        0.328,
+        0.178,
+        0.16,
+        0.146,
+        0.134,
+        0.124,
+        0.115,
+        0.108,
+        0.101,
+    ),
+}
 DRAFT_COSTS = (0.02, 0.05, 0.1)
 
 Trace = list[tuple[int, list[Features]]]  # of one prompt: at every position the accepted run and 16 features
@@ -352,7 +406,7 @@ def curves_of(path: Path | None) -> dict[str, StepCosts]:
 
 
 def simulate(arguments: argparse.Namespace) -> None:
-    fitted = rounds_of(read_traces(arguments.traces, "selection")["mixed"])
+    fitted = rounds_of(read_traces(arguments.traces, "validation")["mixed"])
     sets = read_traces(arguments.traces, arguments.split)
     calibrations: dict[str, Calibration] = {
         "none": Power(),
@@ -362,7 +416,9 @@ def simulate(arguments: argparse.Namespace) -> None:
         "logistic on " + ", ".join(FEATURE_TERMS): fit_logistic(fitted, FEATURE_TERMS),
         "the same and earlier text": fit_logistic(fitted, FEATURE_TERMS + CONTEXT_TERMS),
     }
-    print(f"Text: {arguments.split}, {sum(map(len, sets['code']))} positions of each class. Calibrated on selection.\n")
+    print(
+        f"Text: {arguments.split}, {sum(map(len, sets['code']))} positions of each class. Calibrated on validation.\n"
+    )
     print("| calibration | log loss | expected calibration error |\n|---|--:|--:|")
     for name, calibration in calibrations.items():
         said, stood = answers(calibration, rounds_of(sets["mixed"]))
@@ -394,9 +450,13 @@ def simulate(arguments: argparse.Namespace) -> None:
         ]
         verdicts.append((title, *share, mine[-1] / best, min(mine), rows["expected value, myopic"][-1]))
     heads = (
-        "share of the clairvoyant's gain over the best γ", "of it, optimal stopping", "of it, features known",
-        "of the best γ's speed", "worst class against plain", "myopic",
-    )  # fmt: skip
+        "share of the clairvoyant's gain over the best γ",
+        "of it, optimal stopping",
+        "of it, features known",
+        "of the best γ's speed",
+        "worst class against plain",
+        "myopic",
+    )
     print(f"\n| curve, mixed set | {' | '.join(heads)} |\n|---|{'--:|' * len(heads)}")
     for title, mine_share, stopping, bound, *speeds in verdicts:
         shares = f"{mine_share:.0%} | {stopping:.0%} | {bound:.0%}"
@@ -416,7 +476,7 @@ def main() -> None:
     command.set_defaults(run=record)
     command.add_argument("--target", type=Path, default=Path("data/demo-target"))
     command.add_argument("--draft", type=Path, default=Path("runs/demo/draft"))
-    command.add_argument("--data", type=Path, default=Path("data"), help="folder with selection/ and report/")
+    command.add_argument("--data", type=Path, default=Path("data"), help="folder with validation/ and test/")
     command.add_argument("--prompts", type=int, default=24, help="of each class and split")
     command.add_argument("--tokens", type=int, default=120, help="positions recorded after each prompt")
     command.add_argument("--traces", type=Path, default=Path("traces.json"))
@@ -424,11 +484,11 @@ def main() -> None:
     command.set_defaults(run=simulate)
     command.add_argument("--traces", type=Path, default=Path("traces.json"))
     command.add_argument("--curve", type=Path, help="a measured pair instead of the published curves")
-    command.add_argument("--split", choices=("selection", "report"), default="report")
+    command.add_argument("--split", choices=("validation", "test"), default="test")
     command = commands.add_parser("measure")
     command.set_defaults(run=measure)
     command.add_argument("run_folder", type=Path, metavar="RUN", nargs="?", default=Path("runs/demo"))
-    command.add_argument("--data", type=Path, default=Path("data"), help="folder with report/")
+    command.add_argument("--data", type=Path, default=Path("data"), help="folder with test/")
     command.add_argument("--prompts", type=int, default=4, help="of each class")
     command.add_argument("--tokens", type=int, default=48, help="decoded after each prompt")
     command.add_argument("--repeats", type=int, default=7, help="of every timed step")

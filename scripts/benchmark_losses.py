@@ -3,11 +3,11 @@
     python scripts/benchmark_losses.py runs/demo --to losses/      # a folder that keeps every training; resumes
     python scripts/benchmark_losses.py runs/demo --to losses/ --share 0/2 & ... --share 1/2     # in two processes
 
-RUN is a run whose teacher and init/ are there (`distill train recipes/demo.yaml --until draft`). Every method starts
+RUN is a run whose teacher and cut/ are there (`distill train recipes/demo.yaml --until cut`). Every method starts
 from the same cut draft and sees the same blocks in the same order. `KL, then B` is forward KL for 70 % of the steps and
-B for the rest, under one learning-rate curve. The rate of each method and protocol is chosen on selection prompts, from
-the same grid; figures are on report prompts: acceptance on texts that the target writes, averaged over seeds, with the
-interval of the difference to forward KL, paired by prompt (its seeds together).
+B for the rest, under one learning-rate curve. The rate of each method and protocol is chosen on validation prompts,
+from the same grid; figures are on test prompts: acceptance on texts that the target writes, averaged over seeds, with
+the interval of the difference to forward KL, paired by prompt (its seeds together).
 
 Legend: U prompts.
 """
@@ -36,7 +36,7 @@ from distill.run import Run
 from distill.sampler import Sampler
 from distill.target.source import open_teacher
 from distill.texts import Prompt, prompt_seed, read_prompts
-from distill.training.losses import LossSettings
+from distill.training.losses.settings import LossSettings
 from distill.training.plan import PlannedPart
 from distill.training.rate import cosine
 from distill.training.step import Columns, Learner, batch_blocks, on_device, parameter_groups
@@ -68,7 +68,7 @@ PROTOCOLS = ("sampling", "match", "greedy")
 
 
 class Texts:
-    """What the target writes after some prompts, and the laws there: the measure that all drafts share."""
+    """What the target writes after some prompts, and the distributions there: the measure that all drafts share."""
 
     def __init__(self, target: Any, recipe: Recipe, prompts: list[Prompt], options: Any, vocabulary: int) -> None:
         sampler = Sampler.of(recipe.sampler)
@@ -78,7 +78,7 @@ class Texts:
         answers = continue_all(target, ids, sampler, options.new_tokens, seeds, ends, recipe.answers.batch, vocabulary)
         self.rows = [(p, a) for p, a in zip(ids, answers, strict=True) if len(a) > 1]
         self.sampler, self.vocabulary = sampler, vocabulary
-        self.laws = [self._logits(target, row) for row in self.rows]
+        self.distributions = [self._logits(target, row) for row in self.rows]
 
     @torch.inference_mode()
     def _logits(self, model: Any, row: tuple[list[int], list[int]]) -> torch.Tensor:
@@ -89,9 +89,9 @@ class Texts:
     def accepted(self, draft: Any) -> dict[str, list[tuple[float, int]]]:
         """Per protocol, the sum of acceptances and the number of positions of each prompt [U]."""
         found: dict[str, list[tuple[float, int]]] = {name: [] for name in PROTOCOLS}
-        for row, target in zip(self.rows, self.laws, strict=True):
+        for row, target in zip(self.rows, self.distributions, strict=True):
             logits = self._logits(draft, row)
-            p, q = self.sampler.law(target), self.sampler.law(logits)
+            p, q = self.sampler.probabilities(target), self.sampler.probabilities(logits)
             best = logits.argmax(-1, keepdim=True)
             values = {
                 "sampling": torch.minimum(p, q).sum(),
@@ -103,13 +103,20 @@ class Texts:
         return found
 
 
-def steps_of(learner: Learner, optimizer: Any, source: Any, options: Any, seed: int, rate: float, first: int, last: int,
-             way: Way) -> None:  # fmt: skip
+def steps_of(
+    learner: Learner, optimizer: Any, source: Any, options: Any, seed: int, rate: float, first: int, last: int, way: Way
+) -> None:
     """Train from step `first` to `last` of one curve."""
     losses, weights, beta = way
     part = PlannedPart(
-        "x", 0, options.steps, rate, LossSettings(losses, jsd_beta=beta), weights, 0.5  # type: ignore[arg-type]
-    )  # fmt: skip
+        "x",
+        0,
+        options.steps,
+        rate,
+        LossSettings(losses, jsd_beta=beta),
+        weights,
+        0.5,  # type: ignore[arg-type]
+    )
     learner.train()
     for step in range(first, last):
         for group in optimizer.param_groups:
@@ -134,16 +141,21 @@ def trainings(options: Any, run: Run, source: Any, seed: int, rate: float, texts
 
     def fresh() -> tuple[Learner, Any]:
         torch.manual_seed(seed)
-        model = load_model(str(run.path("init")), "float32", torch.device("cpu"), trimmed=False)
+        model = load_model(str(run.path("cut")), "float32", torch.device("cpu"), trimmed=False)
         learner = Learner(model, Columns(source.vocabulary, None, torch.device("cpu")), 1024, 4)
         return learner, torch.optim.AdamW(parameter_groups(model, 0.0), lr=rate, betas=(0.9, 0.95))
 
     def measure(method: str, learner: Learner, seconds: float) -> None:
         found = {split: text.accepted(learner.draft) for split, text in texts.items()}
-        means = {p: sum(v for v, _ in found["report"][p]) / sum(n for _, n in found["report"][p]) for p in PROTOCOLS}
+        means = {p: sum(v for v, _ in found["test"][p]) / sum(n for _, n in found["test"][p]) for p in PROTOCOLS}
         write_json(names[method], {"method": method, "rate": rate, "seed": seed, "seconds": seconds, **found})
-        print(f"seed {seed} rate {rate:g} {method}: " + ", ".join(f"{p} {v:.4f}" for p, v in means.items())
-              + f" ({seconds:.0f} s)", file=sys.stderr, flush=True)  # fmt: skip
+        print(
+            f"seed {seed} rate {rate:g} {method}: "
+            + ", ".join(f"{p} {v:.4f}" for p, v in means.items())
+            + f" ({seconds:.0f} s)",
+            file=sys.stderr,
+            flush=True,
+        )
 
     switch = round(SWITCH * options.steps)
     learner, optimizer = fresh()
@@ -179,7 +191,7 @@ def _totals(rows: list[list[Any]]) -> tuple[Any, Any]:
 
 
 def table(folder: Path, resamples: int = 2000) -> str:
-    """Every method on every protocol, at the rate that is best for it on selection prompts.
+    """Every method on every protocol, at the rate that is best for it on validation prompts.
 
     Rates are compared on the seeds that all of a method's rates have; the figures are of every seed at the rate taken.
     """
@@ -187,9 +199,12 @@ def table(folder: Path, resamples: int = 2000) -> str:
     methods = [m for m in METHODS if any(f["method"] == m for f in found)]
     methods += sorted({f["method"] for f in found} - set(methods))
     seeds = len({f["seed"] for f in found})
-    lines = [f"{seeds} seeds; in brackets the difference to forward KL and its 95 % interval, paired by prompt.", "",
-             "| method | " + " | ".join(f"{p} (rate)" for p in PROTOCOLS) + " | rates tried (seeds) | s per training |",
-             "|---|" + "---|" * len(PROTOCOLS) + "---|--:|"]  # fmt: skip
+    lines = [
+        f"{seeds} seeds; in brackets the difference to forward KL and its 95 % interval, paired by prompt.",
+        "",
+        "| method | " + " | ".join(f"{p} (rate)" for p in PROTOCOLS) + " | rates tried (seeds) | s per training |",
+        "|---|" + "---|" * len(PROTOCOLS) + "---|--:|",
+    ]
     base: dict[str, Any] = {}
     for method in methods:
         cells = []
@@ -199,10 +214,12 @@ def table(folder: Path, resamples: int = 2000) -> str:
         rates = list(tried) if common else [max(tried, key=lambda rate: len(tried[rate]))]
         common = common or tried[rates[0]]
         for protocol in PROTOCOLS:
-            scores = {rate: mean([f["selection"][protocol] for f in own if f["rate"] == rate and f["seed"] in common])
-                      for rate in rates}  # fmt: skip
+            scores = {
+                rate: mean([f["validation"][protocol] for f in own if f["rate"] == rate and f["seed"] in common])
+                for rate in rates
+            }
             rate = max(rates, key=lambda r: scores[r])
-            rows = {f["seed"]: f["report"][protocol] for f in own if f["rate"] == rate}
+            rows = {f["seed"]: f["test"][protocol] for f in own if f["rate"] == rate}
             figure = f"{mean(list(rows.values())):.4f} ({rate:g})"
             if method == "forward KL":
                 base[protocol] = rows
@@ -242,7 +259,7 @@ def main() -> None:
         target = load_model(recipe.target.model, "float32", torch.device("cpu"))
         texts = {
             split: Texts(target, recipe, read_prompts(run, split), options, source.vocabulary)
-            for split in ("selection", "report")
+            for split in ("validation", "test")
         }
         part, parts = map(int, options.share.split("/"))
         work = [(seed, rate) for seed in options.seeds for rate in options.rates]

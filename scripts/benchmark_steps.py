@@ -4,9 +4,9 @@
     python scripts/benchmark_steps.py --shape small            # a CPU, to see that it works
 
 Each kind of teacher takes the same steps: forward, loss over the head in chunks, backward, clipping, AdamW. The online
-one adds the target's forward pass; the stored ones hold their laws in memory, so reading a disk is not in the time.
-Model FLOP utilisation counts 6 FLOPs per parameter and token for the draft (head included, embedding not), 2 for an
-online target's body, the head products of a dense teacher (2 · V · H), attention over half the square of a document;
+one adds the target's forward pass; the stored ones hold their distributions in memory, so reading a disk is not in the
+time. Model FLOP utilisation counts 6 FLOPs per parameter and token for the draft (head included, embedding not), 2 for
+an online target's body, the head products of a dense teacher (2 · V · H), attention over half the square of a document;
 it is a share of --peak-tflops (dense; 989 for H100 and H200 in bf16, 312 for A100). What is computed twice counts once.
 
 Legend: N positions of a step, H hidden size, V vocabulary, L layers, S positions of a block.
@@ -22,28 +22,56 @@ from typing import Any
 
 import torch
 
+from distill.machine import machine
 from distill.packing import Packed
-from distill.run import machine
+from distill.target.distributions import CompactTeacher, Teacher
 from distill.target.head import Head, hidden_states
-from distill.target.laws import CompactTeacher, Teacher
-from distill.training.losses import LossSettings
+from distill.training.losses.settings import LossSettings
 from distill.training.plan import PlannedPart
 from distill.training.step import Columns, Learner, parameter_groups
 
 SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # draft, target
     "qwen": (
-        {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14,
-         "num_key_value_heads": 2, "vocab_size": 151_936, "tie_word_embeddings": True},
-        {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28,
-         "num_key_value_heads": 4, "vocab_size": 151_936, "tie_word_embeddings": False},
+        {
+            "hidden_size": 896,
+            "intermediate_size": 4864,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 14,
+            "num_key_value_heads": 2,
+            "vocab_size": 151_936,
+            "tie_word_embeddings": True,
+        },
+        {
+            "hidden_size": 3584,
+            "intermediate_size": 18944,
+            "num_hidden_layers": 28,
+            "num_attention_heads": 28,
+            "num_key_value_heads": 4,
+            "vocab_size": 151_936,
+            "tie_word_embeddings": False,
+        },
     ),
     "small": (
-        {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
-         "num_key_value_heads": 2, "vocab_size": 8192, "tie_word_embeddings": True},
-        {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4,
-         "num_key_value_heads": 2, "vocab_size": 8192, "tie_word_embeddings": False},
+        {
+            "hidden_size": 128,
+            "intermediate_size": 256,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "vocab_size": 8192,
+            "tie_word_embeddings": True,
+        },
+        {
+            "hidden_size": 256,
+            "intermediate_size": 512,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "vocab_size": 8192,
+            "tie_word_embeddings": False,
+        },
     ),
-}  # fmt: skip
+}
 PEAKS = {"H100": 989.0, "H200": 989.0, "A100": 312.0}
 
 
@@ -122,7 +150,7 @@ def main() -> None:
     tails = {1.0: torch.log1p(-logs.exp().sum(-1).clamp(max=1 - 1e-6))}
     part = PlannedPart("x", 0, 1, 1e-5, LossSettings({"forward_kl": 0.9, "cross_entropy": 0.1}))
 
-    def laws(kind: str) -> Teacher:
+    def distributions(kind: str) -> Teacher:
         if kind == "compact":
             return CompactTeacher(ids.int(), logs.half(), tails, vocabulary)
         if kind == "exact":
@@ -130,8 +158,10 @@ def main() -> None:
         found = [hidden_states(target, blocks.take(slice(i, i + 4))) for i in range(0, len(blocks), 4)]
         return head.teacher(torch.cat(found)[blocks.mask])
 
-    print(f"{name}, torch {torch.__version__}, Python {platform.python_version()}; {options.blocks} blocks of "
-          f"{options.block} positions a step, weights float32, products {str(dtype).removeprefix('torch.')}\n")
+    print(
+        f"{name}, torch {torch.__version__}, Python {platform.python_version()}; {options.blocks} blocks of "
+        f"{options.block} positions a step, weights float32, products {str(dtype).removeprefix('torch.')}\n"
+    )
     print("| teacher | s per step | tokens/s | MFU | peak memory, GiB |\n|---|--:|--:|--:|--:|")
     for kind in options.kinds:
         draft = build(draft_shape, device, torch.float32).train()
@@ -145,7 +175,7 @@ def main() -> None:
         for repeat in range(options.repeats + 2):
             started = time.perf_counter()
             with torch.autocast(device.type, torch.bfloat16, enabled=cuda):
-                total, sums = learner(blocks, laws(kind), part)
+                total, sums = learner(blocks, distributions(kind), part)
             total.backward()
             for parameter in learner.parameters():
                 if parameter.grad is not None:

@@ -4,10 +4,10 @@
     python scripts/benchmark_training.py --device cuda --dtype bfloat16 --tokens 8192
 
 Every variant is a process of its own, run `--repeats` times after one warm-up: the median of the seconds, and the peak
-of the memory above what stood before (the inputs: weights, hidden states, the target's laws in the form that the
-variant takes) less the bytes of the gradients of weights and hidden states. The processes of the variants take turns
-(`--rounds`). Values are random; the target's law is nobody's, but its cost is the same. trl and Liger take part where
-they can be imported; Liger needs a GPU.
+of the memory above what stood before (the inputs: weights, hidden states, the target's distributions in the form that
+the variant takes) less the bytes of the gradients of weights and hidden states. The processes of the variants take
+turns (`--rounds`). Values are random; the target's distribution is nobody's, but its cost is the same. trl and Liger
+take part where they can be imported; Liger needs a GPU.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import kl_div
 
-from distill.target.laws import CompactTeacher, DenseTeacher
+from distill.target.distributions import CompactTeacher, DenseTeacher
 from distill.target.store import compress
-from distill.training.fused import head_loss
-from distill.training.losses import LossSettings
+from distill.training.losses.fused import head_loss
+from distill.training.losses.settings import LossSettings
 
 Step = Callable[[], Tensor | None]  # a loss to take back, or None where there is nothing to
 

@@ -21,13 +21,13 @@ from pathlib import Path
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from distill.machine import usable_cores
 from distill.models.tokenizer_files import TOKENIZER_FILES
-from distill.run import usable_cores
-from distill.surgery.pieces import describe_pieces, map_pieces
+from distill.surgery.vocabulary.subtokens import describe_subtokens, map_subtokens
 from distill.vocabulary import Vocabulary
 
 COMMAND = (
-    "import sys; from pathlib import Path; from distill.surgery.transplant import transplant; "
+    "import sys; from pathlib import Path; from distill.surgery.vocabulary.transplant import transplant; "
     "transplant(*map(Path, sys.argv[1:4]), dtype='bfloat16')"
 )
 UNIT = 1 if sys.platform == "darwin" else 1024  # of ru_maxrss, in bytes
@@ -92,13 +92,13 @@ def main() -> None:
             seconds, peak = ", ".join(f"{s:.1f}" for s, _ in trials), max(p for _, p in trials)
             print(f"| {stored} | {seconds} | {peak / 1e9:.2f} | {peak / (4 * parameters):.2f}x |", flush=True)
     donor = Vocabulary.read(arguments.tokenizers / arguments.donor)
-    print("\n| target | rows | copies | share | pieces per other row |\n|---|--:|--:|--:|--:|")
+    print("\n| target | rows | copies | share | subtokens per other row |\n|---|--:|--:|--:|--:|")
     for path in sorted(path for path in arguments.tokenizers.iterdir() if (path / "tokenizer.json").is_file()):
         target = Vocabulary.read(path)
-        found = describe_pieces(map_pieces(donor, target), donor, target)
+        found = describe_subtokens(map_subtokens(donor, target), donor, target)
         print(
             f"| {path.name} | {found['rows']:,} | {found['copies']:,} | {found['copy_share']:.1%} "
-            f"| {found['pieces_per_mean']:.2f} |"
+            f"| {found['subtokens_per_mean']:.2f} |"
         )
 
 

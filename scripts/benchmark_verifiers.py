@@ -2,7 +2,7 @@
 
     python scripts/benchmark_verifiers.py runs/demo --prompts 24 --tokens 96 > verifiers.md
 
-Distinct report prompts, cold caches, arms in turn on every prompt; intervals by prompt, ratios paired by prompt.
+Distinct test prompts, cold caches, arms in turn on every prompt; intervals by prompt, ratios paired by prompt.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from distill.sampler import Sampler
 from distill.speculative.decode import Decoded, Rules, decode, plain
 from distill.speculative.draft import Drafter, FirstThen, LookupDrafter, ModelDrafter, TreeDrafter
 from distill.speculative.lengths import Fixed
-from distill.speculative.shape import Shape
+from distill.speculative.trees.shape import Shape
 from distill.speculative.verify import Random
 from distill.texts import read_prompts
 
@@ -94,8 +94,10 @@ def measure(
         paired = ratio_interval(emitted / rounds, base_rate, 2000, 0.95)
         speed = sum(t for t, _ in speeds[name]) / sum(s for _, s in speeds[name]) / plain_rate
         over = "1" if name == base else f"{paired['mean']:.3f} [{paired['low']:.3f}, {paired['high']:.3f}]"
-        print(f"| {name} | {drafted.sum() / rounds.sum():.2f} | {rate['mean']:.2f} [{rate['low']:.2f}, "
-              f"{rate['high']:.2f}] | {over} | {speed:.2f} |")  # fmt: skip
+        print(
+            f"| {name} | {drafted.sum() / rounds.sum():.2f} | {rate['mean']:.2f} [{rate['low']:.2f}, "
+            f"{rate['high']:.2f}] | {over} | {speed:.2f} |"
+        )
 
 
 def main() -> None:
@@ -110,8 +112,8 @@ def main() -> None:
     vocabulary = real_tokens(big.config, load_tokenizer(recipe.target.model))
     target = TorchModel(big, vocabulary)
     draft = TorchModel(load_model(str(run.path("draft")), "float32", torch.device("cpu")), vocabulary)
-    prompts = [prompt.ids for prompt in read_prompts(run, "report")][: arguments.prompts]
-    print(f"{len(prompts)} report prompts, {arguments.tokens} tokens each.\n\nSampler {recipe.sampler}:\n")
+    prompts = [prompt.ids for prompt in read_prompts(run, "test")][: arguments.prompts]
+    print(f"{len(prompts)} test prompts, {arguments.tokens} tokens each.\n\nSampler {recipe.sampler}:\n")
     measure(target, draft, prompts, Sampler.of(recipe.sampler), SAMPLED, arguments.tokens)
     print("\nGreedy:\n")
     measure(target, draft, prompts, Sampler(temperature=0), GREEDY, arguments.tokens)

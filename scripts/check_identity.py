@@ -5,7 +5,7 @@
 
 Fixed lengths 1..8, every other length rule, prompt lookup alone and before the draft, trees of several sizes, and (in
 PyTorch) four texts at once against each alone. The rules that read costs get the run's measured curve, the calibrations
-those of its speedup stage where it has them. Prompts are pieces of report and then of selection documents.
+those of its speedup stage where it has them. Prompts are pieces of test and then of validation documents.
 
 A first difference is excused where the target's two best logits lie within rounding: 1e-4 in PyTorch fp32; in GGUF the
 largest logit difference measured between taking tokens one at a time and nine at once. Excused ones are counted.
@@ -26,15 +26,15 @@ from distill.benchmark.calibrate import curve_costs, load_calibrations
 from distill.benchmark.compare import TORCH_NOISE, first_difference, is_tie, rounding_noise
 from distill.files import digest, read_json, write_json
 from distill.models.base import Model
-from distill.models.gguf import MOST_LEAVES, GgufModel
+from distill.models.gguf.model import MOST_LEAVES, GgufModel
 from distill.packing import Packed
 from distill.progress import Progress
 from distill.recipe import Trial, load_recipe
-from distill.recipe.trial import RULES
+from distill.recipe.configuration import RULES
 from distill.run import Run
+from distill.speculative.configured import NO_COSTS, make_drafter, make_rule
 from distill.speculative.decode import GREEDY, Decoded, Rules, decode, plain
-from distill.speculative.shape import Shape
-from distill.speculative.trial import NO_COSTS, make_drafter, make_rule
+from distill.speculative.trees.shape import Shape
 
 ROWS = 4  # texts at once
 STATIC = Shape.of_widths((3, 2, 1))  # any will do: 15 nodes
@@ -47,24 +47,29 @@ WAYS = (
     Trial(drafter="lookup"),
     Trial(drafter="lookup+draft", length=4),
     Trial(drafter="lookup+draft", rule="expected-value"),
-    *(Trial(drafter="tree", nodes=nodes, calibration=name) for nodes, name in
-      ((4, "none"), (8, "none"), (8, "features"), (16, "features"), (24, "sequential"))),
+    *(
+        Trial(drafter="tree", nodes=nodes, calibration=name)
+        for nodes, name in ((4, "none"), (8, "none"), (8, "features"), (16, "features"), (24, "sequential"))
+    ),
     Trial(drafter="tree", shape="static", nodes=15),
-)  # fmt: skip
+)
 
 
 def pieces(run: Run, tokens: int, count: int) -> list[list[int]]:
-    """Prompts of `tokens` tokens: pieces of all report documents in turn, then of selection documents."""
+    """Prompts of `tokens` tokens: pieces of all test documents in turn, then of validation documents."""
     found: list[list[int]] = []
-    for split in ("report", "selection"):
+    for split in ("test", "validation"):
         blocks = Packed.load(run.path("corpus", f"text-{split}.safetensors"))
         texts = [
             ids[documents == document].tolist()
             for ids, documents in zip(blocks.ids, blocks.documents, strict=True)
             for document in range(int(documents.max()) + 1)
         ]
-        cut = [(n, text[start : start + tokens]) for text in texts
-               for n, start in enumerate(range(0, len(text) - tokens, 2 * tokens))]  # fmt: skip
+        cut = [
+            (n, text[start : start + tokens])
+            for text in texts
+            for n, start in enumerate(range(0, len(text) - tokens, 2 * tokens))
+        ]
         found += [ids for _, ids in sorted(cut, key=lambda piece: piece[0])]
     return found[:count]
 
@@ -88,12 +93,8 @@ def main() -> None:
     path = arguments.kept or run.path(f"identity-{arguments.backend}.json")
     kept = open_kept(path, {"prompts": digest(prompts), "tokens": arguments.tokens, "draft": draft_digest(run)})
 
-    wanted = [
-        way for way in WAYS if not arguments.ways or any(way.title.startswith(title) for title in arguments.ways)
-    ]
-    jobs: list[Job] = [
-        ("plain", lambda at: [plain(target, prompts[at], arguments.tokens).tokens], 1)
-    ]
+    wanted = [way for way in WAYS if not arguments.ways or any(way.title.startswith(title) for title in arguments.ways)]
+    jobs: list[Job] = [("plain", lambda at: [plain(target, prompts[at], arguments.tokens).tokens], 1)]
     for way in wanted:
         jobs.append((way.title, alone(target, draft, way, prompts, arguments.tokens, costs, fitted), 1))
     if arguments.backend == "pytorch" and not arguments.ways:
@@ -150,8 +151,9 @@ def open_kept(path: Path, key: dict[str, Any]) -> dict[str, Any]:
     return {"key": key, "texts": {}}
 
 
-def alone(target: Model, draft: Model, way: Trial, prompts: Sequence[list[int]], tokens: int, costs: Any, fitted: Any
-          ) -> Callable[[int], list[list[int]]]:  # fmt: skip
+def alone(
+    target: Model, draft: Model, way: Trial, prompts: Sequence[list[int]], tokens: int, costs: Any, fitted: Any
+) -> Callable[[int], list[list[int]]]:
     """Decodes one prompt by a way; what the way learns it keeps for the next."""
     rules = Rules(GREEDY, way.verified_by)
     drafter = make_drafter(way, draft, GREEDY, rules.random, costs, fitted, STATIC if way.chosen else None)
@@ -165,8 +167,9 @@ def alone(target: Model, draft: Model, way: Trial, prompts: Sequence[list[int]],
     return run
 
 
-def together(target: Any, draft: Any, way: Trial, prompts: Sequence[list[int]], tokens: int, costs: Any, fitted: Any
-             ) -> Callable[[int], list[list[int]]]:  # fmt: skip
+def together(
+    target: Any, draft: Any, way: Trial, prompts: Sequence[list[int]], tokens: int, costs: Any, fitted: Any
+) -> Callable[[int], list[list[int]]]:
     """Decodes ROWS prompts at once, from number `at` on."""
     from distill.speculative.batch import decode_batch
 
@@ -201,8 +204,14 @@ def work(jobs: Sequence[Job], prompts: int, kept: dict[str, Any], path: Path) ->
         write_json(path, kept)
 
 
-def table(target: Model, prompts: Sequence[list[int]], texts: dict[str, dict[str, list[int]]], titles: Sequence[str],
-          noise: float, largest: int = 0) -> str:  # fmt: skip
+def table(
+    target: Model,
+    prompts: Sequence[list[int]],
+    texts: dict[str, dict[str, list[int]]],
+    titles: Sequence[str],
+    noise: float,
+    largest: int = 0,
+) -> str:
     """One Markdown table: per way, texts that are identical, excused and different; in all, on the last line."""
     lines = ["| way | identical | excused (tie) | different |", "|---|--:|--:|--:|"]
     sums = [0, 0, 0]

@@ -41,7 +41,7 @@ nearest known key, before any work starts. `distill check RECIPE` does only that
 lists; `null` switches an optional part off. Quote what your shell would read itself:
 
 ```
-distill train recipes/demo.yaml train.steps=100 draft.layers=1
+distill train recipes/demo.yaml train.steps=100 cut.layers=1
 distill train recipes/demo.yaml 'speedup.lengths=[2, 4]' speedup.grown=null
 distill train recipes/demo.yaml corpus.sources.0.pattern='asyncio/*.py' name=asyncio
 ```
@@ -50,11 +50,11 @@ The run directory keeps the recipe as written (`recipe.yaml`) and resolved, with
 (`config.yaml`); the latter is itself a recipe. A stage runs again only when keys that it reads have changed. Where that
 would supersede finished answers or training, `distill train` stops and shows what changed.
 
-**Splits.** Every document belongs to one split. *train*: the draft learns from it. *selection*: decisions are made on
-it, such as which layers to drop. *report*: every printed figure comes from it, and nothing is ever tuned on it. With
+**Splits.** Every document belongs to one split. *train*: the draft learns from it. *validation*: decisions are made on
+it, such as which layers to drop. *test*: every printed figure comes from it, and nothing is ever tuned on it. With
 `split: by-name` a hash of the document's name decides, so a document keeps its split when others come and go; with
-`split: report` (or another) a whole source goes there; `keep` then drops what a source has in other splits. The shares
-of by-name documents are `corpus.selection` and `corpus.report`.
+`split: test` (or another) a whole source goes there; `keep` then drops what a source has in other splits. The shares
+of by-name documents are `corpus.validation` and `corpus.test`.
 
 """
 

@@ -24,8 +24,8 @@ def tables(run: Path) -> dict[str, str]:
         return re.sub(r"\n`distill [^`]*`\n", "\n", path.read_text(encoding="utf-8")).strip()
 
     found: dict[str, str] = {}
-    if (run / "surgery" / "search.md").exists():
-        found["search"] = read(run / "surgery" / "search.md")
+    if (run / "search" / "search.md").exists():
+        found["search"] = read(run / "search" / "search.md")
     if not (run / "speedup.md").exists():
         return found
     evaluation = read(run / "eval.md")
@@ -35,8 +35,10 @@ def tables(run: Path) -> dict[str, str]:
         "evaluation": evaluation,
         "speedup": read(run / "speedup.md"),
     }
-    rows = ["| file | MB | top-1 agreement | mean abs. difference of log p | texts with other token ids |",
-            "|---|--:|--:|--:|--:|"]  # fmt: skip
+    rows = [
+        "| file | MB | top-1 agreement | mean abs. difference of log p | texts with other token ids |",
+        "|---|--:|--:|--:|--:|",
+    ]
     for file in read_json(run / "gguf" / "export.json")["files"]:
         parity = file["parity"]
         rows.append(

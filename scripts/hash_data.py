@@ -15,7 +15,7 @@ if __name__ == "__main__":
             path = DATA / folder / name
             if path.exists():
                 print(f"| `{folder}/{name}` | {path.stat().st_size:,} | `{file_digest(path)}` |")
-    for split in ("selection", "report"):
+    for split in ("validation", "test"):
         files = [path for path in (DATA / split).rglob("*.py") if path.is_file()]
         size = sum(path.stat().st_size for path in files)
         print(f"| `{split}/`, {len(files)} files | {size:,} | `{reference_digest(str(DATA / split))}` (whole folder) |")

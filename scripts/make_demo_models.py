@@ -2,9 +2,9 @@
 
     python scripts/make_demo_models.py target          # hours on 2 cores; kill and rerun at will
     python scripts/make_demo_models.py donor
-    python scripts/make_demo_models.py text            # only rewrite data/selection and data/report
+    python scripts/make_demo_models.py text            # only rewrite data/validation and data/test
 
-The models learn from the train split alone; the selection and report files are copied to data/ and are
+The models learn from the train split alone; the validation and test files are copied to data/ and are
 never seen by a model or a tokenizer. Checkpoints go to .demo_models/, finished folders to data/.
 """
 
@@ -38,7 +38,7 @@ EXCLUDED_FOLDERS = {"site-packages", "test", "tests", "idle_test", "turtledemo",
 DATA_TABLES = {"encodings", "pydoc_data"}  # generated tables, not code
 SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 BLOCK = 512
-SPLIT_FRACTIONS = {"selection": 0.04, "report": 0.04}
+SPLIT_FRACTIONS = {"validation": 0.04, "test": 0.04}
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ PLANS = {
 
 def read_sources(extra: list[Path]) -> dict[str, dict[str, str]]:
     """Documents by split, then by module path."""
-    documents: dict[str, dict[str, str]] = {"train": {}, "selection": {}, "report": {}}
+    documents: dict[str, dict[str, str]] = {"train": {}, "validation": {}, "test": {}}
     for root in [Path(sysconfig.get_paths()["stdlib"]), *extra]:
         for path in sorted(root.rglob("*.py")):
             name = path.relative_to(root)
@@ -78,7 +78,7 @@ def read_sources(extra: list[Path]) -> dict[str, dict[str, str]]:
 
 
 def write_held_out_text(documents: dict[str, dict[str, str]]) -> None:
-    for split in ("selection", "report"):
+    for split in ("validation", "test"):
         folder = ROOT / "data" / split
         for name, text in documents[split].items():
             path = folder / name
@@ -185,10 +185,10 @@ def train(name: str, plan: Plan, documents: dict[str, dict[str, str]], arguments
         torch.optim.AdamW(others, lr=plan.rate, betas=(0.9, 0.95), weight_decay=0.0),
     ]
     batch = arguments.batch
-    selection_texts = list(documents["selection"].values())
-    selection = pack(tokenizer, selection_texts, 0)
-    selection_bytes = sum(len(t.encode()) for t in selection_texts)
-    bytes_per_token = selection_bytes / sum(len(tokenizer(t)["input_ids"]) for t in selection_texts)
+    validation_texts = list(documents["validation"].values())
+    validation = pack(tokenizer, validation_texts, 0)
+    validation_bytes = sum(len(t.encode()) for t in validation_texts)
+    bytes_per_token = validation_bytes / sum(len(tokenizer(t)["input_ids"]) for t in validation_texts)
     tokens = arguments.tokens or plan.tokens
     steps = tokens // (batch * BLOCK)
     step, epoch, position = 0, 0, 0
@@ -235,8 +235,8 @@ def train(name: str, plan: Plan, documents: dict[str, dict[str, str]], arguments
             eta = (steps - step) * batch * BLOCK / speed / 60
             print(f"{name} step {step}/{steps} loss {loss.item():.3f} {speed:.0f} tok/s eta {eta:.0f} min", flush=True)
         if step % 100 == 0 or step == steps:
-            bits = nats_per_token(model, selection[:32]) / math.log(2) / bytes_per_token
-            print(f"{name} step {step} selection {bits:.4f} bits/byte", flush=True)
+            bits = nats_per_token(model, validation[:32]) / math.log(2) / bytes_per_token
+            print(f"{name} step {step} validation {bits:.4f} bits/byte", flush=True)
             save_atomically(
                 {
                     "model": model.state_dict(),
@@ -259,7 +259,7 @@ def finish(
 ) -> None:
     model = model.to(torch.bfloat16).eval()
     bits = {}
-    for split in ("selection", "report"):
+    for split in ("validation", "test"):
         texts = list(documents[split].values())
         blocks = pack(tokenizer, texts, 0)
         count = sum(len(tokenizer(t)["input_ids"]) for t in texts)

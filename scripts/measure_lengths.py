@@ -26,7 +26,7 @@ from typing import Any
 import benchmark_lengths as simulation
 import numpy
 
-from distill.benchmark.calibrate import FITS, load_calibrations, record_rounds, selection_prompts, with_overhead
+from distill.benchmark.calibrate import FITS, load_calibrations, record_rounds, validation_prompts, with_overhead
 from distill.benchmark.compare import speed_ratio
 from distill.models.base import Model
 from distill.progress import Progress
@@ -58,7 +58,7 @@ def pairs(run: Run, backend: str, grown: bool) -> Iterator[tuple[Model, Model]]:
     import torch
 
     from distill.export.writer import export_gguf
-    from distill.models.gguf import GgufModel
+    from distill.models.gguf.model import GgufModel
     from distill.models.hugging_face import load_model, load_tokenizer, real_tokens
     from distill.models.torch_model import TorchModel
     from distill.surgery.grow import grow
@@ -93,11 +93,11 @@ def pairs(run: Run, backend: str, grown: bool) -> Iterator[tuple[Model, Model]]:
 
 
 def texts_of(run: Run, data: Path, count: int, tokens: int) -> list[Text]:
-    """`count` report prompts of each class with traces of `tokens` positions, recorded in PyTorch, classes in turn."""
+    """`count` test prompts of each class with traces of `tokens` positions, recorded in PyTorch, classes in turn."""
     from distill.models.hugging_face import encode, load_tokenizer
 
     tokenizer = load_tokenizer(run.recipe.target.model)
-    prompts = list(simulation.prompts_of(data / "report", lambda text: encode(tokenizer, text), count))
+    prompts = list(simulation.prompts_of(data / "test", lambda text: encode(tokenizer, text), count))
     found: dict[str, list[Text]] = {kind: [] for kind in simulation.CLASSES}
     with pairs(run, "pytorch", False) as (target, draft):
         for kind, prompt in prompts:
@@ -108,20 +108,20 @@ def texts_of(run: Run, data: Path, count: int, tokens: int) -> list[Text]:
 
 
 def price(run: Run, target: Model, draft: Model, repeats: int) -> StepCosts:
-    """This machine's curve as it is now, with the overhead of decoded rounds on selection text."""
+    """This machine's curve as it is now, with the overhead of decoded rounds on validation text."""
     steps = measure_steps(target, range(1, simulation.AHEAD + 1), DEPTH, repeats, target.vocabulary_size)
     own = measure_steps(draft, [1, 2], DEPTH, repeats, draft.vocabulary_size)
     costs = StepCosts(tuple(found[0] for found in steps.values()), own[1][0], own[2][0])
-    texts = selection_prompts(run, run.recipe.answers.prompt_tokens, 3)
+    texts = validation_prompts(run, run.recipe.answers.prompt_tokens, 3)
     return with_overhead(target, draft, texts, 24, (), costs)
 
 
 def calibration_for(run: Run) -> Calibration:
-    """That of the run's speedup stage; where it has none, one fitted now on 16 selection texts."""
+    """That of the run's speedup stage; where it has none, one fitted now on 16 validation texts."""
     path = run.path("speedup", "calibration.json")
     if path.exists():
         return load_calibrations(path)["context"]
-    texts = selection_prompts(run, run.recipe.answers.prompt_tokens, 16)
+    texts = validation_prompts(run, run.recipe.answers.prompt_tokens, 16)
     with pairs(run, "pytorch", False) as (target, draft):
         own = record_rounds(target, draft, texts, 96, Rules())
     return FITS["context"]([one for recorder in own for one in recorder.rounds])
@@ -148,8 +148,15 @@ class Clock:
     at_prices: float = 0.0
 
 
-def measure(target: Model, draft: Model, texts: Sequence[Text], tokens: int, costs: StepCosts,
-            rules: dict[str, Callable[[], LengthRule]], title: str) -> dict[str, list[Clock]]:  # fmt: skip
+def measure(
+    target: Model,
+    draft: Model,
+    texts: Sequence[Text],
+    tokens: int,
+    costs: StepCosts,
+    rules: dict[str, Callable[[], LengthRule]],
+    title: str,
+) -> dict[str, list[Clock]]:
     """Every text by plain decoding and by each rule, in an order that turns; a rule keeps what it learns."""
     drafters = {name: ModelDrafter(draft, make(), GREEDY, lambda: 0.0) for name, make in rules.items()}
     names = [PLAIN, *drafters]
@@ -203,8 +210,11 @@ class Counted:
 
 def ratio(mine: Sequence[Clock], base: Sequence[Clock]) -> tuple[float, float, float]:
     """Speed over the base's with its interval, prompts resampled in pairs."""
-    parts = [numpy.array([getattr(clock, name) for clock in clocks], float)
-             for clocks in (mine, base) for name in ("tokens", "seconds")]  # fmt: skip
+    parts = [
+        numpy.array([getattr(clock, name) for clock in clocks], float)
+        for clocks in (mine, base)
+        for name in ("tokens", "seconds")
+    ]
     return speed_ratio(*parts, RESAMPLES, CONFIDENCE)
 
 
@@ -212,8 +222,13 @@ def total(clocks: Sequence[Clock], name: str) -> float:
     return float(sum(getattr(clock, name) for clock in clocks))
 
 
-def report(title: str, texts: Sequence[Text], costs: StepCosts, measured: dict[str, list[Clock]],
-           simulated: dict[str, list[Clock]]) -> str:  # fmt: skip
+def report(
+    title: str,
+    texts: Sequence[Text],
+    costs: StepCosts,
+    measured: dict[str, list[Clock]],
+    simulated: dict[str, list[Clock]],
+) -> str:
     """The table of one pair and backend, and the gap in words."""
     kinds = simulation.CLASSES
     first = costs.target[0]
@@ -258,13 +273,17 @@ def explained(gaps: dict[str, tuple[float, float, float, float, float]], texts: 
         f"tokens ({values[:, 4].min():.2f} to {values[:, 4].max():.2f}); draft steps that were paid and then not "
         "verified are in it.",
     ]
-    names = {1: "other tokens per round than in the simulation (its λ follows the simulated clock)",
-             2: "plain steps dearer or cheaper than the curve's T(1)",
-             3: "rounds dearer or cheaper than the simulated ones"}  # fmt: skip
+    names = {
+        1: "other tokens per round than in the simulation (its λ follows the simulated clock)",
+        2: "plain steps dearer or cheaper than the curve's T(1)",
+        3: "rounds dearer or cheaper than the simulated ones",
+    }
     for name in ("γ = 4", "expected value"):
         logs = numpy.abs(numpy.log(values[list(gaps).index(name), 1:4]))
-        found.append(f"{name}: the largest part of its gap of ×{gaps[name][0]:.2f} is ×"
-                     f"{gaps[name][1 + int(logs.argmax())]:.2f}, {names[1 + int(logs.argmax())]}.")  # fmt: skip
+        found.append(
+            f"{name}: the largest part of its gap of ×{gaps[name][0]:.2f} is ×"
+            f"{gaps[name][1 + int(logs.argmax())]:.2f}, {names[1 + int(logs.argmax())]}."
+        )
     return found
 
 
@@ -273,13 +292,13 @@ def main(arguments: argparse.Namespace) -> None:
     started = time.monotonic()
     import torch
 
-    from distill.run import usable_cores
+    from distill.machine import usable_cores
 
     torch.set_num_threads(run.recipe.threads or usable_cores())
     texts = texts_of(run, arguments.data, arguments.prompts, arguments.tokens)
     calibration = calibration_for(run)
     count = sum(len(text.trace) for text in texts)
-    print(f"{len(texts)} report texts, {count} positions, {arguments.tokens} tokens of each decoded.", flush=True)
+    print(f"{len(texts)} test texts, {count} positions, {arguments.tokens} tokens of each decoded.", flush=True)
     for backend in arguments.backends:
         for grown in (False, True):
             if (grown and arguments.pairs == "shipped") or (not grown and arguments.pairs == "grown"):

@@ -2,7 +2,7 @@
 
 A yardstick for `benchmark_lengths.py`, and no strict bound: the chain is a model. Of a round the rule knows how many
 tokens are drafted, how probable it is that all of them stand, and how probable the last one was; the next position's
-acceptance then follows a Markov chain, counted on selection rounds. Drafting stops where no continuation is worth its
+acceptance then follows a Markov chain, counted on validation rounds. Drafting stops where no continuation is worth its
 steps at λ tokens per second, λ being that of the very text.
 
 Legend: S survival (all drafted tokens stand), a acceptance of one token, B bins of a, G grid points of S.
@@ -120,9 +120,7 @@ class OptimalStopping(Rule):
         return True
 
 
-def stopping_speed(
-    chain: Chain, calibration: Calibration, costs: StepCosts, speed: Callable[[Rule], float]
-) -> float:
+def stopping_speed(chain: Chain, calibration: Calibration, costs: StepCosts, speed: Callable[[Rule], float]) -> float:
     """The rule's speed (plain decoding = 1) at its own long-run rate λ, found by repetition."""
     best = 1.0
     for _ in range(6):

@@ -1,7 +1,7 @@
 """Chance made exact: a program that draws is run once for every way in which its draws can fall.
 
-Production code draws in two ways only, `random() < h` and `draw_token(law, random)`; here both take every turn that has
-a probability, one run after another. Legend: V vocabulary.
+Production code draws in two ways only, `random() < h` and `draw_token(distribution, random)`; here both take every turn
+that has a probability, one run after another. Legend: V vocabulary.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class Branches:
     def random(self) -> float:
         return Uniform(self)
 
-    def token(self, law: Tensor, uniform: Tensor) -> int:
-        """In the place of `inverse_transform`, whose own draws test_verify.py holds against the law."""
-        return self.choose((law.double() / law.double().sum()).tolist())
+    def token(self, distribution: Tensor, uniform: Tensor) -> int:
+        """In the place of `inverse_transform`, whose own draws test_verify.py holds against the distribution."""
+        return self.choose((distribution.double() / distribution.double().sum()).tolist())
 
     def next(self) -> bool:
         while self.left and len(self.left[-1]) == 1:

@@ -34,7 +34,7 @@ def preload() -> None:
     import transformers.models.qwen2.tokenization_qwen2  # noqa: F401
 
     import distill.report.page  # noqa: F401
-    from distill.pipeline import STAGES
+    from distill.pipeline.stages import STAGES
 
     for stage in STAGES:
         stage.load()
@@ -72,7 +72,7 @@ def run(job: dict[str, Any], counter: io.BufferedRandom, log: str) -> int:
         os.dup2(descriptor, 2)
         sys.argv = ["distill", *job["argv"]]
         kill_at(job.get("event"), counter)
-        from distill.cli import main
+        from distill.commands.app import main
 
         try:
             main()

@@ -22,7 +22,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from distill.packing import pack
 from distill.processes import leave
 from distill.target.head import Head
-from distill.training.losses import LossSettings
+from distill.training.losses.settings import LossSettings
 from distill.training.plan import PlannedPart
 from distill.training.setup import exact_outside
 from distill.training.step import Columns, Learner, scored_blocks, split_blocks
@@ -38,11 +38,11 @@ part = PlannedPart("x", 0, 1, 1.0, LossSettings({"forward_kl": 0.5, "lk_hybrid":
 accelerates = MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16, torch.bfloat16)  # what it makes of bf16
 
 
-def laws(index: torch.Tensor, device: torch.device) -> Any:
+def distributions(index: torch.Tensor, device: torch.device) -> Any:
     return Head.of(target, 61).teacher(states[index][packed.mask[index]])
 
 
-source: Any = SimpleNamespace(packed=packed, blocks=len(packed), vocabulary=61, teacher=laws)
+source: Any = SimpleNamespace(packed=packed, blocks=len(packed), vocabulary=61, teacher=distributions)
 
 
 def step(learner: Any, rank: int, short: bool) -> tuple[int, Any]:

@@ -1,4 +1,4 @@
-"""Random tables as targets: the exact laws of their texts, and many rows of one table at once.
+"""Random tables as targets: the exact distributions of their texts, and many rows of one table at once.
 
 Legend: C contexts, H their tokens, l tokens of a text, V vocabulary. A text of l tokens is a number of l digits in
 base V.
@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from table_model import TableModel
 from torch import Tensor
 
-from distill.models.table import TableModel
 from distill.models.torch_logits import TorchLogits
 from distill.sampler import Sampler
 
@@ -28,32 +28,35 @@ def number(text: Sequence[int], vocabulary: int) -> int:
     return found
 
 
-def laws_after(model: TableModel, sampler: Sampler, contexts: Tensor) -> Tensor:
-    """The sampled laws [C, V] after contexts [C, H] that are no shorter than the table's memory."""
+def distributions_after(model: TableModel, sampler: Sampler, contexts: Tensor) -> Tensor:
+    """The sampled distributions [C, V] after contexts [C, H] that are no shorter than the table's memory."""
     places = torch.zeros(len(contexts), dtype=torch.long)
     for column in contexts[:, -model.memory :].T:
         places = places * (model.vocabulary_size + 1) + column
-    return sampler.law(model.table[places], contexts)
+    return sampler.probabilities(model.table[places], contexts)
 
 
-def target_laws(model: TableModel, sampler: Sampler, prompt: Sequence[int], depth: int) -> list[Tensor]:
-    """The laws [V^l, V] after every text of l = 0..depth tokens behind the prompt."""
+def target_distributions(model: TableModel, sampler: Sampler, prompt: Sequence[int], depth: int) -> list[Tensor]:
+    """The distributions [V^l, V] after every text of l = 0..depth tokens behind the prompt."""
     found = []
     for count in range(depth + 1):
         texts = digits(model.vocabulary_size, count) if count else torch.zeros(1, 0, dtype=torch.long)
-        found.append(laws_after(model, sampler, torch.cat([torch.tensor(prompt).expand(len(texts), -1), texts], -1)))
+        found.append(
+            distributions_after(model, sampler, torch.cat([torch.tensor(prompt).expand(len(texts), -1), texts], -1))
+        )
     return found
 
 
-def distance(output: Sequence[Tensor], laws: Sequence[Tensor]) -> float:
-    """How far the law of an output, `output[l]` [V^l] being that of its texts of l tokens, is from the target's.
+def distance(output: Sequence[Tensor], distributions: Sequence[Tensor]) -> float:
+    """How far the distribution of an output, `output[l]` [V^l] being that of its texts of l tokens, is from the
+    target's.
 
     Texts end at different lengths: each is continued by the target to the longest one.
     """
     reached, truth = output[0], torch.ones(1, dtype=torch.float64)
     for length, mass in enumerate(output[1:]):
-        reached = (reached.unsqueeze(-1) * laws[length]).flatten() + mass
-        truth = (truth.unsqueeze(-1) * laws[length]).flatten()
+        reached = (reached.unsqueeze(-1) * distributions[length]).flatten() + mass
+        truth = (truth.unsqueeze(-1) * distributions[length]).flatten()
     return float((reached - truth).abs().max())
 
 

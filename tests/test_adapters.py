@@ -1,4 +1,5 @@
-"""LoRA and QLoRA: nothing at the start, only adapters learn, and the merged draft is a plain model of the same law."""
+"""LoRA and QLoRA: nothing at the start, only adapters learn, and the merged draft is a plain model of the same
+distribution."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from distill.errors import RecipeError, RunError
 from distill.models.hugging_face import load_model
 from distill.packing import Packed, pack
 from distill.recipe import Adapter, Train
-from distill.target.laws import CompactTeacher
+from distill.target.distributions import CompactTeacher
 from distill.target.store import compress
 from distill.training import adapters
 from distill.training.adapters import (
@@ -134,8 +135,10 @@ def test_only_adapters_learn(outer: bool) -> None:
     own = trainable(model)
     expected = {
         f"model.layers.{layer}.{place}.lora_{side}.{adapters.NAME}.weight"
-        for layer in range(2) for place in ("self_attn.q_proj", "mlp.down_proj") for side in "AB"
-    }  # fmt: skip
+        for layer in range(2)
+        for place in ("self_attn.q_proj", "mlp.down_proj")
+        for side in "AB"
+    }
     assert own.keys() == expected | ({"model.embed_tokens.weight", "lm_head.weight"} if outer else set())
     for name, parameter in model.named_parameters():
         assert (parameter.grad is not None) == (name in own), name
@@ -165,7 +168,8 @@ def test_the_start_depends_on_the_seed_alone() -> None:
 
 
 def test_healing_with_adapters() -> None:
-    """`heal` of training/step.py takes an adapted model as it is; the cut has the healed law after the merge."""
+    """`heal` of training/step.py takes an adapted model as it is; the cut has the healed distribution after the
+    merge."""
     store = store_of(toy(seed=5), data())
     model = toy("qwen3")
     before, names = logits(model), list(model.state_dict())
@@ -181,8 +185,9 @@ def test_healing_with_adapters() -> None:
     assert last < first
     torch.testing.assert_close(logits(model), healed, rtol=1e-5, atol=1e-5)
     assert list(model.state_dict()) == names and not torch.equal(healed, before)
-    assert not torch.equal(model.state_dict()["model.layers.0.mlp.up_proj.weight"],
-                           weights["model.layers.0.mlp.up_proj.weight"])  # fmt: skip
+    assert not torch.equal(
+        model.state_dict()["model.layers.0.mlp.up_proj.weight"], weights["model.layers.0.mlp.up_proj.weight"]
+    )
     same = toy()
     with adapted(same, None) as inner:
         assert inner is same and all(p.requires_grad for p in inner.parameters())
@@ -221,9 +226,9 @@ def test_a_quantised_base_is_refused_where_it_cannot_be(monkeypatch: pytest.Monk
 def test_a_quantised_base_is_merged_in_full_precision(base: Any, kind: str, tmp_path: Path) -> None:
     pytest.importorskip("bitsandbytes")
     exact = toy(kind, hidden_size=64, intermediate_size=128)
-    exact.save_pretrained(tmp_path / "init")
+    exact.save_pretrained(tmp_path / "cut")
     settings = Adapter(rank=4, alpha=8, base=base, train_outer=True)
-    model = load_base(tmp_path / "init", settings, CPU)
+    model = load_base(tmp_path / "cut", settings, CPU)
     held = model.model.layers[0].mlp.up_proj.weight
     assert held.dtype == (torch.int8 if base == "int8" else torch.uint8)
     assert model.lm_head.weight.dtype == model.model.embed_tokens.weight.dtype == torch.float32
@@ -231,7 +236,7 @@ def test_a_quantised_base_is_merged_in_full_precision(base: Any, kind: str, tmp_
     assert float((first - logits(exact)).abs().max()) > 0  # rounding, and not only of the last bit
     trained(model, settings)
     assert not torch.equal(logits(model), first)
-    done = merge(model, tmp_path / "init")
+    done = merge(model, tmp_path / "cut")
     assert {name: value.dtype for name, value in done.state_dict().items()} == {
         name: torch.float32 for name in exact.state_dict()
     }

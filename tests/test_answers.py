@@ -1,4 +1,4 @@
-"""The target's own text (batched sampling) and the compact form of its laws."""
+"""The target's own text (batched sampling) and the compact form of its distributions."""
 
 from __future__ import annotations
 
@@ -63,9 +63,9 @@ def test_a_batch_equals_each_row_alone(kind: str) -> None:
     assert continue_prompts(model, prompts, sampler, 20, [s + 1 for s in seeds], [3]) != together
 
 
-def p_value(counts: Tensor, law: Tensor) -> float:
+def p_value(counts: Tensor, distribution: Tensor) -> float:
     """Of Pearson's chi-square, cells expected fewer than 8 times pooled."""
-    expected = law.double() * counts.sum()
+    expected = distribution.double() * counts.sum()
     small = expected < 8
     cells = torch.cat([expected[~small], expected[small].sum().view(1)])
     found = torch.cat([counts[~small].double(), counts[small].double().sum().view(1)])
@@ -75,23 +75,23 @@ def p_value(counts: Tensor, law: Tensor) -> float:
 
 
 @pytest.mark.parametrize("sampler", [Sampler(), Sampler(0.7, 12), Sampler(1.2, 0, 0.8, 0.02)])
-def test_frequencies_follow_the_law(sampler: Sampler) -> None:
+def test_frequencies_follow_the_distribution(sampler: Sampler) -> None:
     model = toy(initializer_range=0.15)
     prompt = [5, 17, 3, 40]
     drawn = torch.tensor(continue_prompts(model, [prompt] * 4000, sampler, 1, list(range(4000)), []))
     counts = torch.bincount(drawn.flatten(), minlength=V)
     with torch.inference_mode():
         logits = model(torch.tensor([prompt])).logits[:, -1]
-    law = sampler.law(logits)[0]
-    assert not bool(counts[law == 0].any())
-    assert p_value(counts, law) > 1e-3
-    # The same test rejects a law that is a little off.
-    wrong = Sampler(sampler.temperature * 1.2, sampler.top_k, sampler.top_p, sampler.min_p).law(logits)[0]
+    distribution = sampler.probabilities(logits)[0]
+    assert not bool(counts[distribution == 0].any())
+    assert p_value(counts, distribution) > 1e-3
+    # The same test rejects a distribution that is a little off.
+    wrong = Sampler(sampler.temperature * 1.2, sampler.top_k, sampler.top_p, sampler.min_p).probabilities(logits)[0]
     wrong = (wrong + 1e-6) / (wrong + 1e-6).sum()
     assert p_value(counts, wrong) < 1e-3
 
 
-def test_second_step_follows_the_law_given_the_first() -> None:
+def test_second_step_follows_the_distribution_given_the_first() -> None:
     model = toy(vocabulary=6, initializer_range=0.15)
     drawn = torch.tensor(continue_prompts(model, [[1, 2]] * 4000, Sampler(), 2, list(range(9000, 13000)), []))
     counts = torch.bincount(drawn[:, 0] * 6 + drawn[:, 1], minlength=36)
@@ -128,7 +128,7 @@ def exact(logits: Tensor, k: int, vocabulary: int) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("k", [1, 4, 39, 40])
-def test_compact_law(k: int) -> None:
+def test_compact_distribution(k: int) -> None:
     generator = torch.Generator().manual_seed(k)
     logits = 4 * torch.randn(50, 47, generator=generator)
     logits[:, 40:] += 30  # padding that would win

@@ -94,9 +94,9 @@ def test_imports_run_downward() -> None:
 @pytest.mark.parametrize(
     ("user", "name", "allowed"),
     [
-        ("cli", "distill.pipeline", True),
+        ("cli", "distill.pipeline.stages", True),
         ("training", "distill.speculative.decode", True),
-        ("export", "distill.models.gguf", True),
+        ("export", "distill.models.gguf.model", True),
         ("benchmark", "distill.export.writer", True),
         ("recipe", "distill.errors", True),
         ("recipe", "distill.__version__", True),
@@ -105,8 +105,8 @@ def test_imports_run_downward() -> None:
         ("training", "distill.corpus", False),
         ("speculative", "distill.training.loop", False),
         ("models", "distill.speculative", False),
-        ("report", "distill.pipeline", False),
-        ("pipeline", "distill.cli", False),
+        ("report", "distill.pipeline.stages", False),
+        ("pipeline", "distill.commands.app", False),
     ],
 )
 def test_the_rule_itself(user: str, name: str, allowed: bool) -> None:
@@ -144,7 +144,7 @@ def test_light_file_loads_nothing_heavy(name: str) -> None:
 def test_the_command_line_loads_nothing_heavy() -> None:
     in_fresh_python(
         "import sys\n"
-        "from distill.cli import app\n"
+        "from distill.commands.app import app\n"
         "assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
     )
 
@@ -154,7 +154,7 @@ def test_help_of_every_command_loads_nothing_heavy() -> None:
         "import sys\n"
         "from typer.main import get_command\n"
         "from typer.testing import CliRunner\n"
-        "from distill.cli import app\n"
+        "from distill.commands.app import app\n"
         "commands = sorted(get_command(app).commands)\n"
         "assert 'train' in commands, commands\n"
         "for arguments in [['--help'], *([name, '--help'] for name in commands)]:\n"

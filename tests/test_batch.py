@@ -23,7 +23,7 @@ from distill.speculative.decode import Decoded, Rules, decode, plain
 from distill.speculative.draft import ModelDrafter
 from distill.speculative.lengths import Fixed, LengthRule, LossyProbabilityFloor, PlusMinus, ProbabilityFloor
 from distill.speculative.proposal import Features
-from distill.speculative.said import Stopped
+from distill.speculative.stop_strings import Stopped
 
 torch.set_num_threads(1)
 

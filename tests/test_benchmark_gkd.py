@@ -45,7 +45,11 @@ def test_the_batch_scores_the_same_tokens_after_the_same_texts(script: Any) -> N
 def test_prompts_and_their_answers_fill_the_positions(script: Any) -> None:
     rows = [(list(range(100, 125)), 1), (list(range(200, 207)), 3), (list(range(300, 310)), 4)]
     # Pieces of 4 + 6: 100.., 110.., 120.. (5 long), 200.. (7 long), 300..; the longest first, in order where equal.
-    assert script.prompts_of(rows, 45, 4, 6) == [[100, 101, 102, 103], [110, 111, 112, 113], [300, 301, 302, 303],
-                                                 [200, 201, 202, 203]]  # fmt: skip
+    assert script.prompts_of(rows, 45, 4, 6) == [
+        [100, 101, 102, 103],
+        [110, 111, 112, 113],
+        [300, 301, 302, 303],
+        [200, 201, 202, 203],
+    ]
     assert script.prompts_of(rows, 50, 4, 6)[-1] == [120, 121, 122]  # half of a short piece
     assert script.prompts_of(rows[1:2], 5, 4, 6) == [[200, 201, 202, 203]]  # never none

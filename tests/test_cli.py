@@ -13,7 +13,7 @@ import pytest
 import tiny
 from typer.main import get_command
 
-from distill.cli import app
+from distill.commands.app import app
 
 Capture = pytest.CaptureFixture[str]
 COMMANDS = sorted(get_command(app).commands)  # type: ignore[attr-defined]
@@ -155,10 +155,12 @@ def test_report_is_self_contained(copied: Path, capsys: Capture) -> None:
 # ── bare folders ──
 
 
-def test_eval_of_a_bare_pair(world: Path, finished: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("distill.run.usable_cores", lambda: 1)
+def test_eval_of_a_standalone_pair(
+    world: Path, finished: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("distill.machine.usable_cores", lambda: 1)
     pair = ("--target", world / "target", "--draft", finished / "draft")
-    text = ("--text", world / "corpus" / "report", "--text", world / "corpus" / "selection" / "selection_0.py")
+    text = ("--text", world / "corpus" / "test", "--text", world / "corpus" / "validation" / "validation_0.py")
     assert tiny.call("eval", *pair, *text, "--prompts", "4", "-o", "json") == 0
     report = strict(capsys.readouterr().out)
     assert isinstance(report, dict)
@@ -175,10 +177,10 @@ def test_eval_of_a_bare_pair(world: Path, finished: Path, capsys: Capture, monke
         (["--target", "TARGET", "--draft", "DRAFT", "--text", "./nothing.py"], "nothing.py"),
     ],
 )
-def test_faults_of_a_bare_pair(
+def test_faults_of_a_standalone_pair(
     world: Path, finished: Path, capsys: Capture, arguments: list[str], expected: str
 ) -> None:
-    places = {"TARGET": world / "target", "DRAFT": finished / "draft", "TEXT": world / "corpus" / "report"}
+    places = {"TARGET": world / "target", "DRAFT": finished / "draft", "TEXT": world / "corpus" / "test"}
     assert tiny.call("eval", *(places.get(name, name) for name in arguments)) == 2
     said = capsys.readouterr().err
     assert expected in said and "Traceback" not in said

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from toys import Scripted
 
+from distill.benchmark.batched_bench import import_curve, look_ahead, probability_floor, read_log, settings
 from distill.errors import DataError
-from distill.speculative.batched_bench import import_curve, look_ahead, probability_floor, read_log, settings
 from distill.speculative.cost import (
     CostCurve,
     PairCost,
@@ -134,10 +134,25 @@ def test_predictions_of_a_pair() -> None:
 
 def line(pl: Any, seconds: float, pp: int = 100, tg: int = 10, **changes: Any) -> str:
     row: dict[str, Any] = {
-        "n_kv_max": 4096, "n_batch": 2048, "n_ubatch": 512, "flash_attn": 0, "is_pp_shared": 0, "n_gpu_layers": 0,
-        "n_threads": 2, "n_threads_batch": 2, "pp": pp, "tg": tg, "pl": pl, "n_kv": 4096, "t_pp": 1.0,
-        "speed_pp": 1.0, "t_tg": seconds, "speed_tg": 1.0, "t": seconds + 1, "speed": 1.0,
-    }  # fmt: skip
+        "n_kv_max": 4096,
+        "n_batch": 2048,
+        "n_ubatch": 512,
+        "flash_attn": 0,
+        "is_pp_shared": 0,
+        "n_gpu_layers": 0,
+        "n_threads": 2,
+        "n_threads_batch": 2,
+        "pp": pp,
+        "tg": tg,
+        "pl": pl,
+        "n_kv": 4096,
+        "t_pp": 1.0,
+        "speed_pp": 1.0,
+        "t_tg": seconds,
+        "speed_tg": 1.0,
+        "t": seconds + 1,
+        "speed": 1.0,
+    }
     row.update(changes)
     return json.dumps(row)
 

@@ -16,12 +16,11 @@ from transformers import AutoModelForCausalLM
 
 from distill.errors import DataError, RecipeError
 from distill.packing import Packed, pack
-from distill.surgery.attention import check_kv_heads, drop_kv_groups, group_scores, keep_kv_groups
 from distill.surgery.change import size_of
-from distill.surgery.hidden import check_hidden, hidden_scores, narrow_hidden, norm_ratios
-from distill.surgery.layers import RULES, check_layers, choose_layers, keep_layers, parse_layers
-from distill.surgery.observe import angular_distances, block_influence, mlp_grams, mlp_squares
-from distill.surgery.width import (
+from distill.surgery.cuts.attention import check_kv_heads, drop_kv_groups, group_scores, keep_kv_groups
+from distill.surgery.cuts.hidden import check_hidden, hidden_scores, narrow_hidden, norm_ratios
+from distill.surgery.cuts.layers import RULES, check_layers, choose_layers, keep_layers, parse_layers
+from distill.surgery.cuts.width import (
     SCORES,
     allocate_widths,
     check_width,
@@ -30,6 +29,7 @@ from distill.surgery.width import (
     neuron_scores,
     repaired_down,
 )
+from distill.surgery.observe import angular_distances, block_influence, mlp_grams, mlp_squares
 
 torch.set_num_threads(1)
 
@@ -97,8 +97,8 @@ def one_by_one(model: Any, module: Any) -> torch.Tensor:
 
 
 def kl_to(model: Any) -> Any:
-    law = logits(model).log_softmax(-1)
-    return lambda draft: float((law.exp() * (law - logits(draft).log_softmax(-1))).sum(-1).mean())
+    distribution = logits(model).log_softmax(-1)
+    return lambda draft: float((distribution.exp() * (distribution - logits(draft).log_softmax(-1))).sum(-1).mean())
 
 
 def silence(layer: Any) -> None:

@@ -18,7 +18,7 @@ from toys import KINDS, Scripted, blurred, random_prompts, save_toy, toy, toy_to
 
 from distill.benchmark.compare import first_difference, rounding_noise, top_gap
 from distill.export.writer import export_gguf
-from distill.models.gguf import GgufModel
+from distill.models.gguf.model import GgufModel
 from distill.models.torch_logits import TorchLogits
 from distill.models.torch_model import TorchModel
 from distill.speculative.decode import Decoded, plain, room_for, speculative, verify_greedy
@@ -194,7 +194,7 @@ def test_a_draft_that_is_the_target_is_always_right() -> None:
 
 
 class Contrary(TorchModel):
-    """Says the token after the best one: never right."""
+    """BytesOf the token after the best one: never right."""
 
     def extend(self, *arguments: Any, **named: Any) -> Any:
         found = super().extend(*arguments, **named)
@@ -285,7 +285,7 @@ def test_torch_logits_with_ties(dtype: torch.dtype) -> None:
 
 def demo_pair() -> tuple[Any, Any, list[list[int]]]:
     from distill.models.hugging_face import encode, load_model, load_tokenizer
-    from distill.surgery.layers import keep_layers
+    from distill.surgery.cuts.layers import keep_layers
 
     big, small = (load_model(str(DEMO), "float32", torch.device("cpu")) for _ in range(2))
     keep_layers(small, [0, big.config.num_hidden_layers - 1])
@@ -301,9 +301,14 @@ def test_demo_target() -> None:
         ids = torch.tensor([prompt])
         text = plain(target, prompt, 40).tokens
         library = big.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=40, min_new_tokens=40, do_sample=False,
-            pad_token_id=0, eos_token_id=None,
-        )[0, len(prompt) :].tolist()  # fmt: skip
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=40,
+            min_new_tokens=40,
+            do_sample=False,
+            pad_token_id=0,
+            eos_token_id=None,
+        )[0, len(prompt) :].tolist()
         agree_or_tie(target, prompt, text, library, TIE)
         result = speculative(target, draft, prompt, 40, length)
         check_rounds(result, prompt, 40, length)
@@ -368,7 +373,7 @@ def test_gguf_context_end_and_end_tokens(files: tuple[Path, Path]) -> None:
                 assert result.tokens == text[: text.index(end) + 1]
 
 
-# Padding rows: no part in any law.
+# Padding rows: no part in any distribution.
 
 
 def padded(tokenizer: Any) -> Any:

@@ -23,21 +23,21 @@ def logits(rows: int, columns: int, seed: int, scale: float = 3.0) -> Tensor:
 
 def stored(target: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
     """ids, log-probabilities and log tail in fp64, by sorting and adding up."""
-    law = target.softmax(-1)
-    ids = law.argsort(-1, descending=True)[:, :k]
+    distribution = target.softmax(-1)
+    ids = distribution.argsort(-1, descending=True)[:, :k]
     tail = torch.stack(
         [
             sum((row[j] for j in range(len(row)) if j not in set(own.tolist())), torch.tensor(0.0).double())
-            for row, own in zip(law, ids, strict=True)
+            for row, own in zip(distribution, ids, strict=True)
         ]
     )
-    return ids, law.gather(-1, ids).log(), tail.log()
+    return ids, distribution.gather(-1, ids).log(), tail.log()
 
 
-def merged(law: Tensor, ids: Tensor) -> Tensor:
-    """The law with all columns outside ids merged into one last column."""
+def merged(distribution: Tensor, ids: Tensor) -> Tensor:
+    """The distribution with all columns outside ids merged into one last column."""
     rows = []
-    for row, own in zip(law.tolist(), ids.tolist(), strict=True):
+    for row, own in zip(distribution.tolist(), ids.tolist(), strict=True):
         rest = math.fsum(value for index, value in enumerate(row) if index not in set(own))
         rows.append([row[i] for i in own] + [rest])
     return torch.tensor(rows, dtype=torch.float64)
@@ -85,7 +85,7 @@ def test_one_minus_variation_is_acceptance(seed: int, columns: int, scale: float
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 2**31), st.integers(2, 24), st.floats(0.05, 10), st.data())
-def test_bucketed_is_the_kl_of_merged_laws(seed: int, columns: int, scale: float, data: st.DataObject) -> None:
+def test_bucketed_is_the_kl_of_merged_distributions(seed: int, columns: int, scale: float, data: st.DataObject) -> None:
     k = data.draw(st.integers(1, columns - 1))
     a, b = logits(5, columns, seed, scale), logits(5, columns, seed + 1, scale)
     ids, logs, tail = stored(a, k)
@@ -118,7 +118,7 @@ def test_bucketed_takes_what_the_store_holds() -> None:
         torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=2e-6)
 
 
-def test_aligned_laws_are_zero_apart() -> None:
+def test_aligned_distributions_are_zero_apart() -> None:
     a = logits(40, 19, 9)
     log_p, p = a.log_softmax(-1), a.softmax(-1)
     zero = torch.zeros(40, dtype=torch.float64)
@@ -132,7 +132,7 @@ def test_aligned_laws_are_zero_apart() -> None:
     close(divergences.bucketed_forward_kl(ids, logs, tail, a + 100), zero, 1e-12)  # logits are free up to a constant
 
 
-def test_one_hot_laws() -> None:
+def test_one_hot_distributions() -> None:
     """Target one-hot: KL is minus the log of the draft's probability there, the other way infinite."""
     b = logits(7, 7, 10)
     hot = torch.full((7, 7), -math.inf, dtype=torch.float64).fill_diagonal_(0.0)
@@ -172,7 +172,10 @@ def test_padding_columns_change_nothing() -> None:
 def entropies(p: list[float], q: list[float], beta: float) -> float:
     """β KL(p ‖ m) + (1 − β) KL(q ‖ m) with Python's own numbers."""
     mixed = [beta * x + (1 - beta) * y for x, y in zip(p, q, strict=True)]
-    one, two = (math.fsum(x * math.log(x / m) for x, m in zip(law, mixed, strict=True) if x > 0) for law in (p, q))
+    one, two = (
+        math.fsum(x * math.log(x / m) for x, m in zip(distribution, mixed, strict=True) if x > 0)
+        for distribution in (p, q)
+    )
     return beta * one + (1 - beta) * two
 
 
@@ -259,7 +262,7 @@ def test_gradients_of_the_losses() -> None:
         torch.testing.assert_close((slope(loss) * direction).sum(-1), difference, rtol=1e-6, atol=1e-7)
 
 
-def test_a_law_that_is_not_whole() -> None:
+def test_a_distribution_that_is_not_whole() -> None:
     """Of a trimmed head: sums over what it can speak, TV with what it cannot; no NaN where neither has mass."""
     a, b = logits(15, 10, 27), logits(15, 6, 28)
     p, q = a.softmax(-1)[:, :6], b.softmax(-1)

@@ -43,30 +43,34 @@ def read(path: Path) -> Any:
 
 
 def test_transplanted_donor_becomes_a_draft(begun: Path, world: Path, tmp_path: Path) -> None:
-    draft = {"donor": "./donor", "transplant": {"overrides": {"<|endoftext|>": "pass\n"}}, "layers": None,
-             "mlp_width": None}  # fmt: skip
-    status, run = run_with(begun, world, tmp_path, "eval", draft=draft, train={"embedding_steps": 3})
+    draft = {
+        "donor": "./donor",
+        "transplant": {"overrides": {"<|endoftext|>": "pass\n"}},
+        "layers": None,
+        "mlp_width": None,
+    }
+    status, run = run_with(begun, world, tmp_path, "eval", cut=draft, train={"embedding_steps": 3})
     assert status == 0
-    change = read(run / "init" / "surgery.json")["changes"][0]
+    change = read(run / "cut" / "surgery.json")["changes"][0]
     assert change["operation"] == "transplant" and change["details"]["zeros"] == 0
     assert change["details"]["overrides"] == 1 and change["kl_after"] > 0
-    for folder in (run / "init", run / "draft"):
+    for folder in (run / "cut", run / "draft"):
         tokenizer, target = AutoTokenizer.from_pretrained(folder), AutoTokenizer.from_pretrained(world / "target")
         assert tokenizer.get_vocab() == target.get_vocab()
         model = AutoModelForCausalLM.from_pretrained(folder)
         assert model.config.vocab_size == AutoModelForCausalLM.from_pretrained(world / "target").config.vocab_size
         assert model.config.eos_token_id == target.eos_token_id
     # In three of eight steps only embeddings and head moved, in the others all of it.
-    before, after = (AutoModelForCausalLM.from_pretrained(run / name).state_dict() for name in ("init", "draft"))
+    before, after = (AutoModelForCausalLM.from_pretrained(run / name).state_dict() for name in ("cut", "draft"))
     assert all(not torch.equal(before[name], after[name]) for name in before if name.endswith("proj.weight"))
     assert read(run / "eval.json")["domains"]["answers"]["after"]["acceptance_sampling"]["mean"] > 0
-    assert not (run / "surgery" / "transplant").exists()
+    assert not (run / "search" / "transplant").exists()
 
 
 def test_only_the_embeddings_move_at_first(begun: Path, world: Path, tmp_path: Path) -> None:
     status, run = run_with(begun, world, tmp_path, "train", train={"embedding_steps": 8})
     assert status == 0
-    before, after = (AutoModelForCausalLM.from_pretrained(run / name).state_dict() for name in ("init", "draft"))
+    before, after = (AutoModelForCausalLM.from_pretrained(run / name).state_dict() for name in ("cut", "draft"))
     moved = {name for name in before if not torch.equal(before[name], after[name])}
     assert moved == {"model.embed_tokens.weight", "lm_head.weight"}
 
@@ -76,18 +80,18 @@ def test_another_vocabulary_needs_a_transplant(
 ) -> None:
     before = tiny.contents(begun)
     draft = {"donor": "./donor", "layers": None, "mlp_width": None}
-    status, run = run_with(begun, world, tmp_path, "draft", draft=draft)
-    assert status == 2 and "draft.transplant" in capsys.readouterr().err
+    status, run = run_with(begun, world, tmp_path, "cut", cut=draft)
+    assert status == 2 and "cut.transplant" in capsys.readouterr().err
     assert tiny.contents(run) == before
 
 
 def test_trimmed_draft(begun: Path, world: Path, tmp_path: Path) -> None:
-    status, run = run_with(begun, world, tmp_path, "eval", draft={"trim": {"mass": 0.5}}, target={"model": "./target"})
+    status, run = run_with(begun, world, tmp_path, "eval", cut={"trim": {"mass": 0.5}}, target={"model": "./target"})
     assert status == 0
     kept = read(run / "draft" / "kept_tokens.json")
-    assert kept == read(run / "init" / "kept_tokens.json")
+    assert kept == read(run / "cut" / "kept_tokens.json")
     assert len(kept["kept"]) in (256, 400 // 256 * 256, kept["vocabulary"]) and min(kept["mass"].values()) >= 0.5
-    before, after = (AutoModelForCausalLM.from_pretrained(run / name).state_dict() for name in ("init", "draft"))
+    before, after = (AutoModelForCausalLM.from_pretrained(run / name).state_dict() for name in ("cut", "draft"))
     domains = read(run / "eval.json")["domains"]["answers"]
     assert set(domains) == {"before", "after", "after, full head"}
     assert domains["after"]["acceptance_ceiling"]["mean"] <= 1
@@ -100,9 +104,9 @@ def test_search_takes_the_best_cut_and_goes_on_where_it_was(
 ) -> None:
     search = {"layers": [1, 2], "mlp_width": [64, 128], "heal_steps": 2, "max_length": 4}
     draft = {"layers": None, "mlp_width": None, "search": search}
-    status, run = run_with(begun, world, tmp_path, "draft", draft=draft)
+    status, run = run_with(begun, world, tmp_path, "cut", cut=draft)
     assert status == 0
-    report = read(run / "surgery" / "search.json")
+    report = read(run / "search" / "search.json")
     names = {point["name"] for point in report["points"]}
     assert names == {f"{layers} layers, MLP {width}" for layers in (1, 2) for width in (64, 128)}
     seconds = report["target_seconds"]  # of 1 to 5 tokens
@@ -112,11 +116,11 @@ def test_search_takes_the_best_cut_and_goes_on_where_it_was(
         return [sum(alpha**i for i in range(n + 1)) / (seconds[n] + n * step) for n in range(5)]
 
     best = max(report["points"], key=lambda point: (max(speeds(point)), max(speeds(point)[1:])))
-    assert report["chosen"] == best["name"] and report["chosen"] in (run / "surgery" / "search.md").read_text()
-    config = read(run / "init" / "config.json")
+    assert report["chosen"] == best["name"] and report["chosen"] in (run / "search" / "search.md").read_text()
+    config = read(run / "cut" / "config.json")
     assert {"layers": config["num_hidden_layers"], "mlp_width": config["intermediate_size"]} == best["settings"]
     # Killed after two cuts: the record is gone, what was measured stays and is not measured again.
-    files = sorted((run / "surgery" / "search").glob("*layers*.json"))
+    files = sorted((run / "search" / "cuts").glob("*layers*.json"))
     stamps = {path: path.stat().st_mtime_ns for path in files[:2]}
     for path in files[2:]:
         path.unlink()
@@ -125,8 +129,8 @@ def test_search_takes_the_best_cut_and_goes_on_where_it_was(
     (run / "stages" / "draft.begun.json").write_text(json.dumps(record["inputs"]))
     (run / "stages" / "old.json").unlink()
     recipe = world / f"{tmp_path.name}.yaml"
-    assert tiny.call("train", recipe, "--runs", tmp_path, "--until", "draft") == 0
-    assert "draft: resumes" in capsys.readouterr().out + (run / "log.txt").read_text()
+    assert tiny.call("train", recipe, "--runs", tmp_path, "--until", "cut") == 0
+    assert "cut: resumes" in capsys.readouterr().out + (run / "log.txt").read_text()
     assert {path: path.stat().st_mtime_ns for path in files[:2]} == stamps and all(path.exists() for path in files)
 
 
@@ -134,9 +138,9 @@ def test_search_takes_the_best_cut_and_goes_on_where_it_was(
 def test_search_prices_quantised_drafts(begun: Path, world: Path, tmp_path: Path) -> None:
     search = {"layers": [1, 3], "heal_steps": 1, "max_length": 3, "backend": "gguf", "outtypes": ["f32", "q8_0"]}
     draft = {"layers": None, "mlp_width": None, "search": search}
-    status, run = run_with(begun, world, tmp_path, "draft", draft=draft)
+    status, run = run_with(begun, world, tmp_path, "cut", cut=draft)
     assert status == 0
-    points = {point["name"]: point for point in read(run / "surgery" / "search.json")["points"]}
+    points = {point["name"]: point for point in read(run / "search" / "search.json")["points"]}
     assert set(points) == {f"{layers} layers, {kind}" for layers in (1, 3) for kind in ("f32", "q8_0")}
     assert all(point["draft_seconds"] > 0 and 0 < point["acceptance"] <= 1 for point in points.values())
     # The same cut in both types: nearly the same acceptance. All three layers are the target, but for one healing step.
@@ -145,18 +149,22 @@ def test_search_prices_quantised_drafts(begun: Path, world: Path, tmp_path: Path
 
 
 def test_trim_by_price(begun: Path, world: Path, tmp_path: Path) -> None:
-    status, run = run_with(begun, world, tmp_path, "draft", draft={"trim": {"by": "price"}})
+    status, run = run_with(begun, world, tmp_path, "cut", cut={"trim": {"by": "price"}})
     assert status == 0
-    kept = read(run / "init" / "kept_tokens.json")
+    kept = read(run / "cut" / "kept_tokens.json")
     best = max(kept["tried"], key=lambda row: row["tokens_per_second"])
     assert len(kept["kept"]) == best["size"] and all(0 < row["mass"] <= 1 for row in kept["tried"])
 
 
 def test_group_lasso_narrows_the_draft(begun: Path, world: Path, tmp_path: Path) -> None:
     status, run = run_with(
-        begun, world, tmp_path, "train",
-        draft={"mlp_width": None}, train={"steps": 30, "sparsity": {"mlp_width": 96, "ramp": 0.5}},
-    )  # fmt: skip
+        begun,
+        world,
+        tmp_path,
+        "train",
+        cut={"mlp_width": None},
+        train={"steps": 30, "sparsity": {"mlp_width": 96, "ramp": 0.5}},
+    )
     assert status == 0
     report = read(run / "draft" / "sparsity.json")["details"]
     assert report["width_before"] == 128 and min(report["removed_zero_share"]) >= 0.95
@@ -183,22 +191,22 @@ def test_unstructured_sparsity_is_in_the_report(begun: Path, world: Path, tmp_pa
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"draft": {"layers": 9}}, "3"),
-        ({"draft": {"mlp_width": 100}}, "multiple of 32"),
-        ({"draft": {"kv_heads": 5}}, "KV"),
-        ({"draft": {"hidden": 65}}, "64"),
-        ({"draft": {"layers": None, "drop_layers": "1-7"}}, "layers are 0 to 2"),
-        ({"draft": {"trim": {"size": 300}}}, "draft.trim.size"),
-        ({"draft": {"transplant": {"overrides": {"<|endoftex|>": "x"}}}}, "<|endoftext|>"),
+        ({"cut": {"layers": 9}}, "3"),
+        ({"cut": {"mlp_width": 100}}, "multiple of 32"),
+        ({"cut": {"kv_heads": 5}}, "KV"),
+        ({"cut": {"hidden": 65}}, "64"),
+        ({"cut": {"layers": None, "drop_layers": "1-7"}}, "layers are 0 to 2"),
+        ({"cut": {"trim": {"size": 300}}}, "cut.trim.size"),
+        ({"cut": {"transplant": {"overrides": {"<|endoftex|>": "x"}}}}, "<|endoftext|>"),
         ({"train": {"sparsity": {"mlp_width": 512}}}, "sparsity"),
-        ({"draft": {"search": {"layers": [4]}, "layers": None}}, "3"),
+        ({"cut": {"search": {"layers": [4]}, "layers": None}}, "3"),
     ],
 )
 def test_impossible_cuts_are_refused_before_any_work(
     changes: dict[str, Any], said: str, begun: Path, world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = tiny.contents(begun)
-    status, run = run_with(begun, world, tmp_path, "draft", **changes)
+    status, run = run_with(begun, world, tmp_path, "cut", **changes)
     message = capsys.readouterr().err
     assert status == 2 and said in message and "Traceback" not in message, message
     assert tiny.contents(run) == before

@@ -1,8 +1,9 @@
-"""`decode` and `decode_batch` whole, by enumeration: two rounds of every drafter and verifier follow the target's law.
+"""`decode` and `decode_batch` whole, by enumeration: two rounds of every drafter and verifier follow the target's
+distribution.
 
 Every run is production code from the prompt on, chance and time apart; a prompt is followed by one token for sure, so
 that the prefill's own draw adds no ways. Sampled trees of 7 nodes with V = 4 have too many ways for that: they go
-through `TreeDrafter.propose` and the verifiers' laws. Legend: n nodes, w ways, l tokens, V vocabulary.
+through `TreeDrafter.propose` and the verifiers' distributions. Legend: n nodes, w ways, l tokens, V vocabulary.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from typing import Any
 import pytest
 import torch
 from branches import every
-from tables import TableRows, distance, laws_after, number, target_laws
+from table_model import TableModel
+from tables import TableRows, distance, distributions_after, number, target_distributions
 from test_rounds import RECIPE
 from torch import Tensor
 
-from distill.models.table import TableModel
 from distill.sampler import Sampler
 from distill.speculative import batch as batch_module
 from distill.speculative import decode as decode_module
@@ -30,8 +31,8 @@ from distill.speculative.decode import Decoded, Rules, decode
 from distill.speculative.draft import Drafter, FirstThen, LookupDrafter, ModelDrafter, TreeDrafter
 from distill.speculative.lengths import Fixed, LengthRule
 from distill.speculative.proposal import ROOT, Proposal
-from distill.speculative.shape import Shape
-from distill.speculative.tree import spread
+from distill.speculative.trees.shape import Shape
+from distill.speculative.trees.tree import spread
 from distill.speculative.verify import TREES, NodeVerdict, NodeVerifier, Random, _remainder, node_token, refusal
 
 torch.set_num_threads(1)
@@ -69,20 +70,20 @@ class Seen:
         self.lengths.add(result.rounds[1].drafted)
 
 
-def output_law(target: TableModel, sampler: Sampler, texts: list[tuple[float, list[int]]]) -> float:
-    """How far weighted texts are from the target's law."""
+def output_distribution(target: TableModel, sampler: Sampler, texts: list[tuple[float, list[int]]]) -> float:
+    """How far weighted texts are from the target's distribution."""
     longest = max(len(text) for _, text in texts)
     output = [torch.zeros(target.vocabulary_size**length, dtype=torch.float64) for length in range(longest + 1)]
     for weight, text in texts:
         output[len(text)][number(text, target.vocabulary_size)] += weight
     assert abs(float(sum(mass.sum() for mass in output)) - 1) < EXACT
-    return distance(output, target_laws(target, sampler, PROMPT, longest - 1))
+    return distance(output, target_distributions(target, sampler, PROMPT, longest - 1))
 
 
 def decoded(
     vocabulary: int, make: Make, verifier: str, sampler: Sampler, seed: int = 1, seen: Seen | None = None
 ) -> float:
-    """How far the prefill's token and two rounds of `decode` are from the target's law."""
+    """How far the prefill's token and two rounds of `decode` are from the target's distribution."""
     target, draft = pair(vocabulary, seed)
 
     def run(random: Random) -> Decoded:
@@ -97,7 +98,7 @@ def decoded(
         assert len(result.rounds) == 2
         if seen is not None:
             seen.add(result)
-    return output_law(target, sampler, [(weight, result.tokens) for weight, result in results])
+    return output_distribution(target, sampler, [(weight, result.tokens) for weight, result in results])
 
 
 def batched(rule: Callable[[], LengthRule], verifier: str, sampler: Sampler, argmax: bool, rows: int = 1) -> float:
@@ -111,7 +112,7 @@ def batched(rule: Callable[[], LengthRule], verifier: str, sampler: Sampler, arg
         some = TableRows(target, rows), TableRows(draft, rows)
         return decode_batch(*some, prompts, 5, rules, rule, randoms, argmax)[0].tokens
 
-    return output_law(target, sampler, list(every(run)))
+    return output_distribution(target, sampler, list(every(run)))
 
 
 # Chains.
@@ -132,9 +133,9 @@ def test_rules(name: str) -> None:
     seen = Seen()
     for verifier, argmax in (("token", False), ("block", False), ("match", True)):
         kind = chains(name, argmax)(TableModel(2), Sampler(), lambda: 0.0).kind
-        lawful = refusal(verifier, kind, 1.0) is None
+        lossless = refusal(verifier, kind, 1.0) is None
         found = decoded(2, chains(name, argmax), verifier, Sampler(), 1, seen)
-        assert found < EXACT if lawful else found > SEEN, (verifier, kind, found)
+        assert found < EXACT if lossless else found > SEEN, (verifier, kind, found)
     assert seen.most == 2 == seen.accepted
 
 
@@ -171,8 +172,8 @@ def test_lookup_and_lookup_before_a_draft(verifier: str, sampler: Sampler) -> No
     ):
         seen = Seen()
         found = decoded(3, make, verifier, sampler, 1, seen)
-        lawful = refusal(verifier, make(TableModel(3), sampler, lambda: 0.0).kind, sampler.temperature) is None
-        assert found < EXACT if lawful else found > SEEN
+        lossless = refusal(verifier, make(TableModel(3), sampler, lambda: 0.0).kind, sampler.temperature) is None
+        assert found < EXACT if lossless else found > SEEN
         assert seen.most > 0
 
 
@@ -220,8 +221,8 @@ def test_trees_of_the_best_tokens(name: str, verifier: str, sampler: Sampler) ->
     """Seven nodes, V = 4."""
     seen = Seen()
     found = decoded(4, BEST[name], verifier, sampler, 3, seen)
-    lawful = refusal(verifier, "deterministic", sampler.temperature, tree=True) is None
-    assert found < EXACT if lawful else found > SEEN
+    lossless = refusal(verifier, "deterministic", sampler.temperature, tree=True) is None
+    assert found < EXACT if lossless else found > SEEN
     assert seen.most == 7 and seen.accepted > 1
 
 
@@ -235,15 +236,16 @@ def test_trees_of_drawn_tokens(name: str) -> None:
     assert seen.most > 1 and seen.accepted > 0
 
 
-def told_the_parents_law(proposal: Proposal) -> Proposal:
-    """Every sibling with the law that the first was drawn from."""
-    assert proposal.laws is not None
+def told_the_parents_distribution(proposal: Proposal) -> Proposal:
+    """Every sibling with the distribution that the first was drawn from."""
+    assert proposal.distributions is not None
     first = [proposal.parents.index(parent) for parent in proposal.parents]
-    return Proposal(proposal.tokens, proposal.parents, proposal.laws[first])
+    return Proposal(proposal.tokens, proposal.parents, proposal.distributions[first])
 
 
 class Ways:
-    """The rounds of a tree drafter that learns nothing, from any context: proposals, and their outputs' laws."""
+    """The rounds of a tree drafter that learns nothing, from any context: proposals, and their outputs'
+    distributions."""
 
     def __init__(self, shape: Shape, distinct: bool, sampler: Sampler, seed: int) -> None:
         self.target, draft = pair(4, seed)
@@ -268,19 +270,19 @@ class Ways:
         self._ways = {key: [(w, change(proposal)) for w, proposal in ways] for key, ways in self._ways.items()}
 
     def masses(self, verify: NodeVerifier, context: Sequence[int]) -> list[Tensor]:
-        """The law of one round's output: [i][4^(i + 1)] of i + 1 tokens."""
+        """The distribution of one round's output: [i][4^(i + 1)] of i + 1 tokens."""
         masses = [torch.zeros(4**i, 4, dtype=torch.float64) for i in range(self.depth + 1)]
         ways = self.ways(context)
         for parents in {tuple(proposal.parents) for _, proposal in ways}:
             some = [way for way in ways if tuple(way[1].parents) == parents]
             below = some[0][1].children()
             tokens = torch.tensor([proposal.tokens for _, proposal in some])  # [w, n]
-            q = torch.stack([proposal.laws for _, proposal in some])  # type: ignore[misc]
+            q = torch.stack([proposal.distributions for _, proposal in some])  # type: ignore[misc]
 
             def visit(node: int, depth: int, here: Tensor, numbers: Tensor, reach: Tensor) -> None:
                 nodes = below.get(node, [])  # noqa: B023
                 x = tokens[:, nodes]  # noqa: B023
-                verdict = verify(laws_after(self.target, self.sampler, here), q[:, nodes], x)  # noqa: B023
+                verdict = verify(distributions_after(self.target, self.sampler, here), q[:, nodes], x)  # noqa: B023
                 for k, child in enumerate(nodes):
                     grown = torch.cat([here, x[:, k : k + 1]], -1)
                     visit(child, depth + 1, grown, numbers * 4 + x[:, k], reach * verdict.acceptance[:, k])
@@ -302,7 +304,7 @@ class Ways:
                     start = number(text, 4) * len(second)
                     output[i + j + 2][start : start + len(second)] += mass * second
         assert abs(float(sum(mass.sum() for mass in output)) - 1) < EXACT
-        return distance(output, target_laws(self.target, self.sampler, context, 2 * self.depth + 1))
+        return distance(output, target_distributions(self.target, self.sampler, context, 2 * self.depth + 1))
 
 
 def test_seven_nodes_drawn_with_replacement() -> None:
@@ -319,12 +321,12 @@ def test_seven_nodes_drawn_without_replacement() -> None:
     ways = Ways(Shape((-1, -1, -1, 0, 0, 1, 1)), True, Sampler(0.9, 3), 5)
     assert {len(proposal.tokens) for _, proposal in ways.ways([*PROMPT, 1])} == {7}
     assert {refusal(verifier, "distinct", 1.0, tree=True) is None for verifier in ("distinct", "match")} == {True}
-    # The drafter shows what was left of the law for each sibling, which even `token` could be told. It is refused
-    # because it takes that on trust, where `distinct` strikes earlier siblings out by itself: shown the parent's law
-    # for all of them, it goes wrong.
+    # The drafter shows what was left of the distribution for each sibling, which even `token` could be told. It is
+    # refused because it takes that on trust, where `distinct` strikes earlier siblings out by itself: shown the
+    # parent's distribution for all of them, it goes wrong.
     for verifier, node in TREES.items():
         assert ways.difference(node) > SEEN if verifier == "greedy" else ways.difference(node) < EXACT, verifier
-    ways.show(told_the_parents_law)
+    ways.show(told_the_parents_distribution)
     for verifier, node in TREES.items():
         found = ways.difference(node)
         assert found < EXACT if refusal(verifier, "distinct", 1.0, tree=True) is None else found > SEEN, verifier
@@ -334,22 +336,22 @@ def test_seven_nodes_drawn_without_replacement() -> None:
 
 
 class Dropping(TreeDrafter):
-    """Removes drawn nodes that its own law thought improbable."""
+    """Removes drawn nodes that its own distribution thought improbable."""
 
     def propose(self, context: Sequence[int], limit: int, ends: Any) -> Proposal:
         whole = super().propose(context, limit, ends)
-        assert whole.laws is not None and set(whole.parents) == {ROOT}
-        stays = [i for i, token in enumerate(whole.tokens) if whole.laws[i, token] > 0.3]
-        return Proposal([whole.tokens[i] for i in stays], [ROOT] * len(stays), whole.laws[stays])
+        assert whole.distributions is not None and set(whole.parents) == {ROOT}
+        stays = [i for i, token in enumerate(whole.tokens) if whole.distributions[i, token] > 0.3]
+        return Proposal([whole.tokens[i] for i in stays], [ROOT] * len(stays), whole.distributions[stays])
 
 
 class Lying(TreeDrafter):
-    """Says that it drew from a flatter law."""
+    """BytesOf that it drew from a flatter distribution."""
 
     def propose(self, context: Sequence[int], limit: int, ends: Any) -> Proposal:
         whole = super().propose(context, limit, ends)
-        assert whole.laws is not None
-        flat = whole.laws**0.7
+        assert whole.distributions is not None
+        flat = whole.distributions**0.7
         return Proposal(whole.tokens, whole.parents, flat / flat.sum(-1, keepdim=True))
 
 

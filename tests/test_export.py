@@ -31,7 +31,7 @@ from distill.export import tokenizer as export_tokenizer
 from distill.export.parity import compare, first_difference
 from distill.export.tensors import open_tensors, permute_for_llama, read_shape
 from distill.export.writer import OUTTYPES, export_gguf
-from distill.models.gguf import GgufModel
+from distill.models.gguf.model import GgufModel
 
 ROOT = Path(__file__).resolve().parent.parent
 SHARED = Path(os.environ.get("DISTILL_SHARED", ROOT.parent / "shared"))
@@ -55,7 +55,7 @@ HARD_TEXTS = [
 ]
 
 
-def report_texts(splits: tuple[str, ...] = ("report", "selection")) -> list[str]:
+def held_out_texts(splits: tuple[str, ...] = ("test", "validation")) -> list[str]:
     return [p.read_text(encoding="utf-8") for s in splits for p in sorted((ROOT / "data" / s).rglob("*.py"))]
 
 
@@ -75,7 +75,7 @@ def train_tokenizer(split: str | None = QWEN2_SPLIT, size: int = 768, digits: bo
         vocab_size=size, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
     )
     # Few and small texts are enough for merges of every kind: words, digits, marks, white space, wide scripts.
-    tokenizer.train_from_iterator([*report_texts()[::6], *HARD_TEXTS * 5, "12 123 1234 4321 " * 50], trainer)
+    tokenizer.train_from_iterator([*held_out_texts()[::6], *HARD_TEXTS * 5, "12 123 1234 4321 " * 50], trainer)
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, eos_token=SPECIALS[0], pad_token=SPECIALS[0], clean_up_tokenization_spaces=False
     )
@@ -195,7 +195,7 @@ def test_logits_equal_transformers(kind: str, tmp_path: Path, small_tokenizer: P
 @needs_llama
 @pytest.mark.parametrize(("outtype", "largest"), [("f32", 0.02), ("f16", 0.03), ("bf16", 0.2), ("q8_0", 0.4)])
 def test_parity_of_every_type(exported: Path, outtype: str, largest: float) -> None:
-    texts = [text[:1500] for text in report_texts()[:2]]
+    texts = [text[:1500] for text in held_out_texts()[:2]]
     parity = compare(exported, exported.parent / f"{outtype}.gguf", texts, positions=400)
     assert parity.positions == 400
     assert parity.tokenizer_texts == 2
@@ -269,7 +269,7 @@ def test_bf16_sources_and_shards_are_read_exactly(tmp_path: Path, small_tokenize
 @needs_llama
 def test_tokenizer_equals_on_held_out_files(exported: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(exported)
-    texts = [*report_texts(), *HARD_TEXTS, "a<tool call>b <tool call>"]
+    texts = [*held_out_texts(), *HARD_TEXTS, "a<tool call>b <tool call>"]
     assert len(texts) > 40
     with GgufModel(exported.parent / "f16.gguf", context=8) as gguf:
         for text in texts:
@@ -314,7 +314,7 @@ def test_each_pre_tokenizer(split: str | None, digits: bool, ignore: bool, pre: 
     export_gguf(tmp_path / "m", tmp_path / "m.gguf", "q8_0")
     plain = Tokenizer.from_file(str(tmp_path / "m" / "tokenizer.json"))
     with GgufModel(tmp_path / "m.gguf", context=8) as gguf:
-        for text in [*report_texts()[::5], *HARD_TEXTS]:
+        for text in [*held_out_texts()[::5], *HARD_TEXTS]:
             assert gguf.tokenize(text, parse_special=True) == plain.encode(text, add_special_tokens=False).ids
 
 
@@ -358,7 +358,7 @@ def test_real_tokenizers(name: str, tmp_path: Path) -> None:
         shutil.copy(file, tmp_path / "m")
     export_gguf(tmp_path / "m", tmp_path / "m.gguf", "f16")
     with GgufModel(tmp_path / "m.gguf", context=8) as gguf:
-        for text in [*report_texts(("report",)), *HARD_TEXTS]:
+        for text in [*held_out_texts(("test",)), *HARD_TEXTS]:
             text = unicodedata.normalize("NFC", text)
             ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
             actual = gguf.tokenize(text, parse_special=True)
@@ -486,7 +486,7 @@ def test_logits_object(exported: Path) -> None:
 
 @needs_llama
 def test_top_breaks_ties_by_id(exported: Path) -> None:
-    from distill.models.gguf_logits import GgufLogits
+    from distill.models.gguf.logits import GgufLogits
 
     with GgufModel(exported.parent / "f32.gguf", context=8) as gguf:
         rows = np.array([[0, 2, 1, 2, 1, 1, 0], [5, 5, 5, 5, 5, 5, 5]], dtype=np.float32)

@@ -20,7 +20,7 @@ STEPS = (
     "corpus/prompts-train",
     "answers/train-00001",
     "teacher/shard-00002",
-    "init",
+    "cut",
     "step-000004",
     "draft",
     "eval.md",
@@ -69,7 +69,7 @@ def recipe_with(world: Path, change: Callable[[dict[str, Any]], object]) -> Path
         (lambda v: v["train"].update(stepz=3), ["train.stepz", "`steps`"]),
         (lambda v: v["target"].update(model="./nowhere"), ["nowhere", "does not exist"]),
         (lambda v: v["corpus"]["sources"].append({"kind": "text", "path": "no.txt"}), ["no.txt", "does not exist"]),
-        (lambda v: v["draft"].update(donor="./nowhere"), ["nowhere", "does not exist"]),
+        (lambda v: v["cut"].update(donor="./nowhere"), ["nowhere", "does not exist"]),
     ],
 )
 @pytest.mark.parametrize("command", ["check", "train"])
@@ -77,7 +77,7 @@ def test_recipe_faults(
     world: Path, tmp_path: Path, capsys: Capture, change: Any, expected: list[str], command: str
 ) -> None:
     recipe = recipe_with(world, change)
-    more = ["--runs", tmp_path, "--until", "draft"] if command == "train" else []
+    more = ["--runs", tmp_path, "--until", "cut"] if command == "train" else []
     said = message(capsys, tiny.call(command, recipe, *more))
     assert all(words in said for words in expected), said
 
@@ -96,7 +96,7 @@ def test_empty_corpus(world: Path, tmp_path: Path, capsys: Capture) -> None:
 def test_no_report_split(world: Path, tmp_path: Path, capsys: Capture) -> None:
     recipe = recipe_with(world, lambda v: v["corpus"]["sources"].pop())
     said = message(capsys, tiny.call("train", recipe, "--runs", tmp_path))
-    assert "no report document" in said
+    assert "no test document" in said
 
 
 @pytest.mark.parametrize(
@@ -118,10 +118,10 @@ def test_malformed_jsonl(world: Path, tmp_path: Path, capsys: Capture, lines: st
 
 def test_donor_of_another_tokenizer(world: Path, copied: Path, other: Path, tmp_path: Path, capsys: Capture) -> None:
     before = tiny.contents(copied)
-    override = f"draft.donor={other}"
+    override = f"cut.donor={other}"
     said = message(capsys, tiny.call("check", world / "recipe.yaml", override))
     assert "does not fit the target" in said and "token " in said
-    said = message(capsys, train(world, tmp_path / "new", override, "--until", "draft"))
+    said = message(capsys, train(world, tmp_path / "new", override, "--until", "cut"))
     assert "does not fit the target" in said
     message(capsys, train(world, copied.parent, override))
     assert tiny.contents(copied) == before
@@ -130,9 +130,9 @@ def test_donor_of_another_tokenizer(world: Path, copied: Path, other: Path, tmp_
 @pytest.mark.parametrize(
     ("override", "expected"),
     [
-        ("draft.layers=4", ["draft.layers: 4 layers", "the donor has 3", "ask for 1 to 3"]),
-        ("draft.mlp_width=50", ["draft.mlp_width: ", "cannot be cut to 50", "multiple of 32"]),
-        ("draft.mlp_width=256", ["draft.mlp_width: an MLP of 128", "cannot be cut to 256"]),
+        ("cut.layers=4", ["cut.layers: 4 layers", "the donor has 3", "ask for 1 to 3"]),
+        ("cut.mlp_width=50", ["cut.mlp_width: ", "cannot be cut to 50", "multiple of 32"]),
+        ("cut.mlp_width=256", ["cut.mlp_width: an MLP of 128", "cannot be cut to 256"]),
         ("corpus.block=1024", ["corpus.block is 1024", "context 512"]),
     ],
 )
@@ -141,11 +141,11 @@ def test_cuts_and_blocks_that_do_not_fit(world: Path, capsys: Capture, override:
     assert all(words in said for words in expected), said
 
 
-@pytest.mark.parametrize("override", ["draft.layers=4", "draft.mlp_width=50"])
+@pytest.mark.parametrize("override", ["cut.layers=4", "cut.mlp_width=50"])
 def test_a_cut_that_does_not_fit_loses_nothing(world: Path, tmp_path: Path, capsys: Capture, override: str) -> None:
-    message(capsys, train(world, tmp_path, override, "--until", "draft"))
+    message(capsys, train(world, tmp_path, override, "--until", "cut"))
     assert not list(tmp_path.glob("**/config.yaml")), "refused before any work, the run folder included"
-    assert train(world, tmp_path, "--until", "draft") == 0
+    assert train(world, tmp_path, "--until", "cut") == 0
 
 
 def test_prompts_too_long_for_the_context(world: Path, tmp_path: Path, capsys: Capture) -> None:
@@ -263,7 +263,7 @@ def test_full_disk_and_read_only_folder_at_every_stage(
         assert ("the disk is full" if number == errno.ENOSPC else "no permission to write") in said
         assert not [p for p in tmp_path.rglob("*.tmp") if part in p.name], part
     assert train(world, tmp_path, "--until", "train") == 0
-    for name in ("corpus", "answers", "teacher", "init", "draft"):
+    for name in ("corpus", "answers", "teacher", "cut", "draft"):
         assert tiny.contents(tmp_path / "tiny" / name) == tiny.contents(trained / name), name
 
 
@@ -282,7 +282,7 @@ def test_full_disk_after_training(
     assert tiny.digest(copied / "draft" / "model.safetensors") == weights
 
 
-@pytest.mark.parametrize("stage", ["teacher", "train", "draft"])
+@pytest.mark.parametrize("stage", ["teacher", "train", "cut"])
 def test_a_write_that_really_fails(world: Path, copied: Path, capsys: Capture, stage: str) -> None:
     """The libraries' own writers (safetensors, tokenizers, torch) each meet a limit on the size of files."""
     whole = tiny.contents(copied)
@@ -300,7 +300,7 @@ def test_a_write_that_really_fails(world: Path, copied: Path, capsys: Capture, s
     assert "cannot write" in said or "cannot be written" in said, said
     assert train(world, copied.parent, "--redo", stage, "--until", "train") == 0
     after = tiny.contents(copied)
-    kept = [n for n in whole if n.startswith(("answers/", "teacher/", "init/", "draft/")) and "README" not in n]
+    kept = [n for n in whole if n.startswith(("answers/", "teacher/", "cut/", "draft/")) and "README" not in n]
     assert all(after[name] == whole[name] for name in kept)
 
 

@@ -1,4 +1,5 @@
-"""The head's loss on what is really stored: fp16 entries, teachers of target/laws.py, trims, drafts that are sure."""
+"""The head's loss on what is really stored: fp16 entries, teachers of target/distributions.py, trims, drafts that are
+sure."""
 
 from __future__ import annotations
 
@@ -6,14 +7,14 @@ import math
 
 import pytest
 import torch
-from laws import KINDS, N, Problem, V, near
+from distributions import KINDS, N, Problem, V, near
 from torch import Tensor
 
 from distill.errors import DataError
-from distill.target.laws import CompactTeacher, DenseTeacher, Teacher
+from distill.target.distributions import CompactTeacher, DenseTeacher, Teacher
 from distill.target.store import compress
-from distill.training.fused import head_loss
-from distill.training.losses import LOSSES, LossSettings, LossSums
+from distill.training.losses.fused import head_loss
+from distill.training.losses.settings import LOSSES, LossSettings, LossSums
 
 torch.set_num_threads(1)
 
@@ -21,12 +22,12 @@ KL = LossSettings({"forward_kl": 0.9, "cross_entropy": 0.1})
 
 
 def compact(problem: Problem, k: int, temperatures: tuple[float, ...] = (1.0,)) -> CompactTeacher:
-    """What a store keeps of the laws over all tokens."""
+    """What a store keeps of the distributions over all tokens."""
     logits = problem.teacher.logits
     found = compress(logits, k, V)
     ids = found.ids.long()
-    law = logits.log_softmax(-1).scatter(-1, ids, -math.inf)
-    tails = {t: (law / t).logsumexp(-1).float() for t in temperatures}
+    distribution = logits.log_softmax(-1).scatter(-1, ids, -math.inf)
+    tails = {t: (distribution / t).logsumexp(-1).float() for t in temperatures}
     return CompactTeacher(found.ids, found.log_probabilities, tails, V)
 
 
@@ -125,14 +126,16 @@ def test_finite_differences() -> None:
 
 
 def test_agreement_with_torch() -> None:
-    """KL and cross-entropy on whole laws against torch.nn.functional, value and gradient."""
+    """KL and cross-entropy on whole distributions against torch.nn.functional, value and gradient."""
     problem = Problem(None, seed=25)
     problem.labels = problem.labels % V
     for name in ("forward_kl", "cross_entropy"):
         logits = (problem.hidden @ problem.head.T).requires_grad_()
         if name == "forward_kl":
-            law = problem.teacher.dense(1.0)
-            own = torch.nn.functional.kl_div(logits.log_softmax(-1), law, reduction="none", log_target=True).sum(-1)
+            distribution = problem.teacher.dense(1.0)
+            own = torch.nn.functional.kl_div(
+                logits.log_softmax(-1), distribution, reduction="none", log_target=True
+            ).sum(-1)
         else:
             own = torch.nn.functional.cross_entropy(logits, problem.labels, reduction="none")
         expected = (own * problem.weights).sum()
@@ -163,10 +166,10 @@ def test_a_short_heads_gradient_is_added_up_in_full() -> None:
     hidden, head = problem.hidden[:1].bfloat16(), problem.head.bfloat16().requires_grad_()
     grads = []
     for count in (1, 600):
-        laws = DenseTeacher(problem.teacher.logits[:1].float().repeat(count, 1), torch.eye(V), V)
+        distributions = DenseTeacher(problem.teacher.logits[:1].float().repeat(count, 1), torch.eye(V), V)
         bias = torch.zeros(len(head), dtype=torch.bfloat16, requires_grad=True)
         labels = torch.zeros(count, dtype=torch.long)
-        loss, _ = head_loss(hidden.repeat(count, 1), head, laws, labels, KL, None, 1, bias)
+        loss, _ = head_loss(hidden.repeat(count, 1), head, distributions, labels, KL, None, 1, bias)
         found = torch.autograd.grad(loss / count, (head, bias))
         assert [x.dtype for x in found] == [torch.bfloat16] * 2
         grads.append(found)

@@ -1,4 +1,4 @@
-"""Constrained decoding: masks, states that follow the cache, forced tokens, the law, both backends."""
+"""Constrained decoding: masks, states that follow the cache, forced tokens, the distribution, both backends."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from table_model import TableModel
 from torch import Tensor
 from toys import blurred, random_prompts, save_toy, toy, toy_tokenizer
 
 from distill.errors import DataError
 from distill.export.writer import export_gguf
-from distill.models.gguf import GgufModel
-from distill.models.table import TableModel
+from distill.grammar.constrained import Constrained, Forced
+from distill.grammar.constraint import Constraint, State, constraint, llama_constraint
+from distill.grammar.gbnf import lark
+from distill.grammar.tokens import Tokens
+from distill.models.gguf.model import GgufModel
 from distill.models.torch_model import TorchModel
 from distill.sampler import Sampler
 from distill.speculative import decode as decode_module
 from distill.speculative import draft as draft_module
 from distill.speculative import tree as tree_module
 from distill.speculative.batch import plain_batch
-from distill.speculative.constrained import Constrained, Forced
 from distill.speculative.decode import Decoded, Rules, decode, plain
 from distill.speculative.draft import Drafter, FirstThen, LookupDrafter, ModelDrafter, TreeDrafter
-from distill.speculative.gbnf import lark
-from distill.speculative.grammar import Constraint, State, constraint, llama_constraint
 from distill.speculative.lengths import Fixed, PlusMinus
 from distill.speculative.proposal import ROOT, Proposal
-from distill.speculative.shape import Shape
-from distill.speculative.tokens import Tokens
+from distill.speculative.trees.shape import Shape
 from distill.vocabulary import Vocabulary
 
 pytest.importorskip("llguidance")
@@ -74,9 +74,7 @@ def words(pattern: str, alphabet: str, longest: int) -> set[bytes]:
 def allowed(language: set[bytes], said: Sequence[bytes], end: int, before: bytes) -> set[int]:
     """What a mask is: tokens that some text of the language goes on with, and the end where it is one."""
     found = {
-        token
-        for token, data in enumerate(said)
-        if data and any(word.startswith(before + data) for word in language)
+        token for token, data in enumerate(said) if data and any(word.startswith(before + data) for word in language)
     }
     return found | ({end} if before in language else set())
 
@@ -207,7 +205,7 @@ def test_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "distill[grammar]" in (caught.value.hint or "")
 
 
-# The law, by enumeration of everything that chance can do.
+# The distribution, by enumeration of everything that chance can do.
 
 
 class Enumerated:
@@ -225,7 +223,7 @@ class Enumerated:
         self.weight *= chance
         return index
 
-    def law(self, once: Callable[[], Sequence[int]]) -> dict[tuple[int, ...], float]:
+    def distribution(self, once: Callable[[], Sequence[int]]) -> dict[tuple[int, ...], float]:
         found: Counter[tuple[int, ...]] = Counter()
         while True:
             self._place, self.weight = 0, 1.0
@@ -236,8 +234,8 @@ class Enumerated:
                 return dict(found)
             self._path[-1].pop()
 
-    def token(self, law: Tensor, _random: Any) -> int:
-        return self.choose(law.double().tolist())
+    def token(self, distribution: Tensor, _random: Any) -> int:
+        return self.choose(distribution.double().tolist())
 
     def draw(self, verdict: Any, _random: Any) -> tuple[int, int]:
         accepted = self.choose(verdict.counts().tolist())
@@ -247,7 +245,7 @@ class Enumerated:
         children, path, here = proposal.children(), [], ROOT
         while True:
             below = children.get(here, [])
-            q = None if proposal.laws is None or not below else proposal.laws[below].to(p)
+            q = None if proposal.distributions is None or not below else proposal.distributions[below].to(p)
             verdict = verify(p[here + 1], q, torch.tensor([proposal.tokens[i] for i in below], dtype=torch.long))
             for child, chance in zip(below, verdict.acceptance.tolist(), strict=True):
                 if self.choose([1 - chance, chance]):
@@ -270,8 +268,8 @@ LIMIT = 4
 ROOM = 12  # of texts with drafts: their first LIMIT tokens count, so that drafts and trees have all their levels
 
 
-def expected_law(target: TableModel, prompt: list[int], sampler: Sampler) -> dict[tuple[int, ...], float]:
-    """The law of texts under masks of the language, token by token."""
+def expected_distribution(target: TableModel, prompt: list[int], sampler: Sampler) -> dict[tuple[int, ...], float]:
+    """The distribution of texts under masks of the language, token by token."""
     language = words(PATTERN, "abc", 5)
     found: dict[tuple[int, ...], float] = {}
 
@@ -282,10 +280,10 @@ def expected_law(target: TableModel, prompt: list[int], sampler: Sampler) -> dic
         logits = target.table[target.place([*prompt, *tokens])].clone()
         may = allowed(language, LETTERS, END, text(tokens, LETTERS))
         logits[[i for i in range(len(logits)) if i not in may]] = -torch.inf
-        law = sampler.law(logits[None], [[*prompt, *tokens]])[0]
-        for token in range(len(law)):
-            if law[token] > 0:
-                go((*tokens, token), chance * float(law[token]))
+        distribution = sampler.probabilities(logits[None], [[*prompt, *tokens]])[0]
+        for token in range(len(distribution)):
+            if distribution[token] > 0:
+                go((*tokens, token), chance * float(distribution[token]))
 
     go((), 1.0)
     return found
@@ -301,7 +299,7 @@ def begun(target: TableModel, drafter: Drafter, rules: Rules, seen: set[int]) ->
     return result.tokens[:LIMIT]
 
 
-def law_difference(left: dict[tuple[int, ...], float], right: dict[tuple[int, ...], float]) -> float:
+def distribution_difference(left: dict[tuple[int, ...], float], right: dict[tuple[int, ...], float]) -> float:
     return max(abs(left.get(key, 0) - right.get(key, 0)) for key in {*left, *right})
 
 
@@ -329,41 +327,48 @@ def fixed_tree(draft: TableModel, grammar: Constraint, distinct: bool) -> TreeDr
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_the_law_is_that_of_the_allowed_tokens(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_distribution_is_that_of_the_allowed_tokens(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     verifier, sampler, make = WAYS[way]
     target = TableModel(5, 3, memory=1, sharpness=1.0)
     grammar = constraint("regex", PATTERN, Tokens.of_bytes(LETTERS, [END]))
     outcomes = Enumerated()
     outcomes.into(monkeypatch)
     rules = Rules(sampler, verifier, [END], no, constraint=grammar)
-    expected = expected_law(target, [1], sampler)
-    alone = outcomes.law(lambda: plain(target, [1], LIMIT, rules=rules).tokens)
-    assert len(expected) > 10 and sum(expected.values()) == pytest.approx(1) and law_difference(alone, expected) < 1e-12
+    expected = expected_distribution(target, [1], sampler)
+    alone = outcomes.distribution(lambda: plain(target, [1], LIMIT, rules=rules).tokens)
+    assert (
+        len(expected) > 10
+        and sum(expected.values()) == pytest.approx(1)
+        and distribution_difference(alone, expected) < 1e-12
+    )
     drafter, seen = make(target.near(0.7, 4), grammar), set[int]()
-    found = outcomes.law(lambda: begun(target, drafter, rules, seen))
-    assert law_difference(found, expected) < 1e-12
+    found = outcomes.distribution(lambda: begun(target, drafter, rules, seen))
+    assert distribution_difference(found, expected) < 1e-12
     assert max(seen) >= (3 if "tree" in way else 2)
     without = Rules(sampler, verifier, [END], no)
-    assert law_difference(outcomes.law(lambda: plain(target, [1], 2, rules=without).tokens), expected) > 1e-2
+    assert (
+        distribution_difference(outcomes.distribution(lambda: plain(target, [1], 2, rules=without).tokens), expected)
+        > 1e-2
+    )
 
 
 class Unmasked(ModelDrafter):
-    """Draws from the masked law and says that it was the bare one: lossy."""
+    """Draws from the masked distribution and says that it was the bare one: lossy."""
 
     def propose(self, *arguments: Any) -> Proposal:
         found = super().propose(*arguments)
-        return Proposal.chain(found.tokens, None if found.laws is None else 0.5 * found.laws + 0.1)
+        return Proposal.chain(found.tokens, None if found.distributions is None else 0.5 * found.distributions + 0.1)
 
 
-def test_a_law_that_was_not_drafted_from_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_distribution_that_was_not_drafted_from_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     target = TableModel(5, 3, memory=1, sharpness=1.0)
     grammar = constraint("regex", PATTERN, Tokens.of_bytes(LETTERS, [END]))
     outcomes = Enumerated()
     outcomes.into(monkeypatch)
     drafter = Forced(Unmasked(Constrained(target.near(0.7, 4), grammar), Fixed(2), FREE, no), grammar)
     rules = Rules(FREE, "token", [END], no, constraint=grammar)
-    found = outcomes.law(lambda: run(target, drafter, [1], LIMIT, rules).tokens)
-    assert law_difference(found, expected_law(target, [1], FREE)) > 1e-3
+    found = outcomes.distribution(lambda: run(target, drafter, [1], LIMIT, rules).tokens)
+    assert distribution_difference(found, expected_distribution(target, [1], FREE)) > 1e-3
 
 
 # Text.
@@ -388,7 +393,7 @@ def drafters(draft: Any, grammar: Constraint, sampler: Sampler, draws: random.Ra
     return {**found, **{f"{name}, forced": Forced(drafter, grammar) for name, drafter in found.items()}}
 
 
-def lawful(name: str, sampler: Sampler) -> str:
+def lossless(name: str, sampler: Sampler) -> str:
     if sampler.temperature == 0:
         return "greedy"
     return "token" if name.startswith(("model", "without")) else "match"
@@ -406,7 +411,7 @@ def check_ways(target: Any, draft: Any, grammar: Constraint, valid: Callable[[li
         assert result.tokens == expected, name
     for seed, name in enumerate(names * seeds):
         draws, sampler = random.Random(seed), Sampler(1.5)
-        rules = Rules(sampler, lawful(name, sampler), ends, draws.random, constraint=grammar)
+        rules = Rules(sampler, lossless(name, sampler), ends, draws.random, constraint=grammar)
         result = run(target, drafters(draft, grammar, sampler, draws)[name], prompt, 60, rules)
         if grammar.satisfied(result.tokens):
             assert result.tokens[-1] in ends and valid(result.tokens[:-1]), name
@@ -492,16 +497,14 @@ def follows_schema(data: bytes) -> bool:
 @pytest.mark.skipif(not (DEMO / "config.json").is_file(), reason="the demo target is not there")
 def test_text_of_the_demo_target() -> None:
     from distill.models.hugging_face import load_model
-    from distill.surgery.layers import keep_layers
+    from distill.surgery.cuts.layers import keep_layers
 
     big, small = (load_model(str(DEMO), "float32", torch.device("cpu")) for _ in range(2))
     keep_layers(small, [0, big.config.num_hidden_layers - 1])
     vocabulary = Vocabulary.read(DEMO)
     ends = [vocabulary.roles["eos"], vocabulary.roles["turn_end"]]
     grammar = constraint("json", json.dumps(SCHEMA), Tokens.of(vocabulary, ends))
-    check_ways(
-        TorchModel(big), TorchModel(small), grammar, lambda t: follows_schema(vocabulary.text_bytes(t)), 1
-    )
+    check_ways(TorchModel(big), TorchModel(small), grammar, lambda t: follows_schema(vocabulary.text_bytes(t)), 1)
 
 
 # Forced tokens, and what the model reads when.
@@ -616,10 +619,10 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return folder / "target.gguf", folder / "draft.gguf"
 
 
-GBNF = r'''
+GBNF = r"""
 root ::= "def " name "(" ("self" (", " name)*)? "):\n" # a head
 name ::= [a-z_]{1,5} | "\u00e9"
-'''
+"""
 HEAD = r"def ([a-z_]{1,5}|é)\((self(, ([a-z_]{1,5}|é)){0,}){0,1}\):\n"
 
 

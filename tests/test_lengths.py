@@ -8,8 +8,8 @@ import random
 from collections.abc import Iterator, Sequence
 
 import pytest
+from table_model import TableModel
 
-from distill.models.table import TableModel
 from distill.sampler import Sampler
 from distill.speculative.calibration import LEAST, Power
 from distill.speculative.cost import StepCosts
@@ -175,7 +175,7 @@ def test_drafting_stops_only_where_perfect_luck_would_not_pay(seed: int) -> None
         if n < stopped:
             assert pays
     if stopped < 9:
-        # Either the step was not begun, or its law showed that neither it nor luck after it pays.
+        # Either the step was not begun, or its distribution showed that neither it nor luck after it pays.
         known = values(costs, tops[:stopped], rule.rate, sunk=True)
         one = values(costs, tops[: stopped + 1], rule.rate, sunk=True)
         lucky = values(costs, [*tops[: stopped + 1], *[1.0] * (8 - stopped)], rule.rate, sunk=True)
@@ -216,7 +216,7 @@ def test_nothing_to_win_costs_little() -> None:
 
 
 def test_overconfident_draft_costs_little() -> None:
-    """Its law says .95, a tenth is accepted: losses are noticed and bounded."""
+    """Its distribution says .95, a tenth is accepted: losses are noticed and bounded."""
     costs, draw = StepCosts(GLM_SECONDS, 0.05, 0.05), random.Random(5)
     rule, made, seconds = ExpectedValue(costs), 0, 0.0
     while made < 20_000:
@@ -291,15 +291,23 @@ def test_calibration_is_used_and_told() -> None:
 
 # ── which pairs are lossless ──
 
-LAWFUL = [Fixed(3), ProbabilityFloor(3, 0.5), StartContinue(3, 0.5, 0.5), PlusMinus(), AcceptedRatio(), Entropy(3),
-          BetaFilter(3), ExpectedValue(StepCosts((1.0, 1.0), 0.0, 0.0), truncate=False)]  # fmt: skip
+LOSSLESS = [
+    Fixed(3),
+    ProbabilityFloor(3, 0.5),
+    StartContinue(3, 0.5, 0.5),
+    PlusMinus(),
+    AcceptedRatio(),
+    Entropy(3),
+    BetaFilter(3),
+    ExpectedValue(StepCosts((1.0, 1.0), 0.0, 0.0), truncate=False),
+]
 ANTICIPATING = [LossyProbabilityFloor(3, 0.5), ExpectedValue(StepCosts((1.0, 1.0), 0.0, 0.0), truncate=True)]
 
 
 @pytest.mark.parametrize("verifier", ["greedy", "match", "token", "block"])
 def test_refusals(verifier: str) -> None:
     """Of the drafter that runs the rule; test_rounds.py shows by enumeration that these are the right ones."""
-    for rule, sampler in itertools.product([*LAWFUL, *ANTICIPATING], [Sampler(0.0), Sampler(0.8)]):
+    for rule, sampler in itertools.product([*LOSSLESS, *ANTICIPATING], [Sampler(0.0), Sampler(0.8)]):
         for argmax in (False, True):
             drafter = ModelDrafter(TableModel(3), rule, sampler, random.random, argmax)
             said = refusal(verifier, drafter.kind, sampler.temperature, drafter.tree)

@@ -7,21 +7,21 @@ from typing import Any
 
 import pytest
 import torch
+from distributions import KINDS, Distributions, H, N, Problem, V, near
 from hypothesis import given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
-from laws import KINDS, H, Laws, N, Problem, V, near
 from torch import Tensor
 
 from distill import divergences
 from distill.errors import DataError, RecipeError
-from distill.training import bucket
-from distill.training.fused import head_loss, position_statistics
-from distill.training.losses import LOSSES, LossSettings, LossSums
+from distill.training.losses import bucket
+from distill.training.losses.fused import head_loss, position_statistics
+from distill.training.losses.settings import LOSSES, LossSettings, LossSums
 
 torch.set_num_threads(1)
 
-STORED = [None, 1, 6, V - 1, V]  # None: the whole law
+STORED = [None, 1, 6, V - 1, V]  # None: the whole distribution
 MIXTURE = {"forward_kl": 0.6, "match": 0.5, "cross_entropy": 0.1, "lk_hybrid": 0.3, "top_k_hinge": 0.2}
 
 
@@ -43,8 +43,9 @@ def fused(
 def agrees(problem: Problem, settings: LossSettings, chunk: int = 7) -> None:
     """In fp64 to rounding, so that the formulas are the same; in fp32 to what fp32 can hold.
 
-    That is, values to its rounding of the terms of order 1 that they are the small difference of where laws are alike,
-    and gradients to that of their largest entry, however small: where laws are alike it is about 0.01.
+    That is, values to its rounding of the terms of order 1 that they are the small difference of where distributions
+    are alike, and gradients to that of their largest entry, however small: where distributions are alike it is about
+    0.01.
     """
     total, losses, *gradients = problem.expected(settings)
     for kind, tolerance, least, slope in ((torch.float64, 1e-9, 1e-6, 1e-9), (torch.float32, 1e-5, 1.0, 1e-4)):
@@ -130,7 +131,7 @@ def test_chunks_and_blocks_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> Non
     settings = LossSettings(MIXTURE)
     whole = fused(problem, settings, N)
     for chunk, cached in ((1, 2**20), (5, 2**20), (16, V), (N, 3 * V), (1000, 5 * V)):
-        monkeypatch.setattr("distill.training.fused.CACHED", cached)
+        monkeypatch.setattr("distill.training.losses.fused.CACHED", cached)
         problem.teacher.asked.clear()
         part = fused(problem, settings, chunk)
         near(part[1].vector, whole[1].vector, 1e-13)
@@ -142,7 +143,7 @@ def test_chunks_and_blocks_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("trimmed", [None, 19])
-def test_everything_stored_is_the_whole_law(kind: str, trimmed: int | None) -> None:
+def test_everything_stored_is_the_whole_distribution(kind: str, trimmed: int | None) -> None:
     for name in LOSSES:
         settings = LossSettings({name: 1.0}, hinge_k=2)
         stored = fused(Problem(V, kind, 6, trimmed=trimmed), settings)
@@ -182,19 +183,19 @@ def test_statistics(k: int | None, trimmed: int | None) -> None:
 def test_the_stored_acceptance_is_an_upper_end() -> None:
     problem = Problem(4, seed=8)
     got = position_statistics(problem.hidden, problem.head, problem.teacher, 9)
-    whole = position_statistics(problem.hidden, problem.head, Laws(problem.teacher.logits), 9)
+    whole = position_statistics(problem.hidden, problem.head, Distributions(problem.teacher.logits), 9)
     assert bool((got[0] >= whole[0] - 1e-12).all()) and bool((got[1] <= whole[1] + 1e-12).all())
     assert float((got[0] - whole[0]).max()) > 1e-3
 
 
-def test_equal_laws_have_no_gradient() -> None:
+def test_equal_distributions_have_no_gradient() -> None:
     """p = q exactly, where the masks of TV, NLA and LK would flip with rounding."""
     generator = torch.Generator().manual_seed(0)
     log_p = torch.randn(9, V, generator=generator).log_softmax(-1)
-    laws = bucket.Laws(log_p, log_p)
+    distributions = bucket.Distributions(log_p, log_p)
     settings = LossSettings({"forward_kl": 1.0})
     for name in ("forward_kl", "total_variation", "nla", "lk_hybrid"):
-        value, gradient = bucket.DIVERGENCES[name](laws, settings)
+        value, gradient = bucket.DIVERGENCES[name](distributions, settings)
         assert float(value.abs().max()) < 1e-6 and float(gradient().abs().max()) < 1e-6
 
 
@@ -257,7 +258,7 @@ def test_the_heads_gradient_is_handed_on_without_a_copy() -> None:
 def test_no_positions() -> None:
     problem = Problem(6, seed=12)
     hidden, head = problem.hidden[:0].clone().requires_grad_(), problem.head.clone().requires_grad_()
-    empty = Laws(problem.teacher.logits[:0], 6)
+    empty = Distributions(problem.teacher.logits[:0], 6)
     total, sums = head_loss(hidden, head, empty, problem.labels[:0], LossSettings(MIXTURE), None, 7)
     total.backward()
     assert total.item() == 0 and float(sums.vector.abs().max()) == 0

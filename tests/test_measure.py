@@ -43,14 +43,14 @@ torch.set_num_threads(1)
 def by_loops(target: list[float], draft: list[float], sampler: Sampler) -> list[float]:
     """The eight metrics of one position with math only (truncation by top_k alone)."""
 
-    def law(logits: list[float], temperature: float = 1.0, top_k: int = 0) -> list[float]:
+    def distribution(logits: list[float], temperature: float = 1.0, top_k: int = 0) -> list[float]:
         kept = set(sorted(range(len(logits)), key=lambda i: -logits[i])[: top_k or None])
         best = max(logits)
         terms = [math.exp((x - best) / temperature) if i in kept else 0.0 for i, x in enumerate(logits)]
         return [t / math.fsum(terms) for t in terms]
 
-    p, q = law(target), law(draft)
-    served = [law(x, sampler.temperature, sampler.top_k) for x in (target, draft)]
+    p, q = distribution(target), distribution(draft)
+    served = [distribution(x, sampler.temperature, sampler.top_k) for x in (target, draft)]
     best = draft.index(max(draft))
     same = float(target.index(max(target)) == best)
     return [

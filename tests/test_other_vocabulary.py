@@ -1,4 +1,5 @@
-"""Drafts of another vocabulary: what they read and may draft, and that the target's law comes out all the same."""
+"""Drafts of another vocabulary: what they read and may draft, and that the target's distribution comes out all the
+same."""
 
 from __future__ import annotations
 
@@ -11,24 +12,31 @@ from typing import Any
 
 import pytest
 import torch
-from test_speculative import exact_law, p_value, text
+from table_model import TableModel
+from test_speculative import exact_distribution, p_value, text
 from test_vocabulary import loaded, save, sentencepiece
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from toys import blurred, random_prompts, toy
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from distill.errors import DataError, PairError
-from distill.models.table import TableModel
 from distill.models.torch_model import TorchModel
 from distill.sampler import Sampler
 from distill.speculative.decode import Decoded, Rules, decode, plain
 from distill.speculative.draft import Drafter, FirstThen, LookupDrafter, ModelDrafter
 from distill.speculative.lengths import Fixed, LengthRule, LossyProbabilityFloor, PlusMinus, ProbabilityFloor
-from distill.speculative.other_vocabulary import IntersectionDrafter, StringMatchDrafter
+from distill.speculative.other_vocabulary.drafters import IntersectionDrafter, StringMatchDrafter
+from distill.speculative.other_vocabulary.translation import (
+    Translator,
+    Writer,
+    incomplete,
+    shared_share,
+    shared_tokens,
+    transplant_gain,
+)
 from distill.speculative.proposal import Features, Proposal
-from distill.speculative.translate import Translator, Writer, incomplete, shared_share, shared_tokens, transplant_gain
 from distill.speculative.verify import CHAINS, refusal
-from distill.surgery.transplant import transplant
+from distill.surgery.vocabulary.transplant import transplant
 from distill.vocabulary import BYTE_MAP, Vocabulary
 
 torch.set_num_threads(1)
@@ -324,7 +332,7 @@ def test_the_same_vocabulary_drafts_as_ever(
     assert accepted
 
 
-# The law.
+# The distribution.
 
 TARGET, DRAFT = ["a", "b", "c", "ab"], ["b", "d", "a", "ba"]  # two shared; ab and ba are text of both
 SAMPLED = [
@@ -338,7 +346,9 @@ SAMPLED = [
 
 
 @pytest.mark.parametrize(("kind", "verifier", "sampler", "argmax"), SAMPLED)
-def test_samples_follow_the_law(kind: str, verifier: str, sampler: Sampler, argmax: bool, tmp_path: Path) -> None:
+def test_samples_follow_the_distribution(
+    kind: str, verifier: str, sampler: Sampler, argmax: bool, tmp_path: Path
+) -> None:
     both = letters(tmp_path / "ours", TARGET), letters(tmp_path / "theirs", DRAFT)
     target, draws = TableModel(4, 31, sharpness=1.0), random.Random(f"{kind}/{verifier}")
     drafter = KINDS[kind](TableModel(4, 32, sharpness=1.0), *both, Fixed(3), sampler, draws.random, argmax)
@@ -346,23 +356,23 @@ def test_samples_follow_the_law(kind: str, verifier: str, sampler: Sampler, argm
     results = [run(target, drafter, [1, 2], 4, rules) for _ in range(SAMPLES)]
     counts = Counter(tuple(result.tokens) for result in results)
     assert sum(sum(result.from_draft) for result in results) > 0.1 * SAMPLES
-    assert p_value(counts, exact_law(target, sampler, 4)) > 1e-3 / len(SAMPLED)
+    assert p_value(counts, exact_distribution(target, sampler, 4)) > 1e-3 / len(SAMPLED)
 
 
-def test_a_law_that_was_not_drafted_from_is_seen(tmp_path: Path) -> None:
-    """The lossy twin: the draft's law before it is restricted says too little of what is drawn."""
+def test_a_distribution_that_was_not_drafted_from_is_seen(tmp_path: Path) -> None:
+    """The lossy twin: the draft's distribution before it is restricted says too little of what is drawn."""
     both = letters(tmp_path / "ours", TARGET), letters(tmp_path / "theirs", DRAFT)
 
     class Unrestricted(IntersectionDrafter):
         def propose(self, *arguments: Any) -> Proposal:
             found = super().propose(*arguments)
-            laws = None if found.laws is None else 0.3 * found.laws
-            return Proposal.chain(found.tokens, laws, found.features)
+            distributions = None if found.distributions is None else 0.3 * found.distributions
+            return Proposal.chain(found.tokens, distributions, found.features)
 
     target, draws = TableModel(4, 11), random.Random(3).random
     drafter = Unrestricted(TableModel(4, 12), *both, Fixed(3), Sampler(1.0), draws)
     counts = Counter(text(target, drafter, Rules(Sampler(1.0), "token", random=draws), 3) for _ in range(SAMPLES))
-    assert p_value(counts, exact_law(target, Sampler(1.0), 3)) < 1e-6
+    assert p_value(counts, exact_distribution(target, Sampler(1.0), 3)) < 1e-6
 
 
 def chains(drafter: Any, context: Sequence[int], given: tuple[float, ...] = ()) -> Iterator[tuple[float, Proposal]]:
@@ -373,19 +383,23 @@ def chains(drafter: Any, context: Sequence[int], given: tuple[float, ...] = ()) 
     found = drafter.propose(context, 2, ())
     if len(given) == len(found.tokens):
         chance = 1.0
-        for token, law in zip(found.tokens, [] if found.laws is None else found.laws, strict=True):
-            chance *= float(law[token])
+        for token, distribution in zip(
+            found.tokens, [] if found.distributions is None else found.distributions, strict=True
+        ):
+            chance *= float(distribution[token])
         yield chance, found
         return
-    law = found.laws[len(given)]
-    for token in torch.nonzero(law).flatten().tolist():
-        yield from chains(drafter, context, (*given, float(law[:token].sum() + law[token] / 2)))
+    distribution = found.distributions[len(given)]
+    for token in torch.nonzero(distribution).flatten().tolist():
+        yield from chains(drafter, context, (*given, float(distribution[:token].sum() + distribution[token] / 2)))
 
 
 def test_a_new_text_forgets_the_one_before(tmp_path: Path) -> None:
     both = letters(tmp_path / "ours", TARGET), letters(tmp_path / "theirs", DRAFT)
-    used, fresh = (IntersectionDrafter(TableModel(4, 22), *both, ProbabilityFloor(2, 0.0), Sampler(0), random.random)
-                   for _ in range(2))  # fmt: skip
+    used, fresh = (
+        IntersectionDrafter(TableModel(4, 22), *both, ProbabilityFloor(2, 0.0), Sampler(0), random.random)
+        for _ in range(2)
+    )
     used.begin([0, 1])
     assert used.propose([0, 1] * 5, 2, []).features
     for drafter in (used, fresh):
@@ -394,27 +408,27 @@ def test_a_new_text_forgets_the_one_before(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("verifier", ["token", "block", "match"])
-def test_two_tokens_follow_the_law_exactly(verifier: str, tmp_path: Path) -> None:
+def test_two_tokens_follow_the_distribution_exactly(verifier: str, tmp_path: Path) -> None:
     both = letters(tmp_path / "ours", TARGET), letters(tmp_path / "theirs", DRAFT)
     target, sampler = TableModel(4, 21), Sampler(0.8, top_p=0.95)
     drafter = IntersectionDrafter(TableModel(4, 22), *both, Fixed(2), sampler, random.random)
     for context in ([0, 1], [3, 2], [0]):
 
-        def law(history: list[int]) -> torch.Tensor:
+        def distribution(history: list[int]) -> torch.Tensor:
             target.rollback([0])
-            return sampler.law(target.extend(history, want=[len(history) - 1]).full())[0]
+            return sampler.probabilities(target.extend(history, want=[len(history) - 1]).full())[0]
 
-        next_laws = torch.stack([law([*context, token]) for token in range(4)])
-        wanted = law(context)[:, None] * next_laws
+        next_distributions = torch.stack([distribution([*context, token]) for token in range(4)])
+        wanted = distribution(context)[:, None] * next_distributions
         found, total = torch.zeros(4, 4, dtype=torch.float64), 0.0
         for chance, proposal in chains(drafter, context):
             total += chance
             histories = [[*context, *proposal.tokens[:i]] for i in range(3)]
-            p = torch.stack([law(history) for history in histories])
-            assert proposal.laws is not None
-            verdict = CHAINS[verifier](p, proposal.laws.to(p), torch.tensor(proposal.tokens))
+            p = torch.stack([distribution(history) for history in histories])
+            assert proposal.distributions is not None
+            verdict = CHAINS[verifier](p, proposal.distributions.to(p), torch.tensor(proposal.tokens))
             counts, first = verdict.counts(), proposal.tokens[0]
-            found += chance * counts[0] * verdict.residual(0)[:, None] * next_laws
+            found += chance * counts[0] * verdict.residual(0)[:, None] * next_distributions
             found[first] += chance * counts[1] * verdict.residual(1)
             found[first, proposal.tokens[1]] += chance * counts[2]
         assert total == pytest.approx(1, abs=1e-12)
@@ -422,7 +436,7 @@ def test_two_tokens_follow_the_law_exactly(verifier: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("sampler", [Sampler(1.0), Sampler(0.7, top_k=9), Sampler(1.3, 0, 0.8, 0.05, 1.4)])
-def test_laws_are_those_of_shared_tokens(sampler: Sampler, tmp_path: Path) -> None:
+def test_distributions_are_those_of_shared_tokens(sampler: Sampler, tmp_path: Path) -> None:
     both = merged(tmp_path / "ours"), spaces(tmp_path / "theirs")
     model = model_for(both[1], 2)
     drafter = drafter_for("intersection", model, both, Fixed(4), sampler)
@@ -432,10 +446,10 @@ def test_laws_are_those_of_shared_tokens(sampler: Sampler, tmp_path: Path) -> No
     drafter.begin(context)
     for _ in range(5):
         proposal = drafter.propose(context, 4, ())
-        laws = proposal.laws
-        assert laws.shape == (4, both[0].size) and len(proposal.features) == 4
-        torch.testing.assert_close(laws.sum(-1), torch.ones(4))
-        assert not laws[:, outside].any() and bool((laws[range(4), proposal.tokens] > 0).all())
+        distributions = proposal.distributions
+        assert distributions.shape == (4, both[0].size) and len(proposal.features) == 4
+        torch.testing.assert_close(distributions.sum(-1), torch.ones(4))
+        assert not distributions[:, outside].any() and bool((distributions[range(4), proposal.tokens] > 0).all())
         # By hand: the draft's logits after its own ids, those of shared tokens alone, through the sampler.
         own = [*drafter.reader.translator.ids(context), *(common[token] for token in proposal.tokens)]
         logits = model_for(both[1], 2).extend(own).full()[-5:-1]
@@ -443,7 +457,7 @@ def test_laws_are_those_of_shared_tokens(sampler: Sampler, tmp_path: Path) -> No
         for target, draft in common.items():
             wanted[:, target] = logits[:, draft]
         histories = [[*context, *proposal.tokens[:i]] for i in range(4)]
-        torch.testing.assert_close(laws, sampler.law(wanted, histories), rtol=0, atol=1e-4)
+        torch.testing.assert_close(distributions, sampler.probabilities(wanted, histories), rtol=0, atol=1e-4)
         context = [*context, *proposal.tokens[:2], 7]
         drafter.accepted(proposal, 2, len(context), 0.1)
 

@@ -72,7 +72,7 @@ def test_split_long_keeps_every_token_in_order(shape: list[tuple[int, int]], blo
         for ids, mask in row:
             number = owner[ids[0]][0]
             assert {owner[t][0] for t in ids} == {number}  # a piece belongs to one document
-            for at in range(len(ids) - 1):  # the law of token `at + 1` is wanted from index `first` on
+            for at in range(len(ids) - 1):  # the distribution of token `at + 1` is wanted from index `first` on
                 assert mask[at] == (owner[ids[at + 1]][1] >= sequences[number][1])
     # no block is left half empty: only a lone free position may be
     used = [sum(len(ids) for ids, _ in row) for row in rows]
@@ -173,7 +173,7 @@ def test_epochs_are_permutations_that_can_be_seeked(count: int, seed: int, epoch
 def test_splits_have_the_fractions_asked_for() -> None:
     names = [f"module/{i}.py" for i in range(20000)]
     found = [split_of(name, 0.1, 0.2) for name in names]
-    for split, share in (("train", 0.7), ("selection", 0.1), ("report", 0.2)):
+    for split, share in (("train", 0.7), ("validation", 0.1), ("test", 0.2)):
         assert abs(found.count(split) / len(names) - share) < 4 * (share * (1 - share) / len(names)) ** 0.5
     # raising one share moves documents from train only
     assert all(b == a or a == "train" for a, b in zip(found, (split_of(n, 0.3, 0.2) for n in names), strict=True))
@@ -194,9 +194,9 @@ def tree(path: Path, **changes: object) -> Source:
 
 def test_a_document_keeps_its_split_when_others_come(tmp_path: Path) -> None:
     root = write(tmp_path / "a", {f"m{i}.py": f"x = {i}\n" for i in range(60)})
-    corpus = Corpus(sources=(tree(root),), selection=0.2, report=0.2)
+    corpus = Corpus(sources=(tree(root),), validation=0.2, test=0.2)
     before = {d.name: d.split for d in read_documents(corpus)[0]}
-    assert set(before.values()) == {"train", "selection", "report"} and len(before) == 60
+    assert set(before.values()) == {"train", "validation", "test"} and len(before) == 60
     write(root, {f"new/m{i}.py": f"y = {i}\n" for i in range(60)} | {"m3.py": "changed\n"})
     after = {d.name: d.split for d in read_documents(corpus)[0]}
     assert len(after) == 120 and before == {name: after[name] for name in before}
@@ -220,21 +220,21 @@ def test_what_a_tree_drops(tmp_path: Path) -> None:
     )
     (root / "latin.py").write_bytes(b"\xe9\xff")
     other = write(tmp_path / "b", {"b.py": "another text, a name seen before", "c.py": "c"})
-    corpus = Corpus(sources=(tree(root, exclude=("tests",), split="train"), tree(other, split="report")))
+    corpus = Corpus(sources=(tree(root, exclude=("tests",), split="train"), tree(other, split="test")))
     documents, dropped = read_documents(corpus, needed=())
     assert [(d.name, d.split, d.text) for d in documents] == [
         ("a.py", "train", "a"),
         ("b.py", "train", "b"),
         ("x/tests.py", "train", "kept"),
-        (documents[3].name, "report", "another text, a name seen before"),
-        ("c.py", "report", "c"),
+        (documents[3].name, "test", "another text, a name seen before"),
+        ("c.py", "test", "c"),
     ]
     assert documents[3].name.startswith("b/b.py#") and [d.source for d in documents] == ["a", "a", "a", "b", "b"]
     assert dropped == {"duplicate": 1, "empty": 1, "not UTF-8": 1}
-    with pytest.raises(DataError, match="no selection document"):
+    with pytest.raises(DataError, match="no validation document"):
         read_documents(corpus)
-    only = Corpus(sources=(tree(other, split="report", keep=("train",)),))
-    assert read_documents(only, needed=()) == ([], {"of split report, not kept": 2})
+    only = Corpus(sources=(tree(other, split="test", keep=("train",)),))
+    assert read_documents(only, needed=()) == ([], {"of split test, not kept": 2})
     few = Corpus(sources=(tree(root, split="train"), tree(other, split="train")), max_documents=1)
     documents, dropped = read_documents(few, needed=("train",))
     assert [d.name for d in documents] == ["a.py", "b.py"] and sum(dropped.values()) == 2
@@ -250,11 +250,11 @@ def test_text_and_jsonl(tmp_path: Path) -> None:
             ),
         },
     )
-    book = Source(kind="text", path=str(tmp_path / "book.txt"), split="selection")
+    book = Source(kind="text", path=str(tmp_path / "book.txt"), split="validation")
     lines = Source(kind="jsonl", path=str(tmp_path / "r.jsonl"), field="body", split="train")
     documents, dropped = read_documents(Corpus(sources=(book, lines)), needed=())
     assert [(d.split, d.text) for d in documents] == [
-        ("selection", "one\ntwo\n"),
+        ("validation", "one\ntwo\n"),
         ("train", "first"),
         ("train", "second"),
     ]

@@ -17,9 +17,9 @@ from toys import save_toy, toy, toy_tokenizer
 
 from distill.errors import DataError, PairError
 from distill.export.writer import export_gguf
-from distill.models.facts import DEFAULTS, PRE_ADDS_BOS, PRE_WITHOUT_BOS, VocabularyFacts
 from distill.models.kept import write_kept
-from distill.models.pair import PairReport, compare_pair, require_pair
+from distill.models.metadata import DEFAULTS, PRE_ADDS_BOS, PRE_WITHOUT_BOS, VocabularyMetadata
+from distill.models.pairs import PairReport, compare_pair, require_pair
 
 SHARED = Path(os.environ.get("DISTILL_SHARED", Path(__file__).resolve().parents[2] / "shared"))
 needs_llama = pytest.mark.skipif(importlib.util.find_spec("llama_cpp") is None, reason="llama-cpp-python is missing")
@@ -69,7 +69,7 @@ class Loaded:
     """A file's vocabulary as llama.cpp itself reads it."""
 
     def __init__(self, path: str) -> None:
-        from distill.models.llama_library import library
+        from distill.models.gguf.library import library
 
         llama = library()
         parameters = llama.llama_model_default_params()
@@ -90,10 +90,10 @@ class Loaded:
         self.bos, self.eos = llama.llama_vocab_bos(vocabulary), llama.llama_vocab_eos(vocabulary)
         llama.llama_model_free(model)
 
-    def same_as(self, facts: VocabularyFacts) -> bool:
+    def same_as(self, metadata: VocabularyMetadata) -> bool:
         mine = (self.kind, self.tokens, self.add_bos, self.add_eos, self.bos, self.eos)
-        none = [-1 if index is None else index for index in (facts.bos, facts.eos)]
-        return mine == (facts.kind, facts.tokens, facts.add_bos, facts.add_eos, *none)
+        none = [-1 if index is None else index for index in (metadata.bos, metadata.eos)]
+        return mine == (metadata.kind, metadata.tokens, metadata.add_bos, metadata.add_eos, *none)
 
 
 def llama_cpp_accepts(target: str, draft: str) -> bool:
@@ -141,7 +141,7 @@ def test_a_model_fits_its_own_file(model: Path) -> None:
     for target, draft in ((folder, file), (file, folder), (folder, folder), (file, file)):
         report = compare_pair(target, draft)
         assert fits(report) == (True,) * 4 and report.remedies == {}, report
-    ours, theirs = VocabularyFacts.read(folder), VocabularyFacts.read(file)
+    ours, theirs = VocabularyMetadata.read(folder), VocabularyMetadata.read(file)
     assert ours.tokens == theirs.tokens and ours.as_json() == {**theirs.as_json(), "reference": folder}
     assert (ours.rows, ours.real_tokens, ours.context, ours.architecture) == (305, 290, 160, "qwen2")
     assert [ours.real(index) for index in (290, 304, 305)] == [None] * 3
@@ -150,12 +150,12 @@ def test_a_model_fits_its_own_file(model: Path) -> None:
 
 @needs_llama
 def test_a_whole_file_is_read_as_llama_cpp_reads_it(model: Path) -> None:
-    from distill.models.gguf import GgufModel
+    from distill.models.gguf.model import GgufModel
 
-    facts = VocabularyFacts.read(str(model.with_suffix(".gguf")))
-    assert Loaded(facts.reference).same_as(facts)
-    with GgufModel(facts.reference, context=8, threads=1) as loaded:
-        assert (facts.context, facts.rows) == (loaded.training_context, loaded.head_rows)
+    metadata = VocabularyMetadata.read(str(model.with_suffix(".gguf")))
+    assert Loaded(metadata.reference).same_as(metadata)
+    with GgufModel(metadata.reference, context=8, threads=1) as loaded:
+        assert (metadata.context, metadata.rows) == (loaded.training_context, loaded.head_rows)
 
 
 # What differs in the draft's file; whether the rules of distill, llama.cpp and vLLM hold; words of the first reason.
@@ -193,7 +193,7 @@ def test_rules_on_files(name: str, tmp_path: Path) -> None:
     assert llama_cpp_accepts(target, draft) == llama_cpp_accepts(draft, target) == expected[1]
     assert fits(compare_pair(draft, target))[:3] == expected
     for file in (target, draft):
-        assert Loaded(file).same_as(VocabularyFacts.read(file))
+        assert Loaded(file).same_as(VocabularyMetadata.read(file))
 
 
 @needs_llama
@@ -220,11 +220,18 @@ def test_every_difference_is_counted(tmp_path: Path) -> None:
 def test_missing_keys_read_as_in_llama_cpp(kind: str, tmp_path: Path) -> None:
     types = [6 if word.startswith("<0x") else 1 for word in WORDS] if kind == "plamo2" else None  # it wants byte tokens
     for pre in (None, "gpt-2", "qwen2", "llama-bpe") if kind == "gpt2" else (None,):
-        path = write_file(tmp_path / "a.gguf", kind=kind, tokenizer_pre=pre, bos_token_id=None, eos_token_id=None,
-                          token_types=types, context_length=None)  # fmt: skip
-        facts = VocabularyFacts.read(path)
-        assert Loaded(path).same_as(facts), (kind, pre)
-        assert facts.context is None
+        path = write_file(
+            tmp_path / "a.gguf",
+            kind=kind,
+            tokenizer_pre=pre,
+            bos_token_id=None,
+            eos_token_id=None,
+            token_types=types,
+            context_length=None,
+        )
+        metadata = VocabularyMetadata.read(path)
+        assert Loaded(path).same_as(metadata), (kind, pre)
+        assert metadata.context is None
         report = compare_pair(path, path)
         assert fits(report) == (True, True, True, False) and "names no context length" in (report.context or "")
 
@@ -234,14 +241,14 @@ def test_pre_tokenizers_that_change_the_defaults(tmp_path: Path) -> None:
     for pre in sorted(PRE_ADDS_BOS | PRE_WITHOUT_BOS | {"gpt-2", "smollm", "qwen35", "deepseek-llm"}):
         for flag in (None, False, True):
             path = write_file(tmp_path / "a.gguf", tokenizer_pre=pre, bos_token_id=None, add_bos_token=flag)
-            assert Loaded(path).same_as(VocabularyFacts.read(path)), (pre, flag)
+            assert Loaded(path).same_as(VocabularyMetadata.read(path)), (pre, flag)
 
 
 @needs_llama
 def test_ids_out_of_range_read_as_in_llama_cpp(tmp_path: Path) -> None:
     path = write_file(tmp_path / "a.gguf", bos_token_id=len(WORDS), eos_token_id=10**6)
-    facts = VocabularyFacts.read(path)
-    assert Loaded(path).same_as(facts) and (facts.bos, facts.eos) == (11, 11)
+    metadata = VocabularyMetadata.read(path)
+    assert Loaded(path).same_as(metadata) and (metadata.bos, metadata.eos) == (11, 11)
 
 
 def test_folders_with_other_padding(model: Path, copied: Path) -> None:
@@ -269,7 +276,7 @@ def test_folder_with_a_changed_token(index: int, llama_cpp: bool, model: Path, c
         assert report.distill == f"token {index} is {old!r} in the target and 'changed' in the draft"
         with pytest.raises(PairError, match="does not fit the target") as raised:
             require_pair(target, str(copied))
-        assert raised.value.hint is not None and "draft.transplant" in raised.value.hint
+        assert raised.value.hint is not None and "cut.transplant" in raised.value.hint
 
 
 def test_only_our_own_rule_is_required(model: Path, copied: Path) -> None:
@@ -345,15 +352,15 @@ SMALL = {"<unk>": 0, "<s>": 1, "</s>": 2, "a": 3, "b": 4}
 )
 def test_kinds_of_folders(model: Any, architecture: str, kind: str, add_bos: bool, tmp_path: Path) -> None:
     folder = folder_with(Tokenizer(model), tmp_path / "m", {}, {"model_type": architecture})
-    facts = VocabularyFacts.read(str(folder))
-    assert (facts.kind, facts.add_bos, facts.add_eos) == (kind, add_bos, kind == "UGM")
-    assert facts.tokens == [*SMALL, "[PAD5]", "[PAD6]", "[PAD7]"]
+    metadata = VocabularyMetadata.read(str(folder))
+    assert (metadata.kind, metadata.add_bos, metadata.add_eos) == (kind, add_bos, kind == "UGM")
+    assert metadata.tokens == [*SMALL, "[PAD5]", "[PAD6]", "[PAD7]"]
 
 
 def test_a_kind_that_llama_cpp_lacks(tmp_path: Path) -> None:
     folder = folder_with(Tokenizer(models.WordLevel(SMALL, unk_token="<unk>")), tmp_path / "m", {}, {})
     with pytest.raises(DataError, match="WordLevel"):
-        VocabularyFacts.read(str(folder))
+        VocabularyMetadata.read(str(folder))
 
 
 NAMES: dict[str, Any] = {"bos_token": "<s>", "eos_token": {"content": "</s>"}}
@@ -378,10 +385,12 @@ def test_added_tokens_as_the_converter_writes_them(
     )
     folder = folder_with(tokenizer, tmp_path / "m", {**settings, **names}, {"bos_token_id": 1, "eos_token_id": 2})
     expected = gguf.SpecialVocab(folder)
-    facts = VocabularyFacts.read(str(folder))
-    assert (facts.bos, facts.eos) == (expected.special_token_ids["bos"], expected.special_token_ids["eos"]) == (1, 2)
-    assert facts.add_bos == expected.add_special_token.get("bos", False)
-    assert facts.add_eos == expected.add_special_token.get("eos", False)
+    metadata = VocabularyMetadata.read(str(folder))
+    assert (
+        (metadata.bos, metadata.eos) == (expected.special_token_ids["bos"], expected.special_token_ids["eos"]) == (1, 2)
+    )
+    assert metadata.add_bos == expected.add_special_token.get("bos", False)
+    assert metadata.add_eos == expected.add_special_token.get("eos", False)
 
 
 def test_a_folder_without_tokenizer_json(model: Path, copied: Path) -> None:
@@ -392,7 +401,7 @@ def test_a_folder_without_tokenizer_json(model: Path, copied: Path) -> None:
     (copied / "merges.txt").write_text("#version: 0.2\n" + "\n".join(merges) + "\n")
     edit(copied / "tokenizer_config.json", tokenizer_class="GPT2Tokenizer", eos_token="<|endoftext|>")
     (copied / "special_tokens_map.json").unlink(missing_ok=True)
-    ours, theirs = VocabularyFacts.read(str(model)), VocabularyFacts.read(str(copied))
+    ours, theirs = VocabularyMetadata.read(str(model)), VocabularyMetadata.read(str(copied))
     vocabulary = {index: token for token, index in content["vocab"].items()}
     assert [theirs.tokens[index] for index in sorted(vocabulary)] == [vocabulary[index] for index in sorted(vocabulary)]
     assert theirs.kind == ours.kind == "BPE" and theirs.rows == 305
@@ -408,8 +417,8 @@ def test_hub_names_fetch_no_weights(model: Path, monkeypatch: pytest.MonkeyPatch
         return str(model)
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
-    facts = VocabularyFacts.read("someone/something")
-    assert facts.reference == "someone/something" and facts.tokens == VocabularyFacts.read(str(model)).tokens
+    metadata = VocabularyMetadata.read("someone/something")
+    assert metadata.reference == "someone/something" and metadata.tokens == VocabularyMetadata.read(str(model)).tokens
     wanted = {path.name for path in model.iterdir() if any(fnmatch.fnmatch(path.name, one) for one in asked[0])}
     assert {"config.json", "tokenizer.json", "tokenizer_config.json"} <= wanted and "model.safetensors" not in wanted
 
@@ -418,7 +427,7 @@ def test_hub_names_fetch_no_weights(model: Path, monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", offline)
     with pytest.raises(DataError, match="cannot load someone/something: no network") as raised:
-        VocabularyFacts.read("someone/something")
+        VocabularyMetadata.read("someone/something")
     assert raised.value.hint is not None and "network" in raised.value.hint
 
 
@@ -435,7 +444,7 @@ def test_hub_names_fetch_no_weights(model: Path, monkeypatch: pytest.MonkeyPatch
 def test_damaged_folders(name: str, content: str, words: str, copied: Path) -> None:
     (copied / name).write_text(content)
     with pytest.raises(DataError, match=words):
-        VocabularyFacts.read(str(copied))
+        VocabularyMetadata.read(str(copied))
 
 
 def test_truncated_files(model: Path, tmp_path: Path) -> None:
@@ -444,13 +453,13 @@ def test_truncated_files(model: Path, tmp_path: Path) -> None:
     for length in [0, 3, 4, 7, 8, 23, 24, 30, *range(60, len(whole), len(whole) // 300), len(whole) - 1]:
         path.write_bytes(whole[:length])
         with pytest.raises(DataError) as raised:
-            VocabularyFacts.read(str(path))
+            VocabularyMetadata.read(str(path))
         assert str(path) in raised.value.what and "\n" not in raised.value.what and raised.value.hint, length
     path.write_bytes(whole)
-    assert VocabularyFacts.read(str(path)).rows == 305
+    assert VocabularyMetadata.read(str(path)).rows == 305
 
 
-def test_damaged_bytes_give_one_error_or_facts(tmp_path: Path) -> None:
+def test_damaged_bytes_give_one_error_or_metadata(tmp_path: Path) -> None:
     whole = Path(write_file(tmp_path / "whole.gguf")).read_bytes()
     path = tmp_path / "damaged.gguf"
     draw, refused = random.Random(0), 0
@@ -460,8 +469,8 @@ def test_damaged_bytes_give_one_error_or_facts(tmp_path: Path) -> None:
             damaged[draw.randrange(4, len(whole))] = draw.randrange(256)
         path.write_bytes(damaged)
         try:
-            facts = VocabularyFacts.read(str(path))
-            json.dumps(facts.as_json())
+            metadata = VocabularyMetadata.read(str(path))
+            json.dumps(metadata.as_json())
             compare_pair(str(path), str(tmp_path / "whole.gguf")).lines()
         except DataError as error:
             refused += 1
@@ -475,7 +484,7 @@ def test_other_files_are_refused(model: Path, tmp_path: Path) -> None:
 
     def refused(words: str) -> None:
         with pytest.raises(DataError, match=words):
-            VocabularyFacts.read(str(path))
+            VocabularyMetadata.read(str(path))
 
     refused("cannot be read")  # not there
     path.mkdir()
@@ -510,14 +519,14 @@ def test_a_file_with_fewer_tokens_than_rows_is_refused(tmp_path: Path) -> None:
     writer.write_tensors_to_file()
     writer.close()
     with pytest.raises(DataError, match=f"names {len(WORDS) - 1} tokens but embeds {len(WORDS)}"):
-        VocabularyFacts.read(str(tmp_path / "a.gguf"))
+        VocabularyMetadata.read(str(tmp_path / "a.gguf"))
 
 
 def test_a_large_vocabulary_is_read_in_seconds(tmp_path: Path) -> None:
     words = [f"word{index}" for index in range(152_000)]
     path = write_file(tmp_path / "a.gguf", words, token_merges=[f"a {word}" for word in words])
     start = time.process_time()
-    assert VocabularyFacts.read(path).tokens == words
+    assert VocabularyMetadata.read(path).tokens == words
     assert time.process_time() - start < 3
 
 

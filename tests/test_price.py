@@ -48,9 +48,7 @@ def test_pareto_front() -> None:
     found = points()
     front = {p.name for p in pareto(found)}
     for p in found:
-        beaten = any(
-            o.draft_seconds <= p.draft_seconds and o.acceptance >= p.acceptance and o != p for o in found
-        )
+        beaten = any(o.draft_seconds <= p.draft_seconds and o.acceptance >= p.acceptance and o != p for o in found)
         assert (p.name in front) == (not beaten)
 
 
@@ -59,10 +57,15 @@ def test_the_chosen_one_is_explained_with_its_neighbours() -> None:
     chosen = max(found, key=lambda p: p.tokens_per_second)
     assert chosen in pareto(found)
     report: dict[str, Any] = {
-        "backend": "pytorch", "heal_steps": 5, "target_seconds": list(CURVE.values()), "command": "distill train x",
-        "points": [p.as_json() for p in found], "front": [p.name for p in pareto(found)], "chosen": chosen.name,
+        "backend": "pytorch",
+        "heal_steps": 5,
+        "target_seconds": list(CURVE.values()),
+        "command": "distill train x",
+        "points": [p.as_json() for p in found],
+        "front": [p.name for p in pareto(found)],
+        "chosen": chosen.name,
         "explanations": explain(found, chosen, CURVE[1]),
-    }  # fmt: skip
+    }
     table = as_markdown(report)
     assert f"| {chosen.name} |" in table and "chosen, front" in table and table.count("chosen") == 1
     front = pareto(found)
@@ -74,6 +77,7 @@ def test_the_chosen_one_is_explained_with_its_neighbours() -> None:
 def test_nothing_pays() -> None:
     hopeless = [price("slow", {}, 1, None, 0.1, CURVE, 0.95, 16)]
     assert hopeless[0].length == 0 and hopeless[0].speedup == pytest.approx(1.0)
-    assert hopeless[0].drafting == pytest.approx(max(sum(0.1**i for i in range(n + 1)) / (CURVE[n + 1] + n * 0.95)
-                                                     for n in range(1, 17)))  # fmt: skip
+    assert hopeless[0].drafting == pytest.approx(
+        max(sum(0.1**i for i in range(n + 1)) / (CURVE[n + 1] + n * 0.95) for n in range(1, 17))
+    )
     assert "No cut tried pays" in " ".join(explain(hopeless, hopeless[0], CURVE[1]))

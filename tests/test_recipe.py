@@ -75,10 +75,10 @@ def test_resolved_form_writes_every_default_out(small: Path) -> None:
 
 def test_relative_paths_start_at_the_recipe(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir("/")
-    recipe = load_recipe(small, ["draft.donor=../donor"])
+    recipe = load_recipe(small, ["cut.donor=../donor"])
     folder = small.parent.resolve()
     assert recipe.target.model == str(folder / "target")
-    assert recipe.draft.donor == str(folder.parent / "donor")
+    assert recipe.cut.donor == str(folder.parent / "donor")
     assert recipe.corpus.sources[0].path == str(folder / "code")
 
 
@@ -88,7 +88,7 @@ def test_source_paths_need_no_dot_and_hub_names_stay(small: Path) -> None:
     assert recipe.corpus.sources[1].path == "some/data"
     assert load_recipe(small, ["target.model=Qwen/Some"]).target.model == "Qwen/Some"
     assert load_recipe(small, ["corpus.sources.0.path=python:stdlib"]).corpus.sources[0].path == "python:stdlib"
-    assert load_recipe(small).draft.donor == "target"
+    assert load_recipe(small).cut.donor == "target"
 
 
 def test_home_is_expanded(small: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The report page and the model card: pure functions of facts, checked as text."""
+"""The report page and the model card: pure functions of results, checked as text."""
 
 from __future__ import annotations
 
@@ -28,100 +28,251 @@ def interval(mean: float, half: float = 0.012) -> dict[str, float]:
 
 
 def measured(shift: float) -> dict[str, Any]:
-    return {"tokens": 48213, "prompts": 96,
-            "forward_kl": interval(1.431 - shift), "reverse_kl": interval(1.702 - shift),
-            "total_variation": interval(0.463 - shift / 3), "top1_agreement": interval(0.412 + shift / 3),
-            "acceptance_sampling": interval(0.537 + shift / 3), "acceptance_match": interval(0.391 + shift / 3),
-            "acceptance_greedy": interval(0.412 + shift / 3)}
+    return {
+        "tokens": 48213,
+        "prompts": 96,
+        "forward_kl": interval(1.431 - shift),
+        "reverse_kl": interval(1.702 - shift),
+        "total_variation": interval(0.463 - shift / 3),
+        "top1_agreement": interval(0.412 + shift / 3),
+        "acceptance_sampling": interval(0.537 + shift / 3),
+        "acceptance_match": interval(0.391 + shift / 3),
+        "acceptance_greedy": interval(0.412 + shift / 3),
+    }
 
 
 def positions(first: float) -> list[dict[str, Any]]:
     rows, drafted = [], 6120
     for position in range(1, 9):
         rate = first - 0.015 * position
-        rows.append({"position": position, "drafted": drafted, "accepted": int(drafted * rate), "rate": rate,
-                     "low": rate - 0.01 * position**0.5, "high": rate + 0.01 * position**0.5})
+        rows.append(
+            {
+                "position": position,
+                "drafted": drafted,
+                "accepted": int(drafted * rate),
+                "rate": rate,
+                "low": rate - 0.01 * position**0.5,
+                "high": rate + 0.01 * position**0.5,
+            }
+        )
         drafted = int(drafted * rate)
     return rows
 
 
 def curve(model: str, backend: str, dtype: str, base: float, slope: float) -> dict[str, Any]:
     seconds = [base * (1 + slope * (count - 1) ** 0.9) for count in range(1, 17)]
-    return {"model": model, "backend": backend, "dtype": dtype, "depth": 256, "tokens": list(range(1, 17)),
-            "seconds": seconds, "low": [0.96 * s for s in seconds], "high": [1.05 * s for s in seconds], "repeats": 40}
+    return {
+        "model": model,
+        "backend": backend,
+        "dtype": dtype,
+        "depth": 256,
+        "tokens": list(range(1, 17)),
+        "seconds": seconds,
+        "low": [0.96 * s for s in seconds],
+        "high": [1.05 * s for s in seconds],
+        "repeats": 40,
+    }
 
 
 def speedup_rows(pair: str, grown: bool, backend: str, peak: float) -> list[dict[str, Any]]:
-    plain = {"pair": pair, "grown": grown, "backend": backend, "length": 0, "tokens": 3072, "seconds": 84.31,
-             "tokens_per_second": 36.44, "tokens_per_round": None, "acceptance": None, "speedup": 1.0,
-             "speedup_low": 1.0, "speedup_high": 1.0, "predicted": None, "identical": 24, "excused": 0, "different": 0}
+    plain = {
+        "pair": pair,
+        "grown": grown,
+        "backend": backend,
+        "length": 0,
+        "tokens": 3072,
+        "seconds": 84.31,
+        "tokens_per_second": 36.44,
+        "tokens_per_round": None,
+        "acceptance": None,
+        "speedup": 1.0,
+        "speedup_low": 1.0,
+        "speedup_high": 1.0,
+        "predicted": None,
+        "identical": 24,
+        "excused": 0,
+        "different": 0,
+    }
     rows = [plain]
     for length in (1, 2, 3, 4, 5, 6, 8):
         times = peak - 0.045 * (length - 4) ** 2 / 2
-        rows.append(plain | {"length": length, "seconds": 84.31 / times, "tokens_per_second": 36.44 * times,
-                             "tokens_per_round": 1 + 0.52 * length, "acceptance": 0.71 - 0.02 * length,
-                             "speedup": times, "speedup_low": times - 0.07, "speedup_high": times + 0.06,
-                             "predicted": times * 1.05,
-                             "identical": 23, "excused": 1})
+        rows.append(
+            plain
+            | {
+                "length": length,
+                "seconds": 84.31 / times,
+                "tokens_per_second": 36.44 * times,
+                "tokens_per_round": 1 + 0.52 * length,
+                "acceptance": 0.71 - 0.02 * length,
+                "speedup": times,
+                "speedup_low": times - 0.07,
+                "speedup_high": times + 0.06,
+                "predicted": times * 1.05,
+                "identical": 23,
+                "excused": 1,
+            }
+        )
     return rows
 
 
-def make_facts() -> dict[str, Any]:
+def make_metadata() -> dict[str, Any]:
     noise = random.Random(7)
     small, large = "small 14M target", "grown target ×4 & <draft>"
     model = {"architecture": "LlamaForCausalLM", "vocabulary": 49152}
-    metrics = [{"stage": "train", "step": step, "loss": 1.4 * (step + 9) ** -0.22 + noise.gauss(0, 0.02),
-                "forward_kl": 1.1 * (step + 9) ** -0.25 + noise.gauss(0, 0.02),
-                "cross_entropy": 3.4 * (step + 9) ** -0.09 + noise.gauss(0, 0.03),
-                "agreement": 0.72 - 0.5 * (step + 9) ** -0.3 + noise.gauss(0, 0.01), "rate": 3e-4,
-                "tokens": 8192,
-                "tokens_per_second": 5210.0 + step % 17, "memory_bytes": 2_140_000_000, "eta_seconds": 900.0 - step,
-                "time": f"2026-11-21T14:{step // 25:02d}:{step % 60:02d}"} for step in range(1, 901)]
-    text = [{"text": "def ", "kind": "target"}, {"text": "fibonacci(n: int) -> int:\n    if n <", "kind": "accepted"},
-            {"text": " 2", "kind": "target"}, {"text": ":\n        return n\n    return ", "kind": "accepted"},
-            {"text": "fibonacci", "kind": "target"}, {"text": "(n - 1) + fibonacci(n - 2)\n", "kind": "accepted"}]
+    metrics = [
+        {
+            "stage": "train",
+            "step": step,
+            "loss": 1.4 * (step + 9) ** -0.22 + noise.gauss(0, 0.02),
+            "forward_kl": 1.1 * (step + 9) ** -0.25 + noise.gauss(0, 0.02),
+            "cross_entropy": 3.4 * (step + 9) ** -0.09 + noise.gauss(0, 0.03),
+            "agreement": 0.72 - 0.5 * (step + 9) ** -0.3 + noise.gauss(0, 0.01),
+            "rate": 3e-4,
+            "tokens": 8192,
+            "tokens_per_second": 5210.0 + step % 17,
+            "memory_bytes": 2_140_000_000,
+            "eta_seconds": 900.0 - step,
+            "time": f"2026-11-21T14:{step // 25:02d}:{step % 60:02d}",
+        }
+        for step in range(1, 901)
+    ]
+    text = [
+        {"text": "def ", "kind": "target"},
+        {"text": "fibonacci(n: int) -> int:\n    if n <", "kind": "accepted"},
+        {"text": " 2", "kind": "target"},
+        {"text": ":\n        return n\n    return ", "kind": "accepted"},
+        {"text": "fibonacci", "kind": "target"},
+        {"text": "(n - 1) + fibonacci(n - 2)\n", "kind": "accepted"},
+    ]
     return {
-        "name": "demo", "date": "2026-11-21T14:31:00+00:00",
+        "name": "demo",
+        "date": "2026-11-21T14:31:00+00:00",
         "command": "distill train recipes/demo.yaml train.steps=900",
-        "machine": {"cpu": "AMD EPYC 7B13", "cores": 2, "memory_bytes": 16_800_000_000, "gpu": None, "python": "3.11.7",
-                    "torch": "2.9.1+cpu", "transformers": "5.3.0", "platform": "Linux-6.1-x86_64"},
-        "config": {"name": "demo", "draft": {"layers": 2, "mlp": 384}, "train": {"steps": 900, "loss": "forward_kl"}},
-        "target": model | {"path": "models/target", "parameters": 134_515_008, "layers": 30, "hidden": 576, "mlp": 1536,
-                           "bytes": 269_060_552},
-        "donor": model | {"path": "example/donor-30m", "parameters": 31_408_640, "layers": 12, "hidden": 320,
-                          "mlp": 960, "bytes": 62_830_111},
-        "draft": model | {"path": "runs/demo/draft", "parameters": 18_203_456, "layers": 2, "hidden": 320, "mlp": 384,
-                          "bytes": 36_421_777},
+        "machine": {
+            "cpu": "AMD EPYC 7B13",
+            "cores": 2,
+            "memory_bytes": 16_800_000_000,
+            "gpu": None,
+            "python": "3.11.7",
+            "torch": "2.9.1+cpu",
+            "transformers": "5.3.0",
+            "platform": "Linux-6.1-x86_64",
+        },
+        "config": {"name": "demo", "cut": {"layers": 2, "mlp": 384}, "train": {"steps": 900, "loss": "forward_kl"}},
+        "target": model
+        | {
+            "path": "models/target",
+            "parameters": 134_515_008,
+            "layers": 30,
+            "hidden": 576,
+            "mlp": 1536,
+            "bytes": 269_060_552,
+        },
+        "donor": model
+        | {
+            "path": "example/donor-30m",
+            "parameters": 31_408_640,
+            "layers": 12,
+            "hidden": 320,
+            "mlp": 960,
+            "bytes": 62_830_111,
+        },
+        "draft": model
+        | {
+            "path": "runs/demo/draft",
+            "parameters": 18_203_456,
+            "layers": 2,
+            "hidden": 320,
+            "mlp": 384,
+            "bytes": 36_421_777,
+        },
         "metrics": metrics,
-        "profile": {"curves": [
-            curve("target", "pytorch", "float32", 0.0214, 0.06), curve("draft", "pytorch", "float32", 0.0021, 0.03),
-            curve("grown target", "pytorch", "float32", 0.0853, 0.04), curve("target", "gguf", "q4_k_m", 0.0091, 0.21),
-            curve("draft", "gguf", "q4_k_m", 0.0009, 0.11)]},
-        "eval": {"command": "distill eval demo --kl --acceptance",
-                 "sampler": {"temperature": 0.8, "top_k": 0, "top_p": 0.95, "min_p": 0.0},
-                 "domains": {"answers": {"before": measured(0.0), "after": measured(0.63)},
-                             "files": {"before": measured(0.05), "after": measured(0.48)}},
-                 "positions": {"before": positions(0.55), "after": positions(0.78)}},
-        "export": {"files": [
-            {"path": "gguf/draft-q4_k_m.gguf", "model": "draft", "outtype": "q4_k_m", "bytes": 13_204_512,
-             "parity": {"positions": 2048, "top1_agreement": 0.9619, "mean_abs_dlogprob": 0.0413,
-                        "max_abs_dlogprob": 0.917, "tokenizer_texts": 512, "tokenizer_mismatches": ["a<b> \x07"]}},
-            {"path": "gguf/target-f16.gguf", "model": "target", "outtype": "f16", "bytes": 269_311_040,
-             "parity": {"positions": 2048, "top1_agreement": 0.9995, "mean_abs_dlogprob": 0.00031,
-                        "max_abs_dlogprob": 0.0042, "tokenizer_texts": 512, "tokenizer_mismatches": []}}]},
-        "speedup": {"command": "distill speedup demo", "new_tokens": 128, "prompts": 24,
-                    "rows": speedup_rows(small, False, "pytorch", 1.374) + speedup_rows(large, True, "pytorch", 1.912)
-                    + speedup_rows(small, False, "gguf", 0.843),
-                    "plain_reference": [
-                        {"pair": small, "backend": "pytorch", "library": "transformers generate",
-                         "library_tokens_per_second": 35.21, "plain_tokens_per_second": 36.44, "ratio": 1.0349},
-                        {"pair": large, "backend": "pytorch", "library": "transformers generate",
-                         "library_tokens_per_second": 12.5, "plain_tokens_per_second": 11.25, "ratio": 0.9}],
-                    "explanations": ["On gguf a step over five tokens costs 1.9 × one token, so no draft can win."],
-                    "samples": [
-                        {"prompt": "# fibonacci\n", "backend": "pytorch", "pair": small, "segments": text},
-                        {"prompt": EVIL, "backend": "gguf", "pair": large, "segments": [
-                            {"text": EVIL, "kind": "accepted"}, {"text": EVIL, "kind": "target"}]}]},
+        "profile": {
+            "curves": [
+                curve("target", "pytorch", "float32", 0.0214, 0.06),
+                curve("draft", "pytorch", "float32", 0.0021, 0.03),
+                curve("grown target", "pytorch", "float32", 0.0853, 0.04),
+                curve("target", "gguf", "q4_k_m", 0.0091, 0.21),
+                curve("draft", "gguf", "q4_k_m", 0.0009, 0.11),
+            ]
+        },
+        "eval": {
+            "command": "distill eval demo --kl --acceptance",
+            "sampler": {"temperature": 0.8, "top_k": 0, "top_p": 0.95, "min_p": 0.0},
+            "domains": {
+                "answers": {"before": measured(0.0), "after": measured(0.63)},
+                "files": {"before": measured(0.05), "after": measured(0.48)},
+            },
+            "positions": {"before": positions(0.55), "after": positions(0.78)},
+        },
+        "export": {
+            "files": [
+                {
+                    "path": "gguf/draft-q4_k_m.gguf",
+                    "model": "draft",
+                    "outtype": "q4_k_m",
+                    "bytes": 13_204_512,
+                    "parity": {
+                        "positions": 2048,
+                        "top1_agreement": 0.9619,
+                        "mean_abs_dlogprob": 0.0413,
+                        "max_abs_dlogprob": 0.917,
+                        "tokenizer_texts": 512,
+                        "tokenizer_mismatches": ["a<b> \x07"],
+                    },
+                },
+                {
+                    "path": "gguf/target-f16.gguf",
+                    "model": "target",
+                    "outtype": "f16",
+                    "bytes": 269_311_040,
+                    "parity": {
+                        "positions": 2048,
+                        "top1_agreement": 0.9995,
+                        "mean_abs_dlogprob": 0.00031,
+                        "max_abs_dlogprob": 0.0042,
+                        "tokenizer_texts": 512,
+                        "tokenizer_mismatches": [],
+                    },
+                },
+            ]
+        },
+        "speedup": {
+            "command": "distill speedup demo",
+            "new_tokens": 128,
+            "prompts": 24,
+            "rows": speedup_rows(small, False, "pytorch", 1.374)
+            + speedup_rows(large, True, "pytorch", 1.912)
+            + speedup_rows(small, False, "gguf", 0.843),
+            "plain_reference": [
+                {
+                    "pair": small,
+                    "backend": "pytorch",
+                    "library": "transformers generate",
+                    "library_tokens_per_second": 35.21,
+                    "plain_tokens_per_second": 36.44,
+                    "ratio": 1.0349,
+                },
+                {
+                    "pair": large,
+                    "backend": "pytorch",
+                    "library": "transformers generate",
+                    "library_tokens_per_second": 12.5,
+                    "plain_tokens_per_second": 11.25,
+                    "ratio": 0.9,
+                },
+            ],
+            "explanations": ["On gguf a step over five tokens costs 1.9 × one token, so no draft can win."],
+            "samples": [
+                {"prompt": "# fibonacci\n", "backend": "pytorch", "pair": small, "segments": text},
+                {
+                    "prompt": EVIL,
+                    "backend": "gguf",
+                    "pair": large,
+                    "segments": [{"text": EVIL, "kind": "accepted"}, {"text": EVIL, "kind": "target"}],
+                },
+            ],
+        },
     }
 
 
@@ -177,65 +328,103 @@ def checked(page: str) -> Checker:
 
 
 def test_page_is_whole_and_fetches_nothing() -> None:
-    checker = checked(build_page(make_facts()))
+    checker = checked(build_page(make_metadata()))
     assert checker.tags["svg"] == 9  # two of training, positions, two costs and one speedup for each of two backends
     assert checker.tags["h1"] == 1 and checker.tags["h2"] == 12
 
 
 def test_page_holds_the_numbers() -> None:
-    words = " ".join("".join(checked(build_page(make_facts())).words).split())
-    for figure in ("134,515,008", "18,203,456", "269,060,552", "49,152", "1.91×", "[1.84, 1.97]", "1.37×", "0.84×",
-                   "faster than plain", "slower than plain", "74.7 % [73.5, 75.9]", "53.7 %", "0.801 [0.789, 0.813]",
-                   "-0.630", "48,213", "21.4", "[20.5, 22.5]", "36.44", "35.21", "103.5 %", "90.0 %", "13,204,512",
-                   "96.2 %", "0.0413", "7,372,800 tokens", "AMD EPYC 7B13", "2.9.1+cpu", "temperature 0.8",
-                   "distill speedup demo", "distill eval demo --kl --acceptance", "no draft can win"):
+    words = " ".join("".join(checked(build_page(make_metadata())).words).split())
+    for figure in (
+        "134,515,008",
+        "18,203,456",
+        "269,060,552",
+        "49,152",
+        "1.91×",
+        "[1.84, 1.97]",
+        "1.37×",
+        "0.84×",
+        "faster than plain",
+        "slower than plain",
+        "74.7 % [73.5, 75.9]",
+        "53.7 %",
+        "0.801 [0.789, 0.813]",
+        "-0.630",
+        "48,213",
+        "21.4",
+        "[20.5, 22.5]",
+        "36.44",
+        "35.21",
+        "103.5 %",
+        "90.0 %",
+        "13,204,512",
+        "96.2 %",
+        "0.0413",
+        "7,372,800 tokens",
+        "AMD EPYC 7B13",
+        "2.9.1+cpu",
+        "temperature 0.8",
+        "distill speedup demo",
+        "distill eval demo --kl --acceptance",
+        "no draft can win",
+    ):
         assert figure in words, figure
 
 
 def test_every_table_says_its_command() -> None:
-    page = build_page(make_facts())
+    page = build_page(make_metadata())
     assert page.count("<table>") == len(re.findall(r'</table></div><p class="command">distill ', page)) > 8
 
 
 def test_grown_targets_are_labelled() -> None:
-    facts = make_facts()
-    page = build_page(facts)
+    results = make_metadata()
+    page = build_page(results)
     name = "grown target ×4 &amp; &lt;draft&gt;"
     places = [at.end() for at in re.finditer(re.escape(name), re.sub(r"<svg.*?</svg>", "", page, flags=re.S))]
     bare = re.sub(r"<svg.*?</svg>", "", page, flags=re.S)
     assert len(places) >= 8 + 1 + 1 + 1
     labelled = [bare[at:].startswith(' <span class="grown">grown</span>') for at in places]
     assert sum(not one for one in labelled) == 1  # the sentence in the limits, which says grown in the name itself
-    for row in facts["speedup"]["rows"]:
+    for row in results["speedup"]["rows"]:
         row["pair"] = row["pair"].replace("grown target", "big")
-    assert "(grown)" in plots.speedup_by_length(facts["speedup"]["rows"], "pytorch")
-    assert "**(grown)**" in build_card(facts)
-    for line in facts["speedup"]["plain_reference"]:
+    assert "(grown)" in plots.speedup_by_length(results["speedup"]["rows"], "pytorch")
+    assert "**(grown)**" in build_card(results)
+    for line in results["speedup"]["plain_reference"]:
         line["pair"] = line["pair"].replace("grown target", "big")
-    assert "[grown] (pytorch) reaches only 90.0 %" in build_page(facts)
-    assert "enlarged without changing" in build_page(facts)
+    assert "[grown] (pytorch) reaches only 90.0 %" in build_page(results)
+    assert "enlarged without changing" in build_page(results)
 
 
 def test_what_became_of_a_replay_is_told() -> None:
-    facts = make_facts()
-    facts["training"] = {
-        "parts": [{"name": "align", "first": 0, "steps": 800, "rate": 3e-4, "loss": {"jsd": 1.0}},
-                  {"name": "replay", "first": 800, "steps": 100, "rate": 1e-4, "loss": {"jsd": 1.0}}],
+    results = make_metadata()
+    results["training"] = {
+        "parts": [
+            {"name": "align", "first": 0, "steps": 800, "rate": 3e-4, "loss": {"jsd": 1.0}},
+            {"name": "replay", "first": 800, "steps": 100, "rate": 1e-4, "loss": {"jsd": 1.0}},
+        ],
         "best": {"step": 600, "acceptance": 0.5678, "tokens_per_round": 2.75},
-    }  # fmt: skip
+    }
     collected = {"prompts": 64, "tokens": 8000, "rounds": 4321, "rejected": 2468, "blocks": 40}
-    judged = {"collected": collected, "before": 2.5, "after": 2.75, "prompts": 31, "confidence": 0.95,
-              "difference": {"mean": 0.25, "low": 0.125, "high": 0.375}}  # fmt: skip
+    judged = {
+        "collected": collected,
+        "before": 2.5,
+        "after": 2.75,
+        "prompts": 31,
+        "confidence": 0.95,
+        "difference": {"mean": 0.25, "low": 0.125, "high": 0.375},
+    }
 
     def told(replay: dict[str, Any] | None) -> str:
-        facts["training"]["replay"] = replay
-        words = " ".join(" ".join(checked(build_page(facts)).words).split())
+        results["training"]["replay"] = replay
+        words = " ".join(" ".join(checked(build_page(results)).words).split())
         assert "The weights of step 600 were taken: 56.8" in words
         return words
 
     kept = told({**judged, "kept": True})
-    assert ("Replay: 2,468 rejected positions were learnt; tokens per round went from 2.500 to 2.750 on 31 other "
-            "selection prompts, a difference of 0.250 [0.125, 0.375]: kept." in kept)  # fmt: skip
+    assert (
+        "Replay: 2,468 rejected positions were learnt; tokens per round went from 2.500 to 2.750 on 31 other "
+        "validation prompts, a difference of 0.250 [0.125, 0.375]: kept." in kept
+    )
     assert "[0.125, 0.375]: not kept." in told({**judged, "kept": False})
     nothing = told({"collected": {**collected, "rejected": 0, "blocks": 0}, "kept": False})
     assert "Replay: nothing was rejected in 4,321 rounds of 64 prompts, so there was nothing to learn." in nothing
@@ -243,12 +432,12 @@ def test_what_became_of_a_replay_is_told() -> None:
 
 
 def test_hostile_text_stays_text() -> None:
-    facts = make_facts()
-    facts["name"] = facts["command"] = facts["draft"]["path"] = facts["machine"]["cpu"] = EVIL
-    facts["speedup"]["explanations"] = [EVIL]
-    facts["speedup"]["rows"][1]["pair"] = "_$x_{" + EVIL
-    facts["profile"]["curves"][0]["dtype"] = "$" + EVIL
-    page = build_page(facts)
+    results = make_metadata()
+    results["name"] = results["command"] = results["draft"]["path"] = results["machine"]["cpu"] = EVIL
+    results["speedup"]["explanations"] = [EVIL]
+    results["speedup"]["rows"][1]["pair"] = "_$x_{" + EVIL
+    results["profile"]["curves"][0]["dtype"] = "$" + EVIL
+    page = build_page(results)
     checker = checked(page)
     assert "<script" not in page and "\x00" not in page and "\x1b" not in page
     assert "<script>alert('x')</script>" in "".join(checker.words)
@@ -256,10 +445,10 @@ def test_hostile_text_stays_text() -> None:
 
 @pytest.mark.parametrize("absent", [[name] for name in OPTIONAL] + [OPTIONAL])
 def test_stages_that_have_not_run_are_named(absent: list[str]) -> None:
-    facts = make_facts()
+    results = make_metadata()
     for name in absent:
-        facts[name] = None
-    page, card = build_page(facts), build_card(facts)
+        results[name] = None
+    page, card = build_page(results), build_card(results)
     checked(page)
     for name in absent:
         stage = "train" if name == "metrics" else name
@@ -270,85 +459,97 @@ def test_stages_that_have_not_run_are_named(absent: list[str]) -> None:
 
 
 def test_figures_that_were_not_measured_are_dashes() -> None:
-    facts = make_facts()
-    facts["donor"] = None
-    facts["eval"]["domains"]["answers"]["before"] = None
-    facts["eval"]["domains"]["files"]["after"]["acceptance_match"] = None
-    facts["eval"]["positions"] = {"before": [], "after": [{"position": 1, "drafted": 0, "accepted": 0, "rate": None,
-                                                           "low": None, "high": None}]}
-    facts["export"]["files"][0]["parity"] = None
-    facts["speedup"]["rows"][1] |= {"speedup": float("nan"), "speedup_low": None, "speedup_high": None}
-    facts["speedup"]["plain_reference"], facts["speedup"]["samples"] = [], []
-    facts["speedup"]["explanations"] = []
-    facts["metrics"] = [facts["metrics"][0], {"stage": "export", "step": 1}]
-    page = build_page(facts)
+    results = make_metadata()
+    results["donor"] = None
+    results["eval"]["domains"]["answers"]["before"] = None
+    results["eval"]["domains"]["files"]["after"]["acceptance_match"] = None
+    results["eval"]["positions"] = {
+        "before": [],
+        "after": [{"position": 1, "drafted": 0, "accepted": 0, "rate": None, "low": None, "high": None}],
+    }
+    results["export"]["files"][0]["parity"] = None
+    results["speedup"]["rows"][1] |= {"speedup": float("nan"), "speedup_low": None, "speedup_high": None}
+    results["speedup"]["plain_reference"], results["speedup"]["samples"] = [], []
+    results["speedup"]["explanations"] = []
+    results["metrics"] = [results["metrics"][0], {"stage": "export", "step": 1}]
+    page = build_page(results)
     checked(page)
     assert "nan" not in "".join(re.sub(r"<svg.*?</svg>", "", page, flags=re.S).split()).replace("finance", "")
-    assert "–" in build_card(facts)
+    assert "–" in build_card(results)
 
 
 def test_a_page_without_matplotlib_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(DataError, match=r"distill\[report\]"):
-        plots.loss_curve(make_facts()["metrics"])
-    page = build_page(make_facts())
+        plots.loss_curve(make_metadata()["metrics"])
+    page = build_page(make_metadata())
     checked(page)
     assert "<svg" not in page and "pip install &#x27;distill[report]&#x27;" in page and "1.91×" in page
 
 
 def test_a_repeated_step_counts_once_and_long_runs_are_averaged() -> None:
-    metrics = make_facts()["metrics"]
+    metrics = make_metadata()["metrics"]
     again = [*metrics, metrics[-1] | {"loss": 0.125}]
-    page = build_page(make_facts() | {"metrics": again})
+    page = build_page(make_metadata() | {"metrics": again})
     assert "900 steps" in page and "0.125" in page and "each point the mean of 3 steps" in page
 
 
 def test_plots_take_the_page_colour_and_are_the_same_each_time() -> None:
-    facts = make_facts()
-    drawn = plots.cost_curves(facts["profile"]["curves"], "pytorch")
-    assert drawn == plots.cost_curves(facts["profile"]["curves"], "pytorch")
+    results = make_metadata()
+    drawn = plots.cost_curves(results["profile"]["curves"], "pytorch")
+    assert drawn == plots.cost_curves(results["profile"]["curves"], "pytorch")
     assert "currentColor" in drawn and plots.INK not in drawn and drawn.startswith("<svg ") and drawn.endswith("</svg>")
 
 
 def test_a_doubted_cost_curve_is_named() -> None:
-    facts = make_facts()
-    assert "something else was running" not in build_page(facts)
-    facts["profile"]["curves"][0]["doubt"] = "something else was running"
-    assert "something else was running (distill train RECIPE --redo profile)" in build_page(facts)
+    results = make_metadata()
+    assert "something else was running" not in build_page(results)
+    results["profile"]["curves"][0]["doubt"] = "something else was running"
+    assert "something else was running (distill train RECIPE --redo profile)" in build_page(results)
 
 
-def test_limits_follow_the_facts() -> None:
-    facts = make_facts()
-    page = build_page(facts)
+def test_limits_follow_the_results() -> None:
+    results = make_metadata()
+    page = build_page(results)
     assert "No GPU took part" in page and "reaches only 90.0 %" in page and "disagree on 1 of 512" in page
     assert "not shown to be lossless" not in page
-    facts["speedup"]["rows"][2]["different"] = 3
-    facts["machine"]["gpu"] = "NVIDIA H100"
-    page = build_page(facts)
+    results["speedup"]["rows"][2]["different"] = 3
+    results["machine"]["gpu"] = "NVIDIA H100"
+    page = build_page(results)
     assert "3 outputs differ from the plain run" in page and "No GPU took part" not in page
 
 
 def test_card_front_matter_and_numbers() -> None:
-    card = build_card(make_facts())
+    card = build_card(make_metadata())
     assert card.startswith("---\n")
     head = yaml.safe_load(card.split("---\n")[1])
     assert head["library_name"] == "transformers" and head["base_model"] == "example/donor-30m"
     assert "speculative-decoding" in head["tags"]
-    for figure in ("1.91× [1.84, 1.97]", "74.7 % [73.5, 75.9]", "18,203,456", "slower than plain", "96.2 %",
-                   "assistant_model=draft", "-md gguf/draft-q4_k_m.gguf --spec-draft-n-max 4",
-                   '"num_speculative_tokens": 4', '"method": "draft_model"', "distill speedup demo",
-                   "No GPU took part", "99.95 %"):
+    for figure in (
+        "1.91× [1.84, 1.97]",
+        "74.7 % [73.5, 75.9]",
+        "18,203,456",
+        "slower than plain",
+        "96.2 %",
+        "assistant_model=draft",
+        "-md gguf/draft-q4_k_m.gguf --spec-draft-n-max 4",
+        '"num_speculative_tokens": 4',
+        '"method": "draft_model"',
+        "distill speedup demo",
+        "No GPU took part",
+        "99.95 %",
+    ):
         assert figure in card, figure
 
 
 def test_card_survives_hostile_text_and_its_python_compiles() -> None:
-    facts = make_facts()
-    facts["name"] = "evil\n---\nlicense: stolen\n# x"
-    facts["donor"]["path"] = "/tmp/a: b\n---"
-    facts["draft"]["path"] = "it's `quoted` \"$(rm)\"\n```"
-    facts["draft"]["vocabulary"] = 32000
-    facts["speedup"]["rows"][3]["pair"] = "a|b*c*<img src=x>"
-    card = build_card(facts)
+    results = make_metadata()
+    results["name"] = "evil\n---\nlicense: stolen\n# x"
+    results["donor"]["path"] = "/tmp/a: b\n---"
+    results["draft"]["path"] = 'it\'s `quoted` "$(rm)"\n```'
+    results["draft"]["vocabulary"] = 32000
+    results["speedup"]["rows"][3]["pair"] = "a|b*c*<img src=x>"
+    card = build_card(results)
     head = yaml.safe_load(card.split("---\n")[1])
     assert "base_model" not in head and "license" not in head
     assert "<img" not in card and "a\\|b" in card
@@ -357,9 +558,9 @@ def test_card_survives_hostile_text_and_its_python_compiles() -> None:
     assert "assistant_tokenizer=assistant_tokenizer" in blocks[0][1]
 
 
-def test_facts_are_not_changed() -> None:
-    facts = make_facts()
-    before = copy.deepcopy(facts)
-    build_page(facts)
-    build_card(facts)
-    assert facts == before
+def test_results_are_not_changed() -> None:
+    results = make_metadata()
+    before = copy.deepcopy(results)
+    build_page(results)
+    build_card(results)
+    assert results == before

@@ -32,7 +32,7 @@ def run_jobs(folder: Path, jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def assert_same_work(run: Path, whole: Path, label: object, finished: bool) -> None:
     """Weights, answers, teacher and cut are those of an uninterrupted run, and nothing temporary is recorded."""
-    for name in ("corpus", "answers", "teacher", "init", "draft"):
+    for name in ("corpus", "answers", "teacher", "cut", "draft"):
         assert tiny.contents(run / name, "README.md") == tiny.contents(whole / name, "README.md"), (label, name)
     for stage in tiny.STAGES if finished else tiny.STAGES[:6]:
         record = json.loads((run / "stages" / f"{stage}.json").read_text())
@@ -154,7 +154,7 @@ def test_a_finished_run_is_left_alone(world: Path, copied: Path, capsys: pytest.
         ("answers.new_tokens=20", "answers", "answers.new_tokens: 24 -> 20", "corpus"),
         ("sampler.temperature=0.5", "answers", "sampler.temperature: 1.0 -> 0.5", "answers"),
         ("teacher.top_k=4", "teacher", "teacher.top_k: 8 -> 4", "teacher"),
-        ("draft.layers=1", "draft", "draft.layers: 2 -> 1", "draft"),
+        ("cut.layers=1", "cut", "cut.layers: 2 -> 1", "cut"),
         ("corpus.tokens=1000", "corpus", "corpus.tokens: 1500 -> 1000", "corpus"),
     ],
 )
@@ -225,13 +225,20 @@ def test_a_changed_eval_key_reruns_its_consumers_only(
     after = times(copied)
     changed = {name.split("/")[0] for name in after if after[name] != before.get(name)}
     assert changed == {
-        "eval.json", "eval.md", "rounds.parquet", "speedup", "speedup.json", "speedup.md", "report.html", "draft",
+        "eval.json",
+        "eval.md",
+        "rounds.parquet",
+        "speedup",
+        "speedup.json",
+        "speedup.md",
+        "report.html",
+        "draft",
         "stages",
-    }  # fmt: skip
+    }
     assert after["draft/model.safetensors"] == before["draft/model.safetensors"]  # only the model card is new
 
 
-def test_more_report_prompts_need_no_redo(world: Path, copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_more_test_prompts_need_no_redo(world: Path, copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The corpus stage runs again, but what the precious stages read of it stays the same."""
     before = times(copied)
     assert train(world, copied, "eval.prompts=5", "--until", "eval") == 0

@@ -1,8 +1,10 @@
-"""Every length rule and every drafter with every verifier, by enumeration: two rounds' output follows the target's law.
+"""Every length rule and every drafter with every verifier, by enumeration: two rounds' output follows the target's
+distribution.
 
 Nothing is drawn: `branches.every` runs production code in every way that its draws can fall. Chains with V ≤ 4 and
-γ = 3 go through `ModelDrafter.propose`, the verifiers' laws, and `ModelDrafter.accepted`, by which the rule learns;
-smaller ones, and trees, go through `decode` and `decode_batch` whole. Legend: n drafted tokens, l tokens, V vocabulary.
+γ = 3 go through `ModelDrafter.propose`, the verifiers' distributions, and `ModelDrafter.accepted`, by which the rule
+learns; smaller ones, and trees, go through `decode` and `decode_batch` whole. Legend: n drafted tokens, l tokens, V
+vocabulary.
 """
 
 from __future__ import annotations
@@ -16,16 +18,17 @@ from typing import Any
 import pytest
 import torch
 from branches import every
-from tables import distance, laws_after, number, target_laws
+from table_model import TableModel
+from tables import distance, distributions_after, number, target_distributions
 from torch import Tensor
 
-from distill.models.table import TableModel
 from distill.models.torch_logits import TorchLogits
 from distill.recipe import Trial
-from distill.recipe.trial import RULES
+from distill.recipe.configuration import RULES
 from distill.sampler import Sampler
 from distill.speculative import draft as draft_module
 from distill.speculative.calibration import CONTEXT_TERMS, Logistic, Power
+from distill.speculative.configured import make_rule
 from distill.speculative.cost import StepCosts
 from distill.speculative.draft import ModelDrafter
 from distill.speculative.lengths import (
@@ -37,8 +40,7 @@ from distill.speculative.lengths import (
     PlusMinus,
 )
 from distill.speculative.proposal import Proposal
-from distill.speculative.tree import features_of
-from distill.speculative.trial import make_rule
+from distill.speculative.trees.tree import features_of
 from distill.speculative.verify import CHAINS, refusal
 
 torch.set_num_threads(1)
@@ -98,16 +100,16 @@ class Quick(TableModel):
 
 
 class Remembering(ModelDrafter):
-    """Works out each law once."""
+    """Works out each distribution once."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self.known: dict[tuple[int, ...], Tensor] = {}
 
-    def _law(self, logits: Any, history: Sequence[int]) -> Tensor:
+    def _distribution(self, logits: Any, history: Sequence[int]) -> Tensor:
         key = tuple(history)
         if key not in self.known:
-            self.known[key] = super()._law(logits, history)
+            self.known[key] = super()._distribution(logits, history)
         return self.known[key]
 
 
@@ -125,7 +127,7 @@ class Rounds:
         model.table = near.table
         self.sampler, self.vocabulary = sampler, vocabulary
         self.drafter = Remembering(model, None, sampler, lambda: 0.0, argmax)
-        self.laws = target_laws(self.target, sampler, PROMPT, 7)
+        self.distributions = target_distributions(self.target, sampler, PROMPT, 7)
         self._ways: dict[tuple[Any, ...], Ways] = {}
         self._masses: dict[tuple[Any, ...], Masses] = {}
 
@@ -145,7 +147,7 @@ class Rounds:
         return self._ways[key]
 
     def _seen(self, context: Sequence[int], rule: LengthRule) -> tuple[Any, ...]:
-        """What laws, and those rules that look, see of a context: the last two tokens, or the whole text."""
+        """What distributions, and those rules that look, see of a context: the last two tokens, or the whole text."""
         whole = self.sampler.repetition_penalty != 1 or "agrees" in repr(rule)
         return tuple(context) if whole else tuple(context[-2:])
 
@@ -167,12 +169,12 @@ class Rounds:
         found = []
         for length in sorted({len(proposal.tokens) for _, proposal, _ in ways}):
             some = [i for i, (_, proposal, _) in enumerate(ways) if len(proposal.tokens) == length]
-            laws = [ways[i][1].laws for i in some]
-            q = torch.stack(laws) if length and laws[0] is not None else None  # type: ignore[arg-type]
+            distributions = [ways[i][1].distributions for i in some]
+            q = torch.stack(distributions) if length and distributions[0] is not None else None  # type: ignore[arg-type]
             tokens = torch.tensor([ways[i][1].tokens for i in some], dtype=torch.long).view(len(some), length)
             grown = torch.cat([torch.tensor(context).expand(len(some), -1), tokens], -1)
             ends = range(len(context), len(context) + length + 1)
-            p = torch.stack([laws_after(self.target, self.sampler, grown[:, :end]) for end in ends], -2)
+            p = torch.stack([distributions_after(self.target, self.sampler, grown[:, :end]) for end in ends], -2)
             verdict = CHAINS[verifier](p, q, tokens)
             after = torch.stack([verdict.residual(i) for i in range(length + 1)], -2)
             numbers = torch.zeros(len(some), length + 1, dtype=torch.long)
@@ -182,7 +184,7 @@ class Rounds:
         return found
 
     def masses(self, verifier: str, context: Sequence[int], rule: LengthRule) -> Masses:
-        """The law of one round's output."""
+        """The distribution of one round's output."""
         key = (verifier, self._seen(context, rule), self._known(rule))
         if key not in self._masses:
             ways = self.ways(context, rule)
@@ -196,7 +198,8 @@ class Rounds:
         return self._masses[key]
 
     def difference(self, verifier: str, rule: LengthRule) -> tuple[float, set[tuple[int, ...]]]:
-        """How far two rounds' output is from the target's law; and the lengths drafted in second rounds, by state."""
+        """How far two rounds' output is from the target's distribution; and the lengths drafted in second rounds, by
+        state."""
         output = [torch.zeros(self.vocabulary**length, dtype=torch.float64) for length in range(9)]
         states: dict[tuple[tuple[int, ...], str], tuple[float, LengthRule]] = {}
         ways = self.ways(PROMPT, rule)
@@ -220,11 +223,11 @@ class Rounds:
                 start = number(text, self.vocabulary) * len(second)
                 output[len(text) + i + 1][start : start + len(second)] += mass * second
         assert abs(float(sum(mass.sum() for mass in output)) - 1) < EXACT
-        return distance(output, self.laws), lengths
+        return distance(output, self.distributions), lengths
 
 
 @pytest.fixture(autouse=True)
-def _each_law_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def _each_distribution_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(draft_module, "features_of", cache(features_of))
 
 
@@ -237,7 +240,7 @@ SMALLER = [(3, 5, Sampler()), WORLDS[1], (3, 6, Sampler(0.0))]
 
 @pytest.mark.parametrize("name", [*RECIPE, *EAGER])
 def test_every_rule_with_every_verifier(name: str) -> None:
-    """Lawful pairs follow the target exactly; those that are refused do not, on one table at least."""
+    """Lossless pairs follow the target exactly; those that are refused do not, on one table at least."""
     refused: dict[tuple[str, str, bool], float] = {}
     drafted: set[tuple[int, ...]] = set()
     # Where each text teaches something else, there are too many states for four tokens.

@@ -1,4 +1,4 @@
-"""The sampled law against transformers' own processors, and its properties."""
+"""The sampled distribution against transformers' own processors, and its properties."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ samplers = st.builds(
 
 @settings(max_examples=150, deadline=None)
 @given(samplers, st.integers(0, 2**31), st.integers(1, 50), st.floats(0.01, 20))
-def test_is_a_law_that_keeps_the_best(sampler: Sampler, seed: int, columns: int, scale: float) -> None:
+def test_is_a_distribution_that_keeps_the_best(sampler: Sampler, seed: int, columns: int, scale: float) -> None:
     values = logits(4, columns, seed, scale)
     for dtype in (torch.float64, torch.float32, torch.bfloat16):
-        law = sampler.law(values.to(dtype))
-        assert law.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
-        assert law.shape == values.shape and bool((law >= 0).all())
-        torch.testing.assert_close(law.sum(-1), torch.ones(4, dtype=law.dtype), rtol=1e-5, atol=1e-5)
+        distribution = sampler.probabilities(values.to(dtype))
+        assert distribution.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+        assert distribution.shape == values.shape and bool((distribution >= 0).all())
+        torch.testing.assert_close(distribution.sum(-1), torch.ones(4, dtype=distribution.dtype), rtol=1e-5, atol=1e-5)
         best = values.to(dtype).argmax(-1, keepdim=True)
-        assert bool((law.gather(-1, best).squeeze(-1) == law.max(-1).values).all())
+        assert bool((distribution.gather(-1, best).squeeze(-1) == distribution.max(-1).values).all())
 
 
 @settings(max_examples=200, deadline=None)
@@ -62,62 +62,63 @@ def test_equals_transformers(sampler: Sampler, seed: int, columns: int, scale: f
         assume(float((running - sampler.top_p).abs().min()) > 1e-6)
         expected = TopPLogitsWarper(sampler.top_p)(None, expected)
     if sampler.min_p > 0:
-        law = expected.softmax(-1)
-        assume(float((law / law.max(-1, keepdim=True).values - sampler.min_p).abs().min()) > 1e-6)
+        distribution = expected.softmax(-1)
+        assume(float((distribution / distribution.max(-1, keepdim=True).values - sampler.min_p).abs().min()) > 1e-6)
         expected = MinPLogitsWarper(sampler.min_p)(None, expected)
-    torch.testing.assert_close(sampler.law(values), expected.softmax(-1), rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(sampler.probabilities(values), expected.softmax(-1), rtol=1e-10, atol=1e-12)
 
 
 def test_by_hand() -> None:
     values = torch.tensor([[0.4, 0.3, 0.2, 0.1]], dtype=torch.float64).log()
 
-    def law(**settings: float) -> list[float]:
-        return [round(x, 9) for x in Sampler(**settings).law(values)[0].tolist()]  # type: ignore[arg-type]
+    def distribution(**settings: float) -> list[float]:
+        return [round(x, 9) for x in Sampler(**settings).probabilities(values)[0].tolist()]  # type: ignore[arg-type]
 
-    assert law() == [0.4, 0.3, 0.2, 0.1]
-    assert law(top_k=2) == [round(4 / 7, 9), round(3 / 7, 9), 0, 0]
-    assert law(top_p=0.65) == [round(4 / 7, 9), round(3 / 7, 9), 0, 0]
-    assert law(top_p=0.75) == [round(4 / 9, 9), round(3 / 9, 9), round(2 / 9, 9), 0]
-    assert law(top_p=1e-9) == [1, 0, 0, 0]
-    assert law(min_p=0.6) == [round(4 / 7, 9), round(3 / 7, 9), 0, 0]
-    # top_p sees the law that top_k left: 7/9 reaches 0.76, where 0.4 + 0.3 of the full law would not
-    assert law(top_k=3, top_p=0.76) == [round(4 / 7, 9), round(3 / 7, 9), 0, 0]
+    assert distribution() == [0.4, 0.3, 0.2, 0.1]
+    assert distribution(top_k=2) == [round(4 / 7, 9), round(3 / 7, 9), 0, 0]
+    assert distribution(top_p=0.65) == [round(4 / 7, 9), round(3 / 7, 9), 0, 0]
+    assert distribution(top_p=0.75) == [round(4 / 9, 9), round(3 / 9, 9), round(2 / 9, 9), 0]
+    assert distribution(top_p=1e-9) == [1, 0, 0, 0]
+    assert distribution(min_p=0.6) == [round(4 / 7, 9), round(3 / 7, 9), 0, 0]
+    # top_p sees the distribution that top_k left: 7/9 reaches 0.76, where 0.4 + 0.3 of the full distribution would not
+    assert distribution(top_k=3, top_p=0.76) == [round(4 / 7, 9), round(3 / 7, 9), 0, 0]
     # temperature 0.5 squares: 16, 9, 4, 1 of 30; min_p is relative to the best and comes after it
-    assert law(temperature=0.5, min_p=0.5) == [round(16 / 25, 9), round(9 / 25, 9), 0, 0]
-    assert law(temperature=0.5, min_p=0.6) == [1, 0, 0, 0]
+    assert distribution(temperature=0.5, min_p=0.5) == [round(16 / 25, 9), round(9 / 25, 9), 0, 0]
+    assert distribution(temperature=0.5, min_p=0.6) == [1, 0, 0, 0]
 
 
 @settings(max_examples=50, deadline=None)
 @given(st.integers(0, 2**31), st.floats(0.01, 0.95), st.floats(0.1, 0.95))
 def test_min_p_is_taken_after_the_others(seed: int, min_p: float, top_p: float) -> None:
-    """Its floor is relative to the best of what they left, which they never remove: it can be applied on their law."""
+    """Its floor is relative to the best of what they left, which they never remove: it can be applied on their
+    distribution."""
     values = logits(3, 20, seed)
-    before = Sampler(temperature=0.8, top_k=12, top_p=top_p).law(values)
+    before = Sampler(temperature=0.8, top_k=12, top_p=top_p).probabilities(values)
     ratio = before / before.max(-1, keepdim=True).values
     assume(float((ratio - min_p).abs().min()) > 1e-6)
     kept = torch.where(ratio >= min_p, before, torch.zeros_like(before))
-    got = Sampler(temperature=0.8, top_k=12, top_p=top_p, min_p=min_p).law(values)
+    got = Sampler(temperature=0.8, top_k=12, top_p=top_p, min_p=min_p).probabilities(values)
     torch.testing.assert_close(got, kept / kept.sum(-1, keepdim=True), rtol=1e-10, atol=1e-12)
 
 
 def test_greedy_takes_the_first_best_and_ignores_the_rest() -> None:
     values = torch.tensor([[1.0, 3.0, 3.0, 0.0], [-5.0, -1.0, -2.0, -torch.inf]])
     for sampler in (Sampler(0.0), Sampler(0.0, top_k=1, top_p=0.1, min_p=0.9)):
-        assert sampler.law(values).tolist() == [[0, 1, 0, 0], [0, 1, 0, 0]]
+        assert sampler.probabilities(values).tolist() == [[0, 1, 0, 0], [0, 1, 0, 0]]
 
 
 def test_ties_with_the_last_of_top_k_stay() -> None:
-    law = Sampler(top_k=2).law(torch.tensor([[1.0, 2.0, 1.0, 1.0, 0.0]]))
-    assert (law[0] > 0).tolist() == [True, True, True, True, False]
-    assert law[0, 0] == law[0, 2] == law[0, 3]
+    distribution = Sampler(top_k=2).probabilities(torch.tensor([[1.0, 2.0, 1.0, 1.0, 0.0]]))
+    assert (distribution[0] > 0).tolist() == [True, True, True, True, False]
+    assert distribution[0, 0] == distribution[0, 2] == distribution[0, 3]
 
 
 def test_padding_gets_no_mass() -> None:
     values = torch.nn.functional.pad(logits(5, 10, 3), (0, 4), value=-torch.inf)
     for sampler in (Sampler(), Sampler(0.7, 12, 0.9, 0.01), Sampler(0.0), Sampler(top_k=13)):
-        law = sampler.law(values)
-        assert bool((law[:, 10:] == 0).all())
-        torch.testing.assert_close(law[:, :10], sampler.law(values[:, :10]), rtol=1e-12, atol=1e-14)
+        distribution = sampler.probabilities(values)
+        assert bool((distribution[:, 10:] == 0).all())
+        torch.testing.assert_close(distribution[:, :10], sampler.probabilities(values[:, :10]), rtol=1e-12, atol=1e-14)
 
 
 def test_settings_of_a_recipe() -> None:
@@ -134,27 +135,31 @@ def test_settings_of_a_recipe() -> None:
 def test_penalty_equals_transformers(sampler: Sampler, penalty: float, seed: int, columns: int, length: int) -> None:
     values = logits(3, columns, seed)
     history = torch.randint(0, columns, (3, length), generator=torch.Generator().manual_seed(seed))
-    expected = sampler.law(RepetitionPenaltyLogitsProcessor(penalty)(history, values))
+    expected = sampler.probabilities(RepetitionPenaltyLogitsProcessor(penalty)(history, values))
     penalised = replace(sampler, repetition_penalty=penalty)
-    torch.testing.assert_close(penalised.law(values, history), expected, rtol=1e-12, atol=1e-14)
-    assert torch.equal(penalised.law(values, history.tolist()), penalised.law(values, history))
+    torch.testing.assert_close(penalised.probabilities(values, history), expected, rtol=1e-12, atol=1e-14)
+    assert torch.equal(penalised.probabilities(values, history.tolist()), penalised.probabilities(values, history))
     # Order and number of repetitions have no say.
     again = [row[::-1] + row for row in history.tolist()]
-    assert torch.equal(penalised.law(values, again), penalised.law(values, history))
+    assert torch.equal(penalised.probabilities(values, again), penalised.probabilities(values, history))
 
 
 def test_penalty_by_hand() -> None:
     values = torch.tensor([[2.0, -1.0, 0.0, 1.5], [2.0, -1.0, 0.0, 1.5], [2.0, -1.0, 0.0, -torch.inf]])
     penalty = Sampler(repetition_penalty=2.0)
     # Rows differ in length; ids without a logit and −1 are nobody's.
-    found = penalty.law(values, [[0, 1, 2, 0], [], [3, 9, -1, 4]])
+    found = penalty.probabilities(values, [[0, 1, 2, 0], [], [3, 9, -1, 4]])
     expected = torch.tensor([[1.0, -2.0, 0.0, 1.5], [2.0, -1.0, 0.0, 1.5], [2.0, -1.0, 0.0, -torch.inf]]).softmax(-1)
     assert torch.equal(found, expected)
-    assert torch.equal(penalty.law(values, [[], [], []]), Sampler().law(values))
-    assert penalty.law(values[:0], []).shape == penalty.law(values[:0], torch.zeros(0, 3).long()).shape == (0, 4)
+    assert torch.equal(penalty.probabilities(values, [[], [], []]), Sampler().probabilities(values))
+    assert (
+        penalty.probabilities(values[:0], []).shape
+        == penalty.probabilities(values[:0], torch.zeros(0, 3).long()).shape
+        == (0, 4)
+    )
     # It comes before the temperature, and greedy sees it.
-    assert Sampler(0.0, repetition_penalty=2.0).law(values[:1], [[0]]).tolist() == [[0, 0, 0, 1]]
-    halved = Sampler(0.5, repetition_penalty=2.0).law(values[:1], [[0]])
+    assert Sampler(0.0, repetition_penalty=2.0).probabilities(values[:1], [[0]]).tolist() == [[0, 0, 0, 1]]
+    halved = Sampler(0.5, repetition_penalty=2.0).probabilities(values[:1], [[0]])
     torch.testing.assert_close(halved, (torch.tensor([[1.0, -1.0, 0.0, 1.5]]) / 0.5).softmax(-1))
 
 
@@ -162,6 +167,6 @@ def test_penalty_needs_histories() -> None:
     values = logits(2, 5, 1)
     for histories in (None, [[1]], [[1], [2], [3]]):
         with pytest.raises(ValueError, match="pass histories"):
-            Sampler(repetition_penalty=1.1).law(values, histories)
-        assert torch.equal(Sampler().law(values, histories), Sampler().law(values))
+            Sampler(repetition_penalty=1.1).probabilities(values, histories)
+        assert torch.equal(Sampler().probabilities(values, histories), Sampler().probabilities(values))
     assert Sampler(repetition_penalty=1.1).describe()["repetition_penalty"] == 1.1

@@ -1,9 +1,10 @@
-"""Next tokens sampled through `decode` and `decode_batch` by every drafter, against the target's law: χ², V = 50.
+"""Next tokens sampled through `decode` and `decode_batch` by every drafter, against the target's distribution: χ², V =
+50.
 
 The everyday suite takes a few thousand tokens; the slow tests take 100 000 of each kind of drafter and verifier, alone
-and under each sampler chain. A token's law hangs on the one before it, so that each is a draw from a known law; a
-repetition penalty looks at all tokens, so there each text's first two tokens are counted. Legend: V vocabulary, R rows
-of laws.
+and under each sampler chain. A token's distribution hangs on the one before it, so that each is a draw from a known
+distribution; a repetition penalty looks at all tokens, so there each text's first two tokens are counted. Legend: V
+vocabulary, R rows of distributions.
 """
 
 from __future__ import annotations
@@ -16,19 +17,19 @@ from typing import Any
 
 import pytest
 import torch
+from table_model import TableModel
 from tables import TableRows
 from test_exact_decoding import Dropping, Lying, not_renormalised
 from test_verify import NotRenormalised, turned
 from torch import Tensor
 
-from distill.models.table import TableModel
 from distill.sampler import Sampler
 from distill.speculative.batch import decode_batch
 from distill.speculative.decode import Decoded, Rules, decode
 from distill.speculative.draft import Drafter, FirstThen, LookupDrafter, ModelDrafter, TreeDrafter
 from distill.speculative.lengths import Fixed, LossyProbabilityFloor, ProbabilityFloor
 from distill.speculative.proposal import Proposal
-from distill.speculative.shape import Shape
+from distill.speculative.trees.shape import Shape
 from distill.speculative.verify import CHAINS, TREES, Random
 
 torch.set_num_threads(1)
@@ -79,7 +80,7 @@ TESTS = len(CROSS) + len(KINDS) + len(BATCHES)
 
 
 def pair() -> tuple[TableModel, TableModel]:
-    """A target that says 0 after the prompt, for sure; other tokens have one of four laws after them."""
+    """A target that says 0 after the prompt, for sure; other tokens have one of four distributions after them."""
     target = TableModel(SIZE, 1, memory=1, sharpness=1.5)
     draft = target.near(1.0, 2)
     for model in (target, draft):
@@ -162,11 +163,11 @@ def batches(verifier: str, argmax: bool, sampler: Sampler, count: int, length: i
     return found, drafted
 
 
-def goodness(counts: Tensor, laws: Tensor) -> float:
-    """p of χ² of counts [R, cells] against laws [R, cells] given each row's total; cells of a row that expect fewer
-    than 5 are pooled."""
-    expected = laws * counts.sum(-1, keepdim=True)
-    if bool((counts[laws == 0] > 0).any()):
+def goodness(counts: Tensor, distributions: Tensor) -> float:
+    """p of χ² of counts [R, cells] against distributions [R, cells] given each row's total; cells of a row that expect
+    fewer than 5 are pooled."""
+    expected = distributions * counts.sum(-1, keepdim=True)
+    if bool((counts[distributions == 0] > 0).any()):
         return 0.0
     statistic, freedom = 0.0, 0
     for seen, due in zip(counts, expected, strict=True):
@@ -188,13 +189,13 @@ def p_value(found: Texts, sampler: Sampler) -> float:
         for text in found:
             before = torch.tensor(text[:-1]) % CLASSES
             counts.view(-1).index_add_(0, before * SIZE + torch.tensor(text[1:]), torch.ones(len(text) - 1).double())
-        return goodness(counts, sampler.law(target.table[:CLASSES]))
+        return goodness(counts, sampler.probabilities(target.table[:CLASSES]))
     counts = torch.zeros(SIZE, SIZE, dtype=torch.float64)
     for text in found:
         counts[text[1], text[2]] += 1
     before = [*prompt(target), 0]
-    first = sampler.law(target.table[:1], [before])
-    later = sampler.law(target.table[:SIZE], [[*before, second] for second in range(SIZE)])
+    first = sampler.probabilities(target.table[:1], [before])
+    later = sampler.probabilities(target.table[:SIZE], [[*before, second] for second in range(SIZE)])
     # One test of both: the second token, and the third given it where that one came often.
     often = counts.sum(-1) >= 30
     pair_of = [goodness(counts.sum(-1).unsqueeze(0), first), goodness(counts[often], later[often])]
@@ -255,12 +256,12 @@ WIDE = Shape((-1, -1, -1))
 
 
 class LyingChain(ModelDrafter):
-    """Says that it drew from a flatter law."""
+    """BytesOf that it drew from a flatter distribution."""
 
     def propose(self, context: Sequence[int], limit: int, ends: Collection[int]) -> Proposal:
         whole = super().propose(context, limit, ends)
-        assert whole.laws is not None
-        flat = whole.laws**0.6
+        assert whole.distributions is not None
+        flat = whole.distributions**0.6
         return Proposal.chain(whole.tokens, flat / flat.sum(-1, keepdim=True), whole.features)
 
 

@@ -15,13 +15,13 @@ from toys import blurred, toy
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from distill.errors import DataError, RecipeError, RunError
-from distill.surgery.group_lasso import GroupLasso, balance, zero_groups
-from distill.surgery.sparsity import (
+from distill.surgery.sparsity.group_lasso import GroupLasso, balance, zero_groups
+from distill.surgery.sparsity.unstructured import UnstructuredL1, kth_smallest_magnitude
+from distill.surgery.sparsity.zeros import (
     Evenness,
     evenness,
     sparsity_by_tensor,
 )
-from distill.surgery.unstructured import UnstructuredL1, kth_smallest_magnitude
 
 torch.set_num_threads(1)
 

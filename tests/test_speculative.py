@@ -1,4 +1,5 @@
-"""The decoding loop with every drafter and lawful verifier: greedy texts are plain texts, sampled follow the law."""
+"""The decoding loop with every drafter and lossless verifier: greedy texts are plain texts, sampled follow the
+distribution."""
 
 from __future__ import annotations
 
@@ -11,17 +12,17 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from table_model import TableModel
 from toys import blurred, random_prompts, toy
 
 from distill.errors import DataError
-from distill.models.table import TableModel
 from distill.models.torch_logits import TorchLogits
 from distill.models.torch_model import TorchModel
 from distill.sampler import Sampler
 from distill.speculative.decode import Decoded, Rules, decode, plain
 from distill.speculative.draft import Drafter, FirstThen, LookupDrafter, ModelDrafter, TreeDrafter
 from distill.speculative.lengths import Fixed, LossyProbabilityFloor, ProbabilityFloor
-from distill.speculative.shape import Shape
+from distill.speculative.trees.shape import Shape
 from distill.speculative.verify import Random
 
 torch.set_num_threads(1)
@@ -46,28 +47,28 @@ def beginning(target: TableModel, drafter: Drafter, rules: Rules, length: int) -
     return tuple(result.tokens[:length]), sum(one.drafted for one in result.rounds)
 
 
-def exact_law(target: TableModel, sampler: Sampler, length: int) -> dict[tuple[int, ...], float]:
-    """The law of the first `length` tokens, by walking every text through the target alone."""
+def exact_distribution(target: TableModel, sampler: Sampler, length: int) -> dict[tuple[int, ...], float]:
+    """The distribution of the first `length` tokens, by walking every text through the target alone."""
     found = {}
     for tokens in itertools.product(range(V), repeat=length):
         chance = 1.0
         for i in range(length):
             target.rollback([0])
             history = [1, 2, *tokens[:i]]
-            law = sampler.law(target.extend(history, want=[len(history) - 1]).full(), [history])[0]
-            chance *= float(law[tokens[i]])
+            distribution = sampler.probabilities(target.extend(history, want=[len(history) - 1]).full(), [history])[0]
+            chance *= float(distribution[tokens[i]])
         found[tokens] = chance
     return found
 
 
-def p_value(counts: Counter[tuple[int, ...]], law: dict[tuple[int, ...], float]) -> float:
-    """χ² of counts against the law, cells with an expectation below 5 pooled; impossible texts count as −1."""
+def p_value(counts: Counter[tuple[int, ...]], distribution: dict[tuple[int, ...], float]) -> float:
+    """χ² of counts against the distribution, cells with an expectation below 5 pooled; impossible texts count as −1."""
     total = sum(counts.values())
-    if any(law[tokens] == 0 for tokens in counts):
+    if any(distribution[tokens] == 0 for tokens in counts):
         return -1.0
     cells: list[tuple[float, float]] = []
     rest = [0.0, 0.0]
-    for tokens, chance in law.items():
+    for tokens, chance in distribution.items():
         pair = (float(counts[tokens]), chance * total)
         if pair[1] >= 5:
             cells.append(pair)
@@ -135,7 +136,7 @@ SAMPLERS = {
 
 @pytest.mark.parametrize("sampler", SAMPLERS)
 @pytest.mark.parametrize("case", CASES)
-def test_samples_follow_the_law(case: str, sampler: str) -> None:
+def test_samples_follow_the_distribution(case: str, sampler: str) -> None:
     verifier, make = CASES[case]
     served = SAMPLERS[sampler]
     if sampler == "penalty" and "tree" in case:
@@ -150,11 +151,11 @@ def test_samples_follow_the_law(case: str, sampler: str) -> None:
     drafter = make(draft, served, draws)
     rules = Rules(served, verifier, random=draws)
     found = [beginning(target, drafter, rules, 3) for _ in range(SAMPLES)]
-    assert p_value(Counter(tokens for tokens, _ in found), exact_law(target, served, 3)) > 1e-3 / 30
+    assert p_value(Counter(tokens for tokens, _ in found), exact_distribution(target, served, 3)) > 1e-3 / 30
     assert sum(drafted for _, drafted in found) > SAMPLES * (0.1 if case == "lookup" else 1)
 
 
-def test_a_token_dropped_after_its_draw_changes_the_law() -> None:
+def test_a_token_dropped_after_its_draw_changes_the_distribution() -> None:
     """The lossy twin: refused with the reason, and seen by the same test when it is asked for."""
     served, draws = Sampler(1.0), random.Random(3).random
     target, draft = TableModel(V, 11), TableModel(V, 12)
@@ -163,7 +164,7 @@ def test_a_token_dropped_after_its_draw_changes_the_law() -> None:
     with pytest.raises(DataError, match="dropped after it was seen"):
         text(target, drafter, rules, 3)
     counts = Counter(text(target, drafter, rules, 3, lossy=True) for _ in range(3 * SAMPLES))
-    assert p_value(counts, exact_law(target, served, 3)) < 1e-6
+    assert p_value(counts, exact_distribution(target, served, 3)) < 1e-6
 
 
 def test_pairs_that_cannot_be() -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from table_model import TableModel
 from toys import blurred, random_prompts, save_toy, toy, toy_tokenizer
 from transformers import AutoTokenizer
 
@@ -21,20 +22,19 @@ from distill.benchmark.compare import Trial as Told
 from distill.benchmark.speedup import _measure_pair, _Pair, _samples
 from distill.errors import DataError, RecipeError
 from distill.export.writer import export_gguf
+from distill.generate.stream import Way, stream
 from distill.models.batched import BatchedTorchModel
-from distill.models.table import TableModel
 from distill.models.torch_logits import TorchLogits
 from distill.models.torch_model import TorchModel
 from distill.recipe import Recipe, Trial, load_recipe, parse_recipe
 from distill.sampler import Sampler
 from distill.speculative.batch import decode_batch
 from distill.speculative.calibration import Power
+from distill.speculative.configured import check_trees, make_drafter, require_trees
 from distill.speculative.cost import StepCosts
 from distill.speculative.decode import Decoded, Rules, decode, plain
 from distill.speculative.draft import TreeDrafter
-from distill.speculative.shape import Shape
-from distill.speculative.stream import Way, stream
-from distill.speculative.trial import check_trees, make_drafter, require_trees
+from distill.speculative.trees.shape import Shape
 
 torch.set_num_threads(1)
 ROOT = Path(__file__).resolve().parent.parent
@@ -49,8 +49,8 @@ def pair_recipe(target: Path, draft: Path) -> Recipe:
             "name": "pair",
             "threads": 1,
             "target": {"model": str(target)},
-            "draft": {"donor": str(draft)},
-            "corpus": {"sources": [{"kind": "text", "path": ".", "split": "report"}]},
+            "cut": {"donor": str(draft)},
+            "corpus": {"sources": [{"kind": "text", "path": ".", "split": "test"}]},
         },
         "a test",
     )

@@ -1,4 +1,4 @@
-"""The random table: its laws depend on the last tokens alone, however they got there."""
+"""The random table: its distributions depend on the last tokens alone, however they got there."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from table_model import TableModel
 
 from distill.models.base import Logits, Model
-from distill.models.table import TableModel
 
 torch.set_num_threads(1)
 
@@ -59,7 +59,7 @@ def test_same_seed_same_model_and_sharpness_scales() -> None:
 
 @settings(max_examples=200, deadline=None)
 @given(st.integers(0, 2**31), st.integers(1, 4))
-def test_any_sequence_of_calls_gives_the_laws_of_the_paths(seed: int, memory: int) -> None:
+def test_any_sequence_of_calls_gives_the_distributions_of_the_paths(seed: int, memory: int) -> None:
     draws = random.Random(seed)
     model = TableModel(4, seed=seed % 7, memory=memory, capacity=60)
     context: list[int] = []

@@ -1,4 +1,4 @@
-"""The teacher in its three kinds: its laws are the target's own, and what rests on other things is refused."""
+"""The teacher in its three kinds: its distributions are the target's own, and what rests on other things is refused."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ from distill.packing import Packed, attention_mask, pack
 from distill.recipe import Recipe, parse_recipe
 from distill.run import Run
 from distill.target.answers import answers
+from distill.target.distributions import CompactTeacher, LogitForm, TeacherChunk, logit_form
 from distill.target.head import Head, require_head
-from distill.target.laws import CompactTeacher, LogitForm, TeacherChunk, logit_form
 from distill.target.online import OnlineTarget
 from distill.target.source import open_teacher, require_fit
 from distill.target.store import TeacherStore, bytes_per_position
@@ -57,13 +57,20 @@ FORMS = {
 }
 MORE = {
     "gemma2": (
-        Gemma2Config, Gemma2ForCausalLM,
-        {"head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 5, "final_logit_softcapping": 4.0,
-         "attn_logit_softcapping": 3.0, "tie_word_embeddings": True},
+        Gemma2Config,
+        Gemma2ForCausalLM,
+        {
+            "head_dim": 8,
+            "query_pre_attn_scalar": 8,
+            "sliding_window": 5,
+            "final_logit_softcapping": 4.0,
+            "attn_logit_softcapping": 3.0,
+            "tie_word_embeddings": True,
+        },
     ),
     "granite": (GraniteConfig, GraniteForCausalLM, {"logits_scaling": 3.0, "residual_multiplier": 0.7}),
     "cohere": (CohereConfig, CohereForCausalLM, {"logit_scale": 0.25, "tie_word_embeddings": True}),
-}  # fmt: skip
+}
 
 
 def target(kind: str) -> Any:
@@ -125,7 +132,7 @@ def made(folder: Path, model: Path, **settings: Any) -> tuple[Recipe, Run]:
 
 
 @torch.no_grad()
-def own_laws(model: Any, blocks: Packed, temperature: float) -> Tensor:
+def own_distributions(model: Any, blocks: Packed, temperature: float) -> Tensor:
     """log p [N, V] in fp64 at the scored positions: the model in fp64, each document alone, without our masks."""
     exact, rows = copy.deepcopy(model).double(), []
     for block in range(len(blocks)):
@@ -151,7 +158,7 @@ def spread(chunk: TeacherChunk, columns: int) -> Tensor:
 
 @pytest.mark.parametrize("kind", ["compact", "exact", "online"])
 @pytest.mark.parametrize("architecture", FORMS)
-def test_every_kind_gives_the_models_own_laws(
+def test_every_kind_gives_the_models_own_distributions(
     architecture: str, kind: str, folders: dict[str, Path], tmp_path: Path
 ) -> None:
     """Whole and over kept tokens alone, at two temperatures; a compact one that stores all but one entry too."""
@@ -161,19 +168,22 @@ def test_every_kind_gives_the_models_own_laws(
     size = len(toy_vocabulary())
     assert source.vocabulary == size < ROWS and source.blocks == len(source.packed)
     index = torch.tensor([3, 0, 4])
-    laws = source.teacher(index, CPU)
+    distributions = source.teacher(index, CPU)
     model = load_model(str(folders[architecture]), "float32", CPU)
     # fp16 holds log p with 11 bits: that of a token with p = e⁻¹⁶ is off by up to 2⁻⁷·½.
     close = {"rtol": 6e-4, "atol": 1e-4} if kind == "compact" else {"rtol": 1e-5, "atol": 3e-5}
     kept = torch.arange(1, size, 3)
     for temperature in (1.0, 2.0):
-        expected = own_laws(model, source.packed.take(index), temperature)
-        assert len(laws) == len(expected) == int(source.packed.mask[index].sum()) and laws.columns == size
-        halves = [laws.chunk(slice(0, 7), temperature), laws.chunk(slice(7, None), temperature)]
+        expected = own_distributions(model, source.packed.take(index), temperature)
+        assert (
+            len(distributions) == len(expected) == int(source.packed.mask[index].sum())
+            and distributions.columns == size
+        )
+        halves = [distributions.chunk(slice(0, 7), temperature), distributions.chunk(slice(7, None), temperature)]
         assert all(part.log_probabilities.dtype == torch.float32 for part in halves)
         whole = torch.cat([spread(part, size) for part in halves])
         torch.testing.assert_close(whole.double(), expected, **close)
-        trimmed = laws.restrict(kept)
+        trimmed = distributions.restrict(kept)
         chunk = trimmed.chunk(slice(None), temperature)
         assert trimmed.columns == len(kept)
         if kind != "compact":
@@ -227,9 +237,16 @@ def test_a_bias_of_the_head_is_kept(folders: dict[str, Path], tmp_path: Path) ->
     """phi has one; a store that forgot it would be far off."""
     from transformers import PhiConfig, PhiForCausalLM
 
-    config = PhiConfig(vocab_size=ROWS, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-                       num_attention_heads=4, max_position_embeddings=64, bos_token_id=None,
-                       eos_token_id=None)  # fmt: skip
+    config = PhiConfig(
+        vocab_size=ROWS,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=64,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
     torch.manual_seed(3)
     model = PhiForCausalLM(config).eval()
     with torch.no_grad():
@@ -238,7 +255,7 @@ def test_a_bias_of_the_head_is_kept(folders: dict[str, Path], tmp_path: Path) ->
     recipe, run = made(tmp_path / "run", folder, kind="exact")
     source = open_teacher(run, recipe, CPU)
     found = source.teacher(torch.tensor([1]), CPU).chunk(slice(None)).log_probabilities
-    expected = own_laws(model, source.packed.take(torch.tensor([1])), 1.0)
+    expected = own_distributions(model, source.packed.take(torch.tensor([1])), 1.0)
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=3e-5)
 
 
@@ -262,7 +279,7 @@ def test_types_of_an_exact_store(folders: dict[str, Path], tmp_path: Path) -> No
         teacher(recipe, run)
 
 
-def test_an_online_teacher_stores_no_laws_and_loads_no_target(
+def test_an_online_teacher_stores_no_distributions_and_loads_no_target(
     folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import distill.target.teacher as stage
@@ -283,31 +300,33 @@ def test_an_online_teacher_stores_no_laws_and_loads_no_target(
 
 def test_temperatures_that_are_not_stored_are_refused(folders: dict[str, Path], tmp_path: Path) -> None:
     recipe, run = made(tmp_path, folders["qwen2"], temperatures=[1.0, 2.0])
-    laws = open_teacher(run, recipe, CPU).teacher(torch.tensor([0, 2]), CPU)
-    assert isinstance(laws, CompactTeacher)
+    distributions = open_teacher(run, recipe, CPU).teacher(torch.tensor([0, 2]), CPU)
+    assert isinstance(distributions, CompactTeacher)
     model = load_model(str(folders["qwen2"]), "float32", CPU)
-    expected = own_laws(model, TeacherStore(run).packed.take(slice(0, 3, 2)), 2.0)
-    chunk = laws.chunk(slice(None), 2.0)
+    expected = own_distributions(model, TeacherStore(run).packed.take(slice(0, 3, 2)), 2.0)
+    chunk = distributions.chunk(slice(None), 2.0)
     assert chunk.ids is not None
     torch.testing.assert_close(chunk.log_probabilities.double(), expected.gather(-1, chunk.ids), rtol=1e-3, atol=2e-3)
     tail = expected.scatter(-1, chunk.ids, -torch.inf).logsumexp(-1)
     torch.testing.assert_close(chunk.log_tail.double(), tail, rtol=1e-3, atol=2e-3)
     with pytest.raises(DataError, match=r"holds temperatures 1, 2, not 1\.5"):
-        laws.chunk(slice(None), 1.5)
+        distributions.chunk(slice(None), 1.5)
 
 
 def test_entries_by_mass(folders: dict[str, Path], tmp_path: Path) -> None:
-    """The fewest entries that hold the mass, by the model's own laws on the sample; top_k is the cap."""
+    """The fewest entries that hold the mass, by the model's own distributions on the sample; top_k is the cap."""
     recipe, run = made(tmp_path / "a", folders["qwen2"], top_k=200, mass=0.9)
     blocks = training_blocks(recipe, run)[0]
     sample = blocks.take(torch.linspace(0, len(blocks) - 1, 3).round().long())
     model = load_model(str(folders["qwen2"]), "float32", CPU)
-    law = own_laws(model, sample, 1.0).exp().sort(-1, descending=True).values.cumsum(-1).mean(0)
-    torch.testing.assert_close(mean_masses(model, sample, 200, len(toy_vocabulary())), law[:200], rtol=1e-5, atol=1e-5)
-    wanted = int((law >= 0.9).nonzero()[0]) + 1
+    distribution = own_distributions(model, sample, 1.0).exp().sort(-1, descending=True).values.cumsum(-1).mean(0)
+    torch.testing.assert_close(
+        mean_masses(model, sample, 200, len(toy_vocabulary())), distribution[:200], rtol=1e-5, atol=1e-5
+    )
+    wanted = int((distribution >= 0.9).nonzero()[0]) + 1
     store = TeacherStore(run)
     assert store.manifest["k"] == wanted and 1 < wanted < 200
-    assert store.laws(torch.tensor([0]))["top_ids"].shape == (1, 24, wanted)
+    assert store.distributions(torch.tensor([0]))["top_ids"].shape == (1, 24, wanted)
     _, run = made(tmp_path / "b", folders["qwen2"], top_k=3, mass=0.9)
     assert TeacherStore(run).manifest["k"] == 3
 
@@ -524,18 +543,22 @@ def test_quantised_and_sharded_targets(folders: dict[str, Path], monkeypatch: py
 
 
 @pytest.mark.parametrize(("kind", "most"), [("int8", 0.05), ("int4", 1.5)])
-def test_a_quantised_target_gives_laws(kind: str, most: float, tmp_path: Path) -> None:
-    """bitsandbytes runs on a CPU too; where it is installed, the laws are near those of the whole weights."""
+def test_a_quantised_target_gives_distributions(kind: str, most: float, tmp_path: Path) -> None:
+    """bitsandbytes runs on a CPU too; where it is installed, the distributions are near those of the whole weights."""
     pytest.importorskip("bitsandbytes")
     model = toy("llama", vocabulary=ROWS, hidden_size=64, intermediate_size=128)  # 4-bit weights come 64 at a time
     folder = save_toy(model, toy_tokenizer(TOKENS), tmp_path / "llama")
-    laws = []
+    distributions = []
     for name, target in (("whole", {}), ("quantised", {"quantise": kind})):
         recipe, run = made(tmp_path / name, folder, kind="exact", target={"dtype": "bfloat16"} | target)
         assert TeacherStore(run).manifest["quantise"] == target.get("quantise")
-        laws.append(open_teacher(run, recipe, CPU).teacher(torch.arange(4), CPU).chunk(slice(None)).log_probabilities)
-    divergence = float((laws[0].exp() * (laws[0] - laws[1])).sum(-1).mean())
-    other = float((laws[0].exp() * (laws[0] - laws[1].roll(1, 0))).sum(-1).mean())  # of laws at other positions
+        distributions.append(
+            open_teacher(run, recipe, CPU).teacher(torch.arange(4), CPU).chunk(slice(None)).log_probabilities
+        )
+    divergence = float((distributions[0].exp() * (distributions[0] - distributions[1])).sum(-1).mean())
+    other = float(
+        (distributions[0].exp() * (distributions[0] - distributions[1].roll(1, 0))).sum(-1).mean()
+    )  # of distributions at other positions
     assert 1e-6 < divergence < most < other / 2
 
 

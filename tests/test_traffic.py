@@ -23,7 +23,7 @@ from distill.target.traffic import Line, begins_with, encode_line, measure, pars
 torch.set_num_threads(1)
 
 SETTINGS = Traffic(path="unused")
-SHARES = {"selection": 0.2, "report": 0.3}
+SHARES = {"validation": 0.2, "test": 0.3}
 
 
 def served(count: int, seed: int) -> list[dict[str, Any]]:
@@ -41,7 +41,7 @@ def text_of(lines: list[Any]) -> str:
 def split_name(prompt: str) -> str:
     """The split of a prompt, worked out apart from the code under test."""
     name = f"traffic#{hashlib.sha256(prompt.encode()).hexdigest()[:16]}"
-    return split_of(name, SHARES["selection"], SHARES["report"])
+    return split_of(name, SHARES["validation"], SHARES["test"])
 
 
 def values_with(traffic: Path) -> dict[str, Any]:
@@ -98,16 +98,19 @@ def test_a_run_learns_from_what_stood_there(world: Path, log: Path, first: Path)
     whole = text_of([*lines, "no object", {"prompt": "x"}]).encode()
     assert (pinned["lines"], pinned["bytes"], pinned["sha256"]) == (33, len(whole), hashlib.sha256(whole).hexdigest())
     expected = [
-        (encode(tokenizer, line["prompt"]),
-         encode(tokenizer, line["answer"]) + ([] if "finish_reason" in line else [tokenizer.eos_token_id]))
-        for line in lines if split_name(line["prompt"]) == "train"
-    ]  # fmt: skip
+        (
+            encode(tokenizer, line["prompt"]),
+            encode(tokenizer, line["answer"]) + ([] if "finish_reason" in line else [tokenizer.eos_token_id]),
+        )
+        for line in lines
+        if split_name(line["prompt"]) == "train"
+    ]
     found = read_answers(first)
     assert [(a["prompt"], a["answer"]) for a in found] == [(p, a[: 64 - len(p)]) for p, a in expected]
     assert pinned["cut"] == sum(len(p) + len(a) > 64 for p, a in expected)
     assert (pinned["train"], pinned["bad"], pinned["too_long"]) == (len(expected), 2, 0)
     assert not list(first.glob("answers/train-0*"))  # answers.prompts is 0: nothing was generated
-    for split in ("selection", "report"):
+    for split in ("validation", "test"):
         prompts = read_jsonl(first / "answers" / f"prompts-{split}.jsonl")
         own = {line["prompt"]: None for line in lines if split_name(line["prompt"]) == split}
         assert [p["ids"] for p in prompts] == [encode(tokenizer, prompt) for prompt in own] and prompts
@@ -128,7 +131,7 @@ def test_a_replay_decodes_served_prompts(world: Path, log: Path, runs: Path) -> 
 
 def test_replay_prompts_are_spread_over_generated_and_served_ones() -> None:
     from distill.texts import Answer
-    from distill.training.replay import replay_prompts
+    from distill.training.choice.replay import replay_prompts
 
     answers = [Answer(f"file@{n}", [1, n], [9, 9], False) for n in range(60)]
     answers += [Answer(f"traffic#{n % 20}@{n}", [2, n % 20], [9], True, "traffic") for n in range(40)]  # each twice
@@ -149,12 +152,12 @@ def test_growth_does_not_supersede_and_held_out_prompts_are_measured(
     assert "answers: up to date" in said and "train: up to date" in said
     assert tiny.contents(run / "answers") == before
     report = json.loads((run / "eval.json").read_text())
-    prompts = [prompt["ids"] for prompt in read_jsonl(run / "answers" / "prompts-report.jsonl")]
+    prompts = [prompt["ids"] for prompt in read_jsonl(run / "answers" / "prompts-test.jsonl")]
     assert prompts and report["domains"]["answers"]["after"]["prompts"] == 6  # eval.prompts
     from distill.run import Run
     from distill.texts import read_prompts
 
-    first = read_prompts(Run(run, load_recipe(run / "config.yaml")), "report")
+    first = read_prompts(Run(run, load_recipe(run / "config.yaml")), "test")
     assert [p.ids for p in first[: len(prompts)]] == prompts and len(first) > len(prompts)
     log.rename(log.with_suffix(".gone"))  # the logs of a finished run may go
     try:
@@ -172,8 +175,8 @@ def test_a_refreshed_run_goes_on_from_the_draft(
     assert str(runs / "served.1") in said and "generation 2: starts from served.1/draft, without cuts" in said
     assert tiny.contents(runs / "served.1", ".lock") == old
     run = runs / "served"
-    assert tiny.digest(run / "init" / "model.safetensors") == tiny.digest(runs / "served.1/draft/model.safetensors")
-    assert tiny.digest(run / "draft" / "model.safetensors") != tiny.digest(run / "init" / "model.safetensors")
+    assert tiny.digest(run / "cut" / "model.safetensors") == tiny.digest(runs / "served.1/draft/model.safetensors")
+    assert tiny.digest(run / "draft" / "model.safetensors") != tiny.digest(run / "cut" / "model.safetensors")
     tokenizer = load_tokenizer(str(world / "target"))
     lines = [{"prompt": "def torn("}, *served(20, 2)]
     expected = [encode(tokenizer, line["prompt"]) for line in lines if split_name(line["prompt"]) == "train"]
@@ -182,7 +185,7 @@ def test_a_refreshed_run_goes_on_from_the_draft(
     assert (pinned["start_line"], pinned["lines"]) == (33, 55) and pinned["bytes"] == log.stat().st_size
     parent = json.loads((run / "parent.json").read_text())
     assert parent["generation"] == 2 and parent["files"]["model.safetensors"] == tiny.digest(
-        run / "init" / "model.safetensors"
+        run / "cut" / "model.safetensors"
     )
     assert tiny.call("report", "served", "--runs", runs) == 0
     for page in ("report.html", "draft/README.md"):
@@ -235,7 +238,7 @@ def test_a_third_generation(
     ("more", "words"),
     [
         (("answers={prompts: 4, new_tokens: 24, prompt_tokens: 8}",), "needs answers.traffic"),
-        (("draft.layers=1",), "--refresh makes no cuts"),
+        (("cut.layers=1",), "--refresh makes no cuts"),
         (("train.sparsity={method: group, mlp_width: 32}",), "--refresh makes no cuts"),
         (("name=other",), "no finished draft"),
         (("--fresh",), "--refresh begins a new run"),
@@ -299,7 +302,7 @@ def test_rotated_and_bad_files(world: Path, runs: Path, tmp_path: Path, capsys: 
 def test_a_refresh_killed_between_its_renames(
     world: Path, log: Path, runs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import distill.refresh
+    import distill.pipeline.refresh
 
     replace = os.replace
 
@@ -308,14 +311,14 @@ def test_a_refresh_killed_between_its_renames(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(distill.refresh.os, "replace", killed)
+        patch.setattr(distill.pipeline.refresh.os, "replace", killed)
         # Only the second half of `refresh` may fail: parent.json itself is written by files.py with the same function.
-        patch.setattr(distill.refresh, "write_json", lambda path, value: path.write_text(json.dumps(value)))
-        assert train(world, runs, "--refresh", "--until", "draft") == 130
+        patch.setattr(distill.pipeline.refresh, "write_json", lambda path, value: path.write_text(json.dumps(value)))
+        assert train(world, runs, "--refresh", "--until", "cut") == 130
     assert not (runs / "served").exists() and (runs / "served.1").exists()
-    assert train(world, runs, "--until", "draft") == 0
+    assert train(world, runs, "--until", "cut") == 0
     assert json.loads((runs / "served" / "parent.json").read_text())["run"] == "served.1"
-    assert (runs / "served" / "init" / "model.safetensors").exists()
+    assert (runs / "served" / "cut" / "model.safetensors").exists()
     assert not [path for path in runs.iterdir() if path.name.startswith(".")]
 
 
@@ -325,7 +328,7 @@ def test_an_altered_parent_is_refused(world: Path, log: Path, runs: Path, capsys
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
-    assert train(world, runs, "--until", "draft") == 2
+    assert train(world, runs, "--until", "cut") == 2
     assert "is not the one that this run goes on from" in capsys.readouterr().err
 
 
@@ -351,14 +354,17 @@ def test_measure_counts_whole_lines(tmp_path: Path, size: int, monkeypatch: pyte
 @pytest.mark.parametrize(
     ("raw", "words"),
     [
-        ("{", "no JSON"), ("3", "got int"), ('{"answer": "a"}', "field `prompt` (it has: answer)"),
-        ('{"prompt": "a", "answer": ""}', "an empty answer"), ('{"prompt": "", "answer": "a"}', "an empty prompt"),
+        ("{", "no JSON"),
+        ("3", "got int"),
+        ('{"answer": "a"}', "field `prompt` (it has: answer)"),
+        ('{"prompt": "a", "answer": ""}', "an empty answer"),
+        ('{"prompt": "", "answer": "a"}', "an empty prompt"),
         ('{"messages": [{"role": "assistant", "content": "a"}]}', "at least a question and an answer"),
         ('{"messages": "a"}', "at least a question"),
         ('{"messages": [{"role": "user", "content": ["a"]}, {"role": "assistant", "content": "b"}]}', "both text"),
         ('{"messages": [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]}', "the user's, not"),
     ],
-)  # fmt: skip
+)
 def test_bad_lines(raw: str, words: str) -> None:
     found = parse_line(raw.encode(), SETTINGS, 5)
     assert isinstance(found, str) and words in found
@@ -380,8 +386,9 @@ def test_messages_go_through_the_chat_template(world: Path) -> None:
     assert encode_line(line, tokenizer, 0) == expected
     tokenizer.chat_template = "{{ raise_exception('no users') }}"
     assert "refuses it (no users)" in str(encode_line(line, tokenizer, 0))
-    other = parse_line(b'{"q": "a", "a": "b", "finish_reason": "length"}', Traffic(path="", prompt_field="q",
-                                                                               answer_field="a"), 2)  # fmt: skip
+    other = parse_line(
+        b'{"q": "a", "a": "b", "finish_reason": "length"}', Traffic(path="", prompt_field="q", answer_field="a"), 2
+    )
     assert isinstance(other, Line) and not other.ended
     assert encode_line(other, tokenizer, 0) == (encode(tokenizer, "a"), encode(tokenizer, "b"))
 
@@ -396,9 +403,9 @@ def test_long_prompts_and_answers(world: Path) -> None:
     for answer in found.train:
         assert len(answer.prompt) + len(answer.answer) == 64
     lengths = {line.name: len(encode(tokenizer, str(line.prompt))) for line in lines}
-    limits = {"train": 62, "selection": 64 - 24, "report": 64 - 24}
+    limits = {"train": 62, "validation": 64 - 24, "test": 64 - 24}
     fits = [line.name for line in lines if lengths[line.name] <= limits[split_name(str(line.prompt))]]
-    kept = [a.id.partition("@")[0] for a in found.train] + [*found.selection, *found.report]
+    kept = [a.id.partition("@")[0] for a in found.train] + [*found.validation, *found.test]
     assert sorted(kept) == sorted(fits) and found.too_long == 4 - len(fits) > 0 and found.cut == len(found.train)
 
 

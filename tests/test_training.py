@@ -33,11 +33,11 @@ from distill.target.head import Head
 from distill.texts import Prompt
 from distill.training import finish as finish_module
 from distill.training import loop, replay
-from distill.training.acceptance import judge_for, rates, speaking
 from distill.training.checkpoint import load_checkpoint, newest_checkpoint, save_checkpoint
-from distill.training.losses import LossSettings
+from distill.training.choice.acceptance import judge_for, rates, speaking
+from distill.training.choice.replay import decide, pack_rejected, rejected_positions
+from distill.training.losses.settings import LossSettings
 from distill.training.plan import PlannedPart, part_at, planned, protocol_of, rate_of
-from distill.training.replay import decide, pack_rejected, rejected_positions
 from distill.training.setup import Training, make_accelerator
 from distill.training.step import Columns, Learner
 
@@ -45,8 +45,13 @@ PARTS = (
     "train.parts=[{name: align, share: 0.5, loss: {forward_kl: 0.9, cross_entropy: 0.1}},"
     " {name: accept, steps: 4, weights: block-acceptance, rate: 0.0005, loss: {lk_hybrid: 0.9, cross_entropy: 0.1}}]"
 )
-REPLAY = ("train.replay.prompts=6", "train.replay.new_tokens=16", "train.replay.judges=4", "train.replay.steps=2",
-          "train.replay.share=0.5")  # fmt: skip
+REPLAY = (
+    "train.replay.prompts=6",
+    "train.replay.new_tokens=16",
+    "train.replay.judges=4",
+    "train.replay.steps=2",
+    "train.replay.share=0.5",
+)
 
 
 @pytest.fixture(scope="module")
@@ -131,9 +136,28 @@ def test_two_processes_change_nothing_but_rounding(
         code, alone = trained(world, ready, tmp_path / "alone", PARTS, *REPLAY, *overrides)
         assert code == 0
     shutil.copytree(ready, run)
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--rdzv_backend", "c10d",
-               "--rdzv_endpoint", "localhost:0", "-m", "distill", "train", str(world / "recipe.yaml"), "--runs",
-               str(tmp_path), "--until", "train", PARTS, *REPLAY, *overrides]  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc_per_node",
+        "2",
+        "--rdzv_backend",
+        "c10d",
+        "--rdzv_endpoint",
+        "localhost:0",
+        "-m",
+        "distill",
+        "train",
+        str(world / "recipe.yaml"),
+        "--runs",
+        str(tmp_path),
+        "--until",
+        "train",
+        PARTS,
+        *REPLAY,
+        *overrides,
+    ]
     result = subprocess.run(command, cwd=tiny.ROOT, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr
     assert json.loads((run / "training.json").read_text())["processes"] == 2
@@ -149,9 +173,27 @@ def test_accelerate_launch_goes_on_where_one_process_was_stopped(
 ) -> None:
     with interrupted_after(5, monkeypatch):
         assert trained(world, ready, tmp_path, PARTS, *REPLAY)[0] == 130
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", "recipes/accelerate/ddp.yaml",
-               "--num_processes", "2", "--main_process_port", "0", "-m", "distill", "train", str(world / "recipe.yaml"),
-               "--runs", str(tmp_path), "--until", "train", PARTS, *REPLAY]  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "accelerate.commands.launch",
+        "--config_file",
+        "recipes/accelerate/ddp.yaml",
+        "--num_processes",
+        "2",
+        "--main_process_port",
+        "0",
+        "-m",
+        "distill",
+        "train",
+        str(world / "recipe.yaml"),
+        "--runs",
+        str(tmp_path),
+        "--until",
+        "train",
+        PARTS,
+        *REPLAY,
+    ]
     result = subprocess.run(command, cwd=tiny.ROOT, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr
     run = tmp_path / "tiny"
@@ -224,8 +266,10 @@ def gradient_at_embeddings(learner: Learner, target: Any, blocks: Any, document:
 
     handle = learner.draft.get_input_embeddings().register_forward_hook(hook)
     states = torch.randn(int(blocks.mask.sum()), 32, generator=torch.Generator().manual_seed(1))
-    laws = Head.of(target, 61).teacher(states)
-    total, _ = learner(blocks, laws, PlannedPart("x", 0, 1, 1.0, LossSettings({"forward_kl": 1.0, "lk_hybrid": 1.0})))
+    distributions = Head.of(target, 61).teacher(states)
+    total, _ = learner(
+        blocks, distributions, PlannedPart("x", 0, 1, 1.0, LossSettings({"forward_kl": 1.0, "lk_hybrid": 1.0}))
+    )
     handle.remove()
     (gradient,) = torch.autograd.grad(total, kept)
     return gradient[0]
@@ -238,7 +282,7 @@ def test_no_document_learns_from_another(attention: str, document: int) -> None:
     learner.draft.set_attn_implementation(attention)
     own = (blocks.documents == document)[0]
     gradient = gradient_at_embeddings(learner, target, blocks, document)
-    assert gradient[own][:-1].abs().sum(-1).min() > 0  # the last position's law does not count
+    assert gradient[own][:-1].abs().sum(-1).min() > 0  # the last position's distribution does not count
     assert gradient[~own].abs().max() == 0
     blocks.ids[0, ~own] = (blocks.ids[0, ~own] + 17) % 61
     assert torch.equal(gradient_at_embeddings(learner, target, blocks, document)[own], gradient[own])
@@ -253,16 +297,27 @@ def test_activation_checkpointing_gives_the_same_weights(world: Path, ready: Pat
 
 
 def test_parts_share_one_curve_and_a_replay_has_its_own() -> None:
-    settings = parse_section(Train, {
-        "steps": 100, "batch": 2, "rate": 1.0, "warmup": 0.1, "final": 0.0,
-        "parts": [{"name": "align", "share": 0.7, "loss": {"forward_kl": 1}},
-                  {"name": "accept", "tokens": 950, "rate": 0.5}],
-        "replay": {"steps": 10},
-    })  # fmt: skip
+    settings = parse_section(
+        Train,
+        {
+            "steps": 100,
+            "batch": 2,
+            "rate": 1.0,
+            "warmup": 0.1,
+            "final": 0.0,
+            "parts": [
+                {"name": "align", "share": 0.7, "loss": {"forward_kl": 1}},
+                {"name": "accept", "tokens": 950, "rate": 0.5},
+            ],
+            "replay": {"steps": 10},
+        },
+    )
     parts = planned(settings, 0.8, 16)
     assert [(part.name, part.first, part.end) for part in parts] == [
-        ("align", 0, 70), ("accept", 70, 100), ("replay", 100, 110),
-    ]  # fmt: skip
+        ("align", 0, 70),
+        ("accept", 70, 100),
+        ("replay", 100, 110),
+    ]
     assert parts[1].loss.losses == {"jsd": 1.0}
     curve = [rate_of(parts, part_at(parts, step), step, settings) for step in range(110)]
     assert curve[9] == 1.0 and curve[0] == pytest.approx(0.1)
@@ -301,8 +356,9 @@ def test_a_part_ends_when_patience_has_run_out(
     monkeypatch.setattr(
         Training, "acceptance", lambda self: {"acceptance": next(told), "tokens_per_round": 1.0, "rounds": 1}
     )
-    code, run = trained(world, ready, tmp_path, PARTS, "train.acceptance.every=1", "train.acceptance.patience=2",
-                        "train.steps=20")  # fmt: skip
+    code, run = trained(
+        world, ready, tmp_path, PARTS, "train.acceptance.every=1", "train.acceptance.patience=2", "train.steps=20"
+    )
     steps = [line["step"] for line in metrics(run)]
     assert code == 0 and steps == [1, 2, 11, 12, 13]
     assert json.loads((run / "training.json").read_text())["best"]["step"] == 11
@@ -366,8 +422,9 @@ def test_rejected_positions_are_those_where_the_decoder_rejected() -> None:
             document = packed.documents[block] == packed.documents[block, at]
             ids = packed.ids[block][document].tolist()
             place = int(packed.positions[block, at])
-            which = next(i for i, (p, t) in enumerate(zip(prompts, texts, strict=True))
-                         if ids == [*p.ids, *t.tokens][: len(ids)])  # fmt: skip
+            which = next(
+                i for i, (p, t) in enumerate(zip(prompts, texts, strict=True)) if ids == [*p.ids, *t.tokens][: len(ids)]
+            )
             assert place + 1 in rejected_positions(len(prompts[which].ids), texts[which])
 
 
@@ -475,9 +532,16 @@ def test_a_lost_draft_is_written_again_with_the_same_weights(
     ],
 )
 def test_a_signal_is_never_forgotten(
-    world: Path, ready: Path, whole: Path, tmp_path: Path, name: str, steps: int, saved: int, number: int,
+    world: Path,
+    ready: Path,
+    whole: Path,
+    tmp_path: Path,
+    name: str,
+    steps: int,
+    saved: int,
+    number: int,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     """While drafts are evaluated, while a replay looks for rejections, and in the last step of all."""
     function = getattr(loop, name)
 
@@ -514,8 +578,20 @@ def test_signals_save_and_say_how_to_go_on(
     world: Path, ready: Path, tmp_path: Path, number: signal.Signals, status: int
 ) -> None:
     shutil.copytree(ready, tmp_path / "tiny")
-    command = [sys.executable, "-m", "distill", "train", str(world / "recipe.yaml"), "--runs", str(tmp_path), "--until",
-               "train", "train.steps=100000", "train.save_every=100000", "train.acceptance=null"]  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "distill",
+        "train",
+        str(world / "recipe.yaml"),
+        "--runs",
+        str(tmp_path),
+        "--until",
+        "train",
+        "train.steps=100000",
+        "train.save_every=100000",
+        "train.acceptance=null",
+    ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(command, cwd=tiny.ROOT, stderr=subprocess.PIPE, text=True, env=environment)
     assert process.stderr is not None
@@ -542,7 +618,7 @@ def test_a_signal_to_one_process_stops_all_and_one_process_goes_on(
     program = tmp_path / "signalled.py"
     program.write_text(
         "import os, signal\n"
-        "from distill.cli import main\n"
+        "from distill.commands.app import main\n"
         "from distill.training import loop\n"
         "step_of = loop.one_step\n"
         "def signalled(work, part, step):\n"
@@ -552,9 +628,26 @@ def test_a_signal_to_one_process_stops_all_and_one_process_goes_on(
         "loop.one_step = signalled\n"
         "main()\n"
     )
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--rdzv_backend", "c10d",
-               "--rdzv_endpoint", "localhost:0", str(program), "train", str(world / "recipe.yaml"), "--runs",
-               str(tmp_path / "runs"), "--until", "train", PARTS, *REPLAY]  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc_per_node",
+        "2",
+        "--rdzv_backend",
+        "c10d",
+        "--rdzv_endpoint",
+        "localhost:0",
+        str(program),
+        "train",
+        str(world / "recipe.yaml"),
+        "--runs",
+        str(tmp_path / "runs"),
+        "--until",
+        "train",
+        PARTS,
+        *REPLAY,
+    ]
     environment = {**os.environ, "PYTHONPATH": str(tiny.ROOT), "OMP_NUM_THREADS": "1"}
     result = subprocess.run(command, cwd=tiny.ROOT, capture_output=True, text=True, timeout=300, env=environment)
     assert result.returncode != 0 and "stopped and saved at step 9 of 10" in result.stderr, result.stderr[-3000:]
@@ -615,20 +708,38 @@ def test_memory_that_runs_out_while_files_are_loaded_is_no_damage(
     ("module", "name", "calls", "said", "instead"),
     [
         (loop, "set_up", 1, ("while the draft was loaded", "train.adapter={base: int4}"), ()),
-        (Training, "acceptance", 1, ("after step 0", "train.acceptance.prompts (now 2)", "target.quantise=int8"),
-         ("train.acceptance.new_tokens=8", "train.acceptance.prompts=2")),
-        (Training, "acceptance", 2, ("after step 4", "train.acceptance.new_tokens (now 8)", "target.shard"),
-         ("train.acceptance.new_tokens=9", "--redo", "train")),
+        (
+            Training,
+            "acceptance",
+            1,
+            ("after step 0", "train.acceptance.prompts (now 2)", "target.quantise=int8"),
+            ("train.acceptance.new_tokens=8", "train.acceptance.prompts=2"),
+        ),
+        (
+            Training,
+            "acceptance",
+            2,
+            ("after step 4", "train.acceptance.new_tokens (now 8)", "target.shard"),
+            ("train.acceptance.new_tokens=9", "--redo", "train"),
+        ),
         (replay, "decode_all", 1, ("after step 8", "train.replay.new_tokens (now 16)"), ()),
         (replay, "decode_all", 2, ("after step 10", "train.replay.new_tokens (now 16)"), ()),
         (Training, "online", 1, ("after step 8", "target.quantise"), ()),
         (loop, "write_draft", 1, ("while the draft was written, after step 10", "the same command"), ()),
     ],
-)  # fmt: skip
+)
 def test_memory_that_runs_out_elsewhere_names_what_counts_there(
-    world: Path, ready: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
-    module: Any, name: str, calls: int, said: tuple[str, ...], instead: tuple[str, ...],
-) -> None:  # fmt: skip
+    world: Path,
+    ready: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    module: Any,
+    name: str,
+    calls: int,
+    said: tuple[str, ...],
+    instead: tuple[str, ...],
+) -> None:
     function, left = getattr(module, name), iter(range(calls - 1, -1, -1))
     error = MemoryError() if calls > 1 else torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
 
@@ -739,9 +850,26 @@ def test_fsdp_is_of_version_2_and_rounds_only_weights(monkeypatch: pytest.Monkey
 
 def test_a_batch_that_processes_cannot_share_is_refused(world: Path, ready: Path, tmp_path: Path) -> None:
     shutil.copytree(ready, tmp_path / "tiny")
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--rdzv_backend", "c10d",
-               "--rdzv_endpoint", "localhost:0", "-m", "distill", "train", str(world / "recipe.yaml"), "--runs",
-               str(tmp_path), "--until", "train", "train.batch=3"]  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc_per_node",
+        "2",
+        "--rdzv_backend",
+        "c10d",
+        "--rdzv_endpoint",
+        "localhost:0",
+        "-m",
+        "distill",
+        "train",
+        str(world / "recipe.yaml"),
+        "--runs",
+        str(tmp_path),
+        "--until",
+        "train",
+        "train.batch=3",
+    ]
     result = subprocess.run(command, cwd=tiny.ROOT, capture_output=True, text=True, timeout=120)
     assert result.returncode != 0 and "cannot be shared evenly by 2 processes" in result.stderr
 
@@ -762,7 +890,7 @@ def test_an_adapter_is_trained_resumed_and_merged(
         assert trained(world, ready, tmp_path / "two", rank)[0] == 130
     code, two = trained(world, ready, tmp_path / "two", rank)
     assert code == 0 and largest_difference(one, two) == 0
-    found, before = weights(one), load_file(ready / "init" / "model.safetensors")
+    found, before = weights(one), load_file(ready / "cut" / "model.safetensors")
     assert found.keys() == before.keys()
     changed = {name for name in found if not torch.equal(found[name], before[name])}
     learnt = ("_proj.weight", "embed_tokens.weight", "lm_head.weight")[: 3 if outer else 1]
@@ -770,8 +898,10 @@ def test_an_adapter_is_trained_resumed_and_merged(
         end for end in learnt if any(name.endswith(end) for name in found)
     }
     assert all(name.endswith(learnt) for name in changed)
-    saved = {name: torch.load(one / "checkpoints" / "step-000008" / f"{name}.pt", weights_only=True)
-             for name in ("model", "optimizer")}  # fmt: skip
+    saved = {
+        name: torch.load(one / "checkpoints" / "step-000008" / f"{name}.pt", weights_only=True)
+        for name in ("model", "optimizer")
+    }
     assert saved["model"].keys() == saved["optimizer"]["state"].keys()  # and nothing of the base
     assert sum("lora" not in name for name in saved["model"]) == (outer and 1)  # the tied embeddings and head
     load_model(str(one / "draft"), "float32", torch.device("cpu"))
@@ -783,8 +913,19 @@ def test_an_adapter_is_trained_resumed_and_merged(
 def test_sharded_weights_give_the_gradients_of_whole_ones(tmp_path: Path) -> None:
     """FSDP2 over two CPU processes: the head is whole inside the module's forward, and nothing but rounding changes."""
     program = tiny.ROOT / "tests" / "sharded_step.py"
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--rdzv_backend", "c10d",
-               "--rdzv_endpoint", "localhost:0", str(program), str(tmp_path)]  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc_per_node",
+        "2",
+        "--rdzv_backend",
+        "c10d",
+        "--rdzv_endpoint",
+        "localhost:0",
+        str(program),
+        str(tmp_path),
+    ]
     result = subprocess.run(command, cwd=tiny.ROOT, capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr[-3000:]
     for found in json.loads((tmp_path / "found.json").read_text()):
@@ -829,7 +970,7 @@ def test_trackers_get_the_figures_too(
     assert events.Scalars("loss")[0].value == pytest.approx(metrics(run)[0]["loss"], rel=1e-6)
     assert events.Scalars("loss/jsd")[0].value == pytest.approx(metrics(run)[0]["losses"]["jsd"], rel=1e-6)
     told = metrics(run, "acceptance")
-    chosen = events.Scalars("selection/acceptance")
+    chosen = events.Scalars("validation/acceptance")
     assert [event.step for event in chosen] == [line["step"] for line in told] == [0, 2]
     assert [event.value for event in chosen] == pytest.approx([line["acceptance"] for line in told], rel=1e-6)
 
@@ -841,21 +982,38 @@ def test_trackers_work_offline(world: Path, ready: Path, tmp_path: Path) -> None
     run, elsewhere = tmp_path / "tiny", tmp_path / "elsewhere"
     shutil.copytree(ready, run)
     elsewhere.mkdir()
-    environment = {**os.environ, "WANDB_MODE": "offline", "WANDB_SILENT": "true", "HF_HUB_OFFLINE": "1",
-                   "TRACKIO_DIR": str(tmp_path / "trackio"), "OMP_NUM_THREADS": "1",
-                   "PYTHONPATH": os.pathsep.join([str(tiny.ROOT), *sys.path])}  # fmt: skip
-    command = [sys.executable, "-m", "distill", "train", str(world / "recipe.yaml"), "--runs", str(tmp_path), "--until",
-               "train", "train.trackers=[wandb, trackio]", "train.steps=2"]  # fmt: skip
+    environment = {
+        **os.environ,
+        "WANDB_MODE": "offline",
+        "WANDB_SILENT": "true",
+        "HF_HUB_OFFLINE": "1",
+        "TRACKIO_DIR": str(tmp_path / "trackio"),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join([str(tiny.ROOT), *sys.path]),
+    }
+    command = [
+        sys.executable,
+        "-m",
+        "distill",
+        "train",
+        str(world / "recipe.yaml"),
+        "--runs",
+        str(tmp_path),
+        "--until",
+        "train",
+        "train.trackers=[wandb, trackio]",
+        "train.steps=2",
+    ]
     result = subprocess.run(command, cwd=elsewhere, capture_output=True, text=True, timeout=120, env=environment)
     assert result.returncode == 0, result.stderr
     assert not list(elsewhere.iterdir())
     (file,) = (run / "trackers").rglob("*.wandb")
-    assert all(name in file.read_bytes() for name in (b"selection/acceptance", b"gradient_norm"))
+    assert all(name in file.read_bytes() for name in (b"validation/acceptance", b"gradient_norm"))
     with contextlib.closing(sqlite3.connect(tmp_path / "trackio" / "distill.db")) as database:
         rows = database.execute("select step, metrics from metrics order by step").fetchall()
     assert [step for step, _ in rows] == [0, 1, 2, 2]
     told = [bytes(row[1]) if isinstance(row[1], bytes) else row[1].encode() for row in rows]
-    assert b"selection/acceptance" in told[0] and b"gradient_norm" in told[1]
+    assert b"validation/acceptance" in told[0] and b"gradient_norm" in told[1]
 
 
 def test_bfloat16_products_keep_float32_weights(world: Path, ready: Path, whole: Path, tmp_path: Path) -> None:
@@ -868,7 +1026,7 @@ def test_bfloat16_products_keep_float32_weights(world: Path, ready: Path, whole:
 
 @pytest.mark.parametrize("kind", ["exact", "online"])
 def test_every_kind_of_teacher_trains(world: Path, ready: Path, tmp_path: Path, kind: str) -> None:
-    """A store of all entries, whole laws from stored states and the target itself: the same training."""
+    """A store of all entries, whole distributions from stored states and the target itself: the same training."""
     losses = {}
     every = ("teacher.top_k=100000", "teacher.mass=null")
     for name, overrides in {"compact": every, kind: (f"teacher.kind={kind}",)}.items():

@@ -20,17 +20,17 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from distill.errors import DataError
 from distill.surgery.change import read_changes, size_of
-from distill.surgery.pieces import (
+from distill.surgery.vocabulary.pursuit import pursue
+from distill.surgery.vocabulary.subtokens import (
     COPY,
     MEAN,
     ORIGINS,
     Encoder,
-    Pieces,
-    describe_pieces,
-    map_pieces,
+    Subtokens,
+    describe_subtokens,
+    map_subtokens,
 )
-from distill.surgery.pursuit import pursue
-from distill.surgery.transplant import EMBEDDING, HEAD, check_transplant, transplant
+from distill.surgery.vocabulary.transplant import EMBEDDING, HEAD, check_transplant, transplant
 from distill.vocabulary import NEVER_IN_UTF8, Vocabulary
 
 torch.set_num_threads(1)
@@ -103,11 +103,11 @@ def test_its_own_vocabulary_changes_nothing(kind: str, tied: bool, make: Any, tm
     assert size_of(model) == change.after and model.config.tie_word_embeddings == tied
 
 
-def by_hand(donor: Vocabulary, pieces: Pieces, matrix: torch.Tensor, decay: float | None) -> torch.Tensor:
-    """Rows by the formula, one by one in fp64: the last piece's (no decay) or the front-loaded mean."""
+def by_hand(donor: Vocabulary, subtokens: Subtokens, matrix: torch.Tensor, decay: float | None) -> torch.Tensor:
+    """Rows by the formula, one by one in fp64: the last subtoken's (no decay) or the front-loaded mean."""
     rows = []
-    for row in range(len(pieces.origin)):
-        ids = pieces.of(row)
+    for row in range(len(subtokens.origin)):
+        ids = subtokens.of(row)
         weights = torch.tensor([1.0 if decay is None else decay**j for j in range(len(ids))], dtype=torch.float64)
         weights = torch.eye(len(ids), dtype=torch.float64)[-1] if decay is None else weights / weights.sum()
         rows.append((weights[:, None] * matrix.double()[ids]).sum(0))
@@ -124,18 +124,18 @@ def test_between_families(forward: bool, tied: bool, dtype: str | None, tmp_path
     (target / "generation_config.json").write_text(json.dumps({"eos_token_id": [3, 4], "temperature": 1.0}))
     change = transplant(donor, target, tmp_path / "new", dtype=dtype, decay=0.4)
     ours, theirs = Vocabulary.read(donor), Vocabulary.read(target)
-    pieces = map_pieces(ours, theirs)
+    subtokens = map_subtokens(ours, theirs)
     old, new = load_file(donor / "model.safetensors"), load_file(tmp_path / "new" / "model.safetensors")
     kind = torch.bfloat16 if dtype else torch.float32
     assert set(new) == set(old) | {HEAD} and {tensor.dtype for tensor in new.values()} == {kind}
     assert all(torch.equal(new[name], old[name].to(kind)) for name in set(old) - {EMBEDDING, HEAD})
     count = theirs.size
-    exact = by_hand(ours, pieces, old[EMBEDDING], None)
+    exact = by_hand(ours, subtokens, old[EMBEDDING], None)
     assert torch.equal(new[EMBEDDING][:count], exact.to(kind))
-    mean = by_hand(ours, pieces, old[EMBEDDING] if tied else old[HEAD], 0.4)
+    mean = by_hand(ours, subtokens, old[EMBEDDING] if tied else old[HEAD], 0.4)
     tolerance = 2**-8 if dtype else 1e-6
     torch.testing.assert_close(new[HEAD][:count].double(), mean, rtol=tolerance, atol=1e-6)
-    single = torch.from_numpy(numpy.diff(pieces.offsets) == 1)
+    single = torch.from_numpy(numpy.diff(subtokens.offsets) == 1)
     assert torch.equal(new[HEAD][:count][single], mean[single].to(kind)) and not bool(single.all())
     for name in (EMBEDDING, HEAD):
         assert new[name].shape == (290, 32) and not new[name][count:].any()
@@ -195,15 +195,15 @@ def test_no_row_count_or_roles_but_the_tokenizers(tmp_path: Path) -> None:
 def test_every_token_of_the_donor_says_the_bytes(tmp_path: Path) -> None:
     two = Vocabulary.read(bytes_folder(tmp_path / "bytes")), Vocabulary.read(spaces_folder(tmp_path / "spaces"))
     for donor, target in (two, two[::-1]):
-        pieces = map_pieces(donor, target)
+        subtokens = map_subtokens(donor, target)
         for row, kind in enumerate(target.kinds):
             if kind != "special":
-                assert donor.text_bytes(pieces.of(row)) == target.bytes_of[row]
+                assert donor.text_bytes(subtokens.of(row)) == target.bytes_of[row]
                 copied = donor.by_bytes.get(target.bytes_of[row] or b"") is not None
-                assert pieces.origin[row] == (COPY if copied else MEAN)
+                assert subtokens.origin[row] == (COPY if copied else MEAN)
     donor, target = two
-    pieces = map_pieces(donor, target)
-    how = {token: (ORIGINS[pieces.origin[i]], pieces.of(i)) for i, token in enumerate(target.tokens)}
+    subtokens = map_subtokens(donor, target)
+    how = {token: (ORIGINS[subtokens.origin[i]], subtokens.of(i)) for i, token in enumerate(target.tokens)}
     assert how["▁ab"] == ("copy", [donor.index["Ġab"]])
     assert how["a"] == how["<0x61>"] == ("copy", [donor.index["a"]])
     assert how["</s>"] == ("role", [donor.roles["eos"]])
@@ -211,45 +211,49 @@ def test_every_token_of_the_donor_says_the_bytes(tmp_path: Path) -> None:
     assert how["<odd>"] == ("text", [donor.index[character] for character in "<odd>"])
     assert how["<s>"] == ("role", [donor.roles["eos"]])  # the donor has no token of its own for it
     # A byte token prefers the same byte token, everything else the normal one.
-    own = map_pieces(target, target)
+    own = map_subtokens(target, target)
     assert own.of(target.index["<0x61>"]) == [target.index["<0x61>"]]
-    assert map_pieces(target, donor).of(donor.index["a"]) == [target.index["a"]]
-    report = describe_pieces(pieces, donor, target)
+    assert map_subtokens(target, donor).of(donor.index["a"]) == [target.index["a"]]
+    report = describe_subtokens(subtokens, donor, target)
     assert report["duplicates"] == 4 and report["zeros"] == 0  # space, a, b and c stand beside their byte tokens
     assert report["not_utf8_alone"] == 128
     assert report["copies"] + report["means"] + report["roles"] + report["special_as_text"] == target.size
     assert {entry["token"]: entry["how"] for entry in report["special_tokens"]} == {
-        "<unk>": "text", "<s>": "role", "</s>": "role", "<|im_end|>": "role", "<odd>": "text"
-    }  # fmt: skip
-    assert report["worst"][0]["token"] in ("<unk>", "<odd>") and len(report["worst"][0]["pieces"]) == 5
+        "<unk>": "text",
+        "<s>": "role",
+        "</s>": "role",
+        "<|im_end|>": "role",
+        "<odd>": "text",
+    }
+    assert report["worst"][0]["token"] in ("<unk>", "<odd>") and len(report["worst"][0]["subtokens"]) == 5
 
 
 def test_overrides(tmp_path: Path) -> None:
     donor = Vocabulary.read(bytes_folder(tmp_path / "bytes"))
     target = Vocabulary.read(spaces_folder(tmp_path / "spaces"))
-    pieces = map_pieces(donor, target, {"<odd>": "<|im_start|>ab\n", "</s>": "<|im_end|>", "日": " ab"})
-    of = {token: pieces.of(number) for token, number in target.index.items()}
+    subtokens = map_subtokens(donor, target, {"<odd>": "<|im_start|>ab\n", "</s>": "<|im_end|>", "日": " ab"})
+    of = {token: subtokens.of(number) for token, number in target.index.items()}
     assert of["<odd>"] == [donor.index["<|im_start|>"], donor.index["ab"], donor.index["Ċ"]]
     assert of["</s>"] == [donor.index["<|im_end|>"]] and of["日"] == [donor.index["Ġab"]]
-    assert describe_pieces(pieces, donor, target)["overrides"] == 3
+    assert describe_subtokens(subtokens, donor, target)["overrides"] == 3
     # A SentencePiece donor puts a space before the first word; the override is written as it stands.
-    back = map_pieces(target, donor, {"<|im_start|>": "a<|im_end|>\nb<s>"})
+    back = map_subtokens(target, donor, {"<|im_start|>": "a<|im_end|>\nb<s>"})
     expected = [target.index[token] for token in ("a", "<|im_end|>", "<0x0A>", "b", "<s>")]
     assert back.of(donor.index["<|im_start|>"]) == expected
     with pytest.raises(DataError, match="no token of the target") as raised:
-        map_pieces(donor, target, {"<|im_ends|>": "ab"})
+        map_subtokens(donor, target, {"<|im_ends|>": "ab"})
     assert raised.value.hint == "did you mean '<|im_end|>'?"
     with pytest.raises(DataError, match="is empty"):
-        map_pieces(donor, target, {"<odd>": ""})
+        map_subtokens(donor, target, {"<odd>": ""})
 
 
 def test_impossible_bytes_are_counted(tmp_path: Path) -> None:
     donor = Vocabulary.read(save(byte_level(without=NEVER_IN_UTF8), tmp_path / "donor"))
     target = Vocabulary.read(bytes_folder(tmp_path / "target"))
-    pieces = map_pieces(donor, target)
-    assert {target.bytes_of[row] for row in pieces.unwritable} == {bytes([byte]) for byte in NEVER_IN_UTF8}
-    assert describe_pieces(pieces, donor, target)["unwritable"] == 13
-    assert donor.text_bytes(pieces.of(target.index["ÿ"])) == "\ufffd".encode()
+    subtokens = map_subtokens(donor, target)
+    assert {target.bytes_of[row] for row in subtokens.unwritable} == {bytes([byte]) for byte in NEVER_IN_UTF8}
+    assert describe_subtokens(subtokens, donor, target)["unwritable"] == 13
+    assert donor.text_bytes(subtokens.of(target.index["ÿ"])) == "\ufffd".encode()
 
 
 @pytest.mark.parametrize(
@@ -258,24 +262,24 @@ def test_impossible_bytes_are_counted(tmp_path: Path) -> None:
 )
 def test_real_pairs(target: str, share: float, duplicates: int) -> None:
     donor, wanted = vocabulary("qwen2.5"), vocabulary(target)
-    pieces = map_pieces(donor, wanted)
-    report = describe_pieces(pieces, donor, wanted)
+    subtokens = map_subtokens(donor, wanted)
+    report = describe_subtokens(subtokens, donor, wanted)
     assert round(100 * report["copies"] / wanted.size, 1) >= share
     assert report["zeros"] == 0 and report["unwritable"] == 0 and report["duplicates"] == duplicates
     for row in range(wanted.size):
         if wanted.kinds[row] != "special":
-            assert donor.text_bytes(pieces.of(row)) == wanted.bytes_of[row]
+            assert donor.text_bytes(subtokens.of(row)) == wanted.bytes_of[row]
         else:
-            assert pieces.origin[row] != COPY
+            assert subtokens.origin[row] != COPY
 
 
 def test_tokens_that_are_no_text_keep_their_bytes() -> None:
     """Llama-3's tokens that decode to U+FFFD: decoded and encoded again, hundreds fall on one row."""
     donor, wanted = vocabulary("qwen2.5"), vocabulary("llama-3")
-    pieces = map_pieces(donor, wanted)
+    subtokens = map_subtokens(donor, wanted)
     rows = [i for i, data in enumerate(wanted.bytes_of) if data and "\ufffd" in data.decode(errors="replace")]
     assert len(rows) > 1300
-    assert len({tuple(pieces.of(row)) for row in rows}) == len(rows)
+    assert len({tuple(subtokens.of(row)) for row in rows}) == len(rows)
 
 
 def test_sharded_donors_and_sharded_drafts(tmp_path: Path) -> None:
@@ -410,7 +414,7 @@ def test_transplant_by_pursuit(tied: bool, tmp_path: Path) -> None:
     donor = model_folder(bytes_folder(tmp_path / "donor"), tie_word_embeddings=tied, hidden_size=32)
     target = model_folder(spaces_folder(tmp_path / "target"), "llama", hidden_size=64, tie_word_embeddings=tied)
     ours, theirs = Vocabulary.read(donor), Vocabulary.read(target)
-    pieces = map_pieces(ours, theirs)
+    subtokens = map_subtokens(ours, theirs)
     a, b, row, zero = (theirs.index[token] for token in ("▁ab", "c", "日", "<odd>"))
     tensors = load_file(target / "model.safetensors")
     for name in set(tensors) & {EMBEDDING, HEAD}:
@@ -427,7 +431,7 @@ def test_transplant_by_pursuit(tied: bool, tmp_path: Path) -> None:
         torch.testing.assert_close(new[name][row], expected, rtol=1e-4, atol=1e-5)
         assert torch.equal(new[name][zero], plain[name][zero]) and bool(new[name][zero].any())
         untouched = torch.from_numpy(
-            numpy.flatnonzero((pieces.origin != MEAN) & (pieces.origin != ORIGINS.index("text")))
+            numpy.flatnonzero((subtokens.origin != MEAN) & (subtokens.origin != ORIGINS.index("text")))
         )
         assert torch.equal(new[name][untouched], plain[name][untouched])
         assert not torch.equal(new[name][row], plain[name][row])
@@ -451,9 +455,9 @@ def test_beginning_and_padding_start_from_the_donors_end(tmp_path: Path) -> None
     """A donor that knows no bos token has read its end token before each text."""
     donor, target = (Vocabulary.read(make(tmp_path / make.__name__)) for make in (bytes_folder, spaces_folder))
     assert "bos" not in donor.roles
-    pieces = map_pieces(donor, target)
+    subtokens = map_subtokens(donor, target)
     for role in ("bos", "eos"):
-        assert list(pieces.of(target.roles[role])) == [donor.roles["eos"]]
+        assert list(subtokens.of(target.roles[role])) == [donor.roles["eos"]]
 
 
 def test_the_demo_donor_splits_text_as_it_was_trained_to() -> None:
@@ -461,6 +465,6 @@ def test_the_demo_donor_splits_text_as_it_was_trained_to() -> None:
     root = Path(__file__).resolve().parent.parent / "data"
     loaded = AutoTokenizer.from_pretrained(root / "demo-donor")
     own = Tokenizer.from_file(str(root / "demo-donor" / "tokenizer.json"))
-    for path in sorted((root / "report").rglob("*.py"))[:6]:
+    for path in sorted((root / "test").rglob("*.py"))[:6]:
         text = path.read_text(encoding="utf-8")
         assert loaded(text, add_special_tokens=False)["input_ids"] == own.encode(text, add_special_tokens=False).ids

@@ -12,12 +12,20 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from table_model import TableModel
 
-from distill.models.table import TableModel
 from distill.speculative.calibration import Power
 from distill.speculative.proposal import ROOT, Features, Proposal
-from distill.speculative.shape import RankTally, Shape, ShapeTable, choose_shape, expected_accepted
-from distill.speculative.tree import best_first, best_tokens, choose_budget, features_of, sampled_tree, spread, top_tree
+from distill.speculative.trees.shape import RankTally, Shape, ShapeTable, choose_shape, expected_accepted
+from distill.speculative.trees.tree import (
+    best_first,
+    best_tokens,
+    choose_budget,
+    features_of,
+    sampled_tree,
+    spread,
+    top_tree,
+)
 
 torch.set_num_threads(1)
 
@@ -37,13 +45,13 @@ class Draft:
         self.calls.append((tokens, parents))
         return self.model.extend(tokens, parents=parents).full().softmax(-1)
 
-    def law(self, path: Sequence[int]) -> torch.Tensor:
-        """The law after the tokens of a path, from the table itself."""
+    def distribution(self, path: Sequence[int]) -> torch.Tensor:
+        """The distribution after the tokens of a path, from the table itself."""
         return self.model.table[self.model.place([0, 1, *path])].softmax(-1)
 
     def chance(self, path: Sequence[int]) -> float:
         """The product of probabilities down a path."""
-        return math.prod(self.law(path[:i])[token].item() for i, token in enumerate(path))
+        return math.prod(self.distribution(path[:i])[token].item() for i, token in enumerate(path))
 
 
 def paths_of(proposal: Proposal) -> list[tuple[int, ...]]:
@@ -93,8 +101,8 @@ def test_level_by_level_is_node_by_node(seed: int, nodes: int, depth: int, branc
     small, _ = best_first(fewer.root, fewer.expand, max(1, nodes // 2), **options)
     assert (one.tokens[: len(small.tokens)], one.parents[: len(small.parents)]) == (small.tokens, small.parents)
     for path, known in zip(paths_of(one), one.features, strict=True):
-        assert known == features_of(levels.law(path[:-1]))
-    assert one.laws is None
+        assert known == features_of(levels.distribution(path[:-1]))
+    assert one.distributions is None
 
 
 def test_best_first_with_calibration() -> None:
@@ -104,7 +112,7 @@ def test_best_first_with_calibration() -> None:
     assert shy.is_chain and len(shy.tokens) == 6
     chance, expected = 1.0, []
     for path in paths_of(shy):
-        chance *= draft.law(path[:-1]).max().item() ** 0.05
+        chance *= draft.distribution(path[:-1]).max().item() ** 0.05
         expected.append(chance)
     assert values == pytest.approx(expected)
     other = Draft(3)
@@ -136,8 +144,8 @@ def test_best_first_with_few_branches(seed: int, nodes: int, most: int, by_level
 def test_best_first_at_temperature_zero_is_a_chain() -> None:
     draft = Draft(1)
 
-    def greedy(law: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.one_hot(law.argmax(-1), V).double()
+    def greedy(distribution: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.one_hot(distribution.argmax(-1), V).double()
 
     proposal, values = best_first(greedy(draft.root), lambda t, p: greedy(draft.expand(t, p)), 7, depth=5)
     assert proposal.is_chain and values == [1.0] * 5
@@ -145,8 +153,13 @@ def test_best_first_at_temperature_zero_is_a_chain() -> None:
 
 
 def test_best_tokens_by_hand() -> None:
-    law = torch.tensor([0.0, 0.2, 0.4, 0.2, 0.2, 0.0])
-    assert [best_tokens(law, k)[0] for k in (1, 2, 3, 4, 6, 9)] == [[2], [2, 1], [2, 1, 3], *[[2, 1, 3, 4]] * 3]
+    distribution = torch.tensor([0.0, 0.2, 0.4, 0.2, 0.2, 0.0])
+    assert [best_tokens(distribution, k)[0] for k in (1, 2, 3, 4, 6, 9)] == [
+        [2],
+        [2, 1],
+        [2, 1, 3],
+        *[[2, 1, 3, 4]] * 3,
+    ]
     known = features_of(torch.tensor([0.5, 0.5, 0.0], dtype=torch.float64))
     assert (known.top, known.second) == (0.5, 0.5) and known.entropy == pytest.approx(math.log(2))
     assert features_of(torch.ones(1)) == Features(1.0, 0.0, 0.0)
@@ -267,14 +280,16 @@ def test_top_tree(seed: int) -> None:
     named: dict[int, tuple[int, ...]] = {ROOT: ()}
     for node, (parent, rank) in enumerate(zip(shape.parents, shape.ranks, strict=True)):
         if parent in named and rank < V:
-            law = draft.law(named[parent])
-            named[node] = (*named[parent], int(law.argsort(descending=True)[rank]))
+            distribution = draft.distribution(named[parent])
+            named[node] = (*named[parent], int(distribution.argsort(descending=True)[rank]))
             expected.add(named[node])
     assert set(paths_of(proposal)) == expected and len(proposal.tokens) == len(expected)
-    assert proposal.laws is None and len(draft.calls) < max(shape.depths)
+    assert proposal.distributions is None and len(draft.calls) < max(shape.depths)
     for parent, below in proposal.children().items():
-        law = draft.law(() if parent == ROOT else paths_of(proposal)[parent])
-        assert [proposal.tokens[child] for child in below] == law.argsort(descending=True)[: len(below)].tolist()
+        distribution = draft.distribution(() if parent == ROOT else paths_of(proposal)[parent])
+        assert [proposal.tokens[child] for child in below] == distribution.argsort(descending=True)[
+            : len(below)
+        ].tolist()
 
 
 @settings(max_examples=60, deadline=None)
@@ -283,26 +298,26 @@ def test_sampled_tree_says_what_it_drew_from(seed: int, replacement: bool, possi
     draws = random.Random(seed)
     draft, shape = Draft(seed), shapes(draws)
 
-    def cut(law: torch.Tensor) -> torch.Tensor:
-        kept = torch.where(law >= law.topk(possible).values[..., -1:], law, 0)
+    def cut(distribution: torch.Tensor) -> torch.Tensor:
+        kept = torch.where(distribution >= distribution.topk(possible).values[..., -1:], distribution, 0)
         return kept / kept.sum(-1, keepdim=True)
 
     proposal = sampled_tree(
         shape, cut(draft.root), lambda t, p: cut(draft.expand(t, p)), random.Random(seed).random, replacement
     )
     paths = paths_of(proposal)
-    assert proposal.laws is not None and proposal.laws.shape == (len(paths), V)
+    assert proposal.distributions is not None and proposal.distributions.shape == (len(paths), V)
     below = proposal.children()
     for node, (token, parent) in enumerate(zip(proposal.tokens, proposal.parents, strict=True)):
-        law = cut(draft.law(() if parent == ROOT else paths[parent]))
+        distribution = cut(draft.distribution(() if parent == ROOT else paths[parent]))
         earlier = [proposal.tokens[child] for child in below[parent] if child < node]
         if not replacement:
             assert token not in earlier
-            law[earlier] = 0
-            law /= law.sum()
-        torch.testing.assert_close(proposal.laws[node], law, rtol=0, atol=1e-12)
-        assert proposal.laws[node][token] > 0
-    # Nothing was removed: how many children there are follows from the shape and the law alone.
+            distribution[earlier] = 0
+            distribution /= distribution.sum()
+        torch.testing.assert_close(proposal.distributions[node], distribution, rtol=0, atol=1e-12)
+        assert proposal.distributions[node][token] > 0
+    # Nothing was removed: how many children there are follows from the shape and the distribution alone.
     if replacement or (possible == V and max(shape.ranks) < V):
         assert len(paths) == len(shape)
     counts = Counter(shape.parents)
@@ -310,26 +325,30 @@ def test_sampled_tree_says_what_it_drew_from(seed: int, replacement: bool, possi
     assert first == (counts[ROOT] if replacement else min(counts[ROOT], possible))
 
 
-def test_sampled_tree_follows_the_law() -> None:
-    """Two draws without replacement of three tokens: the law of the ordered pair, to 4.5 standard errors."""
-    law, count = torch.tensor([0.6, 0.3, 0.1], dtype=torch.float64), 4000
+def test_sampled_tree_follows_the_distribution() -> None:
+    """Two draws without replacement of three tokens: the distribution of the ordered pair, to 4.5 standard errors."""
+    distribution, count = torch.tensor([0.6, 0.3, 0.1], dtype=torch.float64), 4000
     uniform = random.Random(5).random
     shape = Shape.of_widths([2])
     for replacement in (False, True):
         found = Counter(
-            tuple(sampled_tree(shape, law, lambda t, p: law.expand(len(t), 3), uniform, replacement).tokens)
+            tuple(
+                sampled_tree(
+                    shape, distribution, lambda t, p: distribution.expand(len(t), 3), uniform, replacement
+                ).tokens
+            )
             for _ in range(count)
         )
         for a, b in itertools.product(range(3), repeat=2):
-            first, second = law[a].item(), law[b].item()
+            first, second = distribution[a].item(), distribution[b].item()
             chance = first * second if replacement else (a != b) * first * second / (1 - first)
             assert abs(found[a, b] / count - chance) <= 4.5 * math.sqrt(chance * (1 - chance) / count)
 
 
-def test_a_law_with_almost_all_mass_on_one_token() -> None:
-    """What is left after the sure token is below rounding, and still a law over the others."""
-    law = torch.tensor([1.0, 1e-30, 3e-30], dtype=torch.float32)
-    drawn = sampled_tree(Shape.of_widths([3]), law, lambda t, p: law, random.Random(1).random, False)
+def test_a_distribution_with_almost_all_mass_on_one_token() -> None:
+    """What is left after the sure token is below rounding, and still a distribution over the others."""
+    distribution = torch.tensor([1.0, 1e-30, 3e-30], dtype=torch.float32)
+    drawn = sampled_tree(Shape.of_widths([3]), distribution, lambda t, p: distribution, random.Random(1).random, False)
     assert drawn.tokens[0] == 0 and sorted(drawn.tokens) == [0, 1, 2]
-    assert drawn.laws is not None
-    torch.testing.assert_close(drawn.laws[1], torch.tensor([0, 0.25, 0.75], dtype=torch.float64))
+    assert drawn.distributions is not None
+    torch.testing.assert_close(drawn.distributions[1], torch.tensor([0, 0.25, 0.75], dtype=torch.float64))

@@ -14,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
+from table_model import TableModel
 from test_trials import recipe_with
 from toys import random_prompts
 
@@ -30,7 +31,7 @@ from distill.benchmark.calibrate import (
     tally_ranks,
 )
 from distill.benchmark.compare import judge_identity, run_trials
-from distill.benchmark.trees import (
+from distill.benchmark.tree_choice import (
     SIZES,
     best_shapes,
     choose_tree,
@@ -42,16 +43,15 @@ from distill.benchmark.trees import (
 )
 from distill.errors import DataError, RecipeError
 from distill.files import read_json
-from distill.models.table import TableModel
 from distill.recipe import Trial, dump_recipe, load_recipe
 from distill.sampler import Sampler
+from distill.speculative.configured import check_trials, lossy_reason, make_drafter
 from distill.speculative.cost import StepCosts
 from distill.speculative.decode import GREEDY, Decoded, Rules, decode
 from distill.speculative.draft import TreeDrafter
 from distill.speculative.proposal import ROOT, Proposal
-from distill.speculative.shape import RankTally, Shape
-from distill.speculative.tree import best_first
-from distill.speculative.trial import check_trials, lossy_reason, make_drafter
+from distill.speculative.trees.shape import RankTally, Shape
+from distill.speculative.trees.tree import best_first
 
 CHOSEN = [
     Trial(drafter="tree", length=4),
@@ -122,7 +122,7 @@ def test_the_static_shape_is_the_best_of_all(rates: list[float], depth: int, dra
     found = choose_tree("a way", trees, shape_values(shapes, rates), seconds, costs)
     assert found.tokens / found.seconds == pytest.approx(max(speeds.values()), rel=1e-12)
     assert found.speedup == pytest.approx(costs.target[0] * max(speeds.values()), rel=1e-12)
-    assert found.tree == trees[found.nodes] and found.as_facts()["parents"] == list(trees[found.nodes].parents)
+    assert found.tree == trees[found.nodes] and found.as_json()["parents"] == list(trees[found.nodes].parents)
 
 
 @settings(max_examples=60, deadline=None)
@@ -165,7 +165,9 @@ def test_the_values_are_those_of_the_trees_that_a_text_meets(pair: tuple[TableMo
         text = [*prompt, *result.tokens]
         starts += [text[: r.depth + 1] for r in result.rounds if r.depth + 1 < len(prompt) + 40]
     values = [
-        best_first(draft.table[draft.place(start)].softmax(-1), draft_laws(draft, start), 7, branching=4, depth=3)[1]
+        best_first(
+            draft.table[draft.place(start)].softmax(-1), draft_distributions(draft, start), 7, branching=4, depth=3
+        )[1]
         for start in starts
     ]
     assert len(values) > 20
@@ -175,8 +177,8 @@ def test_the_values_are_those_of_the_trees_that_a_text_meets(pair: tuple[TableMo
     assert mean_values(make(7), [([1, 2], [3])], 7, ()) == []
 
 
-def draft_laws(draft: TableModel, start: list[int]) -> Any:
-    """`expand` of best_first by looking the laws up in the table."""
+def draft_distributions(draft: TableModel, start: list[int]) -> Any:
+    """`expand` of best_first by looking the distributions up in the table."""
     paths: list[list[int]] = []
 
     def expand(tokens: list[int], parents: list[int]) -> torch.Tensor:
@@ -256,8 +258,8 @@ def test_the_tally_counts_ranks_of_what_the_target_wrote(tmp_path: Path, pair: t
     path = tmp_path / "calibration.json"
     save_calibration(path, calibrate(own, "here", tally))
     assert load_ranks(path) == tally
-    save_texts(tmp_path / "selection.json", prompts, own)
-    assert load_texts(tmp_path / "selection.json") == [(p, r.tokens) for p, r in zip(prompts, own, strict=True)]
+    save_texts(tmp_path / "validation.json", prompts, own)
+    assert load_texts(tmp_path / "validation.json") == [(p, r.tokens) for p, r in zip(prompts, own, strict=True)]
     save_calibration(path, calibrate(own, "here"))
     with pytest.raises(DataError, match="holds no texts"):
         load_texts(path)
@@ -286,10 +288,17 @@ def test_the_stage_settles_trees_on_its_own_curves(copied: Path, capsys: pytest.
     config = copied / "config.yaml"
     drawn = "{drafter: tree, widths: [2, 1], sampler: recipe}"
     trees = f"[{{drafter: tree}}, {{drafter: tree, shape: static}}, {drawn}]"
-    changes = (f"speedup.trials={trees}", "speedup.grown_trials=[{drafter: tree}]",
-               "speedup.grown={tile: 2, layers: 4}", "speedup.grown_prompts=2", "speedup.prompts=2",
-               "speedup.lengths=[2]", "speedup.grown_lengths=[2]", "speedup.new_tokens=8",
-               "speedup.calibration_prompts=4")  # fmt: skip
+    changes = (
+        f"speedup.trials={trees}",
+        "speedup.grown_trials=[{drafter: tree}]",
+        "speedup.grown={tile: 2, layers: 4}",
+        "speedup.grown_prompts=2",
+        "speedup.prompts=2",
+        "speedup.lengths=[2]",
+        "speedup.grown_lengths=[2]",
+        "speedup.new_tokens=8",
+        "speedup.calibration_prompts=4",
+    )
     recipe = load_recipe(config, changes)
     config.write_text(dump_recipe(recipe))
     assert tiny.call("speedup", "tiny", "--runs", copied.parent) == 0
@@ -300,17 +309,22 @@ def test_the_stage_settles_trees_on_its_own_curves(copied: Path, capsys: pytest.
     assert [(tree["grown"], tree["backend"], tree["way"]) for tree in report["trees"]] == [
         (grown, backend, way.title)
         for grown, ways in ((False, recipe.speedup.trials), (True, recipe.speedup.grown_trials))
-        for backend in recipe.speedup.backends for way in ways if way.chosen
-    ]  # fmt: skip
+        for backend in recipe.speedup.backends
+        for way in ways
+        if way.chosen
+    ]
     rows = {(row["grown"], row["backend"], row["way"]): row for row in report["trials"]}
     for tree in report["trees"]:
         assert 0 <= tree["nodes"] < recipe.profile.max_tokens and tree["speedup"] >= 1
         assert (tree["parents"] is None) == ("static" not in tree["way"])
-        (row,) = [row for key, row in rows.items() if key[:2] == (tree["grown"], tree["backend"])
-                  and key[2].startswith(f"{tree['way']}: {tree['nodes']} node")]  # fmt: skip
+        (row,) = [
+            row
+            for key, row in rows.items()
+            if key[:2] == (tree["grown"], tree["backend"]) and key[2].startswith(f"{tree['way']}: {tree['nodes']} node")
+        ]
         assert row["way"] in page and row["nodes"] == tree["nodes"] and row["predicted"] == tree["speedup"]
         assert row["different"] == 0 and not row["lossy"]
-    assert page.count("selection text") >= len(report["trees"])
+    assert page.count("validation text") >= len(report["trees"])
     for backend in recipe.speedup.backends:  # a drawn tree has nothing to settle
         row = rows[False, backend, "drawn tree 2×1, verifier token, sampled"]
         assert row["verifier"] == "token" and not row["lossy"]

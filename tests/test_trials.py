@@ -12,6 +12,7 @@ import tiny
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
+from table_model import TableModel
 from toys import random_prompts
 
 from distill.benchmark.arms import PLAIN_SAMPLED, make_arms, trial_rows
@@ -25,19 +26,18 @@ from distill.benchmark.calibrate import (
     with_overhead,
 )
 from distill.benchmark.compare import PLAIN, judge_identity, run_trials
-from distill.benchmark.law import homogeneity
+from distill.benchmark.distribution_test import homogeneity
 from distill.benchmark.table import as_markdown, flat_rows
 from distill.errors import DataError, RecipeError
-from distill.models.table import TableModel
 from distill.recipe import Recipe, Trial, dump_recipe, load_recipe, parse_recipe
-from distill.recipe.trial import RULES
+from distill.recipe.configuration import RULES
 from distill.sampler import Sampler
 from distill.speculative.calibration import Recorded
+from distill.speculative.configured import check_trials, lossy_reason, make_drafter
 from distill.speculative.cost import StepCosts
 from distill.speculative.decode import GREEDY, Decoded, Rules, decode, plain
-from distill.speculative.earlier import Earlier
+from distill.speculative.n_grams import Earlier
 from distill.speculative.proposal import Features
-from distill.speculative.trial import check_trials, lossy_reason, make_drafter
 
 COSTS = StepCosts(tuple(1.0 + 0.05 * m for m in range(17)), 0.05, 0.07)
 WAYS = [
@@ -58,7 +58,7 @@ def recipe_with(**speedup: Any) -> Recipe:
         {
             "name": "trials",
             "target": {"model": "./target"},
-            "corpus": {"sources": [{"kind": "text", "path": "./text", "split": "report"}]},
+            "corpus": {"sources": [{"kind": "text", "path": "./text", "split": "test"}]},
             "sampler": {"temperature": 0.8, "top_k": 4},
             "eval": {"resamples": 100},
             "speedup": speedup,
@@ -97,16 +97,17 @@ def test_a_recipe_survives_its_own_dump(tmp_path: Path) -> None:
 def test_lossy_pairs_have_reasons_and_are_refused_unless_asked_for() -> None:
     hot = Sampler(0.8)
     after = Trial(rule="p_min-after", sampler="recipe")
-    assert "no longer follows its law" in str(lossy_reason(after, hot))
+    assert "no longer follows its distribution" in str(lossy_reason(after, hot))
     assert "best token" in str(lossy_reason(Trial(sampler="recipe", verifier="greedy"), hot))
-    # The same rule is lossless where tokens are chosen without chance, or where the verifier asks for no law of theirs.
-    for lawful in (after.model_copy(update={"verifier": "match"}), Trial(rule="p_min", sampler="recipe")):
-        assert lossy_reason(lawful, hot) is None
+    # The same rule is lossless where tokens are chosen without chance, or where the verifier asks for no distribution
+    # of theirs.
+    for lossless in (after.model_copy(update={"verifier": "match"}), Trial(rule="p_min", sampler="recipe")):
+        assert lossy_reason(lossless, hot) is None
     assert all(lossy_reason(way, GREEDY) is None for way in WAYS)
     # Expected value drops what it drafted only where the draft is deterministic.
     assert lossy_reason(Trial(rule="expected-value", sampler="recipe"), hot) is None
     raw = {"trials": [after.model_dump(exclude_defaults=True)]}
-    with pytest.raises(RecipeError, match=r"(?s)would change the target's law.*allow_lossy"):
+    with pytest.raises(RecipeError, match=r"(?s)would change the target's distribution.*allow_lossy"):
         check_trials(recipe_with(**raw))
     (line,) = check_trials(recipe_with(**raw, allow_lossy=True))
     assert line.startswith("LOSSY trial `draft, p_min after 0.5, ≤ 8, verifier token, sampled`")
@@ -149,25 +150,32 @@ def test_sampled_trials_stand_beside_sampled_plain_decoding(pair: tuple[TableMod
     assert [arm.lossy for arm in arms] == [False, False, True]
     trials = run_trials(target, draft, random_prompts(4, 12, 3), [2], 16, (), "prompts", arms)
     rows = trial_rows(recipe, ways, arms, trials, {})
-    plain_row, lawful, lossy = rows
+    plain_row, lossless, lossy = rows
     assert plain_row["speedup"] == 1 and plain_row["tokens_per_round"] is None
-    assert lawful["plain_tokens_per_second"] == plain_row["tokens_per_second"] and lawful["identical"] is None
-    assert lawful["law"] == "the target's" and lossy["lossy"] and lossy["law"].startswith("LOSSY: ")
+    assert lossless["plain_tokens_per_second"] == plain_row["tokens_per_second"] and lossless["identical"] is None
+    assert lossless["distribution"] == "the target's" and lossy["lossy"] and lossy["distribution"].startswith("LOSSY: ")
     label = {"pair": "a pair", "grown": False, "backend": "table"}
-    report = {"new_tokens": 16, "rows": [], "trials": [label | row for row in rows], "plain_reference": [],
-              "explanations": [], "command": "distill speedup"}  # fmt: skip
+    report = {
+        "new_tokens": 16,
+        "rows": [],
+        "trials": [label | row for row in rows],
+        "plain_reference": [],
+        "explanations": [],
+        "command": "distill speedup",
+    }
     page = as_markdown(report)
     assert page.count("| LOSSY |") == 1 and f"`{ways[1].title}` is LOSSY: " in page
     assert [row["lossy"] for row in flat_rows(report)] == [False, False, True]
     # A lossy arm that is not marked as one is refused by the decoder itself.
     arm = arms[2]
     assert arm.make is not None
-    with pytest.raises(DataError, match="would change the target's law"):
+    with pytest.raises(DataError, match="would change the target's distribution"):
         next(decode(target, arm.make(), [1, 2], 4, arm.rules, Decoded()))
 
 
-def test_lossy_is_lossy_and_lawful_is_lawful() -> None:
-    """The second token's counts: p_min-after leaves the target's law, the rule that looks before the draw does not."""
+def test_lossy_is_lossy_and_lossless_is_lossless() -> None:
+    """The second token's counts: p_min-after leaves the target's distribution, the rule that looks before the draw does
+    not."""
     target = TableModel(6, 5, memory=1, sharpness=1.0)
     draft = target.near(1.0, 6)
     hot = Sampler(1.0)
@@ -189,9 +197,9 @@ def test_lossy_is_lossy_and_lawful_is_lawful() -> None:
 
     base = counts(None, 1)
     floor = 0.25
-    lawful = homogeneity(base, counts(Trial(rule="p_min", p_min=floor, length=1, sampler="recipe"), 2))[2]
+    lossless = homogeneity(base, counts(Trial(rule="p_min", p_min=floor, length=1, sampler="recipe"), 2))[2]
     lossy = homogeneity(base, counts(Trial(rule="p_min-after", p_min=floor, length=1, sampler="recipe"), 3))[2]
-    assert lawful > 1e-3 / 2 and lossy < 1e-6
+    assert lossless > 1e-3 / 2 and lossy < 1e-6
 
 
 def recorder(*rounds: tuple[float, int, int]) -> Recorder:
@@ -264,7 +272,7 @@ def test_the_stage_measures_trials_and_refuses_lossy_ones(copied: Path, capsys: 
     config = copied / "config.yaml"
     assert config.exists()
     assert tiny.call("train", config, *again) == 2
-    assert "would change the target's law" in capsys.readouterr().err
+    assert "would change the target's distribution" in capsys.readouterr().err
     text = config.read_text()
     config.write_text(dump_recipe(load_recipe(config, again[:2])))
     assert tiny.call("speedup", "tiny", *runs) == 2
@@ -278,7 +286,7 @@ def test_the_stage_measures_trials_and_refuses_lossy_ones(copied: Path, capsys: 
     generate = ("generate", "def alpha(", "--run", "tiny", *runs, "--tokens", 8)
     hot = ("--temperature", 0.9, "--rule", "p_min-after", "--p-min", 0.2)
     assert tiny.call(*generate, *hot) == 2
-    assert "would change the target's law" in capsys.readouterr().err
+    assert "would change the target's distribution" in capsys.readouterr().err
     assert tiny.call(*generate, *hot, "--allow-lossy") == 0
     assert "LOSSY: this text does not follow" in capsys.readouterr().err
     texts = set()
@@ -288,7 +296,10 @@ def test_the_stage_measures_trials_and_refuses_lossy_ones(copied: Path, capsys: 
         assert "LOSSY" not in said.err  # greedy: nothing is
         texts.add(said.out)
     assert len(texts) == 1
-    for options, words in ((("--rule", "x"), "no length rule"), (("--p-min", 0.1), "not read by --rule fixed"),
-                           (("--rule", "beta", "--drafter", "tree"), "drafter tree has none")):  # fmt: skip
+    for options, words in (
+        (("--rule", "x"), "no length rule"),
+        (("--p-min", 0.1), "not read by --rule fixed"),
+        (("--rule", "beta", "--drafter", "tree"), "drafter tree has none"),
+    ):
         assert tiny.call(*generate, *options) == 2
         assert words in capsys.readouterr().err

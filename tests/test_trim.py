@@ -21,12 +21,20 @@ from distill.models.kept import read_kept, trim_head, write_kept
 from distill.models.torch_model import TorchModel
 from distill.sampler import Sampler
 from distill.speculative.decode import plain, speculative
-from distill.surgery.trim import always_kept, check_size, count_tokens, keep, rank_tokens, sizes_between, smallest_size
-from distill.target.laws import CompactTeacher
+from distill.surgery.vocabulary.trim import (
+    always_kept,
+    check_size,
+    count_tokens,
+    keep,
+    rank_tokens,
+    sizes_between,
+    smallest_size,
+)
+from distill.target.distributions import CompactTeacher
 from distill.target.store import EMPTY, compress
 from distill.texts import Answer
-from distill.training.fused import head_loss
-from distill.training.losses import LossSettings
+from distill.training.losses.fused import head_loss
+from distill.training.losses.settings import LossSettings
 from distill.training.step import Columns
 from distill.vocabulary import Vocabulary
 
@@ -84,7 +92,7 @@ def test_damaged_file(damage: str, tmp_path: Path) -> None:
 
 
 class Trimmed:
-    """A random problem over the full head, and the law that the trimmed draft should learn, both in fp64."""
+    """A random problem over the full head, and the distribution that the trimmed draft should learn, both in fp64."""
 
     def __init__(self, stored: int, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -92,10 +100,10 @@ class Trimmed:
         self.head = torch.randn(V, H, generator=generator, dtype=torch.float64)
         target = 3 * torch.randn(N, V, generator=generator, dtype=torch.float64)
         self.labels = torch.randint(0, V, (N,), generator=generator)
-        law = target.log_softmax(-1)
+        distribution = target.log_softmax(-1)
         self.ids = compress(target, stored, V).ids
-        self.logs = law.gather(-1, self.ids.long())
-        self.tail = law.scatter(-1, self.ids.long(), -math.inf).logsumexp(-1).clamp(min=EMPTY)
+        self.logs = distribution.gather(-1, self.ids.long())
+        self.tail = distribution.scatter(-1, self.ids.long(), -math.inf).logsumexp(-1).clamp(min=EMPTY)
 
     def oracle(self, weights: dict[str, float], kept: list[int]) -> tuple[float, torch.Tensor, torch.Tensor]:
         """Position by position, with Python sets: a stored token that is gone joins the tail's bucket."""
@@ -105,11 +113,16 @@ class Trimmed:
         for row in range(N):
             q = logits[row, kept].log_softmax(-1)
             place = {token: at for at, token in enumerate(kept)}
-            inside = [(place[t], p) for t, p in zip(self.ids[row].tolist(), self.logs[row].tolist(), strict=True)
-                      if t in place]  # fmt: skip
+            inside = [
+                (place[t], p)
+                for t, p in zip(self.ids[row].tolist(), self.logs[row].tolist(), strict=True)
+                if t in place
+            ]
             tail = math.exp(float(self.tail[row])) + sum(
-                math.exp(p) for t, p in zip(self.ids[row].tolist(), self.logs[row].tolist(), strict=True)
-                if t not in place)  # fmt: skip
+                math.exp(p)
+                for t, p in zip(self.ids[row].tolist(), self.logs[row].tolist(), strict=True)
+                if t not in place
+            )
             rest = torch.ones(len(kept), dtype=torch.bool)
             rest[[at for at, _ in inside]] = False
             kl = sum(math.exp(p) * (p - q[at]) for at, p in inside) + tail * (math.log(tail) - q[rest].logsumexp(-1))
@@ -149,10 +162,10 @@ def test_ceiling_bounds_acceptance() -> None:
     sampler = Sampler(temperature=0.7)
     got = dict(zip(METRICS, position_metrics(target, trimmed, sampler, V).double().T, strict=True))
     assert all(bool(values.isfinite().all()) for values in got.values())
-    law = (target.double() / 0.7).softmax(-1)
-    torch.testing.assert_close(got["acceptance_ceiling"], law[:, kept_ids()].sum(-1), rtol=1e-5, atol=1e-6)
+    distribution = (target.double() / 0.7).softmax(-1)
+    torch.testing.assert_close(got["acceptance_ceiling"], distribution[:, kept_ids()].sum(-1), rtol=1e-5, atol=1e-6)
     assert bool((got["acceptance_sampling"] <= got["acceptance_ceiling"] + 1e-6).all())
-    # A draft that says the target's law on the kept tokens reaches the ceiling: Σ min(p, p / mass) = mass.
+    # A draft that says the target's distribution on the kept tokens reaches the ceiling: Σ min(p, p / mass) = mass.
     best = dict(
         zip(METRICS, position_metrics(target, target.masked_fill(silent, -torch.inf), sampler, V).T, strict=True)
     )

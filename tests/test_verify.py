@@ -1,4 +1,4 @@
-"""Every verifier by enumeration, and by sampling: what comes out of two rounds follows the target's law.
+"""Every verifier by enumeration, and by sampling: what comes out of two rounds follows the target's distribution.
 
 Legend: C contexts, D outcomes of drafting, γ drafted, n nodes, V vocabulary. A sequence of l tokens after the prompt is
 a number of l digits in base V; the digits of a draft outcome are its tokens.
@@ -15,10 +15,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tables import digits, target_laws
+from table_model import TableModel
+from tables import digits, target_distributions
 from torch import Tensor
 
-from distill.models.table import TableModel
 from distill.sampler import Sampler
 from distill.speculative.proposal import Proposal
 from distill.speculative.verify import (
@@ -68,7 +68,7 @@ SHAPES = {
 
 @dataclass(frozen=True, eq=False)
 class World:
-    """Laws [V^l, V] of target and draft after every sequence of l tokens behind the prompt."""
+    """Distributions [V^l, V] of target and draft after every sequence of l tokens behind the prompt."""
 
     p: list[Tensor]
     q: list[Tensor]
@@ -88,10 +88,10 @@ def draw_rows(verdict: Verdict, uniforms: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def levels(model: TableModel, sampler: Sampler, depth: int) -> list[Tensor]:
-    """The sampled laws after all sequences of up to `depth` tokens, from one tree grown level by level."""
+    """The sampled distributions after all sequences of up to `depth` tokens, from one tree grown level by level."""
     model.reset()
     first = model.extend(PROMPT, want=[len(PROMPT) - 1]).full()
-    found, sequences, above = [sampler.law(first, [PROMPT])], [PROMPT], [-1]
+    found, sequences, above = [sampler.probabilities(first, [PROMPT])], [PROMPT], [-1]
     for _ in range(depth):
         tokens = [t for _ in above for t in range(model.vocabulary_size)]
         parents = [node for node in above for _ in range(model.vocabulary_size)]
@@ -99,7 +99,7 @@ def levels(model: TableModel, sampler: Sampler, depth: int) -> list[Tensor]:
         logits = model.extend(tokens, parents=parents).full()
         sequences = [[*s, t] for s in sequences for t in range(model.vocabulary_size)]
         above = list(range(start, start + len(tokens)))
-        found.append(sampler.law(logits, sequences))
+        found.append(sampler.probabilities(logits, sequences))
     return found
 
 
@@ -113,27 +113,30 @@ def world(vocabulary: int, depth: int, sampler: Sampler, seed: int, distance: fl
 Round = Callable[[int], list[Tensor]]  # start → masses [V^start, V^(i + 1)] of outputs of i + 1 tokens
 
 
-def chain_round(laws: World, length: int, verify: ChainVerifier, kind: str, told: list[Tensor] | None = None) -> Round:
-    """Sum over all drafts of γ = `length`. `told` are the draft laws shown to the verifier, where it is deceived."""
-    drafts = digits(laws.vocabulary, length)
+def chain_round(
+    distributions: World, length: int, verify: ChainVerifier, kind: str, told: list[Tensor] | None = None
+) -> Round:
+    """Sum over all drafts of γ = `length`. `told` are the draft distributions shown to the verifier, where it is
+    deceived."""
+    drafts = digits(distributions.vocabulary, length)
 
     def run(start: int) -> list[Tensor]:
-        size, outcomes = laws.vocabulary**start, len(drafts)
+        size, outcomes = distributions.vocabulary**start, len(drafts)
         context = torch.arange(size).unsqueeze(-1).expand(size, outcomes)
-        p, q, shown, chance = [laws.p[start][context]], [], [], torch.ones(size, outcomes, dtype=torch.float64)
+        p, q, shown, chance = [distributions.p[start][context]], [], [], torch.ones(size, outcomes, dtype=torch.float64)
         alive = torch.ones(size, outcomes, dtype=torch.bool)
         for i in range(length):
-            law, x = laws.q[start + i][context], drafts[:, i].expand(size, outcomes)
-            q.append(law if told is None else told[start + i][context])
-            likely = law.gather(-1, x.unsqueeze(-1)).squeeze(-1)
-            chance = chance * ((law.argmax(-1) == x).double() if kind == "deterministic" else likely)
+            distribution, x = distributions.q[start + i][context], drafts[:, i].expand(size, outcomes)
+            q.append(distribution if told is None else told[start + i][context])
+            likely = distribution.gather(-1, x.unsqueeze(-1)).squeeze(-1)
+            chance = chance * ((distribution.argmax(-1) == x).double() if kind == "deterministic" else likely)
             if kind == "cut":
                 alive = alive & (likely > 0.3)  # the bug: a token that was seen decides whether it is verified
             if kind == "stopped":
-                alive = alive & (law.max(-1).values > 0.5)  # lawful: decided before the token is drawn
+                alive = alive & (distribution.max(-1).values > 0.5)  # lossless: decided before the token is drawn
             shown.append(x.masked_fill(~alive, -1))
-            context = context * laws.vocabulary + x
-            p.append(laws.p[start + i + 1][context])
+            context = context * distributions.vocabulary + x
+            p.append(distributions.p[start + i + 1][context])
         torch.testing.assert_close(chance.sum(-1), torch.ones(size, dtype=torch.float64))
         drawn_from = None if kind == "deterministic" and told is None else torch.stack(q, -2)
         verdict = verify(torch.stack(p, -2), drawn_from, torch.stack(shown, -1))
@@ -141,14 +144,16 @@ def chain_round(laws: World, length: int, verify: ChainVerifier, kind: str, told
         masses = []
         for i in range(length + 1):
             mass = counts[..., i, None] * verdict.residual(i)  # [C, D, V]; later digits have no say
-            masses.append(mass.view(size, laws.vocabulary**i, -1, laws.vocabulary).sum(-2).view(size, -1))
+            masses.append(
+                mass.view(size, distributions.vocabulary**i, -1, distributions.vocabulary).sum(-2).view(size, -1)
+            )
         return masses
 
     return run
 
 
 def tree_round(
-    laws: World,
+    distributions: World,
     parents: Sequence[int],
     verify: NodeVerifier,
     kind: str,
@@ -156,7 +161,7 @@ def tree_round(
     memory: int | None = None,
 ) -> Round:
     """Sum over all draws of a tree's tokens. Contexts that share their last `memory` tokens are worked out once."""
-    vocabulary, drafts = laws.vocabulary, digits(laws.vocabulary, len(parents))
+    vocabulary, drafts = distributions.vocabulary, digits(distributions.vocabulary, len(parents))
     below = Proposal([0] * len(parents), list(parents)).children()
 
     def run(start: int) -> list[Tensor]:
@@ -167,25 +172,28 @@ def tree_round(
 
         def visit(node: int, depth: int, context: Tensor, relative: Tensor, reach: Tensor) -> None:
             nonlocal chance
-            law, nodes = laws.q[start + depth][context] if node in below else None, below.get(node, [])
+            distribution, nodes = (
+                distributions.q[start + depth][context] if node in below else None,
+                below.get(node, []),
+            )
             left, shown, taken = torch.ones(size, outcomes, dtype=torch.float64), [], []
             for k, child in enumerate(nodes):
                 x = drafts[:, child].expand(size, outcomes)
-                likely = law.gather(-1, x.unsqueeze(-1)).squeeze(-1)
+                likely = distribution.gather(-1, x.unsqueeze(-1)).squeeze(-1)
                 shown.append(x.masked_fill(likely <= 0.3, -1) if kind == "cut" else x)
                 if kind == "deterministic":
-                    likely = (law.sort(dim=-1, descending=True, stable=True).indices[..., k] == x).double()
+                    likely = (distribution.sort(dim=-1, descending=True, stable=True).indices[..., k] == x).double()
                 if kind == "distinct":
                     repeated = torch.stack([t == x for t in taken]).any(0) if taken else torch.zeros_like(x).bool()
                     likely = torch.where(repeated, 0, likely / left.masked_fill(left <= 1e-9, 1))
-                    left = left - law.gather(-1, x.unsqueeze(-1)).squeeze(-1)
+                    left = left - distribution.gather(-1, x.unsqueeze(-1)).squeeze(-1)
                 chance = chance * likely
                 taken.append(x)
-            q = law if told is None or law is None else told[start + depth][context]
-            blind = law is None or (kind == "deterministic" and told is None)
+            q = distribution if told is None or distribution is None else told[start + depth][context]
+            blind = distribution is None or (kind == "deterministic" and told is None)
             tokens = torch.stack(shown, -1) if shown else torch.zeros(size, outcomes, 0, dtype=torch.long)
             rows = None if blind or q is None else q.unsqueeze(-2).expand(*tokens.shape, vocabulary)
-            verdict = verify(laws.p[start + depth][context], rows, tokens)
+            verdict = verify(distributions.p[start + depth][context], rows, tokens)
             for k, child in enumerate(nodes):
                 x = drafts[:, child]
                 here = reach * verdict.acceptance[..., k]
@@ -205,17 +213,18 @@ def tree_round(
     return run
 
 
-def difference(laws: World, one_round: Round) -> float:
-    """How far the law of two rounds' output, continued by the target to a fixed length, is from the target's."""
-    v, total = laws.vocabulary, len(laws.p)
+def difference(distributions: World, one_round: Round) -> float:
+    """How far the distribution of two rounds' output, continued by the target to a fixed length, is from the
+    target's."""
+    v, total = distributions.vocabulary, len(distributions.p)
     output = [torch.zeros(v**length, dtype=torch.float64) for length in range(total + 1)]
     for i, first in enumerate(one_round(0)):
         for j, second in enumerate(one_round(i + 1)):
             output[i + j + 2] += (first.view(-1, 1) * second).flatten()
     reached, truth = torch.zeros(1, dtype=torch.float64), torch.ones(1, dtype=torch.float64)
     for length in range(total):
-        reached = (reached.unsqueeze(-1) * laws.p[length]).flatten() + output[length + 1]
-        truth = (truth.unsqueeze(-1) * laws.p[length]).flatten()
+        reached = (reached.unsqueeze(-1) * distributions.p[length]).flatten() + output[length + 1]
+        truth = (truth.unsqueeze(-1) * distributions.p[length]).flatten()
     assert all(float(mass.sum()) == 0 for mass in output[total + 1 :])
     return float((reached - truth).abs().max())
 
@@ -223,8 +232,8 @@ def difference(laws: World, one_round: Round) -> float:
 def chain_difference(verifier: ChainVerifier, kind: str, sampler: Sampler, seed: int = 1, **draft: float) -> float:
     worst = 0.0
     for vocabulary, length in ((3, 3), (4, 2)):
-        laws = world(vocabulary, 2 * length + 1, sampler, seed + length, **draft)
-        worst = max(worst, difference(laws, chain_round(laws, length, verifier, kind)))
+        distributions = world(vocabulary, 2 * length + 1, sampler, seed + length, **draft)
+        worst = max(worst, difference(distributions, chain_round(distributions, length, verifier, kind)))
     return worst
 
 
@@ -232,11 +241,11 @@ def tree_difference(verifier: NodeVerifier, kind: str, sampler: Sampler, shape: 
     parents = SHAPES[shape]
     depth = len(tree_round(world(2, 4, Sampler(), 0), parents, node_match, "sampled")(0))
     vocabulary = 2 if len(parents) == 7 else 4 if len(parents) == 2 else 3
-    laws = world(vocabulary, 2 * depth - 1, sampler, seed)
-    return difference(laws, tree_round(laws, parents, verifier, kind))
+    distributions = world(vocabulary, 2 * depth - 1, sampler, seed)
+    return difference(distributions, tree_round(distributions, parents, verifier, kind))
 
 
-# Lawful pairs, exactly.
+# Lossless pairs, exactly.
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS, ids=str)
@@ -265,7 +274,7 @@ def test_trees_follow_the_target(name: str, kind: str, shape: str) -> None:
     binary = max(SHAPES[shape].count(parent) for parent in SHAPES[shape]) < 3
     if shape == "seven" and kind == "distinct":
         samplers = [Sampler(), Sampler(0.7, repetition_penalty=1.5)]
-    elif kind == "distinct":  # siblings can only be distinct where the draft's law has room for them
+    elif kind == "distinct":  # siblings can only be distinct where the draft's distribution has room for them
         samplers = [Sampler(), Sampler(0.7, repetition_penalty=1.5)] + [Sampler(1.2, top_k=2)] * binary
     else:
         samplers = [Sampler(0.8, 3, 0.9, 0.05, 1.3), Sampler(top_k=2)]
@@ -278,8 +287,12 @@ def test_seven_nodes_of_four_tokens(name: str, kind: str) -> None:
     """Where siblings do not exhaust the vocabulary; 4^7 draws of a tree."""
     sampler = Sampler()
     target = TableModel(4, 6, sharpness=1.5)
-    laws = World(*(target_laws(model, sampler, PROMPT, 7) for model in (target, target.near(1.5, 1006))), 4)
-    found = difference(laws, tree_round(laws, SHAPES["seven"], TREES[name], kind, memory=target.memory))
+    distributions = World(
+        *(target_distributions(model, sampler, PROMPT, 7) for model in (target, target.near(1.5, 1006))), 4
+    )
+    found = difference(
+        distributions, tree_round(distributions, SHAPES["seven"], TREES[name], kind, memory=target.memory)
+    )
     assert found < EXACT if refusal(name, kind, 1.0, tree=True) is None else found > SEEN
 
 
@@ -302,8 +315,8 @@ def test_refusals_are_those_that_enumeration_shows() -> None:
     for kind in KINDS:
         for name, node in TREES.items():
             found = max(tree_difference(node, kind, Sampler(), shape) for shape in ("fork", "comb"))
-            lawful = refusal(name, kind, 1.0, tree=True) is None
-            assert found < EXACT if lawful else found > SEEN, (name, kind, found)
+            lossless = refusal(name, kind, 1.0, tree=True) is None
+            assert found < EXACT if lossless else found > SEEN, (name, kind, found)
     assert refusal("greedy", "sampled", 0.0) is None and refusal("token", "distinct", 1.0) is None
     assert "temperature 0.5" in str(refusal("greedy", "deterministic", 0.5))
     with pytest.raises(ValueError, match="for trees"):
@@ -362,34 +375,37 @@ def test_mistakes_show(sampler: Sampler) -> None:
         assert chain_difference(turned(CHAINS[name], EmitsTarget), "sampled", sampler) > SEEN
         assert chain_difference(turned(CHAINS[name], NotRenormalised), "sampled", sampler) > SEEN
         assert chain_difference(CHAINS[name], "cut", sampler) > SEEN
-        laws = world(3, 7, sampler, 1)
+        distributions = world(3, 7, sampler, 1)
         warmer = world(3, 7, sampler, 1, temperature=sampler.temperature * 1.5)
-        assert difference(laws, chain_round(laws, 3, CHAINS[name], "sampled", warmer.q)) > SEEN
-        assert difference(laws, chain_round(laws, 3, CHAINS[name], "deterministic", laws.q)) > SEEN
+        assert difference(distributions, chain_round(distributions, 3, CHAINS[name], "sampled", warmer.q)) > SEEN
+        assert (
+            difference(distributions, chain_round(distributions, 3, CHAINS[name], "deterministic", distributions.q))
+            > SEEN
+        )
     assert chain_difference(turned(match, EmitsTarget), "deterministic", sampler) > SEEN
     assert chain_difference(stops_at_a_miss, "sampled", sampler) > SEEN
-    laws = world(3, 5, sampler, 1)
+    distributions = world(3, 5, sampler, 1)
     warmer = world(3, 5, sampler, 1, temperature=sampler.temperature * 1.5)
     for told, kind, verify in (
         (warmer.q, "sampled", node_token),
-        (laws.q, "deterministic", node_token),  # the k best, told to be draws
+        (distributions.q, "deterministic", node_token),  # the k best, told to be draws
         (None, "cut", node_token),  # a sampled node removed
         (None, "sampled", forgets_refusals),
     ):
-        assert difference(laws, tree_round(laws, SHAPES["binary"], verify, kind, told)) > SEEN
+        assert difference(distributions, tree_round(distributions, SHAPES["binary"], verify, kind, told)) > SEEN
 
 
 # What single verdicts must be.
 
 
-def random_laws(seed: int, *shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
+def random_distributions(seed: int, *shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return (2 * torch.randn(shape, generator=generator, dtype=torch.float64)).softmax(-1).to(dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_draft_equal_to_target_is_accepted_whole(dtype: torch.dtype) -> None:
-    p = random_laws(1, 2000, 5, 9, dtype=dtype)
+    p = random_distributions(1, 2000, 5, 9, dtype=dtype)
     tokens = inverse_transform(p[:, :-1], torch.rand(2000, 4, generator=torch.Generator().manual_seed(2)))
     for verify in (token, block):
         assert bool((verify(p, p[:, :-1], tokens).acceptance == 1).all())
@@ -404,7 +420,7 @@ def test_draft_equal_to_target_is_accepted_whole(dtype: torch.dtype) -> None:
 
 
 def test_disjoint_supports_accept_nothing() -> None:
-    p, q = random_laws(1, 40, 4, 8), random_laws(2, 40, 3, 8)
+    p, q = random_distributions(1, 40, 4, 8), random_distributions(2, 40, 3, 8)
     p[..., 4:] = 0
     q[..., :4] = 0
     p, q = p / p.sum(-1, keepdim=True), q / q.sum(-1, keepdim=True)
@@ -422,10 +438,10 @@ def test_disjoint_supports_accept_nothing() -> None:
 def test_block_accepts_no_fewer_than_token() -> None:
     gains = []
     for seed in range(60):
-        laws = world(3, 4, Sampler(), seed, distance=2.0)
+        distributions = world(3, 4, Sampler(), seed, distance=2.0)
         means = []
         for verify in (token, block):
-            masses = chain_round(laws, 3, verify, "sampled")(0)
+            masses = chain_round(distributions, 3, verify, "sampled")(0)
             means.append(sum(i * float(mass.sum()) for i, mass in enumerate(masses)))
         gains.append(means[1] - means[0])
     assert min(gains) > -1e-12 and max(gains) > 0.01 and sum(gain > 1e-6 for gain in gains) > 30
@@ -435,8 +451,8 @@ def test_block_accepts_no_fewer_than_token() -> None:
 @given(st.integers(0, 2**31), st.integers(0, 4), st.sampled_from([torch.float32, torch.float64]))
 def test_one_draw_is_a_row_of_many(seed: int, length: int, dtype: torch.dtype) -> None:
     rows, generator = 8, torch.Generator().manual_seed(seed)
-    p = random_laws(seed, rows, length + 1, 6, dtype=dtype)
-    q = random_laws(seed + 1, rows, length, 6, dtype=dtype)
+    p = random_distributions(seed, rows, length + 1, 6, dtype=dtype)
+    q = random_distributions(seed + 1, rows, length, 6, dtype=dtype)
     tokens = inverse_transform(q, torch.rand(rows, length, generator=generator))
     uniforms = torch.rand(rows, length + 1, generator=generator, dtype=torch.float64)
     for verify in CHAINS.values():
@@ -456,7 +472,7 @@ def test_one_draw_is_a_row_of_many(seed: int, length: int, dtype: torch.dtype) -
 @settings(max_examples=25, deadline=None)
 @given(st.integers(0, 2**31), st.integers(0, 3), st.booleans())
 def test_padding_a_row_changes_nothing(seed: int, length: int, sampled: bool) -> None:
-    p, q = random_laws(seed, 5, 6), random_laws(seed + 1, 4, 6)
+    p, q = random_distributions(seed, 5, 6), random_distributions(seed + 1, 4, 6)
     tokens = inverse_transform(q, torch.rand(4, generator=torch.Generator().manual_seed(seed)))
     tokens[length:] = -1
     for verify in CHAINS.values():
@@ -469,8 +485,8 @@ def test_padding_a_row_changes_nothing(seed: int, length: int, sampled: bool) ->
                 torch.testing.assert_close(long.residual(i), short.residual(i), rtol=1e-9, atol=1e-12)
 
 
-def test_struck_laws_may_be_struck_already() -> None:
-    p, q = random_laws(1, 50, 7), random_laws(2, 50, 7)
+def test_struck_distributions_may_be_struck_already() -> None:
+    p, q = random_distributions(1, 50, 7), random_distributions(2, 50, 7)
     tokens = torch.stack([torch.randperm(7, generator=torch.Generator().manual_seed(i))[:3] for i in range(50)])
     parent = q.unsqueeze(1).repeat(1, 3, 1)
     struck = parent.clone()
@@ -484,7 +500,7 @@ def test_struck_laws_may_be_struck_already() -> None:
 
 
 def test_a_residual_that_rounds_to_nothing_is_the_target() -> None:
-    p = random_laws(1, 3, 5)
+    p = random_distributions(1, 3, 5)
     verdict = token(p, p[:2], torch.tensor([0, 1]))
     assert torch.equal(verdict.residual(0), p[0]) and torch.equal(verdict.residual(2), p[2])
     assert torch.equal(node_token(p[0], p[:1], torch.tensor([2])).residual, p[0])
@@ -499,14 +515,14 @@ def test_a_residual_that_rounds_to_nothing_is_the_target() -> None:
     st.sampled_from([torch.float32, torch.float64]),
 )
 def test_no_impossible_token(weights: list[float], uniform: float, dtype: torch.dtype) -> None:
-    law = torch.tensor(weights, dtype=dtype)
-    if float(law.sum()) == 0:
-        law[0] = 1
-    drawn = draw_token(law, lambda: uniform)
-    assert law[drawn] > 0
-    below, total = float(law[:drawn].double().sum()), float(law.double().sum())
+    distribution = torch.tensor(weights, dtype=dtype)
+    if float(distribution.sum()) == 0:
+        distribution[0] = 1
+    drawn = draw_token(distribution, lambda: uniform)
+    assert distribution[drawn] > 0
+    below, total = float(distribution[:drawn].double().sum()), float(distribution.double().sum())
     assert below <= uniform * total * (1 + 1e-12)
-    assert uniform * total <= (below + float(law[drawn])) * (1 + 1e-12)
+    assert uniform * total <= (below + float(distribution[drawn])) * (1 + 1e-12)
 
 
 # By sampling: the decisions that are drawn from the verdicts.
@@ -515,9 +531,9 @@ def test_no_impossible_token(weights: list[float], uniform: float, dtype: torch.
 SAMPLES, SIZE = 100_000, 50
 
 
-def p_value(tokens: Tensor, law: Tensor) -> float:
-    """Of Pearson's chi-square for tokens [N], cells of law [cells] that expect fewer than 5 pooled."""
-    counts, expected = torch.bincount(tokens, minlength=len(law)).double(), law.double() * len(tokens)
+def p_value(tokens: Tensor, distribution: Tensor) -> float:
+    """Of Pearson's chi-square for tokens [N], cells of distribution [cells] that expect fewer than 5 pooled."""
+    counts, expected = torch.bincount(tokens, minlength=len(distribution)).double(), distribution.double() * len(tokens)
     if bool((counts[expected == 0] > 0).any()):
         return 0.0
     small = expected < 5
@@ -529,33 +545,35 @@ def p_value(tokens: Tensor, law: Tensor) -> float:
 
 
 class Pair:
-    """Target and draft with V = 50, and their laws after many contexts [N, H] at once."""
+    """Target and draft with V = 50, and their distributions after many contexts [N, H] at once."""
 
     def __init__(self, sampler: Sampler) -> None:
         self.target = TableModel(SIZE, 1, sharpness=1.5)
         self.draft, self.sampler = self.target.near(1.0, 2), sampler
         # Where history has no say beyond the last two tokens, one table holds all.
         self.tables = {
-            model: sampler.law(model.table.float()) for model in (self.target, self.draft) if not self.remembers
+            model: sampler.probabilities(model.table.float())
+            for model in (self.target, self.draft)
+            if not self.remembers
         }
 
     @property
     def remembers(self) -> bool:
         return self.sampler.repetition_penalty != 1
 
-    def law(self, model: TableModel, context: Tensor) -> Tensor:
+    def probabilities(self, model: TableModel, context: Tensor) -> Tensor:
         places = context[:, -2] * (SIZE + 1) + context[:, -1]
         if self.remembers:
-            return self.sampler.law(model.table[places].float(), context)
+            return self.sampler.probabilities(model.table[places].float(), context)
         return self.tables[model][places]
 
     def truth(self) -> tuple[Tensor, Tensor]:
-        """Laws of tokens (1, 2) and (2, 3) after the prompt, each pair a number."""
+        """Distributions of tokens (1, 2) and (2, 3) after the prompt, each pair a number."""
         context = torch.tensor([PROMPT])
         joint = torch.ones(1, dtype=torch.float64)
         every = torch.arange(SIZE).unsqueeze(-1)
         for step in range(3):
-            joint = (joint.unsqueeze(-1) * self.law(self.target, context).double()).flatten()
+            joint = (joint.unsqueeze(-1) * self.probabilities(self.target, context).double()).flatten()
             context = torch.cat([context.repeat_interleave(SIZE, 0), every.repeat(len(context), 1)], -1)
             if step == 1:
                 first = joint
@@ -572,20 +590,24 @@ OneRound = Callable[[Pair, Tensor, torch.Generator], tuple[Tensor, Tensor]]
 
 def chains(verify: ChainVerifier, kind: str = "sampled", length: int = 3, lie: float = 1.0) -> OneRound:
     def run(pair: Pair, context: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        rows, p, q, tokens = len(context), [pair.law(pair.target, context)], [], []
+        rows, p, q, tokens = len(context), [pair.probabilities(pair.target, context)], [], []
         alive = torch.ones(rows, dtype=torch.bool)
         grown = context
         for _ in range(length):
-            law = pair.law(pair.draft, grown)
-            x = law.argmax(-1) if kind == "deterministic" else inverse_transform(law, uniforms(generator, rows))
+            distribution = pair.probabilities(pair.draft, grown)
+            x = (
+                distribution.argmax(-1)
+                if kind == "deterministic"
+                else inverse_transform(distribution, uniforms(generator, rows))
+            )
             if kind == "cut":
-                alive = alive & (law.gather(-1, x.unsqueeze(-1)).squeeze(-1) > 0.1)
+                alive = alive & (distribution.gather(-1, x.unsqueeze(-1)).squeeze(-1) > 0.1)
             if kind == "stopped":  # rows of different lengths in one batch
-                alive = alive & (law.max(-1).values > 0.15)
+                alive = alive & (distribution.max(-1).values > 0.15)
             grown = torch.cat([grown, x.unsqueeze(-1)], -1)
             tokens.append(x.masked_fill(~alive, -1))
-            q.append(law if lie == 1 else law**lie / (law**lie).sum(-1, keepdim=True))
-            p.append(pair.law(pair.target, grown))
+            q.append(distribution if lie == 1 else distribution**lie / (distribution**lie).sum(-1, keepdim=True))
+            p.append(pair.probabilities(pair.target, grown))
         told = None if kind == "deterministic" else torch.stack(q, -2)
         verdict = verify(torch.stack(p, -2), told, torch.stack(tokens, -1))
         accepted, last = draw_rows(verdict, uniforms(generator, rows, length + 1))
@@ -604,7 +626,7 @@ def trees(verify: NodeVerifier, kind: str, shape: str = "comb") -> OneRound:
 
         def visit(node: int, depth: int, rows: Tensor, here: Tensor) -> None:
             """Rows whose walk stands at this node; trees below nodes that no walk reaches need no tokens."""
-            q, nodes = pair.law(pair.draft, here), below.get(node, [])
+            q, nodes = pair.probabilities(pair.draft, here), below.get(node, [])
             if kind == "deterministic":
                 tokens, told = q.topk(max(len(nodes), 1)).indices[:, : len(nodes)], None
             else:
@@ -614,7 +636,7 @@ def trees(verify: NodeVerifier, kind: str, shape: str = "comb") -> OneRound:
                     left = left.scatter(-1, drawn[-1].unsqueeze(-1), 0) if kind == "distinct" else left
                 tokens = torch.stack(drawn, -1) if nodes else torch.zeros(len(rows), 0, dtype=torch.long)
                 told = q.unsqueeze(1).expand(-1, len(nodes), -1)
-            verdict = verify(pair.law(pair.target, here), told, tokens)
+            verdict = verify(pair.probabilities(pair.target, here), told, tokens)
             hits = uniforms(generator, *tokens.shape) < verdict.acceptance
             refused = torch.ones(len(rows), dtype=torch.bool)
             for k, child in enumerate(nodes):
@@ -646,13 +668,15 @@ def sampled_p_value(one_round: OneRound, sampler: Sampler, wanted: int = 3) -> f
                     fits = counts > i
                     tokens[rows[fits], have + i] = out[fits, i]
             length[rows] = (have + counts).clamp(max=wanted)
-    laws = pair.truth()[: wanted - 1]
-    found = [p_value(tokens[:, i] * SIZE + tokens[:, i + 1], law) for i, law in enumerate(laws)]
-    return min(1.0, len(laws) * min(found))
+    distributions = pair.truth()[: wanted - 1]
+    found = [
+        p_value(tokens[:, i] * SIZE + tokens[:, i + 1], distribution) for i, distribution in enumerate(distributions)
+    ]
+    return min(1.0, len(distributions) * min(found))
 
 
 ALL = Sampler(0.8, 30, 0.95, 0.02)
-LAWFUL_ROUNDS = {
+LOSSLESS_ROUNDS = {
     "token": (chains(token), Sampler()),
     "token all": (chains(token), ALL),
     "token penalty": (chains(token, length=2), Sampler(0.8, min_p=0.02, repetition_penalty=1.4)),
@@ -683,9 +707,9 @@ LOSSY_ROUNDS = {
 }
 
 
-@pytest.mark.parametrize("name", list(LAWFUL_ROUNDS))
+@pytest.mark.parametrize("name", list(LOSSLESS_ROUNDS))
 def test_samples_follow_the_target(name: str) -> None:
-    assert sampled_p_value(*LAWFUL_ROUNDS[name]) > 1e-3 / len(LAWFUL_ROUNDS)
+    assert sampled_p_value(*LOSSLESS_ROUNDS[name]) > 1e-3 / len(LOSSLESS_ROUNDS)
 
 
 @pytest.mark.parametrize("name", list(LOSSY_ROUNDS))
@@ -697,14 +721,14 @@ def test_samples_of_mistakes_do_not(name: str) -> None:
 def test_the_walk_is_what_was_enumerated(name: str, kind: str) -> None:
     """`walk` on proposals as a drafter makes them: how often each output of one round comes out."""
     generator = random.Random(3)
-    laws, parents, walks = world(3, 5, Sampler(), 4), SHAPES["comb"], 700
-    masses = tree_round(laws, parents, TREES[name], kind)(0)
+    distributions, parents, walks = world(3, 5, Sampler(), 4), SHAPES["comb"], 700
+    masses = tree_round(distributions, parents, TREES[name], kind)(0)
     starts = [sum(mass.numel() for mass in masses[:i]) for i in range(len(masses))]
     cells = []
     for _ in range(walks):
         numbers, depths, tokens, rows, left = [0], [0], [], [], {}
-        for parent in parents:  # number: the sequence down to a node, as index of its laws
-            q = laws.q[depths[parent + 1]][numbers[parent + 1]]
+        for parent in parents:  # number: the sequence down to a node, as index of its distributions
+            q = distributions.q[depths[parent + 1]][numbers[parent + 1]]
             rest = left.get(parent, q)
             tokens.append(int(rest.argmax()) if kind == "deterministic" else draw_token(rest, generator.random))
             if kind != "sampled":
@@ -712,15 +736,15 @@ def test_the_walk_is_what_was_enumerated(name: str, kind: str) -> None:
             rows.append(q)
             numbers.append(numbers[parent + 1] * 3 + tokens[-1])
             depths.append(depths[parent + 1] + 1)
-        p = torch.stack([laws.p[depth][number] for depth, number in zip(depths, numbers, strict=True)])
+        p = torch.stack([distributions.p[depth][number] for depth, number in zip(depths, numbers, strict=True)])
         proposal = Proposal(tokens, parents, None if kind == "deterministic" else torch.stack(rows))
         path, last = walk(TREES[name], p, proposal, generator.random)
         assert all(parents[node] == above for node, above in zip(path, [-1, *path], strict=False))
         number = numbers[path[-1] + 1] if path else 0
         cells.append(starts[len(path)] + number * 3 + last)
-    law = torch.cat([mass.flatten() for mass in masses])
-    assert p_value(torch.tensor(cells), law) > 1e-3
-    assert p_value(torch.tensor(cells), law.flip(0)) < 1e-6
+    distribution = torch.cat([mass.flatten() for mass in masses])
+    assert p_value(torch.tensor(cells), distribution) > 1e-3
+    assert p_value(torch.tensor(cells), distribution.flip(0)) < 1e-6
 
 
 def test_the_walk_down_nothing() -> None:

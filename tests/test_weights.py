@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from distill.training.weights import block_acceptance, token_weights, top_fraction
+from distill.training.losses.weights import block_acceptance, token_weights, top_fraction
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 5])

@@ -14,9 +14,9 @@ from unittest import mock
 import yaml
 
 ROOT = Path(__file__).resolve().parent.parent
-STAGES = ("corpus", "answers", "teacher", "draft", "profile", "train", "eval", "export", "speedup", "report")
+STAGES = ("corpus", "answers", "teacher", "cut", "profile", "train", "eval", "export", "speedup", "report")
 WORDS = ["alpha", "beta", "gamma", "delta", "value", "total", "index", "result", "buffer", "stream", "parser", "token"]
-DOCUMENTS = {"train": 12, "selection": 3, "report": 8}
+DOCUMENTS = {"train": 12, "validation": 3, "test": 8}
 
 
 def _maker() -> Any:
@@ -58,7 +58,8 @@ def build_corpus(folder: Path) -> None:
 
 
 def build_model(folder: Path, layers: int = 3, vocabulary: int = 400, seeds: range = range(20)) -> None:
-    """A Qwen2 folder with random weights, wide enough that its laws are not flat, and a tokenizer of its own."""
+    """A Qwen2 folder with random weights, wide enough that its distributions are not flat, and a tokenizer of its
+    own."""
     import torch
     from transformers.utils import logging
 
@@ -88,9 +89,15 @@ def recipe_values(world: Path) -> dict[str, Any]:
         "answers": {"prompts": 12, "prompt_tokens": 8, "new_tokens": 24, "batch": 4},
         "teacher": {"top_k": 8, "shard_blocks": 8},
         "profile": {"max_tokens": 5, "depth": 16, "repeats": 5},
-        "draft": {"layers": 2, "mlp_width": 64, "score_blocks": 4},
-        "train": {"steps": 8, "batch": 4, "rate": 1e-3, "save_every": 2, "keep": 2,
-                  "acceptance": {"every": 4, "prompts": 2, "new_tokens": 8, "length": 2}},
+        "cut": {"layers": 2, "mlp_width": 64, "score_blocks": 4},
+        "train": {
+            "steps": 8,
+            "batch": 4,
+            "rate": 1e-3,
+            "save_every": 2,
+            "keep": 2,
+            "acceptance": {"every": 4, "prompts": 2, "new_tokens": 8, "length": 2},
+        },
         "eval": {"prompts": 6, "new_tokens": 12, "file_blocks": 4, "length": 3, "resamples": 100},
         "export": {"outtypes": ["f16"], "parity_positions": 200},
         "speedup": {"lengths": [1, 3], "prompts": 4, "new_tokens": 12},

@@ -13,9 +13,9 @@ from distill.recipe import Recipe
 from distill.recipe import Trial as Settings
 from distill.sampler import Sampler
 from distill.speculative.calibration import Calibration
+from distill.speculative.configured import Tree, lossy_reason, make_drafter, trial_sampler
 from distill.speculative.cost import StepCosts
 from distill.speculative.decode import Rules
-from distill.speculative.trial import Tree, lossy_reason, make_drafter, trial_sampler
 
 PLAIN_SAMPLED = "plain, sampled"
 
@@ -55,7 +55,8 @@ def trial_rows(
     trials: Sequence[Trial],
     verdicts: Mapping[Way, Mapping[str, int]],
 ) -> list[dict[str, Any]]:
-    """A row per arm: speed beside the plain run of the same sampler, τ, acceptance, and what law the text follows.
+    """A row per arm: speed beside the plain run of the same sampler, τ, acceptance, and what distribution the text
+    follows.
 
     `identical`, `excused` and `different` count texts against the greedy plain run; None where texts are sampled.
     """
@@ -77,7 +78,7 @@ def trial_rows(
             "verifier": None if way is None else way.verified_by,
             "sampler": arm.rules.sampler.describe() if sampled else "greedy",
             "lossy": reason is not None,
-            "law": "the target's" if reason is None else f"LOSSY: {reason}",
+            "distribution": "the target's" if reason is None else f"LOSSY: {reason}",
         }
         told = {} if sampled else verdicts[arm.title]
         row |= {name: told.get(name) for name in ("identical", "excused", "different")}

@@ -1,4 +1,4 @@
-"""What decoded selection text tells: calibrations, acceptance by rank, and what a round costs beyond its model steps.
+"""What decoded validation text tells: calibrations, acceptance by rank, and what a round costs beyond its model steps.
 
 Legend: γ or n drafted tokens of a round, T target, D draft.
 """
@@ -36,11 +36,11 @@ from distill.speculative.calibration import (
 )
 from distill.speculative.cost import StepCosts
 from distill.speculative.decode import GREEDY, Decoded, Rules, decode, room_for
-from distill.speculative.draft import ModelDrafter, law_sampler
+from distill.speculative.draft import ModelDrafter, distribution_sampler
 from distill.speculative.lengths import Fixed
 from distill.speculative.proposal import ROOT, Features, Proposal
-from distill.speculative.shape import RankTally
-from distill.speculative.tree import best_tokens
+from distill.speculative.trees.shape import RankTally
+from distill.speculative.trees.tree import best_tokens
 
 FORMAT = 1
 LENGTH = 8  # tokens drafted in every recorded round
@@ -91,25 +91,27 @@ def tally_ranks(draft: Model, prompts: Sequence[Sequence[int]], own: Sequence[Re
 
     That is all but the first new token, which the target's reading of the prompt gives.
     """
-    tally, sampler = RankTally(), law_sampler(rules.sampler)
+    tally, sampler = RankTally(), distribution_sampler(rules.sampler)
     for prompt, recorder in zip(prompts, own, strict=True):
         text = [*prompt, *recorder.tokens]
         places = range(len(prompt), len(text) - 1)
         if not places:
             continue
         draft.rollback([0])
-        laws = sampler.law(draft.extend(text[:-1], want=places).full(), [text[: place + 1] for place in places])
-        for place, law in zip(places, laws, strict=True):
-            best = best_tokens(law, RANKS)[0]
+        distributions = sampler.probabilities(
+            draft.extend(text[:-1], want=places).full(), [text[: place + 1] for place in places]
+        )
+        for place, distribution in zip(places, distributions, strict=True):
+            best = best_tokens(distribution, RANKS)[0]
             wrote = text[place + 1]
             star = Proposal(best, [ROOT] * len(best))
             tally.observe(star, [best.index(wrote)] if wrote in best else [])
     return tally
 
 
-def selection_prompts(run: Run, tokens: int, count: int) -> list[list[int]]:
-    """`count` pieces of `tokens` tokens of the selection split, first ones of all documents, then later ones."""
-    blocks = Packed.load(run.path("corpus", "text-selection.safetensors"))
+def validation_prompts(run: Run, tokens: int, count: int) -> list[list[int]]:
+    """`count` pieces of `tokens` tokens of the validation split, first ones of all documents, then later ones."""
+    blocks = Packed.load(run.path("corpus", "text-validation.safetensors"))
     pieces: list[tuple[int, list[int]]] = []
     for ids, documents in zip(blocks.ids, blocks.documents, strict=True):
         for document in range(int(documents.max()) + 1):
@@ -128,11 +130,9 @@ def calibrate(own: Sequence[Recorder], command: str, ranks: RankTally | None = N
     allow a fit, for instance without both outcomes among them. `ranks` go in as they are.
     """
     rounds = [[*recorder.rounds] for recorder in own]
-    everything, even, odd = (
-        [one for prompt in some for one in prompt] for some in (rounds, rounds[::2], rounds[1::2])
-    )
+    everything, even, odd = ([one for prompt in some for one in prompt] for some in (rounds, rounds[::2], rounds[1::2]))
     judged = sum(len(one.judged()) for one in everything)
-    table: dict[str, Any] = {"format": FORMAT, "command": command, "split": "selection", "prompts": len(own)}
+    table: dict[str, Any] = {"format": FORMAT, "command": command, "split": "validation", "prompts": len(own)}
     table |= {"rounds": len(everything), "judged": judged, "fits": {}, "unfitted": {}}
 
     def scored(calibration: Calibration) -> dict[str, float]:
@@ -153,7 +153,7 @@ def calibrate(own: Sequence[Recorder], command: str, ranks: RankTally | None = N
 
 
 def calibrate_run(recipe: Recipe, run: Run) -> dict[str, Any] | None:
-    """What speedup/calibration.json holds, fitted on selection text if not there yet; None where no trial reads it."""
+    """What speedup/calibration.json holds, fitted on validation text if not there yet; None where no trial reads it."""
     settings = recipe.speedup
     grown = settings.grown_trials if settings.grown is not None else ()
     wanting = [trial for trial in (*settings.trials, *grown) if trial.learns or trial.chosen]
@@ -166,19 +166,19 @@ def calibrate_run(recipe: Recipe, run: Run) -> dict[str, Any] | None:
         vocabulary = real_tokens(big.config, tokenizer)
         target = TorchModel(big, vocabulary)
         draft = TorchModel(load_model(str(run.path("draft")), recipe.target.dtype, device), vocabulary)
-        prompts = selection_prompts(run, recipe.answers.prompt_tokens, settings.calibration_prompts)
+        prompts = validation_prompts(run, recipe.answers.prompt_tokens, settings.calibration_prompts)
         rules = Rules(GREEDY, "greedy", end_ids(big.config, tokenizer))
         own = record_rounds(target, draft, prompts, settings.new_tokens, rules)
         table = calibrate(own, run.command, tally_ranks(draft, prompts, own, rules))
         for model in (target, draft):
             model.close()
-        save_texts(run.path("speedup", "selection.json"), prompts, own)
+        save_texts(run.path("speedup", "validation.json"), prompts, own)
         save_calibration(path, table)
     found: dict[str, Any] = read_json(path)
     scores = ", ".join(f"{name} {fit['log_loss']:.3f}" for name, fit in found["fits"].items())
     told = f"log loss {found['uncalibrated']['log_loss']:.3f} as they are, {scores}" if scores else "no calibration"
     told += "".join(f"; {name} not fitted: {reason}" for name, reason in found["unfitted"].items())
-    run.say(f"  draft probabilities, {found['rounds']} rounds of {found['prompts']} selection texts: {told}")
+    run.say(f"  draft probabilities, {found['rounds']} rounds of {found['prompts']} validation texts: {told}")
     return found
 
 
@@ -206,7 +206,7 @@ def load_calibrations(path: Path) -> dict[str, Calibration]:
 def save_texts(path: Path, prompts: Sequence[Sequence[int]], own: Sequence[Recorder]) -> None:
     """Write the recorded texts as token ids; see `load_texts`."""
     texts = [{"prompt": [*prompt], "new": recorder.tokens} for prompt, recorder in zip(prompts, own, strict=True)]
-    write_json(path, {"split": "selection", "texts": texts})
+    write_json(path, {"split": "validation", "texts": texts})
 
 
 def load_texts(path: Path) -> list[tuple[list[int], list[int]]]:
@@ -243,18 +243,17 @@ def with_overhead(
     ends: Collection[int],
     costs: StepCosts,
 ) -> StepCosts:
-    """The costs as decoded rounds show them: the draft's step with its law made and read, and the overhead of a round.
+    """The costs as decoded rounds show them: the draft's step with its distribution made and read, and the overhead of
+    a round.
 
-    From the median seconds of rounds of 1 and of n drafted tokens on selection prompts, less T(2) and T(n + 1); a step
+    From the median seconds of rounds of 1 and of n drafted tokens on validation prompts, less T(2) and T(n + 1); a step
     is never taken to cost less than D(1), nor the overhead less than nothing.
     """
     longest = min(LENGTH, len(costs.target) - 1)
     rest = {}
     for length in {1, longest}:
         own = record_rounds(target, draft, prompts, new_tokens, Rules(GREEDY, "greedy", ends), length)
-        seconds = [
-            s for one in own for s, r in zip(one.seconds, one.rounds, strict=True) if len(r.features) == length
-        ]
+        seconds = [s for one in own for s, r in zip(one.seconds, one.rounds, strict=True) if len(r.features) == length]
         if not seconds:  # texts too short for one whole round
             return costs
         rest[length] = statistics.median(seconds) - costs.target[length]

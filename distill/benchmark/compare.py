@@ -229,8 +229,7 @@ def choose_length(trials: Sequence[Trial], lengths: Sequence[int], resamples: in
     """The better of plain and speculative: γ chosen on the even prompts, its speedup on the odd ones."""
     # Renumbered, so that no prompt is counted that has no trial.
     even, odd = (
-        [Trial(t.prompt // 2, t.way, t.seconds, t.decoded) for t in trials if t.prompt % 2 == side]
-        for side in (0, 1)
+        [Trial(t.prompt // 2, t.way, t.seconds, t.decoded) for t in trials if t.prompt % 2 == side] for side in (0, 1)
     )
     chosen = max(summarise_trials(even, lengths, 100, confidence), key=lambda row: row["tokens_per_second"])["length"]
     row = next(r for r in summarise_trials(odd, lengths, resamples, confidence) if r["length"] == chosen)

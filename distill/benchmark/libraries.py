@@ -34,7 +34,7 @@ def llama_generation(
     """llama-cpp-python's own greedy generation over the same file; returns how many tokens it made."""
     import llama_cpp
 
-    from distill.run import usable_cores
+    from distill.machine import usable_cores
 
     count = threads or usable_cores()
     model = llama_cpp.Llama(

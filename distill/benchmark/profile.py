@@ -8,11 +8,12 @@ from typing import Any
 
 from distill.export.writer import export_gguf
 from distill.files import write_json
-from distill.models.gguf import GgufModel
+from distill.machine import machine
+from distill.models.gguf.model import GgufModel
 from distill.models.hugging_face import load_model, load_target, local_folder, pick_device
 from distill.models.torch_model import TorchModel
 from distill.recipe import Recipe
-from distill.run import Run, machine
+from distill.run import Run
 from distill.speculative.cost import cost_curve
 
 
@@ -21,7 +22,7 @@ def profile(recipe: Recipe, run: Run) -> list[Path]:
     settings = recipe.profile
     sizes = (settings.max_tokens, settings.depth, settings.repeats)
     curves: list[dict[str, Any]] = []
-    folders = {"target": local_folder(recipe.target.model), "draft": run.path("init")}
+    folders = {"target": local_folder(recipe.target.model), "draft": run.path("cut")}
     for title, folder in folders.items():
         if "pytorch" in recipe.speedup.backends:
             device = pick_device(recipe.device)

@@ -16,7 +16,7 @@ from distill.benchmark.calibrate import (
     load_calibrations,
     load_ranks,
     load_texts,
-    selection_prompts,
+    validation_prompts,
     with_overhead,
 )
 from distill.benchmark.compare import (
@@ -31,11 +31,12 @@ from distill.benchmark.compare import (
 )
 from distill.benchmark.libraries import llama_generation, transformers_generation
 from distill.benchmark.table import as_markdown
-from distill.benchmark.trees import Choice, settle_trees
+from distill.benchmark.tree_choice import Choice, settle_trees
 from distill.export.writer import export_gguf
 from distill.files import faults_explained, read_json, write_json, write_text
+from distill.machine import machine
 from distill.models.base import Model
-from distill.models.gguf import MOST_LEAVES, GgufModel
+from distill.models.gguf.model import MOST_LEAVES, GgufModel
 from distill.models.hugging_face import (
     describe_model,
     end_ids,
@@ -48,12 +49,12 @@ from distill.models.hugging_face import (
 )
 from distill.models.torch_model import TorchModel
 from distill.recipe import Recipe, Trial
-from distill.run import Run, machine
+from distill.run import Run
 from distill.sampler import Sampler
 from distill.speculative.calibration import Calibration
+from distill.speculative.configured import check_trials, require_trees
 from distill.speculative.cost import StepCosts, measure_steps, predicted_speedup
-from distill.speculative.said import Characters, Says, sayings
-from distill.speculative.trial import check_trials, require_trees
+from distill.speculative.stop_strings import BytesOf, Characters, token_bytes
 from distill.surgery.grow import grow
 from distill.texts import read_prompts
 from distill.vocabulary import Vocabulary
@@ -61,7 +62,7 @@ from distill.vocabulary import Vocabulary
 REFERENCE_PROMPTS = {False: 4, True: 2}  # by grown: a grown target takes a minute for each pair of runs
 SAMPLES = 3
 TREE_ROUNDS = 2, 5  # prompts, and rounds after each that are timed with trees of every size
-OVERHEAD_PROMPTS, OVERHEAD_TOKENS = 2, 24  # of selection text, decoded to see what a round costs beyond its steps
+OVERHEAD_PROMPTS, OVERHEAD_TOKENS = 2, 24  # of validation text, decoded to see what a round costs beyond its steps
 
 
 def speedup(recipe: Recipe, run: Run) -> list[Path]:
@@ -131,7 +132,7 @@ def _measure_part(recipe: Recipe, run: Run, backend: str, grown: bool) -> dict[s
     device = pick_device(recipe.device)
     small = load_target(recipe.target, device)
     ends = end_ids(small.config, tokenizer)
-    prompts = [prompt.ids for prompt in read_prompts(run, "report")]
+    prompts = [prompt.ids for prompt in read_prompts(run, "test")]
     prompts = prompts[: settings.grown_prompts if grown else settings.prompts]
     lengths = settings.grown_lengths if grown else settings.lengths
     ways = settings.grown_trials if grown else settings.trials
@@ -206,11 +207,11 @@ def _measure_pair(recipe: Recipe, run: Run, pair: _Pair) -> dict[str, Any]:
             if pair.grown
             else curve_costs(run, pair.backend)
         )
-        texts = selection_prompts(run, recipe.answers.prompt_tokens, OVERHEAD_PROMPTS)
+        texts = validation_prompts(run, recipe.answers.prompt_tokens, OVERHEAD_PROMPTS)
         price = with_overhead(target, draft, texts, OVERHEAD_TOKENS, pair.ends, price)
     if any(way.chosen for way in pair.ways):
         rates = load_ranks(run.path("speedup", "calibration.json")).rates()
-        written = load_texts(run.path("speedup", "selection.json"))
+        written = load_texts(run.path("speedup", "validation.json"))
         choices = settle_trees(recipe, pair.ways, target, draft, written, TREE_ROUNDS, pair.ends, price, fitted, rates)
     settled = {choice.way: choice for choice in choices}
     arms = make_arms(recipe, pair.ways, draft, pair.ends, price, fitted, {c.way: c.tree for c in choices})
@@ -254,15 +255,15 @@ def _measure_pair(recipe: Recipe, run: Run, pair: _Pair) -> dict[str, Any]:
     )
     samples: list[dict[str, Any]] = []
     if not pair.grown:
-        says = sayings(Vocabulary.read(local_folder(recipe.target.model)))
-        samples = _samples(tokenizer, says, prompts, [t for t in trials if t.way == best], pair.label)
+        bytes_of = token_bytes(Vocabulary.read(local_folder(recipe.target.model)))
+        samples = _samples(tokenizer, bytes_of, prompts, [t for t in trials if t.way == best], pair.label)
     for model in (target, draft):
         model.close()
     return {
         "rows": rows,
         "trials": [pair.label | row for row in others],
         "costs": pair.label | asdict(price) if priced else None,
-        "trees": [pair.label | choice.as_facts() for choice in choices],
+        "trees": [pair.label | choice.as_json() for choice in choices],
         "chosen": {**pair.label, **chosen},
         "plain_reference": {**pair.label, "library": pair.library_name, **reference},
         "explanations": explanations,
@@ -314,7 +315,7 @@ def explain(
 
 
 def _samples(
-    tokenizer: Any, says: Says, prompts: Sequence[Sequence[int]], trials: Sequence[Any], label: dict[str, Any]
+    tokenizer: Any, bytes_of: BytesOf, prompts: Sequence[Sequence[int]], trials: Sequence[Any], label: dict[str, Any]
 ) -> list[dict[str, Any]]:
     """A few texts, cut into pieces that the draft proposed and pieces that the target wrote."""
     samples: list[dict[str, Any]] = []
@@ -328,7 +329,7 @@ def _samples(
                 pieces.append(([token], from_draft))
         characters = Characters()
         for number, (ids, from_draft) in enumerate(pieces, start=1):
-            said = "".join(characters.add(says(token)) for token in ids)
+            said = "".join(characters.add(bytes_of(token)) for token in ids)
             said += characters.finish() if number == len(pieces) else ""
             segments.append({"text": said, "kind": "accepted" if from_draft else "target"})
         samples.append(

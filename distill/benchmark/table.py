@@ -8,7 +8,7 @@ from typing import Any
 def as_markdown(report: dict[str, Any]) -> str:
     """The tables of speedup.md, which the terminal shows too."""
     lines = [
-        f"Greedy decoding of up to {report['new_tokens']} tokens, distinct report prompts, interleaved, cold caches; "
+        f"Greedy decoding of up to {report['new_tokens']} tokens, distinct test prompts, interleaved, cold caches; "
         "times include the prompt. Speedup over this decoder's own plain run, intervals by prompt.",
         "",
         "| pair | backend | drafted | tok/s | tokens/round | accepted | speedup | predicted | same text |",
@@ -45,18 +45,18 @@ def _trials(report: dict[str, Any]) -> list[str]:
         "",
         "Other ways to decode, interleaved with the ones above; speedup over the plain run of the same sampler.",
         "",
-        "| pair | backend | way | plain tok/s | tok/s | tokens/round | accepted | speedup | same text | law |",
+        "| pair | backend | way | plain tok/s | tok/s | tokens/round | accepted | speedup | same text | distribution |",
         "|---|---|---|--:|--:|--:|--:|--:|--:|---|",
     ]
     for row in rows:
         drafted = row["rule"] is not None
         gain = f"{row['speedup']:.2f} [{row['speedup_low']:.2f}, {row['speedup_high']:.2f}]" if drafted else "1"
-        law = "LOSSY" if row["lossy"] else row["law"]
+        distribution = "LOSSY" if row["lossy"] else row["distribution"]
         lines.append(
             f"| {row['pair']} | {row['backend']} | {row['way']} | {row['plain_tokens_per_second']:.1f} "
             f"| {row['tokens_per_second']:.1f} | {_number(row['tokens_per_round'], '.2f')} "
             f"| {_number(row['acceptance'], '.1%')} "
-            f"| {gain} | {same_text(row)} | {law} |"
+            f"| {gain} | {same_text(row)} | {distribution} |"
         )
     return lines
 
@@ -79,11 +79,11 @@ def _footer(report: dict[str, Any]) -> list[str]:
     calibration = report.get("calibration")
     if calibration:
         none = "".join(f" No fit of {name}: {why}." for name, why in calibration["unfitted"].items())
-        where = f"{calibration['rounds']} rounds of {calibration['prompts']} selection texts"
+        where = f"{calibration['rounds']} rounds of {calibration['prompts']} validation texts"
         lines += [f"Draft probabilities were calibrated on {where}, costs measured on this machine.{none}", ""]
-    reasons = {row["way"]: row["law"] for row in report.get("trials") or [] if row["lossy"]}
-    for way, law in reasons.items():
-        lines += [f"`{way}` is {law}", ""]
+    reasons = {row["way"]: row["distribution"] for row in report.get("trials") or [] if row["lossy"]}
+    for way, distribution in reasons.items():
+        lines += [f"`{way}` is {distribution}", ""]
     return [*lines, f"`{report['command']}`"]
 
 
@@ -93,12 +93,26 @@ def flat_rows(report: dict[str, Any]) -> list[dict[str, Any]]:
     for row in [*report["rows"], *(report.get("trials") or [])]:
         length = row.get("length")
         way = row.get("way") or (f"draft, γ = {length}" if length else "plain")
-        names = ("pair", "grown", "backend", "tokens", "seconds", "tokens_per_second", "tokens_per_round", "acceptance",
-                 "speedup", "speedup_low", "speedup_high", "identical", "excused", "different")  # fmt: skip
+        names = (
+            "pair",
+            "grown",
+            "backend",
+            "tokens",
+            "seconds",
+            "tokens_per_second",
+            "tokens_per_round",
+            "acceptance",
+            "speedup",
+            "speedup_low",
+            "speedup_high",
+            "identical",
+            "excused",
+            "different",
+        )
         found.append(
             {name: row[name] for name in names}
             | {"way": way, "length": length, "predicted": row.get("predicted")}
             | {"verifier": row.get("verifier", "greedy" if length else None), "sampler": row.get("sampler", "greedy")}
-            | {"lossy": row.get("lossy", False), "law": row.get("law", "the target's")}
+            | {"lossy": row.get("lossy", False), "distribution": row.get("distribution", "the target's")}
         )
     return found

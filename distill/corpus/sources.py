@@ -109,7 +109,7 @@ def _texts(source: Source, dropped: Counter[str]) -> Iterator[tuple[str, str]]:
 
 
 def read_documents(
-    corpus: Corpus, needed: tuple[Split, ...] = ("train", "selection", "report")
+    corpus: Corpus, needed: tuple[Split, ...] = ("train", "validation", "test")
 ) -> tuple[list[Document], Counter[str]]:
     """All documents of a corpus in a fixed order, and what was dropped, by reason.
 
@@ -124,9 +124,7 @@ def read_documents(
             if taken >= corpus.max_documents:
                 dropped["beyond corpus.max_documents (rest of a source unread)"] += 1
                 break
-            split: Split = (
-                split_of(name, corpus.selection, corpus.report) if source.split == "by-name" else source.split
-            )
+            split: Split = split_of(name, corpus.validation, corpus.test) if source.split == "by-name" else source.split
             content = hashlib.sha256(text.encode()).digest()
             if not text.strip():
                 dropped["empty"] += 1
@@ -145,6 +143,6 @@ def read_documents(
         if not any(document.split == split for document in documents):
             raise DataError(
                 f"the corpus has no {split} document ({len(documents)} documents in all; dropped: {dict(dropped)})",
-                "add a source, or change corpus.selection / corpus.report",
+                "add a source, or change corpus.validation / corpus.test",
             )
     return documents, dropped

@@ -19,7 +19,7 @@ from distill.recipe import Recipe
 from distill.run import Run
 
 
-def selection_prompts(recipe: Recipe) -> int:
+def validation_prompts(recipe: Recipe) -> int:
     """Prompts that decisions while training are made on: those that choose weights, and those that judge a replay."""
     train = recipe.train
     return (train.acceptance.prompts if train.acceptance else 0) + (train.replay.judges if train.replay else 0)
@@ -32,13 +32,13 @@ def corpus(recipe: Recipe, run: Run) -> list[Path]:
     ends = end_ids(load_config(recipe.target.model), tokenizer)
     documents, dropped = read_documents(recipe.corpus)
     to_ids = functools.partial(encode, tokenizer)
-    report_prompts = max(recipe.eval.prompts, recipe.speedup.prompts, recipe.speedup.grown_prompts)
-    wanted = {"train": recipe.answers.prompts, "selection": selection_prompts(recipe), "report": report_prompts}
+    test_prompts = max(recipe.eval.prompts, recipe.speedup.prompts, recipe.speedup.grown_prompts)
+    wanted = {"train": recipe.answers.prompts, "validation": validation_prompts(recipe), "test": test_prompts}
     # Text blocks are capped: train by corpus.tokens, the others by what scoring and evaluation may use.
     limits = {
         "train": recipe.corpus.tokens,
-        "selection": recipe.draft.score_blocks * recipe.corpus.block,
-        "report": recipe.eval.file_blocks * recipe.corpus.block,
+        "validation": recipe.cut.score_blocks * recipe.corpus.block,
+        "test": recipe.eval.file_blocks * recipe.corpus.block,
     }
     summary: dict[str, object] = {"dropped": dict(dropped)}
     for split in SPLITS:
@@ -60,7 +60,7 @@ def corpus(recipe: Recipe, run: Run) -> list[Path]:
             raise DataError(
                 f"the {split} split gives {len(prompts)} prompts of {recipe.answers.prompt_tokens} tokens",
                 "add documents, or lower answers.prompt_tokens"
-                + (", or train without: train.acceptance=null, train.replay=null" if split == "selection" else ""),
+                + (", or train without: train.acceptance=null, train.replay=null" if split == "validation" else ""),
             )
         write_text(
             folder / f"prompts-{split}.jsonl",
@@ -70,8 +70,8 @@ def corpus(recipe: Recipe, run: Run) -> list[Path]:
         short = f" of {wanted[split]} asked for" if len(prompts) < wanted[split] else ""
         run.say(f"  {split}: {len(own)} documents, {total} tokens kept, {len(prompts)} prompts{short}")
     write_text(
-        folder / "documents-report.jsonl",
-        "".join(json.dumps({"name": d.name, "text": d.text}) + "\n" for d in documents if d.split == "report"),
+        folder / "documents-test.jsonl",
+        "".join(json.dumps({"name": d.name, "text": d.text}) + "\n" for d in documents if d.split == "test"),
     )
     if dropped:
         run.say("  dropped: " + ", ".join(f"{count} {reason}" for reason, count in dropped.items()))

@@ -35,16 +35,16 @@ METRICS = (
 def position_metrics(target_logits: Tensor, draft_logits: Tensor, sampler: Sampler, vocabulary: int) -> Tensor:
     """All METRICS per position [N, 8] in fp32 from logits [N, V_target] and [N, V_draft].
 
-    Columns from `vocabulary` on are padding in either model and get no mass. KL and TV compare the untruncated laws at
-    temperature 1; the sampling and match acceptances use the laws after the served sampler; greedy acceptance is that
-    of temperature 0, which is the top-1 agreement by definition. A trimmed draft has −inf where it cannot speak:
-    there the KL from the target would be infinite, so it is taken between the laws over the tokens it can speak, and
-    the served target's mass on those is the ceiling of its acceptance (1 for a full head).
+    Columns from `vocabulary` on are padding in either model and get no mass. KL and TV compare the untruncated
+    distributions at temperature 1; the sampling and match acceptances use the distributions after the served sampler;
+    greedy acceptance is that of temperature 0, which is the top-1 agreement by definition. A trimmed draft has −inf
+    where it cannot speak: there the KL from the target would be infinite, so it is taken between the distributions over
+    the tokens it can speak, and the served target's mass on those is the ceiling of its acceptance (1 for a full head).
     """
     target = target_logits[:, :vocabulary].float()
     draft = draft_logits[:, :vocabulary].float()
     log_p, log_q = target.log_softmax(-1), draft.log_softmax(-1)
-    served_p, served_q = sampler.law(target), sampler.law(draft)
+    served_p, served_q = sampler.probabilities(target), sampler.probabilities(draft)
     silent = torch.isneginf(draft)
     spoken_p = log_p.masked_fill(silent, -torch.inf).log_softmax(-1) if bool(silent.any()) else log_p
     agreement = divergences.acceptance_greedy(target, draft)

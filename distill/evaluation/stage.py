@@ -1,4 +1,4 @@
-"""Stage `eval`: target against draft, before and after training, on the report split."""
+"""Stage `eval`: target against draft, before and after training, on the test split."""
 
 from __future__ import annotations
 
@@ -155,7 +155,10 @@ def as_markdown(report: dict[str, Any]) -> str:
         shown = [metric for metric in METRICS if trimmed or metric != "acceptance_ceiling"]
         lines += [f"| {TITLES[m]} | " + " | ".join(cell(drafts[n][m]) for n in names) + " |" for m in shown]
         if trimmed:
-            lines += ["", "A trimmed draft: KL(target ‖ draft) is between the laws over the tokens it can speak."]
+            lines += [
+                "",
+                "A trimmed draft: KL(target ‖ draft) is between the distributions over the tokens it can speak.",
+            ]
         lines.append("")
     if report["positions"]:
         names = list(report["positions"])
@@ -184,12 +187,12 @@ def as_markdown(report: dict[str, Any]) -> str:
 
 
 def evaluate(recipe: Recipe, run: Run) -> list[Path]:
-    """Write eval.json, eval.md and rounds.parquet: the draft before (init/) and after (draft/) training."""
+    """Write eval.json, eval.md and rounds.parquet: the draft before (cut/) and after (draft/) training."""
     device = pick_device(recipe.device)
     target = load_target(recipe.target, device)
     tokenizer = load_tokenizer(recipe.target.model)
     drafts = {
-        "before": load_model(str(run.path("init")), recipe.target.dtype, device),
+        "before": load_model(str(run.path("cut")), recipe.target.dtype, device),
         "after": load_model(str(run.path("draft")), recipe.target.dtype, device),
     }
     if read_kept(run.path("draft")) is not None:  # llama.cpp and others that know no trimmed heads see this one
@@ -197,16 +200,16 @@ def evaluate(recipe: Recipe, run: Run) -> list[Path]:
     ends = end_ids(target.config, tokenizer)
     vocabulary = real_tokens(target.config, tokenizer)
     sampler = Sampler.of(recipe.sampler)
-    prompts = read_prompts(run, "report")[: recipe.eval.prompts]
+    prompts = read_prompts(run, "test")[: recipe.eval.prompts]
     ids = [prompt.ids for prompt in prompts]
     seeds = [prompt_seed(recipe.seed, prompt.id) for prompt in prompts]
-    run.say(f"  the target continues {len(ids)} report prompts")
+    run.say(f"  the target continues {len(ids)} test prompts")
     limit = min(recipe.eval.new_tokens, recipe.corpus.block - max(map(len, ids)))  # served prompts may be long
     texts = continue_all(target, ids, sampler, limit, seeds, ends, recipe.answers.batch, vocabulary)
     own = pack(
         ((prompt + text, len(prompt)) for prompt, text in zip(ids, texts, strict=True)), recipe.corpus.block, False
     )
-    files = Packed.load(run.path("corpus", "text-report.safetensors")).take(slice(0, recipe.eval.file_blocks))
+    files = Packed.load(run.path("corpus", "text-test.safetensors")).take(slice(0, recipe.eval.file_blocks))
     report, rounds = evaluate_pair(
         target,
         drafts,

@@ -10,7 +10,7 @@ import torch
 
 from distill.errors import DataError
 from distill.export.tensors import read_shape
-from distill.models.gguf import GgufModel
+from distill.models.gguf.model import GgufModel
 
 WINDOW = 256
 

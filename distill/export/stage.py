@@ -17,7 +17,7 @@ from distill.texts import read_documents_of
 def export(recipe: Recipe, run: Run) -> list[Path]:
     """Write gguf/MODEL-OUTTYPE.gguf for draft and target and gguf/export.json with the parity of each."""
     folder = run.path("gguf")
-    texts = read_documents_of(run, "report")
+    texts = read_documents_of(run, "test")
     files: list[dict[str, Any]] = []
     for name, source in (("draft", run.path("draft")), ("target", local_folder(recipe.target.model))):
         for outtype in recipe.export.outtypes:

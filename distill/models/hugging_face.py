@@ -161,7 +161,8 @@ def end_ids(model_config: Any, tokenizer: Any) -> list[int]:
 
 
 def real_tokens(config: Any, tokenizer: Any) -> int:
-    """How many ids stand for tokens: rows of the embeddings beyond them are padding and have no part in any law."""
+    """How many ids stand for tokens: rows of the embeddings beyond them are padding and have no part in any
+    distribution."""
     return min(int(config.vocab_size), max(tokenizer.get_vocab().values()) + 1)
 
 

@@ -21,9 +21,9 @@ from distill.files import write_json
 FILE = "kept_tokens.json"
 
 
-def write_kept(folder: Path, kept: list[int], vocabulary: int, facts: dict[str, Any]) -> None:
+def write_kept(folder: Path, kept: list[int], vocabulary: int, metadata: dict[str, Any]) -> None:
     """Write kept_tokens.json: `kept` ids, ascending, of `vocabulary` rows, and how they were chosen."""
-    write_json(folder / FILE, {"format": 1, "vocabulary": vocabulary, "kept": kept, **facts})
+    write_json(folder / FILE, {"format": 1, "vocabulary": vocabulary, "kept": kept, **metadata})
 
 
 def read_kept(folder: Path) -> dict[str, Any] | None:

@@ -1,15 +1,15 @@
 """The recipe: its schema, every default, loading and overrides. No torch, so that `distill check` starts at once."""
 
 from distill.recipe.adapter import Adapter
+from distill.recipe.configuration import Trial
 from distill.recipe.corpus import Corpus, Source
-from distill.recipe.draft import DraftCut, Search, Transplant, Trim
+from distill.recipe.cut import Cut, Search, Transplant, Trim
 from distill.recipe.load import dump_recipe, is_path, load_recipe, parse_recipe, parse_section
 from distill.recipe.measuring import Evaluate, Export, Grown, Profile, Speedup
 from distill.recipe.section import Section
 from distill.recipe.target import Answers, SamplerSettings, Target, TeacherStore
 from distill.recipe.traffic import Traffic
 from distill.recipe.training import Acceptance, Loss, Part, Replay, Sparsity, Train
-from distill.recipe.trial import Trial
 from distill.recipe.whole import Recipe
 
 __all__ = [
@@ -17,7 +17,7 @@ __all__ = [
     "Adapter",
     "Answers",
     "Corpus",
-    "DraftCut",
+    "Cut",
     "Evaluate",
     "Export",
     "Grown",

@@ -22,20 +22,20 @@ class Source(Section):
     subset: str | None = Field(None, description="hub: the configuration's name")
     hub_split: str = Field("train", description="hub: which split of the data set is read")
     exclude: tuple[str, ...] = Field((), description="tree: folder names that are skipped")
-    split: Literal["by-name", "train", "selection", "report"] = Field(
+    split: Literal["by-name", "train", "validation", "test"] = Field(
         "by-name", description="by-name: a hash of the document's name decides; else all documents go to that split"
     )
-    keep: tuple[Literal["train", "selection", "report"], ...] = Field(
-        ("train", "selection", "report"), description="documents of other splits are dropped (and counted)"
+    keep: tuple[Literal["train", "validation", "test"], ...] = Field(
+        ("train", "validation", "test"), description="documents of other splits are dropped (and counted)"
     )
 
 
 class Corpus(Section):
-    """Text, split into train, selection and report by document."""
+    """Text, split into train, validation and test by document."""
 
     sources: tuple[Source, ...] = Field(min_length=1, description="read in this order; a name seen twice is dropped")
-    selection: float = Field(0.04, ge=0, lt=1, description="share of by-name documents for selection")
-    report: float = Field(0.04, ge=0, lt=1, description="share of by-name documents for report")
+    validation: float = Field(0.04, ge=0, lt=1, description="share of by-name documents for validation")
+    test: float = Field(0.04, ge=0, lt=1, description="share of by-name documents for test")
     block: int = Field(512, ge=16, description="positions per packed block")
     tokens: int = Field(400_000, ge=0, description="train-split text tokens given to the teacher beside the answers")
     max_documents: int = Field(100_000, ge=1, description="documents read per source at most (and said)")

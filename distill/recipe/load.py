@@ -47,7 +47,7 @@ def _absolute(reference: str, base: Path) -> str:
 
 def _resolve_paths(raw: dict[str, Any], base: Path) -> None:
     """Make every path absolute: relative ones are meant from the recipe's own folder."""
-    for section, key in (("target", "model"), ("draft", "donor")):
+    for section, key in (("target", "model"), ("cut", "donor")):
         part = raw.get(section)
         if isinstance(part, dict) and isinstance(part.get(key), str):
             part[key] = _absolute(part[key], base)

@@ -6,8 +6,8 @@ from typing import Literal
 
 from pydantic import Field, field_validator
 
+from distill.recipe.configuration import Trial
 from distill.recipe.section import Section
-from distill.recipe.trial import Trial
 
 
 class Profile(Section):
@@ -19,11 +19,11 @@ class Profile(Section):
 
 
 class Evaluate(Section):
-    """Divergences and acceptance on the report split."""
+    """Divergences and acceptance on the test split."""
 
-    prompts: int = Field(64, ge=4, description="report prompts: continuations measured, and rounds decoded")
+    prompts: int = Field(64, ge=4, description="test prompts: continuations measured, and rounds decoded")
     new_tokens: int = Field(128, ge=8, description="tokens of each continuation")
-    file_blocks: int = Field(48, ge=1, description="blocks of report files measured at most")
+    file_blocks: int = Field(48, ge=1, description="blocks of test files measured at most")
     length: int = Field(8, ge=1, description="draft length of the decoded rounds")
     resamples: int = Field(2000, ge=100, description="bootstrap resamples, by prompt or document")
     confidence: float = Field(0.95, gt=0.5, lt=1, description="of the intervals")
@@ -33,7 +33,7 @@ class Export(Section):
     """GGUF files of draft and target."""
 
     outtypes: tuple[Literal["f32", "f16", "bf16", "q8_0"], ...] = Field(("f16", "q8_0"), description="one file each")
-    parity_positions: int = Field(2000, ge=1, description="report positions compared with Hugging Face fp32")
+    parity_positions: int = Field(2000, ge=1, description="test positions compared with Hugging Face fp32")
 
 
 class Grown(Section):
@@ -49,7 +49,7 @@ class Speedup(Section):
     backends: tuple[Literal["pytorch", "gguf"], ...] = Field(("pytorch", "gguf"), description="who decodes")
     outtype: Literal["f32", "f16", "bf16", "q8_0"] = Field("f16", description="GGUF type of both models")
     lengths: tuple[int, ...] = Field((1, 2, 4, 6, 8), min_length=1, description="draft lengths swept")
-    prompts: int = Field(12, ge=2, description="distinct report prompts")
+    prompts: int = Field(12, ge=2, description="distinct test prompts")
     new_tokens: int = Field(96, ge=8, description="tokens decoded per prompt")
     grown: Grown | None = Field(None, description="also measure a grown target (demo models only)")
     grown_prompts: int = Field(4, ge=2, description="prompts for the grown target")
@@ -60,9 +60,9 @@ class Speedup(Section):
     )
     grown_trials: tuple[Trial, ...] = Field((), description="the same for the grown target")
     calibration_prompts: int = Field(
-        16, ge=2, description="selection texts decoded to calibrate the trials that want it, `new_tokens` each"
+        16, ge=2, description="validation texts decoded to calibrate the trials that want it, `new_tokens` each"
     )
-    allow_lossy: bool = Field(False, description="run trials that change the target's law too, labelled LOSSY")
+    allow_lossy: bool = Field(False, description="run trials that change the target's distribution too, labelled LOSSY")
 
     @field_validator("trials", "grown_trials")
     @classmethod

@@ -1,4 +1,4 @@
-"""Recipe sections: the target, the law it serves with, its own text and its distributions."""
+"""Recipe sections: the target, the distribution it serves with, its own text and its distributions."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Target(Section):
 
 
 class SamplerSettings(Section):
-    """The law the target serves with; answers, evaluation and decoding all use it."""
+    """The distribution the target serves with; answers, evaluation and decoding all use it."""
 
     temperature: float = Field(1.0, ge=0, description="0 is greedy")
     top_k: int = Field(0, ge=0, description="0: off")
@@ -53,7 +53,8 @@ class TeacherStore(Section):
     kind: Literal["compact", "exact", "online"] = Field(
         "compact",
         description="compact: the top-k log-probabilities and the log of the tail's mass are stored; exact: the last "
-        "hidden states and the head are, which give whole laws; online: nothing is, the target runs while training",
+        "hidden states and the head are, which give whole distributions; online: nothing is stored, the target "
+        "runs while training",
     )
     top_k: int = Field(256, ge=1, description="compact: entries stored per position; with `mass`, at most")
     mass: float | None = Field(

@@ -15,9 +15,10 @@ class Sparsity(Section):
     """L1 while fine-tuning: neurons (or single weights) are driven to zero, cut, and the rest debiased."""
 
     method: Literal["group", "unstructured"] = Field(
-        "group", description="group: whole MLP neurons, cut out at the end; unstructured: single weights, which stay "
-        "as zeros and make nothing faster"
-    )  # fmt: skip
+        "group",
+        description="group: whole MLP neurons, cut out at the end; unstructured: single weights, which stay "
+        "as zeros and make nothing faster",
+    )
     mlp_width: int | None = Field(None, ge=32, description="group: neurons left per layer")
     share: float | None = Field(None, gt=0, lt=1, description="unstructured: share of the weights that become zero")
     ramp: float = Field(0.2, gt=0, le=1, description="share of the steps over which the penalty grows")
@@ -66,12 +67,15 @@ class Part(Section):
     )
     rate: float | None = Field(None, gt=0, description="peak learning rate; null: train.rate")
     temperature: float = Field(
-        1.0, gt=0, description="of both laws in forward_kl, reverse_kl and jsd, which are then multiplied by its square"
+        1.0,
+        gt=0,
+        description="of both distributions in forward_kl, reverse_kl and jsd, which are then multiplied by its square",
     )
     weights: Literal["uniform", "block-acceptance", "top-fraction"] = Field(
-        "uniform", description="of tokens: all alike; by what a token's acceptance adds to the expected tokens per "
-        "round; only the fraction of each block with the largest KL"
-    )  # fmt: skip
+        "uniform",
+        description="of tokens: all alike; by what a token's acceptance adds to the expected tokens per "
+        "round; only the fraction of each block with the largest KL",
+    )
     fraction: float = Field(0.5, gt=0, le=1, description="top-fraction: share of the tokens that count")
 
     _loss = field_validator("loss")(_weighs_something)
@@ -84,10 +88,10 @@ class Part(Section):
 
 
 class Acceptance(Section):
-    """A small decoded evaluation on the selection split, which chooses the best weights and may end a part early."""
+    """A small decoded evaluation on the validation split, which chooses the best weights and may end a part early."""
 
     every: int = Field(100, ge=1, description="steps between evaluations; each part's end is evaluated too")
-    prompts: int = Field(16, ge=2, description="selection prompts, decoded together")
+    prompts: int = Field(16, ge=2, description="validation prompts, decoded together")
     new_tokens: int = Field(48, ge=8, description="tokens decoded of each")
     length: int = Field(4, ge=1, description="draft length")
     patience: int | None = Field(
@@ -96,7 +100,8 @@ class Acceptance(Section):
 
 
 class Replay(Section):
-    """Learn once more where the decoder rejected the draft; kept only if tokens per round rise on selection prompts."""
+    """Learn once more where the decoder rejected the draft; kept only if tokens per round rise on validation
+    prompts."""
 
     prompts: int = Field(
         64, ge=1, description="prompts of train answers, generated or served, decoded to find rejected positions"
@@ -107,7 +112,7 @@ class Replay(Section):
     share: float = Field(0.25, gt=0, le=1, description="share of a step's blocks that hold rejected positions")
     rate: float | None = Field(None, gt=0, description="peak learning rate; null: a third of train.rate")
     loss: Loss | None = Field(None, description="as in a part; null: what served train.protocol best")
-    judges: int = Field(32, ge=4, description="selection prompts on which the draft before and after is decoded")
+    judges: int = Field(32, ge=4, description="validation prompts on which the draft before and after is decoded")
 
     _loss = field_validator("loss")(_weighs_something)
 
@@ -116,10 +121,11 @@ class Train(Section):
     """How the draft learns from the target's distributions."""
 
     protocol: Protocol = Field(
-        "auto", description="how drafts will be verified: rejection sampling of sampled drafts; match of argmax drafts "
+        "auto",
+        description="how drafts will be verified: rejection sampling of sampled drafts; match of argmax drafts "
         "with a sampled target; greedy; auto: greedy at temperature 0, else sampling. It sets the loss where "
-        "none is given and what the best weights are chosen by"
-    )  # fmt: skip
+        "none is given and what the best weights are chosen by",
+    )
     steps: int = Field(300, ge=1, description="optimizer steps")
     batch: int = Field(4, ge=1, description="blocks per step, over all processes")
     micro_batch: int | None = Field(
@@ -136,7 +142,9 @@ class Train(Section):
     lk_decay: float = Field(
         3.0, ge=0, description="lk_hybrid: e^(-this · acceptance) of a token is forward KL, the rest TV"
     )
-    match_temperature: float = Field(0.5, gt=0, description="match: of the draft's law that stands for its argmax")
+    match_temperature: float = Field(
+        0.5, gt=0, description="match: of the draft's distribution that stands for its argmax"
+    )
     hinge_k: int = Field(4, ge=1, description="top_k_hinge: the target's tokens are pushed into the draft's best k")
     hinge_margin: float = Field(1.0, ge=0, description="top_k_hinge: by this much, in logits")
     clip: float = Field(1.0, gt=0, description="gradient norm is clipped to this")
@@ -159,9 +167,10 @@ class Train(Section):
     replay: Replay | None = Field(None, description="a last part on rejected positions; null: off")
     sparsity: Sparsity | None = Field(None, description="L1 while training; null: off")
     trackers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = Field(
-        (), description="also sent there, through accelerate: into trackers/ of the run, for trackio into its own "
-        "folder; metrics.jsonl is always written"
-    )  # fmt: skip
+        (),
+        description="also sent there, through accelerate: into trackers/ of the run, for trackio into its own "
+        "folder; metrics.jsonl is always written",
+    )
 
     _loss = field_validator("loss")(_weighs_something)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pydantic import Field, model_validator
 
 from distill.recipe.corpus import Corpus
-from distill.recipe.draft import DraftCut
+from distill.recipe.cut import Cut
 from distill.recipe.measuring import Evaluate, Export, Profile, Speedup
 from distill.recipe.section import Section
 from distill.recipe.target import Answers, SamplerSettings, Target, TeacherStore
@@ -25,7 +25,7 @@ class Recipe(Section):
     answers: Answers = Answers()
     teacher: TeacherStore = TeacherStore()
     profile: Profile = Profile()
-    draft: DraftCut = DraftCut()
+    cut: Cut = Cut()
     train: Train = Train()
     eval: Evaluate = Evaluate()
     export: Export = Export()

@@ -25,17 +25,25 @@ def as_code(value: object) -> Html:
     return Html(f"<code>{as_text(value)}</code>")
 
 
-def as_table(headers: Sequence[object], rows: Iterable[Sequence[object]], command: object, words: int = 1,
-           classes: Sequence[str] = ()) -> Html:
+def as_table(
+    headers: Sequence[object],
+    rows: Iterable[Sequence[object]],
+    command: object,
+    words: int = 1,
+    classes: Sequence[str] = (),
+) -> Html:
     """A table with its command under it; the first `words` columns are text, the others figures."""
+
     def line(tag: str, cells: Sequence[object], name: str = "") -> str:
         kinds = [' class="text"' if 0 < at < words else "" for at in range(len(cells))]
         inner = "".join(f"<{tag}{kind}>{as_cell(cell)}</{tag}>" for kind, cell in zip(kinds, cells, strict=True))
         return f'<tr class="{name}">{inner}</tr>' if name else f"<tr>{inner}</tr>"
 
     body = "".join(line("td", cells, classes[at] if classes else "") for at, cells in enumerate(rows))
-    return Html(f'<div class="scroll"><table><thead>{line("th", headers)}</thead><tbody>{body}</tbody></table></div>'
-                f'<p class="command">{as_text(command)}</p>')
+    return Html(
+        f'<div class="scroll"><table><thead>{line("th", headers)}</thead><tbody>{body}</tbody></table></div>'
+        f'<p class="command">{as_text(command)}</p>'
+    )
 
 
 def as_plot(draw: Callable[[], str], caption: str) -> Html:

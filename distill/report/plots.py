@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from distill.errors import DataError
-from distill.report.text import Facts, clean, known, training_steps
+from distill.report.text import Results, clean, known, training_steps
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -26,50 +26,67 @@ POINTS = 400
 Series = tuple[str, Sequence[float], Sequence[float]]
 
 
-def loss_curve(metrics: list[Facts]) -> str:
+def loss_curve(metrics: list[Results]) -> str:
     """Training loss and its parts (nats per token) over steps."""
     names = {"loss": "loss", "forward_kl": "KL(target ‖ draft)", "cross_entropy": "cross-entropy"}
     return _training_plot("plot-loss", "Training loss over steps", "nats per token", metrics, names)
 
 
-def agreement_curve(metrics: list[Facts]) -> str:
+def agreement_curve(metrics: list[Results]) -> str:
     """Share of training positions where draft and target put the same token first, over steps."""
-    return _training_plot("plot-agreement", "Top-1 agreement with the target over training steps", "top-1 agreement",
-                          metrics, {"agreement": "agreement on training batches"})
+    return _training_plot(
+        "plot-agreement",
+        "Top-1 agreement with the target over training steps",
+        "top-1 agreement",
+        metrics,
+        {"agreement": "agreement on training batches"},
+    )
 
 
-def selection_curve(metrics: list[Facts]) -> str:
-    """Acceptance of drafts decoded on selection prompts, over steps; weights are chosen by it."""
+def validation_curve(metrics: list[Results]) -> str:
+    """Acceptance of drafts decoded on validation prompts, over steps; weights are chosen by it."""
     lines = {line["step"]: line for line in metrics if line.get("stage") == "acceptance"}
     if not lines:
         raise DataError("no weights were evaluated while training", "set train.acceptance to have them chosen")
-    with _figure("plot-selection", "Acceptance on selection prompts over training steps") as (axes, done):
+    with _figure("plot-validation", "Acceptance on validation prompts over training steps") as (axes, done):
         steps = sorted(lines)
-        axes.plot(steps, [lines[step]["acceptance"] for step in steps], color=COLOURS[0], marker="o",
-                  label="accepted of the drafted tokens looked at")
+        axes.plot(
+            steps,
+            [lines[step]["acceptance"] for step in steps],
+            color=COLOURS[0],
+            marker="o",
+            label="accepted of the drafted tokens looked at",
+        )
         axes.set(xlabel="step", ylabel="acceptance, decoded")
     return done[0]
 
 
-def block_length(metrics: list[Facts]) -> int:
+def block_length(metrics: list[Results]) -> int:
     """How many steps one drawn point averages."""
     return max(1, -(-len(training_steps(metrics)) // POINTS))
 
 
-def acceptance_by_position(positions: Facts) -> str:
+def acceptance_by_position(positions: Results) -> str:
     """Acceptance rate of the 1st, 2nd, … drafted token, before and after training, with intervals."""
     with _figure("plot-positions", "Acceptance rate by position in the draft, before and after") as (axes, done):
         for index, side in enumerate(("before", "after")):
             rows = [row for row in positions.get(side) or [] if row["drafted"] and known(row["rate"])]
             if rows:
-                _measured(axes, 1 - index, side, [row["position"] for row in rows], [row["rate"] for row in rows],
-                          [row["low"] for row in rows], [row["high"] for row in rows])
+                _measured(
+                    axes,
+                    1 - index,
+                    side,
+                    [row["position"] for row in rows],
+                    [row["rate"] for row in rows],
+                    [row["low"] for row in rows],
+                    [row["high"] for row in rows],
+                )
         axes.set(xlabel="position in the draft", ylabel="acceptance rate", ylim=(0, 1))
         _whole_ticks(axes)
     return done[0]
 
 
-def cost_curves(curves: list[Facts], backend: str, relative: bool = False) -> str:
+def cost_curves(curves: list[Results], backend: str, relative: bool = False) -> str:
     """T(m) of every model on one backend, in milliseconds or relative to T(1), with the band of repeats."""
     name, words = ("relative", "Cost relative to one token") if relative else ("cost", "Milliseconds to take m tokens")
     with _figure(f"plot-{name}-{_slug(backend)}", f"{words}, {backend}") as (axes, done):
@@ -79,8 +96,13 @@ def cost_curves(curves: list[Facts], backend: str, relative: bool = False) -> st
             middle, low, high = ([scale * second for second in curve[key]] for key in ("seconds", "low", "high"))
             colour = COLOURS[index % len(COLOURS)]
             axes.fill_between(curve["tokens"], low, high, color=colour, alpha=0.2, linewidth=0)
-            axes.plot(curve["tokens"], middle, color=colour, marker=MARKERS[index % len(MARKERS)],
-                      label=_label(f"{curve['model']}, {curve['dtype']}, depth {curve['depth']}"))
+            axes.plot(
+                curve["tokens"],
+                middle,
+                color=colour,
+                marker=MARKERS[index % len(MARKERS)],
+                label=_label(f"{curve['model']}, {curve['dtype']}, depth {curve['depth']}"),
+            )
             values += middle
         axes.set(xlabel="tokens in one step, m", ylabel="T(m) / T(1)" if relative else "T(m), ms")
         if not relative and values and min(values) > 0 and max(values) > 8 * min(values):
@@ -91,7 +113,7 @@ def cost_curves(curves: list[Facts], backend: str, relative: bool = False) -> st
     return done[0]
 
 
-def speedup_by_length(rows: list[Facts], backend: str) -> str:
+def speedup_by_length(rows: list[Results], backend: str) -> str:
     """Speedup against plain decoding over the draft length γ, one line per pair: measured, and predicted dashed."""
     with _figure(f"plot-speedup-{_slug(backend)}", f"Speedup by draft length, {backend}") as (axes, done):
         axes.axhline(1, color=INK, linewidth=1, alpha=0.7, label="plain = 1")
@@ -101,12 +123,24 @@ def speedup_by_length(rows: list[Facts], backend: str) -> str:
             line = sorted((row for row in mine if row["pair"] == pair), key=lambda row: int(row["length"]))
             grown = any(row.get("grown") for row in line) and "grown" not in pair.lower()
             lengths = [row["length"] for row in line]
-            _measured(axes, index, f"{pair} (grown)" if grown else pair, lengths, [row["speedup"] for row in line],
-                      [row["speedup_low"] for row in line], [row["speedup_high"] for row in line])
+            _measured(
+                axes,
+                index,
+                f"{pair} (grown)" if grown else pair,
+                lengths,
+                [row["speedup"] for row in line],
+                [row["speedup_low"] for row in line],
+                [row["speedup_high"] for row in line],
+            )
             told = [(row["length"], row["predicted"]) for row in line if known(row["predicted"])]
             if told:
-                axes.plot(*zip(*told, strict=True), color=COLOURS[index % len(COLOURS)], linestyle=(0, (3, 2)),
-                          linewidth=1.3, label=word)
+                axes.plot(
+                    *zip(*told, strict=True),
+                    color=COLOURS[index % len(COLOURS)],
+                    linestyle=(0, (3, 2)),
+                    linewidth=1.3,
+                    label=word,
+                )
                 word = None
         axes.set(xlabel="draft length γ", ylabel="speedup, times plain")
         axes.set_ylim(bottom=0)
@@ -114,46 +148,75 @@ def speedup_by_length(rows: list[Facts], backend: str) -> str:
     return done[0]
 
 
-def search_front(search: Facts) -> str:
+def search_front(search: Results) -> str:
     """Acceptance of every cut tried over the cost of its step, the Pareto front joined and the chosen one marked."""
     single = search["target_seconds"][0]
     with _figure("plot-search", "Acceptance over step cost of every cut tried") as (axes, done):
         points = sorted(search["points"], key=lambda point: float(point["draft_seconds"]))
         front = [point for point in points if point["name"] in search["front"]]
-        axes.plot([point["draft_seconds"] / single for point in front], [point["acceptance"] for point in front],
-                  color=COLOURS[5], linewidth=1, label="no other beats it in both")
+        axes.plot(
+            [point["draft_seconds"] / single for point in front],
+            [point["acceptance"] for point in front],
+            color=COLOURS[5],
+            linewidth=1,
+            label="no other beats it in both",
+        )
         for point in points:
             chosen = point["name"] == search["chosen"]
-            axes.plot([point["draft_seconds"] / single], [point["acceptance"]], linestyle="none",
-                      marker=MARKERS[3] if chosen else MARKERS[0], markersize=7 if chosen else 4,
-                      color=COLOURS[1] if chosen else COLOURS[0])
-            axes.annotate(_label(point["name"]), (point["draft_seconds"] / single, point["acceptance"]), fontsize=6.5,
-                          xytext=(4, -8), textcoords="offset points")
+            axes.plot(
+                [point["draft_seconds"] / single],
+                [point["acceptance"]],
+                linestyle="none",
+                marker=MARKERS[3] if chosen else MARKERS[0],
+                markersize=7 if chosen else 4,
+                color=COLOURS[1] if chosen else COLOURS[0],
+            )
+            axes.annotate(
+                _label(point["name"]),
+                (point["draft_seconds"] / single, point["acceptance"]),
+                fontsize=6.5,
+                xytext=(4, -8),
+                textcoords="offset points",
+            )
         axes.set(xlabel="step of the draft / step of the target", ylabel="acceptance")
         axes.margins(x=0.2, y=0.15)
     return done[0]
 
 
-def _training_plot(name: str, title: str, unit: str, metrics: list[Facts], names: dict[str, str]) -> str:
+def _training_plot(name: str, title: str, unit: str, metrics: list[Results], names: dict[str, str]) -> str:
     steps, block = training_steps(metrics), block_length(metrics)
     with _figure(name, title) as (axes, done):
         for index, (key, words) in enumerate(names.items()):
             lines = [line for line in steps if known(line.get(key))]
             blocks = [lines[at : at + block] for at in range(0, len(lines), block)]
             if blocks:
-                axes.plot([_mean([line["step"] for line in part]) for part in blocks],
-                          [_mean([line[key] for line in part]) for part in blocks], color=COLOURS[index], label=words,
-                          linewidth=1.6 if index == 0 else 1.1, marker="o" if len(blocks) == 1 else None)
+                axes.plot(
+                    [_mean([line["step"] for line in part]) for part in blocks],
+                    [_mean([line[key] for line in part]) for part in blocks],
+                    color=COLOURS[index],
+                    label=words,
+                    linewidth=1.6 if index == 0 else 1.1,
+                    marker="o" if len(blocks) == 1 else None,
+                )
         axes.set(xlabel="step", ylabel=unit)
     return done[0]
 
 
-def _measured(axes: Axes, index: int, label: str, x: list[int], y: list[float], low: list[float | None],
-              high: list[float | None]) -> None:
+def _measured(
+    axes: Axes, index: int, label: str, x: list[int], y: list[float], low: list[float | None], high: list[float | None]
+) -> None:
     below = [max(0.0, value - bound) if bound is not None else 0.0 for value, bound in zip(y, low, strict=True)]
     above = [max(0.0, bound - value) if bound is not None else 0.0 for value, bound in zip(y, high, strict=True)]
-    axes.errorbar(x, y, yerr=[below, above], color=COLOURS[index % len(COLOURS)], label=_label(label), capsize=2.5,
-                  marker=MARKERS[index % len(MARKERS)], elinewidth=1)
+    axes.errorbar(
+        x,
+        y,
+        yerr=[below, above],
+        color=COLOURS[index % len(COLOURS)],
+        label=_label(label),
+        capsize=2.5,
+        marker=MARKERS[index % len(MARKERS)],
+        elinewidth=1,
+    )
 
 
 def _mean(values: list[float]) -> float:
@@ -194,11 +257,25 @@ def _figure(name: str, title: str) -> Iterator[tuple[Axes, list[str]]]:
     except ImportError as error:
         raise DataError("matplotlib is not installed", "pip install 'distill[report]'") from error
     settings: Any = {
-        "svg.fonttype": "none", "svg.hashsalt": name, "text.parse_math": False,
-        "font.size": 9, "lines.linewidth": 1.6, "lines.markersize": 3.5,
-        "text.color": INK, "axes.labelcolor": INK, "xtick.color": INK, "ytick.color": INK, "axes.edgecolor": "#8a8f98",
-        "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.color": "#8a8f98",
-        "grid.alpha": 0.25, "axes.axisbelow": True, "legend.frameon": False, "legend.fontsize": 8.5,
+        "svg.fonttype": "none",
+        "svg.hashsalt": name,
+        "text.parse_math": False,
+        "font.size": 9,
+        "lines.linewidth": 1.6,
+        "lines.markersize": 3.5,
+        "text.color": INK,
+        "axes.labelcolor": INK,
+        "xtick.color": INK,
+        "ytick.color": INK,
+        "axes.edgecolor": "#8a8f98",
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.grid": True,
+        "grid.color": "#8a8f98",
+        "grid.alpha": 0.25,
+        "axes.axisbelow": True,
+        "legend.frameon": False,
+        "legend.fontsize": 8.5,
     }
     done: list[str] = []
     with matplotlib.rc_context(settings):
@@ -207,8 +284,12 @@ def _figure(name: str, title: str) -> Iterator[tuple[Axes, list[str]]]:
         yield axes, done
         _legend(figure.legend, axes)
         drawn = io.StringIO()
-        figure.savefig(drawn, format="svg", transparent=True,
-                       metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
+        figure.savefig(
+            drawn,
+            format="svg",
+            transparent=True,
+            metadata={"Date": None, "Creator": None, "Format": None, "Type": None},
+        )
     done.append(_inline(drawn.getvalue(), name, title))
 
 
@@ -232,6 +313,8 @@ def _inline(drawn: str, name: str, title: str) -> str:
     assert opening is not None
     box = re.search(r'viewBox="[^"]*"', opening[0])
     assert box is not None
-    head = (f'<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink" {box[0]} '
-            f'role="img" aria-label="{escape(title)}">')
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink" {box[0]} '
+        f'role="img" aria-label="{escape(title)}">'
+    )
     return head + svg[opening.end() :]

@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from distill.files import read_json, write_text
+from distill.machine import machine
 from distill.recipe import Recipe
 from distill.report.card import build_card
 from distill.report.page import build_page
-from distill.run import Run, machine, now
+from distill.run import Run, now
 
 
 def gather(recipe: Recipe, run: Run) -> dict[str, Any]:
@@ -23,7 +24,7 @@ def gather(recipe: Recipe, run: Run) -> dict[str, Any]:
     # The command that made the run, not the one that redraws its report.
     history = found("provenance.json") or []
     argv = history[0]["argv"][1:] if history else []
-    facts = {
+    results = {
         "name": recipe.name,
         "date": now(),
         "command": "distill " + " ".join(argv),
@@ -34,7 +35,7 @@ def gather(recipe: Recipe, run: Run) -> dict[str, Any]:
         "draft": (cut["draft"] | {"path": "draft"}) if cut else None,
         "cuts": cut.get("changes"),
         "parent": run.parent(),
-        "search": found("surgery", "search.json"),
+        "search": found("search", "search.json"),
         "sparsity": found("draft", "sparsity.json"),
         "metrics": run.metrics(),
         "training": found("training.json"),
@@ -43,7 +44,7 @@ def gather(recipe: Recipe, run: Run) -> dict[str, Any]:
         "export": found("gguf", "export.json"),
         "speedup": found("speedup.json"),
     }
-    return {name: value for name, value in facts.items() if value is not None}
+    return {name: value for name, value in results.items() if value is not None}
 
 
 def _target_sizes(recipe: Recipe, cut: dict[str, Any]) -> dict[str, Any] | None:
@@ -62,7 +63,7 @@ def _target_sizes(recipe: Recipe, cut: dict[str, Any]) -> dict[str, Any] | None:
 
 def report(recipe: Recipe, run: Run) -> list[Path]:
     """Write report.html and, beside the draft's weights, its model card."""
-    facts = gather(recipe, run)
-    write_text(run.path("report.html"), build_page(facts))
-    write_text(run.path("draft", "README.md"), build_card(facts))
+    results = gather(recipe, run)
+    write_text(run.path("report.html"), build_page(results))
+    write_text(run.path("draft", "README.md"), build_card(results))
     return [run.path("report.html"), run.path("draft", "README.md")]

@@ -1,7 +1,7 @@
 """Many texts at once: one call of a model serves all rows, and each row's text is the one it would have alone.
 
 Both loops are those of `decode.py`, with a list of rows in the place of one. Legend: B prompts, γ drafted tokens of a
-round, N laws of a call (row by row, in the order of the rows), V vocabulary.
+round, N distributions of a call (row by row, in the order of the rows), V vocabulary.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from torch import Tensor
 from distill.errors import DataError
 from distill.models.base import Logits, Model
 from distill.speculative.decode import Decoded, Round, Rules, require_lossless, take, verify_greedy
-from distill.speculative.draft import ModelDrafter, features_after, law_sampler
-from distill.speculative.earlier import LONGEST, Earlier
+from distill.speculative.draft import ModelDrafter, distribution_sampler, features_after
 from distill.speculative.lengths import Fixed, LengthRule
+from distill.speculative.n_grams import LONGEST, Earlier
 from distill.speculative.proposal import Features
 from distill.speculative.verify import CHAINS, Random, draw, draw_token
 
@@ -37,7 +37,7 @@ class _Row:
     result: Decoded = field(default_factory=Decoded)
     ended: bool = False
     drafted: list[int] = field(default_factory=list)
-    laws: list[Tensor] = field(default_factory=list)  # [V] each; none where tokens are chosen without chance
+    distributions: list[Tensor] = field(default_factory=list)  # [V] each; none where tokens are chosen without chance
     seen: list[Features] = field(default_factory=list)
     earlier: Earlier = field(default_factory=Earlier)
 
@@ -94,8 +94,8 @@ def decode_batch(
 
     A round's seconds are those of the whole batch, the same in each row that took part, and so are the prefill's: each
     row's `seconds` run until that row ended, and the batch took the largest. DataError for a verifier and rule that
-    would change the target's law, or a rule that drops drawn tokens; ValueError for more prompts than rows, an empty
-    prompt, or chance without random numbers for each row.
+    would change the target's distribution, or a rule that drops drawn tokens; ValueError for more prompts than rows, an
+    empty prompt, or chance without random numbers for each row.
     """
     new_rule = length if callable(length) else lambda: Fixed(length)
     drafter = ModelDrafter(draft, new_rule(), rules.sampler, rules.random, argmax)
@@ -215,18 +215,18 @@ def _choose(logits: Logits, live: Sequence[_Row], rules: Rules) -> list[int]:
     """The target's own next token of each row, from logits [B, V]."""
     if rules.by_argmax:
         return logits.argmax()
-    laws = rules.sampler.law(logits.full(), [row.context for row in live])
-    return [draw_token(law, row.random) for law, row in zip(laws, live, strict=True)]
+    distributions = rules.sampler.probabilities(logits.full(), [row.context for row in live])
+    return [draw_token(distribution, row.random) for distribution, row in zip(distributions, live, strict=True)]
 
 
 def _draft(draft: Model, live: Sequence[_Row], most: Mapping[int, int], rules: Rules, argmax: bool) -> None:
     """Draft for every row, one position of all rows a step; a row that has stopped takes no more tokens."""
     held = draft.lengths
     for row in live:
-        row.drafted, row.laws, row.seen = [], [], []
+        row.drafted, row.distributions, row.seen = [], [], []
     limits = {row.number: min(most[row.number], row.rule.limit()) for row in live if most[row.number] > 0}
     drafting = [row for row in live if row.number in limits]
-    # Nothing asks for the law: the largest logit is enough, and much faster to find.
+    # Nothing asks for the distribution: the largest logit is enough, and much faster to find.
     by_argmax = argmax and rules.sampler.repetition_penalty == 1 and all(type(row.rule) is Fixed for row in live)
     if not by_argmax:
         for row in drafting:
@@ -243,9 +243,11 @@ def _draft(draft: Model, live: Sequence[_Row], most: Mapping[int, int], rules: R
                 row.drafted.append(token)
         else:
             histories = [[*row.context, *row.drafted] for row in drafting]
-            laws = law_sampler(rules.sampler).law(logits.full(), histories)
+            distributions = distribution_sampler(rules.sampler).probabilities(logits.full(), histories)
             drafting = [
-                row for row, law in zip(drafting, laws, strict=True) if _draft_token(row, law, position, argmax)
+                row
+                for row, distribution in zip(drafting, distributions, strict=True)
+                if _draft_token(row, distribution, position, argmax)
             ]
         drafting = [row for row in drafting if row.drafted[-1] not in rules.ends]
     if argmax and not by_argmax:
@@ -254,15 +256,15 @@ def _draft(draft: Model, live: Sequence[_Row], most: Mapping[int, int], rules: R
             row.drafted, row.seen = row.drafted[:keep], row.seen[:keep]
 
 
-def _draft_token(row: _Row, law: Tensor, position: int, argmax: bool) -> bool:
-    """Draft a row's token from its law [V], unless the row's rule stops before the draw."""
-    features = features_after(law, row.earlier, [*row.context[-LONGEST:], *row.drafted])
+def _draft_token(row: _Row, distribution: Tensor, position: int, argmax: bool) -> bool:
+    """Draft a row's token from its distribution [V], unless the row's rule stops before the draw."""
+    features = features_after(distribution, row.earlier, [*row.context[-LONGEST:], *row.drafted])
     if not row.rule.go_on(position, features):
         return False
     row.seen.append(features)
-    row.drafted.append(int(law.argmax()) if argmax else draw_token(law, row.random))
+    row.drafted.append(int(distribution.argmax()) if argmax else draw_token(distribution, row.random))
     if not argmax:
-        row.laws.append(law)
+        row.distributions.append(distribution)
     return True
 
 
@@ -285,10 +287,10 @@ def _verify(target: Model, live: Sequence[_Row], rules: Rules) -> list[tuple[int
         histories = None
         if rules.sampler.repetition_penalty != 1:
             histories = [[*row.context, *row.drafted[:i]] for row in live for i in range(len(row.drafted) + 1)]
-        laws = rules.sampler.law(logits.full(), histories)  # [N, V]
+        distributions = rules.sampler.probabilities(logits.full(), histories)  # [N, V]
         for row, part in zip(live, parts, strict=True):
-            p = laws[part]
-            q = torch.stack(row.laws).to(p) if row.laws else None
+            p = distributions[part]
+            q = torch.stack(row.distributions).to(p) if row.distributions else None
             drafted = p.new_tensor(row.drafted).long()
             found.append(draw(CHAINS[rules.verifier](p, q, drafted), row.random))
     _rollback(target, {row.number: depths[row.number] + 1 + got for row, (got, _) in zip(live, found, strict=True)})

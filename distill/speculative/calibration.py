@@ -1,8 +1,9 @@
-"""How probable it is that a drafted token stands, from what the draft's law looked like before the token was drawn.
+"""How probable it is that a drafted token stands, from what the draft's distribution looked like before the token was
+drawn.
 
 A calibration answers `accept(position, features, survival)`: the probability that the token at `position` (from 0) is
 accepted given that all before it were, `survival` being the product of the answers so far. It is fitted on recorded
-rounds of selection text. Only positions that were drafted and reached count: what lies behind the first rejection was
+rounds of validation text. Only positions that were drafted and reached count: what lies behind the first rejection was
 never judged. Legend: N judged positions, F terms.
 """
 
@@ -129,7 +130,13 @@ TERMS: dict[str, Callable[[int, Features], float]] = {
     "differed_length": lambda position, f: max(-f.match, 0) / 6,
 }
 CONTEXT_TERMS = ("agrees", "differs", "agreed_length", "differed_length")  # what the text before says of the best token
-FEATURE_TERMS = ("margin", "logit_top", "entropy", "first", "log_position")  # all that a law shows, and where it stands
+FEATURE_TERMS = (
+    "margin",
+    "logit_top",
+    "entropy",
+    "first",
+    "log_position",
+)  # all that a distribution shows, and where it stands
 
 
 @dataclass
@@ -234,7 +241,7 @@ def fit_sequential(rounds: Sequence[Recorded], least: int = 30) -> Sequential:
         model = Sequential(tuple(found))
         rows = [(r, c * model.accept(position, r.features[position], c)) for r, c in rows]
     if not found:
-        raise DataError(f"no draft position was judged {least} times", "record more rounds on the selection split")
+        raise DataError(f"no draft position was judged {least} times", "record more rounds on the validation split")
     return Sequential(tuple(found))
 
 
@@ -263,7 +270,7 @@ def _judged(rounds: Sequence[Recorded]) -> list[tuple[int, Features, bool]]:
     outcomes = {stood for _, _, stood in found}
     if len(outcomes) < 2:
         what = "no judged position" if not found else f"only {'accepted' if True in outcomes else 'rejected'} positions"
-        raise DataError(f"calibration: {what} in {len(rounds)} rounds", "record more rounds on the selection split")
+        raise DataError(f"calibration: {what} in {len(rounds)} rounds", "record more rounds on the validation split")
     return found
 
 

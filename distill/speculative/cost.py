@@ -14,9 +14,9 @@ from typing import Any
 
 from distill.errors import DataError
 from distill.files import read_json, write_json
+from distill.machine import machine
 from distill.models.base import Model
 from distill.progress import Progress
-from distill.run import machine
 
 FORMAT = 1  # of saved curves
 UNSTEADY = 1.5  # a median this many times the fastest repeat is not the machine's own

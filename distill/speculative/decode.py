@@ -13,14 +13,14 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from distill.errors import DataError
+from distill.grammar.constrained import Constrained
+from distill.grammar.constraint import Constraint
 from distill.models.base import Logits, Model
 from distill.sampler import Sampler
-from distill.speculative.constrained import Constrained
 from distill.speculative.draft import Drafter, ModelDrafter
-from distill.speculative.grammar import Constraint
 from distill.speculative.lengths import Fixed
 from distill.speculative.proposal import ROOT, Proposal
-from distill.speculative.said import Stop
+from distill.speculative.stop_strings import Stop
 from distill.speculative.verify import CHAINS, TREES, Random, draw, draw_token, refusal, walk
 
 GREEDY = Sampler(temperature=0)
@@ -85,15 +85,17 @@ class Rules:
 
     @property
     def by_argmax(self) -> bool:
-        """Whether the target's largest logit decides, so that no law needs to be made."""
+        """Whether the target's largest logit decides, so that no distribution needs to be made."""
         return self.sampler.temperature == 0 and self.sampler.repetition_penalty == 1 and self.verifier == "greedy"
 
 
 def require_lossless(drafter: Drafter, rules: Rules) -> None:
-    """Raise DataError, with the reason, for a drafter and verifier that would change the target's law."""
+    """Raise DataError, with the reason, for a drafter and verifier that would change the target's distribution."""
     reason = refusal(rules.verifier, drafter.kind, rules.sampler.temperature, tree=drafter.tree)
     if reason is not None:
-        raise DataError(f"verifier {rules.verifier} would change the target's law: {reason}", "or ask for it as lossy")
+        raise DataError(
+            f"verifier {rules.verifier} would change the target's distribution: {reason}", "or ask for it as lossy"
+        )
 
 
 def verify_greedy(choices: Sequence[int], proposal: Sequence[int]) -> int:
@@ -121,7 +123,7 @@ def choose(logits: Logits, history: Sequence[int], rules: Rules) -> int:
     """The target's own next token from logits [1, V]."""
     if rules.by_argmax:
         return logits.argmax()[0]
-    return draw_token(rules.sampler.law(logits.full(), [history])[0], rules.random)
+    return draw_token(rules.sampler.probabilities(logits.full(), [history])[0], rules.random)
 
 
 def take(result: Decoded, new: Sequence[int], accepted: int, rules: Rules) -> tuple[int, bool]:
@@ -180,9 +182,9 @@ def decode(
 
     They are the round's new tokens, but for those that may begin a stop string: these wait for later rounds, and all
     that is yielded makes up `result.tokens`. A drafter without room behind the context proposes nothing.
-    What comes out follows the target's law under the sampler exactly (greedy: is the target's own text, up to rounding
-    between batches of one and of several tokens). Raises DataError for pairs of drafter and verifier that would
-    change it, unless `lossy`.
+    What comes out follows the target's distribution under the sampler exactly (greedy: is the target's own text, up to
+    rounding between batches of one and of several tokens). Raises DataError for pairs of drafter and verifier that
+    would change it, unless `lossy`.
     """
     if not lossy:
         require_lossless(drafter, rules)
@@ -230,30 +232,30 @@ def _verify(target: Model, context: Sequence[int], proposal: Proposal, rules: Ru
             count = verify_greedy(choices, proposal.tokens)
             token = choices[count]
         else:
-            p = _laws(logits, context, proposal, rules)
+            p = _distributions(logits, context, proposal, rules)
             drafted = p.new_tensor(proposal.tokens).long()
-            count, token = draw(CHAINS[verifier](p, _as(proposal.laws, p), drafted), rules.random)
+            count, token = draw(CHAINS[verifier](p, _as(proposal.distributions, p), drafted), rules.random)
         target.rollback([depth + 1 + count])
         return list(range(count)), token
     # The last token is node 0 of the pending tree, and the parent of the proposal's roots.
     logits = target.extend(tokens, parents=[ROOT, *(parent + 1 for parent in proposal.parents)])
-    path, token = walk(TREES[rules.verifier], _laws(logits, context, proposal, rules), proposal, rules.random)
+    path, token = walk(TREES[rules.verifier], _distributions(logits, context, proposal, rules), proposal, rules.random)
     target.keep([[0, *(node + 1 for node in path)]])
     return path, token
 
 
-def _laws(logits: Logits, context: Sequence[int], proposal: Proposal, rules: Rules) -> Tensor:
-    """The target's laws [n + 1, V] after the context and after each node, through the sampler."""
+def _distributions(logits: Logits, context: Sequence[int], proposal: Proposal, rules: Rules) -> Tensor:
+    """The target's distributions [n + 1, V] after the context and after each node, through the sampler."""
     histories: list[list[int]] | None = None
     if rules.sampler.repetition_penalty != 1:
         histories = [list(context)]
         for node, parent in enumerate(proposal.parents):
             histories.append([*histories[parent + 1], proposal.tokens[node]])
-    return rules.sampler.law(logits.full(), histories)
+    return rules.sampler.probabilities(logits.full(), histories)
 
 
-def _as(laws: Tensor | None, p: Tensor) -> Tensor | None:
-    return None if laws is None else laws.to(p)
+def _as(distributions: Tensor | None, p: Tensor) -> Tensor | None:
+    return None if distributions is None else distributions.to(p)
 
 
 def speculative_rounds(

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from distill.models.base import SPARE_NODES, Logits, Model
 from distill.sampler import Sampler
-from distill.speculative.earlier import LONGEST, Earlier
 from distill.speculative.lengths import Fixed, LengthRule
+from distill.speculative.n_grams import LONGEST, Earlier
 from distill.speculative.proposal import Features, Proposal
-from distill.speculative.shape import Shape
-from distill.speculative.tree import Calibrate, best_first, features_of, sampled_tree, top_tree
+from distill.speculative.trees.shape import Shape
+from distill.speculative.trees.tree import Calibrate, best_first, features_of, sampled_tree, top_tree
 from distill.speculative.verify import Random, draw_token
 
 
@@ -53,28 +53,27 @@ class Drafter(Protocol):
         ...
 
 
-def law_sampler(sampler: Sampler) -> Sampler:
+def distribution_sampler(sampler: Sampler) -> Sampler:
     """The sampler that a draft's probabilities are read under: the served one, or temperature 1 for a greedy one."""
     return sampler if sampler.temperature else Sampler(1.0, repetition_penalty=sampler.repetition_penalty)
 
 
-def features_after(law: Tensor, earlier: Earlier, history: Sequence[int]) -> Features:
-    """What a rule is told of the draft's law [V] after `history`, with what `earlier` read of the same text."""
-    return replace(features_of(law), match=earlier.match(history[-LONGEST:], int(law.argmax())))
+def features_after(distribution: Tensor, earlier: Earlier, history: Sequence[int]) -> Features:
+    """What a rule is told of the draft's distribution [V] after `history`, with what `earlier` read of the same
+    text."""
+    return replace(features_of(distribution), match=earlier.match(history[-LONGEST:], int(distribution.argmax())))
 
 
 class ModelDrafter:
     """A model that continues the context, for as long as its length rule says.
 
-    With `sampler` temperature 0, or with `argmax`, its best token is taken; else tokens are drawn from its law after
-    the sampler, which the proposal then holds. A repetition penalty reads the context as the target's does.
+    With `sampler` temperature 0, or with `argmax`, its best token is taken; else tokens are drawn from its distribution
+    after the sampler, which the proposal then holds. A repetition penalty reads the context as the target's does.
     """
 
     tree = False
 
-    def __init__(
-        self, model: Model, rule: LengthRule, sampler: Sampler, random: Random, argmax: bool = False
-    ) -> None:
+    def __init__(self, model: Model, rule: LengthRule, sampler: Sampler, random: Random, argmax: bool = False) -> None:
         self.model, self.rule, self.sampler, self.random = model, rule, sampler, random
         self.argmax = argmax or sampler.temperature == 0
         self.earlier = Earlier()
@@ -103,7 +102,7 @@ class ModelDrafter:
         fresh = list(context[self.model.lengths[0] :])
         tokens: list[int] = []
         if self.argmax and type(self.rule) is Fixed and self.sampler.repetition_penalty == 1:
-            # Nothing asks for the law: the largest logit is enough, and much faster to find.
+            # Nothing asks for the distribution: the largest logit is enough, and much faster to find.
             for _ in range(limit):
                 tokens.append(self.model.extend(fresh, want=[len(fresh) - 1]).argmax()[0])
                 fresh = tokens[-1:]
@@ -111,17 +110,17 @@ class ModelDrafter:
                     break
             return Proposal.chain(tokens)
         self.earlier.read(context)
-        laws: list[Tensor] = []
+        distributions: list[Tensor] = []
         seen: list[Features] = []
         for position in range(limit):
             if not self.rule.step_on(position):
                 break
             logits = self.model.extend(fresh, want=[len(fresh) - 1])
-            token, law, features = self._next(logits, [*context, *tokens], position)
+            token, distribution, features = self._next(logits, [*context, *tokens], position)
             if token is None:
                 break
             tokens.append(token)
-            laws.append(law)
+            distributions.append(distribution)
             seen.append(features)
             fresh = [token]
             if token in ends:
@@ -129,28 +128,33 @@ class ModelDrafter:
         if self.argmax:
             count = self.rule.submit(seen)
             return Proposal.chain(tokens[:count], None, seen[:count])
-        count = self._cut(tokens, laws, seen)
-        return Proposal.chain(tokens[:count], torch.stack(laws[:count]) if count else None, seen[:count])
+        count = self._cut(tokens, distributions, seen)
+        return Proposal.chain(tokens[:count], torch.stack(distributions[:count]) if count else None, seen[:count])
 
     def _next(self, logits: Logits, history: Sequence[int], position: int) -> tuple[int | None, Tensor, Features]:
-        """The token at a position, its law and its features; no token where the rule stops before the draw."""
-        law = self._law(logits, history)
-        features = features_after(law, self.earlier, history)
+        """The token at a position, its distribution and its features; no token where the rule stops before the draw."""
+        distribution = self._distribution(logits, history)
+        features = features_after(distribution, self.earlier, history)
         if not self.rule.go_on(position, features):
-            return None, law, features
-        return (int(law.argmax()) if self.argmax else draw_token(law, self.random)), law, features
+            return None, distribution, features
+        return (
+            (int(distribution.argmax()) if self.argmax else draw_token(distribution, self.random)),
+            distribution,
+            features,
+        )
 
-    def _law(self, logits: Logits, history: Sequence[int]) -> Tensor:
-        """The draft's law [V]; without chance it is the softmax at the served temperature, or at 1 for greedy."""
-        return law_sampler(self.sampler).law(logits.full(), [history])[0]
+    def _distribution(self, logits: Logits, history: Sequence[int]) -> Tensor:
+        """The draft's distribution [V]; without chance it is the softmax at the served temperature, or at 1 for
+        greedy."""
+        return distribution_sampler(self.sampler).probabilities(logits.full(), [history])[0]
 
-    def _cut(self, tokens: list[int], laws: list[Tensor], seen: list[Features]) -> int:
+    def _cut(self, tokens: list[int], distributions: list[Tensor], seen: list[Features]) -> int:
         """Where a rule that looks at drawn tokens ends the draft: lossy, and refused unless asked for."""
         keeps = getattr(self.rule, "keeps", None)
         if keeps is None:
-            return self.rule.submit(seen)  # all, unless the rule looks at laws behind drawn tokens
-        for index, (token, law) in enumerate(zip(tokens, laws, strict=True)):
-            if not keeps(float(law[token])):
+            return self.rule.submit(seen)  # all, unless the rule looks at distributions behind drawn tokens
+        for index, (token, distribution) in enumerate(zip(tokens, distributions, strict=True)):
+            if not keeps(float(distribution[token])):
                 return index
         return len(tokens)
 
@@ -245,8 +249,8 @@ class TreeDrafter:
     """A model that proposes trees: the best tokens by the product of their probabilities, or draws in a fixed shape.
 
     Without a `shape` the tree has the `nodes` nodes of greatest value (deterministic children). With one, children are
-    the best tokens where `best`, else drawn from the draft's law, without replacement where `distinct`. `values` are
-    those of the last tree of greatest value, best first.
+    the best tokens where `best`, else drawn from the draft's distribution, without replacement where `distinct`.
+    `values` are those of the last tree of greatest value, best first.
     """
 
     tree = True
@@ -269,7 +273,7 @@ class TreeDrafter:
             raise ValueError("trees are not drafted under a repetition penalty: branches have different histories")
         if shape is not None and not best and sampler.temperature == 0:
             raise ValueError("a greedy sampler draws nothing: ask for trees of the best tokens")
-        self.model, self.sampler, self.random, self.nodes = model, law_sampler(sampler), random, nodes
+        self.model, self.sampler, self.random, self.nodes = model, distribution_sampler(sampler), random, nodes
         self.shape, self.best, self.distinct = shape, best, distinct
         self.values: list[float] = []
         self.branching, self.depth, self.calibrate = branching, depth, calibrate
@@ -298,10 +302,10 @@ class TreeDrafter:
         if limit <= 0 or most == 0 or (shape is not None and most > room):
             return Proposal.chain([])
         fresh = list(context[self.model.lengths[0] :])
-        root = self.sampler.law(self.model.extend(fresh, want=[len(fresh) - 1]).full())[0]
+        root = self.sampler.probabilities(self.model.extend(fresh, want=[len(fresh) - 1]).full())[0]
 
         def expand(tokens: list[int], parents: list[int]) -> Tensor:
-            return self.sampler.law(self.model.extend(tokens, parents=parents).full())
+            return self.sampler.probabilities(self.model.extend(tokens, parents=parents).full())
 
         if shape is not None and self.best:
             return top_tree(shape, root, expand)

@@ -5,9 +5,9 @@ A round asks `limit()`, then for each position `step_on(position)` before the dr
 `observe(drafted, accepted, features, seconds)`.
 
 Whether a position is verified must be settled before its token is drawn, or the output no longer follows the target's
-law: a rule that drops tokens after their draw `anticipates`, and a draft that samples with it is refused wherever that
-shows (`verify.refusal`).
-Legend: n tokens drafted, E expected tokens of a round, λ tokens per second in the long run.
+distribution: a rule that drops tokens after their draw `anticipates`, and a draft that samples with it is refused
+wherever that shows (`verify.refusal`). Legend: n tokens drafted, E expected tokens of a round, λ tokens per second in
+the long run.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Fixed(Rule):
 
 @dataclass
 class ProbabilityFloor(Fixed):
-    """Draft while the draft's largest probability is at least p_min, seen before the draw: lawful for every draft."""
+    """Draft while the draft's largest probability is at least p_min, seen before the draw: lossless for every draft."""
 
     p_min: float
 
@@ -98,7 +98,8 @@ class ProbabilityFloor(Fixed):
 
 @dataclass
 class LossyProbabilityFloor(Fixed):
-    """Drop a drawn token whose own probability is below p_min, as llama.cpp does: changes the law of sampled drafts."""
+    """Drop a drawn token whose own probability is below p_min, as llama.cpp does: changes the distribution of sampled
+    drafts."""
 
     p_min: float
     anticipates = True
@@ -176,7 +177,8 @@ class AcceptedRatio(Rule):
 
 @dataclass
 class Entropy(Fixed):
-    """Draft while 1 − √(scale·H) ≥ floor, H the entropy of the draft's law: a lower bound of acceptance (AdaEDL).
+    """Draft while 1 − √(scale·H) ≥ floor, H the entropy of the draft's distribution: a lower bound of acceptance
+    (AdaEDL).
 
     arXiv 2410.18351: the floor moves by `step` so that the share accepted approaches `wanted`, both smoothed.
     """
@@ -249,8 +251,8 @@ class ExpectedValue(Rule):
     Drafting goes on while up to `look_ahead` + 1 more tokens could beat the best length so far, if each were accepted
     with probability `hope` + (1 − hope)·(the mean so far); look_ahead 0 is the myopic rule, hope 1 the bound that no
     luck can break, which drafts too much where drafting costs. What is drafted is submitted; with `truncate`, which is
-    lawful for deterministic drafts alone, only the n of greatest E − λ·T(n + 1) is (on selection traces it gained on no
-    curve, docs/benchmarks.md). λ is a moving average in which a token counts half after `memory` more, and starts at
+    lossless for deterministic drafts alone, only the n of greatest E − λ·T(n + 1) is (on validation traces it gained on
+    no curve, docs/benchmarks.md). λ is a moving average in which a token counts half after `memory` more, and starts at
     1/T(1).
 
     It decodes plainly for `probe` tokens after `patience` rounds in which nothing was worth submitting, or when the

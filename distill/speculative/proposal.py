@@ -14,7 +14,8 @@ ROOT = -1  # the committed end of the context, parent of the first nodes
 
 @dataclass(frozen=True)
 class Features:
-    """What is known of a draft position before its token is drawn: of the draft's law there, after the sampler.
+    """What is known of a draft position before its token is drawn: of the draft's distribution there, after the
+    sampler.
 
     `top` and `second` are the two largest probabilities, `entropy` is in nats. `match` tells whether the best token is
     what followed the last tokens earlier in the text (earlier.py); 0 where nobody looked.
@@ -30,21 +31,22 @@ class Features:
 class Proposal:
     """Tokens [n] with parents before their children, `parents` [n] as indices (ROOT: the committed end).
 
-    `laws` [n, V] are the laws that the tokens were drawn from, through the sampler; None when they were chosen without
-    chance, which is the law that is 1 at the token. `features` [n] where the drafter knows them.
+    `distributions` [n, V] are the distributions that the tokens were drawn from, through the sampler; None when they
+    were chosen without chance, which is the distribution that is 1 at the token. `features` [n] where the drafter knows
+    them.
     """
 
     tokens: list[int]
     parents: list[int]
-    laws: Tensor | None = None
+    distributions: Tensor | None = None
     features: list[Features] = field(default_factory=list)
 
     @classmethod
     def chain(
-        cls, tokens: list[int], laws: Tensor | None = None, features: list[Features] | None = None
+        cls, tokens: list[int], distributions: Tensor | None = None, features: list[Features] | None = None
     ) -> Proposal:
         """The chain of these tokens."""
-        return cls(tokens, list(range(ROOT, len(tokens) - 1)), laws, features or [])
+        return cls(tokens, list(range(ROOT, len(tokens) - 1)), distributions, features or [])
 
     @property
     def is_chain(self) -> bool:

@@ -1,9 +1,10 @@
-"""Which drafted tokens stand, and the law of the token after them: pure functions of the target's and the draft's laws.
+"""Which drafted tokens stand, and the distribution of the token after them: pure functions of the target's and the
+draft's distributions.
 
 Legend: γ drafted tokens, n nodes of a tree, c children of a node, V vocabulary, … leading dimensions (rows); p is the
-target's law, q the law that a token was drawn from, both after the sampler. A drafted token of −1 means that nothing
-was drafted there: rows of different lengths are padded with it. Every u is uniform in [0, 1) and accepts where u < h,
-so that what has probability 0 is never accepted.
+target's distribution, q the distribution that a token was drawn from, both after the sampler. A drafted token of −1
+means that nothing was drafted there: rows of different lengths are padded with it. Every u is uniform in [0, 1) and
+accepts where u < h, so that what has probability 0 is never accepted.
 """
 
 from __future__ import annotations
@@ -20,21 +21,22 @@ from distill.speculative.proposal import ROOT, Proposal
 Random = Callable[[], float]
 
 
-def inverse_transform(law: Tensor, uniforms: Tensor) -> Tensor:
-    """Tokens [...] drawn from laws [..., V] with uniforms [...] in [0, 1); a token of probability 0 never comes out.
+def inverse_transform(distribution: Tensor, uniforms: Tensor) -> Tensor:
+    """Tokens [...] drawn from distributions [..., V] with uniforms [...] in [0, 1); a token of probability 0 never
+    comes out.
 
-    The laws need not sum to 1, because rounding decides what they sum to.
+    The distributions need not sum to 1, because rounding decides what they sum to.
     """
-    cumulative = law.double().cumsum(-1)
+    cumulative = distribution.double().cumsum(-1)
     total = cumulative[..., -1:].contiguous()
     token = torch.searchsorted(cumulative, uniforms.to(cumulative).unsqueeze(-1) * total, right=True)
     # Where the product rounded up to the total: the last token that adds to it.
     return torch.minimum(token, torch.searchsorted(cumulative, total)).squeeze(-1)
 
 
-def draw_token(law: Tensor, random: Random) -> int:
-    """One token from a law [V]."""
-    return int(inverse_transform(law, torch.tensor(random(), dtype=torch.float64)))
+def draw_token(distribution: Tensor, random: Random) -> int:
+    """One token from a distribution [V]."""
+    return int(inverse_transform(distribution, torch.tensor(random(), dtype=torch.float64)))
 
 
 def _ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
@@ -43,14 +45,15 @@ def _ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
     return torch.where(possible, numerator / denominator.masked_fill(~possible, 1), torch.zeros_like(numerator))
 
 
-def _at(laws: Tensor, tokens: Tensor) -> Tensor:
-    """The probability of each token [...] in its law [..., V]; 0 for −1."""
-    found = laws.gather(-1, tokens.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+def _at(distributions: Tensor, tokens: Tensor) -> Tensor:
+    """The probability of each token [...] in its distribution [..., V]; 0 for −1."""
+    found = distributions.gather(-1, tokens.clamp(min=0).unsqueeze(-1)).squeeze(-1)
     return found.masked_fill(tokens < 0, 0)
 
 
 def _drawn_from(q: Tensor | None, tokens: Tensor, like: Tensor) -> Tensor:
-    """The laws [..., V] that tokens [...] were drawn from: q, or 1 at the token; all 0 where the token is −1."""
+    """The distributions [..., V] that tokens [...] were drawn from: q, or 1 at the token; all 0 where the token is
+    −1."""
     present = (tokens >= 0).unsqueeze(-1)
     if q is not None:
         return q.masked_fill(~present, 0)
@@ -75,7 +78,7 @@ def _remainder(p: Tensor, q: Tensor, fallback: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What becomes of a chain: acceptance h [..., γ], and what the residual laws are made of.
+    """What becomes of a chain: acceptance h [..., γ], and what the residual distributions are made of.
 
     First-miss (`last_hit` false): position i is tried only if all before it were accepted. Last-hit: every position has
     a uniform of its own, and all up to the last accepted one stand. Then the next token is drawn from `residual`.
@@ -89,7 +92,7 @@ class Verdict:
     last_hit: bool = False
 
     def counts(self) -> Tensor:
-        """The law [..., γ + 1] of how many tokens are accepted."""
+        """The distribution [..., γ + 1] of how many tokens are accepted."""
         accepted, missed, one = self.acceptance, 1 - self.acceptance, torch.ones_like(self.scale[..., :1])
         if one.shape[-1] == 0:
             return self.p.new_ones(*self.p.shape[:-2], 1)
@@ -99,7 +102,8 @@ class Verdict:
         return torch.cat([one, accepted.cumprod(-1)], -1) * torch.cat([missed, one], -1)
 
     def residual(self, accepted: Tensor | int) -> Tensor:
-        """The law [..., V] of the token after the `accepted` [...] first ones: norm((r·p − q)+), or p after all γ."""
+        """The distribution [..., V] of the token after the `accepted` [...] first ones: norm((r·p − q)+), or p after
+        all γ."""
         length = self.acceptance.shape[-1]
         index = torch.as_tensor(accepted, device=self.p.device).expand(self.p.shape[:-2])
         p = _position(self.p, index)
@@ -173,7 +177,7 @@ def draw(verdict: Verdict, random: Random) -> tuple[int, int]:
 @dataclass(frozen=True)
 class NodeVerdict:
     """What becomes of a node's children, tried in turn until one is accepted: h [..., c], each given that those before
-    it were refused; and the law [..., V] of the next token when none is."""
+    it were refused; and the distribution [..., V] of the next token when none is."""
 
     acceptance: Tensor
     residual: Tensor
@@ -186,8 +190,9 @@ NodeVerifier = Callable[[Tensor, Tensor | None, Tensor], NodeVerdict]
 def node_token(p: Tensor, q: Tensor | None, tokens: Tensor, distinct: bool = False) -> NodeVerdict:
     """Accept child k with p(x_k)/q_k(x_k), else p ← norm((p − q_k)+) (SpecInfer, 2305.09781, alg. 2).
 
-    q_k is the law that x_k was drawn from, given its earlier siblings. `distinct` strikes these out of q_k: right for
-    siblings drawn without replacement, whether q holds their parent's law in each row or what was left of it.
+    q_k is the distribution that x_k was drawn from, given its earlier siblings. `distinct` strikes these out of q_k:
+    right for siblings drawn without replacement, whether q holds their parent's distribution in each row or what was
+    left of it.
     """
     chances = []
     for k in range(tokens.shape[-1]):
@@ -212,9 +217,10 @@ def node_greedy(p: Tensor, q: Tensor | None, tokens: Tensor) -> NodeVerdict:
 
 
 def walk(verify: NodeVerifier, p: Tensor, proposal: Proposal, random: Random) -> tuple[list[int], int]:
-    """The accepted nodes of a tree from the top down, and the token after them; p [n + 1, V], the root's law first.
+    """The accepted nodes of a tree from the top down, and the token after them; p [n + 1, V], the root's distribution
+    first.
 
-    A node's children share no number: only the target's law at the node where the walk stands is looked at.
+    A node's children share no number: only the target's distribution at the node where the walk stands is looked at.
     """
     children = proposal.children()
     path: list[int] = []
@@ -222,7 +228,7 @@ def walk(verify: NodeVerifier, p: Tensor, proposal: Proposal, random: Random) ->
         here = path[-1] if path else ROOT
         below = children.get(here, [])
         tokens = torch.tensor([proposal.tokens[child] for child in below], dtype=torch.long, device=p.device)
-        q = None if proposal.laws is None or not below else proposal.laws[below].to(p)
+        q = None if proposal.distributions is None or not below else proposal.distributions[below].to(p)
         verdict = verify(p[here + 1], q, tokens)
         hit = next((k for k, chance in enumerate(verdict.acceptance.tolist()) if random() < chance), None)
         if hit is None:
@@ -241,25 +247,30 @@ TREES: dict[str, NodeVerifier] = {
 # How the tokens of a proposal came about.
 KINDS = {
     "deterministic": "chosen without chance, its length too",
-    "sampled": "drawn from the draft's law, siblings with replacement; what is drawn is kept",
+    "sampled": "drawn from the draft's distribution, siblings with replacement; what is drawn is kept",
     "distinct": "siblings drawn without replacement; what is drawn is kept",
-    "cut": "drawn from the draft's law, and some tokens dropped after they were seen",
+    "cut": "drawn from the draft's distribution, and some tokens dropped after they were seen",
 }
 _CUT = (
-    "a sampled token that is dropped after it was seen leaves a draft that no longer follows its law: decide before "
+    "a sampled token that is dropped after it was seen leaves a draft that no longer follows its distribution: "
+    "decide before "
     "the draw, draft without chance, or verify with match"
 )
 _REFUSED: dict[tuple[str, str], str] = {
     ("token", "cut"): _CUT,
     ("block", "cut"): _CUT,
     ("distinct", "cut"): _CUT,
-    ("token", "distinct"): "siblings drawn without replacement do not all follow the draft's law: use distinct",
+    (
+        "token",
+        "distinct",
+    ): "siblings drawn without replacement do not all follow the draft's distribution: use distinct",
     ("distinct", "sampled"): "siblings drawn with replacement may repeat, which distinct rules out: use token",
 }
 
 
 def refusal(verifier: str, kind: str, temperature: float, tree: bool = False) -> str | None:
-    """Why this verifier would change the target's law for proposals of this kind (see KINDS); None when it does not.
+    """Why this verifier would change the target's distribution for proposals of this kind (see KINDS); None when it
+    does not.
 
     ValueError for names that do not exist, or for a verifier of chains asked to verify trees (or the reverse).
     """

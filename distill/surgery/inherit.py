@@ -13,7 +13,7 @@ from distill.run import Run
 
 
 def inherit(run: Run, parent: dict[str, Any]) -> list[Path]:
-    """Copy the parent's draft to init/: weights, tokenizer, kept tokens. No cut is made.
+    """Copy the parent's draft to cut/: weights, tokenizer, kept tokens. No cut is made.
 
     Raises DataError when the parent's draft is missing or is no longer the one that the refresh began with.
     """
@@ -38,9 +38,14 @@ def inherit(run: Run, parent: dict[str, Any]) -> list[Path]:
                 (place / file).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(source / file, place / file)
         context = getattr(config, "max_position_embeddings", None)
-        facts: dict[str, Any] = {"donor": sizes, "draft": sizes | {"path": "init"}, "changes": [], "context": context}
-        write_json(place / "cut.json", facts)
+        metadata: dict[str, Any] = {
+            "donor": sizes,
+            "draft": sizes | {"path": "cut"},
+            "changes": [],
+            "context": context,
+        }
+        write_json(place / "cut.json", metadata)
 
-    write_folder(run.path("init"), save)
+    write_folder(run.path("cut"), save)
     run.say(f"  generation {parent['generation']}: starts from {name}, without cuts")
-    return [run.path("init")]
+    return [run.path("cut")]

@@ -16,7 +16,7 @@ from typing import Any
 class Priced:
     """A cut with what was measured of it and what follows.
 
-    `kl` in nats; `acceptance` α of rejection sampling at the recipe's sampler, on the selection split;
+    `kl` in nats; `acceptance` α of rejection sampling at the recipe's sampler, on the validation split;
     `draft_seconds` D; `length` the best γ (0: plain decoding is faster); `tokens_per_second` predicted with it;
     `speedup` over plain.
     """
@@ -115,7 +115,7 @@ def explain(points: Sequence[Priced], chosen: Priced, single: float) -> list[str
 def as_markdown(report: Mapping[str, Any]) -> str:
     """The table of search.md, the best first; `front` marks cuts that no other beats in both cost and acceptance."""
     lines = [
-        f"Acceptance on the selection split after {report['heal_steps']} healing steps; step costs measured, "
+        f"Acceptance on the validation split after {report['heal_steps']} healing steps; step costs measured, "
         f"{report['backend']}; tokens/s predicted from both.",
         "",
         "| cut | parameters | KL, nats | acceptance | step, ms | D/T(1) | best γ | tokens/s | speedup | |",

@@ -21,70 +21,80 @@ from distill import divergences
 from distill.export.writer import export_gguf
 from distill.files import read_json, write_json, write_text
 from distill.models.base import Model
-from distill.models.gguf import GgufModel
+from distill.models.gguf.model import GgufModel
 from distill.models.hugging_face import local_folder
 from distill.models.kept import KeptHead
 from distill.models.tokenizer_files import copy_tokenizer
 from distill.models.torch_model import TorchModel
 from distill.packing import Packed
 from distill.progress import Progress
-from distill.recipe import DraftCut, Recipe
+from distill.recipe import Cut, Recipe
 from distill.run import Run
 from distill.sampler import Sampler
 from distill.speculative.cost import measure_steps
-from distill.surgery.laws import TargetLaws, scored_logits
+from distill.surgery.divergence import TargetDistributions, scored_logits
 from distill.surgery.price import Priced, as_markdown, best_length, explain, pareto, price
-from distill.surgery.trim import Counts, keep, sizes_between
+from distill.surgery.vocabulary.trim import Counts, keep, sizes_between
 from distill.target.source import open_teacher
 from distill.training.adapters import adapted
 from distill.training.plan import first_part
 from distill.training.step import heal
 
-Cut = Callable[[Any, DraftCut], None]
+ApplyCut = Callable[[Any, Cut], None]  # alters a model in place
 
 
-def grid(settings: DraftCut) -> list[dict[str, int | None]]:
+def grid(settings: Cut) -> list[dict[str, int | None]]:
     """The cuts that a search tries: every layer count with every MLP width."""
     assert settings.search is not None
     widths: Sequence[int | None] = settings.search.mlp_width or (settings.mlp_width,)
     return [{"layers": layers, "mlp_width": width} for layers in settings.search.layers for width in widths]
 
 
-def search(recipe: Recipe, run: Run, donor: Any, target: Any, laws: TargetLaws, cut: Cut) -> DraftCut:
-    """Try the grid; write surgery/search.json and search.md; the draft settings with the chosen layers and width.
+def search(recipe: Recipe, run: Run, donor: Any, target: Any, distributions: TargetDistributions, cut: ApplyCut) -> Cut:
+    """Try the grid; write search/search.json and search.md; the cut settings with the chosen layers and width.
 
     `donor` and `target` are loaded models, `cut` alters a copy of the donor in place.
     """
-    settings = recipe.draft.search
+    settings = recipe.cut.search
     assert settings is not None
-    folder = run.path("surgery", "search")
+    folder = run.path("search", "cuts")
     costs_path = folder / "target.json"
     if not costs_path.exists():
         write_json(costs_path, _target_seconds(recipe, target, settings.max_length))
     seconds = read_json(costs_path)
     costs = {m: float(seconds[m - 1]) for m in range(1, settings.max_length + 2)}
     source = open_teacher(run, recipe, next(target.parameters()).device, target)
-    progress = Progress("search, cuts", len(grid(recipe.draft)))
+    progress = Progress("search, cuts", len(grid(recipe.cut)))
     points: list[Priced] = []
-    for choice in grid(recipe.draft):
+    for choice in grid(recipe.cut):
         name = f"{choice['layers']} layers" + (f", MLP {choice['mlp_width']}" if choice["mlp_width"] else "")
         path = folder / f"{name.replace(', ', '-').replace(' ', '')}.json"
         if not path.exists():
             model = copy.deepcopy(donor)
-            cut(model, recipe.draft.model_copy(update=choice | {"search": None}))
+            cut(model, recipe.cut.model_copy(update=choice | {"search": None}))
             with adapted(model, recipe.train.adapter, recipe.seed):  # healed as it will be trained
                 part = first_part(recipe)
                 heal(model, source, recipe.train, part, settings.heal_steps, recipe.seed, source.vocabulary)
-            kl = laws.kl(model)
+            kl = distributions.kl(model)
             found = [
-                price(label, choice, sum(p.numel() for p in model.parameters()), kl, accepted, costs, draft_seconds,
-                      settings.max_length).as_json()
-                for label, accepted, draft_seconds in _measure(recipe, model, target, laws, name)
-            ]  # fmt: skip
+                price(
+                    label,
+                    choice,
+                    sum(p.numel() for p in model.parameters()),
+                    kl,
+                    accepted,
+                    costs,
+                    draft_seconds,
+                    settings.max_length,
+                ).as_json()
+                for label, accepted, draft_seconds in _measure(recipe, model, target, distributions, name)
+            ]
             write_json(path, found)
             for point in found:
-                run.say(f"  {point['name']}: KL {kl:.3f}, acceptance {point['acceptance']:.3f}, step "
-                        f"{point['draft_seconds'] * 1e3:.2f} ms, predicted {point['speedup']:.2f}x")  # fmt: skip
+                run.say(
+                    f"  {point['name']}: KL {kl:.3f}, acceptance {point['acceptance']:.3f}, step "
+                    f"{point['draft_seconds'] * 1e3:.2f} ms, predicted {point['speedup']:.2f}x"
+                )
         points += [Priced(**point) for point in read_json(path)]
         progress.step()
     chosen = max(points, key=lambda point: (point.tokens_per_second, point.drafting))
@@ -98,11 +108,11 @@ def search(recipe: Recipe, run: Run, donor: Any, target: Any, laws: TargetLaws, 
         "explanations": explain(points, chosen, costs[1]),
         "command": run.command,
     }
-    write_json(run.path("surgery", "search.json"), report)
-    write_text(run.path("surgery", "search.md"), as_markdown(report))
+    write_json(run.path("search", "search.json"), report)
+    write_text(run.path("search", "search.md"), as_markdown(report))
     for sentence in explain(points, chosen, costs[1]):
         run.say(f"  {sentence}")
-    return recipe.draft.model_copy(update=chosen.settings | {"search": None})
+    return recipe.cut.model_copy(update=chosen.settings | {"search": None})
 
 
 def price_vocabulary(
@@ -110,7 +120,7 @@ def price_vocabulary(
     run: Run,
     model: Any,
     target: Any,
-    laws: TargetLaws,
+    distributions: TargetDistributions,
     counts: Mapping[str, Counts],
     order: Sequence[int],
     least: int,
@@ -120,14 +130,18 @@ def price_vocabulary(
     A copy of the cut model is healed once with its full head; α of a trimmed one is taken as α times the smallest
     share of a domain's target-written tokens that is kept. Its step is measured with each head, in PyTorch.
     """
-    longest = recipe.draft.search.max_length if recipe.draft.search else 16
+    longest = recipe.cut.search.max_length if recipe.cut.search else 16
     healed = copy.deepcopy(model)
-    steps = recipe.draft.search.heal_steps if recipe.draft.search else 60
+    steps = recipe.cut.search.heal_steps if recipe.cut.search else 60
     source = open_teacher(run, recipe, next(model.parameters()).device, target)
     with adapted(healed, recipe.train.adapter, recipe.seed):
         heal(healed, source, recipe.train, first_part(recipe), steps, recipe.seed, source.vocabulary)
     whole = acceptance(
-        target, laws.blocks, Sampler.of(recipe.sampler), laws.vocabulary, lambda part: scored_logits(healed, part)
+        target,
+        distributions.blocks,
+        Sampler.of(recipe.sampler),
+        distributions.vocabulary,
+        lambda part: scored_logits(healed, part),
     )
     seconds = _steps(recipe, TorchModel(target), range(1, longest + 2))
     costs = {m: seconds[m - 1] for m in range(1, longest + 2)}
@@ -139,8 +153,16 @@ def price_vocabulary(
         mass = min(kept.mass.values())
         step = _steps(recipe, TorchModel(healed), [1])[0]
         length, rate = best_length(costs, step, whole * mass, longest)
-        tried.append({"size": size, "mass": mass, "acceptance": whole * mass, "draft_seconds": step,
-                      "length": length, "tokens_per_second": rate})  # fmt: skip
+        tried.append(
+            {
+                "size": size,
+                "mass": mass,
+                "acceptance": whole * mass,
+                "draft_seconds": step,
+                "length": length,
+                "tokens_per_second": rate,
+            }
+        )
         run.say(f"  head of {size}: {mass:.2%} of the target's tokens, step {step * 1e3:.2f} ms, {rate:.1f} tokens/s")
     best = max(tried, key=lambda row: row["tokens_per_second"])
     return int(best["size"]), tried
@@ -154,7 +176,7 @@ def _steps(recipe: Recipe, model: Model, counts: Sequence[int]) -> list[float]:
 
 
 def _target_seconds(recipe: Recipe, target: Any, longest: int) -> list[float]:
-    settings = recipe.draft.search
+    settings = recipe.cut.search
     assert settings is not None
     counts = range(1, longest + 2)
     if settings.backend == "pytorch":
@@ -170,13 +192,17 @@ def _open(recipe: Recipe, path: Path) -> GgufModel:
     return GgufModel(path, context=recipe.corpus.block + 64, threads=recipe.threads)
 
 
-def _measure(recipe: Recipe, model: Any, target: Any, laws: TargetLaws, name: str) -> list[tuple[str, float, float]]:
+def _measure(
+    recipe: Recipe, model: Any, target: Any, distributions: TargetDistributions, name: str
+) -> list[tuple[str, float, float]]:
     """Name, acceptance and D of a healed cut: one, or one per GGUF type."""
-    settings = recipe.draft.search
+    settings = recipe.cut.search
     assert settings is not None
     sampler = Sampler.of(recipe.sampler)
     if settings.backend == "pytorch":
-        accepted = acceptance(target, laws.blocks, sampler, laws.vocabulary, lambda part: scored_logits(model, part))
+        accepted = acceptance(
+            target, distributions.blocks, sampler, distributions.vocabulary, lambda part: scored_logits(model, part)
+        )
         return [(name, accepted, _steps(recipe, TorchModel(model), [1])[0])]
     found = []
     with tempfile.TemporaryDirectory() as temporary:
@@ -188,7 +214,7 @@ def _measure(recipe: Recipe, model: Any, target: Any, laws: TargetLaws, name: st
             export_gguf(folder, path, outtype)
             with _open(recipe, path) as quantised:
                 logits_of = functools.partial(gguf_logits, quantised)
-                accepted = acceptance(target, laws.blocks, sampler, laws.vocabulary, logits_of)
+                accepted = acceptance(target, distributions.blocks, sampler, distributions.vocabulary, logits_of)
                 found.append((f"{name}, {outtype}", accepted, _steps(recipe, quantised, [1])[0]))
     return found
 
@@ -202,12 +228,12 @@ def acceptance(
     logits_of: Callable[[Packed], Tensor],
     batch: int = 2,
 ) -> float:
-    """Mean Σ min(p, q) over the scored positions of the blocks, both laws through the sampler."""
+    """Mean Σ min(p, q) over the scored positions of the blocks, both distributions through the sampler."""
     total, count = 0.0, 0
     for start in range(0, len(blocks), batch):
         part = blocks.take(slice(start, start + batch))
-        p = sampler.law(scored_logits(target, part)[:, :vocabulary])
-        q = sampler.law(logits_of(part)[:, :vocabulary]).to(p.device)
+        p = sampler.probabilities(scored_logits(target, part)[:, :vocabulary])
+        q = sampler.probabilities(logits_of(part)[:, :vocabulary]).to(p.device)
         total += float(divergences.acceptance_sampling(p, q).double().sum())
         count += len(p)
     return total / max(1, count)

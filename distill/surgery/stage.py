@@ -22,19 +22,20 @@ from distill.models.hugging_face import (
     real_tokens,
 )
 from distill.models.kept import write_kept
-from distill.models.pair import require_pair
+from distill.models.pairs import require_pair
 from distill.models.tokenizer_files import copy_tokenizer
 from distill.packing import Packed, pack
-from distill.recipe import DraftCut, Recipe
+from distill.recipe import Cut, Recipe
 from distill.run import Run
-from distill.surgery.attention import check_kv_heads, drop_kv_groups
 from distill.surgery.change import RECORD, Change, require_supported, size_of
-from distill.surgery.hidden import check_hidden, narrow_hidden
+from distill.surgery.cuts.attention import check_kv_heads, drop_kv_groups
+from distill.surgery.cuts.hidden import check_hidden, narrow_hidden
+from distill.surgery.cuts.layers import check_layers, choose_layers, keep_layers, parse_layers
+from distill.surgery.cuts.width import check_width, narrow
+from distill.surgery.divergence import TargetDistributions
 from distill.surgery.inherit import inherit
-from distill.surgery.laws import TargetLaws
-from distill.surgery.layers import check_layers, choose_layers, keep_layers, parse_layers
-from distill.surgery.transplant import check_transplant, transplant
-from distill.surgery.trim import (
+from distill.surgery.vocabulary.transplant import check_transplant, transplant
+from distill.surgery.vocabulary.trim import (
     Kept,
     always_kept,
     check_size,
@@ -44,20 +45,19 @@ from distill.surgery.trim import (
     require_counts,
     smallest_size,
 )
-from distill.surgery.width import check_width, narrow
 from distill.texts import Answer, read_answers
 from distill.vocabulary import Vocabulary
 
 GREEDY_LAYERS = 28  # greedy removal costs layers × removals passes over the blocks
-RIDGES = (1e-4, 1e-3, 1e-2)  # of the least-squares repair; the one of least KL on selection text is taken
+RIDGES = (1e-4, 1e-3, 1e-2)  # of the least-squares repair; the one of least KL on validation text is taken
 
 
 def donor_reference(recipe: Recipe) -> str:
     """What the draft is cut from."""
-    return recipe.target.model if recipe.draft.donor == "target" else recipe.draft.donor
+    return recipe.target.model if recipe.cut.donor == "target" else recipe.cut.donor
 
 
-def check_shape(config: Any, settings: DraftCut) -> None:
+def check_shape(config: Any, settings: Cut) -> None:
     """Raise RecipeError for cuts that a model of this configuration does not allow; says what would be possible."""
     drop, heads, hidden = settings.drop_layers, settings.kv_heads, settings.hidden
     checks: list[tuple[str, Callable[[], object]]] = []
@@ -83,7 +83,7 @@ def check_shape(config: Any, settings: DraftCut) -> None:
 
 def check_cut(recipe: Recipe) -> list[str]:
     """What the draft will be, in lines; raises before any work for a donor or cut that cannot be. Loads no weights."""
-    settings, donor = recipe.draft, donor_reference(recipe)
+    settings, donor = recipe.cut, donor_reference(recipe)
     config = load_config(donor)
     require_supported(config.model_type)
     lines = []
@@ -116,11 +116,11 @@ def check_cut(recipe: Recipe) -> list[str]:
 class Cutter:
     """Applies the cuts of a recipe to loaded models and writes down what each did."""
 
-    def __init__(self, blocks: Packed, laws: TargetLaws, batch: int = 4) -> None:
-        self.blocks, self.laws, self.batch = blocks, laws, batch
+    def __init__(self, blocks: Packed, distributions: TargetDistributions, batch: int = 4) -> None:
+        self.blocks, self.distributions, self.batch = blocks, distributions, batch
         self.changes: list[Change] = []
 
-    def __call__(self, model: Any, settings: DraftCut) -> None:
+    def __call__(self, model: Any, settings: Cut) -> None:
         """Cut a model in place: layers, KV groups, hidden size, MLP width."""
         self.changes = []
         if settings.layers is not None or settings.drop_layers is not None:
@@ -135,23 +135,23 @@ class Cutter:
 
     def _apply(self, name: str, model: Any, cut: Callable[[], dict[str, Any]]) -> None:
         before = size_of(model)
-        kl_before = self.changes[-1].kl_after if self.changes else self.laws.kl(model)
+        kl_before = self.changes[-1].kl_after if self.changes else self.distributions.kl(model)
         details = cut()
-        self.changes.append(Change(name, before, size_of(model), kl_before, self.laws.kl(model), details))
+        self.changes.append(Change(name, before, size_of(model), kl_before, self.distributions.kl(model), details))
 
-    def _layers(self, model: Any, settings: DraftCut) -> dict[str, Any]:
+    def _layers(self, model: Any, settings: Cut) -> dict[str, Any]:
         rule: str = settings.layer_rule
         if settings.drop_layers is not None:
             rule = "explicit"
         elif rule == "auto":
             rule = "greedy" if model.config.num_hidden_layers <= GREEDY_LAYERS else "influence"
         kept, report = choose_layers(
-            model, settings.layers, rule, blocks=self.blocks, loss=self.laws.kl, drop=settings.drop_layers
+            model, settings.layers, rule, blocks=self.blocks, loss=self.distributions.kl, drop=settings.drop_layers
         )
         keep_layers(model, kept)
         return {"rule": rule, "kept": kept, **report}
 
-    def _width(self, model: Any, settings: DraftCut) -> dict[str, Any]:
+    def _width(self, model: Any, settings: Cut) -> dict[str, Any]:
         assert settings.mlp_width is not None
         details = narrow(
             model,
@@ -160,17 +160,17 @@ class Cutter:
             score=settings.mlp_rule,
             repair=settings.mlp_repair,
             ridge=RIDGES,
-            loss=self.laws.kl,
+            loss=self.distributions.kl,
         )
         return {name: value for name, value in details.items() if name != "neurons"}  # thousands of numbers
 
 
-def draft(recipe: Recipe, run: Run) -> list[Path]:
-    """Make the draft's starting weights: init/, which `from_pretrained` loads, with the target's tokenizer."""
+def cut(recipe: Recipe, run: Run) -> list[Path]:
+    """Make the draft's starting weights: cut/, which `from_pretrained` loads, with the target's tokenizer."""
     parent = run.parent()
     if parent is not None:
         return inherit(run, parent)
-    settings = recipe.draft
+    settings = recipe.cut
     device = pick_device(recipe.device)
     changes: list[Change] = []
     reference = donor_reference(recipe)
@@ -179,11 +179,11 @@ def draft(recipe: Recipe, run: Run) -> list[Path]:
     target = load_target(recipe.target, device)
     tokenizer = load_tokenizer(recipe.target.model)
     vocabulary = real_tokens(target.config, tokenizer)
-    selection = Packed.load(run.path("corpus", "text-selection.safetensors")).take(slice(0, settings.score_blocks))
-    laws = TargetLaws.measure(target, selection, vocabulary)
+    validation = Packed.load(run.path("corpus", "text-validation.safetensors")).take(slice(0, settings.score_blocks))
+    distributions = TargetDistributions.measure(target, validation, vocabulary)
     folder = reference
     if settings.transplant is not None:
-        folder = str(run.path("surgery", "transplant"))
+        folder = str(run.path("search", "transplant"))
         done = transplant(
             local_folder(reference),
             local_folder(recipe.target.model),
@@ -195,13 +195,13 @@ def draft(recipe: Recipe, run: Run) -> list[Path]:
         )
     model = load_model(folder, "float32", device, trimmed=False)
     if settings.transplant is not None:
-        changes.append(replace(done, kl_after=laws.kl(model)))
+        changes.append(replace(done, kl_after=distributions.kl(model)))
     answers = read_answers(run, "train")
-    cutter = Cutter(score_blocks(recipe, run, answers), laws)
+    cutter = Cutter(score_blocks(recipe, run, answers), distributions)
     if settings.search is not None:
         from distill.surgery.search import search
 
-        settings = search(recipe, run, model, target, laws, cutter)
+        settings = search(recipe, run, model, target, distributions, cutter)
     donor = describe_model(reference, model)
     if settings.transplant is not None:  # as it was before it got other rows
         old = changes[0].before
@@ -210,26 +210,26 @@ def draft(recipe: Recipe, run: Run) -> list[Path]:
     changes += cutter.changes
     kept: Kept | None = None
     if settings.trim is not None:
-        kept, facts, change = trim(recipe, run, model, target, laws, answers)
+        kept, metadata, change = trim(recipe, run, model, target, distributions, answers)
         changes.append(change)
     for change in changes:
         run.say(f"  {change.sentence()}")
-    sizes = describe_model("init", model)
+    sizes = describe_model("cut", model)
     context = getattr(model.config, "max_position_embeddings", None)
 
     def save(place: Path) -> None:
         model.save_pretrained(place)
         copy_tokenizer(local_folder(recipe.target.model), place)
         if kept is not None:
-            write_kept(place, kept.ids, model.config.vocab_size, facts)
+            write_kept(place, kept.ids, model.config.vocab_size, metadata)
         written = [change.as_json() for change in changes]
         write_json(place / RECORD, {"changes": written})
         write_json(place / "cut.json", {"donor": donor, "draft": sizes, "changes": written, "context": context})
 
-    write_folder(run.path("init"), save)
-    shutil.rmtree(run.path("surgery", "transplant"), ignore_errors=True)
-    report = run.path("surgery")
-    return [run.path("init"), *([report] if report.exists() and any(report.iterdir()) else [])]
+    write_folder(run.path("cut"), save)
+    shutil.rmtree(run.path("search", "transplant"), ignore_errors=True)
+    report = run.path("search")
+    return [run.path("cut"), *([report] if report.exists() and any(report.iterdir()) else [])]
 
 
 def score_blocks(recipe: Recipe, run: Run, answers: list[Answer]) -> Packed:
@@ -238,17 +238,17 @@ def score_blocks(recipe: Recipe, run: Run, answers: list[Answer]) -> Packed:
         ((a.prompt + a.answer, len(a.prompt)) for a in answers if len(a.answer) > 1 and not a.looping),
         recipe.corpus.block,
         split_long=False,
-    ).take(slice(0, recipe.draft.score_blocks))
-    return own if len(own) else Packed.load(run.path("corpus", "text-selection.safetensors"))
+    ).take(slice(0, recipe.cut.score_blocks))
+    return own if len(own) else Packed.load(run.path("corpus", "text-validation.safetensors"))
 
 
 def trim(
-    recipe: Recipe, run: Run, model: Any, target: Any, laws: TargetLaws, answers: list[Answer]
+    recipe: Recipe, run: Run, model: Any, target: Any, distributions: TargetDistributions, answers: list[Answer]
 ) -> tuple[Kept, dict[str, Any], Change]:
     """Choose the kept tokens by counts of the target's own text; the model itself is left whole."""
-    settings = recipe.draft.trim
+    settings = recipe.cut.trim
     assert settings is not None
-    vocabulary = laws.vocabulary
+    vocabulary = distributions.vocabulary
     tokens = Vocabulary.read(local_folder(recipe.target.model))
     forced = [index for index in always_kept(tokens) if index < vocabulary]
     counts = count_tokens(answers, vocabulary)
@@ -256,16 +256,16 @@ def trim(
     order = rank_tokens(counts, forced)
     check_size(settings.size, len(forced), vocabulary, recipe.teacher.top_k)
     least = max(len(forced), recipe.teacher.top_k + 1)
-    facts: dict[str, Any] = {"forced": len(forced), "by": settings.by if settings.size is None else "size"}
+    metadata: dict[str, Any] = {"forced": len(forced), "by": settings.by if settings.size is None else "size"}
     size = settings.size
     if size is None and settings.by == "price":
         from distill.surgery.search import price_vocabulary
 
-        size, facts["tried"] = price_vocabulary(recipe, run, model, target, laws, counts, order, least)
+        size, metadata["tried"] = price_vocabulary(recipe, run, model, target, distributions, counts, order, least)
     elif size is None:
         size = smallest_size(counts, order, least, settings.mass)
     kept = keep(counts, order, size)
-    facts["mass"] = kept.mass
+    metadata["mass"] = kept.mass
     before = size_of(model)
-    change = Change("trim", before, size_of(model, len(kept.ids)), details=facts | {"kept": len(kept.ids)})
-    return kept, facts, change
+    change = Change("trim", before, size_of(model, len(kept.ids)), details=metadata | {"kept": len(kept.ids)})
+    return kept, metadata, change

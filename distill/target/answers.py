@@ -19,7 +19,7 @@ from distill.recipe import Recipe
 from distill.run import Run
 from distill.sampler import Sampler
 from distill.speculative.sample import continue_prompts
-from distill.target.source import target_facts
+from distill.target.source import target_metadata
 from distill.target.traffic import write_traffic
 from distill.texts import Answer, Prompt, prompt_seed, read_prompts
 
@@ -86,6 +86,6 @@ def _finish(recipe: Recipe, run: Run, share: tuple[int, int], batches: int) -> l
     processes.barrier()
     folder = run.path("answers")
     if share[0] == 0:
-        manifest = {"format": 1, **target_facts(recipe), "sampler": recipe.sampler.model_dump(mode="json")}
+        manifest = {"format": 1, **target_metadata(recipe), "sampler": recipe.sampler.model_dump(mode="json")}
         write_json(folder / "manifest.json", manifest | {"batches": batches})
     return [folder]

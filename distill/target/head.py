@@ -1,4 +1,4 @@
-"""The target's last hidden states, and its head, which turns them into its laws.
+"""The target's last hidden states, and its head, which turns them into its distributions.
 
 Legend: n blocks, S positions, N positions of any kind, H the target's hidden size, V its tokens.
 """
@@ -14,7 +14,7 @@ from torch import Tensor
 from distill.errors import DataError
 from distill.models.masks import document_masks
 from distill.packing import Packed
-from distill.target.laws import DenseTeacher, LogitForm, logit_form
+from distill.target.distributions import DenseTeacher, LogitForm, logit_form
 
 NOISE = 1e-4  # relative error of logits in fp32; in narrower types that of one rounding
 
@@ -62,7 +62,7 @@ class Head:
         return replace(self, weight=self.weight.to(device), bias=None if self.bias is None else self.bias.to(device))
 
     def teacher(self, hidden: Tensor) -> DenseTeacher:
-        """The laws of hidden states [N, H]."""
+        """The distributions of hidden states [N, H]."""
         return DenseTeacher(hidden, self.weight, len(self.weight), self.form, self.bias)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -83,6 +83,6 @@ def require_head(model: Any, head: Head, blocks: Packed) -> None:
 
 def _unlike(model: Any, what: str) -> DataError:
     return DataError(
-        f"the laws of a {model.config.model_type} cannot be had from its last hidden states: {what}",
+        f"the distributions of a {model.config.model_type} cannot be had from its last hidden states: {what}",
         "use teacher.kind: compact, which stores what the model itself says",
     )

@@ -1,4 +1,4 @@
-"""The online teacher: the target runs beside the draft, and nothing of its laws is stored.
+"""The online teacher: the target runs beside the draft, and nothing of its distributions is stored.
 
 Legend: b blocks of a batch, N scored positions of them, S positions, H the target's hidden size.
 """
@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 from distill.packing import Packed
+from distill.target.distributions import Teacher
 from distill.target.head import Head, hidden_states, require_head
-from distill.target.laws import Teacher
 
 
 class OnlineTarget:
-    """A loaded target on packed blocks; raises DataError where its laws are not its head's, on the first block."""
+    """A loaded target on packed blocks; raises DataError where its distributions are not its head's, on the first
+    block."""
 
     def __init__(self, model: Any, packed: Packed, manifest: dict[str, Any], batch: int) -> None:
         self.model, self.packed, self.manifest, self.batch = model, packed, manifest, batch
@@ -26,7 +27,7 @@ class OnlineTarget:
         require_head(model, self._head, packed)
 
     def teacher(self, index: Tensor, device: torch.device) -> Teacher:
-        """The laws of the N scored positions of the blocks at `index` [b], block by block, on a device.
+        """The distributions of the N scored positions of the blocks at `index` [b], block by block, on a device.
 
         The target sees `batch` blocks at once; its logits exist only chunk by chunk.
         """

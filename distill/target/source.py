@@ -1,4 +1,4 @@
-"""Where the laws that a draft learns come from: one way in, whatever the kind of teacher."""
+"""Where the distributions that a draft learns come from: one way in, whatever the kind of teacher."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from distill.models.hugging_face import load_target, load_tokenizer
 from distill.packing import Packed
 from distill.recipe import Recipe
 from distill.run import Run
-from distill.target.laws import Teacher
+from distill.target.distributions import Teacher
 from distill.target.online import OnlineTarget
 from distill.target.store import TeacherStore
 
@@ -22,7 +22,7 @@ REDO = "make it again with `distill train RECIPE --redo teacher`, or go back to 
 
 
 class TeacherSource(Protocol):
-    """Packed blocks and the target's laws on them."""
+    """Packed blocks and the target's distributions on them."""
 
     packed: Packed
     blocks: int
@@ -30,7 +30,7 @@ class TeacherSource(Protocol):
     manifest: dict[str, Any]
 
     def teacher(self, index: Tensor, device: torch.device) -> Teacher:
-        """The laws of the N positions that packed.mask scores in the blocks at `index` [b], block by block."""
+        """The distributions of the N positions that packed.mask scores in the blocks at `index` [b], block by block."""
         ...
 
 
@@ -47,8 +47,9 @@ def open_teacher(run: Run, recipe: Recipe, device: torch.device, model: Any = No
     return OnlineTarget(target, store.packed, store.manifest, recipe.teacher.batch)
 
 
-def target_facts(recipe: Recipe) -> dict[str, Any]:
-    """What identifies the target that laws are of: its content, the vocabulary of its tokenizer, and how it runs."""
+def target_metadata(recipe: Recipe) -> dict[str, Any]:
+    """What identifies the target that distributions are of: its content, the vocabulary of its tokenizer, and how it
+    runs."""
     tokenizer = load_tokenizer(recipe.target.model)
     return {
         "target": recipe.target.model,
@@ -63,8 +64,8 @@ def require_fit(
     manifest: dict[str, Any], recipe: Recipe, draft_config: Any, temperatures: Iterable[float] = (1.0,)
 ) -> None:
     """Raise DataError when a teacher is not of the recipe's target, tokenizer, sampler or kind, covers more tokens
-    than the draft has, or lacks one of the `temperatures` at which losses will ask for its laws."""
-    facts = target_facts(recipe)
+    than the draft has, or lacks one of the `temperatures` at which losses will ask for its distributions."""
+    metadata = target_metadata(recipe)
     names = {
         "target_digest": "target",
         "tokenizer_digest": "tokenizer",
@@ -72,24 +73,28 @@ def require_fit(
         "quantise": "target.quantise",
     }
     for key, name in names.items():
-        if manifest[key] != facts[key]:
-            was, now = (manifest["target"], facts["target"]) if "digest" in key else (manifest[key], facts[key])
+        if manifest[key] != metadata[key]:
+            was, now = (manifest["target"], metadata["target"]) if "digest" in key else (manifest[key], metadata[key])
             other = " with other content" if was == now else ""
             raise DataError(f"the teacher was made with {name} {was}{other}, the recipe says {now}", REDO)
     if manifest["kind"] != recipe.teacher.kind:
         raise DataError(f"the teacher is {manifest['kind']}, the recipe says {recipe.teacher.kind}", REDO)
     sampler = recipe.sampler.model_dump(mode="json")
     if manifest["sampler"] != sampler:
-        changed = [f"{key} {manifest['sampler'].get(key)} -> {value}" for key, value in sampler.items()
-                   if manifest["sampler"].get(key) != value]  # fmt: skip
+        changed = [
+            f"{key} {manifest['sampler'].get(key)} -> {value}"
+            for key, value in sampler.items()
+            if manifest["sampler"].get(key) != value
+        ]
         raise DataError(
             f"the target wrote the answers under another sampler than the recipe's ({', '.join(changed)})",
             "write them again with `distill train RECIPE --redo answers`, or go back to the sampler they came from",
         )
     if manifest["vocabulary"] > draft_config.vocab_size:
         raise DataError(
-            f"the teacher's laws cover {manifest['vocabulary']} tokens, the draft has {draft_config.vocab_size}",
-            "give the draft the target's vocabulary (draft.transplant), or make the teacher again (--redo teacher)",
+            f"the teacher's distributions cover {manifest['vocabulary']} tokens, "
+            f"the draft has {draft_config.vocab_size}",
+            "give the draft the target's vocabulary (cut.transplant), or make the teacher again (--redo teacher)",
         )
     if manifest["kind"] != "compact":
         return
@@ -97,7 +102,8 @@ def require_fit(
     lacking = [value for value in temperatures if value not in stored]
     if lacking:
         raise DataError(
-            f"the losses ask for laws at temperature {', '.join(f'{value:g}' for value in lacking)}, and the teacher "
-            f"store holds {', '.join(f'{value:g}' for value in stored)}: its tail's mass is unknown elsewhere",
+            f"the losses ask for distributions at temperature {', '.join(f'{value:g}' for value in lacking)}, "
+            f"and the teacher store holds {', '.join(f'{value:g}' for value in stored)}: "
+            "the mass of its tail is unknown at others",
             "add it to teacher.temperatures, or use teacher.kind exact or online; then --redo teacher",
         )

@@ -1,4 +1,4 @@
-"""The teacher store: the packed blocks and the target's laws on them, in checksummed shards.
+"""The teacher store: the packed blocks and the target's distributions on them, in checksummed shards.
 
 Legend: n blocks of a shard, S positions, K entries, V vocabulary, H the target's hidden size, M temperatures. A shard
 is a safetensors file with the packed blocks (ids, documents, positions, mask) and, where its kind is
@@ -7,7 +7,7 @@ is a safetensors file with the packed blocks (ids, documents, positions, mask) a
 - exact: hidden [n, S, H], after the final norm; the head stands in head.safetensors, once;
 - online: nothing else.
 
-Laws at positions that the mask leaves out are zeros.
+Distributions at positions that the mask leaves out are zeros.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from distill.files import read_json
 from distill.packing import Packed, concatenate
 from distill.recipe import TeacherStore as Settings
 from distill.run import Run, verify_artifact
+from distill.target.distributions import EMPTY, CompactTeacher, LogitForm, Teacher, TeacherChunk
 from distill.target.head import Head
-from distill.target.laws import EMPTY, CompactTeacher, LogitForm, Teacher, TeacherChunk
 
 FORMAT = 2
 PACKED_BYTES = 3 * 4 + 1  # a position's id, document, position and mask
@@ -35,7 +35,7 @@ TYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def compress(logits: Tensor, k: int, vocabulary: int) -> TeacherChunk:
-    """The compact form of laws given as logits [N, V], at temperature 1, its ids int32.
+    """The compact form of distributions given as logits [N, V], at temperature 1, its ids int32.
 
     Columns from `vocabulary` on are padding and hold no mass. The tail is summed over the logits outside the top K,
     never as one minus the sum of the others.
@@ -49,7 +49,8 @@ def compress(logits: Tensor, k: int, vocabulary: int) -> TeacherChunk:
 
 
 def log_tail_at(logits: Tensor, ids: Tensor, temperature: float, vocabulary: int) -> Tensor:
-    """The log of the sum of p^(1/T) over the tokens outside `ids` [N, K] [N], for laws given as logits [N, V]."""
+    """The log of the sum of p^(1/T) over the tokens outside `ids` [N, K] [N], for distributions given as logits [N,
+    V]."""
     logits = _without_padding(logits, vocabulary)
     logs = (logits - logits.logsumexp(-1, keepdim=True)) / temperature
     return logs.scatter_(-1, ids.long(), -math.inf).logsumexp(-1).clamp(min=EMPTY)
@@ -75,7 +76,8 @@ def bytes_per_position(settings: Settings, hidden: int, dtype: str, k: int | Non
 
 
 class TeacherStore:
-    """The finished shards of a run, each checked against its checksum at once; laws are read when asked for."""
+    """The finished shards of a run, each checked against its checksum at once; distributions are read when asked
+    for."""
 
     def __init__(self, run: Run) -> None:
         self.folder = run.path("teacher")
@@ -107,7 +109,7 @@ class TeacherStore:
             rows.append(self._shards[shard].get_slice(name)[at : at + 1])
         return torch.cat(rows)
 
-    def laws(self, blocks: Tensor) -> dict[str, Tensor]:
+    def distributions(self, blocks: Tensor) -> dict[str, Tensor]:
         """top_ids, top_log_probabilities [b, S, K] and log_tail [b, S] at temperature 1 of the blocks at `blocks`."""
         if self.manifest["kind"] != "compact":
             raise DataError(
@@ -119,7 +121,7 @@ class TeacherStore:
         return found | {"log_tail": self._rows("log_tails", blocks)[..., one]}
 
     def teacher(self, index: Tensor, device: torch.device) -> Teacher:
-        """The laws of the N scored positions of the blocks at `index` [b], block by block, on a device."""
+        """The distributions of the N scored positions of the blocks at `index` [b], block by block, on a device."""
         scored = self.packed.mask[index]
         if self.manifest["kind"] == "compact":
             ids, logs, tails = (
@@ -127,7 +129,7 @@ class TeacherStore:
             )
             by_temperature = {value: tails[:, at] for at, value in enumerate(self.manifest["temperatures"])}
             return CompactTeacher(ids, logs, by_temperature, self.vocabulary)
-        assert self._head is not None, "an online teacher has no laws on disk"
+        assert self._head is not None, "an online teacher has no distributions on disk"
         if self._head.weight.device != device:
             self._head = self._head.to(device)
         return self._head.teacher(self._rows("hidden", index)[scored].to(device))

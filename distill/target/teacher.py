@@ -29,13 +29,13 @@ from distill.progress import Progress
 from distill.recipe import Recipe
 from distill.run import Run
 from distill.target.head import Head, block_inputs, hidden_states, require_head
-from distill.target.source import target_facts
+from distill.target.source import target_metadata
 from distill.target.store import FORMAT, bytes_per_position, compress, head_path, log_tail_at, shard_path
 from distill.texts import read_answers
 
 ROWS = 512  # positions whose logits are compressed at once
 
-Laws = Callable[[Packed], dict[str, Tensor]]
+Distributions = Callable[[Packed], dict[str, Tensor]]
 
 
 def training_blocks(recipe: Recipe, run: Run) -> tuple[Packed, str]:
@@ -69,9 +69,11 @@ def teacher(recipe: Recipe, run: Run, share: tuple[int, int] | None = None) -> l
     size = settings.shard_blocks
     parts = [(number, slice(start, start + size)) for number, start in enumerate(range(0, len(blocks), size))]
     mine = processes.share_of(parts, share, "teacher shards", "teacher.shard_blocks")
-    facts, laws = _maker(recipe, run, blocks, vocabulary, main)
+    metadata, distributions = _maker(recipe, run, blocks, vocabulary, main)
     if main:
-        each = bytes_per_position(settings, config.get_text_config().hidden_size, recipe.target.dtype, facts.get("k"))
+        each = bytes_per_position(
+            settings, config.get_text_config().hidden_size, recipe.target.dtype, metadata.get("k")
+        )
         if dropped:
             run.say(f"  {dropped}")
         run.say(
@@ -84,16 +86,16 @@ def teacher(recipe: Recipe, run: Run, share: tuple[int, int] | None = None) -> l
         if _is_whole(path):
             progress.step(note="(was there)")
             continue
-        _save(path, shard_tensors(blocks.take(part), laws, settings.batch))
+        _save(path, shard_tensors(blocks.take(part), distributions, settings.batch))
         progress.step()
     processes.barrier()
     if main:
         manifest = {
             "format": FORMAT,
             "kind": settings.kind,
-            **facts,
+            **metadata,
             "vocabulary": vocabulary,
-            **target_facts(recipe),
+            **target_metadata(recipe),
             "sampler": read_json(run.path("answers", "manifest.json"))["sampler"],
             "shard_blocks": [len(blocks.ids[part]) for _, part in parts],
             "sha256": [_checksum(shard_path(folder, number)) for number, _ in parts],
@@ -103,8 +105,10 @@ def teacher(recipe: Recipe, run: Run, share: tuple[int, int] | None = None) -> l
     return [folder]
 
 
-def _maker(recipe: Recipe, run: Run, blocks: Packed, vocabulary: int, main: bool) -> tuple[dict[str, Any], Laws]:
-    """What the manifest says of a kind, and the function from blocks to the law tensors of their shard."""
+def _maker(
+    recipe: Recipe, run: Run, blocks: Packed, vocabulary: int, main: bool
+) -> tuple[dict[str, Any], Distributions]:
+    """What the manifest says of a kind, and the function from blocks to the distribution tensors of their shard."""
     settings = recipe.teacher
     if settings.kind == "online":
         return {}, lambda part: {}
@@ -117,23 +121,23 @@ def _maker(recipe: Recipe, run: Run, blocks: Packed, vocabulary: int, main: bool
             tensors = {"weight": head.weight} | ({} if head.bias is None else {"bias": head.bias})
             _save(path, {name: value.cpu().clone() for name, value in tensors.items()})
         dtype = settings.dtype or recipe.target.dtype
-        facts: dict[str, Any] = {"hidden_dtype": dtype, "logit_form": asdict(head.form)}
-        return facts, lambda part: exact_laws(model, part, DTYPES[dtype])
+        metadata: dict[str, Any] = {"hidden_dtype": dtype, "logit_form": asdict(head.form)}
+        return metadata, lambda part: exact_distributions(model, part, DTYPES[dtype])
     k = _entries(recipe, run, model, blocks, vocabulary, main)
     temperatures = settings.temperatures
-    facts = {"k": k, "mass": settings.mass, "temperatures": list(temperatures)}
-    return facts, lambda part: compact_laws(model, part, k, vocabulary, temperatures)
+    metadata = {"k": k, "mass": settings.mass, "temperatures": list(temperatures)}
+    return metadata, lambda part: compact_distributions(model, part, k, vocabulary, temperatures)
 
 
-def shard_tensors(blocks: Packed, laws: Laws, batch: int) -> dict[str, Tensor]:
-    """The tensors of one shard: its blocks and the target's laws on them, made `batch` blocks at a time."""
-    parts = [laws(blocks.take(slice(start, start + batch))) for start in range(0, len(blocks), batch)]
+def shard_tensors(blocks: Packed, distributions: Distributions, batch: int) -> dict[str, Tensor]:
+    """The tensors of one shard: its blocks and the target's distributions on them, made `batch` blocks at a time."""
+    parts = [distributions(blocks.take(slice(start, start + batch))) for start in range(0, len(blocks), batch)]
     found = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
     return {name: value.contiguous() for name, value in blocks.tensors().items()} | found
 
 
 @torch.inference_mode()
-def compact_laws(
+def compact_distributions(
     model: Any, blocks: Packed, k: int, vocabulary: int, temperatures: tuple[float, ...]
 ) -> dict[str, Tensor]:
     """top_ids, top_log_probabilities [n, S, K] and log_tails [n, S, M temperatures] of the model's own logits."""
@@ -154,7 +158,7 @@ def compact_laws(
     return {name: value.view(*blocks.ids.shape, -1) for name, value in flat.items()}
 
 
-def exact_laws(model: Any, blocks: Packed, dtype: torch.dtype) -> dict[str, Tensor]:
+def exact_distributions(model: Any, blocks: Packed, dtype: torch.dtype) -> dict[str, Tensor]:
     """hidden [n, S, H] in `dtype`; raises DataError where that type cannot hold them."""
     scored = blocks.mask.unsqueeze(-1)
     hidden = hidden_states(model, blocks).cpu().masked_fill(~scored, 0).to(dtype)

@@ -155,8 +155,8 @@ class Sorted:
     """Where the lines of a file went: answers to learn from, held-out prompts by name, and what was left out or cut."""
 
     train: list[Answer] = field(default_factory=list)
-    selection: dict[str, Prompt] = field(default_factory=dict)
-    report: dict[str, Prompt] = field(default_factory=dict)
+    validation: dict[str, Prompt] = field(default_factory=dict)
+    test: dict[str, Prompt] = field(default_factory=dict)
     bad: list[str] = field(default_factory=list)
     too_long: int = 0
     cut: int = 0
@@ -178,7 +178,7 @@ def sort_lines(recipe: Recipe, lines: Iterable[Line | str], tokenizer: Any, end:
             found.bad.append(line if isinstance(line, str) else f"line {line.number}: {ids}")
             continue
         prompt, answer = ids
-        split = split_of(line.name, recipe.corpus.selection, recipe.corpus.report)
+        split = split_of(line.name, recipe.corpus.validation, recipe.corpus.test)
         room = recipe.corpus.block - len(prompt)
         if room < (2 if split == "train" else recipe.answers.new_tokens):
             found.too_long += 1
@@ -187,13 +187,13 @@ def sort_lines(recipe: Recipe, lines: Iterable[Line | str], tokenizer: Any, end:
             answer = answer[:room]
             found.train.append(Answer(f"{line.name}@{line.number}", prompt, answer, is_looping(answer), SOURCE))
         else:  # a prompt that is served often is measured once
-            held_out = found.selection if split == "selection" else found.report
+            held_out = found.validation if split == "validation" else found.test
             held_out.setdefault(line.name, Prompt(line.name, prompt, SOURCE))
     return found
 
 
 def write_traffic(recipe: Recipe, run: Run, tokenizer: Any, end: int | None) -> None:
-    """Write answers/train-traffic-NNNNN.jsonl, prompts-selection.jsonl, prompts-report.jsonl and traffic.json.
+    """Write answers/train-traffic-NNNNN.jsonl, prompts-validation.jsonl, prompts-test.jsonl and traffic.json.
 
     Nothing where they stand already. Raises DataError when the file no longer begins with what was pinned, or when no
     line of it can be learnt from; the run then forgets its pin, so that the next command reads the file as it is then.
@@ -212,7 +212,7 @@ def write_traffic(recipe: Recipe, run: Run, tokenizer: Any, end: int | None) -> 
             f"{again} reads it as it is then",
         )
     found = sort_lines(recipe, read_lines(settings, pin), tokenizer, end)
-    held_out = {"selection": list(found.selection.values()), "report": list(found.report.values())}
+    held_out = {"validation": list(found.validation.values()), "test": list(found.test.values())}
     summary = {
         "train": len(found.train),
         **{split: len(prompts) for split, prompts in held_out.items()},
@@ -226,7 +226,7 @@ def write_traffic(recipe: Recipe, run: Run, tokenizer: Any, end: int | None) -> 
         again = _unpin(run)
         raise DataError(
             f"{pin['path']} has nothing to learn from in {where}: {len(found.bad)} bad lines{first}; {found.too_long} "
-            f"too long for corpus.block; {len(found.selection) + len(found.report)} prompts of other splits",
+            f"too long for corpus.block; {len(found.validation) + len(found.test)} prompts of other splits",
             f"mend the file, or set answers.traffic.prompt_field and answer_field; then {again} reads it anew",
         )
     files = [f"prompts-{split}.jsonl" for split in held_out]
@@ -237,8 +237,8 @@ def write_traffic(recipe: Recipe, run: Run, tokenizer: Any, end: int | None) -> 
         _write_jsonl(folder / f"prompts-{split}.jsonl", prompts)
     write_json(folder / "traffic.json", {**pin, **summary, "files": files})
     run.say(
-        f"  traffic, {where}: {len(found.train)} answers to learn from, {len(found.selection)} selection and "
-        f"{len(found.report)} report prompts"
+        f"  traffic, {where}: {len(found.train)} answers to learn from, {len(found.validation)} validation and "
+        f"{len(found.test)} test prompts"
     )
     if found.too_long or found.cut:
         run.say(f"  traffic: {found.too_long} prompts left out and {found.cut} answers cut to fit corpus.block")

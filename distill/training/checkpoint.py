@@ -42,7 +42,7 @@ def _learning(learner: torch.nn.Module) -> dict[str, torch.nn.Parameter] | None:
     """What learns beside a frozen base, under its plain names; None where everything learns.
 
     Adapters are whole in every process. torch's own state dictionaries go through the base too, which stays that of
-    init/, and fail where it is quantised: its layers keep entries that are no attributes of theirs.
+    cut/, and fail where it is quantised: its layers keep entries that are no attributes of theirs.
     """
     inner = learner.module if isinstance(learner, torch.nn.parallel.DistributedDataParallel) else learner
     named = dict(inner.named_parameters())

@@ -23,16 +23,16 @@ def write_draft(work: Training) -> list[Path]:
     if not main:
         return artifacts
     if work.settings.adapter is not None:
-        final = merge(final, run.path("init"))
+        final = merge(final, run.path("cut"))
     report = finish_penalty(final, work.penalty)
     final.config.use_cache = True
 
     def write(folder: Path) -> None:
         final.save_pretrained(folder)
-        copy_tokenizer(run.path("init"), folder)
+        copy_tokenizer(run.path("cut"), folder)
         for name in (KEPT_FILE, "surgery.json"):
-            if run.path("init", name).exists():
-                shutil.copyfile(run.path("init", name), folder / name)
+            if run.path("cut", name).exists():
+                shutil.copyfile(run.path("cut", name), folder / name)
         if report is not None:
             write_json(folder / "sparsity.json", report)
 

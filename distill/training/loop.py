@@ -1,4 +1,4 @@
-"""Stage `train`: the draft learns the target's laws. Read `train` from top to bottom.
+"""Stage `train`: the draft learns the target's distributions. Read `train` from top to bottom.
 
 A step adds up the gradients of Σ w ℓ over its micro-batches and processes and divides them once by Σ w, so that neither
 the split into micro-batches nor the number of processes changes anything but rounding.
@@ -19,21 +19,21 @@ from distill.processes import barrier
 from distill.progress import duration
 from distill.recipe import Recipe
 from distill.run import Run
-from distill.training.best import consider, end_of, evaluation_due, take_best
 from distill.training.checkpoint import load_checkpoint, newest_checkpoint, save_checkpoint
+from distill.training.choice.best import consider, end_of, evaluation_due, take_best
+from distill.training.choice.replay import enter_replay, is_replayed, judge_replay
+from distill.training.choice.stopping import StopRequest
 from distill.training.finish import write_draft
 from distill.training.memory import loading, memory_explained, stepping, writing
 from distill.training.plan import REPLAY, PlannedPart, part_at, rate_of
 from distill.training.rate import body_share
-from distill.training.replay import enter_replay, is_replayed, judge_replay
 from distill.training.setup import Training, set_up
 from distill.training.step import scored_blocks
-from distill.training.stopping import StopRequest
 from distill.training.trackers import tracked
 
 
 def train(recipe: Recipe, run: Run) -> list[Path]:
-    """Train init/ into draft/ on the teacher; resumes from the newest checkpoint, bit for bit on CPU.
+    """Train cut/ into draft/ on the teacher; resumes from the newest checkpoint, bit for bit on CPU.
 
     What chooses the weights, and a replay's decision, are in training.json. Raises DataError for a loss that is not
     finite, RunError where memory runs out; KeyboardInterrupt or SystemExit after Ctrl-C or SIGTERM, with all saved.
@@ -107,12 +107,12 @@ def one_step(work: Training, part: PlannedPart, step: int) -> dict[str, Any]:
     micro_batches = work.micro_batches(step, part)
     vector = None
     for number, (source, index) in enumerate(micro_batches, 1):
-        blocks, laws = scored_blocks(source, index, accelerator.device)
+        blocks, distributions = scored_blocks(source, index, accelerator.device)
         # Processes exchange gradients once, with the last micro-batch.
         apart = contextlib.nullcontext() if number == len(micro_batches) else accelerator.no_sync(learner)
         with apart:
             with accelerator.autocast():
-                total, sums = learner(blocks, laws, part)
+                total, sums = learner(blocks, distributions, part)
             accelerator.backward(total)
         vector = sums.vector if vector is None else vector + sums.vector
     assert vector is not None

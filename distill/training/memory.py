@@ -46,7 +46,7 @@ def loading(recipe: Recipe) -> tuple[str, str]:
     if recipe.teacher.kind == "online":
         ways = _smaller_target(recipe)
         return "while draft and target were loaded", f"{ways}; teacher.kind=compact trains without a target"
-    smaller = "a smaller draft (draft.layers, draft.mlp_width)"
+    smaller = "a smaller draft (cut.layers, cut.mlp_width)"
     if recipe.train.adapter is None:
         smaller += ", or an adapter over quantised weights (train.adapter={base: int4})"
     return "while the draft was loaded", f"free memory that other programs hold, or choose {smaller}"
@@ -66,7 +66,7 @@ def stepping(work: Training) -> tuple[str, str]:
 
 
 def choosing(work: Training) -> tuple[str, str]:
-    """While selection prompts are decoded to choose weights."""
+    """While validation prompts are decoded to choose weights."""
     settings = work.settings.acceptance
     assert settings is not None
     return _decoding(
@@ -102,4 +102,4 @@ def _smaller_target(recipe: Recipe) -> str:
     smaller = {None: "target.quantise=int8 or int4", "int8": "target.quantise=int4", "int4": ""}[recipe.target.quantise]
     if not smaller:
         return spread + "take a smaller target"
-    return f"{spread}set {smaller}, whose answers and laws are made anew"
+    return f"{spread}set {smaller}, whose answers and distributions are made anew"

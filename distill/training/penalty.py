@@ -6,9 +6,9 @@ from typing import Any
 
 from distill.recipe import Train
 from distill.surgery.change import size_of
-from distill.surgery.group_lasso import GroupLasso
-from distill.surgery.sparsity import sparsity_by_tensor
-from distill.surgery.unstructured import UnstructuredL1
+from distill.surgery.sparsity.group_lasso import GroupLasso
+from distill.surgery.sparsity.unstructured import UnstructuredL1
+from distill.surgery.sparsity.zeros import sparsity_by_tensor
 
 Penalty = GroupLasso | UnstructuredL1
 

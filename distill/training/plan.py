@@ -8,9 +8,9 @@ from typing import Literal
 
 from distill.errors import RecipeError
 from distill.recipe import Loss, Recipe, Train
-from distill.training.losses import LossSettings
+from distill.training.losses.settings import LossSettings
+from distill.training.losses.weights import TokenWeights
 from distill.training.rate import cosine
-from distill.training.weights import TokenWeights
 
 Verifying = Literal["sampling", "match", "greedy"]
 
@@ -113,7 +113,7 @@ def rate_of(parts: list[PlannedPart], part: PlannedPart, step: int, settings: Tr
 
 
 def temperatures(parts: list[PlannedPart]) -> set[float]:
-    """The temperatures at which the losses ask for the target's laws."""
+    """The temperatures at which the losses ask for the target's distributions."""
     return {1.0, *(part.loss.temperature for part in parts)}
 
 
@@ -137,8 +137,8 @@ def check_training(recipe: Recipe) -> list[str]:
     lacking = temperatures(parts) - set(teacher.temperatures)
     if teacher.kind == "compact" and lacking:
         raise RecipeError(
-            f"the losses ask for laws at temperature {', '.join(f'{value:g}' for value in sorted(lacking))}, which a "
-            "compact teacher does not keep",
+            f"the losses ask for distributions at temperature {', '.join(f'{value:g}' for value in sorted(lacking))}, "
+            "which a compact teacher does not keep",
             "add it to teacher.temperatures, or use teacher.kind exact or online",
         )
     check_adapter(settings)
@@ -151,5 +151,5 @@ def check_training(recipe: Recipe) -> list[str]:
     chosen = "the last weights are taken"
     if settings.acceptance is not None and settings.sparsity is None:
         verifying = protocol_of(settings, recipe.sampler.temperature)
-        chosen = f"the weights accepted most on selection prompts are taken ({verifying} verification)"
+        chosen = f"the weights accepted most on validation prompts are taken ({verifying} verification)"
     return [*lines, f"train: {chosen}"]

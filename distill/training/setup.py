@@ -23,13 +23,13 @@ from distill.processes import agree, process_count
 from distill.recipe import Recipe, Train
 from distill.run import Run
 from distill.sampler import Sampler
-from distill.target.laws import LogitForm, logit_form
+from distill.target.distributions import LogitForm, logit_form
 from distill.target.online import OnlineTarget
 from distill.target.source import TeacherSource, open_teacher, require_fit
 from distill.texts import Prompt, read_prompts
-from distill.training.acceptance import Judge, judge_for, rates, speaking
 from distill.training.adapters import attach, load_base
 from distill.training.checkpoint import whole_weights
+from distill.training.choice.acceptance import Judge, judge_for, rates, speaking
 from distill.training.penalty import Penalty, penalty_of
 from distill.training.plan import REPLAY, PlannedPart, check_adapter, planned, protocol_of, temperatures
 from distill.training.step import Columns, Learner, batch_blocks, parameter_groups, split_blocks
@@ -121,7 +121,7 @@ class Training:
         return self.target
 
     def online(self, packed: Packed) -> TeacherSource:
-        """The target's laws on other blocks, computed when they are asked for."""
+        """The target's distributions on other blocks, computed when they are asked for."""
         return OnlineTarget(self.loaded_target(), packed, self.source.manifest, self.recipe.teacher.batch)
 
     def judge(self) -> Judge:
@@ -131,21 +131,21 @@ class Training:
         protocol = protocol_of(recipe.train, recipe.sampler.temperature)
         return judge_for(target, self.vocabulary, ends, Sampler.of(recipe.sampler), protocol, recipe.seed)
 
-    def selection(self) -> tuple[list[Prompt], list[Prompt]]:
-        """Selection prompts: those that choose weights, and the others, which judge a replay."""
-        prompts = read_prompts(self.run, "selection")
+    def validation(self) -> tuple[list[Prompt], list[Prompt]]:
+        """Validation prompts: those that choose weights, and the others, which judge a replay."""
+        prompts = read_prompts(self.run, "validation")
         first = self.settings.acceptance.prompts if self.settings.acceptance else 0
         judges = self.settings.replay.judges if self.settings.replay else 0
         return prompts[:first], prompts[first : first + judges]
 
     def acceptance(self) -> dict[str, float]:
-        """The rates of the present weights on the selection prompts, the same in every process."""
+        """The rates of the present weights on the validation prompts, the same in every process."""
         settings = self.settings.acceptance
         assert settings is not None
         found = None
         with self.served() as draft:
             if self.accelerator.is_main_process:
-                prompts, _ = self.selection()
+                prompts, _ = self.validation()
                 found = rates(self.judge().decode(draft, prompts, settings.new_tokens, settings.length))
         agreed: dict[str, float] = agree(found)
         return agreed
@@ -202,14 +202,14 @@ def exact_outside(policy: Any) -> Any:
     """A mixed-precision policy of FSDP2's for which the weights alone are shortened, on their way into a product.
 
     accelerate's own also adds up gradients over processes in that type, and casts what goes into the learner and comes
-    out of it: the target's laws, and the counts that gradients are divided by.
+    out of it: the target's distributions, and the counts that gradients are divided by.
     """
     return replace(policy, reduce_dtype=torch.float32, output_dtype=None, cast_forward_inputs=False)
 
 
 def _load_draft(recipe: Recipe, run: Run, device: torch.device) -> Any:
     """The cut donor, whole head included, with adapters where the recipe asks for them."""
-    settings, init = recipe.train, run.path("init")
+    settings, init = recipe.train, run.path("cut")
     if settings.adapter is None:
         draft = load_model(str(init), "float32", device, trimmed=False)
     else:
@@ -231,13 +231,13 @@ def _load_draft(recipe: Recipe, run: Run, device: torch.device) -> Any:
 
 
 def require_judges(settings: Train, prompts: int) -> None:
-    """Raise RecipeError where too few of the selection prompts are left to judge a replay by."""
+    """Raise RecipeError where too few of the validation prompts are left to judge a replay by."""
     chosen = settings.acceptance.prompts if settings.acceptance else 0
     if settings.replay is not None and prompts < chosen + FEWEST_JUDGES:
         raise RecipeError(
-            f"there are {prompts} selection prompts, of which train.acceptance.prompts takes {chosen}: a replay is "
+            f"there are {prompts} validation prompts, of which train.acceptance.prompts takes {chosen}: a replay is "
             f"judged on at least {FEWEST_JUDGES} others",
-            "raise corpus.selection, lower train.acceptance.prompts, or leave train.replay out",
+            "raise corpus.validation, lower train.acceptance.prompts, or leave train.replay out",
         )
 
 
@@ -255,12 +255,12 @@ def set_up(recipe: Recipe, run: Run) -> Training:
             f"set train.batch to a multiple of {processes}, or start fewer processes",
         )
     parts = planned(settings, recipe.sampler.temperature, recipe.corpus.block)
-    manifest, trim = read_json(run.path("teacher", "manifest.json")), read_kept(run.path("init"))
-    require_fit(manifest, recipe, load_config(str(run.path("init"))), temperatures(parts))
+    manifest, trim = read_json(run.path("teacher", "manifest.json")), read_kept(run.path("cut"))
+    require_fit(manifest, recipe, load_config(str(run.path("cut"))), temperatures(parts))
     kept = trim["kept"] if trim else None
     for part in parts:
         part.loss.require_columns(manifest["vocabulary"] if kept is None else len(kept))
-    require_judges(settings, len(read_prompts(run, "selection")))
+    require_judges(settings, len(read_prompts(run, "validation")))
     draft = _load_draft(recipe, run, device)
     target = load_target(recipe.target, device) if recipe.teacher.kind == "online" else None
     source = open_teacher(run, recipe, device, target)

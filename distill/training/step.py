@@ -15,23 +15,23 @@ from torch import Tensor
 from distill.models.masks import document_masks
 from distill.packing import Packed, epoch_order
 from distill.recipe import Train
-from distill.target.laws import CompactTeacher, Teacher
+from distill.target.distributions import CompactTeacher, Teacher
 from distill.target.source import TeacherSource
-from distill.training.fused import head_loss, position_statistics
-from distill.training.losses import LossSums
+from distill.training.losses.fused import head_loss, position_statistics
+from distill.training.losses.settings import LossSums
+from distill.training.losses.weights import token_weights
 from distill.training.plan import PlannedPart
 from distill.training.rate import cosine
-from distill.training.weights import token_weights
 
 
 class Source(Protocol):
-    """Blocks with the target's laws on them: what `open_teacher` gives."""
+    """Blocks with the target's distributions on them: what `open_teacher` gives."""
 
     packed: Packed
     blocks: int
 
     def teacher(self, index: Tensor, device: torch.device) -> Teacher:
-        """The laws at the scored positions of the blocks at `index`, in order."""
+        """The distributions at the scored positions of the blocks at `index`, in order."""
         ...
 
 
@@ -54,7 +54,7 @@ class Columns:
         return head if self.kept is None else head[self.kept]
 
     def teacher(self, teacher: Teacher) -> Teacher:
-        """The same laws over these columns."""
+        """The same distributions over these columns."""
         return teacher if self.kept is None else teacher.restrict(self.kept)
 
     def labels(self, labels: Tensor) -> Tensor:
@@ -121,7 +121,7 @@ def split_blocks(blocks: Tensor, rank: int, ranks: int, size: int | None) -> lis
 
 
 def scored_blocks(source: TeacherSource, index: Tensor, device: torch.device) -> tuple[Packed, Teacher]:
-    """The blocks at `index` [b] and the laws at their scored positions, on a device.
+    """The blocks at `index` [b] and the distributions at their scored positions, on a device.
 
     No blocks become one that scores nothing: its forward pass is made for the other processes' sake.
     """
@@ -129,8 +129,8 @@ def scored_blocks(source: TeacherSource, index: Tensor, device: torch.device) ->
         return on_device(source.packed.take(index), device), source.teacher(index, device)
     blocks = on_device(source.packed.take(torch.zeros(1, dtype=torch.long)), device)
     none = torch.empty(0, device=device)
-    laws = CompactTeacher(none.long().view(0, 1), none.view(0, 1), {1.0: none}, source.vocabulary)
-    return replace(blocks, mask=torch.zeros_like(blocks.mask)), laws
+    distributions = CompactTeacher(none.long().view(0, 1), none.view(0, 1), {1.0: none}, source.vocabulary)
+    return replace(blocks, mask=torch.zeros_like(blocks.mask)), distributions
 
 
 def parameter_groups(

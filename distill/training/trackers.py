@@ -33,11 +33,11 @@ def start_trackers(accelerator: Any, recipe: Recipe, run: Run) -> None:
     folder = run.path("trackers")
     folder.mkdir(parents=True, exist_ok=True)  # else wandb takes a temporary one
     options = {"wandb": {"name": recipe.name, "dir": str(folder)}, "trackio": {"name": recipe.name}}
-    facts = {
+    metadata = {
         name: value for name, value in settings.model_dump(mode="json").items() if not isinstance(value, (dict, list))
     }
     accelerator.init_trackers(
-        "distill", config=facts, init_kwargs={name: options[name] for name in settings.trackers if name in options}
+        "distill", config=metadata, init_kwargs={name: options[name] for name in settings.trackers if name in options}
     )
 
 

@@ -1,0 +1,235 @@
+"""How large a trial's tree is, or of what shape, settled on validation text by what tokens and seconds promise.
+
+Legend: n nodes, d levels, T target, D draft.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Any
+
+from distill.models.base import Model
+from distill.recipe import Recipe, Trial
+from distill.speculative.calibration import Calibration
+from distill.speculative.configured import Tree, lossy_reason, make_drafter, trial_sampler
+from distill.speculative.cost import StepCosts
+from distill.speculative.decode import Decoded, Rules, decode, room_for
+from distill.speculative.draft import Drafter, TreeDrafter
+from distill.speculative.proposal import ROOT, Proposal
+from distill.speculative.trees.shape import Shape, choose_shape, expected_accepted
+from distill.speculative.trees.tree import choose_budget
+
+# Trees that are timed; each costs a few texts, and what lies between two of them is hardly faster than both.
+SIZES = (1, 2, 3, 4, 6, 8, 11, 15, 21, 29, 40, 63)
+ROUNDS = 128  # of the draft alone, in which it is seen what values the nodes of trees have
+Text = tuple[list[int], list[int]]  # a prompt, and what the target wrote after it
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What was settled of the tree of the trial `way`, what a round of it promises, and all that was compared.
+
+    `seconds` and `tokens` are of a round, `speedup` is over plain decoding after the prompt. Without nodes the trial
+    decodes plainly.
+    """
+
+    way: str
+    tree: Tree
+    tokens: float
+    seconds: float
+    speedup: float
+    compared: list[dict[str, float]]
+
+    @property
+    def nodes(self) -> int:
+        """How many."""
+        return len(self.tree) if isinstance(self.tree, Shape) else self.tree
+
+    @property
+    def told(self) -> str:
+        """How tables call the trial: its own title, and what was settled."""
+        levels = ""
+        if isinstance(self.tree, Shape) and self.nodes:
+            counts = Counter(self.tree.depths)
+            levels = f" in levels of {', '.join(str(counts[level]) for level in sorted(counts))}"
+        return f"{self.way}: {self.nodes} node{'s' if self.nodes != 1 else ''}{levels}"
+
+    def sentence(self) -> str:
+        """What was chosen and why."""
+        if not self.nodes:
+            return f"`{self.way}`: on validation text no tree promises to beat plain decoding, so that it drafts none."
+        return (
+            f"`{self.told}`, which promise the most on validation text: {self.tokens:.2f} tokens in "
+            f"{self.seconds * 1e3:.2f} ms a round, {self.speedup:.2f}x plain decoding after the prompt."
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        """For speedup.json; `parents` of a static shape, null for one that each round grows."""
+        parents = list(self.tree.parents) if isinstance(self.tree, Shape) else None
+        return {
+            "way": self.way,
+            "nodes": self.nodes,
+            "parents": parents,
+            "tokens": self.tokens,
+            "seconds": self.seconds,
+            "speedup": self.speedup,
+            "compared": self.compared,
+        }
+
+
+def time_rounds(
+    target: Model,
+    draft: Model,
+    prompts: Sequence[Sequence[int]],
+    rounds: int,
+    rules: Rules,
+    make: Callable[[int], Drafter],
+    sizes: Sequence[int],
+    lossy: bool = False,
+) -> dict[int, float]:
+    """Median seconds of a round of n drafted nodes, for each size n that rounds came to.
+
+    After every prompt `rounds` are decoded with trees of each size, the sizes in turn; `make` gives their drafters.
+    Smaller trees, for which alone the end of a context leaves room, do not count.
+    """
+    seconds: dict[int, list[float]] = {size: [] for size in sizes}
+    for prompt in prompts:
+        room = room_for(target, draft, len(prompt), (rounds + 1) * (max(sizes, default=0) + 1))
+        for size in sizes:
+            result = Decoded()
+            for _ in decode(target, make(size), prompt, room, rules, result, lossy):
+                if result.rounds and result.rounds[-1].drafted == size:
+                    seconds[size].append(result.rounds[-1].seconds)
+                if len(result.rounds) >= rounds:
+                    break
+    return {size: statistics.median(taken) for size, taken in seconds.items() if taken}
+
+
+def mean_values(
+    drafter: TreeDrafter, texts: Sequence[Text], nodes: int, ends: Collection[int], most: int = ROUNDS
+) -> list[float]:
+    """The mean value of the n-th best node of a round, for n up to `nodes`, over up to `most` rounds of given texts.
+
+    A round starts behind the token at which the text left the tree of the one before, as rounds do that are decoded
+    greedily; no target is asked.
+    """
+    found: list[list[float]] = []
+    for prompt, new in texts:
+        text, at = [*prompt, *new], len(prompt)  # at: the last committed token
+        drafter.begin(prompt)
+        while at + 1 < len(text) and drafter.room(at + 1) > nodes and len(found) < most:
+            proposal = drafter.propose(text[: at + 1], nodes, ends)
+            found.append([*drafter.values, *[0.0] * (nodes - len(drafter.values))])
+            accepted = follow(proposal, text[at + 1 :])
+            at += accepted + 1
+            drafter.accepted(proposal, accepted, at + 1, 0.0)
+    return [statistics.fmean(column) for column in zip(*found, strict=True)]
+
+
+def follow(proposal: Proposal, text: Sequence[int]) -> int:
+    """How many tokens of a text a tree holds from the top down."""
+    children, here = proposal.children(), ROOT
+    for count, token in enumerate(text):
+        hit = next((child for child in children.get(here, []) if proposal.tokens[child] == token), None)
+        if hit is None:
+            return count
+        here = hit
+    return len(text)
+
+
+def best_shapes(rates: Sequence[float], sizes: Sequence[int], depth: int, costs: StepCosts) -> dict[int, Shape]:
+    """By its nodes, the shape of the most tokens per second of each size, at an acceptance by rank: see `choose_shape`.
+
+    Drafting d levels is taken to cost d draft steps and a round's overhead. A size that `depth` levels have no room for
+    gives the largest that they have.
+    """
+    room = sum(len(rates) ** level for level in range(1, depth + 1))
+    return {
+        n: choose_shape(rates, n, depth, {n + 1: costs.target[n]}, lambda d: costs.overhead + d * costs.draft)
+        for n in {min(size, room) for size in sizes}
+    }
+
+
+def shape_values(shapes: Mapping[int, Shape], rates: Sequence[float]) -> list[float]:
+    """Values of which the first n sum up to the expected accepted tokens of the shape of n nodes."""
+    values, before = [0.0] * max(shapes, default=0), 0.0
+    for n, shape in sorted(shapes.items()):
+        values[n - 1] = expected_accepted(shape, rates) - before
+        before += values[n - 1]
+    return values
+
+
+def choose_tree(
+    way: str, trees: Mapping[int, Tree], values: Sequence[float], seconds: Mapping[int, float], costs: StepCosts
+) -> Choice:
+    """The tree of the most tokens per second among `trees` by their nodes, 0 being plain decoding: see `choose_budget`.
+
+    The first n `values` sum up to the accepted tokens that n nodes promise. A round of n takes T(n + 1) and what the
+    timed `seconds` of rounds were beyond it: drafting, and walking the tree. Sizes that no round came to are left out.
+    """
+    expected = list(accumulate(values, initial=1.0))
+    known = min(len(expected), len(costs.target))
+    sizes = [n for n in sorted(trees) if n < known and (n == 0 or n in seconds)]
+    target = {n + 1: costs.target[n] for n in sizes}
+    beyond = {n: max(seconds[n] - costs.target[n], 0.0) if n else 0.0 for n in sizes}
+    nodes = choose_budget(values, target, lambda n: beyond.get(n, 0.0))
+    compared = [
+        {"nodes": n, "tokens": expected[n], "target_seconds": target[n + 1], "other_seconds": beyond[n]} for n in sizes
+    ]
+    spent = target[nodes + 1] + beyond[nodes]
+    return Choice(way, trees[nodes], expected[nodes], spent, expected[nodes] * costs.target[0] / spent, compared)
+
+
+def settle_trees(
+    recipe: Recipe,
+    ways: Sequence[Trial],
+    target: Model,
+    draft: Model,
+    texts: Sequence[Text],
+    timed: tuple[int, int],
+    ends: Collection[int],
+    costs: StepCosts,
+    fitted: Mapping[str, Calibration],
+    rates: Sequence[float],
+) -> list[Choice]:
+    """A choice for each trial that leaves its tree to be chosen, of fewer nodes than `profile.max_tokens`.
+
+    `texts` are prompts of the validation split with what the target wrote after them; `timed` (prompts, rounds) is
+    after how many of them how many rounds are timed. `rates` are the acceptance by rank.
+    """
+    costs = replace(costs, target=costs.target[: recipe.profile.max_tokens])  # a grown pair's may go on
+    most = len(costs.target) - 1
+    prompts = [prompt for prompt, _ in texts[: timed[0]]]
+    choices = []
+    for way in ways:
+        if not way.chosen:
+            continue
+        sampler = trial_sampler(way, recipe.sampler)
+        rules = Rules(sampler, way.verified_by, ends, random.Random(f"{recipe.seed}/{way.title}/timed").random)
+        sizes = sorted({*(size for size in SIZES if size < most), most})
+        trees: dict[int, Tree] = {size: size for size in sizes}
+        if way.ranked:
+            shapes = best_shapes(rates, sizes if way.nodes is None else [way.nodes], way.length, costs)
+            trees = {**shapes}
+
+        def make(size: int, way: Trial = way, rules: Rules = rules, trees: dict[int, Tree] = trees) -> Drafter:
+            return make_drafter(way, draft, rules.sampler, rules.random, costs, fitted, trees[size])
+
+        lossy = lossy_reason(way, sampler) is not None
+        seconds = time_rounds(target, draft, prompts, timed[1], rules, make, sorted(trees), lossy)
+        if way.ranked:
+            values = shape_values(shapes, rates)
+        else:
+            drafter = make(most)
+            assert isinstance(drafter, TreeDrafter)
+            values = mean_values(drafter, texts, most, ends)
+        plainly: Tree = Shape(()) if way.ranked else 0
+        if way.nodes is None or not seconds:
+            trees[0] = plainly
+        choices.append(choose_tree(way.title, trees, values, seconds, costs))
+    return choices

@@ -1,0 +1,76 @@
+"""The command line: every command by its name, and what an exception means for the exit status."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import typer
+
+from distill.commands.check import check
+from distill.commands.cut import cut
+from distill.commands.evaluate import evaluate
+from distill.commands.export import export_gguf
+from distill.commands.generate import generate
+from distill.commands.profile import profile
+from distill.commands.report import report
+from distill.commands.runs import list_runs
+from distill.commands.speedup import speedup
+from distill.commands.train import train
+from distill.commands.transplant import transplant
+from distill.errors import DistillError
+from distill.processes import leave
+
+app = typer.Typer(
+    help="Make draft models for speculative decoding: cut from a donor, trained on a target, the speedup proven.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+COMMANDS: dict[str, Callable[..., None]] = {
+    "check": check,
+    "train": train,
+    "generate": generate,
+    "eval": evaluate,
+    "speedup": speedup,
+    "profile": profile,
+    "export-gguf": export_gguf,
+    "transplant": transplant,
+    "cut": cut,
+    "report": report,
+    "runs": list_runs,
+}
+for name, command in COMMANDS.items():
+    app.command(name)(command)
+
+# Recent versions of typer raise the exceptions of a click of their own, older ones those of the package click.
+ClickException: Any = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
+
+
+def main() -> None:
+    """Run a command: exit 0 done, 2 the user's to mend (one message), 1 a bug (with its traceback)."""
+    try:
+        result = app(standalone_mode=False)
+        code = result if isinstance(result, int) else 0
+        if code == 0:
+            leave()
+    except DistillError as error:
+        print(f"distill: {error}", file=sys.stderr)
+        code = 2
+    except ClickException as error:
+        error.show()
+        code = 2
+    except (KeyboardInterrupt, typer.Abort):
+        print("\ndistill: interrupted; the same command goes on from here", file=sys.stderr)
+        code = 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 0
+    except Exception:
+        traceback.print_exc()
+        print("distill: this is a bug in distill; please report it with the lines above", file=sys.stderr)
+        code = 1
+    sys.exit(code)

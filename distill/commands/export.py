@@ -1,0 +1,50 @@
+"""`distill export-gguf`: GGUF files of a run, or of a Hugging Face folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from distill.commands.shared import (
+    DEFAULT_RUNS,
+    RunsOption,
+    find_run,
+    run_until,
+)
+from distill.errors import RecipeError
+
+
+def export_gguf(
+    model: Annotated[str | None, typer.Argument(metavar="[RUN|MODEL]", help="Run, or Hugging Face folder.")] = None,
+    outtype: Annotated[
+        list[str] | None, typer.Option("--outtype", help="f32, f16, bf16 or q8_0; may be repeated.")
+    ] = None,
+    folder: Annotated[Path | None, typer.Option("--to", help="Folder for the files (a run: its gguf folder).")] = None,
+    runs: RunsOption = DEFAULT_RUNS,
+) -> None:
+    """Write GGUF files of a run's draft and target, or of any qwen2, qwen3 or llama folder."""
+    kinds = outtype or ["f16", "q8_0"]
+    known = ("f32", "f16", "bf16", "q8_0")
+    for kind in kinds:
+        if kind not in known:
+            raise RecipeError(f"outtype `{kind}` is unknown", f"use {', '.join(known)}")
+    from distill.export.writer import export_gguf as write
+
+    if model is not None and (Path(model) / "config.json").exists():
+        sources, place = {Path(model).resolve().name: Path(model)}, folder or Path(".")
+    else:
+        from distill.models.hugging_face import local_folder
+
+        recipe, run = find_run(model, runs)
+        run_until(recipe, run, "train")
+        sources = {"draft": run.path("draft"), "target": local_folder(recipe.target.model)}
+        place = folder or run.path("gguf", "extra")
+    for name, source in sources.items():
+        for kind in kinds:
+            report = write(source, place / f"{name}-{kind}.gguf", kind)
+            print(
+                f"{report.path}  {report.bytes / 1e6:.1f} MB  {report.tensors} tensors"
+                + (f", {report.fallback_tensors} kept in f16" if report.fallback_tensors else "")
+            )

@@ -1,0 +1,91 @@
+"""`distill profile`: the cost curve of one model on this machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from distill.commands.shared import (
+    FormatOption,
+    numbers,
+    print_table,
+)
+from distill.errors import DataError, RecipeError
+
+
+def profile(
+    model: Annotated[
+        str | None, typer.Argument(metavar="[MODEL]", help="Hugging Face folder, hub name or GGUF file.")
+    ] = None,
+    depths: Annotated[str, typer.Option("--depths", help="Tokens already in the cache, by commas.")] = "64,512",
+    most: Annotated[int, typer.Option("--most", min=2, max=64, help="Steps of 1 to this many tokens.")] = 64,
+    repeats: Annotated[int, typer.Option(min=5, help="Timed repeats; the median is kept.")] = 7,
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; all if left out.")] = None,
+    out: Annotated[Path | None, typer.Option("--out", help="Also save the curve as JSON.")] = None,
+    batched_bench: Annotated[
+        Path | None, typer.Option("--batched-bench", help="Instead: a llama-batched-bench log in jsonl.")
+    ] = None,
+    acceptance: Annotated[
+        str | None, typer.Option("--acceptance", help="By position, by commas: prints llama.cpp settings that follow.")
+    ] = None,
+    draft_cost: Annotated[
+        float, typer.Option("--draft-cost", min=0, help="With --acceptance: a draft step, in units of T(1).")
+    ] = 0.05,
+    output: FormatOption = "md",
+) -> None:
+    """The cost curve of one model on this machine: T(m), the seconds of a step of m tokens, by depth."""
+    if (model is None) == (batched_bench is None):
+        raise RecipeError("name a model, or a log with --batched-bench", "one of the two")
+    if batched_bench is not None:
+        from distill.benchmark.batched_bench import import_curve
+
+        curve = import_curve(batched_bench)
+    else:
+        assert model is not None
+        curve = _measured(model, numbers(depths, "--depths", int), most, repeats, threads)
+    if out is not None:
+        from distill.speculative.cost import save_curve
+
+        save_curve(curve, out)
+    rows: list[dict[str, Any]] = [
+        {"depth": depth, "tokens": m, "seconds": seconds, "relative": seconds / row[0]}
+        for depth, row in zip(curve.depths, curve.seconds, strict=True)
+        for m, seconds in enumerate(row, start=1)
+    ]
+    lines = [f"{curve.model}, {curve.backend}; T(m) of m tokens at a depth, in {curve.unit}", ""]
+    if curve.note:
+        lines[1:1] = ["", f"Note: {curve.note}."]
+    lines += ["| depth | m | T(m) | T(m) / T(1) |", "|--:|--:|--:|--:|"]
+    lines += [f"| {r['depth']} | {r['tokens']} | {r['seconds']:.6g} | {r['relative']:.3f} |" for r in rows]
+    if acceptance is not None:
+        from distill.benchmark.batched_bench import settings
+
+        rates = numbers(acceptance, "--acceptance", float)
+        if not all(0 <= rate <= 1 for rate in rates):
+            raise RecipeError(f"--acceptance {acceptance}: rates lie between 0 and 1", "for instance 0.8,0.75,0.7")
+        lines += ["", *(str(setting) for setting in settings(curve, rates, draft_cost, curve.depths[0]))]
+    print_table(rows, "\n".join(lines), rows, output)
+
+
+def _measured(model: str, depths: list[int], most: int, repeats: int, threads: int | None) -> Any:
+    from distill.machine import usable_cores
+    from distill.speculative.cost import measure_curve
+
+    if model.endswith(".gguf"):
+        from distill.models.gguf.model import GgufModel
+
+        if not Path(model).is_file():
+            raise DataError(f"there is no file {model}", "give a GGUF file or a Hugging Face folder")
+        with GgufModel(model, context=max(depths) + most, threads=threads) as quantised:
+            return measure_curve(quantised, model, "gguf", depths, most, repeats)
+    import torch
+
+    from distill.models.hugging_face import load_model, pick_device
+    from distill.models.torch_model import TorchModel
+
+    torch.set_num_threads(threads or usable_cores())
+    return measure_curve(
+        TorchModel(load_model(model, "float32", pick_device("auto"))), model, "pytorch", depths, most, repeats
+    )

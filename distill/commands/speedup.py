@@ -1,0 +1,60 @@
+"""`distill speedup`: plain against speculative decoding."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from distill.commands.shared import (
+    DEFAULT_RUNS,
+    FormatOption,
+    RunArgument,
+    RunsOption,
+    find_run,
+    print_table,
+    run_until,
+)
+
+
+def speedup(
+    run: RunArgument = None,
+    again: Annotated[bool, typer.Option("--again", help="Measure anew instead of showing what was measured.")] = False,
+    verify_distribution: Annotated[
+        bool,
+        typer.Option(
+            "--verify-distribution", help="Instead: test that the decoder samples the target's own distribution."
+        ),
+    ] = False,
+    samples: Annotated[
+        int, typer.Option(min=100, help="--verify-distribution: texts drawn per prompt and verifier.")
+    ] = 400,
+    allow_lossy: Annotated[
+        bool,
+        typer.Option(
+            "--allow-lossy", help="Run the recipe's trials that change the target's distribution too (LOSSY)."
+        ),
+    ] = False,
+    runs: RunsOption = DEFAULT_RUNS,
+    output: FormatOption = "md",
+) -> None:
+    """Plain against speculative decoding, end to end, of a run's draft and target."""
+    from distill.files import read_json
+    from distill.run import Run
+
+    recipe, found = find_run(run, runs)
+    if verify_distribution:
+        run_until(recipe, found, "train")
+        from distill.benchmark.distribution_test import distribution_markdown, verify_run_distribution
+
+        table = verify_run_distribution(recipe, found, samples)
+        print_table(table["rows"], distribution_markdown(table), table, output)
+        raise typer.Exit(0 if table["lossless"] else 1)
+    if allow_lossy and not recipe.speedup.allow_lossy:
+        recipe = recipe.model_copy(update={"speedup": recipe.speedup.model_copy(update={"allow_lossy": True})})
+        found = Run(found.folder, recipe)
+    run_until(recipe, found, "speedup", redo=["speedup"] if again else [])
+    report = read_json(found.path("speedup.json"))
+    from distill.benchmark.table import as_markdown, flat_rows
+
+    print_table(flat_rows(report), as_markdown(report), report, output)

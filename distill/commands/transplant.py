@@ -1,0 +1,105 @@
+"""`distill transplant`: give a model the vocabulary of another."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from distill.commands.shared import (
+    read_texts,
+)
+from distill.errors import DataError, RecipeError
+
+
+def transplant(
+    donor: Annotated[str, typer.Argument(metavar="DONOR", help="Model folder or hub name that gives the weights.")],
+    target: Annotated[str, typer.Argument(metavar="TARGET", help="Model or tokenizer folder with the vocabulary.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="New folder.")],
+    override: Annotated[
+        list[str] | None,
+        typer.Option("--override", metavar="TOKEN=TEXT", help="Start a target token from a text's donor tokens."),
+    ] = None,
+    method: Annotated[
+        str, typer.Option("--method", help="pieces or pursuit, for tokens that are no copies.")
+    ] = "pieces",
+    decay: Annotated[float, typer.Option("--decay", help="Weight of each piece over the one before.")] = 0.5,
+    dtype: Annotated[
+        str | None, typer.Option("--dtype", help="float32, bfloat16 or float16; as stored if left out.")
+    ] = None,
+    rows: Annotated[
+        int | None, typer.Option("--rows", help="Embedding rows, where TARGET has no config.json to say.")
+    ] = None,
+    text: Annotated[
+        list[Path] | None,
+        typer.Option("--text", help="Text of the target: says how much of it DONOR could not draft as it is."),
+    ] = None,
+) -> None:
+    """Give a model the vocabulary of another, byte for byte, so that it can draft for it."""
+    overrides: dict[str, str] = {}
+    for pair in override or []:
+        token, equals, said = pair.partition("=")
+        if not equals or not token:
+            raise RecipeError(f"--override {pair}: no `=` between token and text", "write --override '<|user|>=User:'")
+        overrides[token] = said
+    from distill.models.hugging_face import local_folder
+    from distill.surgery.vocabulary.transplant import transplant as write
+
+    texts = read_texts(text or [])
+    folders = [local_folder(name) for name in (donor, target)]
+    change = write(
+        folders[0],
+        folders[1],
+        out,
+        rows=rows,
+        overrides=overrides,
+        method=method,  # type: ignore[arg-type]
+        decay=decay,
+        dtype=dtype,
+    )
+    print(change.sentence())
+    print("\n".join(report_lines(change.details)))
+    if texts:
+        print(gain_line(texts, *folders))
+    print(f"written: {out}")
+
+
+def gain_line(texts: list[str], donor: Path, target: Path) -> str:
+    """What the transplant opens: the share of the texts' target tokens that the donor's vocabulary lacks."""
+    from collections import Counter
+
+    from distill.models.hugging_face import encode, load_tokenizer
+    from distill.speculative.other_vocabulary.translation import transplant_gain
+    from distill.vocabulary import Vocabulary
+
+    tokenizer = load_tokenizer(str(target))
+    counts = Counter(token for text in texts for token in encode(tokenizer, text))
+    if not counts:
+        raise DataError("--text holds no text", "give text that the target wrote, or leave it out")
+    found = transplant_gain(counts, Vocabulary.read(target), Vocabulary.read(donor), worst=5)
+    missing = ", ".join(f"{token!r} {share:.1%}" for token, share in found["missing"])
+    return (
+        f"of {counts.total()} tokens of the text, {found['gain']:.1%} are of the target alone, which the donor "
+        f"as it is could never draft{f': {missing}' if missing else ''}"
+    )
+
+
+def report_lines(details: dict[str, Any]) -> list[str]:
+    """What a transplant did to the rows, in words."""
+    lines = [
+        f"rows: {details['rows']}, of them {details['copies']} exact copies ({details['copy_share']:.1%}), "
+        f"{details['means']} of {details['subtokens_per_mean']:.2f} pieces on average, {details['unused']} unused, "
+        f"{details['padding_rows']} padding, {details['zeros']} zero",
+        f"special tokens: {details['overrides']} by override, {details['roles']} by role, {details['same_special']} by "
+        f"name, {details['special_as_text']} from their text",
+        f"tokens with the bytes of another: {details['duplicates']}; no UTF-8 alone: {details['not_utf8_alone']}",
+    ]
+    for row in details["special_tokens"][:20]:
+        lines.append(f"  {row['token']!r} <- {' '.join(map(repr, row['subtokens']))} ({row['how']})")
+    if len(details["special_tokens"]) > 20:
+        lines.append(f"  and {len(details['special_tokens']) - 20} more, in surgery.json")
+    if details["worst"]:
+        lines.append("most pieces:")
+    lines += [f"  {row['token']!r} <- {' '.join(map(repr, row['subtokens']))}" for row in details["worst"][:5]]
+    return lines

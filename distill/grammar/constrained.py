@@ -1,0 +1,279 @@
+"""A model that says only what a grammar allows, and a drafter that says for free what the grammar is sure of.
+
+The mask is put on the logits, before the sampler: what is sampled is the sampler's distribution of the allowed tokens,
+on both sides. A model is not asked where one token alone is allowed; it reads such tokens when it is next asked.
+Legend: V vocabulary, n tokens of a call.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection, Sequence
+
+import torch
+from torch import Tensor
+
+from distill.grammar.constraint import Constraint, State
+from distill.models.base import ROOT, Model, PendingTree, check_call, check_counts, check_rollback
+from distill.models.torch_logits import TorchLogits
+from distill.speculative.draft import Drafter
+from distill.speculative.proposal import Features, Proposal
+
+RUN = 64  # forced tokens of a round at most: what every backend takes in one call
+
+
+class Constrained:
+    """A model behind a constraint; what its cache does not hold yet is read with the next tokens that need it.
+
+    One row. `Constraint.begin` comes before the first tokens of a text, which are its prompt.
+    """
+
+    rows = 1
+
+    def __init__(self, model: Model, constraint: Constraint) -> None:
+        if model.rows != 1:
+            raise ValueError(f"a grammar follows one text at a time, this model keeps {model.rows}")
+        self.model, self.constraint = model, constraint
+        self._context: list[int] = []
+        self._states: list[State] = []  # after each committed token from the prompt's last one on
+        self._tree = PendingTree()
+        self._nodes: list[tuple[int, State]] = []  # the tokens of the tree, and the states after them
+        self._read: dict[int, int] = {}  # nodes that the model has, to its numbers for them
+        self._dtype: torch.dtype | None = None
+
+    @property
+    def vocabulary_size(self) -> int:
+        """V of the model."""
+        return self.model.vocabulary_size
+
+    @property
+    def capacity(self) -> int:
+        """That of the model."""
+        return self.model.capacity
+
+    @property
+    def max_leaves(self) -> int:
+        """Those of the model."""
+        return self.model.max_leaves
+
+    @property
+    def lengths(self) -> list[int]:
+        """Committed tokens, those that the model has not read among them."""
+        return [len(self._context)]
+
+    def extend(
+        self,
+        tokens: Sequence[int],
+        counts: Sequence[int] | None = None,
+        parents: Sequence[int] | None = None,
+        want: Sequence[int] | None = None,
+    ) -> TorchLogits:
+        """Logits [n, V] as the model's `extend`, −∞ where the grammar allows no token; the same errors."""
+        check_counts(counts, len(tokens))
+        check_call(tokens, range(len(tokens)) if parents is None else parents, want, self.vocabulary_size)
+        wanted = list(range(len(tokens)) if want is None else want)
+        if parents is None:
+            return self._extend_chain(list(tokens), wanted)
+        return self._extend_tree(list(tokens), list(parents), wanted)
+
+    def _extend_chain(self, tokens: list[int], want: list[int]) -> TorchLogits:
+        if len(self._tree):
+            raise ValueError("a tree is pending: keep a path of it or roll back first")
+        depth, start = len(self._context), self.constraint.start
+        if depth + len(tokens) > self.capacity:
+            raise ValueError(f"{depth} + {len(tokens)} tokens do not fit a context of {self.capacity}")
+        states: list[State | None] = []
+        state = self._last()
+        for place, token in enumerate(tokens, start=depth):
+            if place >= start:
+                state = self.constraint.next(state, token)
+            states.append(None if place < start - 1 else state)  # inside the prompt everything is allowed
+        asked = [index for index in want if (after := states[index]) is None or after.forced is None]
+        values = None
+        if asked or depth == 0:  # the prompt is read at once, whatever follows it
+            owed = self._context[self.model.lengths[0] :]
+            values = self.model.extend([*owed, *tokens], want=[len(owed) + index for index in asked]).full()
+        self._context += tokens
+        self._states += [state for state in states if state is not None]
+        return self._logits(values, asked, [states[index] for index in want], want)
+
+    def _last(self) -> State:
+        return self._states[-1] if self._states else self.constraint.root
+
+    def _extend_tree(self, tokens: list[int], parents: list[int], want: list[int]) -> TorchLogits:
+        tree, first = self._tree.grown(parents), len(self._tree)
+        if len(self._context) + max(tree.depths) > self.capacity:
+            raise ValueError(f"{len(self._context)} + {max(tree.depths)} tokens do not fit {self.capacity}")
+        nodes = list(self._nodes)
+        for token, parent in zip(tokens, parents, strict=True):
+            above = self._last() if parent == ROOT else nodes[parent][1]
+            # A state before the prompt's last token exists only while the prompt is read, as a chain.
+            nodes.append((token, self.constraint.next(above, token)))
+        asked = [index for index in want if nodes[first + index][1].forced is None]
+        values = self._ask(tree, nodes, [first + index for index in asked]) if asked else None
+        self._tree, self._nodes = tree, nodes
+        return self._logits(values, asked, [nodes[first + index][1] for index in want], want)
+
+    def _ask(self, tree: PendingTree, nodes: list[tuple[int, State]], asked: list[int]) -> Tensor:
+        """Let the model read these nodes and all above them that it has not; its logits after them."""
+        needed: set[int] = set()
+        for node in asked:
+            while node != ROOT and node not in self._read and node not in needed:
+                needed.add(node)
+                node = tree.parents[node]
+        owed = self._context[self.model.lengths[0] :]
+        if owed:
+            self.model.extend(owed, want=[])
+        numbers = dict(self._read)
+        for node in sorted(needed):
+            numbers[node] = len(numbers)
+        above = [ROOT if tree.parents[node] == ROOT else numbers[tree.parents[node]] for node in sorted(needed)]
+        places = {node: place for place, node in enumerate(sorted(needed))}
+        values = self.model.extend(
+            [nodes[node][0] for node in sorted(needed)], parents=above, want=[places[node] for node in asked]
+        ).full()
+        self._read = numbers
+        return values
+
+    def _logits(
+        self, values: Tensor | None, asked: list[int], states: list[State | None], want: list[int]
+    ) -> TorchLogits:
+        """The rows of `want`: what the model said where it was asked, under the mask; certainty elsewhere."""
+        if self._dtype is None and values is not None:
+            self._dtype = values.dtype
+        found = torch.zeros(len(want), self.vocabulary_size, dtype=self._dtype or torch.float32)
+        rows = {index: row for row, index in enumerate(asked)}
+        if values is not None and asked:
+            places = [place for place, index in enumerate(want) if index in rows]
+            found[places] = values[[rows[want[place]] for place in places]]
+        masked = [place for place, state in enumerate(states) if state is not None]
+        if masked:
+            found[masked] = self.constraint.masked(found[masked], [state for state in states if state is not None])
+        return TorchLogits(found)
+
+    def keep(self, paths: Sequence[Sequence[int]]) -> None:
+        """As the model's `keep`; what it has not read of the path stays owed."""
+        path = self._tree.only_path(paths)
+        read = [self._read[node] for node in path if node in self._read]
+        if self._read:
+            self.model.keep([read])
+        self._context += [self._nodes[node][0] for node in path]
+        self._states += [self._nodes[node][1] for node in path]
+        self._drop_tree()
+
+    def _drop_tree(self) -> None:
+        self._tree, self._nodes, self._read = PendingTree(), [], {}
+
+    def rollback(self, lengths: Sequence[int]) -> None:
+        """Forget the tree and the tokens beyond `lengths[0]`; ValueError outside 0..the committed length."""
+        length = check_rollback(lengths, len(self._context))
+        # Also where nothing was committed through here: the model may hold a text from before.
+        self.model.rollback([min(length, self.model.lengths[0])])
+        del self._context[length:]
+        del self._states[max(0, length - max(self.constraint.start, 1) + 1) :]
+        self._drop_tree()
+
+    def reset(self) -> None:
+        """Forget all tokens."""
+        self.rollback([0])
+
+    def close(self) -> None:
+        """Close the model."""
+        self.model.close()
+
+
+class Forced:
+    """A drafter that proposes what the grammar is sure of without asking anyone, and another one's tokens in between.
+
+    Sure tokens come before the other's proposal and, after a chain, behind it; they are no part of its length. Their
+    distribution is 1 at the token, for the target too, so that every verifier accepts them.
+    """
+
+    def __init__(self, drafter: Drafter, constraint: Constraint) -> None:
+        self.drafter, self.constraint = drafter, constraint
+        self._asked, self._before, self._was_asked = Proposal.chain([]), 0, False
+
+    @property
+    def tree(self) -> bool:
+        """That of the other."""
+        return self.drafter.tree
+
+    @property
+    def kind(self) -> str:
+        """That of the other."""
+        return self.drafter.kind
+
+    def begin(self, prompt: Sequence[int]) -> None:
+        """The other reads the prompt."""
+        self.drafter.begin(prompt)
+
+    def room(self, length: int) -> int:
+        """Anything: sure tokens need no draft."""
+        return sys.maxsize
+
+    def propose(self, context: Sequence[int], limit: int, ends: Collection[int]) -> Proposal:
+        """Sure tokens, the other's proposal, and after a chain the tokens that are sure then."""
+        state = self.constraint.state(context)
+        sure, state = self._run(state, min(limit, RUN))
+        self._before = len(sure)
+        self._asked = Proposal.chain([])
+        context = [*context, *sure]
+        room = min(limit - len(sure), self.drafter.room(len(context)))
+        self._was_asked = room > 0 and not state.over and state.forced is None
+        if self._was_asked:
+            self._asked = self._legal(self.drafter.propose(context, room, ends), state)
+        asked = self._asked
+        later: list[int] = []
+        if asked.tokens and asked.is_chain:
+            for token in asked.tokens:
+                state = self.constraint.next(state, token)
+            later, _ = self._run(state, min(limit - len(sure) - len(asked.tokens), RUN))
+        if not sure and not later:
+            return asked
+        return _joined(sure, asked, later)
+
+    def _run(self, state: State, limit: int) -> tuple[list[int], State]:
+        """Tokens that are the only ones allowed, one after the other, and the state after them."""
+        found: list[int] = []
+        while len(found) < limit and state.forced is not None and not state.over:
+            found.append(state.forced)
+            state = self.constraint.next(state, state.forced)
+        return found, state
+
+    def _legal(self, proposal: Proposal, state: State) -> Proposal:
+        """A chain chosen without chance ends before the first token that the grammar rules out."""
+        if proposal.distributions is not None or not proposal.is_chain:
+            return proposal
+        for count, token in enumerate(proposal.tokens):
+            if not state.allows(token):
+                return Proposal.chain(proposal.tokens[:count], None, proposal.features[:count])
+            state = self.constraint.next(state, token)
+        return proposal
+
+    def accepted(self, proposal: Proposal, count: int, length: int, seconds: float) -> None:
+        """The other learns of its own tokens, and nothing of a round in which it was not asked.
+
+        So it counts in tokens of its own, drafting or not: the sure ones come either way, for next to nothing.
+        """
+        if not self._was_asked:
+            return
+        self._was_asked = False
+        own = min(max(count - self._before, 0), len(self._asked.tokens))
+        self.drafter.accepted(self._asked, own, length, seconds)
+
+
+def _joined(sure: list[int], asked: Proposal, later: list[int]) -> Proposal:
+    """One proposal of tokens that are sure, of another one below the last of them, and of sure ones behind a chain."""
+    tokens = [*sure, *asked.tokens, *later]
+    above = len(sure) - 1  # ROOT where there are none
+    parents = [*range(ROOT, above), *(above if parent == ROOT else parent + len(sure) for parent in asked.parents)]
+    parents += range(len(parents) - 1, len(tokens) - 1)
+    distributions = asked.distributions
+    if distributions is not None:
+        certain = [
+            torch.nn.functional.one_hot(torch.tensor(part, dtype=torch.long), distributions.shape[-1]).to(distributions)
+            for part in (sure, later)
+        ]
+        distributions = torch.cat([certain[0], distributions, certain[1]])
+    features = [Features(1.0, 0.0, 0.0)] * len(sure) + asked.features + [Features(1.0, 0.0, 0.0)] * len(later)
+    return Proposal(tokens, parents, distributions, features if len(features) == len(tokens) else [])

@@ -1,0 +1,227 @@
+"""Which tokens a regular expression, JSON schema or grammar allows after each text: the states of constrained decoding.
+
+A state is reached from another by one token and remembered, so that the target, the draft and every branch of a tree
+share it, and going back costs nothing. llguidance does the parsing, on the bytes of the tokens; where the text that
+follows is certain it allows only the token that the tokenizer would write there. Legend: V vocabulary, n rows.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from distill.errors import DataError
+from distill.grammar import gbnf
+from distill.grammar.tokens import Tokens
+from distill.models.gguf.llama_grammar import open_grammar
+from distill.models.gguf.model import GgufModel
+
+STUCK = "let it allow what this vocabulary can say, or write a simpler one"
+Bits = NDArray[np.uint8]  # [⌈V / 8⌉], a bit for each token, the lowest first
+
+
+class Position(Protocol):
+    """A place in a grammar, as its library keeps it; never changed."""
+
+    def allowed(self) -> Bits:
+        """The tokens that may follow; what it says of end tokens does not count."""
+        ...
+
+    def accepting(self) -> bool:
+        """Whether the text may end here."""
+        ...
+
+    def after(self, token: int) -> Position:
+        """The place one allowed token on."""
+        ...
+
+
+class _Guided:
+    """A position in llguidance."""
+
+    def __init__(self, matcher: Any) -> None:
+        self._matcher = matcher
+
+    def allowed(self) -> Bits:
+        found = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
+        if self._matcher.is_error():
+            raise _stuck(self._matcher)
+        return found
+
+    def accepting(self) -> bool:
+        return bool(self._matcher.is_accepting())
+
+    def after(self, token: int) -> _Guided:
+        matcher = self._matcher.deep_copy()
+        if not matcher.consume_token(token):
+            raise _stuck(matcher)
+        return _Guided(matcher)
+
+
+def _stuck(matcher: Any) -> DataError:
+    reason = str(matcher.get_error()).split("\n")[0]
+    return DataError(f"the grammar cannot go on: {reason}", STUCK)
+
+
+class State:
+    """What may follow a text. `forced` is the only token allowed, None where there are several.
+
+    `over` is a text that has ended, or that the grammar ruled out: nothing is said after it, so that the end token
+    stands there.
+    """
+
+    __slots__ = ("_bits", "accepting", "after", "forced", "position")
+
+    def __init__(self, position: Position | None, ends: Sequence[int], size: int) -> None:
+        self.position = position
+        self.after: dict[int, State] = {}
+        self.accepting = position is not None and position.accepting()
+        allowed = np.zeros(size, dtype=bool)
+        if position is None:
+            allowed[ends[0]] = True
+        else:
+            allowed = _unpacked(position.allowed(), size)
+            allowed[list(ends)] = self.accepting
+        found = np.flatnonzero(allowed)
+        if not len(found):
+            raise DataError("the grammar cannot go on: no token of this vocabulary fits", STUCK)
+        self.forced = int(found[0]) if len(found) == 1 else None
+        self._bits: Bits = np.packbits(allowed, bitorder="little")
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing more is said."""
+        return self.position is None
+
+    def allows(self, token: int) -> bool:
+        """Whether this token may follow."""
+        return 8 * len(self._bits) > token and bool(self._bits[token >> 3] >> (token & 7) & 1)
+
+    def mask(self, size: int) -> NDArray[np.bool_]:
+        """The allowed tokens as a mask [size]; what a vocabulary's padding adds is not allowed."""
+        return _unpacked(self._bits, size)
+
+
+def _unpacked(bits: Bits, size: int) -> NDArray[np.bool_]:
+    found = np.zeros(size, dtype=bool)
+    known = np.unpackbits(bits, count=min(8 * len(bits), size), bitorder="little")
+    found[: len(known)] = known
+    return found
+
+
+class Constraint:
+    """What may follow each token of one text: what the grammar allows, from the end of the prompt on.
+
+    `begin` starts another text. `warnings` say what of the user's grammar is not obeyed. DataError where the grammar
+    allows nothing at all.
+    """
+
+    def __init__(self, position: Position, tokens: Tokens, warnings: Sequence[str] = ()) -> None:
+        self.warnings = warnings
+        self.ends, self._size, self._position = tokens.ends, len(tokens.said), position
+        self._over = State(None, self.ends, self._size)
+        self.begin(0)
+
+    def begin(self, start: int) -> None:
+        """A new text: its prompt is `start` tokens long, which the grammar does not look at."""
+        self.start = start
+        self.root = State(self._position, self.ends, self._size)
+
+    def next(self, state: State, token: int) -> State:
+        """The state one token on, made once."""
+        if state.position is None or token in self.ends or not state.allows(token):
+            return self._over
+        found = state.after.get(token)
+        if found is None:
+            found = state.after[token] = State(state.position.after(token), self.ends, self._size)
+        return found
+
+    def state(self, context: Sequence[int]) -> State:
+        """The state after a context, the prompt included."""
+        state = self.root
+        for token in context[self.start :]:
+            state = self.next(state, token)
+        return state
+
+    def satisfied(self, tokens: Sequence[int]) -> bool:
+        """Whether these tokens after a prompt are a whole text of the grammar, the end token included or not."""
+        state = self.root
+        for token in tokens:
+            if token in self.ends:
+                return state.accepting
+            state = self.next(state, token)
+        return state.accepting
+
+    def masked(self, logits: Tensor, states: Sequence[State]) -> Tensor:
+        """Logits [n, V] with −∞ where the state of a row allows no token.
+
+        A row that had −∞ at every allowed token (a trimmed draft may) says them all alike.
+        """
+        size = logits.shape[-1]
+        allowed = torch.from_numpy(np.stack([state.mask(size) for state in states])).to(logits.device)
+        masked = logits.masked_fill(~allowed, -torch.inf)
+        silent = masked.amax(-1, keepdim=True) == -torch.inf
+        return masked.masked_fill(silent & allowed, 0.0)
+
+
+# Of the user's text, in llguidance's own notation.
+GRAMMARS: dict[str, Callable[[Any, str], str]] = {
+    "regex": lambda matcher, text: matcher.grammar_from_regex(text),
+    "json": lambda matcher, text: _json_grammar(matcher, text),
+    "gbnf": lambda matcher, text: matcher.grammar_from_lark(gbnf.lark(text)),
+    "lark": lambda matcher, text: matcher.grammar_from_lark(text),
+}
+HINTS = {"json": 'correct it; {"x-guidance": {"lenient": true}} in the schema ignores what is not supported'}
+# As json.dumps writes it. A schema can ask for another layout under "x-guidance".
+LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+
+
+def constraint(kind: str, text: str, tokens: Tokens) -> Constraint:
+    """A constraint from a `regex`, `json` schema, `gbnf` or `lark` grammar; DataError for one that is wrong.
+
+    A regular expression (Rust's notation: no look-around, no back-references) must match the whole text. Lark is
+    llguidance's dialect, in which a terminal takes all it can. JSON is laid out as json.dumps does.
+    """
+    if kind not in GRAMMARS:
+        raise DataError(f"there is no kind of grammar `{kind}`", f"use one of {', '.join(GRAMMARS)}")
+    library = tokens.library  # first: it says so where llguidance is missing
+    matcher: Any = importlib.import_module("llguidance").LLMatcher
+    source = GRAMMARS[kind](matcher, text)
+    wrong, messages = matcher.validate_grammar_with_warnings(source, library)
+    found = None if wrong else matcher(library, source, log_level=0)
+    problem = messages[0] if found is None else found.get_error()
+    if problem:
+        raise DataError(f"the {kind} grammar cannot be used: {_first(problem)}", HINTS.get(kind, "correct it"))
+    return Constraint(_Guided(found), tokens, messages)
+
+
+def llama_constraint(text: str, model: GgufModel, ends: Sequence[int] | None = None) -> Constraint:
+    """A constraint from a GBNF grammar by llama.cpp itself; it forces a token only where no other one fits.
+
+    DataError for a grammar that llama.cpp refuses. The model must stay open.
+    """
+    return Constraint(open_grammar(model, text), Tokens.of_gguf(model, ends))
+
+
+def _json_grammar(matcher: Any, text: str) -> str:
+    try:
+        schema = json.loads(text)
+    except ValueError as error:
+        raise DataError(f"the JSON schema is no JSON: {error}", "correct it") from None
+    if not isinstance(schema, dict):
+        raise DataError(f"a JSON schema is an object, got {type(schema).__name__}", "correct it")
+    grammar: str = matcher.grammar_from_json_schema(json.dumps(schema), defaults=LAYOUT)
+    return grammar
+
+
+def _first(message: str) -> str:
+    """A library's message without its picture of the grammar."""
+    lines = [line.strip() for line in message.splitlines() if line.strip() and "|" not in line]
+    return "; ".join(line for line in lines if set(line) != {"^"})[:300]

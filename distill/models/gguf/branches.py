@@ -1,0 +1,113 @@
+"""A pending tree in the sequences of one llama.cpp cache.
+
+Sequence 0 is the committed row, the others are branches. A branch owns the cells of its path from the first token to
+its leaf, and every node belongs to all branches through it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from distill.models.base import ROOT, PendingTree
+from distill.models.gguf.context import GgufContext
+
+
+@dataclass(frozen=True)
+class Growth:
+    """A tree with new nodes: the sequences through each node, and of each new sequence what it begins as a copy of.
+
+    A copy is (source, end): what the source holds before position `end`, which is the committed row and the decoded
+    part of the path.
+    """
+
+    tree: PendingTree
+    through: list[list[int]]
+    sources: dict[int, tuple[int, int]]
+
+
+class Branches:
+    """The nodes of the pending tree, and up to `most` sequences that they lie in, below a committed row.
+
+    `length` is everywhere how many tokens are committed.
+    """
+
+    def __init__(self, context: GgufContext, most: int) -> None:
+        self._context, self._most = context, most
+        self.tree = PendingTree()
+        self._through: list[list[int]] = []  # of each node: the sequences through it
+        self._shared = [0] * (most + 1)  # of each sequence but 0: committed tokens that it owns too
+
+    def __len__(self) -> int:
+        return len(self.tree)
+
+    def grown(self, tree: PendingTree, length: int) -> Growth:
+        """How the pending tree becomes `tree`; ValueError for more than `most` branches.
+
+        A first child goes on in its parent's sequence, any other child opens one.
+        """
+        old, through = len(self.tree), [list(sequences) for sequences in self._through]
+        used = {sequence for sequences in through for sequence in sequences}
+        free = [sequence for sequence in range(1, self._most + 1) if sequence not in used]
+        inner = {parent for parent in tree.parents[:old] if parent != ROOT}
+        sources: dict[int, tuple[int, int]] = {}
+        for node in range(old, len(tree)):
+            parent = tree.parents[node]
+            if parent != ROOT and parent not in inner:
+                inner.add(parent)
+                through.append([through[parent][0]])
+                continue
+            if not free:
+                raise ValueError(f"more than {self._most} branches: open the model with a larger max_leaves")
+            sequence, source = free.pop(0), (0, length)
+            while parent != ROOT:
+                if parent < old and source[0] == 0:
+                    source = (through[parent][0], length + tree.depths[parent])
+                through[parent].append(sequence)
+                parent = tree.parents[parent]
+            through.append([sequence])
+            sources[sequence] = source
+        return Growth(tree, through, sources)
+
+    def begin(self, growth: Growth) -> None:
+        """Give each new sequence what it begins with, before its nodes are decoded."""
+        for sequence, (source, end) in growth.sources.items():
+            # It may own a beginning of the committed row already, from an earlier tree.
+            self._context.share(source, sequence, self._shared[sequence], end)
+
+    def finish(self, growth: Growth, length: int) -> None:
+        """Take the grown tree for the pending one: its nodes are decoded."""
+        for sequence in growth.sources:
+            self._shared[sequence] = length
+        self.tree, self._through = growth.tree, growth.through
+
+    def withdraw(self, growth: Growth, length: int) -> None:
+        """Take what a failed call may have put into these sequences out of the cache again."""
+        for sequence in {sequence for sequences in growth.through for sequence in sequences}:
+            if sequence in growth.sources:
+                end = self._shared[sequence]
+            else:
+                pending = zip(self.tree.depths, self._through, strict=True)
+                end = length + max(depth for depth, sequences in pending if sequence in sequences)
+            self._context.withdraw(sequence, end)
+
+    def commit(self, paths: Sequence[Sequence[int]], length: int) -> int:
+        """Give sequence 0 the one path in `paths` and drop the tree; the path's length. ValueError for no such path."""
+        path = self.tree.only_path(paths)
+        if path:
+            self._context.share(self._through[path[-1]][0], 0, length, length + len(path))
+        self.drop(length)
+        return len(path)
+
+    def drop(self, length: int) -> None:
+        """Take every branch back to the committed tokens, which it goes on owning: the next tree copies less."""
+        for sequence in {sequence for sequences in self._through for sequence in sequences}:
+            self._context.remove(sequence, length)
+        self.tree, self._through = PendingTree(), []
+
+    def shorten(self, length: int) -> None:
+        """Take every branch out of committed tokens beyond `length`, which were rolled back."""
+        for sequence, shared in enumerate(self._shared):
+            if shared > length:
+                self._context.remove(sequence, length)
+                self._shared[sequence] = length

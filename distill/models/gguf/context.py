@@ -1,0 +1,181 @@
+"""A llama.cpp context: the cells that cache what was decoded, the batch that takes tokens in, and their logits.
+
+A cell belongs to one sequence or to several. Arguments are not checked here: llama.cpp aborts the process on those out
+of range.
+
+Legend: m tokens of one call, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from distill.errors import DataError
+from distill.models.base import SPARE_NODES
+from distill.models.gguf.file import GgufFile
+from distill.models.gguf.library import ERRORS, last_errors
+
+FEW = 64  # tokens of a step or verification; longer calls are prompts, where overhead is nothing
+
+
+class GgufContext:
+    """A cache of `capacity` tokens and `sequences` sequences over a file; flash attention off, f16 cache.
+
+    `cells` is what the cache holds in all, `batch_size` the most tokens of one call. For `pad_single` see
+    `distill.models.gguf.model.GgufModel`. Raises DataError when there is no room.
+    """
+
+    def __init__(
+        self, file: GgufFile, capacity: int, batch: int, threads: int, sequences: int, pad_single: bool
+    ) -> None:
+        self._batch: Any = None
+        self._file, self._library, self._pad_single = file, file.library, pad_single
+        llama = self._library
+        settings = llama.llama_context_default_params()
+        spare = SPARE_NODES if sequences > 1 else 0
+        # The dummy token of pad_single needs a cell of its own even when the row is full.
+        settings.n_ctx = capacity + int(pad_single) + spare
+        settings.n_batch = settings.n_ubatch = min(batch, capacity + spare)
+        settings.n_seq_max = sequences
+        settings.kv_unified = sequences > 1
+        settings.n_threads = settings.n_threads_batch = threads
+        settings.flash_attn_type = llama.LLAMA_FLASH_ATTN_TYPE_DISABLED
+        settings.type_k = settings.type_v = llama.GGML_TYPE_F16
+        ERRORS.clear()
+        self._context: Any = llama.llama_init_from_model(file.model, settings)
+        if not self._context:
+            raise DataError(
+                f"{file.path}: no room for a context of {capacity} tokens: {last_errors()}",
+                hint="ask for a shorter context or free memory",
+            )
+        self._memory = llama.llama_get_memory(self._context)
+        self.batch_size = min(int(llama.llama_n_batch(self._context)), int(llama.llama_n_ubatch(self._context)))
+        self.cells = int(llama.llama_n_ctx(self._context))
+        self._batch = llama.llama_batch_init(self.batch_size, 0, sequences)
+        view, size = np.ctypeslib.as_array, (self.batch_size,)
+        self._token, self._position = view(self._batch.token, size), view(self._batch.pos, size)
+        self._output = view(self._batch.logits, size)
+        self._sequences = view(self._batch.n_seq_id, size)  # how many each token belongs to
+        self._sequences[:] = 1
+        for index in range(self.batch_size):
+            self._batch.seq_id[index][0] = 0
+        self._ascending = np.arange(capacity, dtype=np.int32)
+        self._view = np.empty((0, file.head_rows), dtype=np.float32)
+        self._view_address = 0
+
+    def decode_few(self, tokens: Sequence[int], start: int, last_only: bool) -> NDArray[np.float32]:
+        """Decode a short chain at `start` in sequence 0; view [m or 1, V] of llama.cpp's buffer.
+
+        The common case, a step or a verification, without the bookkeeping that costs a tenth of a small step.
+        """
+        count = len(tokens)
+        self._token[:count] = tokens
+        self._position[:count] = self._ascending[start : start + count]
+        self._output[:count] = not last_only
+        self._output[count - 1] = 1
+        self._run(count, count, start)
+        asked = 1 if last_only else count
+        buffer = self._library.llama_get_logits(self._context)
+        address = ctypes.addressof(buffer.contents)
+        if address != self._view_address or asked > len(self._view):
+            # llama.cpp moves or grows its buffer rarely; making a view costs more than all else here.
+            rows = np.ctypeslib.as_array(buffer, (asked, self._file.head_rows))
+            self._view = rows[:, : self._file.vocabulary_size]
+            self._view_address = address
+        return self._view[:asked]
+
+    def decode_chain(self, ids: NDArray[np.int64], mask: NDArray[np.int8], start: int) -> NDArray[np.float32]:
+        """Decode ids [m] one after the other from `start` in sequence 0; view [rows asked for by mask [m], V]."""
+        return self._decode(ids, mask, self._ascending[start : start + len(ids)], 0)
+
+    def decode_nodes(
+        self, ids: NDArray[np.int64], mask: NDArray[np.int8], positions: NDArray[np.int32], through: list[list[int]]
+    ) -> NDArray[np.float32]:
+        """Decode ids [m] at `positions` [m], each into all sequences of `through`; view as of `decode_chain`."""
+        for index, sequences in enumerate(through):
+            self._sequences[index] = len(sequences)
+            for place, sequence in enumerate(sequences):
+                self._batch.seq_id[index][place] = sequence
+        dummy = self._pad_single and len(ids) == 1
+        if dummy:
+            self._batch.seq_id[1][0] = through[0][0]
+        try:
+            return self._decode(ids, mask, positions, through[0][0])
+        finally:
+            self._sequences[: len(ids)] = 1
+            for index in range(len(ids) + dummy):
+                self._batch.seq_id[index][0] = 0
+
+    def _decode(
+        self, ids: NDArray[np.int64], mask: NDArray[np.int8], positions: NDArray[np.int32], sequence: int
+    ) -> NDArray[np.float32]:
+        """Decode one chunk whose sequences stand in the batch; the dummy of a lone token joins `sequence`."""
+        count, outputs, first = len(ids), int(mask.sum()), 0
+        dummy = self._pad_single and count == 1
+        size = count + dummy
+        self._token[:count] = ids
+        self._position[:count] = positions
+        self._output[:count] = mask
+        asked = outputs
+        if dummy:
+            self._token[1] = ids[0]
+            self._position[1] = positions[0] + 1
+            self._output[1] = 1
+            asked += 1
+        if self._pad_single and asked == 1:
+            # A lone output takes the other kernel in the head: ask a neighbour too, and skip it.
+            only = int(np.flatnonzero(self._output[:size])[0])
+            extra = only - 1 if only else only + 1
+            self._output[extra] = 1
+            first, asked = int(extra < only), 2
+            if dummy and not outputs:
+                first = 0
+        self._run(size, count, int(positions[0]))
+        if dummy:
+            self.remove(sequence, int(positions[0]) + 1)
+        if not outputs:
+            return np.empty((0, self._file.vocabulary_size), dtype=np.float32)
+        buffer = self._library.llama_get_logits(self._context)
+        logits = np.ctypeslib.as_array(buffer, (asked, self._file.head_rows))
+        return logits[first : first + outputs, : self._file.vocabulary_size]
+
+    def _run(self, size: int, count: int, start: int) -> None:
+        """Decode the first `size` tokens of the batch; DataError, of `count` tokens at `start`, when that fails."""
+        self._batch.n_tokens = size
+        ERRORS.clear()
+        code = self._library.llama_decode(self._context, self._batch)
+        if code != 0:
+            raise DataError(
+                f"{self._file.path}: llama.cpp could not decode {count} tokens at {start} (code {code}): "
+                f"{last_errors()}",
+                hint="ask for a larger context, or free memory",
+            )
+
+    def share(self, source: int, sequence: int, begin: int, end: int) -> None:
+        """Let `sequence` own, too, the cells of `source` at positions from `begin` to before `end`."""
+        self._library.llama_memory_seq_cp(self._memory, source, sequence, begin, end)
+
+    def remove(self, sequence: int, begin: int) -> None:
+        """Take `sequence` out of its cells from position `begin`; DataError for a cache that cannot do that."""
+        if not self.withdraw(sequence, begin):
+            raise DataError(f"{self._file.path}: this model's cache cannot be rolled back", hint="use a transformer")
+
+    def withdraw(self, sequence: int, begin: int) -> bool:
+        """As `remove`, after a failure that is more worth telling: False instead of an error."""
+        return bool(self._library.llama_memory_seq_rm(self._memory, sequence, begin, -1))
+
+    def close(self) -> None:
+        """Free the batch and the cache; safe to call twice."""
+        if self._batch is not None:
+            # The views point into the batch.
+            del self._token, self._position, self._output, self._sequences
+            self._library.llama_batch_free(self._batch)
+            self._batch = None
+        if self._context:
+            self._library.llama_free(self._context)
+        self._context = None

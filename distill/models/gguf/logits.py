@@ -1,0 +1,72 @@
+"""Logits in llama.cpp's own buffer, which the next call overwrites.
+
+Legend: n rows, V vocabulary, k candidates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from distill.models.gguf.model import GgufModel
+
+
+class GgufLogits:
+    """Logits [n, V] as a view of llama.cpp's own buffer; see `distill.models.base.Logits`."""
+
+    def __init__(self, model: GgufModel, rows: NDArray[np.float32]) -> None:
+        self._model = model
+        self._generation = model.generation
+        self._array = rows
+
+    def __len__(self) -> int:
+        return len(self._array)
+
+    def _rows(self) -> NDArray[np.float32]:
+        if self._generation != self._model.generation:
+            raise ValueError("these logits were overwritten: read them before the next extend or close")
+        return self._array
+
+    def argmax(self) -> list[int]:
+        """The best id of each row, the smallest id on ties."""
+        ids: list[int] = self._rows().argmax(axis=1).tolist()
+        return ids
+
+    def top(self, k: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        """The k best ids [n, k] and their logits [n, k], best first, smaller ids first on ties; 1 <= k <= V."""
+        rows = self._rows()
+        size = rows.shape[1]
+        if not 1 <= k <= size:
+            raise ValueError(f"k must lie in 1..{size}, got {k}")
+        if k == 1:
+            ids = rows.argmax(axis=1, keepdims=True)
+            return ids, np.take_along_axis(rows, ids, axis=1)
+        ids = np.empty((len(rows), k), dtype=np.int64)
+        for index, row in enumerate(rows):
+            best = np.argpartition(row, size - k)[size - k :]
+            least = row[best].min()
+            # A tie at the k-th place leaves argpartition a choice; take every candidate, then the smaller ids.
+            candidates = np.flatnonzero(row >= least)
+            ids[index] = candidates[np.argsort(-row[candidates], kind="stable")[:k]]
+        return ids, np.take_along_axis(rows, ids, axis=1)
+
+    def gather(self, ids: NDArray[Any] | Sequence[int] | Sequence[Sequence[int]]) -> NDArray[np.float32]:
+        """The logits of `ids` [n] or [n, k], row by row, in the same shape; ValueError for ids outside [0, V)."""
+        rows = self._rows()
+        wanted = np.asarray(ids, dtype=np.int64)
+        if wanted.ndim not in (1, 2) or len(wanted) != len(rows):
+            raise ValueError(f"ids must be [{len(rows)}] or [{len(rows)}, k], got shape {list(wanted.shape)}")
+        if wanted.size and (wanted.min() < 0 or wanted.max() >= rows.shape[1]):
+            raise ValueError(f"ids must lie in [0, {rows.shape[1]})")
+        if wanted.ndim == 1:
+            return rows[np.arange(len(rows)), wanted]
+        return np.take_along_axis(rows, wanted, axis=1)
+
+    def full(self) -> torch.Tensor:
+        """All logits [n, V] as an fp32 copy."""
+        return torch.from_numpy(self._rows().copy())

@@ -1,0 +1,252 @@
+"""GGUF models: one row of tokens, and trees of them, decoded by llama.cpp.
+
+llama.cpp aborts the process on arguments out of range, so ids, lengths and indices are checked here first.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from distill.errors import DataError
+from distill.machine import usable_cores
+from distill.models.base import check_call, check_counts, check_rollback
+from distill.models.gguf.branches import Branches
+from distill.models.gguf.context import FEW, GgufContext
+from distill.models.gguf.file import GgufFile
+from distill.models.gguf.logits import GgufLogits
+
+MOST_LEAVES = 255  # llama.cpp knows 256 sequences, and the committed row takes one
+
+
+class GgufModel:
+    """A GGUF file with a cache of one row, and trees of up to `max_leaves` branches; flash attention off, f16 cache.
+
+    `context` is the capacity in tokens, `batch` the most tokens decoded at once. llama.cpp computes a lone token, and a
+    lone output, with other kernels than two or more; with `pad_single` neither ever happens, so that logits do not
+    depend, bit for bit, on how a text was cut into calls (for f32, f16, bf16, q8_0, q4_0 files on a CPU). After a tree
+    that holds only up to rounding: a kept path may lie in the cache in another order.
+
+    Raises DataError when llama-cpp-python is missing or the file is missing, damaged or of an unsupported kind.
+    """
+
+    rows = 1
+
+    def __init__(
+        self,
+        path: Path | str,
+        *,
+        context: int = 1024,
+        batch: int = 512,
+        threads: int | None = None,
+        pad_single: bool = False,
+        max_leaves: int = 0,
+    ) -> None:
+        self.generation = 0  # counts what invalidates logits handed out earlier
+        self.path = Path(path)
+        if context < 2 or batch < 2:
+            raise ValueError(f"context and batch must be at least 2, got {context} and {batch}")
+        if threads is not None and threads < 1:
+            raise ValueError(f"threads must be at least 1, got {threads}")
+        if not 0 <= max_leaves <= MOST_LEAVES or (max_leaves and max_leaves >= min(batch, context)):
+            raise ValueError(f"max_leaves must lie in 0..{MOST_LEAVES} and below batch and context, got {max_leaves}")
+        self.capacity = context
+        self.pad_single = pad_single
+        self.max_leaves = max_leaves
+        self._length = 0
+        self._file = GgufFile(self.path)
+        self.head_rows, self.vocabulary_size = self._file.head_rows, self._file.vocabulary_size
+        try:
+            # More threads than cores make llama.cpp many times slower.
+            count = threads or usable_cores()
+            self._context = GgufContext(self._file, context, batch, count, max_leaves + 1, pad_single)
+        except BaseException:
+            self._file.close()
+            raise
+        self._branches = Branches(self._context, max_leaves)
+
+    @property
+    def lengths(self) -> list[int]:
+        """Committed tokens of the one row."""
+        return [self._length]
+
+    @property
+    def training_context(self) -> int:
+        """The context length in tokens that the file's metadata gives; nothing stops longer use."""
+        return self._file.training_context
+
+    def extend(
+        self,
+        tokens: Sequence[int],
+        counts: Sequence[int] | None = None,
+        parents: Sequence[int] | None = None,
+        want: Sequence[int] | None = None,
+    ) -> GgufLogits:
+        """Commit `tokens`, or hang them into the tree below `parents`; logits [n, V] for those in `want` (None: all).
+
+        Raises ValueError, with nothing changed, for no tokens, ids outside [0, V), too many tokens for the capacity,
+        indices outside the tokens, a chain below a pending tree, more than `max_leaves` branches, or more nodes than
+        the cache has cells or a batch has tokens; DataError when llama.cpp fails.
+        """
+        self._file.require_open()
+        last_only = want is not None and len(want) == 1 and want[0] == len(tokens) - 1
+        if (
+            (want is None or last_only)
+            and parents is None
+            and counts is None
+            and not self.pad_single
+            and not len(self._branches)
+            and 0 < len(tokens) <= min(FEW, self._context.batch_size, self.capacity - self._length)
+            and min(tokens) >= 0
+            and max(tokens) < self.vocabulary_size
+        ):
+            return GgufLogits(self, self._decode_few(tokens, last_only))
+        count = len(tokens)
+        check_counts(counts, count)
+        if parents is not None:
+            return self._extend_tree(tokens, parents, want)
+        if len(self._branches):
+            raise ValueError("a tree is pending: keep a path of it or roll back first")
+        if count == 0:
+            raise ValueError("extend needs at least one token")
+        if self._length + count > self.capacity:
+            raise ValueError(f"{self._length} + {count} tokens exceed the context of {self.capacity}")
+        ids = np.asarray(tokens, dtype=np.int64)
+        if ids.min() < 0 or ids.max() >= self.vocabulary_size:
+            raise ValueError(f"token ids must lie in [0, {self.vocabulary_size}), got {ids.min()}..{ids.max()}")
+        wanted = None if want is None else np.asarray(want, dtype=np.int64)
+        if wanted is not None and wanted.size and (wanted.min() < 0 or wanted.max() >= count):
+            raise ValueError(f"want must index the {count} tokens, got {wanted.min()}..{wanted.max()}")
+        self.generation += 1
+        try:
+            rows = self._decode_all(ids, wanted)
+        except BaseException:
+            self._context.withdraw(0, self._length)
+            raise
+        self._length += count
+        return GgufLogits(self, rows)
+
+    def _extend_tree(self, tokens: Sequence[int], parents: Sequence[int], want: Sequence[int] | None) -> GgufLogits:
+        if not self.max_leaves:
+            raise ValueError("this model was opened without room for trees: give it max_leaves")
+        check_call(tokens, parents, want, self.vocabulary_size)
+        old, count, tree = len(self._branches), len(tokens), self._branches.tree.grown(parents)
+        if self._length + max(tree.depths) > self.capacity:
+            raise ValueError(f"{self._length} + {max(tree.depths)} tokens exceed the context of {self.capacity}")
+        free = min(self._context.cells - self._length - old, self._context.batch_size)
+        room = free - int(self.pad_single and count == 1)  # for its dummy
+        if count > room:
+            raise ValueError(f"{count} more nodes do not fit: there is room for {room} in the cache and the batch")
+        growth = self._branches.grown(tree, self._length)
+        self.generation += 1
+        try:
+            self._branches.begin(growth)
+            rows = self._decode_nodes(tokens, tree.depths[old:], growth.through[old:], want)
+        except BaseException:
+            self._branches.withdraw(growth, self._length)
+            raise
+        self._branches.finish(growth, self._length)
+        return GgufLogits(self, rows)
+
+    def _decode_nodes(
+        self, tokens: Sequence[int], depths: Sequence[int], through: list[list[int]], want: Sequence[int] | None
+    ) -> NDArray[np.float32]:
+        """Decode nodes of these depths in these sequences; logits [n, V] in the order of `want`."""
+        ids = np.asarray(tokens, dtype=np.int64)
+        wanted = np.arange(len(ids)) if want is None else np.asarray(want, dtype=np.int64)
+        needed, order = np.unique(wanted, return_inverse=True)
+        mask = np.zeros(len(ids), dtype=np.int8)
+        mask[needed] = 1
+        positions = np.asarray(depths, dtype=np.int32) + (self._length - 1)
+        rows = self._context.decode_nodes(ids, mask, positions, through)
+        return rows if np.array_equal(wanted, needed) else rows[order]
+
+    def keep(self, paths: Sequence[Sequence[int]]) -> None:
+        """Commit one path of the pending tree and drop its other nodes; ValueError for no path from the root."""
+        self._file.require_open()
+        self._length += self._branches.commit(paths, self._length)
+
+    def _decode_few(self, tokens: Sequence[int], last_only: bool) -> NDArray[np.float32]:
+        self.generation += 1
+        try:
+            rows = self._context.decode_few(tokens, self._length, last_only)
+        except DataError:
+            self._context.withdraw(0, self._length)
+            raise
+        self._length += len(tokens)
+        return rows
+
+    def _decode_all(self, ids: NDArray[np.int64], wanted: NDArray[np.int64] | None) -> NDArray[np.float32]:
+        """Decode in chunks; logits [n, V], a view when one chunk holds them all in order."""
+        needed = None if wanted is None else np.unique(wanted)
+        parts: list[NDArray[np.float32]] = []
+        bounds = self._chunks(len(ids))
+        for begin, end in bounds:
+            if needed is None:
+                mask = np.ones(end - begin, dtype=np.int8)
+            else:
+                mask = np.zeros(end - begin, dtype=np.int8)
+                mask[needed[(needed >= begin) & (needed < end)] - begin] = 1
+            rows = self._context.decode_chain(ids[begin:end], mask, self._length + begin)
+            # The buffer is overwritten by the next chunk.
+            parts.append(rows if len(bounds) == 1 else rows.copy())
+        rows = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        if wanted is None or needed is None or np.array_equal(wanted, needed):
+            return rows
+        return rows[np.searchsorted(needed, wanted)]
+
+    def _chunks(self, count: int) -> list[tuple[int, int]]:
+        """Bounds of chunks of at most the batch size, with no lone token at the end where that can be avoided."""
+        size = self._context.batch_size
+        bounds = [*range(0, count, size), count]
+        if len(bounds) > 2 and bounds[-1] - bounds[-2] == 1 and size > 2:
+            bounds[-2] -= 1
+        return list(itertools.pairwise(bounds))
+
+    def rollback(self, lengths: Sequence[int]) -> None:
+        """Forget a pending tree and the tokens beyond `lengths` (one number); ValueError outside 0..the committed."""
+        self._file.require_open()
+        length = check_rollback(lengths, self._length)
+        if len(self._branches):
+            self._branches.drop(self._length)
+        if length < self._length:
+            self._context.remove(0, length)
+            self._length = length
+            self._branches.shorten(length)
+
+    def reset(self) -> None:
+        """Forget all tokens."""
+        self.rollback([0])
+
+    def tokenize(self, text: str, parse_special: bool = False) -> list[int]:
+        """The file's own ids for `text`, nothing added around; `parse_special` reads control tokens in the text."""
+        return self._file.tokenize(text, parse_special)
+
+    def detokenize(self, ids: Sequence[int]) -> bytes:
+        """The exact bytes of `ids`, special tokens as written; ValueError for ids outside the rows."""
+        return self._file.detokenize(ids)
+
+    def library_and_vocabulary(self) -> tuple[Any, Any]:
+        """llama_cpp and the vocabulary's handle, for what else llama.cpp does with tokens; ValueError once closed."""
+        self._file.require_open()
+        return self._file.library, self._file.vocabulary
+
+    def close(self) -> None:
+        """Free the model; safe to call twice. Logits handed out earlier become unreadable."""
+        self.generation += 1
+        self._context.close()
+        self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

@@ -1,0 +1,193 @@
+"""Do a target and a draft fit each other? The rules of our decoder, llama.cpp and vLLM, read from files alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from distill.errors import PairError
+from distill.models.metadata import VocabularyMetadata
+
+LLAMA_CPP_SIZE_DIFFERENCE = 128  # llama.cpp's SPEC_VOCAB_MAX_SIZE_DIFFERENCE
+LLAMA_CPP_FIRST_ID = 5  # SPEC_VOCAB_CHECK_START_TOKEN_ID: token strings are compared from this id up
+LONGEST_SHOWN = 40  # characters of a token in a message
+
+TRANSPLANT = "transplant the target's vocabulary into the draft: cut.transplant in a recipe, or `distill transplant`"
+SAME_FILES = "copy the target's tokenizer files into the draft's folder and export the draft again"
+
+
+@dataclass(frozen=True)
+class PairReport:
+    """What was compared and the verdicts: None when fine, else the reason against.
+
+    `distill` is the rule of our decoder, `context` only a warning. `target_vocabulary` and `draft_vocabulary` are rows,
+    padding included; `served_context` is in tokens, None where neither the caller nor the target names it. `remedies`
+    says, for each verdict against, what to do next.
+    """
+
+    target_vocabulary: int
+    draft_vocabulary: int
+    distill: str | None
+    llama_cpp: str | None
+    vllm: str | None
+    context: str | None
+    served_context: int | None
+    remedies: dict[str, str]
+    target: VocabularyMetadata = field(repr=False)
+    draft: VocabularyMetadata = field(repr=False)
+
+    def table(self) -> list[tuple[str, str, str]]:
+        """Rows of (rule, `fits` or the reason against, what to do next or nothing)."""
+        rules = (
+            ("distill", "pair rule of distill", "does not fit"),
+            ("llama_cpp", "pair rule of llama.cpp", "does not fit"),
+            ("vllm", "pair rule of vLLM", "does not fit"),
+            ("context", "context", "warning"),
+        )
+        rows = []
+        for key, name, trouble in rules:
+            against: str | None = getattr(self, key)
+            rows.append((name, "fits" if against is None else f"{trouble}: {against}", self.remedies.get(key, "")))
+        return rows
+
+    def lines(self) -> list[str]:
+        """The report as lines of text: both models, then one line per rule and one per remedy."""
+        found = [_described("target", self.target), _described("draft", self.draft)]
+        for name, verdict, remedy in self.table():
+            found.append(f"{name}: {verdict}")
+            if remedy:
+                found.append(f"  {remedy}")
+        return found
+
+    def as_json(self) -> dict[str, Any]:
+        """For JSON: the verdicts, the remedies and the metadata of both models without their tokens."""
+        return {
+            "distill": self.distill,
+            "llama_cpp": self.llama_cpp,
+            "vllm": self.vllm,
+            "context": self.context,
+            "served_context": self.served_context,
+            "remedies": dict(self.remedies),
+            "target": self.target.as_json(),
+            "draft": self.draft.as_json(),
+        }
+
+
+def _described(role: str, metadata: VocabularyMetadata) -> str:
+    """One line about a model."""
+    parts = [f"{metadata.architecture}, {metadata.kind}, {metadata.real_tokens} tokens in {metadata.rows} rows"]
+    parts.append("context unknown" if metadata.context is None else f"context {metadata.context}")
+    added = [f"bos {metadata.bos}"] * metadata.add_bos + [f"eos {metadata.eos}"] * metadata.add_eos
+    parts.append(f"adds {' and '.join(added)}" if added else "adds no bos or eos")
+    parts.append("chat template" if metadata.chat_template else "no chat template")
+    if metadata.kept is not None:
+        parts.append(f"trimmed to {metadata.kept} tokens")
+    if metadata.beyond:
+        parts.append(f"{metadata.beyond} tokens of the tokenizer have no row and were left out")
+    return f"{role} {metadata.reference}: {', '.join(parts)}"
+
+
+def _shown(token: str | None) -> str:
+    if token is None:
+        return "no token"
+    return repr(token) if len(token) <= LONGEST_SHOWN else repr(token[:LONGEST_SHOWN]) + "…"
+
+
+def _differences(first: int, last: int, target: Callable[[int], str | None], draft: Callable[[int], str | None]) -> str:
+    """The first id in [first, last) whose strings differ, and how many do; empty when none does."""
+    found = [index for index in range(first, last) if target(index) != draft(index)]
+    if not found:
+        return ""
+    index = found[0]
+    more = f" (the first of {len(found)} differences)" if len(found) > 1 else ""
+    return f"token {index} is {_shown(target(index))} in the target and {_shown(draft(index))} in the draft{more}"
+
+
+Verdict = tuple[str, str] | None  # the reason against, and what to do next
+
+
+def distill_rule(target: VocabularyMetadata, draft: VocabularyMetadata) -> Verdict:
+    """Our decoder: every id that is a token, and no padding, in either is the same string in both."""
+    last = max(target.rows, draft.rows)
+    different = _differences(0, last, target.real, draft.real)
+    return (different, TRANSPLANT) if different else None
+
+
+def llama_cpp_rule(target: VocabularyMetadata, draft: VocabularyMetadata) -> Verdict:
+    """llama.cpp's common_speculative_are_compatible, in its order (common/speculative.cpp)."""
+    if target.kind != draft.kind:
+        return f"the target's vocabulary is of type {target.kind}, the draft's {draft.kind}", TRANSPLANT
+    sides = (
+        ("bos", target.add_bos, draft.add_bos, target.bos, draft.bos),
+        ("eos", target.add_eos, draft.add_eos, target.eos, draft.eos),
+    )
+    for name, ours, theirs, first, second in sides:
+        if ours != theirs:
+            with_it, without = ("target", "draft") if ours else ("draft", "target")
+            return f"the {with_it} adds its {name} token to a text, the {without} does not", SAME_FILES
+        if ours and first != second:
+            return f"the {name} token that is added is {first} in the target and {second} in the draft", SAME_FILES
+    if abs(target.rows - draft.rows) > LLAMA_CPP_SIZE_DIFFERENCE:
+        reason = f"vocabulary sizes {target.rows} and {draft.rows} differ by more than {LLAMA_CPP_SIZE_DIFFERENCE}"
+        return reason, f"give the draft {target.rows} rows too: {TRANSPLANT}"
+    last = min(target.rows, draft.rows)
+    different = _differences(LLAMA_CPP_FIRST_ID, last, target.tokens.__getitem__, draft.tokens.__getitem__)
+    return (different, TRANSPLANT) if different else None
+
+
+def vllm_rule(target: VocabularyMetadata, draft: VocabularyMetadata) -> Verdict:
+    """vLLM: equal vocab_size, padding included."""
+    if target.rows == draft.rows:
+        return None
+    reason = f"vocab_size is {target.rows} in the target and {draft.rows} in the draft"
+    return reason, f"give the draft {target.rows} rows too: {TRANSPLANT}"
+
+
+def context_rule(draft: VocabularyMetadata, served: int | None) -> Verdict:
+    """The draft's training context is at least the served one; nothing to say where that is unknown."""
+    if draft.context is None:
+        return "the draft names no context length", "set max_position_embeddings in its config.json, or export it again"
+    if served is None or draft.context >= served:
+        return None
+    reason = f"the draft was made for {draft.context} tokens, {served} are to be served"
+    shorter = f"serve at most {draft.context} tokens (llama.cpp --ctx-size, vLLM --max-model-len)"
+    return reason, f"{shorter}, or cut the draft from a donor with a longer context"
+
+
+def compare_pair(target: str, draft: str, context: int | None = None) -> PairReport:
+    """Compare two models by the rules of each decoder; loads no weights.
+
+    Each is a Hugging Face folder or hub name or a .gguf file; `context` is the served context in tokens, by default the
+    target's own. Raises DataError where a model cannot be read.
+    """
+    ours = VocabularyMetadata.read(target)
+    theirs = ours if target == draft else VocabularyMetadata.read(draft)
+    served = ours.context if context is None else context
+    verdicts = {
+        "distill": distill_rule(ours, theirs),
+        "llama_cpp": llama_cpp_rule(ours, theirs),
+        "vllm": vllm_rule(ours, theirs),
+        "context": context_rule(theirs, served),
+    }
+    reasons = {name: None if verdict is None else verdict[0] for name, verdict in verdicts.items()}
+    return PairReport(
+        target_vocabulary=ours.rows,
+        draft_vocabulary=theirs.rows,
+        served_context=served,
+        remedies={name: verdict[1] for name, verdict in verdicts.items() if verdict is not None},
+        target=ours,
+        draft=theirs,
+        **reasons,
+    )
+
+
+def require_pair(target: str, draft: str) -> PairReport:
+    """`compare_pair`, raising PairError where our own decoder could not use the two together."""
+    report = compare_pair(target, draft)
+    if report.distill is not None:
+        raise PairError(
+            f"{draft} does not fit the target {target}: {report.distill}",
+            f"choose a donor with the target's tokenizer, or {report.remedies['distill']}",
+        )
+    return report

@@ -1,0 +1,113 @@
+"""`distill train RECIPE --refresh`: a finished run is moved aside, and one of its name goes on from its draft."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from distill.errors import RecipeError, RunError
+from distill.files import faults_explained, read_json, write_json
+from distill.run import Run
+from distill.target.traffic import PIN, begins_with, measure, read_lines
+
+if TYPE_CHECKING:
+    from distill.recipe import Recipe
+
+
+def _prepared(folder: Path) -> Path:
+    """Where the new run stands until the old one is out of its way."""
+    return folder.with_name(f".{folder.name}.refresh")
+
+
+def finish_refresh(folder: Path) -> None:
+    """Do the second half of a refresh that was killed between its two renames; nothing where there was none."""
+    prepared = _prepared(folder)
+    if folder.exists() or not (prepared / "parent.json").exists():
+        return
+    if folder.with_name(read_json(prepared / "parent.json")["run"]).exists():
+        with faults_explained(folder):
+            os.replace(prepared, folder)
+
+
+def plan_refresh(recipe: Recipe, run: Run) -> dict[str, Any]:
+    """The parent.json of a run that goes on from `run`: generation, the run's next name, its draft and what it read.
+
+    Raises RecipeError or RunError for a recipe without traffic or with other cuts, an unfinished run, a rotated file
+    and a file without new lines. Changes nothing.
+    """
+    from distill.recipe import load_recipe
+
+    settings = recipe.answers.traffic
+    if settings is None:
+        raise RecipeError("--refresh needs answers.traffic, a file that has grown", "see docs/recipes.md")
+    if recipe.train.sparsity is not None and recipe.train.sparsity.mlp_width is not None:
+        raise RecipeError("--refresh makes no cuts, train.sparsity makes one", "add train.sparsity=null")
+    record = run.done("train")
+    if record is None or run.damaged_artifacts(record):
+        raise RunError(
+            f"{run.folder} has no finished draft to go on from", "finish it first: the same command without --refresh"
+        )
+    if load_recipe(run.path("config.yaml")).cut != recipe.cut:
+        raise RecipeError(
+            f"section cut is not that of {run.folder}, and --refresh makes no cuts",
+            "leave the section as it was, or use another run (name=…)",
+        )
+    read = (run.done("answers") or {"inputs": {}})["inputs"].get(PIN)
+    path = Path(settings.path)
+    if read is not None and read["path"] == str(path):
+        require_growth(recipe, path, read)
+    else:  # another file than before: all of it is new
+        require_growth(recipe, path, None)
+    before = run.parent()
+    number = 1
+    while run.folder.with_name(f"{run.folder.name}.{number}").exists():
+        number += 1
+    return {
+        "generation": (before["generation"] if before else 1) + 1,
+        "run": f"{run.folder.name}.{number}",
+        "digest": record["digest"],
+        "files": {
+            name.removeprefix("draft/"): entry["sha256"]
+            for name, entry in record["artifacts"].items()
+            if name.startswith("draft/")
+        },
+        "traffic": read,
+    }
+
+
+def require_growth(recipe: Recipe, path: Path, read: dict[str, Any] | None) -> None:
+    """Raise RunError when a file was rotated since it was read, or has no whole line to use beyond what was read."""
+    settings = recipe.answers.traffic
+    assert settings is not None
+    now = measure(path)
+    start = {"start": 0, "start_line": 0}
+    if read is not None:
+        if now["bytes"] < read["bytes"] or not begins_with(path, read):
+            raise RunError(
+                f"{path} no longer begins with the {read['lines']} lines that were read of it; was it rotated?",
+                "give the new lines as a file of their own: answers.traffic.path=…",
+            )
+        start = {"start": read["bytes"], "start_line": read["lines"]}
+    found = list(read_lines(settings, {**now, **start, "path": str(path)}))
+    if not found:
+        raise RunError(f"{path} has no new line after line {start['start_line']}", "refresh when it has grown")
+    if all(isinstance(line, str) for line in found):
+        raise RunError(
+            f"all {len(found)} new lines of {path} are bad, first {found[0]}",
+            "mend the file, or set answers.traffic.prompt_field and answer_field",
+        )
+
+
+def refresh(run: Run, parent: dict[str, Any]) -> Path:
+    """Move a run aside and put a new one in its place that goes on from it; returns where the old one is now."""
+    prepared, aside = _prepared(run.folder), run.folder.with_name(parent["run"])
+    with faults_explained(run.folder), run.locked():
+        if prepared.exists():
+            shutil.rmtree(prepared)
+        prepared.mkdir()
+        write_json(prepared / "parent.json", parent)
+        os.replace(run.folder, aside)
+        os.replace(prepared, run.folder)
+    return aside

@@ -1,0 +1,233 @@
+"""The stages, in order, with what each reads and writes. When one of them runs: `distill/pipeline/running.py`."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from distill.errors import RunError
+from distill.recipe import Recipe
+from distill.run import Run
+from distill.target.traffic import PIN as TRAFFIC
+from distill.target.traffic import pin_traffic
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One stage: the function (imported when it runs), what its key hashes, and what it writes.
+
+    `settings` are dotted recipe keys, `inputs` are (stage, pattern of artifact names), `models` are `target` and
+    `donor`. A `precious` stage costs so much that its finished or begun work is never superseded without being asked.
+    `passing` are beginnings of settings that change nothing a precious stage reads; `ignores` are settings that change
+    nothing in what is made but rounding, and so are no part of the key. `more` names settings that count only for some
+    recipes. `pins` are metadata of the world outside, by name, which stay what they were when the stage began, however
+    that world goes on; those that are None have no part in the key. In a stage made `together` all processes of the
+    command take part, in the others the main one alone.
+    """
+
+    name: str
+    function: str
+    settings: tuple[str, ...]
+    inputs: tuple[tuple[str, str], ...]
+    writes: tuple[str, ...]
+    models: tuple[str, ...] = ()
+    precious: bool = False
+    version: int = 1
+    passing: tuple[str, ...] = ()
+    ignores: tuple[str, ...] = ()
+    more: Callable[[Recipe], tuple[str, ...]] = lambda recipe: ()
+    pins: tuple[tuple[str, Callable[[Recipe, Run], Any]], ...] = ()
+    together: bool = False
+
+    def load(self) -> Callable[[Recipe, Run], list[Path]]:
+        """The stage function `stage(recipe, run)`, which returns its artifacts."""
+        module, _, name = self.function.partition(":")
+        found: Callable[[Recipe, Run], list[Path]] = getattr(importlib.import_module(module), name)
+        return found
+
+
+# Settings of a training that change nothing but rounding, pace and what is kept on the way.
+ROUNDING = tuple(
+    f"train.{name}" for name in ("micro_batch", "chunk", "save_every", "keep", "checkpointing", "compile", "trackers")
+)
+
+
+def _search_settings(recipe: Recipe) -> tuple[str, ...]:
+    """What measuring cuts reads beyond the cut itself; without a search nothing is measured."""
+    by_price = recipe.cut.trim is not None and recipe.cut.trim.size is None and recipe.cut.trim.by == "price"
+    if recipe.cut.search is None and not by_price:
+        return ()
+    return (
+        *("seed", "train", "sampler", "profile", "speedup.outtype", "corpus.block", "threads"),
+        *("target.dtype", "target.quantise"),
+    )
+
+
+STAGES = (
+    Stage(
+        "corpus",
+        "distill.corpus.stage:corpus",
+        (
+            "seed",
+            "corpus",
+            "answers.prompts",
+            "answers.prompt_tokens",
+            "answers.new_tokens",
+            "eval.prompts",
+            "eval.file_blocks",
+            "cut.score_blocks",
+            "train.acceptance.prompts",
+            "train.replay.judges",
+            "speedup.prompts",
+            "speedup.grown_prompts",
+        ),
+        (),
+        ("corpus",),
+        ("target", "sources"),
+        passing=("eval.", "speedup.", "cut.score_blocks", "train."),
+    ),
+    Stage(
+        "answers",
+        "distill.target.answers:answers",
+        ("seed", "answers", "sampler", "target.dtype", "target.quantise"),
+        (("corpus", "corpus/prompts-train.jsonl"),),
+        ("answers",),
+        ("target",),
+        precious=True,
+        pins=((TRAFFIC, pin_traffic),),
+        together=True,
+    ),
+    Stage(
+        "teacher",
+        "distill.target.teacher:teacher",
+        ("teacher", "corpus.block", "target.dtype", "target.quantise"),
+        (("answers", "answers/train-*"), ("corpus", "corpus/text-train.safetensors")),
+        ("teacher",),
+        ("target",),
+        precious=True,
+        version=2,
+        together=True,
+    ),
+    Stage(
+        "cut",
+        "distill.surgery.stage:cut",
+        ("cut",),
+        (
+            ("corpus", "corpus/text-validation.safetensors"),
+            ("answers", "answers/train-*"),
+            ("teacher", "teacher/*"),
+        ),
+        ("cut", "search"),
+        ("target", "donor"),
+        version=2,
+        ignores=ROUNDING,
+        more=_search_settings,
+        pins=(("parent (content)", lambda recipe, run: run.parent()),),
+    ),
+    Stage(
+        "profile",
+        "distill.benchmark.profile:profile",
+        ("profile", "speedup.backends", "speedup.outtype", "target.dtype", "target.quantise", "threads"),
+        (("cut", "cut/config.json"),),
+        ("profile.json",),
+        ("target",),
+    ),
+    Stage(
+        "train",
+        "distill.training.loop:train",
+        ("seed", "train", "sampler", "target.dtype"),
+        (("teacher", "teacher/*"), ("cut", "cut/*"), ("corpus", "corpus/prompts-validation.jsonl")),
+        ("checkpoints", "replay", "draft", "training.json"),
+        ("target",),
+        precious=True,
+        version=2,
+        ignores=ROUNDING,
+        together=True,
+    ),
+    Stage(
+        "eval",
+        "distill.evaluation.stage:evaluate",
+        ("seed", "eval", "sampler", "target.dtype", "target.quantise", "answers.batch"),
+        (
+            ("cut", "cut/*"),
+            ("train", "draft/*"),
+            ("corpus", "corpus/*-test.*"),
+            ("answers", "answers/prompts-test.jsonl"),
+        ),
+        ("eval.json", "eval.md", "rounds.parquet"),
+        ("target",),
+    ),
+    Stage(
+        "export",
+        "distill.export.stage:export",
+        ("export",),
+        (("train", "draft/*"), ("corpus", "corpus/documents-test.jsonl")),
+        ("gguf",),
+        ("target",),
+    ),
+    Stage(
+        "speedup",
+        "distill.benchmark.speedup:speedup",
+        (
+            "speedup",
+            "sampler",
+            "seed",
+            "profile",
+            "threads",
+            "target.dtype",
+            "target.quantise",
+            "eval.resamples",
+            "eval.confidence",
+            "answers.prompt_tokens",
+        ),
+        (
+            ("train", "draft/*"),
+            ("profile", "profile.json"),
+            ("corpus", "corpus/text-validation.safetensors"),
+            ("export", "gguf/*.gguf"),
+            ("corpus", "corpus/prompts-test.jsonl"),
+            ("answers", "answers/prompts-test.jsonl"),
+            ("eval", "eval.json"),
+        ),
+        ("speedup", "speedup.json", "speedup.md"),
+        ("target",),
+        version=2,
+    ),
+    Stage(
+        "report",
+        "distill.report.stage:report",
+        ("name",),
+        (
+            ("cut", "*"),
+            ("train", "draft/*.safetensors"),
+            ("train", "training.json"),
+            ("profile", "*"),
+            ("eval", "*"),
+            ("export", "*"),
+            ("speedup", "*"),
+        ),
+        ("report.html", "draft/README.md"),
+    ),
+)
+NAMES = tuple(stage.name for stage in STAGES)
+LAST_TOGETHER = [stage.name for stage in STAGES if stage.together][-1]
+
+
+def find_stage(name: str) -> Stage:
+    """The stage called `name`; raises RunError with the names there are."""
+    for stage in STAGES:
+        if stage.name == name:
+            return stage
+    raise RunError(f"there is no stage `{name}`", f"stages, in order: {', '.join(NAMES)}")
+
+
+def consumers(names: Sequence[str]) -> set[str]:
+    """Those stages and all that read, directly or not, what they write."""
+    found = set(names)
+    for stage in STAGES:
+        if any(name in found for name, _ in stage.inputs):
+            found.add(stage.name)
+    return found

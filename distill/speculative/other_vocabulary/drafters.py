@@ -1,0 +1,316 @@
+"""Drafting with a model of another vocabulary, losslessly, where nobody transplanted the target's into it.
+
+Two ways, both of Timor et al. 2025 (arXiv 2502.05202). Token-level intersection: the draft's distribution over the
+tokens that both vocabularies have, so that every verifier works as ever. String-level exact match: the draft's own text
+in the target's tokens, for which only the target's choice counts. Either way the draft reads the context's text in its
+own tokens, written anew every round; that and the choice of tokens touch speed, never what comes out.
+
+Legend: V ids of the target, S shared tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from itertools import accumulate
+
+import torch
+
+from distill.errors import PairError
+from distill.models.base import Logits, Model, check_rollback
+from distill.models.torch_logits import TorchLogits
+from distill.sampler import Sampler
+from distill.speculative.draft import ModelDrafter, distribution_sampler
+from distill.speculative.lengths import LengthRule
+from distill.speculative.other_vocabulary.translation import (
+    WINDOW,
+    Translator,
+    incomplete,
+    named_tokens,
+    refit,
+    says_text,
+    shared_tokens,
+)
+from distill.speculative.proposal import Features, Proposal
+from distill.speculative.trees.tree import features_of
+from distill.speculative.verify import Random, draw_token
+from distill.vocabulary import Vocabulary
+
+TAIL = 64  # target tokens before a drafted text that are encoded with it
+
+
+class Reader:
+    """A draft that reads target ids: its cache always holds the translation of some context, and what was drafted.
+
+    Raises PairError for a draft whose tokenizer has more tokens than the model.
+    """
+
+    def __init__(self, model: Model, target: Vocabulary, draft: Vocabulary, window: int = WINDOW) -> None:
+        if draft.size > model.vocabulary_size:
+            raise PairError(
+                f"the tokenizer in {draft.folder} has {draft.size} tokens, the draft {model.vocabulary_size} rows",
+                "give the tokenizer that belongs to the draft",
+            )
+        self.model, self.translator = model, Translator(target, draft, window)
+        self._ids: list[int] = []  # what the cache holds
+
+    def begin(self, prompt: Sequence[int]) -> None:
+        """Forget everything and read a prompt, if it fits."""
+        self.model.rollback([0])
+        self._ids = []
+        if self.room(prompt) >= 0 and (own := self.translator.ids(prompt)):
+            self.read(own)
+
+    def room(self, context: Sequence[int]) -> int:
+        """How many own tokens fit after a context; below 0 where it does not fit or cannot be written."""
+        own = self.translator.ids(context)
+        return self.model.capacity - len(own) if own else -1
+
+    def read(self, own: Sequence[int]) -> Logits:
+        """The logits after these own ids: back to what is common with the cache, and forward over the rest."""
+        keep = 0
+        while keep < min(len(self._ids), len(own) - 1) and self._ids[keep] == own[keep]:
+            keep += 1
+        self.model.rollback([keep])
+        del self._ids[keep:]
+        return self.append(own[keep:])
+
+    def append(self, own: Sequence[int]) -> Logits:
+        """The logits after these ids, read behind what the cache holds."""
+        logits = self.model.extend(own, want=[len(own) - 1])
+        self._ids += own
+        return logits
+
+
+class SharedModel:
+    """A draft behind the target's ids: its logits at shared tokens, −∞ elsewhere, after the context's text.
+
+    The first tokens after a rollback are read with the whole text; those after them are drafted ones, which are shared
+    and read as they are. Chains only, and the logits after the last token. PairError where no token is shared.
+    """
+
+    rows = 1
+    max_leaves = 0
+
+    def __init__(self, reader: Reader, shared: Mapping[int, int], vocabulary_size: int) -> None:
+        self.shared = {target: draft for target, draft in shared.items() if target < vocabulary_size}
+        if not self.shared:
+            raise PairError("target and draft share no token", "draft text (StringMatchDrafter) or transplant")
+        self.reader, self.vocabulary_size = reader, vocabulary_size
+        self._target_ids = torch.tensor(list(self.shared.keys()))  # [S]
+        self._draft_ids = torch.tensor(list(self.shared.values()))
+        self._tokens: list[int] = []
+        self._drafting = False
+
+    @property
+    def capacity(self) -> int:
+        """That of the draft, in its own tokens."""
+        return self.reader.model.capacity
+
+    @property
+    def lengths(self) -> list[int]:
+        """Target tokens read."""
+        return [len(self._tokens)]
+
+    def extend(
+        self,
+        tokens: Sequence[int],
+        counts: Sequence[int] | None = None,
+        parents: Sequence[int] | None = None,
+        want: Sequence[int] | None = None,
+    ) -> Logits:
+        """Logits [1, V] after the last of these ids; ValueError for anything else, or a text that cannot be read."""
+        if parents is not None or want is None or list(want) != [len(tokens) - 1]:
+            raise ValueError("a draft of another vocabulary takes chains, and gives the logits after the last token")
+        if self._drafting and all(token in self.shared for token in tokens):
+            logits = self.reader.append([self.shared[token] for token in tokens])
+        else:
+            own = self.reader.translator.ids([*self._tokens, *tokens])
+            if not own:
+                raise ValueError("the draft cannot write this context in its tokens")
+            logits = self.reader.read(own)
+        self._tokens += tokens
+        self._drafting = True
+        values = logits.full()  # [1, the draft's ids]
+        mapped = values.new_full((1, self.vocabulary_size), -torch.inf)
+        mapped[:, self._target_ids] = values[:, self._draft_ids]
+        return TorchLogits(mapped)
+
+    def keep(self, paths: Sequence[Sequence[int]]) -> None:
+        """Nothing is ever pending: ValueError for a path of any tokens."""
+        if any(paths):
+            raise ValueError("a draft of another vocabulary takes no trees")
+
+    def rollback(self, lengths: Sequence[int]) -> None:
+        """Forget the tokens beyond `lengths[0]`; the draft's own cache follows with the next ones."""
+        length = check_rollback(lengths, len(self._tokens))
+        del self._tokens[length:]
+        self._drafting = False
+
+    def reset(self) -> None:
+        """Forget all tokens."""
+        self.rollback([0])
+
+    def close(self) -> None:
+        """Give back what the draft holds."""
+        self.reader.model.close()
+
+
+class IntersectionDrafter(ModelDrafter):
+    """Token-level intersection: a ModelDrafter whose distribution is the draft's over shared tokens, in target ids.
+
+    The sampler works on that distribution (its logits are −∞ elsewhere), so that tokens are drawn from what the
+    proposal holds and every verifier stays lossless. `width` is V of the target's logits, by default its tokenizer's.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        target: Vocabulary,
+        draft: Vocabulary,
+        rule: LengthRule,
+        sampler: Sampler,
+        random: Random,
+        argmax: bool = False,
+        width: int | None = None,
+    ) -> None:
+        self.reader = Reader(model, target, draft)
+        self.shared_model = SharedModel(self.reader, shared_tokens(target, draft), width or target.size)
+        super().__init__(self.shared_model, rule, sampler, random, argmax)
+
+    def begin(self, prompt: Sequence[int]) -> None:
+        """Read the prompt's text, if it fits."""
+        self.shared_model.rollback([0])
+        self.earlier.begin()
+        self.reader.begin(prompt)
+
+    def room(self, length: int) -> int:
+        """No more than the draft's context; `propose` knows how long a text is in the draft's tokens."""
+        return self.shared_model.capacity
+
+    def propose(self, context: Sequence[int], limit: int, ends: Collection[int]) -> Proposal:
+        """As ModelDrafter; nothing where the draft cannot write the context, or has no room behind it."""
+        limit = min(limit, self.reader.room(context))
+        return super().propose(context, limit, ends) if limit > 0 else Proposal.chain([])
+
+
+class StringMatchDrafter:
+    """String-level exact match: the draft continues the text in its own tokens; the target's tokens of it are proposed.
+
+    With `sampler` temperature 0, or with `argmax`, the draft's best tokens are taken, else they are drawn. Either way a
+    proposal has no distributions: given the drafted text it is fixed, which verifiers read as 1 at each token. The text
+    is independent of the verifier's chance, so that what comes out follows the target's distribution for each text that
+    may be drafted, hence on average; so does dropping drafted tokens, however they were chosen. Hence kind
+    deterministic, for every verifier and rule; but token and block then accept no more than match does, with p of the
+    proposed token.
+
+    The rule sees own tokens: a limit of them, their features, and as accepted those whose whole text was accepted.
+    """
+
+    kind = "deterministic"
+    tree = False
+
+    def __init__(
+        self,
+        model: Model,
+        target: Vocabulary,
+        draft: Vocabulary,
+        rule: LengthRule,
+        sampler: Sampler,
+        random: Random,
+        argmax: bool = False,
+    ) -> None:
+        self.reader = Reader(model, target, draft)
+        self.rule, self.sampler, self.random = rule, sampler, random
+        self.argmax = argmax or sampler.temperature == 0
+        self._counterparts = named_tokens(draft, target)
+        self._ends = [0]  # after each drafted own token: how much of the proposal covers it, see `_length`
+        self._features: list[Features] = []
+
+    def begin(self, prompt: Sequence[int]) -> None:
+        """Read the prompt's text, if it fits."""
+        self.reader.begin(prompt)
+
+    def room(self, length: int) -> int:
+        """No more than the draft's context; `propose` knows how long a text is in the draft's tokens."""
+        return self.reader.model.capacity
+
+    def propose(self, context: Sequence[int], limit: int, ends: Collection[int]) -> Proposal:
+        """At most `limit` target tokens that say what the draft says next; an end token is the last."""
+        own, seen = self._drafted(context, limit)
+        count = self.rule.submit(seen)
+        own, self._features = own[:count], seen[:count]
+        text = [token for token in own if self._is_text(token)]
+        translator = self.reader.translator
+        raw = data = translator.destination.said(text)
+        if context[-1] in translator.named:
+            data = refit(data, translator.destination, translator.source, translator.is_first(context[-1]))
+        lengths = [len(translator.destination.said([token])) if self._is_text(token) else 1 for token in own]
+        self._ends = [end + len(data) - len(raw) for end in accumulate(lengths)]
+        found = self._continued(context, data)
+        if len(text) < len(own) and translator.source.said(found) == data:
+            found.append(self._counterparts[own[-1]])
+        stop = next((i + 1 for i, token in enumerate(found) if token in ends), limit)
+        return Proposal.chain(found[: min(stop, limit)])
+
+    def _drafted(self, context: Sequence[int], limit: int) -> tuple[list[int], list[Features]]:
+        """Own tokens up to a named one, and their features."""
+        tokens: list[int] = []
+        seen: list[Features] = []
+        history = self.reader.translator.ids(context) or []
+        for position in range(min(self.rule.limit(), self.reader.room(context), limit)):
+            if not self.rule.step_on(position):
+                break
+            logits = self.reader.append(tokens[-1:]) if tokens else self.reader.read(history)
+            distribution = distribution_sampler(self.sampler).probabilities(logits.full(), [[*history, *tokens]])[0]
+            features = features_of(distribution)
+            if not self.rule.go_on(position, features):
+                break
+            token = int(distribution.argmax()) if self.argmax else draw_token(distribution, self.random)
+            if not self._is_text(token) and token not in self._counterparts:
+                break
+            tokens.append(token)
+            seen.append(features)
+            if not self._is_text(token):
+                break
+        return tokens, seen
+
+    def _is_text(self, token: int) -> bool:
+        draft = self.reader.translator.destination.vocabulary
+        return token < draft.size and says_text(draft, token) and token not in self._counterparts
+
+    def _continued(self, context: Sequence[int], data: bytes) -> list[int]:
+        """Target ids that say `data` after the context: those of both together where they part at the context's end.
+
+        Where a token would reach over that end, its rest is written alone. Ids end where they would say something else,
+        and before a character that `data` does not finish.
+        """
+        writer, named = self.reader.translator.source, self.reader.translator.named
+        first = next((i + 1 for i in range(len(context) - 1, -1, -1) if context[i] in named), 0)
+        before = writer.said(context[max(first, len(context) - TAIL) :])
+        whole = before + data
+        whole = whole[: len(whole) - len(incomplete(whole))]
+        ids = writer.write(whole) if len(whole) > len(before) else []
+        place = reached = 0
+        while place < len(ids) and reached < len(before):
+            reached += len(writer.said(ids[place : place + 1]))
+            place += 1
+        rest = (writer.write(whole[len(before) : reached]) if reached > len(before) else []) + ids[place:]
+        left, count = whole[len(before) :], 0
+        for number in rest:
+            said = writer.said([number])
+            if not said or not left.startswith(said) or writer.vocabulary.kinds[number] == "special":
+                break
+            left, count = left[len(said) :], count + 1
+        return rest[:count]
+
+    def _covered(self, tokens: Sequence[int]) -> int:
+        """How many own tokens these proposed ones say wholly."""
+        translator = self.reader.translator
+        reached = sum(1 if token in translator.named else len(translator.source.said([token])) for token in tokens)
+        return sum(end <= reached for end in self._ends) if tokens else 0
+
+    def accepted(self, proposal: Proposal, count: int, length: int, seconds: float) -> None:
+        """The rule learns; the cache goes back when the next text is read."""
+        drafted = self._covered(proposal.tokens)
+        features = self._features[:drafted]
+        self.rule.observe(drafted, self._covered(proposal.tokens[:count]), features, seconds)

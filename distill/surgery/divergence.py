@@ -1,0 +1,74 @@
+"""The target's distributions on a few blocks, taken once, so that many cuts of a donor can be compared with them.
+
+Legend: n blocks, S positions, N scored positions, k stored entries, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from distill import divergences
+from distill.models.masks import document_masks
+from distill.packing import Packed
+from distill.target.distributions import TeacherChunk
+from distill.target.store import compress
+
+STORED = 256  # entries per position: nearly the whole distribution, at a small part of its size
+
+
+@dataclass(frozen=True)
+class TargetDistributions:
+    """Blocks and the target's compact distributions at their N scored positions, in order; ids from `vocabulary` on
+    pad."""
+
+    blocks: Packed
+    distributions: TeacherChunk
+    vocabulary: int
+
+    @classmethod
+    @torch.inference_mode()
+    def measure(cls, target: Any, blocks: Packed, vocabulary: int, batch: int = 4) -> TargetDistributions:
+        """One forward pass of the target over the blocks."""
+        parts = [
+            compress(scored_logits(target, blocks.take(slice(i, i + batch))), min(STORED, vocabulary - 1), vocabulary)
+            for i in range(0, len(blocks), batch)
+        ]
+        columns = (torch.cat([getattr(p, name).cpu() for p in parts]) for name in TeacherChunk.__dataclass_fields__)
+        return cls(blocks, TeacherChunk(*columns), vocabulary)
+
+    @torch.inference_mode()
+    def kl(self, model: Any, batch: int = 4) -> float:
+        """KL(target ‖ model) in nats, the mean over the scored positions; everything outside the stored entries is one
+        bucket, which makes it a lower bound of the full one (and close to it with this many entries)."""
+        total, at = 0.0, 0
+        for start in range(0, len(self.blocks), batch):
+            logits = scored_logits(model, self.blocks.take(slice(start, start + batch))).float()
+            logits[:, self.vocabulary :] = -torch.inf
+            rows = slice(at, at + len(logits))
+            at += len(logits)
+            assert self.distributions.ids is not None
+            distribution = (
+                self.distributions.ids.long(),
+                self.distributions.log_probabilities,
+                self.distributions.log_tail,
+            )
+            ids, logs, tail = (part[rows].to(logits.device) for part in distribution)
+            total += float(divergences.bucketed_forward_kl(ids, logs, tail, logits).double().sum())
+        return total / max(1, at)
+
+
+def scored_logits(model: Any, part: Packed) -> Tensor:
+    """Logits [N, V] of a model at the scored positions of some blocks, in order."""
+    device = next(model.parameters()).device
+    hidden = model.model(
+        input_ids=part.ids.long().to(device),
+        position_ids=part.positions.long().to(device),
+        attention_mask=document_masks(model, part.documents.to(device)),
+        use_cache=False,
+    ).last_hidden_state[part.mask.to(device)]
+    logits: Tensor = model.lm_head(hidden)
+    return logits

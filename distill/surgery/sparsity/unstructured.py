@@ -1,0 +1,152 @@
+"""L1 on single weights while fine-tuning: they shrink to exactly zero and stay there (the distribution of λ is in
+`ramp`)."""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from distill.errors import RecipeError, RunError
+from distill.surgery.sparsity.ramp import HAIR, plan, require_float32
+from distill.surgery.sparsity.zeros import block_matrices, evenness, weight_shares_by_layer
+
+
+def kth_smallest_magnitude(tensors: Sequence[Tensor], k: int) -> float:
+    """The k-th smallest |w| (k from 1) in all fp32 tensors together, exact, without joining them.
+
+    The bit patterns of positive floats are ordered as the floats are: counting their upper, then their lower 16 bits
+    finds the one.
+    """
+
+    def rank(counts: Tensor, k: int) -> tuple[int, int]:
+        total = counts.cumsum(0)
+        at = int(torch.searchsorted(total, k))
+        return at, k - (int(total[at - 1]) if at else 0)
+
+    def bits(tensor: Tensor) -> Tensor:
+        return tensor.detach().reshape(-1).view(torch.int32) & 0x7FFFFFFF
+
+    def count(values: Iterable[Tensor]) -> Tensor:
+        return torch.stack([torch.bincount(value, minlength=1 << 16).cpu() for value in values]).sum(0)
+
+    upper, k = rank(count(bits(t) >> 16 for t in tensors), k)
+    lower, _ = rank(count(b[(b >> 16) == upper] & 0xFFFF for b in map(bits, tensors)), k)
+    found: float = struct.unpack("<f", struct.pack("<I", upper << 16 | lower))[0]
+    return found
+
+
+class UnstructuredL1:
+    """L1 on every single weight of the blocks' matrices (not embeddings, norms, biases, head): w ← soft(w, rate·λ).
+
+    It makes nothing faster in GGUF or on common hardware: zeros are stored and multiplied like any number. It is here
+    to be measured. Either the zero share `sparsity` is asked for, and one λ for all matrices follows `ramp`'s
+    distribution with single weights as groups; or `strength` fixes λ for the whole ramp, and the share is what comes of
+    it. The one λ leaves the spread over layers to the training. `trimmed` is as for GroupLasso, and has no say at a
+    fixed strength. Raises RecipeError for settings that cannot be, DataError for an unknown architecture.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        steps: int,
+        *,
+        sparsity: float | None = None,
+        strength: float | None = None,
+        start: float = 0.0,
+        ramp: float = 0.2,
+        trimmed: bool = True,
+    ) -> None:
+        self.matrices = block_matrices(model)
+        if (sparsity is None) == (strength is None):
+            raise RecipeError("sparsity: give either the zero share wanted or a fixed strength", "one of the two")
+        if sparsity is not None and not 0 < sparsity < 1:
+            raise RecipeError(f"sparsity: the zero share wanted is {sparsity}", "ask for a share between 0 and 1")
+        if strength is not None and not 0 < strength < math.inf:
+            raise RecipeError(f"sparsity: strength is {strength}", "ask for a positive strength, say 0.5")
+        self.schedule = plan(steps, start, ramp)
+        require_float32(self.parameters())
+        self.strength, self.trimmed = strength, trimmed and strength is None
+        self.weights = sum(weight.numel() for weight in self.matrices.values())
+        self.wanted = None if sparsity is None else max(1, round(sparsity * self.weights))
+        self.step = 0
+        self.frozen = False
+        self.pressed = 0.0
+        self.removed: list[Tensor] = []  # boolean, as the matrices, once frozen
+
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """The matrices that are shrunk: they get no weight decay."""
+        return list(self.matrices.values())
+
+    def zeros(self) -> int:
+        """Weights that are exactly zero."""
+        return self.weights - sum(int(weight.count_nonzero()) for weight in self.matrices.values())
+
+    @torch.no_grad()
+    def after_step(self, step: int, rate: float) -> dict[str, Any]:
+        """As for GroupLasso; zero_share is the share of all these weights that are zero."""
+        assert step == self.step, f"step {step} after {self.step} steps"
+        self.step += 1
+        left = self.schedule.left(self.step)
+        strength = 0.0
+        if self.frozen:
+            for weight, removed in zip(self.matrices.values(), self.removed, strict=True):
+                weight.masked_fill_(removed, 0.0)
+                removed.logical_or_(weight == 0)  # so that the mask is the zeros of the weights, as a resume reads it
+        elif left:
+            strength = self._press(left, rate)
+        zeros = self.zeros()
+        if not self.frozen and (left == 1 or (left and self.wanted is not None and zeros >= self.wanted)):
+            self.frozen = True
+            self.removed = [weight == 0 for weight in self.matrices.values()]
+        return {
+            "phase": "debias" if self.frozen else "ramp" if left else "dense",
+            "lambda": strength,
+            "zero_share": zeros / self.weights,
+        }
+
+    def _press(self, left: int, rate: float) -> float:
+        distance = math.inf
+        strength = self.strength
+        if self.wanted is not None:
+            distance = kth_smallest_magnitude(self.parameters(), self.wanted)
+            strength = HAIR * distance / (left * rate) if rate > 0 else 0.0
+        assert strength is not None
+        for weight in self.matrices.values():
+            shrunk = torch.nn.functional.softshrink(weight, rate * strength)
+            weight.copy_(torch.where(weight.abs() <= distance, shrunk, weight) if self.trimmed else shrunk)
+        self.pressed += strength
+        return strength
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the model and the step do not tell, for JSON; the mask is the zeros of the weights."""
+        return {"step": self.step, "frozen": self.frozen, "zeros": self.zeros(), "pressed": self.pressed}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from `state_dict()`, after the model's weights; raises RunError when the zeros are not those."""
+        if self.zeros() != state["zeros"]:
+            raise RunError(
+                f"the weights have {self.zeros()} zeros, their checkpoint's sparsity {state['zeros']}",
+                "the checkpoint is damaged: delete it to go on from the one before",
+            )
+        self.step, self.frozen, self.pressed = int(state["step"]), bool(state["frozen"]), float(state["pressed"])
+        self.removed = [weight == 0 for weight in self.matrices.values()] if self.frozen else []
+
+    def details(self) -> dict[str, Any]:
+        """For the record of changes: the zero share reached, its spread over the layers, the mean λ of the ramp."""
+        shares = self.zeros() / self.weights
+        spread = evenness(weight_shares_by_layer(self.matrices))
+        ramp_steps = min(max(1, self.step - self.schedule.dense), self.schedule.ramp)
+        return {
+            "zero_share": shares,
+            "least_layer": spread.least,
+            "most_layer": spread.most,
+            "variation_over_layers": spread.variation,
+            "lambda": self.pressed / ramp_steps,
+            "trimmed": self.trimmed,
+            "faster": False,
+        }

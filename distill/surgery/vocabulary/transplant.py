@@ -1,0 +1,344 @@
+"""Give a donor the vocabulary of a target, folder to folder, without building the model.
+
+Tensors stream from safetensors file to safetensors file; only the embedding and the head are made anew. Legend: D donor
+rows, R rows written, P subtokens, H hidden.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from distill.errors import DataError
+from distill.files import write_folder, write_json
+from distill.models.hugging_face import check_folder, pick_device
+from distill.models.tokenizer_files import copy_tokenizer
+from distill.surgery.change import Change, Size, read_changes, record_change, require_supported
+from distill.surgery.stored import DTYPES, FLOATS, SHARD_BYTES, WRITTEN, Stored, Written, stored_tensors, write_tensors
+from distill.surgery.vocabulary.pursuit import pursue_rows
+from distill.surgery.vocabulary.subtokens import (
+    Entries,
+    Mixture,
+    check_overrides,
+    describe_subtokens,
+    map_subtokens,
+    require_bytes,
+)
+from distill.vocabulary import Vocabulary, read_settings
+
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+# What other families call the two, for the target's own rows.
+EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
+HEADS = ("lm_head.weight", "embed_out.weight", "output.weight")
+CHUNK_BYTES = 2**24
+CHUNK_ROWS = 2048
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A transplant that was found possible: everything that files alone say about it."""
+
+    donor: Vocabulary
+    target: Vocabulary
+    tensors: dict[str, Stored]
+    config: dict[str, Any]
+    target_config: dict[str, Any]
+    target_tensors: dict[str, Stored]
+    tied: bool
+    rows: int
+
+
+def check_transplant(
+    donor: Path,
+    target: Path,
+    overrides: Mapping[str, str] | None = None,
+    *,
+    rows: int | None = None,
+    method: str = "subtokens",
+) -> Plan:
+    """Read what a transplant needs to know, no weights; raises DataError for one that cannot be done.
+
+    `donor` is a model folder, `target` a model or tokenizer folder, `rows` the rows to write where the target has no
+    config.json.
+    """
+    if method not in ("subtokens", "pursuit"):
+        raise DataError(f"there is no transplant method {method!r}", "choose `subtokens` or `pursuit`")
+    check_folder(str(donor.absolute()))
+    config = read_settings(donor / "config.json")
+    require_supported(str(config.get("model_type")))
+    tensors = stored_tensors(donor)
+    tied = bool(config.get("tie_word_embeddings", False))
+    _check_matrices(donor, config, tensors, tied)
+    ours, theirs = Vocabulary.read(donor), Vocabulary.read(target)
+    require_bytes(ours)
+    if ours.size > tensors[EMBEDDING].shape[0]:
+        raise DataError(
+            f"the donor's tokenizer has {ours.size} tokens, its embedding {tensors[EMBEDDING].shape[0]} rows",
+            f"put the tokenizer that belongs to the weights into {donor}",
+        )
+    target_config = read_settings(target / "config.json") if (target / "config.json").is_file() else {}
+    check_overrides(theirs, overrides or {})
+    return Plan(
+        donor=ours,
+        target=theirs,
+        tensors=tensors,
+        config=config,
+        target_config=target_config,
+        target_tensors=_target_matrices(target) if method == "pursuit" else {},
+        tied=tied,
+        rows=_row_count(target, theirs, target_config, rows),
+    )
+
+
+def _check_matrices(donor: Path, config: Mapping[str, Any], tensors: Mapping[str, Stored], tied: bool) -> None:
+    hint = "give a whole folder as save_pretrained writes it"
+    if "quantization_config" in config:
+        raise DataError(f"the model in {donor} is quantised", "give it in float32, bfloat16 or float16")
+    expected = (config.get("vocab_size"), config.get("hidden_size"))
+    for name in (EMBEDDING,) if tied else (EMBEDDING, HEAD):
+        if name not in tensors:
+            raise DataError(f"the weights in {donor} hold no {name}", hint)
+        if tensors[name].shape != expected:
+            raise DataError(
+                f"{name} in {donor} is {tensors[name].shape}; its config.json says vocab_size, hidden_size {expected}",
+                hint,
+            )
+        if tensors[name].dtype not in FLOATS:
+            raise DataError(f"{name} in {donor} is stored as {tensors[name].dtype}", "give a model in floating point")
+
+
+def _row_count(folder: Path, target: Vocabulary, config: Mapping[str, Any], rows: int | None) -> int:
+    found = config.get("vocab_size") or (config.get("text_config") or {}).get("vocab_size")
+    if found is not None and rows is not None and rows != found:
+        raise DataError(f"rows is {rows}, but {folder}/config.json says vocab_size {found}", "leave rows out")
+    count = int(found or rows or target.size)
+    if count < target.size:
+        raise DataError(
+            f"{count} rows are too few for the {target.size} tokens of {folder}",
+            "the tokenizer and the vocab_size of the target do not belong together",
+        )
+    return count
+
+
+def _target_matrices(folder: Path) -> dict[str, Stored]:
+    """The target's embedding and, where it has its own, its head."""
+    tensors = stored_tensors(folder)
+
+    def find(endings: tuple[str, ...]) -> Stored | None:
+        return next((t for name, t in tensors.items() if name.endswith(endings) and len(t.shape) == 2), None)
+
+    embedding, head = find(EMBEDDINGS), find(HEADS)
+    if embedding is None:
+        raise DataError(
+            f"no input embedding found in {folder}", "use the method `subtokens`, which reads no target weights"
+        )
+    return {EMBEDDING: embedding} if head is None else {EMBEDDING: embedding, HEAD: head}
+
+
+def transplant(
+    donor: Path,
+    target: Path,
+    destination: Path,
+    *,
+    rows: int | None = None,
+    overrides: Mapping[str, str] | None = None,
+    method: Literal["subtokens", "pursuit"] = "subtokens",
+    dtype: str | None = None,
+    decay: float = 0.5,
+    atoms: int = 64,
+    device: str = "auto",
+    shard_bytes: int = SHARD_BYTES,
+) -> Change:
+    """Write `destination`: the donor with the target's tokenizer, and rows for it made of its own rows.
+
+    A token with the same bytes keeps its row. Of another, the input row is that of the last of its subtokens and the
+    head row their mean, the j-th weighing decay**j; with `pursuit` both are combinations of at most `atoms` shared rows
+    that rebuild the target's own row. Ids without a token get zero rows. `dtype` casts the weights (None: as stored).
+    Raises DataError before any work for what cannot be done.
+    """
+    _check_places(donor, target, destination)
+    if dtype is not None and dtype not in WRITTEN:
+        raise DataError(f"dtype `{dtype}` cannot be written", f"choose {', '.join(WRITTEN)}")
+    if not decay > 0:
+        raise DataError(f"decay is {decay}; it must be positive", "0.5 halves the weight from subtoken to subtoken")
+    plan = check_transplant(donor, target, rows=rows, overrides=overrides, method=method)
+    subtokens = map_subtokens(plan.donor, plan.target, overrides)
+    mixtures = {EMBEDDING: subtokens.last(), HEAD: subtokens.front_loaded(decay)}
+    details: dict[str, Any] = {"method": method, **describe_subtokens(subtokens, plan.donor, plan.target)}
+    if method == "pursuit":
+        found: dict[int, Entries] = {}
+        for name in (EMBEDDING, HEAD):
+            if name in plan.target_tensors:  # a tied target's head is its embedding
+                matrix = plan.target_tensors[name].read()
+                found, details[f"pursuit {name}"] = pursue_rows(subtokens, matrix, atoms, pick_device(device))
+            mixtures[name] = mixtures[name].replaced(found)
+    same = plan.donor.same_as(plan.target)
+    mixtures = {name: _with_padding(mixture, plan, same) for name, mixture in mixtures.items()}
+    details |= {"padding_rows": plan.rows - plan.target.size, "same_vocabulary": same, "zero_rows": 0}
+    tied = plan.tied and mixtures[EMBEDDING].same_as(mixtures[HEAD])
+    outputs = _outputs(plan, mixtures, tied, dtype, details)
+    config = _new_config(plan, tied, dtype)
+    before, after = _size(plan.config, plan.tensors, plan.tied), _size(config, outputs, tied)
+    earlier, done = read_changes(donor), Change("transplant", before, after, details=details)
+
+    def save(folder: Path) -> None:
+        with _one_thread():
+            write_tensors(folder, outputs, shard_bytes)
+        write_json(folder / "config.json", config)
+        copy_tokenizer(target, folder)
+        write_json(folder / "generation_config.json", _generation(target, config))
+        record_change(folder, earlier, done)
+
+    write_folder(destination, save)
+    return done
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """Copying waits for memory and disk: more threads gain nothing, and on a busy machine cost much."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _check_places(donor: Path, target: Path, destination: Path) -> None:
+    place = destination.resolve()
+    for name, folder in (("donor", donor), ("target", target)):
+        if place == folder.resolve() or place in folder.resolve().parents:
+            raise DataError(f"the destination {destination} would overwrite the {name} {folder}", "name another folder")
+    if place.is_dir() and any(place.iterdir()) and not (place / "config.json").is_file():
+        raise DataError(f"{destination} holds files that are no model", "name a new folder, or empty this one")
+
+
+def _with_padding(mixture: Mixture, plan: Plan, same: bool) -> Mixture:
+    """The mixture with rows up to the count wanted: nothing, or the donor's own padding for its own vocabulary."""
+    extra = plan.rows - plan.target.size
+    kept = min(extra, plan.tensors[EMBEDDING].shape[0] - plan.donor.size) if same else 0
+    ids = numpy.arange(plan.target.size, plan.target.size + kept, dtype=numpy.int32)
+    steps = numpy.minimum(numpy.arange(1, extra + 1), kept)
+    return Mixture(
+        numpy.concatenate([mixture.offsets, mixture.offsets[-1] + steps]),
+        numpy.concatenate([mixture.ids, ids]),
+        numpy.concatenate([mixture.weights, numpy.ones(kept, numpy.float32)]),
+    )
+
+
+def mixed_rows(matrix: Tensor, mixture: Mixture, first: int, last: int, dtype: torch.dtype) -> Tensor:
+    """Rows `first` to `last` of the mixture of `matrix` [D, H]; sums in float32, a row of one entry is a copy."""
+    starts, counts = mixture.offsets[first:last], numpy.diff(mixture.offsets[first : last + 1])
+
+    def taken(entries: NDArray[numpy.int64]) -> Tensor:
+        return matrix.index_select(0, torch.from_numpy(mixture.ids[entries]))
+
+    alone = counts == 1
+    alone[alone] = mixture.weights[starts[alone]] == 1
+    if alone.all():
+        return taken(starts).to(dtype)
+    rows = torch.zeros(last - first, matrix.shape[1], dtype=dtype)
+    rows[torch.from_numpy(numpy.flatnonzero(alone))] = taken(starts[alone]).to(dtype)
+    several = numpy.flatnonzero((counts > 0) & ~alone)
+    total = torch.zeros(len(several), matrix.shape[1])
+    for step in range(counts[several].max(initial=0)):
+        longer = numpy.flatnonzero(counts[several] > step)
+        entries = starts[several[longer]] + step
+        total[torch.from_numpy(longer)] += taken(entries).float() * torch.from_numpy(mixture.weights[entries])[:, None]
+    rows[torch.from_numpy(several)] = total.to(dtype)
+    return rows
+
+
+def _zero_rows(rows: Tensor) -> Tensor:
+    """Indices of the rows [R, H] that are all zero."""
+    candidates = (rows[:, 0] == 0).nonzero().squeeze(1)
+    return candidates[~rows[candidates].any(1)]
+
+
+def _outputs(
+    plan: Plan, mixtures: Mapping[str, Mixture], tied: bool, dtype: str | None, details: dict[str, Any]
+) -> dict[str, Written]:
+    """Every tensor of the new model, in the order of its file."""
+
+    def copied(tensor: Stored) -> Written:
+        kind = WRITTEN[dtype] if dtype is not None and tensor.dtype in FLOATS else tensor.dtype
+        step = CHUNK_BYTES // DTYPES[tensor.dtype].itemsize
+
+        def parts() -> Iterator[Tensor]:
+            for first in range(0, tensor.numel, step):
+                yield tensor.read(first, min(step, tensor.numel - first)).to(DTYPES[kind])
+
+        return Written(kind, tensor.shape, parts)
+
+    def mixed(tensor: Stored, mixture: Mixture) -> Written:
+        kind = tensor.dtype if dtype is None else WRITTEN[dtype]
+
+        def parts() -> Iterator[Tensor]:
+            matrix = tensor.read()
+            for first in range(0, plan.rows, CHUNK_ROWS):
+                last = min(first + CHUNK_ROWS, plan.rows)
+                rows = mixed_rows(matrix, mixture, first, last, DTYPES[kind])
+                used = numpy.diff(mixture.offsets[first : last + 1]) > 0
+                details["zero_rows"] += int(used[_zero_rows(rows).numpy()].sum())
+                yield rows
+
+        return Written(kind, (plan.rows, tensor.shape[1]), parts)
+
+    new = {name: copied(t) for name, t in plan.tensors.items() if name not in (EMBEDDING, HEAD)}
+    new[EMBEDDING] = mixed(plan.tensors[EMBEDDING], mixtures[EMBEDDING])
+    if not tied:
+        new[HEAD] = mixed(plan.tensors[EMBEDDING if plan.tied else HEAD], mixtures[HEAD])
+    # The format wants values aligned: wide types first.
+    return dict(sorted(new.items(), key=lambda item: (-DTYPES[item[1].dtype].itemsize, item[0])))
+
+
+def _new_config(plan: Plan, tied: bool, dtype: str | None) -> dict[str, Any]:
+    config = {**plan.config, "vocab_size": plan.rows, "tie_word_embeddings": tied}
+    if "tie_word_embeddings" not in plan.config and not tied:
+        del config["tie_word_embeddings"]
+    for role in ("bos", "eos", "pad"):
+        key = f"{role}_token_id"
+        found = plan.target_config.get(key)
+        config[key] = plan.target.roles.get(role) if found is None else found
+    if dtype is not None:
+        key = "torch_dtype" if "torch_dtype" in config and "dtype" not in config else "dtype"
+        config[key] = dtype
+    return config
+
+
+def _generation(target: Path, config: Mapping[str, Any]) -> dict[str, Any]:
+    """The target's generation settings: how it samples, and where it ends, which may be more than one token."""
+    path = target / "generation_config.json"
+    found = read_settings(path) if path.is_file() else {}
+    keys = ("bos_token_id", "eos_token_id", "pad_token_id")
+    return {**{key: config[key] for key in keys if config[key] is not None}, **found}
+
+
+def _size(config: Mapping[str, Any], tensors: Mapping[str, Stored] | Mapping[str, Written], tied: bool) -> Size:
+    """Sizes of a model from its configuration and its tensors."""
+    own = [t for name, t in tensors.items() if not name.endswith("inv_freq") and not (tied and name == HEAD)]
+    vocabulary, hidden = tensors[EMBEDDING].shape
+    unread = 0 if tied else tensors[EMBEDDING].bytes // vocabulary * (vocabulary - 1)
+    layers, heads = int(config["num_hidden_layers"]), int(config["num_attention_heads"])
+    mlp = config.get("mlp_widths") or [config["intermediate_size"]] * layers
+    return Size(
+        parameters=sum(math.prod(tensor.shape) for tensor in own),
+        bytes_per_step=sum(tensor.bytes for tensor in own) - unread,
+        layers=layers,
+        hidden=hidden,
+        mlp=tuple(mlp),
+        heads=heads,
+        kv_heads=int(config.get("num_key_value_heads") or heads),
+        vocabulary=vocabulary,
+        kept_vocabulary=vocabulary,
+        tied=tied,
+    )

@@ -1,0 +1,105 @@
+"""Which tokens a trimmed draft keeps: those the target writes, and those no text can do without.
+
+Legend: V vocabulary, K kept tokens. A domain is one source of the corpus; its counts [V] are of target-written tokens.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy
+from numpy.typing import NDArray
+
+from distill.errors import DataError, RecipeError
+from distill.texts import Answer
+from distill.vocabulary import Vocabulary
+
+MULTIPLE = 256  # sizes a matrix product and GGUF's block types like
+
+Counts = NDArray[numpy.int64]
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Kept ids, ascending, and the share of each domain's target-written tokens that they hold."""
+
+    ids: list[int]
+    mass: dict[str, float]
+
+
+def count_tokens(answers: Sequence[Answer], vocabulary: int) -> dict[str, Counts]:
+    """Counts [V] of the tokens that the target wrote, by domain."""
+    found: dict[str, Counter[int]] = {}
+    for answer in answers:
+        found.setdefault(answer.source or "answers", Counter()).update(answer.answer)
+    counts = {}
+    for domain, own in found.items():
+        column = numpy.zeros(vocabulary, dtype=numpy.int64)
+        column[list(own.keys())] = list(own.values())
+        counts[domain] = column
+    return {domain: column for domain, column in counts.items() if column.sum()}
+
+
+def always_kept(vocabulary: Vocabulary) -> list[int]:
+    """Ids that stay whatever was counted: special and added tokens, the 256 bytes, numbers and runs of white space."""
+
+    def needed(kind: str, content: bytes | None) -> bool:
+        if kind in ("special", "added", "byte"):
+            return True
+        return content is not None and (len(content) == 1 or not content.strip() or content.strip().isdigit())
+
+    return [i for i, content in enumerate(vocabulary.bytes_of) if needed(vocabulary.kinds[i], content)]
+
+
+def rank_tokens(counts: Mapping[str, Counts], forced: Sequence[int]) -> list[int]:
+    """Ids in the order in which they are kept: the forced ones, then by the largest share they have in any domain."""
+    shares = numpy.max([column / column.sum() for column in counts.values()], axis=0)
+    shares[list(forced)] = numpy.inf
+    # Stable, so that of equal shares the smaller id, which byte pair merges made earlier, comes first.
+    order: list[int] = numpy.argsort(-shares, kind="stable").tolist()
+    return order
+
+
+def keep(counts: Mapping[str, Counts], order: Sequence[int], size: int) -> Kept:
+    """The first `size` ids of the order, and what they hold."""
+    ids = sorted(order[:size])
+    return Kept(ids, {domain: float(column[ids].sum() / column.sum()) for domain, column in counts.items()})
+
+
+def smallest_size(counts: Mapping[str, Counts], order: Sequence[int], forced: int, mass: float) -> int:
+    """The smallest multiple of 256 (or the whole vocabulary) that holds `mass` of every domain and all forced ids."""
+    reached = numpy.min([numpy.cumsum(column[list(order)]) / column.sum() for column in counts.values()], axis=0)
+    enough = int(numpy.searchsorted(reached, mass - 1e-12)) + 1
+    size = -(-max(enough, forced) // MULTIPLE) * MULTIPLE
+    return min(size, len(order))
+
+
+def sizes_between(smallest: int, largest: int) -> list[int]:
+    """What a price search tries: multiples of 256 from `smallest` on, a quarter larger each time, and `largest`."""
+    found = []
+    size = -(-smallest // MULTIPLE) * MULTIPLE
+    while size < largest:
+        found.append(size)
+        size = -(-int(size * 1.25) // MULTIPLE) * MULTIPLE
+    return [*found, largest]
+
+
+def check_size(size: int | None, forced: int, vocabulary: int, stored: int) -> None:
+    """Raise RecipeError for a kept size that cannot be."""
+    if size is None:
+        return
+    if size % MULTIPLE or not max(forced, stored + 1) <= size <= vocabulary:
+        low = -(-max(forced, stored + 1) // MULTIPLE) * MULTIPLE
+        raise RecipeError(
+            f"cut.trim.size is {size}; it must be a multiple of {MULTIPLE}, hold the {forced} tokens that always "
+            f"stay and more than the teacher's top {stored}, and not exceed the vocabulary's {vocabulary}",
+            f"ask for {low} to {vocabulary // MULTIPLE * MULTIPLE}",
+        )
+
+
+def require_counts(counts: Mapping[str, Counts]) -> None:
+    """Raise DataError when the target wrote nothing to count."""
+    if not counts:
+        raise DataError("there are no target-written tokens to count", "raise answers.prompts, or leave cut.trim out")

@@ -1,0 +1,169 @@
+"""The target's distributions at the scored positions of a batch, chunk by chunk: compact, or whole from hidden states.
+
+Legend: N scored positions of a batch, c of them in a chunk, H the target's hidden size, V its vocabulary, K stored
+entries, C columns of the draft's head (V, or the kept tokens of a trimmed head).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from distill.errors import DataError
+
+EMPTY = -1e4  # log of a tail that holds nothing: finite, so that 0 · log stays 0
+
+
+@dataclass(frozen=True)
+class TeacherChunk:
+    """The target's distributions at c positions, natural logarithms in fp32.
+
+    With `ids` [c, K] (column numbers, likeliest first, unless a trim took some away): `log_probabilities` [c, K] of
+    those columns; without: [c, C] of every column. `log_tail` [c] is the log of the mass in no named column; EMPTY
+    where there is none. The draft can put mass on what lies outside the `ids`, but not on what a dense chunk leaves
+    out, the tokens that a trimmed head cannot speak.
+    """
+
+    ids: Tensor | None
+    log_probabilities: Tensor
+    log_tail: Tensor
+
+
+class Teacher(Protocol):
+    """The distributions of N scored positions over C columns."""
+
+    @property
+    def columns(self) -> int:
+        """C."""
+        ...
+
+    def __len__(self) -> int: ...
+
+    def chunk(self, rows: slice, temperature: float = 1.0) -> TeacherChunk:
+        """The distributions of some positions, of softmax(logits / temperature); DataError for one that is not
+        stored."""
+        ...
+
+    def restrict(self, kept: Tensor) -> Teacher:
+        """The same distributions over the columns of the kept ids [C], ascending, alone; the others' mass is in the
+        tail."""
+        ...
+
+
+@dataclass(frozen=True)
+class CompactTeacher:
+    """Distributions from a compact store: ids [N, K], log p [N, K] at temperature 1, and per temperature T the log of
+    the sum of p^(1/T) over the tokens outside [N].
+
+    Of a trimmed one, `place` [V] is the column of each id, `columns` for those that are gone.
+    """
+
+    ids: Tensor
+    log_probabilities: Tensor
+    log_tails: Mapping[float, Tensor]
+    columns: int
+    place: Tensor | None = field(default=None, repr=False)
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def chunk(self, rows: slice, temperature: float = 1.0) -> TeacherChunk:
+        """See `Teacher`."""
+        if temperature not in self.log_tails:
+            stored = ", ".join(f"{value:g}" for value in self.log_tails)
+            raise DataError(
+                f"the teacher store holds temperatures {stored}, not {temperature:g}: its tail's mass is unknown there",
+                "add it to teacher.temperatures, or train with teacher.kind exact or online",
+            )
+        ids, logs = self.ids[rows].long(), self.log_probabilities[rows].float()
+        tail = self.log_tails[temperature][rows].float().clamp(min=EMPTY)
+        if temperature != 1:
+            logs = logs / temperature
+            normaliser = torch.logaddexp(logs.logsumexp(-1), tail)
+            logs, tail = logs - normaliser.unsqueeze(-1), tail - normaliser
+        if self.place is not None:
+            ids = self.place[ids]
+            gone = ids == self.columns
+            moved = logs.masked_fill(~gone, -math.inf).logsumexp(-1)
+            logs, tail = logs.masked_fill(gone, -math.inf), torch.logaddexp(tail, moved)
+        return TeacherChunk(ids, logs, tail)
+
+    def restrict(self, kept: Tensor) -> CompactTeacher:
+        """See `Teacher`. Ids that are gone stand in column C, which the head does not have, without mass."""
+        assert self.place is None, "these distributions are trimmed already"
+        return replace(self, columns=len(kept), place=_place(kept.to(self.ids.device), self.columns))
+
+
+@dataclass(frozen=True)
+class LogitForm:
+    """How a model makes logits of head · hidden: multiplied by `scale`, then bent to ±`soft_cap` (0: not)."""
+
+    scale: float = 1.0
+    soft_cap: float = 0.0
+
+    def apply(self, products: Tensor) -> Tensor:
+        """Logits [..., V] from products [..., V], in fp32."""
+        logits = products.float() * self.scale if self.scale != 1 else products.float()
+        return self.soft_cap * torch.tanh(logits / self.soft_cap) if self.soft_cap else logits
+
+
+def logit_form(config: Any) -> LogitForm:
+    """The form that a model's configuration names, as in the modelling files of transformers.
+
+    `logit_scale` multiplies (Cohere), `logits_scaling` divides (Granite), `final_logit_softcapping` bends (Gemma).
+    What else an architecture may do after its head is found by comparing with its own logits (`require_head`).
+    """
+    config = config.get_text_config()
+    scale = float(getattr(config, "logit_scale", None) or 1.0)
+    divisor = float(getattr(config, "logits_scaling", None) or 1.0)
+    return LogitForm(scale / divisor, float(getattr(config, "final_logit_softcapping", None) or 0.0))
+
+
+@dataclass(frozen=True)
+class DenseTeacher:
+    """Distributions from hidden states [N, H] after the final norm and the target's head [V', H], its first V rows
+    tokens."""
+
+    hidden: Tensor
+    head: Tensor
+    vocabulary: int
+    form: LogitForm = LogitForm()
+    bias: Tensor | None = None
+    kept: Tensor | None = field(default=None, repr=False)
+
+    def __len__(self) -> int:
+        return len(self.hidden)
+
+    @property
+    def columns(self) -> int:
+        """Columns of a chunk."""
+        return self.vocabulary if self.kept is None else len(self.kept)
+
+    @torch.no_grad()
+    def chunk(self, rows: slice, temperature: float = 1.0) -> TeacherChunk:
+        """See `Teacher`; any temperature."""
+        head = self.head[: self.vocabulary]
+        bias = None if self.bias is None else self.bias[: self.vocabulary]
+        logits = self.form.apply(torch.nn.functional.linear(self.hidden[rows].to(head.dtype), head, bias))
+        logs = (logits / temperature if temperature != 1 else logits).log_softmax(-1)
+        if self.kept is None:
+            return TeacherChunk(None, logs, logs.new_full(logs.shape[:1], EMPTY))
+        spoken = logs[:, self.kept]
+        logs[:, self.kept] = -math.inf
+        return TeacherChunk(None, spoken, logs.logsumexp(-1).clamp(min=EMPTY))
+
+    def restrict(self, kept: Tensor) -> DenseTeacher:
+        """See `Teacher`."""
+        return replace(self, kept=kept.to(self.head.device))
+
+
+def _place(kept: Tensor, vocabulary: int) -> Tensor:
+    """Where each id went [V]; the column after the last stands for all that are gone."""
+    place = torch.full((vocabulary,), len(kept), dtype=torch.long, device=kept.device)
+    place[kept] = torch.arange(len(kept), device=kept.device)
+    return place

@@ -1,0 +1,181 @@
+"""Replay: the decoder itself finds the positions that verification rejects; the draft learns the target's distribution
+there.
+
+What is stored are the decoded texts with a mask of those positions; the distribution after an accepted prefix is the
+target's own, computed when the position is learnt. Kept only if tokens per round rise on validation prompts (Draft-OPD,
+arXiv 2605.29343, is where replaying verified errors comes from). Legend: n blocks, S positions per block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from distill.files import write_atomically, write_json
+from distill.intervals import paired_ratio_interval
+from distill.packing import Packed, pack
+from distill.processes import agree
+from distill.progress import Progress
+from distill.recipe import Replay
+from distill.speculative.decode import Decoded
+from distill.texts import Answer, Prompt, read_answers
+from distill.training.checkpoint import BEST, REPLAYED, load_weights, save_weights
+from distill.training.choice.acceptance import Judge
+from distill.training.choice.best import take_best
+from distill.training.memory import memory_explained, replaying
+from distill.training.setup import Training
+
+BATCH = 16  # prompts decoded together
+
+
+def replay_prompts(answers: Sequence[Answer], count: int) -> list[Prompt]:
+    """At most `count` prompts of what the target answered, spread evenly: generated and served ones in proportion.
+
+    A prompt that was served often comes once.
+    """
+    once: dict[tuple[int, ...], Prompt] = {}
+    for one in answers:
+        once.setdefault(tuple(one.prompt), Prompt(one.id, one.prompt, one.source))
+    found, taken = list(once.values()), min(count, len(once))
+    return [found[number * len(found) // taken] for number in range(taken)]
+
+
+def rejected_positions(prompt: int, text: Decoded) -> list[int]:
+    """Indices, in prompt and text, of the tokens that the target put in the place of a drafted one it rejected."""
+    found, at = [], prompt + 1  # the first token comes from the prompt's own pass, before any round
+    for one in text.rounds:
+        if one.accepted < one.drafted and at + one.accepted < prompt + len(text.tokens):
+            found.append(at + one.accepted)
+        at += one.accepted + 1
+    return found
+
+
+def pack_rejected(prompts: Sequence[Prompt], texts: Sequence[Decoded], block: int) -> Packed:
+    """Blocks [n, S] of the decoded texts in which the distributions of rejected positions alone count."""
+    rows = [
+        ([*prompt.ids, *text.tokens], rejected_positions(len(prompt.ids), text))
+        for prompt, text in zip(prompts, texts, strict=True)
+    ]
+    rows = [(ids[:block], [at for at in marks if at < block]) for ids, marks in rows]
+    rows = [(ids, marks) for ids, marks in rows if marks]
+    packed = pack(((ids, 1) for ids, _ in rows), block, split_long=False)
+    packed.mask.zero_()
+    place = iter(rows)
+    for index in range(len(packed)):
+        documents = packed.documents[index]
+        for document in range(int(documents.max()) + 1):
+            start = int((documents == document).nonzero()[0])
+            _, marks = next(place)
+            for at in marks:
+                packed.mask[index, start + at - 1] = True
+    assert next(place, None) is None, "a text was lost in packing"
+    return packed
+
+
+def decode_all(judge: Judge, draft: Any, prompts: Sequence[Prompt], settings: Replay) -> list[Decoded]:
+    """Every prompt decoded, some of them together."""
+    texts: list[Decoded] = []
+    progress = Progress("replay, batches decoded", -(-len(prompts) // BATCH))
+    for start in range(0, len(prompts), BATCH):
+        texts += judge.decode(draft, prompts[start : start + BATCH], settings.new_tokens, settings.length)
+        progress.step()
+    return texts
+
+
+def collect(
+    judge: Judge, draft: Any, prompts: Sequence[Prompt], settings: Replay, block: int, path: Path
+) -> dict[str, Any]:
+    """Decode train prompts with the draft, write the rejected positions to `path`; how many there are."""
+    texts = decode_all(judge, draft, prompts, settings)
+    packed = pack_rejected(prompts, texts, block)
+    write_atomically(path, packed.save)
+    return {
+        "prompts": len(prompts),
+        "tokens": sum(len(text.tokens) for text in texts),
+        "rounds": sum(len(text.rounds) for text in texts),
+        "rejected": int(packed.mask.sum()),
+        "blocks": len(packed),
+    }
+
+
+def decide(before: Sequence[Decoded], after: Sequence[Decoded], resamples: int, confidence: float) -> dict[str, Any]:
+    """Whether tokens per round rose, with the interval of the difference, paired by prompt.
+
+    Kept only when the whole interval lies above 0: a draft that was measured is not given up for one that may be worse.
+    """
+
+    def sums(texts: Sequence[Decoded]) -> tuple[list[float], list[float]]:
+        tokens = [float(sum(one.accepted + 1 for one in text.rounds)) for text in texts]
+        return tokens, [float(len(text.rounds)) for text in texts]
+
+    found = paired_ratio_interval(*sums(before), *sums(after), resamples, confidence)
+    return {
+        "before": sum(sums(before)[0]) / max(1.0, sum(sums(before)[1])),
+        "after": sum(sums(after)[0]) / max(1.0, sum(sums(after)[1])),
+        "difference": found,
+        "prompts": len(before),
+        "kept": bool(found["low"] > 0),
+    }
+
+
+def enter_replay(work: Training) -> bool:
+    """Go back to the best weights and find what the decoder rejects of them; False where nothing is."""
+    settings, run, main = work.settings.replay, work.run, work.accelerator.is_main_process
+    assert settings is not None
+    path = run.path("replay", "blocks.safetensors")
+    if work.state.get("replay") is None:
+        if work.state["best"] is None:
+            save_weights(run, BEST, work.learner, main)
+        take_best(work)
+        found = None
+        with memory_explained(lambda: replaying(work)), work.served() as draft:
+            if main:
+                prompts = replay_prompts(read_answers(run, "train"), settings.prompts)
+                found = collect(work.judge(), draft, prompts, settings, work.recipe.corpus.block, path)
+        work.state["replay"] = found = agree(found)
+        run.say("  replay: {rejected} rejected positions in {rounds} rounds of {prompts} prompts".format_map(found))
+    packed = Packed.load(path)
+    if not len(packed):
+        run.say("  replay: nothing was rejected, so there is nothing to learn")
+        if main:
+            write_json(run.path("replay", "decision.json"), {"collected": work.state["replay"], "kept": False})
+        return False
+    with memory_explained(lambda: replaying(work)):  # the target, which other processes have not loaded yet
+        work.replayed = work.online(packed)
+    return True
+
+
+def is_replayed(work: Training) -> bool:
+    """Whether the present weights have been through the replay, in this command or in the one that it resumes."""
+    found = work.state.get("replay")
+    return found is not None and found["blocks"] > 0 and work.state["step"] == work.steps
+
+
+def judge_replay(work: Training) -> None:
+    """Keep what the replay learnt only if it shows on validation prompts; replay/decision.json says what was seen."""
+    settings, run, main = work.settings.replay, work.run, work.accelerator.is_main_process
+    assert settings is not None
+    save_weights(run, REPLAYED, work.learner, main)
+    _, prompts = work.validation()
+    decoded: list[list[Decoded]] = []
+    for name in (BEST, REPLAYED):
+        load_weights(run, name, work.learner)
+        with memory_explained(lambda: replaying(work)), work.served() as draft:
+            if main:
+                decoded.append(decode_all(work.judge(), draft, prompts, settings))
+    found = None
+    if main:
+        evaluation = work.recipe.eval
+        found = decide(decoded[0], decoded[1], evaluation.resamples, evaluation.confidence)
+        found |= {"collected": work.state["replay"], "confidence": evaluation.confidence}
+        write_json(run.path("replay", "decision.json"), found)
+    found = agree(found)
+    if not found["kept"]:
+        load_weights(run, BEST, work.learner)
+    gain = found["difference"]
+    run.say(
+        f"  replay: tokens per round {found['before']:.3f} -> {found['after']:.3f} on {found['prompts']} validation "
+        f"prompts, {gain['mean']:+.3f} [{gain['low']:+.3f}, {gain['high']:+.3f}]: "
+        + ("kept" if found["kept"] else "not kept, the weights before it are taken")
+    )

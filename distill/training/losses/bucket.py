@@ -1,0 +1,222 @@
+"""Losses and their gradients over the outcomes of a position, in closed form, and the way from outcomes back to logits.
+
+Legend: r positions of a block, C columns of the draft's head, K stored entries, M outcomes, t a temperature. z are
+the draft's logits [r, C]; p and q the distributions of target and draft over the outcomes [r, M].
+
+Where the target's distribution is whole, the outcomes are the columns. Where a store has K entries and the mass of the
+rest, the outcomes are those entries and one bucket, M = K + 1, whose logit is logsumexp(z / t) over the columns
+outside. A loss over outcomes has a gradient g with respect to their logits, and dz = g / t at a stored column, g_bucket
+/ t times the softmax among the columns outside elsewhere. The oracle is distill/divergences.py.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from distill.divergences import LEAST_ACCEPTANCE
+from distill.target.distributions import EMPTY, TeacherChunk
+from distill.training.losses.settings import LossSettings
+
+Term = tuple[Tensor, Callable[[], Tensor]]  # a loss [r], and its gradient [r, M], computed where it is asked for
+
+
+class Draft:
+    """Logits [r, C] of a block as outcomes: the columns where `ids` is None, else K entries and a bucket.
+
+    With ids, the logits given are overwritten: −inf at the stored columns. An id of C is gone: an outcome without mass.
+    """
+
+    def __init__(self, logits: Tensor, ids: Tensor | None) -> None:
+        self.logits = logits
+        self.ids = ids
+        self.shares: dict[float, tuple[Tensor, Tensor]] = {}
+        if ids is None:
+            self.top = logits.argmax(-1)  # the outcome [r] with the largest logit
+            return
+        gone = ids >= logits.shape[-1]
+        self.columns = ids.masked_fill(gone, 0)
+        self.inside = logits.gather(-1, self.columns).masked_fill_(gone, -math.inf)
+        # Added and not written: column 0, which stands for those that are gone, gets 0 from them and keeps its own.
+        logits.scatter_add_(-1, self.columns, torch.full_like(self.inside, -math.inf).masked_fill_(gone, 0))
+        self.best = logits.amax(-1, keepdim=True)
+        most, place = self.inside.max(-1)
+        self.top = torch.where(most >= self.best.squeeze(-1), place, ids.shape[-1])
+        self.full = torch.isneginf(self.best)  # [r, 1]: every column is stored, and nothing is outside
+        self.best.masked_fill_(self.full, 0)
+
+    def distribution(self, t: float) -> Tensor:
+        """log q [r, M] of softmax(z / t)."""
+        if self.ids is None:
+            return (self.logits if t == 1 else self.logits / t).log_softmax(-1)
+        shares = self.logits - self.best
+        if t != 1:
+            shares.div_(t)
+        total = shares.exp_().sum(-1, keepdim=True)
+        self.shares[t] = shares, total
+        outcomes = torch.cat([self.inside / t, self.best / t + total.log()], -1)
+        return outcomes.log_softmax(-1).clamp_(min=EMPTY)
+
+    def log_probability(self, log_q: Tensor, column: Tensor, logit: Tensor) -> Tensor:
+        """log q(column) [r] from the distribution at t = 1, the columns [r, 1] and what their logits [r, 1] were."""
+        if self.ids is None:
+            return log_q.gather(-1, column).squeeze(-1)
+        _, total = self.shares[1.0]
+        outside = self.best + total.log()
+        return logit.squeeze(-1) - torch.cat([self.inside, outside], -1).logsumexp(-1)
+
+    def gradient(self, parts: Mapping[float, Tensor]) -> Tensor:
+        """dz [r, C] from gradients [r, M] with respect to outcome logits at temperatures whose distribution was asked
+        for."""
+        if self.ids is None:
+            whole = [part if t == 1 else part.div_(t) for t, part in parts.items()]
+            for part in whole[1:]:
+                whole[0].add_(part)
+            return whole[0]
+        result: Tensor | None = None
+        stored = torch.zeros_like(self.inside)
+        for t, part in parts.items():
+            shares, total = self.shares[t]
+            shares.mul_((part[:, -1:] / (t * total)).masked_fill(self.full, 0))
+            result = shares if result is None else result.add_(shares)
+            stored += part[:, :-1] / t
+        assert result is not None
+        return result.scatter_add_(-1, self.columns, stored)
+
+
+def target_distribution(chunk: TeacherChunk, full: Tensor | None) -> Tensor:
+    """log p [r, M], EMPTY where there is no mass; where the draft has nothing outside (`full`), neither has p."""
+    if chunk.ids is None:
+        return chunk.log_probabilities.clamp(min=EMPTY)
+    assert full is not None
+    tail = chunk.log_tail.unsqueeze(-1).masked_fill(full, EMPTY)
+    return torch.cat([chunk.log_probabilities, tail], -1).clamp_(min=EMPTY)
+
+
+class Distributions:
+    """Both distributions over the outcomes of a block at one temperature, and what several losses read of them."""
+
+    def __init__(self, log_p: Tensor, log_q: Tensor) -> None:
+        self.log_p, self.log_q = log_p, log_q
+        self.p = log_p.exp()
+        self.q = log_q.exp()
+
+    @cached_property
+    def forward_kl(self) -> Tensor:
+        """KL(p ‖ q) [r]."""
+        return (self.log_p - self.log_q).mul_(self.p).sum(-1)
+
+    @cached_property
+    def acceptance(self) -> Tensor:
+        """Σ min(p, q) [r]."""
+        return torch.minimum(self.p, self.q).sum(-1)
+
+    @cached_property
+    def excess(self) -> Tensor:
+        """(q − p)⁺ [r, M]."""
+        return (self.q - self.p).relu_()
+
+    def forward_kl_gradient(self) -> Tensor:
+        """q − p where p sums to 1."""
+        return (self.q * self.p.sum(-1, keepdim=True)).sub_(self.p)
+
+    def variation_gradient(self) -> Tensor:
+        """q S where q > p and −q (1 − S) elsewhere, S the sum of q elsewhere."""
+        over = self.excess > 0
+        above = (self.q * over).sum(-1, keepdim=True)
+        below = (self.q * ~over).sum(-1, keepdim=True)  # not 1 − above: where acceptance is low it is all that is left
+        return torch.where(over, below, -above).mul_(self.q)
+
+
+def _forward_kl(distributions: Distributions, settings: LossSettings) -> Term:
+    return distributions.forward_kl, distributions.forward_kl_gradient
+
+
+def _reverse_kl(distributions: Distributions, settings: LossSettings) -> Term:
+    """Infinite where p has no mass and q has; such a batch is refused by the caller."""
+    ratio = distributions.log_q - distributions.log_p
+    value = (distributions.q * ratio).sum(-1)
+    impossible = ((distributions.log_p <= EMPTY / 2) & (distributions.q > 0)).any(-1)
+    return value.masked_fill(impossible, math.inf), lambda: (ratio - value.unsqueeze(-1)).mul_(distributions.q)
+
+
+def _jsd(distributions: Distributions, settings: LossSettings) -> Term:
+    beta = settings.jsd_beta
+    mixed = torch.logaddexp(distributions.log_p + math.log(beta), distributions.log_q + math.log1p(-beta))
+    ratio = distributions.log_q - mixed
+    reverse = (distributions.q * ratio).sum(-1)
+    value = beta * (distributions.log_p - mixed).mul_(distributions.p).sum(-1) + (1 - beta) * reverse
+    return value, lambda: (ratio - reverse.unsqueeze(-1)).mul_(distributions.q).mul_(1 - beta)
+
+
+def _total_variation(distributions: Distributions, settings: LossSettings) -> Term:
+    return distributions.excess.sum(-1), distributions.variation_gradient
+
+
+def _nla(distributions: Distributions, settings: LossSettings) -> Term:
+    held = distributions.acceptance.clamp(min=LEAST_ACCEPTANCE)
+    slope = torch.where(distributions.acceptance >= LEAST_ACCEPTANCE, 1 / held, 0).unsqueeze(-1)
+    return -held.log(), lambda: distributions.variation_gradient().mul_(slope)
+
+
+def _lk_hybrid(distributions: Distributions, settings: LossSettings) -> Term:
+    share = (-settings.lk_decay * distributions.acceptance).exp()
+    value = share * distributions.forward_kl + (1 - share) * distributions.excess.sum(-1)
+    weight = share.unsqueeze(-1)
+    return value, lambda: (distributions.forward_kl_gradient().mul_(weight)).add_(
+        distributions.variation_gradient().mul_(1 - weight)
+    )
+
+
+# Losses of the two distributions at the settings' temperature; the rest read one distribution and the logits.
+DIVERGENCES: dict[str, Callable[[Distributions, LossSettings], Term]] = {
+    "forward_kl": _forward_kl,
+    "reverse_kl": _reverse_kl,
+    "jsd": _jsd,
+    "total_variation": _total_variation,
+    "nla": _nla,
+    "lk_hybrid": _lk_hybrid,
+}
+
+
+def match(named: Tensor, log_q: Tensor) -> Term:
+    """−Σ p q̂ from the mass of named outcomes [r, M] (0 for a bucket) and the draft's distribution at the match
+    temperature."""
+    q = log_q.exp()
+    hit = (named * q).sum(-1)
+    return -hit, lambda: (hit.unsqueeze(-1) - named).mul_(q)
+
+
+def argmax_cross_entropy(best: Tensor, known: Tensor, log_q: Tensor, q: Tensor) -> Term:
+    """−log q of the target's likeliest outcome [r] where it is known [r], from the distribution at t = 1."""
+    place = best.unsqueeze(-1)
+    value = -log_q.gather(-1, place).squeeze(-1) * known
+
+    def gradient() -> Tensor:
+        return q.scatter_add(-1, place, -torch.ones_like(q[:, :1])).mul_(known.unsqueeze(-1))
+
+    return value, gradient
+
+
+def top_k_hinge(
+    logits: Tensor, ids: Tensor | None, log_p: Tensor, k: int, margin: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The hinge [r] over named outcomes, its gradient at them [r, K or C], and at two rival columns (both [r, 2]).
+
+    logits [r, C] with every column in them, log_p [r, K] or [r, C].
+    """
+    top, columns = logits.topk(k + 1, dim=-1)
+    leads = torch.zeros_like(logits, dtype=torch.bool).scatter_(-1, columns[:, :k], True)
+    own, p = logits, log_p.exp()
+    if ids is not None:
+        safe = ids.clamp(max=logits.shape[-1] - 1)  # of those that are gone p is 0
+        own, leads = logits.gather(-1, safe), leads.gather(-1, safe)
+    short = torch.where(leads, top[:, k:], top[:, k - 1 : k]).sub_(own).add_(margin).relu_()
+    active = p * (short > 0)
+    ahead = (active * leads).sum(-1)
+    rivals = torch.stack([active.sum(-1) - ahead, ahead], -1)
+    return (p * short).sum(-1), -active, columns[:, k - 1 :], rivals

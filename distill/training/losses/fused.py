@@ -1,0 +1,293 @@
+"""Losses over the head in chunks: logits of at most `chunk` positions exist at once, gradients are taken on the way.
+
+Legend: N scored positions, n of them in a chunk and r in a block, H hidden, R rows of the draft's head, C of them that
+are columns of the distributions, M outcomes, L losses. A chunk is a matrix product; its logits are replaced by their
+gradients block by block, in closed form and without a graph, in blocks small enough for the temporaries of [r, C] to
+stay in a processor's cache. The losses are in bucket.py, their oracle in distill/divergences.py.
+
+Head rows from C on are padding: no distribution gives them mass, and they have no logits here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from distill.errors import DataError
+from distill.target.distributions import Teacher, TeacherChunk
+from distill.training.losses import bucket
+from distill.training.losses.settings import STATISTICS, LossSettings, LossSums
+
+CACHED = 2**20  # entries of a block for each thread of a processor: 4 MB in fp32
+STREAMED = 2**24  # entries of a block on an accelerator, which wants large kernels
+
+
+@dataclass(frozen=True)
+class _Scoring:
+    """By what the N positions of a call are scored, and how: at most `chunk` at once, with products in type `kind`."""
+
+    teacher: Teacher
+    labels: Tensor  # [N]
+    weights: Tensor  # [N], of the type of everything but the products
+    settings: LossSettings
+    chunk: int
+    kind: torch.dtype
+
+
+def _block(
+    logits: Tensor, target: TeacherChunk, labels: Tensor, weights: Tensor, settings: LossSettings, wanted: bool
+) -> tuple[Tensor, Tensor | None]:
+    """STATISTICS and losses [r, 5 + L] of a block, and where wanted dz [r, C]; the logits [r, C] are overwritten."""
+    labelled = (labels >= 0) & (labels < logits.shape[-1])
+    column = labels.masked_fill(~labelled, 0).unsqueeze(-1)
+    logit = logits.gather(-1, column)
+    parts: dict[float, Tensor] = {}  # gradients with respect to outcome logits, by temperature
+    losses: dict[str, Tensor] = {}
+    hinge = None
+    if "top_k_hinge" in settings.losses:  # before the stored logits are taken out
+        hinge = bucket.top_k_hinge(
+            logits, target.ids, target.log_probabilities, settings.hinge_k, settings.hinge_margin
+        )
+        losses["top_k_hinge"] = hinge[0]
+    draft = bucket.Draft(logits, target.ids)
+    log_p = bucket.target_distribution(target, None if target.ids is None else draft.full)
+    distributions = bucket.Distributions(log_p, draft.distribution(settings.temperature))
+    log_q = distributions.log_q if settings.temperature == 1 else draft.distribution(1.0)
+    q = distributions.q if log_q is distributions.log_q else log_q.exp()
+    named = distributions.p
+    if target.ids is not None:  # what the bucket holds has no name
+        named = named.clone()
+        named[:, -1] = 0
+    likeliest, best = named.max(-1)
+    known = likeliest > 0
+
+    def weigh(name: str, t: float, term: bucket.Term) -> None:
+        losses[name] = term[0] * settings.scale(name)
+        share = settings.losses[name] * settings.scale(name)
+        if wanted and share:
+            part = term[1]().mul_((share * weights).unsqueeze(-1))
+            parts[t] = parts[t].add_(part) if t in parts else part
+
+    for name, divergence in bucket.DIVERGENCES.items():
+        if name in settings.losses:
+            weigh(name, settings.temperature, divergence(distributions, settings))
+    if "match" in settings.losses:
+        t = settings.match_temperature
+        same = {settings.temperature: distributions.log_q, 1.0: log_q}
+        weigh("match", t, bucket.match(named, same[t] if t in same else draft.distribution(t)))
+    if "argmax_cross_entropy" in settings.losses:
+        weigh("argmax_cross_entropy", 1.0, bucket.argmax_cross_entropy(best, known, log_q, q))
+    entropy = -draft.log_probability(log_q, column, logit) * labelled
+    if "cross_entropy" in settings.losses:
+        weigh("cross_entropy", 1.0, (entropy, lambda: q * labelled.unsqueeze(-1)))
+    statistics = [
+        distributions.forward_kl,
+        entropy,
+        distributions.acceptance,
+        known & (draft.top == best),
+        named.gather(-1, draft.top.unsqueeze(-1)).squeeze(-1),
+    ]
+    values = torch.stack([x.to(logits.dtype) for x in (*statistics, *(losses[name] for name in settings.losses))], -1)
+    if not wanted:
+        return values, None
+    if hinge is not None:
+        share = (settings.losses["top_k_hinge"] * weights).unsqueeze(-1)
+        at_named = hinge[1] * share
+        if target.ids is not None:
+            at_named = torch.nn.functional.pad(at_named, (0, 1))
+        parts[1.0] = parts[1.0].add_(at_named) if 1.0 in parts else at_named
+    gradient = draft.gradient(parts)
+    if hinge is not None:
+        gradient.scatter_add_(-1, hinge[2], hinge[3] * share)
+    if "cross_entropy" in settings.losses:
+        pull = -settings.losses["cross_entropy"] * weights * labelled
+        gradient.scatter_add_(-1, column, pull.unsqueeze(-1).to(gradient.dtype))
+    return values, gradient
+
+
+def _part(target: TeacherChunk, rows: slice) -> TeacherChunk:
+    ids = None if target.ids is None else target.ids[rows]
+    return TeacherChunk(ids, target.log_probabilities[rows], target.log_tail[rows])
+
+
+@torch.no_grad()
+def _positions(
+    hidden: Tensor,
+    head: Tensor,
+    bias: Tensor | None,
+    scoring: _Scoring,
+    gradients: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None),
+) -> Tensor:
+    """STATISTICS and losses [N, 5 + L] of every position; adds to the gradients (d_hidden, d_head, d_bias) given."""
+    teacher, settings, kind, wide = scoring.teacher, scoring.settings, scoring.kind, scoring.weights.dtype
+    count, columns = len(hidden), teacher.columns
+    d_hidden, d_head, d_bias = gradients
+    wanted = any(gradient is not None for gradient in gradients)
+    rows = head[:columns].to(kind)
+    shift = None if bias is None else bias[:columns].to(kind)
+    buffer = torch.empty(min(scoring.chunk, count), columns, dtype=kind, device=hidden.device)
+    threads = torch.get_num_threads()
+    size = max(1, (CACHED * threads if hidden.device.type == "cpu" else STREAMED) // columns)
+    values = torch.empty(count, len(STATISTICS) + len(settings.losses), dtype=wide, device=hidden.device)
+    for start in range(0, count, scoring.chunk):
+        here = slice(start, min(start + scoring.chunk, count))
+        part = hidden[here].to(kind)
+        logits = buffer[: len(part)]
+        torch.mm(part, rows.T, out=logits)
+        if shift is not None:
+            logits += shift
+        target = teacher.chunk(here, settings.temperature)
+        for first in range(0, len(part), size):
+            block = slice(first, min(first + size, len(part)))
+            at = slice(start + block.start, start + block.stop)
+            labels, weights = scoring.labels[at], scoring.weights[at]
+            values[at], gradient = _block(
+                logits[block].to(wide), _part(target, block), labels, weights, settings, wanted
+            )
+            if gradient is not None:
+                logits[block] = gradient
+        del target
+        if d_hidden is not None:
+            d_hidden[here] = logits @ rows
+        if d_head is not None:
+            _add_product(d_head[:columns], logits, part)
+        if d_bias is not None:
+            d_bias[:columns] += logits.sum(0, dtype=wide)
+    return values
+
+
+def _add_product(total: Tensor, gradient: Tensor, hidden: Tensor) -> None:
+    """total [C, H] += gradientᵀ [C, n] · hidden [n, H], summed in the type of the total."""
+    if total.dtype == gradient.dtype:
+        total.addmm_(gradient.T, hidden)
+        return
+    step = max(1, CACHED * 16 // total.shape[-1])  # rows whose product in the other type is held: 64 MB in fp32
+    for start in range(0, len(total), step):
+        rows = slice(start, start + step)
+        total[rows] += gradient[:, rows].T @ hidden
+
+
+class _HeadLoss(torch.autograd.Function):
+    """Σ w · loss, with the gradients taken in the forward pass, and the values of every position."""
+
+    @staticmethod
+    def forward(
+        context: Any, hidden: Tensor, head: Tensor, bias: Tensor | None, scoring: _Scoring
+    ) -> tuple[Tensor, Tensor]:
+        inputs = (hidden, head, bias)
+        wide = scoring.weights.dtype  # that of a short head, as of sharded weights in bf16, adds up over all chunks
+        kinds = [None if x is None else x.dtype if x is hidden else torch.promote_types(x.dtype, wide) for x in inputs]
+        gradients = [
+            torch.zeros_like(x, dtype=kind, memory_format=torch.contiguous_format) if x is not None and needed else None
+            for x, kind, needed in zip(inputs, kinds, context.needs_input_grad, strict=False)
+        ]
+        values = _positions(hidden, head, bias, scoring, (gradients[0], gradients[1], gradients[2]))
+        context.mark_non_differentiable(values)
+        # Not saved as tensors: the gradient is handed on without a copy, so that no second [R, H] is ever held.
+        context.gradients = gradients
+        context.kinds = [None if x is None else x.dtype for x in inputs]
+        return _total(values, scoring), values
+
+    @staticmethod
+    def backward(context: Any, *above: Tensor) -> tuple[Tensor | None, ...]:
+        if context.gradients is None:
+            raise RuntimeError("the head's loss was taken back once already; its gradients were handed on")
+        gradients, context.gradients = context.gradients, None
+        found = zip(gradients, context.kinds, strict=True)
+        return (*(None if x is None else x.mul_(above[0]).to(kind) for x, kind in found), None)
+
+
+def _exact(values: Tensor) -> Tensor:
+    """The values in fp64, on the processor where the device has none."""
+    return (values.cpu() if values.device.type == "mps" else values).double()
+
+
+def _total(values: Tensor, scoring: _Scoring) -> Tensor:
+    """Σ w · loss, in the type of the values."""
+    shares = torch.tensor([*scoring.settings.losses.values()], dtype=values.dtype, device=values.device)
+    own = _exact(values[:, len(STATISTICS) :] * shares)
+    return (own.sum(-1) * _exact(scoring.weights)).sum().to(values.device, values.dtype)
+
+
+def head_loss(
+    hidden: Tensor,
+    head: Tensor,
+    teacher: Teacher,
+    labels: Tensor,
+    settings: LossSettings,
+    weights: Tensor | None,
+    chunk: int,
+    bias: Tensor | None = None,
+) -> tuple[Tensor, LossSums]:
+    """Σ w · loss over the positions, and the sums for the log.
+
+    hidden [N, H] after the final norm, head [R, H] and bias [R] of which the first teacher.columns rows learn, labels
+    [N] as columns (outside them: no label), weights [N] of the positions (None: 1 each), chunk positions at once. The
+    products are in the type of `hidden`, or of an enclosing autocast; the rest is in fp32 (fp64 if that is fp64).
+    Gradients reach hidden, head and bias, once; where none is wanted, none is computed. Raises DataError for a
+    reverse KL that is infinite and for a temperature that the teacher lacks, RecipeError for a hinge over more
+    columns than there are.
+    """
+    assert len(teacher) == len(hidden) == len(labels) and teacher.columns <= len(head) and chunk >= 1
+    settings.require_columns(teacher.columns)
+    if weights is None:
+        weights = torch.ones(len(hidden), device=hidden.device)
+    scoring = _scoring(hidden, teacher, labels, weights, settings, chunk)
+    with torch.autocast(hidden.device.type, enabled=False):  # neither the teacher nor the logs are to be rounded
+        if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (hidden, head, bias)):
+            total, values = _HeadLoss.apply(hidden, head, bias, scoring)
+        else:
+            values = _positions(hidden, head, bias, scoring)
+            total = _total(values, scoring)
+        return total, _sums(values, scoring)
+
+
+def _scoring(
+    hidden: Tensor, teacher: Teacher, labels: Tensor, weights: Tensor, settings: LossSettings, chunk: int
+) -> _Scoring:
+    """The products are in the type of an enclosing autocast, else of the hidden states."""
+    device = hidden.device
+    automatic = torch.is_autocast_enabled(device.type)
+    kind = torch.get_autocast_dtype(device.type) if automatic else hidden.dtype
+    wide = torch.promote_types(kind, torch.float32)
+    return _Scoring(teacher, labels.long(), weights.detach().to(device, wide), settings, chunk, kind)
+
+
+def _sums(values: Tensor, scoring: _Scoring) -> LossSums:
+    settings = scoring.settings
+    if "reverse_kl" in settings.losses:
+        place = len(STATISTICS) + list(settings.losses).index("reverse_kl")
+        infinite = int(torch.isposinf(values[:, place]).sum())
+        if infinite:
+            raise DataError(
+                f"the reverse KL is infinite at {infinite} of {len(values)} positions: the target gives no mass to "
+                "tokens of the draft's",
+                "train on forward_kl or jsd, or on a store with fewer entries than tokens",
+            )
+    own, w = _exact(values), _exact(scoring.weights)
+    split = len(STATISTICS)
+    count = own.new_tensor([len(own)])
+    vector = torch.cat([count, w.sum().unsqueeze(0), own[:, :split].sum(0), w @ own[:, split:]])
+    names = ("positions", "weight", *STATISTICS, *(f"loss/{name}" for name in settings.losses))
+    return LossSums(names, vector)
+
+
+@torch.no_grad()
+def position_statistics(
+    hidden: Tensor,
+    head: Tensor,
+    teacher: Teacher,
+    chunk: int,
+    bias: Tensor | None = None,
+    temperature: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """Sampling acceptance [N] (upper end with a stored tail) and forward KL [N] of every position, for its weight."""
+    settings = LossSettings({"forward_kl": 1.0}, temperature=temperature)
+    nothing = torch.full((len(hidden),), -1, device=hidden.device)
+    scoring = _scoring(hidden, teacher, nothing, torch.ones(len(hidden), device=hidden.device), settings, chunk)
+    with torch.autocast(hidden.device.type, enabled=False):
+        values = _positions(hidden, head, bias, scoring)
+    return values[:, STATISTICS.index("acceptance")], values[:, STATISTICS.index("forward_kl")]

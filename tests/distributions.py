@@ -1,0 +1,165 @@
+"""Problems for the losses over the head, in fp64: hidden states, a head, a target's distributions whole, stored or
+trimmed."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from distill import divergences
+from distill.target.distributions import EMPTY, TeacherChunk
+from distill.training.losses.settings import LossSettings
+
+N, H, V = 17, 8, 29
+KINDS = ("random", "aligned", "one-hot")
+
+
+@dataclass
+class Distributions:
+    """A target's distributions at N positions as a `Teacher`, from its logits [N, V] over all tokens, by sorting and
+    adding up.
+
+    k entries are stored (None: every column); of a trimmed draft, `kept` are the tokens that it speaks.
+    """
+
+    logits: Tensor
+    k: int | None = None
+    kept: list[int] | None = None
+    kind: torch.dtype = torch.float64
+    asked: list[tuple[slice, float]] = field(default_factory=list)
+
+    @property
+    def columns(self) -> int:
+        return self.logits.shape[-1] if self.kept is None else len(self.kept)
+
+    def __len__(self) -> int:
+        return len(self.logits)
+
+    def restrict(self, kept: Tensor) -> Distributions:
+        return Distributions(self.logits, self.k, kept.tolist(), self.kind)
+
+    def dense(self, temperature: float) -> Tensor:
+        """log p [N, C], without what the draft cannot speak."""
+        distribution = (self.logits / temperature).log_softmax(-1)
+        return distribution if self.kept is None else distribution[:, self.kept]
+
+    def chunk(self, rows: slice, temperature: float = 1.0) -> TeacherChunk:
+        self.asked.append((rows, temperature))
+        distribution = (self.logits[rows] / temperature).log_softmax(-1)
+        if self.k is None:
+            dense = self.dense(temperature)[rows]
+            tail = (1 - dense.exp().sum(-1)).clamp(min=1e-30).log()
+            return TeacherChunk(None, dense.to(self.kind), tail.to(self.kind))
+        ids = distribution.argsort(-1, descending=True)[:, : self.k]
+        logs = distribution.gather(-1, ids)
+        outside = distribution.scatter(-1, ids, -math.inf)
+        if self.kept is not None:
+            place = torch.full((distribution.shape[-1],), len(self.kept))
+            place[self.kept] = torch.arange(len(self.kept))
+            ids = place[ids]
+            gone = ids == len(self.kept)
+            outside = torch.cat([outside, logs.masked_fill(~gone, -math.inf)], -1)
+            logs = logs.masked_fill(gone, -math.inf)
+        return TeacherChunk(ids, logs.to(self.kind), outside.logsumexp(-1).clamp(min=EMPTY).to(self.kind))
+
+
+class Problem:
+    """Random hidden states [N, H] and a head [C + padding, H], and distributions that may be near the draft's."""
+
+    def __init__(
+        self, k: int | None, kind: str = "random", seed: int = 0, padding: int = 0, trimmed: int | None = None
+    ) -> None:
+        self.generator = torch.Generator().manual_seed(seed)
+        kept = None if trimmed is None else sorted(torch.randperm(V, generator=self.generator)[:trimmed].tolist())
+        self.columns = V if kept is None else len(kept)
+        self.hidden = self.random(N, H)
+        self.head = self.random(self.columns + padding, H) * 0.8
+        self.head[self.columns :] *= 5  # padding that would win if it had logits
+        target = 3 * self.random(N, V)
+        if kind == "aligned":
+            target = 0.02 * self.random(N, V)
+            own = self.hidden @ self.head[: self.columns].T
+            if kept is None:
+                target += own
+            else:
+                target[:, kept] += own
+        if kind == "one-hot":
+            target[torch.arange(N), torch.randint(0, V, (N,), generator=self.generator)] += 40
+        self.teacher = Distributions(target, k, kept)
+        self.labels = torch.randint(0, self.columns + 3, (N,), generator=self.generator)  # some are no columns
+        self.weights = self.random(N).abs()
+        self.weights[3] = 0
+
+    def random(self, *shape: int) -> Tensor:
+        return torch.randn(*shape, generator=self.generator, dtype=torch.float64)
+
+    def outcomes(self, logits: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        """log p and log q [N, M] over the outcomes, position by position with Python's own lists."""
+        chunk = self.teacher.chunk(slice(0, N), temperature)
+        if chunk.ids is None:
+            return chunk.log_probabilities, (logits / temperature).log_softmax(-1)
+        width = chunk.ids.shape[-1] + 1
+        rows: list[tuple[Tensor, Tensor]] = []
+        for ids, own, tail, row in zip(chunk.ids, chunk.log_probabilities, chunk.log_tail, logits, strict=True):
+            distribution = (row / temperature).log_softmax(-1)
+            here = ids < len(distribution)
+            rest = torch.tensor([i for i in range(len(distribution)) if i not in set(ids.tolist())], dtype=torch.long)
+            p, q = own[here], distribution[ids[here]]
+            if len(rest):
+                p, q = torch.cat([p, tail[None]]), torch.cat([q, distribution[rest].logsumexp(-1, keepdim=True)])
+            none = (0, width - len(p))
+            p = torch.where(p > EMPTY, p, -math.inf)
+            rows.append(tuple(torch.nn.functional.pad(x, none, value=-math.inf) for x in (p, q)))  # type: ignore[arg-type]
+        return torch.stack([p for p, _ in rows]), torch.stack([q for _, q in rows])
+
+    def named(self, temperature: float) -> Tensor:
+        """p [N, C] with the mass of what is not stored left out."""
+        chunk = self.teacher.chunk(slice(0, N), temperature)
+        if chunk.ids is None:
+            return chunk.log_probabilities.exp()
+        wide = torch.zeros(N, self.columns + 1, dtype=torch.float64)
+        return wide.scatter_add(-1, chunk.ids, chunk.log_probabilities.exp())[:, : self.columns]
+
+    def oracle(self, name: str, settings: LossSettings, logits: Tensor) -> Tensor:
+        """One loss [N] from logits [N, C], by the plain formulas."""
+        t = settings.temperature
+        if name == "cross_entropy":
+            labelled = self.labels < self.columns
+            return divergences.cross_entropy(logits, self.labels.where(labelled, 0)) * labelled
+        named = self.named(t)
+        if name == "argmax_cross_entropy":
+            return divergences.argmax_cross_entropy(named, logits) * (named.amax(-1) > 0)
+        if name == "match":
+            return divergences.match_loss(named, logits, settings.match_temperature)
+        if name == "top_k_hinge":
+            return divergences.top_k_hinge(named, logits, settings.hinge_k, settings.hinge_margin)
+        log_p, log_q = self.outcomes(logits, t)
+        if name == "total_variation":
+            return divergences.total_variation(log_p.exp(), log_q.exp())
+        if name == "nla":
+            return divergences.nla(log_p.exp(), log_q.exp())
+        if name == "lk_hybrid":
+            return divergences.lk_hybrid(log_p, log_q, settings.lk_decay)
+        if name == "jsd":
+            return t**2 * divergences.jsd(log_p, log_q, settings.jsd_beta)
+        return t**2 * {"forward_kl": divergences.forward_kl, "reverse_kl": divergences.reverse_kl}[name](log_p, log_q)
+
+    def expected(self, settings: LossSettings) -> tuple[Tensor, dict[str, Tensor], Tensor, Tensor, Tensor]:
+        """Total, losses [N] by name, d_hidden, d_head and d_bias, by autograd in fp64."""
+        hidden, head = self.hidden.clone().requires_grad_(), self.head.clone().requires_grad_()
+        bias = torch.zeros(len(head), dtype=torch.float64, requires_grad=True)
+        logits = (hidden @ head.T + bias)[:, : self.columns]
+        losses = {name: self.oracle(name, settings, logits) for name in settings.losses}
+        total = torch.stack([settings.losses[name] * (self.weights * own).sum() for name, own in losses.items()]).sum()
+        total.backward()
+        assert hidden.grad is not None and head.grad is not None and bias.grad is not None
+        return total.detach(), {n: x.detach() for n, x in losses.items()}, hidden.grad, head.grad, bias.grad
+
+
+def near(left: Tensor, right: Tensor, tolerance: float, least: float = 0.0) -> None:
+    """Differences relative to the largest entry, which counts as `least` if it is smaller."""
+    assert left.shape == right.shape and bool(left.isfinite().all())
+    assert float((left.double() - right).abs().max()) <= tolerance * max(least, float(right.abs().max()))
