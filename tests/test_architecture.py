@@ -1,4 +1,4 @@
-"""Imports run downward only: cli → pipeline → stages → engine → floor (docs/architecture.md)."""
+"""Imports run downward only: commands → pipeline → stages → engine → floor (docs/architecture.md)."""
 
 from __future__ import annotations
 
@@ -11,15 +11,14 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-STAGES = {"corpus", "target", "surgery", "training", "evaluation", "export", "benchmark", "report"}
+STAGES = {"corpus", "target", "surgery", "training", "evaluation", "export", "benchmark", "report", "generate"}
 LAYERS = (
-    {"cli", "cli_decode", "cli_recipe", "cli_shared", "cli_surgery", "__main__"},
-    {"running"},
-    {"pipeline", "refresh"},
+    {"commands", "__main__"},
+    {"pipeline"},
     STAGES,
-    {"speculative"},
+    {"speculative", "grammar"},
     {"models", "vocabulary", "sampler", "divergences", "packing", "texts", "progress", "intervals", "processes"}
-    | {"recipe", "files", "run", "errors"},
+    | {"recipe", "files", "run", "machine", "errors"},
     {"distill"},  # the package itself: its version
 )
 HEIGHT = {room: -depth for depth, rooms in enumerate(LAYERS) for room in rooms}
@@ -37,7 +36,7 @@ ALLOWED = {
 }
 
 HEAVY = {"torch", "transformers", "datasets", "peft", "accelerate", "llama_cpp", "gguf", "pyarrow", "matplotlib"}
-LIGHT_FILES = ("errors.py", "recipe/load.py", "recipe/training.py", "files.py", "run.py")
+LIGHT_FILES = ("errors.py", "recipe/load.py", "recipe/training.py", "files.py", "machine.py", "run.py")
 
 
 def imports(path: Path, package: str) -> Iterator[tuple[int, str]]:
@@ -94,7 +93,7 @@ def test_imports_run_downward() -> None:
 @pytest.mark.parametrize(
     ("user", "name", "allowed"),
     [
-        ("cli", "distill.pipeline.stages", True),
+        ("commands", "distill.pipeline.stages", True),
         ("training", "distill.speculative.decode", True),
         ("export", "distill.models.gguf.model", True),
         ("benchmark", "distill.export.writer", True),

@@ -13,7 +13,7 @@ import tiny
 import torch
 from table_model import TableModel
 
-from distill.benchmark import distribution
+from distill.benchmark import distribution_test as tested
 from distill.models.torch_logits import TorchLogits
 from distill.sampler import Sampler
 from distill.speculative.draft import ModelDrafter
@@ -24,14 +24,14 @@ def test_homogeneity_by_hand() -> None:
     """2 × 2: χ² = N(ad − bc)² / (row and column sums); p of one degree of freedom is erfc(√(χ²/2))."""
     import math
 
-    statistic, freedom, p = distribution.homogeneity(Counter({0: 30, 1: 70}), Counter({0: 45, 1: 55}))
+    statistic, freedom, p = tested.homogeneity(Counter({0: 30, 1: 70}), Counter({0: 45, 1: 55}))
     expected = 200 * (30 * 55 - 70 * 45) ** 2 / (75 * 125 * 100 * 100)
     assert (statistic, freedom) == (pytest.approx(expected), 1)
     assert p == pytest.approx(math.erfc(math.sqrt(expected / 2)))
-    assert distribution.homogeneity(Counter({3: 50}), Counter({3: 60}))[1:] == (0, 1.0)
+    assert tested.homogeneity(Counter({3: 50}), Counter({3: 60}))[1:] == (0, 1.0)
     # Twelve tokens seen once or twice are one cell.
     rare = Counter({token: 1 for token in range(12)})
-    assert distribution.homogeneity(rare + Counter({50: 90}), rare + Counter({50: 90}))[1] == 1
+    assert tested.homogeneity(rare + Counter({50: 90}), rare + Counter({50: 90}))[1] == 1
 
 
 def test_p_values_of_one_distribution_are_spread_and_of_two_are_small() -> None:
@@ -40,18 +40,22 @@ def test_p_values_of_one_distribution_are_spread_and_of_two_are_small() -> None:
     same = []
     for _ in range(200):
         pair = [Counter(draws.choices(range(5), weights, k=300)) for _ in range(2)]
-        same.append(distribution.homogeneity(*pair)[2])
+        same.append(tested.homogeneity(*pair)[2])
     assert 0.3 < sum(p < 0.5 for p in same) / 200 < 0.7 and min(same) > 1e-4
     two = [Counter(draws.choices(range(5), w, k=3000)) for w in (weights, others)]
-    assert distribution.homogeneity(*two)[2] < 1e-6
+    assert tested.homogeneity(*two)[2] < 1e-6
 
 
 def test_a_lossless_pair_and_one_that_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     target, draft, sampler = TableModel(5, 1), TableModel(5, 2), Sampler(1.0)
     prompts = [[0, 1], [3, 4, 2]]
-    table = distribution.verify_distribution(target, draft, prompts, sampler, 300, 0)
-    assert table["lossless"] and len(table["rows"]) == 2 * len(distribution.ARMS) and table["greedy"]["different"] == 0
-    assert "Lossless" in distribution.distribution_markdown(table) and table["skipped"] == []
+    table = tested.verify_distribution(target, draft, prompts, sampler, 300, 0)
+    assert (
+        table["lossless"]
+        and len(table["rows"]) == 2 * len(tested.ARMS)
+        and table["greedy"]["different"] == 0
+    )
+    assert "Lossless" in tested.distribution_markdown(table) and table["skipped"] == []
     assert all(row["drafted_per_round"] >= (6 if "tree" in row["verifier"] else 2) for row in table["rows"])
 
     class Sharper(ModelDrafter):
@@ -67,10 +71,10 @@ def test_a_lossless_pair_and_one_that_is_not(monkeypatch: pytest.MonkeyPatch) ->
             return proposal
 
     arms = {"token": ("token", lambda d, s, r: Sharper(d, Fixed(3), s, r))}
-    monkeypatch.setattr(distribution, "ARMS", arms)
-    table = distribution.verify_distribution(target, draft, prompts, sampler, 1500, 0)
+    monkeypatch.setattr(tested, "ARMS", arms)
+    table = tested.verify_distribution(target, draft, prompts, sampler, 1500, 0)
     assert not table["lossless"] and min(row["p"] for row in table["rows"]) < 1e-6
-    assert "NOT lossless" in distribution.distribution_markdown(table)
+    assert "NOT lossless" in tested.distribution_markdown(table)
 
 
 class NoTrees(TableModel):
@@ -80,11 +84,13 @@ class NoTrees(TableModel):
 
 
 def test_models_without_trees_are_tested_by_chains() -> None:
-    table = distribution.verify_distribution(NoTrees(5, 1), TableModel(5, 2), [[0, 1]], Sampler(1.0), 50, 0)
+    table = tested.verify_distribution(NoTrees(5, 1), TableModel(5, 2), [[0, 1]], Sampler(1.0), 50, 0)
     assert table["skipped"] == ["tree, distinct"] and [row["verifier"] for row in table["rows"]] == [
-        arm for arm in distribution.ARMS if "tree" not in arm
+        arm for arm in tested.ARMS if "tree" not in arm
     ]
-    assert "Not tested, for a model that takes no trees: tree, distinct" in distribution.distribution_markdown(table)
+    assert "Not tested, for a model that takes no trees: tree, distinct" in tested.distribution_markdown(
+        table
+    )
 
 
 class Rounded(TableModel):
@@ -101,9 +107,9 @@ class Rounded(TableModel):
 def test_a_rounding_tie_of_a_shorter_type_is_excused() -> None:
     pair, prompts = (Rounded(5, 1), TableModel(5, 2)), [[0, 1], [3, 4, 2]]
     assert (
-        distribution.verify_distribution(*pair, prompts, Sampler(0), 0, 0)["greedy"]["different"] == 2
+        tested.verify_distribution(*pair, prompts, Sampler(0), 0, 0)["greedy"]["different"] == 2
     )  # fp32 is not as coarse
-    found = distribution.verify_distribution(*pair, prompts, Sampler(0), 0, 0, rounded=True)
+    found = tested.verify_distribution(*pair, prompts, Sampler(0), 0, 0, rounded=True)
     assert found["greedy"] == {"identical": 0, "excused": 2, "different": 0} and found["lossless"]
 
 
@@ -127,12 +133,14 @@ class Remembering(TableModel):
 
 def test_rounding_comes_from_all_of_a_text() -> None:
     pair, prompts = (Remembering(5, 1), TableModel(5, 2)), [[0, 1], [3, 4, 2]]
-    assert distribution.verify_distribution(*pair, prompts, Sampler(0), 0, 0)["greedy"]["different"] == 2
-    assert distribution.verify_distribution(*pair, prompts, Sampler(0), 0, 0, rounded=True)["greedy"]["excused"] == 2
+    assert tested.verify_distribution(*pair, prompts, Sampler(0), 0, 0)["greedy"]["different"] == 2
+    assert (
+        tested.verify_distribution(*pair, prompts, Sampler(0), 0, 0, rounded=True)["greedy"]["excused"] == 2
+    )
 
 
 def test_greedy_sampler_compares_texts_only() -> None:
-    table = distribution.verify_distribution(TableModel(5, 1), TableModel(5, 2), [[0, 1]], Sampler(0), 100, 0)
+    table = tested.verify_distribution(TableModel(5, 1), TableModel(5, 2), [[0, 1]], Sampler(0), 100, 0)
     assert table["rows"] == [] and table["lossless"] and table["greedy"]["identical"] == 1
 
 

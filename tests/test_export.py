@@ -684,7 +684,7 @@ def test_report_is_frozen(folder: Path) -> None:
 def test_missing_llama_cpp_names_the_extra(exported: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import sys
 
-    from distill.models import gguf_file as room
+    from distill.models.gguf import file as room
 
     monkeypatch.setitem(sys.modules, "llama_cpp", None)
     monkeypatch.setattr(room, "library", room.library.__wrapped__)

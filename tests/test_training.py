@@ -32,8 +32,9 @@ from distill.sampler import Sampler
 from distill.target.head import Head
 from distill.texts import Prompt
 from distill.training import finish as finish_module
-from distill.training import loop, replay
+from distill.training import loop
 from distill.training.checkpoint import load_checkpoint, newest_checkpoint, save_checkpoint
+from distill.training.choice import replay
 from distill.training.choice.acceptance import judge_for, rates, speaking
 from distill.training.choice.replay import decide, pack_rejected, rejected_positions
 from distill.training.losses.settings import LossSettings

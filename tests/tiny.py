@@ -52,7 +52,7 @@ def build_corpus(folder: Path) -> None:
     """One folder per split, so that the split does not hang on hashes of names."""
     for number, (split, count) in enumerate(DOCUMENTS.items()):
         for index in range(count):
-            path = folder / split / f"{split}_{index}.py"  # of two documents of one name, one is dropped
+            path = folder / split / f"part{number}_{index}.py"  # of two documents of one name, one is dropped
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(document(1000 * number + index), encoding="utf-8")
 
@@ -119,11 +119,11 @@ def build_world(folder: Path) -> Path:
 
 def call(*arguments: object) -> int:
     """`distill ARGUMENTS` in this process; returns the exit status."""
-    from distill import cli
+    from distill.commands.app import main
 
     with mock.patch.object(sys, "argv", ["distill", *map(str, arguments)]):
         try:
-            cli.main()
+            main()
         except SystemExit as exit:
             return int(exit.code or 0)
     raise AssertionError("main() came back without an exit status")

@@ -22,9 +22,9 @@ def transplant(
         typer.Option("--override", metavar="TOKEN=TEXT", help="Start a target token from a text's donor tokens."),
     ] = None,
     method: Annotated[
-        str, typer.Option("--method", help="pieces or pursuit, for tokens that are no copies.")
-    ] = "pieces",
-    decay: Annotated[float, typer.Option("--decay", help="Weight of each piece over the one before.")] = 0.5,
+        str, typer.Option("--method", help="subtokens or pursuit, for tokens that are no copies.")
+    ] = "subtokens",
+    decay: Annotated[float, typer.Option("--decay", help="Weight of each subtoken over the one before.")] = 0.5,
     dtype: Annotated[
         str | None, typer.Option("--dtype", help="float32, bfloat16 or float16; as stored if left out.")
     ] = None,

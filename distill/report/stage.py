@@ -20,7 +20,7 @@ def gather(recipe: Recipe, run: Run) -> dict[str, Any]:
         path = run.path(*parts)
         return read_json(path) if path.exists() else None
 
-    cut = found("init", "cut.json") or {}
+    cut = found("cut", "cut.json") or {}
     # The command that made the run, not the one that redraws its report.
     history = found("provenance.json") or []
     argv = history[0]["argv"][1:] if history else []

@@ -78,7 +78,7 @@ def check_shape(config: Any, settings: Cut) -> None:
         try:
             check()
         except RecipeError as error:
-            raise RecipeError(f"draft.{key}: {error.what}", error.hint) from None
+            raise RecipeError(f"cut.{key}: {error.what}", error.hint) from None
 
 
 def check_cut(recipe: Recipe) -> list[str]:

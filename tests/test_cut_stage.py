@@ -49,7 +49,7 @@ def test_transplanted_donor_becomes_a_draft(begun: Path, world: Path, tmp_path: 
         "layers": None,
         "mlp_width": None,
     }
-    status, run = run_with(begun, world, tmp_path, "eval", cut=draft, train={"embedding_steps": 3})
+    status, run = run_with(begun, world, tmp_path, "eval", cut=draft, train={"embedding_steps": 3, "acceptance": None})
     assert status == 0
     change = read(run / "cut" / "surgery.json")["changes"][0]
     assert change["operation"] == "transplant" and change["details"]["zeros"] == 0
@@ -68,7 +68,7 @@ def test_transplanted_donor_becomes_a_draft(begun: Path, world: Path, tmp_path: 
 
 
 def test_only_the_embeddings_move_at_first(begun: Path, world: Path, tmp_path: Path) -> None:
-    status, run = run_with(begun, world, tmp_path, "train", train={"embedding_steps": 8})
+    status, run = run_with(begun, world, tmp_path, "train", train={"embedding_steps": 8, "acceptance": None})
     assert status == 0
     before, after = (AutoModelForCausalLM.from_pretrained(run / name).state_dict() for name in ("cut", "draft"))
     moved = {name for name in before if not torch.equal(before[name], after[name])}
@@ -124,9 +124,9 @@ def test_search_takes_the_best_cut_and_goes_on_where_it_was(
     stamps = {path: path.stat().st_mtime_ns for path in files[:2]}
     for path in files[2:]:
         path.unlink()
-    shutil.move(run / "stages" / "draft.json", run / "stages" / "old.json")
+    shutil.move(run / "stages" / "cut.json", run / "stages" / "old.json")
     record = read(run / "stages" / "old.json")
-    (run / "stages" / "draft.begun.json").write_text(json.dumps(record["inputs"]))
+    (run / "stages" / "cut.begun.json").write_text(json.dumps(record["inputs"]))
     (run / "stages" / "old.json").unlink()
     recipe = world / f"{tmp_path.name}.yaml"
     assert tiny.call("train", recipe, "--runs", tmp_path, "--until", "cut") == 0
