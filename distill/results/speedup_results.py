@@ -1,0 +1,187 @@
+"""What the speedup stage measures: speedup.json as dataclasses, read by tables, report page and model card.
+
+A `Configuration` (distill/recipe/configuration.py) is one way to decode; a `Measurement` is what it gave.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+PLAIN = "plain"  # the title of plain greedy decoding
+
+
+@dataclass(frozen=True)
+class PairMeasured:
+    """Which pair a figure belongs to, by which backend it was decoded, and whether its target was grown."""
+
+    pair: str
+    backend: str
+    grown: bool
+
+
+@dataclass(frozen=True)
+class Measurement(PairMeasured):
+    """What one configuration gave on all prompts, beside the plain run of the same sampler.
+
+    `configuration` is its title. `length` is γ of the greedy sweep of fixed lengths (0: plain) and None for every other
+    configuration; `drafter`, `rule` and `verifier` are None where nothing is drafted. `sampler` is None for greedy.
+    `identical`, `excused` and `different` count texts against the plain greedy run; None where texts are sampled.
+    `lossy` is the reason why the text does not follow the target's distribution, None where it does.
+    `predicted` is the speedup expected from measured costs and acceptance, `nodes` the size of a tree that was chosen.
+    """
+
+    configuration: str
+    length: int | None
+    drafter: str | None
+    rule: str | None
+    verifier: str | None
+    sampler: dict[str, float] | None
+    tokens: int
+    seconds: float
+    tokens_per_second: float
+    plain_tokens_per_second: float
+    tokens_per_round: float | None
+    acceptance: float | None
+    speedup: float
+    speedup_low: float
+    speedup_high: float
+    predicted: float | None
+    identical: int | None
+    excused: int | None
+    different: int | None
+    lossy: str | None
+    nodes: int | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether nothing was drafted, under whatever sampler."""
+        return self.drafter is None
+
+    @property
+    def in_sweep(self) -> bool:
+        """Whether it belongs to the greedy sweep of fixed lengths, plain decoding included."""
+        return self.length is not None
+
+
+@dataclass(frozen=True)
+class ChosenLength(PairMeasured):
+    """The better of plain (length 0) and speculative: chosen on the even prompts, these figures are of the odd ones."""
+
+    length: int
+    speedup: float
+    speedup_low: float
+    speedup_high: float
+    tokens_per_second: float
+
+
+@dataclass(frozen=True)
+class PlainReference(PairMeasured):
+    """Our plain decoder beside a library's own greedy generation; `ratio` is the median over prompts of ours ÷ its."""
+
+    library: str
+    plain_tokens_per_second: float
+    library_tokens_per_second: float
+    ratio: float
+
+
+@dataclass(frozen=True)
+class RoundCosts(PairMeasured):
+    """Seconds that length rules and trees reckoned with: T(1..), D(1), D(2) and the overhead of a round."""
+
+    target: list[float]
+    draft: float
+    draft_two: float
+    overhead: float
+
+
+@dataclass(frozen=True)
+class ComparedTree:
+    """One tree size that was considered: expected tokens of a round, the target's seconds and all others."""
+
+    nodes: int
+    tokens: float
+    target_seconds: float
+    other_seconds: float
+
+
+@dataclass(frozen=True)
+class ChosenTree(PairMeasured):
+    """The tree that was settled for a configuration; `parents` of a static shape, None for one that each round grows.
+
+    `tokens` and `seconds` are of a round, `speedup` is over plain decoding after the prompt.
+    """
+
+    configuration: str
+    nodes: int
+    parents: list[int] | None
+    tokens: float
+    seconds: float
+    speedup: float
+    compared: list[ComparedTree]
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A run of text: `kind` is `accepted` (drafted and accepted) or `target` (the target's own)."""
+
+    text: str
+    kind: str
+
+
+@dataclass(frozen=True)
+class Sample(PairMeasured):
+    """A text that a configuration decoded after a prompt."""
+
+    configuration: str
+    prompt: str
+    segments: list[Segment]
+
+
+@dataclass(frozen=True)
+class Noise(PairMeasured):
+    """The rounding below which two logits count as tied."""
+
+    largest_logit_difference: float
+
+
+@dataclass(frozen=True)
+class SpeedupPart:
+    """All that was measured of one pair by one backend."""
+
+    measurements: list[Measurement]
+    chosen: ChosenLength
+    plain_reference: PlainReference
+    noise: Noise
+    costs: RoundCosts | None = None
+    trees: list[ChosenTree] = field(default_factory=list)
+    explanations: list[str] = field(default_factory=list)
+    samples: list[Sample] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class SpeedupReport:
+    """speedup.json: every part in order, with the command and the machine. `calibration` is that of calibration.json."""
+
+    command: str
+    machine: dict[str, Any]
+    prompts: int
+    new_tokens: int
+    sampler: dict[str, float]
+    parts: list[SpeedupPart]
+    calibration: dict[str, Any] | None = None
+
+    @property
+    def measurements(self) -> list[Measurement]:
+        """Of all parts, in order."""
+        return [measurement for part in self.parts for measurement in part.measurements]
+
+    @property
+    def sweep(self) -> list[Measurement]:
+        """Plain decoding and the fixed lengths."""
+        return [measurement for measurement in self.measurements if measurement.in_sweep]
+
+    @property
+    def others(self) -> list[Measurement]:
+        """Every configuration beside the fixed lengths."""
+        return [measurement for measurement in self.measurements if not measurement.in_sweep]
