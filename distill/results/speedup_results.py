@@ -161,7 +161,7 @@ class SpeedupPart:
 
 @dataclass(frozen=True)
 class SpeedupReport:
-    """speedup.json: every part in order, with the command and the machine. `calibration` is that of calibration.json."""
+    """speedup.json: every part in order, with the command and the machine; `calibration` as in calibration.json."""
 
     command: str
     machine: dict[str, Any]
