@@ -20,6 +20,7 @@ from distill.models.hugging_face import (
 )
 from distill.packing import Packed, pack
 from distill.recipe import Recipe
+from distill.results.evaluation_results import EvaluationReport
 from distill.sampler import Sampler
 from distill.texts import prompt_seed
 
@@ -32,10 +33,11 @@ def evaluate_standalone(
     prompts: int,
     divergence: bool,
     acceptance: bool,
-) -> dict[str, Any]:
+    command: str,
+) -> EvaluationReport:
     """The report of `evaluate_pair` for recipe.target and recipe.cut.donor on documents (with `name` and `text`).
 
-    `cut` is the corpus room's way of cutting prompts. Raises DataError when the texts give fewer than 4 prompts.
+    `cut` is the corpus room's `cut_prompts`. Raises DataError when the texts give fewer than 4 prompts.
     """
     device = pick_device(recipe.device)
     target = load_target(recipe.target, device)
@@ -73,7 +75,7 @@ def evaluate_standalone(
         recipe.eval,
         vocabulary,
         ends,
-        divergence,
+        command,
         acceptance,
     )
     return report
