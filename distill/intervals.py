@@ -6,11 +6,24 @@ Legend: U units (prompts or documents), R resamples.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy
 from numpy.typing import NDArray
 
-Interval = dict[str, float]
+from distill.results.serialise import Figure
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A mean with the bounds of its interval; NaN throughout where nothing was counted."""
+
+    mean: Figure
+    low: Figure
+    high: Figure
+
+
+UNKNOWN = Interval(float("nan"), float("nan"), float("nan"))
 
 
 def ratio_interval(
@@ -20,20 +33,18 @@ def ratio_interval(
     confidence: float,
     seed: int = 0,
 ) -> Interval:
-    """Mean Σ sums / Σ counts over U units with its percentile interval: {"mean", "low", "high"}.
+    """Mean Σ sums / Σ counts over U units with its percentile interval.
 
-    Units without a count take part in the resampling (they are what a new draw of prompts may contain) but resamples in
-    which nothing was counted are left out. No unit with a count gives NaN throughout.
+    Units without a count take part in the resampling, because a new draw of prompts may contain such units. Resamples
+    in which nothing was counted are left out. The result is NaN throughout where no unit has a count.
     """
     total, weight = numpy.asarray(sums, float), numpy.asarray(counts, float)
     if weight.sum() == 0:
-        return {"mean": float("nan"), "low": float("nan"), "high": float("nan")}
+        return UNKNOWN
     drawn = numpy.random.default_rng(seed).integers(0, len(total), size=(resamples, len(total)))
     weights = weight[drawn].sum(1)
     means = total[drawn].sum(1)[weights > 0] / weights[weights > 0]
-    edge = (1 - confidence) / 2
-    low, high = numpy.quantile(means, [edge, 1 - edge])
-    return {"mean": float(total.sum() / weight.sum()), "low": float(low), "high": float(high)}
+    return _percentiles(total.sum() / weight.sum(), means, confidence)
 
 
 def paired_ratio_interval(
@@ -47,17 +58,21 @@ def paired_ratio_interval(
 ) -> Interval:
     """How much Σ sums / Σ counts rose from one measurement of U units to another of the same units, with its interval.
 
-    Both are resampled by the same draws. Resamples in which either counted nothing are left out; NaN where none is.
+    Both are resampled by the same draws. Resamples in which either counted nothing are left out. The result is NaN
+    throughout where one of the two counted nothing at all.
     """
     old, old_weight = numpy.asarray(sums, float), numpy.asarray(counts, float)
     new, new_weight = numpy.asarray(new_sums, float), numpy.asarray(new_counts, float)
     if not (old_weight.sum() and new_weight.sum()):
-        return {"mean": float("nan"), "low": float("nan"), "high": float("nan")}
+        return UNKNOWN
     drawn = numpy.random.default_rng(seed).integers(0, len(old), size=(resamples, len(old)))
     below, above = old_weight[drawn].sum(1), new_weight[drawn].sum(1)
     usable = (below > 0) & (above > 0)
     rises = new[drawn].sum(1)[usable] / above[usable] - old[drawn].sum(1)[usable] / below[usable]
+    return _percentiles(new.sum() / new_weight.sum() - old.sum() / old_weight.sum(), rises, confidence)
+
+
+def _percentiles(mean: float, resampled: NDArray[numpy.float64], confidence: float) -> Interval:
     edge = (1 - confidence) / 2
-    low, high = numpy.quantile(rises, [edge, 1 - edge])
-    mean = new.sum() / new_weight.sum() - old.sum() / old_weight.sum()
-    return {"mean": float(mean), "low": float(low), "high": float(high)}
+    low, high = numpy.quantile(resampled, [edge, 1 - edge])
+    return Interval(float(mean), float(low), float(high))

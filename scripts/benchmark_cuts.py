@@ -120,13 +120,13 @@ def main() -> None:
             sums, counts = document_kl(target, model, test, vocabulary)
             kl = ratio_interval(sums, counts, 2000, 0.95)
             row = f"| {size} | {size_of(model).parameters / 1e6:.2f}M | {name} "
-            row += f"| {kl['mean']:.3f} [{kl['low']:.3f}, {kl['high']:.3f}] |"
+            row += f"| {kl.mean:.3f} [{kl.low:.3f}, {kl.high:.3f}] |"
             if plainest is None:
                 plainest = sums
                 print(row + " |" if len(methods) == 1 else row + " 1 |", flush=True)
             else:
                 ratio = ratio_interval(sums, plainest, 2000, 0.95)
-                print(row + f" {ratio['mean']:.2f} [{ratio['low']:.2f}, {ratio['high']:.2f}] |", flush=True)
+                print(row + f" {ratio.mean:.2f} [{ratio.low:.2f}, {ratio.high:.2f}] |", flush=True)
 
 
 if __name__ == "__main__":

@@ -228,7 +228,7 @@ def table(folder: Path, resamples: int = 2000) -> str:
             shared = sorted(rows.keys() & base[protocol].keys())  # the same seeds on both sides
             old, new = (_totals([one[seed] for seed in shared]) for one in (base[protocol], rows))
             gap = paired_ratio_interval(*old, *new, resamples, 0.95)
-            change = f"{gap['mean']:+.4f}: {gap['low']:+.4f}, {gap['high']:+.4f}"
+            change = f"{gap.mean:+.4f}: {gap.low:+.4f}, {gap.high:+.4f}"
             few = "" if len(rows) == seeds else f" ({len(rows)} of {seeds} seeds)"
             cells.append(f"{figure} [{change}]{few}")
         seconds = numpy.median([f["seconds"] for f in own])

@@ -94,10 +94,10 @@ def measure(
         rate = ratio_interval(emitted, rounds, 2000, 0.95)
         paired = ratio_interval(emitted / rounds, base_rate, 2000, 0.95)
         speed = sum(t for t, _ in speeds[name]) / sum(s for _, s in speeds[name]) / plain_rate
-        over = "1" if name == base else f"{paired['mean']:.3f} [{paired['low']:.3f}, {paired['high']:.3f}]"
+        over = "1" if name == base else f"{paired.mean:.3f} [{paired.low:.3f}, {paired.high:.3f}]"
         print(
-            f"| {name} | {drafted.sum() / rounds.sum():.2f} | {rate['mean']:.2f} [{rate['low']:.2f}, "
-            f"{rate['high']:.2f}] | {over} | {speed:.2f} |"
+            f"| {name} | {drafted.sum() / rounds.sum():.2f} | {rate.mean:.2f} [{rate.low:.2f}, "
+            f"{rate.high:.2f}] | {over} | {speed:.2f} |"
         )
 
 

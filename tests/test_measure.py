@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import astuple
 
 import numpy
 import pytest
@@ -20,7 +21,7 @@ from distill.evaluation.measure import (
     summarise,
     tokens_per_round,
 )
-from distill.intervals import ratio_interval
+from distill.intervals import Interval, ratio_interval
 from distill.packing import pack
 from distill.sampler import Sampler
 from distill.speculative.cost import cost_curve, measure_steps, predicted_speedup
@@ -88,8 +89,9 @@ def test_blocks_are_measured_by_document() -> None:
             expected = position_metrics(*logits, sampler, 61).double().sum(0)
             assert sums[row] == pytest.approx(expected.numpy(), rel=1e-4, abs=1e-4)
     table = summarise(sums, counts, 200, 0.95)
-    assert table["tokens"] == counts.sum() and table["prompts"] == 9
-    assert table["forward_kl"]["mean"] == pytest.approx(sums[:, 0].sum() / counts.sum())  # type: ignore[index]
+    assert table.tokens == counts.sum() and table.prompts == 9
+    assert table.forward_kl.mean == pytest.approx(sums[:, 0].sum() / counts.sum())
+    assert table.acceptance_ceiling.mean == pytest.approx(sums[:, -1].sum() / counts.sum())
     same = measure_blocks(target, {"d": target}, blocks, sampler, 61)["d"]
     assert same[0][:, :3] == pytest.approx(0, abs=1e-6)
     assert same[0][:, [3, 4, 6]] == pytest.approx(numpy.stack([counts] * 3, 1))
@@ -103,10 +105,10 @@ def test_position_acceptance_by_hand() -> None:
     rounds = [rounds_of((3, 3), (3, 0), (3, 1)), rounds_of((2, 2), (0, 0)), rounds_of((3, 2))]
     table = position_acceptance(rounds, 4, 200, 0.95)
     # position 1: all but the round that drafted nothing; 2: where 1 stood; 3: not where only two were drafted
-    assert [(r["position"], r["drafted"], r["accepted"]) for r in table] == [(1, 5, 4), (2, 4, 3), (3, 2, 1), (4, 0, 0)]
-    assert [r["rate"] for r in table[:3]] == [4 / 5, 3 / 4, 1 / 2] and math.isnan(table[3]["rate"])
-    assert all(r["low"] <= r["rate"] <= r["high"] for r in table[:3])
-    assert tokens_per_round(rounds, 200, 0.95)["mean"] == (4 + 1 + 2 + 3 + 1 + 3) / 6
+    assert [(r.position, r.drafted, r.accepted) for r in table] == [(1, 5, 4), (2, 4, 3), (3, 2, 1), (4, 0, 0)]
+    assert [r.rate.mean for r in table[:3]] == [4 / 5, 3 / 4, 1 / 2] and math.isnan(table[3].rate.mean)
+    assert all(r.rate.low <= r.rate.mean <= r.rate.high for r in table[:3])
+    assert tokens_per_round(rounds, 200, 0.95).mean == (4 + 1 + 2 + 3 + 1 + 3) / 6
 
 
 @settings(max_examples=60, deadline=None)
@@ -126,7 +128,7 @@ def test_position_acceptance_by_walking_the_drafts(pairs: list[list[tuple[int, i
                 break
             walked[position][1] += 1
     table = position_acceptance([rounds_of(*own) for own in pairs], 6, 100, 0.9)
-    assert {r["position"]: [r["drafted"], r["accepted"]] for r in table} == walked
+    assert {r.position: [r.drafted, r.accepted] for r in table} == walked
 
 
 def test_interval_covers_the_mean_about_as_often_as_it_says() -> None:
@@ -136,22 +138,22 @@ def test_interval_covers_the_mean_about_as_often_as_it_says() -> None:
         counts = generator.integers(1, 9, size=40).astype(float)
         rates = generator.beta(4, 2, size=40)  # prompts differ, and their tokens with them
         found = ratio_interval(generator.binomial(counts.astype(int), rates), counts, 400, 0.9, seed=trial)
-        assert found["low"] <= found["mean"] <= found["high"]
-        hits += found["low"] <= 4 / 6 <= found["high"]
+        assert found.low <= found.mean <= found.high
+        hits += found.low <= 4 / 6 <= found.high
     assert 0.83 <= hits / 300 <= 0.95
 
 
 def test_interval_edges() -> None:
-    assert ratio_interval([2, 4, 6], [2, 4, 6], 100, 0.95) == {"mean": 1, "low": 1, "high": 1}
-    assert ratio_interval([3], [4], 100, 0.95) == {"mean": 0.75, "low": 0.75, "high": 0.75}
+    assert ratio_interval([2, 4, 6], [2, 4, 6], 100, 0.95) == Interval(1, 1, 1)
+    assert ratio_interval([3], [4], 100, 0.95) == Interval(0.75, 0.75, 0.75)
     for empty in ([], [0, 0]):
-        assert all(math.isnan(x) for x in ratio_interval(empty, empty, 100, 0.95).values())
+        assert all(math.isnan(x) for x in astuple(ratio_interval(empty, empty, 100, 0.95)))
     found = ratio_interval([1, 0, 0, 0], [1, 0, 0, 0], 500, 0.95)  # most resamples count nothing
-    assert found == {"mean": 1, "low": 1, "high": 1}
+    assert found == Interval(1, 1, 1)
     sums, counts = [1, 5, 0, 9, 4], [10, 9, 3, 9, 7]
     assert ratio_interval(sums, counts, 300, 0.9, seed=3) == ratio_interval(sums, counts, 300, 0.9, seed=3)
     narrow, wide = (ratio_interval(sums, counts, 2000, c) for c in (0.6, 0.99))
-    assert wide["low"] < narrow["low"] < narrow["high"] < wide["high"]
+    assert wide.low < narrow.low < narrow.high < wide.high
 
 
 @settings(max_examples=60, deadline=None)

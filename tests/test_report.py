@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import json
 import random
 import re
 import sys
 from collections import Counter
+from dataclasses import fields, is_dataclass, replace
 from html.parser import HTMLParser
 from typing import Any
 
@@ -14,13 +16,41 @@ import pytest
 import yaml
 
 from distill.errors import DataError
+from distill.report import card as cards
+from distill.report import page as pages
 from distill.report import plots
-from distill.report.card import build_card
-from distill.report.page import build_page
+from distill.results.run_results import RunResults
+from distill.results.serialise import from_json
+from distill.results.training_results import training_steps
 
-EVIL = "</pre><script>alert('x')</script><img src=https://evil.example/x.png onerror=\"y\">&amp;\x00\x1b[31m\ud800"
+SURROGATE = "[lone surrogate]"  # which JSON cannot hold: put in after reading
+EVIL = (
+    "</pre><script>alert('x')</script><img src=https://evil.example/x.png onerror=\"y\">&amp;\x00\x1b[31m" + SURROGATE
+)
 VOID = {"meta", "link", "br", "img", "input", "hr"}
-OPTIONAL = ["metrics", "profile", "eval", "export", "speedup"]
+OPTIONAL = {"steps": "train", "profile": "profile", "evaluation": "eval", "export": "export", "speedup": "speedup"}
+
+
+def as_results(values: dict[str, Any]) -> RunResults:
+    """The results as read from JSON."""
+
+    def with_surrogates(value: Any) -> Any:
+        if is_dataclass(value) and not isinstance(value, type):
+            return replace(value, **{one.name: with_surrogates(getattr(value, one.name)) for one in fields(value)})
+        if isinstance(value, list):
+            return [with_surrogates(one) for one in value]
+        return value.replace(SURROGATE, "\ud800") if isinstance(value, str) else value
+
+    found: RunResults = with_surrogates(from_json(values, RunResults, "the test"))
+    return found
+
+
+def build_page(values: dict[str, Any]) -> str:
+    return pages.build_page(as_results(values))
+
+
+def build_card(values: dict[str, Any]) -> str:
+    return cards.build_card(as_results(values))
 
 
 def interval(mean: float, half: float = 0.012) -> dict[str, float]:
@@ -38,6 +68,7 @@ def measured(shift: float) -> dict[str, Any]:
         "acceptance_sampling": interval(0.537 + shift / 3),
         "acceptance_match": interval(0.391 + shift / 3),
         "acceptance_greedy": interval(0.412 + shift / 3),
+        "acceptance_ceiling": interval(1, 0),
     }
 
 
@@ -50,9 +81,7 @@ def positions(first: float) -> list[dict[str, Any]]:
                 "position": position,
                 "drafted": drafted,
                 "accepted": int(drafted * rate),
-                "rate": rate,
-                "low": rate - 0.01 * position**0.5,
-                "high": rate + 0.01 * position**0.5,
+                "rate": interval(rate, 0.01 * position**0.5),
             }
         )
         drafted = int(drafted * rate)
@@ -79,10 +108,17 @@ def speedup_rows(pair: str, grown: bool, backend: str, peak: float) -> list[dict
         "pair": pair,
         "grown": grown,
         "backend": backend,
+        "configuration": "plain",
         "length": 0,
+        "drafter": None,
+        "rule": None,
+        "verifier": None,
+        "sampler": None,
+        "lossy": None,
         "tokens": 3072,
         "seconds": 84.31,
         "tokens_per_second": 36.44,
+        "plain_tokens_per_second": 36.44,
         "tokens_per_round": None,
         "acceptance": None,
         "speedup": 1.0,
@@ -99,7 +135,11 @@ def speedup_rows(pair: str, grown: bool, backend: str, peak: float) -> list[dict
         rows.append(
             plain
             | {
+                "configuration": f"draft, γ = {length}",
                 "length": length,
+                "drafter": "draft",
+                "rule": "fixed",
+                "verifier": "greedy",
                 "seconds": 84.31 / times,
                 "tokens_per_second": 36.44 * times,
                 "tokens_per_round": 1 + 0.52 * length,
@@ -113,6 +153,26 @@ def speedup_rows(pair: str, grown: bool, backend: str, peak: float) -> list[dict
             }
         )
     return rows
+
+
+def speedup_part(
+    pair: str, grown: bool, backend: str, peak: float, library: tuple[float, float, float], **others: Any
+) -> dict[str, Any]:
+    label = {"pair": pair, "grown": grown, "backend": backend}
+    names = ("library_tokens_per_second", "plain_tokens_per_second", "ratio")
+    times = {"speedup": peak, "speedup_low": peak - 0.07, "speedup_high": peak + 0.06}
+    return {
+        "measurements": speedup_rows(pair, grown, backend, peak),
+        "chosen": {**label, **times, "length": 4, "tokens_per_second": 36.44 * peak},
+        "plain_reference": {**label, "library": "transformers generate", **dict(zip(names, library, strict=True))},
+        "noise": {**label, "largest_logit_difference": 1e-4},
+        **others,
+    }
+
+
+def other(row: dict[str, Any], configuration: str, drafter: str | None, **values: Any) -> dict[str, Any]:
+    """A measurement of another configuration than a fixed greedy length."""
+    return row | {"configuration": configuration, "length": None, "drafter": drafter, "rule": drafter, **values}
 
 
 def make_metadata() -> dict[str, Any]:
@@ -186,17 +246,21 @@ def make_metadata() -> dict[str, Any]:
             "mlp": 384,
             "bytes": 36_421_777,
         },
-        "metrics": metrics,
+        "steps": metrics,
         "profile": {
+            "command": "distill train recipes/demo.yaml",
+            "machine": {},
             "curves": [
                 curve("target", "pytorch", "float32", 0.0214, 0.06),
                 curve("draft", "pytorch", "float32", 0.0021, 0.03),
                 curve("grown target", "pytorch", "float32", 0.0853, 0.04),
                 curve("target", "gguf", "q4_k_m", 0.0091, 0.21),
                 curve("draft", "gguf", "q4_k_m", 0.0009, 0.11),
-            ]
+            ],
         },
-        "eval": {
+        "evaluation": {
+            "length": 8,
+            "tokens_per_round": {},
             "command": "distill eval demo --kl --acceptance",
             "sampler": {"temperature": 0.8, "top_k": 0, "top_p": 0.95, "min_p": 0.0},
             "domains": {
@@ -206,19 +270,22 @@ def make_metadata() -> dict[str, Any]:
             "positions": {"before": positions(0.55), "after": positions(0.78)},
         },
         "export": {
+            "command": "distill export-gguf demo",
             "files": [
                 {
                     "path": "gguf/draft-q4_k_m.gguf",
                     "model": "draft",
                     "outtype": "q4_k_m",
                     "bytes": 13_204_512,
+                    "fallback_tensors": 0,
                     "parity": {
+                        "tokenizer_normalized": 0,
                         "positions": 2048,
                         "top1_agreement": 0.9619,
                         "mean_abs_dlogprob": 0.0413,
                         "max_abs_dlogprob": 0.917,
                         "tokenizer_texts": 512,
-                        "tokenizer_mismatches": ["a<b> \x07"],
+                        "tokenizer_mismatches": [(3, 17)],
                     },
                 },
                 {
@@ -226,7 +293,9 @@ def make_metadata() -> dict[str, Any]:
                     "model": "target",
                     "outtype": "f16",
                     "bytes": 269_311_040,
+                    "fallback_tensors": 0,
                     "parity": {
+                        "tokenizer_normalized": 0,
                         "positions": 2048,
                         "top1_agreement": 0.9995,
                         "mean_abs_dlogprob": 0.00031,
@@ -235,42 +304,51 @@ def make_metadata() -> dict[str, Any]:
                         "tokenizer_mismatches": [],
                     },
                 },
-            ]
+            ],
         },
         "speedup": {
             "command": "distill speedup demo",
             "new_tokens": 128,
             "prompts": 24,
-            "rows": speedup_rows(small, False, "pytorch", 1.374)
-            + speedup_rows(large, True, "pytorch", 1.912)
-            + speedup_rows(small, False, "gguf", 0.843),
-            "plain_reference": [
-                {
-                    "pair": small,
-                    "backend": "pytorch",
-                    "library": "transformers generate",
-                    "library_tokens_per_second": 35.21,
-                    "plain_tokens_per_second": 36.44,
-                    "ratio": 1.0349,
-                },
-                {
-                    "pair": large,
-                    "backend": "pytorch",
-                    "library": "transformers generate",
-                    "library_tokens_per_second": 12.5,
-                    "plain_tokens_per_second": 11.25,
-                    "ratio": 0.9,
-                },
-            ],
-            "explanations": ["On gguf a step over five tokens costs 1.9 × one token, so no draft can win."],
-            "samples": [
-                {"prompt": "# fibonacci\n", "backend": "pytorch", "pair": small, "segments": text},
-                {
-                    "prompt": EVIL,
-                    "backend": "gguf",
-                    "pair": large,
-                    "segments": [{"text": EVIL, "kind": "accepted"}, {"text": EVIL, "kind": "target"}],
-                },
+            "machine": {},
+            "sampler": {"temperature": 0.8, "top_k": 0},
+            "parts": [
+                speedup_part(
+                    small,
+                    False,
+                    "pytorch",
+                    1.374,
+                    (35.21, 36.44, 1.0349),
+                    samples=[
+                        {
+                            "pair": small,
+                            "grown": False,
+                            "backend": "pytorch",
+                            "configuration": "draft, γ = 4",
+                            "prompt": "# fibonacci\n",
+                            "segments": text,
+                        }
+                    ],
+                ),
+                speedup_part(large, True, "pytorch", 1.912, (12.5, 11.25, 0.9)),
+                speedup_part(
+                    small,
+                    False,
+                    "gguf",
+                    0.843,
+                    (36.0, 36.44, 1.0122),
+                    explanations=["On gguf a step over five tokens costs 1.9 × one token, so no draft can win."],
+                    samples=[
+                        {
+                            "pair": large,
+                            "grown": True,
+                            "backend": "gguf",
+                            "configuration": "draft, γ = 4",
+                            "prompt": EVIL,
+                            "segments": [{"text": EVIL, "kind": "accepted"}, {"text": EVIL, "kind": "target"}],
+                        }
+                    ],
+                ),
             ],
         },
     }
@@ -385,24 +463,24 @@ def test_grown_targets_are_labelled() -> None:
     assert len(places) >= 8 + 1 + 1 + 1
     labelled = [bare[at:].startswith(' <span class="grown">grown</span>') for at in places]
     assert sum(not one for one in labelled) == 1  # the sentence in the limits, which says grown in the name itself
-    for row in results["speedup"]["rows"]:
-        row["pair"] = row["pair"].replace("grown target", "big")
-    assert "(grown)" in plots.speedup_by_length(results["speedup"]["rows"], "pytorch")
+    results["speedup"] = json.loads(json.dumps(results["speedup"]).replace("grown target", "big"))
+    measured = as_results(results).speedup
+    assert measured is not None and "(grown)" in plots.speedup_by_length(measured.sweep, "pytorch")
     assert "**(grown)**" in build_card(results)
-    for line in results["speedup"]["plain_reference"]:
-        line["pair"] = line["pair"].replace("grown target", "big")
     assert "[grown] (pytorch) reaches only 90.0 %" in build_page(results)
     assert "enlarged without changing" in build_page(results)
 
 
-def test_what_became_of_a_replay_is_told() -> None:
+def test_the_outcome_of_a_replay_is_shown() -> None:
     results = make_metadata()
     results["training"] = {
+        "steps": 900,
+        "processes": 1,
         "parts": [
             {"name": "align", "first": 0, "steps": 800, "rate": 3e-4, "loss": {"jsd": 1.0}},
             {"name": "replay", "first": 800, "steps": 100, "rate": 1e-4, "loss": {"jsd": 1.0}},
         ],
-        "best": {"step": 600, "acceptance": 0.5678, "tokens_per_round": 2.75},
+        "best": {"step": 600, "acceptance": 0.5678, "tokens_per_round": 2.75, "rounds": 200},
     }
     collected = {"prompts": 64, "tokens": 8000, "rounds": 4321, "rejected": 2468, "blocks": 40}
     judged = {
@@ -414,28 +492,30 @@ def test_what_became_of_a_replay_is_told() -> None:
         "difference": {"mean": 0.25, "low": 0.125, "high": 0.375},
     }
 
-    def told(replay: dict[str, Any] | None) -> str:
+    def shown(replay: dict[str, Any] | None) -> str:
         results["training"]["replay"] = replay
         words = " ".join(" ".join(checked(build_page(results)).words).split())
         assert "The weights of step 600 were taken: 56.8" in words
         return words
 
-    kept = told({**judged, "kept": True})
+    kept = shown({**judged, "kept": True})
     assert (
-        "Replay: 2,468 rejected positions were learnt; tokens per round went from 2.500 to 2.750 on 31 other "
+        "Replay: trained on 2,468 rejected positions; tokens per round went from 2.500 to 2.750 on 31 other "
         "validation prompts, a difference of 0.250 [0.125, 0.375]: kept." in kept
     )
-    assert "[0.125, 0.375]: not kept." in told({**judged, "kept": False})
-    nothing = told({"collected": {**collected, "rejected": 0, "blocks": 0}, "kept": False})
+    assert "[0.125, 0.375]: not kept." in shown({**judged, "kept": False})
+    nothing = shown({"collected": {**collected, "rejected": 0, "blocks": 0}, "kept": False})
     assert "Replay: nothing was rejected in 4,321 rounds of 64 prompts, so there was nothing to learn." in nothing
-    assert "Replay" not in told(None)
+    assert "Replay" not in shown(None)
 
 
 def test_hostile_text_stays_text() -> None:
     results = make_metadata()
     results["name"] = results["command"] = results["draft"]["path"] = results["machine"]["cpu"] = EVIL
-    results["speedup"]["explanations"] = [EVIL]
-    results["speedup"]["rows"][1]["pair"] = "_$x_{" + EVIL
+    part = results["speedup"]["parts"][0]
+    part["explanations"] = [EVIL]
+    part["measurements"][1]["pair"] = "_$x_{" + EVIL
+    part["measurements"].append(other(part["measurements"][1], EVIL, "lookup", lossy=EVIL))
     results["profile"]["curves"][0]["dtype"] = "$" + EVIL
     page = build_page(results)
     checker = checked(page)
@@ -443,35 +523,37 @@ def test_hostile_text_stays_text() -> None:
     assert "<script>alert('x')</script>" in "".join(checker.words)
 
 
-@pytest.mark.parametrize("absent", [[name] for name in OPTIONAL] + [OPTIONAL])
+@pytest.mark.parametrize("absent", [[name] for name in OPTIONAL] + [list(OPTIONAL)])
 def test_stages_that_have_not_run_are_named(absent: list[str]) -> None:
     results = make_metadata()
     for name in absent:
-        results[name] = None
+        results[name] = [] if name == "steps" else None
     page, card = build_page(results), build_card(results)
     checked(page)
     for name in absent:
-        stage = "train" if name == "metrics" else name
+        stage = OPTIONAL[name]
         assert f"The stage <code>{stage}</code> has not run" in page
         assert stage == "profile" or f"The stage `{stage}` has not run" in card
-    for name in set(OPTIONAL) - set(absent) - {"metrics"}:
-        assert f"The stage <code>{name}</code> has not run" not in page
+    for name in set(OPTIONAL) - set(absent):
+        assert f"The stage <code>{OPTIONAL[name]}</code> has not run" not in page
 
 
 def test_figures_that_were_not_measured_are_dashes() -> None:
     results = make_metadata()
     results["donor"] = None
-    results["eval"]["domains"]["answers"]["before"] = None
-    results["eval"]["domains"]["files"]["after"]["acceptance_match"] = None
-    results["eval"]["positions"] = {
+    unknown = {"mean": None, "low": None, "high": None}
+    del results["evaluation"]["domains"]["answers"]["before"]
+    results["evaluation"]["domains"]["files"]["after"]["acceptance_match"] = unknown
+    results["evaluation"]["positions"] = {
         "before": [],
-        "after": [{"position": 1, "drafted": 0, "accepted": 0, "rate": None, "low": None, "high": None}],
+        "after": [{"position": 1, "drafted": 0, "accepted": 0, "rate": unknown}],
     }
     results["export"]["files"][0]["parity"] = None
-    results["speedup"]["rows"][1] |= {"speedup": float("nan"), "speedup_low": None, "speedup_high": None}
-    results["speedup"]["plain_reference"], results["speedup"]["samples"] = [], []
-    results["speedup"]["explanations"] = []
-    results["metrics"] = [results["metrics"][0], {"stage": "export", "step": 1}]
+    for part in results["speedup"]["parts"]:
+        part["samples"], part["explanations"] = [], []
+    unknown = {"speedup": None, "speedup_low": None, "speedup_high": None}
+    results["speedup"]["parts"][0]["measurements"][1] |= unknown
+    results["steps"] = training_steps([results["steps"][0], {"stage": "export", "step": 1}])
     page = build_page(results)
     checked(page)
     assert "nan" not in "".join(re.sub(r"<svg.*?</svg>", "", page, flags=re.S).split()).replace("finance", "")
@@ -481,23 +563,24 @@ def test_figures_that_were_not_measured_are_dashes() -> None:
 def test_a_page_without_matplotlib_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(DataError, match=r"distill\[report\]"):
-        plots.loss_curve(make_metadata()["metrics"])
+        plots.loss_curve(as_results(make_metadata()).steps)
     page = build_page(make_metadata())
     checked(page)
     assert "<svg" not in page and "pip install &#x27;distill[report]&#x27;" in page and "1.91×" in page
 
 
 def test_a_repeated_step_counts_once_and_long_runs_are_averaged() -> None:
-    metrics = make_metadata()["metrics"]
-    again = [*metrics, metrics[-1] | {"loss": 0.125}]
-    page = build_page(make_metadata() | {"metrics": again})
+    metrics = make_metadata()["steps"]
+    again = training_steps([*metrics, metrics[-1] | {"loss": 0.125}])
+    page = build_page(make_metadata() | {"steps": again})
     assert "900 steps" in page and "0.125" in page and "each point the mean of 3 steps" in page
 
 
 def test_plots_take_the_page_colour_and_are_the_same_each_time() -> None:
-    results = make_metadata()
-    drawn = plots.cost_curves(results["profile"]["curves"], "pytorch")
-    assert drawn == plots.cost_curves(results["profile"]["curves"], "pytorch")
+    profile = as_results(make_metadata()).profile
+    assert profile is not None
+    drawn = plots.cost_curves(profile.curves, "pytorch")
+    assert drawn == plots.cost_curves(profile.curves, "pytorch")
     assert "currentColor" in drawn and plots.INK not in drawn and drawn.startswith("<svg ") and drawn.endswith("</svg>")
 
 
@@ -513,7 +596,7 @@ def test_limits_follow_the_results() -> None:
     page = build_page(results)
     assert "No GPU took part" in page and "reaches only 90.0 %" in page and "disagree on 1 of 512" in page
     assert "not shown to be lossless" not in page
-    results["speedup"]["rows"][2]["different"] = 3
+    results["speedup"]["parts"][0]["measurements"][2]["different"] = 3
     results["machine"]["gpu"] = "NVIDIA H100"
     page = build_page(results)
     assert "3 outputs differ from the plain run" in page and "No GPU took part" not in page
@@ -532,7 +615,7 @@ def test_card_front_matter_and_numbers() -> None:
         "slower than plain",
         "96.2 %",
         "assistant_model=draft",
-        "-md gguf/draft-q4_k_m.gguf --spec-draft-n-max 4",
+        "-md gguf/draft-q4_k_m.gguf --spec-type draft-simple --spec-draft-n-max 4",
         '"num_speculative_tokens": 4',
         '"method": "draft_model"',
         "distill speedup demo",
@@ -548,7 +631,7 @@ def test_card_survives_hostile_text_and_its_python_compiles() -> None:
     results["donor"]["path"] = "/tmp/a: b\n---"
     results["draft"]["path"] = 'it\'s `quoted` "$(rm)"\n```'
     results["draft"]["vocabulary"] = 32000
-    results["speedup"]["rows"][3]["pair"] = "a|b*c*<img src=x>"
+    results["speedup"]["parts"][0]["measurements"][3]["pair"] = "a|b*c*<img src=x>"
     card = build_card(results)
     head = yaml.safe_load(card.split("---\n")[1])
     assert "base_model" not in head and "license" not in head
@@ -559,8 +642,37 @@ def test_card_survives_hostile_text_and_its_python_compiles() -> None:
 
 
 def test_results_are_not_changed() -> None:
-    results = make_metadata()
+    results = as_results(make_metadata())
     before = copy.deepcopy(results)
-    build_page(results)
-    build_card(results)
+    pages.build_page(results)
+    cards.build_card(results)
     assert results == before
+
+
+def test_every_configuration_shows_its_distribution() -> None:
+    results = make_metadata()
+    rows = results["speedup"]["parts"][0]["measurements"]
+    sampled = {"sampler": {"temperature": 0.8}, "identical": None, "excused": None, "different": None}
+    rows += [
+        other(rows[0], "plain, sampled", None, **sampled),
+        other(rows[1], "draft, p_min after 0.5, ≤ 8, sampled", "draft", **sampled, lossy="drafts are dropped"),
+        other(rows[1], "lookup, ≤ 8", "lookup", speedup=1.25, speedup_low=1.125, speedup_high=1.5),
+    ]
+    words = " ".join(" ".join(checked(build_page(results)).words).split())
+    for shown in (
+        "LOSSY: drafts are dropped",
+        "lookup, ≤ 8 1.25× [1.12, 1.50]",
+        "plain, sampled plain",
+        "the target's",
+    ):
+        assert shown in words, shown
+    card = build_card(results)
+    assert "LOSSY: drafts are dropped" in card and "| configuration |" in card and "plain, sampled" not in card
+    assert card.count("| γ |") == 1 and "1.37×" in card  # the fastest length is that of the sweep alone
+
+
+def test_a_file_of_another_form_is_refused() -> None:
+    results = make_metadata()
+    del results["speedup"]["parts"][0]["measurements"][0]["verifier"]
+    with pytest.raises(DataError, match=r"measurements\.0\.verifier"):
+        as_results(results)

@@ -126,8 +126,6 @@ def test_the_static_shape_is_the_best_of_all(rates: list[float], depth: int, dra
     assert found.speedup == pytest.approx(costs.target[0] * max(speeds.values()), rel=1e-12)
     parents = found.as_result(PairMeasured("p", "b", False)).parents
     assert found.tree == trees[found.nodes] and parents == list(trees[found.nodes].parents)
-        trees[found.nodes].parents
-    )
 
 
 @settings(max_examples=60, deadline=None)

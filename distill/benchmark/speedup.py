@@ -31,12 +31,13 @@ from distill.benchmark.prepared import Prepared, prepare_others, prepare_sweep
 from distill.benchmark.samples import sample_texts
 from distill.benchmark.table import as_markdown
 from distill.benchmark.tree_choice import Choice, choose_trees
-from distill.files import read_json, write_text
+from distill.files import write_text
 from distill.machine import machine
 from distill.models.hugging_face import load_tokenizer
 from distill.recipe import Recipe
 from distill.recipe.configuration import PLAIN
 from distill.recipe.measuring import fixed_length
+from distill.results.evaluation_results import EvaluationReport
 from distill.results.serialise import read_result, write_result
 from distill.results.speedup_results import (
     ChosenLength,
@@ -210,7 +211,7 @@ def _rows(
     choices: Sequence[Choice],
 ) -> list[Measurement]:
     """The measurements, with predictions for fixed lengths and for chosen trees."""
-    accepted = accepted_by_position(run, max(part.lengths))
+    accepted = _accepted_by_position(run)
     chosen = {choice.title: choice for choice in choices}
     rows = measurements(texts, prepared, identities, part.pair, recipe.eval.resamples, recipe.eval.confidence)
     found = []
@@ -224,17 +225,10 @@ def _rows(
     return found
 
 
-def accepted_by_position(run: Run, longest: int) -> list[float]:
-    """Acceptance at positions 1.. from the evaluation, as far as positions were reached."""
+def _accepted_by_position(run: Run) -> list[float]:
+    """Acceptance at positions 1.. from the evaluation, as far as positions were reached; none before it has run."""
     path = run.path("eval.json")
-    if not path.exists():
-        return []
-    rates = []
-    for row in read_json(path)["positions"].get("after", [])[:longest]:
-        if not row["drafted"]:
-            break
-        rates.append(float(row["rate"]))
-    return rates
+    return read_result(path, EvaluationReport).accepted_by_position() if path.exists() else []
 
 
 def _samples(

@@ -21,7 +21,7 @@ def as_markdown(report: SpeedupReport) -> str:
         lines.append(
             f"| {row.pair} | {row.backend} | {row.length or 'plain'} | {row.tokens_per_second:.1f} "
             f"| {_number(row.tokens_per_round, '.2f')} | {_number(row.acceptance, '.1%')} | {_gain(row)} "
-            f"| {_number(row.predicted, '.2f')} | {'' if row.is_plain else same_text(row)} |"
+            f"| {_number(row.predicted, '.2f')} | {'' if row.is_plain else row.same_text} |"
         )
     lines += _others(report)
     heads = "| pair | backend | plain tok/s | library | its tok/s | median of the prompts' ratios |"
@@ -53,23 +53,10 @@ def _others(report: SpeedupReport) -> list[str]:
         lines.append(
             f"| {row.pair} | {row.backend} | {row.configuration} | {row.plain_tokens_per_second:.1f} "
             f"| {row.tokens_per_second:.1f} | {_number(row.tokens_per_round, '.2f')} "
-            f"| {_number(row.acceptance, '.1%')} | {_gain(row)} | {same_text(row)} "
-            f"| {'LOSSY' if row.lossy else distribution(row)} |"
+            f"| {_number(row.acceptance, '.1%')} | {_gain(row)} | {row.same_text} "
+            f"| {'LOSSY' if row.lossy else row.distribution} |"
         )
     return lines
-
-
-def distribution(row: Measurement) -> str:
-    """Which distribution a measurement's texts follow; the reason where it is not the target's."""
-    return "the target's" if row.lossy is None else f"LOSSY: {row.lossy}"
-
-
-def same_text(row: Measurement) -> str:
-    """How many greedy texts are the plain ones, with those that differ first at a rounding tie; else `sampled`."""
-    if row.identical is None:
-        return "sampled"
-    excused, different = row.excused or 0, row.different or 0
-    return f"{row.identical}/{row.identical + excused + different}" + (f" (+{excused} ties)" if excused else "")
 
 
 def _gain(row: Measurement) -> str:
@@ -88,11 +75,11 @@ def _footer(report: SpeedupReport) -> list[str]:
         none = "".join(f" No fit of {name}: {why}." for name, why in calibration["unfitted"].items())
         where = f"{calibration['rounds']} rounds of {calibration['prompts']} validation texts"
         lines += [f"Draft probabilities were calibrated on {where}, costs measured on this machine.{none}", ""]
-    for title, reason in {row.configuration: distribution(row) for row in report.others if row.lossy}.items():
+    for title, reason in {row.configuration: row.distribution for row in report.others if row.lossy}.items():
         lines += [f"`{title}` is {reason}", ""]
     return [*lines, f"`{report.command}`"]
 
 
 def flat_rows(report: SpeedupReport) -> list[dict[str, Any]]:
     """Every measurement as a row with the same columns, for jsonl and csv."""
-    return [as_json(row) | {"distribution": distribution(row)} for row in report.measurements]
+    return [as_json(row) | {"distribution": row.distribution} for row in report.measurements]

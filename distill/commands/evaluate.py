@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -17,18 +18,22 @@ from distill.commands.shared import (
     TargetOption,
     TextOption,
     find_run,
+    local_reference,
     prepare,
     print_table,
     run_until,
-    standalone_recipe,
 )
-from distill.errors import DataError
+from distill.errors import DataError, RecipeError
+
+if TYPE_CHECKING:
+    from distill.results.evaluation_results import EvaluationReport
 
 
 def evaluate(
     run: RunArgument = None,
     kl: Annotated[
-        bool, typer.Option("--kl", help="KL both ways, total variation, agreement, the three acceptances.")
+        bool,
+        typer.Option("--kl", help="KL in both directions, total variation, agreement, acceptance by each verifier."),
     ] = False,
     acceptance: Annotated[
         bool, typer.Option("--acceptance", help="Acceptance by position, from decoded rounds.")
@@ -41,42 +46,24 @@ def evaluate(
     runs: RunsOption = DEFAULT_RUNS,
     output: FormatOption = "md",
 ) -> None:
-    """Measure a target and its draft: divergences and acceptance, with intervals. Both parts when neither is named."""
+    """Measure a target and its draft: divergences and acceptance, with intervals. Both by default."""
     kl, acceptance = (kl, acceptance) if kl or acceptance else (True, True)
+    from distill.evaluation.markdown import as_markdown
+    from distill.files import without_nan
+    from distill.results.evaluation_results import EvaluationReport, flat_rows
+    from distill.results.serialise import as_json, read_result
+
     if target or draft:
         report = _evaluate_standalone(target, draft, text, temperature, prompts, kl, acceptance)
     else:
-        from distill.files import read_json
-
         recipe, found = find_run(run, runs)
         run_until(recipe, found, "eval")
-        report = read_json(found.path("eval.json"))
+        report = read_result(found.path("eval.json"), EvaluationReport)
     if not kl:
-        report["domains"] = {}
+        report = replace(report, domains={})
     if not acceptance:
-        report["positions"] = {}
-    from distill.evaluation.stage import as_markdown
-
-    rows = [
-        {"domain": domain, "draft": name, "metric": metric, **value}
-        for domain, drafts in report["domains"].items()
-        for name, metrics in drafts.items()
-        for metric, value in metrics.items()
-        if isinstance(value, dict)
-    ]
-    rows += [
-        {
-            "domain": "rounds",
-            "draft": name,
-            "metric": f"accepted at {row['position']}",
-            "mean": row["rate"],
-            "low": row["low"],
-            "high": row["high"],
-        }
-        for name, positions in report["positions"].items()
-        for row in positions
-    ]
-    print_table(rows, as_markdown(report), report, output)
+        report = replace(report, positions={}, tokens_per_round={})
+    print_table(without_nan(flat_rows(report)), as_markdown(report), as_json(report), output)
 
 
 def _evaluate_standalone(
@@ -87,23 +74,31 @@ def _evaluate_standalone(
     prompts: int,
     kl: bool,
     acceptance: bool,
-) -> dict[str, Any]:
-    recipe = standalone_recipe(target, draft, text)
-    prepare(recipe.threads)
-    from distill.evaluation.standalone import evaluate_standalone
-    from distill.models.pairs import require_pair
+) -> EvaluationReport:
+    if target is None or draft is None or not text:
+        raise RecipeError(
+            "a pair without a run needs --target, --draft and --text", "or name a run: `distill runs` lists them"
+        )
+    from distill.recipe import Corpus, Source, Target
 
-    for reference in (recipe.target.model, recipe.cut.donor):
+    references = local_reference(target), local_reference(draft)
+    for reference in references:
         if reference.endswith(".gguf"):
-            raise DataError(f"{reference}: evaluation of GGUF files is not there yet", "give the Hugging Face folders")
-    require_pair(recipe.target.model, recipe.cut.donor)
-    from distill.corpus.prompts import cut_prompts
-    from distill.corpus.sources import read_documents
+            raise DataError(f"{reference}: GGUF files cannot be evaluated yet", "give the Hugging Face folders")
+    prepare(None)
+    from distill.evaluation.standalone import evaluate_standalone
+    from distill.models.loaded import load_pair
+    from distill.models.pairs import require_pair
+    from distill.sampler import Sampler
 
-    documents, _ = read_documents(recipe.corpus, needed=("test",))
-    report = evaluate_standalone(recipe, documents, cut_prompts, temperature, prompts, kl, acceptance)
-    report["command"] = "distill " + " ".join(sys.argv[1:])
-    from distill.files import without_nan
-
-    found: dict[str, Any] = without_nan(report)
-    return found
+    require_pair(*references)
+    sources = [
+        Source(kind="tree", path=str(path.resolve()), pattern="**/*", split="test")
+        if path.is_dir()
+        else Source(kind="text", path=str(path.resolve()), split="test")
+        for path in text
+    ]
+    command = "distill " + " ".join(sys.argv[1:])
+    with load_pair(Target(model=references[0]), references[1]) as pair:
+        sampler = Sampler(temperature=temperature)
+        return evaluate_standalone(pair, Corpus(sources=tuple(sources)), sampler, prompts, kl, acceptance, command)

@@ -12,7 +12,7 @@ from distill.errors import RunError
 
 
 def report(run: RunArgument = None, runs: RunsOption = DEFAULT_RUNS) -> None:
-    """Draw report.html and the model card of a run again, from what has been measured so far."""
+    """Draw report.html and the model card of a run again, from everything measured so far."""
     recipe, found = find_run(run, runs)
     if not found.path("draft").is_dir():
         raise RunError(f"{found.folder} has no trained draft yet", "run `distill train` on its recipe")

@@ -1,12 +1,12 @@
-"""What is measured between a target and a draft: divergences and acceptances by position, and acceptance by draft
-position.
+"""Measures between a target and a draft: divergences and acceptance of single positions, and acceptance by position in
+the draft.
 
 Legend: n blocks, S positions, N scored positions, V vocabulary, U units (prompts or documents), γ drafted tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy
@@ -17,47 +17,40 @@ from distill import divergences
 from distill.intervals import Interval, ratio_interval
 from distill.models.masks import document_masks
 from distill.packing import Packed
+from distill.results.evaluation_results import MEASURES, Divergences, PositionAcceptance
 from distill.sampler import Sampler
 from distill.speculative.decode import Round
 
-METRICS = (
-    "forward_kl",
-    "reverse_kl",
-    "total_variation",
-    "top1_agreement",
-    "acceptance_sampling",
-    "acceptance_match",
-    "acceptance_greedy",
-    "acceptance_ceiling",
-)
+METRICS = tuple(MEASURES)  # columns of `position_metrics`
 
 
 def position_metrics(target_logits: Tensor, draft_logits: Tensor, sampler: Sampler, vocabulary: int) -> Tensor:
     """All METRICS per position [N, 8] in fp32 from logits [N, V_target] and [N, V_draft].
 
-    Columns from `vocabulary` on are padding in either model and get no mass. KL and TV compare the untruncated
-    distributions at temperature 1; the sampling and match acceptances use the distributions after the served sampler;
-    greedy acceptance is that of temperature 0, which is the top-1 agreement by definition. A trimmed draft has −inf
-    where it cannot speak: there the KL from the target would be infinite, so it is taken between the distributions over
-    the tokens it can speak, and the served target's mass on those is the ceiling of its acceptance (1 for a full head).
+    Columns from `vocabulary` on are padding in both models and get no mass. KL and TV compare the untruncated
+    distributions at temperature 1. The acceptances of rejection sampling and of the draft's argmax use the
+    distributions after the served sampler. Greedy acceptance is that of temperature 0, which is the top-1 agreement by
+    definition. A trimmed draft has −inf at the tokens it cannot propose. The KL from the target would be infinite
+    there, so it is taken between the distributions over the tokens that the draft can propose; the served target's
+    mass on those tokens is the ceiling of its acceptance (1 for a full head).
     """
     target = target_logits[:, :vocabulary].float()
     draft = draft_logits[:, :vocabulary].float()
     log_p, log_q = target.log_softmax(-1), draft.log_softmax(-1)
     served_p, served_q = sampler.probabilities(target), sampler.probabilities(draft)
-    silent = torch.isneginf(draft)
-    spoken_p = log_p.masked_fill(silent, -torch.inf).log_softmax(-1) if bool(silent.any()) else log_p
+    absent = torch.isneginf(draft)
+    shared_p = log_p.masked_fill(absent, -torch.inf).log_softmax(-1) if bool(absent.any()) else log_p
     agreement = divergences.acceptance_greedy(target, draft)
     return torch.stack(
         [
-            divergences.forward_kl(spoken_p, log_q),
+            divergences.forward_kl(shared_p, log_q),
             divergences.reverse_kl(log_p, log_q),
             divergences.total_variation(log_p.exp(), log_q.exp()),
             agreement,
             divergences.acceptance_sampling(served_p, served_q),
             divergences.acceptance_match(served_p, draft),
             agreement,
-            served_p.masked_fill(silent, 0).sum(-1),
+            served_p.masked_fill(absent, 0).sum(-1),
         ],
         dim=-1,
     )
@@ -78,37 +71,41 @@ def measure_blocks(
             "use_cache": False,
         }
         documents = part.documents.to(device)
+        units = list(_units(part))
         expected = target(**inputs, attention_mask=document_masks(target, documents)).logits
         for name, draft in drafts.items():
             got = draft(**inputs, attention_mask=document_masks(draft, documents)).logits
-            for block in range(len(part)):
-                for document in range(int(part.documents[block].max()) + 1):
-                    here = part.mask[block] & (part.documents[block] == document)
-                    if not bool(here.any()):
-                        continue
-                    where = here.to(device)
-                    values = position_metrics(expected[block][where], got[block][where], sampler, vocabulary)
-                    rows[name].append((values.double().sum(0).cpu().numpy(), int(here.sum())))
+            for block, here in units:
+                where = here.to(device)
+                values = position_metrics(expected[block][where], got[block][where], sampler, vocabulary)
+                rows[name].append((values.double().sum(0).cpu().numpy(), int(here.sum())))
     return {
         name: (numpy.stack([sums for sums, _ in found]), numpy.array([count for _, count in found]))
         for name, found in rows.items()
     }
 
 
-def summarise(
-    sums: numpy.ndarray, counts: numpy.ndarray, resamples: int, confidence: float
-) -> dict[str, int | Interval]:
-    """Each metric's mean with its interval, and how many tokens and units it rests on."""
-    table: dict[str, int | Interval] = {"tokens": int(counts.sum()), "prompts": len(counts)}
-    for column, name in enumerate(METRICS):
-        table[name] = ratio_interval(sums[:, column], counts, resamples, confidence)
-    return table
+def _units(part: Packed) -> Iterator[tuple[int, Tensor]]:
+    """Each document of each block that has scored positions: the block's index and those positions [S], boolean."""
+    for block in range(len(part)):
+        for document in range(int(part.documents[block].max()) + 1):
+            here = part.mask[block] & (part.documents[block] == document)
+            if bool(here.any()):
+                yield block, here
+
+
+def summarise(sums: numpy.ndarray, counts: numpy.ndarray, resamples: int, confidence: float) -> Divergences:
+    """Each metric's mean with its interval, and the number of tokens and units behind it."""
+    found = {
+        name: ratio_interval(sums[:, column], counts, resamples, confidence) for column, name in enumerate(METRICS)
+    }
+    return Divergences(int(counts.sum()), len(counts), **found)
 
 
 def position_acceptance(
     rounds: Sequence[Sequence[Round]], length: int, resamples: int, confidence: float
-) -> list[dict[str, Any]]:
-    """Acceptance at each drafted position 1..γ, given that it was drafted and every earlier one of its round accepted.
+) -> list[PositionAcceptance]:
+    """Acceptance at each drafted position 1..γ, given that it was drafted and all positions before it were accepted.
 
     `rounds` holds the rounds of each prompt; a position after a rejection was never reached and does not count.
     """
@@ -116,17 +113,8 @@ def position_acceptance(
     for position in range(1, length + 1):
         reached = [sum(r.drafted >= position and r.accepted >= position - 1 for r in own) for own in rounds]
         accepted = [sum(r.accepted >= position for r in own) for own in rounds]
-        found = ratio_interval(accepted, reached, resamples, confidence)
-        table.append(
-            {
-                "position": position,
-                "drafted": sum(reached),
-                "accepted": sum(accepted),
-                "rate": found["mean"],
-                "low": found["low"],
-                "high": found["high"],
-            }
-        )
+        rate = ratio_interval(accepted, reached, resamples, confidence)
+        table.append(PositionAcceptance(position, sum(reached), sum(accepted), rate))
     return table
 
 

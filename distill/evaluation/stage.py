@@ -7,36 +7,22 @@ from pathlib import Path
 from typing import Any
 
 from distill.errors import DataError
-from distill.evaluation.measure import (
-    METRICS,
-    measure_blocks,
-    position_acceptance,
-    summarise,
-    tokens_per_round,
-)
-from distill.files import write_atomically, write_json, write_text
+from distill.evaluation.markdown import as_markdown
+from distill.evaluation.measure import measure_blocks, position_acceptance, summarise, tokens_per_round
+from distill.files import write_atomically, write_text
 from distill.models.hugging_face import end_ids, load_model, load_target, load_tokenizer, pick_device, real_tokens
 from distill.models.kept import read_kept
 from distill.models.torch_model import TorchModel
 from distill.packing import Packed, pack
 from distill.progress import Progress
 from distill.recipe import Evaluate, Recipe
+from distill.results.evaluation_results import EvaluationReport
+from distill.results.serialise import write_result
 from distill.run import Run
 from distill.sampler import Sampler
 from distill.speculative.decode import Round, room_for, speculative
 from distill.speculative.sample import continue_prompts
 from distill.texts import prompt_seed, read_prompts
-
-TITLES = {
-    "forward_kl": "KL(target ‖ draft), nats",
-    "reverse_kl": "KL(draft ‖ target), nats",
-    "total_variation": "total variation",
-    "top1_agreement": "top-1 agreement",
-    "acceptance_sampling": "acceptance, rejection sampling",
-    "acceptance_match": "acceptance, draft's argmax = sampled token",
-    "acceptance_greedy": "acceptance, greedy",
-    "acceptance_ceiling": "ceiling of acceptance: the target's mass on tokens the draft can speak",
-}
 
 
 def continue_all(
@@ -89,27 +75,31 @@ def evaluate_pair(
     settings: Evaluate,
     vocabulary: int,
     ends: Sequence[int],
-    divergence: bool = True,
+    command: str,
     acceptance: bool = True,
-) -> tuple[dict[str, Any], dict[str, list[list[Round]]]]:
-    """Everything measured between a target and its drafts, and the decoded rounds of each draft."""
-    report: dict[str, Any] = {"sampler": sampler.describe(), "length": settings.length, "domains": {}, "positions": {}}
-    if divergence:
-        for domain, blocks in domains.items():
-            found = measure_blocks(target, drafts, blocks, sampler, vocabulary)
-            report["domains"][domain] = {
-                name: summarise(*found[name], settings.resamples, settings.confidence) for name in drafts
-            }
-    rounds: dict[str, list[list[Round]]] = {}
-    if acceptance:
-        report["tokens_per_round"] = {}
-        for name, draft in drafts.items():
-            rounds[name] = decode_rounds(target, draft, prompts, settings, ends, f"rounds {name}, prompts", vocabulary)
-            own = rounds[name]
-            report["positions"][name] = position_acceptance(
-                own, settings.length, settings.resamples, settings.confidence
-            )
-            report["tokens_per_round"][name] = tokens_per_round(own, settings.resamples, settings.confidence)
+) -> tuple[EvaluationReport, dict[str, list[list[Round]]]]:
+    """All measures between a target and its drafts, and the decoded rounds of each draft (none without `acceptance`).
+
+    Divergences are measured on the blocks of each domain.
+    """
+    accuracy = settings.resamples, settings.confidence
+    divergences = {}
+    for domain, blocks in domains.items():
+        found = measure_blocks(target, drafts, blocks, sampler, vocabulary)
+        divergences[domain] = {name: summarise(*found[name], *accuracy) for name in drafts}
+    rounds = {
+        name: decode_rounds(target, draft, prompts, settings, ends, f"rounds {name}, prompts", vocabulary)
+        for name, draft in drafts.items()
+        if acceptance
+    }
+    report = EvaluationReport(
+        command=command,
+        sampler=sampler.describe(),
+        length=settings.length,
+        domains=divergences,
+        positions={name: position_acceptance(own, settings.length, *accuracy) for name, own in rounds.items()},
+        tokens_per_round={name: tokens_per_round(own, *accuracy) for name, own in rounds.items()},
+    )
     return report, rounds
 
 
@@ -135,57 +125,6 @@ def write_rounds(path: Path, rounds: dict[str, list[list[Round]]]) -> None:
     write_atomically(path, lambda temporary: pyarrow.parquet.write_table(table, temporary))
 
 
-def as_markdown(report: dict[str, Any]) -> str:
-    """The tables of eval.md."""
-
-    def cell(value: dict[str, float]) -> str:
-        return f"{value['mean']:.4f} [{value['low']:.4f}, {value['high']:.4f}]"
-
-    lines = [f"Sampler: {report['sampler']}. Intervals resample prompts or documents.", ""]
-    for domain, drafts in report["domains"].items():
-        names = list(drafts)
-        size = drafts[names[0]]
-        lines += [
-            f"**{domain}**: {size['tokens']} tokens, {size['prompts']} units",
-            "",
-            "| | " + " | ".join(names) + " |",
-            "|---|" + "---|" * len(names),
-        ]
-        trimmed = any(drafts[name].get("acceptance_ceiling", {"mean": 1.0})["mean"] < 1 - 1e-6 for name in names)
-        shown = [metric for metric in METRICS if trimmed or metric != "acceptance_ceiling"]
-        lines += [f"| {TITLES[m]} | " + " | ".join(cell(drafts[n][m]) for n in names) + " |" for m in shown]
-        if trimmed:
-            lines += [
-                "",
-                "A trimmed draft: KL(target ‖ draft) is between the distributions over the tokens it can speak.",
-            ]
-        lines.append("")
-    if report["positions"]:
-        names = list(report["positions"])
-        lines += [
-            f"**Acceptance by draft position** (greedy, up to {report['length']} drafted; given that it was reached)",
-            "",
-            "| position | " + " | ".join(f"{name} (accepted / reached)" for name in names) + " |",
-            "|---|" + "---|" * len(names),
-        ]
-        for index in range(report["length"]):
-            rows = [report["positions"][name][index] for name in names]
-            cells = [
-                f"{r['rate']:.3f} [{r['low']:.3f}, {r['high']:.3f}] ({r['accepted']} / {r['drafted']})"
-                if r["drafted"]
-                else "never reached"
-                for r in rows
-            ]
-            lines.append(f"| {index + 1} | " + " | ".join(cells) + " |")
-        lines.append(
-            "| tokens per round | " + " | ".join(cell(report["tokens_per_round"][name]) for name in names) + " |"
-        )
-        lines.append("")
-    if "command" in report:
-        lines.append(f"`{report['command']}`")
-    return "\n".join(lines) + "\n"
-
-
 def evaluate(recipe: Recipe, run: Run) -> list[Path]:
     """Write eval.json, eval.md and rounds.parquet: the draft before (cut/) and after (draft/) training."""
     device = pick_device(recipe.device)
@@ -195,7 +134,7 @@ def evaluate(recipe: Recipe, run: Run) -> list[Path]:
         "before": load_model(str(run.path("cut")), recipe.target.dtype, device),
         "after": load_model(str(run.path("draft")), recipe.target.dtype, device),
     }
-    if read_kept(run.path("draft")) is not None:  # llama.cpp and others that know no trimmed heads see this one
+    if read_kept(run.path("draft")) is not None:  # as llama.cpp and others run it, without the trimmed head
         drafts["after, full head"] = load_model(str(run.path("draft")), recipe.target.dtype, device, trimmed=False)
     ends = end_ids(target.config, tokenizer)
     vocabulary = real_tokens(target.config, tokenizer)
@@ -219,9 +158,9 @@ def evaluate(recipe: Recipe, run: Run) -> list[Path]:
         recipe.eval,
         vocabulary,
         ends,
+        run.command,
     )
-    report["command"] = run.command
     write_rounds(run.path("rounds.parquet"), rounds)
-    write_json(run.path("eval.json"), report)
+    write_result(run.path("eval.json"), report)
     write_text(run.path("eval.md"), as_markdown(report))
     return [run.path("eval.json"), run.path("eval.md"), run.path("rounds.parquet")]

@@ -2,95 +2,66 @@
 
 from __future__ import annotations
 
-import json
-import re
-import shlex
-from collections.abc import Iterable, Sequence
+from typing import Any
 
 import yaml
 
+from distill.report.limits import limits
+from distill.report.markup import HUB_NAME, code, table, words
 from distill.report.text import (
-    MEASURES,
-    RATES,
-    Results,
-    best_rows,
     clean,
-    grown_pairs,
     interval,
     is_grown,
-    limits,
     machine_words,
     number,
     percent,
-    plain_row,
     sampler_words,
     significant,
     size,
+    software_words,
     speedup_interval,
-    trained_tokens,
-    training_steps,
-    verdict,
 )
+from distill.report.usage import how_to_use
+from distill.results.evaluation_results import CEILING, MEASURES, RATES, SIDES, EvaluationReport
+from distill.results.export_results import ExportedFile, ExportReport
+from distill.results.run_results import RunResults
+from distill.results.speedup_results import Measurement, SpeedupReport
+from distill.results.training_results import trained_tokens
 
-HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-FALLBACK_LENGTH = 4
 
-
-def build_card(results: Results) -> str:
-    """The whole card; a stage that has not run leaves one line that says so."""
+def build_card(results: RunResults) -> str:
+    """The whole card; a stage that has not run leaves one line that names it."""
     parts = [
         _front_matter(results),
-        f"# {_words(results['name'])}",
-        _what(results),
+        f"# {words(results.name)}",
+        _purpose(results),
         "## How it was made",
-        _how(results),
+        _making(results),
         "## Numbers",
-        _acceptance(results),
-        _speedup(results),
-        _gguf(results),
+        "### Acceptance and divergence",
+        _acceptance(results.evaluation) if results.evaluation else _not_run("eval"),
+        "### Speedup",
+        _speedup(results.speedup) if results.speedup else _not_run("speedup"),
+        "### GGUF files",
+        _gguf(results.export) if results.export else _not_run("export"),
         "## How to use it",
-        _use(results),
+        how_to_use(results),
         "## Limits",
-        "\n".join(f"- {_words(sentence)}" for sentence in limits(results)),
+        "\n".join(f"- {words(sentence)}" for sentence in limits(results)),
     ]
-    return "\n\n".join(part for part in parts if part) + "\n"
+    return "\n\n".join(parts) + "\n"
 
 
-def _front_matter(results: Results) -> str:
-    head: Results = {
+def _front_matter(results: RunResults) -> str:
+    head: dict[str, Any] = {
         "library_name": "transformers",
         "pipeline_tag": "text-generation",
         "tags": ["speculative-decoding", "draft-model", "assisted-generation", "distill"],
     }
-    donor = clean((results.get("donor") or {}).get("path", ""))
+    donor = clean(results.donor.path) if results.donor else ""
     if HUB_NAME.fullmatch(donor):  # the hub refuses a base_model that is a path of this machine
         head["base_model"] = donor
     return f"---\n{yaml.safe_dump(head, sort_keys=False, allow_unicode=True)}---"
-
-
-def _words(text: object) -> str:
-    """Foreign text as plain Markdown words: no markup of its own takes effect, lines stay one line."""
-    flat = " ".join(clean(text).split())
-    return re.sub(r"([\\`*_\[\]#|~$])", r"\\\1", flat.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;"))
-
-
-def _code(text: object) -> str:
-    """A code span whose fence is longer than any run of backticks inside; bars are safe for tables."""
-    flat = " ".join(clean(text).split()).replace("|", "\\|")
-    fence = "`" * (1 + max((len(run) for run in re.findall("`+", flat)), default=0))
-    space = " " if "`" in flat else ""
-    return f"{fence}{space}{flat}{space}{fence}"
-
-
-def _block(language: str, text: str) -> str:
-    fence = "`" * max(3, 1 + max((len(run) for run in re.findall("`+", text)), default=0))
-    return f"{fence}{language}\n{text}\n{fence}"
-
-
-def _table(headers: Sequence[str], rows: Iterable[Sequence[str]], command: object) -> str:
-    lines = [f"| {' | '.join(headers)} |", "|" + "---|" * len(headers)]
-    lines += [f"| {' | '.join(row)} |" for row in rows]
-    return "\n".join(lines) + f"\n\n{_block('sh', ' '.join(clean(command).split()))}"
 
 
 def _not_run(stage: str) -> str:
@@ -98,107 +69,84 @@ def _not_run(stage: str) -> str:
 
 
 def _pair(name: str, grown: set[str]) -> str:
-    return _words(name) + (" **(grown)**" if is_grown(name, grown) else "")
+    return words(name) + (" **(grown)**" if is_grown(name, grown) else "")
 
 
-def _what(results: Results) -> str:
-    target, draft = results["target"], results["draft"]
-    grown = " (a **grown** target)" if target.get("grown") else ""
+def _purpose(results: RunResults) -> str:
+    target, draft = results.target, results.draft
     return (
-        f"A draft model for speculative decoding. It proposes tokens that the target {_code(target['path'])}{grown}"
-        f" verifies, so that the target's own output comes sooner. It has {number(draft['parameters'])} parameters"
-        f" ({size(draft['bytes'])}) beside the target's {number(target['parameters'])} ({size(target['bytes'])})."
-        " On its own it is a weak language model and is not meant to be used without its target."
+        f"A draft model for speculative decoding with the target {code(target.path)}. The draft proposes several "
+        "tokens at a time, the target verifies them in one step, and every accepted token saves the target a step of "
+        f"its own. The draft has {number(draft.parameters)} parameters ({size(draft.bytes)}), the target "
+        f"{number(target.parameters)} ({size(target.bytes)}). On its own the draft is a weak language model: use it "
+        "only together with its target."
     )
 
 
-def _how(results: Results) -> str:
-    models = [(name, results[name]) for name in ("target", "donor", "draft") if results.get(name)]
-    table = _table(
-        ["", "path", "architecture", "parameters", "layers", "hidden", "MLP", "vocabulary", "bytes"],
-        [
-            [
-                name + (" (grown)" if model.get("grown") else ""),
-                _code(model["path"]),
-                _words(model["architecture"]),
-                *(number(model[key]) for key in ("parameters", "layers", "hidden", "mlp", "vocabulary", "bytes")),
-            ]
-            for name, model in models
-        ],
-        results["command"],
-    )
-    steps = training_steps(results.get("metrics"))
-    if steps:
-        first, last = steps[0], steps[-1]
-        trained = (
-            f"Trained for {number(len(steps))} steps over {number(trained_tokens(steps))} tokens; the loss went "
-            f"from {significant(first['loss'])} to {significant(last['loss'])}."
-        )
-    else:
-        trained = _not_run("train") + " These are the weights as cut from the donor."
-    machine = results.get("machine") or {}
-    recipe = (results.get("config") or {}).get("name") or results["name"]
+def _making(results: RunResults) -> str:
     start = "Cut from the donor"
-    if parent := results.get("parent"):
+    if parent := results.parent:
         start = (
-            f"Generation {number(parent['generation'])}: started from the draft of {_code(parent['run'])} "
-            f"(digest {_code(parent['digest'])})"
+            f"Generation {number(parent.generation)}: started from the draft of {code(parent.run)} "
+            f"(digest {code(parent.digest)})"
         )
+    steps = results.steps
+    trained = _not_run("train") + " These are the weights as cut from the donor."
+    if steps:
+        trained = (
+            f"Trained for {number(len(steps))} steps on {number(trained_tokens(steps))} tokens; the loss went "
+            f"from {significant(steps[0].loss)} to {significant(steps[-1].loss)}."
+        )
+    machine, recipe = results.machine, results.config.get("name") or results.name
+    place = f"{machine_words(machine)}, {machine.gpu or 'no GPU'}"
     return (
-        f"{start} and trained towards the target with `distill`, recipe {_code(recipe)}, finished "
-        f"{_words(results['date'])}, on {_words(machine_words(machine))}; Python {_words(machine.get('python'))}, "
-        f"torch {_words(machine.get('torch'))}, transformers {_words(machine.get('transformers'))}.\n\n"
-        f"{trained}\n\n{table}"
+        f"{start} and trained to match the target with `distill`, recipe {code(recipe)}, finished "
+        f"{words(results.date)}, on {words(place)}; {words(software_words(machine))}.\n\n"
+        f"{trained}\n\n{_models(results)}"
     )
 
 
-def _acceptance(results: Results) -> str:
-    evaluation = results.get("eval")
-    if not evaluation:
-        return "### Acceptance and divergence\n\n" + _not_run("eval")
-    parts = [
-        "### Acceptance and divergence",
-        "Before is the draft as cut, after is this draft; brackets hold intervals; sampler: "
-        + _words(sampler_words(evaluation))
-        + ".",
-    ]
-    for domain, sides in evaluation["domains"].items():
-        before, after = (sides.get(side) or {} for side in ("before", "after"))
-        rows = [
-            [words, interval(before.get(key), key in RATES), interval(after.get(key), key in RATES)]
-            for key, words in MEASURES.items()
+def _models(results: RunResults) -> str:
+    models = {"target": results.target, "donor": results.donor, "draft": results.draft}
+    rows = [
+        [
+            name,
+            code(model.path),
+            words(model.architecture),
+            number(model.parameters),
+            number(model.layers),
+            number(model.hidden),
+            number(model.mlp),
+            number(model.vocabulary),
+            number(model.bytes),
         ]
-        rows.append(
-            [
-                "tokens (prompts)",
-                *(f"{number(side.get('tokens'))} ({number(side.get('prompts'))})" for side in (before, after)),
-            ]
-        )
-        parts.append(f"**{_words(domain)}**\n\n" + _table(["", "before", "after"], rows, evaluation["command"]))
+        for name, model in models.items()
+        if model is not None
+    ]
+    heads = ["", "path", "architecture", "parameters", "layers", "hidden", "MLP", "vocabulary", "bytes"]
+    return table(heads, rows, results.command)
+
+
+def _acceptance(evaluation: EvaluationReport) -> str:
+    parts = [
+        "Before is the draft as cut, after is this draft; brackets hold intervals; sampler: "
+        + words(sampler_words(evaluation))
+        + "."
+    ]
+    for domain, drafts in evaluation.domains.items():
+        sides = [drafts.get(side) for side in SIDES]
+        rows = [
+            [label, *(interval(side.measure(name) if side else None, name in RATES) for side in sides)]
+            for name, label in MEASURES.items()
+            if name != CEILING
+        ]
+        counts = [f"{number(side and side.tokens)} ({number(side and side.prompts)})" for side in sides]
+        rows.append(["tokens (prompts)", *counts])
+        parts.append(f"**{words(domain)}**\n\n" + table(["", *SIDES], rows, evaluation.command))
     return "\n\n".join(parts)
 
 
-def _speedup(results: Results) -> str:
-    speedup, grown = results.get("speedup"), grown_pairs(results)
-    if not speedup:
-        return "### Speedup\n\n" + _not_run("speedup")
-    rows = []
-    for row in best_rows(speedup):
-        plain = plain_row(speedup, row)
-        rows.append(
-            [
-                _pair(row["pair"], grown),
-                _words(row["backend"]),
-                str(row["length"]),
-                number(plain["tokens_per_second"]) if plain else number(None),
-                number(row["tokens_per_second"]),
-                percent(row["acceptance"]),
-                number(row["tokens_per_round"]),
-                speedup_interval(row),
-                verdict(row),
-                f"{number(row['identical'])} / {number(row['excused'])} / {number(row['different'])}",
-            ]
-        )
+def _speedup(report: SpeedupReport) -> str:
     heads = [
         "pair",
         "backend",
@@ -212,140 +160,74 @@ def _speedup(results: Results) -> str:
         "identical / excused / different",
     ]
     found = (
-        "### Speedup\n\nEnd to end against plain decoding of the same target, the fastest of the draft lengths "
-        f"tried:\n\n{_table(heads, rows, speedup['command'])}"
+        "End to end, compared with plain decoding of the same target. Each row is the fastest of the draft lengths "
+        "tried:\n\n" + table(heads, [_fastest_row(report, one) for one in report.fastest], report.command)
     )
+    others = [one for one in report.others if not one.is_plain]
+    if not others:
+        return found
+    heads = ["pair", "backend", "configuration", "speedup", "", "tokens per round", "distribution"]
     rows = [
         [
-            _pair(row["pair"], grown),
-            _words(row["backend"]),
-            _words(row["way"]),
-            speedup_interval(row),
-            verdict(row),
-            number(row["tokens_per_round"]),
-            _words(row["distribution"]),
+            _pair(one.pair, report.grown_pairs),
+            words(one.backend),
+            words(one.configuration),
+            speedup_interval(one),
+            one.verdict,
+            number(one.tokens_per_round),
+            words(one.distribution),
         ]
-        for row in speedup.get("trials") or []
-        if row["rule"]
+        for one in others
     ]
-    if not rows:
-        return found
-    heads = ["pair", "backend", "way", "speedup", "", "tokens per round", "distribution of the text"]
-    return f"{found}\n\nOther ways to decode, each against plain decoding under the same sampler:\n\n" + _table(
-        heads, rows, speedup["command"]
+    return (
+        f"{found}\n\nOther configurations, each beside plain decoding under the same sampler, with the distribution "
+        f"that the text follows:\n\n{table(heads, rows, report.command)}"
     )
 
 
-def _gguf(results: Results) -> str:
-    export = results.get("export")
-    if not export:
-        return "### GGUF files\n\n" + _not_run("export")
-    rows = []
-    for file in export["files"]:
-        parity = file.get("parity") or {}
-        wrong = number(len(parity["tokenizer_mismatches"])) if parity else number(None)
-        rows.append(
-            [
-                _code(file["path"]),
-                _pair(file["model"], set()),
-                _words(file["outtype"]),
-                number(file["bytes"]),
-                number(parity.get("positions")),
-                percent(parity.get("top1_agreement")),
-                significant(parity.get("mean_abs_dlogprob")),
-                significant(parity.get("max_abs_dlogprob")),
-                f"{wrong} of {number(parity.get('tokenizer_texts'))}",
-            ]
-        )
+def _fastest_row(report: SpeedupReport, one: Measurement) -> list[str]:
+    plain = report.plain_beside(one)
+    return [
+        _pair(one.pair, report.grown_pairs),
+        words(one.backend),
+        str(one.length),
+        number(plain.tokens_per_second if plain else None),
+        number(one.tokens_per_second),
+        percent(one.acceptance),
+        number(one.tokens_per_round),
+        speedup_interval(one),
+        one.verdict,
+        f"{number(one.identical)} / {number(one.excused)} / {number(one.different)}",
+    ]
+
+
+def _gguf(export: ExportReport) -> str:
     heads = [
         "file",
         "model",
         "type",
         "bytes",
         "positions",
-        "top-1 agreement",
+        MEASURES["top1_agreement"],
         "mean \\|Δ log p\\|",
         "max \\|Δ log p\\|",
         "tokenizer mismatches",
     ]
-    return "### GGUF files\n\nEach file in llama.cpp against its Hugging Face model:\n\n" + _table(
-        heads, rows, export.get("command", results["command"])
+    return "Each file in llama.cpp against its Hugging Face model:\n\n" + table(
+        heads, [_file_row(file) for file in export.files], export.command
     )
 
 
-def _use(results: Results) -> str:
-    best = {row["backend"]: row["length"] for row in sorted(best_rows(results.get("speedup")), key=_preference)}
-    length = best.get("pytorch", max(best.values(), default=FALLBACK_LENGTH))
-    return "\n\n".join(
-        [
-            "transformers:",
-            _block("python", _transformers(results, length)),
-            "llama.cpp:",
-            _block("sh", _llama_cpp(results, best.get("gguf", length))),
-            "vLLM:",
-            _block("sh", _vllm(results, length)),
-            _length_words(bool(best))
-            + " These are the options of recent releases of the three; none of these commands "
-            "was run to make the numbers above.",
-        ]
-    )
-
-
-def _preference(row: Results) -> tuple[bool, float]:
-    """Sorts the row to take a draft length from last: the real target before a grown one, then the fastest."""
-    return not row.get("grown"), row["speedup"]
-
-
-def _length_words(measured: bool) -> str:
-    return (
-        "The draft lengths are those that were fastest on the machine above; measure on yours."
-        if measured
-        else "No draft length was measured; the ones shown are only a place to start."
-    )
-
-
-def _transformers(results: Results, length: int) -> str:
-    target, draft = results["target"], results["draft"]
-    same = target["vocabulary"] == draft["vocabulary"]
-    extra = "" if same else ", tokenizer=tokenizer, assistant_tokenizer=assistant_tokenizer"
-    lines = [
-        "from transformers import AutoModelForCausalLM, AutoTokenizer",
-        "",
-        f"tokenizer = AutoTokenizer.from_pretrained({clean(target['path'])!r})",
-        f"target = AutoModelForCausalLM.from_pretrained({clean(target['path'])!r})",
-        f"draft = AutoModelForCausalLM.from_pretrained({clean(draft['path'])!r})",
+def _file_row(file: ExportedFile) -> list[str]:
+    parity = file.parity
+    return [
+        code(file.path),
+        _pair(file.model, set()),
+        words(file.outtype),
+        number(file.bytes),
+        number(parity and parity.positions),
+        percent(parity and parity.top1_agreement),
+        significant(parity and parity.mean_abs_dlogprob),
+        significant(parity and parity.max_abs_dlogprob),
+        f"{number(parity and len(parity.tokenizer_mismatches))} of {number(parity and parity.tokenizer_texts)}",
     ]
-    if not same:
-        lines += [
-            "# the two vocabularies differ in size, so transformers asks for both tokenizers",
-            f"assistant_tokenizer = AutoTokenizer.from_pretrained({clean(draft['path'])!r})",
-        ]
-    lines += [
-        f"draft.generation_config.num_assistant_tokens = {length}",
-        'draft.generation_config.num_assistant_tokens_schedule = "constant"',
-        'inputs = tokenizer("def fibonacci(n):", return_tensors="pt")',
-        f"output = target.generate(**inputs, assistant_model=draft{extra}, max_new_tokens=128)",
-        "print(tokenizer.decode(output[0], skip_special_tokens=True))",
-    ]
-    return "\n".join(lines)
-
-
-def _llama_cpp(results: Results, length: int) -> str:
-    files = (results.get("export") or {}).get("files") or []
-    found = {
-        model: next((file["path"] for file in files if file["model"] == model), f"{model}.gguf")
-        for model in ("target", "draft")
-    }
-    return (
-        f"# older builds say --draft-max instead of --spec-draft-n-max\n"
-        f"llama-server -m {shlex.quote(clean(found['target']))} -md {shlex.quote(clean(found['draft']))} "
-        f"--spec-draft-n-max {length}"
-    )
-
-
-def _vllm(results: Results, length: int) -> str:
-    config = {"model": clean(results["draft"]["path"]), "num_speculative_tokens": length, "method": "draft_model"}
-    return (
-        f"vllm serve {shlex.quote(clean(results['target']['path']))} \\\n"
-        f"  --speculative-config {shlex.quote(json.dumps(config, ensure_ascii=False))}"
-    )

@@ -1,4 +1,4 @@
-"""The pieces that the report page is put together from; every string that is not Html is escaped on its way in."""
+"""The elements of the report page; every string that is not Html is escaped."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from distill.report.text import clean
 
 
 class Html(str):
-    """Text that is markup already; every other string is escaped on its way into the page."""
+    """Text that is markup already; every other string is escaped before it enters the page."""
 
 
 def as_text(value: object) -> str:
@@ -25,6 +25,11 @@ def as_code(value: object) -> Html:
     return Html(f"<code>{as_text(value)}</code>")
 
 
+def as_bad(value: object) -> Html:
+    """A figure or words in the colour of a warning."""
+    return Html(f'<span class="bad">{as_text(value)}</span>')
+
+
 def as_table(
     headers: Sequence[object],
     rows: Iterable[Sequence[object]],
@@ -32,7 +37,7 @@ def as_table(
     words: int = 1,
     classes: Sequence[str] = (),
 ) -> Html:
-    """A table with its command under it; the first `words` columns are text, the others figures."""
+    """A table with its command below; the first `words` columns are text, the others figures."""
 
     def line(tag: str, cells: Sequence[object], name: str = "") -> str:
         kinds = [' class="text"' if 0 < at < words else "" for at in range(len(cells))]
@@ -63,10 +68,10 @@ def as_list(sentences: Iterable[str]) -> Html:
 
 
 def not_run(stage: str) -> Html:
-    """The line in place of what a stage would have measured."""
+    """The line in place of the results of a stage."""
     return Html(f'<p class="notrun">The stage <code>{stage}</code> has not run, so there is nothing to show here.</p>')
 
 
 def badged(shown: object, grown: bool) -> Html:
-    """A name, with the badge where the target behind it was grown."""
+    """A name, with a badge if its target was grown."""
     return Html(as_cell(shown) + (' <span class="grown">grown</span>' if grown else ""))

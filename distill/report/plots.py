@@ -1,107 +1,112 @@
 """The report's plots: each function takes measured figures and returns one inline SVG, drawn by matplotlib.
 
-Text takes the colour of the page around it and the background is clear, so that one drawing serves light and dark.
+Text has the colour of the page around it and the background is transparent, so that one drawing fits light and dark.
 """
 
 from __future__ import annotations
 
 import io
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from distill.errors import DataError
-from distill.report.text import Results, clean, known, training_steps
+from distill.report.text import clean, known
+from distill.results.cut_results import SearchReport
+from distill.results.evaluation_results import MEASURES, SIDES, PositionAcceptance
+from distill.results.profile_results import MeasuredCurve
+from distill.results.speedup_results import Measurement
+from distill.results.training_results import EvaluatedWeights, TrainingStep
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# Mid tones, told apart on white and on near-black, and by eyes that see few colours (with the markers).
+# Mid tones that can be distinguished on white and on near-black and, with the markers, by colour-blind readers.
 COLOURS = ("#2f81d6", "#e0792b", "#2f9e77", "#a86bd1", "#d6455d", "#8a8f98", "#b59a1d", "#3aa8b8")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 INK = "#010203"  # stands for the page's own text colour until the drawing is done
 POINTS = 400
 
-Series = tuple[str, Sequence[float], Sequence[float]]
+Figure = Callable[[TrainingStep], float]
 
 
-def loss_curve(metrics: list[Results]) -> str:
+def loss_curve(steps: Sequence[TrainingStep]) -> str:
     """Training loss and its parts (nats per token) over steps."""
-    names = {"loss": "loss", "forward_kl": "KL(target ‖ draft)", "cross_entropy": "cross-entropy"}
-    return _training_plot("plot-loss", "Training loss over steps", "nats per token", metrics, names)
+    figures: dict[str, Figure] = {
+        "loss": lambda step: step.loss,
+        MEASURES["forward_kl"].removesuffix(", nats"): lambda step: step.forward_kl,
+        "cross-entropy": lambda step: step.cross_entropy,
+    }
+    return _training_plot("plot-loss", "Training loss over steps", "nats per token", steps, figures)
 
 
-def agreement_curve(metrics: list[Results]) -> str:
+def agreement_curve(steps: Sequence[TrainingStep]) -> str:
     """Share of training positions where draft and target put the same token first, over steps."""
+    label = MEASURES["top1_agreement"]
+    figures: dict[str, Figure] = {"agreement on training batches": lambda step: step.agreement}
     return _training_plot(
-        "plot-agreement",
-        "Top-1 agreement with the target over training steps",
-        "top-1 agreement",
-        metrics,
-        {"agreement": "agreement on training batches"},
+        "plot-agreement", "Top-1 agreement with the target over training steps", label, steps, figures
     )
 
 
-def validation_curve(metrics: list[Results]) -> str:
-    """Acceptance of drafts decoded on validation prompts, over steps; weights are chosen by it."""
-    lines = {line["step"]: line for line in metrics if line.get("stage") == "acceptance"}
-    if not lines:
+def validation_curve(evaluated: Sequence[EvaluatedWeights]) -> str:
+    """Acceptance of drafts decoded on validation prompts, over steps; the weights are chosen by it."""
+    if not evaluated:
         raise DataError("no weights were evaluated while training", "set train.acceptance to have them chosen")
     with _figure("plot-validation", "Acceptance on validation prompts over training steps") as (axes, done):
-        steps = sorted(lines)
         axes.plot(
-            steps,
-            [lines[step]["acceptance"] for step in steps],
+            [weights.step for weights in evaluated],
+            [weights.acceptance for weights in evaluated],
             color=COLOURS[0],
             marker="o",
-            label="accepted of the drafted tokens looked at",
+            label="accepted of the drafted tokens reached",
         )
         axes.set(xlabel="step", ylabel="acceptance, decoded")
     return done[0]
 
 
-def block_length(metrics: list[Results]) -> int:
-    """How many steps one drawn point averages."""
-    return max(1, -(-len(training_steps(metrics)) // POINTS))
+def block_length(steps: Sequence[TrainingStep]) -> int:
+    """The number of steps that one drawn point averages."""
+    return max(1, -(-len(steps) // POINTS))
 
 
-def acceptance_by_position(positions: Results) -> str:
+def acceptance_by_position(positions: Mapping[str, Sequence[PositionAcceptance]]) -> str:
     """Acceptance rate of the 1st, 2nd, … drafted token, before and after training, with intervals."""
     with _figure("plot-positions", "Acceptance rate by position in the draft, before and after") as (axes, done):
-        for index, side in enumerate(("before", "after")):
-            rows = [row for row in positions.get(side) or [] if row["drafted"] and known(row["rate"])]
+        for index, side in enumerate(SIDES):
+            rows = [row for row in positions.get(side, []) if row.drafted and known(row.rate.mean)]
             if rows:
                 _measured(
                     axes,
                     1 - index,
                     side,
-                    [row["position"] for row in rows],
-                    [row["rate"] for row in rows],
-                    [row["low"] for row in rows],
-                    [row["high"] for row in rows],
+                    [row.position for row in rows],
+                    [row.rate.mean for row in rows],
+                    [row.rate.low for row in rows],
+                    [row.rate.high for row in rows],
                 )
         axes.set(xlabel="position in the draft", ylabel="acceptance rate", ylim=(0, 1))
         _whole_ticks(axes)
     return done[0]
 
 
-def cost_curves(curves: list[Results], backend: str, relative: bool = False) -> str:
+def cost_curves(curves: Sequence[MeasuredCurve], backend: str, relative: bool = False) -> str:
     """T(m) of every model on one backend, in milliseconds or relative to T(1), with the band of repeats."""
-    name, words = ("relative", "Cost relative to one token") if relative else ("cost", "Milliseconds to take m tokens")
+    name, words = ("relative", "Cost relative to one token") if relative else ("cost", "Milliseconds for m tokens")
     with _figure(f"plot-{name}-{_slug(backend)}", f"{words}, {backend}") as (axes, done):
         values: list[float] = []
-        for index, curve in enumerate(curve for curve in curves if curve["backend"] == backend):
-            scale = 1 / curve["seconds"][0] if relative else 1000.0
-            middle, low, high = ([scale * second for second in curve[key]] for key in ("seconds", "low", "high"))
+        for index, curve in enumerate(curve for curve in curves if curve.backend == backend):
+            scale = 1 / curve.seconds[0] if relative else 1000.0
+            middle, low, high = ([scale * at for at in part] for part in (curve.seconds, curve.low, curve.high))
             colour = COLOURS[index % len(COLOURS)]
-            axes.fill_between(curve["tokens"], low, high, color=colour, alpha=0.2, linewidth=0)
+            axes.fill_between(curve.tokens, low, high, color=colour, alpha=0.2, linewidth=0)
             axes.plot(
-                curve["tokens"],
+                curve.tokens,
                 middle,
                 color=colour,
                 marker=MARKERS[index % len(MARKERS)],
-                label=_label(f"{curve['model']}, {curve['dtype']}, depth {curve['depth']}"),
+                label=_label(f"{curve.model}, {curve.dtype}, depth {curve.depth}"),
             )
             values += middle
         axes.set(xlabel="tokens in one step, m", ylabel="T(m) / T(1)" if relative else "T(m), ms")
@@ -113,67 +118,67 @@ def cost_curves(curves: list[Results], backend: str, relative: bool = False) -> 
     return done[0]
 
 
-def speedup_by_length(rows: list[Results], backend: str) -> str:
-    """Speedup against plain decoding over the draft length γ, one line per pair: measured, and predicted dashed."""
+def speedup_by_length(sweep: Sequence[Measurement], backend: str) -> str:
+    """Speedup over plain decoding by draft length γ, one line per pair: measured, and predicted dashed."""
+    drafted = [one for one in sweep if one.backend == backend and one.length and known(one.speedup)]
     with _figure(f"plot-speedup-{_slug(backend)}", f"Speedup by draft length, {backend}") as (axes, done):
         axes.axhline(1, color=INK, linewidth=1, alpha=0.7, label="plain = 1")
-        mine = [row for row in rows if row["backend"] == backend and row["length"] > 0 and known(row["speedup"])]
-        word: str | None = "predicted (dashed)"
-        for index, pair in enumerate(dict.fromkeys(row["pair"] for row in mine)):
-            line = sorted((row for row in mine if row["pair"] == pair), key=lambda row: int(row["length"]))
-            grown = any(row.get("grown") for row in line) and "grown" not in pair.lower()
-            lengths = [row["length"] for row in line]
-            _measured(
-                axes,
-                index,
-                f"{pair} (grown)" if grown else pair,
-                lengths,
-                [row["speedup"] for row in line],
-                [row["speedup_low"] for row in line],
-                [row["speedup_high"] for row in line],
-            )
-            told = [(row["length"], row["predicted"]) for row in line if known(row["predicted"])]
-            if told:
-                axes.plot(
-                    *zip(*told, strict=True),
-                    color=COLOURS[index % len(COLOURS)],
-                    linestyle=(0, (3, 2)),
-                    linewidth=1.3,
-                    label=word,
-                )
-                word = None
+        label: str | None = "predicted (dashed)"
+        for index, pair in enumerate(dict.fromkeys(one.pair for one in drafted)):
+            line = sorted((one for one in drafted if one.pair == pair), key=lambda one: one.length or 0)
+            if _pair_line(axes, index, pair, line, label):
+                label = None  # once in the legend
         axes.set(xlabel="draft length γ", ylabel="speedup, times plain")
         axes.set_ylim(bottom=0)
         _whole_ticks(axes)
     return done[0]
 
 
-def search_front(search: Results) -> str:
+def _pair_line(axes: Axes, index: int, pair: str, line: Sequence[Measurement], label: str | None) -> bool:
+    """Draw one pair's speedups by draft length; whether a prediction was drawn too."""
+    grown = any(one.grown for one in line) and "grown" not in pair.lower()
+    _measured(
+        axes,
+        index,
+        f"{pair} (grown)" if grown else pair,
+        [one.length or 0 for one in line],
+        [one.speedup for one in line],
+        [one.speedup_low for one in line],
+        [one.speedup_high for one in line],
+    )
+    predicted = [(one.length, one.predicted) for one in line if known(one.predicted)]
+    if predicted:
+        colour = COLOURS[index % len(COLOURS)]
+        axes.plot(*zip(*predicted, strict=True), color=colour, linestyle=(0, (3, 2)), linewidth=1.3, label=label)
+    return bool(predicted)
+
+
+def search_front(search: SearchReport) -> str:
     """Acceptance of every cut tried over the cost of its step, the Pareto front joined and the chosen one marked."""
-    single = search["target_seconds"][0]
+    single = search.target_seconds[0]
     with _figure("plot-search", "Acceptance over step cost of every cut tried") as (axes, done):
-        points = sorted(search["points"], key=lambda point: float(point["draft_seconds"]))
-        front = [point for point in points if point["name"] in search["front"]]
+        points = sorted(search.points, key=lambda point: point.draft_seconds)
+        front = [point for point in points if point.name in search.front]
         axes.plot(
-            [point["draft_seconds"] / single for point in front],
-            [point["acceptance"] for point in front],
+            [point.draft_seconds / single for point in front],
+            [point.acceptance for point in front],
             color=COLOURS[5],
             linewidth=1,
             label="no other beats it in both",
         )
         for point in points:
-            chosen = point["name"] == search["chosen"]
+            chosen = point.name == search.chosen
             axes.plot(
-                [point["draft_seconds"] / single],
-                [point["acceptance"]],
+                [point.draft_seconds / single],
+                [point.acceptance],
                 linestyle="none",
                 marker=MARKERS[3] if chosen else MARKERS[0],
                 markersize=7 if chosen else 4,
                 color=COLOURS[1] if chosen else COLOURS[0],
             )
             axes.annotate(
-                _label(point["name"]),
-                (point["draft_seconds"] / single, point["acceptance"]),
+                _label(point.name),
+                (point.draft_seconds / single, point.acceptance),
                 fontsize=6.5,
                 xytext=(4, -8),
                 textcoords="offset points",
@@ -183,18 +188,18 @@ def search_front(search: Results) -> str:
     return done[0]
 
 
-def _training_plot(name: str, title: str, unit: str, metrics: list[Results], names: dict[str, str]) -> str:
-    steps, block = training_steps(metrics), block_length(metrics)
+def _training_plot(name: str, title: str, unit: str, steps: Sequence[TrainingStep], figures: dict[str, Figure]) -> str:
+    block = block_length(steps)
     with _figure(name, title) as (axes, done):
-        for index, (key, words) in enumerate(names.items()):
-            lines = [line for line in steps if known(line.get(key))]
-            blocks = [lines[at : at + block] for at in range(0, len(lines), block)]
+        for index, (label, figure) in enumerate(figures.items()):
+            points = [(step.step, figure(step)) for step in steps if known(figure(step))]
+            blocks = [points[at : at + block] for at in range(0, len(points), block)]
             if blocks:
                 axes.plot(
-                    [_mean([line["step"] for line in part]) for part in blocks],
-                    [_mean([line[key] for line in part]) for part in blocks],
+                    [_mean([step for step, _ in part]) for part in blocks],
+                    [_mean([value for _, value in part]) for part in blocks],
                     color=COLOURS[index],
-                    label=words,
+                    label=label,
                     linewidth=1.6 if index == 0 else 1.1,
                     marker="o" if len(blocks) == 1 else None,
                 )
@@ -203,10 +208,16 @@ def _training_plot(name: str, title: str, unit: str, metrics: list[Results], nam
 
 
 def _measured(
-    axes: Axes, index: int, label: str, x: list[int], y: list[float], low: list[float | None], high: list[float | None]
+    axes: Axes,
+    index: int,
+    label: str,
+    x: Sequence[int],
+    y: Sequence[float],
+    low: Sequence[float],
+    high: Sequence[float],
 ) -> None:
-    below = [max(0.0, value - bound) if bound is not None else 0.0 for value, bound in zip(y, low, strict=True)]
-    above = [max(0.0, bound - value) if bound is not None else 0.0 for value, bound in zip(y, high, strict=True)]
+    below = [max(0.0, value - bound) if known(bound) else 0.0 for value, bound in zip(y, low, strict=True)]
+    above = [max(0.0, bound - value) if known(bound) else 0.0 for value, bound in zip(y, high, strict=True)]
     axes.errorbar(
         x,
         y,
@@ -219,12 +230,12 @@ def _measured(
     )
 
 
-def _mean(values: list[float]) -> float:
+def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
 
 def _label(text: str) -> str:
-    """Text that matplotlib draws as it is: one line, never longer than the plot; a leading bar would hide it."""
+    """One line, never longer than the plot; matplotlib hides a label that begins with an underscore."""
     text = clean(text).replace("\n", " ").lstrip("_") or "unnamed"
     return text if len(text) <= 52 else text[:51] + "…"
 
@@ -302,7 +313,7 @@ def _legend(place: Callable[..., Any], axes: Axes) -> None:
 
 
 def _inline(drawn: str, name: str, title: str) -> str:
-    """A matplotlib SVG file made fit to stand inside a page: one element, own ids, the page's colour and width."""
+    """A matplotlib SVG file as an element of a page: ids of its own, the page's colour and width."""
     from html import escape
 
     svg = drawn[drawn.index("<svg") :].strip()

@@ -2,63 +2,78 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 from distill.files import read_json, write_text
 from distill.machine import machine
 from distill.recipe import Recipe
 from distill.report.card import build_card
 from distill.report.page import build_page
+from distill.results.cut_results import CutReport, ModelSizes, SearchReport, SparsityReport
+from distill.results.evaluation_results import EvaluationReport
+from distill.results.export_results import ExportReport
+from distill.results.profile_results import ProfileReport
+from distill.results.run_results import Machine, Parent, RunResults
+from distill.results.serialise import from_json, read_result
+from distill.results.speedup_results import SpeedupReport
+from distill.results.training_results import TrainingSummary, evaluated_weights, training_steps
 from distill.run import Run, now
 
+Report = TypeVar("Report")
 
-def gather(recipe: Recipe, run: Run) -> dict[str, Any]:
-    """Everything the page and the card show, read from the run directory; None for stages that have not run."""
 
-    def found(*parts: str) -> Any:
+def gather(recipe: Recipe, run: Run) -> RunResults:
+    """All that the page and the card show, read from the run directory; None for stages that have not run.
+
+    Raises DataError where the cut is missing, or a file has another form than this version writes.
+    """
+
+    def found(kind: type[Report], *parts: str) -> Report | None:
         path = run.path(*parts)
-        return read_json(path) if path.exists() else None
+        return read_result(path, kind) if path.exists() else None
 
-    cut = found("cut", "cut.json") or {}
+    cut = read_result(run.path("cut", "cut.json"), CutReport)
+    history = run.path("provenance.json")
     # The command that made the run, not the one that redraws its report.
-    history = found("provenance.json") or []
-    argv = history[0]["argv"][1:] if history else []
-    results = {
-        "name": recipe.name,
-        "date": now(),
-        "command": "distill " + " ".join(argv),
-        "machine": machine(),
-        "config": recipe.model_dump(mode="json"),
-        "target": _target_sizes(recipe, cut),
-        "donor": cut.get("donor"),
-        "draft": (cut["draft"] | {"path": "draft"}) if cut else None,
-        "cuts": cut.get("changes"),
-        "parent": run.parent(),
-        "search": found("search", "search.json"),
-        "sparsity": found("draft", "sparsity.json"),
-        "metrics": run.metrics(),
-        "training": found("training.json"),
-        "profile": found("profile.json"),
-        "eval": found("eval.json"),
-        "export": found("gguf", "export.json"),
-        "speedup": found("speedup.json"),
-    }
-    return {name: value for name, value in results.items() if value is not None}
+    argv = read_json(history)[0]["argv"][1:] if history.exists() else []
+    parent, lines = run.parent(), run.metrics()
+    return RunResults(
+        name=recipe.name,
+        date=now(),
+        command="distill " + " ".join(argv),
+        machine=from_json(machine(), Machine, "this machine"),
+        config=recipe.model_dump(mode="json"),
+        target=_target_sizes(recipe, cut),
+        donor=cut.donor,
+        draft=replace(cut.draft, path="draft"),
+        cuts=cut.changes,
+        parent=None if parent is None else from_json(parent, Parent, "parent.json"),
+        search=found(SearchReport, "search", "search.json"),
+        sparsity=found(SparsityReport, "draft", "sparsity.json"),
+        steps=training_steps(lines),
+        evaluated=evaluated_weights(lines),
+        training=found(TrainingSummary, "training.json"),
+        profile=found(ProfileReport, "profile.json"),
+        evaluation=found(EvaluationReport, "eval.json"),
+        export=found(ExportReport, "gguf", "export.json"),
+        speedup=found(SpeedupReport, "speedup.json"),
+    )
 
 
-def _target_sizes(recipe: Recipe, cut: dict[str, Any]) -> dict[str, Any] | None:
+def _target_sizes(recipe: Recipe, cut: CutReport) -> ModelSizes:
     """Sizes of the target, read from its configuration on an empty model, so that no weights are loaded."""
-    if cut and cut["donor"]["path"] == recipe.target.model:
-        donor: dict[str, Any] = cut["donor"]
-        return donor
+    if cut.donor.path == recipe.target.model:
+        return cut.donor
     import torch
     from transformers import AutoModelForCausalLM
 
     from distill.models.hugging_face import describe_model, load_config
 
     with torch.device("meta"):
-        return describe_model(recipe.target.model, AutoModelForCausalLM.from_config(load_config(recipe.target.model)))
+        empty = AutoModelForCausalLM.from_config(load_config(recipe.target.model))
+        return from_json(describe_model(recipe.target.model, empty), ModelSizes, recipe.target.model)
 
 
 def report(recipe: Recipe, run: Run) -> list[Path]:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import BeforeValidator, TypeAdapter, ValidationError
 
 from distill.errors import DataError
 from distill.files import read_json, without_nan, write_json
 
 Result = TypeVar("Result")
+
+# A number that may be unknown: NaN in a dataclass, null in JSON, which has no NaN.
+Figure = Annotated[float, BeforeValidator(lambda value: math.nan if value is None else value)]
 
 
 def as_json(result: Any) -> Any:
@@ -26,12 +30,17 @@ def write_result(path: Path, result: Any) -> None:
 
 def read_result(path: Path, kind: type[Result]) -> Result:
     """Read what `write_result` wrote; raises DataError where it is missing, damaged or of another version's form."""
+    return from_json(read_json(path), kind, str(path))
+
+
+def from_json(value: Any, kind: type[Result], source: str) -> Result:
+    """A dataclass from JSON values, nested ones too; raises DataError, which names `source`, for another form."""
     try:
-        return TypeAdapter(kind).validate_python(read_json(path))
+        return TypeAdapter(kind).validate_python(value)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
         raise DataError(
-            f"{path} does not hold what this version writes: {where or 'it'} is missing or of another kind",
+            f"{source} does not hold what this version writes: {where or 'it'} is missing or of another kind",
             "make it again: `distill train RECIPE --redo STAGE`, with the stage that wrote it",
         ) from error

@@ -5,10 +5,14 @@ A `Configuration` (distill/recipe/configuration.py) is one way to decode; a `Mea
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
+from distill.results.serialise import Figure
+
 PLAIN = "plain"  # the title of plain greedy decoding
+FASTER, SLOWER, UNCLEAR = "faster than plain", "slower than plain", "no clear difference from plain"
 
 
 @dataclass(frozen=True)
@@ -36,16 +40,16 @@ class Measurement(PairMeasured):
     drafter: str | None
     rule: str | None
     verifier: str | None
-    sampler: dict[str, float] | None
+    sampler: dict[str, int | float] | None
     tokens: int
     seconds: float
     tokens_per_second: float
     plain_tokens_per_second: float
     tokens_per_round: float | None
     acceptance: float | None
-    speedup: float
-    speedup_low: float
-    speedup_high: float
+    speedup: Figure
+    speedup_low: Figure
+    speedup_high: Figure
     predicted: float | None
     identical: int | None
     excused: int | None
@@ -63,15 +67,35 @@ class Measurement(PairMeasured):
         """Whether it belongs to the greedy sweep of fixed lengths, plain decoding included."""
         return self.length is not None
 
+    @property
+    def distribution(self) -> str:
+        """The distribution that the text follows, in words."""
+        return "the target's" if self.lossy is None else f"LOSSY: {self.lossy}"
+
+    @property
+    def same_text(self) -> str:
+        """How many greedy texts equal the plain ones, and how many diverge at a rounding tie; else `sampled`."""
+        if self.identical is None or self.excused is None or self.different is None:
+            return "sampled"
+        total = self.identical + self.excused + self.different
+        return f"{self.identical}/{total}" + (f" (+{self.excused} ties)" if self.excused else "")
+
+    @property
+    def verdict(self) -> str:
+        """How the speed compares with plain decoding, judged by the interval."""
+        if self.speedup_low > 1:
+            return FASTER
+        return SLOWER if self.speedup_high < 1 else UNCLEAR
+
 
 @dataclass(frozen=True)
 class ChosenLength(PairMeasured):
     """The better of plain (length 0) and speculative: chosen on the even prompts, these figures are of the odd ones."""
 
     length: int
-    speedup: float
-    speedup_low: float
-    speedup_high: float
+    speedup: Figure
+    speedup_low: Figure
+    speedup_high: Figure
     tokens_per_second: float
 
 
@@ -167,7 +191,7 @@ class SpeedupReport:
     machine: dict[str, Any]
     prompts: int
     new_tokens: int
-    sampler: dict[str, float]
+    sampler: dict[str, int | float]
     parts: list[SpeedupPart]
     calibration: dict[str, Any] | None = None
 
@@ -185,3 +209,40 @@ class SpeedupReport:
     def others(self) -> list[Measurement]:
         """Every configuration beside the fixed lengths."""
         return [measurement for measurement in self.measurements if not measurement.in_sweep]
+
+    @property
+    def fastest(self) -> list[Measurement]:
+        """The fastest fixed length of each pair and backend, in the order of the table."""
+        best: dict[tuple[str, str], Measurement] = {}
+        for one in self.sweep:
+            key = (one.pair, one.backend)
+            if one.length and math.isfinite(one.speedup) and (key not in best or one.speedup > best[key].speedup):
+                best[key] = one
+        return list(best.values())
+
+    def plain_beside(self, measurement: Measurement) -> Measurement | None:
+        """The plain greedy run of the same pair and backend."""
+        for one in self.sweep:
+            if one.is_plain and (one.pair, one.backend) == (measurement.pair, measurement.backend):
+                return one
+        return None
+
+    @property
+    def grown_pairs(self) -> set[str]:
+        """Names of the pairs whose target was grown."""
+        return {measurement.pair for measurement in self.measurements if measurement.grown}
+
+    @property
+    def plain_references(self) -> list[PlainReference]:
+        """Of all parts, in order."""
+        return [part.plain_reference for part in self.parts]
+
+    @property
+    def explanations(self) -> list[str]:
+        """Of all parts, in order."""
+        return [sentence for part in self.parts for sentence in part.explanations]
+
+    @property
+    def samples(self) -> list[Sample]:
+        """Of all parts, in order."""
+        return [sample for part in self.parts for sample in part.samples]

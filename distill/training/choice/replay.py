@@ -9,6 +9,7 @@ arXiv 2605.29343, is where replaying verified errors comes from). Legend: n bloc
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -113,9 +114,9 @@ def decide(before: Sequence[Decoded], after: Sequence[Decoded], resamples: int, 
     return {
         "before": sum(sums(before)[0]) / max(1.0, sum(sums(before)[1])),
         "after": sum(sums(after)[0]) / max(1.0, sum(sums(after)[1])),
-        "difference": found,
+        "difference": asdict(found),
         "prompts": len(before),
-        "kept": bool(found["low"] > 0),
+        "kept": found.low > 0,
     }
 
 

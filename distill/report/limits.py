@@ -1,0 +1,108 @@
+"""The limits of a run's figures, in sentences for the report page and the model card."""
+
+from __future__ import annotations
+
+from distill.report.text import is_grown, known, number, percent, sampler_words
+from distill.results.evaluation_results import EvaluationReport
+from distill.results.export_results import ExportReport
+from distill.results.run_results import RunResults
+from distill.results.speedup_results import FASTER, PlainReference, SpeedupReport
+
+
+def limits(results: RunResults) -> list[str]:
+    """Everything a reader must know before quoting these figures, one sentence each."""
+    machine = results.machine
+    place = f"{machine.cpu} ({machine.cores} cores)" if machine.cpu else "one machine"
+    sentences = [
+        f"Every time and speedup was measured on {place}. Other hardware has other cost curves, so measure there "
+        "before you rely on these figures."
+    ]
+    if not machine.gpu:
+        sentences.append("No GPU took part: nothing here shows how the pair behaves on one.")
+    missing = results.stages_not_run
+    if missing:
+        sentences.append(f"These stages have not run, so the report makes no claim about them: {', '.join(missing)}.")
+    if results.speedup:
+        sentences += _speedup_limits(results.speedup)
+    if results.evaluation:
+        sentences.append(_evaluation_limit(results.evaluation))
+    if results.export:
+        sentences += _export_limits(results.export)
+    if _any_grown(results):
+        sentences.append(
+            "A target labelled “grown” is a trained model that was enlarged without changing its output: its text is "
+            "real, its cost is that of the larger shape, and its quality is that of the small model."
+        )
+    return sentences
+
+
+def _any_grown(results: RunResults) -> bool:
+    models = [curve.model for curve in results.profile.curves] if results.profile else []
+    models += [file.model for file in results.export.files] if results.export else []
+    return bool(results.grown_pairs) or any(is_grown(model, set()) for model in models)
+
+
+def _speedup_limits(speedup: SpeedupReport) -> list[str]:
+    sentences = [
+        f"Speedups come from {number(speedup.prompts)} prompts of up to {number(speedup.new_tokens)} new tokens each. "
+        "The best draft length of a pair is read off the same runs, and its interval does not cover that choice."
+    ]
+    for best in speedup.fastest:
+        if best.verdict != FASTER:
+            sentences.append(
+                f"{_labelled(best.pair, speedup)} ({best.backend}) at its best draft length: {best.verdict}."
+            )
+    different = sum(one.different or 0 for one in speedup.sweep)
+    excused = sum(one.excused or 0 for one in speedup.sweep)
+    if different:
+        sentences.append(
+            f"{different} outputs differ from the plain run without a rounding tie that would explain it: treat this "
+            "pair as not shown to be lossless."
+        )
+    if excused:
+        sentences.append(
+            f"{excused} outputs diverge from the plain run at a rounding tie, where the logits of two tokens are equal "
+            "within rounding; they count as excused, not as identical."
+        )
+    for line in speedup.plain_references:
+        ratio = _plain_over_library(line)
+        if ratio is not None and ratio < 0.95:
+            sentences.append(
+                f"The plain run of {_labelled(line.pair, speedup)} ({line.backend}) reaches only {percent(ratio)} of "
+                f"the speed of {line.library}, so the speedup over that library would be smaller."
+            )
+    return sentences
+
+
+def _labelled(pair: str, speedup: SpeedupReport) -> str:
+    """A pair's name in running text, marked as grown where the name itself does not contain the word."""
+    grown = is_grown(pair, speedup.grown_pairs)
+    return f"{pair} [grown]" if grown and "grown" not in pair.lower() else pair
+
+
+def _plain_over_library(line: PlainReference) -> float | None:
+    plain, library = line.plain_tokens_per_second, line.library_tokens_per_second
+    return plain / library if known(plain) and known(library) and library else None
+
+
+def _evaluation_limit(evaluation: EvaluationReport) -> str:
+    counts = ", ".join(
+        f"{name}: {number(sides['after'].tokens)} tokens of {number(sides['after'].prompts)} prompts"
+        for name, sides in evaluation.domains.items()
+        if "after" in sides
+    )
+    return (
+        f"Divergences and acceptance hold for the texts they were measured on ({counts}) and for this sampler "
+        f"({sampler_words(evaluation)})."
+    )
+
+
+def _export_limits(export: ExportReport) -> list[str]:
+    sentences = []
+    for file in export.files:
+        if file.parity and file.parity.tokenizer_mismatches:
+            sentences.append(
+                f"{file.path}: llama.cpp and the Hugging Face tokenizer disagree on "
+                f"{len(file.parity.tokenizer_mismatches)} of {file.parity.tokenizer_texts} texts."
+            )
+    return sentences

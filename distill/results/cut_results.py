@@ -1,0 +1,150 @@
+"""What became of the donor: cut/cut.json, search/search.json and draft/sparsity.json as dataclasses."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class ModelSizes:
+    """A model and its sizes; `mlp` is the width that its configuration names."""
+
+    path: str
+    architecture: str
+    parameters: int
+    layers: int
+    hidden: int
+    mlp: int
+    vocabulary: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Size:
+    """Sizes of a model. `mlp` is the width per layer; `bytes_per_step` counts the weights read to decode one token:
+    all of them, except that an untied input embedding gives one row, and that a trimmed head is read where it is kept.
+    """
+
+    parameters: int
+    bytes_per_step: int
+    layers: int
+    hidden: int
+    mlp: tuple[int, ...]
+    heads: int
+    kv_heads: int
+    vocabulary: int
+    kept_vocabulary: int
+    tied: bool
+
+
+@dataclass(frozen=True)
+class Change:
+    """One operation: its name, the sizes before and after, KL(target ‖ model) in nats before and after where it was
+    measured, and its choices, in words and numbers that JSON can hold."""
+
+    operation: str
+    before: Size
+    after: Size
+    kl_before: float | None = None
+    kl_after: float | None = None
+    details: dict[str, Any] = field(default_factory=dict)
+
+    def as_json(self) -> dict[str, Any]:
+        """For surgery.json and reports."""
+        return asdict(self)
+
+    def sentence(self) -> str:
+        """One line for the log."""
+        old, new = self.before, self.after
+
+        def moved(name: str, before: object, after: object) -> list[str]:
+            return [f"{name} {before} -> {after}"] if before != after else []
+
+        parts = [
+            *moved("layers", old.layers, new.layers),
+            *moved("hidden", old.hidden, new.hidden),
+            *moved("MLP", _widths(old.mlp), _widths(new.mlp)),
+            *moved("KV heads", old.kv_heads, new.kv_heads),
+            *moved("vocabulary", old.vocabulary, new.vocabulary),
+            *moved("kept vocabulary", old.kept_vocabulary, new.kept_vocabulary),
+            f"parameters {old.parameters / 1e6:.2f}M -> {new.parameters / 1e6:.2f}M",
+            f"bytes per step {old.bytes_per_step / 1e6:.2f} MB -> {new.bytes_per_step / 1e6:.2f} MB",
+        ]
+        if self.kl_after is not None:
+            before = "not comparable" if self.kl_before is None else f"{self.kl_before:.4f}"
+            parts.append(f"KL to the target {before} -> {self.kl_after:.4f}")
+        return f"{self.operation}: " + ", ".join(parts)
+
+
+def _widths(mlp: tuple[int, ...]) -> str:
+    return str(mlp[0]) if len(set(mlp)) == 1 else f"{min(mlp)}..{max(mlp)}"
+
+
+@dataclass(frozen=True)
+class CutReport:
+    """cut/cut.json: donor and draft, every operation between them, and the longest context."""
+
+    donor: ModelSizes
+    draft: ModelSizes
+    changes: list[Change]
+    context: int | None
+
+
+@dataclass(frozen=True)
+class Priced:
+    """A cut with its measurements and the speed predicted from them.
+
+    `kl` in nats; `acceptance` α of rejection sampling at the recipe's sampler, on the validation split;
+    `draft_seconds` D; `length` the best γ (0: plain decoding is faster); `tokens_per_second` predicted with it;
+    `speedup` over plain; `drafting` tokens per second with the best γ of at least 1, which ranks cuts where none pays.
+    """
+
+    name: str
+    settings: dict[str, Any]
+    parameters: int
+    kl: float | None
+    acceptance: float
+    draft_seconds: float
+    length: int
+    tokens_per_second: float
+    speedup: float
+    drafting: float
+
+    def as_json(self) -> dict[str, Any]:
+        """For the search's files."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class SearchReport:
+    """search/search.json: every cut tried, the names of those that no other beats in both step cost and acceptance,
+    and the name of the chosen one. `target_seconds` are T(1..)."""
+
+    backend: str
+    heal_steps: int
+    target_seconds: list[float]
+    points: list[Priced]
+    front: list[str]
+    chosen: str
+    explanations: list[str]
+    command: str
+
+
+@dataclass(frozen=True)
+class SparsityDetails:
+    """Shares of zero weights by layer and tensor (single weights), or by layer the share of the removed neurons that
+    were exactly zero and the mean λ (whole neurons)."""
+
+    by_layer: list[float] | None = None
+    by_tensor: dict[str, float] | None = None
+    removed_zero_share: list[float] | None = None
+    lambda_by_layer: list[float] | None = None
+
+
+@dataclass(frozen=True)
+class SparsityReport:
+    """draft/sparsity.json, as far as it is shown."""
+
+    sentence: str
+    details: SparsityDetails

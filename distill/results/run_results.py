@@ -1,0 +1,81 @@
+"""Everything that a run has measured, gathered for the report page and the model card."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from distill.results.cut_results import Change, ModelSizes, SearchReport, SparsityReport
+from distill.results.evaluation_results import EvaluationReport
+from distill.results.export_results import ExportReport
+from distill.results.profile_results import ProfileReport
+from distill.results.speedup_results import SpeedupReport
+from distill.results.training_results import EvaluatedWeights, TrainingStep, TrainingSummary
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Processor, memory, GPU and the versions that figures depend on; None where not known."""
+
+    cpu: str | None = None
+    cores: int | None = None
+    memory_bytes: int | None = None
+    gpu: str | None = None
+    platform: str | None = None
+    python: str | None = None
+    torch: str | None = None
+    transformers: str | None = None
+
+
+@dataclass(frozen=True)
+class Parent:
+    """The run whose draft a refreshed run went on from."""
+
+    generation: int
+    run: str
+    digest: str
+
+
+@dataclass(frozen=True)
+class RunResults:
+    """All results of a run; None or empty for stages that have not run. `config` is the resolved recipe.
+
+    `command` made the run; `steps` and `evaluated` are of its training. `donor` is what the draft was cut from.
+    """
+
+    name: str
+    date: str
+    command: str
+    machine: Machine
+    config: dict[str, Any]
+    target: ModelSizes
+    draft: ModelSizes
+    donor: ModelSizes | None = None
+    cuts: list[Change] = field(default_factory=list)
+    parent: Parent | None = None
+    search: SearchReport | None = None
+    sparsity: SparsityReport | None = None
+    steps: list[TrainingStep] = field(default_factory=list)
+    evaluated: list[EvaluatedWeights] = field(default_factory=list)
+    training: TrainingSummary | None = None
+    profile: ProfileReport | None = None
+    evaluation: EvaluationReport | None = None
+    export: ExportReport | None = None
+    speedup: SpeedupReport | None = None
+
+    @property
+    def grown_pairs(self) -> set[str]:
+        """Names of the measured pairs whose target was grown."""
+        return self.speedup.grown_pairs if self.speedup else set()
+
+    @property
+    def stages_not_run(self) -> list[str]:
+        """The measuring stages that have not run, and `train` where no step is recorded."""
+        stages = {
+            "train": bool(self.steps),
+            "profile": self.profile is not None,
+            "eval": self.evaluation is not None,
+            "export": self.export is not None,
+            "speedup": self.speedup is not None,
+        }
+        return [name for name, there in stages.items() if not there]

@@ -1,0 +1,103 @@
+"""What a training records: lines of metrics.jsonl and training.json as dataclasses."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from distill.intervals import Interval
+from distill.results.serialise import Figure, from_json
+
+
+@dataclass(frozen=True)
+class TrainingStep:
+    """One training step: means per token of its batch, the pace so far and the peak memory."""
+
+    step: int
+    loss: Figure
+    forward_kl: Figure = math.nan
+    cross_entropy: Figure = math.nan
+    agreement: Figure = math.nan
+    rate: Figure = math.nan
+    tokens: int = 0
+    tokens_per_second: Figure = math.nan
+    memory_bytes: int | None = None
+    time: str | None = None
+
+
+@dataclass(frozen=True)
+class EvaluatedWeights:
+    """Weights whose drafts were decoded on validation prompts: acceptance of the drafted tokens that were reached."""
+
+    step: int
+    acceptance: float
+    tokens_per_round: float
+    rounds: int
+
+
+@dataclass(frozen=True)
+class TrainedPart:
+    """A part of the training: its first step, how many, its peak rate and its losses with their weights."""
+
+    name: str
+    first: int
+    steps: int
+    rate: float
+    loss: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Collected:
+    """Train prompts decoded for a replay, and the positions that the target rejected."""
+
+    prompts: int
+    tokens: int
+    rounds: int
+    rejected: int
+    blocks: int
+
+
+@dataclass(frozen=True)
+class ReplayDecision:
+    """Whether a replay was kept, and why: tokens per round before and after on validation prompts, paired by prompt.
+
+    `difference` is None where nothing was rejected, so that nothing was learnt.
+    """
+
+    kept: bool
+    collected: Collected
+    before: Figure = math.nan
+    after: Figure = math.nan
+    difference: Interval | None = None
+    prompts: int | None = None
+    confidence: float | None = None
+
+
+@dataclass(frozen=True)
+class TrainingSummary:
+    """training.json. `best` is None where no weights were evaluated, `replay` where there was none."""
+
+    steps: int
+    processes: int
+    parts: list[TrainedPart]
+    best: EvaluatedWeights | None
+    replay: ReplayDecision | None
+
+
+def training_steps(lines: Iterable[dict[str, Any]]) -> list[TrainingStep]:
+    """The steps among the lines of metrics.jsonl, in order; the last line of a repeated step counts."""
+    steps = {line["step"]: line for line in lines if line.get("stage") == "train" and "loss" in line}
+    return [from_json(steps[step], TrainingStep, "metrics.jsonl") for step in sorted(steps)]
+
+
+def evaluated_weights(lines: Iterable[dict[str, Any]]) -> list[EvaluatedWeights]:
+    """The evaluations of weights among the lines of metrics.jsonl, in order."""
+    found = {line["step"]: line for line in lines if line.get("stage") == "acceptance"}
+    return [from_json(found[step], EvaluatedWeights, "metrics.jsonl") for step in sorted(found)]
+
+
+def trained_tokens(steps: Iterable[TrainingStep]) -> int:
+    """Tokens that counted in the loss, over all steps."""
+    return sum(step.tokens for step in steps)
