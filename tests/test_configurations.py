@@ -329,7 +329,7 @@ def test_the_stage_measures_configurations_and_refuses_lossy_ones(
         texts.add(said.out)
     assert len(texts) == 1
     for options, words in (
-        (("--rule", "x"), "rule: Input should be 'fixed'"),
+        (("--rule", "x"), "there is no rule 'x'; known: fixed, p_min"),
         (("--p-min", 0.1), "p_min is not read by drafter draft with rule fixed"),
         (("--rule", "beta", "--drafter", "tree"), "drafter tree has none"),
     ):

@@ -116,6 +116,9 @@ def _explain(error: Any) -> str:
         return f"{location}: unknown key; {advice}"
     if error["type"] == "missing":
         return f"{location}: is missing"
+    if error["type"] == "literal_error":
+        known = error["ctx"]["expected"].replace(" or ", ", ").replace("'", "")
+        return f"{location}: there is no {error['loc'][-1]} {error['input']!r}; known: {known}"
     message = error["msg"].removeprefix("Value error, ")
     return f"{location}: {message} (got {error['input']!r})" if error["loc"] else f"{location}: {message}"
 
