@@ -1,9 +1,9 @@
-"""Every way of cutting the demo target, at several sizes, without healing: KL to the target on test text.
+"""Every cut of the demo target, at several sizes, without healing: KL to the target on test text.
 
     python scripts/benchmark_cuts.py > cuts.md
 
-Scores are collected on one half of the validation text, ridges and greedy removals chosen on the other half; every
-figure printed is of test text, which none of it has seen. Intervals: 95 %, bootstrap over documents; the ratio to the
+Scores are collected on one half of the validation text; ridges and greedy removals are chosen on the other half. Every
+figure is measured on test text, which neither has seen. Intervals: 95 %, bootstrap over documents; the ratio to the
 plainest method of the same size is paired by document.
 """
 

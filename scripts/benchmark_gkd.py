@@ -3,17 +3,18 @@
     python scripts/benchmark_gkd.py runs/demo --to losses/ --tune            # resumes; a second process: --share 1/2
     python scripts/benchmark_losses.py runs/demo --to losses/ --table        # the table of everything in the folder
 
-RUN is a run whose teacher and cut/ are there (`distill train recipes/demo.yaml --until cut`), FOLDER the one of
+RUN is a run that has a teacher store and cut/ (`distill train recipes/demo.yaml --until cut`); --to is the folder of
 benchmark_losses.py. Two methods: `trl GKD, defaults` (β .5, λ .5) and, with --tune, `trl GKD, tuned`: the β and λ whose
 draft is accepted most on validation prompts (sampling) at the middle rate and the first seed. Both then take every rate
-and seed, or with --narrow every rate at the first seed and the other seeds at the rate best there.
+and seed, or with --narrow every rate at the first seed and the other seeds at its best rate.
 
-The trainer's own: its loss, how it mixes in texts that the draft writes (temperature .9, at most 128 tokens: its
-defaults), its denominator. Ours: optimiser, rate of each step and clipping, as for every other method. Its default rate
-(2e-5), meant for large models, would hardly move one this small, so the grid replaces it; its default bf16 and gradient
-checkpointing are off. Tokens are counted as positions, scored or not. A step of ours is `batch` blocks; here it is the
-documents of those blocks, one a row, scored where ours are; where the draft writes instead, the longest pieces of the
-same documents begin as many prompts as fill the same positions with their answers (prompts are not scored).
+From the trainer come its loss, its mixture of texts that the draft writes (temperature .9, at most 128 tokens: its
+defaults) and its denominator. From us come the optimiser, each step's rate and clipping, as for every other method. Its
+default rate (2e-5), meant for large models, would hardly move one this small, so the grid replaces it; its default bf16
+and gradient checkpointing are off. Tokens are counted as positions, scored or not. A step of ours is `batch` blocks;
+here it is the documents of those blocks, one a row, scored at the same positions. Where the draft writes instead, the
+longest pieces of the same documents give as many prompts as fill the same positions with their answers (prompts are not
+scored).
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ Row = tuple[list[int], int]  # a document's ids, and its first token whose distr
 
 
 def rows_of(blocks: Packed) -> list[Row]:
-    """The documents of packed blocks, in order, without those of which nothing is scored."""
+    """The documents of packed blocks, in order, except those without a scored position."""
     rows: list[Row] = []
     for ids, documents, mask in zip(blocks.ids, blocks.documents, blocks.mask, strict=True):
         for document in range(int(documents.max()) + 1):
@@ -69,9 +70,9 @@ def rows_of(blocks: Packed) -> list[Row]:
 
 
 def prompts_of(rows: list[Row], positions: int, prompt_tokens: int, new_tokens: int) -> list[list[int]]:
-    """Beginnings of the longest pieces of the rows: as many as fill `positions` together with their answers.
+    """The first tokens of the longest pieces of the rows: as many as fill `positions` together with their answers.
 
-    A piece is as long as a prompt with its answer; of one too short for that, at most half is the prompt.
+    A piece is as long as a prompt with its answer; of a shorter one, at most half is the prompt.
     """
     width = prompt_tokens + new_tokens
     pieces = [ids[at : at + width] for ids, _ in rows for at in range(0, len(ids), width)]
@@ -80,15 +81,15 @@ def prompts_of(rows: list[Row], positions: int, prompt_tokens: int, new_tokens: 
 
 
 def padded(rows: list[list[int]], filler: int) -> Tensor:
-    """Rows as one tensor, filled up on the left, as trl's own collator does and generation needs."""
+    """Rows as one tensor, padded on the left as by trl's own collator and as generation needs."""
     width = max(map(len, rows))
     return torch.tensor([[filler] * (width - len(row)) + row for row in rows])
 
 
 def batch_of(rows: list[Row], prompts: list[list[int]], padding: int) -> dict[str, Tensor]:
-    """What GKDTrainer reads: texts with labels where scored, and the prompts from which the draft may write instead.
+    """The input of GKDTrainer: texts with labels at scored positions, and prompts that the draft may continue instead.
 
-    The prompts are a batch of their own: the trainer puts what the draft wrote in the place of the texts.
+    The prompts are a separate batch: the trainer replaces the texts by the draft's continuations.
     """
     return {
         "input_ids": padded([ids for ids, _ in rows], padding),
@@ -178,7 +179,7 @@ def train(
 
 
 class Trainings:
-    """All trainings of one folder: each is made once, whatever it is called in the table."""
+    """All trainings of one folder: each is made once, even if the table names it twice."""
 
     def __init__(self, options: Any) -> None:
         recipe = load_recipe(options.run / "config.yaml")
@@ -193,11 +194,11 @@ class Trainings:
         }
 
     def path(self, beta: float, share: float, rate: float, seed: int) -> Path:
-        """Where a training's figures are kept."""
+        """The file of a training's figures."""
         return Path(self.options.to) / "gkd" / f"beta-{beta:g}-lambda-{share:g}-{rate:g}-{seed}.json"
 
     def made(self, beta: float, share: float, rate: float, seed: int) -> dict[str, Any]:
-        """One training's figures, made now where they are not there."""
+        """One training's figures; trains now if there are none."""
         path = self.path(beta, share, rate, seed)
         if path.exists():
             return dict(json.loads(path.read_text()))
@@ -223,11 +224,11 @@ class Trainings:
         return found
 
     def best(self) -> tuple[float, float]:
-        """The β and λ accepted most on validation prompts; ends the script where a candidate is not there yet."""
+        """The β and λ accepted most on validation prompts; ends the script if a candidate is missing."""
         rate, seed = middle(self.options.rates), self.options.seeds[0]
         lacking = [c for c in CANDIDATES if not self.path(*c, rate, seed).exists()]
         if lacking:
-            sys.exit(f"β and λ {lacking} are another share's and not there yet: run this again when they are")
+            sys.exit(f"β and λ {lacking} belong to another share and are missing: run this again when they are there")
         return max(CANDIDATES, key=lambda c: mean([self.made(*c, rate, seed)["validation"]["sampling"]]))
 
     def publish(self, method: str, beta: float, share: float, rate: float, seed: int) -> None:
@@ -241,17 +242,17 @@ class Trainings:
 
 
 def file_stem(method: str) -> str:
-    """How benchmark_losses.py begins the names of a method's files."""
+    """The beginning of a method's file names in benchmark_losses.py."""
     return method.replace(" ", "_").replace(",", "")
 
 
 def middle(rates: list[float]) -> float:
-    """The rate at which candidates meet."""
+    """The rate at which candidates are compared."""
     return sorted(rates)[len(rates) // 2]
 
 
 def grid(trainings: Trainings, method: str, beta: float, share: float) -> list[tuple[str, float, float, float, int]]:
-    """The trainings of one method that --narrow leaves; those of the first seed are made on the way to knowing."""
+    """The trainings of one method that --narrow leaves; those of the first seed are made here, to choose the rate."""
     options = trainings.options
     first, *others = options.seeds
     work = [(method, beta, share, rate, seed) for seed in options.seeds for rate in options.rates]
@@ -282,7 +283,7 @@ def work_through(trainings: Trainings) -> None:
 
 
 def notes(folder: Path) -> str:
-    """What the table's rows of trl stand for: β and λ, which rates have how many seeds, positions learnt from."""
+    """Notes on trl's rows of the table: β and λ, the seeds of each rate, positions trained on."""
     lines = []
     for method in ("trl GKD, defaults", "trl GKD, tuned"):
         found = [json.loads(path.read_text()) for path in sorted(folder.glob(f"{file_stem(method)}-*.json"))]

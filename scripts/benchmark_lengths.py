@@ -1,14 +1,14 @@
-"""Length rules on recorded acceptance traces: what each would win on a cost curve, beside plain decoding and the ideal.
+"""Length rules on recorded acceptance traces: the speed of each on a cost curve, beside plain decoding and the ideal.
 
     python scripts/benchmark_lengths.py record --target data/demo-target --draft runs/demo/draft --traces traces.json
     python scripts/benchmark_lengths.py simulate --traces traces.json [--curve profile.json] [--split validation]
     python scripts/benchmark_lengths.py measure runs/demo
 
-A trace is the target's greedy text; at every position of it, the draft's greedy continuation of 16 tokens, what its
-distributions looked like before each draw, and how many of the tokens the target's text has too. A rule replays it
-round by round at the prices of a curve. Calibrations are fitted on validation text, and the rules' defaults were chosen
-there; the figures printed by default are of test text. The best γ and the clairvoyant are chosen on the very text that
-they are scored on. `measure` decodes on this machine instead, and simulates the same texts on the machine's own curve.
+A trace is the target's greedy text; for every position of it, the draft's greedy continuation of 16 tokens, features of
+its distributions before each draw, and how many of the tokens agree with the target's text. A rule replays it round by
+round at the costs of a curve. Calibrations are fitted on validation text, and the rules' defaults were chosen there;
+the figures printed by default are of test text. The best γ and the clairvoyant are chosen on the very text on which
+they are scored. `measure` decodes on this machine instead, and simulates the same texts on the machine's own curve.
 
 Legend: m tokens of a step, n or γ drafted, T(m) seconds of the target, D of the draft, T(1) = 1.
 """
@@ -111,8 +111,8 @@ def looks(logits: Any) -> list[tuple[int, list[float]]]:
 def record_trace(target: Any, draft: Any, prompt: list[int], limit: int, ends: Sequence[int]) -> list[dict[str, Any]]:
     """One row for every position of the target's greedy text after `prompt` from which 16 more tokens are known.
 
-    Where the draft's first token is the text's, the rest of its continuation is that of the next position, so only the
-    others are decoded; from the last to the first, each by rolling back.
+    If the draft's first token is the text's, the rest of its continuation is that of the next position, so only the
+    others are decoded, from the last to the first, each after a rollback.
     """
     from distill.speculative.decode import plain
 
@@ -245,7 +245,7 @@ Trace = list[tuple[int, list[Features]]]  # of one prompt: at every position the
 
 
 def replay(rule: LengthRule, trace: Trace, costs: StepCosts) -> tuple[int, float, int]:
-    """(tokens, seconds, drafted) of one prompt's text under a rule; every draft step that was begun is paid."""
+    """(tokens, seconds, drafted) of one prompt's text under a rule; every draft step that was started is paid."""
     position = tokens = drafted = 0
     clock, whole = 0.0, False
     while position < len(trace):
@@ -271,14 +271,14 @@ def replay(rule: LengthRule, trace: Trace, costs: StepCosts) -> tuple[int, float
 
 
 def speed(rule: LengthRule, traces: Sequence[Trace], costs: StepCosts) -> float:
-    """Speed relative to plain decoding of all prompts one after the other, the rule's state kept between them."""
+    """Speed relative to plain decoding over all prompts in turn; the rule keeps its state between them."""
     found = [replay(rule, trace, costs) for trace in traces]
     return costs.target[0] * sum(tokens for tokens, _, _ in found) / sum(seconds for _, seconds, _ in found)
 
 
 @dataclass
 class Clairvoyant(Rule):
-    """Knows each round's run: the n of greatest min(n, run) + 1 − λ·seconds."""
+    """Sees each round's run beforehand and takes the n of greatest min(n, run) + 1 − λ·seconds."""
 
     costs: StepCosts
     rate: float
@@ -292,7 +292,7 @@ class Clairvoyant(Rule):
 
 
 def clairvoyant(traces: Sequence[Trace], costs: StepCosts) -> float:
-    """Speed of the clairvoyant rule at its own long-run rate λ, found by repetition."""
+    """Speed of the clairvoyant rule at its own long-run rate λ, found by iteration."""
     best = 1.0
     for _ in range(8):
         tokens, seconds = 0, 0.0
@@ -362,9 +362,9 @@ def best_fixed(traces: Sequence[Trace], costs: StepCosts) -> tuple[int, float]:
 
 
 def known_beforehand(traces: Sequence[Trace], costs: StepCosts, calibration: Calibration) -> float:
-    """Speed of a rule that is shown all 16 positions' features before it drafts, and pays for n steps only.
+    """Speed of a rule that sees the features of all 16 positions before it drafts, and pays for n steps only.
 
-    What calibrated features can tell at all: the distance from here to the clairvoyant is chance to every rule.
+    No rule that reads calibrated features can do better; only chance separates it from the clairvoyant rule.
     """
     best = 1.0
     for _ in range(8):
@@ -414,15 +414,17 @@ def simulate(arguments: argparse.Namespace) -> None:
         "logistic on the margin": fit_logistic(fitted),
         "sequential temperature": fit_sequential(fitted),
         "logistic on " + ", ".join(FEATURE_TERMS): fit_logistic(fitted, FEATURE_TERMS),
-        "the same and earlier text": fit_logistic(fitted, FEATURE_TERMS + CONTEXT_TERMS),
+        "the same and the n-gram match": fit_logistic(fitted, FEATURE_TERMS + CONTEXT_TERMS),
     }
     print(
         f"Text: {arguments.split}, {sum(map(len, sets['code']))} positions of each class. Calibrated on validation.\n"
     )
     print("| calibration | log loss | expected calibration error |\n|---|--:|--:|")
     for name, calibration in calibrations.items():
-        said, stood = answers(calibration, rounds_of(sets["mixed"]))
-        print(f"| {name} | {log_loss(said, stood):.3f} | {expected_calibration_error(said, stood):.3f} |")
+        predicted, accepted = answers(calibration, rounds_of(sets["mixed"]))
+        print(
+            f"| {name} | {log_loss(predicted, accepted):.3f} | {expected_calibration_error(predicted, accepted):.3f} |"
+        )
     calibration = list(calibrations.values())[-1]
     chain = Chain.of(fitted, calibration)
     verdicts = []

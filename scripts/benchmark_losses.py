@@ -1,9 +1,9 @@
-"""Every loss on every protocol, at equal tokens: which draft is accepted most, by how it was trained.
+"""Every loss on every protocol, at equal tokens: the acceptance of the draft it trains.
 
     python scripts/benchmark_losses.py runs/demo --to losses/      # a folder that keeps every training; resumes
     python scripts/benchmark_losses.py runs/demo --to losses/ --share 0/2 & ... --share 1/2     # in two processes
 
-RUN is a run whose teacher and cut/ are there (`distill train recipes/demo.yaml --until cut`). Every method starts
+RUN is a run that has a teacher store and cut/ (`distill train recipes/demo.yaml --until cut`). Every method starts
 from the same cut draft and sees the same blocks in the same order. `KL, then B` is forward KL for 70 % of the steps and
 B for the rest, under one learning-rate curve. The rate of each method and protocol is chosen on validation prompts,
 from the same grid; figures are on test prompts: acceptance on texts that the target writes, averaged over seeds, with
@@ -68,7 +68,7 @@ PROTOCOLS = ("sampling", "match", "greedy")
 
 
 class Texts:
-    """What the target writes after some prompts, and the distributions there: the measure that all drafts share."""
+    """The target's continuations of some prompts and its distributions there, on which all drafts are measured."""
 
     def __init__(self, target: Any, recipe: Recipe, prompts: list[Prompt], options: Any, vocabulary: int) -> None:
         sampler = Sampler.of(recipe.sampler)
@@ -132,7 +132,7 @@ def steps_of(
 
 
 def trainings(options: Any, run: Run, source: Any, seed: int, rate: float, texts: dict[str, Texts]) -> None:
-    """All methods of one seed and rate; what begins alike is trained once."""
+    """All methods of one seed and rate; a first part that several share is trained once."""
     folder = Path(options.to)
     wanted = [method for method in METHODS if not options.methods or method in options.methods]
     names = {method: folder / f"{method.replace(' ', '_').replace(',', '')}-{rate:g}-{seed}.json" for method in wanted}
@@ -191,9 +191,9 @@ def _totals(rows: list[list[Any]]) -> tuple[Any, Any]:
 
 
 def table(folder: Path, resamples: int = 2000) -> str:
-    """Every method on every protocol, at the rate that is best for it on validation prompts.
+    """Every method on every protocol, at its best rate on validation prompts.
 
-    Rates are compared on the seeds that all of a method's rates have; the figures are of every seed at the rate taken.
+    Rates are compared on the seeds that all rates of a method have; the figures are of every seed at the rate taken.
     """
     found = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
     methods = [m for m in METHODS if any(f["method"] == m for f in found)]
@@ -249,7 +249,7 @@ def main() -> None:
     parser.add_argument("--methods", nargs="+", choices=METHODS, help="only these")
     parser.add_argument("--new-tokens", type=int, default=96)
     parser.add_argument("--share", default="0/1", help="i/n: this process takes every n-th training")
-    parser.add_argument("--table", action="store_true", help="only print the table of what is there")
+    parser.add_argument("--table", action="store_true", help="only print the table of the trainings in the folder")
     options = parser.parse_args()
     if not options.table:
         recipe = load_recipe(options.run / "config.yaml")

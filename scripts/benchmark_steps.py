@@ -4,10 +4,10 @@
     python scripts/benchmark_steps.py --shape small            # a CPU, to see that it works
 
 Each kind of teacher takes the same steps: forward, loss over the head in chunks, backward, clipping, AdamW. The online
-one adds the target's forward pass; the stored ones hold their distributions in memory, so reading a disk is not in the
-time. Model FLOP utilisation counts 6 FLOPs per parameter and token for the draft (head included, embedding not), 2 for
+one adds the target's forward pass; the stored ones hold their distributions in memory, so the time includes no disk
+reads. Model FLOP utilisation counts 6 FLOPs per parameter and token for the draft (head included, embedding not), 2 for
 an online target's body, the head products of a dense teacher (2 · V · H), attention over half the square of a document;
-it is a share of --peak-tflops (dense; 989 for H100 and H200 in bf16, 312 for A100). What is computed twice counts once.
+it is a share of --peak-tflops (dense; 989 for H100 and H200 in bf16, 312 for A100). Work done twice counts once.
 
 Legend: N positions of a step, H hidden size, V vocabulary, L layers, S positions of a block.
 """

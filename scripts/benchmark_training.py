@@ -1,4 +1,4 @@
-"""Time and peak memory of a loss over the head and its backward pass, ours beside the usual ways.
+"""Time and peak memory of a loss over the head and its backward pass, ours beside the usual ones.
 
     python scripts/benchmark_training.py --threads 2
     python scripts/benchmark_training.py --device cuda --dtype bfloat16 --tokens 8192
@@ -133,7 +133,7 @@ def liger(inputs: Inputs) -> Step:
     return lambda: loss(inputs.hidden, inputs.head, inputs.target, head, inputs.labels)
 
 
-def bare(inputs: Inputs) -> Step:
+def products(inputs: Inputs) -> Step:
     """The three matrix products of a loss over the head, in the same chunks, and nothing else."""
     hidden, head = inputs.hidden.detach(), inputs.head.detach()
     buffer = torch.empty(inputs.arguments.chunk, len(head), dtype=head.dtype, device=head.device)
@@ -156,7 +156,7 @@ VARIANTS: dict[str, tuple[str, Callable[[Inputs], Step]]] = {
     "naive": ("forward KL in checkpointed chunks, full logits given", naive),
     "trl": ("trl's GKD loss (JSD), full logits given", gkd),
     "liger": ("Liger's fused linear JSD, hidden states given", liger),
-    "bare": ("the three matrix products alone, in chunks", bare),
+    "products": ("the three matrix products alone, in chunks", products),
     "compact": ("ours, forward KL, compact store", lambda inputs: compact(inputs, KL)),
     "compact-mixture": ("ours, .9 forward KL + .1 CE, compact store", lambda inputs: compact(inputs, MIXTURE)),
     "compact-lk": ("ours, LK hybrid, compact store", lambda inputs: compact(inputs, {"lk_hybrid": 1.0})),
@@ -274,7 +274,7 @@ def main() -> None:
 
 
 def table(found: dict[str, list[dict[str, Any]]]) -> str:
-    """Seconds, memory and their ratios as Markdown; a variant that could not run says why."""
+    """Seconds, memory and their ratios as Markdown; a variant that could not run has the reason in its row."""
     times: dict[str, float] = {}
     sizes: dict[str, int] = {}
     for name, runs in found.items():
@@ -297,7 +297,7 @@ def table(found: dict[str, list[dict[str, Any]]]) -> str:
             continue
         lines.append(
             f"| {VARIANTS[name][0]} | {times[name]:.3g} | {sizes[name] / 2**30:.3f} | {ratio(times, name, 'plain')} "
-            f"| {ratio(times, name, 'bare')} | {ratio(sizes, name, 'plain')} |"
+            f"| {ratio(times, name, 'products')} | {ratio(sizes, name, 'plain')} |"
         )
     return "\n".join(lines)
 

@@ -56,7 +56,7 @@ def build_donor(folder: Path, tokenizer: Path, layers: int) -> int:
 
 
 def measure(donor: Path, target: Path, destination: Path) -> tuple[float, int]:
-    """Seconds and peak bytes of one transplant in a fresh process, which a process in between waits for alone."""
+    """Seconds and peak bytes of one transplant in a fresh process, started by a process of its own."""
     start = time.perf_counter()
     child = os.fork()
     if child == 0:  # the peak over children is kept for a process's life: each needs a parent of its own
@@ -85,11 +85,11 @@ def main() -> None:
         print(f"{parameters / 1e6:.0f}M parameters, {usable_cores()} cores, torch {torch.__version__}\n")
         print("| donor stored in | seconds, each run | peak GB | of the fp32 size |\n|---|---|--:|--:|")
         for stored in ("bfloat16", "float32"):
-            trials = [
+            timed = [
                 measure(folder / stored, arguments.tokenizers / arguments.target, folder / "out")
                 for _ in range(arguments.runs)
             ]
-            seconds, peak = ", ".join(f"{s:.1f}" for s, _ in trials), max(p for _, p in trials)
+            seconds, peak = ", ".join(f"{s:.1f}" for s, _ in timed), max(p for _, p in timed)
             print(f"| {stored} | {seconds} | {peak / 1e9:.2f} | {peak / (4 * parameters):.2f}x |", flush=True)
     donor = Vocabulary.read(arguments.tokenizers / arguments.donor)
     print("\n| target | rows | copies | share | subtokens per other row |\n|---|--:|--:|--:|--:|")

@@ -2,7 +2,8 @@
 
     python scripts/benchmark_verifiers.py runs/demo --prompts 24 --tokens 96 > verifiers.md
 
-Distinct test prompts, cold caches, arms in turn on every prompt; intervals by prompt, ratios paired by prompt.
+Distinct test prompts, cold caches, configurations in turn on every prompt; intervals by prompt, ratios paired by
+prompt.
 """
 
 from __future__ import annotations
@@ -60,13 +61,13 @@ def measure(
     draft: Model,
     prompts: list[list[int]],
     sampler: Sampler,
-    arms: dict[str, tuple[str, Make]],
+    configurations: dict[str, tuple[str, Make]],
     tokens: int,
 ) -> None:
-    """Print the table of some arms under one sampler."""
-    found: dict[str, list[tuple[int, int, int]]] = {name: [] for name in arms}
-    speeds: dict[str, list[tuple[int, float]]] = {name: [] for name in ["plain", *arms]}
-    names = ["plain", *arms]
+    """Print the table of some configurations under one sampler."""
+    found: dict[str, list[tuple[int, int, int]]] = {name: [] for name in configurations}
+    speeds: dict[str, list[tuple[int, float]]] = {name: [] for name in ["plain", *configurations]}
+    names = ["plain", *configurations]
     for number, prompt in enumerate(prompts):
         turn = number % len(names)
         for name in names[turn:] + names[:turn]:
@@ -75,7 +76,7 @@ def measure(
                 rules = Rules(sampler, "greedy" if sampler.temperature == 0 else "token", random=draws)
                 made = plain(target, prompt, tokens, rules=rules)
             else:
-                verifier, make = arms[name]
+                verifier, make = configurations[name]
                 made = Decoded()
                 rules = Rules(sampler, verifier, random=draws)
                 for _ in decode(target, make(draft, sampler, draws), prompt, tokens, rules, made):
@@ -83,7 +84,7 @@ def measure(
                 drafted = sum(r.drafted for r in made.rounds)
                 found[name].append((sum(r.accepted + 1 for r in made.rounds), len(made.rounds), drafted))
             speeds[name].append((len(made.tokens), made.prefill_seconds + made.seconds))
-    base = next(iter(arms))
+    base = next(iter(configurations))
     base_rate = numpy.array([t / n for t, n, _ in found[base]])
     plain_rate = sum(t for t, _ in speeds["plain"]) / sum(s for _, s in speeds["plain"])
     print("| verifier and draft | drafted a round | tokens per round | over the first | tok/s over plain |")

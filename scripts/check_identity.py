@@ -1,17 +1,17 @@
-"""Is greedy speculative output the plain output, token for token? On a finished run, for every length rule and tree.
+"""Compare greedy speculative output with plain output, token by token, for every length rule and tree of a run's pair.
 
     python scripts/check_identity.py runs/demo
-    python scripts/check_identity.py runs/demo --backend gguf --ways "draft, γ = 4" lookup
+    python scripts/check_identity.py runs/demo --backend gguf --configurations "draft, γ = 4" lookup
 
-Fixed lengths 1..8, every other length rule, prompt lookup alone and before the draft, trees of several sizes, and (in
-PyTorch) four texts at once against each alone. The rules that read costs get the run's measured curve, the calibrations
-those of its speedup stage where it has them. Prompts are pieces of test and then of validation documents.
+Fixed lengths 1..8, every other length rule, n-gram lookup alone and before the draft, trees of several sizes, and (in
+PyTorch) four texts at once against each alone. Rules that read costs get the run's measured curve; calibrations come
+from its speedup stage where it has them. Prompts are pieces of test and then of validation documents.
 
 A first difference is excused where the target's two best logits lie within rounding: 1e-4 in PyTorch fp32; in GGUF the
 largest logit difference measured between taking tokens one at a time and nine at once. Excused ones are counted.
 
-What is decoded is kept in a JSON file beside the run's report, way by way and prompt by prompt: the same command goes
-on where it was interrupted, and prints the table of all that is there.
+Decoded texts are kept in a JSON file in the run directory, by configuration and prompt: the same command resumes after
+an interruption and prints the table of everything in that file.
 """
 
 from __future__ import annotations
@@ -80,8 +80,10 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=100)
     parser.add_argument("--tokens", type=int, default=200)
     parser.add_argument("--backend", choices=["pytorch", "gguf"], default="pytorch")
-    parser.add_argument("--ways", nargs="+", help="only ways whose title begins with one of these")
-    parser.add_argument("--kept", type=Path, help="where to keep what is decoded; identity-BACKEND.json of the run")
+    parser.add_argument("--configurations", nargs="+", help="only those whose title begins with one of these")
+    parser.add_argument(
+        "--kept", type=Path, help="file that keeps the decoded texts; identity-BACKEND.json of the run if left out"
+    )
     arguments = parser.parse_args()
     recipe = load_recipe(arguments.run / "config.yaml")
     run = Run(arguments.run.resolve(), recipe)
@@ -93,11 +95,15 @@ def main() -> None:
     path = arguments.kept or run.path(f"identity-{arguments.backend}.json")
     kept = open_kept(path, {"prompts": digest(prompts), "tokens": arguments.tokens, "draft": draft_digest(run)})
 
-    wanted = [way for way in WAYS if not arguments.ways or any(way.title.startswith(title) for title in arguments.ways)]
+    wanted = [
+        way
+        for way in WAYS
+        if not arguments.configurations or any(way.title.startswith(title) for title in arguments.configurations)
+    ]
     jobs: list[Job] = [("plain", lambda at: [plain(target, prompts[at], arguments.tokens).tokens], 1)]
     for way in wanted:
         jobs.append((way.title, alone(target, draft, way, prompts, arguments.tokens, costs, fitted), 1))
-    if arguments.backend == "pytorch" and not arguments.ways:
+    if arguments.backend == "pytorch" and not arguments.configurations:
         rows = models(run, arguments.backend, ROWS)
         for way in BATCHED:
             job = together(*rows, way, prompts, arguments.tokens, costs, fitted)
@@ -137,24 +143,24 @@ def models(run: Run, backend: str, rows: int = 1) -> tuple[Any, Any]:
 
 
 def draft_digest(run: Run) -> Any:
-    """What tells one trained draft from another."""
+    """A value that differs between trained drafts."""
     return (run.done("train") or {}).get("key")
 
 
 def open_kept(path: Path, key: dict[str, Any]) -> dict[str, Any]:
-    """What was decoded before with the same prompts, tokens and draft; nothing where they are others."""
+    """The texts decoded before with the same prompts, tokens and draft; empty where these differ."""
     if path.exists():
         found: dict[str, Any] = read_json(path)
         if found["key"] == key:
             return found
-        print(f"{path} is of other prompts, tokens or another draft: begun anew")
+        print(f"{path} belongs to other prompts, tokens or another draft: starting anew")
     return {"key": key, "texts": {}}
 
 
 def alone(
     target: Model, draft: Model, way: Trial, prompts: Sequence[list[int]], tokens: int, costs: Any, fitted: Any
 ) -> Callable[[int], list[list[int]]]:
-    """Decodes one prompt by a way; what the way learns it keeps for the next."""
+    """Decodes one prompt by a configuration, whose rule keeps what it learns for the next prompt."""
     rules = Rules(GREEDY, way.verified_by)
     drafter = make_drafter(way, draft, GREEDY, rules.random, costs, fitted, STATIC if way.chosen else None)
 
@@ -184,7 +190,7 @@ def together(
 
 
 def work(jobs: Sequence[Job], prompts: int, kept: dict[str, Any], path: Path) -> None:
-    """Decode what is not kept yet, with the time left, saving every half minute and at the end."""
+    """Decode the texts that are missing, with a progress bar, saving every half minute and at the end."""
     missing = [
         (title, job, at)
         for title, job, step in jobs
@@ -212,8 +218,8 @@ def table(
     noise: float,
     largest: int = 0,
 ) -> str:
-    """One Markdown table: per way, texts that are identical, excused and different; in all, on the last line."""
-    lines = ["| way | identical | excused (tie) | different |", "|---|--:|--:|--:|"]
+    """One Markdown table: identical, excused and different texts of each configuration, with their sums at the end."""
+    lines = ["| configuration | identical | excused (tie) | different |", "|---|--:|--:|--:|"]
     sums = [0, 0, 0]
     ties: dict[tuple[int, int, int], bool] = {}
     for title in titles:

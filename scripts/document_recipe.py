@@ -17,9 +17,9 @@ INTRODUCTION = """\
 
 # Recipes
 
-A recipe is one YAML file that says everything a run depends on: which target is to be made faster, on what text, how
-the draft is cut and trained, and what is measured at the end. `distill train RECIPE` carries it out, stage by stage,
-into the run directory `runs/<name>`. The smallest recipe names a target and some text; all else has a default:
+A recipe is one YAML file with everything a run depends on: the target, the text, how the draft is cut and trained, and
+which measurements are made at the end. `distill train RECIPE` runs it stage by stage and writes to the run directory
+`runs/<name>`. The smallest recipe names a target and some text; every other key has a default:
 
 ```yaml
 name: first
@@ -30,15 +30,15 @@ corpus:
     - {kind: tree, path: ~/code, pattern: "**/*.py"}
 ```
 
-**Paths.** What starts with `.`, `/` or `~` is a path; a relative one is taken from the folder of the *recipe file*, not
-from where the command is run. Any other model name is a hub name. The path of a source is always a path, except for
+**Paths.** A value that starts with `.`, `/` or `~` is a path; a relative one starts at the folder of the *recipe file*,
+not at the working directory. Any other model name is a hub name. The path of a source is always a path, except for
 `kind: hub` and the special `python:stdlib`.
 
-**Mistakes.** An unknown key, a key written twice, a value out of range: every mistake is named in one message, with the
-nearest known key, before any work starts. `distill check RECIPE` does only that and a few more checks.
+**Mistakes.** Unknown keys, keys written twice, values out of range: one message names every mistake, with the nearest
+known key, before any work starts. `distill check RECIPE` does only these and a few more checks.
 
 **Overrides.** A command that takes a recipe also takes changes to it, as `a.b=c`. The value is YAML; numbers index into
-lists; `null` switches an optional part off. Quote what your shell would read itself:
+lists; `null` switches an optional part off. Quote anything your shell would interpret:
 
 ```
 distill train recipes/demo.yaml train.steps=100 cut.layers=1
@@ -47,14 +47,14 @@ distill train recipes/demo.yaml corpus.sources.0.pattern='asyncio/*.py' name=asy
 ```
 
 The run directory keeps the recipe as written (`recipe.yaml`) and resolved, with every default and override
-(`config.yaml`); the latter is itself a recipe. A stage runs again only when keys that it reads have changed. Where that
-would supersede finished answers or training, `distill train` stops and shows what changed.
+(`config.yaml`); the latter is itself a recipe. A stage runs again only when keys that it reads have changed. If that
+would supersede finished answers or training, `distill train` stops and shows the changed keys.
 
-**Splits.** Every document belongs to one split. *train*: the draft learns from it. *validation*: decisions are made on
+**Splits.** Every document belongs to one split. *train*: the draft learns from it. *validation*: choices are made on
 it, such as which layers to drop. *test*: every printed figure comes from it, and nothing is ever tuned on it. With
-`split: by-name` a hash of the document's name decides, so a document keeps its split when others come and go; with
-`split: test` (or another) a whole source goes there; `keep` then drops what a source has in other splits. The shares
-of by-name documents are `corpus.validation` and `corpus.test`.
+`split: by-name` a hash of the document's name decides, so a document keeps its split when others come and go. With
+`split: test` (or another) the whole source belongs to that split. `keep` drops a source's documents of other splits.
+The shares of by-name documents are `corpus.validation` and `corpus.test`.
 
 """
 

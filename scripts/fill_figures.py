@@ -1,8 +1,9 @@
-"""Put a finished demo run's tables into README.md and docs/benchmarks.md, between their markers.
+"""Put the tables of a finished run into README.md and docs/benchmarks.md, between their markers.
 
     python scripts/fill_figures.py runs/demo
 
-Each table stands between `<!-- NAME -->` and `<!-- end -->`; nothing else of the documents is touched.
+Each table stands between `<!-- NAME -->` and `<!-- end -->`, where NAME begins with the run's name, such as
+`demo headline`. Nothing else of the documents is changed.
 """
 
 from __future__ import annotations
@@ -10,55 +11,105 @@ from __future__ import annotations
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 from distill.files import read_json
+from distill.results.serialise import read_result
+from distill.results.speedup_results import Measurement, SpeedupReport
 
 ROOT = Path(__file__).resolve().parent.parent
+DOCUMENTS = ("README.md", "docs/benchmarks.md")
+BACKENDS = {"pytorch": "PyTorch", "gguf": "llama.cpp (GGUF)"}
+RULE = "expected-value"  # the length rule whose speedups the headline shows: settled beforehand, not the best of many
 
 
 def tables(run: Path) -> dict[str, str]:
     """The text of each marker, as far as the run has got."""
-
-    def read(path: Path) -> str:
-        """Without the command, which the documents say themselves."""
-        return re.sub(r"\n`distill [^`]*`\n", "\n", path.read_text(encoding="utf-8")).strip()
-
     found: dict[str, str] = {}
     if (run / "search" / "search.md").exists():
-        found["search"] = read(run / "search" / "search.md")
+        found["search"] = _without_command(run / "search" / "search.md")
     if not (run / "speedup.md").exists():
         return found
-    evaluation = read(run / "eval.md")
-    found |= {
-        "answers": evaluation[evaluation.index("**answers**") : evaluation.index("**files**")].strip(),
-        "positions": evaluation[evaluation.index("**Acceptance by") :].strip(),
+    evaluation = _without_command(run / "eval.md")
+    speedup = read_result(run / "speedup.json", SpeedupReport)
+    return found | {
+        "headline": f"{_acceptances(evaluation)}\n\n{_speedups(speedup)}",
         "evaluation": evaluation,
-        "speedup": read(run / "speedup.md"),
+        "speedup": _without_command(run / "speedup.md"),
+        "parity": _parity(read_json(run / "gguf" / "export.json")["files"]),
     }
+
+
+def _without_command(path: Path) -> str:
+    """The text of a table file less the command at its end, which the documents name themselves."""
+    return re.sub(r"\n`distill [^`]*`\n", "\n", path.read_text(encoding="utf-8")).strip()
+
+
+def _acceptances(evaluation: str) -> str:
+    """The acceptances of eval.md on the target's own text: its table head and the rows that begin with the word."""
+    answers = evaluation[evaluation.index("**answers**") : evaluation.index("**files**")]
+    rows = [line for line in answers.splitlines() if line.startswith("|")]
+    return "\n".join([*rows[:2], *(row for row in rows[2:] if row.startswith("| acceptance,"))])
+
+
+def _speedups(report: SpeedupReport) -> str:
+    """The speedup of each pair by each backend when `RULE` decides how much to draft."""
+    rows: dict[str, dict[str, Measurement]] = {}
+    for measurement in report.others:
+        if measurement.rule == RULE and measurement.sampler is None:
+            rows.setdefault(measurement.pair, {}).setdefault(measurement.backend, measurement)
+    backends = [name for name in BACKENDS if any(name in row for row in rows.values())]
+    lines = [
+        "| speedup over plain decoding, greedy | " + " | ".join(BACKENDS[name] for name in backends) + " |",
+        "|---|" + "---|" * len(backends),
+    ]
+    for pair, row in rows.items():
+        target = pair.split(" + ")[-1]
+        first = next(iter(row.values()))
+        prompts = sum(count or 0 for count in (first.identical, first.excused, first.different))
+        title = target if first.grown else f"{target} as shipped"
+        cells = [_interval(row[name]) if name in row else "" for name in backends]
+        lines.append(f"| {title}, {prompts} prompts | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _interval(measurement: Measurement) -> str:
+    return f"{measurement.speedup:.2f} [{measurement.speedup_low:.2f}, {measurement.speedup_high:.2f}]"
+
+
+def _parity(files: list[dict[str, Any]]) -> str:
+    """Each GGUF file against Hugging Face fp32."""
     rows = [
         "| file | MB | top-1 agreement | mean abs. difference of log p | texts with other token ids |",
         "|---|--:|--:|--:|--:|",
     ]
-    for file in read_json(run / "gguf" / "export.json")["files"]:
+    for file in files:
         parity = file["parity"]
         rows.append(
             f"| {file['model']} {file['outtype']} | {file['bytes'] / 1e6:.1f} | {parity['top1_agreement']:.2%} "
             f"| {parity['mean_abs_dlogprob']:.5f} | {len(parity['tokenizer_mismatches'])} of "
             f"{parity['tokenizer_texts']} |"
         )
-    return found | {"parity": "\n".join(rows)}
+    return "\n".join(rows)
+
+
+def filled(text: str, name: str, found: dict[str, str]) -> str:
+    """`text` with every table of the run called `name` between its markers."""
+    for marker, table in found.items():
+        begin, _, rest = text.partition(f"<!-- {name} {marker} -->\n")
+        if rest:
+            _, end, after = rest.partition("\n<!-- end -->")
+            text = f"{begin}<!-- {name} {marker} -->\n{table}{end}{after}"
+    return text
 
 
 def main() -> None:
+    """Fill every document in place."""
     run = Path(sys.argv[1])
-    prefix = run.name  # markers read `demo answers`
-    for name in ("README.md", "docs/benchmarks.md"):
-        path = ROOT / name
-        text = path.read_text(encoding="utf-8")
-        for marker, table in tables(run).items():
-            pattern = re.compile(rf"(<!-- {re.escape(prefix)} {marker} -->\n).*?(\n<!-- end -->)", re.DOTALL)
-            text = pattern.sub(lambda match, table=table: match.group(1) + table + match.group(2), text)  # type: ignore[misc]
-        path.write_text(text, encoding="utf-8")
+    found = tables(run)
+    for document in DOCUMENTS:
+        path = ROOT / document
+        path.write_text(filled(path.read_text(encoding="utf-8"), run.name, found), encoding="utf-8")
 
 
 if __name__ == "__main__":

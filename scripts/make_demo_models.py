@@ -270,15 +270,15 @@ def finish(
     tokenizer.save_pretrained(folder)
     if PLANS[name].pre_tokenizer != "qwen2":
         pin_tokenizer(folder)  # else AutoTokenizer splits text as Qwen2 does in any qwen2 folder
-    facts = {
+    record = {
         "parameters": sum(p.numel() for p in model.parameters()),
         "tokens_seen": tokens,
         "bits_per_byte": bits,
         "python": sys.version.split()[0],
         "command": "python scripts/make_demo_models.py " + " ".join(sys.argv[1:]),
     }
-    (folder / "training.json").write_text(json.dumps(facts, indent=2) + "\n")
-    print(f"{name}: {facts}", flush=True)
+    (folder / "training.json").write_text(json.dumps(record, indent=2) + "\n")
+    print(f"{name}: {record}", flush=True)
 
 
 def main() -> None:

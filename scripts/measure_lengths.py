@@ -1,13 +1,13 @@
 """Length rules measured on this machine, beside the simulation on its own curve: a part of benchmark_lengths.py.
 
 Every rule decodes the same prompts of three classes, the same number of tokens of each, in turn with plain decoding;
-the simulation replays the same texts at the measured T(m), D(1), D(2) and round overhead. Speeds are of what follows
+the simulation replays the same texts at the measured T(m), D(1), D(2) and round overhead. Speeds exclude
 the prompt. A rule's measured speed is exactly
 
     simulated · (tokens per round, measured ÷ simulated) · (plain step ÷ T(1)) · (round's seconds, simulated ÷ measured)
 
-so that the gap comes apart into these three, and the last of them into what rounds of the same lengths cost at the
-curve's own prices and what is left. Legend: γ or n drafted tokens, m tokens of a step, T target, D draft.
+so the gap is the product of these three. The last of them is split further: rounds of the same lengths at the curve's
+own costs, and the remainder. Legend: γ or n drafted tokens, m tokens of a step, T target, D draft.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Text:
 
 @contextmanager
 def pairs(run: Run, backend: str, grown: bool) -> Iterator[tuple[Model, Model]]:
-    """Target and draft, the target grown as the recipe says where asked for; a grown model's files are removed."""
+    """Target and draft, the target grown by the recipe's settings if asked for; files of a grown model are removed."""
     import torch
 
     from distill.export.writer import export_gguf
@@ -117,7 +117,7 @@ def price(run: Run, target: Model, draft: Model, repeats: int) -> StepCosts:
 
 
 def calibration_for(run: Run) -> Calibration:
-    """That of the run's speedup stage; where it has none, one fitted now on 16 validation texts."""
+    """The calibration of the run's speedup stage; if there is none, one fitted now on 16 validation texts."""
     path = run.path("speedup", "calibration.json")
     if path.exists():
         return load_calibrations(path)["context"]
@@ -128,7 +128,7 @@ def calibration_for(run: Run) -> Calibration:
 
 
 def rules_of(costs: StepCosts, calibration: Calibration) -> dict[str, Callable[[], LengthRule]]:
-    """The rules that are measured: some fixed lengths, one rule of each kind, expected value and its myopic twin."""
+    """The rules that are measured: some fixed lengths, one rule of each kind, expected value and its myopic variant."""
     adaptive = simulation.rules_for(costs, calibration)
     wanted = ("p_min .5", "accepted ratio", "entropy (AdaEDL)", "Beta filter", "expected value, myopic")
     return {
@@ -140,7 +140,7 @@ def rules_of(costs: StepCosts, calibration: Calibration) -> dict[str, Callable[[
 
 @dataclass
 class Clock:
-    """What one rule took for one text: tokens after the first, seconds after the prompt, rounds, their curve price."""
+    """One rule's figures for one text: tokens after the first, seconds after the prompt, rounds, their curve price."""
 
     tokens: int
     seconds: float
@@ -194,7 +194,7 @@ def simulate(texts: Sequence[Text], costs: StepCosts, make: Callable[[], LengthR
 
 
 class Counted:
-    """A rule, and how many rounds it was told of."""
+    """A rule, and the number of rounds it has observed."""
 
     def __init__(self, rule: LengthRule) -> None:
         self.rule, self.rounds = rule, 0
@@ -202,10 +202,10 @@ class Counted:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.rule, name)
 
-    def observe(self, *told: Any) -> None:
+    def observe(self, *values: Any) -> None:
         """Count and pass on."""
         self.rounds += 1
-        self.rule.observe(*told)
+        self.rule.observe(*values)
 
 
 def ratio(mine: Sequence[Clock], base: Sequence[Clock]) -> tuple[float, float, float]:
@@ -265,18 +265,18 @@ def explained(gaps: dict[str, tuple[float, float, float, float, float]], texts: 
     step = values[0, 2]
     found = [
         f"Measured ÷ simulated lies between {values[:, 0].min():.2f} ({min(gaps, key=lambda n: gaps[n][0])}) and "
-        f"{values[:, 0].max():.2f} ({max(gaps, key=lambda n: gaps[n][0])}), {float(numpy.median(values[:, 0])):.2f} in "
-        f"the middle, over {texts} texts.",
+        f"{values[:, 0].max():.2f} ({max(gaps, key=lambda n: gaps[n][0])}), median "
+        f"{float(numpy.median(values[:, 0])):.2f}, over {texts} texts.",
         f"A plain step took {step:.2f} of the curve's T(1) at depth {DEPTH}: this alone moves every rule's speed by "
         f"{step - 1:+.0%}.",
-        f"Rounds took {float(numpy.median(values[:, 4])):.2f} times what the curve asks for rounds that verify as many "
-        f"tokens ({values[:, 4].min():.2f} to {values[:, 4].max():.2f}); draft steps that were paid and then not "
-        "verified are in it.",
+        f"Rounds took {float(numpy.median(values[:, 4])):.2f} times the curve's seconds for rounds that verify as many "
+        f"tokens ({values[:, 4].min():.2f} to {values[:, 4].max():.2f}); draft steps whose token was not verified are "
+        "included.",
     ]
     names = {
         1: "other tokens per round than in the simulation (its λ follows the simulated clock)",
-        2: "plain steps dearer or cheaper than the curve's T(1)",
-        3: "rounds dearer or cheaper than the simulated ones",
+        2: "plain steps slower or faster than the curve's T(1)",
+        3: "rounds slower or faster than the simulated ones",
     }
     for name in ("γ = 4", "expected value"):
         logs = numpy.abs(numpy.log(values[list(gaps).index(name), 1:4]))

@@ -1,4 +1,4 @@
-"""About the best that a length rule can do with calibrated acceptances: optimal stopping, solved backwards on a grid.
+"""Roughly the best a length rule can do with calibrated acceptances: optimal stopping, solved backwards on a grid.
 
 A yardstick for `benchmark_lengths.py`, and no strict bound: the chain is a model. Of a round the rule knows how many
 tokens are drafted, how probable it is that all of them stand, and how probable the last one was; the next position's
@@ -77,7 +77,7 @@ def bin_of(accept: float) -> int:
 
 @dataclass
 class OptimalStopping(Rule):
-    """Drafts while the chain says that it pays at λ = `rate`."""
+    """Drafts while it pays at λ = `rate`, by the chain."""
 
     chain: Chain
     calibration: Calibration
@@ -91,7 +91,7 @@ class OptimalStopping(Rule):
         self._values = self.chain.values(self.costs, self.rate)
 
     def limit(self) -> int:
-        """As far as the curve reaches."""
+        """The longest draft that the curve covers."""
         return len(self.costs.target) - 1
 
     def _coming(self, drafted: int, survival: float, last: int) -> float:
@@ -121,7 +121,7 @@ class OptimalStopping(Rule):
 
 
 def stopping_speed(chain: Chain, calibration: Calibration, costs: StepCosts, speed: Callable[[Rule], float]) -> float:
-    """The rule's speed (plain decoding = 1) at its own long-run rate λ, found by repetition."""
+    """The rule's speed (plain decoding = 1) at its own long-run rate λ, found by iteration."""
     best = 1.0
     for _ in range(6):
         found = speed(OptimalStopping(chain, calibration, costs, best / costs.target[0]))

@@ -14,6 +14,7 @@ import torch
 from table_model import TableModel
 
 from distill.benchmark import distribution_test as tested
+from distill.benchmark.identity import Identity
 from distill.models.torch_logits import TorchLogits
 from distill.sampler import Sampler
 from distill.speculative.draft import ModelDrafter
@@ -50,9 +51,9 @@ def test_a_lossless_pair_and_one_that_is_not(monkeypatch: pytest.MonkeyPatch) ->
     target, draft, sampler = TableModel(5, 1), TableModel(5, 2), Sampler(1.0)
     prompts = [[0, 1], [3, 4, 2]]
     table = tested.verify_distribution(target, draft, prompts, sampler, 300, 0)
-    assert table["lossless"] and len(table["rows"]) == 2 * len(tested.ARMS) and table["greedy"]["different"] == 0
-    assert "Lossless" in tested.distribution_markdown(table) and table["skipped"] == []
-    assert all(row["drafted_per_round"] >= (6 if "tree" in row["verifier"] else 2) for row in table["rows"])
+    assert table.lossless and len(table.tests) == 2 * len(tested.CONFIGURATIONS) and table.greedy.different == 0
+    assert "Lossless" in tested.distribution_markdown(table) and table.skipped == []
+    assert all(row.drafted_per_round >= (6 if "tree" in row.configuration else 2) for row in table.tests)
 
     class Sharper(ModelDrafter):
         """Draws from another distribution than it says."""
@@ -66,10 +67,10 @@ def test_a_lossless_pair_and_one_that_is_not(monkeypatch: pytest.MonkeyPatch) ->
                 proposal.distributions.fill_(1 / 5)
             return proposal
 
-    arms = {"token": ("token", lambda d, s, r: Sharper(d, Fixed(3), s, r))}
-    monkeypatch.setattr(tested, "ARMS", arms)
+    monkeypatch.setattr(tested, "CONFIGURATIONS", {"token": tested.CONFIGURATIONS["token"]})
+    monkeypatch.setattr(tested, "make_drafter", lambda one, d, s, r: Sharper(d, Fixed(3), s, r))
     table = tested.verify_distribution(target, draft, prompts, sampler, 1500, 0)
-    assert not table["lossless"] and min(row["p"] for row in table["rows"]) < 1e-6
+    assert not table.lossless and min(row.p for row in table.tests) < 1e-6
     assert "NOT lossless" in tested.distribution_markdown(table)
 
 
@@ -81,10 +82,10 @@ class NoTrees(TableModel):
 
 def test_models_without_trees_are_tested_by_chains() -> None:
     table = tested.verify_distribution(NoTrees(5, 1), TableModel(5, 2), [[0, 1]], Sampler(1.0), 50, 0)
-    assert table["skipped"] == ["tree, distinct"] and [row["verifier"] for row in table["rows"]] == [
-        arm for arm in tested.ARMS if "tree" not in arm
+    assert table.skipped == ["tree, distinct"] and [row.configuration for row in table.tests] == [
+        name for name in tested.CONFIGURATIONS if "tree" not in name
     ]
-    assert "Not tested, for a model that takes no trees: tree, distinct" in tested.distribution_markdown(table)
+    assert "Not tested, because a model takes no trees: tree, distinct" in tested.distribution_markdown(table)
 
 
 class Rounded(TableModel):
@@ -100,11 +101,9 @@ class Rounded(TableModel):
 
 def test_a_rounding_tie_of_a_shorter_type_is_excused() -> None:
     pair, prompts = (Rounded(5, 1), TableModel(5, 2)), [[0, 1], [3, 4, 2]]
-    assert (
-        tested.verify_distribution(*pair, prompts, Sampler(0), 0, 0)["greedy"]["different"] == 2
-    )  # fp32 is not as coarse
+    assert tested.verify_distribution(*pair, prompts, Sampler(0), 0, 0).greedy.different == 2  # fp32 is not as coarse
     found = tested.verify_distribution(*pair, prompts, Sampler(0), 0, 0, rounded=True)
-    assert found["greedy"] == {"identical": 0, "excused": 2, "different": 0} and found["lossless"]
+    assert found.greedy == Identity(0, 2, 0) and found.lossless
 
 
 class Remembering(TableModel):
@@ -127,13 +126,13 @@ class Remembering(TableModel):
 
 def test_rounding_comes_from_all_of_a_text() -> None:
     pair, prompts = (Remembering(5, 1), TableModel(5, 2)), [[0, 1], [3, 4, 2]]
-    assert tested.verify_distribution(*pair, prompts, Sampler(0), 0, 0)["greedy"]["different"] == 2
-    assert tested.verify_distribution(*pair, prompts, Sampler(0), 0, 0, rounded=True)["greedy"]["excused"] == 2
+    assert tested.verify_distribution(*pair, prompts, Sampler(0), 0, 0).greedy.different == 2
+    assert tested.verify_distribution(*pair, prompts, Sampler(0), 0, 0, rounded=True).greedy.excused == 2
 
 
 def test_greedy_sampler_compares_texts_only() -> None:
     table = tested.verify_distribution(TableModel(5, 1), TableModel(5, 2), [[0, 1]], Sampler(0), 100, 0)
-    assert table["rows"] == [] and table["lossless"] and table["greedy"]["identical"] == 1
+    assert table.tests == [] and table.lossless and table.greedy.identical == 1
 
 
 def test_the_commands(copied: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -141,7 +140,7 @@ def test_the_commands(copied: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     assert tiny.call("speedup", "tiny", *runs, "--verify-distribution", "--samples", 100) == 0
     assert "Lossless" in capsys.readouterr().out
     texts = []
-    for options in ((), ("--drafter", "tree"), ("--drafter", "lookup"), ("--drafter", "both"), ("--length", 0)):
+    for options in ((), ("--drafter", "tree"), ("--drafter", "lookup"), ("--drafter", "lookup+draft"), ("--length", 0)):
         assert tiny.call("generate", "def alpha(", "--run", "tiny", *runs, "--tokens", 12, *options) == 0
         texts.append(capsys.readouterr().out)
     assert len(set(texts)) == 1  # greedy, whoever drafts

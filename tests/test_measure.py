@@ -13,16 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from toys import Scripted, random_prompts, toy
 
-from distill.benchmark.compare import (
-    Trial,
-    choose_length,
-    first_difference,
-    is_tie,
-    judge_identity,
-    run_trials,
-    speed_ratio,
-    summarise_trials,
-)
 from distill.evaluation.measure import (
     METRICS,
     measure_blocks,
@@ -32,11 +22,10 @@ from distill.evaluation.measure import (
     tokens_per_round,
 )
 from distill.intervals import Interval, ratio_interval
-from distill.models.torch_model import TorchModel
 from distill.packing import pack
 from distill.sampler import Sampler
 from distill.speculative.cost import cost_curve, measure_steps, predicted_speedup
-from distill.speculative.decode import Decoded, Round, plain
+from distill.speculative.decode import Round
 
 torch.set_num_threads(1)
 
@@ -167,59 +156,6 @@ def test_interval_edges() -> None:
     assert wide.low < narrow.low < narrow.high < wide.high
 
 
-def trial(prompt: int, length: int, tokens: int, seconds: float, rounds: list[Round] | None = None) -> Trial:
-    return Trial(prompt, length, seconds, Decoded(list(range(tokens)), [False] * tokens, rounds or []))
-
-
-def test_trials_by_hand() -> None:
-    trials = [
-        trial(0, 0, 10, 2.0),
-        trial(1, 0, 30, 4.0),
-        trial(0, 2, 10, 1.0, rounds_of((2, 2), (2, 1))),
-        trial(1, 2, 30, 3.0, rounds_of((2, 0), (1, 1))),
-        trial(0, 5, 10, 4.0, rounds_of((0, 0))),
-        trial(1, 5, 30, 8.0, rounds_of((0, 0))),
-    ]
-    plain_row, two, five = summarise_trials(trials, [2, 5], 500, 0.95)
-    assert (plain_row["length"], plain_row["tokens"], plain_row["seconds"]) == (0, 40, 6.0)
-    assert plain_row["tokens_per_round"] is None and plain_row["acceptance"] is None
-    assert (plain_row["speedup"], plain_row["speedup_low"], plain_row["speedup_high"]) == (1, 1, 1)
-    assert two["tokens_per_second"] == 10 and two["speedup"] == pytest.approx(1.5)
-    assert two["tokens_per_round"] == (3 + 2 + 1 + 2) / 4 and two["acceptance"] == 4 / 7
-    # resamples of two prompts: twice the first (2.0), twice the second (4/3), or one each (1.5)
-    assert two["speedup_low"] == pytest.approx(4 / 3) and two["speedup_high"] == pytest.approx(2)
-    assert five["acceptance"] is None and five["tokens_per_round"] == 1 and five["speedup"] == 0.5
-
-
-def test_speed_ratio_is_paired() -> None:
-    """Prompts differ a hundredfold, each gains exactly a half: a paired interval has no width."""
-    base = numpy.array([0.1, 1.0, 10.0, 3.0])
-    tokens = numpy.array([5.0, 50.0, 500.0, 150.0])
-    assert speed_ratio(tokens, base / 1.5, tokens, base, 300, 0.95) == pytest.approx((1.5, 1.5, 1.5))
-    # another number of tokens counts, not seconds alone
-    assert speed_ratio(2 * tokens, base, tokens, base, 300, 0.95)[0] == pytest.approx(2)
-
-
-def test_length_is_chosen_on_even_prompts_and_reported_on_odd_ones() -> None:
-    trials = []
-    for prompt in range(8):
-        even = prompt % 2 == 0
-        trials += [
-            trial(prompt, 0, 10, 1.0),
-            trial(prompt, 2, 10, 0.5 if even else 0.8),
-            trial(prompt, 4, 10, 0.6 if even else 0.1),
-        ]
-    found = choose_length(trials, [2, 4], 300, 0.95)
-    assert found["length"] == 2 and found["speedup"] == pytest.approx(1.25)
-    assert found["speedup_low"] == pytest.approx(1.25) == found["speedup_high"]
-    slow = [Trial(t.prompt, t.way, t.seconds * (3 if t.way else 1), t.decoded) for t in trials]
-    found = choose_length(slow, [2, 4], 300, 0.95)
-    assert (found["length"], found["speedup"]) == (0, 1)
-    # Uneven prompts only: no resample may be made of prompts that have no trial.
-    for count in (2, 3, 4, 5):
-        assert choose_length([t for t in trials if t.prompt < count], [2, 4], 300, 0.95)["length"] == 2
-
-
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 6), st.lists(st.floats(0, 1), min_size=6, max_size=6), st.floats(0.01, 2))
 def test_prediction_by_enumeration(length: int, accepted: list[float], draft: float) -> None:
@@ -233,45 +169,8 @@ def test_prediction_by_enumeration(length: int, accepted: list[float], draft: fl
     assert predicted_speedup(costs, draft, length, accepted) == pytest.approx(plain_seconds / round_seconds)
 
 
-def test_first_difference() -> None:
-    assert first_difference([1, 2, 3], [1, 2, 3]) is None
-    assert first_difference([1, 2, 3], [1, 5, 3]) == 1
-    assert first_difference([1, 2], [1, 2, 3]) == 2 == first_difference([1, 2, 3], [1, 2])
-    assert first_difference([], []) is None and first_difference([], [4]) == 0
-
-
-def test_verdicts_on_texts() -> None:
-    """A text that differs where the two best logits are far apart is different, and excused only below the noise."""
-    target = TorchModel(toy())
-    prompts = random_prompts(2, 61, seed=8)
-    texts = [plain(target, p, 12).tokens for p in prompts]
-    wrong = [*texts[0][:5], (texts[0][5] + 1) % 61, *texts[0][6:]]
-    trials = [Trial(i, 0, 1.0, Decoded(texts[i])) for i in range(2)]
-    trials += [Trial(0, 3, 1.0, Decoded(wrong)), Trial(1, 3, 1.0, Decoded(texts[1]))]
-    with torch.inference_mode():
-        best = target.model(torch.tensor([[*prompts[0], *texts[0][:5]]])).logits[0, -1].topk(2).values
-    gap = float(best[0] - best[1])
-    assert gap > 1e-3
-    assert judge_identity(target, prompts, trials, gap * 0.9) == {3: {"identical": 1, "excused": 0, "different": 1}}
-    # Taken in other pieces the fp32 target says the same: that excuses nothing.
-    assert judge_identity(target, prompts, trials, gap * 0.9, 4) == {3: {"identical": 1, "excused": 0, "different": 1}}
-    assert not is_tie(target, prompts[0], wrong, texts[0], 5, gap * 0.9, 4)  # nor a text that is not the plain one
-    assert judge_identity(target, prompts, trials, gap * 1.1) == {3: {"identical": 1, "excused": 1, "different": 0}}
-
-
 def counting(context: tuple[int, ...]) -> int:
     return (context[-1] + 1) % 10
-
-
-def test_trials_decode_every_prompt_in_every_arm() -> None:
-    target, draft = Scripted(counting, 40, 10), Scripted(counting, 30, 10)
-    prompts = [[1, 2], [3], [4, 5, 6] * 8]
-    trials = run_trials(target, draft, prompts, [1, 4], 9, (), "x")
-    assert sorted((t.prompt, t.way) for t in trials) == sorted(itertools.product(range(3), [0, 1, 4]))
-    assert [t.way for t in trials if t.prompt == 1] == [1, 4, 0]  # the order turns
-    for t in trials:
-        room = min(9, 30 - len(prompts[t.prompt]))
-        assert t.decoded.tokens == [(prompts[t.prompt][-1] + 1 + i) % 10 for i in range(room)] and t.seconds > 0
 
 
 def test_steps_are_timed_at_their_depth() -> None:

@@ -23,7 +23,7 @@ from tables import distance, distributions_after, number, target_distributions
 from torch import Tensor
 
 from distill.models.torch_logits import TorchLogits
-from distill.recipe import Trial
+from distill.recipe import Configuration
 from distill.recipe.configuration import RULES
 from distill.sampler import Sampler
 from distill.speculative import draft as draft_module
@@ -52,8 +52,8 @@ COSTS = StepCosts((1.0, 1.15, 1.3, 1.4), 0.08, 0.12, 0.02)
 
 def named(rule: str, **settings: Any) -> Callable[[], LengthRule]:
     """A rule as a recipe names it, drafting up to 3 tokens."""
-    trial = Trial(rule=rule, length=3, **settings)
-    return lambda: make_rule(trial, COSTS, {"power": Power(0.8), "margin": Logistic(0.2, (0.7,))})
+    configuration = Configuration(rule=rule, length=3, **settings)
+    return lambda: make_rule(configuration, COSTS, {"power": Power(0.8), "margin": Logistic(0.2, (0.7,))})
 
 
 RECIPE: dict[str, Callable[[], LengthRule]] = {

@@ -14,19 +14,24 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from pydantic import ValidationError
 from table_model import TableModel
 from toys import blurred, random_prompts, save_toy, toy, toy_tokenizer
 from transformers import AutoTokenizer
 
-from distill.benchmark.compare import Trial as Told
-from distill.benchmark.speedup import _measure_pair, _Pair, _samples
+from distill.benchmark.compare import TimedText
+from distill.benchmark.part import Part
+from distill.benchmark.samples import sample_texts
+from distill.benchmark.speedup import measure_part
 from distill.errors import DataError, RecipeError
 from distill.export.writer import export_gguf
-from distill.generate.stream import Way, stream
+from distill.generate.stream import Request, stream
 from distill.models.batched import BatchedTorchModel
+from distill.models.loaded import LoadedPair
 from distill.models.torch_logits import TorchLogits
 from distill.models.torch_model import TorchModel
-from distill.recipe import Recipe, Trial, load_recipe, parse_recipe
+from distill.recipe import Configuration, Recipe, Target, load_recipe, parse_recipe
+from distill.results.speedup_results import PairMeasured
 from distill.sampler import Sampler
 from distill.speculative.batch import decode_batch
 from distill.speculative.calibration import Power
@@ -56,9 +61,24 @@ def pair_recipe(target: Path, draft: Path) -> Recipe:
     )
 
 
-def said(target: Path, draft: Path, text: str, tokens: int, way: Way, capture: Capture) -> tuple[str, str]:
+def asked(
+    *, temperature: float = 0.0, stop: tuple[str, ...] = (), grammar: tuple[str, str] | None = None, **settings: Any
+) -> Request:
+    """A request as the command makes it from its options; three drafted tokens where nothing else is given."""
+    if settings.get("widths") is None and settings.get("drafter") != "none":
+        settings.setdefault("length", 3)
+    if settings.get("drafter") == "tree" and settings.get("widths") is None:
+        settings["nodes"] = 2 * settings["length"]
+    configuration = Configuration(sampler="recipe" if temperature else "greedy", **settings)
+    return Request(configuration, Sampler(temperature), stop=stop, grammar=grammar)
+
+
+PLAINLY = asked(drafter="none")
+
+
+def continued(target: Path, draft: Path, text: str, tokens: int, request: Request, capture: Capture) -> tuple[str, str]:
     capture.readouterr()
-    stream(pair_recipe(target, draft), (str(target), str(draft)), text, tokens, way)
+    stream(Target(model=str(target)), str(draft), text, tokens, request, "auto", 1)
     found = capture.readouterr()
     return found.out, found.err
 
@@ -82,25 +102,25 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_decoding_goes_on_where_the_drafts_context_ends(folders: Path, text: str, capsys: Capture) -> None:
     """A prompt that the short draft can read, and one that it cannot."""
     target, short = folders / "target", folders / "short"
-    wanted, told = said(target, short, text, 60, Way(Sampler(0), length=0), capsys)
+    wanted, told = continued(target, short, text, 60, PLAINLY, capsys)
     assert "context of" not in told and "60 tokens, " in told
-    for way in (
-        Way(Sampler(0), length=3),
-        Way(Sampler(0), length=3, rule="p_min", p_min=0.2),
-        Way(Sampler(0), length=3, drafter="both"),
-        Way(Sampler(0), length=3, drafter="tree"),
-        Way(Sampler(0), length=3, drafter="lookup"),
-        Way(Sampler(0), length=5, stop=("\u0001never",)),
+    for request in (
+        asked(),
+        asked(rule="p_min", p_min=0.2),
+        asked(drafter="lookup+draft"),
+        asked(drafter="tree"),
+        asked(drafter="lookup"),
+        asked(length=5, stop=("\u0001never",)),
     ):
-        assert said(target, folders / "draft", text, 60, way, capsys)[0] == wanted
-        found, told = said(target, short, text, 60, way, capsys)
+        assert continued(target, folders / "draft", text, 60, request, capsys)[0] == wanted
+        found, told = continued(target, short, text, 60, request, capsys)
         assert found == wanted
-        assert (f"the draft {short} has a context of 32" in told) == (way.drafter != "lookup")
+        assert (f"the draft {short} has a context of 32" in told) == (request.configuration.drafter != "lookup")
         assert "leaves room" not in told and "60 tokens" in told
-    assert said(target, short, text, 60, Way(Sampler(0.9), length=3), capsys)[0].startswith(text)
-    # The target's own context ends every way.
+    assert continued(target, short, text, 60, asked(temperature=0.9), capsys)[0].startswith(text)
+    # The target's own context ends every text.
     room = TorchModel(toy(vocabulary=9)).capacity
-    _, told = said(target, short, text, 500, Way(Sampler(0), length=0), capsys)
+    _, told = continued(target, short, text, 500, PLAINLY, capsys)
     assert f"the target's context of {room} leaves room for" in told
 
 
@@ -116,28 +136,30 @@ def files(folders: Path) -> Path:
 @pytest.mark.parametrize("text", ["def f(", PROMPT * 2])
 def test_gguf_pairs_continue_as_their_folders_do(files: Path, text: str, capsys: Capture) -> None:
     target, draft, short = (files / f"{name}.gguf" for name in ("target", "draft", "short"))
-    wanted = said(files / "target", files / "draft", text, 40, Way(Sampler(0), length=0), capsys)[0]
-    drafted = Way(Sampler(0), length=3)
-    for way in (
-        replace(drafted, length=0),
+    wanted = continued(files / "target", files / "draft", text, 40, PLAINLY, capsys)[0]
+    drafted = asked()
+    for request in (
+        PLAINLY,
         drafted,
-        replace(drafted, rule="expected-value"),
-        replace(drafted, drafter="both"),
-        replace(drafted, drafter="tree"),
-        replace(drafted, drafter="lookup"),
+        asked(rule="expected-value"),
+        asked(drafter="lookup+draft"),
+        asked(drafter="tree"),
+        asked(drafter="lookup"),
     ):
-        found, told = said(target, draft, text, 40, way, capsys)
+        found, told = continued(target, draft, text, 40, request, capsys)
         assert found == wanted and "40 tokens, " in told and "context of" not in told
-        found, told = said(target, short, text, 40, way, capsys)
-        assert found == wanted and ("has a context of 32" in told) == (way.length > 0 and way.drafter != "lookup")
+        found, told = continued(target, short, text, 40, request, capsys)
+        assert found == wanted and ("has a context of 32" in told) == request.configuration.asks_the_draft
     # Stop strings end the text at the same byte, and the context's end is told.
     stop = wanted[len(text) :][3:6]
-    stopped = said(target, draft, text, 40, replace(drafted, stop=(stop,)), capsys)[0]
-    assert stopped == said(files / "target", files / "draft", text, 40, replace(drafted, stop=(stop,)), capsys)[0]
+    stopped = continued(target, draft, text, 40, replace(drafted, stop=(stop,)), capsys)[0]
+    assert stopped == continued(files / "target", files / "draft", text, 40, replace(drafted, stop=(stop,)), capsys)[0]
     room = TorchModel(toy(vocabulary=9)).capacity
-    assert f"the target's context of {room} leaves room for" in said(target, draft, text, 500, drafted, capsys)[1]
-    sampled = replace(drafted, sampler=Sampler(0.9), verifier="block")
-    assert said(target, draft, text, 20, sampled, capsys)[0] == said(target, draft, text, 20, sampled, capsys)[0]
+    assert f"the target's context of {room} leaves room for" in continued(target, draft, text, 500, drafted, capsys)[1]
+    sampled = asked(temperature=0.9, verifier="block")
+    assert (
+        continued(target, draft, text, 20, sampled, capsys)[0] == continued(target, draft, text, 20, sampled, capsys)[0]
+    )
 
 
 def test_gguf_pairs_obey_grammars(files: Path, capsys: Capture) -> None:
@@ -149,49 +171,52 @@ def test_gguf_pairs_obey_grammars(files: Path, capsys: Capture) -> None:
         ("json", '{"enum": ["one", "two"]}', '"(one|two)"'),
     ):
         texts = set()
-        for length in (0, 3):
-            way = Way(Sampler(0), length=length, grammar=(kind, grammar))
-            texts.add(said(target, draft, "def ", 60, way, capsys)[0].removesuffix("\n"))
+        for drafter in ("none", "draft"):
+            request = asked(drafter=drafter, grammar=(kind, grammar))
+            texts.add(continued(target, draft, "def ", 60, request, capsys)[0].removesuffix("\n"))
         (text,) = texts
         assert re.fullmatch("def " + form, text)
     with pytest.raises(DataError, match=r"llama\.cpp refuses the grammar"):
-        said(target, draft, "def ", 9, Way(Sampler(0), grammar=("gbnf", "root ::= other")), capsys)
+        continued(target, draft, "def ", 9, asked(grammar=("gbnf", "root ::= other")), capsys)
 
 
 def test_trees_are_drawn_by_widths(folders: Path, files: Path, capsys: Capture) -> None:
-    drawn = Way(Sampler(0.7), drafter="tree", widths=(2, 2, 1))
     for suffix in ("", ".gguf"):
         target, draft = (Path(f"{folders / name}{suffix}") for name in ("target", "draft"))
         for verifier in (None, "distinct"):
-            text, told = said(target, draft, PROMPT, 24, replace(drawn, verifier=verifier), capsys)
+            request = asked(temperature=0.7, drafter="tree", widths=(2, 2, 1), verifier=verifier)
+            text, told = continued(target, draft, PROMPT, 24, request, capsys)
             accepted, drafted = map(int, re.findall(r"accepted (\d+)/(\d+)", told)[0])
             rounds = round(23 / float(re.findall(r"([\d.]+) tokens/round", told)[0]))
             assert text.startswith(PROMPT) and "24 tokens" in told
             assert accepted and 2 <= drafted / rounds <= 10
         # A draft that is its target is accepted whole, in every draw.
-        told = said(target, target, PROMPT, 21, replace(drawn, widths=(1, 1, 1)), capsys)[1]
+        request = asked(temperature=0.7, drafter="tree", widths=(1, 1, 1))
+        told = continued(target, target, PROMPT, 21, request, capsys)[1]
         assert "4.00 tokens/round" in told and "(100.0%)" in told
+    pair = (folders / "target", folders / "draft", PROMPT, 9)
     with pytest.raises(DataError, match="a greedy sampler draws nothing"):
-        said(folders / "target", folders / "draft", PROMPT, 9, replace(drawn, sampler=Sampler(0)), capsys)
+        continued(*pair, asked(drafter="tree", widths=(2, 2, 1)), capsys)
     for widths in ((0, 2), (8, 8)):
-        with pytest.raises(DataError, match="nodes: 1 to 63 are possible"):
-            said(folders / "target", folders / "draft", PROMPT, 9, replace(drawn, widths=widths), capsys)
-    with pytest.raises(DataError, match="there is no verifier `block` for drafter tree"):
-        said(folders / "target", folders / "draft", PROMPT, 9, replace(drawn, verifier="block"), capsys)
-    assert tiny.call("generate", "x", "--widths", "2,1", "--drafter", "lookup") == 2
-    assert "--widths is not read by --drafter lookup" in capsys.readouterr().err
-    assert tiny.call("generate", "x", "--widths", "2,1", "--drafter", "tree", "--length", 6) == 2
-    assert "--length is not read beside --widths" in capsys.readouterr().err
+        with pytest.raises(ValidationError, match="nodes: 1 to 63 are possible"):
+            asked(temperature=0.7, drafter="tree", widths=widths)
+    with pytest.raises(DataError, match="no verifier `block` for trees"):
+        continued(*pair, asked(temperature=0.7, drafter="tree", widths=(2, 2, 1), verifier="block"), capsys)
+    drawn = ("generate", "x", "--widths", "2,1", "--drafter")
+    assert tiny.call(*drawn, "lookup") == 2
+    assert "widths is not read by drafter lookup" in capsys.readouterr().err
+    assert tiny.call(*drawn, "tree", "--length", 6) == 2
+    assert "length is not read by drafter tree of widths" in capsys.readouterr().err
 
 
 def test_gguf_pairs_that_cannot_be_used(files: Path, capsys: Capture) -> None:
     target, draft = files / "target.gguf", files / "draft.gguf"
     with pytest.raises(DataError, match="the prompt is empty"):
-        said(target, draft, "", 9, Way(Sampler(0)), capsys)
+        continued(target, draft, "", 9, asked(), capsys)
     with pytest.raises(DataError, match="tokens fill the target's context"):
-        said(target, draft, PROMPT * 200, 9, Way(Sampler(0)), capsys)
+        continued(target, draft, PROMPT * 200, 9, asked(), capsys)
     with pytest.raises(DataError, match="reads both tokenizers from Hugging Face folders"):
-        said(target, draft, "def", 9, Way(Sampler(0), drafter="string"), capsys)
+        continued(target, draft, "def", 9, asked(drafter="string"), capsys)
     pair = ("generate", "def", "--target", target, "--draft")
     assert tiny.call(*pair, files / "draft") == 2
     assert "would run in two engines" in capsys.readouterr().err
@@ -205,20 +230,27 @@ def test_every_drafter_and_rule_outlives_the_drafts_context() -> None:
     costs, fitted = StepCosts((1.0, 1.1, 1.2, 1.3, 1.4), 0.1, 0.1), {"power": Power()}
     target = TableModel(6, 1)
     short = target.near(0.5, 2, capacity=12)
-    trials = [Trial(rule=rule, length=4) for rule in ("fixed", "p_min", "plus-minus", "ratio", "entropy", "beta")]
-    trials += [Trial(rule="start-continue", length=4), Trial(rule="expected-value", length=4, calibration="power")]
-    trials += [trial.model_copy(update={"drafter": "lookup+draft"}) for trial in trials]
-    trials += [Trial(drafter="tree", nodes=5, length=3, calibration="none")]
-    for trial in trials:
+    configurations = [
+        Configuration(rule=rule, length=4) for rule in ("fixed", "p_min", "plus-minus", "ratio", "entropy", "beta")
+    ]
+    configurations += [
+        Configuration(rule="start-continue", length=4),
+        Configuration(rule="expected-value", length=4, calibration="power"),
+    ]
+    configurations += [one.model_copy(update={"drafter": "lookup+draft"}) for one in configurations]
+    configurations += [Configuration(drafter="tree", nodes=5, length=3, calibration="none")]
+    for configuration in configurations:
         for prompt in ([0, 1], [0, 1, 2, 3] * 2, [0, 1, 2, 3] * 3, [0, 1, 2, 3] * 6):
-            drafter = make_drafter(trial, short, Sampler(0), lambda: 0.0, costs, fitted)
+            drafter = make_drafter(configuration, short, Sampler(0), lambda: 0.0, costs, fitted)
             result = Decoded()
             for _ in decode(target, drafter, prompt, 24, Rules(), result):
                 pass
             assert result.tokens == plain(target, prompt, 24).tokens
-            if trial.drafter != "lookup+draft":
+            if configuration.drafter != "lookup+draft":
                 assert all(r.drafted == 0 for r in result.rounds if r.depth + 1 >= short.capacity)
-            assert any(r.drafted for r in result.rounds) == (len(prompt) < 11) or trial.drafter == "lookup+draft"
+            assert (
+                any(r.drafted for r in result.rounds) == (len(prompt) < 11) or configuration.drafter == "lookup+draft"
+            )
 
 
 def test_a_batch_outlives_the_drafts_context() -> None:
@@ -237,20 +269,24 @@ def test_a_batch_outlives_the_drafts_context() -> None:
 
 def test_trees_are_refused_before_anything_is_decoded(folders: Path, capsys: Capture) -> None:
     sliding, draft = folders / "sliding", folders / "draft"
-    tree = Way(Sampler(0), drafter="tree", length=3)
+    tree = asked(drafter="tree")
     for pair, role in (((sliding, draft), "target"), ((draft, sliding), "draft")):
         with pytest.raises(DataError, match=f"the {role} takes no trees") as caught:
-            said(*pair, PROMPT, 8, tree, capsys)
+            continued(*pair, PROMPT, 8, tree, capsys)
         assert caught.value.hint is not None and PROMPT not in capsys.readouterr().out
-    chains = [said(sliding, draft, PROMPT, 12, replace(tree, drafter=name), capsys)[0] for name in ("model", "lookup")]
-    assert chains == [said(sliding, draft, PROMPT, 12, replace(tree, length=0), capsys)[0]] * 2
+    chains = [continued(sliding, draft, PROMPT, 12, asked(drafter=name), capsys)[0] for name in ("draft", "lookup")]
+    assert chains == [continued(sliding, draft, PROMPT, 12, PLAINLY, capsys)[0]] * 2
     models = [TorchModel(toy("mistral", sliding_window=20)), TorchModel(toy())]
     require_trees(models[1], models[1])
-    for ways in ((Trial(drafter="tree", nodes=4, length=3),), (Trial(drafter="tree", shape="static", length=3),)):
+    for configurations in (
+        (Configuration(drafter="tree", nodes=4, length=3),),
+        (Configuration(drafter="tree", shape="static", length=3),),
+    ):
         nothing: Any = None
-        pair = _Pair("p", "pytorch", False, *models, [[1, 2]], [], nothing, "", (2,), ways)
+        loaded = LoadedPair("pytorch", "p", *models, [])
+        part = Part(PairMeasured("p", "pytorch", False), loaded, [[1, 2]], nothing, "", (2,), configurations)
         with pytest.raises(DataError, match="the target takes no trees"):
-            _measure_pair(pair_recipe(sliding, draft), nothing, pair)
+            measure_part(pair_recipe(sliding, draft), nothing, part)
 
 
 def test_a_chain_of_a_tree_drafter_needs_no_trees() -> None:
@@ -280,9 +316,9 @@ def test_check_refuses_trees_of_a_sliding_target(world: Path, tmp_path: Path, ca
     config |= {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 0}
     config["layer_types"] = ["sliding_attention"] * config["num_hidden_layers"]
     (folder / "config.json").write_text(json.dumps(config))
-    options = (f"target.model={folder}", "speedup.trials=[{drafter: tree, nodes: 4, length: 3}]")
+    options = (f"target.model={folder}", "speedup.configurations=[{drafter: tree, nodes: 4, length: 3}]")
     gguf = "speedup.backends=[gguf]"
-    for change in ((options[1],), (options[0], "speedup.trials=[]"), (*options, gguf)):
+    for change in ((options[1],), (options[0], "speedup.configurations=[]"), (*options, gguf)):
         recipe = load_recipe(world / "recipe.yaml", change)
         check_trees(recipe, recipe.target.model)
     recipe = load_recipe(world / "recipe.yaml", options)
@@ -296,7 +332,7 @@ def test_check_refuses_trees_of_a_sliding_target(world: Path, tmp_path: Path, ca
 
 
 def test_sentencepiece_keeps_its_spaces(tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every way prints what the whole text's tokens say behind the prompt, up to a stop string inside a word."""
+    """Every configuration prints the bytes of the whole text behind the prompt, up to a stop string inside a word."""
     if not (SHARED / "llama-2").is_dir():
         pytest.skip(f"no tokenizer llama-2 in {SHARED}; set DISTILL_SHARED")
     tokenizer = AutoTokenizer.from_pretrained(SHARED / "llama-2")
@@ -315,9 +351,9 @@ def test_sentencepiece_keeps_its_spaces(tmp_path: Path, capsys: Capture, monkeyp
         return TorchLogits(values if named.get("want") is None else values[list(named["want"])])
 
     monkeypatch.setattr(TorchModel, "extend", script)
-    for way in (Way(Sampler(0), length=0), Way(Sampler(0), length=3), Way(Sampler(0), drafter="lookup")):
-        assert said(folder, folder, "The old", len(ids) - 2, way, capsys)[0] == text + "\n"
-        stopped = said(folder, folder, "The old", len(ids) - 2, replace(way, stop=("ept until t",)), capsys)[0]
+    for request in (PLAINLY, asked(), asked(drafter="lookup")):
+        assert continued(folder, folder, "The old", len(ids) - 2, request, capsys)[0] == text + "\n"
+        stopped = continued(folder, folder, "The old", len(ids) - 2, replace(request, stop=("ept until t",)), capsys)[0]
         assert stopped == text[: text.index("ept")] + "\n"
 
 
@@ -325,7 +361,8 @@ def test_samples_of_a_report_keep_their_spaces() -> None:
     pieces = [b" The", b" \xc3", b"\xa9t", b"\xc3\xa9", b" fin"]
     decoded = Decoded([0, 1, 2, 3, 4, 1], [False, True, False, True, True, False])
     reader: Any = type("Tokenizer", (), {"decode": lambda self, ids: "p"})()
-    label = {"backend": "pytorch", "pair": "p"}
-    found = _samples(reader, lambda token: pieces[token], [[1]], [Told(0, 3, 1.0, decoded)], label)[0]["segments"]
-    assert [part["text"] for part in found] == [" The", " ", "ét", "é fin", " \ufffd"]
-    assert [part["kind"] for part in found] == ["target", "accepted", "target", "accepted", "target"]
+    label = PairMeasured("p", "pytorch", False)
+    text = TimedText(0, "draft, γ = 3", 1.0, decoded)
+    found = sample_texts(reader, lambda token: pieces[token], [[1]], [text], label)[0].segments
+    assert [part.text for part in found] == [" The", " ", "ét", "é fin", " \ufffd"]
+    assert [part.kind for part in found] == ["target", "accepted", "target", "accepted", "target"]

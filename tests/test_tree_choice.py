@@ -1,4 +1,4 @@
-"""What is settled of a trial's tree beforehand: sizes and shapes against brute force, and the tally they come from."""
+"""Trees that are chosen beforehand: sizes and shapes against brute force, and the tally they come from."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 from table_model import TableModel
-from test_trials import recipe_with
+from test_configurations import recipe_with
 from toys import random_prompts
 
-from distill.benchmark.arms import make_arms
 from distill.benchmark.calibrate import (
     RANKS,
     Recorder,
@@ -30,22 +29,25 @@ from distill.benchmark.calibrate import (
     save_texts,
     tally_ranks,
 )
-from distill.benchmark.compare import judge_identity, run_trials
+from distill.benchmark.compare import judge_identity, time_texts
+from distill.benchmark.identity import Identity
+from distill.benchmark.prepared import prepare_others, prepare_sweep
 from distill.benchmark.tree_choice import (
     SIZES,
     best_shapes,
     choose_tree,
+    choose_trees,
     follow,
     mean_values,
-    settle_trees,
     shape_values,
     time_rounds,
 )
 from distill.errors import DataError, RecipeError
-from distill.files import read_json
-from distill.recipe import Trial, dump_recipe, load_recipe
+from distill.recipe import Configuration, dump_recipe, load_recipe
+from distill.results.serialise import read_result
+from distill.results.speedup_results import SpeedupReport
 from distill.sampler import Sampler
-from distill.speculative.configured import check_trials, lossy_reason, make_drafter
+from distill.speculative.configured import check_configurations, lossy_reason, make_drafter
 from distill.speculative.cost import StepCosts
 from distill.speculative.decode import GREEDY, Decoded, Rules, decode
 from distill.speculative.draft import TreeDrafter
@@ -54,10 +56,10 @@ from distill.speculative.trees.shape import RankTally, Shape
 from distill.speculative.trees.tree import best_first
 
 CHOSEN = [
-    Trial(drafter="tree", length=4),
-    Trial(drafter="tree", calibration="none"),
-    Trial(drafter="tree", shape="static"),
-    Trial(drafter="tree", shape="static", nodes=6, length=3),
+    Configuration(drafter="tree", length=4),
+    Configuration(drafter="tree", calibration="none"),
+    Configuration(drafter="tree", shape="static"),
+    Configuration(drafter="tree", shape="static", nodes=6, length=3),
 ]
 COSTS = StepCosts(tuple(1.0 + 0.05 * m for m in range(12)), 0.05, 0.07)
 
@@ -119,7 +121,7 @@ def test_the_static_shape_is_the_best_of_all(rates: list[float], depth: int, dra
         assert tokens / seconds[n] == pytest.approx(speeds[n], rel=1e-12) and max(shape.depths) <= depth
         assert 1 + sums[n] == pytest.approx(tokens, rel=1e-12)
     trees: dict[int, int | Shape] = {0: Shape(()), **shapes}
-    found = choose_tree("a way", trees, shape_values(shapes, rates), seconds, costs)
+    found = choose_tree("a title", trees, shape_values(shapes, rates), seconds, costs)
     assert found.tokens / found.seconds == pytest.approx(max(speeds.values()), rel=1e-12)
     assert found.speedup == pytest.approx(costs.target[0] * max(speeds.values()), rel=1e-12)
     assert found.tree == trees[found.nodes] and found.as_json()["parents"] == list(trees[found.nodes].parents)
@@ -131,7 +133,7 @@ def test_the_number_of_nodes_is_the_best_of_all(values: list[float], draws: rand
     values = sorted(values, reverse=True)
     costs = StepCosts(tuple(draws.uniform(1, 3) for _ in range(draws.randint(2, 16))), 0.1, 0.1)
     seconds = {n: draws.uniform(1, 4) for n in SIZES if n <= len(values) and draws.random() < 0.8}
-    found = choose_tree("a way", {n: n for n in (0, *SIZES)}, values, seconds, costs)
+    found = choose_tree("a title", {n: n for n in (0, *SIZES)}, values, seconds, costs)
     rates = {0: 1 / costs.target[0]}
     for n, taken in seconds.items():
         if n < len(costs.target):
@@ -142,17 +144,17 @@ def test_the_number_of_nodes_is_the_best_of_all(values: list[float], draws: rand
     for row in found.compared:
         rate = row["tokens"] / (row["target_seconds"] + row["other_seconds"])
         assert rate == pytest.approx(rates[int(row["nodes"])], rel=1e-12)
-    assert found.told.endswith(f": {found.nodes} node" + "s" * (found.nodes != 1))
-    assert ("drafts none" in found.sentence()) == (found.nodes == 0)
+    assert found.title_with_tree.endswith(f": {found.nodes} node" + "s" * (found.nodes != 1))
+    assert ("nothing is drafted" in found.sentence()) == (found.nodes == 0)
 
 
 def test_the_values_are_those_of_the_trees_that_a_text_meets(pair: tuple[TableModel, TableModel]) -> None:
     """Rounds of a greedy decoder with the same trees, each value from the draft's table itself."""
     target, draft = pair
-    way = Trial(drafter="tree", calibration="none", length=3)
+    one = Configuration(drafter="tree", calibration="none", length=3)
 
     def make(size: int) -> TreeDrafter:
-        drafter = make_drafter(way, draft, GREEDY, lambda: 0.0, tree=size)
+        drafter = make_drafter(one, draft, GREEDY, lambda: 0.0, tree=size)
         assert isinstance(drafter, TreeDrafter)
         return drafter
 
@@ -203,9 +205,9 @@ def test_rounds_are_timed_by_what_they_drafted(pair: tuple[TableModel, TableMode
     prompts = [[i % 12 for i in range(13)], [i % 12 for i in range(13, 0, -1)]]
     seconds = time_rounds(target, draft, prompts, 4, Rules(), make, [1, 2, 9])
     assert set(seconds) == {1, 2} and min(seconds.values()) > 0 and asked == [1, 2, 9] * 2
-    assert choose_tree("a way", {0: 0, 9: 9}, [1.0] * 9, seconds, COSTS).tree == 0
+    assert choose_tree("a title", {0: 0, 9: 9}, [1.0] * 9, seconds, COSTS).tree == 0
     # What was asked for is timed and told, though plain decoding were faster.
-    assert choose_tree("a way", {2: 2}, [0.1, 0.0], {2: 9.0}, COSTS).speedup == pytest.approx(1.1 * 1.0 / 9.0)
+    assert choose_tree("a title", {2: 2}, [0.1, 0.0], {2: 9.0}, COSTS).speedup == pytest.approx(1.1 * 1.0 / 9.0)
 
 
 def test_a_tree_follows_a_text() -> None:
@@ -215,31 +217,34 @@ def test_a_tree_follows_a_text() -> None:
 
 def test_trees_that_are_chosen_decode_the_plain_text(pair: tuple[TableModel, TableModel]) -> None:
     target, draft = pair
-    recipe = recipe_with(trials=[way.model_dump(exclude_defaults=True) for way in CHOSEN])
-    assert check_trials(recipe) == [] and len({way.title for way in CHOSEN}) == len(CHOSEN)
+    recipe = recipe_with(configurations=[one.model_dump(exclude_none=True) for one in CHOSEN])
+    assert check_configurations(recipe) == [] and len({one.title for one in CHOSEN}) == len(CHOSEN)
     texts = random_prompts(4, 12, 2)
     own = record_rounds(target, draft, texts, 30, Rules())
     rates = tally_ranks(draft, texts, own, Rules()).rates()
     written = [(text, recorder.tokens) for text, recorder in zip(texts, own, strict=True)]
     # Seconds of steps that are far above what these tables take: every tree then pays, as on a large target.
-    choices = settle_trees(recipe, CHOSEN, target, draft, written, (4, 8), (), COSTS, {}, rates)
-    assert [choice.way for choice in choices] == [way.title for way in CHOSEN]
+    choices = choose_trees(recipe, CHOSEN, target, draft, written, (4, 8), (), COSTS, {}, rates)
+    assert [choice.title for choice in choices] == [one.title for one in CHOSEN]
     assert all(choice.nodes > 1 and choice.speedup > 1 for choice in choices) and choices[3].nodes == 6
-    trees: dict[str, Any] = {choice.way: choice.tree for choice in choices}
-    arms = make_arms(recipe, CHOSEN, draft, (), COSTS, {}, trees)
+    trees: dict[str, Any] = {choice.title: choice.tree for choice in choices}
+    prepared = [
+        *prepare_sweep(recipe, [2], draft, ()),
+        *prepare_others(recipe, CHOSEN, draft, (), COSTS, {}, trees),
+    ]
     prompts = random_prompts(6, 12, 1)
-    trials = run_trials(target, draft, prompts, [2], 30, (), "prompts", arms)
-    verdicts = judge_identity(target, prompts, trials, 0)
-    assert all(verdict == {"identical": 6, "excused": 0, "different": 0} for verdict in verdicts.values())
+    decoded = time_texts(target, draft, prompts, 30, prepared, "prompts")
+    identities = judge_identity(target, prompts, decoded, prepared, 0)
+    assert all(identity == Identity(identical=6) for identity in identities.values())
     for choice in choices:
-        rounds = [r for trial in trials if trial.way == choice.way for r in trial.decoded.rounds]
+        rounds = [r for text in decoded if text.title == choice.title for r in text.decoded.rounds]
         drafted = [r.drafted for r in rounds]
         assert max(drafted) == choice.nodes and drafted.count(choice.nodes) > len(drafted) / 2
         assert sum(r.accepted for r in rounds) > 0.05 * len(rounds)
     # No nodes is plain decoding, and the draft is not asked.
-    nothing = make_arms(recipe, CHOSEN[:1], draft, (), COSTS, {}, {CHOSEN[0].title: 0})
-    plainly = run_trials(target, draft, prompts[:1], [2], 8, (), "prompts", nothing)
-    assert all(r.drafted == 0 for trial in plainly if trial.way == CHOSEN[0].title for r in trial.decoded.rounds)
+    nothing = prepare_others(recipe, CHOSEN[:1], draft, (), COSTS, {}, {CHOSEN[0].title: 0})
+    plainly = time_texts(target, draft, prompts[:1], 8, nothing, "prompts")
+    assert plainly and all(r.drafted == 0 for text in plainly for r in text.decoded.rounds)
 
 
 def test_the_tally_counts_ranks_of_what_the_target_wrote(tmp_path: Path, pair: tuple[TableModel, TableModel]) -> None:
@@ -269,28 +274,28 @@ def test_the_tally_counts_ranks_of_what_the_target_wrote(tmp_path: Path, pair: t
     assert tally_ranks(draft, [[1]], [Recorder(4, tokens=[2])], Rules()) == RankTally()
 
 
-def test_what_recipes_may_say_of_trees() -> None:
+def test_settings_of_trees_that_are_refused() -> None:
     with pytest.raises(ValidationError, match="calibration is not read by drafter tree of static shape"):
-        Trial(drafter="tree", shape="static", calibration="power")
+        Configuration(drafter="tree", shape="static", calibration="power")
     with pytest.raises(ValidationError, match="shape is not read by drafter draft"):
-        Trial(shape="static")
+        Configuration(shape="static")
     with pytest.raises(RecipeError, match=r"(?s)costs of 17 tokens a step.*profile.max_tokens=17"):
-        check_trials(recipe_with(trials=[{"drafter": "tree", "shape": "static", "nodes": 16}]))
-    for way in CHOSEN:
-        hot = way.model_copy(update={"sampler": "recipe"})
-        assert lossy_reason(way, GREEDY) is None and lossy_reason(hot, Sampler(0.8)) is None
+        check_configurations(recipe_with(configurations=[{"drafter": "tree", "shape": "static", "nodes": 16}]))
+    for one in CHOSEN:
+        hot = one.model_copy(update={"sampler": "recipe"})
+        assert lossy_reason(one, GREEDY) is None and lossy_reason(hot, Sampler(0.8)) is None
         assert "best token" in str(lossy_reason(hot.model_copy(update={"verifier": "greedy"}), Sampler(0.8)))
-    assert not Trial(drafter="tree", nodes=3).chosen and all(way.chosen and way.priced for way in CHOSEN)
+    assert not Configuration(drafter="tree", nodes=3).chosen and all(one.chosen and one.priced for one in CHOSEN)
 
 
-def test_the_stage_settles_trees_on_its_own_curves(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_stage_chooses_trees_on_its_own_curves(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Shipped and grown, in both backends: what is chosen is recorded, told, bounded by the curve, and lossless."""
     config = copied / "config.yaml"
     drawn = "{drafter: tree, widths: [2, 1], sampler: recipe}"
-    trees = f"[{{drafter: tree}}, {{drafter: tree, shape: static}}, {drawn}]"
+    listed = f"[{{drafter: tree}}, {{drafter: tree, shape: static}}, {drawn}]"
     changes = (
-        f"speedup.trials={trees}",
-        "speedup.grown_trials=[{drafter: tree}]",
+        f"speedup.configurations={listed}",
+        "speedup.grown_configurations=[{drafter: tree}]",
         "speedup.grown={tile: 2, layers: 4}",
         "speedup.grown_prompts=2",
         "speedup.prompts=2",
@@ -305,50 +310,52 @@ def test_the_stage_settles_trees_on_its_own_curves(copied: Path, capsys: pytest.
     page = capsys.readouterr().out
     ranks = load_ranks(copied / "speedup" / "calibration.json")
     assert len(ranks.tried) == RANKS and ranks.tried[0] >= sum(ranks.taken) > 0
-    report = read_json(copied / "speedup.json")
-    assert [(tree["grown"], tree["backend"], tree["way"]) for tree in report["trees"]] == [
-        (grown, backend, way.title)
-        for grown, ways in ((False, recipe.speedup.trials), (True, recipe.speedup.grown_trials))
-        for backend in recipe.speedup.backends
-        for way in ways
-        if way.chosen
+    report = read_result(copied / "speedup.json", SpeedupReport)
+    settings = recipe.speedup
+    trees = [tree for part in report.parts for tree in part.trees]
+    assert [(tree.grown, tree.backend, tree.configuration) for tree in trees] == [
+        (grown, backend, one.title)
+        for grown, configurations in ((False, settings.configurations), (True, settings.grown_configurations))
+        for backend in settings.backends
+        for one in configurations
+        if one.chosen
     ]
-    rows = {(row["grown"], row["backend"], row["way"]): row for row in report["trials"]}
-    for tree in report["trees"]:
-        assert 0 <= tree["nodes"] < recipe.profile.max_tokens and tree["speedup"] >= 1
-        assert (tree["parents"] is None) == ("static" not in tree["way"])
+    rows = {(row.grown, row.backend, row.configuration): row for row in report.others}
+    for tree in trees:
+        assert 0 <= tree.nodes < recipe.profile.max_tokens and tree.speedup >= 1
+        assert (tree.parents is None) == ("static" not in tree.configuration)
         (row,) = [
             row
             for key, row in rows.items()
-            if key[:2] == (tree["grown"], tree["backend"]) and key[2].startswith(f"{tree['way']}: {tree['nodes']} node")
+            if key[:2] == (tree.grown, tree.backend) and key[2].startswith(f"{tree.configuration}: {tree.nodes} node")
         ]
-        assert row["way"] in page and row["nodes"] == tree["nodes"] and row["predicted"] == tree["speedup"]
-        assert row["different"] == 0 and not row["lossy"]
-    assert page.count("validation text") >= len(report["trees"])
-    for backend in recipe.speedup.backends:  # a drawn tree has nothing to settle
+        assert row.configuration in page and row.nodes == tree.nodes and row.predicted == tree.speedup
+        assert row.different == 0 and row.lossy is None
+    assert page.count("validation text") >= len(trees)
+    for backend in recipe.speedup.backends:  # a drawn tree has nothing to choose
         row = rows[False, backend, "drawn tree 2×1, verifier token, sampled"]
-        assert row["verifier"] == "token" and not row["lossy"]
-        assert row["tokens_per_round"] >= 1 and row["acceptance"] is not None
+        assert row.verifier == "token" and row.lossy is None
+        assert (row.tokens_per_round or 0) >= 1 and row.acceptance is not None
 
 
 def test_drawn_trees_are_verified_by_what_their_draws_ask_for() -> None:
     target = TableModel(12, 3)
     for verifier, kind in ((None, "sampled"), ("token", "sampled"), ("distinct", "distinct")):
-        way = Trial(drafter="tree", widths=(3, 2, 1), verifier=verifier, sampler="recipe")
-        assert way.drawn_nodes == 15 and not (way.chosen or way.learns or way.ranked or way.priced)
-        assert way.title == f"drawn tree 3×2×1, verifier {verifier or 'token'}, sampled"
-        drafter = make_drafter(way, target, Sampler(0.8), random.Random(0).random)
+        one = Configuration(drafter="tree", widths=(3, 2, 1), verifier=verifier, sampler="recipe")
+        assert one.drawn_nodes == 15 and not (one.chosen or one.learns or one.ranked or one.priced)
+        assert one.title == f"drawn tree 3×2×1, verifier {verifier or 'token'}, sampled"
+        drafter = make_drafter(one, target, Sampler(0.8), random.Random(0).random)
         assert isinstance(drafter, TreeDrafter) and drafter.kind == kind and len(drafter.shape or ()) == 15
-        assert lossy_reason(way, Sampler(0.8)) is None
+        assert lossy_reason(one, Sampler(0.8)) is None
         drafter.begin([1, 2])
         proposal = drafter.propose([1, 2, 3], 8, ())
         assert len(proposal.tokens) == 15 and proposal.children()[ROOT] == [0, 1, 2]
         assert (len({proposal.tokens[node] for node in proposal.children()[ROOT]}) == 3) or kind == "sampled"
     with pytest.raises(ValueError, match="draws nothing"):
-        lossy_reason(Trial(drafter="tree", widths=(2,), verifier="token"), GREEDY)
+        lossy_reason(Configuration(drafter="tree", widths=(2,), verifier="token"), GREEDY)
     for refused in ({"nodes": 4}, {"shape": "static"}, {"length": 3}, {"calibration": "none"}, {"drafter": "draft"}):
         with pytest.raises(ValueError, match="is not read by drafter"):
-            Trial(**({"drafter": "tree", "widths": (2, 1)} | refused))  # type: ignore[arg-type]
+            Configuration(**({"drafter": "tree", "widths": (2, 1)} | refused))  # type: ignore[arg-type]
     for widths in ((0,), (2, -1), (8, 8)):
         with pytest.raises(ValueError, match="1 to 63 are possible"):
-            Trial(drafter="tree", widths=widths)
+            Configuration(drafter="tree", widths=widths)

@@ -1,4 +1,4 @@
-"""What decoded validation text tells: calibrations, acceptance by rank, and what a round costs beyond its model steps.
+"""Measured on decoded validation text: calibrations, acceptance by rank, and the cost of a round beyond its steps.
 
 Legend: γ or n drafted tokens of a round, T target, D draft.
 """
@@ -14,8 +14,7 @@ from typing import Any
 from distill.errors import DataError
 from distill.files import read_json, write_json
 from distill.models.base import Model
-from distill.models.hugging_face import end_ids, load_model, load_target, load_tokenizer, pick_device, real_tokens
-from distill.models.torch_model import TorchModel
+from distill.models.loaded import load_pair
 from distill.packing import Packed
 from distill.recipe import Recipe
 from distill.run import Run
@@ -153,32 +152,28 @@ def calibrate(own: Sequence[Recorder], command: str, ranks: RankTally | None = N
 
 
 def calibrate_run(recipe: Recipe, run: Run) -> dict[str, Any] | None:
-    """What speedup/calibration.json holds, fitted on validation text if not there yet; None where no trial reads it."""
+    """The table of speedup/calibration.json, fitted on validation text if it is not there yet.
+
+    None where no configuration reads it.
+    """
     settings = recipe.speedup
-    grown = settings.grown_trials if settings.grown is not None else ()
-    wanting = [trial for trial in (*settings.trials, *grown) if trial.learns or trial.chosen]
-    if not wanting:
+    grown = settings.grown_configurations if settings.grown is not None else ()
+    if not any(one.learns or one.chosen for one in (*settings.configurations, *grown)):
         return None
     path = run.path("speedup", "calibration.json")
     if not path.exists():
-        device, tokenizer = pick_device(recipe.device), load_tokenizer(recipe.target.model)
-        big = load_target(recipe.target, device)
-        vocabulary = real_tokens(big.config, tokenizer)
-        target = TorchModel(big, vocabulary)
-        draft = TorchModel(load_model(str(run.path("draft")), recipe.target.dtype, device), vocabulary)
         prompts = validation_prompts(run, recipe.answers.prompt_tokens, settings.calibration_prompts)
-        rules = Rules(GREEDY, "greedy", end_ids(big.config, tokenizer))
-        own = record_rounds(target, draft, prompts, settings.new_tokens, rules)
-        table = calibrate(own, run.command, tally_ranks(draft, prompts, own, rules))
-        for model in (target, draft):
-            model.close()
-        save_texts(run.path("speedup", "validation.json"), prompts, own)
-        save_calibration(path, table)
+        with load_pair(recipe.target, str(run.path("draft")), device=recipe.device) as pair:
+            rules = Rules(GREEDY, "greedy", pair.ends)
+            recorded = record_rounds(pair.target, pair.draft, prompts, settings.new_tokens, rules)
+            ranks = tally_ranks(pair.draft, prompts, recorded, rules)
+        save_texts(run.path("speedup", "validation.json"), prompts, recorded)
+        save_calibration(path, calibrate(recorded, run.command, ranks))
     found: dict[str, Any] = read_json(path)
     scores = ", ".join(f"{name} {fit['log_loss']:.3f}" for name, fit in found["fits"].items())
-    told = f"log loss {found['uncalibrated']['log_loss']:.3f} as they are, {scores}" if scores else "no calibration"
-    told += "".join(f"; {name} not fitted: {reason}" for name, reason in found["unfitted"].items())
-    run.say(f"  draft probabilities, {found['rounds']} rounds of {found['prompts']} validation texts: {told}")
+    line = f"log loss {found['uncalibrated']['log_loss']:.3f} uncalibrated, {scores}" if scores else "no calibration"
+    line += "".join(f"; {name} not fitted: {reason}" for name, reason in found["unfitted"].items())
+    run.say(f"  draft probabilities, {found['rounds']} rounds of {found['prompts']} validation texts: {line}")
     return found
 
 

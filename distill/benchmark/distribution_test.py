@@ -11,23 +11,21 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
 
-from distill.benchmark.compare import TORCH_NOISE, first_difference, is_tie
+from distill.benchmark.identity import TORCH_NOISE, Identity
 from distill.models.base import Model
-from distill.models.hugging_face import load_model, load_target, load_tokenizer, pick_device, real_tokens
-from distill.models.torch_model import TorchModel
+from distill.models.loaded import load_pair
 from distill.progress import Progress
-from distill.recipe import Recipe
+from distill.recipe import Configuration, Recipe
 from distill.run import Run
 from distill.sampler import Sampler
-from distill.speculative.decode import Decoded, Rules, decode, plain
-from distill.speculative.draft import Drafter, ModelDrafter, TreeDrafter
-from distill.speculative.lengths import Fixed
-from distill.speculative.trees.shape import Shape
+from distill.speculative.configured import make_drafter
+from distill.speculative.decode import Decoded, Rules, decode, plain, speculative
+from distill.speculative.draft import Drafter
 from distill.speculative.verify import Random
 from distill.texts import read_prompts
 
@@ -38,18 +36,44 @@ PROMPT_TOKENS = 24  # short prompts: every sample reads its prompt anew
 PROMPTS = 3
 GREEDY_PROMPTS, GREEDY_TOKENS, GREEDY_LENGTH = 8, 48, 4
 
-Make = Callable[[Model, Sampler, Random], Drafter]
-ARMS: dict[str, tuple[str, Make]] = {
-    "token": ("token", lambda draft, sampler, draws: ModelDrafter(draft, Fixed(3), sampler, draws)),
-    "block": ("block", lambda draft, sampler, draws: ModelDrafter(draft, Fixed(3), sampler, draws)),
-    "match": ("match", lambda draft, sampler, draws: ModelDrafter(draft, Fixed(3), sampler, draws, argmax=True)),
-    "tree, distinct": (
-        "distinct",
-        lambda draft, sampler, draws: TreeDrafter(
-            draft, sampler, draws, 6, shape=Shape.of_widths([2, 2]), distinct=True
-        ),
-    ),
+# Short drafts of every kind of verifier; all sample.
+CONFIGURATIONS: dict[str, Configuration] = {
+    "token": Configuration(length=3, verifier="token", sampler="recipe"),
+    "block": Configuration(length=3, verifier="block", sampler="recipe"),
+    "match": Configuration(length=3, verifier="match", sampler="recipe"),
+    "tree, distinct": Configuration(drafter="tree", widths=(2, 2), verifier="distinct", sampler="recipe"),
 }
+
+
+@dataclass(frozen=True)
+class PromptTest:
+    """The sharpest of the tests of one configuration after one prompt: its p-value, χ² and degrees of freedom."""
+
+    prompt: int
+    configuration: str
+    samples: int
+    positions: int
+    chi_squared: float
+    freedom: int
+    p: float
+    same: bool
+    drafted_per_round: float
+
+
+@dataclass(frozen=True)
+class DistributionTest:
+    """All tests, the level below which a p-value is a difference, the greedy texts, and the verdict."""
+
+    tests: list[PromptTest]
+    skipped: list[str]
+    level: float
+    greedy: Identity
+    sampler: dict[str, float]
+
+    @property
+    def lossless(self) -> bool:
+        """Whether no difference was found."""
+        return all(test.same for test in self.tests) and not self.greedy.different
 
 
 def homogeneity(left: Counter[int], right: Counter[int]) -> tuple[float, int, float]:
@@ -86,50 +110,71 @@ def verify_distribution(
     samples: int,
     seed: int,
     rounded: bool = False,
-) -> dict[str, Any]:
-    """A row per arm and prompt: the smallest p-value over positions, and whether it is below the level.
+) -> DistributionTest:
+    """Test every configuration after every prompt: the smallest p-value over positions, against the level.
 
     Trees take part where both models take them. The rounding that excuses a first difference of greedy texts is that of
     fp32, or measured for that text where the target is `rounded` (computed in a shorter type).
     """
     short = [list(prompt[:PROMPT_TOKENS]) for prompt in prompts[:PROMPTS]]
-    rows: list[dict[str, Any]] = []
-    arms = ARMS if sampler.temperature > 0 else {}
-    skipped = [arm for arm in arms if "tree" in arm and not (target.max_leaves and draft.max_leaves)]
-    arms = {arm: made for arm, made in arms.items() if arm not in skipped}
-    level = LEVEL / max(1, len(arms) * len(short) * (NEW_TOKENS - 1))
-    progress = Progress("distribution, samples", samples * len(short) * (len(arms) + 1) if arms else 0)
-    for number, prompt in enumerate(short):
-        base: list[Counter[int]] = []
-        for arm in ["plain", *arms] if arms else []:
-            draws = random.Random(f"{seed}/{number}/{arm}").random
-            rules = Rules(sampler, "token" if arm == "plain" else arms[arm][0], random=draws)
-            drafter = None if arm == "plain" else arms[arm][1](draft, sampler, draws)
-            counts, drafted, rounds = [Counter[int]() for _ in range(NEW_TOKENS)], 0, 0
-            for _ in range(samples):
-                decoded = _sample(target, drafter, prompt, rules)
-                for position, token in enumerate(decoded.tokens[:NEW_TOKENS]):
-                    counts[position][token] += 1
-                drafted += sum(one.drafted for one in decoded.rounds)
-                rounds += len(decoded.rounds)
-                progress.step()
-            if drafter is None:
-                base = counts
-                continue
-            tests = [homogeneity(base[position], counts[position]) for position in range(1, NEW_TOKENS)]
-            statistic, freedom, least = min(tests, key=lambda test: test[2])
-            found = {"chi_squared": statistic, "freedom": freedom, "p": least, "lossless": least >= level}
-            row = {"prompt": number, "verifier": arm, "samples": samples, "positions": len(tests), **found}
-            rows.append(row | {"drafted_per_round": drafted / max(1, rounds)})
+    tested = dict(CONFIGURATIONS) if sampler.temperature > 0 else {}
+    skipped = [name for name in tested if "tree" in name and not (target.max_leaves and draft.max_leaves)]
+    for name in skipped:
+        del tested[name]
+    level = LEVEL / max(1, len(tested) * len(short) * (NEW_TOKENS - 1))
+    progress = Progress("distribution, samples", samples * len(short) * (len(tested) + 1) if tested else 0)
+    tests = []
+    for number, prompt in enumerate(short if tested else []):
+
+        def sample(name: str, number: int = number, prompt: list[int] = prompt) -> _Counts:
+            draws = random.Random(f"{seed}/{number}/{name}").random
+            return _draw(target, draft, prompt, tested.get(name), sampler, draws, samples, progress)
+
+        base = sample("plain")
+        for name in tested:
+            found = sample(name)
+            positions = range(1, NEW_TOKENS)
+            statistic, freedom, least = min(
+                (homogeneity(base.tokens[i], found.tokens[i]) for i in positions), key=lambda test: test[2]
+            )
+            drafted = found.drafted / max(1, found.rounds)
+            same = least >= level
+            tests.append(PromptTest(number, name, samples, len(positions), statistic, freedom, least, same, drafted))
     greedy = _greedy_identity(target, draft, prompts[:GREEDY_PROMPTS], rounded)
-    return {
-        "rows": rows,
-        "skipped": skipped,
-        "level": level,
-        "greedy": greedy,
-        "sampler": sampler.describe(),
-        "lossless": all(row["lossless"] for row in rows) and not greedy["different"],
-    }
+    return DistributionTest(tests, skipped, level, greedy, sampler.describe())
+
+
+@dataclass
+class _Counts:
+    """The tokens seen at every counted position, and what was drafted for them."""
+
+    tokens: list[Counter[int]] = field(default_factory=lambda: [Counter() for _ in range(NEW_TOKENS)])
+    drafted: int = 0
+    rounds: int = 0
+
+
+def _draw(
+    target: Model,
+    draft: Model,
+    prompt: list[int],
+    configuration: Configuration | None,
+    sampler: Sampler,
+    draws: Random,
+    samples: int,
+    progress: Progress,
+) -> _Counts:
+    """Draw texts by a configuration, plainly without one."""
+    rules = Rules(sampler, "token" if configuration is None else configuration.verified_by, random=draws)
+    drafter = None if configuration is None else make_drafter(configuration, draft, sampler, draws)
+    counts = _Counts()
+    for _ in range(samples):
+        decoded = _sample(target, drafter, prompt, rules)
+        for position, token in enumerate(decoded.tokens[:NEW_TOKENS]):
+            counts.tokens[position][token] += 1
+        counts.drafted += sum(one.drafted for one in decoded.rounds)
+        counts.rounds += len(decoded.rounds)
+        progress.step()
+    return counts
 
 
 def _sample(target: Model, drafter: Drafter | None, prompt: list[int], rules: Rules) -> Decoded:
@@ -143,66 +188,53 @@ def _sample(target: Model, drafter: Drafter | None, prompt: list[int], rules: Ru
     return result
 
 
-def _greedy_identity(target: Model, draft: Model, prompts: Sequence[Sequence[int]], rounded: bool) -> dict[str, int]:
+def _greedy_identity(target: Model, draft: Model, prompts: Sequence[Sequence[int]], rounded: bool) -> Identity:
     """Greedy speculative texts against plain ones; a first difference at a rounding tie is excused."""
-    found = {"identical": 0, "excused": 0, "different": 0}
+    found = Identity()
     for prompt in prompts:
-        rules = Rules()
         wanted = plain(target, prompt, GREEDY_TOKENS).tokens
-        result = Decoded()
-        drafter = ModelDrafter(draft, Fixed(GREEDY_LENGTH), rules.sampler, rules.random)
-        for _ in decode(target, drafter, prompt, GREEDY_TOKENS, rules, result):
-            pass
-        where = first_difference(wanted, result.tokens)
-        if where is None:
-            found["identical"] += 1
-        elif is_tie(target, prompt, wanted, result.tokens, where, TORCH_NOISE, GREEDY_LENGTH + 1 if rounded else 0):
-            found["excused"] += 1
-        else:
-            found["different"] += 1
+        other = speculative(target, draft, prompt, GREEDY_TOKENS, GREEDY_LENGTH).tokens
+        found.count(target, prompt, wanted, other, TORCH_NOISE, GREEDY_LENGTH + 1 if rounded else 0)
     return found
 
 
-def verify_run_distribution(recipe: Recipe, run: Run, samples: int) -> dict[str, Any]:
+def verify_run_distribution(recipe: Recipe, run: Run, samples: int) -> DistributionTest:
     """`verify_distribution` of a run's target and trained draft under its own sampler, on test prompts, in PyTorch."""
-    device = pick_device(recipe.device)
-    tokenizer = load_tokenizer(recipe.target.model)
-    big = load_target(recipe.target, device)
-    vocabulary = real_tokens(big.config, tokenizer)
-    target = TorchModel(big, vocabulary)
-    draft = TorchModel(load_model(str(run.path("draft")), recipe.target.dtype, device), vocabulary)
     prompts = [prompt.ids for prompt in read_prompts(run, "test")]
     rounded = recipe.target.dtype != "float32" or recipe.target.quantise is not None
-    return verify_distribution(target, draft, prompts, Sampler.of(recipe.sampler), samples, recipe.seed, rounded)
+    with load_pair(recipe.target, str(run.path("draft")), device=recipe.device) as pair:
+        return verify_distribution(
+            pair.target, pair.draft, prompts, Sampler.of(recipe.sampler), samples, recipe.seed, rounded
+        )
 
 
-def distribution_markdown(table: dict[str, Any]) -> str:
-    """The verdict and what it rests on."""
-    greedy = table["greedy"]
-    words = ", ".join(f"{name} {value:g}" for name, value in table["sampler"].items())
+def distribution_markdown(found: DistributionTest) -> str:
+    """The verdict and the figures behind it."""
+    settings = ", ".join(f"{name} {value:g}" for name, value in found.sampler.items())
     lines = [
-        f"Sampler: {words}. Speculative against plain sampling; a p-value below {table['level']:.1e} "
+        f"Sampler: {settings}. Speculative against plain sampling; a p-value below {found.level:.1e} "
         "would be a difference.",
         "",
     ]
-    if table["rows"]:
+    if found.tests:
         lines.append("| prompt | verifier | samples each | drafted a round | least p | χ² | freedom | verdict |")
         lines.append("|--:|---|--:|--:|--:|--:|--:|---|")
         lines += [
-            f"| {row['prompt'] + 1} | {row['verifier']} | {row['samples']} | {row['drafted_per_round']:.2f} "
-            f"| {row['p']:.3g} | {row['chi_squared']:.1f} | {row['freedom']} "
-            f"| {'same distribution' if row['lossless'] else 'another distribution'} |"
-            for row in table["rows"]
+            f"| {test.prompt + 1} | {test.configuration} | {test.samples} | {test.drafted_per_round:.2f} "
+            f"| {test.p:.3g} | {test.chi_squared:.1f} | {test.freedom} "
+            f"| {'same distribution' if test.same else 'another distribution'} |"
+            for test in found.tests
         ]
         lines.append("")
-        if table["skipped"]:
-            lines += [f"Not tested, for a model that takes no trees: {', '.join(table['skipped'])}.", ""]
+        if found.skipped:
+            lines += [f"Not tested, because a model takes no trees: {', '.join(found.skipped)}.", ""]
     else:
-        lines += ["The recipe's sampler is greedy: there is no distribution to sample, only the text to compare.", ""]
+        lines += ["The recipe's sampler is greedy: nothing is sampled, so only texts are compared.", ""]
+    greedy = found.greedy
     lines.append(
-        f"Greedy texts: {greedy['identical']} identical, {greedy['excused']} differing first at a rounding tie, "
-        f"{greedy['different']} differing otherwise."
+        f"Greedy texts: {greedy.identical} identical, {greedy.excused} differing first at a rounding tie, "
+        f"{greedy.different} differing otherwise."
     )
-    fine = "Lossless, as far as these samples can tell."
-    lines.append(fine if table["lossless"] else "NOT lossless: please report this.")
+    fine = "Lossless, as far as these samples can show."
+    lines.append(fine if found.lossless else "NOT lossless: please report this.")
     return "\n".join(lines) + "\n"

@@ -1,4 +1,4 @@
-"""How large a trial's tree is, or of what shape, settled on validation text by what tokens and seconds promise.
+"""The size or shape of a configuration's tree, chosen on validation text by expected tokens and measured seconds.
 
 Legend: n nodes, d levels, T target, D draft.
 """
@@ -11,12 +11,12 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any
 
 from distill.models.base import Model
-from distill.recipe import Recipe, Trial
+from distill.recipe import Configuration, Recipe
+from distill.results.speedup_results import ChosenTree, ComparedTree, PairMeasured
 from distill.speculative.calibration import Calibration
-from distill.speculative.configured import Tree, lossy_reason, make_drafter, trial_sampler
+from distill.speculative.configured import Tree, configured_sampler, lossy_reason, make_drafter
 from distill.speculative.cost import StepCosts
 from distill.speculative.decode import Decoded, Rules, decode, room_for
 from distill.speculative.draft import Drafter, TreeDrafter
@@ -32,54 +32,60 @@ Text = tuple[list[int], list[int]]  # a prompt, and what the target wrote after 
 
 @dataclass(frozen=True)
 class Choice:
-    """What was settled of the tree of the trial `way`, what a round of it promises, and all that was compared.
+    """The tree chosen for the configuration of that title, its predicted figures, and all it was chosen from.
 
-    `seconds` and `tokens` are of a round, `speedup` is over plain decoding after the prompt. Without nodes the trial
-    decodes plainly.
+    `seconds` and `tokens` are of a round, `speedup` is over plain decoding after the prompt. Without nodes the
+    configuration decodes plainly.
     """
 
-    way: str
+    title: str
     tree: Tree
     tokens: float
     seconds: float
     speedup: float
-    compared: list[dict[str, float]]
+    compared: list[ComparedTree]
 
     @property
     def nodes(self) -> int:
-        """How many."""
+        """How many nodes the tree has."""
         return len(self.tree) if isinstance(self.tree, Shape) else self.tree
 
     @property
-    def told(self) -> str:
-        """How tables call the trial: its own title, and what was settled."""
+    def title_with_tree(self) -> str:
+        """The configuration's title, and the tree that was chosen."""
         levels = ""
         if isinstance(self.tree, Shape) and self.nodes:
             counts = Counter(self.tree.depths)
             levels = f" in levels of {', '.join(str(counts[level]) for level in sorted(counts))}"
-        return f"{self.way}: {self.nodes} node{'s' if self.nodes != 1 else ''}{levels}"
+        return f"{self.title}: {self.nodes} node{'s' if self.nodes != 1 else ''}{levels}"
 
     def sentence(self) -> str:
-        """What was chosen and why."""
+        """The choice and its reason."""
         if not self.nodes:
-            return f"`{self.way}`: on validation text no tree promises to beat plain decoding, so that it drafts none."
+            return (
+                f"`{self.title}`: on validation text no tree size is predicted to be faster than plain decoding, "
+                "so nothing is drafted."
+            )
         return (
-            f"`{self.told}`, which promise the most on validation text: {self.tokens:.2f} tokens in "
+            f"`{self.title_with_tree}`, the fastest by its prediction on validation text: {self.tokens:.2f} tokens in "
             f"{self.seconds * 1e3:.2f} ms a round, {self.speedup:.2f}x plain decoding after the prompt."
         )
 
-    def as_json(self) -> dict[str, Any]:
-        """For speedup.json; `parents` of a static shape, null for one that each round grows."""
+    def as_result(self, pair: PairMeasured) -> ChosenTree:
+        """For speedup.json."""
         parents = list(self.tree.parents) if isinstance(self.tree, Shape) else None
-        return {
-            "way": self.way,
-            "nodes": self.nodes,
-            "parents": parents,
-            "tokens": self.tokens,
-            "seconds": self.seconds,
-            "speedup": self.speedup,
-            "compared": self.compared,
-        }
+        return ChosenTree(
+            pair.pair,
+            pair.backend,
+            pair.grown,
+            self.title,
+            self.nodes,
+            parents,
+            self.tokens,
+            self.seconds,
+            self.speedup,
+            self.compared,
+        )
 
 
 def time_rounds(
@@ -165,12 +171,12 @@ def shape_values(shapes: Mapping[int, Shape], rates: Sequence[float]) -> list[fl
 
 
 def choose_tree(
-    way: str, trees: Mapping[int, Tree], values: Sequence[float], seconds: Mapping[int, float], costs: StepCosts
+    title: str, trees: Mapping[int, Tree], values: Sequence[float], seconds: Mapping[int, float], costs: StepCosts
 ) -> Choice:
     """The tree of the most tokens per second among `trees` by their nodes, 0 being plain decoding: see `choose_budget`.
 
-    The first n `values` sum up to the accepted tokens that n nodes promise. A round of n takes T(n + 1) and what the
-    timed `seconds` of rounds were beyond it: drafting, and walking the tree. Sizes that no round came to are left out.
+    The first n `values` sum up to the expected accepted tokens of n nodes. A round of n takes T(n + 1) and the part of
+    the timed `seconds` beyond it: drafting, and walking the tree. Sizes that no round came to are left out.
     """
     expected = list(accumulate(values, initial=1.0))
     known = min(len(expected), len(costs.target))
@@ -178,16 +184,14 @@ def choose_tree(
     target = {n + 1: costs.target[n] for n in sizes}
     beyond = {n: max(seconds[n] - costs.target[n], 0.0) if n else 0.0 for n in sizes}
     nodes = choose_budget(values, target, lambda n: beyond.get(n, 0.0))
-    compared = [
-        {"nodes": n, "tokens": expected[n], "target_seconds": target[n + 1], "other_seconds": beyond[n]} for n in sizes
-    ]
+    compared = [ComparedTree(n, expected[n], target[n + 1], beyond[n]) for n in sizes]
     spent = target[nodes + 1] + beyond[nodes]
-    return Choice(way, trees[nodes], expected[nodes], spent, expected[nodes] * costs.target[0] / spent, compared)
+    return Choice(title, trees[nodes], expected[nodes], spent, expected[nodes] * costs.target[0] / spent, compared)
 
 
-def settle_trees(
+def choose_trees(
     recipe: Recipe,
-    ways: Sequence[Trial],
+    configurations: Sequence[Configuration],
     target: Model,
     draft: Model,
     texts: Sequence[Text],
@@ -197,39 +201,44 @@ def settle_trees(
     fitted: Mapping[str, Calibration],
     rates: Sequence[float],
 ) -> list[Choice]:
-    """A choice for each trial that leaves its tree to be chosen, of fewer nodes than `profile.max_tokens`.
+    """A choice for each configuration that leaves its tree open, of fewer nodes than `profile.max_tokens`.
 
-    `texts` are prompts of the validation split with what the target wrote after them; `timed` (prompts, rounds) is
+    `texts` are prompts of the validation split, each with the target's text after it; `timed` (prompts, rounds) is
     after how many of them how many rounds are timed. `rates` are the acceptance by rank.
     """
     costs = replace(costs, target=costs.target[: recipe.profile.max_tokens])  # a grown pair's may go on
     most = len(costs.target) - 1
     prompts = [prompt for prompt, _ in texts[: timed[0]]]
     choices = []
-    for way in ways:
-        if not way.chosen:
+    for configuration in configurations:
+        if not configuration.chosen:
             continue
-        sampler = trial_sampler(way, recipe.sampler)
-        rules = Rules(sampler, way.verified_by, ends, random.Random(f"{recipe.seed}/{way.title}/timed").random)
+        title = configuration.title
+        sampler = configured_sampler(configuration, recipe.sampler)
+        draws = random.Random(f"{recipe.seed}/{title}/timed").random
+        rules = Rules(sampler, configuration.verified_by, ends, draws)
         sizes = sorted({*(size for size in SIZES if size < most), most})
         trees: dict[int, Tree] = {size: size for size in sizes}
-        if way.ranked:
-            shapes = best_shapes(rates, sizes if way.nodes is None else [way.nodes], way.length, costs)
+        if configuration.ranked:
+            wanted = sizes if configuration.nodes is None else [configuration.nodes]
+            shapes = best_shapes(rates, wanted, configuration.most, costs)
             trees = {**shapes}
 
-        def make(size: int, way: Trial = way, rules: Rules = rules, trees: dict[int, Tree] = trees) -> Drafter:
-            return make_drafter(way, draft, rules.sampler, rules.random, costs, fitted, trees[size])
+        def make(
+            size: int, one: Configuration = configuration, rules: Rules = rules, trees: dict[int, Tree] = trees
+        ) -> Drafter:
+            return make_drafter(one, draft, rules.sampler, rules.random, costs, fitted, trees[size])
 
-        lossy = lossy_reason(way, sampler) is not None
+        lossy = lossy_reason(configuration, sampler) is not None
         seconds = time_rounds(target, draft, prompts, timed[1], rules, make, sorted(trees), lossy)
-        if way.ranked:
+        if configuration.ranked:
             values = shape_values(shapes, rates)
         else:
             drafter = make(most)
             assert isinstance(drafter, TreeDrafter)
             values = mean_values(drafter, texts, most, ends)
-        plainly: Tree = Shape(()) if way.ranked else 0
-        if way.nodes is None or not seconds:
+        plainly: Tree = Shape(()) if configuration.ranked else 0
+        if configuration.nodes is None or not seconds:
             trees[0] = plainly
-        choices.append(choose_tree(way.title, trees, values, seconds, costs))
+        choices.append(choose_tree(title, trees, values, seconds, costs))
     return choices

@@ -76,7 +76,7 @@ def _evaluate_standalone(
     acceptance: bool,
 ) -> EvaluationReport:
     recipe = standalone_recipe(target, draft, text)
-    prepare(recipe)
+    prepare(recipe.threads)
     from distill.evaluation.standalone import evaluate_standalone
     from distill.models.pairs import require_pair
 

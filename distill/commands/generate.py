@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from distill.commands.shared import (
-    DEFAULT_RUNS,
-    RunsOption,
-    find_run,
-    numbers,
-    prepare,
-    standalone_recipe,
-)
+from distill.commands.shared import DEFAULT_RUNS, RunsOption, find_run, local_reference, numbers, prepare
 from distill.errors import DataError, RecipeError, RunError
+
+if TYPE_CHECKING:
+    from distill.generate.stream import Request
+    from distill.recipe import Configuration
+    from distill.run import Run
+
+LENGTH = 4  # tokens drafted a round where no option says
 
 
 def generate(
@@ -26,48 +26,51 @@ def generate(
         str | None, typer.Option("--target", help="Without a run: Hugging Face folder, hub name or GGUF file.")
     ] = None,
     draft: Annotated[
-        str | None, typer.Option("--draft", help="Without a run: of the same kind; a GGUF pair runs in llama.cpp.")
+        str | None, typer.Option("--draft", help="Without a run: a draft of the same kind as the target.")
     ] = None,
-    length: Annotated[int, typer.Option(min=0, max=63, help="Tokens drafted per round; 0 decodes plainly.")] = 4,
+    length: Annotated[
+        int | None,
+        typer.Option(min=0, max=63, help=f"Tokens drafted a round, at most; 0 decodes plainly. {LENGTH} if left out."),
+    ] = None,
     tokens: Annotated[int, typer.Option(min=1, help="New tokens at most.")] = 128,
     temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 0.0,
     top_k: Annotated[int, typer.Option(min=0, help="0: off.")] = 0,
     top_p: Annotated[float, typer.Option(min=0.0001, max=1, help="1: off.")] = 1.0,
     min_p: Annotated[float, typer.Option(min=0, max=0.9999, help="0: off.")] = 0.0,
     repetition_penalty: Annotated[float, typer.Option(min=0.01, help="1: off.")] = 1.0,
-    seed: Annotated[int, typer.Option(min=0, help="Of what is drawn.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the sampler.")] = 0,
     verifier: Annotated[
         str | None, typer.Option("--verifier", help="greedy, match, token, block, or for drawn trees distinct.")
     ] = None,
     drafter: Annotated[
-        str,
+        str | None,
         typer.Option(
             "--drafter",
-            help="model, lookup (earlier text), both, tree (of the best tokens, or drawn: --widths); for a draft of "
-            "another vocabulary: intersection (the tokens both share) or string (its text).",
+            help="draft (the default), lookup (n-gram lookup in the text), lookup+draft, tree (of the best tokens, or "
+            "drawn: --widths), none; for a draft of another vocabulary: intersection (the tokens both share) or string "
+            "(its text).",
         ),
-    ] = "model",
+    ] = None,
     widths: Annotated[
-        str | None,
-        typer.Option("--widths", help="--drafter tree: drawn, with so many children a node, level by level: 3,2,1."),
+        str | None, typer.Option("--widths", help="--drafter tree: drawn, with this many children a node: 3,2,1.")
     ] = None,
     rule: Annotated[
-        str,
+        str | None,
         typer.Option(
             "--rule",
-            help="How many tokens to draft, --length at most: fixed, p_min, p_min-after, start-continue, plus-minus, "
-            "ratio, entropy, beta or expected-value (docs/recipes.md).",
+            help="How many tokens to draft, --length at most: fixed (the default), p_min, p_min-after, start-continue, "
+            "plus-minus, ratio, entropy, beta or expected-value (docs/recipes.md).",
         ),
-    ] = "fixed",
+    ] = None,
     p_min: Annotated[
-        float, typer.Option("--p-min", min=0.0001, max=1, help="--rule p_min, p_min-after: the floor.")
-    ] = 0.5,
+        float | None, typer.Option("--p-min", min=0.0001, max=1, help="--rule p_min, p_min-after: the floor.")
+    ] = None,
     allow_lossy: Annotated[
         bool,
-        typer.Option("--allow-lossy", help="Also decode in ways that change the target's distribution; says LOSSY."),
+        typer.Option("--allow-lossy", help="Allow configurations that change the target's distribution; says LOSSY."),
     ] = False,
     stop: Annotated[list[str] | None, typer.Option("--stop", help="End before this text; may be repeated.")] = None,
-    regex: Annotated[str | None, typer.Option("--regex", help="The new text must match this, whole.")] = None,
+    regex: Annotated[str | None, typer.Option("--regex", help="The whole new text must match this.")] = None,
     json_schema: Annotated[
         Path | None, typer.Option("--json-schema", help="A file; the new text is JSON that follows it.")
     ] = None,
@@ -76,59 +79,93 @@ def generate(
     ] = None,
     runs: RunsOption = DEFAULT_RUNS,
 ) -> None:
-    """Continue a prompt, streamed, with the accepted tokens marked (green on a terminal); losslessly or not at all."""
+    """Continue a prompt, streamed, with the draft's accepted tokens marked (green on a terminal)."""
     text = sys.stdin.read() if prompt == "-" else prompt
-    known = ("model", "lookup", "both", "tree", "intersection", "string")
-    if drafter not in known:
-        raise RecipeError(f"there is no drafter `{drafter}`", f"use one of {', '.join(known)}")
-    wanted = _grammar(regex, json_schema, grammar)
-    from distill.recipe.configuration import RULES
-
-    if rule not in RULES:
-        raise RecipeError(f"there is no length rule `{rule}`", f"use one of {', '.join(RULES)}")
-    if p_min != 0.5 and rule not in ("p_min", "p_min-after"):
-        raise RecipeError(f"--p-min is not read by --rule {rule}", "use --rule p_min, or leave it out")
     levels = None if widths is None else tuple(numbers(widths, "--widths", int, "3,2,1"))
-    if levels is not None and drafter != "tree":
-        raise RecipeError(f"--widths is not read by --drafter {drafter}", "use --drafter tree, or leave it out")
-    if levels is not None and length != 4:
-        raise RecipeError("--length is not read beside --widths, which says how deep the tree is", "leave one out")
-    folder = None
-    if target or draft:
-        if not (target and draft):
-            raise RecipeError("a standalone pair needs both --target and --draft")
-        from distill.models.pairs import require_pair
+    configuration = _configuration(drafter, length, rule, p_min, levels, verifier, temperature)
+    wanted = _grammar(regex, json_schema, grammar)
+    from distill.recipe import Target
 
-        recipe = standalone_recipe(target, draft, [Path(".")])
-        references = (recipe.target.model, recipe.cut.donor)
-        prepare(recipe)
-        if target.endswith(".gguf") != draft.endswith(".gguf"):
-            raise RecipeError(
-                f"{target} and {draft} would run in two engines", "give two GGUF files, or two Hugging Face folders"
-            )
-        if drafter not in ("intersection", "string"):
-            require_pair(*references)
+    if target or draft:
+        pair = _standalone_pair(target, draft, configuration)
+        place, device, threads = Target(model=pair[0]), "auto", None
+        model, found = pair[1], None
     else:
         recipe, found = find_run(run, runs)
         if not found.path("draft", "config.json").exists():
             raise RunError(f"{found.folder} has no trained draft yet", "run `distill train` on its recipe")
-        references = (recipe.target.model, str(found.path("draft").resolve()))
-        folder = found
-        prepare(recipe)
-    from distill.generate.stream import Way, stream
+        place, device, threads = recipe.target, recipe.device, recipe.threads
+        model = str(found.path("draft").resolve())
+    prepare(threads)
+    from distill.generate.stream import Request, stream
     from distill.sampler import Sampler
 
     sampler = Sampler(temperature, top_k, top_p, min_p, repetition_penalty)
-    costs, fitted = None, {}
-    if rule == "expected-value" and folder is not None:
-        from distill.benchmark.calibrate import curve_costs, load_calibrations
+    request = Request(configuration, sampler, seed, tuple(stop or ()), lossy=allow_lossy, grammar=wanted)
+    if found is not None and configuration.rule == "expected-value":
+        request = _with_measured(request, found)
+    stream(place, model, text, tokens, request, device, threads)
 
-        costs = curve_costs(folder, "pytorch") if "pytorch" in recipe.speedup.backends else None
-        measured = folder.path("speedup", "calibration.json")
-        fitted = load_calibrations(measured) if measured.exists() else {}
-    stops = tuple(stop or ())
-    way = Way(sampler, verifier, drafter, length, seed, stops, rule, p_min, costs, fitted, allow_lossy, wanted, levels)
-    stream(recipe, references, text, tokens, way)
+
+def _configuration(
+    drafter: str | None,
+    length: int | None,
+    rule: str | None,
+    p_min: float | None,
+    widths: tuple[int, ...] | None,
+    verifier: str | None,
+    temperature: float,
+) -> Configuration:
+    """The configuration that the options name; RecipeError for options that do not go together."""
+    from distill.recipe import Configuration, parse_section
+
+    given: dict[str, Any] = {"drafter": drafter, "rule": rule, "p_min": p_min, "widths": widths, "verifier": verifier}
+    asked = {name: value for name, value in given.items() if value is not None}
+    if length == 0:
+        asked |= {"drafter": "none"}
+    elif length is not None or (widths is None and drafter != "none"):
+        asked["length"] = LENGTH if length is None else length
+        if drafter == "tree" and widths is None:
+            asked["nodes"] = min(2 * int(asked["length"]), 63)
+    asked["sampler"] = "recipe" if temperature > 0 else "greedy"
+    return parse_section(Configuration, asked)
+
+
+def _standalone_pair(target: str | None, draft: str | None, configuration: Configuration) -> tuple[str, str | None]:
+    """Target and draft of the command line; the draft may be left out where nobody asks it."""
+    from distill.models.pairs import require_pair
+    from distill.recipe.configuration import OTHER_VOCABULARY
+
+    foreign = configuration.drafter in OTHER_VOCABULARY
+    if target is None:
+        raise RecipeError("--draft was given without --target", "give both, or name a run with --run")
+    if draft is None and (configuration.asks_the_draft or foreign):
+        raise RecipeError(
+            f"drafter {configuration.drafter} needs a draft", "give --draft, or use --drafter lookup or --length 0"
+        )
+    target, draft = local_reference(target), None if draft is None else local_reference(draft)
+    if draft is not None:
+        if target.endswith(".gguf") != draft.endswith(".gguf"):
+            raise RecipeError(
+                f"{target} and {draft} would run in two engines", "give two GGUF files, or two Hugging Face folders"
+            )
+        if not foreign:
+            require_pair(target, draft)
+    return target, draft
+
+
+def _with_measured(request: Request, run: Run) -> Request:
+    """The request with the costs and calibrations that a run has measured."""
+    from dataclasses import replace
+
+    from distill.benchmark.calibrate import curve_costs, load_calibrations
+
+    measured = run.path("speedup", "calibration.json")
+    return replace(
+        request,
+        costs=curve_costs(run, "pytorch") if "pytorch" in run.recipe.speedup.backends else None,
+        fitted=load_calibrations(measured) if measured.exists() else {},
+    )
 
 
 def _grammar(regex: str | None, json_schema: Path | None, grammar: Path | None) -> tuple[str, str] | None:

@@ -56,7 +56,7 @@ def find_run(name: str | None, runs: Path) -> tuple[Recipe, Run]:
     return recipe, Run(folder, recipe)
 
 
-def prepare(recipe: Recipe) -> None:
+def prepare(threads: int | None) -> None:
     """Thread count and quiet libraries, before the first heavy import."""
     from distill.machine import usable_cores
 
@@ -66,7 +66,7 @@ def prepare(recipe: Recipe) -> None:
     import torch
     import transformers
 
-    torch.set_num_threads(recipe.threads or usable_cores())
+    torch.set_num_threads(threads or usable_cores())
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
 
@@ -75,7 +75,7 @@ def run_until(recipe: Recipe, run: Run, stage: str, redo: Sequence[str] = ()) ->
     """Bring an existing run up to `stage`."""
     from distill.pipeline.running import run_pipeline
 
-    prepare(recipe)
+    prepare(recipe.threads)
     try:
         run.open((run.folder / "recipe.yaml").read_text(encoding="utf-8"))
         run_pipeline(recipe, run, until=stage, redo=redo)
@@ -118,13 +118,10 @@ def standalone_recipe(target: str | None, draft: str | None, text: list[Path] | 
         for path in text
     ]
 
-    def absolute(reference: str) -> str:
-        return str(Path(reference).resolve()) if Path(reference).exists() else reference
-
     raw = {
         "name": "pair",
-        "target": {"model": absolute(target)},
-        "cut": {"donor": absolute(draft)},
+        "target": {"model": local_reference(target)},
+        "cut": {"donor": local_reference(draft)},
         "corpus": {"sources": sources},
     }
     return parse_recipe(raw, "the pair")
@@ -154,3 +151,8 @@ def numbers(text: str, option: str, kind: type, example: str = "64,512") -> list
     if not found or min(found) < 0:
         raise RecipeError(f"{option} {text}: numbers must not be negative", "correct them")
     return found
+
+
+def local_reference(reference: str) -> str:
+    """A model as the command line names it: an existing path made absolute, anything else a hub name."""
+    return str(Path(reference).resolve()) if Path(reference).exists() else reference

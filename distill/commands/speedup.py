@@ -31,15 +31,14 @@ def speedup(
     ] = 400,
     allow_lossy: Annotated[
         bool,
-        typer.Option(
-            "--allow-lossy", help="Run the recipe's trials that change the target's distribution too (LOSSY)."
-        ),
+        typer.Option("--allow-lossy", help="Run configurations that change the target's distribution too (LOSSY)."),
     ] = False,
     runs: RunsOption = DEFAULT_RUNS,
     output: FormatOption = "md",
 ) -> None:
     """Plain against speculative decoding, end to end, of a run's draft and target."""
-    from distill.files import read_json
+    from distill.results.serialise import as_json, read_result
+    from distill.results.speedup_results import SpeedupReport
     from distill.run import Run
 
     recipe, found = find_run(run, runs)
@@ -47,14 +46,15 @@ def speedup(
         run_until(recipe, found, "train")
         from distill.benchmark.distribution_test import distribution_markdown, verify_run_distribution
 
-        table = verify_run_distribution(recipe, found, samples)
-        print_table(table["rows"], distribution_markdown(table), table, output)
-        raise typer.Exit(0 if table["lossless"] else 1)
+        tested = verify_run_distribution(recipe, found, samples)
+        rows = [as_json(test) for test in tested.tests]
+        print_table(rows, distribution_markdown(tested), as_json(tested) | {"lossless": tested.lossless}, output)
+        raise typer.Exit(0 if tested.lossless else 1)
     if allow_lossy and not recipe.speedup.allow_lossy:
         recipe = recipe.model_copy(update={"speedup": recipe.speedup.model_copy(update={"allow_lossy": True})})
         found = Run(found.folder, recipe)
     run_until(recipe, found, "speedup", redo=["speedup"] if again else [])
-    report = read_json(found.path("speedup.json"))
+    report = read_result(found.path("speedup.json"), SpeedupReport)
     from distill.benchmark.table import as_markdown, flat_rows
 
-    print_table(flat_rows(report), as_markdown(report), report, output)
+    print_table(flat_rows(report), as_markdown(report), as_json(report), output)

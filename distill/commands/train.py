@@ -50,7 +50,7 @@ def train(
     folder = runs / found.name
     if not is_main():  # one of several that `accelerate launch` started
         if not dry_run:
-            prepare(found)
+            prepare(found.threads)
             follow_main(found, Run(folder, found, silent=True))
         return
     run = Run(folder, found)
@@ -76,7 +76,7 @@ def train(
         print(f"the run to go on from is now {start_refresh(run, parent)}", file=sys.stderr)
     try:
         run.open(recipe.read_text(encoding="utf-8"))
-        prepare(found)
+        prepare(found.threads)
         run_pipeline(found, run, until, redo or ())
     finally:
         run.close()

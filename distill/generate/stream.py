@@ -1,23 +1,23 @@
-"""Streamed decoding for a person at a terminal: what the draft got right is marked."""
+"""Streamed decoding for a person at a terminal: the draft's accepted tokens are marked."""
 
 from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
-
-from pydantic import ValidationError
 
 from distill.errors import DataError
-from distill.generate.opened import Opened, is_gguf, open_pair
 from distill.grammar.constrained import Constrained, Forced
-from distill.grammar.constraint import Constraint
+from distill.grammar.constraint import Constraint, constraint, llama_constraint
+from distill.grammar.tokens import Tokens
 from distill.models.base import Model
+from distill.models.gguf.model import GgufModel
 from distill.models.hugging_face import load_model, local_folder, pick_device
+from distill.models.loaded import LoadedPair, context_of, encode_prompt, is_gguf, load_pair
 from distill.models.torch_model import TorchModel
-from distill.recipe import Recipe, Trial
+from distill.recipe import Configuration, Target
+from distill.recipe.configuration import OTHER_VOCABULARY
 from distill.sampler import Sampler
 from distill.speculative.calibration import Calibration
 from distill.speculative.configured import NO_COSTS, make_drafter, require_trees
@@ -26,54 +26,151 @@ from distill.speculative.decode import Decoded, Rules, decode, plain, require_lo
 from distill.speculative.draft import Drafter
 from distill.speculative.lengths import Fixed
 from distill.speculative.stop_strings import BytesOf, Characters, stop_before
-from distill.speculative.verify import CHAINS, TREES, refusal
+from distill.speculative.verify import refusal
 from distill.vocabulary import Vocabulary
 
-FOREIGN = ("intersection", "string")
-OWN = ("model", "both", "tree")  # drafters that ask the draft in the target's tokens
 GREEN, RESET = "\x1b[32m", "\x1b[0m"
 
 
 @dataclass(frozen=True)
-class Way:
-    """How to decode: the sampler, the verifier (None: greedy at temperature 0, else token), who drafts and how many.
+class Request:
+    """How to continue a text: the configuration, the served sampler, where it ends, and the seed.
 
-    `rule`, `p_min` and `widths` are those of a recipe's trials. `costs` (None: measured beforehand) and `fitted` are
-    what the expected-value rule reads. `lossy` lets a way change the target's distribution, which the summary then
-    says. `grammar` is its kind and text, see `grammar.constraint`.
+    `costs` (None: measured beforehand) and `fitted` are for the expected-value rule. `lossy` allows a configuration
+    that changes the target's distribution; the summary then says so. `grammar` is its kind and text, see
+    `grammar.constraint`.
     """
 
+    configuration: Configuration
     sampler: Sampler
-    verifier: str | None = None
-    drafter: str = "model"
-    length: int = 4
     seed: int = 0
     stop: Sequence[str] = ()
-    rule: Any = "fixed"
-    p_min: float = 0.5
     costs: StepCosts | None = None
     fitted: Mapping[str, Calibration] = field(default_factory=dict)
     lossy: bool = False
     grammar: tuple[str, str] | None = None
-    widths: tuple[int, ...] | None = None
 
 
-NAMES: dict[str, Any] = {"model": "draft", "both": "lookup+draft"}  # drafters that recipes call otherwise
+def stream(
+    target: Target,
+    draft: str | None,
+    text: str,
+    limit: int,
+    request: Request,
+    device: str = "auto",
+    threads: int | None = None,
+) -> None:
+    """Continue `text` by at most `limit` tokens, printing them as rounds end, and a summary on stderr.
+
+    Both models are folders or hub names, decoded in PyTorch, or GGUF files, decoded in llama.cpp; `draft` may be None
+    where the configuration asks no draft. Accepted tokens are green on a terminal; elsewhere the text alone is printed.
+    Beyond the end of the draft's context, decoding goes on without it. Raises DataError for a prompt that is empty or
+    fills the target's context, for trees in a model that takes none, and for a configuration that would change the
+    target's distribution.
+    """
+    configuration = request.configuration
+    if configuration.drafter in OTHER_VOCABULARY and is_gguf(target.model):
+        raise DataError(
+            f"drafter {configuration.drafter} reads both tokenizers from Hugging Face folders", "give two of those"
+        )
+    ids = encode_prompt(target.model, text)
+    room = _room(ids, limit, context_of(target.model))
+    asked = draft if configuration.asks_the_draft else None
+    nodes = configuration.drawn_nodes or configuration.nodes or 0
+    with load_pair(target, asked, device=device, tokens=len(ids) + room, nodes=nodes, threads=threads) as pair:
+        if asked is not None and pair.draft.capacity < len(ids) + room:
+            rest = "only the lookup drafts" if configuration.drafter == "lookup+draft" else "the target decodes plainly"
+            print(f"the draft {asked} has a context of {pair.draft.capacity}: beyond it {rest}", file=sys.stderr)
+        if configuration.drafter == "tree":
+            require_trees(pair.target, pair.draft)
+        _continue(pair, request, target, draft, text, ids, room, device)
 
 
-def trial_of(way: Way, verifier: str) -> Trial:
-    """The way as a recipe would write it. ValueError for what no recipe could say."""
-    floor = {"p_min": way.p_min} if way.rule in ("p_min", "p_min-after") else {}
-    drafter = NAMES.get(way.drafter, way.drafter)
-    size: dict[str, Any] = {"length": way.length}
-    if way.widths is not None:
-        size = {"widths": way.widths}
-    elif way.drafter == "tree":
-        size["nodes"] = min(2 * way.length, 63)
-    try:
-        return Trial(drafter=drafter, rule=way.rule, verifier=verifier, **floor, **size)
-    except ValidationError as error:
-        raise ValueError(error.errors()[0]["msg"].removeprefix("Value error, ")) from None
+def _room(ids: Sequence[int], limit: int, context: int | None) -> int:
+    """New tokens that fit, at most `limit`; stderr says where there are fewer."""
+    room = limit if context is None else min(limit, context - len(ids))
+    if room < 1:
+        raise DataError(f"the prompt's {len(ids)} tokens fill the target's context of {context}", "shorten it")
+    if room < limit:
+        print(f"the target's context of {context} leaves room for {room} of {limit} tokens", file=sys.stderr)
+    return room
+
+
+def _continue(
+    pair: LoadedPair,
+    request: Request,
+    target: Target,
+    draft: str | None,
+    text: str,
+    ids: Sequence[int],
+    room: int,
+    device: str,
+) -> None:
+    """Decode and print; the grammar, the drafter and the rules are made first, so that nothing is printed before."""
+    configuration, draws = request.configuration, random.Random(request.seed).random
+    grammar = None if request.grammar is None else _constraint(pair, *request.grammar)
+    for warning in () if grammar is None else grammar.warnings:
+        print(f"the grammar is not obeyed in this: {warning}", file=sys.stderr)
+    bytes_of = _bytes_of(pair, () if grammar is None else grammar.ends)
+    verifier = (
+        configuration.verified_by if configuration.drafts else "token" if request.sampler.temperature else "greedy"
+    )
+    rules = Rules(request.sampler, verifier, pair.ends, draws, stop_before(bytes_of, request.stop), grammar)
+    result, reason = Decoded(), None
+    if not configuration.drafts:
+        print(text, end="", flush=True)
+        result = plain(pair.target, ids, room, rules=rules)
+        _show(bytes_of, result, [result.tokens], False)
+    else:
+        try:
+            drafter = _drafter(pair, request, rules, target, draft, device)
+            reason = refusal(verifier, drafter.kind, request.sampler.temperature, drafter.tree)
+            if not request.lossy:
+                require_lossless(drafter, rules)
+        except ValueError as error:
+            hint = "choose another --drafter, --verifier or --temperature"
+            raise DataError(f"this cannot be drafted: {error}", hint) from None
+        print(text, end="", flush=True)
+        rounds = decode(pair.target, drafter, ids, room, rules, result, request.lossy)
+        _show(bytes_of, result, rounds, sys.stdout.isatty())
+    if grammar is not None and not grammar.satisfied(result.tokens):
+        print("the text ends before the grammar is satisfied: give more --tokens", file=sys.stderr)
+    print(_summary(result), file=sys.stderr)
+    if reason is not None:
+        print(f"LOSSY: this text does not follow the target's distribution: {reason}", file=sys.stderr)
+
+
+def _bytes_of(pair: LoadedPair, silent: Collection[int]) -> BytesOf:
+    """The bytes of tokens as they are printed; none for `silent` ones, so that the text is one of the grammar."""
+    return lambda token: b"" if token in silent else pair.token_bytes(token)
+
+
+def _constraint(pair: LoadedPair, kind: str, grammar: str) -> Constraint:
+    """A grammar over the pair's vocabulary; GBNF for a GGUF target is read by llama.cpp itself."""
+    if isinstance(pair.target, GgufModel):
+        if kind == "gbnf":
+            return llama_constraint(grammar, pair.target)
+        return constraint(kind, grammar, Tokens.of_gguf(pair.target))
+    return constraint(kind, grammar, Tokens.of(pair.vocabulary, pair.ends))
+
+
+def _drafter(
+    pair: LoadedPair, request: Request, rules: Rules, target: Target, draft: str | None, device: str
+) -> Drafter:
+    """The drafter of the request; the expected-value rule's costs are timed where they were not measured before.
+
+    Under a grammar the draft obeys it too, and tokens that the grammar leaves no choice about are drafted for free.
+    """
+    configuration, grammar = request.configuration, rules.constraint
+    if configuration.drafter in OTHER_VOCABULARY:
+        assert draft is not None
+        return _other_vocabulary_drafter(configuration, rules, target, draft, device)
+    costs = request.costs or NO_COSTS
+    if configuration.rule == "expected-value" and request.costs is None:
+        costs = measured_costs(pair.target, pair.draft, configuration.most, 64)
+    asked: Model = pair.draft if grammar is None else Constrained(pair.draft, grammar)
+    drafter = make_drafter(configuration, asked, rules.sampler, rules.random, costs, request.fitted)
+    return drafter if grammar is None else Forced(drafter, grammar)
 
 
 def measured_costs(target: Model, draft: Model, length: int, depth: int) -> StepCosts:
@@ -84,85 +181,23 @@ def measured_costs(target: Model, draft: Model, length: int, depth: int) -> Step
     return StepCosts(tuple(found[0] for found in steps.values()), own[1][0], own[2][0])
 
 
-def foreign_drafter(
-    recipe: Recipe, references: tuple[str, str], way: Way, verifier: str, draws: random.Random
+def _other_vocabulary_drafter(
+    configuration: Configuration, rules: Rules, target: Target, draft: str, device: str
 ) -> Drafter:
     """A draft of another vocabulary, as it is: by the tokens both share, or by its text."""
     from distill.speculative.other_vocabulary.drafters import IntersectionDrafter, StringMatchDrafter
 
-    target, own = (Vocabulary.read(local_folder(reference)) for reference in references)
-    model = TorchModel(load_model(references[1], recipe.target.dtype, pick_device(recipe.device)), own.size)
-    kind = IntersectionDrafter if way.drafter == "intersection" else StringMatchDrafter
-    return kind(model, target, own, Fixed(way.length), way.sampler, draws.random, argmax=verifier == "match")
-
-
-def stream(recipe: Recipe, references: tuple[str, str], text: str, limit: int, way: Way) -> None:
-    """Continue `text` with (target, draft), printing tokens as rounds end and a summary on stderr.
-
-    Both are folders or hub names, decoded in PyTorch, or GGUF files, decoded in llama.cpp. Accepted tokens are green on
-    a terminal; elsewhere the text is printed bare. Where the draft's context ends, decoding goes on without it. Raises
-    DataError for a prompt that is empty or fills the target's context, for trees in a model that takes none, and for a
-    way that would change the target's distribution.
-    """
-    if way.drafter in FOREIGN and is_gguf(references[0]):
-        raise DataError(f"drafter {way.drafter} reads both tokenizers from Hugging Face folders", "give two of those")
-    nodes = 0
-    if way.length and way.drafter == "tree":
-        try:
-            trial = trial_of(way, way.verifier or "match")
-        except ValueError as error:
-            raise DataError(f"this cannot be drafted: {error}", "correct what it names") from None
-        nodes = trial.drawn_nodes or trial.nodes or 0
-    asked = way.length > 0 and way.drafter in OWN
-    others = "earlier text alone drafts" if way.drafter == "both" else "the target decodes plainly"
-    with open_pair(recipe, references, text, limit, asked, nodes, others) as pair:
-        _stream(recipe, references, text, way, pair)
-
-
-def _stream(recipe: Recipe, references: tuple[str, str], text: str, way: Way, pair: Opened) -> None:
-    if way.length and way.drafter == "tree":
-        require_trees(pair.target, pair.draft)
-    certain = way.drafter in ("tree", "lookup", "string") and way.widths is None  # what has no distribution of its own
-    usual = "greedy" if way.sampler.temperature == 0 else "match" if certain else "token"
-    verifier = way.verifier or usual
-    known = TREES if way.drafter == "tree" else CHAINS
-    if verifier not in known:
-        raise DataError(f"there is no verifier `{verifier}` for drafter {way.drafter}", f"use {', '.join(known)}")
-    draws = random.Random(way.seed)
-    grammar = None
-    if way.grammar is not None:
-        grammar = pair.constrain(*way.grammar)
-        for warning in grammar.warnings:
-            print(f"the grammar is not obeyed in this: {warning}", file=sys.stderr)
-    reason: str | None = None
-    bytes_of = pair.bytes_of(() if grammar is None else grammar.ends)  # what is printed is a text of the grammar
-    rules = Rules(way.sampler, verifier, pair.ends, draws.random, stop_before(bytes_of, way.stop), grammar)
-    result = Decoded()
-    if way.length == 0:
-        print(text, end="", flush=True)
-        result = plain(pair.target, pair.ids, pair.room, rules=rules)
-        _show(bytes_of, result, [result.tokens], False)
-    else:
-        try:
-            drafter = _drafter(recipe, references, way, verifier, draws, pair, grammar)
-            reason = refusal(verifier, drafter.kind, way.sampler.temperature, drafter.tree)
-            if not way.lossy:
-                require_lossless(drafter, rules)
-        except ValueError as error:
-            hint = "choose another --drafter, --verifier or --temperature"
-            raise DataError(f"this cannot be drafted: {error}", hint) from None
-        print(text, end="", flush=True)
-        rounds = decode(pair.target, drafter, pair.ids, pair.room, rules, result, way.lossy)
-        _show(bytes_of, result, rounds, sys.stdout.isatty())
-    if grammar is not None and not grammar.satisfied(result.tokens):
-        print("the text ends before the grammar is satisfied: give more --tokens", file=sys.stderr)
-    print(_summary(result), file=sys.stderr)
-    if reason is not None:
-        print(f"LOSSY: this text does not follow the target's distribution: {reason}", file=sys.stderr)
+    if configuration.length_rule != "fixed":
+        raise ValueError(f"drafter {configuration.drafter} drafts fixed lengths only")
+    both, own = (Vocabulary.read(local_folder(reference)) for reference in (target.model, draft))
+    model = TorchModel(load_model(draft, target.dtype, pick_device(device)), own.size)
+    kind = IntersectionDrafter if configuration.drafter == "intersection" else StringMatchDrafter
+    argmax = rules.verifier == "match"
+    return kind(model, both, own, Fixed(configuration.most), rules.sampler, rules.random, argmax=argmax)
 
 
 def _summary(result: Decoded) -> str:
-    """Tokens and speed and, where rounds were made, what they brought."""
+    """Tokens and speed and, where rounds were made, acceptance."""
     summary = f"{len(result.tokens)} tokens, {result.tokens_per_second():.1f} tok/s after the first"
     rounds = result.rounds
     if rounds:
@@ -173,33 +208,8 @@ def _summary(result: Decoded) -> str:
     return summary
 
 
-def _drafter(
-    recipe: Recipe,
-    references: tuple[str, str],
-    way: Way,
-    verifier: str,
-    draws: random.Random,
-    pair: Opened,
-    grammar: Constraint | None,
-) -> Drafter:
-    """The drafter that a way names; the expected-value rule's costs are timed where nobody measured them before.
-
-    Where a grammar rules, the draft obeys it too, and what the grammar is sure of is drafted for free.
-    """
-    if way.drafter in FOREIGN:
-        if way.rule != "fixed":
-            raise ValueError(f"drafter {way.drafter} drafts fixed lengths only")
-        return foreign_drafter(recipe, references, way, verifier, draws)
-    costs = NO_COSTS
-    if way.rule == "expected-value":
-        costs = way.costs or measured_costs(pair.target, pair.draft, way.length, 64)
-    asked: Model = pair.draft if grammar is None else Constrained(pair.draft, grammar)
-    drafter = make_drafter(trial_of(way, verifier), asked, way.sampler, draws.random, costs, way.fitted)
-    return drafter if grammar is None else Forced(drafter, grammar)
-
-
 def _show(bytes_of: BytesOf, result: Decoded, rounds: Iterable[Sequence[int]], colour: bool) -> None:
-    """Print tokens as they become certain, and at the end what is left of one that a stop string cut."""
+    """Print tokens as they become certain, and at the end the rest of one that a stop string cut."""
     shown, characters = 0, Characters()
     for new in rounds:
         for token in new:

@@ -13,12 +13,12 @@ def check_models(recipe: Recipe) -> list[str]:
     """What the models' files allow, as lines to print; raises where the recipe asks for more. Loads no weights."""
     from distill.models.hugging_face import load_config
     from distill.models.pairs import compare_pair
-    from distill.speculative.configured import check_trees, check_trials
+    from distill.speculative.configured import check_configurations, check_trees
     from distill.surgery.stage import check_cut, donor_reference
     from distill.target.store import bytes_per_position
     from distill.training.plan import check_training
 
-    lines = check_cut(recipe) + check_training(recipe) + check_trials(recipe)
+    lines = check_cut(recipe) + check_training(recipe) + check_configurations(recipe)
     check_trees(recipe, donor_reference(recipe))
     # A transplanted draft has the target's own vocabulary and rows; of the donor only its context is left to compare.
     pair = compare_pair(recipe.target.model, donor_reference(recipe))

@@ -1,7 +1,7 @@
 """The recipe: its schema, every default, loading and overrides. No torch, so that `distill check` starts at once."""
 
 from distill.recipe.adapter import Adapter
-from distill.recipe.configuration import Trial
+from distill.recipe.configuration import Configuration
 from distill.recipe.corpus import Corpus, Source
 from distill.recipe.cut import Cut, Search, Transplant, Trim
 from distill.recipe.load import dump_recipe, is_path, load_recipe, parse_recipe, parse_section
@@ -16,6 +16,7 @@ __all__ = [
     "Acceptance",
     "Adapter",
     "Answers",
+    "Configuration",
     "Corpus",
     "Cut",
     "Evaluate",
@@ -37,7 +38,6 @@ __all__ = [
     "Traffic",
     "Train",
     "Transplant",
-    "Trial",
     "Trim",
     "dump_recipe",
     "is_path",

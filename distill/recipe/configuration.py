@@ -1,4 +1,7 @@
-"""A way to decode speculatively: who drafts, how many tokens, and who verifies."""
+"""A configuration: one way to decode, by its drafter, how many tokens it drafts, its verifier and its sampler.
+
+Recipes, `distill speedup`, `distill generate` and the distribution test all say it with these words.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,13 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from distill.recipe.section import Section
+
+DrafterName = Literal["none", "draft", "lookup", "lookup+draft", "tree", "intersection", "string"]
+RuleName = Literal[
+    "fixed", "p_min", "p_min-after", "start-continue", "plus-minus", "ratio", "entropy", "beta", "expected-value"
+]
+CalibrationName = Literal["none", "power", "margin", "features", "context", "sequential"]
+VerifierName = Literal["greedy", "match", "token", "block", "distinct"]
 
 # Which settings each length rule reads, beside `length`.
 RULES: dict[str, tuple[str, ...]] = {
@@ -22,92 +32,145 @@ RULES: dict[str, tuple[str, ...]] = {
     "beta": ("floor",),
     "expected-value": ("calibration", "online"),
 }
-RuleName = Literal[
-    "fixed", "p_min", "p_min-after", "start-continue", "plus-minus", "ratio", "entropy", "beta", "expected-value"
-]
-CalibrationName = Literal["none", "power", "margin", "features", "context", "sequential"]
+DETERMINISTIC = ("lookup", "tree", "string")  # drafters whose tokens come without a distribution of their own
+OTHER_VOCABULARY = ("intersection", "string")  # drafters for a draft whose tokens are not the target's
+# What a setting that is left out means, where something reads it.
+LENGTH, P_MIN, START, MORE = 8, 0.5, 0.5, 0.7
+CALIBRATION: CalibrationName = "features"
+SHAPE = "best-first"
 
 
-class Trial(Section):
-    """One way to decode speculatively, measured beside plain decoding; only what its rule reads may be set."""
+class Configuration(Section):
+    """One way to decode. Settings that its drafter and rule do not read must be left out."""
 
-    drafter: Literal["draft", "lookup", "lookup+draft", "tree"] = Field(
+    drafter: DrafterName = Field(
         "draft",
-        description="lookup: what followed the same tokens earlier in the text; lookup+draft: the draft where "
-        "that finds nothing; tree: the draft's best tokens, branching",
+        description="draft: the draft model; lookup: n-gram lookup, the tokens that followed the same tokens before in "
+        "the text; lookup+draft: the draft where the lookup finds nothing; tree: the draft's best tokens, branching; "
+        "none: plain decoding; for a draft of another vocabulary (`distill generate`) intersection: by the tokens that "
+        "both share; string: by its text",
     )
-    rule: RuleName = Field(
-        "fixed",
-        description="how many tokens to draft. p_min: while the largest probability is at least p_min; "
+    rule: RuleName | None = Field(
+        None,
+        description="how many tokens to draft; null: fixed. p_min: while the largest probability is at least p_min; "
         "p_min-after: the same of the drawn token, dropped after its draw (as llama.cpp does: lossy when sampled); "
         "start-continue: two floors; plus-minus: +2 or −1; ratio: accepted ÷ drafted; entropy: AdaEDL; beta: counted "
         "acceptance; expected-value: measured costs and calibrated probabilities",
     )
-    length: int = Field(8, ge=1, le=63, description="tokens drafted at most; of a tree, its depth")
+    length: int | None = Field(
+        None, ge=1, le=63, description=f"tokens drafted at most; of a tree, its depth; null: {LENGTH}"
+    )
     nodes: int | None = Field(
         None,
         ge=1,
         le=63,
-        description="tree: tokens verified in a round; null: as many, below `profile.max_tokens`, "
-        "as the measured costs and probabilities of acceptance make fastest on validation text",
+        description="tree: tokens verified in a round; null: as many, below `profile.max_tokens`, as measured costs "
+        "and calibrated probabilities make fastest on validation text",
     )
-    shape: Literal["best-first", "static"] = Field(
-        "best-first",
-        description="tree: the likeliest nodes of each round; or always the shape that is best for the "
-        "acceptance by rank, as tallied on validation text (Sequoia)",
+    shape: Literal["best-first", "static"] | None = Field(
+        None,
+        description=f"tree: the likeliest nodes of each round; or always the shape that is best for the acceptance by "
+        f"rank, as counted on validation text (Sequoia); null: {SHAPE}",
     )
     widths: tuple[int, ...] | None = Field(
         None,
         min_length=1,
-        description="tree: drawn instead, every node of a level with so many children from the "
-        "draft's distribution; verified by token, or by distinct when drawn without replacement",
+        description="tree: drawn instead; every node of a level has so many children, drawn from the draft's "
+        "distribution; verified by token, or by distinct when drawn without replacement",
     )
-    p_min: float = Field(0.5, gt=0, le=1, description="p_min, p_min-after: the floor")
-    start: float = Field(0.5, ge=0, le=1, description="start-continue: the first position's floor")
-    more: float = Field(0.7, ge=0, le=1, description="start-continue: the floor of later positions")
+    p_min: float | None = Field(None, gt=0, le=1, description=f"p_min, p_min-after: the floor; null: {P_MIN}")
+    start: float | None = Field(
+        None, ge=0, le=1, description=f"start-continue: the first position's floor; null: {START}"
+    )
+    more: float | None = Field(None, ge=0, le=1, description=f"start-continue: later positions' floor; null: {MORE}")
     floor: float | None = Field(None, ge=0, le=1, description="entropy, beta: the floor; null: 0.4 and 0.3")
-    calibration: CalibrationName = Field(
-        "features",
-        description="expected-value, tree: from draft probabilities to acceptance, fitted on validation "
-        "text: q^k; logistic on the margin, on all features of the distribution, or also (context) on what followed "
-        "the same tokens earlier in the text; temperature of the product; none: q itself",
+    calibration: CalibrationName | None = Field(
+        None,
+        description="expected-value, tree: from draft probabilities to acceptance, fitted on validation text. power: "
+        "q^k; margin: logistic on the margin of the two best; features: on everything the distribution shows; context: "
+        "also on which token followed the same tokens before; sequential: temperatures of the product; none: q itself; "
+        f"null: {CALIBRATION}",
     )
-    online: bool = Field(False, description="expected-value: all but none and sequential go on learning")
-    verifier: Literal["greedy", "match", "token", "block", "distinct"] | None = Field(
-        None, description="null: greedy; under a sampler token, and match for lookup and trees that are not drawn"
+    online: bool | None = Field(
+        None, description="expected-value: the calibration goes on learning while decoding; null: it does not"
     )
-    sampler: Literal["greedy", "recipe"] = Field("greedy", description="recipe: the recipe's own sampler")
+    verifier: VerifierName | None = Field(
+        None, description="null: greedy; under a sampler token, and match for lookup and for trees that are not drawn"
+    )
+    sampler: Literal["greedy", "recipe"] = Field("greedy", description="recipe: the served sampler")
 
     @model_validator(mode="after")
-    def _only_what_is_read(self) -> Trial:
-        if self.drafter in ("lookup", "tree") and self.rule != "fixed":
+    def _only_settings_that_are_read(self) -> Configuration:
+        if self.rule not in (None, "fixed") and self.drafter not in ("draft", "lookup+draft"):
             raise ValueError(f"rule {self.rule} asks a draft position by position; drafter {self.drafter} has none")
-        read = {"drafter", "rule", "length", "verifier", "sampler", *RULES[self.rule]}
-        if self.drafter == "tree":
-            read |= {"nodes", "shape", "widths"} | (set() if self.ranked else {"calibration"})
-        if self.drafter == "tree" and self.widths is not None:
-            read = {"drafter", "rule", "verifier", "sampler", "widths"}
-            if min(self.widths) < 1 or self.drawn_nodes > 63:
-                raise ValueError(f"widths {list(self.widths)} make {self.drawn_nodes} nodes: 1 to 63 are possible")
-        for name, field in type(self).model_fields.items():
-            if name not in read and getattr(self, name) != field.default:
-                drafter = "tree of static shape" if self.ranked else "tree of widths" if self.widths else self.drafter
-                raise ValueError(f"{name} is not read by drafter {drafter} with rule {self.rule}: leave it out")
+        read = self._read()
+        for name in type(self).model_fields:
+            if name not in read and getattr(self, name) is not None:
+                raise ValueError(f"{name} is not read by {self._described()}: leave it out")
+        if self.drafter == "tree" and self.widths is not None and (min(self.widths) < 1 or self.drawn_nodes > 63):
+            raise ValueError(f"widths {list(self.widths)} make {self.drawn_nodes} nodes: 1 to 63 are possible")
         if self.drafter == "tree" and self.calibration == "context":
             raise ValueError("a tree's branches have different texts before them: use another calibration than context")
         if self.online and self.calibration in ("none", "sequential"):
             raise ValueError(f"calibration {self.calibration} learns nothing online: use power, margin or features")
         return self
 
+    def _read(self) -> set[str]:
+        """The settings that this drafter and rule read."""
+        always = {"drafter", "sampler"}
+        if self.drafter == "none":
+            return always
+        always |= {"verifier"}
+        if self.drafter != "tree":
+            return always | {"length", "rule", *RULES[self.length_rule]}
+        if self.widths is not None:
+            return always | {"widths"}
+        return always | {"rule", "length", "nodes", "shape"} | (set() if self.ranked else {"calibration"})
+
+    def _described(self) -> str:
+        if self.drafter == "tree":
+            kind = " of static shape" if self.ranked else " of widths" if self.widths is not None else ""
+            return f"drafter tree{kind}"
+        return (
+            f"drafter {self.drafter}"
+            if self.drafter == "none"
+            else (f"drafter {self.drafter} with rule {self.length_rule}")
+        )
+
+    @property
+    def length_rule(self) -> RuleName:
+        """The length rule, the default spelled out."""
+        return self.rule or "fixed"
+
+    @property
+    def most(self) -> int:
+        """Tokens drafted at most, of a tree its depth: the default spelled out."""
+        return LENGTH if self.length is None else self.length
+
+    @property
+    def calibrated_by(self) -> CalibrationName:
+        """The calibration, the default spelled out."""
+        return self.calibration or CALIBRATION
+
+    @property
+    def drafts(self) -> bool:
+        """Whether anything is drafted."""
+        return self.drafter != "none"
+
+    @property
+    def asks_the_draft(self) -> bool:
+        """Whether a draft of the target's vocabulary is asked."""
+        return self.drafter in ("draft", "lookup+draft", "tree")
+
     @property
     def learns(self) -> bool:
         """Whether it wants a calibration fitted beforehand."""
         grown = self.drafter == "tree" and not self.ranked and self.widths is None
-        return (self.rule == "expected-value" or grown) and self.calibration != "none"
+        return (self.rule == "expected-value" or grown) and self.calibrated_by != "none"
 
     @property
     def ranked(self) -> bool:
-        """Whether it wants the acceptance by rank tallied beforehand."""
+        """Whether it wants the acceptance by rank counted beforehand."""
         return self.drafter == "tree" and self.shape == "static"
 
     @property
@@ -117,7 +180,7 @@ class Trial(Section):
 
     @property
     def chosen(self) -> bool:
-        """Whether its tree is settled by measuring, before it decodes: how large it is, or its shape."""
+        """Whether its tree is chosen by measuring, before it decodes: how large it is, or its shape."""
         return self.drafter == "tree" and self.widths is None and (self.nodes is None or self.ranked)
 
     @property
@@ -127,28 +190,47 @@ class Trial(Section):
 
     @property
     def title(self) -> str:
-        """How tables call it; different trials have different titles."""
-        if self.drafter == "lookup":
-            parts = [f"lookup, ≤ {self.length}"]
+        """Its name in tables; different configurations have different titles."""
+        if self.drafter == "none":
+            parts = ["plain"]
+        elif self.drafter == "lookup":
+            parts = [f"lookup, ≤ {self.most}"]
         elif self.widths is not None:
             parts = [f"drawn tree {'×'.join(map(str, self.widths))}"]
         elif self.drafter == "tree":
             size = "" if self.nodes is None else f" of {self.nodes}"
             kind = f"static tree{size}" if self.ranked else f"tree{size}"
-            parts = [kind, f"depth ≤ {self.length}", *([] if self.ranked else [self.calibration])]
+            parts = [kind, f"depth ≤ {self.most}", *([] if self.ranked else [self.calibrated_by])]
+        elif self.length_rule == "fixed":
+            parts = [self.drafter, f"γ = {self.most}"]
         else:
-            told = " ".join(filter(None, [self.rule.replace("-", " "), *map(self._told, RULES[self.rule])]))
-            parts = [self.drafter, *([f"γ = {self.length}"] if self.rule == "fixed" else [told, f"≤ {self.length}"])]
-        if self.verifier is not None or self.sampler == "recipe":
+            words = " ".join(filter(None, [self.length_rule.replace("-", " "), *self._rule_settings()]))
+            parts = [self.drafter, words, f"≤ {self.most}"]
+        if self.drafts and (self.verifier is not None or self.sampler == "recipe"):
             parts.append(f"verifier {self.verified_by}")
         return ", ".join(parts + (["sampled"] if self.sampler == "recipe" else []))
 
-    def _told(self, name: str) -> str:
-        value = getattr(self, name)
-        return "" if value is None or value is False else name if value is True else f"{value}"
+    def _rule_settings(self) -> list[str]:
+        """What the rule reads, as the title shows it; nothing for what is off or has a default by rule."""
+        shown = {
+            "p_min": str(P_MIN if self.p_min is None else self.p_min),
+            "start": str(START if self.start is None else self.start),
+            "more": str(MORE if self.more is None else self.more),
+            "floor": "" if self.floor is None else str(self.floor),
+            "calibration": self.calibrated_by,
+            "online": "online" if self.online else "",
+        }
+        return [shown[name] for name in RULES[self.length_rule]]
 
     @property
-    def verified_by(self) -> str:
+    def verified_by(self) -> VerifierName:
         """The verifier, the default spelled out."""
-        usual = "token" if self.drafter in ("draft", "lookup+draft") or self.widths else "match"
-        return self.verifier or ("greedy" if self.sampler == "greedy" else usual)
+        if self.verifier is not None:
+            return self.verifier
+        if self.sampler == "greedy":
+            return "greedy"
+        return "match" if self.drafter in DETERMINISTIC and self.widths is None else "token"
+
+
+PLAIN = Configuration(drafter="none")
+PLAIN_SAMPLED = Configuration(drafter="none", sampler="recipe")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
-from distill.recipe.configuration import Trial
+from distill.recipe.configuration import OTHER_VOCABULARY, PLAIN, Configuration
 from distill.recipe.section import Section
 
 
@@ -54,23 +54,33 @@ class Speedup(Section):
     grown: Grown | None = Field(None, description="also measure a grown target (demo models only)")
     grown_prompts: int = Field(4, ge=2, description="prompts for the grown target")
     grown_lengths: tuple[int, ...] = Field((2, 4, 8), min_length=1, description="draft lengths for the grown target")
-    trials: tuple[Trial, ...] = Field(
-        (Trial(rule="expected-value", calibration="context"),),
+    configurations: tuple[Configuration, ...] = Field(
+        (Configuration(rule="expected-value", calibration="context"),),
         description="other ways to decode, measured in turn with the lengths",
     )
-    grown_trials: tuple[Trial, ...] = Field((), description="the same for the grown target")
+    grown_configurations: tuple[Configuration, ...] = Field((), description="the same for the grown target")
     calibration_prompts: int = Field(
-        16, ge=2, description="validation texts decoded to calibrate the trials that want it, `new_tokens` each"
+        16,
+        ge=2,
+        description="validation texts decoded to calibrate the configurations that want it, `new_tokens` each",
     )
-    allow_lossy: bool = Field(False, description="run trials that change the target's distribution too, labelled LOSSY")
+    allow_lossy: bool = Field(
+        False, description="run configurations that change the target's distribution too, labelled LOSSY"
+    )
 
-    @field_validator("trials", "grown_trials")
+    @field_validator("configurations", "grown_configurations")
     @classmethod
-    def _trials_differ(cls, value: tuple[Trial, ...]) -> tuple[Trial, ...]:
-        titles = [trial.title for trial in value]
-        for title in titles:
+    def _configurations_differ(cls, value: tuple[Configuration, ...]) -> tuple[Configuration, ...]:
+        titles = [configuration.title for configuration in value]
+        for configuration, title in zip(value, titles, strict=True):
             if titles.count(title) > 1:
-                raise ValueError(f"the trial `{title}` is listed twice")
+                raise ValueError(f"the configuration `{title}` is listed twice")
+            if not configuration.drafts:
+                raise ValueError(f"`{title}`: plain decoding is always measured; leave it out")
+            if configuration.drafter in OTHER_VOCABULARY:
+                raise ValueError(
+                    f"`{title}` is for a draft of another vocabulary; a run's draft has the target's: leave it out"
+                )
         return value
 
     @field_validator("lengths", "grown_lengths")
@@ -79,3 +89,20 @@ class Speedup(Section):
         if any(length < 1 or length > 63 for length in value):
             raise ValueError("draft lengths run from 1 to 63; plain decoding is always measured")
         return tuple(sorted(set(value)))
+
+    @model_validator(mode="after")
+    def _no_length_twice(self) -> Speedup:
+        for lengths, configurations in (
+            (self.lengths, self.configurations),
+            (self.grown_lengths, self.grown_configurations),
+        ):
+            titles = {configuration.title for configuration in configurations}
+            for length in lengths:
+                if fixed_length(length).title in titles:
+                    raise ValueError(f"`{fixed_length(length).title}` is measured as a length already: leave it out")
+        return self
+
+
+def fixed_length(length: int) -> Configuration:
+    """The configuration of the greedy sweep that drafts γ = `length` tokens a round; plain decoding for 0."""
+    return Configuration(length=length) if length else PLAIN

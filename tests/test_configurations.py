@@ -1,4 +1,4 @@
-"""Trials of a recipe: what may be written, what is lossy, and that every one of them decodes the target's own text."""
+"""Configurations: which may be written, which are lossy, and that each of them decodes the target's own text."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from pydantic import ValidationError
 from table_model import TableModel
 from toys import random_prompts
 
-from distill.benchmark.arms import PLAIN_SAMPLED, make_arms, trial_rows
 from distill.benchmark.calibrate import (
     FITS,
     Recorder,
@@ -25,30 +24,40 @@ from distill.benchmark.calibrate import (
     save_calibration,
     with_overhead,
 )
-from distill.benchmark.compare import PLAIN, judge_identity, run_trials
+from distill.benchmark.compare import judge_identity, measurements, time_texts
 from distill.benchmark.distribution_test import homogeneity
+from distill.benchmark.identity import Identity
+from distill.benchmark.prepared import prepare_others, prepare_sweep
 from distill.benchmark.table import as_markdown, flat_rows
 from distill.errors import DataError, RecipeError
-from distill.recipe import Recipe, Trial, dump_recipe, load_recipe, parse_recipe
-from distill.recipe.configuration import RULES
+from distill.recipe import Configuration, Recipe, dump_recipe, load_recipe, parse_recipe
+from distill.recipe.configuration import PLAIN, PLAIN_SAMPLED, RULES
+from distill.results.speedup_results import (
+    ChosenLength,
+    Noise,
+    PairMeasured,
+    PlainReference,
+    SpeedupPart,
+    SpeedupReport,
+)
 from distill.sampler import Sampler
 from distill.speculative.calibration import Recorded
-from distill.speculative.configured import check_trials, lossy_reason, make_drafter
+from distill.speculative.configured import check_configurations, lossy_reason, make_drafter
 from distill.speculative.cost import StepCosts
 from distill.speculative.decode import GREEDY, Decoded, Rules, decode, plain
 from distill.speculative.n_grams import Earlier
 from distill.speculative.proposal import Features
 
 COSTS = StepCosts(tuple(1.0 + 0.05 * m for m in range(17)), 0.05, 0.07)
-WAYS = [
-    *(Trial(rule=rule, length=6) for rule in RULES),
-    Trial(rule="expected-value", calibration="power", online=True),
-    Trial(drafter="lookup"),
-    Trial(drafter="lookup+draft", rule="entropy", floor=0.2),
-    Trial(drafter="tree", nodes=6, length=4),
-    Trial(drafter="tree", nodes=5, calibration="none"),
-    Trial(verifier="match"),
-    Trial(verifier="block"),
+CONFIGURATIONS = [
+    *(Configuration(rule=rule, length=6) for rule in RULES),
+    Configuration(rule="expected-value", calibration="power", online=True),
+    Configuration(drafter="lookup"),
+    Configuration(drafter="lookup+draft", rule="entropy", floor=0.2),
+    Configuration(drafter="tree", nodes=6, length=4),
+    Configuration(drafter="tree", nodes=5, calibration="none"),
+    Configuration(verifier="match"),
+    Configuration(verifier="block"),
 ]
 FEATURES = Features(0.5, 0.25, 1.0)
 
@@ -56,7 +65,7 @@ FEATURES = Features(0.5, 0.25, 1.0)
 def recipe_with(**speedup: Any) -> Recipe:
     return parse_recipe(
         {
-            "name": "trials",
+            "name": "configurations",
             "target": {"model": "./target"},
             "corpus": {"sources": [{"kind": "text", "path": "./text", "split": "test"}]},
             "sampler": {"temperature": 0.8, "top_k": 4},
@@ -77,42 +86,46 @@ def recipe_with(**speedup: Any) -> Recipe:
         ({"rule": "nonsense"}, "Input should be"),
     ],
 )
-def test_trials_that_are_refused(raw: dict[str, Any], words: str) -> None:
+def test_configurations_that_are_refused(raw: dict[str, Any], words: str) -> None:
     with pytest.raises(ValidationError, match=words):
-        Trial(**raw)
+        Configuration(**raw)
 
 
 def test_titles_differ_and_doubles_are_refused() -> None:
-    assert len({way.title for way in WAYS}) == len(WAYS)
+    assert len({one.title for one in CONFIGURATIONS}) == len(CONFIGURATIONS)
     with pytest.raises(RecipeError, match="listed twice"):
-        recipe_with(trials=[{"length": 4}, {"length": 4}])
+        recipe_with(configurations=[{"length": 4}, {"length": 4}])
 
 
 def test_a_recipe_survives_its_own_dump(tmp_path: Path) -> None:
-    recipe = recipe_with(trials=[{"rule": "beta", "floor": 0.2}, {"drafter": "tree"}], grown_trials=[{"length": 3}])
+    recipe = recipe_with(
+        configurations=[{"rule": "beta", "floor": 0.2}, {"drafter": "tree"}], grown_configurations=[{"length": 3}]
+    )
     (tmp_path / "config.yaml").write_text(dump_recipe(recipe))
     assert load_recipe(tmp_path / "config.yaml").speedup == recipe.speedup
 
 
 def test_lossy_pairs_have_reasons_and_are_refused_unless_asked_for() -> None:
     hot = Sampler(0.8)
-    after = Trial(rule="p_min-after", sampler="recipe")
+    after = Configuration(rule="p_min-after", sampler="recipe")
     assert "no longer follows its distribution" in str(lossy_reason(after, hot))
-    assert "best token" in str(lossy_reason(Trial(sampler="recipe", verifier="greedy"), hot))
+    assert "best token" in str(lossy_reason(Configuration(sampler="recipe", verifier="greedy"), hot))
     # The same rule is lossless where tokens are chosen without chance, or where the verifier asks for no distribution
     # of theirs.
-    for lossless in (after.model_copy(update={"verifier": "match"}), Trial(rule="p_min", sampler="recipe")):
+    for lossless in (after.model_copy(update={"verifier": "match"}), Configuration(rule="p_min", sampler="recipe")):
         assert lossy_reason(lossless, hot) is None
-    assert all(lossy_reason(way, GREEDY) is None for way in WAYS)
+    assert all(lossy_reason(one, GREEDY) is None for one in CONFIGURATIONS)
     # Expected value drops what it drafted only where the draft is deterministic.
-    assert lossy_reason(Trial(rule="expected-value", sampler="recipe"), hot) is None
-    raw = {"trials": [after.model_dump(exclude_defaults=True)]}
+    assert lossy_reason(Configuration(rule="expected-value", sampler="recipe"), hot) is None
+    raw = {"configurations": [after.model_dump(exclude_defaults=True)]}
     with pytest.raises(RecipeError, match=r"(?s)would change the target's distribution.*allow_lossy"):
-        check_trials(recipe_with(**raw))
-    (line,) = check_trials(recipe_with(**raw, allow_lossy=True))
-    assert line.startswith("LOSSY trial `draft, p_min after 0.5, ≤ 8, verifier token, sampled`")
+        check_configurations(recipe_with(**raw))
+    (line,) = check_configurations(recipe_with(**raw, allow_lossy=True))
+    assert line.startswith("LOSSY configuration `draft, p_min after 0.5, ≤ 8, verifier token, sampled`")
     with pytest.raises(RecipeError, match="no verifier `block` for trees"):
-        check_trials(recipe_with(trials=[{"drafter": "tree", "verifier": "block", "sampler": "recipe"}]))
+        check_configurations(
+            recipe_with(configurations=[{"drafter": "tree", "verifier": "block", "sampler": "recipe"}])
+        )
 
 
 @pytest.fixture(scope="module")
@@ -121,56 +134,65 @@ def pair() -> tuple[TableModel, TableModel]:
     return target, target.near(0.8, 4)
 
 
-def test_every_greedy_trial_decodes_the_plain_text(pair: tuple[TableModel, TableModel]) -> None:
+def test_every_greedy_configuration_decodes_the_plain_text(pair: tuple[TableModel, TableModel]) -> None:
     target, draft = pair
     prompts = random_prompts(6, 12, 1)
     own = record_rounds(target, draft, random_prompts(6, 12, 2), 40, Rules())
     fitted = {name: fit([one for r in own for one in r.rounds]) for name, fit in FITS.items()}
-    arms = make_arms(recipe_with(), WAYS, draft, (), COSTS, fitted)
-    trials = run_trials(target, draft, prompts, [2], 30, (), "prompts", arms)
-    verdicts = judge_identity(target, prompts, trials, 0)
-    assert set(verdicts) == {2, *(way.title for way in WAYS)}
-    assert all(verdict == {"identical": 6, "excused": 0, "different": 0} for verdict in verdicts.values())
-    rows = {row["way"]: row for row in trial_rows(recipe_with(), WAYS, arms, trials, verdicts)}
-    drafted = {title for title, row in rows.items() if (row["tokens_per_round"] or 0) > 1.05}
-    assert drafted == set(rows)  # each of them does draft, and is right now and then
-    assert not any(row["lossy"] for row in rows.values())
+    recipe, pair_measured = recipe_with(), PairMeasured("a pair", "table", False)
+    prepared = prepare_sweep(recipe, [2], draft, ())
+    prepared += prepare_others(recipe, CONFIGURATIONS, draft, (), COSTS, fitted)
+    texts = time_texts(target, draft, prompts, 30, prepared, "prompts")
+    identities = judge_identity(target, prompts, texts, prepared, 0)
+    assert set(identities) == {"draft, γ = 2", *(one.title for one in CONFIGURATIONS)}
+    assert all(identity == Identity(identical=6) for identity in identities.values())
+    rows = {row.configuration: row for row in measurements(texts, prepared, identities, pair_measured, 100, 0.95)}
+    drafted = {title for title, row in rows.items() if (row.tokens_per_round or 0) > 1.05}
+    assert drafted == set(rows) - {"plain"}  # each of them does draft, and is right now and then
+    assert not any(row.lossy for row in rows.values())
+    assert [row.length for row in rows.values()] == [0, 2, *[None] * len(CONFIGURATIONS)]
     # A decoder that is wrong is seen: another text in the place of one.
-    wrong = [t for t in trials if t.way in (PLAIN, 2)]
+    wrong = [text for text in texts if text.title in (PLAIN.title, "draft, γ = 2")]
     wrong[1].decoded.tokens[5] ^= 1
-    assert judge_identity(target, prompts, wrong, 0)[2]["different"] >= 1
+    assert judge_identity(target, prompts, wrong, prepared[:2], 0)["draft, γ = 2"].different >= 1
 
 
-def test_sampled_trials_stand_beside_sampled_plain_decoding(pair: tuple[TableModel, TableModel]) -> None:
+def test_sampled_configurations_stand_beside_sampled_plain_decoding(pair: tuple[TableModel, TableModel]) -> None:
     target, draft = pair
-    ways = [Trial(length=3, sampler="recipe"), Trial(rule="p_min-after", length=3, p_min=0.4, sampler="recipe")]
-    recipe = recipe_with(trials=[way.model_dump(exclude_defaults=True) for way in ways], allow_lossy=True)
-    arms = make_arms(recipe, ways, draft, (), COSTS, {})
-    assert [arm.title for arm in arms] == [PLAIN_SAMPLED, *(way.title for way in ways)]
-    assert [arm.lossy for arm in arms] == [False, False, True]
-    trials = run_trials(target, draft, random_prompts(4, 12, 3), [2], 16, (), "prompts", arms)
-    rows = trial_rows(recipe, ways, arms, trials, {})
-    plain_row, lossless, lossy = rows
-    assert plain_row["speedup"] == 1 and plain_row["tokens_per_round"] is None
-    assert lossless["plain_tokens_per_second"] == plain_row["tokens_per_second"] and lossless["identical"] is None
-    assert lossless["distribution"] == "the target's" and lossy["lossy"] and lossy["distribution"].startswith("LOSSY: ")
-    label = {"pair": "a pair", "grown": False, "backend": "table"}
-    report = {
-        "new_tokens": 16,
-        "rows": [],
-        "trials": [label | row for row in rows],
-        "plain_reference": [],
-        "explanations": [],
-        "command": "distill speedup",
-    }
+    asked = [
+        Configuration(length=3, sampler="recipe"),
+        Configuration(rule="p_min-after", length=3, p_min=0.4, sampler="recipe"),
+    ]
+    recipe = recipe_with(configurations=[one.model_dump(exclude_none=True) for one in asked], allow_lossy=True)
+    others = prepare_others(recipe, asked, draft, (), COSTS, {})
+    assert [one.title for one in others] == [PLAIN_SAMPLED.title, *(one.title for one in asked)]
+    assert [one.lossy is not None for one in others] == [False, False, True]
+    prepared = [*prepare_sweep(recipe, [2], draft, ()), *others]
+    texts = time_texts(target, draft, random_prompts(4, 12, 3), 16, prepared, "prompts")
+    label = PairMeasured("a pair", "table", False)
+    rows = measurements(texts, prepared, {}, label, 100, 0.95)
+    *_, plain_row, lossless, lossy = rows
+    assert plain_row.speedup == 1 and plain_row.tokens_per_round is None
+    assert lossless.plain_tokens_per_second == plain_row.tokens_per_second and lossless.identical is None
+    assert lossless.lossy is None and lossy.lossy is not None
+    names = ("a pair", "table", False)
+    part = SpeedupPart(
+        rows,
+        ChosenLength(*names, 2, 1.0, 0.9, 1.1, 5.0),
+        PlainReference(*names, "a library", 1.0, 1.0, 1.0),
+        Noise(*names, 0.0),
+    )
+    report = SpeedupReport("distill speedup", {}, 4, 16, {}, [part])
     page = as_markdown(report)
-    assert page.count("| LOSSY |") == 1 and f"`{ways[1].title}` is LOSSY: " in page
-    assert [row["lossy"] for row in flat_rows(report)] == [False, False, True]
-    # A lossy arm that is not marked as one is refused by the decoder itself.
-    arm = arms[2]
-    assert arm.make is not None
+    assert page.count("| LOSSY |") == 1 and f"`{asked[1].title}` is LOSSY: " in page
+    flat = flat_rows(report)
+    assert [row["lossy"] is not None for row in flat] == [False] * 4 + [True]
+    assert flat[-1]["distribution"].startswith("LOSSY: ") and flat[0]["distribution"] == "the target's"
+    # A lossy configuration that is not marked as one is refused by the decoder itself.
+    one = others[2]
+    assert one.make is not None
     with pytest.raises(DataError, match="would change the target's distribution"):
-        next(decode(target, arm.make(), [1, 2], 4, arm.rules, Decoded()))
+        next(decode(target, one.make(), [1, 2], 4, one.rules, Decoded()))
 
 
 def test_lossy_is_lossy_and_lossless_is_lossless() -> None:
@@ -180,16 +202,18 @@ def test_lossy_is_lossy_and_lossless_is_lossless() -> None:
     draft = target.near(1.0, 6)
     hot = Sampler(1.0)
 
-    def counts(trial: Trial | None, seed: int) -> Counter[int]:
+    def counts(configuration: Configuration | None, seed: int) -> Counter[int]:
         draws = random.Random(seed).random
         rules = Rules(hot, "token", random=draws)
         found: Counter[int] = Counter()
         for _ in range(3000):
-            if trial is None:
+            if configuration is None:
                 found[plain(target, [1], 2, rules=rules).tokens[1]] += 1
                 continue
             result = Decoded()
-            for _ in decode(target, make_drafter(trial, draft, hot, draws), [1], 2 + trial.length, rules, result, True):
+            for _ in decode(
+                target, make_drafter(configuration, draft, hot, draws), [1], 2 + configuration.most, rules, result, True
+            ):
                 if len(result.tokens) > 1:
                     break
             found[result.tokens[1]] += 1
@@ -197,8 +221,8 @@ def test_lossy_is_lossy_and_lossless_is_lossless() -> None:
 
     base = counts(None, 1)
     floor = 0.25
-    lossless = homogeneity(base, counts(Trial(rule="p_min", p_min=floor, length=1, sampler="recipe"), 2))[2]
-    lossy = homogeneity(base, counts(Trial(rule="p_min-after", p_min=floor, length=1, sampler="recipe"), 3))[2]
+    lossless = homogeneity(base, counts(Configuration(rule="p_min", p_min=floor, length=1, sampler="recipe"), 2))[2]
+    lossy = homogeneity(base, counts(Configuration(rule="p_min-after", p_min=floor, length=1, sampler="recipe"), 3))[2]
     assert lossless > 1e-3 / 2 and lossy < 1e-6
 
 
@@ -232,7 +256,7 @@ def test_no_calibration_without_both_outcomes(tmp_path: Path) -> None:
         load_calibrations(tmp_path / "calibration.json")
 
 
-def test_earlier_text_by_hand() -> None:
+def test_n_grams_by_hand() -> None:
     earlier = Earlier()
     earlier.read([1, 2, 3, 1, 2])
     assert earlier.match([1, 2], 3) == 2 and earlier.match([1, 2], 4) == -2  # 1 2 was followed by 3
@@ -263,12 +287,20 @@ def test_overhead_is_what_rounds_take_beyond_their_steps(overhead: float, step: 
     assert found.target == costs.target
 
 
-def test_the_stage_measures_trials_and_refuses_lossy_ones(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_stage_measures_configurations_and_refuses_lossy_ones(
+    copied: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     runs = ("--runs", copied.parent)
     assert tiny.call("speedup", "tiny", *runs, "-o", "csv") == 0
     assert "draft, expected value context, ≤ 8" in capsys.readouterr().out
     assert (copied / "speedup" / "calibration.json").exists()
-    again = ("speedup.trials=[{rule: p_min-after, sampler: recipe}]", "speedup.prompts=2", *runs, "--until", "speedup")
+    again = (
+        "speedup.configurations=[{rule: p_min-after, sampler: recipe}]",
+        "speedup.prompts=2",
+        *runs,
+        "--until",
+        "speedup",
+    )
     config = copied / "config.yaml"
     assert config.exists()
     assert tiny.call("train", config, *again) == 2
@@ -279,7 +311,7 @@ def test_the_stage_measures_trials_and_refuses_lossy_ones(copied: Path, capsys: 
     assert "--allow-lossy" in capsys.readouterr().err
     assert tiny.call("speedup", "tiny", *runs, "--allow-lossy") == 0
     said = capsys.readouterr()
-    assert "| LOSSY |" in said.out and "LOSSY trial" in said.err
+    assert "| LOSSY |" in said.out and "LOSSY configuration" in said.err
     assert "LOSSY" in (copied / "report.html").read_text() or tiny.call("report", "tiny", *runs) == 0
     assert "LOSSY" in (copied / "report.html").read_text() and "LOSSY" in (copied / "draft" / "README.md").read_text()
     config.write_text(text)
@@ -297,8 +329,8 @@ def test_the_stage_measures_trials_and_refuses_lossy_ones(copied: Path, capsys: 
         texts.add(said.out)
     assert len(texts) == 1
     for options, words in (
-        (("--rule", "x"), "no length rule"),
-        (("--p-min", 0.1), "not read by --rule fixed"),
+        (("--rule", "x"), "rule: Input should be 'fixed'"),
+        (("--p-min", 0.1), "p_min is not read by drafter draft with rule fixed"),
         (("--rule", "beta", "--drafter", "tree"), "drafter tree has none"),
     ):
         assert tiny.call(*generate, *options) == 2

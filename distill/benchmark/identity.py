@@ -1,0 +1,99 @@
+"""Whether greedy speculative text is the plain one, and which first differences rounding explains."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from distill.models.base import Model
+
+TORCH_NOISE = 1e-4  # fp32: logit gaps below this are rounding ties
+
+
+@dataclass
+class Identity:
+    """How many texts are the plain one, differ from it first at a rounding tie (`excused`), or differ otherwise."""
+
+    identical: int = 0
+    excused: int = 0
+    different: int = 0
+
+    def count(
+        self,
+        target: Model,
+        prompt: Sequence[int],
+        wanted: Sequence[int],
+        found: Sequence[int],
+        noise: float,
+        together: int = 0,
+    ) -> None:
+        """Count one text `found` against the plain `wanted`; `noise` and `together` tell a tie as in `is_tie`."""
+        where = first_difference(wanted, found)
+        if where is None:
+            self.identical += 1
+        elif is_tie(target, prompt, wanted, found, where, noise, together):
+            self.excused += 1
+        else:
+            self.different += 1
+
+
+def rounding_noise(model: Model, prompt: Sequence[int], tokens: Sequence[int]) -> float:
+    """Largest absolute logit difference between taking `tokens` one at a time and all at once, after `prompt`."""
+    model.rollback([0])
+    model.extend(prompt, want=[len(prompt) - 1])
+    together = model.extend(tokens).full()
+    model.rollback([len(prompt)])
+    largest = 0.0
+    for index, token in enumerate(tokens):
+        largest = max(largest, float((model.extend([token]).full()[0] - together[index]).abs().max()))
+    return largest
+
+
+def first_difference(left: Sequence[int], right: Sequence[int]) -> int | None:
+    """The first position where two texts differ, a shorter one ending early included; None when equal."""
+    for index, (a, b) in enumerate(zip(left, right, strict=False)):
+        if a != b:
+            return index
+    return None if len(left) == len(right) else min(len(left), len(right))
+
+
+def top_gap(model: Model, context: Sequence[int]) -> float:
+    """Difference of the two largest logits after `context`."""
+    model.rollback([0])
+    _, values = model.extend(context, want=[len(context) - 1]).top(2)
+    return float(values[0, 0] - values[0, 1])
+
+
+def is_tie(
+    target: Model,
+    prompt: Sequence[int],
+    text: Sequence[int],
+    other: Sequence[int],
+    where: int,
+    noise: float,
+    together: int = 0,
+) -> bool:
+    """Whether rounding alone may make `other` differ from the plain `text` first at `where`.
+
+    It may where the target's two best logits lie within `noise`. In a type that rounds coarsely the logits depend on
+    how many tokens are taken at once, all along the text, because the cache keeps the differences. For such a type the
+    distance of the two tokens' logits is read with the text taken 1, 2, .. and up to `together` tokens at a time, and
+    its spread is the rounding.
+    """
+    if top_gap(target, [*prompt, *text[:where]]) <= noise:
+        return True
+    if not together or where >= min(len(text), len(other)):
+        return False
+    ids, asked = [*prompt, *text], len(prompt) + where - 1
+    apart = []
+    for size in range(1, together + 1):
+        # Plain decoding reads the whole prompt at once; a round reads its last token with the drafted ones.
+        begin = len(prompt) - (size > 1)
+        target.rollback([0])
+        if begin:
+            logits = target.extend(ids[:begin], want=[begin - 1]).full()[0]
+        for start in range(begin, asked + 1, size):
+            piece = ids[start : start + size]
+            logits = target.extend(piece, want=[min(asked - start, len(piece) - 1)]).full()[0]
+        apart.append(float(logits[text[where]] - logits[other[where]]))
+    return 0 <= apart[0] <= max(apart) - min(apart)

@@ -1,0 +1,152 @@
+"""A target and a draft loaded to decode together: Hugging Face folders in PyTorch, or GGUF files in llama.cpp."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal
+
+from distill.errors import DataError, RecipeError
+from distill.models.base import Model
+from distill.models.gguf.file import GgufFile
+from distill.models.gguf.llama_grammar import ends_of
+from distill.models.gguf.model import GgufModel
+from distill.models.hugging_face import (
+    encode,
+    end_ids,
+    load_config,
+    load_model,
+    load_target,
+    load_tokenizer,
+    local_folder,
+    pick_device,
+    real_tokens,
+)
+from distill.models.metadata import VocabularyMetadata
+from distill.models.torch_model import TorchModel
+from distill.recipe import Target
+from distill.vocabulary import Vocabulary
+
+BATCH = 512  # tokens that llama.cpp takes at once
+
+
+def is_gguf(reference: str) -> bool:
+    """Whether a model is named by a GGUF file."""
+    return reference.endswith(".gguf")
+
+
+@dataclass(frozen=True)
+class LoadedPair:
+    """Both models, ready to decode; the draft is the target itself where none was asked for.
+
+    `ends` are the ids that end a text. `tokenizer` and `hugging_face` (target, draft) are the objects of transformers,
+    None for GGUF files. Closes its models when used as a context.
+    """
+
+    backend: Literal["pytorch", "gguf"]
+    reference: str
+    target: Model
+    draft: Model
+    ends: list[int]
+    tokenizer: Any = None
+    hugging_face: tuple[Any, Any] | None = None
+
+    @cached_property
+    def vocabulary(self) -> Vocabulary:
+        """The target's vocabulary, read from its Hugging Face folder."""
+        return Vocabulary.read(local_folder(self.reference))
+
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes of a token; none for ids that stand for nothing."""
+        if isinstance(self.target, GgufModel):
+            return self.target.detokenize([token])
+        return (self.vocabulary.bytes_of[token] or b"") if token < self.vocabulary.size else b""
+
+    def close(self) -> None:
+        """Free both models."""
+        self.draft.close()
+        if self.target is not self.draft:
+            self.target.close()
+
+    def __enter__(self) -> LoadedPair:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+
+def load_pair(
+    target: Target,
+    draft: str | None = None,
+    *,
+    device: str = "auto",
+    tokens: int | None = None,
+    nodes: int = 0,
+    threads: int | None = None,
+) -> LoadedPair:
+    """Load two Hugging Face folders (or hub names), or two GGUF files; only the target where `draft` is None.
+
+    The draft of a folder is loaded in the target's type. For GGUF files, `tokens` is the context wanted (None: the
+    target's own), of which each gets no more than it was made for, `nodes` the most nodes of a tree, and `threads` CPU
+    threads. Raises RecipeError for one of each kind, DataError for a model that cannot be loaded.
+    """
+    if draft is not None and is_gguf(target.model) != is_gguf(draft):
+        raise RecipeError(
+            f"{target.model} and {draft} would run in two engines", "give two GGUF files, or two Hugging Face folders"
+        )
+    if is_gguf(target.model):
+        return _load_files(target.model, draft, tokens, nodes, threads)
+    place = pick_device(device)
+    big = load_target(target, place)
+    small = None if draft is None else load_model(draft, target.dtype, place)
+    return pair_of_models(target.model, big, small, load_tokenizer(target.model))
+
+
+def pair_of_models(reference: str, target: Any, draft: Any, tokenizer: Any) -> LoadedPair:
+    """The pair of two models of transformers that are loaded already; `reference` names the vocabulary's folder."""
+    vocabulary = real_tokens(target.config, tokenizer)
+    big = TorchModel(target, vocabulary)
+    small = big if draft is None else TorchModel(draft, vocabulary)
+    ends = end_ids(target.config, tokenizer)
+    return LoadedPair("pytorch", reference, big, small, ends, tokenizer, (target, target if draft is None else draft))
+
+
+def _load_files(target: str, draft: str | None, tokens: int | None, nodes: int, threads: int | None) -> LoadedPair:
+    wanted = tokens or context_of(target) or BATCH
+
+    def load(reference: str) -> GgufModel:
+        size = max(min(wanted, context_of(reference) or wanted), nodes + 2)
+        return GgufModel(reference, context=size, batch=max(BATCH, nodes + 2), threads=threads, max_leaves=nodes)
+
+    big = load(target)
+    try:
+        small = big if draft is None else load(draft)
+    except BaseException:
+        big.close()
+        raise
+    return LoadedPair("gguf", target, big, small, ends_of(big))
+
+
+def context_of(reference: str) -> int | None:
+    """Tokens that a model was made for, read without its weights; None where its file does not say."""
+    if is_gguf(reference):
+        return VocabularyMetadata.read(reference).context
+    context: int = load_config(reference).get_text_config().max_position_embeddings
+    return context
+
+
+def encode_prompt(reference: str, text: str) -> list[int]:
+    """Token ids of a text, read without the model's weights. Raises DataError for a text without any."""
+    if is_gguf(reference):
+        file = GgufFile(Path(reference), vocabulary_only=True)
+        try:
+            ids = file.tokenize(text)
+        finally:
+            file.close()
+    else:
+        ids = encode(load_tokenizer(reference), text)
+    if not ids:
+        raise DataError("the prompt is empty", "give some text to continue")
+    return ids

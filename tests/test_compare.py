@@ -1,0 +1,120 @@
+"""Plain beside speculative: interleaved texts, speedups with paired intervals, chosen lengths, and greedy identity."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy
+import pytest
+import torch
+from test_configurations import recipe_with
+from test_measure import Scripted, counting, rounds_of
+from toys import random_prompts, toy
+
+from distill.benchmark.compare import TimedText, choose_length, judge_identity, measurements, speed_ratio, time_texts
+from distill.benchmark.identity import Identity, first_difference, is_tie
+from distill.benchmark.prepared import Prepared, prepare_sweep
+from distill.models.torch_model import TorchModel
+from distill.recipe.measuring import fixed_length
+from distill.results.speedup_results import PairMeasured
+from distill.speculative.decode import Decoded, Round, Rules, plain
+
+PAIR = PairMeasured("a pair", "pytorch", False)
+PLAIN, TWO, THREE, FIVE = (Prepared(fixed_length(n), Rules(), None, None, n) for n in (0, 2, 3, 5))
+
+
+def timed(prompt: int, length: int, tokens: int, seconds: float, rounds: list[Round] | None = None) -> TimedText:
+    decoded = Decoded(list(range(tokens)), [False] * tokens, rounds or [])
+    return TimedText(prompt, fixed_length(length).title, seconds, decoded)
+
+
+def test_measurements_by_hand() -> None:
+    texts = [
+        timed(0, 0, 10, 2.0),
+        timed(1, 0, 30, 4.0),
+        timed(0, 2, 10, 1.0, rounds_of((2, 2), (2, 1))),
+        timed(1, 2, 30, 3.0, rounds_of((2, 0), (1, 1))),
+        timed(0, 5, 10, 4.0, rounds_of((0, 0))),
+        timed(1, 5, 30, 8.0, rounds_of((0, 0))),
+    ]
+    plain_row, two, five = measurements(texts, [PLAIN, TWO, FIVE], {}, PAIR, 500, 0.95)
+    assert (plain_row.length, plain_row.tokens, plain_row.seconds) == (0, 40, 6.0)
+    assert plain_row.tokens_per_round is None and plain_row.acceptance is None
+    assert (plain_row.speedup, plain_row.speedup_low, plain_row.speedup_high) == (1, 1, 1)
+    assert two.tokens_per_second == 10 and two.speedup == pytest.approx(1.5)
+    assert two.tokens_per_round == (3 + 2 + 1 + 2) / 4 and two.acceptance == 4 / 7
+    # resamples of two prompts: twice the first (2.0), twice the second (4/3), or one each (1.5)
+    assert two.speedup_low == pytest.approx(4 / 3) and two.speedup_high == pytest.approx(2)
+    assert five.acceptance is None and five.tokens_per_round == 1 and five.speedup == 0.5
+
+
+def test_speed_ratio_is_paired() -> None:
+    """Prompts differ a hundredfold, each gains exactly a half: a paired interval has no width."""
+    base = numpy.array([0.1, 1.0, 10.0, 3.0])
+    tokens = numpy.array([5.0, 50.0, 500.0, 150.0])
+    assert speed_ratio(tokens, base / 1.5, tokens, base, 300, 0.95) == pytest.approx((1.5, 1.5, 1.5))
+    # another number of tokens counts, not seconds alone
+    assert speed_ratio(2 * tokens, base, tokens, base, 300, 0.95)[0] == pytest.approx(2)
+
+
+def test_length_is_chosen_on_even_prompts_and_reported_on_odd_ones() -> None:
+    texts = []
+    for prompt in range(8):
+        even = prompt % 2 == 0
+        texts += [
+            timed(prompt, 0, 10, 1.0),
+            timed(prompt, 2, 10, 0.5 if even else 0.8),
+            timed(prompt, 4, 10, 0.6 if even else 0.1),
+        ]
+    found = choose_length(texts, [2, 4], PAIR, 300, 0.95)
+    assert found.length == 2 and found.speedup == pytest.approx(1.25)
+    assert found.speedup_low == pytest.approx(1.25) == found.speedup_high
+    slow = [TimedText(t.prompt, t.title, t.seconds * (1 if t.title == PLAIN.title else 3), t.decoded) for t in texts]
+    found = choose_length(slow, [2, 4], PAIR, 300, 0.95)
+    assert (found.length, found.speedup) == (0, 1)
+    # Uneven prompts only: no resample may be made of prompts that have no text.
+    for count in (2, 3, 4, 5):
+        assert choose_length([t for t in texts if t.prompt < count], [2, 4], PAIR, 300, 0.95).length == 2
+
+
+def test_first_difference() -> None:
+    assert first_difference([1, 2, 3], [1, 2, 3]) is None
+    assert first_difference([1, 2, 3], [1, 5, 3]) == 1
+    assert first_difference([1, 2], [1, 2, 3]) == 2 == first_difference([1, 2, 3], [1, 2])
+    assert first_difference([], []) is None and first_difference([], [4]) == 0
+
+
+def test_verdicts_on_texts() -> None:
+    """A text that differs where the two best logits are far apart is different, and excused only below the noise."""
+    target = TorchModel(toy())
+    prompts = random_prompts(2, 61, seed=8)
+    texts = [plain(target, p, 12).tokens for p in prompts]
+    wrong = [*texts[0][:5], (texts[0][5] + 1) % 61, *texts[0][6:]]
+    decoded = [TimedText(i, PLAIN.title, 1.0, Decoded(texts[i])) for i in range(2)]
+    decoded += [TimedText(0, THREE.title, 1.0, Decoded(wrong)), TimedText(1, THREE.title, 1.0, Decoded(texts[1]))]
+    with torch.inference_mode():
+        best = target.model(torch.tensor([[*prompts[0], *texts[0][:5]]])).logits[0, -1].topk(2).values
+    gap = float(best[0] - best[1])
+    assert gap > 1e-3
+
+    def judged(noise: float, together: int = 0) -> dict[str, Identity]:
+        return judge_identity(target, prompts, decoded, [PLAIN, THREE], noise, together)
+
+    assert judged(gap * 0.9) == {THREE.title: Identity(1, 0, 1)}
+    # Taken in other pieces the fp32 target says the same: that excuses nothing.
+    assert judged(gap * 0.9, 4) == {THREE.title: Identity(1, 0, 1)}
+    assert not is_tie(target, prompts[0], wrong, texts[0], 5, gap * 0.9, 4)  # nor a text that is not the plain one
+    assert judged(gap * 1.1) == {THREE.title: Identity(1, 1, 0)}
+
+
+def test_every_configuration_decodes_every_prompt() -> None:
+    target, draft = Scripted(counting, 40, 10), Scripted(counting, 30, 10)
+    prompts = [[1, 2], [3], [4, 5, 6] * 8]
+    prepared = prepare_sweep(recipe_with(), [1, 4], draft, ())
+    texts = time_texts(target, draft, prompts, 9, prepared, "x")
+    titles = [one.title for one in prepared]
+    assert sorted((t.prompt, t.title) for t in texts) == sorted(itertools.product(range(3), titles))
+    assert [t.title for t in texts if t.prompt == 1] == [*titles[1:], titles[0]]  # the order turns
+    for t in texts:
+        room = min(9, 30 - len(prompts[t.prompt]))
+        assert t.decoded.tokens == [(prompts[t.prompt][-1] + 1 + i) % 10 for i in range(room)] and t.seconds > 0
