@@ -160,7 +160,7 @@ def test_eval_of_a_standalone_pair(
 ) -> None:
     monkeypatch.setattr("distill.machine.usable_cores", lambda: 1)
     pair = ("--target", world / "target", "--draft", finished / "draft")
-    text = ("--text", world / "corpus" / "test", "--text", world / "corpus" / "validation" / "validation_0.py")
+    text = ("--text", world / "corpus" / "test", "--text", world / "corpus" / "validation" / "part1_0.py")
     assert tiny.call("eval", *pair, *text, "--prompts", "4", "-o", "json") == 0
     report = strict(capsys.readouterr().out)
     assert isinstance(report, dict)
