@@ -29,7 +29,7 @@ from distill.models.base import Model
 from distill.models.gguf.model import MOST_LEAVES, GgufModel
 from distill.packing import Packed
 from distill.progress import Progress
-from distill.recipe import Trial, load_recipe
+from distill.recipe import Configuration, load_recipe
 from distill.recipe.configuration import RULES
 from distill.run import Run
 from distill.speculative.configured import NO_COSTS, make_drafter, make_rule
@@ -39,19 +39,19 @@ from distill.speculative.trees.shape import Shape
 ROWS = 4  # texts at once
 STATIC = Shape.of_widths((3, 2, 1))  # any will do: 15 nodes
 Job = tuple[str, Callable[[int], list[list[int]]], int]  # title, texts of the prompts from a number on, and how many
-BATCHED = (Trial(length=4), Trial(rule="p_min"), Trial(rule="expected-value"))
-WAYS = (
-    *(Trial(length=length) for length in range(1, 9)),
-    *(Trial(rule=rule) for rule in RULES if rule != "fixed"),
-    Trial(rule="expected-value", calibration="power", online=True),
-    Trial(drafter="lookup"),
-    Trial(drafter="lookup+draft", length=4),
-    Trial(drafter="lookup+draft", rule="expected-value"),
+BATCHED = (Configuration(length=4), Configuration(rule="p_min"), Configuration(rule="expected-value"))
+CONFIGURATIONS = (
+    *(Configuration(length=length) for length in range(1, 9)),
+    *(Configuration(rule=rule) for rule in RULES if rule != "fixed"),
+    Configuration(rule="expected-value", calibration="power", online=True),
+    Configuration(drafter="lookup"),
+    Configuration(drafter="lookup+draft", length=4),
+    Configuration(drafter="lookup+draft", rule="expected-value"),
     *(
-        Trial(drafter="tree", nodes=nodes, calibration=name)
+        Configuration(drafter="tree", nodes=nodes, calibration=name)
         for nodes, name in ((4, "none"), (8, "none"), (8, "features"), (16, "features"), (24, "sequential"))
     ),
-    Trial(drafter="tree", shape="static", nodes=15),
+    Configuration(drafter="tree", shape="static", nodes=15),
 )
 
 
@@ -96,18 +96,18 @@ def main() -> None:
     kept = open_kept(path, {"prompts": digest(prompts), "tokens": arguments.tokens, "draft": draft_digest(run)})
 
     wanted = [
-        way
-        for way in WAYS
-        if not arguments.configurations or any(way.title.startswith(title) for title in arguments.configurations)
+        one
+        for one in CONFIGURATIONS
+        if not arguments.configurations or any(one.title.startswith(title) for title in arguments.configurations)
     ]
     jobs: list[Job] = [("plain", lambda at: [plain(target, prompts[at], arguments.tokens).tokens], 1)]
-    for way in wanted:
-        jobs.append((way.title, alone(target, draft, way, prompts, arguments.tokens, costs, fitted), 1))
+    for one in wanted:
+        jobs.append((one.title, alone(target, draft, one, prompts, arguments.tokens, costs, fitted), 1))
     if arguments.backend == "pytorch" and not arguments.configurations:
         rows = models(run, arguments.backend, ROWS)
-        for way in BATCHED:
-            job = together(*rows, way, prompts, arguments.tokens, costs, fitted)
-            jobs.append((f"{ROWS} at once: {way.title}", job, ROWS))
+        for one in BATCHED:
+            job = together(*rows, one, prompts, arguments.tokens, costs, fitted)
+            jobs.append((f"{ROWS} at once: {one.title}", job, ROWS))
     work(jobs, len(prompts), kept, path)
     noise, largest = TORCH_NOISE, 0
     if arguments.backend == "gguf":
@@ -124,7 +124,7 @@ def models(run: Run, backend: str, rows: int = 1) -> tuple[Any, Any]:
     recipe = run.recipe
     if backend == "gguf":
         names = (run.path("gguf", f"{name}-{recipe.speedup.outtype}.gguf") for name in ("target", "draft"))
-        leaves = min(MOST_LEAVES, max(way.nodes or 0 for way in WAYS))
+        leaves = min(MOST_LEAVES, max(one.nodes or 0 for one in CONFIGURATIONS))
         return tuple(  # type: ignore[return-value]
             GgufModel(path, context=recipe.corpus.block, threads=recipe.threads, max_leaves=leaves) for path in names
         )
@@ -158,11 +158,11 @@ def open_kept(path: Path, key: dict[str, Any]) -> dict[str, Any]:
 
 
 def alone(
-    target: Model, draft: Model, way: Trial, prompts: Sequence[list[int]], tokens: int, costs: Any, fitted: Any
+    target: Model, draft: Model, one: Configuration, prompts: Sequence[list[int]], tokens: int, costs: Any, fitted: Any
 ) -> Callable[[int], list[list[int]]]:
     """Decodes one prompt by a configuration, whose rule keeps what it learns for the next prompt."""
-    rules = Rules(GREEDY, way.verified_by)
-    drafter = make_drafter(way, draft, GREEDY, rules.random, costs, fitted, STATIC if way.chosen else None)
+    rules = Rules(GREEDY, one.verified_by)
+    drafter = make_drafter(one, draft, GREEDY, rules.random, costs, fitted, STATIC if one.chosen else None)
 
     def run(at: int) -> list[list[int]]:
         result = Decoded()
@@ -174,14 +174,14 @@ def alone(
 
 
 def together(
-    target: Any, draft: Any, way: Trial, prompts: Sequence[list[int]], tokens: int, costs: Any, fitted: Any
+    target: Any, draft: Any, one: Configuration, prompts: Sequence[list[int]], tokens: int, costs: Any, fitted: Any
 ) -> Callable[[int], list[list[int]]]:
     """Decodes ROWS prompts at once, from number `at` on."""
     from distill.speculative.batch import decode_batch
 
     def run(at: int) -> list[list[int]]:
         def rule() -> Any:
-            return make_rule(way, costs, fitted)
+            return make_rule(one, costs, fitted)
 
         some = prompts[at : at + ROWS]
         return [result.tokens for result in decode_batch(target, draft, some, tokens, Rules(), rule)]

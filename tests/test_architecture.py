@@ -27,6 +27,7 @@ HEIGHT = {room: -depth for depth, rooms in enumerate(LAYERS) for room in rooms}
 ALLOWED = {
     ("benchmark", "export"),
     ("benchmark", "surgery"),
+    ("evaluation", "corpus"),
     ("surgery", "export"),
     ("surgery", "target"),
     ("surgery", "training"),

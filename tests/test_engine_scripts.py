@@ -27,7 +27,7 @@ def script(name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
     return importlib.import_module(name)
 
 
-def test_identity_of_every_way_and_its_resuming(
+def test_identity_of_every_configuration_and_its_resuming(
     copied: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     check = script("check_identity", monkeypatch)
@@ -35,7 +35,7 @@ def test_identity_of_every_way_and_its_resuming(
     check.main()
     first = capsys.readouterr().out
     cells = re.findall(r"^\| (.+) \| (\d+) \| (\d+) \| (\d+) \|$", first, flags=re.M)
-    assert len(cells) == len(check.WAYS) + len(check.BATCHED) + 1 and cells[-1][0] == "all"
+    assert len(cells) == len(check.CONFIGURATIONS) + len(check.BATCHED) + 1 and cells[-1][0] == "all"
     assert int(cells[-1][3]) == 0 and int(cells[-1][1]) + int(cells[-1][2]) == 2 * (len(cells) - 1)
     # Everything is kept: nothing is decoded again, and a text that differs is called so.
     path = copied / "identity-pytorch.json"

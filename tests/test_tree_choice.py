@@ -45,7 +45,7 @@ from distill.benchmark.tree_choice import (
 from distill.errors import DataError, RecipeError
 from distill.recipe import Configuration, dump_recipe, load_recipe
 from distill.results.serialise import read_result
-from distill.results.speedup_results import SpeedupReport
+from distill.results.speedup_results import PairMeasured, SpeedupReport
 from distill.sampler import Sampler
 from distill.speculative.configured import check_configurations, lossy_reason, make_drafter
 from distill.speculative.cost import StepCosts
@@ -124,7 +124,8 @@ def test_the_static_shape_is_the_best_of_all(rates: list[float], depth: int, dra
     found = choose_tree("a title", trees, shape_values(shapes, rates), seconds, costs)
     assert found.tokens / found.seconds == pytest.approx(max(speeds.values()), rel=1e-12)
     assert found.speedup == pytest.approx(costs.target[0] * max(speeds.values()), rel=1e-12)
-    assert found.tree == trees[found.nodes] and found.as_json()["parents"] == list(trees[found.nodes].parents)
+    parents = found.as_result(PairMeasured("p", "b", False)).parents
+    assert found.tree == trees[found.nodes] and parents == list(trees[found.nodes].parents)
 
 
 @settings(max_examples=60, deadline=None)
@@ -140,10 +141,10 @@ def test_the_number_of_nodes_is_the_best_of_all(values: list[float], draws: rand
             rates[n] = (1 + sum(values[:n])) / max(taken, costs.target[n])  # no faster than the target's step alone
     assert rates[found.nodes] == pytest.approx(max(rates.values()), rel=1e-12)
     assert found.speedup == pytest.approx(max(rates.values()) * costs.target[0], rel=1e-12)
-    assert [row["nodes"] for row in found.compared] == sorted(rates)
+    assert [row.nodes for row in found.compared] == sorted(rates)
     for row in found.compared:
-        rate = row["tokens"] / (row["target_seconds"] + row["other_seconds"])
-        assert rate == pytest.approx(rates[int(row["nodes"])], rel=1e-12)
+        rate = row.tokens / (row.target_seconds + row.other_seconds)
+        assert rate == pytest.approx(rates[int(row.nodes)], rel=1e-12)
     assert found.title_with_tree.endswith(f": {found.nodes} node" + "s" * (found.nodes != 1))
     assert ("nothing is drafted" in found.sentence()) == (found.nodes == 0)
 

@@ -211,7 +211,7 @@ def _rows(
     choices: Sequence[Choice],
 ) -> list[Measurement]:
     """The measurements, with predictions for fixed lengths and for chosen trees."""
-    accepted = accepted_by_position(run, max(part.lengths))
+    accepted = _accepted_by_position(run)
     chosen = {choice.title: choice for choice in choices}
     rows = measurements(texts, prepared, identities, part.pair, recipe.eval.resamples, recipe.eval.confidence)
     found = []
@@ -225,12 +225,10 @@ def _rows(
     return found
 
 
-def accepted_by_position(run: Run, longest: int) -> list[float]:
-    """Acceptance at positions 1.. from the evaluation, as far as positions were reached."""
+def _accepted_by_position(run: Run) -> list[float]:
+    """Acceptance at positions 1.. from the evaluation, as far as positions were reached; none before it has run."""
     path = run.path("eval.json")
-    if not path.exists():
-        return []
-    return read_result(path, EvaluationReport).accepted_by_position()[:longest]
+    return read_result(path, EvaluationReport).accepted_by_position() if path.exists() else []
 
 
 def _samples(

@@ -18,12 +18,12 @@ from distill.commands.shared import (
     TargetOption,
     TextOption,
     find_run,
+    local_reference,
     prepare,
     print_table,
     run_until,
-    standalone_recipe,
 )
-from distill.errors import DataError
+from distill.errors import DataError, RecipeError
 
 if TYPE_CHECKING:
     from distill.results.evaluation_results import EvaluationReport
@@ -75,18 +75,30 @@ def _evaluate_standalone(
     kl: bool,
     acceptance: bool,
 ) -> EvaluationReport:
-    recipe = standalone_recipe(target, draft, text)
-    prepare(recipe.threads)
-    from distill.evaluation.standalone import evaluate_standalone
-    from distill.models.pairs import require_pair
+    if target is None or draft is None or not text:
+        raise RecipeError(
+            "a pair without a run needs --target, --draft and --text", "or name a run: `distill runs` lists them"
+        )
+    from distill.recipe import Corpus, Source, Target
 
-    for reference in (recipe.target.model, recipe.cut.donor):
+    references = local_reference(target), local_reference(draft)
+    for reference in references:
         if reference.endswith(".gguf"):
             raise DataError(f"{reference}: GGUF files cannot be evaluated yet", "give the Hugging Face folders")
-    require_pair(recipe.target.model, recipe.cut.donor)
-    from distill.corpus.prompts import cut_prompts
-    from distill.corpus.sources import read_documents
+    prepare(None)
+    from distill.evaluation.standalone import evaluate_standalone
+    from distill.models.loaded import load_pair
+    from distill.models.pairs import require_pair
+    from distill.sampler import Sampler
 
-    documents, _ = read_documents(recipe.corpus, needed=("test",))
+    require_pair(*references)
+    sources = [
+        Source(kind="tree", path=str(path.resolve()), pattern="**/*", split="test")
+        if path.is_dir()
+        else Source(kind="text", path=str(path.resolve()), split="test")
+        for path in text
+    ]
     command = "distill " + " ".join(sys.argv[1:])
-    return evaluate_standalone(recipe, documents, cut_prompts, temperature, prompts, kl, acceptance, command)
+    with load_pair(Target(model=references[0]), references[1]) as pair:
+        sampler = Sampler(temperature=temperature)
+        return evaluate_standalone(pair, Corpus(sources=tuple(sources)), sampler, prompts, kl, acceptance, command)

@@ -103,30 +103,6 @@ def print_table(rows: list[dict[str, Any]], markdown: str, value: Any, output: s
         raise RecipeError(f"output format `{output}` is unknown", "use -o md, json, jsonl or csv")
 
 
-def standalone_recipe(target: str | None, draft: str | None, text: list[Path] | None) -> Recipe:
-    """The recipe that stands for a standalone pair: all defaults, the pair's folders, every text in the test split."""
-    from distill.recipe import parse_recipe
-
-    if target is None or draft is None or not text:
-        raise RecipeError(
-            "a standalone pair needs --target, --draft and --text", "or name a run: `distill runs` lists them"
-        )
-    sources = [
-        {"kind": "tree", "path": str(path.resolve()), "pattern": "**/*", "split": "test"}
-        if path.is_dir()
-        else {"kind": "text", "path": str(path.resolve()), "split": "test"}
-        for path in text
-    ]
-
-    raw = {
-        "name": "pair",
-        "target": {"model": local_reference(target)},
-        "cut": {"donor": local_reference(draft)},
-        "corpus": {"sources": sources},
-    }
-    return parse_recipe(raw, "the pair")
-
-
 def read_texts(paths: list[Path]) -> list[str]:
     """The text of files and of all files below folders; raises DataError for one that is missing or not UTF-8."""
     found = []
