@@ -159,6 +159,7 @@ STAGES = (
         ),
         ("eval.json", "eval.md", "rounds.parquet"),
         ("target",),
+        version=2,
     ),
     Stage(
         "export",
@@ -194,7 +195,7 @@ STAGES = (
         ),
         ("speedup", "speedup.json", "speedup.md"),
         ("target",),
-        version=2,
+        version=3,
     ),
     Stage(
         "report",

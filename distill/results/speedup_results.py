@@ -11,7 +11,6 @@ from typing import Any
 
 from distill.results.serialise import Figure
 
-PLAIN = "plain"  # the title of plain greedy decoding
 FASTER, SLOWER, UNCLEAR = "faster than plain", "slower than plain", "no clear difference from plain"
 
 
