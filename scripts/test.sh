@@ -4,6 +4,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 bash scripts/setup.sh
+.venv/bin/ruff format --check .
 .venv/bin/ruff check .
 .venv/bin/mypy distill
 # One process per core, one thread each: torch threads of several processes get in each other's way.
