@@ -94,7 +94,6 @@ REMAINING = {
     "distill/recipe/__init__.py:trial",
     "distill/recipe/configuration.py:told",
     "distill/recipe/configuration.py:trial",
-    "distill/recipe/cut.py:said",
     "distill/recipe/measuring.py:trial",
     "distill/recipe/measuring.py:trials",
     "distill/report/card.py:trials",

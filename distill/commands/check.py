@@ -12,9 +12,9 @@ from distill.errors import PairError, RecipeError
 
 def check(
     recipe: Annotated[
-        Path | None, typer.Argument(metavar="[RECIPE]", help="Recipe file; omit it for a standalone pair.")
+        Path | None, typer.Argument(metavar="RECIPE", help="Recipe file; omit it for a standalone pair.")
     ] = None,
-    overrides: Annotated[list[str] | None, typer.Argument(metavar="[a.b=c]...", help="Override recipe keys.")] = None,
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="a.b=c", help="Override recipe keys.")] = None,
     offline: Annotated[
         bool, typer.Option("--offline", help="Skip checks that need a model hub, and list them.")
     ] = False,
@@ -30,7 +30,7 @@ def check(
 ) -> None:
     """Check a recipe, or a target and a draft, in seconds.
 
-    Checks keys, files, tokenizers, pair rules, memory and disk. Loads no weights and changes nothing.
+    Checks keys, files, tokenizers, pair rules, cuts and disk space. Loads no weights and changes nothing.
     """
     if target or draft:
         if recipe is not None or target is None or draft is None:

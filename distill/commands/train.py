@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 
 def train(
-    recipe: Annotated[Path, typer.Argument(help="Recipe file.")],
-    overrides: Annotated[list[str] | None, typer.Argument(metavar="[a.b=c]...", help="Override recipe keys.")] = None,
+    recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help="Recipe file.")],
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="a.b=c", help="Override recipe keys.")] = None,
     runs: RunsOption = DEFAULT_RUNS,
     until: Annotated[str | None, typer.Option("--until", help="Stop after this stage.")] = None,
     redo: Annotated[
