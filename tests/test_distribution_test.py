@@ -50,11 +50,7 @@ def test_a_lossless_pair_and_one_that_is_not(monkeypatch: pytest.MonkeyPatch) ->
     target, draft, sampler = TableModel(5, 1), TableModel(5, 2), Sampler(1.0)
     prompts = [[0, 1], [3, 4, 2]]
     table = tested.verify_distribution(target, draft, prompts, sampler, 300, 0)
-    assert (
-        table["lossless"]
-        and len(table["rows"]) == 2 * len(tested.ARMS)
-        and table["greedy"]["different"] == 0
-    )
+    assert table["lossless"] and len(table["rows"]) == 2 * len(tested.ARMS) and table["greedy"]["different"] == 0
     assert "Lossless" in tested.distribution_markdown(table) and table["skipped"] == []
     assert all(row["drafted_per_round"] >= (6 if "tree" in row["verifier"] else 2) for row in table["rows"])
 
@@ -88,9 +84,7 @@ def test_models_without_trees_are_tested_by_chains() -> None:
     assert table["skipped"] == ["tree, distinct"] and [row["verifier"] for row in table["rows"]] == [
         arm for arm in tested.ARMS if "tree" not in arm
     ]
-    assert "Not tested, for a model that takes no trees: tree, distinct" in tested.distribution_markdown(
-        table
-    )
+    assert "Not tested, for a model that takes no trees: tree, distinct" in tested.distribution_markdown(table)
 
 
 class Rounded(TableModel):
@@ -134,9 +128,7 @@ class Remembering(TableModel):
 def test_rounding_comes_from_all_of_a_text() -> None:
     pair, prompts = (Remembering(5, 1), TableModel(5, 2)), [[0, 1], [3, 4, 2]]
     assert tested.verify_distribution(*pair, prompts, Sampler(0), 0, 0)["greedy"]["different"] == 2
-    assert (
-        tested.verify_distribution(*pair, prompts, Sampler(0), 0, 0, rounded=True)["greedy"]["excused"] == 2
-    )
+    assert tested.verify_distribution(*pair, prompts, Sampler(0), 0, 0, rounded=True)["greedy"]["excused"] == 2
 
 
 def test_greedy_sampler_compares_texts_only() -> None:

@@ -125,7 +125,7 @@ class Constraint:
 
     def __init__(self, position: Position, tokens: Tokens, warnings: Sequence[str] = ()) -> None:
         self.warnings = warnings
-        self.ends, self._size, self._position = tokens.ends, len(tokens.said), position
+        self.ends, self._size, self._position = tokens.ends, len(tokens.bytes_of), position
         self._over = State(None, self.ends, self._size)
         self.begin(0)
 

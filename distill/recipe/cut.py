@@ -6,6 +6,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
+from distill.recipe.outtypes import OutType
 from distill.recipe.section import Section
 
 
@@ -42,9 +43,7 @@ class Search(Section):
     mlp_width: tuple[int, ...] = Field((), description="MLP widths tried with each; empty: cut.mlp_width alone")
     heal_steps: int = Field(60, ge=0, description="training steps each cut gets before it is measured")
     backend: Literal["pytorch", "gguf"] = Field("pytorch", description="whose step costs count")
-    outtypes: tuple[Literal["f32", "f16", "bf16", "q8_0"], ...] = Field(
-        ("f16",), description="gguf: file types of the draft tried with every cut"
-    )
+    outtypes: tuple[OutType, ...] = Field(("f16",), description="gguf: file types of the draft tried with every cut")
     max_length: int = Field(16, ge=1, le=63, description="longest draft length that a prediction may choose")
 
 

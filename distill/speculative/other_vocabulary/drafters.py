@@ -27,7 +27,6 @@ from distill.speculative.other_vocabulary.translation import (
     incomplete,
     named_tokens,
     refit,
-    says_text,
     shared_tokens,
 )
 from distill.speculative.proposal import Features, Proposal
@@ -241,13 +240,13 @@ class StringMatchDrafter:
         own, self._features = own[:count], seen[:count]
         text = [token for token in own if self._is_text(token)]
         translator = self.reader.translator
-        raw = data = translator.destination.said(text)
+        raw = data = translator.destination.decode(text)
         if context[-1] in translator.named:
             data = refit(data, translator.destination, translator.source, translator.is_first(context[-1]))
-        lengths = [len(translator.destination.said([token])) if self._is_text(token) else 1 for token in own]
+        lengths = [len(translator.destination.decode([token])) if self._is_text(token) else 1 for token in own]
         self._ends = [end + len(data) - len(raw) for end in accumulate(lengths)]
         found = self._continued(context, data)
-        if len(text) < len(own) and translator.source.said(found) == data:
+        if len(text) < len(own) and translator.source.decode(found) == data:
             found.append(self._counterparts[own[-1]])
         stop = next((i + 1 for i, token in enumerate(found) if token in ends), limit)
         return Proposal.chain(found[: min(stop, limit)])
@@ -276,7 +275,7 @@ class StringMatchDrafter:
 
     def _is_text(self, token: int) -> bool:
         draft = self.reader.translator.destination.vocabulary
-        return token < draft.size and says_text(draft, token) and token not in self._counterparts
+        return token < draft.size and draft.is_text(token) and token not in self._counterparts
 
     def _continued(self, context: Sequence[int], data: bytes) -> list[int]:
         """Target ids that say `data` after the context: those of both together where they part at the context's end.
@@ -284,21 +283,21 @@ class StringMatchDrafter:
         Where a token would reach over that end, its rest is written alone. Ids end where they would say something else,
         and before a character that `data` does not finish.
         """
-        writer, named = self.reader.translator.source, self.reader.translator.named
+        encoder, named = self.reader.translator.source, self.reader.translator.named
         first = next((i + 1 for i in range(len(context) - 1, -1, -1) if context[i] in named), 0)
-        before = writer.said(context[max(first, len(context) - TAIL) :])
+        before = encoder.decode(context[max(first, len(context) - TAIL) :])
         whole = before + data
         whole = whole[: len(whole) - len(incomplete(whole))]
-        ids = writer.write(whole) if len(whole) > len(before) else []
+        ids = encoder.text(whole) if len(whole) > len(before) else []
         place = reached = 0
         while place < len(ids) and reached < len(before):
-            reached += len(writer.said(ids[place : place + 1]))
+            reached += len(encoder.decode(ids[place : place + 1]))
             place += 1
-        rest = (writer.write(whole[len(before) : reached]) if reached > len(before) else []) + ids[place:]
+        rest = (encoder.text(whole[len(before) : reached]) if reached > len(before) else []) + ids[place:]
         left, count = whole[len(before) :], 0
         for number in rest:
-            said = writer.said([number])
-            if not said or not left.startswith(said) or writer.vocabulary.kinds[number] == "special":
+            said = encoder.decode([number])
+            if not said or not left.startswith(said) or encoder.vocabulary.kinds[number] == "special":
                 break
             left, count = left[len(said) :], count + 1
         return rest[:count]
@@ -306,7 +305,7 @@ class StringMatchDrafter:
     def _covered(self, tokens: Sequence[int]) -> int:
         """How many own tokens these proposed ones say wholly."""
         translator = self.reader.translator
-        reached = sum(1 if token in translator.named else len(translator.source.said([token])) for token in tokens)
+        reached = sum(1 if token in translator.named else len(translator.source.decode([token])) for token in tokens)
         return sum(end <= reached for end in self._ends) if tokens else 0
 
     def accepted(self, proposal: Proposal, count: int, length: int, seconds: float) -> None:
