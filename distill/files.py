@@ -20,7 +20,10 @@ def _explain_write_fault(path: Path, error: OSError) -> RunError:
     if error.errno == errno.ENOSPC:
         return RunError(f"the disk is full: cannot write {path}", "free some space and run the same command again")
     if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
-        return RunError(f"no permission to write {path}: {error.strerror}", "choose a folder that can be written; --runs names the one for runs")
+        return RunError(
+            f"no permission to write {path}: {error.strerror}",
+            "choose a folder that can be written; --runs names the one for runs",
+        )
     return RunError(f"cannot write {path}: {error}", "remove the cause and run the same command again")
 
 
@@ -147,9 +150,9 @@ def read_object(path: Path, hint: str = "copy the folder again") -> dict[str, An
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}", hint) from None
     except ValueError as error:
-        raise DataError(f"{path} is damaged, no JSON: {error}", hint) from None
+        raise DataError(f"{path} is damaged: no JSON, {error}", hint) from None
     if not isinstance(found, dict):
-        raise DataError(f"{path} is not a JSON object", hint)
+        raise DataError(f"{path} is damaged: it is not a JSON object", hint)
     return found
 
 

@@ -88,12 +88,12 @@ def foreign_drafter(
     recipe: Recipe, references: tuple[str, str], way: Way, verifier: str, draws: random.Random
 ) -> Drafter:
     """A draft of another vocabulary, as it is: by the tokens both share, or by its text."""
-    from distill.speculative.other_vocabulary.drafters import IntersectionDrafter, StringMatchDrafter
+    from distill.speculative.other_vocabulary.drafters import IntersectionDrafter, Reader, StringMatchDrafter
 
     target, own = (Vocabulary.read(local_folder(reference)) for reference in references)
     model = TorchModel(load_model(references[1], recipe.target.dtype, pick_device(recipe.device)), own.size)
     kind = IntersectionDrafter if way.drafter == "intersection" else StringMatchDrafter
-    return kind(model, target, own, Fixed(way.length), way.sampler, draws.random, argmax=verifier == "match")
+    return kind(Reader(model, target, own), Fixed(way.length), way.sampler, draws.random, argmax=verifier == "match")
 
 
 def stream(recipe: Recipe, references: tuple[str, str], text: str, limit: int, way: Way) -> None:

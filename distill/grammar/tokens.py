@@ -47,11 +47,10 @@ class Tokens:
         return cls(bytes_of, tuple(end for end in ends if end < len(bytes_of)), Encoder(vocabulary).text)
 
     @classmethod
-    def of_gguf(cls, model: GgufModel, ends: Sequence[int] | None = None) -> Tokens:
-        """From a GGUF file; by default `ends` are the tokens with which llama.cpp ends a text."""
-        bytes_of, known = spoken(model)
-        chosen = tuple(known if ends is None else ends)
-        return cls(bytes_of, chosen, lambda data: model.tokenize(data.decode("utf-8", "ignore")))
+    def of_gguf(cls, model: GgufModel) -> Tokens:
+        """From a GGUF file; `ends` are the tokens with which llama.cpp ends a text."""
+        bytes_of, ends = spoken(model)
+        return cls(bytes_of, tuple(ends), lambda data: model.tokenize(data.decode("utf-8", "ignore")))
 
     @cached_property
     def library(self) -> Any:

@@ -6,7 +6,6 @@ Bytes decide, never decoded text. Nothing is put in front: no space, no special 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -72,12 +71,7 @@ class Encoder:
         written = ((i, self._encode(f"{self.vocabulary.tokens[i]}a", specials=True)) for i in specials)
         after = next((ids[1:] for i, ids in written if ids[:1] == [i]), [])
         alone = self._encode("a", specials=True)
-        return self.decode(alone).startswith(b" "), self.decode(after).startswith(b" ")
-
-    def decode(self, ids: Iterable[int]) -> bytes:
-        """The bytes of `ids`; none for ids without a token."""
-        known = self.vocabulary.bytes_of
-        return b"".join(known[number] or b"" for number in ids if number < len(known))
+        return self.vocabulary.text_bytes(alone).startswith(b" "), self.vocabulary.text_bytes(after).startswith(b" ")
 
     def text(self, data: bytes) -> list[int]:
         """Ids of `data`, split as the tokenizer splits a text; special tokens in it are text.
@@ -113,7 +107,7 @@ class Encoder:
     def marked_text(self, text: str) -> list[int]:
         """Ids of `text` as the tokenizer writes it, the special tokens in it included."""
         ids = self._encode(text, specials=True)
-        if self.decode(ids) == text.encode():
+        if self.vocabulary.text_bytes(ids) == text.encode():
             return ids
         # It was normalised, or given a space in front: write it as it stands.
         found: list[int] = []
@@ -141,10 +135,10 @@ class Encoder:
         data = text.encode()
         if not self.leads(True) or text.startswith(" "):
             ids = self._encode(text.removeprefix(" ") if self.leads(True) else text)
-            if self.decode(ids) == data:
+            if self.vocabulary.text_bytes(ids) == data:
                 return ids
         ids = [token.id for word in self._words(text, data) if word for token in self._model.tokenize(word)]
-        if self.decode(ids) == data or not all(byte in self.vocabulary.byte_ids for byte in data):
+        if self.vocabulary.text_bytes(ids) == data or not all(byte in self.vocabulary.byte_ids for byte in data):
             return ids
         return self._bytewise(data, [])
 
@@ -163,7 +157,7 @@ class Encoder:
         """The model's own tokens of `word` where they give `data`, else its bytes one by one."""
         ids = [token.id for token in self._model.tokenize(word)]
         plain = all(self.vocabulary.kinds[number] in ("normal", "byte") for number in ids)
-        return (ids, True) if plain and self.decode(ids) == data else self._word_bytewise(data)
+        return (ids, True) if plain and self.vocabulary.text_bytes(ids) == data else self._word_bytewise(data)
 
     def _word_bytewise(self, data: bytes) -> tuple[list[int], bool]:
         if all(byte in self.vocabulary.byte_ids for byte in data):

@@ -75,14 +75,8 @@ class Vocabulary:
         return [byte for byte in range(256) if byte not in self.byte_ids and byte not in NEVER_IN_UTF8]
 
     def text_bytes(self, ids: Iterable[int]) -> bytes:
-        """The bytes of `ids`, one after the other; raises ValueError for an id without a token."""
-        parts = []
-        for number in ids:
-            data = self.bytes_of[number] if 0 <= number < self.size else None
-            if data is None:
-                raise ValueError(f"token {number} does not exist in {self.folder}; its ids end at {self.size - 1}")
-            parts.append(data)
-        return b"".join(parts)
+        """The bytes of `ids`, one after the other; none for an id without a token."""
+        return b"".join(self.bytes_of[number] or b"" for number in ids if 0 <= number < self.size)
 
     def is_named(self, number: int) -> bool:
         """Whether a token is special or added: and so found in a text by its name."""

@@ -1,7 +1,7 @@
-"""Token ids of one vocabulary as ids of another: the tokens both share, and text written anew.
+"""Token ids of one vocabulary as ids of another: the tokens that both share, and text written anew.
 
-Bytes decide, never decoded text. Texts that outgrow the window are cut only where what follows is written the same
-whether or not what stands before is seen.
+Bytes decide, never decoded text. A text longer than the window is cut only where its rest is written the same with and
+without the text before it.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ def named_tokens(source: Vocabulary, destination: Vocabulary) -> dict[int, int]:
 
 
 def shared_tokens(target: Vocabulary, draft: Vocabulary) -> dict[int, int]:
-    """Target ids to the draft ids that say the same, one to one, by ascending target id.
+    """Target ids to the draft ids that mean the same, one to one, by ascending target id.
 
-    Named tokens go by `named_tokens`. Others need the same bytes and kind; of several the same string comes first, then
-    the lowest ids. What is left of <0xNN> tokens meets ordinary tokens of that one byte.
+    `named_tokens` decides for special and added tokens. Others need the same bytes and kind; of several the same string
+    comes first, then the lowest ids. A <0xNN> token without a counterpart takes an ordinary token of that byte.
     """
     found: dict[int, int] = {}
     taken: set[int] = set()
@@ -62,10 +62,10 @@ def shared_tokens(target: Vocabulary, draft: Vocabulary) -> dict[int, int]:
 def transplant_gain(
     counts: Mapping[int, int], target: Vocabulary, draft: Vocabulary, worst: int = 10
 ) -> dict[str, Any]:
-    """What a transplant would open, from how often the target wrote each of its ids.
+    """The gain of a transplant, from the `counts` of the ids that the target wrote.
 
-    `mass` is the share of written tokens that intersection can draft, a bound of its acceptance rate; `gain` the rest,
-    which it never can and a transplanted draft may; `missing` are the most frequent of those with their shares.
+    `mass` is the share of written tokens that intersection can draft, an upper bound of its acceptance rate; `gain` the
+    rest, which only a transplanted draft can propose; `missing` the `worst` most frequent of these with their shares.
     """
     shared, total = shared_tokens(target, draft), sum(counts.values())
     left = sorted(((count, -i) for i, count in counts.items() if i not in shared and count), reverse=True)
@@ -82,28 +82,29 @@ def incomplete(data: bytes) -> bytes:
 
 
 def refit(data: bytes, source: Encoder, destination: Encoder, first: bool) -> bytes:
-    """A text that starts after a named token, or `first` of all: with the space that the destination's tokenizer puts
-    there, without the one that the source's does."""
+    """A text after a named token, or the `first` text: without the space that the source's tokenizer puts before it,
+    with the one that the destination's tokenizer puts there."""
     if source.leads(first):
         data = data.removeprefix(b" ")
     return b" " + data if destination.leads(first) and data else data
 
 
 class Translator:
-    """What the draft reads: the text of the target's ids in the draft's tokens, named tokens by their counterparts.
+    """The text of the target's ids in the draft's tokens, named tokens by their counterparts.
 
-    A text is written anew whenever it grew, because its last words may be split otherwise then. To bound that, what
-    lies half a window back is kept once the text outgrows the window. It is cut between two of the target's tokens
-    where a line starts, else a word, else anywhere, if writing the rest alone gives what writing it all gave: later
-    text does not reach so far back. Where no try does, the draft reads one word a little unusually.
+    A text that grew is written anew, because its last words may now be split differently. To bound this work, the part
+    more than half a window back is fixed once the text outgrows the window. The cut lies between two of the target's
+    tokens: where a line starts, else a word, else anywhere. It is taken where the rest alone gets the same ids as in
+    the whole text; later text does not reach so far back. Where no tried cut does, the draft reads one word in an
+    unusual split.
     """
 
     def __init__(self, source: Vocabulary, destination: Vocabulary, window: int = WINDOW) -> None:
         self.same = source.same_as(destination)
         self.source, self.destination, self.window = Encoder(source), Encoder(destination), window
         self.named = stand_ins(source.roles, destination.roles) | named_tokens(source, destination)
-        self._done: list[int] = []  # target ids that are written once and for all
-        self._written: list[int] = []  # what they became
+        self._done: list[int] = []  # target ids whose translation is fixed
+        self._written: list[int] = []  # their translation
         self._last: tuple[list[int], list[int] | None] = ([], None)
 
     def ids(self, context: Sequence[int]) -> list[int] | None:
@@ -120,18 +121,18 @@ class Translator:
         if len(context) - len(self._done) > self.window:
             self._keep(context)
         known = self.destination.vocabulary.byte_ids
-        if any(byte not in known for byte in incomplete(self.source.decode(context[-3:]))):
+        if any(byte not in known for byte in incomplete(self.source.vocabulary.text_bytes(context[-3:]))):
             return None
         found, opening = self._written + self._write(context, len(self._done)), self.destination.opening
         return found if found[: len(opening)] == opening else opening + found
 
     def _keep(self, context: list[int]) -> None:
-        """Write all but about half a window once and for all."""
+        """Fix the translation of all but about half a window."""
         done, last = len(self._done), len(context) - self.window // 2
-        said = [self.source.decode([number]) for number in context]
+        texts = [self.source.vocabulary.text_bytes([number]) for number in context]
         places = range(last, done, -1)
-        lines = (i for i in places if said[i - 1].endswith(b"\n") and not said[i][:1].isspace())
-        words = (i for i in places if said[i].startswith(b" ") and not said[i - 1][-1:].isspace())
+        lines = (i for i in places if texts[i - 1].endswith(b"\n") and not texts[i][:1].isspace())
+        words = (i for i in places if texts[i].startswith(b" ") and not texts[i - 1][-1:].isspace())
         whole = self._write(context, done)
         for place in [*islice(lines, TRIES), *islice(words, TRIES), *islice(places, TRIES)]:
             rest = self._write(context, place)
@@ -143,7 +144,7 @@ class Translator:
         self._done, self._written = context[:place], self._written + kept
 
     def _write(self, context: Sequence[int], start: int) -> list[int]:
-        """The draft's ids for those of a context from `start` on."""
+        """The draft's ids for the ids of a context from `start` on."""
         found: list[int] = []
         before = context[start - 1] if start else None
         for is_named, group in groupby(context[start:], key=self.named.__contains__):
@@ -151,7 +152,7 @@ class Translator:
             if is_named:
                 found += [self.named[number] for number in numbers]
             else:
-                data = self.source.decode(numbers)
+                data = self.source.vocabulary.text_bytes(numbers)
                 if before is None or before in self.named:
                     data = refit(data, self.source, self.destination, self.is_first(before))
                 found += self.destination.text(data)
@@ -159,5 +160,5 @@ class Translator:
         return found
 
     def is_first(self, before: int | None) -> bool:
-        """Whether a text after this token is the first one: nothing but a bos stands before it."""
+        """Whether a text after this token is the first one: only a bos may stand before it."""
         return before is None or before == self.source.vocabulary.roles.get("bos")
