@@ -20,7 +20,10 @@ def _explain_write_fault(path: Path, error: OSError) -> RunError:
     if error.errno == errno.ENOSPC:
         return RunError(f"the disk is full: cannot write {path}", "free some space and run the same command again")
     if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
-        return RunError(f"no permission to write {path}: {error.strerror}", "choose another folder with --runs")
+        return RunError(
+            f"no permission to write {path}: {error.strerror}",
+            "choose a folder that can be written; --runs names the one for runs",
+        )
     return RunError(f"cannot write {path}: {error}", "remove the cause and run the same command again")
 
 
@@ -48,12 +51,13 @@ def faults_explained(path: Path) -> Iterator[None]:
         raise _explain_write_fault(path, error) from error
 
 
-def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
+def write_atomically(path: Path, write: Callable[[Path], object], *, several: bool = False) -> None:
     """Let `write` fill a temporary file, fsync it and rename it to `path`; readers never see half a file.
 
-    Raises RunError when the disk is full or the folder cannot be written; an old file then stays intact.
+    With `several`, more than one process may write `path` at a time. Raises RunError when the disk is full or the
+    folder cannot be written; an old file then stays intact.
     """
-    temporary = path.with_name(f".{path.name}.tmp")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp" if several else f".{path.name}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write(temporary)
@@ -135,6 +139,21 @@ def read_json(path: Path) -> Any:
         raise DataError(f"{path} is missing", "run `distill train` on its recipe again") from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise DataError(f"{path} is damaged: {error}", "delete it and run `distill train` again") from error
+
+
+def read_object(path: Path, hint: str = "copy the folder again") -> dict[str, Any]:
+    """Read the JSON object in a file of a model folder; raises DataError when it is missing, damaged or no object."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise DataError(f"{path} does not exist", "give a whole Hugging Face folder") from None
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}", hint) from None
+    except ValueError as error:
+        raise DataError(f"{path} is damaged: no JSON, {error}", hint) from None
+    if not isinstance(found, dict):
+        raise DataError(f"{path} is damaged: it is not a JSON object", hint)
+    return found
 
 
 def file_digest(path: Path) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 from distill.export.parity import compare
 from distill.export.writer import export_gguf
-from distill.files import read_json, write_json
+from distill.files import write_json
 from distill.models.hugging_face import local_folder
 from distill.recipe import Recipe
 from distill.run import Run
@@ -41,9 +41,3 @@ def export(recipe: Recipe, run: Run) -> list[Path]:
             )
     write_json(folder / "export.json", {"command": run.command, "files": files})
     return [folder]
-
-
-def read_export(run: Run) -> dict[str, Any]:
-    """What stage `export` wrote of its files."""
-    found: dict[str, Any] = read_json(run.path("gguf", "export.json"))
-    return found

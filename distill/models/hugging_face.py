@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from distill.errors import DataError, RunError
+from distill.files import read_object
 from distill.processes import process_count
 from distill.recipe import Target, is_path
 
@@ -184,11 +184,7 @@ def describe_model(reference: str, model: Any) -> dict[str, Any]:
 
 def config_json(folder: Path) -> dict[str, Any]:
     """config.json of a folder as it stands."""
-    try:
-        found: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError) as error:
-        raise DataError(f"{folder}/config.json cannot be read: {error}") from error
-    return found
+    return read_object(folder / "config.json")
 
 
 def local_folder(reference: str) -> Path:

@@ -6,6 +6,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
+from distill.recipe.outtypes import OutType
 from distill.recipe.section import Section
 
 
@@ -47,9 +48,7 @@ class Search(Section):
     )
     heal_steps: int = Field(60, ge=0, description="training steps of each cut before it is measured")
     backend: Literal["pytorch", "gguf"] = Field("pytorch", description="backend whose step costs are used")
-    outtypes: tuple[Literal["f32", "f16", "bf16", "q8_0"], ...] = Field(
-        ("f16",), description="gguf: file types of the draft tried with each cut"
-    )
+    outtypes: tuple[OutType, ...] = Field(("f16",), description="gguf: file types of the draft tried with each cut")
     max_length: int = Field(16, ge=1, le=63, description="longest draft length in a prediction")
 
 
