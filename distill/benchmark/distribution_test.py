@@ -25,9 +25,10 @@ from distill.recipe import Recipe
 from distill.run import Run
 from distill.sampler import Sampler
 from distill.speculative.decode import Decoded, Rules, decode, plain
-from distill.speculative.draft import Drafter, ModelDrafter, TreeDrafter
+from distill.speculative.draft import Drafter, ModelDrafter
 from distill.speculative.lengths import Fixed
 from distill.speculative.trees.shape import Shape
+from distill.speculative.trees.tree_drafter import TreeDrafter
 from distill.speculative.verify import Random
 from distill.texts import read_prompts
 

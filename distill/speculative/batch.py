@@ -9,26 +9,23 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, count
-
-import torch
-from torch import Tensor
+from itertools import accumulate
 
 from distill.errors import DataError
 from distill.models.base import Logits, Model
-from distill.speculative.decode import Decoded, Round, Rules, require_lossless, take, verify_greedy
-from distill.speculative.draft import ModelDrafter, distribution_sampler, features_after
+from distill.speculative.decode import Decoded, Round, Rules, add_tokens, require_lossless, verify_greedy
+from distill.speculative.draft import ChainDraft, ModelDrafter, distribution_sampler, largest_logit_decides
 from distill.speculative.lengths import Fixed, LengthRule
-from distill.speculative.n_grams import LONGEST, Earlier
-from distill.speculative.proposal import Features
-from distill.speculative.verify import CHAINS, Random, draw, draw_token
+from distill.speculative.n_grams import NGramIndex
+from distill.speculative.proposal import Proposal
+from distill.speculative.verify import Random, draw_chain, draw_token
 
-PIECE = 256  # tokens of a prompt that one call reads
+CHUNK = 256  # tokens of a prompt that one call reads
 
 
 @dataclass
 class _Row:
-    """One text on its way, with its own random numbers and length rule, and what is drafted for it this round."""
+    """One text of the batch, with its own random numbers, length rule and index, and its proposal of this round."""
 
     number: int
     context: list[int]
@@ -36,14 +33,12 @@ class _Row:
     rule: LengthRule
     result: Decoded = field(default_factory=Decoded)
     ended: bool = False
-    drafted: list[int] = field(default_factory=list)
-    distributions: list[Tensor] = field(default_factory=list)  # [V] each; none where tokens are chosen without chance
-    seen: list[Features] = field(default_factory=list)
-    earlier: Earlier = field(default_factory=Earlier)
+    proposal: Proposal = field(default_factory=lambda: Proposal.chain([]))
+    index: NGramIndex = field(default_factory=NGramIndex)
 
-    def say(self, new: list[int], accepted: int, rules: Rules) -> None:
-        """Take a round's new tokens, of which `accepted` come from the draft, up to where the text ends."""
-        _, self.ended = take(self.result, new, accepted, rules)
+    def add(self, new: list[int], accepted: int, rules: Rules) -> None:
+        """Add a round's new tokens, of which `accepted` come from the draft, up to where the text ends."""
+        _, self.ended = add_tokens(self.result, new, accepted, rules)
         self.context += new
 
 
@@ -65,12 +60,12 @@ def plain_batch(
     prefilled = time.perf_counter()
     for row in rows:
         row.result.prefill_seconds = prefilled - started
-        row.say([firsts[row.number]], 0, rules)
+        row.add([firsts[row.number]], 0, rules)
     while live := _unfinished(rows, target, limit):
-        tokens = _choose(_extend(target, {row.number: row.context[-1:] for row in live}), live, rules)
+        tokens = _next_tokens(_extend(target, {row.number: row.context[-1:] for row in live}), live, rules)
         seconds = time.perf_counter() - prefilled
         for row, token in zip(live, tokens, strict=True):
-            row.say([token], 0, rules)
+            row.add([token], 0, rules)
             row.result.seconds = seconds
     return [row.result for row in rows]
 
@@ -117,26 +112,22 @@ def decode_batch(
     prefill_seconds = time.perf_counter() - started
     for row in rows:
         row.result.prefill_seconds = prefill_seconds
-        row.say([firsts[row.number]], 0, rules)
+        row.add([firsts[row.number]], 0, rules)
     while live := _unfinished(rows, target, limit):
         round_started = time.perf_counter()
         depths = target.lengths
-        # No more than can still be used: the round emits one token beyond those accepted.
-        most = {}
-        for row in live:
-            room = min(target.capacity, draft.capacity) - depths[row.number]
-            most[row.number] = min(limit - len(row.result.tokens), room) - 1
-        _draft(draft, live, most, rules, drafter.argmax)
+        _draft(draft, live, _most_drafted(target, draft, live, limit), rules, drafter.argmax)
         verdicts = _verify(target, live, rules)
         for row, (accepted, token) in zip(live, verdicts, strict=True):
-            row.say([*row.drafted[:accepted], token], accepted, rules)
-        # Forget what did not stand; the last drafted token was never read.
+            row.add([*row.proposal.tokens[:accepted], token], accepted, rules)
+        # Forget the rejected tokens; the last drafted token was never read.
         _rollback(draft, {row.number: len(row.context) - 1 for row in live})
         seconds = time.perf_counter() - round_started
         for row, (accepted, _) in zip(live, verdicts, strict=True):
-            row.rule.observe(len(row.drafted), accepted, row.seen, seconds)
+            drafted = len(row.proposal.tokens)
+            row.rule.observe(drafted, accepted, row.proposal.features, seconds)
             row.result.seconds += seconds
-            row.result.rounds.append(Round(depths[row.number], len(row.drafted), accepted, seconds))
+            row.result.rounds.append(Round(depths[row.number], drafted, accepted, seconds))
     return [row.result for row in rows]
 
 
@@ -191,9 +182,9 @@ def _read(model: Model, texts: Mapping[int, Sequence[int]]) -> Iterator[tuple[li
 
     Pieces, so that short texts do not wait for long ones at their full length, and masks stay small.
     """
-    for start in range(0, max(map(len, texts.values()), default=0), PIECE):
-        pieces = {row: text[start : start + PIECE] for row, text in texts.items() if len(text) > start}
-        ended = [row for row in pieces if len(texts[row]) <= start + PIECE]
+    for start in range(0, max(map(len, texts.values()), default=0), CHUNK):
+        pieces = {row: text[start : start + CHUNK] for row, text in texts.items() if len(text) > start}
+        ended = [row for row in pieces if len(texts[row]) <= start + CHUNK]
         yield ended, _extend(model, pieces, ended)
 
 
@@ -202,7 +193,7 @@ def _prefill(target: Model, rows: Sequence[_Row], rules: Rules) -> dict[int, int
     found: dict[int, int] = {}
     for ended, logits in _read(target, {row.number: row.context for row in rows}):
         if ended:
-            found |= zip(ended, _choose(logits, [rows[number] for number in ended], rules), strict=True)
+            found |= zip(ended, _next_tokens(logits, [rows[number] for number in ended], rules), strict=True)
     return found
 
 
@@ -211,7 +202,7 @@ def _rollback(model: Model, lengths: Mapping[int, int]) -> None:
     model.rollback([min(held, lengths.get(row, held)) for row, held in enumerate(model.lengths)])
 
 
-def _choose(logits: Logits, live: Sequence[_Row], rules: Rules) -> list[int]:
+def _next_tokens(logits: Logits, live: Sequence[_Row], rules: Rules) -> list[int]:
     """The target's own next token of each row, from logits [B, V]."""
     if rules.by_argmax:
         return logits.argmax()
@@ -219,79 +210,57 @@ def _choose(logits: Logits, live: Sequence[_Row], rules: Rules) -> list[int]:
     return [draw_token(distribution, row.random) for distribution, row in zip(distributions, live, strict=True)]
 
 
+def _most_drafted(target: Model, draft: Model, live: Sequence[_Row], limit: int) -> dict[int, int]:
+    """How many drafted tokens each row can still use: the round emits one token beyond those accepted."""
+    capacity, depths = min(target.capacity, draft.capacity), target.lengths
+    return {row.number: min(limit - len(row.result.tokens), capacity - depths[row.number]) - 1 for row in live}
+
+
 def _draft(draft: Model, live: Sequence[_Row], most: Mapping[int, int], rules: Rules, argmax: bool) -> None:
     """Draft for every row, one position of all rows a step; a row that has stopped takes no more tokens."""
-    held = draft.lengths
-    for row in live:
-        row.drafted, row.distributions, row.seen = [], [], []
-    limits = {row.number: min(most[row.number], row.rule.limit()) for row in live if most[row.number] > 0}
-    drafting = [row for row in live if row.number in limits]
-    # Nothing asks for the distribution: the largest logit is enough, and much faster to find.
-    by_argmax = argmax and rules.sampler.repetition_penalty == 1 and all(type(row.rule) is Fixed for row in live)
+    read = draft.lengths
+    by_argmax = largest_logit_decides(argmax, rules.sampler, [row.rule for row in live])
     if not by_argmax:
-        for row in drafting:
-            row.earlier.read(row.context)
-    for position in count():
-        drafting = [row for row in drafting if position < limits[row.number] and row.rule.step_on(position)]
-        if not drafting:
-            break
-        # What was not read yet (one token, or two after a fully accepted round) goes in first.
-        fresh = {row.number: row.drafted[-1:] or row.context[held[row.number] :] for row in drafting}
+        for row in live:
+            row.index.read(row.context)
+    chains = {row.number: ChainDraft(row.rule, row.random, argmax, most[row.number], rules.ends) for row in live}
+    drafting = list(live)
+    while drafting := [row for row in drafting if chains[row.number].goes_on()]:
+        fresh = {row.number: chains[row.number].unread(row.context, read[row.number]) for row in drafting}
         logits = _extend(draft, fresh, fresh)
         if by_argmax:
             for row, token in zip(drafting, logits.argmax(), strict=True):
-                row.drafted.append(token)
+                chains[row.number].add(token)
         else:
-            histories = [[*row.context, *row.drafted] for row in drafting]
+            histories = [[*row.context, *chains[row.number].tokens] for row in drafting]
             distributions = distribution_sampler(rules.sampler).probabilities(logits.full(), histories)
-            drafting = [
-                row
-                for row, distribution in zip(drafting, distributions, strict=True)
-                if _draft_token(row, distribution, position, argmax)
-            ]
-        drafting = [row for row in drafting if row.drafted[-1] not in rules.ends]
-    if argmax and not by_argmax:
-        for row in live:
-            keep = row.rule.submit(row.seen)
-            row.drafted, row.seen = row.drafted[:keep], row.seen[:keep]
-
-
-def _draft_token(row: _Row, distribution: Tensor, position: int, argmax: bool) -> bool:
-    """Draft a row's token from its distribution [V], unless the row's rule stops before the draw."""
-    features = features_after(distribution, row.earlier, [*row.context[-LONGEST:], *row.drafted])
-    if not row.rule.go_on(position, features):
-        return False
-    row.seen.append(features)
-    row.drafted.append(int(distribution.argmax()) if argmax else draw_token(distribution, row.random))
-    if not argmax:
-        row.distributions.append(distribution)
-    return True
+            for row, distribution in zip(drafting, distributions, strict=True):
+                chains[row.number].add_from(distribution, row.index, row.context)
+    for row in live:
+        row.proposal = chains[row.number].proposal()
 
 
 def _verify(target: Model, live: Sequence[_Row], rules: Rules) -> list[tuple[int, int]]:
-    """One target call over all rows' last tokens and drafts: how many stand in each row, and the token after them.
+    """One target call over all rows' last tokens and drafts: how many each row accepts, and the token after them.
 
     The target is left with everything committed but those tokens.
     """
     depths = target.lengths
-    logits = _extend(target, {row.number: [row.context[-1], *row.drafted] for row in live})
-    ends = list(accumulate(len(row.drafted) + 1 for row in live))
-    parts = [slice(end - len(row.drafted) - 1, end) for row, end in zip(live, ends, strict=True)]
+    logits = _extend(target, {row.number: [row.context[-1], *row.proposal.tokens] for row in live})
+    ends = list(accumulate(len(row.proposal.tokens) + 1 for row in live))
+    parts = [slice(end - len(row.proposal.tokens) - 1, end) for row, end in zip(live, ends, strict=True)]
     found: list[tuple[int, int]] = []
     if rules.by_argmax:
         choices = logits.argmax()
         for row, part in zip(live, parts, strict=True):
-            accepted = verify_greedy(choices[part], row.drafted)
+            accepted = verify_greedy(choices[part], row.proposal.tokens)
             found.append((accepted, choices[part][accepted]))
     else:
         histories = None
         if rules.sampler.repetition_penalty != 1:
-            histories = [[*row.context, *row.drafted[:i]] for row in live for i in range(len(row.drafted) + 1)]
+            histories = [history for row in live for history in row.proposal.histories(row.context)]
         distributions = rules.sampler.probabilities(logits.full(), histories)  # [N, V]
         for row, part in zip(live, parts, strict=True):
-            p = distributions[part]
-            q = torch.stack(row.distributions).to(p) if row.distributions else None
-            drafted = p.new_tensor(row.drafted).long()
-            found.append(draw(CHAINS[rules.verifier](p, q, drafted), row.random))
+            found.append(draw_chain(rules.verifier, distributions[part], row.proposal, row.random))
     _rollback(target, {row.number: depths[row.number] + 1 + got for row, (got, _) in zip(live, found, strict=True)})
     return found
