@@ -37,12 +37,12 @@ from distill.speculative.calibration import (
     Calibration,
     Power,
     Recorded,
-    predicted,
     expected_calibration_error,
     fit_logistic,
     fit_power,
     fit_sequential,
     log_loss,
+    predicted,
 )
 from distill.speculative.cost import StepCosts, load_costs
 from distill.speculative.expected_value import ExpectedValue

@@ -14,6 +14,7 @@ from toys import Scripted
 from distill.benchmark.batched_bench import import_curve, look_ahead, probability_floor, read_log, settings
 from distill.benchmark.profile import profile_entry
 from distill.errors import DataError
+from distill.recipe import Profile
 from distill.speculative.cost import (
     CostCurve,
     PairCost,
@@ -74,8 +75,7 @@ def test_the_bucket_below_is_used(depth: int, first: float) -> None:
 def test_round_seconds_and_relative_costs() -> None:
     costs = StepCosts((4.0, 5.0, 6.5), 0.5, 0.7, 0.25)
     assert costs.round_seconds(2) == pytest.approx(6.5 + 0.25 + 1.0)
-    assert costs.round_seconds(2, two=True) == pytest.approx(6.5 + 0.25 + 0.7 + 0.5)
-    assert costs.round_seconds(0, two=True) == pytest.approx(4.25)
+    assert costs.round_seconds(0) == pytest.approx(4.25)
     assert TARGET.relative(64) == pytest.approx([1.0, 5 / 8, 6.5 / 12])
 
 

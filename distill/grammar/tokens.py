@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import Any
 
 from distill.errors import DataError
-from distill.models.gguf.llama_grammar import spoken
+from distill.models.gguf.llama_grammar import token_bytes_and_ends
 from distill.models.gguf.model import GgufModel
 from distill.speculative.other_vocabulary.translation import Writer
 from distill.vocabulary import Vocabulary
@@ -49,7 +49,7 @@ class Tokens:
     @classmethod
     def of_gguf(cls, model: GgufModel, ends: Sequence[int] | None = None) -> Tokens:
         """Those of a GGUF file; `ends` are by default those that llama.cpp ends texts with."""
-        said, known = spoken(model)
+        said, known = token_bytes_and_ends(model)
         chosen = tuple(known if ends is None else ends)
         return cls(said, chosen, lambda data: model.tokenize(data.decode("utf-8", "ignore")))
 

@@ -1,6 +1,6 @@
-"""Many texts at once: one call of a model serves all rows, and each row's text is the one it would have alone.
+"""Many texts at once: one call of a model serves all rows, and each row gets the text that it would get alone.
 
-Both loops are those of `decode.py`, with a list of rows in the place of one. Legend: B prompts, γ drafted tokens of a
+Both loops are those of `decode.py`, with a list of rows instead of one. Legend: B prompts, γ drafted tokens of a
 round, N distributions of a call (row by row, in the order of the rows), V vocabulary.
 """
 
@@ -47,8 +47,8 @@ def plain_batch(
 ) -> list[Decoded]:
     """Plain decoding of B prompts at once from a cold cache, each as `plain` would decode it alone.
 
-    Row b draws from randoms[b], in place of `rules.random`; they may be left out at temperature 0. Each row's `seconds`
-    run until that row ended, whoever shared them, so that the batch took the largest. ValueError for more prompts than
+    Row b draws from randoms[b] instead of `rules.random`; they may be left out at temperature 0. Each row's `seconds`
+    run until that row ended, so the largest of them is the time of the batch. ValueError for more prompts than
     rows, an empty prompt, or chance without random numbers for each row.
     """
     rows = _rows(target, prompts, rules, randoms, lambda: Fixed(0))
@@ -82,21 +82,21 @@ def decode_batch(
 ) -> list[Decoded]:
     """Speculative decoding of B prompts at once from cold caches, each as `decode` with a ModelDrafter would alone.
 
-    Rows advance by rounds together: drafts grow in step, one target call verifies them all, each row keeps what it
-    accepts; a row that has ended takes no part. `length` is γ, or makes a length rule for each row. Row b draws from
-    randoms[b] (draft and verifier, in the order of `decode`), in place of `rules.random`; they may be left out at
-    temperature 0. `argmax` drafts the best tokens at any temperature.
+    All rows go through a round together: drafts grow in step, one target call verifies them all, and each row keeps
+    its accepted tokens; a row that has ended takes no part. `length` is γ, or makes a length rule for each row. Row b
+    draws from randoms[b] (draft and verifier, in the order of `decode`) instead of `rules.random`; they may be left out
+    at temperature 0. `argmax` drafts the best tokens at any temperature.
 
-    A round's seconds are those of the whole batch, the same in each row that took part, and so are the prefill's: each
-    row's `seconds` run until that row ended, and the batch took the largest. DataError for a verifier and rule that
-    would change the target's distribution, or a rule that drops drawn tokens; ValueError for more prompts than rows, an
-    empty prompt, or chance without random numbers for each row.
+    The seconds of a round, and of the prefill, are those of the whole batch, the same in each row that took part. Each
+    row's `seconds` run until that row ended, so the largest of them is the time of the batch. DataError for a verifier
+    and rule that would change the target's distribution, or a rule that drops drawn tokens; ValueError for more prompts
+    than rows, an empty prompt, or chance without random numbers for each row.
     """
     new_rule = length if callable(length) else lambda: Fixed(length)
     drafter = ModelDrafter(draft, new_rule(), rules.sampler, rules.random, argmax)
     require_lossless(drafter, rules)
     if drafter.kind == "cut":
-        raise DataError("a length rule that drops drawn tokens is not offered in batches", "decide before the draw")
+        raise DataError("batches do not support a length rule that drops drawn tokens", "decide before the draw")
     rows = _rows(target, prompts, rules, randoms, new_rule)
     if len(rows) > draft.rows:
         raise ValueError(f"{len(rows)} prompts for a draft of {draft.rows} rows")
@@ -106,7 +106,7 @@ def decode_batch(
     draft.rollback([0] * draft.rows)
     started = time.perf_counter()
     firsts = _prefill(target, rows, rules)
-    # The last token of a prompt goes in with the first step; a draft without room behind a prompt need not read it.
+    # The first step reads the last token of a prompt. A draft without room behind a prompt does not read it at all.
     for _ in _read(draft, {row.number: row.context[:-1] for row in rows if len(row.context) < draft.capacity}):
         pass
     prefill_seconds = time.perf_counter() - started
@@ -140,7 +140,7 @@ def _rows(
 ) -> list[_Row]:
     """A row for each prompt."""
     if rules.constraint is not None:
-        raise DataError("a grammar follows one text at a time, not a batch", "decode these texts one by one")
+        raise DataError("a grammar constrains one text at a time, not a batch", "decode these texts one by one")
     if len(prompts) > target.rows:
         raise ValueError(f"{len(prompts)} prompts for a target of {target.rows} rows")
     if empty := [number for number, prompt in enumerate(prompts) if not len(prompt)]:
@@ -165,31 +165,31 @@ def _unfinished(rows: Sequence[_Row], target: Model, limit: int) -> list[_Row]:
     ]
 
 
-def _extend(model: Model, pieces: Mapping[int, Sequence[int]], last: Collection[int] | None = None) -> Logits:
-    """Each row's own tokens (rows in ascending order) in one call; logits after the last of the rows in `last`.
+def _extend(model: Model, parts: Mapping[int, Sequence[int]], last: Collection[int] | None = None) -> Logits:
+    """Extend each row by its own tokens (rows in ascending order) in one call.
 
-    Without `last` they are those after every token.
+    Returns the logits after the last token of each row in `last`; without `last`, those after every token.
     """
-    counts = [len(pieces.get(row, ())) for row in range(model.rows)]
-    tokens = [token for piece in pieces.values() for token in piece]
-    ends = accumulate(len(piece) for piece in pieces.values())
-    want = None if last is None else [end - 1 for row, end in zip(pieces, ends, strict=True) if row in last]
+    counts = [len(parts.get(row, ())) for row in range(model.rows)]
+    tokens = [token for part in parts.values() for token in part]
+    ends = accumulate(len(part) for part in parts.values())
+    want = None if last is None else [end - 1 for row, end in zip(parts, ends, strict=True) if row in last]
     return model.extend(tokens, counts, want=want)
 
 
 def _read(model: Model, texts: Mapping[int, Sequence[int]]) -> Iterator[tuple[list[int], Logits]]:
-    """Read each row's text piece by piece; the rows that end with a piece, and the logits after their last tokens.
+    """Read each row's text in chunks; yields the rows that end with a chunk, and the logits after their last tokens.
 
-    Pieces, so that short texts do not wait for long ones at their full length, and masks stay small.
+    With chunks short texts are not padded to the full length of long ones, and masks stay small.
     """
     for start in range(0, max(map(len, texts.values()), default=0), CHUNK):
-        pieces = {row: text[start : start + CHUNK] for row, text in texts.items() if len(text) > start}
-        ended = [row for row in pieces if len(texts[row]) <= start + CHUNK]
-        yield ended, _extend(model, pieces, ended)
+        parts = {row: text[start : start + CHUNK] for row, text in texts.items() if len(text) > start}
+        ended = [row for row in parts if len(texts[row]) <= start + CHUNK]
+        yield ended, _extend(model, parts, ended)
 
 
 def _prefill(target: Model, rows: Sequence[_Row], rules: Rules) -> dict[int, int]:
-    """Read the prompts; the first new token of each row."""
+    """Let the target read the prompts; returns the first new token of each row."""
     found: dict[int, int] = {}
     for ended, logits in _read(target, {row.number: row.context for row in rows}):
         if ended:
@@ -198,7 +198,7 @@ def _prefill(target: Model, rows: Sequence[_Row], rules: Rules) -> dict[int, int
 
 
 def _rollback(model: Model, lengths: Mapping[int, int]) -> None:
-    """Forget what rows hold beyond `lengths`; rows that hold less, or are not named, stay as they are."""
+    """Forget the tokens of rows beyond `lengths`; rows that hold fewer, or are not named, stay as they are."""
     model.rollback([min(held, lengths.get(row, held)) for row, held in enumerate(model.lengths)])
 
 
@@ -248,19 +248,19 @@ def _verify(target: Model, live: Sequence[_Row], rules: Rules) -> list[tuple[int
     depths = target.lengths
     logits = _extend(target, {row.number: [row.context[-1], *row.proposal.tokens] for row in live})
     ends = list(accumulate(len(row.proposal.tokens) + 1 for row in live))
-    parts = [slice(end - len(row.proposal.tokens) - 1, end) for row, end in zip(live, ends, strict=True)]
+    places = [slice(end - len(row.proposal.tokens) - 1, end) for row, end in zip(live, ends, strict=True)]
     found: list[tuple[int, int]] = []
     if rules.by_argmax:
         choices = logits.argmax()
-        for row, part in zip(live, parts, strict=True):
-            accepted = verify_greedy(choices[part], row.proposal.tokens)
-            found.append((accepted, choices[part][accepted]))
+        for row, place in zip(live, places, strict=True):
+            accepted = verify_greedy(choices[place], row.proposal.tokens)
+            found.append((accepted, choices[place][accepted]))
     else:
         histories = None
         if rules.sampler.repetition_penalty != 1:
             histories = [history for row in live for history in row.proposal.histories(row.context)]
         distributions = rules.sampler.probabilities(logits.full(), histories)  # [N, V]
-        for row, part in zip(live, parts, strict=True):
-            found.append(draw_chain(rules.verifier, distributions[part], row.proposal, row.random))
+        for row, place in zip(live, places, strict=True):
+            found.append(draw_chain(rules.verifier, distributions[place], row.proposal, row.random))
     _rollback(target, {row.number: depths[row.number] + 1 + got for row, (got, _) in zip(live, found, strict=True)})
     return found

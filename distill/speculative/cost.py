@@ -84,10 +84,9 @@ class StepCosts:
     draft_two: float
     overhead: float = 0.0
 
-    def round_seconds(self, drafted: int, two: bool = False) -> float:
-        """T(n + 1) + D₀ + n·D; the first draft step is D(2) after a round that was accepted whole (`two`)."""
-        first = self.draft_two - self.draft if two and drafted else 0.0
-        return self.target[drafted] + self.overhead + drafted * self.draft + first
+    def round_seconds(self, drafted: int) -> float:
+        """T(n + 1) + D₀ + n·D, for a round whose first draft step takes one token."""
+        return self.target[drafted] + self.overhead + drafted * self.draft
 
 
 @dataclass(frozen=True)

@@ -32,15 +32,15 @@ class Drafter(Protocol):
 
     @property
     def kind(self) -> str:
-        """How its tokens come about: a key of verify.KINDS."""
+        """How its tokens are made: a key of verify.KINDS."""
         ...
 
     def begin(self, prompt: Sequence[int]) -> None:
-        """A new context starts with this prompt; the work of reading it belongs to the prefill."""
+        """Start a new context with this prompt; the time of reading it belongs to the prefill."""
         ...
 
     def room(self, length: int) -> int:
-        """How many tokens can be drafted after a context of `length`; below 1 it is not asked."""
+        """How many tokens can be drafted after a context of `length`; below 1 `propose` is not called."""
         ...
 
     def propose(self, context: Sequence[int], limit: int, ends: Collection[int]) -> Proposal:
@@ -48,7 +48,7 @@ class Drafter(Protocol):
         ...
 
     def accepted(self, proposal: Proposal, count: int, length: int, seconds: float) -> None:
-        """The round's end: `count` tokens of the proposal stand, the committed context is `length` long."""
+        """End the round: `count` tokens of the proposal were accepted, the committed context is `length` long."""
         ...
 
 
@@ -223,7 +223,7 @@ class LookupDrafter:
 
 
 class FirstThen:
-    """The first drafter where it has something to propose, else the second: lookup before a model, say."""
+    """The first drafter's proposal, or the second's where the first one's is empty; for instance lookup and a model."""
 
     tree = False
 
@@ -235,7 +235,7 @@ class FirstThen:
 
     @property
     def kind(self) -> str:
-        """That of the less deterministic one."""
+        """That of the second drafter where the first one is deterministic, else that of the first."""
         return self.second.kind if self.first.kind == "deterministic" else self.first.kind
 
     def begin(self, prompt: Sequence[int]) -> None:
@@ -244,7 +244,7 @@ class FirstThen:
         self.second.begin(prompt)
 
     def room(self, length: int) -> int:
-        """What either has."""
+        """The larger of both."""
         return max(self.first.room(length), self.second.room(length))
 
     def propose(self, context: Sequence[int], limit: int, ends: Collection[int]) -> Proposal:
@@ -257,5 +257,5 @@ class FirstThen:
         return proposal
 
     def accepted(self, proposal: Proposal, count: int, length: int, seconds: float) -> None:
-        """Only the one that proposed learns; the other reads the new tokens when it is next asked."""
+        """Only the drafter that proposed learns; the other reads the new tokens with its next proposal."""
         self._last.accepted(proposal, count, length, seconds)

@@ -88,7 +88,7 @@ class GgufModel:
         parents: Sequence[int] | None = None,
         want: Sequence[int] | None = None,
     ) -> GgufLogits:
-        """Commit `tokens`, or hang them into the tree below `parents`; logits [n, V] for those in `want` (None: all).
+        """Commit `tokens`, or add them to the tree below `parents`; logits [n, V] for those in `want` (None: all).
 
         Raises ValueError, with nothing changed, for no tokens, ids outside [0, V), too many tokens for the capacity,
         indices outside the tokens, a chain below a pending tree, more than `max_leaves` branches, or more nodes than
@@ -226,7 +226,7 @@ class GgufModel:
         self.rollback([0])
 
     def tokenize(self, text: str, parse_special: bool = False) -> list[int]:
-        """The file's own ids for `text`, nothing added around; `parse_special` reads control tokens in the text."""
+        """The file's own ids for `text`, without added tokens; `parse_special` reads control tokens in the text."""
         return self._file.tokenize(text, parse_special)
 
     def detokenize(self, ids: Sequence[int]) -> bytes:

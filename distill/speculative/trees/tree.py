@@ -105,15 +105,14 @@ def best_first(
     branching: int = 8,
     depth: int = 16,
     calibrate: Calibrate | None = None,
-    by_level: bool = True,
     max_leaves: int | None = None,
 ) -> tuple[Proposal, list[float]]:
     """The tree of at most `nodes` nodes with the largest sum of values, and the values, largest first.
 
     A node's value is the product of its path's probabilities of acceptance: the draft's, or those that `calibrate`
     makes of them. `root` [V] is the distribution after the context; children are the `branching` best tokens. The first
-    nodes are always the best tree of fewer, see `choose_budget`. Level by level the draft is called once per level and
-    takes some nodes too many; else it is called once per node (but the last), with the same tree as the result.
+    nodes are always the best tree of fewer, see `choose_budget`. The draft is called once per level, and takes some
+    nodes that the tree then leaves out.
     `max_leaves` bounds the branches of the tree and of the nodes that the draft takes; where it binds, the tree is the
     greedy one, not the best.
     """
@@ -128,7 +127,7 @@ def best_first(
         open_nodes = [node for node in picked[: nodes - 1] if node.depth < depth and node.ranks not in tried]
         if not open_nodes:
             return _picked_tree(picked)
-        open_nodes = _highest_level(open_nodes) if by_level else open_nodes[:1]
+        open_nodes = _highest_level(open_nodes)
         tried.update(node.ranks for node in open_nodes)
         open_nodes = [node for node in open_nodes if drafted.join(node)]
         if not open_nodes:
