@@ -32,11 +32,12 @@ from distill.speculative import decode as decode_module
 from distill.speculative import draft as draft_module
 from distill.speculative.batch import plain_batch
 from distill.speculative.decode import Decoded, Rules, decode, plain
-from distill.speculative.draft import Drafter, FirstThen, LookupDrafter, ModelDrafter, TreeDrafter
+from distill.speculative.draft import Drafter, FirstThen, LookupDrafter, ModelDrafter
 from distill.speculative.lengths import Fixed, PlusMinus
 from distill.speculative.proposal import ROOT, Proposal
 from distill.speculative.trees import tree as tree_module
 from distill.speculative.trees.shape import Shape
+from distill.speculative.trees.tree_drafter import TreeDrafter
 from distill.vocabulary import Vocabulary
 
 pytest.importorskip("llguidance")

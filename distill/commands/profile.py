@@ -56,9 +56,9 @@ def profile(
         assert model is not None
         curve = _measured(model, numbers(depths, "--depths", int), most, repeats, threads)
     if out is not None:
-        from distill.speculative.cost import save_curve
+        from distill.speculative.cost import save_cost_curve
 
-        save_curve(curve, out)
+        save_cost_curve(curve, out)
     rows: list[dict[str, Any]] = [
         {"depth": depth, "tokens": m, "seconds": seconds, "relative": seconds / row[0]}
         for depth, row in zip(curve.depths, curve.seconds, strict=True)

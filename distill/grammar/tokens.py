@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import Any
 
 from distill.errors import DataError
-from distill.models.gguf.llama_grammar import spoken
+from distill.models.gguf.llama_grammar import token_bytes_and_ends
 from distill.models.gguf.model import GgufModel
 from distill.vocabulary import Vocabulary
 from distill.vocabulary.encoding import Encoder
@@ -49,7 +49,7 @@ class Tokens:
     @classmethod
     def of_gguf(cls, model: GgufModel) -> Tokens:
         """From a GGUF file; `ends` are the tokens with which llama.cpp ends a text."""
-        bytes_of, ends = spoken(model)
+        bytes_of, ends = token_bytes_and_ends(model)
         return cls(bytes_of, tuple(ends), lambda data: model.tokenize(data.decode("utf-8", "ignore")))
 
     @cached_property

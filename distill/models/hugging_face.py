@@ -1,4 +1,4 @@
-"""Models and tokenizers in the Hugging Face format: loading them, their files and sizes, and the devices they go to."""
+"""Models and tokenizers in the Hugging Face format: loading them, their files and sizes, and their devices."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def pick_device(name: str) -> torch.device:
 
 
 def check_folder(reference: str) -> None:
-    """Raise DataError when a reference is a path and no model folder stands there."""
+    """Raise DataError when a reference is a path without a model folder."""
     if is_path(reference) and not (Path(reference) / "config.json").is_file():
         state = "has no config.json" if Path(reference).is_dir() else "does not exist"
         raise DataError(f"model folder {reference} {state}", "give a Hugging Face model folder or a hub name")
@@ -43,7 +43,7 @@ def _explained(reference: str, error: Exception) -> DataError:
 
 
 def quantisation(kind: str, dtype: str) -> Any:
-    """The bitsandbytes configuration that transformers loads `int8` (LLM.int8) or `int4` (NF4, QLoRA's) weights by.
+    """The bitsandbytes configuration with which transformers loads `int8` (LLM.int8) or `int4` (NF4, QLoRA) weights.
 
     Products are computed in `dtype`; the head and the embeddings keep their own type.
     """
@@ -70,11 +70,11 @@ def _require_bitsandbytes(kind: str) -> None:
 
 
 def _placement(device: torch.device, shard: bool) -> str | dict[str, torch.device]:
-    """What transformers takes as device_map; raises RunError where sharding has nothing to spread a model over."""
+    """The device_map for transformers; raises RunError where the model cannot be sharded over several devices."""
     if not shard:
         return {"": device}
     if device.type == "cpu":
-        raise RunError("a model is sharded over accelerators, and this run is on the CPU", "set target.shard: false")
+        raise RunError("sharding needs accelerators, and this run is on the CPU", "set target.shard: false")
     if process_count() > 1:
         raise RunError(
             f"{process_count()} processes would each spread the target over all accelerators",
@@ -93,9 +93,9 @@ def load_model(
 ) -> Any:
     """A causal language model in evaluation mode; raises DataError when it cannot be loaded.
 
-    A folder with kept_tokens.json speaks those tokens alone, unless `trimmed` is false. For `quantise` see
-    `quantisation`; with `shard` the layers are spread over all accelerators, and inputs go to the first one. Raises
-    RunError where either is impossible here.
+    With kept_tokens.json in its folder the model's head is trimmed to those tokens, unless `trimmed` is false. For
+    `quantise` see `quantisation`; with `shard` the layers are spread over all accelerators, and inputs go to the first
+    one. Raises RunError where either is impossible on this machine.
     """
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
@@ -161,8 +161,7 @@ def end_ids(model_config: Any, tokenizer: Any) -> list[int]:
 
 
 def real_tokens(config: Any, tokenizer: Any) -> int:
-    """How many ids stand for tokens: rows of the embeddings beyond them are padding and have no part in any
-    distribution."""
+    """How many ids stand for tokens; rows of the embeddings beyond them are padding and in no distribution."""
     return min(int(config.vocab_size), max(tokenizer.get_vocab().values()) + 1)
 
 
@@ -196,5 +195,5 @@ def local_folder(reference: str) -> Path:
 
     try:
         return Path(snapshot_download(reference))
-    except Exception as error:  # the hub client raises many kinds; each means "not to be had"
+    except Exception as error:  # the hub client raises many kinds; each means that the snapshot is not available
         raise _explained(reference, error) from error

@@ -172,7 +172,7 @@ class IntersectionDrafter(ModelDrafter):
     def begin(self, prompt: Sequence[int]) -> None:
         """Read the prompt's text, if it fits."""
         self.shared_model.rollback([0])
-        self.earlier.begin()
+        self.index.begin()
         self.reader.begin(prompt)
 
     def room(self, length: int) -> int:
