@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from distill.errors import DataError
-from distill.models.masks import document_masks
+from distill.models.packed_forward import document_masks, hidden_states
 from distill.packing import Packed
 from distill.surgery.change import decoder_layers
 
@@ -80,8 +80,7 @@ def observe(
         for part in parts_of(model, blocks, batch):
             used = where(part.documents)
             total += int(used.sum())
-            mask = document_masks(model, part.documents)
-            model.model(input_ids=part.ids, position_ids=part.positions, attention_mask=mask, use_cache=False)
+            hidden_states(model, part)
     return total
 
 

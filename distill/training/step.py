@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from distill.models.masks import document_masks
+from distill.models.packed_forward import hidden_states
 from distill.packing import Packed, epoch_order
 from distill.recipe import Train
 from distill.target.distributions import CompactTeacher, Teacher
@@ -71,19 +71,9 @@ class Learner(torch.nn.Module):
         self.columns, self.chunk, self.length = columns, chunk, length
         self._no_split_modules = getattr(draft, "_no_split_modules", None)  # by which layers FSDP shards
 
-    def hidden(self, blocks: Packed) -> Tensor:
-        """Hidden states [b, S, H] after the final norm; no document sees another."""
-        found: Tensor = self.draft.model(
-            input_ids=blocks.ids.long(),
-            position_ids=blocks.positions.long(),
-            attention_mask=document_masks(self.draft, blocks.documents),
-            use_cache=False,
-        ).last_hidden_state
-        return found
-
     def forward(self, blocks: Packed, teacher: Teacher, part: PlannedPart) -> tuple[Tensor, LossSums]:
         """Σ w ℓ over the N scored positions, and what is logged; divide by Σ w over all that a step adds up."""
-        hidden = self.hidden(blocks)[blocks.mask]  # [N, H]
+        hidden = hidden_states(self.draft, blocks)[blocks.mask]  # [N, H]
         head = self.draft.lm_head
         weight = self.columns.rows(head.weight)
         bias = None if getattr(head, "bias", None) is None else self.columns.rows(head.bias)
