@@ -5,7 +5,7 @@ Legend: b blocks, S positions, N scored positions, H hidden, V vocabulary, C col
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -153,8 +153,6 @@ def heal(
     steps: int,
     seed: int,
     vocabulary: int,
-    kept: list[int] | None = None,
-    after_step: Callable[[int], None] | None = None,
 ) -> float:
     """Train a cut model in place for a few steps, to compare cuts; the mean loss of the last tenth of the steps.
 
@@ -162,7 +160,7 @@ def heal(
     process. `vocabulary` tokens are real.
     """
     device = next(model.parameters()).device
-    learner = Learner(model, Columns(vocabulary, kept, device), settings.chunk, 4)
+    learner = Learner(model, Columns(vocabulary, None, device), settings.chunk, 4)
     optimizer = torch.optim.AdamW(
         parameter_groups(model, settings.weight_decay), lr=part.rate, betas=(settings.beta1, settings.beta2)
     )
@@ -180,8 +178,6 @@ def heal(
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         losses.append(loss.item())
-        if after_step is not None:
-            after_step(step)
     model.eval()
     tail = losses[-max(1, steps // 10) :]
     return sum(tail) / len(tail) if tail else float("nan")
