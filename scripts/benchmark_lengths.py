@@ -42,6 +42,7 @@ from distill.speculative.calibration import (
     fit_power,
     fit_sequential,
     log_loss,
+    predicted,
 )
 from distill.speculative.cost import StepCosts, load_costs
 from distill.speculative.expected_value import ExpectedValue
@@ -421,9 +422,8 @@ def simulate(arguments: argparse.Namespace) -> None:
     print("| calibration | log loss | expected calibration error |\n|---|--:|--:|")
     for name, calibration in calibrations.items():
         probabilities, accepted = predicted(calibration, rounds_of(sets["mixed"]))
-        print(
-            f"| {name} | {log_loss(probabilities, accepted):.3f} | {expected_calibration_error(probabilities, accepted):.3f} |"
-        )
+        error = expected_calibration_error(probabilities, accepted)
+        print(f"| {name} | {log_loss(probabilities, accepted):.3f} | {error:.3f} |")
     calibration = list(calibrations.values())[-1]
     chain = Chain.of(fitted, calibration)
     verdicts = []

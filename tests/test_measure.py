@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from toys import Scripted, random_prompts, toy
 
+from distill.benchmark.profile import profile_entry
 from distill.evaluation.measure import (
     METRICS,
     measure_blocks,

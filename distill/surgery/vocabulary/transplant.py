@@ -328,7 +328,7 @@ def _size(config: Mapping[str, Any], tensors: Mapping[str, Stored] | Mapping[str
     vocabulary, hidden = tensors[EMBEDDING].shape
     unread = 0 if tied else tensors[EMBEDDING].bytes // vocabulary * (vocabulary - 1)
     layers, heads = int(config["num_hidden_layers"]), int(config["num_attention_heads"])
-    mlp = config.get("mlp_widths") or [config["intermediate_size"]] * layers
+    mlp = [config["intermediate_size"]] * layers
     return Size(
         parameters=sum(math.prod(tensor.shape) for tensor in own),
         bytes_per_step=sum(tensor.bytes for tensor in own) - unread,
