@@ -76,3 +76,11 @@ def read_answers(run: Run, split: str) -> list[Answer]:
 def read_documents_of(run: Run, split: str) -> list[str]:
     """The raw texts of a held-out split, as stage `corpus` kept them."""
     return [line["text"] for line in _read_lines(run.path("corpus", f"documents-{split}.jsonl"), "corpus")]
+
+
+def first_difference(left: Sequence[int], right: Sequence[int]) -> int | None:
+    """The first position where two texts differ, a shorter one ending early included; None when equal."""
+    for index, (a, b) in enumerate(zip(left, right, strict=False)):
+        if a != b:
+            return index
+    return None if len(left) == len(right) else min(len(left), len(right))

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from distill.benchmark.calibrate import curve_costs, load_calibrations
-from distill.benchmark.identity import TORCH_NOISE, first_difference, is_tie, rounding_noise
+from distill.benchmark.identity import TORCH_NOISE, is_tie, rounding_noise
 from distill.files import digest, read_json, write_json
 from distill.models.base import Model
 from distill.models.gguf.model import MOST_LEAVES, GgufModel
@@ -35,6 +35,7 @@ from distill.run import Run
 from distill.speculative.configured import NO_COSTS, make_drafter, make_rule
 from distill.speculative.decode import GREEDY, Decoded, Rules, decode, plain
 from distill.speculative.trees.shape import Shape
+from distill.texts import first_difference
 
 ROWS = 4  # texts at once
 STATIC = Shape.of_widths((3, 2, 1))  # any will do: 15 nodes

@@ -1,4 +1,4 @@
-"""Every command, on a tiny run and on bare folders."""
+"""Every command, on a tiny run and on standalone pairs."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def test_report_is_self_contained(copied: Path, capsys: Capture) -> None:
     assert (copied / "draft" / "README.md").read_text(encoding="utf-8").startswith("---\n")
 
 
-# ── bare folders ──
+# ── standalone pairs and folders ──
 
 
 def test_eval_of_a_standalone_pair(
@@ -198,10 +198,10 @@ def test_export_of_a_folder_and_of_a_run(world: Path, copied: Path, tmp_path: Pa
     assert "`q2` is unknown" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("bare", [False, True])
-def test_generate(world: Path, finished: Path, capsys: Capture, bare: bool) -> None:
+@pytest.mark.parametrize("standalone", [False, True])
+def test_generate(world: Path, finished: Path, capsys: Capture, standalone: bool) -> None:
     where = ["--run", "tiny", "--runs", finished.parent]
-    if bare:
+    if standalone:
         where = ["--target", world / "target", "--draft", finished / "draft"]
     texts = []
     for length in (0, 4):

@@ -12,12 +12,13 @@ from test_measure import Scripted, counting, rounds_of
 from toys import random_prompts, toy
 
 from distill.benchmark.compare import TimedText, choose_length, judge_identity, measurements, speed_ratio, time_texts
-from distill.benchmark.identity import Identity, first_difference, is_tie
+from distill.benchmark.identity import Identity, is_tie
 from distill.benchmark.prepared import Prepared, prepare_sweep
 from distill.models.torch_model import TorchModel
 from distill.recipe.measuring import fixed_length
 from distill.results.speedup_results import PairMeasured
 from distill.speculative.decode import Decoded, Round, Rules, plain
+from distill.texts import first_difference
 
 PAIR = PairMeasured("a pair", "pytorch", False)
 PLAIN, TWO, THREE, FIVE = (Prepared(fixed_length(n), Rules(), None, None, n) for n in (0, 2, 3, 5))

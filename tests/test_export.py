@@ -28,11 +28,12 @@ from transformers import (
 
 from distill.errors import DataError, RunError
 from distill.export import tokenizer as export_tokenizer
-from distill.export.parity import compare, first_difference
+from distill.export.parity import compare
 from distill.export.tensors import open_tensors, permute_for_llama, read_shape
 from distill.export.writer import export_gguf
 from distill.models.gguf.model import GgufModel
 from distill.recipe.outtypes import OUTTYPES
+from distill.texts import first_difference
 
 ROOT = Path(__file__).resolve().parent.parent
 SHARED = Path(os.environ.get("DISTILL_SHARED", ROOT.parent / "shared"))

@@ -1,4 +1,4 @@
-"""What a person can break: exit 2, one message, no traceback, and nothing that was made is lost."""
+"""User errors and faults of the machine: exit 2, one message, no traceback, and no finished work is lost."""
 
 from __future__ import annotations
 
@@ -80,6 +80,7 @@ def test_recipe_faults(
     more = ["--runs", tmp_path, "--until", "cut"] if command == "train" else []
     said = message(capsys, tiny.call(command, recipe, *more))
     assert all(words in said for words in expected), said
+    assert not list(tmp_path.iterdir()), "refused before the run folder is made"
 
 
 @pytest.mark.parametrize("command", ["check", "train"])
@@ -93,7 +94,7 @@ def test_empty_corpus(world: Path, tmp_path: Path, capsys: Capture) -> None:
     assert "no train document (0 documents" in message(capsys, train(world, tmp_path, source))
 
 
-def test_no_report_split(world: Path, tmp_path: Path, capsys: Capture) -> None:
+def test_no_test_split(world: Path, tmp_path: Path, capsys: Capture) -> None:
     recipe = recipe_with(world, lambda v: v["corpus"]["sources"].pop())
     said = message(capsys, tiny.call("train", recipe, "--runs", tmp_path))
     assert "no test document" in said

@@ -20,7 +20,7 @@ SEED = 20
 
 
 def run_jobs(folder: Path, jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What tests/killed_runs.py tells of each job."""
+    """The report of tests/killed_runs.py on each job."""
     path = folder / "jobs.json"
     path.write_text(json.dumps(jobs))
     program = [sys.executable, str(tiny.ROOT / "tests" / "killed_runs.py"), str(path)]
@@ -55,7 +55,7 @@ def whole(world: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def check_killed(world: Path, folder: Path, whole: Path, seed: int, early: int, late: int, timed: int) -> None:
-    """Kill runs at seeded moments and give the same command again: its work is that of the uninterrupted run.
+    """Kill runs at seeded moments and repeat the command: its work is that of the uninterrupted run.
 
     `early` writes up to the end of training and `late` ones after it, each in its own share of all, and `timed`
     moments anywhere within the time that takes. Only the late ones go through all stages, which saves time.
@@ -122,7 +122,7 @@ def train(world: Path, run: Path, *more: str) -> int:
 
 
 def states(text: str) -> dict[str, str]:
-    """What a command said of each stage at first."""
+    """The first line that a command printed about each stage."""
     found: dict[str, str] = {}
     for line in text.splitlines():
         name, _, rest = line.partition(": ")

@@ -135,8 +135,11 @@ def calibrate(own: Sequence[Recorder], command: str, ranks: RankTally | None = N
     table |= {"rounds": len(everything), "judged": judged, "fits": {}, "unfitted": {}}
 
     def scored(calibration: Calibration) -> dict[str, float]:
-        said, stood = predicted(calibration, odd)
-        return {"log_loss": log_loss(said, stood), "calibration_error": expected_calibration_error(said, stood)}
+        probabilities, accepted = predicted(calibration, odd)
+        return {
+            "log_loss": log_loss(probabilities, accepted),
+            "calibration_error": expected_calibration_error(probabilities, accepted),
+        }
 
     for name, fit in FITS.items():
         try:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from distill.models.base import Model
+from distill.texts import first_difference
 
 TORCH_NOISE = 1e-4  # fp32: logit gaps below this are rounding ties
 
@@ -47,14 +48,6 @@ def rounding_noise(model: Model, prompt: Sequence[int], tokens: Sequence[int]) -
     for index, token in enumerate(tokens):
         largest = max(largest, float((model.extend([token]).full()[0] - together[index]).abs().max()))
     return largest
-
-
-def first_difference(left: Sequence[int], right: Sequence[int]) -> int | None:
-    """The first position where two texts differ, a shorter one ending early included; None when equal."""
-    for index, (a, b) in enumerate(zip(left, right, strict=False)):
-        if a != b:
-            return index
-    return None if len(left) == len(right) else min(len(left), len(right))
 
 
 def top_gap(model: Model, context: Sequence[int]) -> float:

@@ -7,9 +7,7 @@ from typing import Annotated
 
 import typer
 
-from distill.commands.shared import (
-    read_texts,
-)
+from distill.commands.shared import read_texts
 from distill.errors import RecipeError
 
 

@@ -7,11 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from distill.commands.shared import (
-    FormatOption,
-    numbers,
-    print_table,
-)
+from distill.commands.shared import FormatOption, numbers, print_table
 from distill.errors import DataError, RecipeError
 
 

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-from distill.commands.shared import (
-    DEFAULT_RUNS,
-    RunArgument,
-    RunsOption,
-    find_run,
-)
+from distill.commands.shared import DEFAULT_RUNS, RunArgument, RunsOption, find_run
 from distill.errors import RunError
 
 

@@ -4,12 +4,7 @@ from __future__ import annotations
 
 import time
 
-from distill.commands.shared import (
-    DEFAULT_RUNS,
-    FormatOption,
-    RunsOption,
-    print_table,
-)
+from distill.commands.shared import DEFAULT_RUNS, FormatOption, RunsOption, print_table
 from distill.errors import RunError
 
 
@@ -20,14 +15,11 @@ def list_runs(runs: RunsOption = DEFAULT_RUNS, output: FormatOption = "md") -> N
     rows = []
     for config in sorted(runs.glob("*/config.yaml")):
         folder = config.parent
-        done = [name for name in NAMES if (folder / "stages" / f"{name}.json").exists()]
-        size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-        changed = time.strftime("%Y-%m-%d %H:%M", time.localtime(max(p.stat().st_mtime for p in folder.rglob("*"))))
-        state = (
-            "finished"
-            if len(done) == len(NAMES)
-            else f"{len(done)} of {len(NAMES)} stages" + (f", next {next(name for name in NAMES if name not in done)}")
-        )
+        files = list(folder.rglob("*"))
+        missing = [name for name in NAMES if not (folder / "stages" / f"{name}.json").exists()]
+        size = sum(path.stat().st_size for path in files if path.is_file())
+        changed = time.strftime("%Y-%m-%d %H:%M", time.localtime(max(path.stat().st_mtime for path in files)))
+        state = f"{len(NAMES) - len(missing)} of {len(NAMES)} stages, next {missing[0]}" if missing else "finished"
         rows.append({"run": folder.name, "state": state, "changed": changed, "megabytes": round(size / 1e6, 1)})
     if not rows:
         raise RunError(f"there are no runs in {runs.resolve()}", "make one with `distill train RECIPE`")

@@ -39,10 +39,10 @@ def transplant(
     """Give a model the vocabulary of another, byte for byte, so that it can draft for it."""
     overrides: dict[str, str] = {}
     for pair in override or []:
-        token, equals, said = pair.partition("=")
+        token, equals, text_of = pair.partition("=")
         if not equals or not token:
             raise RecipeError(f"--override {pair}: no `=` between token and text", "write --override '<|user|>=User:'")
-        overrides[token] = said
+        overrides[token] = text_of
     from distill.models.hugging_face import local_folder
     from distill.surgery.vocabulary.transplant import transplant as write
 

@@ -84,8 +84,7 @@ def _content(name: str, recipe: Recipe, cache: dict[str, str]) -> tuple[str, Any
     if name == "target":
         return "target.model", model_digest(recipe.target.model)
     if name == "donor":
-        donor = recipe.cut.donor
-        return "cut.donor (content)", model_digest(recipe.target.model if donor == "target" else donor)
+        return "cut.donor (content)", model_digest(recipe.donor_model)
     return "corpus.sources (content)", [
         sys.version.split()[0] if source.path == "python:stdlib" else model_digest(source.path)
         for source in recipe.corpus.sources

@@ -36,7 +36,7 @@ def preflight(recipe: Recipe, inputs: bool = True, offline: bool = False) -> Pre
     found = Preflight()
     if inputs:
         _check_inputs(recipe, found)
-    remote = [model for model in dict.fromkeys([recipe.target.model, _donor(recipe)]) if not is_path(model)]
+    remote = [model for model in dict.fromkeys([recipe.target.model, recipe.donor_model]) if not is_path(model)]
     if remote and offline:
         found.skipped += [f"model {model}" for model in remote]
         found.skipped.append("pair rules, sizes and the cut, which need those models' configurations")
@@ -44,10 +44,6 @@ def preflight(recipe: Recipe, inputs: bool = True, offline: bool = False) -> Pre
     for check in (check_stages, check_pair, check_context, check_disk):
         found.lines += check(recipe)
     return found
-
-
-def _donor(recipe: Recipe) -> str:
-    return recipe.target.model if recipe.cut.donor == "target" else recipe.cut.donor
 
 
 def _check_inputs(recipe: Recipe, found: Preflight) -> None:
@@ -72,7 +68,7 @@ def check_stages(recipe: Recipe) -> list[str]:
     from distill.training.plan import check_training
 
     lines = check_cut(recipe) + check_training(recipe) + check_configurations(recipe)
-    check_trees(recipe, _donor(recipe))
+    check_trees(recipe, recipe.donor_model)
     return lines
 
 
@@ -83,7 +79,7 @@ def check_pair(recipe: Recipe) -> list[str]:
     """
     from distill.models.pairs import compare_pair
 
-    pair = compare_pair(recipe.target.model, _donor(recipe))
+    pair = compare_pair(recipe.target.model, recipe.donor_model)
     return pair.lines() if recipe.cut.transplant is None else [f"context: {pair.context or 'fits'}"]
 
 

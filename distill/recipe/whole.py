@@ -31,6 +31,11 @@ class Recipe(Section):
     export: Export = Export()
     speedup: Speedup = Speedup()
 
+    @property
+    def donor_model(self) -> str:
+        """The model that the draft is cut from: cut.donor, or the target's folder or hub name."""
+        return self.target.model if self.cut.donor == "target" else self.cut.donor
+
     @model_validator(mode="after")
     def _consistent(self) -> Recipe:
         if self.answers.prompt_tokens + self.answers.new_tokens > self.corpus.block:

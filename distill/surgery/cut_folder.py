@@ -13,7 +13,8 @@ from distill.models.hugging_face import encode, load_config, load_model, load_to
 from distill.models.tokenizer_files import copy_tokenizer
 from distill.packing import pack
 from distill.recipe import Cut
-from distill.surgery.change import Change, read_changes, record_change, require_supported
+from distill.results.cut_results import Change
+from distill.surgery.change import read_changes, record_change, require_supported
 from distill.surgery.divergence import TargetDistributions
 from distill.surgery.stage import Cutter, check_shape
 
@@ -46,12 +47,12 @@ def cut_folder(
     )
     cutter = Cutter(blocks.take(slice(0, half)), distributions)
     cutter(model, settings)
-    earlier = read_changes(local_folder(source))
+    before = read_changes(local_folder(source))
 
     def save(folder: Path) -> None:
         model.save_pretrained(folder)
         copy_tokenizer(local_folder(source), folder)
-        record_change(folder, earlier, *cutter.changes)
+        record_change(folder, before, *cutter.changes)
 
     write_folder(destination, save)
     return cutter.changes

@@ -20,7 +20,7 @@ from distill.models.hugging_face import check_folder, load_model
 from distill.recipe.adapter import Adapter
 
 NAME = "draft"  # of the one adapter, in peft's dictionaries
-WAY_ON = "use train.adapter.base=null, which keeps the base as it is"
+UNQUANTISED = "use train.adapter.base=null, which keeps the base as it is"
 
 
 def load_base(folder: Path, settings: Adapter, device: torch.device) -> Any:
@@ -49,7 +49,7 @@ def load_base(folder: Path, settings: Adapter, device: torch.device) -> Any:
         first = str(error).strip().splitlines()[0]
         raise RunError(
             f"bitsandbytes cannot hold {folder} in {settings.base} on {device}: {first}",
-            f"bitsandbytes before 0.50 cannot: `pip install -U bitsandbytes`, or {WAY_ON}",
+            f"bitsandbytes before 0.50 cannot: `pip install -U bitsandbytes`, or {UNQUANTISED}",
         ) from error
     for module in model.modules():
         # Else a 4-bit layer that once ran for inference on such a CPU stays in a form that no gradient gets through.
@@ -62,10 +62,10 @@ def require_quantisation(device: torch.device, base: str) -> None:
     """Raise RunError unless bitsandbytes is installed and works on this device."""
     if importlib.util.find_spec("bitsandbytes") is None:
         raise RunError(
-            f"train.adapter.base is {base}, which needs bitsandbytes", f"`pip install bitsandbytes`, or {WAY_ON}"
+            f"train.adapter.base is {base}, which needs bitsandbytes", f"`pip install bitsandbytes`, or {UNQUANTISED}"
         )
     if device.type not in ("cuda", "cpu"):
-        raise RunError(f"train.adapter.base is {base}, which needs a GPU or a CPU, not {device.type}", WAY_ON)
+        raise RunError(f"train.adapter.base is {base}, which needs a GPU or a CPU, not {device.type}", UNQUANTISED)
 
 
 def layer_names(model: Any, targets: tuple[str, ...]) -> list[str]:

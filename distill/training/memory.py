@@ -33,19 +33,19 @@ def memory_explained(advice: Callable[[], tuple[str, str]]) -> Iterator[None]:
         raise
     except (DistillError, RuntimeError, MemoryError) as error:
         cause = error.__cause__ if isinstance(error, DistillError) else error
-        told = str(cause)
-        if not isinstance(cause, (torch.OutOfMemoryError, MemoryError)) and not any(word in told for word in WORDS):
+        message = str(cause)
+        if not isinstance(cause, (torch.OutOfMemoryError, MemoryError)) and not any(word in message for word in WORDS):
             raise
         doing, hint = advice()
-        first = (told.splitlines() or [type(cause).__name__])[0]
+        first = (message.splitlines() or [type(cause).__name__])[0]
         raise OutOfMemory(f"memory ran out {doing}: {first}", hint) from error
 
 
 def loading(recipe: Recipe) -> tuple[str, str]:
     """While draft and teacher are loaded, before the first step."""
     if recipe.teacher.kind == "online":
-        ways = _smaller_target(recipe)
-        return "while draft and target were loaded", f"{ways}; teacher.kind=compact trains without a target"
+        remedies = _smaller_target(recipe)
+        return "while draft and target were loaded", f"{remedies}; teacher.kind=compact trains without a target"
     smaller = "a smaller draft (cut.layers, cut.mlp_width)"
     if recipe.train.adapter is None:
         smaller += ", or an adapter over quantised weights (train.adapter={base: int4})"
@@ -56,10 +56,10 @@ def stepping(work: Training) -> tuple[str, str]:
     """In a step: what is named first changes nothing but rounding."""
     settings = work.settings
     blocks = settings.micro_batch or settings.batch // work.accelerator.num_processes
-    ways = [f"lower train.micro_batch (now {blocks})"] if blocks > 1 else []
-    ways += [f"lower train.chunk (now {settings.chunk})"] if settings.chunk > 1 else []
-    ways += [] if settings.checkpointing else ["set train.checkpointing=true"]
-    hint = f"{', or '.join(ways)}; {RESUMES}" if ways else "free memory that other programs hold"
+    remedies = [f"lower train.micro_batch (now {blocks})"] if blocks > 1 else []
+    remedies += [f"lower train.chunk (now {settings.chunk})"] if settings.chunk > 1 else []
+    remedies += [] if settings.checkpointing else ["set train.checkpointing=true"]
+    hint = f"{', or '.join(remedies)}; {RESUMES}" if remedies else "free memory that other programs hold"
     if blocks == 1:
         hint += f"; a lower corpus.block (now {work.recipe.corpus.block}) needs less, in a run of its own (name=…)"
     return f"at step {work.state['step']} on {work.accelerator.device}", hint

@@ -22,7 +22,8 @@ from distill.errors import DataError
 from distill.files import read_object, write_folder, write_json
 from distill.models.hugging_face import check_folder, pick_device
 from distill.models.tokenizer_files import copy_tokenizer
-from distill.surgery.change import Change, Size, read_changes, record_change, require_supported
+from distill.results.cut_results import Change, Size
+from distill.surgery.change import read_changes, record_change, require_supported
 from distill.surgery.stored import DTYPES, FLOATS, SHARD_BYTES, WRITTEN, Stored, Written, stored_tensors, write_tensors
 from distill.surgery.vocabulary.mixture import Entries, Mixture
 from distill.surgery.vocabulary.pursuit import pursue_rows
@@ -187,7 +188,7 @@ def transplant(
     outputs = _outputs(plan, mixtures, tied, dtype, details)
     config = _new_config(plan, tied, dtype)
     before, after = _size(plan.config, plan.tensors, plan.tied), _size(config, outputs, tied)
-    earlier, done = read_changes(donor), Change("transplant", before, after, details=details)
+    past, done = read_changes(donor), Change("transplant", before, after, details=details)
 
     def save(folder: Path) -> None:
         with _one_thread():
@@ -195,7 +196,7 @@ def transplant(
         write_json(folder / "config.json", config)
         copy_tokenizer(target, folder)
         write_json(folder / "generation_config.json", _generation(target, config))
-        record_change(folder, earlier, done)
+        record_change(folder, past, done)
 
     write_folder(destination, save)
     return done
