@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -76,10 +77,9 @@ def train(
     try:
         run.open(recipe.read_text(encoding="utf-8"))
         prepare(found.threads)
-        run_pipeline(found, run, until, redo or ())
+        run_pipeline(found, run, until, redo or (), partial(_print_stage, folder))
     finally:
         run.close()
-    _print_results(folder)
 
 
 def _planned_refresh(recipe: Recipe, run: Run, wanted: bool) -> dict[str, Any] | None:
@@ -114,9 +114,10 @@ def _check(recipe: Recipe, run: Run) -> None:
         print(line, file=sys.stderr)
 
 
-def _print_results(folder: Path) -> None:
-    for name in ("eval.md", "speedup.md"):
-        if (folder / name).exists():
-            print((folder / name).read_text(encoding="utf-8"))
-    if (folder / "report.html").exists():
+def _print_stage(folder: Path, stage: str) -> None:
+    """Print the tables of a stage as soon as it is done, and after the last one where everything is."""
+    table = folder / f"{stage}.md"  # eval.md, speedup.md
+    if table.exists():
+        print(table.read_text(encoding="utf-8"), flush=True)
+    if stage == "report":
         print(f"report: {folder / 'report.html'}\ndraft:  {folder / 'draft'}\ngguf:   {folder / 'gguf'}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 
 from distill.errors import RunError
@@ -33,10 +33,17 @@ def plan_run(recipe: Recipe, run: Run, until: str | None = None, redo: Sequence[
     return Planner(recipe, run, Redo.read(run, redo)).plan(until)
 
 
-def run_pipeline(recipe: Recipe, run: Run, until: str | None = None, redo: Sequence[str] = ()) -> None:
+def run_pipeline(
+    recipe: Recipe,
+    run: Run,
+    until: str | None = None,
+    redo: Sequence[str] = (),
+    show: Callable[[str], None] = lambda stage: None,
+) -> None:
     """Run every stage up to `until` that is not done; `redo` names stages to run again with their consumers.
 
-    Raises RunError, before touching anything, when finished or begun work of a precious stage would be superseded.
+    `show` is called with the name of each stage as soon as its artifacts are there, so that its tables need not wait
+    for the stages after it. Raises RunError, before touching anything, when finished or begun work of a precious stage would be superseded.
     """
     planner = Planner(recipe, run, Redo.read(run, redo))
     actions = planner.plan(until)
@@ -50,6 +57,7 @@ def run_pipeline(recipe: Recipe, run: Run, until: str | None = None, redo: Seque
             action = planner.decide(action.stage)
             require_allowed([action])
         _carry_out(action, planner)
+        show(action.stage.name)
     if waiting:
         agree()
     run.path("stages", "redo.json").unlink(missing_ok=True)
