@@ -43,7 +43,8 @@ def run_pipeline(
     """Run every stage up to `until` that is not done; `redo` names stages to run again with their consumers.
 
     `show` is called with the name of each stage as soon as its artifacts are there, so that its tables need not wait
-    for the stages after it. Raises RunError, before touching anything, when finished or begun work of a precious stage would be superseded.
+    for the stages after it. Raises RunError, before touching anything, when finished or begun work of a precious stage
+    would be superseded.
     """
     planner = Planner(recipe, run, Redo.read(run, redo))
     actions = planner.plan(until)
