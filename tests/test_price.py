@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import random
-from typing import Any
 
 import pytest
 
-from distill.surgery.price import Priced, as_markdown, best_length, expected_tokens, explain, pareto, price
+from distill.results.cut_results import Priced, SearchReport
+from distill.surgery.price import as_markdown, best_length, expected_tokens, explain, pareto, price
 
 CURVE = {m: 1.0 + 0.05 * (m - 1) for m in range(1, 18)}
 
@@ -56,22 +56,22 @@ def test_the_chosen_one_is_explained_with_its_neighbours() -> None:
     found = points()
     chosen = max(found, key=lambda p: p.tokens_per_second)
     assert chosen in pareto(found)
-    report: dict[str, Any] = {
-        "backend": "pytorch",
-        "heal_steps": 5,
-        "target_seconds": list(CURVE.values()),
-        "command": "distill train x",
-        "points": [p.as_json() for p in found],
-        "front": [p.name for p in pareto(found)],
-        "chosen": chosen.name,
-        "explanations": explain(found, chosen, CURVE[1]),
-    }
+    report = SearchReport(
+        backend="pytorch",
+        heal_steps=5,
+        target_seconds=list(CURVE.values()),
+        points=found,
+        front=[p.name for p in pareto(found)],
+        chosen=chosen.name,
+        explanations=explain(found, chosen, CURVE[1]),
+        command="distill train x",
+    )
     table = as_markdown(report)
     assert f"| {chosen.name} |" in table and "chosen, front" in table and table.count("chosen") == 1
     front = pareto(found)
     place = front.index(chosen)
     for neighbour in (front[place - 1 : place] if place else []) + front[place + 1 : place + 2]:
-        assert any(neighbour.name in sentence for sentence in report["explanations"])
+        assert any(neighbour.name in sentence for sentence in report.explanations)
 
 
 def test_nothing_pays() -> None:

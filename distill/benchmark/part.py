@@ -74,7 +74,7 @@ def _load(recipe: Recipe, run: Run, backend: str, grown: bool, scratch: Path) ->
         device = pick_device(recipe.device)
         small = load_target(recipe.target, device)
         big = grow(small.float().cpu(), settings.grown.tile, settings.grown.layers).to(device)
-        parameters = describe_model("", big)["parameters"]
+        parameters = describe_model("", big).parameters
         tokenizer = load_tokenizer(recipe.target.model)
         if backend == "pytorch":
             drafting = load_model(draft, recipe.target.dtype, device)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,29 +10,9 @@ import torch
 from distill.errors import DataError
 from distill.export.tensors import read_shape
 from distill.models.gguf.model import GgufModel
+from distill.results.export_results import Parity
 
 WINDOW = 256
-
-
-@dataclass(frozen=True)
-class Parity:
-    """Hugging Face fp32 against GGUF on the same ids; log-probabilities in nats, of the token that really follows.
-
-    `tokenizer_mismatches` holds (index of the text, first differing position). Texts that the Hugging Face normaliser
-    changes are compared after it, because llama.cpp never normalises; `tokenizer_normalized` counts them.
-    """
-
-    positions: int
-    top1_agreement: float
-    mean_abs_dlogprob: float
-    max_abs_dlogprob: float
-    tokenizer_texts: int
-    tokenizer_mismatches: list[tuple[int, int]]
-    tokenizer_normalized: int
-
-    def to_dict(self) -> dict[str, Any]:
-        """The fields as plain JSON types."""
-        return asdict(self) | {"tokenizer_mismatches": [list(pair) for pair in self.tokenizer_mismatches]}
 
 
 def first_difference(left: list[int], right: list[int]) -> int | None:

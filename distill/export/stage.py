@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from distill.export.parity import compare
 from distill.export.writer import export_gguf
-from distill.files import read_json, write_json
 from distill.models.hugging_face import local_folder
 from distill.recipe import Recipe
+from distill.results.export_results import ExportedFile, ExportReport
+from distill.results.serialise import write_result
 from distill.run import Run
 from distill.texts import read_documents_of
 
@@ -18,7 +18,7 @@ def export(recipe: Recipe, run: Run) -> list[Path]:
     """Write gguf/MODEL-OUTTYPE.gguf for draft and target and gguf/export.json with the parity of each."""
     folder = run.path("gguf")
     texts = read_documents_of(run, "test")
-    files: list[dict[str, Any]] = []
+    files: list[ExportedFile] = []
     for name, source in (("draft", run.path("draft")), ("target", local_folder(recipe.target.model))):
         for outtype in recipe.export.outtypes:
             path = folder / f"{name}-{outtype}.gguf"
@@ -29,21 +29,7 @@ def export(recipe: Recipe, run: Run) -> list[Path]:
                 f"{parity.mean_abs_dlogprob:.5f} over {parity.positions} positions, "
                 f"{len(parity.tokenizer_mismatches)} of {parity.tokenizer_texts} texts with other ids"
             )
-            files.append(
-                {
-                    "path": str(path.relative_to(run.folder)),
-                    "model": name,
-                    "outtype": outtype,
-                    "bytes": report.bytes,
-                    "fallback_tensors": report.fallback_tensors,
-                    "parity": parity.to_dict(),
-                }
-            )
-    write_json(folder / "export.json", {"command": run.command, "files": files})
+            place = str(path.relative_to(run.folder))
+            files.append(ExportedFile(place, name, outtype, report.bytes, report.fallback_tensors, parity))
+    write_result(folder / "export.json", ExportReport(run.command, files))
     return [folder]
-
-
-def read_export(run: Run) -> dict[str, Any]:
-    """What stage `export` wrote of its files."""
-    found: dict[str, Any] = read_json(run.path("gguf", "export.json"))
-    return found

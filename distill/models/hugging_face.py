@@ -11,6 +11,7 @@ import torch
 from distill.errors import DataError, RunError
 from distill.processes import process_count
 from distill.recipe import Target, is_path
+from distill.results.cut_results import ModelSizes
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -166,20 +167,19 @@ def real_tokens(config: Any, tokenizer: Any) -> int:
     return min(int(config.vocab_size), max(tokenizer.get_vocab().values()) + 1)
 
 
-def describe_model(reference: str, model: Any) -> dict[str, Any]:
+def describe_model(reference: str, model: Any) -> ModelSizes:
     """Sizes of a loaded model, for tables: parameters, layers, widths, vocabulary, bytes."""
     config = model.config
-    parameters = sum(p.numel() for p in model.parameters())
-    return {
-        "path": reference,
-        "architecture": config.model_type,
-        "parameters": parameters,
-        "layers": config.num_hidden_layers,
-        "hidden": config.hidden_size,
-        "mlp": config.intermediate_size,
-        "vocabulary": config.vocab_size,
-        "bytes": sum(p.numel() * p.element_size() for p in model.parameters()),
-    }
+    return ModelSizes(
+        path=reference,
+        architecture=config.model_type,
+        parameters=sum(p.numel() for p in model.parameters()),
+        layers=config.num_hidden_layers,
+        hidden=config.hidden_size,
+        mlp=config.intermediate_size,
+        vocabulary=config.vocab_size,
+        bytes=sum(p.numel() * p.element_size() for p in model.parameters()),
+    )
 
 
 def config_json(folder: Path) -> dict[str, Any]:

@@ -73,7 +73,7 @@ def _target_sizes(recipe: Recipe, cut: CutReport) -> ModelSizes:
 
     with torch.device("meta"):
         empty = AutoModelForCausalLM.from_config(load_config(recipe.target.model))
-        return from_json(describe_model(recipe.target.model, empty), ModelSizes, recipe.target.model)
+        return describe_model(recipe.target.model, empty)
 
 
 def report(recipe: Recipe, run: Run) -> list[Path]:

@@ -7,76 +7,15 @@ streams files, `bare.cut_folder` cuts a loaded model.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from distill.errors import DataError
 from distill.files import write_json
+from distill.results.cut_results import Change, Size
 
 SUPPORTED = ("qwen2", "qwen3", "llama", "mistral")
 RECORD = "surgery.json"  # beside the weights: the changes a folder has been through, oldest first
-
-
-@dataclass(frozen=True)
-class Size:
-    """Sizes of a model. `mlp` is the width per layer; `bytes_per_step` is what decoding one token reads of the weights:
-    all of them, except that an untied input embedding gives one row, and that a trimmed head is read where it is kept.
-    """
-
-    parameters: int
-    bytes_per_step: int
-    layers: int
-    hidden: int
-    mlp: tuple[int, ...]
-    heads: int
-    kv_heads: int
-    vocabulary: int
-    kept_vocabulary: int
-    tied: bool
-
-
-@dataclass(frozen=True)
-class Change:
-    """One operation: its name, the sizes before and after, KL(target ‖ model) in nats before and after where it was
-    measured, and what it chose, in words and numbers that JSON can hold."""
-
-    operation: str
-    before: Size
-    after: Size
-    kl_before: float | None = None
-    kl_after: float | None = None
-    details: dict[str, Any] = field(default_factory=dict)
-
-    def as_json(self) -> dict[str, Any]:
-        """For surgery.json and reports."""
-        return asdict(self)
-
-    def sentence(self) -> str:
-        """One line for the log."""
-        old, new = self.before, self.after
-
-        def moved(name: str, before: object, after: object) -> list[str]:
-            return [f"{name} {before} -> {after}"] if before != after else []
-
-        parts = [
-            *moved("layers", old.layers, new.layers),
-            *moved("hidden", old.hidden, new.hidden),
-            *moved("MLP", _widths(old.mlp), _widths(new.mlp)),
-            *moved("KV heads", old.kv_heads, new.kv_heads),
-            *moved("vocabulary", old.vocabulary, new.vocabulary),
-            *moved("kept vocabulary", old.kept_vocabulary, new.kept_vocabulary),
-            f"parameters {old.parameters / 1e6:.2f}M -> {new.parameters / 1e6:.2f}M",
-            f"bytes per step {old.bytes_per_step / 1e6:.2f} MB -> {new.bytes_per_step / 1e6:.2f} MB",
-        ]
-        if self.kl_after is not None:
-            before = "not comparable" if self.kl_before is None else f"{self.kl_before:.4f}"
-            parts.append(f"KL to the target {before} -> {self.kl_after:.4f}")
-        return f"{self.operation}: " + ", ".join(parts)
-
-
-def _widths(mlp: tuple[int, ...]) -> str:
-    return str(mlp[0]) if len(set(mlp)) == 1 else f"{min(mlp)}..{max(mlp)}"
 
 
 def decoder_layers(model: Any) -> Any:

@@ -13,7 +13,8 @@ from distill.models.hugging_face import encode, load_config, load_model, load_to
 from distill.models.tokenizer_files import copy_tokenizer
 from distill.packing import pack
 from distill.recipe import Cut
-from distill.surgery.change import Change, read_changes, record_change, require_supported
+from distill.results.cut_results import Change
+from distill.surgery.change import read_changes, record_change, require_supported
 from distill.surgery.divergence import TargetDistributions
 from distill.surgery.stage import Cutter, check_shape
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from distill.errors import DataError
-from distill.files import file_digest, write_folder, write_json
+from distill.files import file_digest, write_folder
 from distill.models.hugging_face import describe_model, load_config
+from distill.results.cut_results import CutReport
+from distill.results.serialise import write_result
 from distill.run import Run
 
 
@@ -38,13 +41,7 @@ def inherit(run: Run, parent: dict[str, Any]) -> list[Path]:
                 (place / file).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(source / file, place / file)
         context = getattr(config, "max_position_embeddings", None)
-        metadata: dict[str, Any] = {
-            "donor": sizes,
-            "draft": sizes | {"path": "cut"},
-            "changes": [],
-            "context": context,
-        }
-        write_json(place / "cut.json", metadata)
+        write_result(place / "cut.json", CutReport(sizes, replace(sizes, path="cut"), [], context))
 
     write_folder(run.path("cut"), save)
     run.say(f"  generation {parent['generation']}: starts from {name}, without cuts")

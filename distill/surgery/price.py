@@ -8,33 +8,9 @@ is a cut's price tag, and the cut with the most tokens per second is taken.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
 from typing import Any
 
-
-@dataclass(frozen=True)
-class Priced:
-    """A cut with what was measured of it and what follows.
-
-    `kl` in nats; `acceptance` α of rejection sampling at the recipe's sampler, on the validation split;
-    `draft_seconds` D; `length` the best γ (0: plain decoding is faster); `tokens_per_second` predicted with it;
-    `speedup` over plain.
-    """
-
-    name: str
-    settings: dict[str, Any]
-    parameters: int
-    kl: float | None
-    acceptance: float
-    draft_seconds: float
-    length: int
-    tokens_per_second: float
-    speedup: float
-    drafting: float  # tokens per second with the best γ of at least 1: what tells cuts apart where none pays
-
-    def as_json(self) -> dict[str, Any]:
-        """For the search's files."""
-        return asdict(self)
+from distill.results.cut_results import Priced, SearchReport
 
 
 def expected_tokens(acceptance: float, length: int) -> float:
@@ -112,23 +88,22 @@ def explain(points: Sequence[Priced], chosen: Priced, single: float) -> list[str
     return sentences
 
 
-def as_markdown(report: Mapping[str, Any]) -> str:
+def as_markdown(report: SearchReport) -> str:
     """The table of search.md, the best first; `front` marks cuts that no other beats in both cost and acceptance."""
     lines = [
-        f"Acceptance on the validation split after {report['heal_steps']} healing steps; step costs measured, "
-        f"{report['backend']}; tokens/s predicted from both.",
+        f"Acceptance on the validation split after {report.heal_steps} healing steps; step costs measured, "
+        f"{report.backend}; tokens/s predicted from both.",
         "",
         "| cut | parameters | KL, nats | acceptance | step, ms | D/T(1) | best γ | tokens/s | speedup | |",
         "|---|--:|--:|--:|--:|--:|--:|--:|--:|---|",
     ]
-    front = set(report["front"])
-    for point in sorted(report["points"], key=lambda p: -p["tokens_per_second"]):
-        marks = ["chosen"] * (point["name"] == report["chosen"]) + ["front"] * (point["name"] in front)
-        kl = "" if point["kl"] is None else f"{point['kl']:.3f}"
+    for point in sorted(report.points, key=lambda p: -p.tokens_per_second):
+        marks = ["chosen"] * (point.name == report.chosen) + ["front"] * (point.name in report.front)
+        kl = "" if point.kl is None else f"{point.kl:.3f}"
         lines.append(
-            f"| {point['name']} | {point['parameters'] / 1e6:.2f}M | {kl} | {point['acceptance']:.3f} "
-            f"| {point['draft_seconds'] * 1e3:.2f} | {point['draft_seconds'] / report['target_seconds'][0]:.3f} "
-            f"| {point['length']} | {point['tokens_per_second']:.1f} | {point['speedup']:.2f} | {', '.join(marks)} |"
+            f"| {point.name} | {point.parameters / 1e6:.2f}M | {kl} | {point.acceptance:.3f} "
+            f"| {point.draft_seconds * 1e3:.2f} | {point.draft_seconds / report.target_seconds[0]:.3f} "
+            f"| {point.length} | {point.tokens_per_second:.1f} | {point.speedup:.2f} | {', '.join(marks)} |"
         )
-    lines += ["", *[f"- {sentence}" for sentence in report["explanations"]], "", f"`{report['command']}`"]
+    lines += ["", *[f"- {sentence}" for sentence in report.explanations], "", f"`{report.command}`"]
     return "\n".join(lines) + "\n"

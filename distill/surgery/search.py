@@ -29,11 +29,13 @@ from distill.models.torch_model import TorchModel
 from distill.packing import Packed
 from distill.progress import Progress
 from distill.recipe import Cut, Recipe
+from distill.results.cut_results import Priced, SearchReport
+from distill.results.serialise import write_result
 from distill.run import Run
 from distill.sampler import Sampler
 from distill.speculative.cost import measure_steps
 from distill.surgery.divergence import TargetDistributions, scored_logits
-from distill.surgery.price import Priced, as_markdown, best_length, explain, pareto, price
+from distill.surgery.price import as_markdown, best_length, explain, pareto, price
 from distill.surgery.vocabulary.trim import Counts, keep, sizes_between
 from distill.target.source import open_teacher
 from distill.training.adapters import adapted
@@ -98,19 +100,19 @@ def search(recipe: Recipe, run: Run, donor: Any, target: Any, distributions: Tar
         points += [Priced(**point) for point in read_json(path)]
         progress.step()
     chosen = max(points, key=lambda point: (point.tokens_per_second, point.drafting))
-    report = {
-        "backend": settings.backend,
-        "heal_steps": settings.heal_steps,
-        "target_seconds": [costs[m] for m in sorted(costs)],
-        "points": [point.as_json() for point in points],
-        "front": [point.name for point in pareto(points)],
-        "chosen": chosen.name,
-        "explanations": explain(points, chosen, costs[1]),
-        "command": run.command,
-    }
-    write_json(run.path("search", "search.json"), report)
+    report = SearchReport(
+        backend=settings.backend,
+        heal_steps=settings.heal_steps,
+        target_seconds=[costs[m] for m in sorted(costs)],
+        points=points,
+        front=[point.name for point in pareto(points)],
+        chosen=chosen.name,
+        explanations=explain(points, chosen, costs[1]),
+        command=run.command,
+    )
+    write_result(run.path("search", "search.json"), report)
     write_text(run.path("search", "search.md"), as_markdown(report))
-    for sentence in explain(points, chosen, costs[1]):
+    for sentence in report.explanations:
         run.say(f"  {sentence}")
     return recipe.cut.model_copy(update=chosen.settings | {"search": None})
 

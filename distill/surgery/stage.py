@@ -26,8 +26,10 @@ from distill.models.pairs import require_pair
 from distill.models.tokenizer_files import copy_tokenizer
 from distill.packing import Packed, pack
 from distill.recipe import Cut, Recipe
+from distill.results.cut_results import Change, CutReport
+from distill.results.serialise import write_result
 from distill.run import Run
-from distill.surgery.change import RECORD, Change, require_supported, size_of
+from distill.surgery.change import RECORD, require_supported, size_of
 from distill.surgery.cuts.attention import check_kv_heads, drop_kv_groups
 from distill.surgery.cuts.hidden import check_hidden, narrow_hidden
 from distill.surgery.cuts.layers import check_layers, choose_layers, keep_layers, parse_layers
@@ -205,7 +207,7 @@ def cut(recipe: Recipe, run: Run) -> list[Path]:
     donor = describe_model(reference, model)
     if settings.transplant is not None:  # as it was before it got other rows
         old = changes[0].before
-        donor |= {"parameters": old.parameters, "vocabulary": old.vocabulary, "bytes": 4 * old.parameters}
+        donor = replace(donor, parameters=old.parameters, vocabulary=old.vocabulary, bytes=4 * old.parameters)
     cutter(model, settings)
     changes += cutter.changes
     kept: Kept | None = None
@@ -222,9 +224,8 @@ def cut(recipe: Recipe, run: Run) -> list[Path]:
         copy_tokenizer(local_folder(recipe.target.model), place)
         if kept is not None:
             write_kept(place, kept.ids, model.config.vocab_size, metadata)
-        written = [change.as_json() for change in changes]
-        write_json(place / RECORD, {"changes": written})
-        write_json(place / "cut.json", {"donor": donor, "draft": sizes, "changes": written, "context": context})
+        write_json(place / RECORD, {"changes": [change.as_json() for change in changes]})
+        write_result(place / "cut.json", CutReport(donor, sizes, changes, context))
 
     write_folder(run.path("cut"), save)
     shutil.rmtree(run.path("search", "transplant"), ignore_errors=True)

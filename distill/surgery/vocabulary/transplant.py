@@ -22,7 +22,8 @@ from distill.errors import DataError
 from distill.files import write_folder, write_json
 from distill.models.hugging_face import check_folder, pick_device
 from distill.models.tokenizer_files import copy_tokenizer
-from distill.surgery.change import Change, Size, read_changes, record_change, require_supported
+from distill.results.cut_results import Change, Size
+from distill.surgery.change import read_changes, record_change, require_supported
 from distill.surgery.stored import DTYPES, FLOATS, SHARD_BYTES, WRITTEN, Stored, Written, stored_tensors, write_tensors
 from distill.surgery.vocabulary.pursuit import pursue_rows
 from distill.surgery.vocabulary.subtokens import (
