@@ -1,10 +1,10 @@
-"""What a user can mend: one message that says what is wrong, where, and what to do next."""
+"""Errors that a user can correct: one message with the fault, its place and the next step."""
 
 from __future__ import annotations
 
 
 class DistillError(Exception):
-    """A mistake or fault outside our code; the command line prints it without a traceback and exits with 2."""
+    """A fault outside our code; the command line prints it without a traceback and exits with 2."""
 
     def __init__(self, what: str, hint: str | None = None) -> None:
         super().__init__(what)
@@ -28,8 +28,8 @@ class DataError(DistillError):
 
 
 class RunError(DistillError):
-    """The run directory cannot be written, is busy, or holds work that a command would supersede."""
+    """The run directory cannot be written, is in use, or holds work that a command would supersede."""
 
 
 class EndpointError(DistillError):
-    """A server that was asked for the target's text did not answer as needed."""
+    """A server did not return the target's text as requested."""

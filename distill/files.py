@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all, and the digests that tell them apart. No torch here."""
+"""Atomic writes, JSON, and digests of files and values. No torch here."""
 
 from __future__ import annotations
 
@@ -20,14 +20,17 @@ def _explain_write_fault(path: Path, error: OSError) -> RunError:
     if error.errno == errno.ENOSPC:
         return RunError(f"the disk is full: cannot write {path}", "free some space and run the same command again")
     if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
-        return RunError(f"no permission to write {path}: {error.strerror}", "choose another folder with --runs")
-    return RunError(f"cannot write {path}: {error}", "mend it and run the same command again")
+        return RunError(
+            f"no permission to write {path}: {error.strerror}",
+            "choose a folder that can be written; --runs names the one for runs",
+        )
+    return RunError(f"cannot write {path}: {error}", "remove the cause and run the same command again")
 
 
 def _write_fault(error: Exception) -> OSError | None:
-    """The operating system's fault behind what a library raised while writing a file; None when it is something else.
+    """The operating system's error behind an exception that a library raised while writing; None for other exceptions.
 
-    safetensors and tokenizers only put its number into their message, torch not even that.
+    safetensors and tokenizers only put the number of the error into their message, torch not even that.
     """
     if isinstance(error, OSError):
         return error
@@ -41,19 +44,20 @@ def _write_fault(error: Exception) -> OSError | None:
 
 @contextlib.contextmanager
 def faults_explained(path: Path) -> Iterator[None]:
-    """Turn what the operating system says of a failed write into a RunError that names `path`."""
+    """Turn an OSError of a failed write into a RunError that names `path`."""
     try:
         yield
     except OSError as error:
         raise _explain_write_fault(path, error) from error
 
 
-def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
-    """Let `write` fill a temporary file, fsync it and give it the name `path`; readers never see half a file.
+def write_atomically(path: Path, write: Callable[[Path], object], *, several: bool = False) -> None:
+    """Let `write` fill a temporary file, fsync it and rename it to `path`; readers never see half a file.
 
-    Raises RunError where the disk is full or the folder cannot be written; the old file, if any, is then intact.
+    With `several`, more than one process may write `path` at a time. Raises RunError when the disk is full or the
+    folder cannot be written; an old file then stays intact.
     """
-    temporary = path.with_name(f".{path.name}.tmp")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp" if several else f".{path.name}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write(temporary)
@@ -84,12 +88,12 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write `value` as indented JSON, atomically; a figure that could not be had (NaN) is null."""
+    """Write `value` as indented JSON, atomically; NaN and infinities become null."""
     write_text(path, json.dumps(without_nan(value), indent=1, ensure_ascii=False, allow_nan=False) + "\n")
 
 
 def without_nan(value: Any) -> Any:
-    """`value` with NaN and infinities, which JSON does not have, as None."""
+    """`value` with None in place of NaN and infinities, which JSON lacks."""
     if isinstance(value, dict):
         return {name: without_nan(inner) for name, inner in value.items()}
     if isinstance(value, (list, tuple)):
@@ -98,7 +102,7 @@ def without_nan(value: Any) -> Any:
 
 
 def write_folder(path: Path, write: Callable[[Path], object]) -> None:
-    """Let `write` fill a temporary folder and give it the name `path`, replacing what stood there."""
+    """Let `write` fill a temporary folder and rename it to `path`, replacing an old folder."""
     import shutil
 
     temporary = path.with_name(f".{path.name}.tmp")
@@ -137,6 +141,21 @@ def read_json(path: Path) -> Any:
         raise DataError(f"{path} is damaged: {error}", "delete it and run `distill train` again") from error
 
 
+def read_object(path: Path, hint: str = "copy the folder again") -> dict[str, Any]:
+    """Read the JSON object in a file of a model folder; raises DataError when it is missing, damaged or no object."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise DataError(f"{path} does not exist", "give a whole Hugging Face folder") from None
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}", hint) from None
+    except ValueError as error:
+        raise DataError(f"{path} is damaged: no JSON, {error}", hint) from None
+    if not isinstance(found, dict):
+        raise DataError(f"{path} is damaged: it is not a JSON object", hint)
+    return found
+
+
 def file_digest(path: Path) -> str:
     """SHA-256 of a file, in hexadecimal."""
     with open(path, "rb") as handle:
@@ -144,9 +163,9 @@ def file_digest(path: Path) -> str:
 
 
 def reference_digest(reference: str) -> str:
-    """What identifies a model or source: the content of a local folder or file, else the hub name itself.
+    """Digest of the content of a local model or source; for a hub name, the name itself.
 
-    Of files over 64 MiB the size and the first and last MiB stand for the whole, so that a key takes seconds.
+    For speed, only the size and the first and last MiB of files over 64 MiB are hashed.
     """
     path = Path(reference)
     if not path.exists():
@@ -169,5 +188,5 @@ def _quick_digest(path: Path) -> str:
 
 
 def digest(value: Any) -> str:
-    """Short hash of anything JSON can hold."""
+    """Short hash of any value that JSON can hold."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:20]

@@ -35,8 +35,8 @@ def ratio_interval(
 ) -> Interval:
     """Mean Σ sums / Σ counts over U units with its percentile interval.
 
-    Units without a count take part in the resampling, because a new draw of prompts may contain such units. Resamples
-    in which nothing was counted are left out. The result is NaN throughout where no unit has a count.
+    Units with count 0 take part in the resampling, because a new draw of prompts may contain such units too. Resamples
+    whose counts sum to 0 are left out. NaN throughout where all counts are 0.
     """
     total, weight = numpy.asarray(sums, float), numpy.asarray(counts, float)
     if weight.sum() == 0:
@@ -56,10 +56,10 @@ def paired_ratio_interval(
     confidence: float,
     seed: int = 0,
 ) -> Interval:
-    """How much Σ sums / Σ counts rose from one measurement of U units to another of the same units, with its interval.
+    """The rise of Σ sums / Σ counts from one measurement of U units to another of the same units, with its interval.
 
-    Both are resampled by the same draws. Resamples in which either counted nothing are left out. The result is NaN
-    throughout where one of the two counted nothing at all.
+    Both are resampled with the same draws. Resamples in which the counts of either sum to 0 are left out. NaN
+    throughout where all counts of either are 0.
     """
     old, old_weight = numpy.asarray(sums, float), numpy.asarray(counts, float)
     new, new_weight = numpy.asarray(new_sums, float), numpy.asarray(new_counts, float)

@@ -1,4 +1,4 @@
-"""What this machine is: processor, cores, memory, GPU, and the versions that figures depend on. No torch here."""
+"""Processor, cores, memory and GPU of this machine, and the package versions that figures depend on. No torch here."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PACKAGES = ("torch", "transformers", "datasets", "peft", "accelerate", "gguf", "
 
 
 def machine() -> dict[str, Any]:
-    """What this machine is: processor, cores, memory, GPU if torch is loaded and sees one, versions."""
+    """Processor, cores, memory, GPU (if torch is loaded and sees one) and versions."""
     import psutil
 
     cpu = platform.processor() or platform.machine()
@@ -44,7 +44,7 @@ def usable_cores() -> int:
 
 
 def versions() -> dict[str, str]:
-    """Installed versions of the packages the numbers depend on."""
+    """Installed versions of the packages that figures depend on."""
     found = {}
     for name in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):

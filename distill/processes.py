@@ -12,8 +12,8 @@ from distill.errors import RunError
 
 Item = TypeVar("Item")
 
-# A process that is done early waits for the others' batches and shards, which may take hours; one that dies is seen
-# by the launcher, which ends the rest.
+# A process that finishes early waits for the others' batches and shards, which may take hours. When one dies, the
+# launcher ends the others.
 PATIENCE = datetime.timedelta(days=1)
 
 
@@ -24,12 +24,12 @@ def _state() -> Any:
     import torch
     from accelerate import PartialState
 
-    if PartialState._shared_state:  # somebody joined before; the first one decides how
+    if PartialState._shared_state:  # the state exists already; its first use decided how processes join
         return PartialState()
-    # Without accelerators accelerate joins the processes only when it is told that the CPU is meant.
+    # Without accelerators accelerate joins the processes only with cpu=True.
     wanted = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes", "y", "t", "on")
     cpu = wanted or not torch.accelerator.is_available()
-    # accelerate hands the timeout on to init_process_group, which an unlaunched single CPU process does not call.
+    # accelerate passes the timeout to init_process_group, which a single CPU process without a launcher never calls.
     return PartialState(cpu=cpu, timeout=PATIENCE)
 
 
@@ -46,22 +46,22 @@ def process_count() -> int:
 
 
 def is_main() -> bool:
-    """Whether this is the process that writes what is written once."""
+    """Whether this is the process that writes the files and messages of all."""
     return process_index() == 0
 
 
 def barrier() -> None:
-    """Wait until every process is here."""
+    """Wait until every process has called this."""
     state = _state()
     if state is not None:
         state.wait_for_everyone()
 
 
 def leave() -> None:
-    """End the command where every process has done its work: part from the others and exit with 0; alone, do nothing.
+    """End a command of several processes after the last one finished its work, with exit status 0; alone, do nothing.
 
-    The threads that talked to the others may abort a process that takes its interpreter down (seen under load, with
-    gloo), and the launcher then calls a finished job a failure: so it is not taken down.
+    The process exits without shutting its interpreter down: in a shutdown, communication threads may abort the process
+    (seen under load, with gloo), and the launcher would report a finished job as failed.
     """
     if "WORLD_SIZE" not in os.environ:
         return
@@ -91,7 +91,7 @@ def share_of(work: Sequence[Item], share: tuple[int, int], what: str, setting: s
 
 
 def agree(value: Any = None) -> Any:
-    """The main process's value (anything that pickles), in every process; each must call it."""
+    """The main process's value (anything that pickles), in every process; each process must call this."""
     if process_count() == 1:
         return value
     from accelerate.utils import broadcast_object_list

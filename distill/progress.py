@@ -1,4 +1,4 @@
-"""Progress of long work: a bar on a terminal, a line now and then elsewhere, with an estimate of the time left."""
+"""Progress of long work on stderr: a line that is rewritten on a terminal, else a new line from time to time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def duration(seconds: float) -> str:
 
 
 class Progress:
-    """Counts units of work that started at `done` of `total`, and says how far it is on stderr."""
+    """Counts units of work, from `done` of `total` on, and reports them on stderr."""
 
     def __init__(self, title: str, total: int, done: int = 0, every_seconds: float = 10.0) -> None:
         self.title, self.total, self.done, self.first = title, total, done, done

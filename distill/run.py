@@ -1,4 +1,4 @@
-"""The run directory: stages and what they made, metrics, provenance. No torch here."""
+"""The run directory: stages and their artifacts, metrics, provenance. No torch here."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ def now() -> str:
 
 @dataclass
 class Run:
-    """One run directory and the recipe that made it."""
+    """A run directory and its recipe."""
 
     folder: Path
     recipe: Recipe
     _log: IO[str] | None = None
     _lock: IO[str] | None = None
-    silent: bool = False  # one of several processes of a command, of which the main one writes and speaks
+    silent: bool = False  # for all but the main process of a command: writes and prints nothing
     command: str = field(default_factory=lambda: "distill " + " ".join(sys.argv[1:]))
 
     def path(self, *parts: str) -> Path:
@@ -61,12 +61,12 @@ class Run:
         except BlockingIOError:
             self.close()
             raise RunError(
-                f"another process is working in {self.folder}", "wait for it, or give this run another name=…"
+                f"another process is working in {self.folder}", "wait for it, or use another run (name=…)"
             ) from None
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Hold the lock of an existing directory for a while; raises RunError when another process has it."""
+        """Hold the lock of an existing directory; raises RunError when another process has it."""
         with faults_explained(self.folder):
             self._take_lock()
         try:
@@ -90,12 +90,12 @@ class Run:
         write_json(history_path, history)
 
     def parent(self) -> dict[str, Any] | None:
-        """What a refreshed run goes on from (parent.json, see refresh.py); None for a run that began with a cut."""
+        """The origin of a refreshed run (parent.json, see refresh.py); None for a run that began with a cut."""
         path = self.path("parent.json")
         return read_json(path) if path.exists() else None
 
     def close(self) -> None:
-        """Let go of the lock and the log."""
+        """Release the lock and the log."""
         for handle in (self._log, self._lock):
             if handle is not None:
                 with contextlib.suppress(OSError):  # a full disk was already reported when the line was written
@@ -103,7 +103,7 @@ class Run:
         self._log = self._lock = None
 
     def say(self, message: str) -> None:
-        """One line on stderr and in log.txt."""
+        """Write one line to stderr and log.txt."""
         if self.silent:
             return
         print(message, file=sys.stderr, flush=True)
@@ -121,14 +121,14 @@ class Run:
         with faults_explained(path), open(path, "a+b") as handle:
             if handle.tell():
                 handle.seek(-1, os.SEEK_END)
-                if handle.read(1) != b"\n":  # the last line was torn by a kill: it must not take this one with it
+                if handle.read(1) != b"\n":  # a kill left the last line torn: this one must not continue it
                     handle.write(b"\n")
             handle.write(line.encode())
 
     def metrics(self) -> list[dict[str, Any]]:
-        """What metrics.jsonl holds, for each stage and step the last line written; a torn last line is left out.
+        """The objects of metrics.jsonl: for each stage and step the last line written; a torn last line is left out.
 
-        A run that was killed after a step but before its checkpoint does that step again and writes it again.
+        A run that was killed after a step but before its checkpoint repeats that step and writes its line again.
         """
         path = self.path("metrics.jsonl")
         if not path.exists():
@@ -143,18 +143,18 @@ class Run:
     # ── stages ──
 
     def done_path(self, stage: str) -> Path:
-        """Where the record of a finished stage stands."""
+        """Path of the record of a finished stage."""
         return self.path("stages", f"{stage}.json")
 
     def done(self, stage: str) -> dict[str, Any] | None:
-        """The record of a finished stage, or None."""
+        """The record of a finished stage; None for an unfinished one."""
         path = self.done_path(stage)
         return read_json(path) if path.exists() else None
 
     def damaged_artifacts(self, record: dict[str, Any]) -> dict[str, str]:
-        """What is wrong with each artifact of a record that is not there in its full size, by name.
+        """The faults of a record's artifacts that are missing or of another size, by name.
 
-        Sizes are compared here; contents are checked against their checksums where they are read.
+        Only sizes are compared here; checksums are compared where an artifact is read.
         """
         faults = {}
         for name, entry in record["artifacts"].items():
@@ -166,7 +166,7 @@ class Run:
         return faults
 
     def finish(self, stage: str, key: str, inputs: dict[str, Any], artifacts: Sequence[Path], started: float) -> None:
-        """Write a stage's done record, last of all its files."""
+        """Write the record of a finished stage, after all its artifacts."""
         files: dict[str, dict[str, Any]] = {}
         for artifact in artifacts:
             for file in sorted(artifact.rglob("*")) if artifact.is_dir() else [artifact]:
@@ -188,7 +188,7 @@ class Run:
 
 
 def verify_artifact(run: Run, stage: str, path: Path) -> None:
-    """Compare a file with the checksum its stage recorded; raises DataError when it differs."""
+    """Raise DataError for a file whose checksum differs from the one that its stage recorded."""
     record = run.done(stage)
     name = path.relative_to(run.folder).as_posix()
     if record is None or name not in record["artifacts"]:
@@ -196,5 +196,5 @@ def verify_artifact(run: Run, stage: str, path: Path) -> None:
     if not path.is_file() or file_digest(path) != record["artifacts"][name]["sha256"]:
         raise DataError(
             f"{path} is damaged: its checksum is not the one recorded when it was written",
-            f"make it again with `distill train RECIPE --redo {stage}`",
+            f"make it again: `distill train RECIPE --redo {stage}`",
         )

@@ -1,4 +1,6 @@
-"""From logits to the distribution that is sampled. The same object serves answers, losses, evaluation and verification.
+"""The sampler: from logits to the distribution that tokens are drawn from.
+
+The same object serves answers, losses, evaluation and verification.
 
 Legend: N rows, V vocabulary, H tokens of history.
 """
@@ -19,7 +21,7 @@ from distill.recipe import SamplerSettings
 class Sampler:
     """Repetition penalty, temperature, then top-k, top-p and min-p, in that order; 1, –, 0, 1 and 0 switch them off.
 
-    Temperature 0 is greedy: all mass on the first largest logit; top-k, top-p and min-p have no say. The penalty
+    Temperature 0 is greedy: all mass on the first largest logit; top-k, top-p and min-p have no effect. The penalty
     divides the positive logits of tokens in the history and multiplies the negative ones, as transformers and llama.cpp
     do.
     """
@@ -38,8 +40,8 @@ class Sampler:
     def probabilities(self, logits: Tensor, histories: Sequence[Sequence[int]] | Tensor | None = None) -> Tensor:
         """Probabilities [N, V] in fp32 (fp64 if the logits are) of the next token, from logits [N, V].
 
-        `histories` are each row's tokens so far, or a tensor of them [N, H] in which −1 is none; only a repetition
-        penalty reads them, and raises ValueError where they are missing or not one per row.
+        `histories` are each row's tokens so far, or a tensor of them [N, H] padded with −1. Only a repetition penalty
+        reads them, and raises ValueError where they are missing or not one per row.
         """
         logits = logits if logits.dtype == torch.float64 else logits.float()
         if self.repetition_penalty != 1:
@@ -74,7 +76,7 @@ class Sampler:
             histories = torch.tensor(padded, dtype=torch.long).reshape(len(padded), longest)
         size = logits.shape[-1]
         ids = histories.to(logits.device)
-        # What has no logit (no token, or padding of the vocabulary) is marked in a column that is then cut off.
+        # Ids without a logit (−1, or padding of the vocabulary) go to an extra column that is dropped afterwards.
         column = torch.where((ids >= 0) & (ids < size), ids, size)
         seen = torch.zeros(len(logits), size + 1, dtype=torch.bool, device=logits.device)
         seen = seen.scatter(-1, column, True)[:, :size]
@@ -82,6 +84,6 @@ class Sampler:
         return torch.where(seen, less, logits)
 
     def describe(self) -> dict[str, float]:
-        """The settings, for tables and manifests; the penalty only where there is one."""
+        """The settings, for tables and manifests; the penalty only where it is not 1."""
         found = {"temperature": self.temperature, "top_k": self.top_k, "top_p": self.top_p, "min_p": self.min_p}
         return found | ({"repetition_penalty": self.repetition_penalty} if self.repetition_penalty != 1 else {})

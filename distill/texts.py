@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,15 @@ class Answer:
     answer: list[int]
     looping: bool
     source: str = ""
+
+
+def is_looping(ids: Sequence[int], longest_period: int = 16, repeats: int = 6) -> bool:
+    """Whether a text ends in the same piece of at most `longest_period` tokens, `repeats` times over."""
+    for period in range(1, longest_period + 1):
+        tail = ids[-period * repeats :]
+        if len(tail) == period * repeats and all(tail[i] == tail[i - period] for i in range(period, len(tail))):
+            return True
+    return False
 
 
 def prompt_seed(seed: int, prompt_id: str) -> int:

@@ -25,7 +25,7 @@ from distill.surgery.change import size_of
 from distill.surgery.cuts.attention import drop_kv_groups
 from distill.surgery.cuts.hidden import narrow_hidden
 from distill.surgery.cuts.layers import choose_layers, keep_layers
-from distill.surgery.cuts.width import allocate_widths, narrow, neuron_scores
+from distill.surgery.cuts.width import narrow
 from distill.surgery.divergence import TargetDistributions, scored_logits
 
 DATA = Path(__file__).resolve().parent.parent / "data"
@@ -70,14 +70,6 @@ def cuts(score: Packed, distributions: TargetDistributions) -> dict[str, dict[st
             model, score, size, score=rule, repair=repair, ridge=RIDGES, loss=distributions.kl, sequential=sequential
         )
 
-    def uneven(size: int) -> Cut:
-        def cut(model: Any) -> None:
-            total = size * model.config.num_hidden_layers
-            widths = allocate_widths(neuron_scores(model, score), total, 32)
-            narrow(model, score, widths, repair=False)
-
-        return cut
-
     table: dict[str, dict[str, Cut]] = {}
     for keep in (5, 4, 3, 2):
         table[f"{keep} of 6 layers"] = {
@@ -92,7 +84,6 @@ def cuts(score: Packed, distributions: TargetDistributions) -> dict[str, dict[st
             "magnitude": width(size, "magnitude"),
             "activation": width(size, "activation"),
             "activation, all layers scored uncut": width(size, "activation", sequential=False),
-            "activation, uneven widths": uneven(size),
             "first K, repaired": width(size, "first", repair=True),
             "activation, repaired": width(size, "activation", repair=True),
             "activation, repaired, all layers scored uncut": width(size, "activation", repair=True, sequential=False),

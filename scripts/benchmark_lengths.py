@@ -37,19 +37,19 @@ from distill.speculative.calibration import (
     Calibration,
     Power,
     Recorded,
-    answers,
     expected_calibration_error,
     fit_logistic,
     fit_power,
     fit_sequential,
     log_loss,
+    predicted,
 )
-from distill.speculative.cost import StepCosts, load_pair
+from distill.speculative.cost import StepCosts, load_costs
+from distill.speculative.expected_value import ExpectedValue
 from distill.speculative.lengths import (
     AcceptedRatio,
     BetaFilter,
     Entropy,
-    ExpectedValue,
     Fixed,
     LengthRule,
     PlusMinus,
@@ -57,7 +57,7 @@ from distill.speculative.lengths import (
     Rule,
     StartContinue,
 )
-from distill.speculative.n_grams import LONGEST, Earlier
+from distill.speculative.n_grams import LONGEST, NGramIndex
 from distill.speculative.proposal import Features
 
 AHEAD = 16
@@ -137,12 +137,12 @@ def record_trace(target: Any, draft: Any, prompt: list[int], limit: int, ends: S
         known = path
         if position + AHEAD < len(text) and len(path) == AHEAD:
             run = next((j for j in range(AHEAD) if path[j][0] != text[position + 1 + j]), AHEAD)
-            earlier, context = Earlier(), [*prompt, *text[: position + 1]]
-            earlier.read(context)
+            index, context = NGramIndex(), [*prompt, *text[: position + 1]]
+            index.read(context)
             context += [token for token, _ in path]
             ends_at = len(context) - AHEAD
             matches = [
-                earlier.match(context[max(0, ends_at + j - LONGEST) : ends_at + j], path[j][0]) for j in range(AHEAD)
+                index.match(context[max(0, ends_at + j - LONGEST) : ends_at + j], path[j][0]) for j in range(AHEAD)
             ]
             features = [[*seen, match] for (_, seen), match in zip(path, matches, strict=True)]
             rows.append({"position": position, "run": run, "features": features})
@@ -401,7 +401,7 @@ def curves_of(path: Path | None) -> dict[str, StepCosts]:
             f"{path}, {backend}": StepCosts(sides[backend, "target"][:AHEAD], *sides[backend, "draft"][:2])
             for backend in dict.fromkeys(curve["backend"] for curve in found)
         }
-    costs = load_pair(path).at(128)
+    costs = load_costs(path).at(128)
     return {str(path): dataclasses.replace(costs, target=costs.target[:AHEAD])}
 
 
@@ -421,10 +421,9 @@ def simulate(arguments: argparse.Namespace) -> None:
     )
     print("| calibration | log loss | expected calibration error |\n|---|--:|--:|")
     for name, calibration in calibrations.items():
-        predicted, accepted = answers(calibration, rounds_of(sets["mixed"]))
-        print(
-            f"| {name} | {log_loss(predicted, accepted):.3f} | {expected_calibration_error(predicted, accepted):.3f} |"
-        )
+        probabilities, accepted = predicted(calibration, rounds_of(sets["mixed"]))
+        error = expected_calibration_error(probabilities, accepted)
+        print(f"| {name} | {log_loss(probabilities, accepted):.3f} | {error:.3f} |")
     calibration = list(calibrations.values())[-1]
     chain = Chain.of(fitted, calibration)
     verdicts = []

@@ -23,9 +23,10 @@ from typing import Any
 import torch
 
 from distill.machine import machine
+from distill.models.packed_forward import hidden_states
 from distill.packing import Packed
 from distill.target.distributions import CompactTeacher, Teacher
-from distill.target.head import Head, hidden_states
+from distill.target.head import Head
 from distill.training.losses.settings import LossSettings
 from distill.training.plan import PlannedPart
 from distill.training.step import Columns, Learner, parameter_groups
@@ -150,6 +151,7 @@ def main() -> None:
     tails = {1.0: torch.log1p(-logs.exp().sum(-1).clamp(max=1 - 1e-6))}
     part = PlannedPart("x", 0, 1, 1e-5, LossSettings({"forward_kl": 0.9, "cross_entropy": 0.1}))
 
+    @torch.no_grad()
     def distributions(kind: str) -> Teacher:
         if kind == "compact":
             return CompactTeacher(ids.int(), logs.half(), tails, vocabulary)

@@ -24,9 +24,10 @@ from distill.recipe import load_recipe
 from distill.run import Run
 from distill.sampler import Sampler
 from distill.speculative.decode import Decoded, Rules, decode, plain
-from distill.speculative.draft import Drafter, FirstThen, LookupDrafter, ModelDrafter, TreeDrafter
+from distill.speculative.draft import Drafter, FirstThen, LookupDrafter, ModelDrafter
 from distill.speculative.lengths import Fixed
 from distill.speculative.trees.shape import Shape
+from distill.speculative.trees.tree_drafter import TreeDrafter
 from distill.speculative.verify import Random
 from distill.texts import read_prompts
 

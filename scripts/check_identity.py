@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from distill.benchmark.calibrate import curve_costs, load_calibrations
-from distill.benchmark.compare import TORCH_NOISE, first_difference, is_tie, rounding_noise
+from distill.benchmark.identity import TORCH_NOISE, first_difference, is_tie, rounding_noise
 from distill.files import digest, read_json, write_json
 from distill.models.base import Model
 from distill.models.gguf.model import MOST_LEAVES, GgufModel

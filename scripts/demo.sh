@@ -1,7 +1,14 @@
 #!/usr/bin/env bash
-# The whole way, from text to a measured speedup, on a CPU: bash scripts/demo.sh [a.b=c ...]
+# The whole demo, from text to a measured speedup, on a CPU: bash scripts/demo.sh [a.b=c ...]
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 bash scripts/setup.sh
-.venv/bin/distill train recipes/demo.yaml "$@"
+settings=()
+if ! .venv/bin/python -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("llama_cpp") is None)'; then
+    settings=('speedup.backends=[pytorch]' 'export.outtypes=[]')
+    without_llama="demo: llama-cpp-python is not installed: PyTorch alone. Not checked: GGUF files and llama.cpp's speed."
+    echo "$without_llama"
+fi
+.venv/bin/distill train recipes/demo.yaml ${settings[@]+"${settings[@]}"} "$@"
+[[ -z "${without_llama:-}" ]] || echo "$without_llama"

@@ -36,7 +36,8 @@ from distill.speculative.calibration import Calibration
 from distill.speculative.cost import StepCosts, measure_steps
 from distill.speculative.decode import GREEDY, Decoded, Rules, decode, plain
 from distill.speculative.draft import ModelDrafter
-from distill.speculative.lengths import ExpectedValue, Fixed, LengthRule
+from distill.speculative.expected_value import ExpectedValue
+from distill.speculative.lengths import Fixed, LengthRule
 
 DEPTH = 128
 RESAMPLES, CONFIDENCE = 2000, 0.95

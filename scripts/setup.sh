@@ -3,6 +3,9 @@
 #
 #   PYTHON=python3.12 bash scripts/setup.sh      another interpreter (it must be 3.11 or newer)
 #   TORCH_INDEX=URL bash scripts/setup.sh        torch from another package index, such as its CPU builds
+#
+# llama-cpp-python is compiled. Without compilers it is left out, and everything but GGUF works; the next call installs
+# it once the compilers are there.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -15,11 +18,20 @@ fail() {
 }
 
 command -v "$python" >/dev/null || fail "no \`$python\` on this machine; install Python 3.11 or newer, or name one: PYTHON=/path/to/python3"
-wanted="$("$python" -c '
+versions="$("$python" -c '
 import hashlib, pathlib
 print(hashlib.sha256(b"".join(pathlib.Path(name).read_bytes() for name in ("pyproject.toml", "constraints.txt"))).hexdigest())')"
 
-if [[ -x .venv/bin/python && -f "$stamp" && "$(cat "$stamp")" == "$wanted" ]]; then
+missing=()
+for tool in gcc g++ cmake; do
+    command -v "$tool" >/dev/null || missing+=("$tool")
+done
+extras=dev
+[[ ${#missing[@]} -eq 0 ]] && extras=dev,llama
+
+installed=none
+[[ -x .venv/bin/python && -f "$stamp" ]] && installed="$(cat "$stamp")"
+if [[ "$installed" == "$versions $extras" || "$installed" == "$versions dev,llama" ]]; then
     exit 0
 fi
 
@@ -29,10 +41,11 @@ if [[ ! -x .venv/bin/pip ]]; then
     "$python" -c 'import ensurepip' 2>/dev/null ||
         fail "\`$python\` cannot make virtual environments; install its venv package (Debian, Ubuntu: apt install python3-venv)"
 fi
-for tool in gcc g++ cmake; do
-    command -v "$tool" >/dev/null ||
-        fail "no \`$tool\`, which compiles llama-cpp-python; install it (Debian, Ubuntu: apt install build-essential cmake) and run this again"
-done
+if [[ ${#missing[@]} -gt 0 ]]; then
+    echo "setup: missing: ${missing[*]}. llama-cpp-python is left out, because it has to be compiled: the demo runs in"
+    echo "setup: PyTorch alone, without GGUF files. For those, install what is missing (Debian, Ubuntu:"
+    echo "setup: apt install build-essential cmake) and run this again."
+fi
 
 [[ -x .venv/bin/pip ]] || { echo "setup: making .venv with $("$python" -V 2>&1)"; "$python" -m venv .venv; }
 rm -f "$stamp"
@@ -41,8 +54,12 @@ pip=(.venv/bin/python -m pip install --quiet --disable-pip-version-check -c cons
 echo "setup: installing torch (hundreds of MB; a CUDA build is several GB)"
 "${pip[@]}" ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} "$(grep '^torch==' constraints.txt)"
 
-echo "setup: installing the rest; llama-cpp-python is compiled, which takes about 7 minutes on 2 cores"
-CMAKE_BUILD_PARALLEL_LEVEL="${CMAKE_BUILD_PARALLEL_LEVEL:-$(nproc 2>/dev/null || echo 2)}" "${pip[@]}" -e ".[dev]"
+if [[ "$extras" == dev ]]; then
+    echo "setup: installing the rest"
+else
+    echo "setup: installing the rest; llama-cpp-python is compiled, which takes about 7 minutes on 2 cores"
+fi
+CMAKE_BUILD_PARALLEL_LEVEL="${CMAKE_BUILD_PARALLEL_LEVEL:-$(nproc 2>/dev/null || echo 2)}" "${pip[@]}" -e ".[$extras]"
 
-echo "$wanted" >"$stamp"
+echo "$versions $extras" >"$stamp"
 echo "setup: done"

@@ -4,9 +4,14 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 bash scripts/setup.sh
+if ! .venv/bin/python -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("llama_cpp") is None)'; then
+    echo "test: the tests need llama-cpp-python; install gcc, g++ and cmake and run this again" >&2
+    exit 2
+fi
+.venv/bin/ruff format --check .
 .venv/bin/ruff check .
 .venv/bin/mypy distill
 # One process per core, one thread each: torch threads of several processes get in each other's way.
 processes="${TEST_PROCESSES:-$(nproc 2>/dev/null || echo 2)}"
-export OMP_NUM_THREADS=1  # only now, for nproc counts by it too
+export OMP_NUM_THREADS=1  # only now, because nproc reads it too
 .venv/bin/pytest -n "$processes" --dist loadfile "$@"

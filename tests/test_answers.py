@@ -11,8 +11,8 @@ from toys import KINDS, random_prompts, toy
 
 from distill.sampler import Sampler
 from distill.speculative.sample import continue_prompts
-from distill.target.answers import is_looping
 from distill.target.store import EMPTY, compress
+from distill.texts import is_looping
 
 torch.set_num_threads(1)
 

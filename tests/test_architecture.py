@@ -1,10 +1,15 @@
-"""Imports run downward only: commands → pipeline → stages → engine → floor (docs/architecture.md)."""
+"""The order of imports (commands → pipeline → stages → engine → floor), sizes of files and folders, and names.
+
+docs/architecture.md explains the order and the words.
+"""
 
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -36,13 +41,112 @@ ALLOWED = {
     ("training", "target"),
 }
 
+MOST_LINES, MOST_MODULES = 350, 14
+# Words that the glossary of docs/architecture.md replaces; they stay out of identifiers, keys, labels and options.
+RETIRED = {
+    *("law", "laws", "lawful", "said", "says", "saying", "sayings", "bare", "fact", "facts", "selection"),
+    *("arm", "arms", "way", "ways", "trial", "trials", "told", "earlier"),
+}
+# Temporary: faults that other changes remove. Empty, it goes.
+REMAINING = {
+    "distill/benchmark/arms.py:arm",
+    "distill/benchmark/arms.py:arms",
+    "distill/benchmark/arms.py:told",
+    "distill/benchmark/arms.py:trial",
+    "distill/benchmark/arms.py:trials",
+    "distill/benchmark/arms.py:way",
+    "distill/benchmark/arms.py:ways",
+    "distill/benchmark/calibrate.py:said",
+    "distill/benchmark/calibrate.py:told",
+    "distill/benchmark/calibrate.py:trial",
+    "distill/benchmark/calibrate.py:trials",
+    "distill/benchmark/compare.py:arm",
+    "distill/benchmark/compare.py:arms",
+    "distill/benchmark/compare.py:trial",
+    "distill/benchmark/compare.py:trials",
+    "distill/benchmark/compare.py:way",
+    "distill/benchmark/compare.py:ways",
+    "distill/benchmark/distribution_test.py:arm",
+    "distill/benchmark/distribution_test.py:arms",
+    "distill/benchmark/speedup.py:arm",
+    "distill/benchmark/speedup.py:arms",
+    "distill/benchmark/speedup.py:said",
+    "distill/benchmark/speedup.py:told",
+    "distill/benchmark/speedup.py:trial",
+    "distill/benchmark/speedup.py:trials",
+    "distill/benchmark/speedup.py:way",
+    "distill/benchmark/speedup.py:ways",
+    "distill/benchmark/table.py:trials",
+    "distill/benchmark/table.py:way",
+    "distill/benchmark/tree_choice.py:told",
+    "distill/benchmark/tree_choice.py:trial",
+    "distill/benchmark/tree_choice.py:way",
+    "distill/benchmark/tree_choice.py:ways",
+    "distill/commands/generate.py:way",
+    "distill/commands/transplant.py:said",
+    "distill/export/tokenizer.py:bare",
+    "distill/generate/stream.py:trial",
+    "distill/generate/stream.py:way",
+    "distill/grammar/constraint.py:said",
+    "distill/grammar/tokens.py:said",
+    "distill/models/gguf/llama_grammar.py:said",
+    "distill/models/metadata.py:bare",
+    "distill/pipeline/preflight.py:trials",
+    "distill/recipe/__init__.py:trial",
+    "distill/recipe/configuration.py:told",
+    "distill/recipe/configuration.py:trial",
+    "distill/recipe/measuring.py:trial",
+    "distill/recipe/measuring.py:trials",
+    "distill/report/card.py:trials",
+    "distill/report/card.py:way",
+    "distill/report/making.py:said",
+    "distill/report/measurements.py:trials",
+    "distill/report/measurements.py:way",
+    "distill/report/page.py:told",
+    "distill/report/plots.py:told",
+    "distill/report/text.py:said",
+    "distill/speculative/batch.py:earlier",
+    "distill/speculative/calibration.py:said",
+    "distill/speculative/configured.py:trial",
+    "distill/speculative/configured.py:trials",
+    "distill/speculative/cost.py:bare",
+    "distill/speculative/draft.py:earlier",
+    "distill/speculative/n_grams.py:earlier",
+    "distill/speculative/other_vocabulary/drafters.py:earlier",
+    "distill/speculative/other_vocabulary/drafters.py:said",
+    "distill/speculative/other_vocabulary/drafters.py:says",
+    "distill/speculative/other_vocabulary/translation.py:bare",
+    "distill/speculative/other_vocabulary/translation.py:said",
+    "distill/speculative/other_vocabulary/translation.py:says",
+    "distill/speculative/stop_strings.py:said",
+    "distill/surgery/change.py:earlier",
+    "distill/surgery/cut_folder.py:earlier",
+    "distill/surgery/cuts/width.py:trials",
+    "distill/surgery/vocabulary/pursuit.py:said",
+    "distill/surgery/vocabulary/subtokens.py:said",
+    "distill/surgery/vocabulary/transplant.py:earlier",
+    "distill/training/adapters.py:way",
+    "distill/training/memory.py:told",
+    "distill/training/memory.py:ways",
+    "distill/models/metadata.py:lines",
+    "distill/report/card.py:lines",
+    "distill/speculative/lengths.py:lines",
+    "distill/vocabulary.py:lines",
+    "distill.target.answers:circle",
+}
+
 HEAVY = {"torch", "transformers", "datasets", "peft", "accelerate", "llama_cpp", "gguf", "pyarrow", "matplotlib"}
 LIGHT_FILES = ("errors.py", "recipe/load.py", "recipe/training.py", "files.py", "machine.py", "run.py")
 
 
 def imports(path: Path, package: str) -> Iterator[tuple[int, str]]:
     """Line and full dotted name of everything that `path`, a module of `package`, imports, at any depth of its code."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"), str(path))):
+    yield from imports_of(ast.parse(path.read_text(encoding="utf-8"), str(path)), package)
+
+
+def imports_of(tree: ast.AST, package: str) -> Iterator[tuple[int, str]]:
+    """The same of a syntax tree."""
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -69,6 +173,11 @@ def faults(user: str, name: str) -> str | None:
     if user in STAGES and used in STAGES:
         return None if (user, used) in ALLOWED else f"stage {user} imports stage {used}"
     return f"{user} imports {used}, which lies above it" if HEIGHT.get(used, 0) > HEIGHT.get(user, 0) else None
+
+
+def without_remaining(found: set[str]) -> list[str]:
+    """The faults `place:kind …` whose place and kind REMAINING does not list, in order."""
+    return sorted(fault for fault in found if fault.split(" ")[0] not in REMAINING)
 
 
 FILES = sorted((ROOT / "distill").rglob("*.py"))
@@ -129,6 +238,162 @@ def test_relative_imports_are_resolved(tmp_path: Path) -> None:
 def test_light_file_imports_nothing_heavy(name: str) -> None:
     used = {name.split(".")[0] for _, name in imports(ROOT / "distill" / name, "distill")}
     assert not used & HEAVY
+
+
+# ── sizes ──
+
+
+def test_files_and_folders_are_small() -> None:
+    long = {
+        f"{path.relative_to(ROOT)}:lines {lines}, at most {MOST_LINES}"
+        for path in FILES
+        if (lines := path.read_text(encoding="utf-8").count("\n")) > MOST_LINES
+    }
+    modules = defaultdict(list)
+    for path in FILES:
+        if path.name != "__init__.py":
+            modules[path.parent.relative_to(ROOT)].append(path.name)
+    crowded = {
+        f"{folder}:modules {len(names)}, at most {MOST_MODULES}"
+        for folder, names in modules.items()
+        if len(names) > MOST_MODULES
+    }
+    assert not without_remaining(long | crowded)
+
+
+def test_a_module_name_is_used_once() -> None:
+    """Apart from each stage's entry, recipe sections and commands, which are called like what they configure or run."""
+    places = defaultdict(list)
+    for path in FILES:
+        folder = path.relative_to(ROOT / "distill").parts[0]
+        if path.name not in ("__init__.py", "stage.py") and folder not in ("recipe", "commands"):
+            places[path.name].append(str(path.parent.relative_to(ROOT)))
+    assert not without_remaining(
+        {f"{name}:name in {', '.join(where)}" for name, where in places.items() if len(where) > 1}
+    )
+
+
+# ── circles ──
+
+
+def import_graph(root: Path) -> dict[str, set[str]]:
+    """The modules of the package at `root` that each of its modules imports, at any depth but for types alone."""
+    files = {
+        ".".join((root.name, *path.relative_to(root).with_suffix("").parts)).removesuffix(".__init__"): path
+        for path in root.rglob("*.py")
+    }
+    graph: dict[str, set[str]] = {}
+    for name, path in files.items():
+        tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
+        for node in ast.walk(tree):
+            if isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):
+                node.body = [ast.Pass()]
+        package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+        found = (used for _, used in imports_of(tree, package))
+        modules = {used if used in files else used.rpartition(".")[0] for used in found}
+        graph[name] = {module for module in modules if module in files and module != name}
+    return graph
+
+
+def circles(graph: dict[str, set[str]]) -> list[list[str]]:
+    """Groups of modules that import each other, directly or not (Tarjan's strongly connected components)."""
+    number: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    found: list[list[str]] = []
+
+    def visit(name: str) -> None:
+        number[name] = low[name] = len(number)
+        stack.append(name)
+        for used in sorted(graph[name]):
+            if used not in number:
+                visit(used)
+            if used in stack:
+                low[name] = min(low[name], low[used])
+        if low[name] == number[name]:
+            group = stack[stack.index(name) :]
+            del stack[stack.index(name) :]
+            if len(group) > 1:
+                found.append(sorted(group))
+
+    for name in sorted(graph):
+        if name not in number:
+            visit(name)
+    return found
+
+
+def test_no_circle_of_imports() -> None:
+    found = circles(import_graph(ROOT / "distill"))
+    assert not without_remaining({f"{group[0]}:circle with {' '.join(group[1:])}" for group in found})
+
+
+def test_circles_are_found(tmp_path: Path) -> None:
+    folder = tmp_path / "package"
+    (folder / "inner").mkdir(parents=True)
+    (folder / "inner" / "__init__.py").write_text("")
+    (folder / "a.py").write_text("from package.inner import b\n")
+    (folder / "inner" / "b.py").write_text("def f():\n    from package.c import name\n")
+    (folder / "c.py").write_text("import package.a\n")
+    (folder / "d.py").write_text("from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from package.e import E\n")
+    (folder / "e.py").write_text("import package.d\n")
+    assert circles(import_graph(folder)) == [["package.a", "package.c", "package.inner.b"]]
+
+
+# ── words ──
+
+
+def words(name: str) -> set[str]:
+    """The lower-case words of an identifier or key: `ModelDrafter`, `max_length`, `--draft-cost`."""
+    return {word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name)}
+
+
+def names_in(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Line and text of every identifier, and of every string that is a key, a label of one word or an option."""
+    for node in ast.walk(tree):
+        line = getattr(node, "lineno", 0)
+        if isinstance(node, ast.Name):
+            yield line, node.id
+        elif isinstance(node, ast.Attribute):
+            yield line, node.attr
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield line, node.name
+        elif isinstance(node, ast.arg | ast.keyword) and node.arg is not None:
+            yield line, node.arg
+        elif isinstance(node, ast.alias):
+            yield from ((line, name) for name in (node.name, node.asname) if name)
+        elif isinstance(node, ast.ImportFrom):
+            yield line, node.module or ""
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            parts = node.value.split("/")  # an option may be given as --repair/--no-repair
+            yield from ((line, part) for part in parts if re.fullmatch(r"(--)?[a-z][a-z_0-9-]*", part))
+
+
+def test_retired_words_are_gone() -> None:
+    found = set()
+    for path in FILES:
+        place = path.relative_to(ROOT).as_posix()
+        used = [(1, path.stem), *names_in(ast.parse(path.read_text(encoding="utf-8"), str(path)))]
+        found |= {f"{place}:{word}" for _, name in used for word in words(name) & RETIRED}
+    assert not without_remaining(found)
+
+
+@pytest.mark.parametrize(
+    ("program", "expected"),
+    [
+        ("def the_laws(): ...", {"laws"}),
+        ("class TrialRow: ...", {"trial"}),
+        ("from distill.models.facts import read", {"facts"}),
+        ("row['said'] = 1", {"said"}),
+        ("typer.Option('--no-repair/--bare')", {"bare"}),
+        ("f(arm=1).way", {"arm", "way"}),
+        ("artifacts = always = 'it was said earlier'  # a law", set()),
+    ],
+)
+def test_the_rule_of_words(program: str, expected: set[str]) -> None:
+    assert {word for _, name in names_in(ast.parse(program)) for word in words(name) & RETIRED} == expected
+
+
+# ── what is loaded ──
 
 
 def in_fresh_python(program: str) -> None:

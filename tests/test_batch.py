@@ -397,9 +397,9 @@ def test_penalty_and_floors_for_greedy_texts() -> None:
     assert all(not r.drafted for result in check_batch(pair, prompts, 9, Rules(), 0) for r in result.rounds)
 
 
-def test_prompts_are_read_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows leave the prefill when their prompts end, at the edge of a piece too."""
-    monkeypatch.setattr("distill.speculative.batch.PIECE", 4)
+def test_prompts_are_read_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows leave the prefill when their prompts end, at the edge of a chunk too."""
+    monkeypatch.setattr("distill.speculative.batch.CHUNK", 4)
     prompts = [random_prompts(1, V, seed=size, shortest=size, longest=size)[0] for size in (9, 1, 4, 5, 8)]
     for rules in (Rules(), Rules(Sampler(0.8), "block")):
         check_batch((EXACT["qwen3"], DRAFTS["qwen3"]), prompts, 8, rules, 3)

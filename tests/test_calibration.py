@@ -17,13 +17,13 @@ from distill.speculative.calibration import (
     Power,
     Recorded,
     Sequential,
-    answers,
     expected_calibration_error,
     fit_logistic,
     fit_power,
     fit_sequential,
     log_loss,
     margin,
+    predicted,
 )
 from distill.speculative.proposal import Features
 
@@ -69,7 +69,7 @@ def test_power_is_recovered_and_is_the_maximum() -> None:
         rounds = rounds_from(Power(exponent), 8000)
         fitted = fit_power(rounds)
         assert fitted.exponent == pytest.approx(exponent, rel=0.06)
-        losses = [log_loss(*answers(Power(fitted.exponent * f), rounds)) for f in (0.99, 1.0, 1.01)]
+        losses = [log_loss(*predicted(Power(fitted.exponent * f), rounds)) for f in (0.99, 1.0, 1.01)]
         assert losses[1] == min(losses)
 
 
@@ -83,7 +83,7 @@ def test_logistic_is_recovered() -> None:
 def test_logistic_fit_has_no_slope_left() -> None:
     rounds = rounds_from(Power(0.5), 500)
     fitted = fit_logistic(rounds, ridge=0.0)
-    said, stood = answers(fitted, rounds)
+    said, stood = predicted(fitted, rounds)
     gaps = numpy.array(stood, float) - numpy.array(said)
     margins = [margin(seen) for r in rounds for _, seen, _ in r.judged()]
     assert abs(gaps.sum()) < 1e-3 and abs((gaps * margins).sum()) < 1e-3  # the score equations
@@ -132,7 +132,7 @@ def test_online_logistic_follows_a_harder_text() -> None:
 
 def test_fitting_lowers_both_scores() -> None:
     rounds = rounds_from(Power(0.25), 4000)
-    before, after = answers(Power(), rounds), answers(fit_power(rounds), rounds)
+    before, after = predicted(Power(), rounds), predicted(fit_power(rounds), rounds)
     assert log_loss(*after) < log_loss(*before) - 0.1
     assert expected_calibration_error(*after) < 0.03 < 0.1 < expected_calibration_error(*before)
 

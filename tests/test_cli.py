@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -53,7 +54,7 @@ def test_check(world: Path, capsys: Capture) -> None:
 def test_check_offline(capsys: Capture) -> None:
     assert tiny.call("check", "--offline", tiny.ROOT / "recipes" / "qwen-coder.yaml") == 0
     said = capsys.readouterr().out
-    assert "not checked: model" in said and "as far as it goes without a hub" in said
+    assert "not checked: model" in said and "apart from the items listed as not checked" in said
 
 
 def test_until_and_dry_run(world: Path, tmp_path: Path, capsys: Capture) -> None:
@@ -215,3 +216,21 @@ def test_generate(world: Path, finished: Path, capsys: Capture, bare: bool) -> N
 def test_generate_from_an_empty_prompt(world: Path, finished: Path, capsys: Capture) -> None:
     assert tiny.call("generate", "", "--run", "tiny", "--runs", finished.parent) == 2
     assert "the prompt is empty" in capsys.readouterr().err
+
+
+def test_the_demo_without_llama_cpp(
+    world: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The settings that scripts/demo.sh gives where llama-cpp-python could not be compiled: it ends with its report."""
+    from distill.models.gguf.library import library
+
+    library.cache_clear()
+    monkeypatch.setitem(sys.modules, "llama_cpp", None)
+    settings = ("speedup.backends=[pytorch]", "export.outtypes=[]")
+    assert all(setting in (tiny.ROOT / "scripts" / "demo.sh").read_text() for setting in settings)
+    assert tiny.call("train", world / "recipe.yaml", "--runs", tmp_path, *settings) == 0
+    found = capsys.readouterr()
+    assert "report.html" in found.out and "draft + target | pytorch | plain" in found.out
+    assert "gguf" not in (tmp_path / "tiny" / "speedup.md").read_text()
+    page = (tmp_path / "tiny" / "report.html").read_text(encoding="utf-8")
+    assert "pytorch" in page

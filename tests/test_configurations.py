@@ -45,7 +45,7 @@ from distill.speculative.calibration import Recorded
 from distill.speculative.configured import check_configurations, lossy_reason, make_drafter
 from distill.speculative.cost import StepCosts
 from distill.speculative.decode import GREEDY, Decoded, Rules, decode, plain
-from distill.speculative.n_grams import Earlier
+from distill.speculative.n_grams import NGramIndex
 from distill.speculative.proposal import Features
 
 COSTS = StepCosts(tuple(1.0 + 0.05 * m for m in range(17)), 0.05, 0.07)
@@ -257,15 +257,15 @@ def test_no_calibration_without_both_outcomes(tmp_path: Path) -> None:
 
 
 def test_n_grams_by_hand() -> None:
-    earlier = Earlier()
-    earlier.read([1, 2, 3, 1, 2])
-    assert earlier.match([1, 2], 3) == 2 and earlier.match([1, 2], 4) == -2  # 1 2 was followed by 3
-    assert earlier.match([9, 2], 3) == 1 and earlier.match([9], 3) == 0
-    assert earlier.match([2, 3, 1], 2) == 3
-    earlier.read([1, 2, 3, 1, 2, 5])
-    assert earlier.match([1, 2], 5) == 2  # the later place counts
-    earlier.begin()
-    assert earlier.match([1, 2], 3) == 0
+    index = NGramIndex()
+    index.read([1, 2, 3, 1, 2])
+    assert index.match([1, 2], 3) == 2 and index.match([1, 2], 4) == -2  # 1 2 was followed by 3
+    assert index.match([9, 2], 3) == 1 and index.match([9], 3) == 0
+    assert index.match([2, 3, 1], 2) == 3
+    index.read([1, 2, 3, 1, 2, 5])
+    assert index.match([1, 2], 5) == 2  # the later place counts
+    index.begin()
+    assert index.match([1, 2], 3) == 0
 
 
 @given(st.floats(0.0, 3e-3), st.floats(1e-3, 3e-3))
@@ -329,7 +329,7 @@ def test_the_stage_measures_configurations_and_refuses_lossy_ones(
         texts.add(said.out)
     assert len(texts) == 1
     for options, words in (
-        (("--rule", "x"), "rule: Input should be 'fixed'"),
+        (("--rule", "x"), "there is no rule 'x'; known: fixed, p_min"),
         (("--p-min", 0.1), "p_min is not read by drafter draft with rule fixed"),
         (("--rule", "beta", "--drafter", "tree"), "drafter tree has none"),
     ):

@@ -12,18 +12,19 @@ import pytest
 from toys import Scripted
 
 from distill.benchmark.batched_bench import import_curve, look_ahead, probability_floor, read_log, settings
+from distill.benchmark.profile import profile_entry
 from distill.errors import DataError
+from distill.recipe import Profile
 from distill.speculative.cost import (
     CostCurve,
     PairCost,
     StepCosts,
-    cost_curve,
     doubt,
-    load_curve,
-    load_pair,
+    load_cost_curve,
+    load_costs,
     measure_curve,
     predicted_speedup,
-    save_curve,
+    save_cost_curve,
 )
 
 GLM = (1, 1.027, 0.712, 0.544, 0.459, 0.389, 0.347, 0.315, 0.281, 0.256, 0.233, 0.214, 0.199, 0.186, 0.178, 0.166)
@@ -42,10 +43,10 @@ def test_curve_is_measured_at_the_depths_that_fit() -> None:
     assert curve.machine["cores"] >= 1
     assert model.calls == [8, *list(range(1, 13)) * 6, 30, *list(range(1, 13)) * 6]  # one pass of each is a warm-up
     with pytest.raises(DataError, match="no room"):
-        measure_curve(model, "m", "x", (90,), most=12)
+        measure_curve(model, "m", "x", (90,), most=12, repeats=5)
 
 
-def test_a_disturbed_curve_says_so() -> None:
+def test_a_disturbed_curve_is_doubted() -> None:
     fastest = [1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.7]
     assert doubt(fastest, fastest) == ""
     assert doubt([9.0, *fastest[1:]], fastest) == ""  # one spike is no reason
@@ -59,7 +60,8 @@ def test_curves_measured_beside_other_work_are_doubted(monkeypatch: pytest.Monke
     monkeypatch.setattr("distill.speculative.cost.time", SimpleNamespace(perf_counter=lambda: next(readings)))
     curve = measure_curve(Scripted(counting, 100, 10), "m", "x", (8,), most=3, repeats=5)
     assert "other programs" in curve.note
-    kept = cost_curve(Scripted(counting, 100, 10), "m", "pytorch", "float32", 3, 8, 5)
+    model, sizes = Scripted(counting, 100, 10), Profile(max_tokens=3, depth=8, repeats=5)
+    kept = profile_entry(model, "m", "pytorch", "float32", sizes)
     assert kept["doubt"] == doubt(kept["seconds"], kept["low"]) != ""
 
 
@@ -73,16 +75,15 @@ def test_the_bucket_below_is_used(depth: int, first: float) -> None:
 def test_round_seconds_and_relative_costs() -> None:
     costs = StepCosts((4.0, 5.0, 6.5), 0.5, 0.7, 0.25)
     assert costs.round_seconds(2) == pytest.approx(6.5 + 0.25 + 1.0)
-    assert costs.round_seconds(2, two=True) == pytest.approx(6.5 + 0.25 + 0.7 + 0.5)
-    assert costs.round_seconds(0, two=True) == pytest.approx(4.25)
+    assert costs.round_seconds(0) == pytest.approx(4.25)
     assert TARGET.relative(64) == pytest.approx([1.0, 5 / 8, 6.5 / 12])
 
 
 def test_saved_and_loaded(tmp_path: Path) -> None:
     pair = PairCost(TARGET, DRAFT, 0.125)
-    save_curve(TARGET, tmp_path / "curve.json")
+    save_cost_curve(TARGET, tmp_path / "curve.json")
     pair.save(tmp_path / "pair.json")
-    assert load_curve(tmp_path / "curve.json") == TARGET and load_pair(tmp_path / "pair.json") == pair
+    assert load_cost_curve(tmp_path / "curve.json") == TARGET and load_costs(tmp_path / "pair.json") == pair
 
 
 @pytest.mark.parametrize(
@@ -97,12 +98,12 @@ def test_saved_and_loaded(tmp_path: Path) -> None:
     ],
 )
 def test_damaged_curves_are_refused(change: Any, message: str, tmp_path: Path) -> None:
-    save_curve(TARGET, tmp_path / "curve.json")
+    save_cost_curve(TARGET, tmp_path / "curve.json")
     fields = json.loads((tmp_path / "curve.json").read_text())
     change(fields)
     (tmp_path / "curve.json").write_text(json.dumps(fields))
     with pytest.raises(DataError, match=message):
-        load_curve(tmp_path / "curve.json")
+        load_cost_curve(tmp_path / "curve.json")
 
 
 def test_pairs_that_do_not_fit_are_refused(tmp_path: Path) -> None:
@@ -110,9 +111,9 @@ def test_pairs_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         PairCost(TARGET, CostCurve("small", "x", (64,), ((0.5,),)))
     with pytest.raises(DataError, match="one machine"):
         PairCost(TARGET, CostCurve("small", "x", (64,), ((0.5, 0.7),), unit="T(1)"))
-    save_curve(TARGET, tmp_path / "curve.json")
+    save_cost_curve(TARGET, tmp_path / "curve.json")
     with pytest.raises(DataError, match="pair"):
-        load_pair(tmp_path / "curve.json")
+        load_costs(tmp_path / "curve.json")
 
 
 def test_predictions_of_a_pair() -> None:
@@ -168,8 +169,8 @@ def test_a_log_becomes_a_relative_curve(tmp_path: Path) -> None:
     assert curve.relative(105) == pytest.approx([1, 0.75, 1.75 / 3])
     assert "parallel sequences" in curve.note and "m = 4 was not measured" in curve.note
     assert "1005 was left out" in curve.note
-    save_curve(curve, tmp_path / "curve.json")
-    assert load_curve(tmp_path / "curve.json") == curve
+    save_cost_curve(curve, tmp_path / "curve.json")
+    assert load_cost_curve(tmp_path / "curve.json") == curve
 
 
 @pytest.mark.parametrize(

@@ -150,7 +150,7 @@ def test_the_commands(copied: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
         assert capsys.readouterr().out.startswith("def alpha(")
     for options, words in (
         (("--verifier", "greedy", *sampled), "would change the target's distribution"),
-        (("--verifier", "nonsense"), "there is no verifier"),
+        (("--verifier", "nonsense"), "there is no verifier 'nonsense'"),
         (("--drafter", "nonsense"), "there is no drafter"),
         (("--drafter", "tree", "--repetition-penalty", 1.2), "repetition penalty"),
     ):

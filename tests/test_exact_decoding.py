@@ -28,11 +28,12 @@ from distill.speculative import decode as decode_module
 from distill.speculative.batch import decode_batch
 from distill.speculative.calibration import Logistic
 from distill.speculative.decode import Decoded, Rules, decode
-from distill.speculative.draft import Drafter, FirstThen, LookupDrafter, ModelDrafter, TreeDrafter
+from distill.speculative.draft import Drafter, FirstThen, LookupDrafter, ModelDrafter
 from distill.speculative.lengths import Fixed, LengthRule
 from distill.speculative.proposal import ROOT, Proposal
 from distill.speculative.trees.shape import Shape
 from distill.speculative.trees.tree import spread
+from distill.speculative.trees.tree_drafter import TreeDrafter
 from distill.speculative.verify import TREES, NodeVerdict, NodeVerifier, Random, _remainder, node_token, refusal
 
 torch.set_num_threads(1)

@@ -30,8 +30,9 @@ from distill.errors import DataError, RunError
 from distill.export import tokenizer as export_tokenizer
 from distill.export.parity import compare, first_difference
 from distill.export.tensors import open_tensors, permute_for_llama, read_shape
-from distill.export.writer import OUTTYPES, export_gguf
+from distill.export.writer import export_gguf
 from distill.models.gguf.model import GgufModel
+from distill.recipe.outtypes import OUTTYPES
 
 ROOT = Path(__file__).resolve().parent.parent
 SHARED = Path(os.environ.get("DISTILL_SHARED", ROOT.parent / "shared"))
@@ -668,7 +669,7 @@ def test_full_disk_leaves_no_file(folder: Path, monkeypatch: pytest.MonkeyPatch)
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(gguf.GGUFWriter, "write_tensor_data", full)
-    with pytest.raises(RunError, match="No space left"):
+    with pytest.raises(RunError, match="the disk is full"):
         export_gguf(folder, folder / "out.gguf", "f16")
     assert not list(folder.glob("*out.gguf*"))
 

@@ -32,11 +32,12 @@ from distill.speculative import decode as decode_module
 from distill.speculative import draft as draft_module
 from distill.speculative.batch import plain_batch
 from distill.speculative.decode import Decoded, Rules, decode, plain
-from distill.speculative.draft import Drafter, FirstThen, LookupDrafter, ModelDrafter, TreeDrafter
+from distill.speculative.draft import Drafter, FirstThen, LookupDrafter, ModelDrafter
 from distill.speculative.lengths import Fixed, PlusMinus
 from distill.speculative.proposal import ROOT, Proposal
 from distill.speculative.trees import tree as tree_module
 from distill.speculative.trees.shape import Shape
+from distill.speculative.trees.tree_drafter import TreeDrafter
 from distill.vocabulary import Vocabulary
 
 pytest.importorskip("llguidance")
@@ -47,8 +48,28 @@ DEMO = Path(__file__).resolve().parent.parent / "data" / "demo-target"
 
 SAID = [b"a", b"b", b"c", b"ab", b"", b"x", b'"name": ', b'"na', b"{", b"}", b"0", b"1"]
 END = 4
-TOKENS = Tokens.of_bytes(SAID, [END])
 OBJECT = r'\{"name": (a|b|ab)+[01]{2,4}\}'
+
+
+def tokens_of(said: Sequence[bytes], ends: Sequence[int]) -> Tokens:
+    """A vocabulary without a tokenizer: a text is written with the longest tokens, from the left."""
+    known = {data: number for number, data in reversed(list(enumerate(said))) if data}
+    longest = max(map(len, known), default=0)
+
+    def write(text: bytes) -> list[int]:
+        found: list[int] = []
+        while text:
+            size = next((size for size in range(longest, 0, -1) if text[:size] in known), None)
+            if size is None:
+                return found
+            found.append(known[text[:size]])
+            text = text[size:]
+        return found
+
+    return Tokens(said, tuple(ends), write)
+
+
+TOKENS = tokens_of(SAID, [END])
 
 
 def text(tokens: Sequence[int], said: Sequence[bytes] = SAID) -> bytes:
@@ -109,7 +130,7 @@ def test_masks_are_those_of_the_language(pattern: str) -> None:
     """By trying every text. Where the text is certain the mask may hold only one of the tokens that can say it."""
     said = [b"a", b"b", b"c", b"ab", b"", b"bc", b"cb"]
     language = words(pattern, "abc", 6)
-    start = constraint(*LANGUAGES[pattern], Tokens.of_bytes(said, [END]))
+    start = constraint(*LANGUAGES[pattern], tokens_of(said, [END]))
     seen = 0
     for before, state in reachable(start, said, 5):
         expected, found = allowed(language, said, END, before), allowed_by(state, len(said))
@@ -137,13 +158,13 @@ def test_states_do_not_depend_on_the_way_there() -> None:
 
 
 def test_ends_padding_and_what_is_ruled_out() -> None:
-    start = constraint("regex", "a?", Tokens.of_bytes([b"a", b"b", b"a", b""], [3, 1]))
+    start = constraint("regex", "a?", tokens_of([b"a", b"b", b"a", b""], [3, 1]))
     assert allowed_by(start.root, 6) == {0, 1, 2, 3}
     assert start.root.forced is None and start.root.accepting and not start.root.allows(5)
     over = start.next(start.root, 1)
     assert over.over and over.forced == 3 and start.next(over, 0) is over and start.next(start.root, 5) is over
     logits = torch.tensor([[1.0, 2, 3, 4, 5, 6], [-torch.inf, 0, -torch.inf, -torch.inf, 0, 0]])
-    one = constraint("regex", "a|b", Tokens.of_bytes([b"a", b"", b"b", b"", b"", b""], [3]))
+    one = constraint("regex", "a|b", tokens_of([b"a", b"", b"b", b"", b"", b""], [3]))
     masked = one.masked(logits, [one.root, one.root])
     assert masked[0].tolist() == [1, -torch.inf, 3, *[-torch.inf] * 3]
     assert masked[1].tolist() == [0, -torch.inf, 0, *[-torch.inf] * 3]  # a draft that says none of them says all alike
@@ -178,7 +199,7 @@ def test_wrong_grammars_are_named(kind: str, source: str, reason: str) -> None:
 
 def test_refusals() -> None:
     with pytest.raises(DataError, match="needs a token that ends"):
-        Tokens.of_bytes(SAID, [])
+        tokens_of(SAID, [])
     grammar = constraint("regex", "a+", TOKENS)
     with pytest.raises(DataError, match="end tokens"):
         Rules(ends=[3], constraint=grammar)
@@ -187,7 +208,7 @@ def test_refusals() -> None:
 
 
 def test_warnings_are_kept() -> None:
-    tokens = Tokens.of_bytes([bytes([byte]) for byte in range(256)] + [b""], [256])
+    tokens = tokens_of([bytes([byte]) for byte in range(256)] + [b""], [256])
     schema = {"type": "integer", "multipleOf": 7, "minimum": 0, "maximum": 20}
     found = constraint("json", json.dumps(schema), tokens)
     assert not found.warnings and allowed_by(found.root, 257) == {ord("0"), ord("1"), ord("7")}
@@ -201,7 +222,7 @@ def test_warnings_are_kept() -> None:
 def test_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "llguidance", None)
     with pytest.raises(DataError, match="llguidance") as caught:
-        constraint("regex", "a", Tokens.of_bytes(SAID, [END]))
+        constraint("regex", "a", tokens_of(SAID, [END]))
     assert "distill[grammar]" in (caught.value.hint or "")
 
 
@@ -330,7 +351,7 @@ def fixed_tree(draft: TableModel, grammar: Constraint, distinct: bool) -> TreeDr
 def test_the_distribution_is_that_of_the_allowed_tokens(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     verifier, sampler, make = WAYS[way]
     target = TableModel(5, 3, memory=1, sharpness=1.0)
-    grammar = constraint("regex", PATTERN, Tokens.of_bytes(LETTERS, [END]))
+    grammar = constraint("regex", PATTERN, tokens_of(LETTERS, [END]))
     outcomes = Enumerated()
     outcomes.into(monkeypatch)
     rules = Rules(sampler, verifier, [END], no, constraint=grammar)
@@ -362,7 +383,7 @@ class Unmasked(ModelDrafter):
 
 def test_a_distribution_that_was_not_drafted_from_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     target = TableModel(5, 3, memory=1, sharpness=1.0)
-    grammar = constraint("regex", PATTERN, Tokens.of_bytes(LETTERS, [END]))
+    grammar = constraint("regex", PATTERN, tokens_of(LETTERS, [END]))
     outcomes = Enumerated()
     outcomes.into(monkeypatch)
     drafter = Forced(Unmasked(Constrained(target.near(0.7, 4), grammar), Fixed(2), FREE, no), grammar)
@@ -635,7 +656,7 @@ def test_gguf_text(files: tuple[Path, Path], engine: str) -> None:
     ):
         tokens = Tokens.of_gguf(target)
         folder = Vocabulary.read(files[0].parent / "target")
-        assert tokens.said == Tokens.of(folder, tokens.ends).said
+        assert tokens.bytes_of == Tokens.of(folder, tokens.ends).bytes_of
         grammar = constraint("gbnf", GBNF, tokens) if engine == "llguidance" else llama_constraint(GBNF, target)
 
         def valid(found: list[int]) -> bool:

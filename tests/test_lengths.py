@@ -14,11 +14,11 @@ from distill.sampler import Sampler
 from distill.speculative.calibration import LEAST, Power
 from distill.speculative.cost import StepCosts
 from distill.speculative.draft import ModelDrafter
+from distill.speculative.expected_value import ExpectedValue
 from distill.speculative.lengths import (
     AcceptedRatio,
     BetaFilter,
     Entropy,
-    ExpectedValue,
     Fixed,
     LengthRule,
     LossyProbabilityFloor,
@@ -314,6 +314,6 @@ def test_refusals(verifier: str) -> None:
             if verifier == "greedy" and sampler.temperature:
                 assert said is not None and "temperature 0.8" in said
             elif rule in ANTICIPATING and sampler.temperature and not argmax and verifier in ("token", "block"):
-                assert said is not None and "dropped after it was seen" in said
+                assert said is not None and "dropped after the draw" in said
             else:
                 assert said is None

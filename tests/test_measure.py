@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from toys import Scripted, random_prompts, toy
 
+from distill.benchmark.profile import profile_entry
 from distill.evaluation.measure import (
     METRICS,
     measure_blocks,
@@ -23,8 +24,9 @@ from distill.evaluation.measure import (
 )
 from distill.intervals import Interval, ratio_interval
 from distill.packing import pack
+from distill.recipe import Profile
 from distill.sampler import Sampler
-from distill.speculative.cost import cost_curve, measure_steps, predicted_speedup
+from distill.speculative.cost import measure_steps, predicted_speedup
 from distill.speculative.decode import Round
 
 torch.set_num_threads(1)
@@ -178,5 +180,5 @@ def test_steps_are_timed_at_their_depth() -> None:
     found = measure_steps(model, [1, 3], 20, 5, 10)
     assert model.lengths == [20] and model.calls == [20, *[1, 3] * 6]  # one round is thrown away
     assert all(low <= middle <= high for middle, low, high in found.values())
-    curve = cost_curve(model, "m", "pytorch", "float32", 16, 128, 5)
+    curve = profile_entry(model, "m", "pytorch", "float32", Profile(max_tokens=16, depth=128, repeats=5))
     assert curve["depth"] == 48 and curve["tokens"] == list(range(1, 17)) and len(curve["seconds"]) == 16

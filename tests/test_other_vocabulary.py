@@ -25,19 +25,19 @@ from distill.sampler import Sampler
 from distill.speculative.decode import Decoded, Rules, decode, plain
 from distill.speculative.draft import Drafter, FirstThen, LookupDrafter, ModelDrafter
 from distill.speculative.lengths import Fixed, LengthRule, LossyProbabilityFloor, PlusMinus, ProbabilityFloor
-from distill.speculative.other_vocabulary.drafters import IntersectionDrafter, StringMatchDrafter
+from distill.speculative.other_vocabulary.drafters import IntersectionDrafter, Reader, StringMatchDrafter
 from distill.speculative.other_vocabulary.translation import (
     Translator,
-    Writer,
     incomplete,
-    shared_share,
     shared_tokens,
     transplant_gain,
 )
 from distill.speculative.proposal import Features, Proposal
 from distill.speculative.verify import CHAINS, refusal
 from distill.surgery.vocabulary.transplant import transplant
-from distill.vocabulary import BYTE_MAP, Vocabulary
+from distill.vocabulary import Vocabulary
+from distill.vocabulary.byte_map import BYTE_MAP
+from distill.vocabulary.encoding import Encoder
 
 torch.set_num_threads(1)
 ROOT = Path(__file__).resolve().parent.parent
@@ -109,7 +109,7 @@ def drafter_for(
     seed: int = 0,
     argmax: bool = False,
 ) -> Any:
-    return KINDS[kind](model, *pair, rule, sampler, random.Random(seed).random, argmax)
+    return KINDS[kind](Reader(model, *pair), rule, sampler, random.Random(seed).random, argmax)
 
 
 def run(target: Any, drafter: Drafter, prompt: Sequence[int], limit: int, rules: Rules) -> Decoded:
@@ -131,7 +131,6 @@ def test_shared_tokens_by_hand(tmp_path: Path) -> None:
     assert len(set(found.values())) == len(found) == 256 + 4 + 1
     assert found.keys() == {ours.tokens[t] for t in shared_tokens(theirs, ours).values()}
     assert shared_tokens(ours, ours) == {number: number for number in range(ours.size)}
-    assert shared_share(ours, ours) == 1 and shared_share(ours, theirs) == len(found) / ours.size
 
 
 def test_ids_of_the_same_bytes_go_one_to_one(tmp_path: Path) -> None:
@@ -155,13 +154,13 @@ def test_the_gain_of_a_transplant(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", MAKERS)
 def test_writers_say_the_bytes(name: str, tmp_path: Path) -> None:
-    writer = Writer(MAKERS[name](tmp_path))
+    encoder = Encoder(MAKERS[name](tmp_path))
     whole = PROSE.encode()
     for data in (whole, whole.strip(), b"", b" ", b"  ab", "▁a b▁".encode(), b"\xff\xfe a\x80", b"<end></s><s>"):
         for cut in range(0, len(data) + 1, 3):  # in the middle of characters too
-            assert writer.said(writer.write(data[cut:])) == data[cut:]
-            assert writer.said(writer.write(data[:cut])) == data[:cut]
-    assert not {writer.vocabulary.kinds[i] for i in writer.write(b"<end></s><s><stop>")} & {"special"}
+            assert encoder.vocabulary.text_bytes(encoder.text(data[cut:])) == data[cut:]
+            assert encoder.vocabulary.text_bytes(encoder.text(data[:cut])) == data[:cut]
+    assert not {encoder.vocabulary.kinds[i] for i in encoder.text(b"<end></s><s><stop>")} & {"special"}
     assert incomplete("né".encode()[:-1]) == b"\xc3" and incomplete(b"\xff") == incomplete(b"a") == b""
     assert incomplete("🙂".encode()[:3]) == "🙂".encode()[:3]
 
@@ -169,8 +168,8 @@ def test_writers_say_the_bytes(name: str, tmp_path: Path) -> None:
 def test_what_a_vocabulary_cannot_say_is_left_out(tmp_path: Path) -> None:
     ours, theirs = merged(tmp_path / "ours"), letters(tmp_path / "theirs", ["a", "b", "ab"])
     translator = Translator(ours, theirs)
-    assert translator.ids(Writer(ours).write("aébab".encode())) == [2, 2]
-    assert translator.ids(Writer(ours).write(b"ab\xc3")) is None  # inside a character, and no token for its bytes
+    assert translator.ids(Encoder(ours).text("aébab".encode())) == [2, 2]
+    assert translator.ids(Encoder(ours).text(b"ab\xc3")) is None  # inside a character, and no token for its bytes
 
 
 @pytest.mark.parametrize("normalise", [True, False])
@@ -185,15 +184,15 @@ def test_the_space_in_front_comes_once(normalise: bool, tmp_path: Path) -> None:
     wanted = tokenizer.encode("ab ab re", add_special_tokens=False).ids
     assert theirs.text_bytes(wanted) == b" ab ab re"
     translator = Translator(ours, theirs)
-    context = Writer(ours).write(b"ab ab re")
+    context = Encoder(ours).text(b"ab ab re")
     assert translator.ids(context) == wanted
-    assert translator.ids([*context, *Writer(ours).write(b"a")])[: len(wanted)] == wanted
-    assert Translator(third, theirs).ids(Writer(third).write(b" ab ab re")) == wanted  # not two of them
-    assert Translator(third, theirs).ids([1, *Writer(third).write(b" ab")]) == [1, *wanted[:1]]
-    assert Translator(third, ours).ids(Writer(third).write(b" ab ab")) == Writer(ours).write(b"ab ab")
+    assert translator.ids([*context, *Encoder(ours).text(b"a")])[: len(wanted)] == wanted
+    assert Translator(third, theirs).ids(Encoder(third).text(b" ab ab re")) == wanted  # not two of them
+    assert Translator(third, theirs).ids([1, *Encoder(third).text(b" ab")]) == [1, *wanted[:1]]
+    assert Translator(third, ours).ids(Encoder(third).text(b" ab ab")) == Encoder(ours).text(b"ab ab")
     # After a named token: a normaliser puts one there, Metaspace only before the first text.
     end = ours.index["<end>"]
-    after = translator.ids([end, *Writer(ours).write(b"ab")])
+    after = translator.ids([end, *Encoder(ours).text(b"ab")])
     assert theirs.text_bytes(after) == b"</s>" + (b" ab" if normalise else b"ab")
 
 
@@ -209,7 +208,7 @@ def test_real_vocabularies_read_what_their_tokenizers_write(ours: str, theirs: s
         its, own = (Tokenizer.from_file(str(folder / "tokenizer.json")) for folder in folders)
     else:
         (target, its), (draft, own) = loaded(ours), loaded(theirs)
-    source = PROSE * 2 + Path(__file__).read_text(encoding="utf-8")[:2500]
+    source = PROSE * 2 + (ROOT / "data" / "test" / "chunk.py").read_text(encoding="utf-8")[:2500]
     context = its.encode(source, add_special_tokens=False).ids
     translator = Translator(target, draft, window=64)
     opening = translator.destination.opening
@@ -229,7 +228,7 @@ def test_a_long_text_is_cut_where_no_token_is(tmp_path: Path) -> None:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     ours, theirs = single_bytes(tmp_path / "ours"), Vocabulary.read(save(tokenizer, tmp_path / "theirs"))
     source = "".join(random.Random(1).choices("\nab x", k=600))
-    context, translator = Writer(ours).write(source.encode()), Translator(ours, theirs, window=24)
+    context, translator = Encoder(ours).text(source.encode()), Translator(ours, theirs, window=24)
     for end in range(1, len(context), 3):
         assert translator.ids(context[:end]) == tokenizer.encode(source[:end]).ids
     assert {256, 257} <= set(tokenizer.encode(source).ids)
@@ -244,7 +243,7 @@ def test_a_long_text_is_cut_where_no_token_is(tmp_path: Path) -> None:
 def test_greedy_text_is_the_targets(kind: str, pair: tuple[str, str], tmp_path: Path) -> None:
     both = MAKERS[pair[0]](tmp_path / "ours"), MAKERS[pair[1]](tmp_path / "theirs")
     target, draft = model_for(both[0], 1), model_for(both[1], 2)
-    texts = [Writer(both[0]).write(given) for given in (PROSE.encode()[:31], b"ab re", "日é".encode()[:-1])]
+    texts = [Encoder(both[0]).text(given) for given in (PROSE.encode()[:31], b"ab re", "日é".encode()[:-1])]
     drafters: list[Any] = [
         drafter_for(kind, draft, both, rule, Sampler(0)) for rule in (Fixed(3), ProbabilityFloor(5, 0.1), PlusMinus(2))
     ]
@@ -272,7 +271,7 @@ def test_a_transplanted_copy_is_mostly_accepted(pair: tuple[str, str], tmp_path:
     for kind in KINDS:
         drafter = drafter_for(kind, draft, (ours, theirs), Fixed(4), Sampler(0))
         for start in (b"a", b"re", b" b", b"x", b"7", b"."):
-            prompt = Writer(ours).write(b"ab re" + start)
+            prompt = Encoder(ours).text(b"ab re" + start)
             result = run(target, drafter, prompt, 12, Rules())
             assert result.tokens == plain(target, prompt, 12).tokens
             drafted, accepted = (sum(getattr(r, name) for r in result.rounds) for name in ("drafted", "accepted"))
@@ -321,7 +320,7 @@ def test_the_same_vocabulary_drafts_as_ever(
         for mine in (True, False):
             draws = random.Random(7).random
             drafter: Any = (
-                IntersectionDrafter(draft, vocabulary, vocabulary, rule, sampler, draws, argmax)
+                IntersectionDrafter(Reader(draft, vocabulary, vocabulary), rule, sampler, draws, argmax)
                 if mine
                 else ModelDrafter(draft, rule, sampler, draws, argmax)
             )
@@ -351,7 +350,7 @@ def test_samples_follow_the_distribution(
 ) -> None:
     both = letters(tmp_path / "ours", TARGET), letters(tmp_path / "theirs", DRAFT)
     target, draws = TableModel(4, 31, sharpness=1.0), random.Random(f"{kind}/{verifier}")
-    drafter = KINDS[kind](TableModel(4, 32, sharpness=1.0), *both, Fixed(3), sampler, draws.random, argmax)
+    drafter = KINDS[kind](Reader(TableModel(4, 32, sharpness=1.0), *both), Fixed(3), sampler, draws.random, argmax)
     rules = Rules(sampler, verifier, random=draws.random)
     results = [run(target, drafter, [1, 2], 4, rules) for _ in range(SAMPLES)]
     counts = Counter(tuple(result.tokens) for result in results)
@@ -370,7 +369,7 @@ def test_a_distribution_that_was_not_drafted_from_is_seen(tmp_path: Path) -> Non
             return Proposal.chain(found.tokens, distributions, found.features)
 
     target, draws = TableModel(4, 11), random.Random(3).random
-    drafter = Unrestricted(TableModel(4, 12), *both, Fixed(3), Sampler(1.0), draws)
+    drafter = Unrestricted(Reader(TableModel(4, 12), *both), Fixed(3), Sampler(1.0), draws)
     counts = Counter(text(target, drafter, Rules(Sampler(1.0), "token", random=draws), 3) for _ in range(SAMPLES))
     assert p_value(counts, exact_distribution(target, Sampler(1.0), 3)) < 1e-6
 
@@ -397,7 +396,7 @@ def chains(drafter: Any, context: Sequence[int], given: tuple[float, ...] = ()) 
 def test_a_new_text_forgets_the_one_before(tmp_path: Path) -> None:
     both = letters(tmp_path / "ours", TARGET), letters(tmp_path / "theirs", DRAFT)
     used, fresh = (
-        IntersectionDrafter(TableModel(4, 22), *both, ProbabilityFloor(2, 0.0), Sampler(0), random.random)
+        IntersectionDrafter(Reader(TableModel(4, 22), *both), ProbabilityFloor(2, 0.0), Sampler(0), random.random)
         for _ in range(2)
     )
     used.begin([0, 1])
@@ -411,7 +410,7 @@ def test_a_new_text_forgets_the_one_before(tmp_path: Path) -> None:
 def test_two_tokens_follow_the_distribution_exactly(verifier: str, tmp_path: Path) -> None:
     both = letters(tmp_path / "ours", TARGET), letters(tmp_path / "theirs", DRAFT)
     target, sampler = TableModel(4, 21), Sampler(0.8, top_p=0.95)
-    drafter = IntersectionDrafter(TableModel(4, 22), *both, Fixed(2), sampler, random.random)
+    drafter = IntersectionDrafter(Reader(TableModel(4, 22), *both), Fixed(2), sampler, random.random)
     for context in ([0, 1], [3, 2], [0]):
 
         def distribution(history: list[int]) -> torch.Tensor:
@@ -442,7 +441,7 @@ def test_distributions_are_those_of_shared_tokens(sampler: Sampler, tmp_path: Pa
     drafter = drafter_for("intersection", model, both, Fixed(4), sampler)
     common = shared_tokens(*both)
     outside = torch.tensor([number not in common for number in range(both[0].size)])
-    context = Writer(both[0]).write(b"ab re a")
+    context = Encoder(both[0]).text(b"ab re a")
     drafter.begin(context)
     for _ in range(5):
         proposal = drafter.propose(context, 4, ())
@@ -485,7 +484,7 @@ def test_the_cache_holds_the_text(kind: str, pair: tuple[str, str], tmp_path: Pa
 
     drafter.reader.append = spied
     draws, unshared = random.Random(3), [i for i in range(both[0].size) if i not in shared_tokens(*both)]
-    pieces = [*(Writer(both[0]).write(c.encode()) for c in PROSE + "re ab" * 20), *([i] for i in unshared)]
+    pieces = [*(Encoder(both[0]).text(c.encode()) for c in PROSE + "re ab" * 20), *([i] for i in unshared)]
     for _ in range(3):
         context = draws.choice(pieces) + draws.choice(pieces)
         drafter.begin(context)
@@ -526,7 +525,7 @@ def test_rules_say_how_much_and_learn_from_it(kind: str, tmp_path: Path) -> None
     other = TorchModel(AutoModelForCausalLM.from_pretrained(tmp_path / "draft"))
     rule = Noted(9, 0.05)
     drafter = drafter_for(kind, other, both, rule, Sampler(0))
-    result = run(TorchModel(hugging_face), drafter, Writer(both[0]).write(b"re ab"), 30, Rules())
+    result = run(TorchModel(hugging_face), drafter, Encoder(both[0]).text(b"re ab"), 30, Rules())
     assert len(told) == len(result.rounds) and rule.steps >= len(told)
     assert all(accepted <= drafted == features <= 3 for drafted, accepted, features in told)
     assert any(accepted for _, accepted, _ in told)
@@ -535,7 +534,7 @@ def test_rules_say_how_much_and_learn_from_it(kind: str, tmp_path: Path) -> None
     # Without chance, a rule may drop what was drafted.
     for least in (0.0, 1.1):
         drafter = drafter_for(kind, other, both, LossyProbabilityFloor(2, least), Sampler(0))
-        assert bool(drafter.propose(Writer(both[0]).write(b"re ab"), 9, ()).tokens) == (least < 1)
+        assert bool(drafter.propose(Encoder(both[0]).text(b"re ab"), 9, ()).tokens) == (least < 1)
     other_kind = drafter_for(kind, other, both, LossyProbabilityFloor(4, 0.2), Sampler(1.0))
     assert other_kind.kind == ("cut" if kind == "intersection" else "deterministic")
     assert (refusal("token", other_kind.kind, 1.0) is not None) == (kind == "intersection")
@@ -558,7 +557,7 @@ class Speaker(TableModel):
 
 def test_a_text_is_proposed_in_the_targets_tokens(tmp_path: Path) -> None:
     ours, theirs = merged(tmp_path / "ours"), shuffled(tmp_path / "theirs")
-    write, words = Writer(ours).write, [ours.index[name] for name in ("Ġab", "re", "<end>")]
+    write, words = Encoder(ours).text, [ours.index[name] for name in ("Ġab", "re", "<end>")]
 
     def proposed(context: list[int], said: list[int], length: int, ends: Sequence[int] = (), limit: int = 9) -> Any:
         start = len(Translator(ours, theirs).ids(context) or [])
@@ -569,7 +568,7 @@ def test_a_text_is_proposed_in_the_targets_tokens(tmp_path: Path) -> None:
         drafter.accepted(Proposal.chain(found), len(found), 0, 0.1)
         return found, drafted
 
-    spell, stop = Writer(theirs).write, theirs.index["<stop>"]
+    spell, stop = Encoder(theirs).text, theirs.index["<stop>"]
     assert proposed(write(b"x"), spell(b" abre"), 5) == (words[:2], 5)
     assert proposed(write(b"x"), spell(b" abre"), 4) == ([words[0], ours.index["r"]], 4)
     # The context ends inside a token that both together would be: its rest is written alone.
@@ -594,7 +593,7 @@ def test_contexts_that_do_not_fit(kind: str, tmp_path: Path) -> None:
     both = merged(tmp_path / "ours"), shuffled(tmp_path / "theirs")
     target = model_for(both[0], 1)
     small = model_for(both[1], 2, max_position_embeddings=24)
-    prompt = Writer(both[0]).write(b"ab ab re re")
+    prompt = Encoder(both[0]).text(b"ab ab re re")
     result = run(target, drafter_for(kind, small, both, Fixed(4), Sampler(0)), prompt, 40, Rules())
     assert result.tokens == plain(target, prompt, 40).tokens
     assert result.rounds[0].drafted > 0 == result.rounds[-1].drafted
@@ -603,9 +602,9 @@ def test_contexts_that_do_not_fit(kind: str, tmp_path: Path) -> None:
     )
     poor = letters(tmp_path / "poor", ["a", "b", "ab"])
     drafter = drafter_for(kind, TableModel(3, 1), (both[0], poor), Fixed(3), Sampler(0))
-    drafter.begin(Writer(both[0]).write(b"a\xc3"))
-    assert drafter.propose(Writer(both[0]).write(b"a\xc3"), 4, ()).tokens == []
-    assert drafter.propose(Writer(both[0]).write("aéb".encode()), 4, ()).tokens != []
+    drafter.begin(Encoder(both[0]).text(b"a\xc3"))
+    assert drafter.propose(Encoder(both[0]).text(b"a\xc3"), 4, ()).tokens == []
+    assert drafter.propose(Encoder(both[0]).text("aéb".encode()), 4, ()).tokens != []
 
 
 def test_pairs_that_cannot_be(tmp_path: Path) -> None:
@@ -620,7 +619,7 @@ def test_pairs_that_cannot_be(tmp_path: Path) -> None:
             drafter.shared_model.extend([0], **arguments)
     (ours.folder / "tokenizer.json").write_text("{")
     with pytest.raises(DataError, match="cannot be loaded"):
-        Writer(ours)
+        Encoder(ours)
 
 
 @pytest.mark.parametrize("kind", KINDS)

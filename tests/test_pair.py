@@ -17,8 +17,9 @@ from toys import save_toy, toy, toy_tokenizer
 
 from distill.errors import DataError, PairError
 from distill.export.writer import export_gguf
+from distill.models.gguf.defaults import DEFAULTS, PRE_ADDS_BOS, PRE_WITHOUT_BOS
 from distill.models.kept import write_kept
-from distill.models.metadata import DEFAULTS, PRE_ADDS_BOS, PRE_WITHOUT_BOS, VocabularyMetadata
+from distill.models.metadata import VocabularyMetadata
 from distill.models.pairs import PairReport, compare_pair, require_pair
 
 SHARED = Path(os.environ.get("DISTILL_SHARED", Path(__file__).resolve().parents[2] / "shared"))
@@ -435,7 +436,7 @@ def test_hub_names_fetch_no_weights(model: Path, monkeypatch: pytest.MonkeyPatch
     ("name", "content", "words"),
     [
         ("tokenizer_config.json", "[]", "not a JSON object"),
-        ("tokenizer_config.json", "{", "cannot be read"),
+        ("tokenizer_config.json", "{", "damaged"),
         ("tokenizer.json", "{}", "cannot be loaded"),
         ("config.json", "{", "cannot load"),
         ("kept_tokens.json", "{}", "damaged"),

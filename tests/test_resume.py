@@ -299,3 +299,55 @@ def test_a_grown_part_is_kept_when_the_other_is_lost(
     assert train(world, copied, *grown) == 0
     said = capsys.readouterr().err
     assert "grown-pytorch: was there" in said and "grown-gguf: was there" not in said
+
+
+# ── the plan ──
+
+
+def kinds(actions: list[Any]) -> dict[str, str]:
+    return {action.stage.name: action.kind for action in actions}
+
+
+def test_the_plan_of_each_state(world: Path, copied: Path) -> None:
+    """Planning changes nothing; a stage whose inputs are not written yet waits, one beside them does not."""
+    from distill.pipeline.running import plan_run
+
+    def planned(*redo: str, until: str | None = None, **changes: Any) -> dict[str, str]:
+        recipe = load_recipe(world / "recipe.yaml", [f"{name.replace('__', '.')}={v}" for name, v in changes.items()])
+        return kinds(plan_run(recipe, Run(copied, recipe), until, redo))
+
+    before = tiny.contents(copied)
+    done = dict.fromkeys(tiny.STAGES, "skip")
+    assert planned() == done
+    assert planned(until="cut") == dict.fromkeys(tiny.STAGES[:4], "skip")
+    assert planned(eval__new_tokens=10) == {**done, "eval": "redo", "speedup": "wait", "report": "wait"}
+    assert planned(answers__new_tokens=20) == {"corpus": "refuse"}
+    assert planned(train__steps=9) == {**dict.fromkeys(tiny.STAGES[:5], "skip"), "train": "refuse"}
+    waiting = dict.fromkeys(("eval", "export", "speedup", "report"), "wait")
+    assert planned("train", train__steps=9) == {**done, "train": "redo", **waiting}
+    assert planned("profile", "train") == {**done, "profile": "redo", "train": "redo", **waiting}
+    assert tiny.contents(copied) == before
+
+    (copied / "answers" / "train-00001.jsonl").unlink()
+    (copied / "gguf" / "export.json").unlink()
+    waiting = dict.fromkeys(("teacher", "cut", "profile", "train", "eval", "export", "speedup", "report"), "wait")
+    assert planned() == {"corpus": "skip", "answers": "mend", **waiting}
+    assert planned("answers") == {"corpus": "skip", "answers": "redo", **waiting}
+
+    record = json.loads((copied / "stages" / "corpus.json").read_text())
+    (copied / "stages" / "corpus.begun.json").write_text(json.dumps(record["inputs"]))
+    (copied / "stages" / "corpus.json").unlink()
+    assert planned() == {"corpus": "resume", "answers": "wait", **waiting}
+
+
+def test_a_dry_run_prints_the_whole_plan(world: Path, copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = tiny.contents(copied)
+    assert train(world, copied, "eval.new_tokens=10", "--dry-run") == 0
+    found = states(capsys.readouterr().err)
+    assert list(found) == list(tiny.STAGES)
+    assert found["eval"] == "would run again (eval.new_tokens: 12 -> 10)"
+    assert found["speedup"] == "depends on the result of eval"
+    assert train(world, copied, "train.steps=9", "--dry-run") == 2
+    text = capsys.readouterr().err
+    assert states(text)["train"] == "refused" and "--redo train" in text
+    assert tiny.contents(copied) == before

@@ -31,14 +31,8 @@ from distill.speculative.calibration import CONTEXT_TERMS, Logistic, Power
 from distill.speculative.configured import make_rule
 from distill.speculative.cost import StepCosts
 from distill.speculative.draft import ModelDrafter
-from distill.speculative.lengths import (
-    AcceptedRatio,
-    BetaFilter,
-    Entropy,
-    ExpectedValue,
-    LengthRule,
-    PlusMinus,
-)
+from distill.speculative.expected_value import ExpectedValue
+from distill.speculative.lengths import AcceptedRatio, BetaFilter, Entropy, LengthRule, PlusMinus
 from distill.speculative.proposal import Proposal
 from distill.speculative.trees.tree import features_of
 from distill.speculative.verify import CHAINS, refusal

@@ -24,10 +24,11 @@ from distill.models.torch_logits import TorchLogits
 from distill.sampler import Sampler
 from distill.speculative.batch import decode_batch, plain_batch
 from distill.speculative.decode import Decoded, Rules, decode, plain
-from distill.speculative.draft import Drafter, FirstThen, LookupDrafter, ModelDrafter, TreeDrafter
+from distill.speculative.draft import Drafter, FirstThen, LookupDrafter, ModelDrafter
 from distill.speculative.lengths import Fixed, LossyProbabilityFloor, PlusMinus, ProbabilityFloor
 from distill.speculative.stop_strings import Characters, Stopped, stop_before, token_bytes
 from distill.speculative.trees.shape import Shape
+from distill.speculative.trees.tree_drafter import TreeDrafter
 from distill.vocabulary import Vocabulary
 
 torch.set_num_threads(1)

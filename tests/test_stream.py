@@ -38,8 +38,8 @@ from distill.speculative.calibration import Power
 from distill.speculative.configured import check_trees, make_drafter, require_trees
 from distill.speculative.cost import StepCosts
 from distill.speculative.decode import Decoded, Rules, decode, plain
-from distill.speculative.draft import TreeDrafter
 from distill.speculative.trees.shape import Shape
+from distill.speculative.trees.tree_drafter import TreeDrafter
 
 torch.set_num_threads(1)
 ROOT = Path(__file__).resolve().parent.parent

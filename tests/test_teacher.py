@@ -32,7 +32,7 @@ from distill import processes
 from distill.errors import DataError, RecipeError, RunError
 from distill.files import file_digest, read_json, write_json, write_text
 from distill.models.hugging_face import load_model, quantisation
-from distill.models.masks import document_masks
+from distill.models.packed_forward import document_masks
 from distill.packing import Packed, attention_mask, pack
 from distill.recipe import Recipe, parse_recipe
 from distill.run import Run
@@ -509,12 +509,12 @@ def test_the_manifest(folders: dict[str, Path], tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"temperatures": [2.0]}, "must hold 1"),
+        ({"temperatures": [2.0]}, "must include 1"),
         ({"temperatures": [1.0, 1.0]}, "none twice"),
         ({"temperatures": [1.0, 0.0]}, "must be positive"),
         (
             {"kind": "online", "temperatures": [1.0, 2.0]},
-            "temperatures is a setting of kind compact, and kind is online",
+            "temperatures is a setting of kind compact, but kind is online",
         ),
         ({"kind": "exact", "mass": 0.9}, "mass is a setting of kind compact"),
         ({"dtype": "bfloat16"}, "dtype is a setting of kind exact"),

@@ -241,8 +241,8 @@ def test_a_third_generation(
         (("cut.layers=1",), "--refresh makes no cuts"),
         (("train.sparsity={method: group, mlp_width: 32}",), "--refresh makes no cuts"),
         (("name=other",), "no finished draft"),
-        (("--fresh",), "--refresh begins a new run"),
-        (("--redo", "train"), "--refresh begins a new run"),
+        (("--fresh",), "--refresh starts a new run"),
+        (("--redo", "train"), "--refresh starts a new run"),
     ],
 )
 def test_refusals(

@@ -25,13 +25,14 @@ from distill.surgery.vocabulary.subtokens import (
     COPY,
     MEAN,
     ORIGINS,
-    Encoder,
     Subtokens,
     describe_subtokens,
     map_subtokens,
 )
 from distill.surgery.vocabulary.transplant import EMBEDDING, HEAD, check_transplant, transplant
-from distill.vocabulary import NEVER_IN_UTF8, Vocabulary
+from distill.vocabulary import Vocabulary
+from distill.vocabulary.byte_map import NEVER_IN_UTF8
+from distill.vocabulary.encoding import Encoder
 
 torch.set_num_threads(1)
 TURNS = ["<|im_start|>", "<|im_end|>", "<end>"]
@@ -446,7 +447,7 @@ def test_encoders_write_any_bytes(tmp_path: Path) -> None:
         donor = Vocabulary.read(make(tmp_path / make.__name__))
         encoder = Encoder(donor)
         for data in (b"\xff\xfe ab", "▁日 abc\x00".encode(), b"\xe6\x97", b"<0x41></s>", bytes(range(256))):
-            ids, exact = encoder.write(data)
+            ids, exact = encoder.word(data)
             assert exact and donor.text_bytes(ids) == data
             assert all(donor.kinds[number] in ("normal", "byte") for number in ids)
 

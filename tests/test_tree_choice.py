@@ -50,10 +50,10 @@ from distill.sampler import Sampler
 from distill.speculative.configured import check_configurations, lossy_reason, make_drafter
 from distill.speculative.cost import StepCosts
 from distill.speculative.decode import GREEDY, Decoded, Rules, decode
-from distill.speculative.draft import TreeDrafter
 from distill.speculative.proposal import ROOT, Proposal
 from distill.speculative.trees.shape import RankTally, Shape
 from distill.speculative.trees.tree import best_first
+from distill.speculative.trees.tree_drafter import TreeDrafter
 
 CHOSEN = [
     Configuration(drafter="tree", length=4),

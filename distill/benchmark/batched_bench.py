@@ -17,8 +17,8 @@ from distill.errors import DataError
 from distill.speculative.cost import CostCurve, StepCosts, predicted_speedup
 
 NOTE = (
-    "Imported from llama-batched-bench, which times m parallel sequences, each with a cache of its own. That is not m "
-    "tokens of one sequence, which read one cache: those usually cost a little less, most of all at great depths."
+    "Imported from llama-batched-bench, which times m parallel sequences, each with a cache of its own. m tokens of "
+    "one sequence share one cache and usually cost a little less, most of all at great depths."
 )
 COUNTS, TIMES = ("pp", "tg", "pl"), ("t_tg",)  # the fields of a line that are used
 MOST_LISTED = 64  # costs in GGML_BATCH_COSTS
@@ -37,7 +37,7 @@ class Setting:
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:
-    """The measurements of a log, in order; lines that are not JSON objects (llama.cpp's own messages) are left out.
+    """The measurements of a log, in order; lines that are not JSON objects (llama.cpp's own messages) are skipped.
 
     Raises DataError, with the line's number, for a broken or incomplete object and for a log without any.
     """
@@ -69,7 +69,7 @@ def _measurement(line: str, where: str) -> dict[str, Any]:
 
 
 def import_curve(path: Path, model: str = "llama-batched-bench") -> CostCurve:
-    """The target's curve in units of T(1) from a log; depth is what each sequence held on average while it was timed.
+    """The target's curve in units of T(1) from a log; depth is the mean length of each sequence while it was timed.
 
     T(m) is t_tg / tg of the line with pl = m, the median where a line repeats. Depths at which the log does not hold
     m = 1, 2, ... without a gap are cut at the gap (`note` says so). Raises DataError when no depth has m = 1 and 2.
@@ -87,7 +87,9 @@ def import_curve(path: Path, model: str = "llama-batched-bench") -> CostCurve:
             notes.append(f"Depth {depth} was left out: it lacks m = {1 if 1 not in found else 2}.")
             continue
         if max(found) > steps:
-            notes.append(f"Depth {depth} ends at m = {steps}: m = {steps + 1} was not measured, a gap is not filled.")
+            notes.append(
+                f"Depth {depth} ends at m = {steps}: m = {steps + 1} was not measured, and gaps are not filled."
+            )
         one = statistics.median(found[1])
         depths.append(depth)
         seconds.append(tuple(statistics.median(found[m]) / one for m in range(1, steps + 1)))
@@ -98,7 +100,7 @@ def import_curve(path: Path, model: str = "llama-batched-bench") -> CostCurve:
 
 
 def settings(curve: CostCurve, accepted: Sequence[float], draft: float, depth: int, most: int = 32) -> list[Setting]:
-    """What to set in llama.cpp, from the target's curve, acceptance by position (given reached) and the draft's D(1).
+    """llama.cpp settings from the target's curve, acceptance by position (given reached) and the draft's D(1).
 
     `draft` is in units of T(1). The environment variables are read by llama.cpp builds with profile-guided lengths
     (pull request 17034), the flags by every llama-server.
@@ -115,13 +117,14 @@ def settings(curve: CostCurve, accepted: Sequence[float], draft: float, depth: i
         Setting(
             "GGML_MAX_LOOK_AHEAD",
             str(ahead),
-            f"The curve has steps: from some length, only {ahead} accepted tokens together pay for their verification."
+            f"The curve has steps: from some lengths on, only {ahead} more accepted tokens together pay for their "
+            "verification."
             if ahead > 1
-            else "From every length, either the next accepted token pays for itself or no number of them does.",
+            else "From every length on, either one more accepted token pays for its verification or no number does.",
         ),
     ]
     if best == 0:
-        why = f"No length beats plain decoding: the best, {_best_drafting(speeds)}. Better leave the draft out."
+        why = f"No length beats plain decoding: {_best_drafting(speeds)}. Decode without the draft."
         return [*found, Setting("--spec-draft-n-max", "0", why)]
     floor = probability_floor(costs, accepted, best, speeds[best])
     return [
@@ -130,25 +133,25 @@ def settings(curve: CostCurve, accepted: Sequence[float], draft: float, depth: i
         Setting(
             "--spec-draft-p-min",
             f"{floor:.2f}",
-            f"Below this probability a token costs more than it brings at {speeds[best]:.2f}× "
-            "(lossless there at temperature 0 or when the draft takes its best token).",
+            f"Below this probability a token costs more time than it saves at {speeds[best]:.2f}× "
+            "(in llama.cpp lossless at temperature 0, or when the draft takes its best token).",
         ),
     ]
 
 
 def _best_drafting(speeds: Sequence[float]) -> str:
     if len(speeds) < 2:
-        return "none, has no acceptance rates"
+        return "no acceptance rates were given"
     n = max(range(1, len(speeds)), key=lambda n: speeds[n])
-    return f"{n}, is predicted to reach {speeds[n]:.2f}×"
+    return f"the best one, {n}, is predicted to reach {speeds[n]:.2f}×"
 
 
 def look_ahead(costs: StepCosts, speed: float = 1.0) -> int:
-    """How many tokens a draft must look ahead, so that no step of the curve hides what pays behind it.
+    """How many tokens a draft must look ahead to see past the steps of the curve.
 
     Decoding at `speed` times plain decoding, k accepted tokens save k·T(1) / speed seconds and cost
-    T(n + 1 + k) − T(n + 1) + k·D. The smallest k that pays, largest over the lengths n; those from which nothing ever
-    pays do not count. At least 1.
+    T(n + 1 + k) − T(n + 1) + k·D. Returns the smallest k that pays, the largest such k over all lengths n; lengths from
+    which no k pays do not count. At least 1.
     """
     worth, longest = costs.target[0] / speed, len(costs.target) - 1
     found = 1
@@ -163,9 +166,9 @@ def look_ahead(costs: StepCosts, speed: float = 1.0) -> int:
 def probability_floor(costs: StepCosts, accepted: Sequence[float], length: int, speed: float) -> float:
     """The probability of acceptance at which verifying one more token pays for itself, within [0, 0.95].
 
-    A drafted token's draft step is paid; to verify it costs (T(n + 1) − T(1)) / n on the average of n = `length`, time
-    in which decoding at `speed` makes speed / T(1) tokens a second. It brings its own probability times that of the
-    tokens before it, whose mean over the positions stands in here.
+    The draft step of a drafted token is spent already. Verifying it costs (T(n + 1) − T(1)) / n seconds, averaged over
+    n = `length`; in that time decoding at `speed` makes speed / T(1) tokens a second. The token is worth its own
+    probability times that of all tokens before it, for which the mean over the positions is used.
     """
     reached, survive = 0.0, 1.0
     for position in range(length):

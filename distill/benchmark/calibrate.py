@@ -26,12 +26,12 @@ from distill.speculative.calibration import (
     Power,
     Recorded,
     Sequential,
-    answers,
     expected_calibration_error,
     fit_logistic,
     fit_power,
     fit_sequential,
     log_loss,
+    predicted,
 )
 from distill.speculative.cost import StepCosts
 from distill.speculative.decode import GREEDY, Decoded, Rules, decode, room_for
@@ -135,7 +135,7 @@ def calibrate(own: Sequence[Recorder], command: str, ranks: RankTally | None = N
     table |= {"rounds": len(everything), "judged": judged, "fits": {}, "unfitted": {}}
 
     def scored(calibration: Calibration) -> dict[str, float]:
-        said, stood = answers(calibration, odd)
+        said, stood = predicted(calibration, odd)
         return {"log_loss": log_loss(said, stood), "calibration_error": expected_calibration_error(said, stood)}
 
     for name, fit in FITS.items():

@@ -9,18 +9,39 @@ from typing import Any
 from distill.export.writer import export_gguf
 from distill.files import write_json
 from distill.machine import machine
+from distill.models.base import Model
 from distill.models.gguf.model import GgufModel
 from distill.models.hugging_face import load_model, load_target, local_folder, pick_device
 from distill.models.torch_model import TorchModel
-from distill.recipe import Recipe
+from distill.recipe import Profile, Recipe
 from distill.run import Run
-from distill.speculative.cost import cost_curve
+from distill.speculative.cost import measure_curve
+
+
+def profile_entry(model: Model, title: str, backend: str, dtype: str, settings: Profile) -> dict[str, Any]:
+    """The measured curve of one model as profile.json keeps it; its lists run over m = 1..max_tokens.
+
+    It is measured at the recipe's depth, or at the deepest that the model's context leaves room for.
+    """
+    depth = min(settings.depth, model.capacity - settings.max_tokens)
+    curve = measure_curve(model, title, backend, [depth], settings.max_tokens, settings.repeats, show_progress=False)
+    return {
+        "model": curve.model,
+        "backend": curve.backend,
+        "dtype": dtype,
+        "depth": depth,
+        "repeats": curve.repeats,
+        "tokens": list(range(1, len(curve.seconds[0]) + 1)),
+        "seconds": list(curve.seconds[0]),
+        "low": list(curve.fastest[0]),
+        "high": list(curve.slowest[0]),
+        "doubt": curve.note,
+    }
 
 
 def profile(recipe: Recipe, run: Run) -> list[Path]:
-    """Write profile.json. The draft's weights do not matter for its cost, so the cut, untrained one is timed."""
+    """Write profile.json. The draft's weights do not affect its cost, so the untrained draft of stage cut is timed."""
     settings = recipe.profile
-    sizes = (settings.max_tokens, settings.depth, settings.repeats)
     curves: list[dict[str, Any]] = []
     folders = {"target": local_folder(recipe.target.model), "draft": run.path("cut")}
     for title, folder in folders.items():
@@ -30,13 +51,13 @@ def profile(recipe: Recipe, run: Run) -> list[Path]:
             model = TorchModel(
                 load_target(recipe.target, device) if own else load_model(str(folder), recipe.target.dtype, device)
             )
-            curves.append(cost_curve(model, title, "pytorch", recipe.target.dtype, *sizes))
+            curves.append(profile_entry(model, title, "pytorch", recipe.target.dtype, settings))
         if "gguf" in recipe.speedup.backends:
             with tempfile.TemporaryDirectory() as temporary:
                 path = Path(temporary) / "model.gguf"
                 export_gguf(folder, path, recipe.speedup.outtype)
                 with GgufModel(path, context=settings.depth + settings.max_tokens, threads=recipe.threads) as quantised:
-                    curves.append(cost_curve(quantised, title, "gguf", recipe.speedup.outtype, *sizes))
+                    curves.append(profile_entry(quantised, title, "gguf", recipe.speedup.outtype, settings))
     for curve in curves:
         first = curve["seconds"][0]
         run.say(

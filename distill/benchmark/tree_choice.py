@@ -19,10 +19,11 @@ from distill.speculative.calibration import Calibration
 from distill.speculative.configured import Tree, configured_sampler, lossy_reason, make_drafter
 from distill.speculative.cost import StepCosts
 from distill.speculative.decode import Decoded, Rules, decode, room_for
-from distill.speculative.draft import Drafter, TreeDrafter
+from distill.speculative.draft import Drafter
 from distill.speculative.proposal import ROOT, Proposal
 from distill.speculative.trees.shape import Shape, choose_shape, expected_accepted
 from distill.speculative.trees.tree import choose_budget
+from distill.speculative.trees.tree_drafter import TreeDrafter
 
 # Trees that are timed; each costs a few texts, and what lies between two of them is hardly faster than both.
 SIZES = (1, 2, 3, 4, 6, 8, 11, 15, 21, 29, 40, 63)

@@ -1,4 +1,4 @@
-"""The command line: every command by its name, and what an exception means for the exit status."""
+"""The command line: the commands by name, and the exit status for each kind of exception."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ from distill.errors import DistillError
 from distill.processes import leave
 
 app = typer.Typer(
-    help="Make draft models for speculative decoding: cut from a donor, trained on a target, the speedup proven.",
+    help="Make draft models for speculative decoding: cut a draft from a donor, train it on the target, measure it.",
+    epilog="Commands that take a RUN use the newest one by default. Exit status: 0 success, 2 user error, 1 bug.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -51,7 +52,7 @@ ClickException: Any = next(kind for kind in typer.BadParameter.__mro__ if kind._
 
 
 def main() -> None:
-    """Run a command: exit 0 done, 2 the user's to mend (one message), 1 a bug (with its traceback)."""
+    """Run a command; exit with 0 on success, 2 after a user error (one message), 1 after a bug (with its traceback)."""
     try:
         result = app(standalone_mode=False)
         code = result if isinstance(result, int) else 0
@@ -64,7 +65,7 @@ def main() -> None:
         error.show()
         code = 2
     except (KeyboardInterrupt, typer.Abort):
-        print("\ndistill: interrupted; the same command goes on from here", file=sys.stderr)
+        print("\ndistill: interrupted; the same command resumes", file=sys.stderr)
         code = 130
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,4 +1,4 @@
-"""`distill check`: a recipe, or any target and draft, before anything is loaded."""
+"""`distill check`: checks a recipe, or any target and draft, without loading a model."""
 
 from __future__ import annotations
 
@@ -8,66 +8,60 @@ from typing import Annotated
 import typer
 
 from distill.errors import PairError, RecipeError
-from distill.pipeline.preflight import check_models
 
 
 def check(
     recipe: Annotated[
-        Path | None, typer.Argument(metavar="[RECIPE]", help="Recipe file; left out for a standalone pair.")
+        Path | None, typer.Argument(metavar="RECIPE", help="Recipe file; omit it for a standalone pair.")
     ] = None,
-    overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[a.b=c]...", help="Overrides of recipe keys.")
-    ] = None,
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="a.b=c", help="Override recipe keys.")] = None,
     offline: Annotated[
-        bool, typer.Option("--offline", help="Skip what needs a model hub, and say what was skipped.")
+        bool, typer.Option("--offline", help="Skip checks that need a model hub, and list them.")
     ] = False,
     target: Annotated[
-        str | None, typer.Option("--target", help="Without a run: Hugging Face folder, hub name or GGUF file.")
+        str | None, typer.Option("--target", help="Standalone pair: target as Hugging Face folder, hub name or GGUF.")
     ] = None,
-    draft: Annotated[str | None, typer.Option("--draft", help="Without a run: its draft, likewise.")] = None,
+    draft: Annotated[
+        str | None, typer.Option("--draft", help="Standalone pair: draft as Hugging Face folder, hub name or GGUF.")
+    ] = None,
     context: Annotated[
-        int | None, typer.Option("--context", min=1, help="Without a run: tokens of context that will be served.")
+        int | None, typer.Option("--context", min=1, help="Standalone pair: tokens of context to be served.")
     ] = None,
 ) -> None:
-    """Check a recipe, or any target and draft: keys, files, tokenizers, pair rules, sizes. Loads no weights."""
-    from distill.recipe import is_path, load_recipe
+    """Check a recipe, or a target and a draft, in seconds.
 
+    Checks keys, files, tokenizers, pair rules, cuts and disk space. Loads no weights and changes nothing.
+    """
     if target or draft:
         if recipe is not None or target is None or draft is None:
             raise RecipeError(
                 "a standalone pair is --target and --draft, without a recipe", "name both, or a recipe alone"
             )
-        from distill.models.pairs import compare_pair
-
-        pair = compare_pair(target, draft, context)
-        print("\n".join(pair.lines()))
-        if pair.distill is not None:
-            raise PairError(f"{draft} cannot draft for {target}: {pair.distill}", pair.remedies.get("distill", ""))
+        _check_standalone(target, draft, context)
         return
     if recipe is None:
         raise RecipeError("nothing to check", "`distill check RECIPE`, or `distill check --target A --draft B`")
-    found = load_recipe(recipe, overrides or [])
-    print(f"recipe {found.name}: keys and values are fine")
-    from distill.corpus.sources import source_path
+    _check_recipe(recipe, overrides or [], offline)
 
-    skipped = []
-    for source in found.corpus.sources:
-        if source.kind == "hub":
-            skipped.append(f"data set {source.path}")
-        else:
-            print(f"corpus source {source.path}: {source_path(source)} is there")
-    if found.answers.traffic is not None:
-        from distill.target.traffic import measure
 
-        print(f"traffic {found.answers.traffic.path}: {measure(Path(found.answers.traffic.path))['lines']} lines")
-    donor = found.target.model if found.cut.donor == "target" else found.cut.donor
-    models = dict.fromkeys([found.target.model, donor])
-    remote = [model for model in models if not is_path(model)]
-    if remote and offline:
-        skipped += [f"model {model}" for model in remote]
-        skipped.append("pair rules, sizes and the cut, which need those models' configurations")
-    else:
-        print("\n".join(check_models(found)))
-    for item in skipped:
-        print(f"not checked: {item}" + (" (--offline)" if offline else " (read when the corpus is made)"))
-    print("check passed" + (", as far as it goes without a hub" if skipped else ""))
+def _check_standalone(target: str, draft: str, context: int | None) -> None:
+    from distill.models.pairs import compare_pair
+
+    pair = compare_pair(target, draft, context)
+    print("\n".join(pair.lines()))
+    if pair.distill is not None:
+        raise PairError(f"{draft} cannot draft for {target}: {pair.distill}", pair.remedies.get("distill", ""))
+
+
+def _check_recipe(path: Path, overrides: list[str], offline: bool) -> None:
+    from distill.pipeline.preflight import preflight
+    from distill.recipe import load_recipe
+
+    recipe = load_recipe(path, overrides)
+    print(f"recipe {recipe.name}: keys and values are valid")
+    found = preflight(recipe, offline=offline)
+    for line in found.lines:
+        print(line)
+    for item in found.skipped:
+        print(f"not checked: {item}" + (" (--offline)" if offline else " (read by stage corpus)"))
+    print("check passed" + (", apart from the items listed as not checked" if found.skipped else ""))

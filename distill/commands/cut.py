@@ -1,4 +1,4 @@
-"""`distill cut`: make a model smaller."""
+"""`distill cut`: makes a model smaller."""
 
 from __future__ import annotations
 
@@ -15,29 +15,32 @@ from distill.errors import RecipeError
 
 def cut(
     source: Annotated[str, typer.Argument(metavar="MODEL", help="Model folder or hub name.")],
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="New folder.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write.")],
     text: Annotated[
-        list[Path] | None, typer.Option("--text", help="Text file, or folder of them, that scores are collected on.")
+        list[Path] | None, typer.Option("--text", help="Text file or folder of text files to score the cuts on.")
     ] = None,
     target: Annotated[
-        str | None, typer.Option("--target", help="Whose distributions KL is measured to; the uncut model if left out.")
+        str | None, typer.Option("--target", help="Model to measure KL to; by default the uncut model.")
     ] = None,
-    layers: Annotated[int | None, typer.Option("--layers", help="Layers kept.")] = None,
+    layers: Annotated[int | None, typer.Option("--layers", help="Number of layers to keep.")] = None,
     layer_rule: Annotated[
-        str, typer.Option("--layer-rule", help="auto, greedy, influence, angular or last-but-one.")
+        str, typer.Option("--layer-rule", help="Which layers go: auto, greedy, influence, angular or last-but-one.")
     ] = "auto",
     drop_layers: Annotated[
-        str | None, typer.Option("--drop-layers", help="Layers dropped by number: 14-21 or 3,7.")
+        str | None, typer.Option("--drop-layers", help="Layers to drop, by number: 14-21 or 3,7.")
     ] = None,
-    mlp_width: Annotated[int | None, typer.Option("--mlp-width", help="MLP neurons kept per layer.")] = None,
-    mlp_rule: Annotated[str, typer.Option("--mlp-rule", help="activation, magnitude or first.")] = "activation",
-    repair: Annotated[
-        bool, typer.Option("--repair/--no-repair", help="Least-squares repair of the narrowed MLPs.")
-    ] = True,
-    kv_heads: Annotated[int | None, typer.Option("--kv-heads", help="KV heads kept.")] = None,
-    hidden: Annotated[int | None, typer.Option("--hidden", help="Hidden size kept.")] = None,
+    mlp_width: Annotated[int | None, typer.Option("--mlp-width", help="MLP neurons to keep per layer.")] = None,
+    mlp_rule: Annotated[
+        str, typer.Option("--mlp-rule", help="Which neurons stay: activation, magnitude or first.")
+    ] = "activation",
+    repair: Annotated[bool, typer.Option("--repair/--no-repair", help="Repair narrowed MLPs by least squares.")] = True,
+    kv_heads: Annotated[int | None, typer.Option("--kv-heads", help="KV heads to keep.")] = None,
+    hidden: Annotated[int | None, typer.Option("--hidden", help="Hidden size to keep.")] = None,
 ) -> None:
-    """Cut layers, MLP neurons, KV groups or hidden dimensions out of a model, each choice measured on text."""
+    """Remove layers, MLP neurons, KV groups or hidden dimensions from a model.
+
+    The parts to remove are chosen by scores on text.
+    """
     from distill.recipe import Cut, parse_section
 
     asked = {
@@ -52,7 +55,7 @@ def cut(
     }
     settings = parse_section(Cut, {name: value for name, value in asked.items() if value is not None})
     if all(size is None for size in (layers, drop_layers, mlp_width, kv_heads, hidden)):
-        raise RecipeError("nothing to cut", "name --layers, --drop-layers, --mlp-width, --kv-heads or --hidden")
+        raise RecipeError("nothing to cut", "give --layers, --drop-layers, --mlp-width, --kv-heads or --hidden")
     if not text:
         raise RecipeError("cuts are scored on text", "give --text FILE or --text FOLDER")
     texts = read_texts(text)

@@ -14,22 +14,23 @@ from distill.commands.shared import (
     run_until,
 )
 from distill.errors import RecipeError
+from distill.recipe.outtypes import OUTTYPES
 
 
 def export_gguf(
     model: Annotated[str | None, typer.Argument(metavar="[RUN|MODEL]", help="Run, or Hugging Face folder.")] = None,
     outtype: Annotated[
-        list[str] | None, typer.Option("--outtype", help="f32, f16, bf16 or q8_0; may be repeated.")
+        list[str] | None,
+        typer.Option("--outtype", help=f"{', '.join(OUTTYPES[:-1])} or {OUTTYPES[-1]}; may be repeated."),
     ] = None,
     folder: Annotated[Path | None, typer.Option("--to", help="Folder for the files (a run: its gguf folder).")] = None,
     runs: RunsOption = DEFAULT_RUNS,
 ) -> None:
     """Write GGUF files of a run's draft and target, or of any qwen2, qwen3 or llama folder."""
     kinds = outtype or ["f16", "q8_0"]
-    known = ("f32", "f16", "bf16", "q8_0")
     for kind in kinds:
-        if kind not in known:
-            raise RecipeError(f"outtype `{kind}` is unknown", f"use {', '.join(known)}")
+        if kind not in OUTTYPES:
+            raise RecipeError(f"outtype `{kind}` is unknown", f"use {', '.join(OUTTYPES)}")
     from distill.export.writer import export_gguf as write
 
     if model is not None and (Path(model) / "config.json").exists():

@@ -1,4 +1,4 @@
-"""`distill profile`: the cost curve of one model on this machine."""
+"""`distill profile`: measures the cost curve of one model on this machine."""
 
 from __future__ import annotations
 
@@ -17,27 +17,37 @@ from distill.errors import DataError, RecipeError
 
 def profile(
     model: Annotated[
-        str | None, typer.Argument(metavar="[MODEL]", help="Hugging Face folder, hub name or GGUF file.")
+        str | None, typer.Argument(metavar="MODEL", help="Hugging Face folder, hub name or GGUF file.")
     ] = None,
-    depths: Annotated[str, typer.Option("--depths", help="Tokens already in the cache, by commas.")] = "64,512",
-    most: Annotated[int, typer.Option("--most", min=2, max=64, help="Steps of 1 to this many tokens.")] = 64,
-    repeats: Annotated[int, typer.Option(min=5, help="Timed repeats; the median is kept.")] = 7,
-    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; all if left out.")] = None,
-    out: Annotated[Path | None, typer.Option("--out", help="Also save the curve as JSON.")] = None,
+    depths: Annotated[
+        str, typer.Option("--depths", help="Tokens already in the cache, separated by commas.")
+    ] = "64,512",
+    most: Annotated[int, typer.Option("--most", min=2, max=64, help="Measure steps of 1 to this many tokens.")] = 64,
+    repeats: Annotated[int, typer.Option(min=5, help="Repeats per step; the median counts.")] = 7,
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; by default all.")] = None,
+    out: Annotated[Path | None, typer.Option("--out", help="Also save the curve to this JSON file.")] = None,
     batched_bench: Annotated[
-        Path | None, typer.Option("--batched-bench", help="Instead: a llama-batched-bench log in jsonl.")
+        Path | None,
+        typer.Option("--batched-bench", help="Read a llama-batched-bench log (jsonl) instead of measuring."),
     ] = None,
     acceptance: Annotated[
-        str | None, typer.Option("--acceptance", help="By position, by commas: prints llama.cpp settings that follow.")
+        str | None,
+        typer.Option(
+            "--acceptance",
+            help="Acceptance rates by position, separated by commas; also print llama.cpp settings for them.",
+        ),
     ] = None,
     draft_cost: Annotated[
-        float, typer.Option("--draft-cost", min=0, help="With --acceptance: a draft step, in units of T(1).")
+        float, typer.Option("--draft-cost", min=0, help="With --acceptance: cost of a draft step, in units of T(1).")
     ] = 0.05,
     output: FormatOption = "md",
 ) -> None:
-    """The cost curve of one model on this machine: T(m), the seconds of a step of m tokens, by depth."""
+    """Measure the cost curve of one model on this machine.
+
+    T(m) is the time of a step of m tokens, in seconds, with a given number of tokens (depth) in the cache.
+    """
     if (model is None) == (batched_bench is None):
-        raise RecipeError("name a model, or a log with --batched-bench", "one of the two")
+        raise RecipeError("expected a model or --batched-bench LOG", "give one of the two")
     if batched_bench is not None:
         from distill.benchmark.batched_bench import import_curve
 
@@ -46,9 +56,9 @@ def profile(
         assert model is not None
         curve = _measured(model, numbers(depths, "--depths", int), most, repeats, threads)
     if out is not None:
-        from distill.speculative.cost import save_curve
+        from distill.speculative.cost import save_cost_curve
 
-        save_curve(curve, out)
+        save_cost_curve(curve, out)
     rows: list[dict[str, Any]] = [
         {"depth": depth, "tokens": m, "seconds": seconds, "relative": seconds / row[0]}
         for depth, row in zip(curve.depths, curve.seconds, strict=True)
@@ -64,7 +74,7 @@ def profile(
 
         rates = numbers(acceptance, "--acceptance", float)
         if not all(0 <= rate <= 1 for rate in rates):
-            raise RecipeError(f"--acceptance {acceptance}: rates lie between 0 and 1", "for instance 0.8,0.75,0.7")
+            raise RecipeError(f"--acceptance {acceptance}: rates must lie between 0 and 1", "for instance 0.8,0.75,0.7")
         lines += ["", *(str(setting) for setting in settings(curve, rates, draft_cost, curve.depths[0]))]
     print_table(rows, "\n".join(lines), rows, output)
 

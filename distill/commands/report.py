@@ -1,4 +1,4 @@
-"""`distill report`: the report page and the model card, drawn again."""
+"""`distill report`: writes the report page and the model card again."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from distill.errors import RunError
 
 
 def report(run: RunArgument = None, runs: RunsOption = DEFAULT_RUNS) -> None:
-    """Draw report.html and the model card of a run again, from everything measured so far."""
+    """Write a run's report.html and model card again, from the measurements made so far."""
     recipe, found = find_run(run, runs)
     if not found.path("draft").is_dir():
         raise RunError(f"{found.folder} has no trained draft yet", "run `distill train` on its recipe")
-    from distill.report.stage import report as draw
+    from distill.report.stage import report as write_report
 
-    draw(recipe, found)
+    write_report(recipe, found)
     print(found.path("report.html"))

@@ -1,4 +1,4 @@
-"""`distill runs`: the runs, how far they are, and their size."""
+"""`distill runs`: lists the runs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from distill.errors import RunError
 
 
 def list_runs(runs: RunsOption = DEFAULT_RUNS, output: FormatOption = "md") -> None:
-    """List the runs: stages done, last change, size on disk."""
+    """List the runs with their finished stages, last change and size on disk."""
     from distill.pipeline.stages import NAMES
 
     rows = []

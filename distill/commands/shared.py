@@ -1,4 +1,4 @@
-"""What the commands share: options, finding runs, quiet libraries, tables on stdout."""
+"""Shared by the commands: options, finding runs, quiet libraries, tables on stdout."""
 
 from __future__ import annotations
 
@@ -21,31 +21,31 @@ if TYPE_CHECKING:
 
 RunsOption = Annotated[Path, typer.Option("--runs", help="Folder that holds the run directories.")]
 RunArgument = Annotated[
-    str | None, typer.Argument(metavar="[RUN]", help="Run name or folder; the newest run if left out.")
+    str | None, typer.Argument(metavar="RUN", help="Run name or folder; by default the newest run.")
 ]
-FormatOption = Annotated[str, typer.Option("--output", "-o", help="md, json, jsonl or csv.")]
+FormatOption = Annotated[str, typer.Option("--output", "-o", help="Format: md, json, jsonl or csv.")]
 TargetOption = Annotated[
-    str | None, typer.Option("--target", help="Without a run: the target's Hugging Face folder or hub name.")
+    str | None, typer.Option("--target", help="Standalone pair: target as Hugging Face folder or hub name.")
 ]
 DraftOption = Annotated[
-    str | None, typer.Option("--draft", help="Without a run: the draft's Hugging Face folder or hub name.")
+    str | None, typer.Option("--draft", help="Standalone pair: draft as Hugging Face folder or hub name.")
 ]
 TextOption = Annotated[
     list[Path] | None,
-    typer.Option("--text", help="Without a run: a text file or a folder of them to take prompts from."),
+    typer.Option("--text", help="Standalone pair: text file or folder to take prompts from."),
 ]
 DEFAULT_RUNS = Path("runs")
 
 
 def find_run(name: str | None, runs: Path) -> tuple[Recipe, Run]:
-    """The run called `name` (or a folder), else the newest one, which is then named on stderr."""
+    """The run of this name or folder; without one the newest run, whose folder is then printed to stderr."""
     from distill.recipe import load_recipe
     from distill.run import Run
 
     if name is not None:
         folder = Path(name) if (Path(name) / "config.yaml").exists() else runs / name
         if not (folder / "config.yaml").exists():
-            raise RunError(f"there is no run at {folder}", "`distill runs` lists those there are")
+            raise RunError(f"there is no run at {folder}", "`distill runs` lists the runs")
     else:
         found = sorted(runs.glob("*/config.yaml"), key=lambda path: path.stat().st_mtime)
         if not found:
@@ -57,7 +57,7 @@ def find_run(name: str | None, runs: Path) -> tuple[Recipe, Run]:
 
 
 def prepare(threads: int | None) -> None:
-    """Thread count and quiet libraries, before the first heavy import."""
+    """Set the thread count and silence libraries, before the first heavy import."""
     from distill.machine import usable_cores
 
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -84,7 +84,7 @@ def run_until(recipe: Recipe, run: Run, stage: str, redo: Sequence[str] = ()) ->
 
 
 def print_table(rows: list[dict[str, Any]], markdown: str, value: Any, output: str) -> None:
-    """Results on stdout in the format asked for."""
+    """Print results to stdout as `output` says: md, json, jsonl or csv; raises RecipeError for another format."""
     if output == "md":
         print(markdown, end="" if markdown.endswith("\n") else "\n")
     elif output == "json":
@@ -104,7 +104,10 @@ def print_table(rows: list[dict[str, Any]], markdown: str, value: Any, output: s
 
 
 def read_texts(paths: list[Path]) -> list[str]:
-    """The text of files and of all files below folders; raises DataError for one that is missing or not UTF-8."""
+    """The texts of files and of all UTF-8 files below folders.
+
+    Raises DataError for a path that does not exist and for a file given by name that is not UTF-8.
+    """
     found = []
     for path in paths:
         if not path.exists():
@@ -120,12 +123,15 @@ def read_texts(paths: list[Path]) -> list[str]:
 
 
 def numbers(text: str, option: str, kind: type, example: str = "64,512") -> list[Any]:
+    """The value of an option that takes numbers separated by commas; raises RecipeError for anything else."""
     try:
         found = [kind(part) for part in text.split(",")]
     except ValueError:
-        raise RecipeError(f"{option} {text}: not numbers by commas", f"for instance {option} {example}") from None
+        raise RecipeError(
+            f"{option} {text}: expected numbers separated by commas", f"for instance {option} {example}"
+        ) from None
     if not found or min(found) < 0:
-        raise RecipeError(f"{option} {text}: numbers must not be negative", "correct them")
+        raise RecipeError(f"{option} {text}: numbers must not be negative", "give numbers of at least 0")
     return found
 
 

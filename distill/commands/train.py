@@ -1,44 +1,46 @@
-"""`distill train`: every stage of a recipe."""
+"""`distill train`: runs every stage of a recipe."""
 
 from __future__ import annotations
 
 import sys
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from distill.commands.shared import (
-    DEFAULT_RUNS,
-    RunsOption,
-    prepare,
-)
+from distill.commands.shared import DEFAULT_RUNS, RunsOption, prepare
 from distill.errors import RecipeError
-from distill.pipeline.preflight import check_models
+
+if TYPE_CHECKING:
+    from distill.recipe import Recipe
+    from distill.run import Run
 
 
 def train(
-    recipe: Annotated[Path, typer.Argument(help="Recipe file.")],
-    overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[a.b=c]...", help="Overrides of recipe keys.")
-    ] = None,
+    recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help="Recipe file.")],
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="a.b=c", help="Override recipe keys.")] = None,
     runs: RunsOption = DEFAULT_RUNS,
     until: Annotated[str | None, typer.Option("--until", help="Stop after this stage.")] = None,
     redo: Annotated[
-        list[str] | None, typer.Option("--redo", help="Run this stage and what depends on it again.")
+        list[str] | None, typer.Option("--redo", help="Run this stage, and the stages that depend on it, again.")
     ] = None,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Move an old run of this name aside (never deleted).")] = False,
-    refresh: Annotated[
-        bool, typer.Option("--refresh", help="Go on from a finished run's draft, on the lines its traffic gained.")
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Start anew; an old run of this name is moved aside, never deleted.")
     ] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say which stage would run, and why; do nothing.")] = False,
+    refresh: Annotated[
+        bool, typer.Option("--refresh", help="Continue from a finished run's draft, on new lines of its traffic file.")
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print which stages would run, and why; change nothing.")
+    ] = False,
 ) -> None:
-    """Run every stage of a recipe, from corpus to report. The same command resumes after any interruption."""
-    from distill.files import faults_explained
-    from distill.pipeline.refresh import finish_refresh, plan_refresh
-    from distill.pipeline.refresh import refresh as start_refresh
-    from distill.pipeline.running import follow_main, require_nothing_superseded, run_pipeline
+    """Run every stage of a recipe, from corpus to report.
+
+    Finished stages are skipped. After an interruption the same command resumes.
+    """
+    from distill.pipeline.planning import require_allowed
+    from distill.pipeline.running import follow_main, plan_run, run_pipeline
     from distill.pipeline.stages import find_stage
     from distill.processes import is_main
     from distill.recipe import load_recipe
@@ -53,33 +55,66 @@ def train(
             prepare(found.threads)
             follow_main(found, Run(folder, found, silent=True))
         return
-    run = Run(folder, found)
     if refresh and (fresh or redo or dry_run):
-        raise RecipeError("--refresh begins a new run: --fresh, --redo and --dry-run do not go with it")
-    finish_refresh(folder)
-    parent = plan_refresh(found, run) if refresh else None
+        raise RecipeError("--refresh starts a new run and cannot be combined with --fresh, --redo or --dry-run")
+    run = Run(folder, found)
+    parent = _planned_refresh(found, run, refresh)
     if dry_run:
-        run_pipeline(found, run, until, redo or (), dry=True)
+        plan = plan_run(found, run, until, redo or ())
+        for action in plan:
+            run.say(action.line())
+        require_allowed(plan)
         return
-    if fresh and folder.exists():
-        aside = folder.with_name(f"{folder.name}-{time.strftime('%Y%m%d-%H%M%S')}")
-        with run.locked(), faults_explained(folder):
-            folder.rename(aside)
-        print(f"the old run is now {aside}", file=sys.stderr)
+    if fresh:
+        _move_aside(run)
     if parent is None:
-        require_nothing_superseded(found, run, until, redo or ())
+        require_allowed(plan_run(found, run, until, redo or ()))
     # Before the run folder is touched: a cut that cannot be made must not cost the answers.
-    for line in check_models(found):
-        if "does not fit" in line or "warning" in line or "LOSSY" in line:
-            print(line, file=sys.stderr)
+    _check(found, run)
     if parent is not None:
-        print(f"the run to go on from is now {start_refresh(run, parent)}", file=sys.stderr)
+        _start_refresh(run, parent)
     try:
         run.open(recipe.read_text(encoding="utf-8"))
         prepare(found.threads)
         run_pipeline(found, run, until, redo or ())
     finally:
         run.close()
+    _print_results(folder)
+
+
+def _planned_refresh(recipe: Recipe, run: Run, wanted: bool) -> dict[str, Any] | None:
+    """The parent.json of a refreshed run; None where no refresh is wanted. Finishes a refresh that was killed."""
+    from distill.pipeline.refresh import finish_refresh, plan_refresh
+
+    finish_refresh(run.folder)
+    return plan_refresh(recipe, run) if wanted else None
+
+
+def _start_refresh(run: Run, parent: dict[str, Any]) -> None:
+    from distill.pipeline.refresh import refresh
+
+    print(f"the old run is now {refresh(run, parent)}", file=sys.stderr)
+
+
+def _move_aside(run: Run) -> None:
+    from distill.files import faults_explained
+
+    if not run.folder.exists():
+        return
+    aside = run.folder.with_name(f"{run.folder.name}-{time.strftime('%Y%m%d-%H%M%S')}")
+    with run.locked(), faults_explained(run.folder):
+        run.folder.rename(aside)
+    print(f"the old run is now {aside}", file=sys.stderr)
+
+
+def _check(recipe: Recipe, run: Run) -> None:
+    from distill.pipeline.preflight import preflight
+
+    for line in preflight(recipe, inputs=run.done("corpus") is None).warnings:
+        print(line, file=sys.stderr)
+
+
+def _print_results(folder: Path) -> None:
     for name in ("eval.md", "speedup.md"):
         if (folder / name).exists():
             print((folder / name).read_text(encoding="utf-8"))

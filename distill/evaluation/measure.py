@@ -15,7 +15,7 @@ from torch import Tensor
 
 from distill import divergences
 from distill.intervals import Interval, ratio_interval
-from distill.models.masks import document_masks
+from distill.models.packed_forward import packed_inputs
 from distill.packing import Packed
 from distill.results.evaluation_results import MEASURES, Divergences, PositionAcceptance
 from distill.sampler import Sampler
@@ -65,16 +65,10 @@ def measure_blocks(
     rows: dict[str, list[tuple[numpy.ndarray, int]]] = {name: [] for name in drafts}
     for start in range(0, len(blocks), batch):
         part = blocks.take(slice(start, start + batch))
-        inputs = {
-            "input_ids": part.ids.long().to(device),
-            "position_ids": part.positions.long().to(device),
-            "use_cache": False,
-        }
-        documents = part.documents.to(device)
         units = list(_units(part))
-        expected = target(**inputs, attention_mask=document_masks(target, documents)).logits
+        expected = target(**packed_inputs(target, part)).logits
         for name, draft in drafts.items():
-            got = draft(**inputs, attention_mask=document_masks(draft, documents)).logits
+            got = draft(**packed_inputs(draft, part)).logits
             for block, here in units:
                 where = here.to(device)
                 values = position_metrics(expected[block][where], got[block][where], sampler, vocabulary)

@@ -5,7 +5,6 @@ Legend: H hidden, A attention heads, D head size, F MLP width, V vocabulary rows
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -19,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from distill.errors import DataError
+from distill.files import read_object
 
 ARCHITECTURES = ("qwen2", "qwen3", "llama")
 
@@ -77,22 +77,9 @@ class GgufTensor:
     load: Callable[[], NDArray[np.float32]]
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; DataError when it is missing or not a JSON object."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise DataError(f"{path} does not exist", hint="give a Hugging Face model folder") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise DataError(f"{path} cannot be read as JSON: {error}", hint="copy the model folder again") from None
-    if not isinstance(content, dict):
-        raise DataError(f"{path} is not a JSON object", hint="copy the model folder again")
-    return content
-
-
 def read_shape(folder: Path) -> Shape:
     """The model's shape from `folder`/config.json; DataError for what llama.cpp would compute differently."""
-    config = read_json(folder / "config.json")
+    config = read_object(folder / "config.json")
     architecture = config.get("model_type")
     if architecture not in ARCHITECTURES:
         raise DataError(
@@ -104,7 +91,7 @@ def read_shape(folder: Path) -> Shape:
         value = config.get(key)
         if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
             raise DataError(
-                f"{folder}/config.json: {key} is {value!r}, not a positive integer", hint="mend config.json"
+                f"{folder}/config.json: {key} is {value!r}, not a positive integer", hint="correct config.json"
             )
         return value
 
@@ -235,7 +222,7 @@ def rope_factors(shape: Shape) -> NDArray[np.float32]:
         original = float(rope["original_max_position_embeddings"])
     except (KeyError, TypeError, ValueError):
         raise DataError(
-            f"incomplete llama3 rope scaling in config.json: {dict(rope)}", hint="mend config.json"
+            f"incomplete llama3 rope scaling in config.json: {dict(rope)}", hint="correct config.json"
         ) from None
     factors = []
     for dimension in range(0, shape.head_size, 2):
@@ -253,7 +240,7 @@ def rope_factors(shape: Shape) -> NDArray[np.float32]:
 def _weight_files(folder: Path) -> list[Path]:
     index = folder / "model.safetensors.index.json"
     if index.exists():
-        names = sorted(set(read_json(index).get("weight_map", {}).values()))
+        names = sorted(set(read_object(index).get("weight_map", {}).values()))
         files = [folder / str(name) for name in names]
     else:
         files = [folder / "model.safetensors"]

@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from distill.errors import DataError
-from distill.export.tensors import read_json
+from distill.files import read_object
+from distill.vocabulary.encoding import added_around, open_tokenizer
+from distill.vocabulary.roles import named_id
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -61,31 +63,20 @@ def read_tokenizer(folder: Path, vocabulary: int) -> GgufTokenizer:
     llama.cpp has no name for.
     """
     path = folder / "tokenizer.json"
-    content = read_json(path)
-    settings = read_json(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").exists() else {}
-    config = read_json(folder / "config.json") if (folder / "config.json").exists() else {}
+    content = read_object(path)
+    settings = read_object(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").exists() else {}
+    config = read_object(folder / "config.json") if (folder / "config.json").exists() else {}
     model = content.get("model") or {}
     _refuse_other_kinds(path, content, model)
-    tokenizer = _load(path)
+    tokenizer = open_tokenizer(path)
     tokens, types, padding = _tokens(path, content, vocabulary)
     pre = _pre_type(path, content, tokenizer)
     ids = {token: index for index, token in enumerate(tokens)}
-
-    def special(name: str) -> int | None:
-        token = settings.get(f"{name}_token")
-        if isinstance(token, dict):
-            token = token.get("content")
-        if token is not None and token in ids:
-            return ids[token]
-        number = config.get(f"{name}_token_id")
-        number = number[0] if isinstance(number, list) and number else number
-        return number if isinstance(number, int) and 0 <= number < len(tokens) else None
-
-    eos = special("eos")
+    bos, eos, pad = (named_id(role, settings, config, ids, vocabulary) for role in ("bos", "eos", "pad"))
     if eos is None:
         # Unset, llama.cpp would take token 11 for the end of text.
         raise DataError(f"{folder} names no end-of-text token", hint='set "eos_token" in tokenizer_config.json')
-    add_bos, add_eos, bos = _added_around(path, tokenizer, special("bos"), eos)
+    add_bos, add_eos, bos = _text_ends(path, tokenizer, bos, eos)
     return GgufTokenizer(
         pre=pre,
         tokens=tokens,
@@ -93,7 +84,7 @@ def read_tokenizer(folder: Path, vocabulary: int) -> GgufTokenizer:
         merges=_merges(path, model),
         bos=bos,
         eos=eos,
-        pad=special("pad"),
+        pad=pad,
         add_bos=add_bos,
         add_eos=add_eos,
         chat_template=_chat_template(folder, settings),
@@ -117,15 +108,6 @@ def add_tokenizer(writer: Any, tokenizer: GgufTokenizer) -> None:
     writer.add_add_eos_token(tokenizer.add_eos)
     if tokenizer.chat_template is not None:
         writer.add_chat_template(tokenizer.chat_template)
-
-
-def _load(path: Path) -> Tokenizer:
-    from tokenizers import Tokenizer
-
-    try:
-        return Tokenizer.from_file(str(path))
-    except Exception as error:  # tokenizers raises the bare class for every kind of damage
-        raise DataError(f"{path} cannot be loaded: {error}", hint="copy the tokenizer again") from None
 
 
 def _refuse_other_kinds(path: Path, content: Mapping[str, Any], model: Mapping[str, Any]) -> None:
@@ -232,22 +214,19 @@ def _merges(path: Path, model: Mapping[str, Any]) -> list[str]:
     return merges
 
 
-def _added_around(path: Path, tokenizer: Tokenizer, bos: int | None, eos: int) -> tuple[bool, bool, int | None]:
-    """Which special tokens the post-processor puts around a text: (first, last, id of the first or the given bos)."""
-    bare = tokenizer.encode("a", add_special_tokens=False).ids
-    full = tokenizer.encode("a", add_special_tokens=True).ids
-    if full == bare:
-        return False, False, bos
-    if full[:1] != bare[:1] and full[1:] == bare:
-        return True, False, full[0]
-    if full == [*bare, eos]:
-        return False, True, bos
-    if full[1:] == [*bare, eos]:
-        return True, True, full[0]
-    raise DataError(
-        f"{path} surrounds a text with {full} where the text alone is {bare}",
-        hint="GGUF can add one token before and the end-of-text token after, nothing else",
-    )
+def _text_ends(path: Path, tokenizer: Tokenizer, bos: int | None, eos: int) -> tuple[bool, bool, int | None]:
+    """Whether the post-processor begins a text with a token, whether it ends it with `eos`, and the id of the first.
+
+    The id is `bos` where none is added.
+    """
+    around = added_around(tokenizer)
+    if around is None or len(around[0]) > 1 or around[1] not in ([], [eos]):
+        raise DataError(
+            f"{path} does more to a text than to put one token before it and the end-of-text token after it",
+            hint="GGUF can add these two tokens and nothing else",
+        )
+    before, after = around
+    return bool(before), bool(after), before[0] if before else bos
 
 
 def _chat_template(folder: Path, settings: Mapping[str, Any]) -> str | None:

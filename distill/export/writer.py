@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,14 +9,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from distill.errors import DataError, RunError
+from distill.errors import DataError
 from distill.export.tensors import GgufTensor, add_metadata, open_tensors, read_shape
 from distill.export.tokenizer import add_tokenizer, read_tokenizer
+from distill.files import write_atomically
+from distill.recipe.outtypes import OUTTYPES
 
 if TYPE_CHECKING:
     from gguf import GGMLQuantizationType
 
-OUTTYPES = ("f32", "f16", "bf16", "q8_0")
 Q8_BLOCK = 32
 F16_MAX = 65504.0
 
@@ -48,8 +48,6 @@ def export_gguf(folder: Path, output: Path, outtype: str, source_model_name: str
         raise DataError(f"{folder} is not a folder", hint="give a Hugging Face model folder")
     shape = read_shape(folder)
     tokenizer = read_tokenizer(folder, shape.vocabulary)
-    # The process id keeps two exports to one name apart.
-    temporary = output.with_name(f".{output.name}.{os.getpid()}.tmp")
     writer = gguf.GGUFWriter(path=None, arch=shape.architecture)
     writer.add_type(gguf.GGUFType.MODEL)
     writer.add_name(source_model_name or folder.resolve().name)
@@ -60,21 +58,13 @@ def export_gguf(folder: Path, output: Path, outtype: str, source_model_name: str
     try:
         with open_tensors(folder, shape) as tensors:
             types = [_tensor_type(tensor, outtype) for tensor in tensors]
-            output.parent.mkdir(parents=True, exist_ok=True)
-            _write(writer, temporary, tensors, types)
-        _fsync(temporary)
-        size = temporary.stat().st_size
-        os.replace(temporary, output)
-        _fsync(output.parent)
-    except OSError as error:
-        raise RunError(f"{output} cannot be written: {error}", hint="free space or choose another path") from error
+            write_atomically(output, lambda temporary: _write(writer, temporary, tensors, types), several=True)
     finally:
         writer.close()
-        temporary.unlink(missing_ok=True)
     return ExportReport(
         path=output,
         outtype=outtype,
-        bytes=size,
+        bytes=output.stat().st_size,
         tensors=len(types),
         fallback_tensors=sum(outtype == "q8_0" and kind is gguf.GGMLQuantizationType.F16 for kind in types),
     )
@@ -131,11 +121,3 @@ def _convert(tensor: GgufTensor, kind: GGMLQuantizationType) -> NDArray[Any]:
                 f"{tensor.name} reaches {largest:.3g}, too large for {kind.name}", hint="export as bf16 or f32"
             )
     return np.ascontiguousarray(quants.quantize(np.ascontiguousarray(array), kind))
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

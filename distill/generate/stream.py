@@ -185,7 +185,7 @@ def _other_vocabulary_drafter(
     configuration: Configuration, rules: Rules, target: Target, draft: str, device: str
 ) -> Drafter:
     """A draft of another vocabulary, as it is: by the tokens both share, or by its text."""
-    from distill.speculative.other_vocabulary.drafters import IntersectionDrafter, StringMatchDrafter
+    from distill.speculative.other_vocabulary.drafters import IntersectionDrafter, Reader, StringMatchDrafter
 
     if configuration.length_rule != "fixed":
         raise ValueError(f"drafter {configuration.drafter} drafts fixed lengths only")
@@ -193,7 +193,7 @@ def _other_vocabulary_drafter(
     model = TorchModel(load_model(draft, target.dtype, pick_device(device)), own.size)
     kind = IntersectionDrafter if configuration.drafter == "intersection" else StringMatchDrafter
     argmax = rules.verifier == "match"
-    return kind(model, both, own, Fixed(configuration.most), rules.sampler, rules.random, argmax=argmax)
+    return kind(Reader(model, both, own), Fixed(configuration.most), rules.sampler, rules.random, argmax=argmax)
 
 
 def _summary(result: Decoded) -> str:

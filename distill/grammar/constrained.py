@@ -1,7 +1,7 @@
-"""A model that says only what a grammar allows, and a drafter that says for free what the grammar is sure of.
+"""A model under a grammar, and a drafter that proposes forced tokens for free.
 
-The mask is put on the logits, before the sampler: what is sampled is the sampler's distribution of the allowed tokens,
-on both sides. A model is not asked where one token alone is allowed; it reads such tokens when it is next asked.
+The mask is applied to the logits, before the sampler: target and draft both sample from the sampler's distribution over
+the allowed tokens. Where only one token is allowed, the model is not called; it reads that token with its next call.
 Legend: V vocabulary, n tokens of a call.
 """
 
@@ -19,13 +19,13 @@ from distill.models.torch_logits import TorchLogits
 from distill.speculative.draft import Drafter
 from distill.speculative.proposal import Features, Proposal
 
-RUN = 64  # forced tokens of a round at most: what every backend takes in one call
+RUN = 64  # forced tokens of a round at most: as many as every backend takes in one call
 
 
 class Constrained:
-    """A model behind a constraint; what its cache does not hold yet is read with the next tokens that need it.
+    """A model under a constraint; tokens that its cache lacks are read with the next call that needs them.
 
-    One row. `Constraint.begin` comes before the first tokens of a text, which are its prompt.
+    One row. Call `Constraint.begin` before the first tokens of a text, which are its prompt.
     """
 
     rows = 1
@@ -38,7 +38,7 @@ class Constrained:
         self._states: list[State] = []  # after each committed token from the prompt's last one on
         self._tree = PendingTree()
         self._nodes: list[tuple[int, State]] = []  # the tokens of the tree, and the states after them
-        self._read: dict[int, int] = {}  # nodes that the model has, to its numbers for them
+        self._read: dict[int, int] = {}  # nodes that the model has read, to its numbers for them
         self._dtype: torch.dtype | None = None
 
     @property
@@ -58,7 +58,7 @@ class Constrained:
 
     @property
     def lengths(self) -> list[int]:
-        """Committed tokens, those that the model has not read among them."""
+        """Committed tokens, with those that the model has not read yet."""
         return [len(self._context)]
 
     def extend(
@@ -115,7 +115,7 @@ class Constrained:
         return self._logits(values, asked, [nodes[first + index][1] for index in want], want)
 
     def _ask(self, tree: PendingTree, nodes: list[tuple[int, State]], asked: list[int]) -> Tensor:
-        """Let the model read these nodes and all above them that it has not; its logits after them."""
+        """Let the model read these nodes and the unread nodes above them; its logits after them."""
         needed: set[int] = set()
         for node in asked:
             while node != ROOT and node not in self._read and node not in needed:
@@ -138,7 +138,7 @@ class Constrained:
     def _logits(
         self, values: Tensor | None, asked: list[int], states: list[State | None], want: list[int]
     ) -> TorchLogits:
-        """The rows of `want`: what the model said where it was asked, under the mask; certainty elsewhere."""
+        """The rows of `want`: the model's logits under the mask where it was called, the forced token elsewhere."""
         if self._dtype is None and values is not None:
             self._dtype = values.dtype
         found = torch.zeros(len(want), self.vocabulary_size, dtype=self._dtype or torch.float32)
@@ -152,7 +152,7 @@ class Constrained:
         return TorchLogits(found)
 
     def keep(self, paths: Sequence[Sequence[int]]) -> None:
-        """As the model's `keep`; what it has not read of the path stays owed."""
+        """As the model's `keep`; tokens of the path that it has not read stay owed."""
         path = self._tree.only_path(paths)
         read = [self._read[node] for node in path if node in self._read]
         if self._read:
@@ -183,10 +183,10 @@ class Constrained:
 
 
 class Forced:
-    """A drafter that proposes what the grammar is sure of without asking anyone, and another one's tokens in between.
+    """A drafter that proposes the tokens that the grammar forces, and another drafter's tokens in between.
 
-    Sure tokens come before the other's proposal and, after a chain, behind it; they are no part of its length. Their
-    distribution is 1 at the token, for the target too, so that every verifier accepts them.
+    Forced tokens come before the other's proposal and, for a chain, after it; they do not count in its length. Their
+    distribution is 1 at the token, for the target too, so every verifier accepts them.
     """
 
     def __init__(self, drafter: Drafter, constraint: Constraint) -> None:
@@ -195,30 +195,30 @@ class Forced:
 
     @property
     def tree(self) -> bool:
-        """That of the other."""
+        """That of the other drafter."""
         return self.drafter.tree
 
     @property
     def kind(self) -> str:
-        """That of the other."""
+        """That of the other drafter."""
         return self.drafter.kind
 
     def begin(self, prompt: Sequence[int]) -> None:
-        """The other reads the prompt."""
+        """The other drafter reads the prompt."""
         self.drafter.begin(prompt)
 
     def room(self, length: int) -> int:
-        """Anything: sure tokens need no draft."""
+        """No bound: forced tokens need no draft."""
         return sys.maxsize
 
     def propose(self, context: Sequence[int], limit: int, ends: Collection[int]) -> Proposal:
-        """Sure tokens, the other's proposal, and after a chain the tokens that are sure then."""
+        """Forced tokens, the other's proposal, and after a chain the tokens that are then forced."""
         state = self.constraint.state(context)
-        sure, state = self._run(state, min(limit, RUN))
-        self._before = len(sure)
+        forced, state = self._run(state, min(limit, RUN))
+        self._before = len(forced)
         self._asked = Proposal.chain([])
-        context = [*context, *sure]
-        room = min(limit - len(sure), self.drafter.room(len(context)))
+        context = [*context, *forced]
+        room = min(limit - len(forced), self.drafter.room(len(context)))
         self._was_asked = room > 0 and not state.over and state.forced is None
         if self._was_asked:
             self._asked = self._legal(self.drafter.propose(context, room, ends), state)
@@ -227,10 +227,10 @@ class Forced:
         if asked.tokens and asked.is_chain:
             for token in asked.tokens:
                 state = self.constraint.next(state, token)
-            later, _ = self._run(state, min(limit - len(sure) - len(asked.tokens), RUN))
-        if not sure and not later:
+            later, _ = self._run(state, min(limit - len(forced) - len(asked.tokens), RUN))
+        if not forced and not later:
             return asked
-        return _joined(sure, asked, later)
+        return _joined(forced, asked, later)
 
     def _run(self, state: State, limit: int) -> tuple[list[int], State]:
         """Tokens that are the only ones allowed, one after the other, and the state after them."""
@@ -241,7 +241,7 @@ class Forced:
         return found, state
 
     def _legal(self, proposal: Proposal, state: State) -> Proposal:
-        """A chain chosen without chance ends before the first token that the grammar rules out."""
+        """The proposal; a chain without distributions is cut before the first token that the grammar rules out."""
         if proposal.distributions is not None or not proposal.is_chain:
             return proposal
         for count, token in enumerate(proposal.tokens):
@@ -251,9 +251,9 @@ class Forced:
         return proposal
 
     def accepted(self, proposal: Proposal, count: int, length: int, seconds: float) -> None:
-        """The other learns of its own tokens, and nothing of a round in which it was not asked.
+        """Pass on the other drafter's own tokens; nothing of a round in which it was not called.
 
-        So it counts in tokens of its own, drafting or not: the sure ones come either way, for next to nothing.
+        It counts in its own tokens only: the forced ones come with or without it, at almost no cost.
         """
         if not self._was_asked:
             return
@@ -262,18 +262,18 @@ class Forced:
         self.drafter.accepted(self._asked, own, length, seconds)
 
 
-def _joined(sure: list[int], asked: Proposal, later: list[int]) -> Proposal:
-    """One proposal of tokens that are sure, of another one below the last of them, and of sure ones behind a chain."""
-    tokens = [*sure, *asked.tokens, *later]
-    above = len(sure) - 1  # ROOT where there are none
-    parents = [*range(ROOT, above), *(above if parent == ROOT else parent + len(sure) for parent in asked.parents)]
+def _joined(forced: list[int], asked: Proposal, later: list[int]) -> Proposal:
+    """One proposal: forced tokens, another proposal below the last of them, and forced tokens after a chain."""
+    tokens = [*forced, *asked.tokens, *later]
+    above = len(forced) - 1  # ROOT where there are none
+    parents = [*range(ROOT, above), *(above if parent == ROOT else parent + len(forced) for parent in asked.parents)]
     parents += range(len(parents) - 1, len(tokens) - 1)
     distributions = asked.distributions
     if distributions is not None:
         certain = [
             torch.nn.functional.one_hot(torch.tensor(part, dtype=torch.long), distributions.shape[-1]).to(distributions)
-            for part in (sure, later)
+            for part in (forced, later)
         ]
         distributions = torch.cat([certain[0], distributions, certain[1]])
-    features = [Features(1.0, 0.0, 0.0)] * len(sure) + asked.features + [Features(1.0, 0.0, 0.0)] * len(later)
+    features = [Features(1.0, 0.0, 0.0)] * len(forced) + asked.features + [Features(1.0, 0.0, 0.0)] * len(later)
     return Proposal(tokens, parents, distributions, features if len(features) == len(tokens) else [])

@@ -1,8 +1,8 @@
-"""Which tokens a regular expression, JSON schema or grammar allows after each text: the states of constrained decoding.
+"""The tokens that a regular expression, JSON schema or grammar allows after each text: states of constrained decoding.
 
-A state is reached from another by one token and remembered, so that the target, the draft and every branch of a tree
-share it, and going back costs nothing. llguidance does the parsing, on the bytes of the tokens; where the text that
-follows is certain it allows only the token that the tokenizer would write there. Legend: V vocabulary, n rows.
+One token leads from a state to the next. States are remembered: the target, the draft and every branch of a tree share
+them, and going back costs nothing. llguidance parses the bytes of the tokens; where only one text can follow, it allows
+only the token that the tokenizer would write there. Legend: V vocabulary, n rows.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from distill.grammar.tokens import Tokens
 from distill.models.gguf.llama_grammar import open_grammar
 from distill.models.gguf.model import GgufModel
 
-STUCK = "let it allow what this vocabulary can say, or write a simpler one"
+STUCK = "allow texts that this vocabulary can write, or simplify the grammar"
 Bits = NDArray[np.uint8]  # [⌈V / 8⌉], a bit for each token, the lowest first
 
 
 class Position(Protocol):
-    """A place in a grammar, as its library keeps it; never changed."""
+    """A position in a grammar, kept by its library; never changed."""
 
     def allowed(self) -> Bits:
-        """The tokens that may follow; what it says of end tokens does not count."""
+        """The tokens that may follow; the bits of end tokens are ignored."""
         ...
 
     def accepting(self) -> bool:
@@ -39,7 +39,7 @@ class Position(Protocol):
         ...
 
     def after(self, token: int) -> Position:
-        """The place one allowed token on."""
+        """The position after one more allowed token."""
         ...
 
 
@@ -71,10 +71,9 @@ def _stuck(matcher: Any) -> DataError:
 
 
 class State:
-    """What may follow a text. `forced` is the only token allowed, None where there are several.
+    """The tokens that may follow a text. `forced` is the only one allowed, None where there are several.
 
-    `over` is a text that has ended, or that the grammar ruled out: nothing is said after it, so that the end token
-    stands there.
+    A text is `over` when it has ended or the grammar rules it out: only the end token may follow.
     """
 
     __slots__ = ("_bits", "accepting", "after", "forced", "position")
@@ -97,7 +96,7 @@ class State:
 
     @property
     def over(self) -> bool:
-        """Whether nothing more is said."""
+        """Whether the text has ended or is ruled out."""
         return self.position is None
 
     def allows(self, token: int) -> bool:
@@ -105,7 +104,7 @@ class State:
         return 8 * len(self._bits) > token and bool(self._bits[token >> 3] >> (token & 7) & 1)
 
     def mask(self, size: int) -> NDArray[np.bool_]:
-        """The allowed tokens as a mask [size]; what a vocabulary's padding adds is not allowed."""
+        """The allowed tokens as a mask [size]; padding rows beyond the vocabulary are not allowed."""
         return _unpacked(self._bits, size)
 
 
@@ -117,25 +116,25 @@ def _unpacked(bits: Bits, size: int) -> NDArray[np.bool_]:
 
 
 class Constraint:
-    """What may follow each token of one text: what the grammar allows, from the end of the prompt on.
+    """The tokens that a grammar allows after each token of one text, from the end of the prompt on.
 
-    `begin` starts another text. `warnings` say what of the user's grammar is not obeyed. DataError where the grammar
-    allows nothing at all.
+    `begin` starts another text. `warnings` name the parts of the user's grammar that are not enforced. DataError where
+    the grammar allows nothing at all.
     """
 
     def __init__(self, position: Position, tokens: Tokens, warnings: Sequence[str] = ()) -> None:
         self.warnings = warnings
-        self.ends, self._size, self._position = tokens.ends, len(tokens.said), position
+        self.ends, self._size, self._position = tokens.ends, len(tokens.bytes_of), position
         self._over = State(None, self.ends, self._size)
         self.begin(0)
 
     def begin(self, start: int) -> None:
-        """A new text: its prompt is `start` tokens long, which the grammar does not look at."""
+        """A new text; the grammar ignores its prompt of `start` tokens."""
         self.start = start
         self.root = State(self._position, self.ends, self._size)
 
     def next(self, state: State, token: int) -> State:
-        """The state one token on, made once."""
+        """The state after one more token, made once."""
         if state.position is None or token in self.ends or not state.allows(token):
             return self._over
         found = state.after.get(token)
@@ -162,7 +161,7 @@ class Constraint:
     def masked(self, logits: Tensor, states: Sequence[State]) -> Tensor:
         """Logits [n, V] with −∞ where the state of a row allows no token.
 
-        A row that had −∞ at every allowed token (a trimmed draft may) says them all alike.
+        A row with −∞ at every allowed token (possible for a trimmed draft) gets the same logit at all of them.
         """
         size = logits.shape[-1]
         allowed = torch.from_numpy(np.stack([state.mask(size) for state in states])).to(logits.device)
@@ -171,27 +170,27 @@ class Constraint:
         return masked.masked_fill(silent & allowed, 0.0)
 
 
-# Of the user's text, in llguidance's own notation.
+# The user's text in llguidance's own notation.
 GRAMMARS: dict[str, Callable[[Any, str], str]] = {
     "regex": lambda matcher, text: matcher.grammar_from_regex(text),
     "json": lambda matcher, text: _json_grammar(matcher, text),
     "gbnf": lambda matcher, text: matcher.grammar_from_lark(gbnf.lark(text)),
     "lark": lambda matcher, text: matcher.grammar_from_lark(text),
 }
-HINTS = {"json": 'correct it; {"x-guidance": {"lenient": true}} in the schema ignores what is not supported'}
+HINTS = {"json": 'correct it; {"x-guidance": {"lenient": true}} in the schema ignores unsupported keywords'}
 # As json.dumps writes it. A schema can ask for another layout under "x-guidance".
 LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
 def constraint(kind: str, text: str, tokens: Tokens) -> Constraint:
-    """A constraint from a `regex`, `json` schema, `gbnf` or `lark` grammar; DataError for one that is wrong.
+    """A constraint from a `regex`, `json` schema, `gbnf` or `lark` grammar; DataError for a wrong one.
 
     A regular expression (Rust's notation: no look-around, no back-references) must match the whole text. Lark is
-    llguidance's dialect, in which a terminal takes all it can. JSON is laid out as json.dumps does.
+    llguidance's dialect, in which a terminal matches as much as it can. JSON is laid out as by json.dumps.
     """
     if kind not in GRAMMARS:
         raise DataError(f"there is no kind of grammar `{kind}`", f"use one of {', '.join(GRAMMARS)}")
-    library = tokens.library  # first: it says so where llguidance is missing
+    library = tokens.library  # first: raises a clear error where llguidance is missing
     matcher: Any = importlib.import_module("llguidance").LLMatcher
     source = GRAMMARS[kind](matcher, text)
     wrong, messages = matcher.validate_grammar_with_warnings(source, library)
@@ -202,12 +201,12 @@ def constraint(kind: str, text: str, tokens: Tokens) -> Constraint:
     return Constraint(_Guided(found), tokens, messages)
 
 
-def llama_constraint(text: str, model: GgufModel, ends: Sequence[int] | None = None) -> Constraint:
-    """A constraint from a GBNF grammar by llama.cpp itself; it forces a token only where no other one fits.
+def llama_constraint(text: str, model: GgufModel) -> Constraint:
+    """A constraint from a GBNF grammar, by llama.cpp itself; it forces a token only where no other one fits.
 
     DataError for a grammar that llama.cpp refuses. The model must stay open.
     """
-    return Constraint(open_grammar(model, text), Tokens.of_gguf(model, ends))
+    return Constraint(open_grammar(model, text), Tokens.of_gguf(model))
 
 
 def _json_grammar(matcher: Any, text: str) -> str:
@@ -222,6 +221,6 @@ def _json_grammar(matcher: Any, text: str) -> str:
 
 
 def _first(message: str) -> str:
-    """A library's message without its picture of the grammar."""
+    """A library's message without its drawing of the grammar."""
     lines = [line.strip() for line in message.splitlines() if line.strip() and "|" not in line]
     return "; ".join(line for line in lines if set(line) != {"^"})[:300]

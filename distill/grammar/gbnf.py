@@ -1,7 +1,7 @@
 """GBNF, llama.cpp's grammar notation, rewritten for llguidance without changing what it allows.
 
-llguidance reads a text as lexemes, and a lexeme takes all it can: `[0-9]+ [0-9]` written with a lexeme for each part
-allows no text at all. So every lexeme made here is one character, and the rules do the rest.
+llguidance splits a text into lexemes, and a lexeme matches as much as it can: `[0-9]+ [0-9]` with one lexeme for each
+part allows no text at all. So every lexeme written here is one character, and the rules do the rest.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _HINT = "see the grammars README of llama.cpp"
 
 
 def lark(text: str) -> str:
-    """A GBNF grammar in llguidance's Lark notation; DataError, with the place, for what is no GBNF.
+    """A GBNF grammar in llguidance's Lark notation; DataError with the place of the first error.
 
     Rules are named by their number, `root` is the start. Token references (<[12]>, <name>) are not supported.
     """
@@ -81,7 +81,7 @@ def _parts(text: str) -> list[tuple[str, str, int]]:
 
 
 def _fill(line: list[str]) -> None:
-    """An alternative that ends here without saying anything says the empty text."""
+    """Write the empty text for an alternative that ends here without any part."""
     if line[-1][-1] in ":(|":
         line.append('""')
 
@@ -99,18 +99,18 @@ def _written(kind: str, found: str, known: dict[str, str], text: str, place: int
 
 
 def _characters(written: str, text: str, place: int) -> list[str]:
-    pieces = _CHARACTER.findall(written)
-    if "".join(pieces) != written:
+    parts = _CHARACTER.findall(written)
+    if "".join(parts) != written:
         raise _error(text, place, f"an escape in `{written}` is not whole")
-    return [_unescaped(piece) for piece in pieces]
+    return [_unescaped(part) for part in parts]
 
 
-def _unescaped(piece: str) -> str:
-    if len(piece) == 1:
-        return piece
-    if piece[1] in _HEXADECIMAL:
-        return chr(int(piece[2:], 16))
-    return ESCAPES.get(piece[1], piece[1])
+def _unescaped(part: str) -> str:
+    if len(part) == 1:
+        return part
+    if part[1] in _HEXADECIMAL:
+        return chr(int(part[2:], 16))
+    return ESCAPES.get(part[1], part[1])
 
 
 def _escaped(character: str) -> str:
@@ -119,11 +119,11 @@ def _escaped(character: str) -> str:
 
 def _ranges(written: str, text: str, place: int) -> str:
     """The inside of a set; a `-` at either end stands for itself."""
-    pieces = _CHARACTER.findall(written)
+    parts = _CHARACTER.findall(written)
     characters = _characters(written, text, place)
     found = ""
-    for number, (piece, character) in enumerate(zip(pieces, characters, strict=True)):
-        between = piece == "-" and 0 < number < len(pieces) - 1
+    for number, (part, character) in enumerate(zip(parts, characters, strict=True)):
+        between = part == "-" and 0 < number < len(parts) - 1
         found += "-" if between else _escaped(character)
     return found
 

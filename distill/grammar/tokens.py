@@ -1,4 +1,4 @@
-"""What a grammar must know of a vocabulary: the bytes of each token, what ends a text, and how a text is written.
+"""A vocabulary as grammars need it: the bytes of each token, the tokens that end a text, and how a text is written.
 
 Legend: V vocabulary.
 """
@@ -12,88 +12,69 @@ from functools import cached_property
 from typing import Any
 
 from distill.errors import DataError
-from distill.models.gguf.llama_grammar import spoken
+from distill.models.gguf.llama_grammar import token_bytes_and_ends
 from distill.models.gguf.model import GgufModel
-from distill.speculative.other_vocabulary.translation import Writer
 from distill.vocabulary import Vocabulary
+from distill.vocabulary.encoding import Encoder
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """What a grammar must know of a vocabulary: the bytes [V] that each token says, none for special ones.
+    """A vocabulary as grammars need it: the bytes [V] of each token, none for special ones.
 
-    `ends` end a text; they are allowed where the grammar is satisfied, and there alone. `write` gives the tokens that
-    the tokenizer would say bytes with.
+    `ends` are the tokens that end a text; they are allowed where the grammar is satisfied, and only there. `write`
+    gives the tokens in which the tokenizer writes bytes.
     """
 
-    said: Sequence[bytes]
+    bytes_of: Sequence[bytes]
     ends: tuple[int, ...]
     write: Callable[[bytes], list[int]]
 
     def __post_init__(self) -> None:
-        if not self.ends or not all(0 <= end < len(self.said) for end in self.ends):
+        if not self.ends or not all(0 <= end < len(self.bytes_of) for end in self.ends):
             raise DataError(
-                f"a grammar needs a token that ends the text, got {list(self.ends)} of {len(self.said)}",
+                f"a grammar needs a token that ends the text, got {list(self.ends)} of {len(self.bytes_of)}",
                 "name the model's eos_token_id",
             )
 
     @classmethod
     def of(cls, vocabulary: Vocabulary, ends: Sequence[int]) -> Tokens:
-        """Those of a tokenizer folder."""
-        said = [
+        """From a tokenizer folder."""
+        bytes_of = [
             b"" if data is None or kind in ("special", "unused") else data
             for data, kind in zip(vocabulary.bytes_of, vocabulary.kinds, strict=True)
         ]
-        return cls(said, tuple(end for end in ends if end < len(said)), Writer(vocabulary).write)
+        return cls(bytes_of, tuple(end for end in ends if end < len(bytes_of)), Encoder(vocabulary).text)
 
     @classmethod
-    def of_gguf(cls, model: GgufModel, ends: Sequence[int] | None = None) -> Tokens:
-        """Those of a GGUF file; `ends` are by default those that llama.cpp ends texts with."""
-        said, known = spoken(model)
-        chosen = tuple(known if ends is None else ends)
-        return cls(said, chosen, lambda data: model.tokenize(data.decode("utf-8", "ignore")))
-
-    @classmethod
-    def of_bytes(cls, said: Sequence[bytes], ends: Sequence[int]) -> Tokens:
-        """Those of a vocabulary without a tokenizer: a text is written with the longest tokens, from the left."""
-        known = {data: number for number, data in reversed(list(enumerate(said))) if data}
-        longest = max(map(len, known), default=0)
-
-        def write(text: bytes) -> list[int]:
-            found: list[int] = []
-            while text:
-                size = next((size for size in range(longest, 0, -1) if text[:size] in known), None)
-                if size is None:
-                    return found
-                found.append(known[text[:size]])
-                text = text[size:]
-            return found
-
-        return cls(said, tuple(ends), write)
+    def of_gguf(cls, model: GgufModel) -> Tokens:
+        """From a GGUF file; `ends` are the tokens with which llama.cpp ends a text."""
+        bytes_of, ends = token_bytes_and_ends(model)
+        return cls(bytes_of, tuple(ends), lambda data: model.tokenize(data.decode("utf-8", "ignore")))
 
     @cached_property
     def library(self) -> Any:
-        """llguidance's own view of them; DataError where it is not installed."""
+        """The vocabulary as llguidance's tokenizer; DataError where llguidance is not installed."""
         try:
             module: Any = importlib.import_module("llguidance")
         except ImportError as error:
             raise DataError(f"grammars need llguidance ({error})", "pip install 'distill[grammar]'") from None
         ends = set(self.ends)
-        # An end token says nothing, whatever its bytes: the grammar is asked about it by `accepting`.
-        said = [b"" if number in ends else data for number, data in enumerate(self.said)]
-        wrapper = _Wrapper(said, self.ends[0], self.write)
+        # An end token has no bytes here, whatever its text: `accepting` decides where it may stand.
+        texts = [b"" if number in ends else data for number, data in enumerate(self.bytes_of)]
+        wrapper = _Wrapper(texts, self.ends[0], self.write)
         return module.LLTokenizer(module.TokenizerWrapper(wrapper), eos_token=self.ends[0])
 
 
 class _Wrapper:
-    """The attributes that llguidance reads a tokenizer by."""
+    """A tokenizer with the attributes that llguidance reads."""
 
     bos_token_id = None
 
-    def __init__(self, said: list[bytes], end: int, write: Callable[[bytes], list[int]]) -> None:
-        # A token without bytes needs some all the same: those of a special token, which no text matches.
-        self.special_token_ids = [number for number, data in enumerate(said) if not data]
-        self.tokens = [data or b"<%d>" % number for number, data in enumerate(said)]
+    def __init__(self, texts: list[bytes], end: int, write: Callable[[bytes], list[int]]) -> None:
+        # llguidance needs bytes for every token: those without get the bytes of a special token, which no text matches.
+        self.special_token_ids = [number for number, data in enumerate(texts) if not data]
+        self.tokens = [data or b"<%d>" % number for number, data in enumerate(texts)]
         self.eos_token_id, self._write = end, write
 
     def __call__(self, text: bytes) -> list[int]:

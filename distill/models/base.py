@@ -1,4 +1,4 @@
-"""What every backend of a model offers, and the bookkeeping of a tree of tokens that is not committed yet.
+"""The interface of every backend of a model, and the bookkeeping of a tree of tokens that is not committed yet.
 
 Legend: n rows of logits (one per wanted token), V vocabulary, k candidates. Nodes are numbered in the order in which
 they were added since the last keep, rollback, reset or committing extend; ROOT is the committed end.
@@ -40,7 +40,7 @@ class Logits(Protocol):
 
 
 class Model(Protocol):
-    """A language model with a cache that grows, is rolled back, and is asked for logits.
+    """A language model with a cache that grows and rolls back, and that gives logits.
 
     Tokens go in as a chain that is committed at once, or as nodes of a tree of which one path is committed later:
 
@@ -49,8 +49,8 @@ class Model(Protocol):
         extend([2, 3], parents=[0, 2])             node 2 below node 0, node 3 below node 2
         keep([[0, 2]])                             commits 5, 2; nodes 1 and 3 are gone
 
-    Whatever was done before, logits equal those of a fresh prefill of the same path up to rounding. An error of the
-    caller's (ValueError) leaves everything as it was.
+    Whatever calls came before, logits equal those of a fresh prefill of the same path up to rounding. A mistake of the
+    caller (ValueError) leaves everything as it was.
     """
 
     @property
@@ -89,7 +89,7 @@ class Model(Protocol):
 
         `want` indexes the tokens of this call (None: all). Without `parents` the tokens of a row follow each other and
         are committed. With `parents`, one node number (or ROOT) per token, they join the pending tree and nothing is
-        committed. ValueError, with nothing changed, for what does not fit, and without `parents` while a tree is
+        committed. ValueError, with nothing changed, for tokens that do not fit, and without `parents` while a tree is
         pending.
         """
         ...
@@ -110,12 +110,12 @@ class Model(Protocol):
         ...
 
     def close(self) -> None:
-        """Give back what the model holds; it cannot be used afterwards."""
+        """Free the model's memory; it cannot be used afterwards."""
         ...
 
 
 ROOT = -1
-SPARE_NODES = 64  # nodes of a tree that any model with trees holds beside as many tokens as its capacity says
+SPARE_NODES = 64  # nodes of a tree that any model with trees holds in addition to `capacity` tokens
 
 
 @dataclass(frozen=True)
@@ -152,11 +152,16 @@ class PendingTree:
 
 def check_call(tokens: Sequence[int], parents: Sequence[int], want: Sequence[int] | None, vocabulary: int) -> None:
     """Raise ValueError unless there are tokens in [0, V), a parent for each, and `want` indexes them."""
-    if not tokens or len(parents) != len(tokens):
+    if not len(tokens) or len(parents) != len(tokens):
         raise ValueError(f"one parent for each of at least one token, got {len(parents)} for {len(tokens)}")
+    check_tokens(tokens, vocabulary)
+    check_want(want, len(tokens))
+
+
+def check_tokens(tokens: Sequence[int], vocabulary: int) -> None:
+    """Raise ValueError unless all of at least one token lie in [0, V)."""
     if min(tokens) < 0 or max(tokens) >= vocabulary:
         raise ValueError(f"token ids must lie in [0, {vocabulary}), got {min(tokens)}..{max(tokens)}")
-    check_want(want, len(tokens))
 
 
 def check_want(want: Sequence[int] | None, count: int) -> None:
@@ -166,7 +171,7 @@ def check_want(want: Sequence[int] | None, count: int) -> None:
 
 
 def check_counts(counts: Sequence[int] | None, count: int) -> None:
-    """Raise ValueError unless `counts`, where given, says that the one row of a model takes all `count` tokens."""
+    """Raise ValueError unless `counts`, where given, assigns all `count` tokens to the one row of a model."""
     if counts is not None and list(counts) != [count]:
         raise ValueError(f"this model keeps one row: counts must be [{count}], got {list(counts)}")
 

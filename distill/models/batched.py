@@ -1,4 +1,4 @@
-"""Many sequences in one PyTorch model: rows of different lengths, each with the logits that it would have alone.
+"""Many sequences in one PyTorch model: rows of different lengths, each with the logits that it would get alone.
 
 Legend: R rows, A of them that take tokens in a call, n tokens of a call, q the most that one row takes, S slots of the
 cache, H heads of keys and values, D their width, V vocabulary.
@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distill.models.base import check_want
+from distill.models.base import check_tokens, check_want
 from distill.models.torch_logits import TorchLogits
 from distill.models.torch_model import TorchModel
 
 
 @dataclass(frozen=True)
 class _Step:
-    """Where the tokens of one call stand in the batch [A, q] that the model sees, and which slots they go to."""
+    """The places of one call's tokens in the batch [A, q] that the model reads, and their slots in the cache."""
 
     active: Tensor | None  # [A], None where all rows take tokens
     entries: Tensor  # [n], which of the A
@@ -33,8 +33,8 @@ class _Step:
 class _Layer:
     """One layer's keys and values [R, H, S, D]: slot s of a row holds its token at position s.
 
-    It is what `transformers.Cache` asks of a layer when mask and positions are given. Nothing but the slots of the
-    step's tokens is written, so that other rows, and what a call that fails leaves behind, are never seen.
+    It has the methods that `transformers.Cache` calls on a layer when mask and positions are given. Only the slots of
+    the step's tokens are written, so other rows stay as they are, and no mask ever shows the remains of a failed call.
     """
 
     def __init__(self, rows: int, capacity: int) -> None:
@@ -44,20 +44,20 @@ class _Layer:
         self.step: _Step
 
     def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Store the step's part of keys and values [A, H, q, D]; all of the A rows' [A, H, size, D] so far."""
+        """Store the step's part of keys and values [A, H, q, D]; returns all of the A rows' [A, H, size, D] so far."""
         self.keys, self.values = self._stored(self.keys, keys), self._stored(self.values, values)
         return self._read(self.keys), self._read(self.values)
 
     def _stored(self, held: Tensor | None, new: Tensor) -> Tensor:
         step, old = self.step, 0 if held is None else held.shape[2]
         if held is None or old < step.size:
-            # Zeros, because a mask hides any number from the sum but not NaN.
+            # Zeros, because a mask hides any number from the sum except NaN.
             room = min(max(step.size, 2 * old, 64), self.capacity)
             grown = new.new_zeros(self.rows, new.shape[1], room, new.shape[3])
             if held is not None:
                 grown[:, :, :old] = held
             held = grown
-        # Of a sharded model each layer is on a device of its own.
+        # The layers of a sharded model lie on several devices.
         rows, slots, entries, columns = (x.to(held.device) for x in (step.rows, step.slots, step.entries, step.columns))
         held[rows, :, slots] = new[entries, :, columns]  # [n, H, D]
         return held
@@ -70,8 +70,8 @@ class _Layer:
 class BatchedTorchModel:
     """R sequences of different lengths decoded together by a Hugging Face model; chains only.
 
-    See `distill.models.base.Model`. A row that takes no token in a call has no part in it. ValueError for a model whose
-    layers do not take a mask of ours: attention other than sdpa or eager, or windows shorter than the context.
+    See `distill.models.base.Model`. A row that takes no token in a call is left out of it. ValueError for a model whose
+    layers do not accept an explicit mask: attention other than sdpa or eager, or windows shorter than the context.
     """
 
     max_leaves = 0
@@ -82,7 +82,7 @@ class BatchedTorchModel:
         if rows < 1:
             raise ValueError(f"a batch has at least one row, got {rows}")
         alone = TorchModel(model, vocabulary)
-        if not alone.max_leaves:  # the masks of rows fail where the masks of trees do
+        if not alone.max_leaves:  # masks of rows and masks of trees need the same kind of attention
             config = model.config
             raise ValueError(
                 f"rows of different lengths need the attention implementation sdpa or eager, in layers that see the "
@@ -127,7 +127,8 @@ class BatchedTorchModel:
         ids = torch.zeros(len(active), longest, dtype=torch.long, device=self.device)
         ids[entries, columns] = self._tensor(tokens)
         ends = self._tensor([self._lengths[row] + counts[row] for row in active])  # [A]
-        # What stands left of a row's tokens is never read: it looks at what it likes, but at something.
+        # Columns left of a row's tokens are padding whose output is never read. They attend to slot 0, because a
+        # softmax over no slot at all would give NaN.
         positions = (ends[:, None] - longest + torch.arange(longest, device=self.device)).clamp(min=0)  # [A, q]
         size = int(max(self._lengths[row] + counts[row] for row in active))
         dtype = self.model.dtype
@@ -161,9 +162,9 @@ class BatchedTorchModel:
         parents: Sequence[int] | None,
         want: Sequence[int] | None,
     ) -> list[int]:
-        """The counts, as they are; ValueError for what `extend` does not take."""
+        """The counts of each row; ValueError for arguments that `extend` does not take."""
         if parents is not None:
-            raise ValueError("a batch of rows takes chains, no trees")
+            raise ValueError("a batch of rows takes chains, not trees")
         if counts is None:
             counts = [len(tokens)] if self.rows == 1 else []
         if len(counts) != self.rows or min(counts) < 0 or sum(counts) != len(tokens) or not tokens:
@@ -171,10 +172,7 @@ class BatchedTorchModel:
                 f"counts must say how many of at least one token each of {self.rows} rows takes, "
                 f"got {list(counts)} for {len(tokens)} tokens"
             )
-        if min(tokens) < 0 or max(tokens) >= self.model.config.vocab_size:
-            raise ValueError(
-                f"token ids must lie in [0, {self.model.config.vocab_size}), got {min(tokens)}..{max(tokens)}"
-            )
+        check_tokens(tokens, self.model.config.vocab_size)
         for row, (length, count) in enumerate(zip(self._lengths, counts, strict=True)):
             if length + count > self.capacity:
                 raise ValueError(f"row {row}: {length} + {count} tokens do not fit a context of {self.capacity}")
@@ -182,19 +180,19 @@ class BatchedTorchModel:
         return list(counts)
 
     def keep(self, paths: Sequence[Sequence[int]]) -> None:
-        """Nothing: there is never a tree; ValueError for a path that is not empty."""
+        """Do nothing, because no tree is ever pending; ValueError for a path that is not empty."""
         if len(paths) != self.rows or any(len(path) for path in paths):
             raise ValueError(f"no tree is pending: {self.rows} empty paths are all there is, got {list(paths)}")
 
     def rollback(self, lengths: Sequence[int]) -> None:
-        """Forget the tokens of each row beyond `lengths`; ValueError, with nothing changed, for more than there are."""
+        """Forget the tokens of each row beyond `lengths`; ValueError, with nothing changed, for more than a row has."""
         pairs = list(zip(lengths, self._lengths, strict=False))
         if len(lengths) != self.rows or any(not 0 <= new <= old for new, old in pairs):
             raise ValueError(f"cannot roll back from {self._lengths} to {list(lengths)} tokens")
         self._lengths = [int(length) for length in lengths]
 
     def reset(self) -> None:
-        """Forget everything and give the cache's memory back."""
+        """Forget everything and free the cache's memory."""
         self._lengths = [0] * self.rows
         for layer in self._layers:
             layer.keys = layer.values = None

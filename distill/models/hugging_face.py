@@ -1,14 +1,14 @@
-"""Models and tokenizers in the Hugging Face format: loading them, their files and sizes, and the devices they go to."""
+"""Models and tokenizers in the Hugging Face format: loading them, their files and sizes, and their devices."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from distill.errors import DataError, RunError
+from distill.files import read_object
 from distill.processes import process_count
 from distill.recipe import Target, is_path
 from distill.results.cut_results import ModelSizes
@@ -31,7 +31,7 @@ def pick_device(name: str) -> torch.device:
 
 
 def check_folder(reference: str) -> None:
-    """Raise DataError when a reference is a path and no model folder stands there."""
+    """Raise DataError when a reference is a path without a model folder."""
     if is_path(reference) and not (Path(reference) / "config.json").is_file():
         state = "has no config.json" if Path(reference).is_dir() else "does not exist"
         raise DataError(f"model folder {reference} {state}", "give a Hugging Face model folder or a hub name")
@@ -44,7 +44,7 @@ def _explained(reference: str, error: Exception) -> DataError:
 
 
 def quantisation(kind: str, dtype: str) -> Any:
-    """The bitsandbytes configuration that transformers loads `int8` (LLM.int8) or `int4` (NF4, QLoRA's) weights by.
+    """The bitsandbytes configuration with which transformers loads `int8` (LLM.int8) or `int4` (NF4, QLoRA) weights.
 
     Products are computed in `dtype`; the head and the embeddings keep their own type.
     """
@@ -71,11 +71,11 @@ def _require_bitsandbytes(kind: str) -> None:
 
 
 def _placement(device: torch.device, shard: bool) -> str | dict[str, torch.device]:
-    """What transformers takes as device_map; raises RunError where sharding has nothing to spread a model over."""
+    """The device_map for transformers; raises RunError where the model cannot be sharded over several devices."""
     if not shard:
         return {"": device}
     if device.type == "cpu":
-        raise RunError("a model is sharded over accelerators, and this run is on the CPU", "set target.shard: false")
+        raise RunError("sharding needs accelerators, and this run is on the CPU", "set target.shard: false")
     if process_count() > 1:
         raise RunError(
             f"{process_count()} processes would each spread the target over all accelerators",
@@ -94,9 +94,9 @@ def load_model(
 ) -> Any:
     """A causal language model in evaluation mode; raises DataError when it cannot be loaded.
 
-    A folder with kept_tokens.json speaks those tokens alone, unless `trimmed` is false. For `quantise` see
-    `quantisation`; with `shard` the layers are spread over all accelerators, and inputs go to the first one. Raises
-    RunError where either is impossible here.
+    With kept_tokens.json in its folder the model's head is trimmed to those tokens, unless `trimmed` is false. For
+    `quantise` see `quantisation`; with `shard` the layers are spread over all accelerators, and inputs go to the first
+    one. Raises RunError where either is impossible on this machine.
     """
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
@@ -162,8 +162,7 @@ def end_ids(model_config: Any, tokenizer: Any) -> list[int]:
 
 
 def real_tokens(config: Any, tokenizer: Any) -> int:
-    """How many ids stand for tokens: rows of the embeddings beyond them are padding and have no part in any
-    distribution."""
+    """How many ids stand for tokens; rows of the embeddings beyond them are padding and in no distribution."""
     return min(int(config.vocab_size), max(tokenizer.get_vocab().values()) + 1)
 
 
@@ -184,11 +183,7 @@ def describe_model(reference: str, model: Any) -> ModelSizes:
 
 def config_json(folder: Path) -> dict[str, Any]:
     """config.json of a folder as it stands."""
-    try:
-        found: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError) as error:
-        raise DataError(f"{folder}/config.json cannot be read: {error}") from error
-    return found
+    return read_object(folder / "config.json")
 
 
 def local_folder(reference: str) -> Path:
@@ -200,5 +195,5 @@ def local_folder(reference: str) -> Path:
 
     try:
         return Path(snapshot_download(reference))
-    except Exception as error:  # the hub client raises many kinds; each means "not to be had"
+    except Exception as error:  # the hub client raises many kinds; each means that the snapshot is not available
         raise _explained(reference, error) from error

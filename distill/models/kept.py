@@ -1,4 +1,4 @@
-"""Trimmed heads: the draft speaks only the kept tokens; the folder still holds the full head and loads everywhere.
+"""Trimmed heads: a draft proposes only the kept tokens; its folder still holds the full head and loads everywhere.
 
 `kept_tokens.json` beside the weights names the kept ids. Our loader computes the logits of those alone and gives the
 others −inf; plain transformers and llama.cpp ignore the file and use the full head. Legend: V vocabulary, K kept
@@ -8,7 +8,6 @@ tokens, H hidden.
 from __future__ import annotations
 
 import itertools
-import json
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 
 from distill.errors import DataError
-from distill.files import write_json
+from distill.files import read_object, write_json
 
 FILE = "kept_tokens.json"
 
@@ -31,16 +30,15 @@ def read_kept(folder: Path) -> dict[str, Any] | None:
     path = folder / FILE
     if not path.is_file():
         return None
+    hint = f"delete it to use the full head, or trim {folder} again"
+    found = read_object(path, hint)
     try:
-        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         kept, size = found["kept"], int(found["vocabulary"])
         ascending = all(a < b for a, b in itertools.pairwise(kept))
         if not kept or not ascending or kept[0] < 0 or kept[-1] >= size:
             raise ValueError("the kept ids are not ascending ids of the vocabulary")
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DataError(
-            f"{path} is damaged: {error}", f"delete it to use the full head, or trim {folder} again"
-        ) from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{path} is damaged: {error}", hint) from error
     return found
 
 
@@ -58,9 +56,9 @@ class KeptHead(torch.nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Logits [..., V] of hidden states [..., H]."""
-        spoken = torch.nn.functional.linear(hidden, self.weight)
-        logits = spoken.new_full((*spoken.shape[:-1], self.rows), -torch.inf)
-        return logits.index_copy_(-1, self.kept, spoken)
+        kept_logits = torch.nn.functional.linear(hidden, self.weight)
+        logits = kept_logits.new_full((*kept_logits.shape[:-1], self.rows), -torch.inf)
+        return logits.index_copy_(-1, self.kept, kept_logits)
 
 
 def trim_head(model: Any, kept: list[int]) -> Any:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from distill.files import write_json, write_text
-from distill.vocabulary import read_settings
+from distill.files import read_object, write_json, write_text
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -46,9 +45,9 @@ def pin_tokenizer(folder: Path) -> None:
     that; the entry is followed only with trust_remote_code, so it leads to a class that adds nothing.
     """
     path = folder / "tokenizer_config.json"
-    settings = read_settings(path) if path.is_file() else {}
+    settings = read_object(path) if path.is_file() else {}
     named = settings.setdefault("tokenizer_class", "PreTrainedTokenizerFast")
-    kind = read_settings(folder / "config.json").get("model_type")
+    kind = read_object(folder / "config.json").get("model_type")
     if kind == "qwen2" and named.removesuffix("Fast") != "Qwen2Tokenizer":
         settings.setdefault("auto_map", {"AutoTokenizer": [None, f"{PLAIN_MODULE}.PlainTokenizer"]})
         write_text(folder / f"{PLAIN_MODULE}.py", PLAIN_CLASS)

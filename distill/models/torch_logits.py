@@ -1,4 +1,4 @@
-"""Logits that torch computed: those of Hugging Face models, of the random table, and of what stands between.
+"""Logits that torch computed: those of Hugging Face models, and of models that wrap another model.
 
 Legend: n rows, V vocabulary, k candidates.
 """

@@ -1,4 +1,4 @@
-"""Step-by-step decoding with a Hugging Face model, with roll-back and trees of tokens.
+"""Step-by-step decoding with a Hugging Face model, with rollback and trees of tokens.
 
 Legend: V vocabulary, n tokens of one call, C committed tokens, N nodes of a pending tree.
 """
@@ -17,7 +17,7 @@ from distill.models.torch_logits import TorchLogits
 
 
 def shortest_window(config: Any) -> int:
-    """The fewest tokens that some layer can look back on; sys.maxsize where every layer sees all."""
+    """The attention window in tokens of the layer with the shortest one; sys.maxsize where no layer has one."""
     kinds = getattr(config, "layer_types", None) or ["sliding_attention", "chunked_attention"]
     sizes = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
     found = [getattr(config, sizes[kind], None) for kind in set(kinds) & set(sizes)]
@@ -28,7 +28,7 @@ class TorchModel:
     """One sequence decoded by a Hugging Face model with a cache that can be rolled back, and trees of tokens.
 
     See `distill.models.base.Model`. Its logits equal those of a fresh prefill up to rounding; ids from `vocabulary` on
-    are padding and have none. The cache holds the N nodes of a pending tree behind the C committed tokens.
+    are padding and have no logits. The cache holds the N nodes of a pending tree behind the C committed tokens.
     """
 
     rows = 1
@@ -44,7 +44,7 @@ class TorchModel:
         self._cache = DynamicCache()
         self._length = 0
         self._tree = PendingTree()
-        self._seen = torch.zeros(0, 0, dtype=torch.bool)  # [N, N], true where a node looks: its path and itself
+        self._seen = torch.zeros(0, 0, dtype=torch.bool)  # [N, N], true where a node attends: its path and itself
 
     @property
     def lengths(self) -> list[int]:
@@ -53,11 +53,11 @@ class TorchModel:
 
     @property
     def max_leaves(self) -> int:
-        """No limit, or 0 where a tree's mask would not be the model's own."""
+        """No limit, or 0 where a tree's mask could not express the model's own attention."""
         return sys.maxsize if self._refusal() is None else 0
 
     def _refusal(self) -> str | None:
-        """Why this model takes no trees, if it takes none."""
+        """The reason why this model takes no trees; None where it takes them."""
         kind = self.model.config._attn_implementation
         if kind not in ("sdpa", "eager"):
             return f"trees need the attention implementation sdpa or eager, this model runs {kind}"
@@ -73,7 +73,7 @@ class TorchModel:
         parents: Sequence[int] | None = None,
         want: Sequence[int] | None = None,
     ) -> TorchLogits:
-        """Append `tokens`, or hang them into the tree below `parents`; logits for those in `want` (None: all).
+        """Append `tokens`, or add them to the tree below `parents`; logits for those in `want` (None: all).
 
         Raises ValueError, with nothing changed, past the capacity, for more than one row, for `want` outside the
         tokens, for a chain below a pending tree, and for a tree in a model that takes none.
@@ -112,7 +112,7 @@ class TorchModel:
         return logits
 
     def _forward(self, tokens: Sequence[int], want: Sequence[int] | None, **inputs: Any) -> TorchLogits:
-        """Run the model on `tokens`; the cache is as it was when that fails."""
+        """Run the model on `tokens`; the cache stays unchanged when that fails."""
         ids = torch.tensor([list(tokens)], device=self.device)
         keep: int | Tensor = 0
         if want is not None:
@@ -130,7 +130,7 @@ class TorchModel:
         return TorchLogits(logits[:, : self.vocabulary_size])
 
     def _trim(self, size: int) -> None:
-        """Leave the first `size` entries of every layer that has more: a call that failed grew only some of them."""
+        """Cut every layer to its first `size` entries; after a failed call only some layers have more."""
         if size == 0:
             self._cache = self._new_cache()
             return
@@ -146,7 +146,7 @@ class TorchModel:
             start, end = self._length, self._length + len(path)
             places = torch.tensor(path) + start
             for layer in self._cache.layers:
-                index = places.to(layer.keys.device)  # of a sharded model, each layer's own
+                index = places.to(layer.keys.device)  # the layers of a sharded model lie on several devices
                 # The path is read before it is written: index_select copies.
                 layer.keys[..., start:end, :] = layer.keys.index_select(-2, index)
                 layer.values[..., start:end, :] = layer.values.index_select(-2, index)
@@ -172,7 +172,7 @@ class TorchModel:
             self._length = length
 
     def reset(self) -> None:
-        """Forget everything: the cold cache that every timed prompt starts with."""
+        """Forget everything; every timed prompt starts from such a cold cache."""
         self._cache = self._new_cache()
         self._length = 0
         self._tree, self._seen = PendingTree(), self._seen[:0, :0]

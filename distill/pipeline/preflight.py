@@ -1,43 +1,117 @@
-"""Checks before the first stage: whatever a recipe asks for that its models, disk or machine cannot give."""
+"""Preflight: every check before the first stage of what a recipe asks of its inputs, models and disk.
+
+Each check returns lines to print and raises a DistillError where the recipe asks for more than there is. No check loads
+weights.
+"""
 
 from __future__ import annotations
 
 import shutil
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from distill.errors import RecipeError, RunError
-from distill.recipe import Recipe
+from distill.recipe import Recipe, is_path
 
 
-def check_models(recipe: Recipe) -> list[str]:
-    """What the models' files allow, as lines to print; raises where the recipe asks for more. Loads no weights."""
-    from distill.models.hugging_face import load_config
-    from distill.models.pairs import compare_pair
+@dataclass
+class Preflight:
+    """Lines about the checks that passed, and the names of the checks that were not made."""
+
+    lines: list[str] = field(default_factory=list)
+    skipped: list[str] = field(default_factory=list)
+
+    @property
+    def warnings(self) -> list[str]:
+        """Those lines that a user should see even when everything passed."""
+        return [line for line in self.lines if "does not fit" in line or "warning" in line or "LOSSY" in line]
+
+
+def preflight(recipe: Recipe, inputs: bool = True, offline: bool = False) -> Preflight:
+    """Check a recipe before its first stage.
+
+    Without `inputs`, the corpus sources and the traffic file are left out: a run that has read them does not need them
+    any more. With `offline`, checks that need a model hub are skipped and listed.
+    """
+    found = Preflight()
+    if inputs:
+        _check_inputs(recipe, found)
+    remote = [model for model in dict.fromkeys([recipe.target.model, _donor(recipe)]) if not is_path(model)]
+    if remote and offline:
+        found.skipped += [f"model {model}" for model in remote]
+        found.skipped.append("pair rules, sizes and the cut, which need those models' configurations")
+        return found
+    for check in (check_stages, check_pair, check_context, check_disk):
+        found.lines += check(recipe)
+    return found
+
+
+def _donor(recipe: Recipe) -> str:
+    return recipe.target.model if recipe.cut.donor == "target" else recipe.cut.donor
+
+
+def _check_inputs(recipe: Recipe, found: Preflight) -> None:
+    """The sources of the corpus and the traffic file exist."""
+    from distill.corpus.sources import source_path
+    from distill.target.traffic import measure
+
+    for source in recipe.corpus.sources:
+        if source.kind == "hub":
+            found.skipped.append(f"data set {source.path}")
+        else:
+            found.lines.append(f"corpus source {source.path}: found at {source_path(source)}")
+    if recipe.answers.traffic is not None:
+        path = recipe.answers.traffic.path
+        found.lines.append(f"traffic {path}: {measure(Path(path))['lines']} lines")
+
+
+def check_stages(recipe: Recipe) -> list[str]:
+    """The settings of cut, training and speedup are possible with these models."""
     from distill.speculative.configured import check_configurations, check_trees
-    from distill.surgery.stage import check_cut, donor_reference
-    from distill.target.store import bytes_per_position
+    from distill.surgery.stage import check_cut
     from distill.training.plan import check_training
 
     lines = check_cut(recipe) + check_training(recipe) + check_configurations(recipe)
-    check_trees(recipe, donor_reference(recipe))
-    # A transplanted draft has the target's own vocabulary and rows; of the donor only its context is left to compare.
-    pair = compare_pair(recipe.target.model, donor_reference(recipe))
-    lines += pair.lines() if recipe.cut.transplant is None else [f"context: {pair.context or 'fits'}"]
-    config = load_config(recipe.target.model).get_text_config()
-    context = config.max_position_embeddings
+    check_trees(recipe, _donor(recipe))
+    return lines
+
+
+def check_pair(recipe: Recipe) -> list[str]:
+    """Target and donor as a pair.
+
+    A transplanted draft has the target's own vocabulary and rows: only the context remains to be compared.
+    """
+    from distill.models.pairs import compare_pair
+
+    pair = compare_pair(recipe.target.model, _donor(recipe))
+    return pair.lines() if recipe.cut.transplant is None else [f"context: {pair.context or 'fits'}"]
+
+
+def check_context(recipe: Recipe) -> list[str]:
+    """A block of the corpus fits the target's context."""
+    from distill.models.hugging_face import load_config
+
+    context = load_config(recipe.target.model).get_text_config().max_position_embeddings
     if recipe.corpus.block > context:
         raise RecipeError(
             f"corpus.block is {recipe.corpus.block}, the target's context {context}", "lower corpus.block"
         )
+    return []
+
+
+def check_disk(recipe: Recipe) -> list[str]:
+    """The teacher's distributions fit the disk."""
+    from distill.models.hugging_face import load_config
+    from distill.target.store import bytes_per_position
+
+    hidden = load_config(recipe.target.model).get_text_config().hidden_size
     answer = recipe.answers.prompt_tokens + recipe.answers.new_tokens
-    store = (recipe.corpus.tokens + recipe.answers.prompts * answer) * bytes_per_position(
-        recipe.teacher, config.hidden_size, recipe.target.dtype
-    )
+    positions = recipe.corpus.tokens + recipe.answers.prompts * answer
+    store = positions * bytes_per_position(recipe.teacher, hidden, recipe.target.dtype)
     free = shutil.disk_usage(Path.cwd()).free
-    lines.append(f"disk: the teacher store needs about {store / 1e6:.0f} MB, {free / 1e9:.0f} GB are free here")
     if store > free:
         raise RunError(
             "the teacher store does not fit the disk",
             "lower corpus.tokens, answers.prompts or teacher.top_k, or store nothing with teacher.kind: online",
         )
-    return lines
+    return [f"disk: the teacher store needs about {store / 1e6:.0f} MB, {free / 1e9:.0f} GB are free here"]

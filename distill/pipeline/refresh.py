@@ -1,4 +1,4 @@
-"""`distill train RECIPE --refresh`: a finished run is moved aside, and one of its name goes on from its draft."""
+"""`distill train RECIPE --refresh`: moves a finished run aside and starts a run of its name from its draft."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 
 def _prepared(folder: Path) -> Path:
-    """Where the new run stands until the old one is out of its way."""
+    """Folder of the new run until the old one has been moved."""
     return folder.with_name(f".{folder.name}.refresh")
 
 
 def finish_refresh(folder: Path) -> None:
-    """Do the second half of a refresh that was killed between its two renames; nothing where there was none."""
+    """Finish a refresh that was killed between its two renames; do nothing otherwise."""
     prepared = _prepared(folder)
     if folder.exists() or not (prepared / "parent.json").exists():
         return
@@ -32,27 +32,28 @@ def finish_refresh(folder: Path) -> None:
 
 
 def plan_refresh(recipe: Recipe, run: Run) -> dict[str, Any]:
-    """The parent.json of a run that goes on from `run`: generation, the run's next name, its draft and what it read.
+    """The parent.json of a run that starts from the draft of `run`; changes nothing.
 
-    Raises RecipeError or RunError for a recipe without traffic or with other cuts, an unfinished run, a rotated file
-    and a file without new lines. Changes nothing.
+    It holds the generation, the next name of `run`, the files of its draft and the part of the traffic file that it
+    read. Raises RecipeError or RunError for a recipe without traffic or with other cuts, an unfinished run, a rotated
+    file and a file without new lines.
     """
     from distill.recipe import load_recipe
 
     settings = recipe.answers.traffic
     if settings is None:
-        raise RecipeError("--refresh needs answers.traffic, a file that has grown", "see docs/recipes.md")
+        raise RecipeError("--refresh needs answers.traffic, a file with new lines", "see docs/recipes.md")
     if recipe.train.sparsity is not None and recipe.train.sparsity.mlp_width is not None:
-        raise RecipeError("--refresh makes no cuts, train.sparsity makes one", "add train.sparsity=null")
+        raise RecipeError("--refresh makes no cuts, but train.sparsity does", "add train.sparsity=null")
     record = run.done("train")
     if record is None or run.damaged_artifacts(record):
         raise RunError(
-            f"{run.folder} has no finished draft to go on from", "finish it first: the same command without --refresh"
+            f"{run.folder} has no finished draft to start from", "finish it first: the same command without --refresh"
         )
     if load_recipe(run.path("config.yaml")).cut != recipe.cut:
         raise RecipeError(
-            f"section cut is not that of {run.folder}, and --refresh makes no cuts",
-            "leave the section as it was, or use another run (name=…)",
+            f"section cut differs from that of {run.folder}, and --refresh makes no cuts",
+            "restore the section, or use another run (name=…)",
         )
     read = (run.done("answers") or {"inputs": {}})["inputs"].get(PIN)
     path = Path(settings.path)
@@ -78,7 +79,7 @@ def plan_refresh(recipe: Recipe, run: Run) -> dict[str, Any]:
 
 
 def require_growth(recipe: Recipe, path: Path, read: dict[str, Any] | None) -> None:
-    """Raise RunError when a file was rotated since it was read, or has no whole line to use beyond what was read."""
+    """Raise RunError when a file was rotated since it was read, or has no usable line after those that were read."""
     settings = recipe.answers.traffic
     assert settings is not None
     now = measure(path)
@@ -86,22 +87,22 @@ def require_growth(recipe: Recipe, path: Path, read: dict[str, Any] | None) -> N
     if read is not None:
         if now["bytes"] < read["bytes"] or not begins_with(path, read):
             raise RunError(
-                f"{path} no longer begins with the {read['lines']} lines that were read of it; was it rotated?",
-                "give the new lines as a file of their own: answers.traffic.path=…",
+                f"{path} no longer begins with the {read['lines']} lines that were read from it; was it rotated?",
+                "put the new lines into their own file: answers.traffic.path=…",
             )
         start = {"start": read["bytes"], "start_line": read["lines"]}
     found = list(read_lines(settings, {**now, **start, "path": str(path)}))
     if not found:
-        raise RunError(f"{path} has no new line after line {start['start_line']}", "refresh when it has grown")
+        raise RunError(f"{path} has no new line after line {start['start_line']}", "refresh when it has new lines")
     if all(isinstance(line, str) for line in found):
         raise RunError(
             f"all {len(found)} new lines of {path} are bad, first {found[0]}",
-            "mend the file, or set answers.traffic.prompt_field and answer_field",
+            "correct the file, or set answers.traffic.prompt_field and answer_field",
         )
 
 
 def refresh(run: Run, parent: dict[str, Any]) -> Path:
-    """Move a run aside and put a new one in its place that goes on from it; returns where the old one is now."""
+    """Move a run aside and put a new one in its place, which starts from its draft; returns the folder of the old."""
     prepared, aside = _prepared(run.folder), run.folder.with_name(parent["run"])
     with faults_explained(run.folder), run.locked():
         if prepared.exists():

@@ -1,4 +1,4 @@
-"""The stages, in order, with what each reads and writes. When one of them runs: `distill/pipeline/running.py`."""
+"""The stages, in order, with the inputs and outputs of each. planning.py decides when a stage runs."""
 
 from __future__ import annotations
 
@@ -17,15 +17,22 @@ from distill.target.traffic import pin_traffic
 
 @dataclass(frozen=True)
 class Stage:
-    """One stage: the function (imported when it runs), what its key hashes, and what it writes.
+    """One stage: its function (imported when it runs), the parts of its key, and the files it writes.
 
-    `settings` are dotted recipe keys, `inputs` are (stage, pattern of artifact names), `models` are `target` and
-    `donor`. A `precious` stage costs so much that its finished or begun work is never superseded without being asked.
-    `passing` are beginnings of settings that change nothing a precious stage reads; `ignores` are settings that change
-    nothing in what is made but rounding, and so are no part of the key. `more` names settings that count only for some
-    recipes. `pins` are metadata of the world outside, by name, which stay what they were when the stage began, however
-    that world goes on; those that are None have no part in the key. In a stage made `together` all processes of the
-    command take part, in the others the main one alone.
+    name: as in the recipe's sections and on the command line.
+    function: `module:name`.
+    settings: dotted recipe keys that are part of the key.
+    inputs: (stage, pattern of artifact names) whose digests are part of the key.
+    writes: files and folders of the run directory.
+    models: `target`, `donor` and `sources`, whose contents are part of the key.
+    precious: finished or begun work is expensive and never replaced without `--redo`.
+    version: of the format of the artifacts.
+    passing: prefixes of settings that do not change anything that a precious stage reads.
+    ignores: settings that change results by rounding at most and are left out of the key.
+    more: settings that are part of the key for some recipes only.
+    pins: state outside the recipe, by name, which is recorded when the stage begins and does not change afterwards;
+        None is left out of the key.
+    together: all processes of the command take part; in other stages, the main process alone.
     """
 
     name: str
@@ -49,14 +56,14 @@ class Stage:
         return found
 
 
-# Settings of a training that change nothing but rounding, pace and what is kept on the way.
+# Settings of a training that change rounding, speed and kept checkpoints, but nothing else.
 ROUNDING = tuple(
     f"train.{name}" for name in ("micro_batch", "chunk", "save_every", "keep", "checkpointing", "compile", "trackers")
 )
 
 
 def _search_settings(recipe: Recipe) -> tuple[str, ...]:
-    """What measuring cuts reads beyond the cut itself; without a search nothing is measured."""
+    """The settings that measuring cuts depends on, beside section cut; none where no cut is measured."""
     by_price = recipe.cut.trim is not None and recipe.cut.trim.size is None and recipe.cut.trim.by == "price"
     if recipe.cut.search is None and not by_price:
         return ()
@@ -218,7 +225,7 @@ LAST_TOGETHER = [stage.name for stage in STAGES if stage.together][-1]
 
 
 def find_stage(name: str) -> Stage:
-    """The stage called `name`; raises RunError with the names there are."""
+    """The stage called `name`; raises RunError with all names for another one."""
     for stage in STAGES:
         if stage.name == name:
             return stage
@@ -226,7 +233,7 @@ def find_stage(name: str) -> Stage:
 
 
 def consumers(names: Sequence[str]) -> set[str]:
-    """Those stages and all that read, directly or not, what they write."""
+    """These stages and all stages that read their artifacts, directly or through others."""
     found = set(names)
     for stage in STAGES:
         if any(name in found for name, _ in stage.inputs):

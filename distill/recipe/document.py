@@ -1,7 +1,8 @@
-"""The schema in words: every key of a recipe, what it takes, its default and its meaning."""
+"""Documentation of the schema: each key of a recipe with its values, default and meaning."""
 
 from __future__ import annotations
 
+import inspect
 import types
 import typing
 from typing import Any, Literal
@@ -12,11 +13,11 @@ from distill.recipe import Recipe, Section
 
 
 def describe_schema() -> str:
-    """Every key with what it takes, its default and its meaning, as Markdown; docs/recipes.md is made from it."""
+    """Each key with its values, default and meaning, as Markdown; docs/recipes.md is made from it."""
     lines: list[str] = []
 
     def walk(section: type[Section], title: str, prefix: str) -> None:
-        lines.extend([f"## {title}", "", (section.__doc__ or "").strip(), ""])
+        lines.extend([f"## {title}", "", inspect.cleandoc(section.__doc__ or ""), ""])
         lines.extend(["| key | takes | default | meaning |", "|---|---|---|---|"])
         nested: list[tuple[type[Section], str]] = []
         for name, field in section.model_fields.items():
@@ -24,8 +25,10 @@ def describe_schema() -> str:
             if inner is not None:
                 nested.append((inner, prefix + name))
             cells = (f"`{name}`", _takes(field.annotation, field.metadata, prefix + name), _default(field))
-            meaning = field.description or (inner.__doc__ if inner else None) or ""
-            lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in (*cells, meaning.strip())) + " |")
+            meaning = field.description or (inspect.cleandoc(inner.__doc__ or "").split("\n\n")[0] if inner else "")
+            lines.append(
+                "| " + " | ".join(cell.replace("|", "\\|") for cell in (*cells, " ".join(meaning.split()))) + " |"
+            )
         lines.append("")
         for inner, name in nested:
             walk(inner, name, f"{name}.")
@@ -35,14 +38,14 @@ def describe_schema() -> str:
 
 
 def _section_in(annotation: Any) -> type[Section] | None:
-    """The section that a key holds, alone, in a list or as an alternative to null."""
+    """The section that a key holds, alone, in a list or as an alternative to null; None for other keys."""
     if isinstance(annotation, type) and issubclass(annotation, Section):
         return annotation
     return next(filter(None, map(_section_in, typing.get_args(annotation))), None)
 
 
 def _takes(annotation: Any, metadata: typing.Sequence[Any], name: str) -> str:
-    """In words, what may be written for a key: type, choices, bounds."""
+    """The values that a key takes: type, choices and bounds."""
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     bounds = [
         f"{sign} {getattr(bound, attribute)}"
@@ -72,11 +75,11 @@ def _default(field: Any) -> str:
 
 
 def _plain(value: Any) -> str:
-    """A value as it is written in a recipe, on one line."""
+    """A value as in a recipe, on one line."""
     shown = [_short(item) for item in value] if isinstance(value, tuple) else value
     return yaml.safe_dump(shown, default_flow_style=True, width=1000, allow_unicode=True).split("\n")[0]
 
 
 def _short(value: Any) -> Any:
-    """An item of a list; of a section only what differs from its own defaults."""
+    """An item of a list; a section without the keys that have their defaults."""
     return value.model_dump(mode="json", exclude_defaults=True) if isinstance(value, Section) else value

@@ -1,4 +1,4 @@
-"""From a file and overrides to a validated recipe, and back."""
+"""Reading a recipe from a file and overrides, and writing it back."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from distill.recipe.whole import Recipe
 
 
 class _UniqueKeys(yaml.SafeLoader):
-    """YAML that refuses a key written twice, which plain YAML silently lets the last one win."""
+    """YAML that refuses duplicate keys; plain YAML silently takes the last one."""
 
 
 def _mapping(loader: _UniqueKeys, node: yaml.MappingNode) -> dict[Any, Any]:
@@ -25,7 +25,7 @@ def _mapping(loader: _UniqueKeys, node: yaml.MappingNode) -> dict[Any, Any]:
     for key_node, _ in node.value:
         key = loader.construct_object(key_node, deep=True)
         if not isinstance(key, str):
-            raise RecipeError(f"line {key_node.start_mark.line + 1}: a key must be a word, got {key!r}")
+            raise RecipeError(f"line {key_node.start_mark.line + 1}: a key must be text, got {key!r}")
         line = key_node.start_mark.line + 1
         if key in seen:
             raise RecipeError(f"key `{key}` is written twice, on lines {seen[key]} and {line}", "remove one of them")
@@ -46,7 +46,7 @@ def _absolute(reference: str, base: Path) -> str:
 
 
 def _resolve_paths(raw: dict[str, Any], base: Path) -> None:
-    """Make every path absolute: relative ones are meant from the recipe's own folder."""
+    """Make every path absolute; relative paths start at the recipe's folder."""
     for section, key in (("target", "model"), ("cut", "donor")):
         part = raw.get(section)
         if isinstance(part, dict) and isinstance(part.get(key), str):
@@ -78,7 +78,7 @@ def _apply_override(raw: dict[str, Any], override: str) -> None:
         final = index == len(path)
         if isinstance(place, list):
             if not part.isdigit() or int(part) >= len(place):
-                raise RecipeError(f"override `{override}`: `{part}` is no index into a list of {len(place)}")
+                raise RecipeError(f"override `{override}`: `{part}` is not an index of a list of {len(place)}")
             key: Any = int(part)
         elif isinstance(place, dict):
             key = part
@@ -93,7 +93,7 @@ def _apply_override(raw: dict[str, Any], override: str) -> None:
 
 
 def _section_at(location: tuple[Any, ...]) -> type[BaseModel] | None:
-    """The schema class that holds the last name of an error's location."""
+    """The section that the last name of an error's location belongs to."""
     place: Any = Recipe
     for part in location[:-1]:
         if isinstance(part, int):
@@ -116,12 +116,15 @@ def _explain(error: Any) -> str:
         return f"{location}: unknown key; {advice}"
     if error["type"] == "missing":
         return f"{location}: is missing"
+    if error["type"] == "literal_error":
+        known = error["ctx"]["expected"].replace(" or ", ", ").replace("'", "")
+        return f"{location}: there is no {error['loc'][-1]} {error['input']!r}; known: {known}"
     message = error["msg"].removeprefix("Value error, ")
     return f"{location}: {message} (got {error['input']!r})" if error["loc"] else f"{location}: {message}"
 
 
 def parse_recipe(raw: Any, where: str) -> Recipe:
-    """Validate a mapping; every fault is named in one RecipeError."""
+    """The recipe in a mapping; raises one RecipeError with every mistake."""
     if not isinstance(raw, dict):
         raise RecipeError(f"{where}: a recipe is a mapping, got {type(raw).__name__}", "see docs/recipes.md")
     return parse_section(Recipe, raw, where)
@@ -131,12 +134,12 @@ SomeSection = typing.TypeVar("SomeSection", bound=Section)
 
 
 def parse_section(section: type[SomeSection], raw: dict[str, Any], where: str = "the options") -> SomeSection:
-    """Validate one section from a mapping; every fault is named in one RecipeError."""
+    """A section from a mapping; raises one RecipeError with every mistake."""
     try:
         return section.model_validate(raw)
     except ValidationError as error:
         errors = error.errors()
-        # A list is also called too short when the elements it does hold are faulty: only the latter is worth saying.
+        # pydantic also calls a list too short when its elements are faulty: report the elements alone.
         parents = {fault["loc"][:depth] for fault in errors for depth in range(len(fault["loc"]))}
         faults = [_explain(fault) for fault in errors if fault["type"] != "too_short" or fault["loc"] not in parents]
         count = f"{len(faults)} mistakes" if len(faults) > 1 else "1 mistake"
@@ -147,13 +150,12 @@ def parse_section(section: type[SomeSection], raw: dict[str, Any], where: str = 
 def load_recipe(path: Path, overrides: typing.Sequence[str] = ()) -> Recipe:
     """Read a recipe file and apply `a.b=c` overrides.
 
-    Paths inside the file (and in overrides) that start with `.`, `/` or `~` are taken from the file's own folder.
-    Raises RecipeError with every mistake at once.
+    Relative paths in the file and in overrides start at the file's folder. Raises one RecipeError with every mistake.
     """
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise RecipeError(f"no recipe at {path}", "recipes/ holds some to start from") from None
+        raise RecipeError(f"no recipe at {path}", "recipes/ has examples") from None
     except (OSError, UnicodeDecodeError) as error:
         raise RecipeError(f"cannot read the recipe {path}: {error}") from error
     try:
@@ -163,7 +165,7 @@ def load_recipe(path: Path, overrides: typing.Sequence[str] = ()) -> Recipe:
     except RecipeError as error:
         raise RecipeError(f"{path}: {error.what}", error.hint) from None
     if raw is None:
-        raise RecipeError(f"{path} is empty", "recipes/ holds some to start from")
+        raise RecipeError(f"{path} is empty", "recipes/ has examples")
     if isinstance(raw, dict):
         for override in overrides:
             _apply_override(raw, override)
@@ -172,5 +174,5 @@ def load_recipe(path: Path, overrides: typing.Sequence[str] = ()) -> Recipe:
 
 
 def dump_recipe(recipe: Recipe) -> str:
-    """The resolved recipe as YAML, every default written out; `load_recipe` of it gives an equal recipe."""
+    """The recipe as YAML with every default; `load_recipe` of it gives an equal recipe."""
     return yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True)

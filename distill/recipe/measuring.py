@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import Field, field_validator, model_validator
 
 from distill.recipe.configuration import OTHER_VOCABULARY, PLAIN, Configuration
+from distill.recipe.outtypes import OutType
 from distill.recipe.section import Section
 
 
@@ -32,7 +33,7 @@ class Evaluate(Section):
 class Export(Section):
     """GGUF files of draft and target."""
 
-    outtypes: tuple[Literal["f32", "f16", "bf16", "q8_0"], ...] = Field(("f16", "q8_0"), description="one file each")
+    outtypes: tuple[OutType, ...] = Field(("f16", "q8_0"), description="one file each")
     parity_positions: int = Field(2000, ge=1, description="test positions compared with Hugging Face fp32")
 
 
@@ -47,7 +48,7 @@ class Speedup(Section):
     """Plain against speculative decoding."""
 
     backends: tuple[Literal["pytorch", "gguf"], ...] = Field(("pytorch", "gguf"), description="who decodes")
-    outtype: Literal["f32", "f16", "bf16", "q8_0"] = Field("f16", description="GGUF type of both models")
+    outtype: OutType = Field("f16", description="GGUF type of both models")
     lengths: tuple[int, ...] = Field((1, 2, 4, 6, 8), min_length=1, description="draft lengths swept")
     prompts: int = Field(12, ge=2, description="distinct test prompts")
     new_tokens: int = Field(96, ge=8, description="tokens decoded per prompt")

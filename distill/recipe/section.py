@@ -1,4 +1,4 @@
-"""What every section of a recipe is: frozen, and without keys that the schema does not know."""
+"""The base class of recipe sections."""
 
 from __future__ import annotations
 
@@ -6,4 +6,6 @@ from pydantic import BaseModel, ConfigDict
 
 
 class Section(BaseModel):
+    """Immutable, and without unknown keys."""
+
     model_config = ConfigDict(frozen=True, extra="forbid")

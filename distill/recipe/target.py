@@ -1,4 +1,4 @@
-"""Recipe sections: the target, the distribution it serves with, its own text and its distributions."""
+"""Recipe sections: the target, its sampler, its answers and the store of its distributions."""
 
 from __future__ import annotations
 
@@ -12,33 +12,37 @@ from distill.recipe.traffic import Traffic
 
 
 class Target(Section):
-    """The big model that is to be made faster."""
+    """The large model that the draft is for."""
 
     model: str = Field(description="folder (starting with . / or ~) or hub name")
-    dtype: Literal["float32", "bfloat16", "float16"] = Field("float32", description="what it runs in")
+    dtype: Literal["float32", "bfloat16", "float16"] = Field("float32", description="type that it runs in")
     quantise: Literal["int8", "int4"] | None = Field(
-        None, description="load its weights in 8 or 4 bits (bitsandbytes; needs that package); null: as they are"
+        None, description="load its weights in 8 or 4 bits with bitsandbytes; null: not quantised"
     )
-    shard: bool = Field(False, description="spread its layers over all accelerators of this machine; one process")
+    shard: bool = Field(False, description="spread its layers over all accelerators of this machine, in one process")
 
 
 class SamplerSettings(Section):
-    """The distribution the target serves with; answers, evaluation and decoding all use it."""
+    """The sampler of the served target; answers, evaluation and decoding use it."""
 
-    temperature: float = Field(1.0, ge=0, description="0 is greedy")
+    temperature: float = Field(1.0, ge=0, description="0: greedy")
     top_k: int = Field(0, ge=0, description="0: off")
     top_p: float = Field(1.0, gt=0, le=1, description="1: off")
     min_p: float = Field(0.0, ge=0, lt=1, description="0: off")
 
 
 class Answers(Section):
-    """The target continues prompts of the train split: its own text."""
+    """The target's own text: its continuations of train prompts."""
 
-    prompts: int = Field(256, ge=0, description="train prompts; 0: traffic alone")
-    prompt_tokens: int = Field(64, ge=1, description="tokens of a document's beginning, or of a later piece of it")
-    new_tokens: int = Field(192, ge=1, description="tokens generated at most")
-    batch: int = Field(32, ge=1, description="prompts generated together; also the unit of resuming")
-    traffic: Traffic | None = Field(None, description="served answers beside the generated ones; null: off")
+    prompts: int = Field(256, ge=0, description="number of train prompts; 0: traffic alone")
+    prompt_tokens: int = Field(
+        64, ge=1, description="tokens per prompt, from the beginning of a document or a later place in it"
+    )
+    new_tokens: int = Field(192, ge=1, description="most tokens generated per prompt")
+    batch: int = Field(32, ge=1, description="prompts per batch; also the unit of resuming")
+    traffic: Traffic | None = Field(
+        None, description="served answers, used in addition to the generated ones; null: off"
+    )
 
     @model_validator(mode="after")
     def _have_a_source(self) -> Answers:
@@ -48,28 +52,29 @@ class Answers(Section):
 
 
 class TeacherStore(Section):
-    """The target's distributions on the train blocks, and in which form they are kept."""
+    """How the target's distributions on the train blocks are stored."""
 
     kind: Literal["compact", "exact", "online"] = Field(
         "compact",
-        description="compact: the top-k log-probabilities and the log of the tail's mass are stored; exact: the last "
-        "hidden states and the head are, which give whole distributions; online: nothing is stored, the target "
-        "runs while training",
+        description="compact: store the top-k log-probabilities and the log of the tail's mass; exact: store the last "
+        "hidden states and the head, which give whole distributions; online: store nothing and run the target "
+        "during training",
     )
-    top_k: int = Field(256, ge=1, description="compact: entries stored per position; with `mass`, at most")
+    top_k: int = Field(256, ge=1, description="compact: entries stored per position; an upper bound with `mass`")
     mass: float | None = Field(
         0.99,
         gt=0,
         lt=1,
-        description="compact: store as few entries as hold this mass on average over a sample of positions; "
-        "null: `top_k`",
+        description="compact: store as few entries as cover this mass on average over a sample of positions; "
+        "null: store `top_k`",
     )
     temperatures: tuple[float, ...] = Field(
         (1.0,),
-        description="compact: temperatures at which the tail's mass is stored, 1 among them; losses use no other",
+        description="compact: temperatures for which the tail's mass is stored, which must include 1; losses can use "
+        "only these",
     )
     dtype: Literal["float32", "bfloat16", "float16"] | None = Field(
-        None, description="exact: what the hidden states are stored in; null: the target's"
+        None, description="exact: type of the stored hidden states; null: the target's"
     )
     shard_blocks: int = Field(64, ge=1, description="blocks per shard; also the unit of resuming")
     batch: int = Field(8, ge=1, description="blocks per forward pass")
@@ -80,12 +85,12 @@ class TeacherStore(Section):
         if any(not (temperature > 0 and math.isfinite(temperature)) for temperature in value):
             raise ValueError("temperatures must be positive")
         if 1 not in value or len(set(value)) < len(value):
-            raise ValueError("temperatures must hold 1, and none twice")
+            raise ValueError("temperatures must include 1, and none twice")
         return value
 
     @model_validator(mode="after")
     def _settings_of_other_kinds(self) -> TeacherStore:
         for name, kind in (("mass", "compact"), ("temperatures", "compact"), ("dtype", "exact")):
             if self.kind != kind and getattr(self, name) not in (None, type(self).model_fields[name].default):
-                raise ValueError(f"{name} is a setting of kind {kind}, and kind is {self.kind}")
+                raise ValueError(f"{name} is a setting of kind {kind}, but kind is {self.kind}")
         return self

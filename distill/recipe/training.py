@@ -1,4 +1,4 @@
-"""Recipe sections: how the draft learns."""
+"""Recipe sections: training."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from distill.recipe.section import Section
 
 
 class Sparsity(Section):
-    """L1 while fine-tuning: neurons (or single weights) are driven to zero, cut, and the rest debiased."""
+    """An L1 penalty in training drives neurons or single weights to zero; they are removed and the rest debiased."""
 
     method: Literal["group", "unstructured"] = Field(
         "group",
-        description="group: whole MLP neurons, cut out at the end; unstructured: single weights, which stay "
-        "as zeros and make nothing faster",
+        description="group: whole MLP neurons, removed at the end; unstructured: single weights, which stay as zeros "
+        "and give no speedup",
     )
-    mlp_width: int | None = Field(None, ge=32, description="group: neurons left per layer")
-    share: float | None = Field(None, gt=0, lt=1, description="unstructured: share of the weights that become zero")
+    mlp_width: int | None = Field(None, ge=32, description="group: neurons that remain per layer")
+    share: float | None = Field(None, gt=0, lt=1, description="unstructured: share of weights that become zero")
     ramp: float = Field(0.2, gt=0, le=1, description="share of the steps over which the penalty grows")
 
     @model_validator(mode="after")
@@ -54,29 +54,37 @@ def _weighs_something(value: Loss | None) -> Loss | None:
 
 
 class Part(Section):
-    """One part of the training: a loss, for so long. Warm-up and cosine run over all parts, at each part's own peak."""
+    """One part of the training, with its loss and length.
 
-    name: str = Field(pattern=r"^[a-z0-9-]+$", description="what it is called, such as align or accept")
-    share: float | None = Field(None, gt=0, le=1, description="length: a share of train.steps; or steps, or tokens")
-    steps: int | None = Field(None, ge=1, description="length: optimizer steps")
-    tokens: int | None = Field(None, ge=1, description="length: positions the draft sees, rounded up to whole steps")
+    One warm-up and one cosine span all parts; each part has its own peak rate.
+    """
+
+    name: str = Field(pattern=r"^[a-z0-9-]+$", description="its name, such as align or accept")
+    share: float | None = Field(
+        None, gt=0, le=1, description="length as a share of train.steps; give one of share, steps and tokens"
+    )
+    steps: int | None = Field(None, ge=1, description="length in optimizer steps")
+    tokens: int | None = Field(
+        None, ge=1, description="length in positions that the draft sees, rounded up to whole steps"
+    )
     loss: Loss | None = Field(
         None,
-        description="weights of the losses; null: what served train.protocol best, jsd for sampling, forward_kl "
-        "for match and greedy",
+        description="weights of the losses; null: the best known for train.protocol: jsd for sampling, forward_kl for "
+        "match and greedy",
     )
     rate: float | None = Field(None, gt=0, description="peak learning rate; null: train.rate")
     temperature: float = Field(
         1.0,
         gt=0,
-        description="of both distributions in forward_kl, reverse_kl and jsd, which are then multiplied by its square",
+        description="temperature of both distributions in forward_kl, reverse_kl and jsd, whose losses are multiplied "
+        "by its square",
     )
     weights: Literal["uniform", "block-acceptance", "top-fraction"] = Field(
         "uniform",
-        description="of tokens: all alike; by what a token's acceptance adds to the expected tokens per "
-        "round; only the fraction of each block with the largest KL",
+        description="weights of tokens: uniform: equal; block-acceptance: what a token's acceptance adds to the "
+        "expected tokens per round; top-fraction: 1 for the fraction of each block with the largest KL, else 0",
     )
-    fraction: float = Field(0.5, gt=0, le=1, description="top-fraction: share of the tokens that count")
+    fraction: float = Field(0.5, gt=0, le=1, description="top-fraction: share of tokens with weight 1")
 
     _loss = field_validator("loss")(_weighs_something)
 
@@ -88,88 +96,96 @@ class Part(Section):
 
 
 class Acceptance(Section):
-    """A small decoded evaluation on the validation split, which chooses the best weights and may end a part early."""
+    """Decode validation prompts during training, to choose the best weights and, if asked, to end a part early."""
 
-    every: int = Field(100, ge=1, description="steps between evaluations; each part's end is evaluated too")
-    prompts: int = Field(16, ge=2, description="validation prompts, decoded together")
+    every: int = Field(100, ge=1, description="steps between evaluations; the end of each part is also evaluated")
+    prompts: int = Field(16, ge=2, description="validation prompts, decoded as one batch")
     new_tokens: int = Field(48, ge=8, description="tokens decoded of each")
     length: int = Field(4, ge=1, description="draft length")
     patience: int | None = Field(
-        None, ge=1, description="a part ends after this many evaluations without a better one; null: never early"
+        None, ge=1, description="a part ends after this many evaluations without improvement; null: never early"
     )
 
 
 class Replay(Section):
-    """Learn once more where the decoder rejected the draft; kept only if tokens per round rise on validation
-    prompts."""
+    """Train further on positions where the decoder rejected the draft.
+
+    Kept only if tokens per round rise on validation prompts.
+    """
 
     prompts: int = Field(
-        64, ge=1, description="prompts of train answers, generated or served, decoded to find rejected positions"
+        64,
+        ge=1,
+        description="prompts of train answers, generated or served, that are decoded to find rejected positions",
     )
     new_tokens: int = Field(128, ge=8, description="tokens decoded of each")
     length: int = Field(4, ge=1, description="draft length while decoding")
     steps: int = Field(50, ge=1, description="optimizer steps")
-    share: float = Field(0.25, gt=0, le=1, description="share of a step's blocks that hold rejected positions")
+    share: float = Field(0.25, gt=0, le=1, description="share of a step's blocks that contain rejected positions")
     rate: float | None = Field(None, gt=0, description="peak learning rate; null: a third of train.rate")
-    loss: Loss | None = Field(None, description="as in a part; null: what served train.protocol best")
-    judges: int = Field(32, ge=4, description="validation prompts on which the draft before and after is decoded")
+    loss: Loss | None = Field(None, description="as in a part")
+    judges: int = Field(32, ge=4, description="validation prompts on which the drafts before and after are compared")
 
     _loss = field_validator("loss")(_weighs_something)
 
 
 class Train(Section):
-    """How the draft learns from the target's distributions."""
+    """How the draft is trained on the target's distributions."""
 
     protocol: Protocol = Field(
         "auto",
-        description="how drafts will be verified: rejection sampling of sampled drafts; match of argmax drafts "
-        "with a sampled target; greedy; auto: greedy at temperature 0, else sampling. It sets the loss where "
-        "none is given and what the best weights are chosen by",
+        description="how drafts will be verified: sampling: sampled drafts, rejection sampling; match: argmax drafts, "
+        "compared with the sampled target; greedy; auto: greedy at temperature 0, else sampling. It sets the default "
+        "loss and the measure by which the best weights are chosen",
     )
     steps: int = Field(300, ge=1, description="optimizer steps")
-    batch: int = Field(4, ge=1, description="blocks per step, over all processes")
+    batch: int = Field(4, ge=1, description="blocks per step, in all processes together")
     micro_batch: int | None = Field(
-        None, ge=1, description="blocks that one process takes at once, gradients added up; null: all of its share"
+        None,
+        ge=1,
+        description="blocks per forward pass of a process, whose gradients are added; null: all of its blocks",
     )
-    rate: float = Field(5e-5, gt=0, description="peak learning rate of AdamW; small demo models want more")
-    warmup: float = Field(0.03, ge=0, lt=1, description="share of the steps spent warming up, linearly")
-    final: float = Field(0.1, ge=0, le=1, description="the cosine ends at this share of the rate")
-    loss: Loss | None = Field(
-        None, description="weights of the losses, without parts; null: what served the protocol best, as in a part"
-    )
-    parts: tuple[Part, ...] = Field((), description="one after another; empty: all steps with train.loss at train.rate")
-    jsd_beta: float = Field(0.5, gt=0, lt=1, description="jsd: the target's share of the mixture")
+    rate: float = Field(5e-5, gt=0, description="peak learning rate of AdamW; small demo models need more")
+    warmup: float = Field(0.03, ge=0, lt=1, description="share of the steps for a linear warm-up")
+    final: float = Field(0.1, ge=0, le=1, description="the cosine decays to this share of the rate")
+    loss: Loss | None = Field(None, description="weights of the losses in a training without parts; null: as in a part")
+    parts: tuple[Part, ...] = Field((), description="run in this order; empty: all steps with train.loss at train.rate")
+    jsd_beta: float = Field(0.5, gt=0, lt=1, description="jsd: share of the target in the mixture")
     lk_decay: float = Field(
-        3.0, ge=0, description="lk_hybrid: e^(-this · acceptance) of a token is forward KL, the rest TV"
+        3.0,
+        ge=0,
+        description="lk_hybrid: weight e^(-lk_decay · acceptance) for a token's forward KL, the rest for its TV",
     )
     match_temperature: float = Field(
-        0.5, gt=0, description="match: of the draft's distribution that stands for its argmax"
+        0.5, gt=0, description="match: temperature of the draft's distribution, which approximates its argmax"
     )
-    hinge_k: int = Field(4, ge=1, description="top_k_hinge: the target's tokens are pushed into the draft's best k")
-    hinge_margin: float = Field(1.0, ge=0, description="top_k_hinge: by this much, in logits")
-    clip: float = Field(1.0, gt=0, description="gradient norm is clipped to this")
+    hinge_k: int = Field(
+        4, ge=1, description="top_k_hinge: k; the loss moves the target's tokens into the draft's top k"
+    )
+    hinge_margin: float = Field(1.0, ge=0, description="top_k_hinge: margin in logits")
+    clip: float = Field(1.0, gt=0, description="largest gradient norm")
     beta1: float = Field(0.9, ge=0, lt=1, description="AdamW")
     beta2: float = Field(0.95, ge=0, lt=1, description="AdamW")
     weight_decay: float = Field(0.0, ge=0, description="AdamW, on matrices")
-    chunk: int = Field(256, ge=1, description="positions of the head computed at once")
+    chunk: int = Field(256, ge=1, description="positions for which the head is computed at once")
     save_every: int = Field(100, ge=1, description="steps between checkpoints")
     keep: int = Field(2, ge=1, description="checkpoints kept")
-    dtype: Literal["float32", "bfloat16"] = Field("float32", description="autocast type; the weights stay float32")
-    checkpointing: bool = Field(False, description="compute activations again in the backward pass, to save memory")
+    dtype: Literal["float32", "bfloat16"] = Field("float32", description="type of autocast; the weights stay float32")
+    checkpointing: bool = Field(False, description="recompute activations in the backward pass, to save memory")
     compile: bool = Field(False, description="torch.compile the draft's body")
     embedding_steps: int = Field(
-        0, ge=0, description="first steps that move the embeddings and head alone, as after a transplant"
+        0, ge=0, description="first steps, which train embeddings and head alone, as useful after a transplant"
     )
     acceptance: Acceptance | None = Field(
-        Acceptance(), description="choose the best weights; null, or with sparsity: the last"
+        Acceptance(), description="choose the best weights; null, or with sparsity: take the last"
     )
-    adapter: Adapter | None = Field(None, description="LoRA in place of full training; null: off")
-    replay: Replay | None = Field(None, description="a last part on rejected positions; null: off")
-    sparsity: Sparsity | None = Field(None, description="L1 while training; null: off")
+    adapter: Adapter | None = Field(None, description="LoRA instead of full training; null: off")
+    replay: Replay | None = Field(None, description="an additional last part on rejected positions; null: off")
+    sparsity: Sparsity | None = Field(None, description="L1 penalty during training; null: off")
     trackers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = Field(
         (),
-        description="also sent there, through accelerate: into trackers/ of the run, for trackio into its own "
-        "folder; metrics.jsonl is always written",
+        description="also send metrics to these, through accelerate; they write to trackers/ of the run, trackio to "
+        "its own folder; metrics.jsonl is always written",
     )
 
     _loss = field_validator("loss")(_weighs_something)
@@ -178,14 +194,14 @@ class Train(Section):
     def _parts_fit(self) -> Train:
         names = [part.name for part in self.parts]
         if len({*names, "replay"}) <= len(names):
-            raise ValueError(f"parts need names of their own, and `replay` is taken: got {', '.join(names)}")
+            raise ValueError(f"parts need different names, and `replay` is reserved: got {', '.join(names)}")
         if self.parts and self.loss is not None:
-            raise ValueError("train.loss is for a training without parts; give each part its loss")
+            raise ValueError("train.loss is for a training without parts; set the loss of each part")
         shares = sum(part.share or 0 for part in self.parts)
         if shares > 1 + 1e-9:
             raise ValueError(f"the parts' shares of train.steps add up to {shares:g}, more than 1")
         if self.sparsity is not None and self.replay is not None:
-            raise ValueError("sparsity cuts the last weights, which a replay may take back; leave one of them out")
+            raise ValueError("sparsity removes parts of the last weights, and replay may discard those; leave one out")
         if self.sparsity is not None and self.acceptance is not None and self.acceptance.patience is not None:
-            raise ValueError("sparsity follows the steps; leave acceptance.patience out")
+            raise ValueError("sparsity needs all steps; leave acceptance.patience out")
         return self

@@ -1,4 +1,4 @@
-"""A whole recipe, and what its sections must agree on."""
+"""A whole recipe, with the checks that span several sections."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class Recipe(Section):
     """Everything a run depends on."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="the run directory's name")
-    seed: int = Field(0, ge=0, description="of everything that is drawn")
-    threads: int | None = Field(None, ge=1, description="CPU threads; null: all that this process may use")
+    seed: int = Field(0, ge=0, description="seed of all random choices")
+    threads: int | None = Field(None, ge=1, description="CPU threads; null: all cores that this process may use")
     device: str = Field("auto", description="auto, cpu, cuda, cuda:0, mps, …")
     target: Target
     corpus: Corpus
@@ -41,5 +41,5 @@ class Recipe(Section):
         if "gguf" in self.speedup.backends and self.speedup.outtype not in self.export.outtypes:
             raise ValueError(f"speedup.outtype {self.speedup.outtype} is not among export.outtypes")
         if self.speedup.grown is not None and self.target.quantise is not None:
-            raise ValueError("speedup.grown enlarges the target's own weights, which target.quantise replaces")
+            raise ValueError("speedup.grown needs the target's own weights, which target.quantise replaces")
         return self

@@ -1,10 +1,9 @@
-"""How probable it is that a drafted token stands, from what the draft's distribution looked like before the token was
-drawn.
+"""Calibrations: the probability that a drafted token is accepted, from features of the draft's distribution.
 
-A calibration answers `accept(position, features, survival)`: the probability that the token at `position` (from 0) is
-accepted given that all before it were, `survival` being the product of the answers so far. It is fitted on recorded
-rounds of validation text. Only positions that were drafted and reached count: what lies behind the first rejection was
-never judged. Legend: N judged positions, F terms.
+`accept(position, features, survival)` is the probability that the token at `position` (from 0) is accepted given that
+all before it were; `survival` is the product of those probabilities so far. A calibration is fitted on recorded rounds
+of validation text. Only positions that were drafted and reached count: positions behind the first rejection were never
+judged. Legend: N judged positions, F terms.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from distill.errors import DataError
 from distill.speculative.proposal import Features
 
 Array = NDArray[numpy.float64]
-LEAST = 1e-6  # no answer is closer than this to 0 or 1: a single surprise must not cost infinite log loss
+LEAST = 1e-6  # no probability is closer than this to 0 or 1: a single surprise must not cost infinite log loss
 MOST_MARGIN = 20.0  # of the logit margin: the second best may have probability 0 after top-k or at temperature 0
 
 
@@ -41,11 +40,11 @@ class Calibration(Protocol):
     """From features to the probability of acceptance."""
 
     def accept(self, position: int, features: Features, survival: float) -> float:
-        """The probability that the token at `position` stands, given that all before it do."""
+        """The probability that the token at `position` is accepted, given that all before it are."""
         ...
 
     def observe(self, accepted: int, features: Sequence[Features]) -> None:
-        """Learn from one round; a calibration that was fitted for good does nothing."""
+        """Learn from one round; a calibration without online learning does nothing."""
         ...
 
 
@@ -73,7 +72,7 @@ def margin(features: Features) -> float:
 
 @dataclass
 class Power:
-    """q^k of the largest probability q; k < 1 for a draft that is better than it thinks.
+    """q^k of the largest probability q; k < 1 for a draft that is accepted more often than q.
 
     `rate` > 0 lets observe() follow the gradient of the log likelihood in ln k.
     """
@@ -89,11 +88,11 @@ class Power:
         """One gradient step per judged position."""
         if not self.rate:
             return
-        for _, seen, stood in Recorded(features, accepted).judged():
+        for _, seen, hit in Recorded(features, accepted).judged():
             log_p = self.exponent * math.log(clamp(seen.top))
             p = math.exp(log_p)
             # d/d ln k of y·ln p + (1 − y)·ln(1 − p), with p = q^k
-            slope = log_p if stood else -log_p * p / max(1 - p, LEAST)
+            slope = log_p if hit else -log_p * p / max(1 - p, LEAST)
             self.exponent *= math.exp(max(min(self.rate * slope, 0.5), -0.5))
 
 
@@ -101,15 +100,15 @@ def fit_power(rounds: Sequence[Recorded], steps: int = 50) -> Power:
     """The exponent of greatest likelihood, by Newton's method in ln k; raises DataError without both outcomes."""
     judged = _judged(rounds)
     log_q = numpy.log(numpy.array([clamp(f.top) for _, f, _ in judged]))
-    stood = numpy.array([y for _, _, y in judged])
+    hits = numpy.array([y for _, _, y in judged])
     log_k = 0.0
     for _ in range(steps):
         log_p = math.exp(log_k) * log_q
         p = numpy.exp(log_p)
         odds = p / numpy.maximum(1 - p, LEAST)
-        slope = float(numpy.where(stood, log_p, -log_p * odds).sum())
+        slope = float(numpy.where(hits, log_p, -log_p * odds).sum())
         # −d²/d(ln k)²; where the likelihood is not concave, the step goes uphill by one
-        bend = float(numpy.where(stood, -log_p, log_p * odds * (1 + log_p * (1 + odds))).sum())
+        bend = float(numpy.where(hits, -log_p, log_p * odds * (1 + log_p * (1 + odds))).sum())
         step = max(min(slope / bend, 1.0), -1.0) if bend > 0 else math.copysign(1.0, slope)
         log_k += step
         if abs(step) < 1e-10:
@@ -129,29 +128,23 @@ TERMS: dict[str, Callable[[int, Features], float]] = {
     "agreed_length": lambda position, f: max(f.match, 0) / 6,
     "differed_length": lambda position, f: max(-f.match, 0) / 6,
 }
-CONTEXT_TERMS = ("agrees", "differs", "agreed_length", "differed_length")  # what the text before says of the best token
-FEATURE_TERMS = (
-    "margin",
-    "logit_top",
-    "entropy",
-    "first",
-    "log_position",
-)  # all that a distribution shows, and where it stands
+CONTEXT_TERMS = ("agrees", "differs", "agreed_length", "differed_length")  # of the best token, from the text before it
+FEATURE_TERMS = ("margin", "logit_top", "entropy", "first", "log_position")  # of the distribution and its position
 
 
 @dataclass
 class Logistic:
     """σ(bias + Σ weight·term) of terms of the features, the logit margin of the two best unless others are named.
 
-    `rate` > 0 lets observe() move the bias along the gradient: a text that the draft knows better or worse than the
-    fitted one.
+    `rate` > 0 lets observe() move the bias along the gradient, for texts that the draft predicts better or worse than
+    the fitted ones.
     """
 
     bias: float = 0.0
     weights: tuple[float, ...] = (1.0,)
     terms: tuple[str, ...] = ("margin",)
     rate: float = 0.0
-    forget: float = 0.02  # what the learned bias loses, per round, of its distance from the fitted one
+    forget: float = 0.02  # the share of the learned shift that each round takes away
     shift: float = field(default=0.0, init=False)
 
     def accept(self, position: int, features: Features, survival: float) -> float:
@@ -164,8 +157,8 @@ class Logistic:
         if not self.rate:
             return
         self.shift *= 1 - self.forget
-        for position, seen, stood in Recorded(features, accepted).judged():
-            self.shift += self.rate * (stood - self.accept(position, seen, 1.0))
+        for position, seen, hit in Recorded(features, accepted).judged():
+            self.shift += self.rate * (hit - self.accept(position, seen, 1.0))
 
 
 def fit_logistic(
@@ -177,7 +170,7 @@ def fit_logistic(
     """
     judged = _judged(rounds)
     x = numpy.array([[1.0, *(TERMS[name](j, f) for name in terms)] for j, f, _ in judged])  # [N, 1 + F]
-    y = numpy.array([float(stood) for _, _, stood in judged])  # [N]
+    y = numpy.array([float(hit) for _, _, hit in judged])  # [N]
     penalty = numpy.diag([1e-9, *([ridge] * len(terms))])
     weights = numpy.zeros(x.shape[1])
 
@@ -201,7 +194,7 @@ def fit_logistic(
 class Sequential:
     """Temperatures of the cumulative product, one per position: c_j = σ(logit(c_{j−1}·q_j) / τ_j), with c_0 = 1.
 
-    The answer is c_j / c_{j−1}, at most 1; positions beyond the last temperature use the last.
+    `accept` is c_j / c_{j−1}, at most 1; positions beyond the last temperature use the last.
     """
 
     temperatures: tuple[float, ...] = (1.0,)
@@ -213,13 +206,14 @@ class Sequential:
         return clamp(sigmoid(logit(survival * features.top) / temperature) / survival)
 
     def observe(self, accepted: int, features: Sequence[Features]) -> None:
-        """Nothing: fitted for good."""
+        """Nothing: there is no online learning."""
 
 
 def fit_sequential(rounds: Sequence[Recorded], least: int = 30) -> Sequential:
     """Temperatures fitted one position after the other, each of greatest likelihood given those before.
 
-    A position judged fewer than `least` times keeps the temperature before it. Raises DataError without both outcomes.
+    The first position judged fewer than `least` times, and all after it, use the last temperature. Raises DataError
+    without both outcomes.
     """
     _judged(rounds)
     found: list[float] = []
@@ -232,10 +226,10 @@ def fit_sequential(rounds: Sequence[Recorded], least: int = 30) -> Sequential:
         survival = numpy.array([max(c, LEAST) for _, c in rows])
         product = numpy.clip(survival * [r.features[position].top for r, _ in rows], LEAST, 1 - LEAST)
         odds = numpy.log(product) - numpy.log1p(-product)
-        stood = [position < r.accepted for r, _ in rows]
+        hits = [position < r.accepted for r, _ in rows]
 
-        def loss(log_t: float, odds: Array = odds, survival: Array = survival, stood: list[bool] = stood) -> float:
-            return log_loss(1 / (1 + numpy.exp(-odds / math.exp(log_t))) / survival, stood)
+        def loss(log_t: float, odds: Array = odds, survival: Array = survival, hits: list[bool] = hits) -> float:
+            return log_loss(1 / (1 + numpy.exp(-odds / math.exp(log_t))) / survival, hits)
 
         found.append(math.exp(_least(loss, -3.0, 3.0)))
         model = Sequential(tuple(found))
@@ -246,7 +240,7 @@ def fit_sequential(rounds: Sequence[Recorded], least: int = 30) -> Sequential:
 
 
 def _least(function: Callable[[float], float], low: float, high: float) -> float:
-    """Where a function with one valley is least: a coarse look, then golden sections to 1e-5."""
+    """The minimum of a function with one valley: a coarse grid, then golden sections to 1e-5."""
     grid = numpy.linspace(low, high, 25)
     best = int(numpy.argmin([function(float(x)) for x in grid]))
     low, high = float(grid[max(best - 1, 0)]), float(grid[min(best + 1, 24)])
@@ -267,33 +261,33 @@ def _least(function: Callable[[float], float], low: float, high: float) -> float
 
 def _judged(rounds: Sequence[Recorded]) -> list[tuple[int, Features, bool]]:
     found = [row for round_ in rounds for row in round_.judged()]
-    outcomes = {stood for _, _, stood in found}
+    outcomes = {accepted for _, _, accepted in found}
     if len(outcomes) < 2:
         what = "no judged position" if not found else f"only {'accepted' if True in outcomes else 'rejected'} positions"
         raise DataError(f"calibration: {what} in {len(rounds)} rounds", "record more rounds on the validation split")
     return found
 
 
-def answers(calibration: Calibration, rounds: Sequence[Recorded]) -> tuple[list[float], list[bool]]:
-    """What a calibration says of every judged position, and what happened."""
-    said, stood = [], []
+def predicted(calibration: Calibration, rounds: Sequence[Recorded]) -> tuple[list[float], list[bool]]:
+    """The calibrated probability of every judged position, and whether its token was accepted."""
+    probabilities, outcomes = [], []
     for round_ in rounds:
         survival = 1.0
         for position, features, accepted in round_.judged():
-            said.append(calibration.accept(position, features, survival))
-            stood.append(accepted)
-            survival *= said[-1]
-    return said, stood
+            probabilities.append(calibration.accept(position, features, survival))
+            outcomes.append(accepted)
+            survival *= probabilities[-1]
+    return probabilities, outcomes
 
 
 def log_loss(probabilities: Sequence[float] | Array, outcomes: Sequence[bool]) -> float:
-    """Mean −ln of the probability given to what happened, in nats."""
+    """Mean −ln of the probability of the actual outcome, in nats."""
     p = numpy.clip(numpy.asarray(probabilities), LEAST, 1 - LEAST)
     return float(-numpy.where(numpy.asarray(outcomes), numpy.log(p), numpy.log1p(-p)).mean())
 
 
 def expected_calibration_error(probabilities: Sequence[float], outcomes: Sequence[bool], bins: int = 10) -> float:
-    """Mean |said − happened| over bins of equal width, weighted by their counts (Guo et al. 2017, eq. 3)."""
+    """Mean |predicted − observed rate| over bins of equal width, weighted by their counts (Guo et al. 2017, eq. 3)."""
     p, y = numpy.asarray(probabilities), numpy.asarray(outcomes, float)
     index = numpy.minimum((p * bins).astype(int), bins - 1)
     gaps = [abs(float((p[index == b] - y[index == b]).sum())) for b in range(bins)]

@@ -18,12 +18,12 @@ from distill.recipe.configuration import MORE, P_MIN, START
 from distill.sampler import Sampler
 from distill.speculative.calibration import Calibration, Logistic, Power
 from distill.speculative.cost import StepCosts
-from distill.speculative.draft import Drafter, FirstThen, LookupDrafter, ModelDrafter, TreeDrafter
+from distill.speculative.draft import Drafter, FirstThen, LookupDrafter, ModelDrafter
+from distill.speculative.expected_value import ExpectedValue
 from distill.speculative.lengths import (
     AcceptedRatio,
     BetaFilter,
     Entropy,
-    ExpectedValue,
     Fixed,
     LengthRule,
     LossyProbabilityFloor,
@@ -33,6 +33,7 @@ from distill.speculative.lengths import (
 )
 from distill.speculative.trees.shape import Shape
 from distill.speculative.trees.tree import spread
+from distill.speculative.trees.tree_drafter import TreeDrafter
 from distill.speculative.verify import Random, refusal
 
 ONLINE = {Power: 0.02, Logistic: 0.05}  # step of a calibration that goes on learning

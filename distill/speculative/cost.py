@@ -9,6 +9,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +20,16 @@ from distill.models.base import Model
 from distill.progress import Progress
 
 FORMAT = 1  # of saved curves
-UNSTEADY = 1.5  # a median this many times the fastest repeat is not the machine's own
+UNSTEADY = 1.5  # a median this many times the fastest repeat was disturbed by other programs
 
 
 def measure_steps(
     model: Model, counts: Sequence[int], depth: int, repeats: int, vocabulary: int, progress: Progress | None = None
 ) -> dict[int, tuple[float, float, float]]:
-    """Median, lowest and highest seconds of a step of m tokens, for each m, after a warm-up that is thrown away.
+    """Median, lowest and highest seconds of a step of m tokens, for each m, after a warm-up that does not count.
 
-    The counts are visited in turn, round after round, so that a slow spell of the machine touches all of them. The
-    model is left with `depth` tokens committed.
+    The counts take turns, round after round, so that a slow period of the machine affects all of them. The model is
+    left with `depth` tokens committed.
     """
     model.rollback([0])
     model.extend([7 * i % vocabulary for i in range(depth)], want=[depth - 1])
@@ -48,10 +49,10 @@ def measure_steps(
 
 
 def doubt(medians: Sequence[float], fastest: Sequence[float]) -> str:
-    """What a reader must know of a curve of which a quarter or more was disturbed; empty for a steady one.
+    """A warning for a curve of which a quarter or more was disturbed; empty for a steady one.
 
-    The seconds of a step are the machine's own or more, never less: medians far above the fastest repeat tell that
-    something else was running, though not where all repeats were slowed alike.
+    Other programs can make a step slower, never faster. So medians far above the fastest repeat show that something
+    else was running; where all repeats were slowed alike, nothing shows it.
     """
     disturbed = sum(median > UNSTEADY * low for median, low in zip(medians, fastest, strict=True))
     if 4 * disturbed < len(medians):
@@ -60,27 +61,6 @@ def doubt(medians: Sequence[float], fastest: Sequence[float]) -> str:
         f"{disturbed} of {len(medians)} step sizes took more than {UNSTEADY:g} times their fastest repeat: other "
         "programs were using this machine, so measure again when it is quiet"
     )
-
-
-def cost_curve(
-    model: Model, title: str, backend: str, dtype: str, max_tokens: int, depth: int, repeats: int
-) -> dict[str, Any]:
-    """The curve of one model as profile.json keeps it, with what `doubt` says; its lists run over m = 1..max_tokens."""
-    depth = min(depth, model.capacity - max_tokens)
-    counts = list(range(1, max_tokens + 1))
-    found = measure_steps(model, counts, depth, repeats, model.vocabulary_size)
-    return {
-        "model": title,
-        "backend": backend,
-        "dtype": dtype,
-        "depth": depth,
-        "repeats": repeats,
-        "tokens": counts,
-        "seconds": [found[m][0] for m in counts],
-        "low": [found[m][1] for m in counts],
-        "high": [found[m][2] for m in counts],
-        "doubt": doubt([found[m][0] for m in counts], [found[m][1] for m in counts]),
-    }
 
 
 def predicted_speedup(target: dict[int, float], draft: float, length: int, accepted: Sequence[float]) -> float:
@@ -104,17 +84,17 @@ class StepCosts:
     draft_two: float
     overhead: float = 0.0
 
-    def round_seconds(self, drafted: int, two: bool = False) -> float:
-        """T(n + 1) + D₀ + n·D; the first draft step is D(2) after a round that was accepted whole (`two`)."""
-        first = self.draft_two - self.draft if two and drafted else 0.0
-        return self.target[drafted] + self.overhead + drafted * self.draft + first
+    def round_seconds(self, drafted: int) -> float:
+        """T(n + 1) + D₀ + n·D, for a round whose first draft step takes one token."""
+        return self.target[drafted] + self.overhead + drafted * self.draft
 
 
 @dataclass(frozen=True)
 class CostCurve:
     """Medians as measured, never smoothed: seconds[i][m − 1] of a step of m tokens at depths[i], depths rising.
 
-    `unit` is "seconds", or "T(1)" for an imported curve of relative costs; `note` says what a reader must know.
+    `fastest` and `slowest` are the extremes of the same repeats, empty where they were not recorded. `unit` is
+    "seconds", or "T(1)" for an imported curve of relative costs; `note` is a caveat for readers.
     """
 
     model: str
@@ -125,12 +105,14 @@ class CostCurve:
     unit: str = "seconds"
     note: str = ""
     machine: dict[str, Any] = field(default_factory=dict)
+    fastest: tuple[tuple[float, ...], ...] = ()
+    slowest: tuple[tuple[float, ...], ...] = ()
 
     def __post_init__(self) -> None:
         if not self.depths or len(self.depths) != len(self.seconds) or list(self.depths) != sorted(set(self.depths)):
             raise DataError(f"cost curve of {self.model}: {len(self.seconds)} rows for depths {list(self.depths)}")
         if any(not row or min(row) <= 0 for row in self.seconds):
-            raise DataError(f"cost curve of {self.model}: a step without a positive time", "measure the curve again")
+            raise DataError(f"cost curve of {self.model}: a step took no positive time", "measure the curve again")
 
     def at(self, depth: int) -> tuple[float, ...]:
         """T(1..) of the deepest bucket that is not deeper than `depth`; of the first one where all are deeper."""
@@ -144,16 +126,11 @@ class CostCurve:
 
 
 def measure_curve(
-    model: Model,
-    title: str,
-    backend: str,
-    depths: Sequence[int] = (64, 512, 2048),
-    most: int = 64,
-    repeats: int = 7,
+    model: Model, title: str, backend: str, depths: Sequence[int], most: int, repeats: int, show_progress: bool = True
 ) -> CostCurve:
     """Time steps of m = 1..`most` tokens at each depth that the model's context leaves room for.
 
-    A warm-up pass is thrown away, the rest gives medians. Raises DataError when no depth fits.
+    The first pass is a warm-up and does not count. Raises DataError when no depth fits.
     """
     fitting = sorted({depth for depth in depths if depth + most <= model.capacity})
     if not fitting:
@@ -161,20 +138,33 @@ def measure_curve(
             f"{title}: a context of {model.capacity} has no room for {most} tokens at depth {min(depths)}",
             "measure at smaller depths or fewer tokens",
         )
-    counts = range(1, most + 1)
-    rows, fastest = [], []
-    progress = Progress(f"{title}: passes over 1..{most} tokens", len(fitting) * (repeats + 1))
+    progress = None
+    if show_progress:
+        progress = Progress(f"{title}: passes over 1..{most} tokens", len(fitting) * (repeats + 1))
+    medians, fastest, slowest = [], [], []
     for depth in fitting:
-        found = measure_steps(model, counts, depth, repeats, model.vocabulary_size, progress)
-        rows.append(tuple(found[m][0] for m in counts))
-        fastest += [found[m][1] for m in counts]
-    note = doubt([seconds for row in rows for seconds in row], fastest)
-    return CostCurve(title, backend, tuple(fitting), tuple(rows), repeats, note=note, machine=machine())
+        found = measure_steps(model, range(1, most + 1), depth, repeats, model.vocabulary_size, progress)
+        row, low, high = zip(*found.values(), strict=True)
+        medians.append(row)
+        fastest.append(low)
+        slowest.append(high)
+    note = doubt([*chain(*medians)], [*chain(*fastest)])
+    return CostCurve(
+        title,
+        backend,
+        tuple(fitting),
+        tuple(medians),
+        repeats,
+        note=note,
+        machine=machine(),
+        fastest=tuple(fastest),
+        slowest=tuple(slowest),
+    )
 
 
 @dataclass(frozen=True)
 class PairCost:
-    """What a round costs: the target's curve, the draft's (m = 1, 2 at least), and seconds of everything else (D₀)."""
+    """The cost of a round: the target's curve, the draft's (m = 1, 2 at least), and seconds of everything else (D₀)."""
 
     target: CostCurve
     draft: CostCurve
@@ -204,9 +194,9 @@ class PairCost:
                 "measure a longer curve or ask for a smaller length",
             )
         target = dict(enumerate(costs.target, start=1))
-        bare = predicted_speedup(target, costs.draft, length, accepted)
+        without_overhead = predicted_speedup(target, costs.draft, length, accepted)
         seconds = costs.round_seconds(length)
-        return bare * (seconds - costs.overhead) / seconds if length else bare
+        return without_overhead * (seconds - costs.overhead) / seconds if length else without_overhead
 
     def best_length(self, accepted: Sequence[float], depth: int) -> tuple[int, float]:
         """The length of greatest S(n), the smallest on ties, and its S; 0 when plain decoding is best."""
@@ -216,21 +206,21 @@ class PairCost:
         return best, found[best]
 
     def save(self, path: Path) -> None:
-        """Write the pair as JSON; see `load_pair`."""
+        """Write the pair as JSON; see `load_costs`."""
         write_json(path, {"format": FORMAT, **asdict(self)})
 
 
-def save_curve(curve: CostCurve, path: Path) -> None:
-    """Write one curve as JSON; see `load_curve`."""
+def save_cost_curve(curve: CostCurve, path: Path) -> None:
+    """Write one curve as JSON; see `load_cost_curve`."""
     write_json(path, {"format": FORMAT, **asdict(curve)})
 
 
-def load_curve(path: Path) -> CostCurve:
-    """Read what `save_curve` wrote; raises DataError when it is missing, damaged or of another format."""
+def load_cost_curve(path: Path) -> CostCurve:
+    """Read what `save_cost_curve` wrote; raises DataError when it is missing, damaged or of another format."""
     return _curve(_checked(path), path)
 
 
-def load_pair(path: Path) -> PairCost:
+def load_costs(path: Path) -> PairCost:
     """Read what `PairCost.save` wrote; raises DataError when it is missing, damaged or of another format."""
     found = _checked(path)
     try:
@@ -250,7 +240,11 @@ def _checked(path: Path) -> dict[str, Any]:
 def _curve(fields: Any, path: Path) -> CostCurve:
     try:
         depths = tuple(int(depth) for depth in fields["depths"])
-        seconds = tuple(tuple(float(value) for value in row) for row in fields["seconds"])
-        return CostCurve(**{**fields, "depths": depths, "seconds": seconds})
+        rows = {"fastest": (), "slowest": (), **fields}
+        times = {
+            name: tuple(tuple(float(value) for value in row) for row in rows[name])
+            for name in ("seconds", "fastest", "slowest")
+        }
+        return CostCurve(**{**fields, **times, "depths": depths})
     except (KeyError, TypeError, ValueError) as error:
         raise DataError(f"{path} does not hold a cost curve: {error}", "measure it again") from error

@@ -1,6 +1,6 @@
-"""The decoder: plain, and speculative with any drafter, verifier and sampler. Read `decode` top to bottom.
+"""The decoder: plain, and speculative with any drafter, verifier and sampler. Read `decode` from top to bottom.
 
-Any model with `extend`, `rollback` and, for trees, `keep` does. Legend: γ drafted tokens of a round, n nodes of a tree,
+A model needs `extend`, `rollback` and, for trees, `keep`. Legend: γ drafted tokens of a round, n nodes of a tree,
 V vocabulary.
 """
 
@@ -21,7 +21,7 @@ from distill.speculative.draft import Drafter, ModelDrafter
 from distill.speculative.lengths import Fixed
 from distill.speculative.proposal import ROOT, Proposal
 from distill.speculative.stop_strings import Stop
-from distill.speculative.verify import CHAINS, TREES, Random, draw, draw_token, refusal, walk
+from distill.speculative.verify import CHAINS, TREES, Random, draw_chain, draw_token, refusal, walk
 
 GREEDY = Sampler(temperature=0)
 
@@ -40,10 +40,11 @@ class Round:
 class Decoded:
     """Tokens after a prompt, with the rounds that made them.
 
-    An end token is the last of `tokens`. Before a stop string they are the whole tokens before it: one that only begins
-    it is cut, and `rest` is what it says before. While a text is decoded its last tokens may still be cut.
-    `from_draft[i]` tells whether token i was drafted and accepted. `prefill_seconds` (the prompt) and `seconds` (all
-    later tokens) are apart, because speculation only touches the second. The first token belongs to the prefill.
+    An end token is the last of `tokens`. A text that a stop string ends keeps the whole tokens before that string; of a
+    token that holds more than the beginning of the string, `rest` keeps the bytes before it. The last tokens may still
+    be removed while decoding goes on. `from_draft[i]` is true where token i was drafted and accepted. `prefill_seconds`
+    (the prompt and the first token) and `seconds` (all later tokens) are apart, because speculation changes only the
+    second.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -62,10 +63,10 @@ class Decoded:
 class Rules:
     """How a text is decoded: the served sampler, the verifier, what ends it, and where chance comes from.
 
-    `stop` is asked after every round, for stop strings and the like (see said.py); a round may bring several tokens, so
-    it must find the first place to stop and not look at the end alone. A `constraint` masks the target's logits before
-    the sampler; a draft behind the same constraint (see constrained.py) is accepted more often. Raises DataError where
-    the constraint ends texts with other tokens.
+    `stop` is called after every round, for stop strings and the like (see stop_strings.py). A round may add several
+    tokens, so it must find the first place to stop instead of reading the end alone. A `constraint` masks the target's
+    logits before the sampler; a draft under the same constraint (see grammar/constrained.py) is accepted more often.
+    Raises DataError where the constraint ends texts with other tokens.
     """
 
     sampler: Sampler = GREEDY
@@ -85,7 +86,7 @@ class Rules:
 
     @property
     def by_argmax(self) -> bool:
-        """Whether the target's largest logit decides, so that no distribution needs to be made."""
+        """Whether the target's largest logit alone decides, so that no distribution is computed."""
         return self.sampler.temperature == 0 and self.sampler.repetition_penalty == 1 and self.verifier == "greedy"
 
 
@@ -94,12 +95,12 @@ def require_lossless(drafter: Drafter, rules: Rules) -> None:
     reason = refusal(rules.verifier, drafter.kind, rules.sampler.temperature, tree=drafter.tree)
     if reason is not None:
         raise DataError(
-            f"verifier {rules.verifier} would change the target's distribution: {reason}", "or ask for it as lossy"
+            f"verifier {rules.verifier} would change the target's distribution: {reason}", "or allow it as lossy"
         )
 
 
 def verify_greedy(choices: Sequence[int], proposal: Sequence[int]) -> int:
-    """How many proposed tokens stand, from the target's argmaxes [γ + 1] at each position."""
+    """How many proposed tokens are accepted, from the target's best tokens [γ + 1] at each position."""
     for index, token in enumerate(proposal):
         if choices[index] != token:
             return index
@@ -107,29 +108,29 @@ def verify_greedy(choices: Sequence[int], proposal: Sequence[int]) -> int:
 
 
 def room_for(target: Model, draft: Model, prompt: int, limit: int) -> int:
-    """New tokens that both contexts leave room for, at most `limit`."""
+    """How many new tokens fit both contexts, at most `limit`."""
     return min(limit, target.capacity - prompt, draft.capacity - prompt)
 
 
 def constrained(target: Model, prompt: Sequence[int], rules: Rules) -> Model:
-    """The target at the start of a text: behind the constraint where there is one."""
+    """The target at the start of a text, under the constraint where there is one."""
     if rules.constraint is None:
         return target
     rules.constraint.begin(len(prompt))
     return Constrained(target, rules.constraint)
 
 
-def choose(logits: Logits, history: Sequence[int], rules: Rules) -> int:
+def next_token(logits: Logits, history: Sequence[int], rules: Rules) -> int:
     """The target's own next token from logits [1, V]."""
     if rules.by_argmax:
         return logits.argmax()[0]
     return draw_token(rules.sampler.probabilities(logits.full(), [history])[0], rules.random)
 
 
-def take(result: Decoded, new: Sequence[int], accepted: int, rules: Rules) -> tuple[int, bool]:
+def add_tokens(result: Decoded, new: Sequence[int], accepted: int, rules: Rules) -> tuple[int, bool]:
     """Add a round's new tokens, of which `accepted` come from the draft, up to where the text ends.
 
-    Returns how many of all tokens are certain to be said, and whether the text ends.
+    Returns how many of all tokens no stop string can remove any more, and whether the text ends.
     """
     before = len(result.tokens)
     count = next((i + 1 for i, token in enumerate(new) if token in rules.ends), None)
@@ -150,21 +151,21 @@ def plain(
 ) -> Decoded:
     """Plain decoding, one token a step, from a cold cache; up to `limit` tokens, the end token included.
 
-    Greedy with `ends` alone; `rules` give another sampler.
+    Without `rules` it is greedy and stops at `ends`.
     """
     rules = rules or Rules(ends=ends)
     result = Decoded()
     target = constrained(target, prompt, rules)
     target.rollback([0])
     started = time.perf_counter()
-    token = choose(target.extend(prompt, want=[len(prompt) - 1]), prompt, rules)
+    token = next_token(target.extend(prompt, want=[len(prompt) - 1]), prompt, rules)
     prefilled = time.perf_counter()
     result.prefill_seconds = prefilled - started
-    _, ended = take(result, [token], 0, rules)
+    _, ended = add_tokens(result, [token], 0, rules)
     only = [0]
     while len(result.tokens) < limit and not ended and target.lengths[0] < target.capacity:
-        token = choose(target.extend([token], want=only), [*prompt, *result.tokens], rules)
-        _, ended = take(result, [token], 0, rules)
+        token = next_token(target.extend([token], want=only), [*prompt, *result.tokens], rules)
+        _, ended = add_tokens(result, [token], 0, rules)
     result.seconds = time.perf_counter() - prefilled
     return result
 
@@ -180,9 +181,9 @@ def decode(
 ) -> Iterator[list[int]]:
     """Speculative decoding from cold caches into `result`, yielding after each round the tokens that became certain.
 
-    They are the round's new tokens, but for those that may begin a stop string: these wait for later rounds, and all
-    that is yielded makes up `result.tokens`. A drafter without room behind the context proposes nothing.
-    What comes out follows the target's distribution under the sampler exactly (greedy: is the target's own text, up to
+    They are the round's new tokens, except those that may begin a stop string: these wait for later rounds. All yielded
+    tokens together are `result.tokens`. A drafter without room behind the context proposes nothing.
+    The output follows the target's distribution under the sampler exactly (greedy: it is the target's own text, up to
     rounding between batches of one and of several tokens). Raises DataError for pairs of drafter and verifier that
     would change it, unless `lossy`.
     """
@@ -191,11 +192,11 @@ def decode(
     target = constrained(target, prompt, rules)
     target.rollback([0])
     started = time.perf_counter()
-    first = choose(target.extend(prompt, want=[len(prompt) - 1]), prompt, rules)
+    first = next_token(target.extend(prompt, want=[len(prompt) - 1]), prompt, rules)
     drafter.begin(prompt)
     result.prefill_seconds = time.perf_counter() - started
     context = [*prompt, first]
-    certain, ended = take(result, [first], 0, rules)
+    certain, ended = add_tokens(result, [first], 0, rules)
     yielded = 0
     while len(result.tokens) < limit and not ended and target.lengths[0] < target.capacity:
         yield result.tokens[yielded:certain]
@@ -207,7 +208,7 @@ def decode(
         proposal = drafter.propose(context, most, rules.ends) if most > 0 else Proposal.chain([])
         accepted, token = _verify(target, context, proposal, rules)
         new = [*(proposal.tokens[node] for node in accepted), token]
-        certain, ended = take(result, new, len(accepted), rules)
+        certain, ended = add_tokens(result, new, len(accepted), rules)
         context += new
         seconds = time.perf_counter() - round_started
         drafter.accepted(proposal, len(accepted), len(context), seconds)
@@ -224,7 +225,8 @@ def _verify(target: Model, context: Sequence[int], proposal: Proposal, rules: Ru
     """
     tokens = [context[-1], *proposal.tokens]
     depth = target.lengths[0]
-    verifier = "token" if rules.verifier == "distinct" else rules.verifier  # which are one where nothing has siblings
+    # Without siblings, distinct and token are the same.
+    verifier = "token" if rules.verifier == "distinct" else rules.verifier
     if proposal.is_chain and verifier in CHAINS:
         logits = target.extend(tokens)
         if rules.by_argmax:
@@ -233,8 +235,7 @@ def _verify(target: Model, context: Sequence[int], proposal: Proposal, rules: Ru
             token = choices[count]
         else:
             p = _distributions(logits, context, proposal, rules)
-            drafted = p.new_tensor(proposal.tokens).long()
-            count, token = draw(CHAINS[verifier](p, _as(proposal.distributions, p), drafted), rules.random)
+            count, token = draw_chain(verifier, p, proposal, rules.random)
         target.rollback([depth + 1 + count])
         return list(range(count)), token
     # The last token is node 0 of the pending tree, and the parent of the proposal's roots.
@@ -245,17 +246,9 @@ def _verify(target: Model, context: Sequence[int], proposal: Proposal, rules: Ru
 
 
 def _distributions(logits: Logits, context: Sequence[int], proposal: Proposal, rules: Rules) -> Tensor:
-    """The target's distributions [n + 1, V] after the context and after each node, through the sampler."""
-    histories: list[list[int]] | None = None
-    if rules.sampler.repetition_penalty != 1:
-        histories = [list(context)]
-        for node, parent in enumerate(proposal.parents):
-            histories.append([*histories[parent + 1], proposal.tokens[node]])
+    """The target's distributions [n + 1, V] after the context and after each node, after the sampler."""
+    histories = None if rules.sampler.repetition_penalty == 1 else proposal.histories(context)
     return rules.sampler.probabilities(logits.full(), histories)
-
-
-def _as(distributions: Tensor | None, p: Tensor) -> Tensor | None:
-    return None if distributions is None else distributions.to(p)
 
 
 def speculative_rounds(

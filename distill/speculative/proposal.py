@@ -1,10 +1,11 @@
-"""What a drafter proposes in one round, and what a length rule may see of it.
+"""The proposal of a drafter in one round, and the features that a length rule may read.
 
 Legend: n nodes, V vocabulary. A chain is the tree in which every node's parent is the node before it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -14,11 +15,11 @@ ROOT = -1  # the committed end of the context, parent of the first nodes
 
 @dataclass(frozen=True)
 class Features:
-    """What is known of a draft position before its token is drawn: of the draft's distribution there, after the
-    sampler.
+    """Features of the draft's distribution at one position, after the sampler, before its token is drawn.
 
-    `top` and `second` are the two largest probabilities, `entropy` is in nats. `match` tells whether the best token is
-    what followed the last tokens earlier in the text (earlier.py); 0 where nobody looked.
+    `top` and `second` are the two largest probabilities, `entropy` is in nats. `match` is the length of the longest
+    n-gram before the position that occurred earlier in the text: positive where the best token followed it there,
+    negative where another one did, 0 where none occurred or nobody searched (`n_grams.NGramIndex.match`).
     """
 
     top: float
@@ -31,9 +32,9 @@ class Features:
 class Proposal:
     """Tokens [n] with parents before their children, `parents` [n] as indices (ROOT: the committed end).
 
-    `distributions` [n, V] are the distributions that the tokens were drawn from, through the sampler; None when they
-    were chosen without chance, which is the distribution that is 1 at the token. `features` [n] where the drafter knows
-    them.
+    `distributions` [n, V] are the distributions that the tokens were drawn from, after the sampler. None means that the
+    tokens were chosen without chance: each distribution is 1 at its token. `features` [n] are left empty by drafters
+    that do not compute them.
     """
 
     tokens: list[int]
@@ -58,4 +59,11 @@ class Proposal:
         found: dict[int, list[int]] = {}
         for node, parent in enumerate(self.parents):
             found.setdefault(parent, []).append(node)
+        return found
+
+    def histories(self, context: Sequence[int]) -> list[list[int]]:
+        """The tokens [n + 1] before each next token: the context, then the context and the path down to each node."""
+        found = [list(context)]
+        for token, parent in zip(self.tokens, self.parents, strict=True):
+            found.append([*found[parent + 1], token])
         return found

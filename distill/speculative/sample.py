@@ -25,9 +25,9 @@ def continue_prompts(
 ) -> list[list[int]]:
     """Continue B prompts (of any lengths) together, each with random numbers of its own.
 
-    Returns up to `limit` new ids per prompt; one that ends keeps its end id as the last. Row b's draws depend on
-    seeds[b] and on its own distributions alone (batch mates only reach it through rounding). Ids from `vocabulary` on
-    are padding and never drawn.
+    Returns up to `limit` new ids per prompt; a text that ends keeps its end id as the last. Row b's draws depend on
+    seeds[b] and on its own distributions alone (the other rows affect it only through rounding). Ids from `vocabulary`
+    on are padding and never drawn.
     """
     from transformers import DynamicCache
 
@@ -59,7 +59,7 @@ def continue_prompts(
             logits_to_keep=1,
         ).logits[:, -1, :vocabulary]
         cumulative = sampler.probabilities(logits).double().cumsum(-1)
-        # Inverse transform on the total that rounding left, so that the draw always falls on a possible token.
+        # Inverse transform scaled by the sum that rounding left, so that the draw always falls on a possible token.
         token = torch.searchsorted(cumulative, draws[:, step : step + 1] * cumulative[:, -1:], right=True)
         token = token.clamp(max=logits.shape[-1] - 1)
         chosen.append(token)

@@ -1,7 +1,7 @@
-"""What tokens say, byte by byte: the text of a continuation, and where stop strings end it.
+"""Token bytes and stop strings: the text of a continuation, and where a stop string ends it.
 
-Bytes and not decoded pieces: a tokenizer that decodes tokens without those before them drops the space in front of a
-word (SentencePiece) and breaks characters that several tokens share. Legend: L bytes of the longest stop string.
+Bytes, not decoded tokens: a tokenizer that decodes single tokens drops the space before a word (SentencePiece) and
+breaks characters that several tokens share. Legend: L bytes of the longest stop string.
 """
 
 from __future__ import annotations
@@ -19,37 +19,35 @@ BytesOf = Callable[[int], bytes]
 
 
 def token_bytes(vocabulary: Vocabulary, silent: Collection[int] = ()) -> BytesOf:
-    """The bytes of each token; none for the `silent` ones and for ids that stand for nothing."""
+    """The bytes of each token; none for the `silent` ones and for ids without a token."""
 
     def bytes_of(token: int) -> bytes:
-        if token in silent or token >= vocabulary.size:
-            return b""
-        return vocabulary.bytes_of[token] or b""
+        return b"" if token in silent else vocabulary.text_bytes([token])
 
     return bytes_of
 
 
 class Characters:
-    """Bytes to text as they come: those of an unfinished character wait; what is no UTF-8 becomes U+FFFD."""
+    """Bytes to text as they come: the bytes of an unfinished character wait; invalid UTF-8 becomes U+FFFD."""
 
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def add(self, data: bytes) -> str:
-        """The characters that these bytes finish."""
+        """The characters that these bytes complete."""
         return self._decoder.decode(data)
 
     def finish(self) -> str:
-        """What is left of a character that will not be finished."""
+        """U+FFFD for a character that stays unfinished, else nothing."""
         return self._decoder.decode(b"", final=True)
 
 
 @dataclass(frozen=True)
 class Stopped:
-    """What a stop function tells of a text: its first `kept` tokens are certain to be said.
+    """A stop function's verdict on a text: its first `kept` tokens are certain to be part of it.
 
-    Where it `ended` they are all, followed by `rest`: what the next token says before the place where the text ends.
-    Else those behind them may belong to what ends it, and wait.
+    Where the text `ended`, they are the whole of it, followed by `rest`: the bytes of the next token before the place
+    where the text ends. Else the tokens after them may be the beginning of a stop string, and wait.
     """
 
     kept: int
@@ -57,15 +55,15 @@ class Stopped:
     rest: bytes = b""
 
 
-# Of all new tokens, and how many of them it saw before, when the text did not end. `kept` never falls between calls.
+# From all new tokens, and how many of them an earlier call has read without an end. `kept` never falls between calls.
 Stop = Callable[[Sequence[int], int], Stopped]
 
 
 def stop_before(bytes_of: BytesOf, texts: Sequence[str]) -> Stop | None:
-    """Ends a text before the stop string that is complete first; of several complete at once, before the longest.
+    """A function that ends a text before the stop string that is complete first; of several, before the longest.
 
-    None without `texts`. A call looks at the new tokens and at L − 1 bytes before them. Raises DataError for an empty
-    stop string.
+    None without `texts`. A call reads the new tokens and L − 1 bytes before them. Raises DataError for an empty stop
+    string.
     """
     if not texts:
         return None
@@ -79,20 +77,20 @@ def stop_before(bytes_of: BytesOf, texts: Sequence[str]) -> Stop | None:
         while start and before < longest - 1:
             start -= 1
             before += len(bytes_of(tokens[start]))
-        pieces = [bytes_of(token) for token in tokens[start:]]
-        said, ends = b"".join(pieces), list(accumulate(map(len, pieces)))
-        found = [(place + len(text), place) for text in wanted if (place := said.find(text)) >= 0]
-        place = min(found)[1] if found else len(said) - _begun(said, wanted, longest)
+        parts = [bytes_of(token) for token in tokens[start:]]
+        read, ends = b"".join(parts), list(accumulate(map(len, parts)))
+        found = [(place + len(text), place) for text in wanted if (place := read.find(text)) >= 0]
+        place = min(found)[1] if found else len(read) - _begun(read, wanted, longest)
         whole = bisect_right(ends, place)
-        rest = said[ends[whole - 1] if whole else 0 : place] if found else b""
+        rest = read[ends[whole - 1] if whole else 0 : place] if found else b""
         return Stopped(start + whole, bool(found), rest)
 
     return stop
 
 
-def _begun(said: bytes, wanted: Sequence[bytes], longest: int) -> int:
+def _begun(read: bytes, wanted: Sequence[bytes], longest: int) -> int:
     """How many bytes at the end may be the beginning of a stop string."""
-    for size in range(min(longest - 1, len(said)), 0, -1):
-        if any(len(text) > size and text.startswith(said[-size:]) for text in wanted):
+    for size in range(min(longest - 1, len(read)), 0, -1):
+        if any(len(text) > size and text.startswith(read[-size:]) for text in wanted):
             return size
     return 0

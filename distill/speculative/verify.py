@@ -1,10 +1,11 @@
-"""Which drafted tokens stand, and the distribution of the token after them: pure functions of the target's and the
-draft's distributions.
+"""Which drafted tokens are accepted, and the distribution of the token after them.
+
+Pure functions of the target's and the draft's distributions.
 
 Legend: γ drafted tokens, n nodes of a tree, c children of a node, V vocabulary, … leading dimensions (rows); p is the
 target's distribution, q the distribution that a token was drawn from, both after the sampler. A drafted token of −1
 means that nothing was drafted there: rows of different lengths are padded with it. Every u is uniform in [0, 1) and
-accepts where u < h, so that what has probability 0 is never accepted.
+accepts where u < h, so that a token of probability 0 is never accepted.
 """
 
 from __future__ import annotations
@@ -22,10 +23,9 @@ Random = Callable[[], float]
 
 
 def inverse_transform(distribution: Tensor, uniforms: Tensor) -> Tensor:
-    """Tokens [...] drawn from distributions [..., V] with uniforms [...] in [0, 1); a token of probability 0 never
-    comes out.
+    """Tokens [...] drawn from distributions [..., V] with uniforms [...] in [0, 1), never one of probability 0.
 
-    The distributions need not sum to 1, because rounding decides what they sum to.
+    The distributions need not sum to 1 exactly: each draw is scaled by the sum that rounding left.
     """
     cumulative = distribution.double().cumsum(-1)
     total = cumulative[..., -1:].contiguous()
@@ -52,8 +52,7 @@ def _at(distributions: Tensor, tokens: Tensor) -> Tensor:
 
 
 def _drawn_from(q: Tensor | None, tokens: Tensor, like: Tensor) -> Tensor:
-    """The distributions [..., V] that tokens [...] were drawn from: q, or 1 at the token; all 0 where the token is
-    −1."""
+    """The distributions [..., V] that tokens [...] were drawn from: q, or 1 at the token; 0 throughout for −1."""
     present = (tokens >= 0).unsqueeze(-1)
     if q is not None:
         return q.masked_fill(~present, 0)
@@ -78,17 +77,17 @@ def _remainder(p: Tensor, q: Tensor, fallback: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What becomes of a chain: acceptance h [..., γ], and what the residual distributions are made of.
+    """The verification of a chain before chance enters: acceptance h [..., γ], and the parts of the residuals.
 
-    First-miss (`last_hit` false): position i is tried only if all before it were accepted. Last-hit: every position has
-    a uniform of its own, and all up to the last accepted one stand. Then the next token is drawn from `residual`.
+    First miss (`last_hit` false): position i is tried only if all before it were accepted. Last hit: every position has
+    a uniform of its own, and all tokens up to the last hit are accepted. Then the next token is drawn from `residual`.
     """
 
     acceptance: Tensor  # h [..., γ]
     p: Tensor  # [..., γ + 1, V]
     q: Tensor | None  # [..., γ, V]; None: 1 at the token
     tokens: Tensor  # [..., γ]
-    scale: Tensor  # r [..., γ], what p is multiplied with before q is taken off it
+    scale: Tensor  # r [..., γ], the factor of p before q is subtracted
     last_hit: bool = False
 
     def counts(self) -> Tensor:
@@ -130,7 +129,7 @@ def token(p: Tensor, q: Tensor | None, tokens: Tensor) -> Verdict:
 def match(p: Tensor, q: Tensor | None, tokens: Tensor) -> Verdict:
     """Draw the target's own token y ~ p and accept the drafted one where it is y: h = p(x), residual p without x.
 
-    However the tokens came about (q has no say), what comes out is the y, so that it is lossless with any draft.
+    The output is y whatever was drafted and however (q is not used), so this is lossless with any draft.
     """
     return token(p, None, tokens)
 
@@ -145,7 +144,7 @@ def block(p: Tensor, q: Tensor | None, tokens: Tensor) -> Verdict:
     """Verify the block as a whole, accepting never fewer tokens on average than `token` (2403.10444, alg. 2).
 
     r_i = min(1, r_{i−1}·p(x_i)/q(x_i)); h_i = Z/(Z + 1 − r_i) with Z = Σ(r_i·p_{i+1} − q_{i+1})+, 0/0 being 1, and
-    h_γ = r_γ; all up to the last i with u_i < h_i stand.
+    h_γ = r_γ; all tokens up to the last i with u_i < h_i are accepted.
     """
     length = tokens.shape[-1]
     drawn = torch.ones_like(tokens, dtype=p.dtype) if q is None else _at(q, tokens)
@@ -165,7 +164,7 @@ def block(p: Tensor, q: Tensor | None, tokens: Tensor) -> Verdict:
 
 
 def draw(verdict: Verdict, random: Random) -> tuple[int, int]:
-    """How many tokens of one chain stand, and the token after them."""
+    """How many tokens of one chain are accepted, and the token after them."""
     chances = verdict.acceptance.tolist()
     if verdict.last_hit:
         accepted = max((i + 1 for i, chance in enumerate(chances) if random() < chance), default=0)
@@ -174,10 +173,19 @@ def draw(verdict: Verdict, random: Random) -> tuple[int, int]:
     return accepted, draw_token(verdict.residual(accepted), random)
 
 
+def draw_chain(verifier: str, p: Tensor, proposal: Proposal, random: Random) -> tuple[int, int]:
+    """How many tokens of a proposed chain a verifier of CHAINS accepts given p [γ + 1, V], and the token after them."""
+    q = None if proposal.distributions is None else proposal.distributions.to(p)
+    return draw(CHAINS[verifier](p, q, p.new_tensor(proposal.tokens).long()), random)
+
+
 @dataclass(frozen=True)
 class NodeVerdict:
-    """What becomes of a node's children, tried in turn until one is accepted: h [..., c], each given that those before
-    it were refused; and the distribution [..., V] of the next token when none is."""
+    """The verification of a node's children, tried in turn until one is accepted.
+
+    `acceptance` h [..., c] is that of each child given that those before it were rejected, `residual` [..., V] the
+    distribution of the next token when all are.
+    """
 
     acceptance: Tensor
     residual: Tensor
@@ -190,16 +198,16 @@ NodeVerifier = Callable[[Tensor, Tensor | None, Tensor], NodeVerdict]
 def node_token(p: Tensor, q: Tensor | None, tokens: Tensor, distinct: bool = False) -> NodeVerdict:
     """Accept child k with p(x_k)/q_k(x_k), else p ← norm((p − q_k)+) (SpecInfer, 2305.09781, alg. 2).
 
-    q_k is the distribution that x_k was drawn from, given its earlier siblings. `distinct` strikes these out of q_k:
-    right for siblings drawn without replacement, whether q holds their parent's distribution in each row or what was
-    left of it.
+    q_k is the distribution that x_k was drawn from, given the siblings before it. `distinct` removes these from q_k.
+    That is right for siblings drawn without replacement, whether each row of q holds their parent's whole distribution
+    or the part that the siblings before left.
     """
     chances = []
     for k in range(tokens.shape[-1]):
         drawn = _drawn_from(None if q is None else q[..., k, :], tokens[..., k], p)
         if distinct and q is not None and k:
-            struck = _drawn_from(None, tokens[..., :k], p).sum(-2) > 0
-            drawn = drawn.masked_fill(struck, 0)
+            removed = _drawn_from(None, tokens[..., :k], p).sum(-2) > 0
+            drawn = drawn.masked_fill(removed, 0)
             drawn = _ratio(drawn, drawn.sum(-1, keepdim=True).expand_as(drawn))
         chances.append(_ratio(_at(p, tokens[..., k]), _at(drawn, tokens[..., k])).clamp(max=1))
         p = _remainder(p, drawn, p)
@@ -217,10 +225,10 @@ def node_greedy(p: Tensor, q: Tensor | None, tokens: Tensor) -> NodeVerdict:
 
 
 def walk(verify: NodeVerifier, p: Tensor, proposal: Proposal, random: Random) -> tuple[list[int], int]:
-    """The accepted nodes of a tree from the top down, and the token after them; p [n + 1, V], the root's distribution
-    first.
+    """The accepted nodes of a tree from the top down, and the token after them.
 
-    A node's children share no number: only the target's distribution at the node where the walk stands is looked at.
+    `p` [n + 1, V] holds the target's distribution after the context first, then those after each node. Each step draws
+    a number of its own for every child that it tries, and reads only p at the node that it has reached.
     """
     children = proposal.children()
     path: list[int] = []
@@ -244,33 +252,28 @@ TREES: dict[str, NodeVerifier] = {
     "distinct": partial(node_token, distinct=True),
 }
 
-# How the tokens of a proposal came about.
+# How the tokens of a proposal were made.
 KINDS = {
-    "deterministic": "chosen without chance, its length too",
-    "sampled": "drawn from the draft's distribution, siblings with replacement; what is drawn is kept",
-    "distinct": "siblings drawn without replacement; what is drawn is kept",
-    "cut": "drawn from the draft's distribution, and some tokens dropped after they were seen",
+    "deterministic": "chosen without chance, their number too",
+    "sampled": "drawn from the draft's distribution, siblings with replacement; every drawn token is kept",
+    "distinct": "siblings drawn without replacement; every drawn token is kept",
+    "cut": "drawn from the draft's distribution, some tokens dropped after the draw",
 }
 _CUT = (
-    "a sampled token that is dropped after it was seen leaves a draft that no longer follows its distribution: "
-    "decide before "
-    "the draw, draft without chance, or verify with match"
+    "a draft whose sampled tokens may be dropped after the draw no longer follows its distribution: decide before the "
+    "draw, draft without chance, or verify with match"
 )
 _REFUSED: dict[tuple[str, str], str] = {
     ("token", "cut"): _CUT,
     ("block", "cut"): _CUT,
     ("distinct", "cut"): _CUT,
-    (
-        "token",
-        "distinct",
-    ): "siblings drawn without replacement do not all follow the draft's distribution: use distinct",
-    ("distinct", "sampled"): "siblings drawn with replacement may repeat, which distinct rules out: use token",
+    ("token", "distinct"): "siblings drawn without replacement follow different distributions: use distinct",
+    ("distinct", "sampled"): "siblings drawn with replacement may repeat, which distinct does not allow: use token",
 }
 
 
 def refusal(verifier: str, kind: str, temperature: float, tree: bool = False) -> str | None:
-    """Why this verifier would change the target's distribution for proposals of this kind (see KINDS); None when it
-    does not.
+    """Why this verifier would change the target's distribution for proposals of this kind (see KINDS), or None.
 
     ValueError for names that do not exist, or for a verifier of chains asked to verify trees (or the reverse).
     """
@@ -280,7 +283,9 @@ def refusal(verifier: str, kind: str, temperature: float, tree: bool = False) ->
     if kind not in KINDS:
         raise ValueError(f"no kind of proposal `{kind}`: use one of {', '.join(KINDS)}")
     if verifier == "greedy" and temperature > 0:
-        return f"greedy emits the target's best token, which temperature {temperature:g} does not: use temperature 0"
+        return (
+            f"greedy emits the target's best token only, temperature {temperature:g} allows others: use temperature 0"
+        )
     if not tree and kind == "distinct":
         return None  # a chain has no siblings
     return _REFUSED.get((verifier, kind))

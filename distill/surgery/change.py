@@ -1,7 +1,7 @@
 """What an operation did to a model: sizes old and new, and its divergence from the target.
 
 Every operation of this room makes a model folder from a model folder and returns Changes: `transplant.transplant`
-streams files, `bare.cut_folder` cuts a loaded model.
+streams files, `cut_folder.cut_folder` cuts a loaded model.
 """
 
 from __future__ import annotations
@@ -44,13 +44,12 @@ def size_of(model: Any, kept_vocabulary: int | None = None) -> Size:
     embedding = model.get_input_embeddings().weight
     if not tied:
         unread += (embedding.shape[0] - 1) * embedding.shape[1] * embedding.element_size()
-    uneven = getattr(config, "mlp_widths", None)  # real widths of layers padded with zero neurons to one width
     return Size(
         parameters=sum(p.numel() for p in model.parameters()),
         bytes_per_step=total - unread,
         layers=config.num_hidden_layers,
         hidden=config.hidden_size,
-        mlp=tuple(uneven) if uneven else (config.intermediate_size,) * config.num_hidden_layers,
+        mlp=(config.intermediate_size,) * config.num_hidden_layers,
         heads=config.num_attention_heads,
         kv_heads=config.num_key_value_heads,
         vocabulary=config.vocab_size,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from distill import divergences
-from distill.models.masks import document_masks
+from distill.models.packed_forward import hidden_states
 from distill.packing import Packed
 from distill.target.distributions import TeacherChunk
 from distill.target.store import compress
@@ -63,12 +63,6 @@ class TargetDistributions:
 
 def scored_logits(model: Any, part: Packed) -> Tensor:
     """Logits [N, V] of a model at the scored positions of some blocks, in order."""
-    device = next(model.parameters()).device
-    hidden = model.model(
-        input_ids=part.ids.long().to(device),
-        position_ids=part.positions.long().to(device),
-        attention_mask=document_masks(model, part.documents.to(device)),
-        use_cache=False,
-    ).last_hidden_state[part.mask.to(device)]
-    logits: Tensor = model.lm_head(hidden)
+    hidden = hidden_states(model, part)
+    logits: Tensor = model.lm_head(hidden[part.mask.to(hidden.device)])
     return logits

@@ -1,4 +1,4 @@
-"""What a loaded model does on text: angles between its layers, their influence, and the inputs of its MLPs.
+"""Measurements of a loaded model on text: angles between its layers, their influence, and the inputs of its MLPs.
 
 Every function passes packed blocks through the model, documents apart, and counts only positions that hold a token.
 Sums are kept in fp32 or better on the model's device. Legend: L layers, n blocks, S positions, T tokens of one batch,
@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from distill.errors import DataError
-from distill.models.masks import document_masks
+from distill.models.packed_forward import document_masks, hidden_states
 from distill.packing import Packed
 from distill.surgery.change import decoder_layers
 
-Watch = tuple[Any, Callable[[Tensor], None]]  # a module, and what to do with its inputs
+Watch = tuple[Any, Callable[[Tensor], None]]  # a module, and the function that gets its inputs
 
 
 def tokens(documents: Tensor) -> Tensor:
@@ -28,15 +28,9 @@ def tokens(documents: Tensor) -> Tensor:
     return documents >= 0
 
 
-def last_tokens(documents: Tensor) -> Tensor:
-    """Positions [n, S] of each document's last token."""
-    after = torch.nn.functional.pad(documents[:, 1:], (0, 1), value=-1)
-    return (documents >= 0) & (documents != after)
-
-
 @contextmanager
 def watching(watches: Sequence[Watch]) -> Iterator[None]:
-    """Inside, each function is called with the first input of its module at every forward pass."""
+    """Within the block, each function is called with the first input of its module at every forward pass."""
 
     def hook(see: Callable[[Tensor], None]) -> Callable[..., None]:
         return lambda _module, arguments: see(arguments[0])
@@ -64,11 +58,10 @@ def observe(
     blocks: Packed,
     watches: Sequence[Watch],
     batch: int = 4,
-    where: Callable[[Tensor], Tensor] = tokens,
 ) -> int:
-    """One pass over the blocks; each watch sees its module's inputs [T, ·] in fp32 at the positions `where` names.
+    """One pass over the blocks; each watch gets its module's inputs [T, ·] in fp32, at the positions with a token.
 
-    Returns the number of positions seen. Raises DataError when the blocks hold no token.
+    Returns the number of these positions. Raises DataError when the blocks hold no token.
     """
     used = torch.zeros(0, dtype=torch.bool)
 
@@ -78,17 +71,16 @@ def observe(
     total = 0
     with watching([(module, only_used(see)) for module, see in watches]):
         for part in parts_of(model, blocks, batch):
-            used = where(part.documents)
+            used = tokens(part.documents)
             total += int(used.sum())
-            mask = document_masks(model, part.documents)
-            model.model(input_ids=part.ids, position_ids=part.positions, attention_mask=mask, use_cache=False)
+            hidden_states(model, part)
     return total
 
 
-def _chords(model: Any, blocks: Packed, batch: int, every: bool, see: Any, where: Any = tokens) -> int:
+def _chords(model: Any, blocks: Packed, batch: int, every: bool, see: Callable[[int, int, Tensor], None]) -> int:
     """Call see(l, n, |u_l - u_{l+n}|) with u the unit vectors along the states; only n = 1 unless `every`.
 
-    Chords keep their digits at small angles, where cosines of fp32 vectors have lost them.
+    Chords are exact at small angles, where cosines of fp32 vectors lose their digits.
     """
     layers = decoder_layers(model)
     units: list[Tensor] = []
@@ -103,17 +95,15 @@ def _chords(model: Any, blocks: Packed, batch: int, every: bool, see: Any, where
                 see(low, high - low, (units[low] - units[high]).norm(dim=-1).clamp(max=2))
         units.clear()
 
-    return observe(model, blocks, [*((layer, keep) for layer in layers), (model.model.norm, finish)], batch, where)
+    return observe(model, blocks, [*((layer, keep) for layer in layers), (model.model.norm, finish)], batch)
 
 
-def angular_distances(model: Any, blocks: Packed, batch: int = 4, positions: str = "all") -> Tensor:
+def angular_distances(model: Any, blocks: Packed, batch: int = 4) -> Tensor:
     """d(l, n) = mean arccos(cos(h_l, h_{l+n})) / π as [L, L + 1] fp64, h_l being the input of layer l, all in one pass.
 
-    Entries with l + n > L are infinite. arXiv 2403.17887 (eq. 7) takes the last token of each sequence only
-    (`positions="last"`, of each document here); the default takes all positions, which needs far less text for the same
-    noise. Raises DataError when the blocks hold no token.
+    Entries with l + n > L are infinite. arXiv 2403.17887 (eq. 7) takes only the last token of each sequence; here all
+    positions count, which needs far less text for the same noise. Raises DataError when the blocks hold no token.
     """
-    assert positions in ("all", "last"), positions
     count = len(decoder_layers(model))
     angles = torch.full((count, count + 1), math.inf, dtype=torch.float64)
     for low in range(count):
@@ -122,7 +112,7 @@ def angular_distances(model: Any, blocks: Packed, batch: int = 4, positions: str
     def see(low: int, apart: int, chord: Tensor) -> None:
         angles[low, apart] += float((2 * torch.asin(chord / 2)).sum())
 
-    total = _chords(model, blocks, batch, True, see, tokens if positions == "all" else last_tokens)
+    total = _chords(model, blocks, batch, True, see)
     return angles / (total * math.pi)
 
 
@@ -137,31 +127,6 @@ def block_influence(model: Any, blocks: Packed, batch: int = 4) -> list[float]:
     return [value / total for value in found]
 
 
-def mlp_squares(model: Any, blocks: Packed, batch: int = 4) -> list[Tensor]:
-    """E[a²], [F] per layer, a being the input of down_proj."""
-    layers = decoder_layers(model)
-    sums = [_zeros(layer, layer.mlp.down_proj.in_features) for layer in layers]
-
-    def adder(total: Tensor) -> Callable[[Tensor], None]:
-        return lambda a: void(total.add_(a.square().sum(0)))
-
-    watches = [(layer.mlp.down_proj, adder(total)) for layer, total in zip(layers, sums, strict=True)]
-    count = observe(model, blocks, watches, batch)
-    return [total / count for total in sums]
-
-
-def mlp_grams(model: Any, blocks: Packed, layers: Sequence[int] | None = None, batch: int = 4) -> dict[int, Tensor]:
-    """G = Σ a aᵀ / tokens, [F, F] per layer, a being the input of down_proj, in one pass.
-
-    Each takes 4·F² bytes on the model's device: ask for some of the layers per pass where all do not fit.
-    """
-    every = decoder_layers(model)
-    chosen = range(len(every)) if layers is None else layers
-    sums = {i: _zeros(every[i], every[i].mlp.down_proj.in_features, square=True) for i in chosen}
-    count = observe(model, blocks, [(every[i].mlp.down_proj, gram_adder(total)) for i, total in sums.items()], batch)
-    return {i: total / count for i, total in sums.items()}
-
-
 @torch.no_grad()
 def walk_grams(
     model: Any,
@@ -171,24 +136,25 @@ def walk_grams(
     sequential: bool,
     batch: int = 4,
 ) -> None:
-    """Layer by layer, hand `visit(layer, G)` the Gram matrix of its MLP; `visit` may cut that MLP.
+    """Call `visit(layer, G)` layer by layer with G = Σ a aᵀ / tokens [F, F], a the input of its down_proj.
 
-    With `sequential` the later layers see what `visit` did, else the model as it was. Hidden states of all blocks are
-    held between layers (n·S·H numbers), so that every layer is run once, and its MLP once more when `sequential`.
-    Raises DataError when the blocks hold no token.
+    `visit` may cut that MLP: with `sequential` the later layers run on the cut model, else on the model as it was.
+    Hidden states of all blocks are held between layers (n·S·H numbers), so that every layer is run once, and its MLP
+    once more when `sequential`. Raises DataError when the blocks hold no token.
     """
     parts = parts_of(model, blocks, batch)
     states = [model.model.embed_tokens(part.ids) for part in parts]
     count = sum(int(tokens(part.documents).sum()) for part in parts)
     for index, layer in enumerate(decoder_layers(model)):
-        gram = _zeros(layer, layer.mlp.down_proj.in_features, square=True)
-        add = gram_adder(gram)
+        down = layer.mlp.down_proj
+        gram = torch.zeros(down.in_features, down.in_features, dtype=torch.float32, device=down.weight.device)
         for at, part in enumerate(parts):
             seen: list[Tensor] = []
             before_mlp: list[Tensor] = []
-            with watching([(layer.mlp.down_proj, seen.append), (layer.post_attention_layernorm, before_mlp.append)]):
+            with watching([(down, seen.append), (layer.post_attention_layernorm, before_mlp.append)]):
                 output = run_layer(model, index, part, states[at])
-            add(seen[0][tokens(part.documents)].float())
+            a = seen[0][tokens(part.documents)].float()
+            gram.addmm_(a.T, a)
             states[at] = before_mlp[0] if sequential else output
         visit(index, gram / count)
         if sequential:
@@ -207,17 +173,3 @@ def run_layer(model: Any, index: int, part: Packed, state: Tensor) -> Tensor:
         use_cache=False,
     )
     return output
-
-
-def gram_adder(total: Tensor) -> Callable[[Tensor], None]:
-    """A watch that adds aᵀa of its inputs a [T, F] to `total` [F, F]."""
-    return lambda a: void(total.addmm_(a.T, a))
-
-
-def void(_value: object) -> None:
-    """Turn an expression into a statement, for lambdas."""
-
-
-def _zeros(layer: Any, size: int, square: bool = False) -> Tensor:
-    shape = (size, size) if square else (size,)
-    return torch.zeros(shape, dtype=torch.float32, device=layer.mlp.down_proj.weight.device)

@@ -118,8 +118,8 @@ def check_cut(recipe: Recipe) -> list[str]:
 class Cutter:
     """Applies the cuts of a recipe to loaded models and writes down what each did."""
 
-    def __init__(self, blocks: Packed, distributions: TargetDistributions, batch: int = 4) -> None:
-        self.blocks, self.distributions, self.batch = blocks, distributions, batch
+    def __init__(self, blocks: Packed, distributions: TargetDistributions) -> None:
+        self.blocks, self.distributions = blocks, distributions
         self.changes: list[Change] = []
 
     def __call__(self, model: Any, settings: Cut) -> None:

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from distill.errors import DataError
-from distill.files import write_json
+from distill.files import read_object, write_json
 from distill.progress import Progress
-from distill.vocabulary import read_settings
 
 DTYPES = {
     "F64": torch.float64,
@@ -81,7 +80,7 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
     """The tensors of a model folder by name, from the files' headers; raises DataError for missing or damaged files."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        names = sorted(set(read_settings(index).get("weight_map", {}).values()))
+        names = sorted(set(read_object(index).get("weight_map", {}).values()))
     elif (folder / "model.safetensors").is_file():
         names = ["model.safetensors"]
     elif any(folder.glob("pytorch_model*.bin*")):

@@ -6,7 +6,6 @@ Legend: B prompts of a batch, V vocabulary.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -21,16 +20,7 @@ from distill.sampler import Sampler
 from distill.speculative.sample import continue_prompts
 from distill.target.source import target_metadata
 from distill.target.traffic import write_traffic
-from distill.texts import Answer, Prompt, prompt_seed, read_prompts
-
-
-def is_looping(ids: Sequence[int], longest_period: int = 16, repeats: int = 6) -> bool:
-    """Whether a text ends in the same piece of at most `longest_period` tokens, `repeats` times over."""
-    for period in range(1, longest_period + 1):
-        tail = ids[-period * repeats :]
-        if len(tail) == period * repeats and all(tail[i] == tail[i - period] for i in range(period, len(tail))):
-            return True
-    return False
+from distill.texts import Answer, Prompt, is_looping, prompt_seed, read_prompts
 
 
 def answers(recipe: Recipe, run: Run, share: tuple[int, int] | None = None) -> list[Path]:

@@ -12,29 +12,11 @@ import torch
 from torch import Tensor
 
 from distill.errors import DataError
-from distill.models.masks import document_masks
+from distill.models.packed_forward import hidden_states, packed_inputs
 from distill.packing import Packed
 from distill.target.distributions import DenseTeacher, LogitForm, logit_form
 
 NOISE = 1e-4  # relative error of logits in fp32; in narrower types that of one rounding
-
-
-def block_inputs(model: Any, blocks: Packed) -> dict[str, Any]:
-    """What a model is called with on some blocks: documents apart, positions from 0 in each."""
-    device = model.get_input_embeddings().weight.device
-    return {
-        "input_ids": blocks.ids.long().to(device),
-        "position_ids": blocks.positions.long().to(device),
-        "attention_mask": document_masks(model, blocks.documents.to(device)),
-        "use_cache": False,
-    }
-
-
-@torch.no_grad()
-def hidden_states(model: Any, blocks: Packed) -> Tensor:
-    """The hidden states [n, S, H] after the final norm, where the model's last layer is."""
-    states: Tensor = model.base_model(**block_inputs(model, blocks)).last_hidden_state
-    return states
 
 
 @dataclass(frozen=True)
@@ -74,7 +56,7 @@ class Head:
 def require_head(model: Any, head: Head, blocks: Packed) -> None:
     """Raise DataError unless `head` makes of the first block's hidden states the logits that the model makes itself."""
     first = blocks.take(slice(0, 1))
-    expected = model(**block_inputs(model, first)).logits[..., : len(head.weight)].float()
+    expected = model(**packed_inputs(model, first)).logits[..., : len(head.weight)].float()
     found = head.logits(hidden_states(model, first).to(head.weight.device)).to(expected.device)
     error = float((found - expected).square().mean().sqrt() / expected.square().mean().sqrt().clamp(min=1e-12))
     if not error <= max(NOISE, 2 * torch.finfo(model.dtype).eps):

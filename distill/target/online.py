@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from distill.models.packed_forward import hidden_states
 from distill.packing import Packed
 from distill.target.distributions import Teacher
-from distill.target.head import Head, hidden_states, require_head
+from distill.target.head import Head, require_head
 
 
 class OnlineTarget:
@@ -26,6 +27,7 @@ class OnlineTarget:
         self._head = Head.of(model, self.vocabulary)
         require_head(model, self._head, packed)
 
+    @torch.no_grad()
     def teacher(self, index: Tensor, device: torch.device) -> Teacher:
         """The distributions of the N scored positions of the blocks at `index` [b], block by block, on a device.
 

@@ -24,11 +24,12 @@ from distill.models.hugging_face import (
     pick_device,
     real_tokens,
 )
+from distill.models.packed_forward import hidden_states, packed_inputs
 from distill.packing import Packed, concatenate, pack
 from distill.progress import Progress
 from distill.recipe import Recipe
 from distill.run import Run
-from distill.target.head import Head, block_inputs, hidden_states, require_head
+from distill.target.head import Head, require_head
 from distill.target.source import target_metadata
 from distill.target.store import FORMAT, bytes_per_position, compress, head_path, log_tail_at, shard_path
 from distill.texts import read_answers
@@ -141,7 +142,7 @@ def compact_distributions(
     model: Any, blocks: Packed, k: int, vocabulary: int, temperatures: tuple[float, ...]
 ) -> dict[str, Tensor]:
     """top_ids, top_log_probabilities [n, S, K] and log_tails [n, S, M temperatures] of the model's own logits."""
-    logits = model(**block_inputs(model, blocks)).logits.flatten(0, 1)  # [n·S, V]
+    logits = model(**packed_inputs(model, blocks)).logits.flatten(0, 1)  # [n·S, V]
     positions = blocks.ids.numel()
     top_ids = torch.zeros(positions, k, dtype=torch.int32)
     logs = torch.zeros(positions, k, dtype=torch.float16)
@@ -158,6 +159,7 @@ def compact_distributions(
     return {name: value.view(*blocks.ids.shape, -1) for name, value in flat.items()}
 
 
+@torch.no_grad()
 def exact_distributions(model: Any, blocks: Packed, dtype: torch.dtype) -> dict[str, Tensor]:
     """hidden [n, S, H] in `dtype`; raises DataError where that type cannot hold them."""
     scored = blocks.mask.unsqueeze(-1)
@@ -198,7 +200,7 @@ def _entries(recipe: Recipe, run: Run, model: Any, blocks: Packed, vocabulary: i
 @torch.inference_mode()
 def mean_masses(model: Any, blocks: Packed, most: int, vocabulary: int) -> Tensor:
     """The mass [most] of the 1, 2, … likeliest tokens, the mean over the scored positions of some blocks, in fp64."""
-    logits = model(**block_inputs(model, blocks)).logits
+    logits = model(**packed_inputs(model, blocks)).logits
     sums, count = torch.zeros(most, dtype=torch.float64), 0
     for rows in logits[blocks.mask.to(logits.device)].split(ROWS):
         logs = compress(rows, most, vocabulary).log_probabilities

@@ -13,10 +13,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from distill.corpus.splits import split_of
 from distill.errors import DataError
 from distill.files import read_json, write_json, write_text
 from distill.run import Run
-from distill.texts import Answer, Prompt
+from distill.texts import Answer, Prompt, is_looping
 
 if TYPE_CHECKING:
     from distill.recipe import Recipe, Traffic
@@ -168,9 +169,6 @@ def sort_lines(recipe: Recipe, lines: Iterable[Line | str], tokenizer: Any, end:
     Answers are cut where the block ends. A prompt that leaves them no room is left out, and so is a held-out prompt
     that leaves less than answers.new_tokens.
     """
-    from distill.corpus.splits import split_of
-    from distill.target.answers import is_looping
-
     found = Sorted()
     for line in lines:
         ids = line if isinstance(line, str) else encode_line(line, tokenizer, end)

@@ -5,14 +5,14 @@ Legend: b blocks, S positions, N scored positions, H hidden, V vocabulary, C col
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from distill.models.masks import document_masks
+from distill.models.packed_forward import hidden_states
 from distill.packing import Packed, epoch_order
 from distill.recipe import Train
 from distill.target.distributions import CompactTeacher, Teacher
@@ -71,19 +71,9 @@ class Learner(torch.nn.Module):
         self.columns, self.chunk, self.length = columns, chunk, length
         self._no_split_modules = getattr(draft, "_no_split_modules", None)  # by which layers FSDP shards
 
-    def hidden(self, blocks: Packed) -> Tensor:
-        """Hidden states [b, S, H] after the final norm; no document sees another."""
-        found: Tensor = self.draft.model(
-            input_ids=blocks.ids.long(),
-            position_ids=blocks.positions.long(),
-            attention_mask=document_masks(self.draft, blocks.documents),
-            use_cache=False,
-        ).last_hidden_state
-        return found
-
     def forward(self, blocks: Packed, teacher: Teacher, part: PlannedPart) -> tuple[Tensor, LossSums]:
         """Σ w ℓ over the N scored positions, and what is logged; divide by Σ w over all that a step adds up."""
-        hidden = self.hidden(blocks)[blocks.mask]  # [N, H]
+        hidden = hidden_states(self.draft, blocks)[blocks.mask]  # [N, H]
         head = self.draft.lm_head
         weight = self.columns.rows(head.weight)
         bias = None if getattr(head, "bias", None) is None else self.columns.rows(head.bias)
@@ -163,8 +153,6 @@ def heal(
     steps: int,
     seed: int,
     vocabulary: int,
-    kept: list[int] | None = None,
-    after_step: Callable[[int], None] | None = None,
 ) -> float:
     """Train a cut model in place for a few steps, to compare cuts; the mean loss of the last tenth of the steps.
 
@@ -172,7 +160,7 @@ def heal(
     process. `vocabulary` tokens are real.
     """
     device = next(model.parameters()).device
-    learner = Learner(model, Columns(vocabulary, kept, device), settings.chunk, 4)
+    learner = Learner(model, Columns(vocabulary, None, device), settings.chunk, 4)
     optimizer = torch.optim.AdamW(
         parameter_groups(model, settings.weight_decay), lr=part.rate, betas=(settings.beta1, settings.beta2)
     )
@@ -190,8 +178,6 @@ def heal(
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         losses.append(loss.item())
-        if after_step is not None:
-            after_step(step)
     model.eval()
     tail = losses[-max(1, steps // 10) :]
     return sum(tail) / len(tail) if tail else float("nan")

@@ -15,10 +15,10 @@ from distill.models.gguf.context import GgufContext
 
 @dataclass(frozen=True)
 class Growth:
-    """A tree with new nodes: the sequences through each node, and of each new sequence what it begins as a copy of.
+    """A tree with new nodes: the sequences through each node, and the beginning that each new sequence copies.
 
-    A copy is (source, end): what the source holds before position `end`, which is the committed row and the decoded
-    part of the path.
+    A copy is (source, end): the source's cells before position `end`, which hold the committed row and the decoded part
+    of the path.
     """
 
     tree: PendingTree
@@ -29,7 +29,7 @@ class Growth:
 class Branches:
     """The nodes of the pending tree, and up to `most` sequences that they lie in, below a committed row.
 
-    `length` is everywhere how many tokens are committed.
+    `length` is always the number of committed tokens.
     """
 
     def __init__(self, context: GgufContext, most: int) -> None:
@@ -42,9 +42,9 @@ class Branches:
         return len(self.tree)
 
     def grown(self, tree: PendingTree, length: int) -> Growth:
-        """How the pending tree becomes `tree`; ValueError for more than `most` branches.
+        """The growth from the pending tree to `tree`; ValueError for more than `most` branches.
 
-        A first child goes on in its parent's sequence, any other child opens one.
+        A first child continues its parent's sequence, any other child starts a new one.
         """
         old, through = len(self.tree), [list(sequences) for sequences in self._through]
         used = {sequence for sequences in through for sequence in sequences}
@@ -70,19 +70,19 @@ class Branches:
         return Growth(tree, through, sources)
 
     def begin(self, growth: Growth) -> None:
-        """Give each new sequence what it begins with, before its nodes are decoded."""
+        """Give each new sequence its beginning, before its nodes are decoded."""
         for sequence, (source, end) in growth.sources.items():
             # It may own a beginning of the committed row already, from an earlier tree.
             self._context.share(source, sequence, self._shared[sequence], end)
 
     def finish(self, growth: Growth, length: int) -> None:
-        """Take the grown tree for the pending one: its nodes are decoded."""
+        """Make the grown tree the pending one, after its nodes were decoded."""
         for sequence in growth.sources:
             self._shared[sequence] = length
         self.tree, self._through = growth.tree, growth.through
 
     def withdraw(self, growth: Growth, length: int) -> None:
-        """Take what a failed call may have put into these sequences out of the cache again."""
+        """Remove everything from the cache that a failed call may have added to these sequences."""
         for sequence in {sequence for sequences in growth.through for sequence in sequences}:
             if sequence in growth.sources:
                 end = self._shared[sequence]
@@ -100,13 +100,13 @@ class Branches:
         return len(path)
 
     def drop(self, length: int) -> None:
-        """Take every branch back to the committed tokens, which it goes on owning: the next tree copies less."""
+        """Cut every branch back to the committed tokens, which it still owns, so that the next tree copies less."""
         for sequence in {sequence for sequences in self._through for sequence in sequences}:
             self._context.remove(sequence, length)
         self.tree, self._through = PendingTree(), []
 
     def shorten(self, length: int) -> None:
-        """Take every branch out of committed tokens beyond `length`, which were rolled back."""
+        """Remove every branch from committed tokens beyond `length`, which were rolled back."""
         for sequence, shared in enumerate(self._shared):
             if shared > length:
                 self._context.remove(sequence, length)

@@ -1,7 +1,7 @@
-"""A llama.cpp context: the cells that cache what was decoded, the batch that takes tokens in, and their logits.
+"""A llama.cpp context: the cells that cache decoded tokens, the batch of tokens to decode, and their logits.
 
-A cell belongs to one sequence or to several. Arguments are not checked here: llama.cpp aborts the process on those out
-of range.
+A cell belongs to one sequence or to several. Arguments are not checked here, and llama.cpp aborts the process on those
+out of range.
 
 Legend: m tokens of one call, V vocabulary.
 """
@@ -20,13 +20,13 @@ from distill.models.base import SPARE_NODES
 from distill.models.gguf.file import GgufFile
 from distill.models.gguf.library import ERRORS, last_errors
 
-FEW = 64  # tokens of a step or verification; longer calls are prompts, where overhead is nothing
+FEW = 64  # most tokens of a step or verification; longer calls are prompts, where overhead does not matter
 
 
 class GgufContext:
     """A cache of `capacity` tokens and `sequences` sequences over a file; flash attention off, f16 cache.
 
-    `cells` is what the cache holds in all, `batch_size` the most tokens of one call. For `pad_single` see
+    `cells` is the size of the cache in tokens, `batch_size` the most tokens of one call. For `pad_single` see
     `distill.models.gguf.model.GgufModel`. Raises DataError when there is no room.
     """
 
@@ -83,7 +83,7 @@ class GgufContext:
         buffer = self._library.llama_get_logits(self._context)
         address = ctypes.addressof(buffer.contents)
         if address != self._view_address or asked > len(self._view):
-            # llama.cpp moves or grows its buffer rarely; making a view costs more than all else here.
+            # llama.cpp moves or grows its buffer rarely, and making a view takes longer than all other lines here.
             rows = np.ctypeslib.as_array(buffer, (asked, self._file.head_rows))
             self._view = rows[:, : self._file.vocabulary_size]
             self._view_address = address
@@ -114,7 +114,7 @@ class GgufContext:
     def _decode(
         self, ids: NDArray[np.int64], mask: NDArray[np.int8], positions: NDArray[np.int32], sequence: int
     ) -> NDArray[np.float32]:
-        """Decode one chunk whose sequences stand in the batch; the dummy of a lone token joins `sequence`."""
+        """Decode one chunk whose sequences are set in the batch; the dummy of a lone token joins `sequence`."""
         count, outputs, first = len(ids), int(mask.sum()), 0
         dummy = self._pad_single and count == 1
         size = count + dummy
@@ -128,7 +128,7 @@ class GgufContext:
             self._output[1] = 1
             asked += 1
         if self._pad_single and asked == 1:
-            # A lone output takes the other kernel in the head: ask a neighbour too, and skip it.
+            # A lone output would take the other kernel in the head: ask for a neighbour's too, and skip it.
             only = int(np.flatnonzero(self._output[:size])[0])
             extra = only - 1 if only else only + 1
             self._output[extra] = 1
@@ -157,16 +157,16 @@ class GgufContext:
             )
 
     def share(self, source: int, sequence: int, begin: int, end: int) -> None:
-        """Let `sequence` own, too, the cells of `source` at positions from `begin` to before `end`."""
+        """Add `sequence` to the owners of the cells of `source` at positions `begin`..`end` − 1."""
         self._library.llama_memory_seq_cp(self._memory, source, sequence, begin, end)
 
     def remove(self, sequence: int, begin: int) -> None:
-        """Take `sequence` out of its cells from position `begin`; DataError for a cache that cannot do that."""
+        """Remove `sequence` from its cells from position `begin` on; DataError for a cache that cannot do that."""
         if not self.withdraw(sequence, begin):
             raise DataError(f"{self._file.path}: this model's cache cannot be rolled back", hint="use a transformer")
 
     def withdraw(self, sequence: int, begin: int) -> bool:
-        """As `remove`, after a failure that is more worth telling: False instead of an error."""
+        """As `remove`, but False instead of an error, for use after a failure that is the one to report."""
         return bool(self._library.llama_memory_seq_rm(self._memory, sequence, begin, -1))
 
     def close(self) -> None:

@@ -13,9 +13,9 @@ from distill.models.gguf.library import ERRORS, last_errors, library
 
 
 class GgufFile:
-    """The loaded file, or with `vocabulary_only` its tokenizer without the weights, until it is closed.
+    """The loaded file, or with `vocabulary_only` its tokenizer without the weights.
 
-    Its functions raise ValueError afterwards.
+    Its functions raise ValueError once it is closed.
     `head_rows` are the rows of the head, `vocabulary_size` those of them that stand for tokens; `model` and
     `vocabulary` are llama.cpp's handles, valid while it is open.
     Raises DataError when llama-cpp-python is missing or the file is missing, damaged or of an unsupported kind.
@@ -67,7 +67,7 @@ class GgufFile:
         return int(self.library.llama_model_n_ctx_train(self.model))
 
     def tokenize(self, text: str, parse_special: bool = False) -> list[int]:
-        """The file's own ids for `text`, nothing added around; `parse_special` reads control tokens in the text."""
+        """The file's own ids for `text`, without added tokens; `parse_special` reads control tokens in the text."""
         self.require_open()
         data = text.encode("utf-8")
         size = len(data) + 8
@@ -83,10 +83,10 @@ class GgufFile:
         self.require_open()
         if len(ids) and (min(ids) < 0 or max(ids) >= self.head_rows):
             raise ValueError(f"token ids must lie in [0, {self.head_rows})")
-        # Joined pieces, because llama_detokenize cleans up spaces for some tokenizers.
-        return b"".join(self._piece(int(token)) for token in ids)
+        # Token by token, because llama_detokenize cleans up spaces for some tokenizers.
+        return b"".join(self._token_bytes(int(token)) for token in ids)
 
-    def _piece(self, token: int) -> bytes:
+    def _token_bytes(self, token: int) -> bytes:
         size = 64
         while True:
             buffer = ctypes.create_string_buffer(size)

@@ -1,4 +1,4 @@
-"""The library llama.cpp through the low-level API of llama-cpp-python: loaded once, quiet, its last errors kept."""
+"""llama.cpp through the low-level API of llama-cpp-python: loaded once, without its log, with its last errors kept."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ERRORS: deque[str] = deque(maxlen=4)
 def library() -> Any:
     """The llama_cpp module, quiet and initialised; DataError when it is not installed.
 
-    Cached for ever because the log callback must outlive every call into the library.
+    Cached for good, because the log callback must outlive every call into the library.
     """
     # Without this a failed assertion inside ggml starts a debugger before it aborts.
     os.environ.setdefault("GGML_NO_BACKTRACE", "1")
@@ -45,5 +45,5 @@ def library() -> Any:
 
 
 def last_errors() -> str:
-    """What llama.cpp said went wrong since ERRORS was cleared."""
+    """llama.cpp's error messages since ERRORS was cleared."""
     return "; ".join(ERRORS) or "llama.cpp gave no reason"

@@ -1,6 +1,6 @@
 """llama.cpp's own grammars (GBNF) over the vocabulary of an open GGUF model.
 
-llama.cpp aborts the process on a token that its grammar does not allow, so only allowed ones are ever given to it.
+llama.cpp aborts the process on a token that its grammar does not allow, so it is only ever given allowed ones.
 Legend: V vocabulary.
 """
 
@@ -20,15 +20,15 @@ from distill.models.gguf.model import GgufModel
 _CANDIDATE = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])  # llama_token_data
 
 
-def spoken(model: GgufModel) -> tuple[list[bytes], list[int]]:
-    """The bytes [V] that each token says, none for control tokens and unused ones, and the ids that end a text."""
+def token_bytes_and_ends(model: GgufModel) -> tuple[list[bytes], list[int]]:
+    """The bytes [V] of each token, empty for control tokens and unused ones, and the ids that end a text."""
     llama, vocabulary = model.library_and_vocabulary()
     silent = llama.LLAMA_TOKEN_ATTR_CONTROL | llama.LLAMA_TOKEN_ATTR_UNUSED | llama.LLAMA_TOKEN_ATTR_UNKNOWN
-    said = [
+    token_bytes = [
         b"" if llama.llama_vocab_get_attr(vocabulary, token) & silent else model.detokenize([token])
         for token in range(model.vocabulary_size)
     ]
-    return said, ends_of(model)
+    return token_bytes, ends_of(model)
 
 
 def ends_of(model: GgufModel) -> list[int]:
@@ -38,7 +38,7 @@ def ends_of(model: GgufModel) -> list[int]:
 
 
 class GrammarPlace:
-    """A place in a grammar; never changed. The model must stay open while it is asked."""
+    """A place in a grammar; it never changes. The model must stay open as long as it is used."""
 
     def __init__(self, model: GgufModel, sampler: Any, candidates: NDArray[Any], end: int) -> None:
         self._model, self._sampler, self._candidates, self._end = model, sampler, candidates, end
@@ -46,7 +46,7 @@ class GrammarPlace:
         weakref.finalize(self, self._library.llama_sampler_free, sampler)
 
     def allowed(self) -> NDArray[np.uint8]:
-        """A bit for each token, the lowest first: whether it may follow; one end token stands for all."""
+        """One bit per token, the lowest id first: whether it may follow; one end token represents all."""
         llama, _ = self._model.library_and_vocabulary()
         found = self._candidates.copy()
         data = found.ctypes.data_as(ctypes.POINTER(llama.llama_token_data))
@@ -61,7 +61,7 @@ class GrammarPlace:
         return bool(self.allowed()[self._end >> 3] >> (self._end & 7) & 1)
 
     def after(self, token: int) -> GrammarPlace:
-        """The place one token on, which must be allowed and no end."""
+        """The place after one more token, which must be allowed and not an end."""
         llama, _ = self._model.library_and_vocabulary()
         sampler = llama.llama_sampler_clone(self._sampler)
         llama.llama_sampler_accept(sampler, token)
@@ -74,16 +74,16 @@ def open_grammar(model: GgufModel, text: str) -> GrammarPlace:
     DataError for a grammar that llama.cpp refuses, or a model that has no token to end a text with.
     """
     llama, vocabulary = model.library_and_vocabulary()
-    said, ends = spoken(model)
+    token_bytes, ends = token_bytes_and_ends(model)
     if not ends:
         raise DataError(f"{model.path} has no token that ends a text", "export it with an eos token")
     ERRORS.clear()
     sampler = llama.llama_sampler_init_grammar(vocabulary, text.encode(), b"root")
     if not sampler:
-        reason = "; ".join(ERRORS) or "it did not say why"
+        reason = "; ".join(ERRORS) or "it gave no reason"
         raise DataError(f"llama.cpp refuses the grammar: {reason}", "see the grammars README of llama.cpp")
-    # Text tokens and one end; pieces of control tokens would be matched as text.
-    ids = sorted({ends[0], *(token for token, data in enumerate(said) if data and token not in ends)})
+    # Text tokens and one end; the names of control tokens would be matched as text.
+    ids = sorted({ends[0], *(token for token, data in enumerate(token_bytes) if data and token not in ends)})
     candidates = np.zeros(len(ids), dtype=_CANDIDATE)
     candidates["id"] = ids
     return GrammarPlace(model, sampler, candidates, ends[0])

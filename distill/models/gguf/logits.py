@@ -50,7 +50,7 @@ class GgufLogits:
         for index, row in enumerate(rows):
             best = np.argpartition(row, size - k)[size - k :]
             least = row[best].min()
-            # A tie at the k-th place leaves argpartition a choice; take every candidate, then the smaller ids.
+            # argpartition may take any of the logits that tie for the k-th place: compare all, prefer smaller ids.
             candidates = np.flatnonzero(row >= least)
             ids[index] = candidates[np.argsort(-row[candidates], kind="stable")[:k]]
         return ids, np.take_along_axis(rows, ids, axis=1)

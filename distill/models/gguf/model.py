@@ -16,22 +16,22 @@ from numpy.typing import NDArray
 
 from distill.errors import DataError
 from distill.machine import usable_cores
-from distill.models.base import check_call, check_counts, check_rollback
+from distill.models.base import check_call, check_counts, check_rollback, check_tokens, check_want
 from distill.models.gguf.branches import Branches
 from distill.models.gguf.context import FEW, GgufContext
 from distill.models.gguf.file import GgufFile
 from distill.models.gguf.logits import GgufLogits
 
-MOST_LEAVES = 255  # llama.cpp knows 256 sequences, and the committed row takes one
+MOST_LEAVES = 255  # llama.cpp has at most 256 sequences, and the committed row is one of them
 
 
 class GgufModel:
     """A GGUF file with a cache of one row, and trees of up to `max_leaves` branches; flash attention off, f16 cache.
 
     `context` is the capacity in tokens, `batch` the most tokens decoded at once. llama.cpp computes a lone token, and a
-    lone output, with other kernels than two or more; with `pad_single` neither ever happens, so that logits do not
-    depend, bit for bit, on how a text was cut into calls (for f32, f16, bf16, q8_0, q4_0 files on a CPU). After a tree
-    that holds only up to rounding: a kept path may lie in the cache in another order.
+    lone output, with other kernels than two or more. `pad_single` avoids both, so that logits do not depend, bit for
+    bit, on how a text was divided into calls (for f32, f16, bf16, q8_0, q4_0 files on a CPU). After a tree that holds
+    only up to rounding: a kept path may lie in the cache in another order.
 
     Raises DataError when llama-cpp-python is missing or the file is missing, damaged or of an unsupported kind.
     """
@@ -48,7 +48,7 @@ class GgufModel:
         pad_single: bool = False,
         max_leaves: int = 0,
     ) -> None:
-        self.generation = 0  # counts what invalidates logits handed out earlier
+        self.generation = 0  # counts the calls that invalidate logits returned before
         self.path = Path(path)
         if context < 2 or batch < 2:
             raise ValueError(f"context and batch must be at least 2, got {context} and {batch}")
@@ -88,44 +88,45 @@ class GgufModel:
         parents: Sequence[int] | None = None,
         want: Sequence[int] | None = None,
     ) -> GgufLogits:
-        """Commit `tokens`, or hang them into the tree below `parents`; logits [n, V] for those in `want` (None: all).
+        """Commit `tokens`, or add them to the tree below `parents`; logits [n, V] for those in `want` (None: all).
 
         Raises ValueError, with nothing changed, for no tokens, ids outside [0, V), too many tokens for the capacity,
         indices outside the tokens, a chain below a pending tree, more than `max_leaves` branches, or more nodes than
         the cache has cells or a batch has tokens; DataError when llama.cpp fails.
         """
         self._file.require_open()
-        last_only = want is not None and len(want) == 1 and want[0] == len(tokens) - 1
-        if (
-            (want is None or last_only)
-            and parents is None
-            and counts is None
+        if parents is None and counts is None and self._is_short_step(tokens, want):
+            return GgufLogits(self, self._decode_few(tokens, want is not None))
+        check_counts(counts, len(tokens))
+        if parents is None:
+            return self._extend_chain(tokens, want)
+        return self._extend_tree(tokens, parents, want)
+
+    def _is_short_step(self, tokens: Sequence[int], want: Sequence[int] | None) -> bool:
+        """Whether a chain is a valid step or verification, which can skip the bookkeeping of prompts and trees."""
+        return (
+            (want is None or (len(want) == 1 and want[0] == len(tokens) - 1))
             and not self.pad_single
             and not len(self._branches)
             and 0 < len(tokens) <= min(FEW, self._context.batch_size, self.capacity - self._length)
             and min(tokens) >= 0
             and max(tokens) < self.vocabulary_size
-        ):
-            return GgufLogits(self, self._decode_few(tokens, last_only))
+        )
+
+    def _extend_chain(self, tokens: Sequence[int], want: Sequence[int] | None) -> GgufLogits:
         count = len(tokens)
-        check_counts(counts, count)
-        if parents is not None:
-            return self._extend_tree(tokens, parents, want)
         if len(self._branches):
             raise ValueError("a tree is pending: keep a path of it or roll back first")
         if count == 0:
             raise ValueError("extend needs at least one token")
         if self._length + count > self.capacity:
             raise ValueError(f"{self._length} + {count} tokens exceed the context of {self.capacity}")
+        check_tokens(tokens, self.vocabulary_size)
+        check_want(want, count)
         ids = np.asarray(tokens, dtype=np.int64)
-        if ids.min() < 0 or ids.max() >= self.vocabulary_size:
-            raise ValueError(f"token ids must lie in [0, {self.vocabulary_size}), got {ids.min()}..{ids.max()}")
-        wanted = None if want is None else np.asarray(want, dtype=np.int64)
-        if wanted is not None and wanted.size and (wanted.min() < 0 or wanted.max() >= count):
-            raise ValueError(f"want must index the {count} tokens, got {wanted.min()}..{wanted.max()}")
         self.generation += 1
         try:
-            rows = self._decode_all(ids, wanted)
+            rows = self._decode_all(ids, None if want is None else np.asarray(want, dtype=np.int64))
         except BaseException:
             self._context.withdraw(0, self._length)
             raise
@@ -140,7 +141,7 @@ class GgufModel:
         if self._length + max(tree.depths) > self.capacity:
             raise ValueError(f"{self._length} + {max(tree.depths)} tokens exceed the context of {self.capacity}")
         free = min(self._context.cells - self._length - old, self._context.batch_size)
-        room = free - int(self.pad_single and count == 1)  # for its dummy
+        room = free - int(self.pad_single and count == 1)  # a lone node needs a cell for its dummy
         if count > room:
             raise ValueError(f"{count} more nodes do not fit: there is room for {room} in the cache and the batch")
         growth = self._branches.grown(tree, self._length)
@@ -194,7 +195,7 @@ class GgufModel:
                 mask = np.zeros(end - begin, dtype=np.int8)
                 mask[needed[(needed >= begin) & (needed < end)] - begin] = 1
             rows = self._context.decode_chain(ids[begin:end], mask, self._length + begin)
-            # The buffer is overwritten by the next chunk.
+            # The next chunk overwrites the buffer.
             parts.append(rows if len(bounds) == 1 else rows.copy())
         rows = parts[0] if len(parts) == 1 else np.concatenate(parts)
         if wanted is None or needed is None or np.array_equal(wanted, needed):
@@ -225,7 +226,7 @@ class GgufModel:
         self.rollback([0])
 
     def tokenize(self, text: str, parse_special: bool = False) -> list[int]:
-        """The file's own ids for `text`, nothing added around; `parse_special` reads control tokens in the text."""
+        """The file's own ids for `text`, without added tokens; `parse_special` reads control tokens in the text."""
         return self._file.tokenize(text, parse_special)
 
     def detokenize(self, ids: Sequence[int]) -> bytes:
@@ -233,12 +234,12 @@ class GgufModel:
         return self._file.detokenize(ids)
 
     def library_and_vocabulary(self) -> tuple[Any, Any]:
-        """llama_cpp and the vocabulary's handle, for what else llama.cpp does with tokens; ValueError once closed."""
+        """llama_cpp and the vocabulary's handle, for llama.cpp's other functions on tokens; ValueError once closed."""
         self._file.require_open()
         return self._file.library, self._file.vocabulary
 
     def close(self) -> None:
-        """Free the model; safe to call twice. Logits handed out earlier become unreadable."""
+        """Free the model; safe to call twice. Logits returned before become unreadable."""
         self.generation += 1
         self._context.close()
         self._file.close()

@@ -1,9 +1,9 @@
-"""Drafting with a model of another vocabulary, losslessly, where nobody transplanted the target's into it.
+"""Lossless drafting with a model of another vocabulary, without a transplant.
 
-Two ways, both of Timor et al. 2025 (arXiv 2502.05202). Token-level intersection: the draft's distribution over the
-tokens that both vocabularies have, so that every verifier works as ever. String-level exact match: the draft's own text
-in the target's tokens, for which only the target's choice counts. Either way the draft reads the context's text in its
-own tokens, written anew every round; that and the choice of tokens touch speed, never what comes out.
+Two methods of Timor et al. 2025 (arXiv 2502.05202). Token-level intersection proposes from the draft's distribution
+over the tokens that both vocabularies have; every verifier works as usual. String-level exact match proposes the text
+of the draft in the target's tokens; only the target's choice decides. With both, the draft reads the context's text in
+its own tokens, written anew every round. The tokens it reads affect speed, never the output's distribution.
 
 Legend: V ids of the target, S shared tokens.
 """
@@ -22,12 +22,10 @@ from distill.sampler import Sampler
 from distill.speculative.draft import ModelDrafter, distribution_sampler
 from distill.speculative.lengths import LengthRule
 from distill.speculative.other_vocabulary.translation import (
-    WINDOW,
     Translator,
     incomplete,
     named_tokens,
     refit,
-    says_text,
     shared_tokens,
 )
 from distill.speculative.proposal import Features, Proposal
@@ -39,19 +37,19 @@ TAIL = 64  # target tokens before a drafted text that are encoded with it
 
 
 class Reader:
-    """A draft that reads target ids: its cache always holds the translation of some context, and what was drafted.
+    """A draft that reads target ids: its cache holds the translation of a context, and the tokens drafted after it.
 
-    Raises PairError for a draft whose tokenizer has more tokens than the model.
+    Raises PairError for a draft whose tokenizer has more tokens than the model has rows.
     """
 
-    def __init__(self, model: Model, target: Vocabulary, draft: Vocabulary, window: int = WINDOW) -> None:
+    def __init__(self, model: Model, target: Vocabulary, draft: Vocabulary) -> None:
         if draft.size > model.vocabulary_size:
             raise PairError(
                 f"the tokenizer in {draft.folder} has {draft.size} tokens, the draft {model.vocabulary_size} rows",
                 "give the tokenizer that belongs to the draft",
             )
-        self.model, self.translator = model, Translator(target, draft, window)
-        self._ids: list[int] = []  # what the cache holds
+        self.model, self.translator = model, Translator(target, draft)
+        self._ids: list[int] = []  # in the cache
 
     def begin(self, prompt: Sequence[int]) -> None:
         """Forget everything and read a prompt, if it fits."""
@@ -66,7 +64,7 @@ class Reader:
         return self.model.capacity - len(own) if own else -1
 
     def read(self, own: Sequence[int]) -> Logits:
-        """The logits after these own ids: back to what is common with the cache, and forward over the rest."""
+        """The logits after these own ids: the cache goes back to their common beginning and reads the rest."""
         keep = 0
         while keep < min(len(self._ids), len(own) - 1) and self._ids[keep] == own[keep]:
             keep += 1
@@ -75,17 +73,17 @@ class Reader:
         return self.append(own[keep:])
 
     def append(self, own: Sequence[int]) -> Logits:
-        """The logits after these ids, read behind what the cache holds."""
+        """The logits after these ids, read after those in the cache."""
         logits = self.model.extend(own, want=[len(own) - 1])
         self._ids += own
         return logits
 
 
 class SharedModel:
-    """A draft behind the target's ids: its logits at shared tokens, −∞ elsewhere, after the context's text.
+    """A draft as a model of the target's ids: its logits at shared tokens, −∞ elsewhere.
 
-    The first tokens after a rollback are read with the whole text; those after them are drafted ones, which are shared
-    and read as they are. Chains only, and the logits after the last token. PairError where no token is shared.
+    The first tokens after a rollback are read with the whole text. Those after them were drafted, so they are shared
+    and read one to one. Chains only, and only the logits after the last token. PairError where no token is shared.
     """
 
     rows = 1
@@ -94,7 +92,7 @@ class SharedModel:
     def __init__(self, reader: Reader, shared: Mapping[int, int], vocabulary_size: int) -> None:
         self.shared = {target: draft for target, draft in shared.items() if target < vocabulary_size}
         if not self.shared:
-            raise PairError("target and draft share no token", "draft text (StringMatchDrafter) or transplant")
+            raise PairError("target and draft share no token", "draft text (drafter string), or transplant")
         self.reader, self.vocabulary_size = reader, vocabulary_size
         self._target_ids = torch.tensor(list(self.shared.keys()))  # [S]
         self._draft_ids = torch.tensor(list(self.shared.values()))
@@ -102,14 +100,14 @@ class SharedModel:
         self._drafting = False
 
     @property
-    def capacity(self) -> int:
-        """That of the draft, in its own tokens."""
-        return self.reader.model.capacity
-
-    @property
     def lengths(self) -> list[int]:
         """Target tokens read."""
         return [len(self._tokens)]
+
+    @property
+    def capacity(self) -> int:
+        """That of the draft, in its own tokens."""
+        return self.reader.model.capacity
 
     def extend(
         self,
@@ -151,79 +149,67 @@ class SharedModel:
         self.rollback([0])
 
     def close(self) -> None:
-        """Give back what the draft holds."""
+        """Close the draft."""
         self.reader.model.close()
 
 
 class IntersectionDrafter(ModelDrafter):
     """Token-level intersection: a ModelDrafter whose distribution is the draft's over shared tokens, in target ids.
 
-    The sampler works on that distribution (its logits are −∞ elsewhere), so that tokens are drawn from what the
-    proposal holds and every verifier stays lossless. `width` is V of the target's logits, by default its tokenizer's.
+    The sampler works on that distribution (its logits are −∞ elsewhere). So tokens are drawn from the distributions in
+    the proposal, and every verifier stays lossless.
     """
 
     def __init__(
-        self,
-        model: Model,
-        target: Vocabulary,
-        draft: Vocabulary,
-        rule: LengthRule,
-        sampler: Sampler,
-        random: Random,
-        argmax: bool = False,
-        width: int | None = None,
+        self, reader: Reader, rule: LengthRule, sampler: Sampler, random: Random, argmax: bool = False
     ) -> None:
-        self.reader = Reader(model, target, draft)
-        self.shared_model = SharedModel(self.reader, shared_tokens(target, draft), width or target.size)
+        self.reader = reader
+        target = reader.translator.source.vocabulary
+        shared = shared_tokens(target, reader.translator.destination.vocabulary)
+        self.shared_model = SharedModel(reader, shared, target.size)
         super().__init__(self.shared_model, rule, sampler, random, argmax)
 
     def begin(self, prompt: Sequence[int]) -> None:
         """Read the prompt's text, if it fits."""
         self.shared_model.rollback([0])
-        self.earlier.begin()
+        self.index.begin()
         self.reader.begin(prompt)
 
     def room(self, length: int) -> int:
-        """No more than the draft's context; `propose` knows how long a text is in the draft's tokens."""
+        """An upper bound, the draft's context; `propose` counts the text in the draft's tokens."""
         return self.shared_model.capacity
 
     def propose(self, context: Sequence[int], limit: int, ends: Collection[int]) -> Proposal:
-        """As ModelDrafter; nothing where the draft cannot write the context, or has no room behind it."""
+        """As ModelDrafter; nothing where the draft cannot write the context, or has no room after it."""
         limit = min(limit, self.reader.room(context))
         return super().propose(context, limit, ends) if limit > 0 else Proposal.chain([])
 
 
 class StringMatchDrafter:
-    """String-level exact match: the draft continues the text in its own tokens; the target's tokens of it are proposed.
+    """String-level exact match: the draft continues the text; the target's tokens of this text are proposed.
 
-    With `sampler` temperature 0, or with `argmax`, the draft's best tokens are taken, else they are drawn. Either way a
-    proposal has no distributions: given the drafted text it is fixed, which verifiers read as 1 at each token. The text
-    is independent of the verifier's chance, so that what comes out follows the target's distribution for each text that
-    may be drafted, hence on average; so does dropping drafted tokens, however they were chosen. Hence kind
-    deterministic, for every verifier and rule; but token and block then accept no more than match does, with p of the
-    proposed token.
+    With `sampler` temperature 0, or with `argmax`, the draft's best tokens are taken, else they are drawn. In either
+    case a proposal has no distributions: given the drafted text it is fixed, so verifiers take q as 1 at each token.
+    The drafted text is independent of the verifier's randomness. So the output follows the target's distribution given
+    any drafted text, hence on average too; dropping drafted tokens, however chosen, changes nothing about that. The
+    kind is therefore `deterministic`, for every verifier and length rule. The verifiers token and block then accept no
+    more than match does: with p of the proposed token.
 
-    The rule sees own tokens: a limit of them, their features, and as accepted those whose whole text was accepted.
+    The length rule counts own tokens: it limits them, reads their features, and observes as accepted those whose whole
+    text was accepted.
     """
 
     kind = "deterministic"
     tree = False
 
     def __init__(
-        self,
-        model: Model,
-        target: Vocabulary,
-        draft: Vocabulary,
-        rule: LengthRule,
-        sampler: Sampler,
-        random: Random,
-        argmax: bool = False,
+        self, reader: Reader, rule: LengthRule, sampler: Sampler, random: Random, argmax: bool = False
     ) -> None:
-        self.reader = Reader(model, target, draft)
+        self.reader = reader
         self.rule, self.sampler, self.random = rule, sampler, random
         self.argmax = argmax or sampler.temperature == 0
-        self._counterparts = named_tokens(draft, target)
-        self._ends = [0]  # after each drafted own token: how much of the proposal covers it, see `_length`
+        self._counterparts = named_tokens(reader.translator.destination.vocabulary, reader.translator.source.vocabulary)
+        self._ends = [0]  # bytes of the proposal that cover the own tokens up to each; a named token counts as one
         self._features: list[Features] = []
 
     def begin(self, prompt: Sequence[int]) -> None:
@@ -231,29 +217,31 @@ class StringMatchDrafter:
         self.reader.begin(prompt)
 
     def room(self, length: int) -> int:
-        """No more than the draft's context; `propose` knows how long a text is in the draft's tokens."""
+        """An upper bound, the draft's context; `propose` counts the text in the draft's tokens."""
         return self.reader.model.capacity
 
     def propose(self, context: Sequence[int], limit: int, ends: Collection[int]) -> Proposal:
-        """At most `limit` target tokens that say what the draft says next; an end token is the last."""
+        """At most `limit` target tokens of the text that the draft continues with; an end token is the last."""
         own, seen = self._drafted(context, limit)
         count = self.rule.submit(seen)
         own, self._features = own[:count], seen[:count]
         text = [token for token in own if self._is_text(token)]
         translator = self.reader.translator
-        raw = data = translator.destination.said(text)
+        raw = data = translator.destination.vocabulary.text_bytes(text)
         if context[-1] in translator.named:
             data = refit(data, translator.destination, translator.source, translator.is_first(context[-1]))
-        lengths = [len(translator.destination.said([token])) if self._is_text(token) else 1 for token in own]
+        lengths = [
+            len(translator.destination.vocabulary.text_bytes([token])) if self._is_text(token) else 1 for token in own
+        ]
         self._ends = [end + len(data) - len(raw) for end in accumulate(lengths)]
         found = self._continued(context, data)
-        if len(text) < len(own) and translator.source.said(found) == data:
+        if len(text) < len(own) and translator.source.vocabulary.text_bytes(found) == data:
             found.append(self._counterparts[own[-1]])
         stop = next((i + 1 for i, token in enumerate(found) if token in ends), limit)
         return Proposal.chain(found[: min(stop, limit)])
 
     def _drafted(self, context: Sequence[int], limit: int) -> tuple[list[int], list[Features]]:
-        """Own tokens up to a named one, and their features."""
+        """Own tokens, up to a named one, and their features."""
         tokens: list[int] = []
         seen: list[Features] = []
         history = self.reader.translator.ids(context) or []
@@ -276,41 +264,44 @@ class StringMatchDrafter:
 
     def _is_text(self, token: int) -> bool:
         draft = self.reader.translator.destination.vocabulary
-        return token < draft.size and says_text(draft, token) and token not in self._counterparts
+        return token < draft.size and draft.is_text(token) and token not in self._counterparts
 
     def _continued(self, context: Sequence[int], data: bytes) -> list[int]:
-        """Target ids that say `data` after the context: those of both together where they part at the context's end.
+        """Target ids of `data` after the context: context and data are written together and split at the context's end.
 
-        Where a token would reach over that end, its rest is written alone. Ids end where they would say something else,
-        and before a character that `data` does not finish.
+        Where a token would reach over that end, its rest is written alone. The ids stop where their bytes would differ
+        from `data`, and before a character that `data` does not finish.
         """
-        writer, named = self.reader.translator.source, self.reader.translator.named
+        encoder, named = self.reader.translator.source, self.reader.translator.named
         first = next((i + 1 for i in range(len(context) - 1, -1, -1) if context[i] in named), 0)
-        before = writer.said(context[max(first, len(context) - TAIL) :])
+        before = encoder.vocabulary.text_bytes(context[max(first, len(context) - TAIL) :])
         whole = before + data
         whole = whole[: len(whole) - len(incomplete(whole))]
-        ids = writer.write(whole) if len(whole) > len(before) else []
+        ids = encoder.text(whole) if len(whole) > len(before) else []
         place = reached = 0
         while place < len(ids) and reached < len(before):
-            reached += len(writer.said(ids[place : place + 1]))
+            reached += len(encoder.vocabulary.text_bytes(ids[place : place + 1]))
             place += 1
-        rest = (writer.write(whole[len(before) : reached]) if reached > len(before) else []) + ids[place:]
+        rest = (encoder.text(whole[len(before) : reached]) if reached > len(before) else []) + ids[place:]
         left, count = whole[len(before) :], 0
         for number in rest:
-            said = writer.said([number])
-            if not said or not left.startswith(said) or writer.vocabulary.kinds[number] == "special":
+            own = encoder.vocabulary.text_bytes([number])
+            if not own or not left.startswith(own) or encoder.vocabulary.kinds[number] == "special":
                 break
-            left, count = left[len(said) :], count + 1
+            left, count = left[len(own) :], count + 1
         return rest[:count]
 
     def _covered(self, tokens: Sequence[int]) -> int:
-        """How many own tokens these proposed ones say wholly."""
+        """How many own tokens lie wholly in the text of these proposed tokens."""
         translator = self.reader.translator
-        reached = sum(1 if token in translator.named else len(translator.source.said([token])) for token in tokens)
+        reached = sum(
+            1 if token in translator.named else len(translator.source.vocabulary.text_bytes([token]))
+            for token in tokens
+        )
         return sum(end <= reached for end in self._ends) if tokens else 0
 
     def accepted(self, proposal: Proposal, count: int, length: int, seconds: float) -> None:
-        """The rule learns; the cache goes back when the next text is read."""
+        """The length rule observes the round; the cache goes back when the next text is read."""
         drafted = self._covered(proposal.tokens)
         features = self._features[:drafted]
         self.rule.observe(drafted, self._covered(proposal.tokens[:count]), features, seconds)

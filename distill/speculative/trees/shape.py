@@ -1,4 +1,4 @@
-"""Trees without tokens: their shapes, what a shape is worth, and the best ones for an acceptance by rank."""
+"""Trees without tokens: their shapes, the tokens to expect from one, and the best ones for an acceptance by rank."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from distill.speculative.proposal import ROOT, Proposal
 
 @dataclass(frozen=True)
 class Shape:
-    """A tree without tokens: the parent of each node (ROOT or an earlier node); siblings are ranked as they come."""
+    """A tree without tokens: the parent of each node (ROOT or an earlier node); siblings are ranked in order."""
 
     parents: tuple[int, ...]
 
@@ -112,7 +112,7 @@ class ShapeTable:
         self.expected[:, 0] = 0
         self._sizes = np.zeros((depth + 1, ranks, nodes + 1), dtype=np.int64)
         for d in range(1, depth + 1):
-            rest = self.expected[0].copy()  # H of the ranks after r: nothing but no node
+            rest = self.expected[0].copy()  # H of the ranks after r: at first there are none, so n is 0
             for r in reversed(range(ranks)):
                 fits = np.isfinite(self.expected[d - 1])
                 child = np.full(nodes + 1, -np.inf)
@@ -148,7 +148,7 @@ class ShapeTable:
 def choose_shape(
     acceptance: Sequence[float], nodes: int, depth: int, target: Mapping[int, float], draft: Callable[[int], float]
 ) -> Shape:
-    """The shape of at most `nodes` nodes and `depth` levels with the most tokens per second; no node: decode plainly.
+    """The shape of at most `nodes` nodes and `depth` levels with the most tokens per second; empty: decode plainly.
 
     Argmax of (1 + expected accepted) / (T(n + 1) + draft(d)) over sizes n and depths d, smaller ones on ties; `target`
     maps m to T(m) seconds, `draft` gives the seconds of drafting d levels.

@@ -82,8 +82,8 @@ def drop_kv_groups(model: Any, blocks: Packed, keep: int, batch: int = 4) -> dic
 def keep_kv_groups(model: Any, groups: Sequence[Sequence[int]]) -> None:
     """Keep those KV groups of each layer (equally many, ascending), with their query heads and columns of o_proj.
 
-    Biases go with their heads (o_proj's stays), norms over a head are untouched, and the head size, from now on
-    explicit in the configuration, stays. Raises RecipeError as check_kv_heads does, and for groups that do not exist.
+    Biases go with their heads (o_proj's stays), norms over a head are untouched, and the head size stays and is written
+    into the configuration. Raises RecipeError as check_kv_heads does, and for groups that do not exist.
     """
     config, layers = model.config, decoder_layers(model)
     count, size = config.num_key_value_heads, head_size(config)

@@ -18,18 +18,20 @@ from distill.surgery.cuts.attention import head_size
 from distill.surgery.cuts.width import take
 from distill.surgery.observe import observe
 
+MULTIPLE = 64  # of residual dimensions
 
-def check_hidden(config: Any, hidden: int, multiple: int = 64) -> None:
+
+def check_hidden(config: Any, hidden: int) -> None:
     """Raise RecipeError when a model of this configuration cannot be cut to `hidden` residual dimensions."""
     require_supported(config.model_type)
     full, heads = config.hidden_size, config.num_attention_heads
     whole = config.model_type == "llama"  # transformers loads a llama only if its hidden size / heads is whole
-    possible = [n for n in range(multiple, full, multiple) if not whole or n % heads == 0] + [full]
+    possible = [n for n in range(MULTIPLE, full, MULTIPLE) if not whole or n % heads == 0] + [full]
     if hidden not in possible:
         near = sorted(sorted(possible, key=lambda n: abs(n - hidden))[:2])
         raise RecipeError(
             f"the hidden size of {full} cannot be cut to {hidden}",
-            f"ask for a multiple of {multiple} (better 256)"
+            f"ask for a multiple of {MULTIPLE} (better 256)"
             + (f" that {heads} heads divide" if whole else "")
             + f" up to {full}; nearest: {' or '.join(map(str, near))}",
         )
@@ -49,7 +51,7 @@ def hidden_scores(model: Any, blocks: Packed, batch: int = 4) -> Tensor:
     """The importance [H] of each residual dimension, summing to 1.
 
     At each norm, with x the normalised and scaled stream and W its readers stacked: E[x_i²]·‖W column i‖², the mean
-    square that dimension i adds to what is read there, as a share of that norm's sum; then the mean over the norms, so
+    square that dimension i adds to the readers' output, as a share of that norm's sum; then the mean over the norms, so
     that each counts the same, however large the stream is at its depth. One pass over the blocks.
     """
     sums = [torch.zeros_like(norm.weight, dtype=torch.float32) for norm, _ in readers(model)]
@@ -72,8 +74,8 @@ def hidden_scores(model: Any, blocks: Packed, batch: int = 4) -> Tensor:
 def norm_ratios(model: Any, blocks: Packed, kept: Tensor, batch: int = 4) -> list[float]:
     """Per norm, E[rms over the kept dimensions / rms over all], both with the norm's ε. One pass over the blocks.
 
-    Times the scale of a norm over the kept dimensions only, it is the least-squares match of what the full norm gives
-    in those dimensions, every token weighing the same.
+    Multiplied into the scale of a norm over the kept dimensions only, it gives the least-squares match of the full
+    norm's output in those dimensions, every token weighing the same.
     """
     norms = [norm for norm, _ in readers(model)]
     sums = [0.0] * len(norms)
@@ -92,16 +94,17 @@ def _power(norm: Any, state: Tensor) -> Tensor:
     return state.square().mean(-1, keepdim=True) + norm.variance_epsilon
 
 
-def narrow_hidden(model: Any, blocks: Packed, hidden: int, batch: int = 4, multiple: int = 64) -> dict[str, Any]:
+def narrow_hidden(model: Any, blocks: Packed, hidden: int, batch: int = 4) -> dict[str, Any]:
     """Keep the `hidden` residual dimensions of highest `hidden_scores`, in their order; the model changes in place.
 
     Embeddings, head, norms and every matrix that reads or writes the stream are cut, and each norm's scale is
-    multiplied by its `norm_ratios`, measured in the uncut model, so that what is read keeps its size. Heads keep their
-    number and size, from now on explicit in the configuration. Keeping all changes nothing. Two passes over the blocks.
+    multiplied by its `norm_ratios`, measured in the uncut model, so that the readers' inputs keep their size. Heads
+    keep their number and size; the size is then written into the configuration. Keeping all dimensions changes nothing.
+    Two passes over the blocks.
 
     Returns the dimensions kept, the share of the score they hold and the ratios. Raises RecipeError as check_hidden.
     """
-    check_hidden(model.config, hidden, multiple)
+    check_hidden(model.config, hidden)
     full = model.config.hidden_size
     scores = hidden_scores(model, blocks, batch)
     kept = scores.sort(descending=True, stable=True).indices[:hidden].sort().values

@@ -19,7 +19,6 @@ from distill.surgery.observe import angular_distances, block_influence
 
 RULES = ("last-but-one", "influence", "angular", "greedy", "explicit")
 Loss = Callable[[Any], float]
-Progress = Callable[[int, int], None]  # evaluations or layers done, and of how many
 
 
 def check_layers(config: Any, keep: int) -> None:
@@ -33,9 +32,9 @@ def check_layers(config: Any, keep: int) -> None:
 
 
 def parse_layers(text: str | Sequence[int], count: int) -> list[int]:
-    """Layers, ascending and counted from 0, named by ranges and single indices: "14-21", "3,7", "0-2,9" or a list.
+    """Layers, ascending and counted from 0, given as ranges and single indices: "14-21", "3,7", "0-2,9" or a list.
 
-    Raises RecipeError for what is no layer of `count`, is named twice, or is all of them.
+    Raises RecipeError for an entry that is no layer of `count`, for a layer given twice, and for all layers at once.
     """
     found: list[int] = []
     for piece in text.split(",") if isinstance(text, str) else text:
@@ -60,10 +59,8 @@ def choose_layers(
     *,
     blocks: Packed | None = None,
     batch: int = 4,
-    positions: str = "all",
     loss: Loss | None = None,
     drop: str | Sequence[int] | None = None,
-    progress: Progress | None = None,
 ) -> tuple[list[int], dict[str, Any]]:
     """The layers that stay, ascending, and a report of why; the model is left as it was.
 
@@ -71,14 +68,14 @@ def choose_layers(
     last-but-one  drops the n layers before the last (all but the last when n = L − 1).
     influence     drops the n of least block influence over `blocks`, the first and the last excepted, which read the
                   embeddings and feed the head; when one layer is kept it is the first. Men et al. 2024.
-    angular       drops the run l … l + n − 1 of least d(l, n) over `blocks` (see observe.angular_distances for
-                  `positions`); the run never includes the last layer, as in arXiv 2403.17887, section 4.4.
+    angular       drops the run l … l + n − 1 of least d(l, n) over `blocks` (see observe.angular_distances); the run
+                  never includes the last layer, as in arXiv 2403.17887, section 4.4.
     greedy        removes, n times, the layer without which `loss(model)` is lowest: L + (L − 1) + … evaluations on the
                   model with that layer out of its list; no weights are copied. The first of equals goes.
-    explicit      drops what `drop` names (see parse_layers); `keep` is None or what is left.
+    explicit      drops the layers in `drop` (see parse_layers); `keep` is None or the number of layers left.
 
-    Raises RecipeError for an unknown rule, a number that cannot be kept, or a rule without what it needs;
-    DataError for an unknown architecture.
+    Raises RecipeError for an unknown rule, a number that cannot be kept, or a rule without the text, loss or layers
+    that it needs; DataError for an unknown architecture.
     """
     if rule not in RULES:
         raise RecipeError(f"there is no layer rule `{rule}`", f"rules: {', '.join(RULES)}")
@@ -99,7 +96,7 @@ def choose_layers(
         if keep is None:
             raise RecipeError(f"rule `{rule}` needs the number of layers to keep", f"ask for 1 to {count}")
         check_layers(model.config, keep)
-        dropped = set(_by_rule(model, count - keep, rule, blocks, batch, positions, loss, progress, report))
+        dropped = set(_by_rule(model, count - keep, rule, blocks, batch, loss, report))
     kept = [i for i in range(count) if i not in dropped]
     return kept, {**report, "kept": kept, "dropped": sorted(dropped)}
 
@@ -110,48 +107,43 @@ def _by_rule(
     rule: str,
     blocks: Packed | None,
     batch: int,
-    positions: str,
     loss: Loss | None,
-    progress: Progress | None,
     report: dict[str, Any],
 ) -> Sequence[int]:
+    """The layers to drop by a rule that chooses them; the figures behind the choice go into `report`."""
     count = len(decoder_layers(model))
     if rule == "last-but-one":
         return range(count - 1 - drop, count - 1)
     if rule == "greedy":
         if loss is None:
             raise RecipeError("rule `greedy` needs a loss to compare models by", "choose another rule")
-        return _greedy(model, drop, loss, progress, report)
+        return _greedy(model, drop, loss, report)
     if blocks is None:
         raise RecipeError(f"rule `{rule}` needs text to observe the model on", "choose `last-but-one` or `explicit`")
     if rule == "influence":
         influence = block_influence(model, blocks, batch)
         report["influence"] = influence
         return [*sorted(range(1, count - 1), key=lambda i: influence[i]), count - 1][:drop]
-    distances = angular_distances(model, blocks, batch, positions)
+    distances = angular_distances(model, blocks, batch)
     starts = range(count - drop) if drop else range(1)
     start = min(starts, key=lambda low: float(distances[low, drop]))
     report |= {
-        "positions": positions,
         "distance": float(distances[start, drop]),
         "distances": [distances[low, : count - low + 1].tolist() for low in range(count)],  # [l][n]
     }
     return range(start, start + drop)
 
 
-def _greedy(model: Any, drop: int, loss: Loss, progress: Progress | None, report: dict[str, Any]) -> list[int]:
+def _greedy(model: Any, drop: int, loss: Loss, report: dict[str, Any]) -> list[int]:
     count = len(decoder_layers(model))
     evaluations = sum(count - step for step in range(drop))
-    kept, steps, done = list(range(count)), [], 0
+    kept, steps = list(range(count)), []
     for _ in range(drop):
         losses: dict[int, float] = {}
         for candidate in kept:
             with only_layers(model, [i for i in kept if i != candidate]):
                 value = float(loss(model))
             losses[candidate] = value if math.isfinite(value) else math.inf
-            done += 1
-            if progress:
-                progress(done, evaluations)
         best = min(losses, key=lambda i: losses[i])
         if losses[best] == math.inf:
             raise DataError(f"without any of layers {kept} the loss is not finite", "check the donor's weights")
@@ -163,9 +155,9 @@ def _greedy(model: Any, drop: int, loss: Loss, progress: Progress | None, report
 
 @contextmanager
 def only_layers(model: Any, kept: Sequence[int]) -> Iterator[None]:
-    """Inside, the model has only those layers; afterwards it is what it was. No weights are copied."""
+    """Within the block, the model has only those layers; afterwards all of them again. No weights are copied."""
     layers, config = model.model.layers, model.config
-    names = ("layer_types", "max_window_layers", "mlp_widths", "num_hidden_layers")
+    names = ("layer_types", "max_window_layers", "num_hidden_layers")
     settings = {name: getattr(config, name) for name in names if hasattr(config, name)}
     sliding = getattr(model.model, "has_sliding_layers", None)
     keep_layers(model, kept)
@@ -192,9 +184,8 @@ def keep_layers(model: Any, kept: Sequence[int]) -> None:
     model.model.layers = torch.nn.ModuleList([layers[i] for i in kept])
     for position, layer in enumerate(model.model.layers):
         layer.self_attn.layer_idx = position
-    for name in ("layer_types", "mlp_widths"):
-        if getattr(config, name, None):
-            setattr(config, name, [getattr(config, name)[i] for i in kept])
+    if getattr(config, "layer_types", None):
+        config.layer_types = [config.layer_types[i] for i in kept]
     if getattr(config, "max_window_layers", None) is not None:
         config.max_window_layers = sum(1 for i in kept if i < config.max_window_layers)
     config.num_hidden_layers = len(kept)

@@ -1,4 +1,4 @@
-"""Narrower MLPs: which neurons stay, and a down projection that makes up for those that go.
+"""Narrower MLPs: which neurons stay, and a down projection that makes up for those removed.
 
 A neuron is a row of gate_proj and up_proj and a column of down_proj. Legend: L layers, H hidden, F neurons, K kept,
 R removed, G [F, F] Gram matrix of the inputs of down_proj.
@@ -6,9 +6,8 @@ R removed, G [F, F] Gram matrix of the inputs of down_proj.
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,23 +16,24 @@ from torch import Tensor
 from distill.errors import DataError, RecipeError
 from distill.packing import Packed
 from distill.surgery.change import decoder_layers, require_supported
-from distill.surgery.cuts.layers import Loss, Progress
-from distill.surgery.observe import mlp_squares, walk_grams
+from distill.surgery.cuts.layers import Loss
+from distill.surgery.observe import walk_grams
 
 SCORES = ("activation", "magnitude", "first")
+MULTIPLE = 32  # of neurons: GGUF's quantised types store rows in blocks of 32
 Matrices = list[dict[str, tuple[torch.nn.Parameter, torch.nn.Parameter | None]]]  # weight, bias by name, per layer
 
 
-def check_width(config: Any, width: int, multiple: int = 32) -> None:
+def check_width(config: Any, width: int) -> None:
     """Raise RecipeError when an MLP of this configuration cannot be cut to `width`: its own, or a multiple below it."""
     require_supported(config.model_type)
     full = config.intermediate_size
-    possible = [*range(multiple, full, multiple), full]
+    possible = [*range(MULTIPLE, full, MULTIPLE), full]
     if width not in possible:
         near = sorted(sorted(possible, key=lambda w: abs(w - width))[:2])
         raise RecipeError(
             f"an MLP of {full} neurons cannot be cut to {width}",
-            f"ask for a multiple of {multiple} (better 256) below {full}, or all: {' or '.join(map(str, near))}",
+            f"ask for a multiple of {MULTIPLE} (better 256) below {full}, or all: {' or '.join(map(str, near))}",
         )
 
 
@@ -49,21 +49,6 @@ def take(module: Any, index: Tensor, dim: int) -> None:
     """Keep those outputs (dim 0, with their biases) or inputs (dim 1; the bias stays) of a Linear."""
     bias = module.bias.detach().index_select(0, index) if dim == 0 and module.bias is not None else None
     set_matrix(module, module.weight.detach().index_select(dim, index), bias)
-
-
-def pad(module: Any, size: int, dim: int) -> None:
-    """Add outputs (dim 0) or inputs (dim 1) of zero weight to a Linear, up to `size`."""
-    weight = module.weight.detach()
-    more = size - weight.shape[dim]
-    bias = module.bias.detach() if dim == 0 and module.bias is not None else None
-    wider = torch.nn.functional.pad(weight, (0, 0, 0, more) if dim == 0 else (0, more))
-    set_matrix(module, wider, None if bias is None else torch.nn.functional.pad(bias, (0, more)))
-
-
-def real_widths(config: Any) -> list[int]:
-    """The neurons of each layer that are not padding."""
-    uneven = getattr(config, "mlp_widths", None)
-    return list(uneven) if uneven else [config.intermediate_size] * config.num_hidden_layers
 
 
 def layer_scores(layer: Any, score: str, squares: Tensor | None = None) -> Tensor:
@@ -82,54 +67,8 @@ def layer_scores(layer: Any, score: str, squares: Tensor | None = None) -> Tenso
         scale = layer.post_attention_layernorm.weight.detach().float()
         rows = [(linear.weight.detach().float() * scale).norm(dim=1) for linear in (mlp.gate_proj, mlp.up_proj)]
         return rows[0] * rows[1] * columns.sqrt()
-    if score == "first":
-        return torch.arange(len(columns), 0, -1, device=columns.device, dtype=torch.float32)
-    raise _unknown(score)
-
-
-def _unknown(score: str) -> RecipeError:
-    return RecipeError(f"there is no neuron score `{score}`", f"scores: {', '.join(SCORES)}")
-
-
-def neuron_scores(model: Any, blocks: Packed | None, score: str = "activation", batch: int = 4) -> list[Tensor]:
-    """`layer_scores` of every layer of the model as it stands, [F] without padding; only `activation` reads text."""
-    layers = decoder_layers(model)
-    squares: Sequence[Tensor | None] = [None] * len(layers)
-    if score == "activation":
-        if blocks is None:
-            raise RecipeError("score `activation` needs text to observe the model on", "choose score `magnitude`")
-        squares = mlp_squares(model, blocks, batch)
-    return [
-        layer_scores(layer, score, own)[:real].cpu()
-        for layer, own, real in zip(layers, squares, real_widths(model.config), strict=True)
-    ]
-
-
-def allocate_widths(scores: Sequence[Tensor], total: int, multiple: int = 256) -> list[int]:
-    """Widths per layer that sum to `total`, each a positive multiple, and keep the most score.
-
-    Scores [F] are divided by their layer's sum first: mean squares grow with depth as the residual stream does, and
-    say nothing across layers, while shares of what a layer writes do. Each layer gets one multiple; the rest goes, a
-    multiple at a time, to the layer whose next best neurons hold the largest share, which is optimal because shares
-    fall within a layer. Raises RecipeError for a total that cannot be met.
-    """
-    limits = [len(own) // multiple for own in scores]
-    low, high = len(limits) * multiple, sum(limits) * multiple
-    if min(limits) < 1 or total % multiple or not low <= total <= high:
-        raise RecipeError(
-            f"{total} neurons cannot be spread over {len(limits)} layers in multiples of {multiple}",
-            f"ask for a multiple of {multiple} from {low} to {high}" if min(limits) else "ask for a smaller multiple",
-        )
-    shares = []
-    for own, limit in zip(scores, limits, strict=True):
-        ranked = own.double().sort(descending=True).values
-        chunks = ranked[: limit * multiple].view(limit, multiple).sum(1) / ranked.sum().clamp(min=1e-300)
-        shares.append([float(share) for share in chunks])
-    taken = [1] * len(limits)
-    for _ in range(total // multiple - len(limits)):
-        open_layers = [i for i in range(len(limits)) if taken[i] < limits[i]]
-        taken[max(open_layers, key=lambda i: shares[i][taken[i]])] += 1
-    return [count * multiple for count in taken]
+    assert score == "first", score
+    return torch.arange(len(columns), 0, -1, device=columns.device, dtype=torch.float32)
 
 
 def lost_output(weight: Tensor, gram: Tensor, kept: Tensor) -> float:
@@ -144,7 +83,7 @@ def repaired_down(weight: Tensor, gram: Tensor, kept: Tensor, ridge: float) -> t
     """W[:, S] + W[:, R] G[R, S] (G[S, S] + λ mean(diag G) I)⁻¹, [H, K], and the E‖lost output‖² that it leaves.
 
     The ridge regression, in fp64, of the full output on the kept inputs. With λ = 0, or where G[S, S] cannot be
-    factored, the pseudo-inverse stands for the inverse, at the precision that an fp32 G has.
+    factored, the pseudo-inverse stands for the inverse, at the precision of an fp32 G.
     """
     device = torch.device("cpu") if gram.device.type == "mps" else gram.device  # MPS has no fp64
     g, w, kept = gram.to(device, torch.float64), weight.to(device, torch.float64), kept.to(device)
@@ -168,123 +107,87 @@ def repaired_down(weight: Tensor, gram: Tensor, kept: Tensor, ridge: float) -> t
 def narrow(
     model: Any,
     blocks: Packed | None,
-    width: int | Sequence[int],
+    width: int,
     *,
     score: str = "activation",
     repair: bool = True,
     ridge: float | Sequence[float] = 1e-3,
     sequential: bool = True,
     loss: Loss | None = None,
-    multiple: int = 32,
     batch: int = 4,
-    progress: Progress | None = None,
 ) -> dict[str, Any]:
     """Keep `width` neurons of every layer's MLP, each layer its own, in their order; the model is changed in place.
 
-    Of uneven widths, one per layer, the narrower layers are padded with zero neurons, which say nothing, so that plain
-    from_pretrained loads the result; the real widths then stand in config.json as `mlp_widths`.
-
     `repair` refits down_proj to the full output (see repaired_down; its bias stays). With `sequential` each layer is
-    judged and refitted on what the layers before it, already cut, feed it; else on the uncut model. Both take about one
-    pass over the blocks; other scores than `activation` without repair take none. Of several ridges the one of least
-    `loss(model)` is taken: measure it on other blocks. `progress` counts layers of all ridges.
+    scored and refitted on the outputs of the layers before it as already cut; else on the uncut model. Both take about
+    one pass over the blocks; without repair, other scores than `activation` take none. Of several ridges the one of
+    least `loss(model)` is taken: measure the loss on other blocks.
 
     Returns JSON-able details: neurons kept per layer, the share of its score they hold, and where Gram matrices were
     collected E‖lost output‖² / E‖output‖² per layer, without and with repair. Raises RecipeError for a width (see
-    check_width; a layer padded earlier counts with its real width), score or ridge that cannot be.
+    check_width), score or ridge that is not possible.
     """
-    real = real_widths(model.config)
-    widths = [min(width, own) for own in real] if isinstance(width, int) else list(width)
-    _check_widths(model.config, [width] if isinstance(width, int) else widths, widths, real, multiple)
+    check_width(model.config, width)
     if score not in SCORES:
-        raise _unknown(score)
+        raise RecipeError(f"there is no neuron score `{score}`", f"scores: {', '.join(SCORES)}")
     ridges = [float(ridge)] if isinstance(ridge, int | float) else [float(value) for value in ridge]
     if not ridges or not all(0 <= value < math.inf for value in ridges):
         raise RecipeError(f"ridge is {ridge}; it must be 0 or more", "for instance 0.001")
     if len(ridges) > 1 and repair and loss is None:
         raise RecipeError(f"{len(ridges)} ridges, and no loss to choose by", "give one ridge")
-    trials: list[float | None] = [*ridges] if repair else [None]
-    ticks = itertools.count(1)
-
-    def tick() -> None:
-        if progress:
-            progress(next(ticks), len(trials) * len(real))
-
+    tried: list[float | None] = [*ridges] if repair else [None]
     start, losses, least = _mlps(model), [], math.inf
     chosen: tuple[float | None, dict[str, Any], Matrices] | None = None
-    for value in trials:
+    for value in tried:
         _restore(model, start)
-        report = _cut(model, blocks, real, widths, score, value, sequential, batch, tick)
-        losses.append(float(loss(model)) if loss and len(trials) > 1 else 0.0)
+        report = _cut(model, blocks, width, score, value, sequential, batch)
+        losses.append(float(loss(model)) if loss and len(tried) > 1 else 0.0)
         if losses[-1] < least:
             least, chosen = losses[-1], (value, report, _mlps(model))
     if chosen is None:
         raise DataError(f"the loss is not finite with any ridge of {ridges}", "check the donor's weights")
     _restore(model, chosen[2])
-    tried = {"ridges": ridges, "losses": losses} if len(trials) > 1 else {}
+    widths = [width] * len(decoder_layers(model))
     choice = {"score": score, "repair": repair, "ridge": chosen[0], "sequential": sequential, "widths": widths}
-    return {**choice, **tried, **chosen[1]}
-
-
-def _check_widths(config: Any, asked: Sequence[int], widths: Sequence[int], real: Sequence[int], multiple: int) -> None:
-    for width in asked:
-        check_width(config, width, multiple)
-    if len(widths) != len(real):
-        raise RecipeError(f"{len(widths)} MLP widths for {len(real)} layers", "give one width per layer")
-    for index, (width, own) in enumerate(zip(widths, real, strict=True)):
-        if width > own:
-            raise RecipeError(f"layer {index} has {own} neurons, not {width}", f"ask for {own} or fewer there")
+    return {**choice, **({"ridges": ridges, "losses": losses} if len(tried) > 1 else {}), **chosen[1]}
 
 
 def _cut(
-    model: Any,
-    blocks: Packed | None,
-    real: Sequence[int],
-    widths: Sequence[int],
-    score: str,
-    ridge: float | None,
-    sequential: bool,
-    batch: int,
-    tick: Callable[[], None],
+    model: Any, blocks: Packed | None, width: int, score: str, ridge: float | None, sequential: bool, batch: int
 ) -> dict[str, Any]:
-    """Cut every layer's MLP from its real width to its new one, with repair where a ridge is given."""
+    """Cut every layer's MLP to `width` neurons, with repair where a ridge is given."""
+    observed = score == "activation" or ridge is not None
     report: dict[str, list[Any]] = {"neurons": [], "score_kept": []}
-    if score == "activation" or ridge is not None:
+    if observed:
         report |= {"lost_without_repair": [], "lost": []}
 
     @torch.no_grad()
     def visit(index: int, gram: Tensor | None) -> None:
-        layer, own = decoder_layers(model)[index], real[index]
-        squares = None if gram is None else gram.diagonal()
-        scores = layer_scores(layer, score, squares)[:own]
-        kept = scores.sort(descending=True, stable=True).indices[: widths[index]].sort().values
+        layer = decoder_layers(model)[index]
+        scores = layer_scores(layer, score, None if gram is None else gram.diagonal())
+        kept = scores.sort(descending=True, stable=True).indices[:width].sort().values
         report["neurons"].append(kept.tolist())
         mass = float(scores.sum())
         report["score_kept"].append(float(scores[kept].sum()) / mass if mass else 1.0)
         down = None
         if gram is not None:
-            gram, full = gram[:own, :own], layer.mlp.down_proj.weight.detach()[:, :own]
+            full = layer.mlp.down_proj.weight.detach()
             power = float((full.float() @ gram * full.float()).sum())
             left = without = lost_output(full, gram, kept)
-            if ridge is not None and len(kept) < own:
+            if ridge is not None and len(kept) < len(scores):
                 down, left = repaired_down(full, gram, kept, ridge)
             report["lost_without_repair"].append(without / power if power else 0.0)
             report["lost"].append(left / power if power else 0.0)
-        _keep_neurons(layer.mlp, kept, max(widths), down)
-        tick()
+        _keep_neurons(layer.mlp, kept, down)
 
-    if score == "activation" or ridge is not None:
+    if observed:
         if blocks is None:
             raise RecipeError("score `activation` and repair need text to observe the model on", "give blocks of it")
         walk_grams(model, blocks, visit, sequential=sequential, batch=batch)
     else:
-        for index in range(len(real)):
+        for index in range(len(decoder_layers(model))):
             visit(index, None)
-    model.config.intermediate_size = max(widths)
-    if len(set(widths)) > 1:
-        model.config.mlp_widths = list(widths)
-    elif hasattr(model.config, "mlp_widths"):
-        del model.config.mlp_widths
+    model.config.intermediate_size = width
     return report
 
 
@@ -292,20 +195,18 @@ def keep_neurons(model: Any, neurons: Sequence[Sequence[int]]) -> None:
     """Keep those neurons of each layer's MLP (equally many, ascending); the model is changed in place."""
     for layer, kept in zip(decoder_layers(model), neurons, strict=True):
         index = torch.tensor(kept, dtype=torch.long, device=layer.mlp.down_proj.weight.device)
-        _keep_neurons(layer.mlp, index, len(kept), None)
+        _keep_neurons(layer.mlp, index, None)
     model.config.intermediate_size = len(neurons[0])
 
 
-def _keep_neurons(mlp: Any, kept: Tensor, size: int, down: Tensor | None) -> None:
-    """Cut an MLP to `kept`, with another down projection [H, K] where one is given, and pad it to `size` neurons."""
+def _keep_neurons(mlp: Any, kept: Tensor, down: Tensor | None) -> None:
+    """Cut an MLP to `kept`, with another down projection [H, K] where one is given."""
     for linear, dim in ((mlp.gate_proj, 0), (mlp.up_proj, 0), (mlp.down_proj, 1)):
         if len(kept) < linear.weight.shape[dim]:
             take(linear, kept, dim)
-        if dim == 1 and down is not None:
-            set_matrix(linear, down)
-        if len(kept) < size:
-            pad(linear, size, dim)
-    mlp.intermediate_size = size
+    if down is not None:
+        set_matrix(mlp.down_proj, down)
+    mlp.intermediate_size = len(kept)
 
 
 def _mlps(model: Any) -> Matrices:

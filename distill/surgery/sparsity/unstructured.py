@@ -1,9 +1,8 @@
-"""L1 on single weights while fine-tuning: they shrink to exactly zero and stay there (the distribution of λ is in
+"""L1 on single weights while fine-tuning: they shrink to exactly zero and stay there (λ follows the schedule in
 `ramp`)."""
 
 from __future__ import annotations
 
-import math
 import struct
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -44,10 +43,9 @@ class UnstructuredL1:
     """L1 on every single weight of the blocks' matrices (not embeddings, norms, biases, head): w ← soft(w, rate·λ).
 
     It makes nothing faster in GGUF or on common hardware: zeros are stored and multiplied like any number. It is here
-    to be measured. Either the zero share `sparsity` is asked for, and one λ for all matrices follows `ramp`'s
-    distribution with single weights as groups; or `strength` fixes λ for the whole ramp, and the share is what comes of
-    it. The one λ leaves the spread over layers to the training. `trimmed` is as for GroupLasso, and has no say at a
-    fixed strength. Raises RecipeError for settings that cannot be, DataError for an unknown architecture.
+    for measurements. `sparsity` is the zero share asked for; one λ for all matrices follows the schedule of `ramp`,
+    with single weights as groups, so that the spread over layers is left to the training. `trimmed` is as for
+    GroupLasso. Raises RecipeError for settings out of range, DataError for an unknown architecture.
     """
 
     def __init__(
@@ -55,24 +53,19 @@ class UnstructuredL1:
         model: Any,
         steps: int,
         *,
-        sparsity: float | None = None,
-        strength: float | None = None,
+        sparsity: float,
         start: float = 0.0,
         ramp: float = 0.2,
         trimmed: bool = True,
     ) -> None:
         self.matrices = block_matrices(model)
-        if (sparsity is None) == (strength is None):
-            raise RecipeError("sparsity: give either the zero share wanted or a fixed strength", "one of the two")
-        if sparsity is not None and not 0 < sparsity < 1:
+        if not 0 < sparsity < 1:
             raise RecipeError(f"sparsity: the zero share wanted is {sparsity}", "ask for a share between 0 and 1")
-        if strength is not None and not 0 < strength < math.inf:
-            raise RecipeError(f"sparsity: strength is {strength}", "ask for a positive strength, say 0.5")
         self.schedule = plan(steps, start, ramp)
         require_float32(self.parameters())
-        self.strength, self.trimmed = strength, trimmed and strength is None
+        self.trimmed = trimmed
         self.weights = sum(weight.numel() for weight in self.matrices.values())
-        self.wanted = None if sparsity is None else max(1, round(sparsity * self.weights))
+        self.wanted = max(1, round(sparsity * self.weights))
         self.step = 0
         self.frozen = False
         self.pressed = 0.0
@@ -100,7 +93,7 @@ class UnstructuredL1:
         elif left:
             strength = self._press(left, rate)
         zeros = self.zeros()
-        if not self.frozen and (left == 1 or (left and self.wanted is not None and zeros >= self.wanted)):
+        if not self.frozen and (left == 1 or (left and zeros >= self.wanted)):
             self.frozen = True
             self.removed = [weight == 0 for weight in self.matrices.values()]
         return {
@@ -110,12 +103,8 @@ class UnstructuredL1:
         }
 
     def _press(self, left: int, rate: float) -> float:
-        distance = math.inf
-        strength = self.strength
-        if self.wanted is not None:
-            distance = kth_smallest_magnitude(self.parameters(), self.wanted)
-            strength = HAIR * distance / (left * rate) if rate > 0 else 0.0
-        assert strength is not None
+        distance = kth_smallest_magnitude(self.parameters(), self.wanted)
+        strength = HAIR * distance / (left * rate) if rate > 0 else 0.0
         for weight in self.matrices.values():
             shrunk = torch.nn.functional.softshrink(weight, rate * strength)
             weight.copy_(torch.where(weight.abs() <= distance, shrunk, weight) if self.trimmed else shrunk)

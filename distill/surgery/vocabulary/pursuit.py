@@ -15,7 +15,8 @@ from torch import Tensor
 
 from distill.errors import DataError
 from distill.progress import Progress
-from distill.surgery.vocabulary.subtokens import MEAN, TEXT, Entries, Subtokens
+from distill.surgery.vocabulary.mixture import Entries
+from distill.surgery.vocabulary.subtokens import MEAN, TEXT, Subtokens
 
 
 @torch.inference_mode()
@@ -99,9 +100,9 @@ def pursue_rows(
             if used.any():
                 found[int(row)] = (ids[i][used], values[i][used])
         progress.step(len(part))
-    said = {
+    counts = {
         "rows": len(found),
         "atoms": min(count, len(shared)),
         "mean_residual": residual / len(wanted) if len(wanted) else 0.0,
     }
-    return found, said
+    return found, counts

@@ -1,4 +1,4 @@
-"""Which tokens of a donor say what each token of a target says, byte for byte.
+"""The donor tokens that write each token of a target, byte for byte.
 
 Legend: R target ids, D donor ids, P subtokens of all rows together.
 """
@@ -6,65 +6,31 @@ Legend: R target ids, D donor ids, P subtokens of all rows together.
 from __future__ import annotations
 
 import difflib
-import itertools
-import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
 from distill.errors import DataError
-from distill.vocabulary import ROLE_ORDER, SPACE, Vocabulary, to_mapped
+from distill.surgery.vocabulary.mixture import Mixture, offsets_of
+from distill.vocabulary import Vocabulary
+from distill.vocabulary.encoding import Encoder
+from distill.vocabulary.roles import role_counterparts, stand_ins
 
-# How a row came about: nothing stands there; the same bytes; several subtokens; what the user said; the same role; the
-# same string, special in the donor too; a special token's own text, in subtokens.
+# How a row came about: no token there; the same bytes; several subtokens; the user's override; the same role; the same
+# string, special in the donor too; a special token's own text, in subtokens.
 ORIGINS = ("unused", "copy", "mean", "override", "role", "same", "text")
 UNUSED, COPY, MEAN, OVERRIDE, ROLE, SAME, TEXT = range(len(ORIGINS))
-REPLACEMENT = "\ufffd".encode()  # what an impossible byte is shown as
-_APART = re.compile(f"([\udc80-\udcff{SPACE}])")  # bytes that are no text, and the one character ▁ cannot write
-
-
-Entries = tuple[NDArray[numpy.int32], NDArray[numpy.float32]]  # donor ids and weights of one row
-
-
-@dataclass(frozen=True)
-class Mixture:
-    """Every new row as a weighted sum of donor rows: row r takes entries offsets[r] to offsets[r + 1] of ids, weights.
-
-    offsets [R + 1], ids [P], weights [P]; a row without entries is zero.
-    """
-
-    offsets: NDArray[numpy.int64]
-    ids: NDArray[numpy.int32]
-    weights: NDArray[numpy.float32]
-
-    def replaced(self, rows: Mapping[int, Entries]) -> Mixture:
-        """The mixture with other entries for some rows."""
-        entries = [
-            rows.get(row) or (self.ids[first:last], self.weights[first:last])
-            for row, (first, last) in enumerate(itertools.pairwise(self.offsets))
-        ]
-        return Mixture(
-            _offsets([len(ids) for ids, _ in entries]),
-            numpy.concatenate([ids for ids, _ in entries]).astype(numpy.int32),
-            numpy.concatenate([weights for _, weights in entries]).astype(numpy.float32),
-        )
-
-    def same_as(self, other: Mixture) -> bool:
-        """Whether both make the same rows of the same matrix."""
-        return all(
-            numpy.array_equal(getattr(self, part), getattr(other, part)) for part in ("offsets", "ids", "weights")
-        )
 
 
 @dataclass(frozen=True)
 class Subtokens:
     """Donor ids of every target id: offsets [R + 1], ids [P]; origin [R] indexes ORIGINS.
 
-    `unwritable` target ids hold bytes that UTF-8 never uses and the donor has no token for; U+FFFD stands in for them.
+    `unwritable` target ids hold bytes that UTF-8 never uses and that the donor has no token for; U+FFFD stands in.
     """
 
     offsets: NDArray[numpy.int64]
@@ -85,7 +51,7 @@ class Subtokens:
         """The input embedding's rule: the row of the last subtoken."""
         counts = numpy.diff(self.offsets)
         ids = self.ids[self.offsets[1:][counts > 0] - 1]
-        return Mixture(_offsets(counts > 0), ids, numpy.ones(len(ids), numpy.float32))
+        return Mixture(offsets_of(counts > 0), ids, numpy.ones(len(ids), numpy.float32))
 
     def front_loaded(self, decay: float) -> Mixture:
         """The head's rule: the mean of the subtokens, the j-th weighing decay**j."""
@@ -100,78 +66,10 @@ class Subtokens:
         keep = ~single[row_of] | (numpy.arange(len(self.ids)) == starts[row_of])
         weights[single[row_of]] = 1.0
         return Mixture(
-            _offsets(numpy.bincount(row_of[keep], minlength=len(counts))),
+            offsets_of(numpy.bincount(row_of[keep], minlength=len(counts))),
             self.ids[keep],
             weights[keep].astype(numpy.float32),
         )
-
-
-def _offsets(counts: ArrayLike) -> NDArray[numpy.int64]:
-    return numpy.concatenate([[0], numpy.cumsum(counts, dtype=numpy.int64)]).astype(numpy.int64)
-
-
-class Encoder:
-    """Writes bytes and text in a donor's tokens. Raises DataError for a donor that cannot write every byte."""
-
-    def __init__(self, donor: Vocabulary) -> None:
-        from tokenizers import Tokenizer
-
-        require_bytes(donor)
-        self.donor = donor
-        try:
-            self._tokenizer = Tokenizer.from_file(str(donor.folder / "tokenizer.json"))
-        except Exception as error:  # tokenizers raises the bare class for every kind of damage
-            raise DataError(f"{donor.folder / 'tokenizer.json'} cannot be loaded: {error}", "copy it again") from None
-        self._model: Any = self._tokenizer.model
-        if getattr(self._model, "dropout", None):
-            self._model.dropout = None  # the same subtokens every time
-        marked = zip(donor.tokens, donor.kinds, strict=True)
-        named = sorted(
-            (token for token, kind in marked if token and kind in ("special", "added")), key=len, reverse=True
-        )
-        self._named = re.compile("(" + ("|".join(map(re.escape, named)) or "(?!)") + ")")
-
-    def write(self, data: bytes) -> tuple[list[int], bool]:
-        """Donor ids that say `data`, and whether they say it exactly (else U+FFFD stands for impossible bytes)."""
-        if self.donor.family == "byte-level":
-            return self._exact(to_mapped(data), data)
-        parts = [part for part in _APART.split(data.decode(errors="surrogateescape")) if part]
-        written = [
-            self._singly(raw) if _APART.fullmatch(part) else self._exact(part.replace(" ", SPACE), raw)
-            for part in parts
-            for raw in [part.encode(errors="surrogateescape")]
-        ]
-        return [number for ids, _ in written for number in ids], all(exact for _, exact in written)
-
-    def _exact(self, word: str, data: bytes) -> tuple[list[int], bool]:
-        """The model's own subtokens of `word` where they say `data`, else its bytes one by one."""
-        ids = [token.id for token in self._model.tokenize(word)]
-        said = [self.donor.bytes_of[number] or b"" for number in ids]
-        plain = all(self.donor.kinds[number] in ("normal", "byte") for number in ids)
-        return (ids, True) if plain and b"".join(said) == data else self._singly(data)
-
-    def _singly(self, data: bytes) -> tuple[list[int], bool]:
-        ids, exact = [], True
-        for byte in data:
-            if byte in self.donor.byte_ids:
-                ids.append(self.donor.byte_ids[byte])
-            else:
-                ids += self.write(REPLACEMENT)[0]
-                exact = False
-        return ids, exact
-
-    def text(self, text: str) -> list[int]:
-        """Donor ids of `text` as its tokenizer writes it, special tokens included, but nothing put around it."""
-        ids = [int(number) for number in self._tokenizer.encode(text, add_special_tokens=False).ids]
-        if self.donor.text_bytes(ids) == text.encode():
-            return ids
-        # It was normalised, or given a space in front: write it as it stands.
-        parts = [part for part in self._named.split(text) if part]
-        return [
-            number
-            for part in parts
-            for number in ([self.donor.index[part]] if self._named.fullmatch(part) else self.write(part.encode())[0])
-        ]
 
 
 def require_bytes(donor: Vocabulary) -> None:
@@ -210,70 +108,74 @@ def map_subtokens(donor: Vocabulary, target: Vocabulary, overrides: Mapping[str,
     """
     overrides = overrides or {}
     check_overrides(target, overrides)
-    encoder = Encoder(donor)
-    role_ids = {
-        target.roles[role]: donor.roles[role]
-        for role in reversed(ROLE_ORDER)  # the first of several roles is written last
-        if role in target.roles and role in donor.roles
-    }
-    # What ends a text also stands before the next one, and pads, in models that have no token of their own for it.
-    for role in ("bos", "pad"):
-        if role in target.roles and role not in donor.roles and "eos" in donor.roles:
-            role_ids.setdefault(target.roles[role], donor.roles["eos"])
-    encoded: dict[bytes, tuple[list[int], bool]] = {}
+    require_bytes(donor)
+    mapper = _Mapper(donor, target, overrides)
+    rows = [mapper.row(number) for number in range(target.size)]
+    return Subtokens(
+        offsets=offsets_of([len(row.ids) for row in rows]),
+        ids=numpy.fromiter((subtoken for row in rows for subtoken in row.ids), numpy.int32),
+        origin=numpy.array([row.origin for row in rows], numpy.uint8),
+        unwritable=tuple(number for number, row in enumerate(rows) if not row.exact),
+    )
 
-    def written(data: bytes) -> tuple[list[int], bool]:
-        if data not in encoded:
-            encoded[data] = encoder.write(data)
-        return encoded[data]
 
-    def overridden(token: str) -> list[int]:
-        ids = encoder.text(overrides[token])
+class _Row(NamedTuple):
+    """The donor ids of one target id, and whether they have exactly its bytes."""
+
+    origin: int
+    ids: list[int]
+    exact: bool = True
+
+
+class _Mapper:
+    """Finds the donor ids of one target id after the other."""
+
+    def __init__(self, donor: Vocabulary, target: Vocabulary, overrides: Mapping[str, str]) -> None:
+        self.donor, self.target, self.overrides = donor, target, overrides
+        self.encoder = Encoder(donor)
+        # Of several roles of one token the last pair counts; a role comes before a stand-in.
+        self.roles = stand_ins(target.roles, donor.roles) | dict(role_counterparts(target.roles, donor.roles))
+        self._written: dict[bytes, tuple[list[int], bool]] = {}
+
+    def row(self, number: int) -> _Row:
+        """The first that applies: override, role, same bytes, same name, the donor's own subtokens."""
+        token, data = self.target.tokens[number], self.target.bytes_of[number]
+        if token is None or data is None:
+            return _Row(UNUSED, [])
+        if token in self.overrides:
+            return _Row(OVERRIDE, self._overridden(token))
+        named, special = self.target.is_named(number), self.target.kinds[number] == "special"
+        if named and number in self.roles:
+            return _Row(ROLE, [self.roles[number]])
+        if not special and (same := self._same_bytes(number, token, data)) is not None:
+            return _Row(COPY, [same])
+        if named and token in self.donor.index and self.donor.is_named(self.donor.index[token]):
+            return _Row(SAME, [self.donor.index[token]])
+        ids, exact = self._subtokens(data)
+        return _Row(TEXT if special else MEAN, ids, exact)
+
+    def _overridden(self, token: str) -> list[int]:
+        ids = self.encoder.marked_text(self.overrides[token])
         if not ids:
             raise DataError(
-                f"the override of {token!r} by {overrides[token]!r} gives no donor tokens",
+                f"the override of {token!r} by {self.overrides[token]!r} gives no donor tokens",
                 "give text that the donor's tokenizer keeps",
             )
         return ids
 
-    rows: list[list[int]] = []
-    origin = numpy.zeros(target.size, numpy.uint8)
-    unwritable: list[int] = []
-    for number, (token, data, kind) in enumerate(zip(target.tokens, target.bytes_of, target.kinds, strict=True)):
-        exact = True
-        if token is None or data is None:
-            how, ids = UNUSED, []
-        elif token in overrides:
-            how, ids = OVERRIDE, overridden(token)
-        elif number in role_ids and kind in ("special", "added"):
-            how, ids = ROLE, [role_ids[number]]
-        elif kind != "special" and (same := _same_bytes(donor, token, data, kind)) is not None:
-            how, ids = COPY, [same]
-        elif kind in ("special", "added") and _is_named(donor, token):
-            how, ids = SAME, [donor.index[token]]
-        else:
-            how = TEXT if kind == "special" else MEAN
-            ids, exact = written(data)
-            if not ids:  # a token of no bytes at all
-                ids = [donor.roles.get("eos", donor.byte_ids[ord(" ")])]
-        origin[number] = how
-        rows.append(ids)
-        if not exact:
-            unwritable.append(number)
-    flat = numpy.fromiter((subtoken for ids in rows for subtoken in ids), numpy.int32)
-    return Subtokens(_offsets([len(ids) for ids in rows]), flat, origin, tuple(unwritable))
-
-
-def _same_bytes(donor: Vocabulary, token: str, data: bytes, kind: str) -> int | None:
-    """The donor id with these bytes; where several have them, the same token of the same kind, else the best."""
-    twin = donor.index.get(token)
-    if twin is not None and donor.kinds[twin] == kind and donor.bytes_of[twin] == data:
+    def _same_bytes(self, number: int, token: str, data: bytes) -> int | None:
+        """The donor id with these bytes; where several have them, the same token of the same kind, else the best."""
+        twin = self.donor.index.get(token)
+        if twin is None or (self.donor.kinds[twin], self.donor.bytes_of[twin]) != (self.target.kinds[number], data):
+            return self.donor.by_bytes.get(data)
         return twin
-    return donor.by_bytes.get(data)
 
-
-def _is_named(donor: Vocabulary, token: str) -> bool:
-    return token in donor.index and donor.kinds[donor.index[token]] in ("special", "added")
+    def _subtokens(self, data: bytes) -> tuple[list[int], bool]:
+        """The donor's tokens of these bytes, and whether they give them exactly; a token of no bytes becomes eos."""
+        if data not in self._written:
+            self._written[data] = self.encoder.word(data)
+        ids, exact = self._written[data]
+        return ids or [self.donor.roles.get("eos", self.donor.byte_ids[ord(" ")])], exact
 
 
 def describe_subtokens(subtokens: Subtokens, donor: Vocabulary, target: Vocabulary, worst: int = 10) -> dict[str, Any]:

@@ -19,22 +19,21 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from distill.errors import DataError
-from distill.files import write_folder, write_json
+from distill.files import read_object, write_folder, write_json
 from distill.models.hugging_face import check_folder, pick_device
 from distill.models.tokenizer_files import copy_tokenizer
 from distill.results.cut_results import Change, Size
 from distill.surgery.change import read_changes, record_change, require_supported
 from distill.surgery.stored import DTYPES, FLOATS, SHARD_BYTES, WRITTEN, Stored, Written, stored_tensors, write_tensors
+from distill.surgery.vocabulary.mixture import Entries, Mixture
 from distill.surgery.vocabulary.pursuit import pursue_rows
 from distill.surgery.vocabulary.subtokens import (
-    Entries,
-    Mixture,
     check_overrides,
     describe_subtokens,
     map_subtokens,
     require_bytes,
 )
-from distill.vocabulary import Vocabulary, read_settings
+from distill.vocabulary import Vocabulary
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 # What other families call the two, for the target's own rows.
@@ -74,7 +73,7 @@ def check_transplant(
     if method not in ("subtokens", "pursuit"):
         raise DataError(f"there is no transplant method {method!r}", "choose `subtokens` or `pursuit`")
     check_folder(str(donor.absolute()))
-    config = read_settings(donor / "config.json")
+    config = read_object(donor / "config.json")
     require_supported(str(config.get("model_type")))
     tensors = stored_tensors(donor)
     tied = bool(config.get("tie_word_embeddings", False))
@@ -86,7 +85,7 @@ def check_transplant(
             f"the donor's tokenizer has {ours.size} tokens, its embedding {tensors[EMBEDDING].shape[0]} rows",
             f"put the tokenizer that belongs to the weights into {donor}",
         )
-    target_config = read_settings(target / "config.json") if (target / "config.json").is_file() else {}
+    target_config = read_object(target / "config.json") if (target / "config.json").is_file() else {}
     check_overrides(theirs, overrides or {})
     return Plan(
         donor=ours,
@@ -319,7 +318,7 @@ def _new_config(plan: Plan, tied: bool, dtype: str | None) -> dict[str, Any]:
 def _generation(target: Path, config: Mapping[str, Any]) -> dict[str, Any]:
     """The target's generation settings: how it samples, and where it ends, which may be more than one token."""
     path = target / "generation_config.json"
-    found = read_settings(path) if path.is_file() else {}
+    found = read_object(path) if path.is_file() else {}
     keys = ("bos_token_id", "eos_token_id", "pad_token_id")
     return {**{key: config[key] for key in keys if config[key] is not None}, **found}
 
@@ -330,7 +329,7 @@ def _size(config: Mapping[str, Any], tensors: Mapping[str, Stored] | Mapping[str
     vocabulary, hidden = tensors[EMBEDDING].shape
     unread = 0 if tied else tensors[EMBEDDING].bytes // vocabulary * (vocabulary - 1)
     layers, heads = int(config["num_hidden_layers"]), int(config["num_attention_heads"])
-    mlp = config.get("mlp_widths") or [config["intermediate_size"]] * layers
+    mlp = [config["intermediate_size"]] * layers
     return Size(
         parameters=sum(math.prod(tensor.shape) for tensor in own),
         bytes_per_step=sum(tensor.bytes for tensor in own) - unread,

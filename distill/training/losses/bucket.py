@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -202,13 +203,17 @@ def argmax_cross_entropy(best: Tensor, known: Tensor, log_q: Tensor, q: Tensor) 
     return value, gradient
 
 
-def top_k_hinge(
-    logits: Tensor, ids: Tensor | None, log_p: Tensor, k: int, margin: float
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The hinge [r] over named outcomes, its gradient at them [r, K or C], and at two rival columns (both [r, 2]).
+class Hinge(NamedTuple):
+    """The hinge of a block and its gradient, which is at named outcomes and at two rival columns."""
 
-    logits [r, C] with every column in them, log_p [r, K] or [r, C].
-    """
+    loss: Tensor  # [r]
+    at_named: Tensor  # [r, K or C]
+    rivals: Tensor  # columns [r, 2]
+    at_rivals: Tensor  # [r, 2]
+
+
+def top_k_hinge(logits: Tensor, ids: Tensor | None, log_p: Tensor, k: int, margin: float) -> Hinge:
+    """The hinge over named outcomes from logits [r, C] with every column in them and log_p [r, K] or [r, C]."""
     top, columns = logits.topk(k + 1, dim=-1)
     leads = torch.zeros_like(logits, dtype=torch.bool).scatter_(-1, columns[:, :k], True)
     own, p = logits, log_p.exp()
@@ -218,5 +223,5 @@ def top_k_hinge(
     short = torch.where(leads, top[:, k:], top[:, k - 1 : k]).sub_(own).add_(margin).relu_()
     active = p * (short > 0)
     ahead = (active * leads).sum(-1)
-    rivals = torch.stack([active.sum(-1) - ahead, ahead], -1)
-    return (p * short).sum(-1), -active, columns[:, k - 1 :], rivals
+    at_rivals = torch.stack([active.sum(-1) - ahead, ahead], -1)
+    return Hinge((p * short).sum(-1), -active, columns[:, k - 1 :], at_rivals)

@@ -1,6 +1,6 @@
-"""What each architecture takes as the attention mask of packed documents.
+"""The forward pass of a model over packed blocks, in which no document attends to another.
 
-Legend: n blocks, S positions per block.
+Legend: n blocks, S positions per block, H hidden.
 """
 
 from __future__ import annotations
@@ -11,15 +11,34 @@ import torch
 from torch import Tensor
 
 from distill.errors import DataError
-from distill.packing import attention_mask
+from distill.packing import Packed, attention_mask
+
+
+def packed_inputs(model: Any, blocks: Packed) -> dict[str, Any]:
+    """The keyword arguments of a forward pass over blocks, on the model's device; positions start at 0 in each
+    document. Raises DataError as document_masks does."""
+    device = model.get_input_embeddings().weight.device
+    return {
+        "input_ids": blocks.ids.long().to(device),
+        "position_ids": blocks.positions.long().to(device),
+        "attention_mask": document_masks(model, blocks.documents.to(device)),
+        "use_cache": False,
+    }
+
+
+def hidden_states(model: Any, blocks: Packed) -> Tensor:
+    """The hidden states [n, S, H] after the final norm, on the device of the model's last layer."""
+    states: Tensor = model.base_model(**packed_inputs(model, blocks)).last_hidden_state
+    return states
 
 
 def document_masks(model: Any, documents: Tensor) -> Any:
-    """The mask(s) with which a model looks at no other document: [n, 1, S, S], or one per kind of layer.
+    """The attention mask [n, 1, S, S] that keeps documents apart; a dict of masks where kinds of layers differ.
 
-    `documents` [n, S] as in Packed. An explicit mask stands for itself in transformers, so the sliding windows of the
-    configuration are drawn here. True is to be seen; for eager attention, which adds its mask, 0 is. Raises DataError
-    for layers that no mask keeps apart (recurrent ones, chunks shorter than a block).
+    `documents` [n, S] as in Packed. transformers applies an explicit mask as it is, so the configuration's sliding
+    windows are put into the mask here. The mask is boolean, true where a position may attend; for eager attention,
+    which adds the mask to its scores, it is 0 there. Raises DataError for layers that no mask keeps apart (recurrent
+    ones, chunks shorter than a block).
     """
     config = model.config.get_text_config()
     mask = attention_mask(documents)

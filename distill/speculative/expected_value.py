@@ -1,0 +1,139 @@
+"""The length rule of greatest expected value, from measured costs and calibrated features.
+
+Legend: n tokens drafted, E expected tokens of a round, T target, λ tokens per second in the long run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from distill.speculative.calibration import Calibration, Power
+from distill.speculative.cost import StepCosts
+from distill.speculative.lengths import Rule
+from distill.speculative.proposal import Features
+
+PRIOR = 2.0  # tokens that the usual acceptance counts for, beside those of the round
+
+
+@dataclass
+class ExpectedValue(Rule):
+    """The length of greatest E − λ·seconds, from measured costs and calibrated features (profile-guided lengths).
+
+    Drafting goes on while up to `look_ahead` + 1 more tokens could beat the best length so far, if each were accepted
+    with probability `hope` + (1 − hope)·(the mean so far). look_ahead 0 is the myopic rule. hope 1 gives an upper bound
+    of the gain, and drafts too much where drafting costs. All drafted tokens are submitted; with `truncate`, which is
+    lossless for deterministic drafts alone, only the n of greatest E − λ·T(n + 1) are (on validation traces that gained
+    nothing on any curve, docs/benchmarks.md). λ is a moving average in which a token counts half after `memory` more;
+    it starts at 1/T(1).
+
+    The rule decodes plainly for `probe` tokens after `patience` rounds in which nothing was worth submitting, or when
+    the rounds together lost `allowance` tokens' time against plain decoding. Then it tries again. It gives up after
+    `tries` rounds or a quarter of the allowance, unless a round drafts something or the loss is made up for.
+    """
+
+    costs: StepCosts
+    calibration: Calibration = field(default_factory=Power)
+    most: int = 15
+    look_ahead: int = 15
+    hope: float = 0.3
+    truncate: bool = False
+    memory: float = 400.0
+    patience: int = 8
+    tries: int = 4
+    probe: int = 32
+    allowance: float = 24.0
+    rate: float = field(default=0.0, init=False)  # λ, tokens per second
+    _expected: list[float] = field(default_factory=lambda: [1.0], init=False)  # E after n = 0.. drafted tokens
+    _survival: float = field(default=1.0, init=False)
+    _tokens: float = field(default=0.0, init=False)
+    _seconds: float = field(default=0.0, init=False)
+    _usual: float = field(default=0.8, init=False)
+    _idle: int = field(default=0, init=False)
+    _loss: float = field(default=0.0, init=False)
+    _whole: bool = field(default=False, init=False)  # the last round was accepted whole
+    _plain: int = field(default=0, init=False)  # tokens of plain decoding left
+
+    def __post_init__(self) -> None:
+        self._tokens, self._seconds = 16.0, 16.0 * self.costs.target[0]
+        self.rate = self._tokens / self._seconds
+
+    @property
+    def anticipates(self) -> bool:  # type: ignore[override]
+        """True only when it truncates."""
+        return self.truncate
+
+    def limit(self) -> int:
+        """`most`, as far as the curve reaches; 0 while decoding plainly."""
+        return 0 if self._plain > 0 else min(self.most, len(self.costs.target) - 1)
+
+    def _start(self, position: int) -> None:
+        if position == 0:
+            self._expected, self._survival = [1.0], 1.0
+
+    def _value(self, drafted: int, expected: float) -> float:
+        """E − λ·T(n + 1); the time of drafting is spent already."""
+        return expected - self.rate * self.costs.target[drafted]
+
+    def _best(self) -> float:
+        """The best value that needs no more drafting."""
+        first = 0 if self.truncate else len(self._expected) - 1
+        return max(self._value(n, self._expected[n]) for n in range(first, len(self._expected)))
+
+    def _beatable(self, best: float, ahead: int) -> bool:
+        """Whether 1..`ahead` more tokens could beat `best`, with the time of their draft steps."""
+        drafted, expected, survival = len(self._expected) - 1, self._expected[-1], self._survival
+        # Predict the next tokens from this round: its geometric mean, with the usual acceptance as PRIOR more tokens.
+        mean = (self._usual**PRIOR * survival) ** (1 / (PRIOR + drafted))
+        hoped = self.hope + (1 - self.hope) * mean
+        step = self.rate * self.costs.draft
+        if drafted == 0:  # the round's overhead, and a first step of two tokens, are still to be paid
+            extra = self.costs.draft_two - self.costs.draft if self._whole else 0.0
+            expected -= self.rate * (self.costs.overhead + extra)
+        for n in range(drafted + 1, min(drafted + ahead, len(self.costs.target) - 1, self.most) + 1):
+            survival *= hoped
+            expected += survival - step
+            if self._value(n, expected) > best:
+                return True
+        return False
+
+    def step_on(self, position: int) -> bool:
+        """Whether drafting more could beat the tokens drafted so far."""
+        self._start(position)
+        return self._beatable(self._best(), self.look_ahead + 1)
+
+    def go_on(self, position: int, features: Features) -> bool:
+        """Whether this token, alone or with more, could beat the tokens drafted so far."""
+        self._start(position)
+        best = self._best()
+        self._survival *= self.calibration.accept(position, features, self._survival)
+        self._expected.append(self._expected[-1] + self._survival)
+        go = self._value(position + 1, self._expected[-1]) > best or self._beatable(best, self.look_ahead)
+        if not go:
+            self._expected.pop()
+        return go
+
+    def submit(self, features: Sequence[Features]) -> int:
+        """All, or with `truncate` the n of greatest E − λ·T(n + 1)."""
+        if not self.truncate:
+            return len(features)
+        return max(range(len(features) + 1), key=lambda n: self._value(n, self._expected[n]))
+
+    def observe(self, drafted: int, accepted: int, features: Sequence[Features], seconds: float) -> None:
+        """Learn λ, the usual acceptance and the calibration; switch to plain decoding, or back from it."""
+        tokens = accepted + 1
+        self._whole = accepted == drafted > 0
+        keep = 0.5 ** (tokens / self.memory)
+        self._tokens, self._seconds = keep * self._tokens + tokens, keep * self._seconds + seconds
+        self.rate = self._tokens / self._seconds
+        if self._plain > 0:
+            self._plain -= tokens
+            return
+        for position in range(min(drafted, accepted + 1)):
+            self._usual += 0.02 * ((position < accepted) - self._usual)
+        self.calibration.observe(accepted, features[:drafted])
+        self._idle = 0 if drafted else self._idle + 1
+        self._loss = max(self._loss + seconds / self.costs.target[0] - tokens, 0.0)
+        if self._idle >= self.patience or self._loss >= self.allowance:
+            self._plain, self._idle = self.probe, max(self.patience - self.tries, 0)
+            self._loss = 0.75 * self.allowance

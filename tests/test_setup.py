@@ -1,0 +1,90 @@
+"""The decisions of scripts/setup.sh, with an interpreter and a pip that only write down what they were asked for."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+TOOLS = ("bash", "cat", "chmod", "dirname", "grep", "mkdir", "nproc", "rm")
+COMPILERS = ("gcc", "g++", "cmake")
+PIP = '#!/bin/bash\necho "$*" >>pip.log\n'
+PYTHON = f"""#!/bin/bash
+if [[ "$1 $2" == "-m venv" ]]; then
+    mkdir -p .venv/bin
+    for name in pip python; do cat "$STUB_PIP" >.venv/bin/$name; chmod +x .venv/bin/$name; done
+else
+    exec {sys.executable} "$@"
+fi
+"""
+
+
+class Clone:
+    """A folder with the set-up's files, and a PATH of chosen programs alone."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.bin = folder / "clone", folder / "bin"
+        (self.folder / "scripts").mkdir(parents=True)
+        self.bin.mkdir()
+        for name in ("pyproject.toml", "constraints.txt", "scripts/setup.sh"):
+            shutil.copy(ROOT / name, self.folder / name)
+        for name in TOOLS:
+            found = shutil.which(name)
+            assert found is not None
+            (self.bin / name).symlink_to(found)
+        self.add("python3", PYTHON)
+        (folder / "pip").write_text(PIP)
+        self.environment = {"PATH": str(self.bin), "STUB_PIP": str(folder / "pip")}
+
+    def add(self, name: str, text: str = "#!/bin/bash\n") -> None:
+        (self.bin / name).write_text(text)
+        (self.bin / name).chmod(0o755)
+
+    def setup(self, **more: str) -> tuple[str, list[str]]:
+        """What the set-up printed, and what pip was asked for."""
+        log = self.folder / "pip.log"
+        log.unlink(missing_ok=True)
+        command = ["bash", "scripts/setup.sh"]
+        result = subprocess.run(
+            command, cwd=self.folder, env=self.environment | more, capture_output=True, text=True, timeout=60
+        )
+        assert result.returncode == 0, result.stderr
+        return result.stdout, log.read_text().splitlines() if log.exists() else []
+
+
+@pytest.fixture
+def clone(tmp_path: Path) -> Clone:
+    return Clone(tmp_path)
+
+
+def test_without_compilers_all_but_llama_is_installed(clone: Clone) -> None:
+    clone.add("gcc")
+    text, asked = clone.setup()
+    assert "missing: g++ cmake" in text and "PyTorch alone" in text and "apt install build-essential cmake" in text
+    assert asked[-1].endswith("-e .[dev]")
+    assert clone.setup() == ("", [])  # done, until the compilers are there
+    for name in COMPILERS:
+        clone.add(name)
+    text, asked = clone.setup()
+    assert "missing" not in text and asked[-1].endswith("-e .[dev,llama]")
+    (clone.bin / "cmake").unlink()
+    assert clone.setup() == ("", [])  # compiled before, it stays
+
+
+def test_with_compilers_everything_is_installed(clone: Clone) -> None:
+    for name in COMPILERS:
+        clone.add(name)
+    text, asked = clone.setup(TORCH_INDEX="https://torch.example")
+    assert "making .venv" in text and "is compiled" in text
+    assert "--index-url https://torch.example torch==" in asked[0] and asked[1].endswith("-e .[dev,llama]")
+
+
+def test_other_versions_are_installed_again(clone: Clone) -> None:
+    clone.setup()
+    with (clone.folder / "constraints.txt").open("a") as handle:
+        handle.write("another==1\n")
+    assert clone.setup()[1]
