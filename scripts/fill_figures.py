@@ -11,9 +11,8 @@ from __future__ import annotations
 import re
 import sys
 from pathlib import Path
-from typing import Any
 
-from distill.files import read_json
+from distill.results.export_results import ExportedFile, ExportReport
 from distill.results.serialise import read_result
 from distill.results.speedup_results import Measurement, SpeedupReport
 
@@ -36,7 +35,7 @@ def tables(run: Path) -> dict[str, str]:
         "headline": f"{_acceptances(evaluation)}\n\n{_speedups(speedup)}",
         "evaluation": evaluation,
         "speedup": _without_command(run / "speedup.md"),
-        "parity": _parity(read_json(run / "gguf" / "export.json")["files"]),
+        "parity": _parity(read_result(run / "gguf" / "export.json", ExportReport).files),
     }
 
 
@@ -77,19 +76,19 @@ def _interval(measurement: Measurement) -> str:
     return f"{measurement.speedup:.2f} [{measurement.speedup_low:.2f}, {measurement.speedup_high:.2f}]"
 
 
-def _parity(files: list[dict[str, Any]]) -> str:
+def _parity(files: list[ExportedFile]) -> str:
     """Each GGUF file against Hugging Face fp32."""
     rows = [
         "| file | MB | top-1 agreement | mean abs. difference of log p | texts with other token ids |",
         "|---|--:|--:|--:|--:|",
     ]
     for file in files:
-        parity = file["parity"]
-        rows.append(
-            f"| {file['model']} {file['outtype']} | {file['bytes'] / 1e6:.1f} | {parity['top1_agreement']:.2%} "
-            f"| {parity['mean_abs_dlogprob']:.5f} | {len(parity['tokenizer_mismatches'])} of "
-            f"{parity['tokenizer_texts']} |"
-        )
+        parity = file.parity
+        if parity is not None:
+            rows.append(
+                f"| {file.model} {file.outtype} | {file.bytes / 1e6:.1f} | {parity.top1_agreement:.2%} "
+                f"| {parity.mean_abs_dlogprob:.5f} | {len(parity.tokenizer_mismatches)} of {parity.tokenizer_texts} |"
+            )
     return "\n".join(rows)
 
 

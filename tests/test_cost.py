@@ -62,7 +62,7 @@ def test_curves_measured_beside_other_work_are_doubted(monkeypatch: pytest.Monke
     assert "other programs" in curve.note
     model, sizes = Scripted(counting, 100, 10), Profile(max_tokens=3, depth=8, repeats=5)
     kept = profile_entry(model, "m", "pytorch", "float32", sizes)
-    assert kept["doubt"] == doubt(kept["seconds"], kept["low"]) != ""
+    assert kept.doubt == doubt(kept.seconds, kept.low) != ""
 
 
 @pytest.mark.parametrize(("depth", "first"), [(0, 4.0), (64, 4.0), (511, 4.0), (512, 6.0), (9999, 6.0)])

@@ -205,7 +205,7 @@ def test_parity_of_every_type(exported: Path, outtype: str, largest: float) -> N
     assert parity.max_abs_dlogprob < largest
     assert parity.mean_abs_dlogprob < largest / 8
     assert parity.top1_agreement > 0.93
-    assert json.loads(json.dumps(parity.to_dict()))["positions"] == 400
+    assert json.loads(json.dumps(dataclasses.asdict(parity)))["positions"] == 400
 
 
 @needs_llama

@@ -181,4 +181,4 @@ def test_steps_are_timed_at_their_depth() -> None:
     assert model.lengths == [20] and model.calls == [20, *[1, 3] * 6]  # one round is thrown away
     assert all(low <= middle <= high for middle, low, high in found.values())
     curve = profile_entry(model, "m", "pytorch", "float32", Profile(max_tokens=16, depth=128, repeats=5))
-    assert curve["depth"] == 48 and curve["tokens"] == list(range(1, 17)) and len(curve["seconds"]) == 16
+    assert curve.depth == 48 and curve.tokens == list(range(1, 17)) and len(curve.seconds) == 16

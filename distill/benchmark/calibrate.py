@@ -17,6 +17,8 @@ from distill.models.base import Model
 from distill.models.loaded import load_pair
 from distill.packing import Packed
 from distill.recipe import Recipe
+from distill.results.profile_results import ProfileReport
+from distill.results.serialise import read_result
 from distill.run import Run
 from distill.speculative.calibration import (
     CONTEXT_TERMS,
@@ -225,12 +227,12 @@ def load_ranks(path: Path) -> RankTally:
 
 def curve_costs(run: Run, backend: str) -> StepCosts:
     """The machine's measured T(1..), D(1) and D(2) of a run's pair, from profile.json; DataError where they lack."""
-    found = read_json(run.path("profile.json"))["curves"]
-    curves = {curve["model"]: curve for curve in found if curve["backend"] == backend}
+    report = read_result(run.path("profile.json"), ProfileReport)
+    curves = {curve.model: curve.seconds for curve in report.curves if curve.backend == backend}
     if set(curves) != {"target", "draft"}:
         raise DataError(f"{run.path('profile.json')} has no curves of backend {backend}", "redo stage profile")
-    draft = curves["draft"]["seconds"]
-    return StepCosts(tuple(curves["target"]["seconds"]), draft[0], draft[1])
+    draft = curves["draft"]
+    return StepCosts(tuple(curves["target"]), draft[0], draft[1])
 
 
 def with_overhead(

@@ -4,45 +4,45 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
-from typing import Any
 
 from distill.export.writer import export_gguf
-from distill.files import write_json
 from distill.machine import machine
 from distill.models.base import Model
 from distill.models.gguf.model import GgufModel
 from distill.models.hugging_face import load_model, load_target, local_folder, pick_device
 from distill.models.torch_model import TorchModel
 from distill.recipe import Profile, Recipe
+from distill.results.profile_results import MeasuredCurve, ProfileReport
+from distill.results.serialise import write_result
 from distill.run import Run
 from distill.speculative.cost import measure_curve
 
 
-def profile_entry(model: Model, title: str, backend: str, dtype: str, settings: Profile) -> dict[str, Any]:
+def profile_entry(model: Model, title: str, backend: str, dtype: str, settings: Profile) -> MeasuredCurve:
     """The measured curve of one model as profile.json keeps it; its lists run over m = 1..max_tokens.
 
     It is measured at the recipe's depth, or at the deepest that the model's context leaves room for.
     """
     depth = min(settings.depth, model.capacity - settings.max_tokens)
     curve = measure_curve(model, title, backend, [depth], settings.max_tokens, settings.repeats, show_progress=False)
-    return {
-        "model": curve.model,
-        "backend": curve.backend,
-        "dtype": dtype,
-        "depth": depth,
-        "repeats": curve.repeats,
-        "tokens": list(range(1, len(curve.seconds[0]) + 1)),
-        "seconds": list(curve.seconds[0]),
-        "low": list(curve.fastest[0]),
-        "high": list(curve.slowest[0]),
-        "doubt": curve.note,
-    }
+    return MeasuredCurve(
+        model=curve.model,
+        backend=curve.backend,
+        dtype=dtype,
+        depth=depth,
+        repeats=curve.repeats,
+        tokens=list(range(1, len(curve.seconds[0]) + 1)),
+        seconds=list(curve.seconds[0]),
+        low=list(curve.fastest[0]),
+        high=list(curve.slowest[0]),
+        doubt=curve.note,
+    )
 
 
 def profile(recipe: Recipe, run: Run) -> list[Path]:
     """Write profile.json. The draft's weights do not affect its cost, so the untrained draft of stage cut is timed."""
     settings = recipe.profile
-    curves: list[dict[str, Any]] = []
+    curves: list[MeasuredCurve] = []
     folders = {"target": local_folder(recipe.target.model), "draft": run.path("cut")}
     for title, folder in folders.items():
         if "pytorch" in recipe.speedup.backends:
@@ -59,12 +59,12 @@ def profile(recipe: Recipe, run: Run) -> list[Path]:
                 with GgufModel(path, context=settings.depth + settings.max_tokens, threads=recipe.threads) as quantised:
                     curves.append(profile_entry(quantised, title, "gguf", recipe.speedup.outtype, settings))
     for curve in curves:
-        first = curve["seconds"][0]
+        first = curve.seconds[0]
         run.say(
-            f"  {curve['model']}, {curve['backend']} {curve['dtype']}: T(1) {first * 1e3:.2f} ms, "
-            f"T({curve['tokens'][-1]}) = {curve['seconds'][-1] / first:.2f} T(1)"
+            f"  {curve.model}, {curve.backend} {curve.dtype}: T(1) {first * 1e3:.2f} ms, "
+            f"T({curve.tokens[-1]}) = {curve.seconds[-1] / first:.2f} T(1)"
         )
-        if curve["doubt"]:
-            run.say(f"    {curve['doubt']} (`distill train RECIPE --redo profile`)")
-    write_json(run.path("profile.json"), {"command": run.command, "machine": machine(), "curves": curves})
+        if curve.doubt:
+            run.say(f"    {curve.doubt} (`distill train RECIPE --redo profile`)")
+    write_result(run.path("profile.json"), ProfileReport(run.command, machine(), curves))
     return [run.path("profile.json")]

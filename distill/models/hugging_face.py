@@ -169,11 +169,10 @@ def real_tokens(config: Any, tokenizer: Any) -> int:
 def describe_model(reference: str, model: Any) -> ModelSizes:
     """Sizes of a loaded model, for tables: parameters, layers, widths, vocabulary, bytes."""
     config = model.config
-    parameters = sum(p.numel() for p in model.parameters())
     return ModelSizes(
         path=reference,
         architecture=config.model_type,
-        parameters=parameters,
+        parameters=sum(p.numel() for p in model.parameters()),
         layers=config.num_hidden_layers,
         hidden=config.hidden_size,
         mlp=config.intermediate_size,

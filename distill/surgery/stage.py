@@ -224,8 +224,7 @@ def cut(recipe: Recipe, run: Run) -> list[Path]:
         copy_tokenizer(local_folder(recipe.target.model), place)
         if kept is not None:
             write_kept(place, kept.ids, model.config.vocab_size, metadata)
-        written = [change.as_json() for change in changes]
-        write_json(place / RECORD, {"changes": written})
+        write_json(place / RECORD, {"changes": [change.as_json() for change in changes]})
         write_result(place / "cut.json", CutReport(donor, sizes, changes, context))
 
     write_folder(run.path("cut"), save)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Any
 
-from distill.files import read_json, write_folder, write_json
+from distill.files import write_folder, write_json
 from distill.models.kept import FILE as KEPT_FILE
 from distill.models.tokenizer_files import copy_tokenizer
+from distill.results.serialise import from_json, read_result, write_result
+from distill.results.training_results import EvaluatedWeights, ReplayDecision, TrainedPart, TrainingSummary
 from distill.training.adapters import merge
 from distill.training.penalty import finish_penalty
 from distill.training.setup import Training
@@ -39,24 +40,18 @@ def write_draft(work: Training) -> list[Path]:
     write_folder(run.path("draft"), write)
     if report is not None:
         run.say(f"  sparsity: {report['sentence']}")
-    write_json(run.path("training.json"), _summary(work, read_json(decision) if decision.exists() else None))
+    write_result(run.path("training.json"), _summary(work, decision))
     return artifacts
 
 
-def _summary(work: Training, replay: dict[str, Any] | None) -> dict[str, Any]:
-    return {
-        "steps": work.state["step"],
-        "processes": work.accelerator.num_processes,
-        "parts": [
-            {
-                "name": part.name,
-                "first": part.first,
-                "steps": part.steps,
-                "rate": part.rate,
-                "loss": dict(part.loss.losses),
-            }
-            for part in work.parts
+def _summary(work: Training, decision: Path) -> TrainingSummary:
+    best, source = work.state["best"], "the last checkpoint"
+    return TrainingSummary(
+        steps=work.state["step"],
+        processes=work.accelerator.num_processes,
+        parts=[
+            TrainedPart(part.name, part.first, part.steps, part.rate, dict(part.loss.losses)) for part in work.parts
         ],
-        "best": work.state["best"],
-        "replay": replay,
-    }
+        best=None if best is None else from_json(best, EvaluatedWeights, source),
+        replay=read_result(decision, ReplayDecision) if decision.exists() else None,
+    )
