@@ -83,7 +83,7 @@ def test_the_command_says_what_a_transplant_opens(tmp_path: Path, capsys: pytest
     arguments = ("transplant", donor, target, tmp_path / "new", "--text")
     assert tiny.call(*arguments, text) == 0
     said = capsys.readouterr().out
-    assert "of 5 tokens of the text, 40.0% are of the target alone" in said and "could never draft: 'Ġab' 40.0%" in said
+    assert "of 5 tokens of the text, 40.0% are not in the donor's vocabulary" in said and "('Ġab' 40.0%)" in said
     assert tiny.call(*arguments, tmp_path / "nowhere") == 2
     assert "does not exist" in capsys.readouterr().err
 

@@ -189,11 +189,11 @@ class StringMatchDrafter:
     """String-level exact match: the draft continues the text; the target's tokens of this text are proposed.
 
     With `sampler` temperature 0, or with `argmax`, the draft's best tokens are taken, else they are drawn. In either
-    case a proposal has no distributions: given the drafted text it is fixed, so verifiers take q as 1 at each token. The
-    drafted text is independent of the verifier's randomness. So the output follows the target's distribution given any
-    drafted text, hence on average too; dropping drafted tokens, however chosen, changes nothing about that. The kind is
-    therefore `deterministic`, for every verifier and length rule. The verifiers token and block then accept no more
-    than match does: with p of the proposed token.
+    case a proposal has no distributions: given the drafted text it is fixed, so verifiers take q as 1 at each token.
+    The drafted text is independent of the verifier's randomness. So the output follows the target's distribution given
+    any drafted text, hence on average too; dropping drafted tokens, however chosen, changes nothing about that. The
+    kind is therefore `deterministic`, for every verifier and length rule. The verifiers token and block then accept no
+    more than match does: with p of the proposed token.
 
     The length rule counts own tokens: it limits them, reads their features, and observes as accepted those whose whole
     text was accepted.
