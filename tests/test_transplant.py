@@ -29,7 +29,8 @@ from distill.surgery.vocabulary.subtokens import (
     describe_subtokens,
     map_subtokens,
 )
-from distill.surgery.vocabulary.transplant import EMBEDDING, HEAD, check_transplant, transplant
+from distill.surgery.vocabulary.transplant import transplant
+from distill.surgery.vocabulary.transplant_plan import EMBEDDING, HEAD, check_transplant
 from distill.vocabulary import Vocabulary
 from distill.vocabulary.byte_map import NEVER_IN_UTF8
 from distill.vocabulary.encoding import Encoder
