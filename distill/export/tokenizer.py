@@ -151,7 +151,7 @@ def _pre_type(path: Path, content: Mapping[str, Any], tokenizer: Tokenizer) -> s
     pre = PRE_TYPES.get(steps)
     if pre is None:
         raise DataError(
-            f"{path}: there is no known name in llama.cpp for this pre-tokenizer: {list(steps)}",
+            f"{path}: no name is known in llama.cpp for this pre-tokenizer: {list(steps)}",
             hint="supported: the splits of GPT-2, Qwen2, Qwen3.5, Llama 3 and SmolLM",
         )
     ignores = bool(content["model"].get("ignore_merges"))
