@@ -29,7 +29,8 @@ from distill.surgery.vocabulary.subtokens import (
     describe_subtokens,
     map_subtokens,
 )
-from distill.surgery.vocabulary.transplant import EMBEDDING, HEAD, check_transplant, transplant
+from distill.surgery.vocabulary.transplant import transplant
+from distill.surgery.vocabulary.transplant_plan import EMBEDDING, HEAD, check_transplant
 from distill.vocabulary import Vocabulary
 from distill.vocabulary.byte_map import NEVER_IN_UTF8
 from distill.vocabulary.encoding import Encoder
@@ -83,7 +84,7 @@ def test_the_command_says_what_a_transplant_opens(tmp_path: Path, capsys: pytest
     arguments = ("transplant", donor, target, tmp_path / "new", "--text")
     assert tiny.call(*arguments, text) == 0
     said = capsys.readouterr().out
-    assert "of 5 tokens of the text, 40.0% are of the target alone" in said and "could never draft: 'Ġab' 40.0%" in said
+    assert "of 5 tokens of the text, 40.0% are not in the donor's vocabulary" in said and "('Ġab' 40.0%)" in said
     assert tiny.call(*arguments, tmp_path / "nowhere") == 2
     assert "does not exist" in capsys.readouterr().err
 

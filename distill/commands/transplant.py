@@ -7,9 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from distill.commands.shared import (
-    read_texts,
-)
+from distill.commands.shared import read_texts
 from distill.errors import DataError, RecipeError
 
 
@@ -19,30 +17,36 @@ def transplant(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="New folder.")],
     override: Annotated[
         list[str] | None,
-        typer.Option("--override", metavar="TOKEN=TEXT", help="Start a target token from a text's donor tokens."),
+        typer.Option(
+            "--override", metavar="TOKEN=TEXT", help="Make a target token's row from the donor tokens of TEXT."
+        ),
     ] = None,
     method: Annotated[
-        str, typer.Option("--method", help="subtokens or pursuit, for tokens that are no copies.")
+        str, typer.Option("--method", help="subtokens or pursuit, for tokens without a copy.")
     ] = "subtokens",
-    decay: Annotated[float, typer.Option("--decay", help="Weight of each subtoken over the one before.")] = 0.5,
+    decay: Annotated[float, typer.Option("--decay", help="Weight of each subtoken relative to the one before.")] = 0.5,
     dtype: Annotated[
-        str | None, typer.Option("--dtype", help="float32, bfloat16 or float16; as stored if left out.")
+        str | None, typer.Option("--dtype", help="float32, bfloat16 or float16; by default as stored.")
     ] = None,
     rows: Annotated[
-        int | None, typer.Option("--rows", help="Embedding rows, where TARGET has no config.json to say.")
+        int | None, typer.Option("--rows", help="Embedding rows, for a TARGET without config.json.")
     ] = None,
     text: Annotated[
         list[Path] | None,
-        typer.Option("--text", help="Text of the target: says how much of it DONOR could not draft as it is."),
+        typer.Option(
+            "--text", help="Text written by the target: reports the share that DONOR cannot draft without a transplant."
+        ),
     ] = None,
 ) -> None:
     """Give a model the vocabulary of another, byte for byte, so that it can draft for it."""
     overrides: dict[str, str] = {}
     for pair in override or []:
-        token, equals, text_of = pair.partition("=")
+        token, equals, words = pair.partition("=")
         if not equals or not token:
-            raise RecipeError(f"--override {pair}: no `=` between token and text", "write --override '<|user|>=User:'")
-        overrides[token] = text_of
+            raise RecipeError(
+                f"--override {pair}: there is no `=` between token and text", "write --override '<|user|>=User:'"
+            )
+        overrides[token] = words
     from distill.models.hugging_face import local_folder
     from distill.surgery.vocabulary.transplant import transplant as write
 
@@ -66,7 +70,7 @@ def transplant(
 
 
 def gain_line(texts: list[str], donor: Path, target: Path) -> str:
-    """What the transplant opens: the share of the texts' target tokens that the donor's vocabulary lacks."""
+    """The gain of the transplant: the share of the texts' target tokens that the donor's vocabulary lacks."""
     from collections import Counter
 
     from distill.models.hugging_face import encode, load_tokenizer
@@ -80,26 +84,26 @@ def gain_line(texts: list[str], donor: Path, target: Path) -> str:
     found = transplant_gain(counts, Vocabulary.read(target), Vocabulary.read(donor), worst=5)
     missing = ", ".join(f"{token!r} {share:.1%}" for token, share in found["missing"])
     return (
-        f"of {counts.total()} tokens of the text, {found['gain']:.1%} are of the target alone, which the donor "
-        f"as it is could never draft{f': {missing}' if missing else ''}"
+        f"of {counts.total()} tokens of the text, {found['gain']:.1%} are not in the donor's vocabulary: without a "
+        f"transplant it cannot draft them{f' ({missing})' if missing else ''}"
     )
 
 
 def report_lines(details: dict[str, Any]) -> list[str]:
-    """What a transplant did to the rows, in words."""
+    """The rows of a transplant by origin, its special tokens and its longest rows, as lines of text."""
     lines = [
         f"rows: {details['rows']}, of them {details['copies']} exact copies ({details['copy_share']:.1%}), "
-        f"{details['means']} of {details['subtokens_per_mean']:.2f} pieces on average, {details['unused']} unused, "
+        f"{details['means']} of {details['subtokens_per_mean']:.2f} subtokens on average, {details['unused']} unused, "
         f"{details['padding_rows']} padding, {details['zeros']} zero",
         f"special tokens: {details['overrides']} by override, {details['roles']} by role, {details['same_special']} by "
         f"name, {details['special_as_text']} from their text",
-        f"tokens with the bytes of another: {details['duplicates']}; no UTF-8 alone: {details['not_utf8_alone']}",
+        f"tokens with the bytes of another: {details['duplicates']}; invalid UTF-8 alone: {details['not_utf8_alone']}",
     ]
     for row in details["special_tokens"][:20]:
         lines.append(f"  {row['token']!r} <- {' '.join(map(repr, row['subtokens']))} ({row['how']})")
     if len(details["special_tokens"]) > 20:
         lines.append(f"  and {len(details['special_tokens']) - 20} more, in surgery.json")
     if details["worst"]:
-        lines.append("most pieces:")
+        lines.append("most subtokens:")
     lines += [f"  {row['token']!r} <- {' '.join(map(repr, row['subtokens']))}" for row in details["worst"][:5]]
     return lines

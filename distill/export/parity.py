@@ -1,4 +1,4 @@
-"""Does the GGUF file compute what the Hugging Face folder computes?"""
+"""Parity of a GGUF file with the Hugging Face folder that it was exported from."""
 
 from __future__ import annotations
 
@@ -75,15 +75,15 @@ def _compare_logits(
         ids = tokenizer(text, verbose=False)["input_ids"]
         for start in range(0, len(ids) - 1, window - 1):
             # One token of overlap, so that every token but the first is predicted once.
-            piece = ids[start : start + window][: positions - len(differences) + 1]
-            if len(piece) < 2:
+            part = ids[start : start + window][: positions - len(differences) + 1]
+            if len(part) < 2:
                 return same_top, differences
             with torch.inference_mode():
-                logits = model(torch.tensor([piece])).logits[0, :-1, : quantised.vocabulary_size]
+                logits = model(torch.tensor([part])).logits[0, :-1, : quantised.vocabulary_size]
             reference = logits.float().log_softmax(-1)
             quantised.reset()
-            actual = quantised.extend(piece, want=range(len(piece) - 1)).full().log_softmax(-1)
-            following = torch.tensor(piece[1:])[:, None]
+            actual = quantised.extend(part, want=range(len(part) - 1)).full().log_softmax(-1)
+            following = torch.tensor(part[1:])[:, None]
             differences += (reference.gather(1, following) - actual.gather(1, following)).abs()[:, 0].tolist()
             same_top += int((reference.argmax(-1) == actual.argmax(-1)).sum())
     return same_top, differences

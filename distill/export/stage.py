@@ -15,7 +15,7 @@ from distill.texts import read_documents_of
 
 
 def export(recipe: Recipe, run: Run) -> list[Path]:
-    """Write gguf/MODEL-OUTTYPE.gguf for draft and target and gguf/export.json with the parity of each."""
+    """Write gguf/MODEL-OUTTYPE.gguf for draft and target, and gguf/export.json with the parity of each file."""
     folder = run.path("gguf")
     texts = read_documents_of(run, "test")
     files: list[ExportedFile] = []
@@ -27,7 +27,7 @@ def export(recipe: Recipe, run: Run) -> list[Path]:
             run.say(
                 f"  {path.name}: {report.bytes / 1e6:.1f} MB, top-1 {parity.top1_agreement:.2%}, mean |d log p| "
                 f"{parity.mean_abs_dlogprob:.5f} over {parity.positions} positions, "
-                f"{len(parity.tokenizer_mismatches)} of {parity.tokenizer_texts} texts with other ids"
+                f"{len(parity.tokenizer_mismatches)} of {parity.tokenizer_texts} texts tokenized differently"
             )
             place = str(path.relative_to(run.folder))
             files.append(ExportedFile(place, name, outtype, report.bytes, report.fallback_tensors, parity))

@@ -1,4 +1,4 @@
-"""From a Hugging Face folder (qwen2, qwen3, llama) to the names, shapes and metadata that llama.cpp reads.
+"""A Hugging Face folder (qwen2, qwen3, llama) under the names, shapes and metadata that llama.cpp reads.
 
 Legend: H hidden, A attention heads, D head size, F MLP width, V vocabulary rows.
 """
@@ -40,7 +40,7 @@ OUTER_NAMES = {
     "model.norm.weight": "output_norm.weight",
     "lm_head.weight": "output.weight",
 }
-# llama.cpp ignores or refuses these biases; a model that has them would silently compute something else.
+# llama.cpp ignores or refuses all other biases; a model that has them would silently compute something else.
 ALLOWED_BIASES: dict[str, set[str]] = {
     "qwen2": {"self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"},
     "qwen3": set(),
@@ -51,7 +51,7 @@ LAYER_PATTERN = re.compile(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)")
 
 @dataclass(frozen=True)
 class Shape:
-    """The numbers of config.json that name, check and describe the tensors."""
+    """The values of config.json that name, check and describe the tensors."""
 
     architecture: str
     hidden: int
@@ -78,7 +78,7 @@ class GgufTensor:
 
 
 def read_shape(folder: Path) -> Shape:
-    """The model's shape from `folder`/config.json; DataError for what llama.cpp would compute differently."""
+    """The model's shape from `folder`/config.json; DataError for a model that llama.cpp would compute differently."""
     config = read_object(folder / "config.json")
     architecture = config.get("model_type")
     if architecture not in ARCHITECTURES:
@@ -259,7 +259,7 @@ def _weight_files(folder: Path) -> list[Path]:
 def open_tensors(folder: Path, shape: Shape) -> Iterator[list[GgufTensor]]:
     """The folder's tensors under their GGUF names, readable while the context is open.
 
-    Raises DataError when a tensor is missing, has another shape than config.json says, or has no place in GGUF.
+    Raises DataError when a tensor is missing, has another shape than config.json gives, or has no place in GGUF.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -293,7 +293,7 @@ def _in_order(
         size = tuple(handles[name].get_slice(name).get_shape())
         if name in expected and size != expected[name]:
             raise DataError(
-                f"{folder}: {name} has shape {list(size)}, config.json says {list(expected[name])}",
+                f"{folder}: {name} has shape {list(size)}, by config.json it is {list(expected[name])}",
                 hint="check that config.json belongs to these weights",
             )
         tensors.append(

@@ -1,7 +1,7 @@
-"""From a Hugging Face tokenizer.json (byte-level BPE) to llama.cpp's tokenizer.ggml.* keys.
+"""A Hugging Face tokenizer.json (byte-level BPE) as llama.cpp's tokenizer.ggml.* keys.
 
-llama.cpp has its own pre-tokenizers under fixed names. A wrong name loads and gives wrong ids, so the name follows from
-the rules written in tokenizer.json, and rules that have no name there are refused.
+llama.cpp has its own pre-tokenizers under fixed names. A wrong name loads and gives wrong ids. So the name is derived
+from the rules in tokenizer.json, and rules without a name there are refused.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ PRE_TYPES: dict[tuple[str, ...], str] = {
     (f"split {QWEN35}", "bytes"): "qwen35",
     ("digits", "gpt-2"): "smollm",
 }
-# Of these names only llama-bpe takes a word that is itself a token without merging.
+# Of these names only llama-bpe takes a word that is itself a token, without merging.
 IGNORES_MERGES = {"llama-bpe"}
 SAME_BUT_MERGING = {"llama-bpe": "dbrx"}
 
 
 @dataclass(frozen=True)
 class GgufTokenizer:
-    """What the tokenizer.ggml.* keys will hold; `types` are gguf.TokenType values, one per token."""
+    """The values of the tokenizer.ggml.* keys; `types` are gguf.TokenType values, one per token."""
 
     pre: str
     tokens: list[str]
@@ -59,8 +59,8 @@ class GgufTokenizer:
 def read_tokenizer(folder: Path, vocabulary: int) -> GgufTokenizer:
     """The tokenizer of a Hugging Face folder, padded to `vocabulary` rows.
 
-    Raises DataError when it is missing, not byte-level BPE, larger than the model's vocabulary, or splits text in a way
-    llama.cpp has no name for.
+    Raises DataError when it is missing, not byte-level BPE, larger than the model's vocabulary, or splits text by
+    rules that llama.cpp has no name for.
     """
     path = folder / "tokenizer.json"
     content = read_object(path)
@@ -74,7 +74,7 @@ def read_tokenizer(folder: Path, vocabulary: int) -> GgufTokenizer:
     ids = {token: index for index, token in enumerate(tokens)}
     bos, eos, pad = (named_id(role, settings, config, ids, vocabulary) for role in ("bos", "eos", "pad"))
     if eos is None:
-        # Unset, llama.cpp would take token 11 for the end of text.
+        # Without it llama.cpp would take token 11 for the end of text.
         raise DataError(f"{folder} names no end-of-text token", hint='set "eos_token" in tokenizer_config.json')
     add_bos, add_eos, bos = _text_ends(path, tokenizer, bos, eos)
     return GgufTokenizer(
@@ -131,7 +131,7 @@ def _refuse_other_kinds(path: Path, content: Mapping[str, Any], model: Mapping[s
 
 
 def _steps(pre_tokenizer: Mapping[str, Any] | None) -> tuple[str, ...]:
-    """A pre-tokenizer as a tuple of words that PRE_TYPES knows or does not know."""
+    """A pre-tokenizer as a tuple of steps, to be looked up in PRE_TYPES."""
     if pre_tokenizer is None:
         return ()
     kind = pre_tokenizer.get("type")
@@ -151,7 +151,7 @@ def _pre_type(path: Path, content: Mapping[str, Any], tokenizer: Tokenizer) -> s
     pre = PRE_TYPES.get(steps)
     if pre is None:
         raise DataError(
-            f"{path}: llama.cpp has no name known here for this pre-tokenizer: {list(steps)}",
+            f"{path}: no name is known in llama.cpp for this pre-tokenizer: {list(steps)}",
             hint="supported: the splits of GPT-2, Qwen2, Qwen3.5, Llama 3 and SmolLM",
         )
     ignores = bool(content["model"].get("ignore_merges"))

@@ -24,7 +24,7 @@ F16_MAX = 65504.0
 
 @dataclass(frozen=True)
 class ExportReport:
-    """What was written: `bytes` is the file's size, `fallback_tensors` those kept in f16 because q8_0 did not fit."""
+    """The file written: its size in bytes, and the number of tensors kept in f16 because q8_0 did not fit."""
 
     path: Path
     outtype: str
@@ -36,8 +36,8 @@ class ExportReport:
 def export_gguf(folder: Path, output: Path, outtype: str, source_model_name: str | None = None) -> ExportReport:
     """Write `folder` (qwen2, qwen3 or llama, byte-level BPE) to the GGUF file `output` as f32, f16, bf16 or q8_0.
 
-    Vectors stay f32. Raises DataError when the model cannot be exported, RunError when the file cannot be written; the
-    name `output` then still holds what it held before.
+    Vectors stay f32. Raises DataError when the model cannot be exported, RunError when the file cannot be written; a
+    file that stood at `output` is then intact.
     """
     import gguf
 

@@ -45,17 +45,12 @@ def lark(text: str) -> str:
             continue
         if not lines:
             raise _error(text, place, "a rule must begin with `name ::=`")
-        line = lines[-1]
-        if kind == "name" and found not in known:
-            raise _error(text, place, f"there is no rule `{found}`")
-        if kind == "times" and line[-1][-1] in ":(|":
-            raise _error(text, place, f"nothing stands before `{found}` to repeat")
-        if found in ("|", ")") and kind == "mark":
-            _fill(line)
-        depths[-1] += {"(": 1, ")": -1}.get(found, 0) if kind == "mark" else 0
-        if depths[-1] < 0:
-            raise _error(text, place, "this bracket closes nothing")
-        line.append(_written(kind, found, known, text, place))
+        _require_fit(kind, found, lines[-1], known, text, place)
+        if kind == "mark":
+            depths[-1] += _bracket(found, depths[-1], text, place)
+            if found in "|)":
+                _fill(lines[-1])
+        lines[-1].append(_written(kind, found, known, text, place))
     for line, depth in zip(lines, depths, strict=True):
         if depth:
             raise DataError("the grammar leaves a bracket open", "close it")
@@ -63,6 +58,22 @@ def lark(text: str) -> str:
     if len(lines) != len(names):
         raise DataError("the grammar defines a rule twice", "rename one of them")
     return "\n".join(" ".join(line) for line in lines)
+
+
+def _require_fit(kind: str, found: str, line: list[str], known: dict[str, str], text: str, place: int) -> None:
+    """Raise DataError for the name of no rule, and for a repetition of nothing."""
+    if kind == "name" and found not in known:
+        raise _error(text, place, f"there is no rule `{found}`")
+    if kind == "times" and line[-1][-1] in ":(|":
+        raise _error(text, place, f"nothing stands before `{found}` to repeat")
+
+
+def _bracket(found: str, depth: int, text: str, place: int) -> int:
+    """The change of depth at a mark; DataError for a bracket that closes nothing."""
+    change = {"(": 1, ")": -1}.get(found, 0)
+    if depth + change < 0:
+        raise _error(text, place, "this bracket closes nothing")
+    return change
 
 
 def _parts(text: str) -> list[tuple[str, str, int]]:

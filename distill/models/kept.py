@@ -1,7 +1,7 @@
 """Trimmed heads: a draft proposes only the kept tokens; its folder still holds the full head and loads everywhere.
 
-`kept_tokens.json` beside the weights names the kept ids. Our loader computes the logits of those alone and gives the
-others −inf; plain transformers and llama.cpp ignore the file and use the full head. Legend: V vocabulary, K kept
+`kept_tokens.json` beside the weights lists the kept ids. Our loader computes only their logits and gives the others
+−inf; plain transformers and llama.cpp ignore the file and use the full head. Legend: V vocabulary, K kept
 tokens, H hidden.
 """
 
@@ -21,12 +21,12 @@ FILE = "kept_tokens.json"
 
 
 def write_kept(folder: Path, kept: list[int], vocabulary: int, metadata: dict[str, Any]) -> None:
-    """Write kept_tokens.json: `kept` ids, ascending, of `vocabulary` rows, and how they were chosen."""
+    """Write kept_tokens.json: `kept` ids, ascending, of `vocabulary` rows; `metadata` records how they were chosen."""
     write_json(folder / FILE, {"format": 1, "vocabulary": vocabulary, "kept": kept, **metadata})
 
 
 def read_kept(folder: Path) -> dict[str, Any] | None:
-    """kept_tokens.json of a model folder, None where there is none; raises DataError when it is no such file."""
+    """kept_tokens.json of a model folder, None where there is none; raises DataError when it is damaged."""
     path = folder / FILE
     if not path.is_file():
         return None
@@ -43,7 +43,7 @@ def read_kept(folder: Path) -> dict[str, Any] | None:
 
 
 class KeptHead(torch.nn.Module):
-    """A head that multiplies the kept rows [K, H] alone and spreads the result over V columns, −inf elsewhere."""
+    """A head that multiplies only the kept rows [K, H] and spreads the result over V columns, −inf elsewhere."""
 
     kept: Tensor
     weight: Tensor
@@ -62,7 +62,7 @@ class KeptHead(torch.nn.Module):
 
 
 def trim_head(model: Any, kept: list[int]) -> Any:
-    """Let a loaded model compute the kept tokens' logits alone; for inference, such a model is not saved."""
+    """Let a loaded model compute only the kept tokens' logits; for inference, since such a model cannot be saved."""
     rows = model.lm_head.weight.shape[0]
     if kept[-1] >= rows:
         raise DataError(f"{FILE} keeps token {kept[-1]}, the head has {rows} rows", "trim this folder again")

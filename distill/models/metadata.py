@@ -35,7 +35,7 @@ class VocabularyMetadata:
     """A model's vocabulary and context as llama.cpp and vLLM see them.
 
     `tokens` [V] are the raw token strings, padding rows named [PAD<id>] as every converter does; `bos` and `eos` are
-    added to a text where `add_bos` and `add_eos` say so; `beyond` counts ids of the tokenizer that have no row, and
+    added to a text where `add_bos` and `add_eos` are true; `beyond` counts ids of the tokenizer that have no row, and
     `kept` those of a trimmed head (None: the whole head); `context` is the training context in tokens.
     """
 
@@ -54,16 +54,16 @@ class VocabularyMetadata:
 
     @classmethod
     def read(cls, reference: str) -> VocabularyMetadata:
-        """The metadata of a Hugging Face folder, a hub name or a .gguf file; DataError where they cannot be had."""
+        """The metadata of a Hugging Face folder, a hub name or a .gguf file; DataError where it cannot be read."""
         return _from_gguf(Path(reference)) if reference.endswith(".gguf") else _from_folder(reference)
 
     @property
     def rows(self) -> int:
-        """V: what Hugging Face calls vocab_size."""
+        """V: Hugging Face's vocab_size."""
         return len(self.tokens)
 
     def real(self, index: int) -> str | None:
-        """The string of a token that is no padding, else None."""
+        """The string of a token, None for a padding row."""
         if index >= len(self.tokens) or self.tokens[index] == f"[PAD{index}]":
             return None
         return self.tokens[index]
@@ -93,14 +93,14 @@ class VocabularyMetadata:
 
 
 def _small_folder(reference: str) -> str:
-    """A model's folder as given, or where the hub's small files of it lie: no weights."""
+    """A model's folder as given, or the folder of its small files from the hub: no weights."""
     if is_path(reference):
         return reference
     from huggingface_hub import snapshot_download
 
     try:
         return str(snapshot_download(reference, allow_patterns=SMALL_FILES))
-    except Exception as error:  # the hub client raises many kinds; each means "not to be had"
+    except Exception as error:  # the hub client raises many kinds; each means that the model is not available
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise DataError(
             f"cannot load {reference}: {first}", "check the name and the network, or give a local folder"

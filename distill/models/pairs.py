@@ -1,4 +1,4 @@
-"""Do a target and a draft fit each other? The rules of our decoder, llama.cpp and vLLM, read from files alone."""
+"""Whether a target and a draft fit each other: the rules of our decoder, llama.cpp and vLLM, from files alone."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ SAME_FILES = "copy the target's tokenizer files into the draft's folder and expo
 
 @dataclass(frozen=True)
 class PairReport:
-    """What was compared and the verdicts: None when fine, else the reason against.
+    """The verdict of each rule on a pair: None when it fits, else the reason against.
 
     `distill` is the rule of our decoder, `context` only a warning. `target_vocabulary` and `draft_vocabulary` are rows,
     padding included; `served_context` is in tokens, None where neither the caller nor the target names it. `remedies`
-    says, for each verdict against, what to do next.
+    names the next step for each rule that fails.
     """
 
     target_vocabulary: int
@@ -38,7 +38,7 @@ class PairReport:
     draft: VocabularyMetadata = field(repr=False)
 
     def table(self) -> list[tuple[str, str, str]]:
-        """Rows of (rule, `fits` or the reason against, what to do next or nothing)."""
+        """Rows of (rule, `fits` or the reason against, the next step or nothing)."""
         rules = (
             ("distill", "pair rule of distill", "does not fit"),
             ("llama_cpp", "pair rule of llama.cpp", "does not fit"),
@@ -95,7 +95,7 @@ def _shown(token: str | None) -> str:
 
 
 def _differences(first: int, last: int, target: Callable[[int], str | None], draft: Callable[[int], str | None]) -> str:
-    """The first id in [first, last) whose strings differ, and how many do; empty when none does."""
+    """The first id in [first, last) with different strings, and the number of differences; empty without any."""
     found = [index for index in range(first, last) if target(index) != draft(index)]
     if not found:
         return ""
@@ -104,11 +104,11 @@ def _differences(first: int, last: int, target: Callable[[int], str | None], dra
     return f"token {index} is {_shown(target(index))} in the target and {_shown(draft(index))} in the draft{more}"
 
 
-Verdict = tuple[str, str] | None  # the reason against, and what to do next
+Verdict = tuple[str, str] | None  # the reason against, and the next step
 
 
 def distill_rule(target: VocabularyMetadata, draft: VocabularyMetadata) -> Verdict:
-    """Our decoder: every id that is a token, and no padding, in either is the same string in both."""
+    """Our decoder: every id that is a token and no padding in one model is the same string in both."""
     last = max(target.rows, draft.rows)
     different = _differences(0, last, target.real, draft.real)
     return (different, TRANSPLANT) if different else None
@@ -145,7 +145,7 @@ def vllm_rule(target: VocabularyMetadata, draft: VocabularyMetadata) -> Verdict:
 
 
 def context_rule(draft: VocabularyMetadata, served: int | None) -> Verdict:
-    """The draft's training context is at least the served one; nothing to say where that is unknown."""
+    """The draft's training context is at least the served one; fits where the served one is unknown."""
     if draft.context is None:
         return "the draft names no context length", "set max_position_embeddings in its config.json, or export it again"
     if served is None or draft.context >= served:

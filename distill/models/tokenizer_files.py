@@ -1,4 +1,4 @@
-"""The files of a tokenizer, copied as they stand: loading and saving one through transformers may change it."""
+"""The files of a tokenizer, copied unchanged: loading and saving a tokenizer through transformers may change it."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ def copy_tokenizer(source: Path, destination: Path) -> None:
 
 
 def pin_tokenizer(folder: Path) -> None:
-    """See to it that AutoTokenizer follows the tokenizer.json of a model folder, not the habits of its architecture.
+    """Make AutoTokenizer use the tokenizer.json of a model folder, not the tokenizer class of its architecture.
 
     Without a class in tokenizer_config.json, transformers takes the architecture's own. For qwen2 it does so whatever
-    class is named, with Qwen2's way of splitting text over any vocabulary, unless an entry in auto_map keeps it from
-    that; the entry is followed only with trust_remote_code, so it leads to a class that adds nothing.
+    class is named, and splits text as Qwen2 does over any vocabulary, unless auto_map has an entry. The entry is
+    followed only with trust_remote_code, so it names a class that adds nothing.
     """
     path = folder / "tokenizer_config.json"
     settings = read_object(path) if path.is_file() else {}

@@ -36,7 +36,8 @@ from distill.surgery.cuts.layers import check_layers, choose_layers, keep_layers
 from distill.surgery.cuts.width import check_width, narrow
 from distill.surgery.divergence import TargetDistributions
 from distill.surgery.inherit import inherit
-from distill.surgery.vocabulary.transplant import check_transplant, transplant
+from distill.surgery.vocabulary.transplant import transplant
+from distill.surgery.vocabulary.transplant_plan import check_transplant
 from distill.surgery.vocabulary.trim import (
     Kept,
     always_kept,

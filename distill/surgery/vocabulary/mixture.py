@@ -22,7 +22,7 @@ def offsets_of(counts: ArrayLike) -> NDArray[numpy.int64]:
 
 @dataclass(frozen=True)
 class Mixture:
-    """Every new row as a weighted sum of donor rows: row r takes entries offsets[r] to offsets[r + 1] of ids, weights.
+    """Every new row as a weighted sum of donor rows: row r has entries offsets[r] to offsets[r + 1] of ids, weights.
 
     offsets [R + 1], ids [P], weights [P]; a row without entries is zero.
     """

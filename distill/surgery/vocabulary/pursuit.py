@@ -1,8 +1,8 @@
-"""Rows rebuilt from rows that both vocabularies share: orthogonal matching pursuit.
+"""Rows rebuilt from the rows of shared tokens: orthogonal matching pursuit.
 
-A target token's row is written as a sparse combination of the target's rows of shared tokens; the same combination of
-the donor's rows of those tokens is its row in the donor. Legend: R target ids, N rows, M atoms, H hidden, K atoms of
-one row.
+A target token's row is approximated by a sparse combination of the target's rows of shared tokens. The same
+combination of the donor's rows of these tokens becomes its row in the donor. Legend: R target ids, N rows, M atoms, H
+hidden, K atoms of one row.
 """
 
 from __future__ import annotations
@@ -18,13 +18,15 @@ from distill.progress import Progress
 from distill.surgery.vocabulary.mixture import Entries
 from distill.surgery.vocabulary.subtokens import MEAN, TEXT, Subtokens
 
+BATCH = 256  # rows rebuilt at once
+
 
 @torch.inference_mode()
 def pursue(rows: Tensor, atoms: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Approximate rows [N, H] by at most `count` of the atoms [M, H] each: indices and coefficients [N, K].
 
-    Orthogonal matching pursuit (Pati et al. 1993): take the atom most correlated with what is left, then project on all
-    taken so far. Where nothing is left, or no atom adds a direction, the remaining coefficients are 0.
+    Orthogonal matching pursuit (Pati et al. 1993): take the atom most correlated with the residual, then project on all
+    atoms taken. Where the residual is zero, or no atom adds a direction, the remaining coefficients are 0.
     """
     lengths = atoms.norm(dim=1)
     count = min(count, int((lengths > 0).sum()), rows.shape[1])
@@ -64,18 +66,19 @@ def pursue(rows: Tensor, atoms: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def pursue_rows(
-    subtokens: Subtokens, target: Tensor, count: int, device: torch.device, batch: int = 256
+    subtokens: Subtokens, target: Tensor, count: int, device: torch.device
 ) -> tuple[dict[int, Entries], dict[str, Any]]:
-    """Donor ids and weights for the target ids that are means of subtokens or a special token's own text.
+    """Donor ids and weights for the target ids made from several subtokens, special tokens among them.
 
-    `target` [at least R, H] is the target's own embedding or head; ids whose row there is zero are left out. Also gives
-    counts and the mean residual relative to the row. Raises DataError when the matrix or what is shared is too small.
+    `target` [at least R, H] is the target's own embedding or head; ids with a zero row there are left out. Also returns
+    counts and the mean residual relative to the row. Raises DataError for a matrix with too few rows, or without shared
+    tokens.
     """
     shared = subtokens.copies
     if len(target) < len(subtokens.origin):
         raise DataError(
             f"the target's matrix has {len(target)} rows for {len(subtokens.origin)} tokens",
-            "its weights and its tokenizer do not belong together",
+            "give the weights and the tokenizer of one model",
         )
     if count < 1 or not len(shared):
         raise DataError(
@@ -88,8 +91,8 @@ def pursue_rows(
     found: dict[int, Entries] = {}
     residual = 0.0
     progress = Progress("pursuit: rows", len(wanted))
-    for start in range(0, len(wanted), batch):
-        part = wanted[start : start + batch]
+    for start in range(0, len(wanted), BATCH):
+        part = wanted[start : start + BATCH]
         rows = target[torch.from_numpy(part)].float().to(device)
         chosen, weights = pursue(rows, atoms, count)
         rebuilt = (weights.unsqueeze(1) @ atoms[chosen]).squeeze(1)

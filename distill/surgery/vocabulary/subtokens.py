@@ -24,6 +24,7 @@ from distill.vocabulary.roles import role_counterparts, stand_ins
 # string, special in the donor too; a special token's own text, in subtokens.
 ORIGINS = ("unused", "copy", "mean", "override", "role", "same", "text")
 UNUSED, COPY, MEAN, OVERRIDE, ROLE, SAME, TEXT = range(len(ORIGINS))
+WORST = 10  # rows with most subtokens that are described
 
 
 @dataclass(frozen=True)
@@ -48,13 +49,13 @@ class Subtokens:
         return numpy.flatnonzero(self.origin == COPY)
 
     def last(self) -> Mixture:
-        """The input embedding's rule: the row of the last subtoken."""
+        """The mixture of the input embedding: the row of the last subtoken."""
         counts = numpy.diff(self.offsets)
         ids = self.ids[self.offsets[1:][counts > 0] - 1]
         return Mixture(offsets_of(counts > 0), ids, numpy.ones(len(ids), numpy.float32))
 
     def front_loaded(self, decay: float) -> Mixture:
-        """The head's rule: the mean of the subtokens, the j-th weighing decay**j."""
+        """The mixture of the head: the mean of the subtokens, the j-th weighted decay**j."""
         counts = numpy.diff(self.offsets)
         starts = self.offsets[:-1]
         row_of = numpy.repeat(numpy.arange(len(counts)), counts)
@@ -84,7 +85,7 @@ def require_bytes(donor: Vocabulary) -> None:
 
 
 def check_overrides(target: Vocabulary, overrides: Mapping[str, str]) -> None:
-    """Raise DataError for an override of a token that the target does not have, or by nothing."""
+    """Raise DataError for an override of a token that the target does not have, or by an empty text."""
     for token, text in overrides.items():
         if token not in target.index:
             named = [t for t, kind in zip(target.tokens, target.kinds, strict=True) if t and kind != "normal"]
@@ -95,7 +96,7 @@ def check_overrides(target: Vocabulary, overrides: Mapping[str, str]) -> None:
             raise DataError(f"the override {token!r} is no token of the target {target.folder}", hint)
         if not text:
             raise DataError(
-                f"the override of {token!r} is empty", "give the text whose donor tokens shall stand in, such as '</s>'"
+                f"the override of {token!r} is empty", "give the text whose donor tokens replace it, such as '</s>'"
             )
 
 
@@ -178,8 +179,8 @@ class _Mapper:
         return ids or [self.donor.roles.get("eos", self.donor.byte_ids[ord(" ")])], exact
 
 
-def describe_subtokens(subtokens: Subtokens, donor: Vocabulary, target: Vocabulary, worst: int = 10) -> dict[str, Any]:
-    """Counts by origin, duplicates, rows without subtokens, the special tokens one by one, and the longest rows."""
+def describe_subtokens(subtokens: Subtokens, donor: Vocabulary, target: Vocabulary) -> dict[str, Any]:
+    """Counts by origin, duplicates, rows without subtokens, every special token, and the rows with most subtokens."""
     counts = Counter(ORIGINS[how] for how in subtokens.origin)
     lengths = numpy.diff(subtokens.offsets)
     ordinary = [b for b, kind in zip(target.bytes_of, target.kinds, strict=True) if b is not None and kind != "special"]
@@ -210,7 +211,7 @@ def describe_subtokens(subtokens: Subtokens, donor: Vocabulary, target: Vocabula
         "unwritable": len(subtokens.unwritable),
         "subtokens_per_mean": float(lengths[subtokens.origin == MEAN].mean()) if counts["mean"] else 0.0,
         "special_tokens": [shown(row) for row in named],
-        "worst": [shown(int(row)) for row in numpy.argsort(-lengths, kind="stable")[:worst] if lengths[row] > 1],
+        "worst": [shown(int(row)) for row in numpy.argsort(-lengths, kind="stable")[:WORST] if lengths[row] > 1],
     }
 
 

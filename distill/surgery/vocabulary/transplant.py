@@ -1,6 +1,6 @@
 """Give a donor the vocabulary of a target, folder to folder, without building the model.
 
-Tensors stream from safetensors file to safetensors file; only the embedding and the head are made anew. Legend: D donor
+Tensors stream from one safetensors file to the next; only the embedding and the head are made anew. Legend: D donor
 rows, R rows written, P subtokens, H hidden.
 """
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,128 +19,22 @@ from torch import Tensor
 
 from distill.errors import DataError
 from distill.files import read_object, write_folder, write_json
-from distill.models.hugging_face import check_folder, pick_device
+from distill.models.hugging_face import pick_device
 from distill.models.tokenizer_files import copy_tokenizer
 from distill.results.cut_results import Change, Size
-from distill.surgery.change import read_changes, record_change, require_supported
-from distill.surgery.stored import DTYPES, FLOATS, SHARD_BYTES, WRITTEN, Stored, Written, stored_tensors, write_tensors
+from distill.surgery.change import read_changes, record_change
+from distill.surgery.stored import DTYPES, FLOATS, SHARD_BYTES, WRITTEN, Stored, Written, write_tensors
 from distill.surgery.vocabulary.mixture import Entries, Mixture
 from distill.surgery.vocabulary.pursuit import pursue_rows
 from distill.surgery.vocabulary.subtokens import (
-    check_overrides,
+    Subtokens,
     describe_subtokens,
     map_subtokens,
-    require_bytes,
 )
-from distill.vocabulary import Vocabulary
+from distill.surgery.vocabulary.transplant_plan import EMBEDDING, HEAD, Plan, check_transplant
 
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-# What other families call the two, for the target's own rows.
-EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
-HEADS = ("lm_head.weight", "embed_out.weight", "output.weight")
 CHUNK_BYTES = 2**24
 CHUNK_ROWS = 2048
-
-
-@dataclass(frozen=True)
-class Plan:
-    """A transplant that was found possible: everything that files alone say about it."""
-
-    donor: Vocabulary
-    target: Vocabulary
-    tensors: dict[str, Stored]
-    config: dict[str, Any]
-    target_config: dict[str, Any]
-    target_tensors: dict[str, Stored]
-    tied: bool
-    rows: int
-
-
-def check_transplant(
-    donor: Path,
-    target: Path,
-    overrides: Mapping[str, str] | None = None,
-    *,
-    rows: int | None = None,
-    method: str = "subtokens",
-) -> Plan:
-    """Read what a transplant needs to know, no weights; raises DataError for one that cannot be done.
-
-    `donor` is a model folder, `target` a model or tokenizer folder, `rows` the rows to write where the target has no
-    config.json.
-    """
-    if method not in ("subtokens", "pursuit"):
-        raise DataError(f"there is no transplant method {method!r}", "choose `subtokens` or `pursuit`")
-    check_folder(str(donor.absolute()))
-    config = read_object(donor / "config.json")
-    require_supported(str(config.get("model_type")))
-    tensors = stored_tensors(donor)
-    tied = bool(config.get("tie_word_embeddings", False))
-    _check_matrices(donor, config, tensors, tied)
-    ours, theirs = Vocabulary.read(donor), Vocabulary.read(target)
-    require_bytes(ours)
-    if ours.size > tensors[EMBEDDING].shape[0]:
-        raise DataError(
-            f"the donor's tokenizer has {ours.size} tokens, its embedding {tensors[EMBEDDING].shape[0]} rows",
-            f"put the tokenizer that belongs to the weights into {donor}",
-        )
-    target_config = read_object(target / "config.json") if (target / "config.json").is_file() else {}
-    check_overrides(theirs, overrides or {})
-    return Plan(
-        donor=ours,
-        target=theirs,
-        tensors=tensors,
-        config=config,
-        target_config=target_config,
-        target_tensors=_target_matrices(target) if method == "pursuit" else {},
-        tied=tied,
-        rows=_row_count(target, theirs, target_config, rows),
-    )
-
-
-def _check_matrices(donor: Path, config: Mapping[str, Any], tensors: Mapping[str, Stored], tied: bool) -> None:
-    hint = "give a whole folder as save_pretrained writes it"
-    if "quantization_config" in config:
-        raise DataError(f"the model in {donor} is quantised", "give it in float32, bfloat16 or float16")
-    expected = (config.get("vocab_size"), config.get("hidden_size"))
-    for name in (EMBEDDING,) if tied else (EMBEDDING, HEAD):
-        if name not in tensors:
-            raise DataError(f"the weights in {donor} hold no {name}", hint)
-        if tensors[name].shape != expected:
-            raise DataError(
-                f"{name} in {donor} is {tensors[name].shape}; its config.json says vocab_size, hidden_size {expected}",
-                hint,
-            )
-        if tensors[name].dtype not in FLOATS:
-            raise DataError(f"{name} in {donor} is stored as {tensors[name].dtype}", "give a model in floating point")
-
-
-def _row_count(folder: Path, target: Vocabulary, config: Mapping[str, Any], rows: int | None) -> int:
-    found = config.get("vocab_size") or (config.get("text_config") or {}).get("vocab_size")
-    if found is not None and rows is not None and rows != found:
-        raise DataError(f"rows is {rows}, but {folder}/config.json says vocab_size {found}", "leave rows out")
-    count = int(found or rows or target.size)
-    if count < target.size:
-        raise DataError(
-            f"{count} rows are too few for the {target.size} tokens of {folder}",
-            "the tokenizer and the vocab_size of the target do not belong together",
-        )
-    return count
-
-
-def _target_matrices(folder: Path) -> dict[str, Stored]:
-    """The target's embedding and, where it has its own, its head."""
-    tensors = stored_tensors(folder)
-
-    def find(endings: tuple[str, ...]) -> Stored | None:
-        return next((t for name, t in tensors.items() if name.endswith(endings) and len(t.shape) == 2), None)
-
-    embedding, head = find(EMBEDDINGS), find(HEADS)
-    if embedding is None:
-        raise DataError(
-            f"no input embedding found in {folder}", "use the method `subtokens`, which reads no target weights"
-        )
-    return {EMBEDDING: embedding} if head is None else {EMBEDDING: embedding, HEAD: head}
 
 
 def transplant(
@@ -158,12 +51,12 @@ def transplant(
     device: str = "auto",
     shard_bytes: int = SHARD_BYTES,
 ) -> Change:
-    """Write `destination`: the donor with the target's tokenizer, and rows for it made of its own rows.
+    """Write `destination`: the donor with the target's tokenizer, and rows for it made from the donor's rows.
 
-    A token with the same bytes keeps its row. Of another, the input row is that of the last of its subtokens and the
-    head row their mean, the j-th weighing decay**j; with `pursuit` both are combinations of at most `atoms` shared rows
-    that rebuild the target's own row. Ids without a token get zero rows. `dtype` casts the weights (None: as stored).
-    Raises DataError before any work for what cannot be done.
+    A token with the same bytes as a donor token gets its row. For another, the input row is that of its last subtoken
+    and the head row the mean of its subtokens, the j-th weighted decay**j; with `pursuit` both are combinations of at
+    most `atoms` shared rows that rebuild the target's own row. Ids without a token get zero rows. `dtype` casts the
+    weights (None: as stored). Raises DataError before any work for an impossible transplant.
     """
     _check_places(donor, target, destination)
     if dtype is not None and dtype not in WRITTEN:
@@ -172,15 +65,10 @@ def transplant(
         raise DataError(f"decay is {decay}; it must be positive", "0.5 halves the weight from subtoken to subtoken")
     plan = check_transplant(donor, target, rows=rows, overrides=overrides, method=method)
     subtokens = map_subtokens(plan.donor, plan.target, overrides)
-    mixtures = {EMBEDDING: subtokens.last(), HEAD: subtokens.front_loaded(decay)}
     details: dict[str, Any] = {"method": method, **describe_subtokens(subtokens, plan.donor, plan.target)}
+    mixtures = {EMBEDDING: subtokens.last(), HEAD: subtokens.front_loaded(decay)}
     if method == "pursuit":
-        found: dict[int, Entries] = {}
-        for name in (EMBEDDING, HEAD):
-            if name in plan.target_tensors:  # a tied target's head is its embedding
-                matrix = plan.target_tensors[name].read()
-                found, details[f"pursuit {name}"] = pursue_rows(subtokens, matrix, atoms, pick_device(device))
-            mixtures[name] = mixtures[name].replaced(found)
+        mixtures = _pursued(mixtures, plan, subtokens, atoms, device, details)
     same = plan.donor.same_as(plan.target)
     mixtures = {name: _with_padding(mixture, plan, same) for name, mixture in mixtures.items()}
     details |= {"padding_rows": plan.rows - plan.target.size, "same_vocabulary": same, "zero_rows": 0}
@@ -188,7 +76,7 @@ def transplant(
     outputs = _outputs(plan, mixtures, tied, dtype, details)
     config = _new_config(plan, tied, dtype)
     before, after = _size(plan.config, plan.tensors, plan.tied), _size(config, outputs, tied)
-    past, done = read_changes(donor), Change("transplant", before, after, details=details)
+    before_this, done = read_changes(donor), Change("transplant", before, after, details=details)
 
     def save(folder: Path) -> None:
         with _one_thread():
@@ -196,7 +84,7 @@ def transplant(
         write_json(folder / "config.json", config)
         copy_tokenizer(target, folder)
         write_json(folder / "generation_config.json", _generation(target, config))
-        record_change(folder, past, done)
+        record_change(folder, before_this, done)
 
     write_folder(destination, save)
     return done
@@ -204,7 +92,7 @@ def transplant(
 
 @contextlib.contextmanager
 def _one_thread() -> Iterator[None]:
-    """Copying waits for memory and disk: more threads gain nothing, and on a busy machine cost much."""
+    """One thread of torch: memory and disk limit copying, and on a busy machine more threads slow it down."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -219,11 +107,30 @@ def _check_places(donor: Path, target: Path, destination: Path) -> None:
         if place == folder.resolve() or place in folder.resolve().parents:
             raise DataError(f"the destination {destination} would overwrite the {name} {folder}", "name another folder")
     if place.is_dir() and any(place.iterdir()) and not (place / "config.json").is_file():
-        raise DataError(f"{destination} holds files that are no model", "name a new folder, or empty this one")
+        raise DataError(f"{destination} holds files but no model", "name a new folder, or empty this one")
+
+
+def _pursued(
+    mixtures: Mapping[str, Mixture],
+    plan: Plan,
+    subtokens: Subtokens,
+    atoms: int,
+    device: str,
+    details: dict[str, Any],
+) -> dict[str, Mixture]:
+    """The mixtures with rows rebuilt by pursuit; `details` gets the counts of each matrix."""
+    found: dict[int, Entries] = {}
+    replaced = {}
+    for name in (EMBEDDING, HEAD):
+        if name in plan.target_tensors:  # a tied target's head is its embedding
+            matrix = plan.target_tensors[name].read()
+            found, details[f"pursuit {name}"] = pursue_rows(subtokens, matrix, atoms, pick_device(device))
+        replaced[name] = mixtures[name].replaced(found)
+    return replaced
 
 
 def _with_padding(mixture: Mixture, plan: Plan, same: bool) -> Mixture:
-    """The mixture with rows up to the count wanted: nothing, or the donor's own padding for its own vocabulary."""
+    """The mixture with rows up to the plan's count: zero rows, or the donor's own padding for its own vocabulary."""
     extra = plan.rows - plan.target.size
     kept = min(extra, plan.tensors[EMBEDDING].shape[0] - plan.donor.size) if same else 0
     ids = numpy.arange(plan.target.size, plan.target.size + kept, dtype=numpy.int32)
@@ -297,7 +204,7 @@ def _outputs(
     new[EMBEDDING] = mixed(plan.tensors[EMBEDDING], mixtures[EMBEDDING])
     if not tied:
         new[HEAD] = mixed(plan.tensors[EMBEDDING if plan.tied else HEAD], mixtures[HEAD])
-    # The format wants values aligned: wide types first.
+    # The format aligns values: wide types first.
     return dict(sorted(new.items(), key=lambda item: (-DTYPES[item[1].dtype].itemsize, item[0])))
 
 
@@ -316,7 +223,7 @@ def _new_config(plan: Plan, tied: bool, dtype: str | None) -> dict[str, Any]:
 
 
 def _generation(target: Path, config: Mapping[str, Any]) -> dict[str, Any]:
-    """The target's generation settings: how it samples, and where it ends, which may be more than one token."""
+    """The target's generation settings: its sampling, and its end tokens, of which there may be several."""
     path = target / "generation_config.json"
     found = read_object(path) if path.is_file() else {}
     keys = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -324,7 +231,7 @@ def _generation(target: Path, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _size(config: Mapping[str, Any], tensors: Mapping[str, Stored] | Mapping[str, Written], tied: bool) -> Size:
-    """Sizes of a model from its configuration and its tensors."""
+    """Sizes of a model from its config.json and its tensors."""
     own = [t for name, t in tensors.items() if not name.endswith("inv_freq") and not (tied and name == HEAD)]
     vocabulary, hidden = tensors[EMBEDDING].shape
     unread = 0 if tied else tensors[EMBEDDING].bytes // vocabulary * (vocabulary - 1)

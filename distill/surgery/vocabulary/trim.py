@@ -1,4 +1,4 @@
-"""Which tokens a trimmed draft keeps: those the target writes, and those no text can do without.
+"""The tokens that a trimmed draft keeps: those the target writes, and those that every text may need.
 
 Legend: V vocabulary, K kept tokens. A domain is one source of the corpus; its counts [V] are of target-written tokens.
 """
@@ -16,7 +16,7 @@ from distill.errors import DataError, RecipeError
 from distill.texts import Answer
 from distill.vocabulary import Vocabulary
 
-MULTIPLE = 256  # sizes a matrix product and GGUF's block types like
+MULTIPLE = 256  # sizes that suit matrix products and GGUF's block types
 
 Counts = NDArray[numpy.int64]
 
@@ -43,7 +43,7 @@ def count_tokens(answers: Sequence[Answer], vocabulary: int) -> dict[str, Counts
 
 
 def always_kept(vocabulary: Vocabulary) -> list[int]:
-    """Ids that stay whatever was counted: special and added tokens, the 256 bytes, numbers and runs of white space."""
+    """Ids kept whatever their counts: special and added tokens, the 256 bytes, numbers and runs of white space."""
 
     def needed(kind: str, content: bytes | None) -> bool:
         if kind in ("special", "added", "byte"):
@@ -54,16 +54,16 @@ def always_kept(vocabulary: Vocabulary) -> list[int]:
 
 
 def rank_tokens(counts: Mapping[str, Counts], forced: Sequence[int]) -> list[int]:
-    """Ids in the order in which they are kept: the forced ones, then by the largest share they have in any domain."""
+    """Ids in the order in which they are kept: the forced ones, then by their largest share in any domain."""
     shares = numpy.max([column / column.sum() for column in counts.values()], axis=0)
     shares[list(forced)] = numpy.inf
-    # Stable, so that of equal shares the smaller id, which byte pair merges made earlier, comes first.
+    # Stable: of equal shares the smaller id, an earlier merge of byte pairs, comes first.
     order: list[int] = numpy.argsort(-shares, kind="stable").tolist()
     return order
 
 
 def keep(counts: Mapping[str, Counts], order: Sequence[int], size: int) -> Kept:
-    """The first `size` ids of the order, and what they hold."""
+    """The first `size` ids of the order, and the share of each domain that they hold."""
     ids = sorted(order[:size])
     return Kept(ids, {domain: float(column[ids].sum() / column.sum()) for domain, column in counts.items()})
 
@@ -77,7 +77,7 @@ def smallest_size(counts: Mapping[str, Counts], order: Sequence[int], forced: in
 
 
 def sizes_between(smallest: int, largest: int) -> list[int]:
-    """What a price search tries: multiples of 256 from `smallest` on, a quarter larger each time, and `largest`."""
+    """Sizes that a price search tries: multiples of 256 from `smallest`, each a quarter larger, and `largest`."""
     found = []
     size = -(-smallest // MULTIPLE) * MULTIPLE
     while size < largest:
@@ -87,19 +87,19 @@ def sizes_between(smallest: int, largest: int) -> list[int]:
 
 
 def check_size(size: int | None, forced: int, vocabulary: int, stored: int) -> None:
-    """Raise RecipeError for a kept size that cannot be."""
+    """Raise RecipeError for an impossible size."""
     if size is None:
         return
     if size % MULTIPLE or not max(forced, stored + 1) <= size <= vocabulary:
         low = -(-max(forced, stored + 1) // MULTIPLE) * MULTIPLE
         raise RecipeError(
-            f"cut.trim.size is {size}; it must be a multiple of {MULTIPLE}, hold the {forced} tokens that always "
-            f"stay and more than the teacher's top {stored}, and not exceed the vocabulary's {vocabulary}",
+            f"cut.trim.size is {size}; it must be a multiple of {MULTIPLE}, at least the {forced} tokens that are "
+            f"always kept, more than the teacher's top {stored}, and at most the vocabulary's {vocabulary}",
             f"ask for {low} to {vocabulary // MULTIPLE * MULTIPLE}",
         )
 
 
 def require_counts(counts: Mapping[str, Counts]) -> None:
-    """Raise DataError when the target wrote nothing to count."""
+    """Raise DataError when there are no target-written tokens."""
     if not counts:
         raise DataError("there are no target-written tokens to count", "raise answers.prompts, or leave cut.trim out")

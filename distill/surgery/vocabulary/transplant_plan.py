@@ -1,0 +1,122 @@
+"""Whether a transplant is possible, and all that it needs from the files of both models; no weights are read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from distill.errors import DataError
+from distill.files import read_object
+from distill.models.hugging_face import check_folder
+from distill.surgery.change import require_supported
+from distill.surgery.stored import FLOATS, Stored, stored_tensors
+from distill.surgery.vocabulary.subtokens import check_overrides, require_bytes
+from distill.vocabulary import Vocabulary
+
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+# Names of the two in other families, for the target's own rows.
+EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
+HEADS = ("lm_head.weight", "embed_out.weight", "output.weight")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A transplant found possible, with everything read from the files of both models."""
+
+    donor: Vocabulary
+    target: Vocabulary
+    tensors: dict[str, Stored]
+    config: dict[str, Any]
+    target_config: dict[str, Any]
+    target_tensors: dict[str, Stored]
+    tied: bool
+    rows: int
+
+
+def check_transplant(
+    donor: Path,
+    target: Path,
+    overrides: Mapping[str, str] | None = None,
+    *,
+    rows: int | None = None,
+    method: str = "subtokens",
+) -> Plan:
+    """Read the files that a transplant needs, no weights; raises DataError for an impossible transplant.
+
+    `donor` is a model folder, `target` a model or tokenizer folder, `rows` the rows to write where the target has no
+    config.json.
+    """
+    if method not in ("subtokens", "pursuit"):
+        raise DataError(f"there is no transplant method {method!r}", "choose `subtokens` or `pursuit`")
+    check_folder(str(donor.absolute()))
+    config = read_object(donor / "config.json")
+    require_supported(str(config.get("model_type")))
+    tensors = stored_tensors(donor)
+    tied = bool(config.get("tie_word_embeddings", False))
+    _check_matrices(donor, config, tensors, tied)
+    ours, theirs = Vocabulary.read(donor), Vocabulary.read(target)
+    require_bytes(ours)
+    if ours.size > tensors[EMBEDDING].shape[0]:
+        raise DataError(
+            f"the donor's tokenizer has {ours.size} tokens, its embedding {tensors[EMBEDDING].shape[0]} rows",
+            f"put the tokenizer that belongs to the weights into {donor}",
+        )
+    target_config = read_object(target / "config.json") if (target / "config.json").is_file() else {}
+    check_overrides(theirs, overrides or {})
+    return Plan(
+        donor=ours,
+        target=theirs,
+        tensors=tensors,
+        config=config,
+        target_config=target_config,
+        target_tensors=_target_matrices(target) if method == "pursuit" else {},
+        tied=tied,
+        rows=_row_count(target, theirs, target_config, rows),
+    )
+
+
+def _check_matrices(donor: Path, config: Mapping[str, Any], tensors: Mapping[str, Stored], tied: bool) -> None:
+    hint = "give a whole folder as save_pretrained writes it"
+    if "quantization_config" in config:
+        raise DataError(f"the model in {donor} is quantised", "give it in float32, bfloat16 or float16")
+    expected = (config.get("vocab_size"), config.get("hidden_size"))
+    for name in (EMBEDDING,) if tied else (EMBEDDING, HEAD):
+        if name not in tensors:
+            raise DataError(f"the weights in {donor} hold no {name}", hint)
+        if tensors[name].shape != expected:
+            raise DataError(
+                f"{name} in {donor} is {tensors[name].shape}; its config.json has vocab_size, hidden_size {expected}",
+                hint,
+            )
+        if tensors[name].dtype not in FLOATS:
+            raise DataError(f"{name} in {donor} is stored as {tensors[name].dtype}", "give a model in floating point")
+
+
+def _row_count(folder: Path, target: Vocabulary, config: Mapping[str, Any], rows: int | None) -> int:
+    found = config.get("vocab_size") or (config.get("text_config") or {}).get("vocab_size")
+    if found is not None and rows is not None and rows != found:
+        raise DataError(f"rows is {rows}, but vocab_size in {folder}/config.json is {found}", "leave rows out")
+    count = int(found or rows or target.size)
+    if count < target.size:
+        raise DataError(
+            f"{count} rows are too few for the {target.size} tokens of {folder}",
+            "give the target's own tokenizer and config.json",
+        )
+    return count
+
+
+def _target_matrices(folder: Path) -> dict[str, Stored]:
+    """The target's embedding and, where it has its own, its head."""
+    tensors = stored_tensors(folder)
+
+    def find(endings: tuple[str, ...]) -> Stored | None:
+        return next((t for name, t in tensors.items() if name.endswith(endings) and len(t.shape) == 2), None)
+
+    embedding, head = find(EMBEDDINGS), find(HEADS)
+    if embedding is None:
+        raise DataError(
+            f"no input embedding found in {folder}", "use the method `subtokens`, which reads no target weights"
+        )
+    return {EMBEDDING: embedding} if head is None else {EMBEDDING: embedding, HEAD: head}
