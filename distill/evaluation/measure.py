@@ -1,5 +1,4 @@
-"""What is measured between a target and a draft: divergences and acceptances by position, and acceptance by draft
-position.
+"""Measures between a target and a draft: divergences and acceptances by position, and acceptance by draft position.
 
 Legend: n blocks, S positions, N scored positions, V vocabulary, U units (prompts or documents), γ drafted tokens.
 """

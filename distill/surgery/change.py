@@ -1,4 +1,4 @@
-"""What an operation did to a model: sizes old and new, and its divergence from the target.
+"""The record of an operation on a model: its sizes and its divergence from the target, before and after.
 
 Every operation of this room makes a model folder from a model folder and returns Changes: `transplant.transplant`
 streams files, `cut_folder.cut_folder` cuts a loaded model.
@@ -15,13 +15,14 @@ from distill.errors import DataError
 from distill.files import write_json
 
 SUPPORTED = ("qwen2", "qwen3", "llama", "mistral")
-RECORD = "surgery.json"  # beside the weights: the changes a folder has been through, oldest first
+RECORD = "surgery.json"  # beside the weights: the changes to a folder, oldest first
 
 
 @dataclass(frozen=True)
 class Size:
-    """Sizes of a model. `mlp` is the width per layer; `bytes_per_step` is what decoding one token reads of the weights:
-    all of them, except that an untied input embedding gives one row, and that a trimmed head is read where it is kept.
+    """Sizes of a model. `mlp` is the width per layer; `bytes_per_step` counts the weights that decoding one token
+    reads: all of them, but one row of an untied input embedding, and only the kept rows of a
+    trimmed head.
     """
 
     parameters: int
@@ -39,7 +40,7 @@ class Size:
 @dataclass(frozen=True)
 class Change:
     """One operation: its name, the sizes before and after, KL(target ‖ model) in nats before and after where it was
-    measured, and what it chose, in words and numbers that JSON can hold."""
+    measured, and its choices, in words and numbers that JSON can hold."""
 
     operation: str
     before: Size
@@ -86,7 +87,7 @@ def decoder_layers(model: Any) -> Any:
 
 
 def require_supported(architecture: str) -> None:
-    """Raise DataError for an architecture that this room does not know."""
+    """Raise DataError for an architecture that cannot be cut."""
     if architecture not in SUPPORTED:
         raise DataError(
             f"surgery on architecture `{architecture}` is not supported",
@@ -120,7 +121,7 @@ def size_of(model: Any, kept_vocabulary: int | None = None) -> Size:
 
 
 def read_changes(folder: Path) -> list[dict[str, Any]]:
-    """The changes that a folder has been through, oldest first; none for a model that no operation made."""
+    """The recorded changes of a folder, oldest first; none for a model that no operation made."""
     path = folder / RECORD
     if not path.exists():
         return []
@@ -128,6 +129,6 @@ def read_changes(folder: Path) -> list[dict[str, Any]]:
     return found
 
 
-def record_change(folder: Path, earlier: list[dict[str, Any]], *changes: Change) -> None:
-    """Write surgery.json: the earlier changes and these."""
-    write_json(folder / RECORD, {"changes": [*earlier, *(change.as_json() for change in changes)]})
+def record_change(folder: Path, previous: list[dict[str, Any]], *changes: Change) -> None:
+    """Write surgery.json: the previous changes and these."""
+    write_json(folder / RECORD, {"changes": [*previous, *(change.as_json() for change in changes)]})

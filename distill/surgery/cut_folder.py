@@ -25,8 +25,8 @@ def cut_folder(
 ) -> list[Change]:
     """Cut `source` into `destination`; KL is that to `target`, by default the uncut model itself.
 
-    The first half of the texts' blocks gives the scores, the second the losses. Raises before any work for cuts that
-    cannot be, and DataError for texts of less than two blocks.
+    The first half of the texts' blocks gives the scores, the second the losses. Raises RecipeError for impossible cuts
+    before any work, and DataError for texts of less than two blocks.
     """
     config = load_config(source)
     require_supported(config.model_type)
@@ -46,12 +46,12 @@ def cut_folder(
     )
     cutter = Cutter(blocks.take(slice(0, half)), distributions)
     cutter(model, settings)
-    earlier = read_changes(local_folder(source))
+    previous = read_changes(local_folder(source))
 
     def save(folder: Path) -> None:
         model.save_pretrained(folder)
         copy_tokenizer(local_folder(source), folder)
-        record_change(folder, earlier, *cutter.changes)
+        record_change(folder, previous, *cutter.changes)
 
     write_folder(destination, save)
     return cutter.changes
