@@ -65,7 +65,10 @@ def _block(
 ) -> tuple[Tensor, Tensor | None]:
     """STATISTICS and losses [r, 5 + L] of a block, and where wanted dz [r, C]; the logits [r, C] are overwritten."""
     label = _labels(logits, labels)
-    hinge = _hinge(logits, target, settings)  # before _outcomes takes the stored logits out
+    hinge = None
+    if "top_k_hinge" in settings.losses:  # before _outcomes takes the stored logits out
+        k, margin = settings.hinge_k, settings.hinge_margin
+        hinge = bucket.top_k_hinge(logits, target.ids, target.log_probabilities, k, margin)
     outcomes = _outcomes(logits, target, settings)
     entropy = -outcomes.draft.log_probability(outcomes.log_q, label.column, label.logit) * label.known
     losses = {} if hinge is None else {"top_k_hinge": hinge.loss}
@@ -85,13 +88,6 @@ def _labels(logits: Tensor, labels: Tensor) -> _Labels:
     known = (labels >= 0) & (labels < logits.shape[-1])
     column = labels.masked_fill(~known, 0).unsqueeze(-1)
     return _Labels(known, column, logits.gather(-1, column))
-
-
-def _hinge(logits: Tensor, target: TeacherChunk, settings: LossSettings) -> bucket.Hinge | None:
-    """The hinge of logits [r, C] with every column in them; None where it is no loss of the mixture."""
-    if "top_k_hinge" not in settings.losses:
-        return None
-    return bucket.top_k_hinge(logits, target.ids, target.log_probabilities, settings.hinge_k, settings.hinge_margin)
 
 
 def _outcomes(logits: Tensor, target: TeacherChunk, settings: LossSettings) -> _Outcomes:
