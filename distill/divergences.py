@@ -1,11 +1,11 @@
 """Every divergence, acceptance and loss formula once, plain and in the dtype given: the oracle for all faster versions.
 
 Legend: N positions, V vocabulary, K stored entries. p is the target's distribution, q the draft's; logarithms are
-natural, results are in nats or probabilities, one per position [N]. Every loss is differentiable in what comes from the
-draft. Formulas: Leviathan et al. 2023 (acceptance), Kullback and Leibler, Lin 1991 (Jensen-Shannon), LK (arXiv
+natural, results are in nats or probabilities, one per position [N]. Every loss is differentiable in the draft's
+arguments. Formulas: Leviathan et al. 2023 (acceptance), Kullback and Leibler, Lin 1991 (Jensen-Shannon), LK (arXiv
 2602.23881).
 
-Of a trimmed head the columns are the tokens that the draft can speak. There q sums to 1 and p to less, and each sum
+For a trimmed head the columns are the tokens that the draft can generate. There q sums to 1 and p to less, and each sum
 runs over those columns alone: the KL without its infinite part, the JSD without its constant −β log β · (p's missing
 mass), the total variation with it, as 1 − Σ min(p, q).
 """
@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-LEAST_ACCEPTANCE = 1e-5  # below it the logarithm of an acceptance is held
+LEAST_ACCEPTANCE = 1e-5  # the logarithm of an acceptance is clamped there
 
 
 def _weighted_log_ratio(weight: Tensor, log_a: Tensor, log_b: Tensor) -> Tensor:
@@ -108,7 +108,7 @@ def argmax_cross_entropy(target: Tensor, draft_logits: Tensor) -> Tensor:
 def top_k_hinge(target: Tensor, draft_logits: Tensor, k: int, margin: float) -> Tensor:
     """Σ_y p_y max(0, margin + z₍k,−y₎ − z_y) [N], z₍k,−y₎ the k-th largest logit of the others; k < V.
 
-    It is 0 where every token that the target may say leads the draft's (k + 1)-th by the margin: coverage for trees.
+    It is 0 where every token that the target may generate leads the draft's (k + 1)-th by the margin, as trees need.
     """
     top, columns = draft_logits.topk(k + 1, dim=-1)
     leads = torch.zeros_like(draft_logits, dtype=torch.bool).scatter(-1, columns[..., :k], True)

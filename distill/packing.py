@@ -20,8 +20,8 @@ PADDING = -1  # document number of positions that hold no token
 class Packed:
     """Blocks of documents.
 
-    ids [n, S]; documents [n, S], numbered within the block, -1 where nothing stands; positions [n, S], from 0 in each
-    document; mask [n, S], true where the distribution of the *next* token counts, which then stands at the next
+    ids [n, S]; documents [n, S], numbered within the block, -1 at padding; positions [n, S], from 0 in each
+    document; mask [n, S], true where the distribution of the *next* token counts; that token is at the next
     position.
     """
 
@@ -63,9 +63,9 @@ class Packed:
 def pack(sequences: Iterable[tuple[list[int], int]], block: int, split_long: bool) -> Packed:
     """Pack sequences, in the order given, into blocks of `block` positions.
 
-    Each sequence is (ids, first): distributions are wanted for its tokens from index `first` on (at least 1). With
-    `split_long` a sequence that does not fit goes on in the next block as a new document; otherwise it moves there
-    whole, and one longer than a block is an error of ours.
+    Each sequence is (ids, first): its tokens from index `first` on (at least 1) are scored. With `split_long` a
+    sequence that does not fit continues in the next block as a new document; otherwise it moves there whole, and must
+    be no longer than a block.
     """
     rows: list[list[tuple[list[int], int]]] = [[]]
     used = 0
@@ -108,10 +108,10 @@ def concatenate(parts: list[Packed]) -> Packed:
 
 
 def attention_mask(documents: Tensor) -> Tensor:
-    """Boolean [n, 1, S, S], true where a position may look: itself and earlier ones of the same document.
+    """Boolean [n, 1, S, S], true where a position may attend: to itself and earlier ones of the same document.
 
     Explicit, because packed position ids alone isolate documents only on some paths of transformers. Padding positions
-    look at themselves, so that no softmax is over nothing.
+    attend to themselves, so that no softmax is empty.
     """
     width = documents.shape[1]
     same = documents.unsqueeze(2) == documents.unsqueeze(1)
@@ -120,6 +120,6 @@ def attention_mask(documents: Tensor) -> Tensor:
 
 
 def epoch_order(count: int, seed: int, epoch: int) -> Tensor:
-    """The order [count] in which an epoch visits the blocks: a pure function of its arguments, so it can be seeked."""
+    """The order [count] in which an epoch visits the blocks: a pure function, so that a resume can seek."""
     mixed = int.from_bytes(hashlib.sha256(f"{seed}/{epoch}".encode()).digest()[:7], "big")
     return torch.randperm(count, generator=torch.Generator().manual_seed(mixed))

@@ -1,4 +1,4 @@
-"""Prompts and answers as stages leave them in the run directory, and the random seed of each prompt."""
+"""Prompts and answers as stages write them into the run directory, and the random seed of each prompt."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from distill.run import Run
 
 @dataclass(frozen=True)
 class Prompt:
-    """Where a prompt comes from (`name@character`, and the corpus source) and its token ids."""
+    """The origin of a prompt (`name@character`, and the corpus source) and its token ids."""
 
     id: str
     ids: list[int]
@@ -24,7 +24,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Answer:
-    """What the target wrote after a prompt; `looping` marks a text that ends in one piece over and over."""
+    """The target's text after a prompt; `looping` marks a text whose end repeats itself."""
 
     id: str
     prompt: list[int]
@@ -34,7 +34,7 @@ class Answer:
 
 
 def is_looping(ids: Sequence[int], longest_period: int = 16, repeats: int = 6) -> bool:
-    """Whether a text ends in the same piece of at most `longest_period` tokens, `repeats` times over."""
+    """Whether a text ends in `repeats` copies of the same at most `longest_period` tokens."""
     for period in range(1, longest_period + 1):
         tail = ids[-period * repeats :]
         if len(tail) == period * repeats and all(tail[i] == tail[i - period] for i in range(period, len(tail))):
@@ -57,7 +57,7 @@ def _read_lines(path: Path, stage: str) -> list[dict[str, Any]]:
 
 
 def read_prompts(run: Run, split: str) -> list[Prompt]:
-    """The prompts of a split: held-out ones of served traffic first, then those that stage `corpus` cut.
+    """The prompts of a split: held-out ones of served traffic first, then those of stage `corpus`.
 
     Raises DataError when a file is damaged.
     """
@@ -74,7 +74,7 @@ def read_answers(run: Run, split: str) -> list[Answer]:
 
 
 def read_documents_of(run: Run, split: str) -> list[str]:
-    """The raw texts of a held-out split, as stage `corpus` kept them."""
+    """The raw texts of a held-out split from stage `corpus`."""
     return [line["text"] for line in _read_lines(run.path("corpus", f"documents-{split}.jsonl"), "corpus")]
 
 

@@ -229,7 +229,7 @@ class Louder(Qwen2ForCausalLM):
 def test_an_unknown_step_after_the_head_is_refused(folders: dict[str, Path]) -> None:
     model = Louder.from_pretrained(folders["qwen2"]).eval()
     blocks = pack([(text(20, 7), 1)], 24, split_long=False)
-    with pytest.raises(DataError, match="cannot be had from its last hidden states"):
+    with pytest.raises(DataError, match="cannot be computed from its last hidden states"):
         OnlineTarget(model, blocks, {"vocabulary": TOKENS}, 2)
 
 
@@ -362,7 +362,7 @@ def test_processes_share_the_shards(kind: str, folders: dict[str, Path], tmp_pat
     teacher(recipe, run)
     wanted = tiny.contents(run.path("teacher"))
     recipe, run = begin(tmp_path / "three", folders["qwen2"], **settings)
-    with pytest.raises(RunError, match="was not made by the process that had it"):
+    with pytest.raises(RunError, match="was not written by the process it was assigned to"):
         teacher(recipe, run, (0, 3))
     first = set(run.path("teacher").glob("shard-*.safetensors"))
     teacher(recipe, run, (2, 3))
@@ -461,13 +461,13 @@ def test_what_does_not_fit_is_refused(folders: dict[str, Path], tmp_path: Path) 
         require_fit(manifest, recipe, LlamaConfig(vocab_size=200))
     with pytest.raises(DataError, match=r"another sampler .*temperature 1\.0 -> 0\.7\)[\s\S]*--redo answers"):
         require_fit(manifest, changed(recipe, sampler={"temperature": 0.7}), config)
-    with pytest.raises(DataError, match=r"target .*qwen2, the recipe says .*granite[\s\S]*--redo teacher"):
+    with pytest.raises(DataError, match=r"target .*qwen2, the recipe has .*granite[\s\S]*--redo teacher"):
         require_fit(manifest, changed(recipe, target={"model": str(folders["granite"])}), config)
-    with pytest.raises(DataError, match=r"target\.dtype float32, the recipe says bfloat16"):
+    with pytest.raises(DataError, match=r"target\.dtype float32, the recipe has bfloat16"):
         require_fit(manifest, changed(recipe, target={"dtype": "bfloat16"}), config)
-    with pytest.raises(DataError, match=r"target\.quantise None, the recipe says int8"):
+    with pytest.raises(DataError, match=r"target\.quantise None, the recipe has int8"):
         require_fit(manifest, changed(recipe, target={"quantise": "int8"}), config)
-    with pytest.raises(DataError, match="the teacher is compact, the recipe says online"):
+    with pytest.raises(DataError, match="the teacher is compact, the recipe asks for online"):
         require_fit(manifest, changed(recipe, teacher={"kind": "online"}), config)
     hub = {"target_digest": manifest["target_digest"], "tokenizer_digest": "of another revision"}
     with pytest.raises(DataError, match=r"tokenizer .* with other content"):

@@ -115,7 +115,7 @@ def test_a_run_learns_from_what_stood_there(world: Path, log: Path, first: Path)
         own = {line["prompt"]: None for line in lines if split_name(line["prompt"]) == split}
         assert [p["ids"] for p in prompts] == [encode(tokenizer, prompt) for prompt in own] and prompts
     log_text = (first / "log.txt").read_text()
-    assert "2 bad lines left out, first line 32: a JSON object is wanted, got str" in log_text
+    assert "2 bad lines left out, first line 32: a JSON object is needed, got str" in log_text
 
 
 def test_a_replay_decodes_served_prompts(world: Path, log: Path, runs: Path) -> None:

@@ -1,4 +1,4 @@
-"""Prompts: the beginnings of documents, then later pieces of them, as token ids."""
+"""Prompts as token ids: the beginnings of documents, then later parts of them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 from distill.corpus.sources import Document
 from distill.texts import Prompt
 
-CHARACTERS_PER_TOKEN = 8  # more than any prompt needs: only how much text is encoded to get its first tokens
+CHARACTERS_PER_TOKEN = 8  # more than any prompt needs; it bounds the text that is encoded for a prompt
 
 
 def cut_prompts(
@@ -16,8 +16,8 @@ def cut_prompts(
 ) -> list[Prompt]:
     """At most `count` prompts of exactly `tokens` ids each.
 
-    All beginnings come before all second pieces, and so on, each round in an order drawn from the seed, so that few
-    prompts already cover many documents. Later pieces start at a line, at least `stride` characters after the last.
+    All beginnings come before all second parts, and so on, each round in an order drawn from the seed, so that few
+    prompts already cover many documents. A later part starts at a line, at least `stride` characters after the last.
     """
     candidates: list[tuple[int, bytes, Document, int]] = []
     for document in documents:

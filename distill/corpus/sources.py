@@ -27,7 +27,7 @@ class Document:
 
 
 def source_path(source: Source) -> Path:
-    """The folder or file of a local source; raises DataError when it is not there."""
+    """The folder or file of a local source; raises DataError when it does not exist."""
     if source.path == "python:stdlib":
         return Path(sysconfig.get_paths()["stdlib"])
     path = Path(source.path)
@@ -57,11 +57,11 @@ def _records(source: Source) -> Iterator[dict[str, object]]:
     import datasets
 
     datasets.disable_progress_bars()
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # its faults are told once, by the DataError below
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # the DataError below reports its faults, once
     if source.kind == "hub":
         try:
             yield from datasets.load_dataset(source.path, source.subset, split=source.hub_split, streaming=True)
-        except Exception as error:  # the hub client raises many kinds; each means "not to be had"
+        except Exception as error:  # the hub client raises many kinds; each means that the data set is not available
             raise DataError(
                 f"cannot read data set {source.path}: {str(error).splitlines()[0]}", "check its name and the network"
             ) from error
@@ -76,7 +76,7 @@ def _records(source: Source) -> Iterator[dict[str, object]]:
 
 
 def _jsonl_fault(path: Path) -> str | None:
-    """The first line that is no JSON object, which the table reader does not name."""
+    """The first line that is no JSON object; the table reader's own error does not name it."""
     try:
         with open(path, encoding="utf-8") as handle:
             for number, line in enumerate(handle, 1):
@@ -104,16 +104,16 @@ def _texts(source: Source, dropped: Counter[str]) -> Iterator[tuple[str, str]]:
                     f"{source.path}: a record has no text in field `{source.field}` (it has: {', '.join(record)})",
                     "set `field` of this corpus source",
                 )
-            # Named by content, so that a growing or reordered file keeps every document in its split.
+            # The name comes from the content, so that a growing or reordered file keeps every document in its split.
             yield f"{Path(source.path).name}#{hashlib.sha256(text.encode()).hexdigest()[:16]}", text
 
 
 def read_documents(
     corpus: Corpus, needed: tuple[Split, ...] = ("train", "validation", "test")
 ) -> tuple[list[Document], Counter[str]]:
-    """All documents of a corpus in a fixed order, and what was dropped, by reason.
+    """All documents of a corpus in a fixed order, and the number of dropped ones by reason.
 
-    Raises DataError for a missing or unreadable source and for a corpus without a split that is needed.
+    Raises DataError for a missing or unreadable source and for a corpus without a needed split.
     """
     documents: list[Document] = []
     dropped: Counter[str] = Counter()

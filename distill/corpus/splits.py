@@ -1,4 +1,4 @@
-"""Which split a document belongs to, decided by its name alone."""
+"""The split of a document, a function of its name alone."""
 
 from __future__ import annotations
 

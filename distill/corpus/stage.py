@@ -20,7 +20,7 @@ from distill.run import Run
 
 
 def validation_prompts(recipe: Recipe) -> int:
-    """Prompts that decisions while training are made on: those that choose weights, and those that judge a replay."""
+    """The number of prompts for decisions during training: the choice of weights and the judgement of a replay."""
     train = recipe.train
     return (train.acceptance.prompts if train.acceptance else 0) + (train.replay.judges if train.replay else 0)
 
@@ -34,7 +34,7 @@ def corpus(recipe: Recipe, run: Run) -> list[Path]:
     to_ids = functools.partial(encode, tokenizer)
     test_prompts = max(recipe.eval.prompts, recipe.speedup.prompts, recipe.speedup.grown_prompts)
     wanted = {"train": recipe.answers.prompts, "validation": validation_prompts(recipe), "test": test_prompts}
-    # Text blocks are capped: train by corpus.tokens, the others by what scoring and evaluation may use.
+    # Text is capped: train by corpus.tokens, the other splits by the most that scoring and evaluation use.
     limits = {
         "train": recipe.corpus.tokens,
         "validation": recipe.cut.score_blocks * recipe.corpus.block,

@@ -1,4 +1,4 @@
-"""What an operation did to a model: sizes old and new, and its divergence from the target.
+"""The record of an operation on a model: its sizes and its divergence from the target, before and after.
 
 Every operation of this room makes a model folder from a model folder and returns Changes: `transplant.transplant`
 streams files, `cut_folder.cut_folder` cuts a loaded model.
@@ -15,7 +15,7 @@ from distill.files import write_json
 from distill.results.cut_results import Change, Size
 
 SUPPORTED = ("qwen2", "qwen3", "llama", "mistral")
-RECORD = "surgery.json"  # beside the weights: the changes a folder has been through, oldest first
+RECORD = "surgery.json"  # beside the weights: the changes to a folder, oldest first
 
 
 def decoder_layers(model: Any) -> Any:
@@ -25,7 +25,7 @@ def decoder_layers(model: Any) -> Any:
 
 
 def require_supported(architecture: str) -> None:
-    """Raise DataError for an architecture that this room does not know."""
+    """Raise DataError for an architecture that cannot be cut."""
     if architecture not in SUPPORTED:
         raise DataError(
             f"surgery on architecture `{architecture}` is not supported",
@@ -59,7 +59,7 @@ def size_of(model: Any, kept_vocabulary: int | None = None) -> Size:
 
 
 def read_changes(folder: Path) -> list[dict[str, Any]]:
-    """The changes that a folder has been through, oldest first; none for a model that no operation made."""
+    """The recorded changes of a folder, oldest first; none for a model that no operation made."""
     path = folder / RECORD
     if not path.exists():
         return []

@@ -26,8 +26,8 @@ def cut_folder(
 ) -> list[Change]:
     """Cut `source` into `destination`; KL is that to `target`, by default the uncut model itself.
 
-    The first half of the texts' blocks gives the scores, the second the losses. Raises before any work for cuts that
-    cannot be, and DataError for texts of less than two blocks.
+    The first half of the texts' blocks gives the scores, the second the losses. Raises RecipeError for impossible cuts
+    before any work, and DataError for texts of less than two blocks.
     """
     config = load_config(source)
     require_supported(config.model_type)

@@ -1,4 +1,4 @@
-"""The target's distributions on a few blocks, taken once, so that many cuts of a donor can be compared with them.
+"""The target's distributions on a few blocks, computed once and compared with many cuts of a donor.
 
 Legend: n blocks, S positions, N scored positions, k stored entries, V vocabulary.
 """
@@ -22,8 +22,8 @@ STORED = 256  # entries per position: nearly the whole distribution, at a small 
 
 @dataclass(frozen=True)
 class TargetDistributions:
-    """Blocks and the target's compact distributions at their N scored positions, in order; ids from `vocabulary` on
-    pad."""
+    """Blocks and the target's compact distributions at their N scored positions, in order; ids from `vocabulary` on are
+    padding."""
 
     blocks: Packed
     distributions: TeacherChunk
@@ -42,8 +42,8 @@ class TargetDistributions:
 
     @torch.inference_mode()
     def kl(self, model: Any, batch: int = 4) -> float:
-        """KL(target ‖ model) in nats, the mean over the scored positions; everything outside the stored entries is one
-        bucket, which makes it a lower bound of the full one (and close to it with this many entries)."""
+        """KL(target ‖ model) in nats, the mean over the scored positions. All tokens outside the stored entries are one
+        bucket, so it is a lower bound of the full KL, and close to it with this many entries."""
         total, at = 0.0, 0
         for start in range(0, len(self.blocks), batch):
             logits = scored_logits(model, self.blocks.take(slice(start, start + batch))).float()

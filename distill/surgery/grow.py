@@ -1,8 +1,8 @@
-"""Make a model larger without changing its function, so that real text can be had at a real model's cost.
+"""A larger model with the same function, which decodes real text at the cost of a model of real size.
 
-The hidden state is tiled r times. RMSNorm does not notice (the mean square is the same); each linear that reads the
-state sees every value r times and divides by r; each that writes it writes r copies. Heads and MLP neurons are repeated
-r times with their output columns divided by r. Added layers have zero o_proj and down_proj, so they add nothing.
+The hidden state is tiled r times. RMSNorm is unchanged (the mean square is the same); each linear layer that reads the
+state gets every value r times and divides by r; each that writes it writes r copies. Heads and MLP neurons are repeated
+r times with their output columns divided by r. Added layers have zero o_proj and down_proj, so they contribute nothing.
 
 Legend: r tile, H hidden, F MLP width.
 """
@@ -47,9 +47,9 @@ def grow(model: Any, tile: int, layers: int) -> Any:
     larger.num_key_value_heads = config.num_key_value_heads * tile
     larger.num_hidden_layers = layers
     old = {name: value.detach().float() for name, value in model.state_dict().items()}
-    # Original layer i goes to the place that keeps the order and spreads the zero layers evenly.
+    # Original layer i goes to a place that keeps the order and spreads the zero layers evenly.
     places = {i * layers // config.num_hidden_layers: i for i in range(config.num_hidden_layers)}
-    # What kind an added layer is does not matter.
+    # The kind of an added layer does not matter.
     larger.layer_types = [config.layer_types[places.get(place, 0)] for place in range(layers)]
     new: dict[str, Tensor] = {"model.embed_tokens.weight": old["model.embed_tokens.weight"].repeat(1, tile)}
     # A tied head reads the tiled state with tiled rows: r times the logit, so the final norm gives 1/r of the state.
@@ -72,7 +72,7 @@ def grow(model: Any, tile: int, layers: int) -> Any:
         result = type(model)(larger)
     result.load_state_dict(new, strict=False, assign=True)
     result.tie_weights()
-    # Buffers (rotary frequencies) were made on the meta device; make them anew where weights are.
+    # Buffers (rotary frequencies) were made on the meta device; make them again on the weights' device.
     result.model.rotary_emb = type(result.model.rotary_emb)(larger)
     missing = [name for name, parameter in result.named_parameters() if parameter.is_meta]
     assert not missing, missing

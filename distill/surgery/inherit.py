@@ -1,4 +1,4 @@
-"""The start of a refreshed run: the draft of the run before it, as it stands."""
+"""The start of a refreshed run: the unchanged draft of the run before it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from distill.run import Run
 def inherit(run: Run, parent: dict[str, Any]) -> list[Path]:
     """Copy the parent's draft to cut/: weights, tokenizer, kept tokens. No cut is made.
 
-    Raises DataError when the parent's draft is missing or is no longer the one that the refresh began with.
+    Raises DataError when the parent's draft is missing or has changed since the refresh began.
     """
     import torch
     from transformers import AutoModelForCausalLM

@@ -1,8 +1,8 @@
-"""What a cut is worth: its acceptance after a short heal, and what its steps cost on this machine.
+"""The price of a cut: its acceptance after a short heal, and the cost of its steps on this machine.
 
 A round drafts γ tokens and verifies them in one step of γ + 1. With acceptance α at every position it gives
-1 + α + … + α^γ tokens in T(γ + 1) + γ·D seconds (Leviathan et al. 2023, eq. 1, with measured times): the best γ of that
-is a cut's price tag, and the cut with the most tokens per second is taken.
+1 + α + … + α^γ tokens in T(γ + 1) + γ·D seconds (Leviathan et al. 2023, eq. 1, with measured times): the best γ gives
+the cut's tokens per second, and the cut with the most is taken.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def price(
     draft_seconds: float,
     longest: int,
 ) -> Priced:
-    """Put the price tag on one cut."""
+    """The predicted speed of one cut, with the figures it follows from."""
     length, rate = best_length(target_seconds, draft_seconds, acceptance, longest)
     drafting = max(
         expected_tokens(acceptance, n) / (target_seconds[n + 1] + n * draft_seconds) for n in range(1, longest + 1)
@@ -60,7 +60,7 @@ def pareto(points: Sequence[Priced]) -> list[Priced]:
 
 
 def explain(points: Sequence[Priced], chosen: Priced, single: float) -> list[str]:
-    """Why `chosen`, in sentences whose every number was measured or follows from what was; `single` is T(1)."""
+    """The reasons for `chosen`, in sentences with measured numbers or numbers computed from them; `single` is T(1)."""
     front = pareto(points)
     sentences = [
         f"{chosen.name}: acceptance {chosen.acceptance:.3f} after the heal, a step costs "

@@ -1,6 +1,6 @@
-"""The search of stage `draft`: every cut of a grid healed, measured and priced.
+"""The search of stage `cut`: every cut of a grid is healed, measured and priced.
 
-Each cut's figures are kept in a file, so that a killed search goes on where it was.
+Each cut's figures are kept in a file, so that a killed search resumes.
 
 Legend: γ drafted tokens, T(m) seconds of a target step of m tokens, D seconds of a draft step.
 """
@@ -53,7 +53,7 @@ def grid(settings: Cut) -> list[dict[str, int | None]]:
 
 
 def search(recipe: Recipe, run: Run, donor: Any, target: Any, distributions: TargetDistributions, cut: ApplyCut) -> Cut:
-    """Try the grid; write search/search.json and search.md; the cut settings with the chosen layers and width.
+    """Try the grid and write search/search.json and search.md; returns the cut settings with the chosen size.
 
     `donor` and `target` are loaded models, `cut` alters a copy of the donor in place.
     """

@@ -1,4 +1,4 @@
-"""Stage `draft`: from a donor to a draft — transplant, layers, widths, head — each step with its price in KL."""
+"""Stage `cut`: from a donor to a draft by transplant, layers, widths and head, each step with its KL."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from distill.errors import RecipeError
 from distill.files import write_folder, write_json
@@ -26,7 +28,7 @@ from distill.models.pairs import require_pair
 from distill.models.tokenizer_files import copy_tokenizer
 from distill.packing import Packed, pack
 from distill.recipe import Cut, Recipe
-from distill.results.cut_results import Change, CutReport
+from distill.results.cut_results import Change, CutReport, ModelSizes
 from distill.results.serialise import write_result
 from distill.run import Run
 from distill.surgery.change import RECORD, require_supported, size_of
@@ -56,12 +58,12 @@ RIDGES = (1e-4, 1e-3, 1e-2)  # of the least-squares repair; the one of least KL 
 
 
 def donor_reference(recipe: Recipe) -> str:
-    """What the draft is cut from."""
+    """The name of the model that the draft is cut from."""
     return recipe.target.model if recipe.cut.donor == "target" else recipe.cut.donor
 
 
 def check_shape(config: Any, settings: Cut) -> None:
-    """Raise RecipeError for cuts that a model of this configuration does not allow; says what would be possible."""
+    """Raise RecipeError for cuts that a model of this configuration does not allow, with the possible ones."""
     drop, heads, hidden = settings.drop_layers, settings.kv_heads, settings.hidden
     checks: list[tuple[str, Callable[[], object]]] = []
     if settings.search is not None:
@@ -85,7 +87,7 @@ def check_shape(config: Any, settings: Cut) -> None:
 
 
 def check_cut(recipe: Recipe) -> list[str]:
-    """What the draft will be, in lines; raises before any work for a donor or cut that cannot be. Loads no weights."""
+    """The planned draft, in lines to print; raises for an impossible donor or cut. Loads no weights."""
     settings, donor = recipe.cut, donor_reference(recipe)
     config = load_config(donor)
     require_supported(config.model_type)
@@ -117,7 +119,7 @@ def check_cut(recipe: Recipe) -> list[str]:
 
 
 class Cutter:
-    """Applies the cuts of a recipe to loaded models and writes down what each did."""
+    """Applies the cuts of a recipe to loaded models and records each change."""
 
     def __init__(self, blocks: Packed, distributions: TargetDistributions) -> None:
         self.blocks, self.distributions = blocks, distributions
@@ -175,40 +177,20 @@ def cut(recipe: Recipe, run: Run) -> list[Path]:
         return inherit(run, parent)
     settings = recipe.cut
     device = pick_device(recipe.device)
-    changes: list[Change] = []
-    reference = donor_reference(recipe)
     if settings.transplant is None:
-        require_pair(recipe.target.model, reference)
+        require_pair(recipe.target.model, donor_reference(recipe))
     target = load_target(recipe.target, device)
     tokenizer = load_tokenizer(recipe.target.model)
     vocabulary = real_tokens(target.config, tokenizer)
     validation = Packed.load(run.path("corpus", "text-validation.safetensors")).take(slice(0, settings.score_blocks))
     distributions = TargetDistributions.measure(target, validation, vocabulary)
-    folder = reference
-    if settings.transplant is not None:
-        folder = str(run.path("search", "transplant"))
-        done = transplant(
-            local_folder(reference),
-            local_folder(recipe.target.model),
-            Path(folder),
-            overrides=settings.transplant.overrides,
-            method=settings.transplant.method,
-            decay=settings.transplant.decay,
-            dtype="float32",
-        )
-    model = load_model(folder, "float32", device, trimmed=False)
-    if settings.transplant is not None:
-        changes.append(replace(done, kl_after=distributions.kl(model)))
+    model, donor, changes = load_donor(recipe, run, device, distributions)
     answers = read_answers(run, "train")
     cutter = Cutter(score_blocks(recipe, run, answers), distributions)
     if settings.search is not None:
         from distill.surgery.search import search
 
         settings = search(recipe, run, model, target, distributions, cutter)
-    donor = describe_model(reference, model)
-    if settings.transplant is not None:  # as it was before it got other rows
-        old = changes[0].before
-        donor = replace(donor, parameters=old.parameters, vocabulary=old.vocabulary, bytes=4 * old.parameters)
     cutter(model, settings)
     changes += cutter.changes
     kept: Kept | None = None
@@ -234,8 +216,33 @@ def cut(recipe: Recipe, run: Run) -> list[Path]:
     return [run.path("cut"), *([report] if report.exists() and any(report.iterdir()) else [])]
 
 
+def load_donor(
+    recipe: Recipe, run: Run, device: torch.device, distributions: TargetDistributions
+) -> tuple[Any, ModelSizes, list[Change]]:
+    """The donor, loaded whole and transplanted where the recipe asks for it; its original sizes; its changes so far."""
+    reference, settings = donor_reference(recipe), recipe.cut.transplant
+    if settings is None:
+        model = load_model(reference, "float32", device, trimmed=False)
+        return model, describe_model(reference, model), []
+    folder = run.path("search", "transplant")
+    change = transplant(
+        local_folder(reference),
+        local_folder(recipe.target.model),
+        folder,
+        overrides=settings.overrides,
+        method=settings.method,
+        decay=settings.decay,
+        dtype="float32",
+    )
+    model = load_model(str(folder), "float32", device, trimmed=False)
+    old = change.before
+    sizes = describe_model(reference, model)
+    original = replace(sizes, parameters=old.parameters, vocabulary=old.vocabulary, bytes=4 * old.parameters)
+    return model, original, [replace(change, kl_after=distributions.kl(model))]
+
+
 def score_blocks(recipe: Recipe, run: Run, answers: list[Answer]) -> Packed:
-    """Target-written text that scores of neurons, layers and heads are collected on: the first answers, packed."""
+    """The text on which neurons, layers and heads are scored: the target's first answers, packed."""
     own = pack(
         ((a.prompt + a.answer, len(a.prompt)) for a in answers if len(a.answer) > 1 and not a.looping),
         recipe.corpus.block,
@@ -247,7 +254,7 @@ def score_blocks(recipe: Recipe, run: Run, answers: list[Answer]) -> Packed:
 def trim(
     recipe: Recipe, run: Run, model: Any, target: Any, distributions: TargetDistributions, answers: list[Answer]
 ) -> tuple[Kept, dict[str, Any], Change]:
-    """Choose the kept tokens by counts of the target's own text; the model itself is left whole."""
+    """Choose the kept tokens by counts of the target's own text; the model itself stays whole."""
     settings = recipe.cut.trim
     assert settings is not None
     vocabulary = distributions.vocabulary

@@ -1,4 +1,4 @@
-"""Tensors in safetensors files, read and written a part at a time, so that no model has to fit into memory."""
+"""Tensors in safetensors files, read and written in parts, so that no model has to fit into memory."""
 
 from __future__ import annotations
 
@@ -121,6 +121,7 @@ def _read_header(path: Path) -> dict[str, Stored]:
 
 
 def write_tensors(folder: Path, outputs: Mapping[str, Written], shard_bytes: int) -> None:
+    """Write tensors to safetensors files of about `shard_bytes` each, with an index where there are several."""
     shards: list[dict[str, Written]] = [{}]
     for name, tensor in outputs.items():
         if shards[-1] and sum(t.bytes for t in shards[-1].values()) + tensor.bytes > shard_bytes:

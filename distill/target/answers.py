@@ -24,11 +24,11 @@ from distill.texts import Answer, Prompt, is_looping, prompt_seed, read_prompts
 
 
 def answers(recipe: Recipe, run: Run, share: tuple[int, int] | None = None) -> list[Path]:
-    """Let the target continue the train prompts; one file per batch in answers/, which is the unit of resuming.
+    """Let the target continue the train prompts; each batch is one file in answers/, the unit of resuming.
 
-    Served answers, where the recipe names a file of them, are taken first. Of several processes, `share` = (index,
-    count) writes every count-th batch; the first one does the rest, when all are done. None: the processes that this
-    one was launched with.
+    Served answers, where the recipe names a file of them, come first. With several processes, `share` = (index, count)
+    makes this one write every count-th batch; the first process finishes the stage when all are done. None: the share
+    of this process among those it was launched with.
     """
     share = share or (processes.process_index(), processes.process_count())
     folder = run.path("answers")
@@ -57,7 +57,7 @@ def answers(recipe: Recipe, run: Run, share: tuple[int, int] | None = None) -> l
     missing = [item for item in mine if not item[0].exists()]
     whose = f" of process {share[0]}" if share[1] > 1 else ""
     if len(missing) < len(mine):
-        run.say(f"  resuming: {len(mine) - len(missing)} of {len(mine)} batches{whose} are there")
+        run.say(f"  resuming: {len(mine) - len(missing)} of {len(mine)} batches{whose} exist")
     progress = Progress(f"answers, batches{whose}", len(mine), len(mine) - len(missing))
     for path, prompts in missing:
         seeds = [prompt_seed(recipe.seed, prompt.id) for prompt in prompts]
@@ -72,7 +72,7 @@ def answers(recipe: Recipe, run: Run, share: tuple[int, int] | None = None) -> l
 
 
 def _finish(recipe: Recipe, run: Run, share: tuple[int, int], batches: int) -> list[Path]:
-    """Wait for all processes; the first one writes manifest.json, which says what the answers were drawn from."""
+    """Wait for all processes; the first one writes manifest.json with the target and sampler of the answers."""
     processes.barrier()
     folder = run.path("answers")
     if share[0] == 0:

@@ -23,10 +23,10 @@ EMPTY = -1e4  # log of a tail that holds nothing: finite, so that 0 · log stays
 class TeacherChunk:
     """The target's distributions at c positions, natural logarithms in fp32.
 
-    With `ids` [c, K] (column numbers, likeliest first, unless a trim took some away): `log_probabilities` [c, K] of
+    With `ids` [c, K] (column numbers, likeliest first, unless a trim removed some): `log_probabilities` [c, K] of
     those columns; without: [c, C] of every column. `log_tail` [c] is the log of the mass in no named column; EMPTY
-    where there is none. The draft can put mass on what lies outside the `ids`, but not on what a dense chunk leaves
-    out, the tokens that a trimmed head cannot speak.
+    where there is none. The draft can put mass on tokens outside the `ids`, but not on tokens that a dense chunk leaves
+    out: those that a trimmed head cannot generate.
     """
 
     ids: Tensor | None
@@ -60,7 +60,7 @@ class CompactTeacher:
     """Distributions from a compact store: ids [N, K], log p [N, K] at temperature 1, and per temperature T the log of
     the sum of p^(1/T) over the tokens outside [N].
 
-    Of a trimmed one, `place` [V] is the column of each id, `columns` for those that are gone.
+    In a trimmed teacher, `place` [V] is the column of each id, `columns` for trimmed ids.
     """
 
     ids: Tensor
@@ -77,7 +77,7 @@ class CompactTeacher:
         if temperature not in self.log_tails:
             stored = ", ".join(f"{value:g}" for value in self.log_tails)
             raise DataError(
-                f"the teacher store holds temperatures {stored}, not {temperature:g}: its tail's mass is unknown there",
+                f"the teacher store holds temperatures {stored}, not {temperature:g}: its tail's mass there is unknown",
                 "add it to teacher.temperatures, or train with teacher.kind exact or online",
             )
         ids, logs = self.ids[rows].long(), self.log_probabilities[rows].float()
@@ -94,14 +94,14 @@ class CompactTeacher:
         return TeacherChunk(ids, logs, tail)
 
     def restrict(self, kept: Tensor) -> CompactTeacher:
-        """See `Teacher`. Ids that are gone stand in column C, which the head does not have, without mass."""
+        """See `Teacher`. Trimmed ids get column C, which the head does not have, without mass."""
         assert self.place is None, "these distributions are trimmed already"
         return replace(self, columns=len(kept), place=_place(kept.to(self.ids.device), self.columns))
 
 
 @dataclass(frozen=True)
 class LogitForm:
-    """How a model makes logits of head · hidden: multiplied by `scale`, then bent to ±`soft_cap` (0: not)."""
+    """How a model computes logits from head · hidden: multiplied by `scale`, then capped at ±`soft_cap` (0: no cap)."""
 
     scale: float = 1.0
     soft_cap: float = 0.0
@@ -113,10 +113,10 @@ class LogitForm:
 
 
 def logit_form(config: Any) -> LogitForm:
-    """The form that a model's configuration names, as in the modelling files of transformers.
+    """The form that a model's configuration asks for, as in the modelling files of transformers.
 
-    `logit_scale` multiplies (Cohere), `logits_scaling` divides (Granite), `final_logit_softcapping` bends (Gemma).
-    What else an architecture may do after its head is found by comparing with its own logits (`require_head`).
+    `logit_scale` multiplies (Cohere), `logits_scaling` divides (Granite), `final_logit_softcapping` caps (Gemma).
+    Anything else that an architecture does after its head is found by comparison with its own logits (`require_head`).
     """
     config = config.get_text_config()
     scale = float(getattr(config, "logit_scale", None) or 1.0)
@@ -163,7 +163,7 @@ class DenseTeacher:
 
 
 def _place(kept: Tensor, vocabulary: int) -> Tensor:
-    """Where each id went [V]; the column after the last stands for all that are gone."""
+    """The column of each id [V]; the column after the last stands for all trimmed ids."""
     place = torch.full((vocabulary,), len(kept), dtype=torch.long, device=kept.device)
     place[kept] = torch.arange(len(kept), device=kept.device)
     return place

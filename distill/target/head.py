@@ -54,7 +54,7 @@ class Head:
 
 @torch.no_grad()
 def require_head(model: Any, head: Head, blocks: Packed) -> None:
-    """Raise DataError unless `head` makes of the first block's hidden states the logits that the model makes itself."""
+    """Raise DataError unless `head` and the first block's hidden states give the model's own logits."""
     first = blocks.take(slice(0, 1))
     expected = model(**packed_inputs(model, first)).logits[..., : len(head.weight)].float()
     found = head.logits(hidden_states(model, first).to(head.weight.device)).to(expected.device)
@@ -65,6 +65,6 @@ def require_head(model: Any, head: Head, blocks: Packed) -> None:
 
 def _unlike(model: Any, what: str) -> DataError:
     return DataError(
-        f"the distributions of a {model.config.model_type} cannot be had from its last hidden states: {what}",
-        "use teacher.kind: compact, which stores what the model itself says",
+        f"the distributions of a {model.config.model_type} cannot be computed from its last hidden states: {what}",
+        "use teacher.kind: compact, which stores the model's own probabilities",
     )

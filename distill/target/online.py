@@ -1,4 +1,4 @@
-"""The online teacher: the target runs beside the draft, and nothing of its distributions is stored.
+"""The online teacher: the target runs beside the draft, and its distributions are not stored.
 
 Legend: b blocks of a batch, N scored positions of them, S positions, H the target's hidden size.
 """
@@ -17,8 +17,7 @@ from distill.target.head import Head, require_head
 
 
 class OnlineTarget:
-    """A loaded target on packed blocks; raises DataError where its distributions are not its head's, on the first
-    block."""
+    """A loaded target on packed blocks; raises DataError where its head and hidden states do not give its logits."""
 
     def __init__(self, model: Any, packed: Packed, manifest: dict[str, Any], batch: int) -> None:
         self.model, self.packed, self.manifest, self.batch = model, packed, manifest, batch
@@ -31,7 +30,7 @@ class OnlineTarget:
     def teacher(self, index: Tensor, device: torch.device) -> Teacher:
         """The distributions of the N scored positions of the blocks at `index` [b], block by block, on a device.
 
-        The target sees `batch` blocks at once; its logits exist only chunk by chunk.
+        The target takes `batch` blocks at once; its logits exist only chunk by chunk.
         """
         states = []
         for start in range(0, len(index), self.batch):

@@ -1,4 +1,4 @@
-"""Where the distributions that a draft learns come from: one way in, whatever the kind of teacher."""
+"""The distributions that a draft learns, whatever the kind of teacher."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class TeacherSource(Protocol):
 
 
 def open_teacher(run: Run, recipe: Recipe, device: torch.device, model: Any = None) -> TeacherSource:
-    """The teacher that stage `teacher` left in a run.
+    """The teacher that stage `teacher` wrote into a run.
 
     An online one runs `model`, the target, which is loaded onto `device` when none is given. Raises DataError when a
     file is damaged.
@@ -48,8 +48,7 @@ def open_teacher(run: Run, recipe: Recipe, device: torch.device, model: Any = No
 
 
 def target_metadata(recipe: Recipe) -> dict[str, Any]:
-    """What identifies the target that distributions are of: its content, the vocabulary of its tokenizer, and how it
-    runs."""
+    """The identity of a target: its content, its tokenizer's vocabulary, and how it runs."""
     tokenizer = load_tokenizer(recipe.target.model)
     return {
         "target": recipe.target.model,
@@ -76,9 +75,9 @@ def require_fit(
         if manifest[key] != metadata[key]:
             was, now = (manifest["target"], metadata["target"]) if "digest" in key else (manifest[key], metadata[key])
             other = " with other content" if was == now else ""
-            raise DataError(f"the teacher was made with {name} {was}{other}, the recipe says {now}", REDO)
+            raise DataError(f"the teacher was made with {name} {was}{other}, the recipe has {now}", REDO)
     if manifest["kind"] != recipe.teacher.kind:
-        raise DataError(f"the teacher is {manifest['kind']}, the recipe says {recipe.teacher.kind}", REDO)
+        raise DataError(f"the teacher is {manifest['kind']}, the recipe asks for {recipe.teacher.kind}", REDO)
     sampler = recipe.sampler.model_dump(mode="json")
     if manifest["sampler"] != sampler:
         changed = [

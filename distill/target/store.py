@@ -66,9 +66,9 @@ def _without_padding(logits: Tensor, vocabulary: int) -> Tensor:
 
 
 def bytes_per_position(settings: Settings, hidden: int, dtype: str, k: int | None = None) -> int:
-    """What a position costs on disk in a store of these settings, with a target of that hidden size and type.
+    """Bytes per position on disk in a store of these settings, with a target of that hidden size and type.
 
-    `k` entries of a compact one, where they are known to be fewer than `top_k`.
+    `k` is the number of entries of a compact store, where it is known to be below `top_k`.
     """
     if settings.kind == "compact":
         return (k or settings.top_k) * (4 + 2) + 4 * len(settings.temperatures) + PACKED_BYTES
@@ -76,8 +76,7 @@ def bytes_per_position(settings: Settings, hidden: int, dtype: str, k: int | Non
 
 
 class TeacherStore:
-    """The finished shards of a run, each checked against its checksum at once; distributions are read when asked
-    for."""
+    """The finished shards of a run, each checked against its checksum at once; distributions are read on demand."""
 
     def __init__(self, run: Run) -> None:
         self.folder = run.path("teacher")
@@ -147,10 +146,10 @@ def _open(run: Run, path: Path) -> Any:
 
 
 def shard_path(folder: Path, number: int) -> Path:
-    """Where a shard stands."""
+    """The path of a shard."""
     return folder / f"shard-{number:05d}.safetensors"
 
 
 def head_path(folder: Path) -> Path:
-    """Where the head of an exact store stands."""
+    """The path of the head of an exact store."""
     return folder / "head.safetensors"

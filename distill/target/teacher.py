@@ -40,9 +40,9 @@ Distributions = Callable[[Packed], dict[str, Tensor]]
 
 
 def training_blocks(recipe: Recipe, run: Run) -> tuple[Packed, str]:
-    """What the draft learns from: the target's answers (their prompts masked), then the corpus text.
+    """The blocks that the draft learns from: the target's answers (prompts masked), then the corpus text.
 
-    Also what was left out, in words. Raises DataError when nothing is left.
+    Also a sentence about dropped answers, or an empty string. Raises DataError when no position is left.
     """
     found = read_answers(run, "train")
     kept = [answer for answer in found if not answer.looping and len(answer.answer) > 1]
@@ -51,15 +51,15 @@ def training_blocks(recipe: Recipe, run: Run) -> tuple[Packed, str]:
     text = Packed.load(run.path("corpus", "text-train.safetensors"))
     blocks = concatenate([part for part in (own, text) if len(part)])
     if not int(blocks.mask.sum()):
-        raise DataError("there is nothing to learn from: no answer and no corpus text is left", "raise corpus.tokens")
+        raise DataError("no answer and no corpus text is left to learn from", "raise corpus.tokens")
     return blocks, dropped if len(kept) < len(found) else ""
 
 
 def teacher(recipe: Recipe, run: Run, share: tuple[int, int] | None = None) -> list[Path]:
     """Write teacher/shard-NNNNN.safetensors and manifest.json; the unit of resuming is the shard.
 
-    Of several processes, `share` = (index, count) makes every count-th shard; the first one writes the manifest, when
-    all are done. None: the processes that this one was launched with.
+    With several processes, `share` = (index, count) makes this one write every count-th shard; the first process writes
+    the manifest when all are done. None: the share of this process among those it was launched with.
     """
     share = share or (processes.process_index(), processes.process_count())
     main = share[0] == 0
@@ -85,7 +85,7 @@ def teacher(recipe: Recipe, run: Run, share: tuple[int, int] | None = None) -> l
     for number, part in mine:
         path = shard_path(folder, number)
         if _is_whole(path):
-            progress.step(note="(was there)")
+            progress.step(note="(exists)")
             continue
         _save(path, shard_tensors(blocks.take(part), distributions, settings.batch))
         progress.step()
@@ -109,7 +109,7 @@ def teacher(recipe: Recipe, run: Run, share: tuple[int, int] | None = None) -> l
 def _maker(
     recipe: Recipe, run: Run, blocks: Packed, vocabulary: int, main: bool
 ) -> tuple[dict[str, Any], Distributions]:
-    """What the manifest says of a kind, and the function from blocks to the distribution tensors of their shard."""
+    """The manifest's entries for a kind of store, and the function from blocks to the tensors of their shard."""
     settings = recipe.teacher
     if settings.kind == "online":
         return {}, lambda part: {}
@@ -218,14 +218,14 @@ def _save(path: Path, tensors: dict[str, Tensor]) -> None:
 
 
 def _is_whole(path: Path) -> bool:
-    """Whether a file stands there with the checksum of its receipt."""
+    """Whether a file exists with the checksum of its receipt."""
     receipt = path.with_suffix(".json")
     return path.exists() and receipt.exists() and bool(read_json(receipt)["sha256"] == file_digest(path))
 
 
 def _checksum(path: Path) -> str:
-    """The checksum on a file's receipt; raises RunError when another process has not made it."""
+    """The checksum on a file's receipt; raises RunError when another process did not write it."""
     receipt = path.with_suffix(".json")
     if not (path.exists() and receipt.exists()):
-        raise RunError(f"{path} was not made by the process that had it", "run the same command again")
+        raise RunError(f"{path} was not written by the process it was assigned to", "run the same command again")
     return str(read_json(receipt)["sha256"])

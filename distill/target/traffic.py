@@ -1,7 +1,7 @@
-"""Served logs as the target's own text: the part of a growing jsonl file that a run pins, split, encoded, kept.
+"""Served logs as the target's own text: the pinned part of a growing jsonl file, split and encoded.
 
-A run reads the whole lines that stood there when its answers stage began, and no others ever: what the file gains
-later is for the next refresh. No torch here, so that a command can look at a file at once.
+A run reads the whole lines that the file had when the run's answers stage began, and never others: later lines are for
+the next refresh. No torch here, so that a command can read a file without delay.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from distill.texts import Answer, Prompt, is_looping
 if TYPE_CHECKING:
     from distill.recipe import Recipe, Traffic
 
-PIN = "traffic (content)"  # the part of the answers stage's key that says what was read
+PIN = "traffic (content)"  # the entry in the answers stage's key that identifies the lines read
 SOURCE = "traffic"
 LINES_PER_FILE = 2048
 PIECE = 2**20
@@ -45,9 +45,9 @@ class Line:
 
 
 def pin_traffic(recipe: Recipe, run: Run) -> dict[str, Any] | None:
-    """What a run reads of its traffic: the whole lines up to now, after those its parent read; None without traffic.
+    """The part of the traffic that a run reads: the whole lines so far after those of its parent; else None.
 
-    `bytes`, `lines` and `sha256` are of the file's beginning up to there, `start` and `start_line` of what to skip.
+    `bytes`, `lines` and `sha256` describe the file's beginning up to there, `start` and `start_line` the part to skip.
     """
     if recipe.answers.traffic is None:
         return None
@@ -59,7 +59,7 @@ def pin_traffic(recipe: Recipe, run: Run) -> dict[str, Any] | None:
 
 
 def measure(path: Path) -> dict[str, Any]:
-    """Bytes, lines and sha256 of the whole lines of a file; a last line without its newline is not among them."""
+    """Bytes, lines and sha256 of the whole lines of a file; a last line without its newline does not count."""
     total, hashed, tail, lines = 0, hashlib.sha256(), b"", 0
     for piece in _pieces(path, None):
         *whole, rest = (tail + piece).rpartition(b"\n")
@@ -70,7 +70,7 @@ def measure(path: Path) -> dict[str, Any]:
 
 
 def begins_with(path: Path, pin: dict[str, Any]) -> bool:
-    """Whether a file still begins with what was pinned of it."""
+    """Whether a file still begins with its pinned part."""
     hashed = hashlib.sha256()
     for piece in _pieces(path, pin["bytes"]):
         hashed.update(piece)
@@ -92,7 +92,7 @@ def _pieces(path: Path, size: int | None) -> Iterator[bytes]:
 
 
 def read_lines(settings: Traffic, pin: dict[str, Any]) -> Iterator[Line | str]:
-    """Every pinned line that is not blank, in order: its content, or what is wrong with it, line number included."""
+    """Every pinned line that is not blank, in order: its content, or its fault with the line number."""
     number = pin["start_line"]
     with open(pin["path"], "rb") as handle:
         handle.seek(pin["start"])
@@ -106,20 +106,20 @@ def read_lines(settings: Traffic, pin: dict[str, Any]) -> Iterator[Line | str]:
 
 
 def parse_line(raw: bytes, settings: Traffic, number: int) -> Line | str:
-    """A line's content, or what is wrong with it."""
+    """A line's content, or its fault."""
     try:
         record = json.loads(raw)
     except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
         return f"no JSON ({error})"
     if not isinstance(record, dict):
-        return f"a JSON object is wanted, got {type(record).__name__}"
+        return f"a JSON object is needed, got {type(record).__name__}"
     ended = record.get("finish_reason") in (None, "stop")
     if "messages" in record:
         messages = record["messages"]
         if not isinstance(messages, list) or len(messages) < 2 or not all(isinstance(m, dict) for m in messages):
-            return "`messages` is to be a list of at least a question and an answer"
+            return "`messages` must be a list of at least a question and an answer"
         if not all(isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in messages):
-            return "every message is to have a `role` and a `content`, both text"
+            return "every message needs a `role` and a `content`, both text"
         if messages[-1]["role"] != "assistant":
             return f"the last message is the {messages[-1]['role']}'s, not the assistant's"
         prompt: Any = messages[:-1]
@@ -135,7 +135,7 @@ def parse_line(raw: bytes, settings: Traffic, number: int) -> Line | str:
 
 
 def encode_line(line: Line, tokenizer: Any, end: int | None) -> tuple[list[int], list[int]] | str:
-    """Token ids of prompt and answer, encoded apart as they were when served; or why they cannot be had."""
+    """Token ids of prompt and answer, encoded separately as they were when served; or the line's fault."""
     from distill.models.hugging_face import encode
 
     prompt = line.prompt
@@ -144,16 +144,16 @@ def encode_line(line: Line, tokenizer: Any, end: int | None) -> tuple[list[int],
             return "messages, but the target's tokenizer has no chat template"
         try:
             prompt = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
-        except Exception as error:  # templates are programs of others, and raise what they like
+        except Exception as error:  # templates are foreign programs and raise any exception
             return f"the target's chat template refuses it ({error})"
     ids = encode(tokenizer, prompt)
     answer = encode(tokenizer, line.answer) + ([end] if line.ended and end is not None else [])
-    return (ids, answer) if ids and answer else "no token is left of it"
+    return (ids, answer) if ids and answer else "it gives no token"
 
 
 @dataclass
 class Sorted:
-    """Where the lines of a file went: answers to learn from, held-out prompts by name, and what was left out or cut."""
+    """The lines of a file, sorted: answers to learn from, held-out prompts by name, faults, and counts of cut lines."""
 
     train: list[Answer] = field(default_factory=list)
     validation: dict[str, Prompt] = field(default_factory=dict)
@@ -193,8 +193,8 @@ def sort_lines(recipe: Recipe, lines: Iterable[Line | str], tokenizer: Any, end:
 def write_traffic(recipe: Recipe, run: Run, tokenizer: Any, end: int | None) -> None:
     """Write answers/train-traffic-NNNNN.jsonl, prompts-validation.jsonl, prompts-test.jsonl and traffic.json.
 
-    Nothing where they stand already. Raises DataError when the file no longer begins with what was pinned, or when no
-    line of it can be learnt from; the run then forgets its pin, so that the next command reads the file as it is then.
+    Does nothing where they exist. Raises DataError when the file no longer begins with the pinned part, or when no line
+    of it can be learnt from; the pin is then deleted, so that the next command reads the file as it is then.
     """
     settings = recipe.answers.traffic
     assert settings is not None
@@ -223,9 +223,9 @@ def write_traffic(recipe: Recipe, run: Run, tokenizer: Any, end: int | None) -> 
     if not found.train:
         again = _unpin(run)
         raise DataError(
-            f"{pin['path']} has nothing to learn from in {where}: {len(found.bad)} bad lines{first}; {found.too_long} "
+            f"{pin['path']} has no answer in {where}: {len(found.bad)} bad lines{first}; {found.too_long} "
             f"too long for corpus.block; {len(found.validation) + len(found.test)} prompts of other splits",
-            f"mend the file, or set answers.traffic.prompt_field and answer_field; then {again} reads it anew",
+            f"correct the file, or set answers.traffic.prompt_field and answer_field; then {again} reads it again",
         )
     files = [f"prompts-{split}.jsonl" for split in held_out]
     for number, start in enumerate(range(0, len(found.train), LINES_PER_FILE)):
@@ -245,7 +245,7 @@ def write_traffic(recipe: Recipe, run: Run, tokenizer: Any, end: int | None) -> 
 
 
 def _unpin(run: Run) -> str:
-    """Forget what was pinned, unless generated answers would be lost with it; the command that reads the file anew."""
+    """Delete the pin, unless generated answers would be lost with it; the command that reads the file again."""
     if any(run.path("answers").glob("train-[0-9]*.jsonl")):
         return "`distill train RECIPE --redo answers`"
     run.path("stages", "answers.begun.json").unlink()

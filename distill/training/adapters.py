@@ -1,7 +1,7 @@
 """LoRA and QLoRA (Hu et al. 2021; Dettmers et al. 2023) through peft: put in before training, merged after it.
 
 Adapters are injected into the model's own linear layers. The model keeps its class, so `model.model`, `model.lm_head`
-and everything that reads them work on it as on a plain one; only its frozen weights go by other names meanwhile.
+and all code that reads them work as on a plain model; only its frozen weights have other names meanwhile.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def load_base(folder: Path, settings: Adapter, device: torch.device) -> Any:
         if settings.base == "int8"
         else {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": torch.float32}
     )
-    # It would say at every product of every layer that it rounds its input to fp16.
+    # Else it warns at every product of every layer that it rounds its input to fp16.
     logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
     try:
         model = AutoModelForCausalLM.from_pretrained(
@@ -69,7 +69,7 @@ def require_quantisation(device: torch.device, base: str) -> None:
 
 
 def layer_names(model: Any, targets: tuple[str, ...]) -> list[str]:
-    """Full names of the body's linear layers that get an adapter; RecipeError for a target that names none of them."""
+    """Full names of the body's linear layers that get an adapter; RecipeError for a target that matches none."""
     linear = [name for name, module in model.model.named_modules() if isinstance(module, torch.nn.Linear)]
     known = {name.rpartition(".")[2] for name in linear}
     unknown = [target for target in targets if target not in known]
@@ -84,7 +84,7 @@ def layer_names(model: Any, targets: tuple[str, ...]) -> list[str]:
 def attach(model: Any, settings: Adapter, seed: int = 0) -> Any:
     """Put adapters into a causal language model, in place, and freeze the rest; returns the model.
 
-    They start as nothing (B = 0), so the model's function is unchanged; A is drawn from `seed` alone.
+    They start at zero (B = 0), so the model's function is unchanged; A is drawn from `seed` alone.
     """
     from peft import LoraConfig, inject_adapter_in_model
 
@@ -106,8 +106,8 @@ def attach(model: Any, settings: Adapter, seed: int = 0) -> Any:
 def merge(model: Any, init: Path | None = None) -> Any:
     """The plain model with every adapter's product added to its layer's weight; all its parameters learn again.
 
-    The model itself, changed in place, unless its base was quantised: then the fp32 weights of the folder `init` get
-    the adapters (and the trained embeddings and head), on the same device, so that no rounding of the base is kept.
+    The model itself, changed in place, unless its base was quantised: then the adapters (and the trained embeddings and
+    head) go into the fp32 weights of the folder `init`, on the same device, so that no rounding of the base is kept.
     """
     from peft.tuners.lora import LoraLayer
 
@@ -132,9 +132,10 @@ def merge(model: Any, init: Path | None = None) -> Any:
 
 @contextlib.contextmanager
 def adapted(model: Any, settings: Adapter | None, seed: int = 0) -> Iterator[Any]:
-    """Adapters for the time of a block, then merged in place, as for healing a cut; without settings, nothing.
+    """Adapters within a `with` block, merged in place at its end, as for healing a cut; without settings, nothing.
 
-    The base stays as it is, whatever settings.base says: a cut that is being tried is no folder to take weights from.
+    The base is never quantised, whatever settings.base is: a quantised base is merged into the weights of a folder, and
+    a cut under trial has none.
     """
     if settings is None:
         yield model

@@ -1,6 +1,6 @@
-"""Checkpoints of a training: whole, from the main process, however many there are and however weights are sharded.
+"""Checkpoints of a training: always whole, written by the main process, for any number of processes and shards.
 
-A step's random numbers are a pure function of seed and step: weights, optimizer and a few counters are all there is.
+A step's random numbers are a pure function of seed and step, so weights, optimizer and a few counters are enough.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from distill.files import read_json, write_folder, write_json
 from distill.processes import barrier
 from distill.run import Run
 
-BEST = "best"  # the weights that are taken, unless a replay is kept
+BEST = "best"  # the chosen weights, unless a replay is kept
 REPLAYED = "replayed"
 
 
@@ -39,10 +39,10 @@ def _options() -> Any:
 
 
 def _learning(learner: torch.nn.Module) -> dict[str, torch.nn.Parameter] | None:
-    """What learns beside a frozen base, under its plain names; None where everything learns.
+    """The parameters that learn beside a frozen base, under their plain names; None where all of them learn.
 
-    Adapters are whole in every process. torch's own state dictionaries go through the base too, which stays that of
-    cut/, and fail where it is quantised: its layers keep entries that are no attributes of theirs.
+    Adapters are whole in every process. torch's own state dictionaries would include the frozen base, and fail on
+    quantised layers, which keep entries that are no attributes.
     """
     inner = learner.module if isinstance(learner, torch.nn.parallel.DistributedDataParallel) else learner
     named = dict(inner.named_parameters())
@@ -116,7 +116,7 @@ def _set_moments(learner: torch.nn.Module, optimizer: Any, moments: dict[str, An
 def save_checkpoint(
     run: Run, step: int, learner: torch.nn.Module, optimizer: Any, keep: int, state: dict[str, Any], main: bool = True
 ) -> None:
-    """Write checkpoints/step-NNNNNN with `state` and forget all but the newest `keep`; every process must call it."""
+    """Write checkpoints/step-NNNNNN with `state` and delete all but the newest `keep`; every process must call it."""
     weights, moments = whole_weights(learner), _whole_moments(learner, optimizer)
     if not main:
         return

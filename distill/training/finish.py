@@ -1,4 +1,4 @@
-"""The trained draft as a folder that loads everywhere, and training.json, which says how its weights were chosen."""
+"""The trained draft as a folder that loads everywhere, and training.json with the choice of its weights."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from distill.training.setup import Training
 
 
 def write_draft(work: Training) -> list[Path]:
-    """Write draft/ and training.json with the present weights, adapters merged and what a penalty removed cut out."""
+    """Write draft/ and training.json with the present weights, adapters merged and removed neurons cut out."""
     run, main = work.run, work.accelerator.is_main_process
     final = work.draft().eval()
     decision = run.path("replay", "decision.json")

@@ -35,7 +35,7 @@ from distill.training.trackers import tracked
 def train(recipe: Recipe, run: Run) -> list[Path]:
     """Train cut/ into draft/ on the teacher; resumes from the newest checkpoint, bit for bit on CPU.
 
-    What chooses the weights, and a replay's decision, are in training.json. Raises DataError for a loss that is not
+    training.json records the choice of weights and the decision on a replay. Raises DataError for a loss that is not
     finite, RunError where memory runs out; KeyboardInterrupt or SystemExit after Ctrl-C or SIGTERM, with all saved.
     """
     with memory_explained(lambda: loading(recipe)):
@@ -43,7 +43,7 @@ def train(recipe: Recipe, run: Run) -> list[Path]:
         resumed = resume(work)
     settings, state = work.settings, work.state
     if not resumed and settings.acceptance is not None:
-        consider(work)  # what the draft is worth untrained: nothing worse is ever taken
+        consider(work)  # the untrained draft is a candidate too, so that nothing worse is ever taken
     clock = Clock(state["step"])
     with StopRequest() as stop, memory_explained(lambda: stepping(work)), tracked(work.accelerator):
         while state["step"] < work.steps:
@@ -52,10 +52,7 @@ def train(recipe: Recipe, run: Run) -> list[Path]:
             if part.name == REPLAY and work.replayed is None and not enter_replay(work):
                 break
             torch.manual_seed(hash((recipe.seed, step, work.accelerator.process_index)) % 2**31)  # an adapter's dropout
-            rate = rate_of(work.parts, part, step, settings)
-            body_rate = rate * body_share(step, work.steps, settings)
-            for group in work.optimizer.param_groups:
-                group["lr"] = rate if group["outer"] else body_rate
+            rate, body_rate = set_rates(work, part, step)
             figures = one_step(work, part, step)
             if work.penalty is not None:
                 figures |= work.penalty.after_step(step, body_rate)
@@ -71,7 +68,7 @@ def train(recipe: Recipe, run: Run) -> list[Path]:
                 save_checkpoint(run, state["step"], work.learner, work.optimizer, settings.keep, state, main)
             if asked:
                 leave(work, stop)
-        if work.any_process(stop.signal is not None):  # while a replay looked for what is rejected and found nothing
+        if work.any_process(stop.signal is not None):  # during the search of a replay that found no rejection
             leave(work, stop)
     with memory_explained(lambda: writing(work)):
         if is_replayed(work):
@@ -82,7 +79,7 @@ def train(recipe: Recipe, run: Run) -> list[Path]:
 
 
 def resume(work: Training) -> bool:
-    """Go back to where the newest checkpoint was written; False where there is none."""
+    """Continue from the newest checkpoint; False where there is none."""
     checkpoint = newest_checkpoint(work.run.path("checkpoints"))
     if checkpoint is None:
         return False
@@ -94,11 +91,20 @@ def resume(work: Training) -> bool:
 
 
 def leave(work: Training, stop: StopRequest) -> None:
-    """End the command with everything saved; all processes leave, whichever of them got the signal."""
+    """End the command with everything saved, in all processes, whichever of them got the signal."""
     step = work.state["step"]
     work.run.say(f"  stopped and saved at step {step} of {work.steps}; the same command goes on there")
-    barrier()  # a process that is gone ends the others, also one that is still writing the checkpoint
+    barrier()  # torchrun ends all processes with the first, even one that is still writing the checkpoint
     stop.leave()
+
+
+def set_rates(work: Training, part: PlannedPart, step: int) -> tuple[float, float]:
+    """Give the optimizer the learning rates of a step: that of embeddings and head, and that of the body."""
+    rate = rate_of(work.parts, part, step, work.settings)
+    body_rate = rate * body_share(step, work.steps, work.settings)
+    for group in work.optimizer.param_groups:
+        group["lr"] = rate if group["outer"] else body_rate
+    return rate, body_rate
 
 
 def one_step(work: Training, part: PlannedPart, step: int) -> dict[str, Any]:
@@ -109,8 +115,8 @@ def one_step(work: Training, part: PlannedPart, step: int) -> dict[str, Any]:
     for number, (source, index) in enumerate(micro_batches, 1):
         blocks, distributions = scored_blocks(source, index, accelerator.device)
         # Processes exchange gradients once, with the last micro-batch.
-        apart = contextlib.nullcontext() if number == len(micro_batches) else accelerator.no_sync(learner)
-        with apart:
+        without_exchange = contextlib.nullcontext() if number == len(micro_batches) else accelerator.no_sync(learner)
+        with without_exchange:
             with accelerator.autocast():
                 total, sums = learner(blocks, distributions, part)
             accelerator.backward(total)
@@ -140,7 +146,7 @@ def one_step(work: Training, part: PlannedPart, step: int) -> dict[str, Any]:
 
 
 class Clock:
-    """Pace and remaining time of a training that started, this time, at step `first`."""
+    """Pace and remaining time of a training that this command began at step `first`."""
 
     def __init__(self, first: int) -> None:
         self.first, self.tokens = first, 0

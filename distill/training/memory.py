@@ -1,4 +1,4 @@
-"""What a user reads when memory runs out: what was being done, and what to lower for that."""
+"""The message when memory runs out: during which work, and which settings to lower."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from distill.errors import DistillError, RunError
 from distill.recipe import Recipe
 from distill.training.setup import Training
 
-# How allocators say it where the kind of the exception does not.
+# How allocators word it where the type of the exception does not tell.
 WORDS = ("out of memory", "not enough memory", "can't allocate memory", "Unable to allocate", "ALLOC_FAILED")
 RESUMES = "the same command then goes on from the last checkpoint"
 
 
 class OutOfMemory(RunError):
-    """Memory ran out, and what to do is said."""
+    """Memory ran out; the message has advice."""
 
 
 @contextlib.contextmanager
 def memory_explained(advice: Callable[[], tuple[str, str]]) -> Iterator[None]:
-    """Turn what torch says when memory runs out into an OutOfMemory with (what was done, what to do now).
+    """Turn torch's errors for exhausted memory into an OutOfMemory with the pair that `advice` returns.
 
-    `advice` is asked only then. Where these are nested, the innermost one speaks. Who loads a file takes all that
-    goes wrong there for damage, so the causes of our own errors are looked at too.
+    The pair is (during which work, what to do now). `advice` is called only then; of nested ones, the innermost counts.
+    Loaders report every error as a damaged file, so the causes of our own errors are examined too.
     """
     try:
         yield
@@ -33,19 +33,19 @@ def memory_explained(advice: Callable[[], tuple[str, str]]) -> Iterator[None]:
         raise
     except (DistillError, RuntimeError, MemoryError) as error:
         cause = error.__cause__ if isinstance(error, DistillError) else error
-        message = str(cause)
-        if not isinstance(cause, (torch.OutOfMemoryError, MemoryError)) and not any(word in message for word in WORDS):
+        text = str(cause)
+        if not isinstance(cause, (torch.OutOfMemoryError, MemoryError)) and not any(word in text for word in WORDS):
             raise
         doing, hint = advice()
-        first = (message.splitlines() or [type(cause).__name__])[0]
+        first = (text.splitlines() or [type(cause).__name__])[0]
         raise OutOfMemory(f"memory ran out {doing}: {first}", hint) from error
 
 
 def loading(recipe: Recipe) -> tuple[str, str]:
     """While draft and teacher are loaded, before the first step."""
     if recipe.teacher.kind == "online":
-        remedies = _smaller_target(recipe)
-        return "while draft and target were loaded", f"{remedies}; teacher.kind=compact trains without a target"
+        hint = _smaller_target(recipe)
+        return "while draft and target were loaded", f"{hint}; teacher.kind=compact trains without a target"
     smaller = "a smaller draft (cut.layers, cut.mlp_width)"
     if recipe.train.adapter is None:
         smaller += ", or an adapter over quantised weights (train.adapter={base: int4})"
@@ -53,13 +53,13 @@ def loading(recipe: Recipe) -> tuple[str, str]:
 
 
 def stepping(work: Training) -> tuple[str, str]:
-    """In a step: what is named first changes nothing but rounding."""
+    """In a step: the settings named first change nothing but rounding."""
     settings = work.settings
     blocks = settings.micro_batch or settings.batch // work.accelerator.num_processes
-    remedies = [f"lower train.micro_batch (now {blocks})"] if blocks > 1 else []
-    remedies += [f"lower train.chunk (now {settings.chunk})"] if settings.chunk > 1 else []
-    remedies += [] if settings.checkpointing else ["set train.checkpointing=true"]
-    hint = f"{', or '.join(remedies)}; {RESUMES}" if remedies else "free memory that other programs hold"
+    hints = [f"lower train.micro_batch (now {blocks})"] if blocks > 1 else []
+    hints += [f"lower train.chunk (now {settings.chunk})"] if settings.chunk > 1 else []
+    hints += [] if settings.checkpointing else ["set train.checkpointing=true"]
+    hint = f"{', or '.join(hints)}; {RESUMES}" if hints else "free memory that other programs hold"
     if blocks == 1:
         hint += f"; a lower corpus.block (now {work.recipe.corpus.block}) needs less, in a run of its own (name=…)"
     return f"at step {work.state['step']} on {work.accelerator.device}", hint
@@ -76,7 +76,7 @@ def choosing(work: Training) -> tuple[str, str]:
 
 
 def replaying(work: Training) -> tuple[str, str]:
-    """While prompts are decoded to find what a replay learns, or to judge it, or the target is loaded for that."""
+    """While prompts are decoded for a replay or for its judgement, or the target is loaded for that."""
     assert work.settings.replay is not None
     return _decoding(work, f"train.replay.new_tokens (now {work.settings.replay.new_tokens})")
 
@@ -84,12 +84,12 @@ def replaying(work: Training) -> tuple[str, str]:
 def _decoding(work: Training, settings: str) -> tuple[str, str]:
     return (
         f"while target and draft decoded after step {work.state['step']} on {work.accelerator.device}",
-        f"lower {settings} and train anew (--redo train), or {_smaller_target(work.recipe)}",
+        f"lower {settings} and train again (--redo train), or {_smaller_target(work.recipe)}",
     )
 
 
 def writing(work: Training) -> tuple[str, str]:
-    """While the trained draft is put together and written."""
+    """While the trained draft is assembled and written."""
     return (
         f"while the draft was written, after step {work.state['step']}",
         f"free memory that other programs hold; {RESUMES}, which is the end of the training",
@@ -97,9 +97,9 @@ def writing(work: Training) -> tuple[str, str]:
 
 
 def _smaller_target(recipe: Recipe) -> str:
-    """How the target takes less of this accelerator."""
+    """Advice for a target that takes less memory of this accelerator."""
     spread = "" if recipe.target.shard else "set target.shard=true where one process has several accelerators, or "
     smaller = {None: "target.quantise=int8 or int4", "int8": "target.quantise=int4", "int4": ""}[recipe.target.quantise]
     if not smaller:
         return spread + "take a smaller target"
-    return f"{spread}set {smaller}, whose answers and distributions are made anew"
+    return f"{spread}set {smaller}, which makes its answers and distributions again"

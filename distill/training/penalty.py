@@ -18,7 +18,7 @@ def penalty_of(model: Any, settings: Train) -> Penalty | None:
     wanted = settings.sparsity
     if wanted is None:
         return None
-    start = settings.embedding_steps / settings.steps  # neurons that are held still cannot answer a penalty
+    start = settings.embedding_steps / settings.steps  # frozen neurons cannot adapt to a penalty
     if wanted.method == "group":
         assert wanted.mlp_width is not None
         return GroupLasso(model, wanted.mlp_width, settings.steps, start=start, ramp=wanted.ramp)
@@ -27,7 +27,7 @@ def penalty_of(model: Any, settings: Train) -> Penalty | None:
 
 
 def finish_penalty(model: Any, penalty: Penalty | None) -> dict[str, Any] | None:
-    """Cut removed neurons out of the trained model, and what became of it for sparsity.json; None without a penalty."""
+    """Cut removed neurons out of the trained model; the details for sparsity.json, or None without a penalty."""
     if penalty is None:
         return None
     before = size_of(model)
@@ -38,7 +38,7 @@ def finish_penalty(model: Any, penalty: Penalty | None) -> dict[str, Any] | None
             f"{min(details['removed_zero_share']):.1%} or more per layer were exactly zero"
         )
     else:
-        shares = sparsity_by_tensor(model)  # its `layers.N` are of all weights of a layer; whole neurons hardly vanish
+        shares = sparsity_by_tensor(model)  # its `layers.N` cover all weights of a layer; whole neurons hardly vanish
         layers = [shares[f"layers.{index}"] for index in range(model.config.num_hidden_layers)]
         details = penalty.details() | {"by_layer": layers, "by_tensor": shares}
         words = f"{details['zero_share']:.1%} of the blocks' weights are zero, which makes no step faster"

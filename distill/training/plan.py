@@ -1,4 +1,4 @@
-"""What a recipe's training consists of: parts with a loss, a first and a last step and a learning rate each."""
+"""The plan of a recipe's training: parts, each with a loss, a first and a last step and a learning rate."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from distill.training.rate import cosine
 
 Verifying = Literal["sampling", "match", "greedy"]
 
-# What a part without a loss of its own learns: on the demo pair nothing was accepted more under match and greedy than
-# forward KL, and under sampling the JSD was (docs/benchmarks.md).
+# The default loss of a part. On the demo pair no loss gave more acceptance than forward KL under match and greedy, and
+# the JSD gave the most under sampling (docs/benchmarks.md).
 PROTOCOL_LOSS: dict[Verifying, Loss] = {
     "sampling": {"jsd": 1.0},
     "match": {"forward_kl": 1.0},
@@ -50,7 +50,7 @@ def protocol_of(settings: Train, temperature: float) -> Verifying:
 
 
 def loss_settings(settings: Train, loss: Loss, temperature: float = 1.0) -> LossSettings:
-    """The losses with everything they need, of which weights of 0 are left out."""
+    """The settings of a mixture of losses; losses of weight 0 are left out."""
     return LossSettings(
         losses={name: weight for name, weight in loss.items() if weight > 0},
         temperature=temperature,
@@ -104,7 +104,7 @@ def part_at(parts: list[PlannedPart], step: int) -> PlannedPart:
 def rate_of(parts: list[PlannedPart], part: PlannedPart, step: int, settings: Train) -> float:
     """The learning rate of a step: one warm-up and cosine over all parts, at each part's peak; a replay has its own.
 
-    One curve, so that a change of loss is nothing but that, and a replay changes nothing before it.
+    One curve over all parts, so that a change of loss changes nothing else, and a replay changes no step before it.
     """
     if part.name == REPLAY:
         return cosine(step - part.first, part.steps, part.rate, settings.warmup, settings.final)
@@ -118,12 +118,12 @@ def temperatures(parts: list[PlannedPart]) -> set[float]:
 
 
 def first_part(recipe: Recipe) -> PlannedPart:
-    """The part that a training begins with, which is also how cuts are healed."""
+    """The first part of a training, with whose loss and rate cuts are healed too."""
     return planned(recipe.train, recipe.sampler.temperature, recipe.corpus.block)[0]
 
 
 def check_adapter(settings: Train) -> None:
-    """Raise RecipeError for an adapter beside what it cannot go together with."""
+    """Raise RecipeError for an adapter together with settings that exclude it."""
     if settings.adapter is not None:
         clash = settings.adapter.clash(settings.sparsity is not None, settings.embedding_steps)
         if clash:
@@ -131,7 +131,7 @@ def check_adapter(settings: Train) -> None:
 
 
 def check_training(recipe: Recipe) -> list[str]:
-    """What the recipe's training will be, as lines to print; RecipeError for settings that cannot go together."""
+    """The plan of the recipe's training as lines to print; RecipeError for settings that exclude each other."""
     settings, teacher = recipe.train, recipe.teacher
     parts = planned(settings, recipe.sampler.temperature, recipe.corpus.block)
     lacking = temperatures(parts) - set(teacher.temperatures)

@@ -8,7 +8,7 @@ from distill.recipe import Train
 
 
 def cosine(step: int, steps: int, rate: float, warmup: float, final: float) -> float:
-    """The rate of step `step` of `steps` (from 0): linear over the share `warmup`, then a cosine to `final` of it."""
+    """The rate of step `step` of `steps` (from 0): linear over the share `warmup`, then a cosine to `final` · rate."""
     warm = max(1, round(warmup * steps))
     if step < warm:
         return rate * (step + 1) / warm
@@ -17,9 +17,9 @@ def cosine(step: int, steps: int, rate: float, warmup: float, final: float) -> f
 
 
 def body_share(step: int, steps: int, settings: Train) -> float:
-    """The part of the rate that the body (all but embeddings and head) gets: 0 at first, then a warm-up of its own.
+    """The share of the rate for the body (all but embeddings and head): 0 at first, then a warm-up of its own.
 
-    Adam's first steps are of full size whatever the gradient: without the warm-up they undo what the embeddings learnt.
+    Adam's first steps have full size whatever the gradient; without the warm-up they undo the embeddings' progress.
     """
     if step < settings.embedding_steps:
         return 0.0

@@ -1,4 +1,4 @@
-"""Everything a training works with, made in one place: models, data, optimizer, and what chooses the best weights.
+"""The state of a training, built in one place: models, data, optimizer, and the choice of the best weights.
 
 Legend: b blocks of a step.
 """
@@ -35,12 +35,12 @@ from distill.training.plan import REPLAY, PlannedPart, check_adapter, planned, p
 from distill.training.step import Columns, Learner, batch_blocks, parameter_groups, split_blocks
 from distill.training.trackers import require_trackers, start_trackers
 
-FEWEST_JUDGES = 4  # as train.replay.judges; an interval of fewer prompts says nothing
+FEWEST_JUDGES = 4  # as train.replay.judges; an interval over fewer prompts is meaningless
 
 
 @dataclass
 class Training:
-    """A training under way. `state` is what a checkpoint holds beside weights and moments."""
+    """A training in progress. `state` is saved in checkpoints beside weights and moments."""
 
     recipe: Recipe
     run: Run
@@ -53,7 +53,7 @@ class Training:
     kept: list[int] | None
     vocabulary: int
     spare: Any = None  # a whole draft to evaluate, where the learner's weights are sharded
-    target: Any = None  # of an online teacher; else loaded when it is first needed
+    target: Any = None  # of an online teacher; else loaded on first use
     replayed: TeacherSource | None = None
     state: dict[str, Any] = field(default_factory=lambda: {"step": 0, "best": None, "misses": 0, "sparsity": None})
 
@@ -70,7 +70,8 @@ class Training:
     def micro_batches(self, step: int, part: PlannedPart) -> list[tuple[TeacherSource, Tensor]]:
         """This process's blocks of a step, as many at once as settings allow: a pure function of the step.
 
-        Every process has as many micro-batches, a share that ran out being empty: FSDP gathers weights at each forward.
+        Every process gets the same number of micro-batches, some of them empty if need be: FSDP gathers weights at each
+        forward pass.
         """
         settings, rank, ranks = self.settings, self.accelerator.process_index, self.accelerator.num_processes
         replayed = 0
@@ -81,7 +82,7 @@ class Training:
         if self.replayed is not None and replayed:
             parts.append((self.replayed, _blocks(self.replayed, step - part.first, replayed, self.recipe.seed)))
         found: list[tuple[TeacherSource, Tensor]] = []
-        before = 0  # blocks of the sources before: the next one's go to the processes that have fewer of those
+        before = 0  # blocks of the previous sources: the next source starts with the processes that have fewer of them
         for source, blocks in parts:
             pieces = split_blocks(blocks, (rank - before) % ranks, ranks, settings.micro_batch)
             found += [(source, piece) for piece in pieces]
@@ -94,7 +95,7 @@ class Training:
         return (p for name, p in self.learner.named_parameters() if not name.endswith(outer))
 
     def any_process(self, flag: bool) -> bool:
-        """Whether the flag is set anywhere."""
+        """Whether the flag is set in any process."""
         if self.accelerator.num_processes == 1:
             return flag
         return bool(self.accelerator.reduce(torch.tensor(int(flag), device=self.accelerator.device), "sum"))
@@ -110,29 +111,29 @@ class Training:
 
     @contextlib.contextmanager
     def served(self) -> Iterator[Any]:
-        """The draft as it will be served, for the main process to decode with."""
+        """The draft in its served form, for the main process to decode with."""
         with speaking(self.draft(), self.kept) as draft, torch.compiler.set_stance("force_eager"):
             yield draft
 
     def loaded_target(self) -> Any:
-        """The target; loaded when it is first asked for."""
+        """The target, loaded on first use."""
         if self.target is None:
             self.target = load_target(self.recipe.target, self.accelerator.device)
         return self.target
 
     def online(self, packed: Packed) -> TeacherSource:
-        """The target's distributions on other blocks, computed when they are asked for."""
+        """The target's distributions on other blocks, computed on demand."""
         return OnlineTarget(self.loaded_target(), packed, self.source.manifest, self.recipe.teacher.batch)
 
     def judge(self) -> Judge:
-        """What decodes with the draft."""
+        """The target, set up to decode with drafts."""
         recipe, target = self.recipe, self.loaded_target()
         ends = end_ids(target.config, load_tokenizer(recipe.target.model))
         protocol = protocol_of(recipe.train, recipe.sampler.temperature)
         return judge_for(target, self.vocabulary, ends, Sampler.of(recipe.sampler), protocol, recipe.seed)
 
     def validation(self) -> tuple[list[Prompt], list[Prompt]]:
-        """Validation prompts: those that choose weights, and the others, which judge a replay."""
+        """Validation prompts: those for the choice of weights, and the others, for the decision on a replay."""
         prompts = read_prompts(self.run, "validation")
         first = self.settings.acceptance.prompts if self.settings.acceptance else 0
         judges = self.settings.replay.judges if self.settings.replay else 0
@@ -156,7 +157,7 @@ def _blocks(source: TeacherSource, step: int, count: int, seed: int) -> Tensor:
 
 
 def make_accelerator(recipe: Recipe, run: Run) -> Any:
-    """accelerate's view of this process and its fellows, with the trackers that the recipe asks for.
+    """The Accelerator of this process and the others, with the trackers that the recipe asks for.
 
     Raises RecipeError for a tracker whose package is missing, RunError for a device that cannot be used, is not the
     one that accelerate takes, or is one GPU for several processes, and for FSDP that is not FSDP2.
@@ -165,13 +166,13 @@ def make_accelerator(recipe: Recipe, run: Run) -> Any:
     from accelerate.state import AcceleratorState
 
     settings = recipe.train
-    AcceleratorState._reset_state()  # what an earlier training in this process chose, but not who its fellows are
+    AcceleratorState._reset_state()  # undo an earlier training's choices in this process; the process group stays
     require_trackers(settings.trackers)
     device, processes = pick_device(recipe.device), process_count()
     if device.index is not None and processes > 1:
         raise RunError(
             f"device is {recipe.device}, and {processes} processes were started, each of which takes its own",
-            "leave it to them: device=auto; CUDA_VISIBLE_DEVICES says which GPUs there are",
+            "set device=auto; CUDA_VISIBLE_DEVICES selects the GPUs",
         )
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)  # accelerate takes the current one
@@ -190,7 +191,7 @@ def make_accelerator(recipe: Recipe, run: Run) -> Any:
         plugin = accelerator.state.fsdp_plugin
         if plugin.fsdp_version != 2:
             raise RunError(
-                "the processes were started for FSDP of version 1, and version 2 is what weights are sharded with",
+                "the processes were started for FSDP of version 1; sharding needs version 2",
                 "set fsdp_version: 2 in accelerate's configuration, as recipes/accelerate/fsdp2.yaml does",
             )
         if settings.dtype == "bfloat16":
@@ -199,10 +200,10 @@ def make_accelerator(recipe: Recipe, run: Run) -> Any:
 
 
 def exact_outside(policy: Any) -> Any:
-    """A mixed-precision policy of FSDP2's for which the weights alone are shortened, on their way into a product.
+    """A mixed-precision policy of FSDP2 that shortens only the weights, when they enter a product.
 
-    accelerate's own also adds up gradients over processes in that type, and casts what goes into the learner and comes
-    out of it: the target's distributions, and the counts that gradients are divided by.
+    accelerate's own policy also sums gradients over processes in the short type, and casts the learner's inputs and
+    outputs: the target's distributions, and the counts by which gradients are divided.
     """
     return replace(policy, reduce_dtype=torch.float32, output_dtype=None, cast_forward_inputs=False)
 
@@ -217,7 +218,7 @@ def _load_draft(recipe: Recipe, run: Run, device: torch.device) -> Any:
         draft = attach(load_base(init, settings.adapter, device), settings.adapter, recipe.seed)
     if logit_form(draft.config) != LogitForm():
         raise DataError(
-            f"the draft, a {draft.config.model_type}, bends or scales its logits, which the losses do not follow",
+            f"the draft, a {draft.config.model_type}, caps or scales its logits, which the losses do not support",
             "choose a donor of another architecture, such as qwen2, qwen3 or llama",
         )
     if settings.checkpointing:
@@ -231,7 +232,7 @@ def _load_draft(recipe: Recipe, run: Run, device: torch.device) -> Any:
 
 
 def require_judges(settings: Train, prompts: int) -> None:
-    """Raise RecipeError where too few of the validation prompts are left to judge a replay by."""
+    """Raise RecipeError where too few validation prompts are left to judge a replay."""
     chosen = settings.acceptance.prompts if settings.acceptance else 0
     if settings.replay is not None and prompts < chosen + FEWEST_JUDGES:
         raise RecipeError(
@@ -242,9 +243,9 @@ def require_judges(settings: Train, prompts: int) -> None:
 
 
 def set_up(recipe: Recipe, run: Run) -> Training:
-    """Load everything; what does not fit together is refused here, before the first step.
+    """Load everything, and refuse incompatible parts before the first step.
 
-    Raises DataError for a teacher that was made for something else, RecipeError for settings that cannot go together.
+    Raises DataError for a teacher of another target or recipe, RecipeError for settings that exclude each other.
     """
     settings = recipe.train
     accelerator = make_accelerator(recipe, run)

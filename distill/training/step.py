@@ -25,7 +25,7 @@ from distill.training.rate import cosine
 
 
 class Source(Protocol):
-    """Blocks with the target's distributions on them: what `open_teacher` gives."""
+    """Blocks with the target's distributions on them, as `open_teacher` returns them."""
 
     packed: Packed
     blocks: int
@@ -38,14 +38,14 @@ class Source(Protocol):
 class Columns:
     """The head's columns that learn: the first `vocabulary`, or the kept ones of a trimmed head.
 
-    Of a trimmed head the target's mass on the other tokens goes to the tail, and they are no labels.
+    For a trimmed head, the target's mass on the other tokens goes to the tail, and these tokens are no labels.
     """
 
     def __init__(self, vocabulary: int, kept: list[int] | None, device: torch.device) -> None:
         self.count = vocabulary if kept is None else len(kept)
         self.kept = None if kept is None else torch.tensor(kept, device=device)
         self.place: Tensor | None = None
-        if self.kept is not None:  # where each id went; the column after the last stands for all that are gone
+        if self.kept is not None:  # the column of each id; the column after the last stands for all trimmed ids
             self.place = torch.full((vocabulary,), self.count, dtype=torch.long, device=device)
             self.place[self.kept] = torch.arange(self.count, device=device)
 
@@ -58,7 +58,7 @@ class Columns:
         return teacher if self.kept is None else teacher.restrict(self.kept)
 
     def labels(self, labels: Tensor) -> Tensor:
-        """The columns of labels [N]; C where a label is none of them."""
+        """The columns of labels [N]; C where a label is not among them."""
         return labels if self.place is None else self.place[labels]
 
 
@@ -72,7 +72,7 @@ class Learner(torch.nn.Module):
         self._no_split_modules = getattr(draft, "_no_split_modules", None)  # by which layers FSDP shards
 
     def forward(self, blocks: Packed, teacher: Teacher, part: PlannedPart) -> tuple[Tensor, LossSums]:
-        """Σ w ℓ over the N scored positions, and what is logged; divide by Σ w over all that a step adds up."""
+        """Σ w ℓ over the N scored positions, and the sums for the log; divide by Σ w over the whole step."""
         hidden = hidden_states(self.draft, blocks)[blocks.mask]  # [N, H]
         head = self.draft.lm_head
         weight = self.columns.rows(head.weight)
@@ -87,7 +87,7 @@ class Learner(torch.nn.Module):
 
 
 def on_device(blocks: Packed, device: torch.device) -> Packed:
-    """The same blocks there."""
+    """The same blocks on a device."""
     return Packed(*(tensor.to(device) for tensor in blocks.tensors().values()))
 
 
@@ -113,7 +113,7 @@ def split_blocks(blocks: Tensor, rank: int, ranks: int, size: int | None) -> lis
 def scored_blocks(source: TeacherSource, index: Tensor, device: torch.device) -> tuple[Packed, Teacher]:
     """The blocks at `index` [b] and the distributions at their scored positions, on a device.
 
-    No blocks become one that scores nothing: its forward pass is made for the other processes' sake.
+    Without blocks, one block that scores nothing takes their place: the other processes wait for its forward pass.
     """
     if len(index):
         return on_device(source.packed.take(index), device), source.teacher(index, device)
@@ -126,10 +126,10 @@ def scored_blocks(source: TeacherSource, index: Tensor, device: torch.device) ->
 def parameter_groups(
     model: Any, weight_decay: float, penalised: Iterable[torch.nn.Parameter] = ()
 ) -> list[dict[str, Any]]:
-    """Matrices decay; vectors (norms, biases) and what a sparsity penalty already shrinks do not.
+    """Matrices decay; vectors (norms, biases) and parameters that a sparsity penalty already shrinks do not.
 
-    Embeddings and head are a group of their own (`outer`), because they may learn before the rest. What needs no
-    gradient is in no group.
+    Embeddings and head are a group of their own (`outer`), because they may learn before the rest. Parameters without
+    gradient are in no group.
     """
     spared = {id(parameter) for parameter in penalised}
     outer = {id(model.get_input_embeddings().weight), id(model.lm_head.weight)}

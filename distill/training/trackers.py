@@ -1,4 +1,4 @@
-"""The figures of a training, also sent to the trackers that the recipe asks for, through accelerate."""
+"""The figures of a training for the trackers that the recipe asks for, through accelerate."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def require_trackers(names: tuple[str, ...]) -> None:
 
 
 def start_trackers(accelerator: Any, recipe: Recipe, run: Run) -> None:
-    """Open a run called as the recipe, its files in trackers/ (trackio: in its own folder, which its dashboard reads).
+    """Open a run with the recipe's name and files in trackers/ (trackio: in its own folder, for its dashboard).
 
-    Done when nothing else can be refused, so that a recipe's mistake leaves no empty run behind.
+    Called last, when no check is left to fail, so that a mistake in the recipe leaves no empty run behind.
     """
     settings = recipe.train
     if not settings.trackers:
@@ -43,9 +43,9 @@ def start_trackers(accelerator: Any, recipe: Recipe, run: Run) -> None:
 
 @contextlib.contextmanager
 def tracked(accelerator: Any) -> Iterator[None]:
-    """Close the trackers' runs after a block: the stages after training are none of theirs.
+    """Close the trackers' runs at the end of a block: they record only the training, no later stage.
 
-    accelerate's end_training would also part the processes, which those stages still need.
+    accelerate's end_training would also dissolve the process group, which later stages still need.
     """
     try:
         yield

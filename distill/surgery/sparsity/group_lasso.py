@@ -1,4 +1,4 @@
-"""Group lasso while fine-tuning: MLP neurons shrink to exactly zero and are cut out (the distribution of λ is in
+"""Group lasso while fine-tuning: MLP neurons shrink to exactly zero and are cut out (λ follows the schedule in
 `ramp`).
 
 Legend: L layers, F neurons of an MLP, H hidden, |g| elements of a group.
@@ -81,10 +81,10 @@ class GroupLasso:
     Building it balances the model, so build it before the optimizer, restore a checkpoint's weights afterwards and
     give `parameters()` no weight decay.
     With `trimmed` only the groups that rank among those to go are shrunk, ranked anew at every step (the trimmed
-    penalty: Yun et al., ICML 2019); without, all of them are, as in the textbook. The neurons of trained models have
-    much the same norm, so that the textbook's way shrinks what stays nearly as far as what goes, and the model with it;
-    trimming in turn gives the norms at the start more weight in the choice.
-    Raises RecipeError for a width, schedule or dtype that cannot be, DataError for an unknown architecture.
+    penalty: Yun et al., ICML 2019); without, all groups are, as in the textbook. The neurons of trained models have
+    similar norms, so the textbook penalty shrinks the remaining neurons nearly as far as the removed ones; trimming in
+    turn gives the norms at the start more weight in the choice.
+    Raises RecipeError for an impossible width, schedule or dtype, DataError for an unknown architecture.
     """
 
     def __init__(
@@ -120,8 +120,8 @@ class GroupLasso:
     def after_step(self, step: int, rate: float) -> dict[str, Any]:
         """The proximal step that follows optimizer step `step` (from 0), taken at `rate`; figures for the log.
 
-        lambda: mean over layers; zero_share: share of the groups that have to go that are zero, and of the layer where
-        it is least; phase: dense, ramp or debias.
+        lambda: mean over layers; zero_share: zero groups as a share of the groups to remove, and zero_share_least: that
+        of the layer where it is least; phase: dense, ramp or debias.
         """
         assert step == self.step, f"step {step} after {self.step} steps"
         self.step += 1
@@ -181,7 +181,7 @@ class GroupLasso:
                 part.index_fill_(dim, removed.to(part.device), 0.0)
 
     def state_dict(self) -> dict[str, Any]:
-        """What the model and the step do not tell, for JSON."""
+        """The state beyond the model and the step, for JSON."""
         return {
             "step": self.step,
             "width": self.width,
@@ -209,12 +209,12 @@ class GroupLasso:
 
     @torch.no_grad()
     def cut(self, model: Any) -> dict[str, Any]:
-        """Remove the zero neurons from `model`, the one this was built on, and say how; the logits stay.
+        """Remove the zero neurons from `model`, the one this was built on; returns details. The logits stay.
 
         Details: `removed_zero_share` by layer, the share of the removed groups that the lasso had brought to exactly
         zero, and `removed_not_zero`, how many it had not; `lambda_by_layer`, the mean λ of the ramp (what it took);
-        `last_step_share`, the largest share of its way that the last group went in the last step. A ramp that has not
-        ended is cut off here, and these figures say so.
+        `last_step_share`, the largest share of its norm that the last group lost in the last step. A ramp that has not
+        ended is cut off here, which these figures show.
         """
         assert [id(layer) for layer in decoder_layers(model)] == [id(layer) for layer in self.layers]
         if self.frozen_at is None:

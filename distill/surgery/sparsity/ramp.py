@@ -1,15 +1,14 @@
-"""L1 while fine-tuning: MLP neurons (group lasso) or single weights shrink to exactly zero and are then held there.
+"""L1 while fine-tuning: MLP neurons (group lasso) or single weights shrink to exactly zero and then stay zero.
 
-A run has three phases: dense (the first `start` of the steps), ramp (the proximal step presses after every optimizer
-step), debias (λ = 0, what is zero stays zero, the rest learns on). The proximal step is decoupled from the gradient as
+A run has three phases: dense (the first `start` of the steps), ramp (a proximal step after every optimizer step),
+debias (λ = 0, zeros stay zero, the rest learns on). The proximal step is decoupled from the gradient as
 weight decay is in AdamW, so its threshold is rate·λ·√|g|, in units of what Adam moves a group in a step.
 
-Distribution of λ, one per layer (one in all for single weights). Let d be the norm of the largest group that still has
-to go, that is of the wanted-th smallest, and r the ramp steps that remain, this one included: λ = d / (r·rate·√|g|).
-The threshold is then d/r: undisturbed, d walks to zero in a straight line; where the loss holds neurons back, d stays
-behind that line and λ rises until it is there. The distribution reads nothing but the weights and the step, so a resume
-changes nothing, and no learning rate is too small for it. Every layer reaches its count in the last step of the ramp,
-if not earlier.
+Schedule of λ, one per layer (one for all single weights). Let d be the norm of the largest group that is still to be
+removed, that is of the wanted-th smallest, and r the ramp steps that remain, this one included: λ = d / (r·rate·√|g|).
+The threshold is then d/r: undisturbed, d falls to zero in a straight line; where the loss holds neurons back, d stays
+above that line and λ rises until d is zero. λ depends on the weights and the step alone, so a resume changes nothing,
+and no learning rate is too small. Every layer reaches its count in the last step of the ramp, or earlier.
 
 `group_lasso` and `unstructured` take these steps. Legend: |g| elements of a group.
 """
@@ -24,7 +23,7 @@ from torch import Tensor
 
 from distill.errors import RecipeError
 
-LEAST_RAMP = 10  # proximal steps; fewer would be pruning at a blow
+LEAST_RAMP = 10  # proximal steps; fewer would be pruning in one go
 HAIR = 1 + 1e-6  # on λ, so that rounding does not leave the last group alive
 
 
@@ -41,7 +40,7 @@ class Schedule:
 
 
 def plan(steps: int, start: float, ramp: float) -> Schedule:
-    """The phases of a run; `start` and `ramp` are shares of its steps. Raises RecipeError for what cannot be."""
+    """The phases of a run; `start` and `ramp` are shares of its steps. Raises RecipeError for impossible ones."""
     if not 0 < ramp <= 1:
         raise RecipeError(f"sparsity: ramp is {ramp}; it is a share of the steps", "ask for 0 < ramp <= 1, say 0.2")
     if not 0 <= start <= 1 - ramp:

@@ -18,8 +18,8 @@ from distill.surgery.sparsity.zeros import block_matrices, evenness, weight_shar
 def kth_smallest_magnitude(tensors: Sequence[Tensor], k: int) -> float:
     """The k-th smallest |w| (k from 1) in all fp32 tensors together, exact, without joining them.
 
-    The bit patterns of positive floats are ordered as the floats are: counting their upper, then their lower 16 bits
-    finds the one.
+    The bit patterns of positive floats are ordered as the floats are: counts of their upper, then their lower 16 bits
+    find the value.
     """
 
     def rank(counts: Tensor, k: int) -> tuple[int, int]:
@@ -112,7 +112,7 @@ class UnstructuredL1:
         return strength
 
     def state_dict(self) -> dict[str, Any]:
-        """What the model and the step do not tell, for JSON; the mask is the zeros of the weights."""
+        """The state beyond the model and the step, for JSON; the mask is the zeros of the weights."""
         return {"step": self.step, "frozen": self.frozen, "zeros": self.zeros(), "pressed": self.pressed}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

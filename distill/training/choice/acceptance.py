@@ -1,4 +1,4 @@
-"""The decoded evaluation on validation prompts, by which weights are chosen: drafts verified as they will be served.
+"""The decoded evaluation on validation prompts that chooses weights: drafts are verified as they will be served.
 
 Legend: B prompts, γ draft length.
 """
@@ -54,7 +54,7 @@ def judge_for(
 
 
 def rates(texts: Sequence[Decoded]) -> dict[str, float]:
-    """Acceptance (accepted of the drafted tokens that were looked at) and tokens per round of some decoded texts."""
+    """Acceptance (accepted of the drafted tokens that were verified) and tokens per round of some decoded texts."""
     rounds = [one for text in texts for one in text.rounds]
     accepted = sum(one.accepted for one in rounds)
     reached = accepted + sum(one.accepted < one.drafted for one in rounds)
@@ -67,7 +67,7 @@ def rates(texts: Sequence[Decoded]) -> dict[str, float]:
 
 @contextmanager
 def speaking(draft: Any, kept: Sequence[int] | None) -> Iterator[Any]:
-    """The draft as it is served, for a while: in evaluation mode and, where it is trimmed, with the kept head alone."""
+    """Within the block, the draft as it is served: in evaluation mode, and a trimmed one with the kept head alone."""
     training, head = draft.training, draft.lm_head
     caching = draft.config.use_cache
     draft.eval()

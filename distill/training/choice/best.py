@@ -1,4 +1,4 @@
-"""Which weights are taken: those whose drafts are accepted most on validation prompts, verified as they will be."""
+"""The choice of weights: those whose drafts are accepted most on validation prompts, with the served verification."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from distill.training.setup import Training
 
 
 def evaluation_due(work: Training, part: PlannedPart) -> bool:
-    """Whether the weights are evaluated after this step: every so often, and at the end of each part but the replay."""
+    """Whether the weights are evaluated after this step: at intervals and at the end of each part but the replay."""
     settings, step = work.settings.acceptance, work.state["step"]
     if settings is None or part.name == REPLAY:
         return False
@@ -38,7 +38,7 @@ def consider(work: Training) -> None:
 
 
 def end_of(work: Training, part: PlannedPart) -> bool:
-    """Whether the part is over, by its steps or because patience has run out; the next part's misses count anew."""
+    """Whether the part is over, by its steps or because patience ran out; misses then count from 0 again."""
     settings, state = work.settings.acceptance, work.state
     if state["step"] < part.end:
         if settings is None or settings.patience is None or state["misses"] < settings.patience:

@@ -1,9 +1,8 @@
-"""Replay: the decoder itself finds the positions that verification rejects; the draft learns the target's distribution
-there.
+"""Replay: the draft learns the target's distribution at the positions where verification rejected it.
 
-What is stored are the decoded texts with a mask of those positions; the distribution after an accepted prefix is the
-target's own, computed when the position is learnt. Kept only if tokens per round rise on validation prompts (Draft-OPD,
-arXiv 2605.29343, is where replaying verified errors comes from). Legend: n blocks, S positions per block.
+The decoded texts are stored with a mask of those positions; the distribution after an accepted prefix is the target's
+own, computed when the position is learnt. The result is kept only if tokens per round rise on validation prompts.
+Replaying verified errors comes from Draft-OPD (arXiv 2605.29343). Legend: n blocks, S positions per block.
 """
 
 from __future__ import annotations
@@ -31,10 +30,7 @@ BATCH = 16  # prompts decoded together
 
 
 def replay_prompts(answers: Sequence[Answer], count: int) -> list[Prompt]:
-    """At most `count` prompts of what the target answered, spread evenly: generated and served ones in proportion.
-
-    A prompt that was served often comes once.
-    """
+    """At most `count` of the answered prompts, spread evenly: generated and served ones in proportion, each once."""
     once: dict[tuple[int, ...], Prompt] = {}
     for one in answers:
         once.setdefault(tuple(one.prompt), Prompt(one.id, one.prompt, one.source))
@@ -43,7 +39,7 @@ def replay_prompts(answers: Sequence[Answer], count: int) -> list[Prompt]:
 
 
 def rejected_positions(prompt: int, text: Decoded) -> list[int]:
-    """Indices, in prompt and text, of the tokens that the target put in the place of a drafted one it rejected."""
+    """Indices, in prompt and text, of the tokens with which the target replaced a rejected drafted token."""
     found, at = [], prompt + 1  # the first token comes from the prompt's own pass, before any round
     for one in text.rounds:
         if one.accepted < one.drafted and at + one.accepted < prompt + len(text.tokens):
@@ -103,7 +99,8 @@ def collect(
 def decide(before: Sequence[Decoded], after: Sequence[Decoded], resamples: int, confidence: float) -> dict[str, Any]:
     """Whether tokens per round rose, with the interval of the difference, paired by prompt.
 
-    Kept only when the whole interval lies above 0: a draft that was measured is not given up for one that may be worse.
+    The replay is kept only when the whole interval lies above 0: a measured draft is not replaced by one that may be
+    worse.
     """
 
     def sums(texts: Sequence[Decoded]) -> tuple[list[float], list[float]]:
@@ -121,7 +118,7 @@ def decide(before: Sequence[Decoded], after: Sequence[Decoded], resamples: int, 
 
 
 def enter_replay(work: Training) -> bool:
-    """Go back to the best weights and find what the decoder rejects of them; False where nothing is."""
+    """Go back to the best weights and find the positions where their drafts are rejected; False where there is none."""
     settings, run, main = work.settings.replay, work.run, work.accelerator.is_main_process
     assert settings is not None
     path = run.path("replay", "blocks.safetensors")
@@ -148,13 +145,13 @@ def enter_replay(work: Training) -> bool:
 
 
 def is_replayed(work: Training) -> bool:
-    """Whether the present weights have been through the replay, in this command or in the one that it resumes."""
+    """Whether the present weights were trained on the replay, in this command or in the one that it resumes."""
     found = work.state.get("replay")
     return found is not None and found["blocks"] > 0 and work.state["step"] == work.steps
 
 
 def judge_replay(work: Training) -> None:
-    """Keep what the replay learnt only if it shows on validation prompts; replay/decision.json says what was seen."""
+    """Keep the replayed weights only if they are better on validation prompts; writes replay/decision.json."""
     settings, run, main = work.settings.replay, work.run, work.accelerator.is_main_process
     assert settings is not None
     save_weights(run, REPLAYED, work.learner, main)

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM while training: the step under way is finished and saved, then the command ends."""
+"""Ctrl-C and SIGTERM while training: the current step is finished and saved, then the command ends."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class StopRequest:
         for number in (signal.SIGINT, signal.SIGTERM):
             try:
                 self._old[number] = signal.signal(number, self._note)
-            except ValueError:  # not in the main thread: whoever runs us there stops us in another way
+            except ValueError:  # not in the main thread: the caller stops this thread by other means
                 return self
         return self
 

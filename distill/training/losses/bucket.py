@@ -1,4 +1,4 @@
-"""Losses and their gradients over the outcomes of a position, in closed form, and the way from outcomes back to logits.
+"""Losses over the outcomes of a position with closed-form gradients, and gradients of outcomes as those of logits.
 
 Legend: r positions of a block, C columns of the draft's head, K stored entries, M outcomes, t a temperature. z are
 the draft's logits [r, C]; p and q the distributions of target and draft over the outcomes [r, M].
@@ -23,13 +23,14 @@ from distill.divergences import LEAST_ACCEPTANCE
 from distill.target.distributions import EMPTY, TeacherChunk
 from distill.training.losses.settings import LossSettings
 
-Term = tuple[Tensor, Callable[[], Tensor]]  # a loss [r], and its gradient [r, M], computed where it is asked for
+Term = tuple[Tensor, Callable[[], Tensor]]  # a loss [r], and its gradient [r, M], computed on demand
 
 
 class Draft:
     """Logits [r, C] of a block as outcomes: the columns where `ids` is None, else K entries and a bucket.
 
-    With ids, the logits given are overwritten: −inf at the stored columns. An id of C is gone: an outcome without mass.
+    With ids, the given logits are overwritten with −inf at the stored columns. An id of C was trimmed away: an outcome
+    without mass.
     """
 
     def __init__(self, logits: Tensor, ids: Tensor | None) -> None:
@@ -42,7 +43,7 @@ class Draft:
         gone = ids >= logits.shape[-1]
         self.columns = ids.masked_fill(gone, 0)
         self.inside = logits.gather(-1, self.columns).masked_fill_(gone, -math.inf)
-        # Added and not written: column 0, which stands for those that are gone, gets 0 from them and keeps its own.
+        # Added and not written: column 0, the stand-in for trimmed ids, gets 0 from them and keeps its own value.
         logits.scatter_add_(-1, self.columns, torch.full_like(self.inside, -math.inf).masked_fill_(gone, 0))
         self.best = logits.amax(-1, keepdim=True)
         most, place = self.inside.max(-1)
@@ -63,7 +64,7 @@ class Draft:
         return outcomes.log_softmax(-1).clamp_(min=EMPTY)
 
     def log_probability(self, log_q: Tensor, column: Tensor, logit: Tensor) -> Tensor:
-        """log q(column) [r] from the distribution at t = 1, the columns [r, 1] and what their logits [r, 1] were."""
+        """log q(column) [r] from the distribution at t = 1, the columns [r, 1] and their original logits [r, 1]."""
         if self.ids is None:
             return log_q.gather(-1, column).squeeze(-1)
         _, total = self.shares[1.0]
@@ -71,8 +72,8 @@ class Draft:
         return logit.squeeze(-1) - torch.cat([self.inside, outside], -1).logsumexp(-1)
 
     def gradient(self, parts: Mapping[float, Tensor]) -> Tensor:
-        """dz [r, C] from gradients [r, M] with respect to outcome logits at temperatures whose distribution was asked
-        for."""
+        """dz [r, C] from gradients [r, M] with respect to outcome logits, by temperature; `distribution` was called at
+        each of them."""
         if self.ids is None:
             whole = [part if t == 1 else part.div_(t) for t, part in parts.items()]
             for part in whole[1:]:
@@ -99,7 +100,7 @@ def target_distribution(chunk: TeacherChunk, full: Tensor | None) -> Tensor:
 
 
 class Distributions:
-    """Both distributions over the outcomes of a block at one temperature, and what several losses read of them."""
+    """Both distributions over the outcomes of a block at one temperature, with the quantities that losses share."""
 
     def __init__(self, log_p: Tensor, log_q: Tensor) -> None:
         self.log_p, self.log_q = log_p, log_q
@@ -129,7 +130,7 @@ class Distributions:
         """q S where q > p and −q (1 − S) elsewhere, S the sum of q elsewhere."""
         over = self.excess > 0
         above = (self.q * over).sum(-1, keepdim=True)
-        below = (self.q * ~over).sum(-1, keepdim=True)  # not 1 − above: where acceptance is low it is all that is left
+        below = (self.q * ~over).sum(-1, keepdim=True)  # not 1 − above, which loses its digits where acceptance is low
         return torch.where(over, below, -above).mul_(self.q)
 
 
@@ -138,7 +139,7 @@ def _forward_kl(distributions: Distributions, settings: LossSettings) -> Term:
 
 
 def _reverse_kl(distributions: Distributions, settings: LossSettings) -> Term:
-    """Infinite where p has no mass and q has; such a batch is refused by the caller."""
+    """Infinite where q has mass and p has none; the caller refuses such a batch."""
     ratio = distributions.log_q - distributions.log_p
     value = (distributions.q * ratio).sum(-1)
     impossible = ((distributions.log_p <= EMPTY / 2) & (distributions.q > 0)).any(-1)
@@ -173,7 +174,7 @@ def _lk_hybrid(distributions: Distributions, settings: LossSettings) -> Term:
     )
 
 
-# Losses of the two distributions at the settings' temperature; the rest read one distribution and the logits.
+# Losses of the two distributions at the settings' temperature; the other losses read one distribution and the logits.
 DIVERGENCES: dict[str, Callable[[Distributions, LossSettings], Term]] = {
     "forward_kl": _forward_kl,
     "reverse_kl": _reverse_kl,
@@ -218,7 +219,7 @@ def top_k_hinge(logits: Tensor, ids: Tensor | None, log_p: Tensor, k: int, margi
     leads = torch.zeros_like(logits, dtype=torch.bool).scatter_(-1, columns[:, :k], True)
     own, p = logits, log_p.exp()
     if ids is not None:
-        safe = ids.clamp(max=logits.shape[-1] - 1)  # of those that are gone p is 0
+        safe = ids.clamp(max=logits.shape[-1] - 1)  # p of trimmed ids is 0
         own, leads = logits.gather(-1, safe), leads.gather(-1, safe)
     short = torch.where(leads, top[:, k:], top[:, k - 1 : k]).sub_(own).add_(margin).relu_()
     active = p * (short > 0)

@@ -1,4 +1,4 @@
-"""Losses over the head in chunks: logits of at most `chunk` positions exist at once, gradients are taken on the way.
+"""Losses over the head in chunks: logits of at most `chunk` positions exist at once; gradients come in the same pass.
 
 Legend: N scored positions, n of them in a chunk and r in a block, H hidden, R rows of the draft's head, C of them that
 are columns of the distributions, M outcomes, L losses. A chunk is a matrix product; its logits are replaced by their
@@ -22,7 +22,7 @@ from distill.training.losses.block import score_block
 from distill.training.losses.settings import STATISTICS, LossSettings, LossSums
 
 CACHED = 2**20  # entries of a block for each thread of a processor: 4 MB in fp32
-STREAMED = 2**24  # entries of a block on an accelerator, which wants large kernels
+STREAMED = 2**24  # entries of a block on an accelerator, which needs large kernels
 
 
 @dataclass(frozen=True)
@@ -100,14 +100,16 @@ def _add_product(total: Tensor, gradient: Tensor, hidden: Tensor) -> None:
 
 
 class _HeadLoss(torch.autograd.Function):
-    """Σ w · loss, with the gradients taken in the forward pass, and the values of every position."""
+    """Σ w · loss, with the gradients computed in the forward pass, and the values of every position."""
 
     @staticmethod
     def forward(
         context: Any, hidden: Tensor, head: Tensor, bias: Tensor | None, scoring: _Scoring
     ) -> tuple[Tensor, Tensor]:
         inputs = (hidden, head, bias)
-        wide = scoring.weights.dtype  # that of a short head, as of sharded weights in bf16, adds up over all chunks
+        wide = (
+            scoring.weights.dtype
+        )  # a head in bf16, as of sharded weights, gets a gradient summed over chunks in fp32
         kinds = [None if x is None else x.dtype if x is hidden else torch.promote_types(x.dtype, wide) for x in inputs]
         gradients = [
             torch.zeros_like(x, dtype=kind, memory_format=torch.contiguous_format) if x is not None and needed else None
@@ -115,7 +117,7 @@ class _HeadLoss(torch.autograd.Function):
         ]
         values = _positions(hidden, head, bias, scoring, (gradients[0], gradients[1], gradients[2]))
         context.mark_non_differentiable(values)
-        # Not saved as tensors: the gradient is handed on without a copy, so that no second [R, H] is ever held.
+        # Not saved as tensors: the gradient is passed on without a copy, so that a second [R, H] never exists.
         context.gradients = gradients
         context.kinds = [None if x is None else x.dtype for x in inputs]
         return _total(values, scoring), values
@@ -123,7 +125,7 @@ class _HeadLoss(torch.autograd.Function):
     @staticmethod
     def backward(context: Any, *above: Tensor) -> tuple[Tensor | None, ...]:
         if context.gradients is None:
-            raise RuntimeError("the head's loss was taken back once already; its gradients were handed on")
+            raise RuntimeError("backward ran a second time over the head's loss, whose gradients exist only once")
         gradients, context.gradients = context.gradients, None
         found = zip(gradients, context.kinds, strict=True)
         return (*(None if x is None else x.mul_(above[0]).to(kind) for x, kind in found), None)
@@ -156,7 +158,7 @@ def head_loss(
     hidden [N, H] after the final norm, head [R, H] and bias [R] of which the first teacher.columns rows learn, labels
     [N] as columns (outside them: no label), weights [N] of the positions (None: 1 each), chunk positions at once. The
     products are in the type of `hidden`, or of an enclosing autocast; the rest is in fp32 (fp64 if that is fp64).
-    Gradients reach hidden, head and bias, once; where none is wanted, none is computed. Raises DataError for a
+    Gradients reach hidden, head and bias, once; none is computed where none is needed. Raises DataError for a
     reverse KL that is infinite and for a temperature that the teacher lacks, RecipeError for a hinge over more
     columns than there are.
     """
@@ -165,7 +167,7 @@ def head_loss(
     if weights is None:
         weights = torch.ones(len(hidden), device=hidden.device)
     scoring = _scoring(hidden, teacher, labels, weights, settings, chunk)
-    with torch.autocast(hidden.device.type, enabled=False):  # neither the teacher nor the logs are to be rounded
+    with torch.autocast(hidden.device.type, enabled=False):  # so that neither the teacher nor the logs are rounded
         if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (hidden, head, bias)):
             total, values = _HeadLoss.apply(hidden, head, bias, scoring)
         else:
@@ -177,7 +179,7 @@ def head_loss(
 def _scoring(
     hidden: Tensor, teacher: Teacher, labels: Tensor, weights: Tensor, settings: LossSettings, chunk: int
 ) -> _Scoring:
-    """The products are in the type of an enclosing autocast, else of the hidden states."""
+    """How to score; products are in the type of an enclosing autocast, else of the hidden states."""
     device = hidden.device
     automatic = torch.is_autocast_enabled(device.type)
     kind = torch.get_autocast_dtype(device.type) if automatic else hidden.dtype

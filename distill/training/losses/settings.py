@@ -1,4 +1,4 @@
-"""Which losses a batch is trained on, with what weights, and the sums that come back for the log."""
+"""The losses of a batch with their weights, and the sums that come back for the log."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ STATISTICS = ("forward_kl", "cross_entropy", "acceptance", "agreement", "match")
 
 @dataclass(frozen=True)
 class LossSettings:
-    """Weights of the losses of a mixture, and what the losses need.
+    """Weights of the losses of a mixture, and the settings of the losses.
 
     The target's distribution p is taken at `temperature`, and so is q = softmax(z / temperature) in forward_kl,
     reverse_kl and jsd, which are multiplied by temperature², and in total_variation, nla and lk_hybrid, which are not;
@@ -36,13 +36,7 @@ class LossSettings:
     hinge_margin: float = 1.0
 
     def __post_init__(self) -> None:
-        for name, weight in self.losses.items():
-            if name not in LOSSES:
-                raise RecipeError(f"there is no loss {name!r}", f"the losses are {', '.join(LOSSES)}")
-            if not math.isfinite(weight) or weight < 0:
-                raise RecipeError(f"loss {name} has weight {weight}", "weights are numbers >= 0")
-        if not any(self.losses.values()):
-            raise RecipeError("the weights of the losses sum to 0: nothing would be learned", "give one a weight > 0")
+        self._check_weights()
         if not 0 < self.jsd_beta < 1:
             raise RecipeError(
                 f"jsd_beta is {self.jsd_beta}, not between 0 and 1", "at its ends the JSD is 0: take a KL there"
@@ -56,6 +50,15 @@ class LossSettings:
         if self.hinge_k < 1:
             raise RecipeError(f"hinge_k is {self.hinge_k}", "it is the branches of a tree's node, 1 or more")
 
+    def _check_weights(self) -> None:
+        for name, weight in self.losses.items():
+            if name not in LOSSES:
+                raise RecipeError(f"there is no loss {name!r}", f"the losses are {', '.join(LOSSES)}")
+            if not math.isfinite(weight) or weight < 0:
+                raise RecipeError(f"loss {name} has weight {weight}", "weights are numbers >= 0")
+        if not any(self.losses.values()):
+            raise RecipeError("the weights of the losses sum to 0: nothing would be learned", "give one a weight > 0")
+
     def require_columns(self, columns: int) -> None:
         """Raise RecipeError for a hinge over more columns than the draft has."""
         if "top_k_hinge" in self.losses and self.hinge_k >= columns:
@@ -64,7 +67,7 @@ class LossSettings:
             )
 
     def scale(self, name: str) -> float:
-        """What keeps a loss's gradient from shrinking with the temperature (Hinton et al. 2015)."""
+        """The factor that keeps a loss's gradient from shrinking with the temperature (Hinton et al. 2015)."""
         return self.temperature**2 if name in ("forward_kl", "reverse_kl", "jsd") else 1.0
 
 

@@ -1,4 +1,4 @@
-"""How much each token counts: by what its acceptance is worth, or only where draft and target differ most.
+"""How much each token counts: by the value of its acceptance, or only where draft and target differ most.
 
 Legend: b blocks, S positions, γ draft length, N scored positions. Weights are detached; a loss is Σ w ℓ / Σ w.
 """
@@ -20,13 +20,13 @@ def block_acceptance(alpha: Tensor, length: int) -> Tensor:
     alpha [b, S] is the acceptance at each position, 0 where none is scored, which no round crosses. A round that starts
     at s brings 1 + Σ_{k ≤ γ} Π_{j < k} α_{s+j} tokens; γ = `length`.
     """
-    after = torch.ones_like(alpha)  # 1 + α_{i+1} + α_{i+1} α_{i+2} + …, of as many terms as the round has left
+    after = torch.ones_like(alpha)  # 1 + α_{i+1} + α_{i+1} α_{i+2} + …, with the terms that the round has left
     values = [after]
     following = torch.nn.functional.pad(alpha, (0, 1))[:, 1:]  # α_{i+1}
     for _ in range(length - 1):
         after = 1 + following * torch.nn.functional.pad(after, (0, 1))[:, 1:]
         values.append(after)
-    reach = torch.ones_like(alpha)  # Π of the d positions before i: how often a round that started there gets to i
+    reach = torch.ones_like(alpha)  # Π of the d positions before i: how often a round that started there reaches i
     total = torch.zeros_like(alpha)
     for back in range(length):
         total += reach * values[length - 1 - back]
