@@ -87,7 +87,7 @@ def test_eager_attention() -> None:
 
 
 def test_a_row_that_takes_no_token_is_untouched() -> None:
-    """Bit for bit: neither its part of the cache nor what it says afterwards knows of the other rows' calls."""
+    """Bit for bit: the other rows' calls change neither its part of the cache nor its later tokens."""
     with_others, quiet = (BatchedTorchModel(HUGGING_FACE["qwen3"], 3) for _ in range(2))
     for model in (with_others, quiet):
         model.extend([*range(5), *range(9), 7], [5, 9, 1])

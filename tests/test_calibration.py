@@ -83,8 +83,8 @@ def test_logistic_is_recovered() -> None:
 def test_logistic_fit_has_no_slope_left() -> None:
     rounds = rounds_from(Power(0.5), 500)
     fitted = fit_logistic(rounds, ridge=0.0)
-    said, stood = predicted(fitted, rounds)
-    gaps = numpy.array(stood, float) - numpy.array(said)
+    probabilities, outcomes = predicted(fitted, rounds)
+    gaps = numpy.array(outcomes, float) - numpy.array(probabilities)
     margins = [margin(seen) for r in rounds for _, seen, _ in r.judged()]
     assert abs(gaps.sum()) < 1e-3 and abs((gaps * margins).sum()) < 1e-3  # the score equations
 

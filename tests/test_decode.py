@@ -44,7 +44,7 @@ def check_rounds(result: Decoded, prompt: Sequence[int], limit: int, length: int
         flags += [True] * r.accepted + [False]
         if number < len(result.rounds) - 1:
             assert len(flags) < limit
-    # Only the last round may have said more than was kept: what follows an end token.
+    # Only the last round may have more tokens than were kept: those after an end token.
     assert len(flags) >= len(result.tokens) and result.from_draft == flags[: len(result.tokens)]
     assert len(flags) == len(result.tokens) or result.tokens[-1] in ends
     assert result.seconds == pytest.approx(sum(r.seconds for r in result.rounds))

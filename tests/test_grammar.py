@@ -30,6 +30,7 @@ from distill.models.torch_model import TorchModel
 from distill.sampler import Sampler
 from distill.speculative import decode as decode_module
 from distill.speculative import draft as draft_module
+from distill.speculative import verify as verify_module
 from distill.speculative.batch import plain_batch
 from distill.speculative.decode import Decoded, Rules, decode, plain
 from distill.speculative.draft import Drafter, FirstThen, LookupDrafter, ModelDrafter
@@ -279,7 +280,7 @@ class Enumerated:
     def into(self, monkeypatch: pytest.MonkeyPatch) -> None:
         for module in (decode_module, draft_module, tree_module):
             monkeypatch.setattr(module, "draw_token", self.token)
-        monkeypatch.setattr(decode_module, "draw", self.draw)
+        monkeypatch.setattr(verify_module, "draw", self.draw)
         monkeypatch.setattr(decode_module, "walk", self.walk)
 
 

@@ -310,10 +310,10 @@ def test_refusals(verifier: str) -> None:
     for rule, sampler in itertools.product([*LOSSLESS, *ANTICIPATING], [Sampler(0.0), Sampler(0.8)]):
         for argmax in (False, True):
             drafter = ModelDrafter(TableModel(3), rule, sampler, random.random, argmax)
-            said = refusal(verifier, drafter.kind, sampler.temperature, drafter.tree)
+            reason = refusal(verifier, drafter.kind, sampler.temperature, drafter.tree)
             if verifier == "greedy" and sampler.temperature:
-                assert said is not None and "temperature 0.8" in said
+                assert reason is not None and "temperature 0.8" in reason
             elif rule in ANTICIPATING and sampler.temperature and not argmax and verifier in ("token", "block"):
-                assert said is not None and "dropped after the draw" in said
+                assert reason is not None and "dropped after the draw" in reason
             else:
-                assert said is None
+                assert reason is None
