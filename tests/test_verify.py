@@ -114,9 +114,9 @@ Round = Callable[[int], list[Tensor]]  # start → masses [V^start, V^(i + 1)] o
 
 
 def chain_round(
-    distributions: World, length: int, verify: ChainVerifier, kind: str, shown: list[Tensor] | None = None
+    distributions: World, length: int, verify: ChainVerifier, kind: str, given_q: list[Tensor] | None = None
 ) -> Round:
-    """Sum over all drafts of γ = `length`. `shown` are the draft distributions given to the verifier, where it is
+    """Sum over all drafts of γ = `length`. `given_q` are the draft distributions shown to the verifier, where it is
     deceived."""
     drafts = digits(distributions.vocabulary, length)
 
@@ -127,7 +127,7 @@ def chain_round(
         alive = torch.ones(size, outcomes, dtype=torch.bool)
         for i in range(length):
             distribution, x = distributions.q[start + i][context], drafts[:, i].expand(size, outcomes)
-            q.append(distribution if shown is None else shown[start + i][context])
+            q.append(distribution if given_q is None else given_q[start + i][context])
             likely = distribution.gather(-1, x.unsqueeze(-1)).squeeze(-1)
             chance = chance * ((distribution.argmax(-1) == x).double() if kind == "deterministic" else likely)
             if kind == "cut":
@@ -138,7 +138,7 @@ def chain_round(
             context = context * distributions.vocabulary + x
             p.append(distributions.p[start + i + 1][context])
         torch.testing.assert_close(chance.sum(-1), torch.ones(size, dtype=torch.float64))
-        drawn_from = None if kind == "deterministic" and shown is None else torch.stack(q, -2)
+        drawn_from = None if kind == "deterministic" and given_q is None else torch.stack(q, -2)
         verdict = verify(torch.stack(p, -2), drawn_from, torch.stack(shown, -1))
         counts = chance.unsqueeze(-1) * verdict.counts()
         masses = []
@@ -157,7 +157,7 @@ def tree_round(
     parents: Sequence[int],
     verify: NodeVerifier,
     kind: str,
-    shown: list[Tensor] | None = None,
+    given_q: list[Tensor] | None = None,
     memory: int | None = None,
 ) -> Round:
     """Sum over all draws of a tree's tokens. Contexts that share their last `memory` tokens are worked out once."""
@@ -189,8 +189,8 @@ def tree_round(
                     left = left - distribution.gather(-1, x.unsqueeze(-1)).squeeze(-1)
                 chance = chance * likely
                 taken.append(x)
-            q = distribution if shown is None or distribution is None else shown[start + depth][context]
-            blind = distribution is None or (kind == "deterministic" and shown is None)
+            q = distribution if given_q is None or distribution is None else given_q[start + depth][context]
+            blind = distribution is None or (kind == "deterministic" and given_q is None)
             tokens = torch.stack(shown, -1) if shown else torch.zeros(size, outcomes, 0, dtype=torch.long)
             rows = None if blind or q is None else q.unsqueeze(-2).expand(*tokens.shape, vocabulary)
             verdict = verify(distributions.p[start + depth][context], rows, tokens)
@@ -386,13 +386,13 @@ def test_mistakes_show(sampler: Sampler) -> None:
     assert chain_difference(stops_at_a_miss, "sampled", sampler) > SEEN
     distributions = world(3, 5, sampler, 1)
     warmer = world(3, 5, sampler, 1, temperature=sampler.temperature * 1.5)
-    for shown, kind, verify in (
+    for given_q, kind, verify in (
         (warmer.q, "sampled", node_token),
         (distributions.q, "deterministic", node_token),  # the k best, told to be draws
         (None, "cut", node_token),  # a sampled node removed
         (None, "sampled", forgets_refusals),
     ):
-        assert difference(distributions, tree_round(distributions, SHAPES["binary"], verify, kind, shown)) > SEEN
+        assert difference(distributions, tree_round(distributions, SHAPES["binary"], verify, kind, given_q)) > SEEN
 
 
 # What single verdicts must be.
@@ -608,8 +608,8 @@ def chains(verify: ChainVerifier, kind: str = "sampled", length: int = 3, lie: f
             tokens.append(x.masked_fill(~alive, -1))
             q.append(distribution if lie == 1 else distribution**lie / (distribution**lie).sum(-1, keepdim=True))
             p.append(pair.probabilities(pair.target, grown))
-        shown = None if kind == "deterministic" else torch.stack(q, -2)
-        verdict = verify(torch.stack(p, -2), shown, torch.stack(tokens, -1))
+        given_q = None if kind == "deterministic" else torch.stack(q, -2)
+        verdict = verify(torch.stack(p, -2), given_q, torch.stack(tokens, -1))
         accepted, last = draw_rows(verdict, uniforms(generator, rows, length + 1))
         out = torch.cat([grown[:, context.shape[-1] :], grown[:, :1]], -1)
         return out.scatter(-1, accepted.unsqueeze(-1), last.unsqueeze(-1)), accepted + 1
@@ -628,15 +628,15 @@ def trees(verify: NodeVerifier, kind: str, shape: str = "comb") -> OneRound:
             """Rows whose walk stands at this node; trees below nodes that no walk reaches need no tokens."""
             q, nodes = pair.probabilities(pair.draft, here), below.get(node, [])
             if kind == "deterministic":
-                tokens, shown = q.topk(max(len(nodes), 1)).indices[:, : len(nodes)], None
+                tokens, given_q = q.topk(max(len(nodes), 1)).indices[:, : len(nodes)], None
             else:
                 left, drawn = q, []
                 for _ in nodes:
                     drawn.append(inverse_transform(left, uniforms(generator, len(rows))))
                     left = left.scatter(-1, drawn[-1].unsqueeze(-1), 0) if kind == "distinct" else left
                 tokens = torch.stack(drawn, -1) if nodes else torch.zeros(len(rows), 0, dtype=torch.long)
-                shown = q.unsqueeze(1).expand(-1, len(nodes), -1)
-            verdict = verify(pair.probabilities(pair.target, here), shown, tokens)
+                given_q = q.unsqueeze(1).expand(-1, len(nodes), -1)
+            verdict = verify(pair.probabilities(pair.target, here), given_q, tokens)
             hits = uniforms(generator, *tokens.shape) < verdict.acceptance
             refused = torch.ones(len(rows), dtype=torch.bool)
             for k, child in enumerate(nodes):
