@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from toys import KINDS, blurred, random_prompts, toy
 
-from distill.benchmark.compare import first_difference, top_gap
+from distill.benchmark.identity import top_gap
 from distill.errors import DataError
 from distill.models.batched import BatchedTorchModel
 from distill.models.torch_model import TorchModel
@@ -24,6 +24,7 @@ from distill.speculative.draft import ModelDrafter
 from distill.speculative.lengths import Fixed, LengthRule, LossyProbabilityFloor, PlusMinus, ProbabilityFloor
 from distill.speculative.proposal import Features
 from distill.speculative.stop_strings import Stopped
+from distill.texts import first_difference
 
 torch.set_num_threads(1)
 

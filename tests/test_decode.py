@@ -16,12 +16,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from toys import KINDS, Scripted, blurred, random_prompts, save_toy, toy, toy_tokenizer
 
-from distill.benchmark.compare import first_difference, rounding_noise, top_gap
+from distill.benchmark.identity import rounding_noise, top_gap
 from distill.export.writer import export_gguf
 from distill.models.gguf.model import GgufModel
 from distill.models.torch_logits import TorchLogits
 from distill.models.torch_model import TorchModel
 from distill.speculative.decode import Decoded, plain, room_for, speculative, verify_greedy
+from distill.texts import first_difference
 
 torch.set_num_threads(1)
 

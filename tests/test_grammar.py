@@ -706,8 +706,8 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     (tmp_path / "schema.json").write_text(json.dumps(SCHEMA))
     (tmp_path / "list.gbnf").write_text('root ::= "- " [a-z]{3} "\\n"')
     pair = ["--target", DEMO, "--draft", DEMO]
-    for way in (["--length", 0], ["--drafter", "both"]):
-        assert tiny.call("generate", "# An object: ", *pair, *way, "--json-schema", tmp_path / "schema.json") == 0
+    for options in (["--length", 0], ["--drafter", "lookup+draft"]):
+        assert tiny.call("generate", "# An object: ", *pair, *options, "--json-schema", tmp_path / "schema.json") == 0
         assert follows_schema(capsys.readouterr().out.removeprefix("# An object: ").rstrip("\n").encode())
     assert tiny.call("generate", "# A list\n", *pair, "--grammar", tmp_path / "list.gbnf") == 0
     assert re.fullmatch("# A list\n- [a-z]{3}\n\n", capsys.readouterr().out)
