@@ -171,7 +171,7 @@ def test_profile(copied: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str
     saved = json.loads((tmp_path / "c.json").read_text())
     assert saved["depths"] == [8, 16] and len(saved["seconds"][0]) == 3
     for arguments, words in (
-        ((), "name a model"),
+        ((), "expected a model or --batched-bench LOG"),
         ((copied / "draft", "--depths", "x"), "not numbers"),
         ((copied / "draft", "--depths", "9999"), "no room"),
         ((copied / "nothing.gguf",), "there is no file"),

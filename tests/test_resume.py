@@ -14,6 +14,8 @@ import pytest
 import tiny
 
 from distill.recipe import load_recipe
+from distill.results.serialise import read_result
+from distill.results.speedup_results import SpeedupReport
 from distill.run import Run
 
 SEED = 20
@@ -287,9 +289,9 @@ def test_a_grown_part_is_kept_when_the_other_is_lost(
     shutil.rmtree(copied / "speedup")
     grown = ("speedup.grown={tile: 2, layers: 4}", "speedup.grown_prompts=2", "speedup.grown_lengths=[2]")
     assert train(world, copied, *grown) == 0
-    report = json.loads((copied / "speedup.json").read_text())
-    rows = [row for row in report["rows"] if row["grown"]]
-    assert {row["backend"] for row in rows} == {"pytorch", "gguf"} and all(not row["different"] for row in rows)
+    report = read_result(copied / "speedup.json", SpeedupReport)
+    rows = [row for row in report.measurements if row.grown]
+    assert {row.backend for row in rows} == {"pytorch", "gguf"} and all(not row.different for row in rows)
     assert not (copied / "speedup" / ".scratch").exists()
     capsys.readouterr()
     (copied / "stages" / "speedup.json").rename(copied / "stages" / "speedup.json.lost")
@@ -298,7 +300,7 @@ def test_a_grown_part_is_kept_when_the_other_is_lost(
     (copied / "speedup" / "grown-gguf.json").unlink()
     assert train(world, copied, *grown) == 0
     said = capsys.readouterr().err
-    assert "grown-pytorch: was there" in said and "grown-gguf: was there" not in said
+    assert "grown-pytorch: measured before" in said and "grown-gguf: measured before" not in said
 
 
 # ── the plan ──

@@ -372,7 +372,9 @@ def test_patience_counts_anew_in_each_part(
     for values in ([0.5, 0.6, 0.4, 0.3, 0.2], [0.5, 0.4, 0.3, 0.2, 0.6]):
         told = iter(values)
         monkeypatch.setattr(
-            Training, "acceptance", lambda self, told=told: {"acceptance": next(told), "tokens_per_round": 1.0}
+            Training,
+            "acceptance",
+            lambda self, told=told: {"acceptance": next(told), "tokens_per_round": 1.0, "rounds": 1},
         )
         folder = tmp_path / str(values[1])
         code, run = trained(world, ready, folder, PARTS, "train.acceptance.every=2", "train.acceptance.patience=2")
@@ -700,7 +702,7 @@ def test_memory_that_runs_out_while_files_are_loaded_is_no_damage(
             assert trained(world, ready, tmp_path)[0] == 2
             words = capsys.readouterr().err
             assert f"memory ran out while the draft was {doing}" in words
-            assert "delete" not in words and "damaged" not in words
+            assert "delete" not in words and "is damaged" not in words
             patch.undo()
         (tmp_path / "tiny" / "checkpoints" / "step-000008" / "model.pt").write_bytes(b"torn")
         assert trained(world, ready, tmp_path)[0] == 2 and "is damaged" in capsys.readouterr().err
@@ -771,7 +773,7 @@ def test_memory_that_runs_out_elsewhere_names_what_counts_there(
         ("train.loss={kl: 1}", "train.loss"),
         ("train.parts=[{name: align}]", "exactly one of share, steps and tokens"),
         ("train.parts=[{name: a, share: 0.7}, {name: b, share: 0.6}]", "more than 1"),
-        ("train.parts=[{name: a, steps: 1}, {name: a, steps: 1}]", "names of their own"),
+        ("train.parts=[{name: a, steps: 1}, {name: a, steps: 1}]", "need different names"),
         ("train.parts=[{name: replay, steps: 1}]", "is reserved"),
         ("train.parts=[{name: a, steps: 1, temperature: 2}]", "teacher.temperatures"),
         ("train.loss={top_k_hinge: 1}", "hinge"),
