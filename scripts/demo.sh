@@ -9,7 +9,8 @@ bash scripts/setup.sh
 settings=()
 if [[ "${1:-}" == --full ]]; then
     shift
-    settings+=(answers.prompts=256 train.steps=300 eval.prompts=64 'speedup.grown={tile: 4, layers: 24}')
+    settings+=(corpus.tokens=400000 answers.prompts=256 train.steps=300 eval.prompts=64 eval.new_tokens=96
+        eval.file_blocks=48 speedup.prompts=12 'speedup.lengths=[1,2,4,6,8]' 'speedup.grown={tile: 4, layers: 24}')
 fi
 if ! .venv/bin/python -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("llama_cpp") is None)'; then
     settings+=('speedup.backends=[pytorch]' 'export.outtypes=[]')

@@ -172,7 +172,7 @@ def test_profile(copied: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert saved["depths"] == [8, 16] and len(saved["seconds"][0]) == 3
     for arguments, words in (
         ((), "expected a model or --batched-bench LOG"),
-        ((copied / "draft", "--depths", "x"), "not numbers"),
+        ((copied / "draft", "--depths", "x"), "expected numbers separated by commas"),
         ((copied / "draft", "--depths", "9999"), "no room"),
         ((copied / "nothing.gguf",), "there is no file"),
     ):
