@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from distill.corpus.splits import split_of
 from distill.errors import DataError
-from distill.files import read_json, write_json, write_text
+from distill.files import names_of, parse_object, read_json, write_json, write_text
 from distill.run import Run
 from distill.texts import Answer, Prompt, is_looping
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 PIN = "traffic (content)"  # the entry in the answers stage's key that identifies the lines read
 SOURCE = "traffic"
+PINNED = {"path": str, "bytes": int, "lines": int, "sha256": str, "start": int, "start_line": int}  # form of a pin
 LINES_PER_FILE = 2048
 PIECE = 2**20
 
@@ -107,12 +108,9 @@ def read_lines(settings: Traffic, pin: dict[str, Any]) -> Iterator[Line | str]:
 
 def parse_line(raw: bytes, settings: Traffic, number: int) -> Line | str:
     """A line's content, or its fault."""
-    try:
-        record = json.loads(raw)
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
-        return f"no JSON ({error})"
-    if not isinstance(record, dict):
-        return f"a JSON object is needed, got {type(record).__name__}"
+    record = parse_object(raw)
+    if isinstance(record, str):
+        return record
     ended = record.get("finish_reason") in (None, "stop")
     if "messages" in record:
         messages = record["messages"]
@@ -128,7 +126,7 @@ def parse_line(raw: bytes, settings: Traffic, number: int) -> Line | str:
         prompt, answer = record.get(settings.prompt_field), record.get(settings.answer_field)
         for name, value in ((settings.prompt_field, prompt), (settings.answer_field, answer)):
             if not isinstance(value, str):
-                return f"no text in field `{name}` (it has: {', '.join(map(str, record))})"
+                return f"no text in field `{name}` (it has: {names_of(record)})"
     if not prompt or not answer:
         return "an empty prompt" if not prompt else "an empty answer"
     return Line(number, prompt, answer, ended)
@@ -199,10 +197,11 @@ def write_traffic(recipe: Recipe, run: Run, tokenizer: Any, end: int | None) -> 
     settings = recipe.answers.traffic
     assert settings is not None
     folder = run.path("answers")
-    written = read_json(folder / "traffic.json") if (folder / "traffic.json").exists() else {"files": [None]}
+    path = folder / "traffic.json"
+    written = read_json(path, {"files": [str]}) if path.exists() else {"files": [None]}
     if all(name is not None and (folder / name).exists() for name in written["files"]):
         return
-    pin = read_json(run.path("stages", "answers.begun.json"))[PIN]
+    pin = read_json(run.path("stages", "answers.begun.json"), {PIN: PINNED})[PIN]
     if not begins_with(Path(pin["path"]), pin):
         again = _unpin(run)
         raise DataError(
