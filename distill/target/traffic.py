@@ -70,6 +70,23 @@ def measure(path: Path) -> dict[str, Any]:
     return {"bytes": total, "lines": lines, "sha256": hashed.hexdigest()}
 
 
+def unfinished_line(pin: dict[str, Any]) -> str | None:
+    """A sentence on text after the pinned lines that has no newline yet and is not read; None where there is none."""
+    path, rest = Path(pin["path"]), b""
+    try:
+        with open(path, "rb") as handle:
+            handle.seek(pin["bytes"])
+            while (piece := handle.read(PIECE)) and b"\n" not in piece:
+                rest = rest or piece.strip()
+    except OSError:
+        return None
+    if piece or not rest:
+        return None
+    return (
+        f"line {pin['lines'] + 1} of {path} has no newline at its end and was not read: end it, then --refresh reads it"
+    )
+
+
 def begins_with(path: Path, pin: dict[str, Any]) -> bool:
     """Whether a file still begins with its pinned part."""
     hashed = hashlib.sha256()
@@ -219,11 +236,13 @@ def write_traffic(recipe: Recipe, run: Run, tokenizer: Any, end: int | None) -> 
     }
     where = f"lines {pin['start_line'] + 1} to {pin['lines']}"
     first = f", first {found.bad[0]}" if found.bad else ""
+    unfinished = unfinished_line(pin)
     if not found.train:
         again = _unpin(run)
         raise DataError(
             f"{pin['path']} has no answer in {where}: {len(found.bad)} bad lines{first}; {found.too_long} "
-            f"too long for corpus.block; {len(found.validation) + len(found.test)} prompts of other splits",
+            f"too long for corpus.block; {len(found.validation) + len(found.test)} prompts of other splits"
+            + ("; the last line has no newline at its end and was not read" if unfinished else ""),
             f"correct the file, or set answers.traffic.prompt_field and answer_field; then {again} reads it again",
         )
     files = [f"prompts-{split}.jsonl" for split in held_out]
@@ -241,6 +260,8 @@ def write_traffic(recipe: Recipe, run: Run, tokenizer: Any, end: int | None) -> 
         run.say(f"  traffic: {found.too_long} prompts left out and {found.cut} answers cut to fit corpus.block")
     if found.bad:
         run.say(f"  traffic: {len(found.bad)} bad lines left out{first}")
+    if unfinished:
+        run.say(f"  traffic: {unfinished}")
 
 
 def _unpin(run: Run) -> str:
