@@ -13,7 +13,74 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from distill.errors import DataError, RunError
+from distill.errors import DataError, RecipeError, RunError
+
+
+def is_utf8(text: str) -> bool:
+    """Whether a text can be written as UTF-8: false where it holds lone surrogates."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def require_path(path: str | Path, where: str) -> None:
+    """Raise RecipeError, which names `where`, for a path or hub name that no file can have."""
+    text = str(path)
+    size = max((len(os.fsencode(part)) for part in text.split("/")), default=0) if is_utf8(text) else 0
+    fault = (
+        "holds a NUL character"
+        if "\0" in text
+        else "is not UTF-8"
+        if not is_utf8(text)
+        else f"is too long: {len(text)} characters"
+        if size > 255 or len(os.fsencode(text)) > 4095
+        else None
+    )
+    if fault is not None:
+        raise RecipeError(f"{where}: the path {text[:60]!a} {fault}", "correct the path")
+
+
+def parse_object(raw: bytes) -> dict[str, Any] | str:
+    """The JSON object in a line of a jsonl file, or the line's fault."""
+    try:
+        text = raw.decode("utf-8-sig" if raw.startswith(b"\xef\xbb\xbf") else "utf-8")
+    except UnicodeDecodeError as error:
+        return f"not UTF-8 (byte {error.start + 1} of the line)"
+    try:
+        found = json.loads(text)
+        if _SURROGATE.search(raw):
+            json.dumps(found, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return "a lone surrogate (\\ud800 to \\udfff), which is no text"
+    except RecursionError:
+        return "no JSON (nested too deeply)"
+    except json.JSONDecodeError as error:
+        return f"no JSON ({error.msg}, at character {error.pos + 1} of the line)"
+    except ValueError:
+        return "no JSON (a number with too many digits)"
+    return found if isinstance(found, dict) else f"a JSON object is needed, got {type(found).__name__}"
+
+
+def read_utf8(path: Path) -> str:
+    """The text of a file; raises DataError, with the line, for one that cannot be read or is not UTF-8."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}", "give a text file") from error
+    except UnicodeDecodeError as error:
+        line = error.object.count(b"\n", 0, error.start) + 1
+        raise DataError(f"{path} is not UTF-8, in line {line}", "convert it, or use another file") from error
+
+
+def names_of(record: dict[str, Any], most: int = 12) -> str:
+    """The fields of a record, for a message; of many, the first."""
+    names = [name[:40] for name in list(record)[:most]]
+    return ", ".join([*names, *(["…"] if len(record) > most else [])]) or "none"
+
+
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 def _explain_write_fault(path: Path, error: OSError) -> RunError:
@@ -131,14 +198,38 @@ def write_folder(path: Path, write: Callable[[Path], object]) -> None:
         raise _explain_write_fault(path, fault) from error
 
 
-def read_json(path: Path) -> Any:
-    """Read a JSON artifact; raises DataError when it is missing or damaged."""
+def read_json(path: Path, form: Any = None) -> Any:
+    """Read a JSON artifact; raises DataError when it is missing, damaged or not of this form (see `has_form`)."""
+    again = "delete it and run `distill train` again"
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise DataError(f"{path} is missing", "run `distill train` on its recipe again") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise DataError(f"{path} is damaged: {error}", "delete it and run `distill train` again") from error
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}", "correct its permissions, or the disk") from error
+    except json.JSONDecodeError as error:
+        raise DataError(f"{path} is damaged: no JSON, line {error.lineno}: {error.msg}", again) from error
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path} is damaged: no JSON, or not UTF-8", again) from error
+    if form is not None and not has_form(found, form):
+        raise DataError(f"{path} is damaged: it does not hold what this version writes", again)
+    return found
+
+
+def has_form(value: Any, form: Any) -> bool:
+    """Whether a JSON value has a form: a type; a list of one form, for lists of it; a mapping of keys that must be
+    there, each with its form (`...` for all keys)."""
+    if isinstance(form, list):
+        if isinstance(form[0], type) and isinstance(value, list):  # token ids: at the speed of the interpreter's loops
+            return set(map(type, value)) <= {form[0]}
+        return isinstance(value, list) and all(has_form(item, form[0]) for item in value)
+    if isinstance(form, dict):
+        if not isinstance(value, dict):
+            return False
+        named = {name: inner for name, inner in form.items() if name is not ...}
+        every = [has_form(inner, form[...]) for inner in value.values()] if ... in form else []
+        return all(every) and all(name in value and has_form(value[name], inner) for name, inner in named.items())
+    return isinstance(value, form) and (form is not int or not isinstance(value, bool))
 
 
 def read_object(path: Path, hint: str = "copy the folder again") -> dict[str, Any]:
@@ -149,8 +240,9 @@ def read_object(path: Path, hint: str = "copy the folder again") -> dict[str, An
         raise DataError(f"{path} does not exist", "give a whole Hugging Face folder") from None
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}", hint) from None
-    except ValueError as error:
-        raise DataError(f"{path} is damaged: no JSON, {error}", hint) from None
+    except (ValueError, RecursionError) as error:
+        fault = str(error) if isinstance(error, ValueError) else "nested too deeply"
+        raise DataError(f"{path} is damaged: no JSON, {fault}", hint) from None
     if not isinstance(found, dict):
         raise DataError(f"{path} is damaged: it is not a JSON object", hint)
     return found

@@ -23,6 +23,8 @@ class Interval:
     high: Figure
 
 
+Numbers = NDArray[numpy.float64]
+DRAWS = 2**22  # draws held in memory at once
 UNKNOWN = Interval(float("nan"), float("nan"), float("nan"))
 
 
@@ -41,9 +43,8 @@ def ratio_interval(
     total, weight = numpy.asarray(sums, float), numpy.asarray(counts, float)
     if weight.sum() == 0:
         return UNKNOWN
-    drawn = numpy.random.default_rng(seed).integers(0, len(total), size=(resamples, len(total)))
-    weights = weight[drawn].sum(1)
-    means = total[drawn].sum(1)[weights > 0] / weights[weights > 0]
+    sampled, weights = _resampled((total, weight), resamples, seed)
+    means = sampled[weights > 0] / weights[weights > 0]
     return _percentiles(total.sum() / weight.sum(), means, confidence)
 
 
@@ -65,11 +66,23 @@ def paired_ratio_interval(
     new, new_weight = numpy.asarray(new_sums, float), numpy.asarray(new_counts, float)
     if not (old_weight.sum() and new_weight.sum()):
         return UNKNOWN
-    drawn = numpy.random.default_rng(seed).integers(0, len(old), size=(resamples, len(old)))
-    below, above = old_weight[drawn].sum(1), new_weight[drawn].sum(1)
+    olds, news, below, above = _resampled((old, new, old_weight, new_weight), resamples, seed)
     usable = (below > 0) & (above > 0)
-    rises = new[drawn].sum(1)[usable] / above[usable] - old[drawn].sum(1)[usable] / below[usable]
+    rises = news[usable] / above[usable] - olds[usable] / below[usable]
     return _percentiles(new.sum() / new_weight.sum() - old.sum() / old_weight.sum(), rises, confidence)
+
+
+def _resampled(columns: Sequence[Numbers], resamples: int, seed: int) -> list[Numbers]:
+    """The sums [R] of each column [U] over the same R draws of U units, some draws at a time to bound the memory."""
+    units, random = len(columns[0]), numpy.random.default_rng(seed)
+    found = [numpy.empty(resamples) for _ in columns]
+    at_once = max(1, DRAWS // units)
+    for start in range(0, resamples, at_once):
+        size = min(at_once, resamples - start)
+        drawn = random.integers(0, units, size=(size, units))
+        for column, sums in zip(columns, found, strict=True):
+            sums[start : start + size] = column[drawn].sum(1)
+    return found
 
 
 def _percentiles(mean: float, resampled: NDArray[numpy.float64], confidence: float) -> Interval:

@@ -12,6 +12,8 @@ from typing import Any
 
 PACKAGES = ("torch", "transformers", "datasets", "peft", "accelerate", "gguf", "safetensors", "llama-cpp-python")
 
+MOST_THREADS = 1024  # more crash the libraries that make them
+
 
 def machine() -> dict[str, Any]:
     """Processor, cores, memory, GPU (if torch is loaded and sees one) and versions."""

@@ -22,34 +22,38 @@ class Packed:
 
     ids [n, S]; documents [n, S], numbered within the block, -1 at padding; positions [n, S], from 0 in each
     document; mask [n, S], true where the distribution of the *next* token counts; that token is at the next
-    position.
+    position. first [n] is the number of each block's first document among all documents: document d of block b has
+    number first[b] + d, also where it continues in the next block. None where nobody needs it.
     """
 
     ids: Tensor
     documents: Tensor
     positions: Tensor
     mask: Tensor
+    first: Tensor | None = None
 
     def __len__(self) -> int:
         return self.ids.shape[0]
 
     def take(self, index: Tensor | slice) -> Packed:
         """The blocks at `index`."""
-        return Packed(self.ids[index], self.documents[index], self.positions[index], self.mask[index])
+        first = None if self.first is None else self.first[index]
+        return Packed(self.ids[index], self.documents[index], self.positions[index], self.mask[index], first)
 
     def labels(self) -> Tensor:
         """The next token [n, S]; meaningless where `mask` is false."""
         return torch.roll(self.ids, -1, dims=1)
 
     def tensors(self) -> dict[str, Tensor]:
-        """As named tensors, for safetensors files."""
+        """As named tensors, for safetensors files; without `first`, which training does not read."""
         return {"ids": self.ids, "documents": self.documents, "positions": self.positions, "mask": self.mask}
 
-    def save(self, path: Path) -> None:
-        """Write a safetensors file."""
+    def save(self, path: Path, numbered: bool = False) -> None:
+        """Write a safetensors file; `numbered`: with `first`."""
         from safetensors.torch import save_file
 
-        save_file({name: value.contiguous() for name, value in self.tensors().items()}, str(path))
+        more = {"first": self.first} if numbered and self.first is not None else {}
+        save_file({name: value.contiguous() for name, value in {**self.tensors(), **more}.items()}, str(path))
 
     @classmethod
     def load(cls, path: Path) -> Packed:
@@ -57,7 +61,7 @@ class Packed:
         from safetensors.torch import load_file
 
         found = load_file(str(path))
-        return cls(found["ids"], found["documents"], found["positions"], found["mask"])
+        return cls(found["ids"], found["documents"], found["positions"], found["mask"], found.get("first"))
 
 
 def pack(sequences: Iterable[tuple[list[int], int]], block: int, split_long: bool) -> Packed:
@@ -68,7 +72,8 @@ def pack(sequences: Iterable[tuple[list[int], int]], block: int, split_long: boo
     be no longer than a block.
     """
     rows: list[list[tuple[list[int], int]]] = [[]]
-    used = 0
+    begun = [0]  # the number of each row's first document
+    used = number = 0
     for ids, first in sequences:
         start = 0
         while start < len(ids):
@@ -77,11 +82,14 @@ def pack(sequences: Iterable[tuple[list[int], int]], block: int, split_long: boo
             if room < 2 or (left > room and not split_long):
                 assert split_long or left <= block, "a sequence is longer than a block"
                 rows.append([])
+                begun.append(number)
                 used, room = 0, block
             piece = ids[start : start + room]
             rows[-1].append((piece, max(1, first - start)))
             used += len(piece)
             start += len(piece)
+        number += bool(ids)
+    begun = [number for number, row in zip(begun, rows, strict=True) if row]
     rows = [row for row in rows if row]
     n = len(rows)
     packed = Packed(
@@ -89,6 +97,7 @@ def pack(sequences: Iterable[tuple[list[int], int]], block: int, split_long: boo
         torch.full((n, block), PADDING, dtype=torch.int32),
         torch.zeros(n, block, dtype=torch.int32),
         torch.zeros(n, block, dtype=torch.bool),
+        torch.tensor(begun, dtype=torch.int64),
     )
     for index, row in enumerate(rows):
         at = 0

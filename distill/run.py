@@ -16,9 +16,25 @@ from pathlib import Path
 from typing import IO, Any
 
 from distill.errors import DataError, RunError
-from distill.files import digest, faults_explained, file_digest, read_json, write_json, write_text
+from distill.files import (
+    digest,
+    faults_explained,
+    file_digest,
+    has_form,
+    parse_object,
+    read_json,
+    write_json,
+    write_text,
+)
 from distill.machine import machine
 from distill.recipe import Recipe, dump_recipe
+
+RECORD = {  # the form of stages/NAME.json
+    "key": str,
+    "inputs": {},
+    "artifacts": {...: {"bytes": int, "sha256": str}},
+    "digest": str,
+}
 
 
 def _git_revision() -> str | None:
@@ -83,7 +99,7 @@ class Run:
         write_text(self.path("recipe.yaml"), recipe_text)
         write_text(self.path("config.yaml"), dump_recipe(self.recipe))
         history_path = self.path("provenance.json")
-        history = read_json(history_path) if history_path.exists() else []
+        history = read_json(history_path, [dict]) if history_path.exists() else []
         history.append(
             {"time": now(), "argv": sys.argv, "git": _git_revision(), "machine": machine()},
         )
@@ -92,7 +108,7 @@ class Run:
     def parent(self) -> dict[str, Any] | None:
         """The origin of a refreshed run (parent.json, see refresh.py); None for a run that began with a cut."""
         path = self.path("parent.json")
-        return read_json(path) if path.exists() else None
+        return read_json(path, dict) if path.exists() else None
 
     def close(self) -> None:
         """Release the lock and the log."""
@@ -135,9 +151,9 @@ class Run:
             return []
         latest: dict[Any, dict[str, Any]] = {}
         for number, line in enumerate(path.read_bytes().splitlines()):
-            with contextlib.suppress(ValueError):
-                value = json.loads(line)
-                latest[(value["stage"], value.get("step", -number))] = value
+            value = parse_object(line)
+            if isinstance(value, dict) and has_form(value, {"stage": str}):
+                latest[(value["stage"], str(value.get("step", -number)))] = value
         return list(latest.values())
 
     # ── stages ──
@@ -149,7 +165,7 @@ class Run:
     def done(self, stage: str) -> dict[str, Any] | None:
         """The record of a finished stage; None for an unfinished one."""
         path = self.done_path(stage)
-        return read_json(path) if path.exists() else None
+        return read_json(path, RECORD) if path.exists() else None
 
     def damaged_artifacts(self, record: dict[str, Any]) -> dict[str, str]:
         """The faults of a record's artifacts that are missing or of another size, by name.

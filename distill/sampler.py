@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from distill.errors import RecipeError
 from distill.recipe import SamplerSettings
 
 
@@ -31,6 +32,12 @@ class Sampler:
     top_p: float = 1.0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
+
+    def __post_init__(self) -> None:
+        settings = self.describe() | {"repetition_penalty": self.repetition_penalty}
+        for name, value in settings.items():
+            if not math.isfinite(value):
+                raise RecipeError(f"{name} is {value}", "give a finite number")
 
     @classmethod
     def of(cls, settings: SamplerSettings) -> Sampler:

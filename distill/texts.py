@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from distill.errors import DataError
+from distill.files import has_form, parse_object
 from distill.run import Run
+
+# The forms of the lines of prompts-SPLIT.jsonl and of answers.
+PROMPT = {"id": str, "ids": [int]}
+ANSWER = {"id": str, "prompt": [int], "answer": [int], "looping": bool}
 
 
 @dataclass(frozen=True)
@@ -47,13 +51,18 @@ def prompt_seed(seed: int, prompt_id: str) -> int:
     return int.from_bytes(hashlib.sha256(f"{seed}/{prompt_id}".encode()).digest()[:7], "big")
 
 
-def _read_lines(path: Path, stage: str) -> list[dict[str, Any]]:
+def _read_lines(path: Path, stage: str, form: dict[str, Any]) -> list[dict[str, Any]]:
+    again = f"make it again with `distill train RECIPE --redo {stage}`"
     try:
-        return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    except (OSError, json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise DataError(
-            f"{path} is damaged: {error}", f"make it again with `distill train RECIPE --redo {stage}`"
-        ) from None
+        lines = path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}", again) from None
+    found = [parse_object(line) for line in (lines if lines[-1] else lines[:-1])]
+    for number, record in enumerate(found, 1):
+        if isinstance(record, str) or not has_form(record, form):
+            fault = record if isinstance(record, str) else "fields are missing or of another kind"
+            raise DataError(f"{path} is damaged: line {number}: {fault}", again)
+    return [record for record in found if isinstance(record, dict)]
 
 
 def read_prompts(run: Run, split: str) -> list[Prompt]:
@@ -62,20 +71,22 @@ def read_prompts(run: Run, split: str) -> list[Prompt]:
     Raises DataError when a file is damaged.
     """
     served = run.path("answers", f"prompts-{split}.jsonl")
-    lines = _read_lines(served, "answers") if served.exists() else []
-    lines += _read_lines(run.path("corpus", f"prompts-{split}.jsonl"), "corpus")
-    return [Prompt(**line) for line in lines]
+    lines = _read_lines(served, "answers", PROMPT) if served.exists() else []
+    lines += _read_lines(run.path("corpus", f"prompts-{split}.jsonl"), "corpus", PROMPT)
+    return [Prompt(line["id"], line["ids"], line.get("source", "")) for line in lines]
 
 
 def read_answers(run: Run, split: str) -> list[Answer]:
     """All answers of a split, in prompt order; raises DataError when a file is damaged."""
     paths = sorted(run.path("answers").glob(f"{split}-*.jsonl"))
-    return [Answer(**line) for path in paths for line in _read_lines(path, "answers")]
+    return [Answer(**line) for path in paths for line in _read_lines(path, "answers", ANSWER)]
 
 
 def read_documents_of(run: Run, split: str) -> list[str]:
     """The raw texts of a held-out split from stage `corpus`."""
-    return [line["text"] for line in _read_lines(run.path("corpus", f"documents-{split}.jsonl"), "corpus")]
+    return [
+        line["text"] for line in _read_lines(run.path("corpus", f"documents-{split}.jsonl"), "corpus", {"text": str})
+    ]
 
 
 def first_difference(left: Sequence[int], right: Sequence[int]) -> int | None:

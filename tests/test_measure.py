@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import astuple
+from dataclasses import astuple, replace
 
 import numpy
 import pytest
@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from toys import Scripted, random_prompts, toy
 
 from distill.benchmark.profile import profile_entry
+from distill.errors import DataError
 from distill.evaluation.measure import (
     METRICS,
     measure_blocks,
@@ -97,6 +98,24 @@ def test_blocks_are_measured_by_document() -> None:
     same = measure_blocks(target, {"d": target}, blocks, sampler, 61)["d"]
     assert same[0][:, :3] == pytest.approx(0, abs=1e-6)
     assert same[0][:, [3, 4, 6]] == pytest.approx(numpy.stack([counts] * 3, 1))
+
+
+def test_a_document_in_several_blocks_is_one_unit() -> None:
+    """As often as texts are longer than a block: as many units as documents, whatever the batch, and the same sums."""
+    target, draft = toy(seed=1), toy(seed=2, layers=1)
+    prompts = random_prompts(9, 61, seed=3)
+    blocks = pack([(prompt, 1) for prompt in prompts], 10, split_long=True)
+    pieces = sum(int((row.max() + 1).clamp(min=0)) for row in blocks.documents)
+    assert pieces > len(prompts), "documents are split here"
+    sums, counts = measure_blocks(target, {"d": draft}, blocks, Sampler(0.8), 61, batch=2)["d"]
+    assert len(sums) == len(counts) == len(prompts)
+    assert counts.sum() == int(blocks.mask.sum())
+    turned = measure_blocks(target, {"d": draft}, blocks.take(torch.arange(len(blocks)).flip(0)), Sampler(0.8), 61)["d"]
+    assert sorted(turned[1].tolist()) == sorted(counts.tolist())
+    assert turned[0].sum(0) == pytest.approx(sums.sum(0), rel=1e-5)
+    assert summarise(sums, counts, 200, 0.95).prompts == len(prompts)
+    with pytest.raises(DataError, match="do not number their documents"):
+        measure_blocks(target, {"d": draft}, replace(blocks, first=None), Sampler(0.8), 61)
 
 
 def rounds_of(*pairs: tuple[int, int]) -> list[Round]:

@@ -96,6 +96,7 @@ def test_counts_of_split_pieces() -> None:
     packed = pack([(list(range(100, 110)), 7), (list(range(200, 203)), 1)], 6, split_long=True)
     assert packed.ids.tolist() == [[100, 101, 102, 103, 104, 105], [106, 107, 108, 109, 200, 201], [202, 0, 0, 0, 0, 0]]
     assert packed.documents.tolist() == [[0] * 6, [0, 0, 0, 0, 1, 1], [0, -1, -1, -1, -1, -1]]
+    assert packed.first is not None and packed.first.tolist() == [0, 0, 1]
     assert packed.positions.tolist() == [[0, 1, 2, 3, 4, 5], [0, 1, 2, 3, 0, 1], [0, 0, 0, 0, 0, 0]]
     # 107 was asked for (index 7), and 106 opens a piece, so it has no context of its own
     assert packed.mask.int().tolist() == [[0] * 6, [1, 1, 1, 0, 1, 0], [0] * 6]
@@ -117,6 +118,16 @@ def test_saved_taken_and_joined(tmp_path: Path) -> None:
     for name, value in both.tensors().items():
         assert torch.equal(value, again.tensors()[name]) and value.dtype == again.tensors()[name].dtype
     assert torch.equal(both.take(torch.tensor([2, 0])).ids, both.ids[[2, 0]])
+
+
+def test_numbers_of_documents_are_saved_where_asked_for(tmp_path: Path) -> None:
+    packed = pack(numbered([(20, 1), (3, 1), (9, 1)]), 8, split_long=True)
+    assert packed.first is not None and packed.first.tolist() == [0, 0, 0, 2, 2]
+    packed.save(tmp_path / "with.safetensors", numbered=True)
+    packed.save(tmp_path / "without.safetensors")
+    again = Packed.load(tmp_path / "with.safetensors").take(torch.tensor([3, 1]))
+    assert again.first is not None and again.first.tolist() == [2, 0]
+    assert Packed.load(tmp_path / "without.safetensors").first is None
 
 
 def test_attention_mask_by_loops() -> None:

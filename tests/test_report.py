@@ -10,18 +10,22 @@ import sys
 from collections import Counter
 from dataclasses import fields, is_dataclass, replace
 from html.parser import HTMLParser
+from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from distill.commands.train import say_whether_training_helped
 from distill.errors import DataError
+from distill.recipe import Recipe
 from distill.report import card as cards
 from distill.report import page as pages
 from distill.report import plots
 from distill.results.run_results import RunResults
 from distill.results.serialise import from_json
 from distill.results.training_results import training_steps
+from distill.run import Run
 
 SURROGATE = "[lone surrogate]"  # which JSON cannot hold: put in after reading
 EVIL = (
@@ -507,6 +511,38 @@ def test_the_outcome_of_a_replay_is_shown() -> None:
     nothing = shown({"collected": {**collected, "rejected": 0, "blocks": 0}, "kept": False})
     assert "Replay: nothing was rejected in 4,321 rounds of 64 prompts, so there was nothing to learn." in nothing
     assert "Replay" not in shown(None)
+
+
+def test_a_training_that_did_not_help_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In the report, on the card, and at the end of the command."""
+    best = {"step": 0, "acceptance": 0.4, "tokens_per_round": 2.0, "rounds": 9}
+    results = make_metadata()
+    results["training"] = {"steps": 9, "processes": 1, "parts": [], "best": best, "replay": None}
+    words = "Training did not help"
+    assert words in build_page(results) and words in build_card(results)
+    (tmp_path / "stages").mkdir()
+    record = {"key": "", "inputs": {}, "artifacts": {}, "digest": ""}
+    (tmp_path / "stages" / "train.json").write_text(json.dumps(record))
+    (tmp_path / "training.json").write_text(json.dumps(results["training"]))
+    run = Run(tmp_path, Recipe.model_construct())
+    say_whether_training_helped(run)
+    assert words in capsys.readouterr().err
+    for other_training in (
+        {**results["training"], "best": {**best, "step": 5}},
+        {**results["training"], "best": None},
+        {
+            **results["training"],
+            "replay": {
+                "kept": True,
+                "collected": dict.fromkeys(("prompts", "tokens", "rounds", "rejected", "blocks"), 1),
+            },
+        },
+    ):
+        results["training"] = other_training
+        assert words not in build_page(results) and words not in build_card(results)
+        (tmp_path / "training.json").write_text(json.dumps(other_training))
+        say_whether_training_helped(run)
+        assert words not in capsys.readouterr().err
 
 
 def test_hostile_text_stays_text() -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import tiny
 
+from distill.files import digest
 from distill.recipe import load_recipe
 from distill.results.serialise import read_result
 from distill.results.speedup_results import SpeedupReport
@@ -340,6 +341,22 @@ def test_the_plan_of_each_state(world: Path, copied: Path) -> None:
     (copied / "stages" / "corpus.begun.json").write_text(json.dumps(record["inputs"]))
     (copied / "stages" / "corpus.json").unlink()
     assert planned() == {"corpus": "resume", "answers": "wait", **waiting}
+
+
+def test_a_corpus_without_document_numbers_is_read_again(
+    world: Path, copied: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Runs of version 1 of stage corpus: its test text is packed again; answers, teacher and training stay."""
+    path = copied / "stages" / "corpus.json"
+    record = json.loads(path.read_text())
+    record["inputs"]["version"] = 1
+    path.write_text(json.dumps(record | {"key": digest(record["inputs"])}))
+    before = tiny.contents(copied)
+    assert train(world, copied, "--until", "train") == 0
+    found = states(capsys.readouterr().err)
+    assert found["train"] == "up to date"
+    after = tiny.contents(copied)
+    assert all(after[name] == before[name] for name in before if name.startswith(("corpus/", "answers/", "draft/")))
 
 
 def test_a_dry_run_prints_the_whole_plan(world: Path, copied: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -518,7 +518,7 @@ def test_the_manifest(folders: dict[str, Path], tmp_path: Path) -> None:
         ),
         ({"kind": "exact", "mass": 0.9}, "mass is a setting of kind compact"),
         ({"dtype": "bfloat16"}, "dtype is a setting of kind exact"),
-        ({"mass": 1.0}, "less than 1"),
+        ({"mass": 1.0}, "must be below 1"),
     ],
 )
 def test_settings_that_mean_nothing_are_refused(settings: dict[str, Any], said: str, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ import torch
 from distill.corpus.splits import split_of
 from distill.models.hugging_face import encode, load_tokenizer
 from distill.recipe import Recipe, Traffic, load_recipe, parse_recipe
-from distill.target.traffic import Line, begins_with, encode_line, measure, parse_line, sort_lines
+from distill.target.traffic import Line, begins_with, encode_line, measure, parse_line, sort_lines, unfinished_line
 
 torch.set_num_threads(1)
 
@@ -116,6 +116,7 @@ def test_a_run_learns_from_what_stood_there(world: Path, log: Path, first: Path)
         assert [p["ids"] for p in prompts] == [encode(tokenizer, prompt) for prompt in own] and prompts
     log_text = (first / "log.txt").read_text()
     assert "2 bad lines left out, first line 32: a JSON object is needed, got str" in log_text
+    assert f"line 34 of {log} has no newline at its end and was not read" in log_text
 
 
 def test_a_replay_decodes_served_prompts(world: Path, log: Path, runs: Path) -> None:
@@ -140,6 +141,17 @@ def test_replay_prompts_are_spread_over_generated_and_served_ones() -> None:
     every = replay_prompts(answers, 1000)
     assert len(every) == 80 and every[60].id == "traffic#0@0"
     assert replay_prompts([], 8) == []
+
+
+@pytest.mark.parametrize(
+    ("more", "expected"),
+    [("", None), (" \r", None), ('{"a": 1}', "line 2 of"), ('{"a": 1}\n', None), ('{"a": 1}\n{"b"', None)],
+)
+def test_a_last_line_without_a_newline_is_named(tmp_path: Path, more: str, expected: str | None) -> None:
+    path = tmp_path / "log.jsonl"
+    path.write_text("{}\n" + more)
+    found = unfinished_line({"path": str(path), "bytes": 3, "lines": 1})
+    assert found is None if expected is None else found is not None and found.startswith(expected)
 
 
 def test_growth_does_not_supersede_and_held_out_prompts_are_measured(

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import typer
@@ -21,7 +22,8 @@ from distill.commands.runs import list_runs
 from distill.commands.speedup import speedup
 from distill.commands.train import train
 from distill.commands.transplant import transplant
-from distill.errors import DistillError
+from distill.errors import DistillError, RecipeError
+from distill.files import is_utf8
 from distill.processes import leave
 
 app = typer.Typer(
@@ -52,8 +54,10 @@ ClickException: Any = next(kind for kind in typer.BadParameter.__mro__ if kind._
 
 
 def main() -> None:
-    """Run a command; exit with 0 on success, 2 after a user error (one message), 1 after a bug (with its traceback)."""
+    """Run a command; exit with 0 on success, 2 after a user error (one message), 1 after a bug (one line, which names
+    the file with the traceback)."""
     try:
+        _require_text(sys.argv)
         result = app(standalone_mode=False)
         code = result if isinstance(result, int) else 0
         if code == 0:
@@ -70,8 +74,31 @@ def main() -> None:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 0
-    except Exception:
-        traceback.print_exc()
-        print("distill: this is a bug in distill; please report it with the lines above", file=sys.stderr)
+    except Exception as error:
+        print(_bug(error), file=sys.stderr)
         code = 1
     sys.exit(code)
+
+
+def _require_text(arguments: Sequence[str]) -> None:
+    """Raise RecipeError for an argument that is not UTF-8: names and prompts go into files and tokenizers, as text."""
+    for place, argument in enumerate(arguments[1:], 1):
+        if not is_utf8(argument):
+            raise RecipeError(f"argument {place}, {argument[:60]!a}, is not UTF-8", "write it in UTF-8")
+
+
+def _bug(error: Exception) -> str:
+    """What a user sees of an exception that nobody expected: one line; the traceback goes to a file that it names."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if f"{os.sep}distill{os.sep}" in frame.filename] or frames
+    place = f" ({os.path.basename(own[-1].filename)}:{own[-1].lineno})" if own else ""
+    words = " ".join(str(error).encode("utf-8", "backslashreplace").decode().split())[:300]
+    line = f"distill: this is a bug in distill: {type(error).__name__}: {words}{place}; please report it"
+    try:
+        with tempfile.NamedTemporaryFile(
+            "w", prefix="distill-bug-", suffix=".txt", delete=False, encoding="utf-8", errors="backslashreplace"
+        ) as file:
+            traceback.print_exception(error, file=file)
+    except OSError:
+        return line
+    return f"{line} with {file.name}"

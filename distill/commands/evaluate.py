@@ -18,6 +18,7 @@ from distill.commands.shared import (
     TargetOption,
     TextOption,
     find_run,
+    finite,
     local_reference,
     prepare,
     print_table,
@@ -41,7 +42,9 @@ def evaluate(
     target: TargetOption = None,
     draft: DraftOption = None,
     text: TextOption = None,
-    temperature: Annotated[float, typer.Option(min=0, help="Without a run: the sampler's temperature.")] = 1.0,
+    temperature: Annotated[
+        float, typer.Option(min=0, max=100, callback=finite, help="Without a run: the sampler's temperature.")
+    ] = 1.0,
     prompts: Annotated[int, typer.Option(min=4, help="Without a run: prompts taken from the text.")] = 32,
     runs: RunsOption = DEFAULT_RUNS,
     output: FormatOption = "md",

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from distill.commands.shared import DEFAULT_RUNS, RunsOption, find_run, local_reference, numbers, prepare
+from distill.commands.shared import DEFAULT_RUNS, RunsOption, find_run, finite, local_reference, numbers, prepare
 from distill.errors import DataError, RecipeError, RunError
+from distill.files import read_utf8, require_path
 
 if TYPE_CHECKING:
     from distill.generate.stream import Request
@@ -32,13 +33,13 @@ def generate(
         int | None,
         typer.Option(min=0, max=63, help=f"Tokens drafted a round, at most; 0 decodes plainly. {LENGTH} if left out."),
     ] = None,
-    tokens: Annotated[int, typer.Option(min=1, help="New tokens at most.")] = 128,
-    temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 0.0,
-    top_k: Annotated[int, typer.Option(min=0, help="0: off.")] = 0,
-    top_p: Annotated[float, typer.Option(min=0.0001, max=1, help="1: off.")] = 1.0,
-    min_p: Annotated[float, typer.Option(min=0, max=0.9999, help="0: off.")] = 0.0,
-    repetition_penalty: Annotated[float, typer.Option(min=0.01, help="1: off.")] = 1.0,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the sampler.")] = 0,
+    tokens: Annotated[int, typer.Option(min=1, callback=finite, help="New tokens at most.")] = 128,
+    temperature: Annotated[float, typer.Option(min=0, max=100, callback=finite, help="0 is greedy.")] = 0.0,
+    top_k: Annotated[int, typer.Option(min=0, callback=finite, help="0: off.")] = 0,
+    top_p: Annotated[float, typer.Option(min=0.0001, max=1, callback=finite, help="1: off.")] = 1.0,
+    min_p: Annotated[float, typer.Option(min=0, max=0.9999, callback=finite, help="0: off.")] = 0.0,
+    repetition_penalty: Annotated[float, typer.Option(min=0.01, max=100, callback=finite, help="1: off.")] = 1.0,
+    seed: Annotated[int, typer.Option(min=0, callback=finite, help="Seed of the sampler.")] = 0,
     verifier: Annotated[
         str | None, typer.Option("--verifier", help="greedy, match, token, block, or for drawn trees distinct.")
     ] = None,
@@ -63,7 +64,8 @@ def generate(
         ),
     ] = None,
     p_min: Annotated[
-        float | None, typer.Option("--p-min", min=0.0001, max=1, help="--rule p_min, p_min-after: the floor.")
+        float | None,
+        typer.Option("--p-min", min=0.0001, max=1, callback=finite, help="--rule p_min, p_min-after: the floor."),
     ] = None,
     allow_lossy: Annotated[
         bool,
@@ -80,7 +82,7 @@ def generate(
     runs: RunsOption = DEFAULT_RUNS,
 ) -> None:
     """Continue a prompt, streamed, with the draft's accepted tokens marked (green on a terminal)."""
-    text = sys.stdin.read() if prompt == "-" else prompt
+    text = _standard_input() if prompt == "-" else prompt
     levels = None if widths is None else tuple(numbers(widths, "--widths", int, "3,2,1"))
     configuration = _configuration(drafter, length, rule, p_min, levels, verifier, temperature)
     wanted = _grammar(regex, json_schema, grammar)
@@ -105,6 +107,16 @@ def generate(
     if found is not None and configuration.rule == "expected-value":
         request = _with_measured(request, found)
     stream(place, model, text, tokens, request, device, threads)
+
+
+def _standard_input() -> str:
+    """The prompt on standard input; raises DataError where it is not UTF-8."""
+    raw = sys.stdin.buffer.read()
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        line = raw.count(b"\n", 0, error.start) + 1
+        raise DataError(f"standard input is not UTF-8, in line {line}", "convert it to UTF-8") from None
 
 
 def _configuration(
@@ -177,8 +189,6 @@ def _grammar(regex: str | None, json_schema: Path | None, grammar: Path | None) 
     path = json_schema or grammar
     if path is None:
         return None
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise DataError(f"{path} cannot be read: {error}", "give a text file") from None
+    require_path(path, "--json-schema" if json_schema else "--grammar")
+    text = read_utf8(path)
     return ("json" if json_schema else "gbnf" if "::=" in text else "lark"), text

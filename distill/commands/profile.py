@@ -7,8 +7,9 @@ from typing import Annotated, Any
 
 import typer
 
-from distill.commands.shared import FormatOption, numbers, print_table
+from distill.commands.shared import FormatOption, finite, numbers, print_table
 from distill.errors import DataError, RecipeError
+from distill.machine import MOST_THREADS
 
 
 def profile(
@@ -20,7 +21,7 @@ def profile(
     ] = "64,512",
     most: Annotated[int, typer.Option("--most", min=2, max=64, help="Measure steps of 1 to this many tokens.")] = 64,
     repeats: Annotated[int, typer.Option(min=5, help="Repeats per step; the median counts.")] = 7,
-    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; by default all.")] = None,
+    threads: Annotated[int | None, typer.Option(min=1, max=MOST_THREADS, help="CPU threads; by default all.")] = None,
     out: Annotated[Path | None, typer.Option("--out", help="Also save the curve to this JSON file.")] = None,
     batched_bench: Annotated[
         Path | None,
@@ -34,7 +35,10 @@ def profile(
         ),
     ] = None,
     draft_cost: Annotated[
-        float, typer.Option("--draft-cost", min=0, help="With --acceptance: cost of a draft step, in units of T(1).")
+        float,
+        typer.Option(
+            "--draft-cost", min=0, callback=finite, help="With --acceptance: cost of a draft step, in units of T(1)."
+        ),
     ] = 0.05,
     output: FormatOption = "md",
 ) -> None:

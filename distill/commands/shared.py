@@ -9,11 +9,13 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
 from distill.errors import DataError, RecipeError, RunError
+from distill.files import read_utf8, require_path
+from distill.machine import MOST_THREADS
 
 if TYPE_CHECKING:
     from distill.recipe import Recipe
@@ -35,6 +37,8 @@ TextOption = Annotated[
     typer.Option("--text", help="Standalone pair: text file or folder to take prompts from."),
 ]
 DEFAULT_RUNS = Path("runs")
+Number = TypeVar("Number", int, float, int | None, float | None)
+LARGEST = 2**63 - 1  # the largest number that an option takes
 
 
 def find_run(name: str | None, runs: Path) -> tuple[Recipe, Run]:
@@ -42,7 +46,9 @@ def find_run(name: str | None, runs: Path) -> tuple[Recipe, Run]:
     from distill.recipe import load_recipe
     from distill.run import Run
 
+    require_path(runs, "--runs")
     if name is not None:
+        require_path(name, "the run")
         folder = Path(name) if (Path(name) / "config.yaml").exists() else runs / name
         if not (folder / "config.yaml").exists():
             raise RunError(f"there is no run at {folder}", "`distill runs` lists the runs")
@@ -60,6 +66,8 @@ def prepare(threads: int | None) -> None:
     """Set the thread count and silence libraries, before the first heavy import."""
     from distill.machine import usable_cores
 
+    if threads is not None and threads > MOST_THREADS:
+        raise RecipeError(f"{threads} threads were asked for", f"at most {MOST_THREADS} are possible")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("GGML_NO_BACKTRACE", "1")
@@ -110,15 +118,16 @@ def read_texts(paths: list[Path]) -> list[str]:
     """
     found = []
     for path in paths:
+        require_path(path, "--text")
         if not path.exists():
             raise DataError(f"text {path} does not exist", "correct --text")
         for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
             if file.is_file():
                 try:
-                    found.append(file.read_text(encoding="utf-8"))
-                except UnicodeDecodeError as error:
+                    found.append(read_utf8(file))
+                except DataError:
                     if not path.is_dir():
-                        raise DataError(f"{file} is not UTF-8: {error}", "convert it, or use another file") from error
+                        raise
     return found
 
 
@@ -130,11 +139,19 @@ def numbers(text: str, option: str, kind: type, example: str = "64,512") -> list
         raise RecipeError(
             f"{option} {text}: expected numbers separated by commas", f"for instance {option} {example}"
         ) from None
-    if not found or min(found) < 0:
-        raise RecipeError(f"{option} {text}: numbers must not be negative", "give numbers of at least 0")
+    if not all(0 <= number <= LARGEST for number in found):
+        raise RecipeError(f"{option} {text}: numbers must be finite and not negative", "give numbers of at least 0")
     return found
+
+
+def finite(value: Number) -> Number:
+    """The value of an option that takes a number; raises BadParameter for NaN, infinity and what overflows."""
+    if value is not None and not abs(value) <= LARGEST:
+        raise typer.BadParameter("the number must be finite and below 2^63")
+    return value
 
 
 def local_reference(reference: str) -> str:
     """A model as the command line names it: an existing path made absolute, anything else a hub name."""
+    require_path(reference, "the model")
     return str(Path(reference).resolve()) if Path(reference).exists() else reference

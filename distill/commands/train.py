@@ -78,6 +78,7 @@ def train(
         run.open(recipe.read_text(encoding="utf-8"))
         prepare(found.threads)
         run_pipeline(found, run, until, redo or (), partial(_print_stage, folder))
+        say_whether_training_helped(run)
     finally:
         run.close()
 
@@ -112,6 +113,18 @@ def _check(recipe: Recipe, run: Run) -> None:
 
     for line in preflight(recipe, inputs=run.done("corpus") is None).warnings:
         print(line, file=sys.stderr)
+
+
+def say_whether_training_helped(run: Run) -> None:
+    """Write a line where the weights from before the first step are the draft."""
+    from distill.results.serialise import read_result
+    from distill.results.training_results import TrainingSummary
+
+    if run.done("train") is None:
+        return
+    warning = read_result(run.path("training.json"), TrainingSummary).warning
+    if warning is not None:
+        run.say(f"{warning}\n  train longer, or change train.rate or train.loss")
 
 
 def _print_stage(folder: Path, stage: str) -> None:

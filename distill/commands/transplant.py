@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from distill.commands.shared import read_texts
+from distill.commands.shared import finite, read_texts
 from distill.errors import DataError, RecipeError
 
 
@@ -24,7 +24,9 @@ def transplant(
     method: Annotated[
         str, typer.Option("--method", help="subtokens or pursuit, for tokens without a copy.")
     ] = "subtokens",
-    decay: Annotated[float, typer.Option("--decay", help="Weight of each subtoken relative to the one before.")] = 0.5,
+    decay: Annotated[
+        float, typer.Option("--decay", callback=finite, help="Weight of each subtoken relative to the one before.")
+    ] = 0.5,
     dtype: Annotated[
         str | None, typer.Option("--dtype", help="float32, bfloat16 or float16; by default as stored.")
     ] = None,

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import sysconfig
-import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from distill.corpus.splits import Split, split_of
 from distill.errors import DataError
+from distill.files import names_of, parse_object, read_utf8
 from distill.recipe import Corpus, Source
 
 
@@ -50,41 +50,43 @@ def _tree(source: Source, dropped: Counter[str]) -> Iterator[tuple[str, str]]:
             yield name.as_posix(), path.read_text(encoding="utf-8")
         except UnicodeDecodeError:
             dropped["not UTF-8"] += 1
+        except OSError as error:
+            raise DataError(f"{path} cannot be read: {error.strerror}", "exclude it, or correct it") from error
 
 
-def _records(source: Source) -> Iterator[dict[str, object]]:
-    """Records of a jsonl file or hub data set, through `datasets`."""
+def _hub_records(source: Source) -> Iterator[dict[str, Any]]:
+    """Records of a hub data set, through `datasets`."""
     import datasets
 
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # the DataError below reports its faults, once
-    if source.kind == "hub":
-        try:
-            yield from datasets.load_dataset(source.path, source.subset, split=source.hub_split, streaming=True)
-        except Exception as error:  # the hub client raises many kinds; each means that the data set is not available
-            raise DataError(
-                f"cannot read data set {source.path}: {str(error).splitlines()[0]}", "check its name and the network"
-            ) from error
-        return
-    path = source_path(source)
-    with tempfile.TemporaryDirectory() as cache:
-        try:
-            table = datasets.Dataset.from_json(str(path), cache_dir=cache)
-        except Exception as error:
-            raise DataError(f"{path}: {_jsonl_fault(path) or error}", "each line must be one JSON object") from error
-        yield from table
-
-
-def _jsonl_fault(path: Path) -> str | None:
-    """The first line that is no JSON object; the table reader's own error does not name it."""
     try:
-        with open(path, encoding="utf-8") as handle:
-            for number, line in enumerate(handle, 1):
-                if line.strip() and not isinstance(json.loads(line), dict):
-                    return f"line {number} is not a JSON object"
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        return f"line {number if 'number' in locals() else 1}: {error}"
-    return "the file is empty" if path.stat().st_size == 0 else None
+        yield from datasets.load_dataset(source.path, source.subset, split=source.hub_split, streaming=True)
+    except Exception as error:  # the hub client raises many kinds; each means that the data set is not available
+        kind = type(error).__name__
+        wanted = f"subset {source.subset}, split {source.hub_split}"
+        raise DataError(
+            f"cannot read data set {source.path} ({wanted}): `datasets` stopped with {kind}",
+            "check its name, its subset, its split and the network",
+        ) from error
+
+
+def _jsonl_records(source: Source) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The line number and the object of every line of a jsonl file that is not blank."""
+    path, empty = source_path(source), True
+    try:
+        with open(path, "rb") as handle:
+            for number, raw in enumerate(handle, 1):
+                if not raw.strip():
+                    continue
+                record, empty = parse_object(raw), False
+                if isinstance(record, str):
+                    raise DataError(f"{path}: line {number}: {record}", "each line must be one JSON object")
+                yield number, record
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}", "correct corpus.sources in the recipe") from error
+    if empty:
+        raise DataError(f"{path}: the file is empty", "each line must be one JSON object")
 
 
 def _texts(source: Source, dropped: Counter[str]) -> Iterator[tuple[str, str]]:
@@ -92,17 +94,15 @@ def _texts(source: Source, dropped: Counter[str]) -> Iterator[tuple[str, str]]:
         yield from _tree(source, dropped)
     elif source.kind == "text":
         path = source_path(source)
-        try:
-            yield path.name, path.read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise DataError(f"{path} is not UTF-8: {error}", "convert it, or use another file") from error
+        yield path.name, read_utf8(path)
     else:
-        for record in _records(source):
+        records = enumerate(_hub_records(source), 1) if source.kind == "hub" else _jsonl_records(source)
+        for number, record in records:
             text = record.get(source.field)
             if not isinstance(text, str):
+                what = f"{'record' if source.kind == 'hub' else 'line'} {number} has no text in field `{source.field}`"
                 raise DataError(
-                    f"{source.path}: a record has no text in field `{source.field}` (it has: {', '.join(record)})",
-                    "set `field` of this corpus source",
+                    f"{source.path}: {what} (it has: {names_of(record)})", "set `field` of this corpus source"
                 )
             # The name comes from the content, so that a growing or reordered file keeps every document in its split.
             yield f"{Path(source.path).name}#{hashlib.sha256(text.encode()).hexdigest()[:16]}", text

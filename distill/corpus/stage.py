@@ -53,7 +53,9 @@ def corpus(recipe: Recipe, run: Run) -> list[Path]:
             sequences.append((ids, 1))
             total += len(ids)
         packed = pack(sequences, recipe.corpus.block, split_long=True)
-        write_atomically(folder / f"text-{split}.safetensors", packed.save)
+        # Intervals are by document, so the reported text numbers its documents across blocks.
+        save = functools.partial(packed.save, numbered=split == "test")
+        write_atomically(folder / f"text-{split}.safetensors", save)
         stride = 4 * (recipe.answers.prompt_tokens + recipe.answers.new_tokens)
         prompts = cut_prompts(own, to_ids, wanted[split], recipe.answers.prompt_tokens, stride, recipe.seed)
         if len(prompts) < min(wanted[split], 2):

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from distill import divergences
+from distill.errors import DataError
 from distill.intervals import Interval, ratio_interval
 from distill.models.packed_forward import packed_inputs
 from distill.packing import Packed
@@ -60,32 +61,41 @@ def position_metrics(target_logits: Tensor, draft_logits: Tensor, sampler: Sampl
 def measure_blocks(
     target: Any, drafts: dict[str, Any], blocks: Packed, sampler: Sampler, vocabulary: int, batch: int = 2
 ) -> dict[str, tuple[numpy.ndarray, numpy.ndarray]]:
-    """Sums [U, 8] and counts [U] of the metrics for each draft; a unit is one document of one block."""
+    """Sums [U, 8] and counts [U] of the metrics for each draft; a unit is one document, over all its blocks.
+
+    Raises DataError for blocks that do not number their documents.
+    """
+    if blocks.first is None:
+        raise DataError("these blocks do not number their documents", "make them again: `--redo corpus`")
     device = next(target.parameters()).device
-    rows: dict[str, list[tuple[numpy.ndarray, int]]] = {name: [] for name in drafts}
+    sums: dict[str, dict[int, numpy.ndarray]] = {name: {} for name in drafts}
+    counts: dict[int, int] = {}
     for start in range(0, len(blocks), batch):
         part = blocks.take(slice(start, start + batch))
         units = list(_units(part))
+        for _, number, here in units:
+            counts[number] = counts.get(number, 0) + int(here.sum())
         expected = target(**packed_inputs(target, part)).logits
         for name, draft in drafts.items():
             got = draft(**packed_inputs(draft, part)).logits
-            for block, here in units:
+            for block, number, here in units:
                 where = here.to(device)
                 values = position_metrics(expected[block][where], got[block][where], sampler, vocabulary)
-                rows[name].append((values.double().sum(0).cpu().numpy(), int(here.sum())))
-    return {
-        name: (numpy.stack([sums for sums, _ in found]), numpy.array([count for _, count in found]))
-        for name, found in rows.items()
-    }
+                total = values.double().sum(0).cpu().numpy()
+                sums[name][number] = sums[name][number] + total if number in sums[name] else total
+    weights = numpy.array(list(counts.values()))
+    return {name: (numpy.stack(list(found.values())), weights) for name, found in sums.items()}
 
 
-def _units(part: Packed) -> Iterator[tuple[int, Tensor]]:
-    """Each document of each block that has scored positions: the block's index and those positions [S], boolean."""
+def _units(part: Packed) -> Iterator[tuple[int, int, Tensor]]:
+    """Each document of each block that has scored positions: the block's index, the document's number among all
+    documents, and those positions [S], boolean."""
+    assert part.first is not None
     for block in range(len(part)):
         for document in range(int(part.documents[block].max()) + 1):
             here = part.mask[block] & (part.documents[block] == document)
             if bool(here.any()):
-                yield block, here
+                yield block, int(part.first[block]) + document, here
 
 
 def summarise(sums: numpy.ndarray, counts: numpy.ndarray, resamples: int, confidence: float) -> Divergences:

@@ -26,7 +26,7 @@ def recorded_parts(run: Run, stage: Stage) -> Parts | None:
     record, begun = run.done(stage.name), begun_path(run, stage)
     if record is not None:
         return dict(record["inputs"])
-    return dict(read_json(begun)) if begun.exists() else None
+    return dict(read_json(begun, {})) if begun.exists() else None
 
 
 def key_parts(stage: Stage, recipe: Recipe, run: Run, cache: dict[str, str]) -> Parts:

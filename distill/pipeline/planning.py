@@ -62,7 +62,9 @@ class Redo:
         for name in more:
             find_stage(name)
         path = run.path("stages", "redo.json")
-        found: dict[str, list[str]] = read_json(path) if path.exists() else {"asked": [], "started": []}
+        found: dict[str, list[str]] = (
+            read_json(path, {"asked": [str], "started": [str]}) if path.exists() else {"asked": [], "started": []}
+        )
         return cls(sorted({*found["asked"], *more}), found["started"])
 
     def due(self, stage: Stage) -> bool:
@@ -101,7 +103,7 @@ class Planner:
             return Action(stage, ("mend" if stage.precious else "redo") if faults else "skip", faults, parts)
         if record is None and not begun.exists():
             return Action(stage, "run", (), parts)
-        old = record["inputs"] if record is not None else read_json(begun)
+        old = record["inputs"] if record is not None else read_json(begun, {})
         if record is None and old == parts:
             return Action(stage, "resume", (), parts)
         reasons = tuple(difference(old, parts))

@@ -26,7 +26,7 @@ def finish_refresh(folder: Path) -> None:
     prepared = _prepared(folder)
     if folder.exists() or not (prepared / "parent.json").exists():
         return
-    if folder.with_name(read_json(prepared / "parent.json")["run"]).exists():
+    if folder.with_name(read_json(prepared / "parent.json", {"run": str})["run"]).exists():
         with faults_explained(folder):
             os.replace(prepared, folder)
 

@@ -17,7 +17,7 @@ class Adapter(Section):
     """
 
     rank: int = Field(16, ge=1, description="r of the two matrices [out, r] and [r, in] added to each layer")
-    alpha: float = Field(32.0, gt=0, description="their product is multiplied by alpha / rank")
+    alpha: float = Field(32.0, gt=0, le=1e6, description="their product is multiplied by alpha / rank")
     dropout: float = Field(0.0, ge=0, lt=1, description="dropout on the input of an adapter during training")
     targets: tuple[str, ...] = Field(
         (), description="last names of the layers, such as `q_proj`; empty: all linear layers of the body"

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import re
+from pathlib import Path
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
+from distill.files import is_utf8
 from distill.recipe.section import Section
 
 
@@ -28,6 +32,18 @@ class Source(Section):
     keep: tuple[Literal["train", "validation", "test"], ...] = Field(
         ("train", "validation", "test"), description="documents of other splits are dropped and counted"
     )
+
+    @field_validator("pattern")
+    @classmethod
+    def _pattern_can_be_matched(cls, value: str) -> str:
+        try:
+            usable = "\0" not in value and is_utf8(value)
+            any(Path(os.devnull).glob(value))  # no folder: reads the pattern and nothing else
+        except (IndexError, NotImplementedError, ValueError, re.error):
+            usable = False
+        if not usable or len(value) > 1000:
+            raise ValueError("this is no pattern of files below a folder; such as **/*.py or docs/*.md")
+        return value
 
 
 class Corpus(Section):

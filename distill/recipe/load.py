@@ -2,38 +2,99 @@
 
 from __future__ import annotations
 
-import difflib
-import types
 import typing
 from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import BaseModel, ValidationError
 
 from distill.errors import RecipeError
-from distill.recipe.section import Section
+from distill.files import is_utf8, require_path
+from distill.recipe.mistakes import parse_section, shown
 from distill.recipe.whole import Recipe
+
+KINDS = tuple(f"tag:yaml.org,2002:{kind}" for kind in ("str", "int", "float", "bool", "null", "seq", "map"))
+DEEPEST, MOST = 60, 100_000  # levels of nesting and values of a recipe, repeated ones included
 
 
 class _UniqueKeys(yaml.SafeLoader):
-    """YAML that refuses duplicate keys; plain YAML silently takes the last one."""
+    """YAML of text, numbers, true, false, null, lists and mappings that refuses duplicate keys; plain YAML silently
+    takes the last one. Dates are text."""
+
+    def construct_object(self, node: Any, deep: bool = False) -> Any:
+        """The value of a node; raises RecipeError with its line for a tag or value that recipes cannot hold."""
+        line = f"line {node.start_mark.line + 1}"
+        if node.tag not in KINDS:
+            kind = node.tag.removeprefix("tag:yaml.org,2002:")
+            raise RecipeError(
+                f"{line}: a recipe cannot hold a value of the YAML type {shown(kind)}",
+                "write text, a number, true, false, null, a list or a mapping; put text into quotes",
+            )
+        try:
+            return super().construct_object(node, deep)
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            kind = node.tag.rpartition(":")[2]
+            raise RecipeError(
+                f"{line}: {shown(node.value)} cannot be read as {kind}", "put it into quotes if it is text"
+            ) from error
 
 
 def _mapping(loader: _UniqueKeys, node: yaml.MappingNode) -> dict[Any, Any]:
     seen: dict[Any, int] = {}
     for key_node, _ in node.value:
         key = loader.construct_object(key_node, deep=True)
-        if not isinstance(key, str):
-            raise RecipeError(f"line {key_node.start_mark.line + 1}: a key must be text, got {key!r}")
         line = key_node.start_mark.line + 1
+        if not isinstance(key, str):
+            raise RecipeError(f"line {line}: a key must be text, got {shown(key)}")
         if key in seen:
             raise RecipeError(f"key `{key}` is written twice, on lines {seen[key]} and {line}", "remove one of them")
         seen[key] = line
     return loader.construct_mapping(node, deep=True)
 
 
+_UniqueKeys.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in found if not tag.endswith(":timestamp")]
+    for first, found in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
 _UniqueKeys.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping)
+
+
+def read_yaml(text: str, where: str) -> Any:
+    """The value of a YAML text; raises RecipeError, which names `where` and the line, for one that cannot be used."""
+    try:
+        value = yaml.load(text, Loader=_UniqueKeys)
+        _require_plain(value)
+    except RecipeError as error:
+        raise RecipeError(f"{where}: {error.what}", error.hint) from None
+    except RecursionError:
+        raise RecipeError(f"{where} is nested too deeply", f"at most {DEEPEST} levels are possible") from None
+    except yaml.reader.ReaderError as error:
+        number = text.count("\n", 0, error.position) + 1
+        fault = f"line {number}: the character {text[error.position]!a} is not allowed"
+        raise RecipeError(f"{where} is not YAML: {fault}", "remove it") from error
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        line = "" if mark is None else f"line {mark.line + 1}, column {mark.column + 1}: "
+        fault = error.problem or error.context or "it cannot be read"
+        raise RecipeError(f"{where} is not YAML: {line}{fault}", "correct this line") from error
+    return value
+
+
+def _require_plain(value: Any) -> None:
+    """Raise RecipeError for a value that is too large once aliases are written out, or text that is not UTF-8."""
+    waiting, count = [(value, 0)], 0
+    while waiting:
+        part, depth = waiting.pop()
+        count += 1
+        if depth > DEEPEST or count > MOST:
+            limits = f"at most {DEEPEST} levels and {MOST} values are possible"
+            raise RecipeError("it is nested too deeply, or too large", limits)
+        if isinstance(part, dict):
+            waiting += [(inner, depth + 1) for pair in part.items() for inner in pair]
+        elif isinstance(part, list):
+            waiting += [(inner, depth + 1) for inner in part]
+        elif isinstance(part, str) and not is_utf8(part):
+            raise RecipeError(f"{shown(part)} holds a lone surrogate, which is no text", "remove it")
 
 
 def is_path(reference: str) -> bool:
@@ -41,8 +102,16 @@ def is_path(reference: str) -> bool:
     return reference.startswith((".", "/", "~")) or Path(reference).is_absolute()
 
 
-def _absolute(reference: str, base: Path) -> str:
-    return str((base / Path(reference).expanduser()).resolve()) if is_path(reference) else reference
+def _absolute(reference: str, base: Path, where: str) -> str:
+    """A path from `base` on; raises RecipeError, which names the key `where`, for one that no file can have."""
+    require_path(reference, where)
+    try:
+        return str((base / Path(reference).expanduser()).resolve())
+    except RuntimeError:
+        user = reference.split("/")[0]
+        raise RecipeError(f"{where}: there is no user {shown(user)} on this machine", "write the path out") from None
+    except OSError as error:  # a loop of links
+        raise RecipeError(f"{where}: the path {shown(reference)} cannot be used: {error.strerror}") from None
 
 
 def _resolve_paths(raw: dict[str, Any], base: Path) -> None:
@@ -50,34 +119,42 @@ def _resolve_paths(raw: dict[str, Any], base: Path) -> None:
     for section, key in (("target", "model"), ("cut", "donor")):
         part = raw.get(section)
         if isinstance(part, dict) and isinstance(part.get(key), str):
-            part[key] = _absolute(part[key], base)
+            require_path(part[key], f"{section}.{key}")
+            if is_path(part[key]):
+                part[key] = _absolute(part[key], base, f"{section}.{key}")
     answers = raw.get("answers")
     traffic = answers.get("traffic") if isinstance(answers, dict) else None
     if isinstance(traffic, dict) and isinstance(traffic.get("path"), str):
-        traffic["path"] = str((base / Path(traffic["path"]).expanduser()).resolve())
+        traffic["path"] = _absolute(traffic["path"], base, "answers.traffic.path")
     corpus = raw.get("corpus")
     sources = corpus.get("sources") if isinstance(corpus, dict) else None
-    for source in sources if isinstance(sources, list) else []:
+    for index, source in enumerate(sources if isinstance(sources, list) else []):
         if not (isinstance(source, dict) and isinstance(source.get("path"), str)):
             continue
+        where = f"corpus.sources.{index}.path"
+        require_path(source["path"], where)
         if source.get("kind") != "hub" and source["path"] != "python:stdlib":
-            source["path"] = str((base / Path(source["path"]).expanduser()).resolve())
+            source["path"] = _absolute(source["path"], base, where)
+
+
+def _is_index(part: str, length: int) -> bool:
+    """Whether part of an override is an index of a list, in ASCII digits."""
+    return part.isascii() and part.isdigit() and len(part) <= 9 and int(part) < length
 
 
 def _apply_override(raw: dict[str, Any], override: str) -> None:
     name, equals, text = override.partition("=")
+    if len(name) > 500:
+        raise RecipeError(f"override `{name[:100]}…` has {len(name)} characters before the =", "see docs/recipes.md")
     if not equals or not name.strip():
         raise RecipeError(f"override `{override}` is not of the form a.b=c", "for instance train.steps=100")
-    try:
-        value = yaml.load(text, Loader=_UniqueKeys)
-    except yaml.YAMLError as error:
-        raise RecipeError(f"the value of override `{override}` is not YAML: {error}") from error
+    value = read_yaml(text, f"the value of override `{name[:100]}`")
     *path, last = name.strip().split(".")
     place: Any = raw
     for index, part in enumerate([*path, last]):
         final = index == len(path)
         if isinstance(place, list):
-            if not part.isdigit() or int(part) >= len(place):
+            if not _is_index(part, len(place)):
                 raise RecipeError(f"override `{override}`: `{part}` is not an index of a list of {len(place)}")
             key: Any = int(part)
         elif isinstance(place, dict):
@@ -92,37 +169,6 @@ def _apply_override(raw: dict[str, Any], override: str) -> None:
             place = place[key]
 
 
-def _section_at(location: tuple[Any, ...]) -> type[BaseModel] | None:
-    """The section that the last name of an error's location belongs to."""
-    place: Any = Recipe
-    for part in location[:-1]:
-        if isinstance(part, int):
-            continue
-        if not (isinstance(place, type) and issubclass(place, BaseModel)) or part not in place.model_fields:
-            return None
-        place = place.model_fields[part].annotation
-        while typing.get_origin(place) in (tuple, list, typing.Union, types.UnionType):
-            place = next(a for a in typing.get_args(place) if a not in (type(None), Ellipsis))
-    return place if isinstance(place, type) and issubclass(place, BaseModel) else None
-
-
-def _explain(error: Any) -> str:
-    location = ".".join(str(part) for part in error["loc"]) or "recipe"
-    if error["type"] == "extra_forbidden":
-        section = _section_at(error["loc"])
-        names = list(section.model_fields) if section else []
-        near = difflib.get_close_matches(str(error["loc"][-1]), names, n=1, cutoff=0.5)
-        advice = f"did you mean `{near[0]}`?" if near else f"known: {', '.join(names)}"
-        return f"{location}: unknown key; {advice}"
-    if error["type"] == "missing":
-        return f"{location}: is missing"
-    if error["type"] == "literal_error":
-        known = error["ctx"]["expected"].replace(" or ", ", ").replace("'", "")
-        return f"{location}: there is no {error['loc'][-1]} {error['input']!r}; known: {known}"
-    message = error["msg"].removeprefix("Value error, ")
-    return f"{location}: {message} (got {error['input']!r})" if error["loc"] else f"{location}: {message}"
-
-
 def parse_recipe(raw: Any, where: str) -> Recipe:
     """The recipe in a mapping; raises one RecipeError with every mistake."""
     if not isinstance(raw, dict):
@@ -130,40 +176,22 @@ def parse_recipe(raw: Any, where: str) -> Recipe:
     return parse_section(Recipe, raw, where)
 
 
-SomeSection = typing.TypeVar("SomeSection", bound=Section)
-
-
-def parse_section(section: type[SomeSection], raw: dict[str, Any], where: str = "the options") -> SomeSection:
-    """A section from a mapping; raises one RecipeError with every mistake."""
-    try:
-        return section.model_validate(raw)
-    except ValidationError as error:
-        errors = error.errors()
-        # pydantic also calls a list too short when its elements are faulty: report the elements alone.
-        parents = {fault["loc"][:depth] for fault in errors for depth in range(len(fault["loc"]))}
-        faults = [_explain(fault) for fault in errors if fault["type"] != "too_short" or fault["loc"] not in parents]
-        count = f"{len(faults)} mistakes" if len(faults) > 1 else "1 mistake"
-        what = f"{where}: {count}\n  - " + "\n  - ".join(faults)
-        raise RecipeError(what, "docs/recipes.md lists every key") from error
-
-
 def load_recipe(path: Path, overrides: typing.Sequence[str] = ()) -> Recipe:
     """Read a recipe file and apply `a.b=c` overrides.
 
     Relative paths in the file and in overrides start at the file's folder. Raises one RecipeError with every mistake.
     """
+    require_path(path, "the recipe")
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise RecipeError(f"no recipe at {path}", "recipes/ has examples") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise RecipeError(f"cannot read the recipe {path}: {error}") from error
-    try:
-        raw = yaml.load(text, Loader=_UniqueKeys)
-    except yaml.YAMLError as error:
-        raise RecipeError(f"{path} is not YAML: {error}") from error
-    except RecipeError as error:
-        raise RecipeError(f"{path}: {error.what}", error.hint) from None
+    except OSError as error:
+        raise RecipeError(f"cannot read the recipe {path}: {error.strerror}", "recipes/ has examples") from error
+    except UnicodeDecodeError as error:
+        line = error.object.count(b"\n", 0, error.start) + 1
+        raise RecipeError(f"cannot read the recipe {path}: line {line} is not UTF-8", "save it as UTF-8") from error
+    raw = read_yaml(text, str(path))
     if raw is None:
         raise RecipeError(f"{path} is empty", "recipes/ has examples")
     if isinstance(raw, dict):

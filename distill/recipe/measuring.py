@@ -16,7 +16,7 @@ class Profile(Section):
 
     max_tokens: int = Field(16, ge=2, le=64, description="m runs from 1 to this")
     depth: int = Field(128, ge=1, description="tokens already in the cache")
-    repeats: int = Field(7, ge=5, description="timed repeats after the discarded first; the median is kept")
+    repeats: int = Field(7, ge=5, le=10_000, description="timed repeats after the discarded first; the median is kept")
 
 
 class Evaluate(Section):
@@ -26,7 +26,7 @@ class Evaluate(Section):
     new_tokens: int = Field(128, ge=8, description="tokens of each continuation")
     file_blocks: int = Field(48, ge=1, description="blocks of test files measured at most")
     length: int = Field(8, ge=1, description="draft length of the decoded rounds")
-    resamples: int = Field(2000, ge=100, description="bootstrap resamples, by prompt or document")
+    resamples: int = Field(2000, ge=100, le=1_000_000, description="bootstrap resamples, by prompt or document")
     confidence: float = Field(0.95, gt=0.5, lt=1, description="of the intervals")
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
 from distill.recipe.section import Section
 from distill.recipe.traffic import Traffic
+
+HOTTEST = 100  # largest temperature; above it, every distribution is uniform
 
 
 class Target(Section):
@@ -25,7 +26,7 @@ class Target(Section):
 class SamplerSettings(Section):
     """The sampler of the served target; answers, evaluation and decoding use it."""
 
-    temperature: float = Field(1.0, ge=0, description="0: greedy")
+    temperature: float = Field(1.0, ge=0, le=HOTTEST, description="0: greedy")
     top_k: int = Field(0, ge=0, description="0: off")
     top_p: float = Field(1.0, gt=0, le=1, description="1: off")
     min_p: float = Field(0.0, ge=0, lt=1, description="0: off")
@@ -82,8 +83,8 @@ class TeacherStore(Section):
     @field_validator("temperatures")
     @classmethod
     def _temperatures_hold_one(cls, value: tuple[float, ...]) -> tuple[float, ...]:
-        if any(not (temperature > 0 and math.isfinite(temperature)) for temperature in value):
-            raise ValueError("temperatures must be positive")
+        if any(not 0 < temperature <= HOTTEST for temperature in value):
+            raise ValueError(f"temperatures must be positive and at most {HOTTEST}")
         if 1 not in value or len(set(value)) < len(value):
             raise ValueError("temperatures must include 1, and none twice")
         return value

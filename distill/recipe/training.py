@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -48,8 +47,8 @@ Protocol = Literal["auto", "sampling", "match", "greedy"]
 
 
 def _weighs_something(value: Loss | None) -> Loss | None:
-    if value is not None and (any(not 0 <= w < math.inf for w in value.values()) or sum(value.values()) <= 0):
-        raise ValueError("weights must be finite, >= 0 and not all 0")
+    if value is not None and (any(not 0 <= w <= 1e6 for w in value.values()) or sum(value.values()) <= 0):
+        raise ValueError("weights must lie between 0 and 1e6, and not all 0")
     return value
 
 
@@ -72,10 +71,11 @@ class Part(Section):
         description="weights of the losses; null: the best known for train.protocol: jsd for sampling, forward_kl for "
         "match and greedy",
     )
-    rate: float | None = Field(None, gt=0, description="peak learning rate; null: train.rate")
+    rate: float | None = Field(None, gt=0, le=10, description="peak learning rate; null: train.rate")
     temperature: float = Field(
         1.0,
         gt=0,
+        le=100,
         description="temperature of both distributions in forward_kl, reverse_kl and jsd, whose losses are multiplied "
         "by its square",
     )
@@ -122,7 +122,7 @@ class Replay(Section):
     length: int = Field(4, ge=1, description="draft length while decoding")
     steps: int = Field(50, ge=1, description="optimizer steps")
     share: float = Field(0.25, gt=0, le=1, description="share of a step's blocks that contain rejected positions")
-    rate: float | None = Field(None, gt=0, description="peak learning rate; null: a third of train.rate")
+    rate: float | None = Field(None, gt=0, le=10, description="peak learning rate; null: a third of train.rate")
     loss: Loss | None = Field(None, description="as in a part")
     judges: int = Field(32, ge=4, description="validation prompts on which the drafts before and after are compared")
 
@@ -145,7 +145,7 @@ class Train(Section):
         ge=1,
         description="blocks per forward pass of a process, whose gradients are added; null: all of its blocks",
     )
-    rate: float = Field(5e-5, gt=0, description="peak learning rate of AdamW; small demo models need more")
+    rate: float = Field(5e-5, gt=0, le=10, description="peak learning rate of AdamW; small demo models need more")
     warmup: float = Field(0.03, ge=0, lt=1, description="share of the steps for a linear warm-up")
     final: float = Field(0.1, ge=0, le=1, description="the cosine decays to this share of the rate")
     loss: Loss | None = Field(None, description="weights of the losses in a training without parts; null: as in a part")
@@ -154,19 +154,20 @@ class Train(Section):
     lk_decay: float = Field(
         3.0,
         ge=0,
+        le=1000,
         description="lk_hybrid: weight e^(-lk_decay · acceptance) for a token's forward KL, the rest for its TV",
     )
     match_temperature: float = Field(
-        0.5, gt=0, description="match: temperature of the draft's distribution, which approximates its argmax"
+        0.5, gt=0, le=100, description="match: temperature of the draft's distribution, which approximates its argmax"
     )
     hinge_k: int = Field(
         4, ge=1, description="top_k_hinge: k; the loss moves the target's tokens into the draft's top k"
     )
-    hinge_margin: float = Field(1.0, ge=0, description="top_k_hinge: margin in logits")
-    clip: float = Field(1.0, gt=0, description="largest gradient norm")
+    hinge_margin: float = Field(1.0, ge=0, le=10_000, description="top_k_hinge: margin in logits")
+    clip: float = Field(1.0, gt=0, le=1e12, description="largest gradient norm")
     beta1: float = Field(0.9, ge=0, lt=1, description="AdamW")
     beta2: float = Field(0.95, ge=0, lt=1, description="AdamW")
-    weight_decay: float = Field(0.0, ge=0, description="AdamW, on matrices")
+    weight_decay: float = Field(0.0, ge=0, le=10, description="AdamW, on matrices")
     chunk: int = Field(256, ge=1, description="positions for which the head is computed at once")
     save_every: int = Field(100, ge=1, description="steps between checkpoints")
     keep: int = Field(2, ge=1, description="checkpoints kept")

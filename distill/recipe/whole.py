@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from pydantic import Field, model_validator
 
+from distill.machine import MOST_THREADS
 from distill.recipe.corpus import Corpus
 from distill.recipe.cut import Cut
 from distill.recipe.measuring import Evaluate, Export, Profile, Speedup
-from distill.recipe.section import Section
+from distill.recipe.section import LARGEST, Section
 from distill.recipe.target import Answers, SamplerSettings, Target, TeacherStore
 from distill.recipe.training import Train
 
@@ -15,9 +16,11 @@ from distill.recipe.training import Train
 class Recipe(Section):
     """Everything a run depends on."""
 
-    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="the run directory's name")
-    seed: int = Field(0, ge=0, description="seed of all random choices")
-    threads: int | None = Field(None, ge=1, description="CPU threads; null: all cores that this process may use")
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100, description="the run directory's name")
+    seed: int = Field(0, ge=0, le=LARGEST, description="seed of all random choices")
+    threads: int | None = Field(
+        None, ge=1, le=MOST_THREADS, description="CPU threads; null: all cores that this process may use"
+    )
     device: str = Field("auto", description="auto, cpu, cuda, cuda:0, mps, …")
     target: Target
     corpus: Corpus

@@ -97,6 +97,8 @@ def _making(results: RunResults) -> str:
             f"Trained for {number(len(steps))} steps on {number(trained_tokens(steps))} tokens; the loss went "
             f"from {significant(steps[0].loss)} to {significant(steps[-1].loss)}."
         )
+    if results.training and results.training.warning:
+        trained += f" **{words(results.training.warning)}**"
     machine, recipe = results.machine, results.config.get("name") or results.name
     place = f"{machine_words(machine)}, {machine.gpu or 'no GPU'}"
     return (

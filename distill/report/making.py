@@ -161,6 +161,8 @@ def _chosen(training: TrainingSummary, command: str) -> Html:
             f"The weights of step {number(best.step)} were taken: {percent(best.acceptance)} accepted, "
             f"{number(best.tokens_per_round)} tokens per round on validation prompts."
         )
+    if training.warning:
+        sentences.append(training.warning)
     if training.replay:
         sentences.append(_replay(training.replay))
     return Html(as_table(["part", "steps", "peak rate", "loss"], rows, command, words=4) + as_list(sentences))

@@ -77,13 +77,23 @@ class ReplayDecision:
 
 @dataclass(frozen=True)
 class TrainingSummary:
-    """training.json. `best` is None where no weights were evaluated, `replay` where there was none."""
+    """training.json. `best` is None where no weights were chosen among those evaluated, `replay` where there was none."""
 
     steps: int
     processes: int
     parts: list[TrainedPart]
     best: EvaluatedWeights | None
     replay: ReplayDecision | None
+
+    @property
+    def warning(self) -> str | None:
+        """What to know where the weights from before the first step were taken; None where training helped."""
+        if self.best is None or self.best.step != 0 or (self.replay is not None and self.replay.kept):
+            return None
+        return (
+            "Training did not help: no weights that it made were accepted more often on validation prompts than those "
+            f"before its first step, so the draft is the untrained cut (acceptance {self.best.acceptance:.3f})."
+        )
 
 
 def training_steps(lines: Iterable[dict[str, Any]]) -> list[TrainingStep]:

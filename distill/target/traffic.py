@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from distill.corpus.splits import split_of
 from distill.errors import DataError
-from distill.files import read_json, write_json, write_text
+from distill.files import names_of, parse_object, read_json, write_json, write_text
 from distill.run import Run
 from distill.texts import Answer, Prompt, is_looping
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 PIN = "traffic (content)"  # the entry in the answers stage's key that identifies the lines read
 SOURCE = "traffic"
+PINNED = {"path": str, "bytes": int, "lines": int, "sha256": str, "start": int, "start_line": int}  # form of a pin
 LINES_PER_FILE = 2048
 PIECE = 2**20
 
@@ -69,6 +70,23 @@ def measure(path: Path) -> dict[str, Any]:
     return {"bytes": total, "lines": lines, "sha256": hashed.hexdigest()}
 
 
+def unfinished_line(pin: dict[str, Any]) -> str | None:
+    """A sentence on text after the pinned lines that has no newline yet and is not read; None where there is none."""
+    path, rest = Path(pin["path"]), b""
+    try:
+        with open(path, "rb") as handle:
+            handle.seek(pin["bytes"])
+            while (piece := handle.read(PIECE)) and b"\n" not in piece:
+                rest = rest or piece.strip()
+    except OSError:
+        return None
+    if piece or not rest:
+        return None
+    return (
+        f"line {pin['lines'] + 1} of {path} has no newline at its end and was not read: end it, then --refresh reads it"
+    )
+
+
 def begins_with(path: Path, pin: dict[str, Any]) -> bool:
     """Whether a file still begins with its pinned part."""
     hashed = hashlib.sha256()
@@ -107,12 +125,9 @@ def read_lines(settings: Traffic, pin: dict[str, Any]) -> Iterator[Line | str]:
 
 def parse_line(raw: bytes, settings: Traffic, number: int) -> Line | str:
     """A line's content, or its fault."""
-    try:
-        record = json.loads(raw)
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
-        return f"no JSON ({error})"
-    if not isinstance(record, dict):
-        return f"a JSON object is needed, got {type(record).__name__}"
+    record = parse_object(raw)
+    if isinstance(record, str):
+        return record
     ended = record.get("finish_reason") in (None, "stop")
     if "messages" in record:
         messages = record["messages"]
@@ -128,7 +143,7 @@ def parse_line(raw: bytes, settings: Traffic, number: int) -> Line | str:
         prompt, answer = record.get(settings.prompt_field), record.get(settings.answer_field)
         for name, value in ((settings.prompt_field, prompt), (settings.answer_field, answer)):
             if not isinstance(value, str):
-                return f"no text in field `{name}` (it has: {', '.join(map(str, record))})"
+                return f"no text in field `{name}` (it has: {names_of(record)})"
     if not prompt or not answer:
         return "an empty prompt" if not prompt else "an empty answer"
     return Line(number, prompt, answer, ended)
@@ -199,10 +214,11 @@ def write_traffic(recipe: Recipe, run: Run, tokenizer: Any, end: int | None) -> 
     settings = recipe.answers.traffic
     assert settings is not None
     folder = run.path("answers")
-    written = read_json(folder / "traffic.json") if (folder / "traffic.json").exists() else {"files": [None]}
+    path = folder / "traffic.json"
+    written = read_json(path, {"files": [str]}) if path.exists() else {"files": [None]}
     if all(name is not None and (folder / name).exists() for name in written["files"]):
         return
-    pin = read_json(run.path("stages", "answers.begun.json"))[PIN]
+    pin = read_json(run.path("stages", "answers.begun.json"), {PIN: PINNED})[PIN]
     if not begins_with(Path(pin["path"]), pin):
         again = _unpin(run)
         raise DataError(
@@ -220,11 +236,13 @@ def write_traffic(recipe: Recipe, run: Run, tokenizer: Any, end: int | None) -> 
     }
     where = f"lines {pin['start_line'] + 1} to {pin['lines']}"
     first = f", first {found.bad[0]}" if found.bad else ""
+    unfinished = unfinished_line(pin)
     if not found.train:
         again = _unpin(run)
         raise DataError(
             f"{pin['path']} has no answer in {where}: {len(found.bad)} bad lines{first}; {found.too_long} "
-            f"too long for corpus.block; {len(found.validation) + len(found.test)} prompts of other splits",
+            f"too long for corpus.block; {len(found.validation) + len(found.test)} prompts of other splits"
+            + ("; the last line has no newline at its end and was not read" if unfinished else ""),
             f"correct the file, or set answers.traffic.prompt_field and answer_field; then {again} reads it again",
         )
     files = [f"prompts-{split}.jsonl" for split in held_out]
@@ -242,6 +260,8 @@ def write_traffic(recipe: Recipe, run: Run, tokenizer: Any, end: int | None) -> 
         run.say(f"  traffic: {found.too_long} prompts left out and {found.cut} answers cut to fit corpus.block")
     if found.bad:
         run.say(f"  traffic: {len(found.bad)} bad lines left out{first}")
+    if unfinished:
+        run.say(f"  traffic: {unfinished}")
 
 
 def _unpin(run: Run) -> str:

@@ -45,7 +45,8 @@ def write_draft(work: Training) -> list[Path]:
 
 
 def _summary(work: Training, decision: Path) -> TrainingSummary:
-    best, source = work.state["best"], "the last checkpoint"
+    # Under a sparsity penalty the last weights stay, however earlier ones were accepted.
+    best, source = work.state["best"] if work.penalty is None else None, "the last checkpoint"
     return TrainingSummary(
         steps=work.state["step"],
         processes=work.accelerator.num_processes,
