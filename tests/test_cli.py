@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import fcntl
 import io
 import json
 import re
@@ -14,6 +15,7 @@ import pytest
 import tiny
 from typer.main import get_command
 
+from distill import __version__
 from distill.commands.app import app
 
 Capture = pytest.CaptureFixture[str]
@@ -42,6 +44,47 @@ def test_help(command: list[str], capsys: Capture) -> None:
 
 def test_there_are_the_commands_promised() -> None:
     assert {"check", "train", "eval", "export-gguf", "speedup", "generate", "report", "runs"} <= set(COMMANDS)
+
+
+def test_version(capsys: Capture) -> None:
+    assert tiny.call("--version") == 0
+    assert capsys.readouterr().out == f"distill {__version__}\n"
+
+
+def a_run(folder: Path) -> Path:
+    (folder / "draft").mkdir(parents=True)
+    for name in ("config.yaml", "draft/model.safetensors"):
+        (folder / name).write_text("x")
+    return folder
+
+
+def test_runs_are_deleted_after_a_question(tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept, gone = a_run(tmp_path / "kept"), a_run(tmp_path / "gone")
+    for answer, left in (("n\n", [gone, kept]), ("y\n", [kept])):
+        monkeypatch.setattr(sys, "stdin", io.StringIO(answer))
+        assert tiny.call("runs", "--runs", tmp_path, "--delete", "gone") == 0
+        assert sorted(tmp_path.iterdir()) == left
+    assert "is deleted" in capsys.readouterr().err
+    assert tiny.call("runs", "--runs", tmp_path, "--delete", "kept", "--yes") == 0
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["none", "..", ".", "kept/draft", "../runs/kept", "busy", "link", "a" * 5000])
+def test_only_a_run_at_rest_is_deleted(tmp_path: Path, capsys: Capture, name: str) -> None:
+    runs = tmp_path / "runs"
+    a_run(tmp_path / "elsewhere")
+    kept, busy = a_run(runs / "kept"), a_run(runs / "busy")
+    (runs / "link").symlink_to(tmp_path / "elsewhere")
+    (runs / "config.yaml").write_text("x")
+    with open(busy / ".lock", "w") as handle:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        assert tiny.call("runs", "--runs", runs, "--delete", name, "--yes") == 2
+    assert "Traceback" not in capsys.readouterr().err
+    assert (kept / "config.yaml").exists() and (busy / "config.yaml").exists() and (tmp_path / "elsewhere").exists()
+
+
+def test_yes_alone_is_refused(capsys: Capture) -> None:
+    assert tiny.call("runs", "--yes") == 2 and "--delete NAME" in capsys.readouterr().err
 
 
 def test_check(world: Path, capsys: Capture) -> None:

@@ -7,10 +7,11 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
+from distill import __version__
 from distill.commands.check import check
 from distill.commands.cut import cut
 from distill.commands.evaluate import evaluate
@@ -46,6 +47,23 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "report": report,
     "runs": list_runs,
 }
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"distill {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Make draft models for speculative decoding: cut a draft from a donor, train it on the target, measure it."""
+
+
 for name, command in COMMANDS.items():
     app.command(name)(command)
 

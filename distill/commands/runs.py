@@ -2,15 +2,34 @@
 
 from __future__ import annotations
 
+import shutil
+import sys
 import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from distill.commands.shared import DEFAULT_RUNS, FormatOption, RunsOption, print_table
-from distill.errors import RunError
+from distill.errors import RecipeError, RunError
 
 
-def list_runs(runs: RunsOption = DEFAULT_RUNS, output: FormatOption = "md") -> None:
-    """List the runs with their finished stages, last change and size on disk."""
+def list_runs(
+    runs: RunsOption = DEFAULT_RUNS,
+    output: FormatOption = "md",
+    delete: Annotated[
+        str | None, typer.Option("--delete", metavar="NAME", help="Delete this run and everything in it.")
+    ] = None,
+    yes: Annotated[bool, typer.Option("--yes", help="With --delete: do not ask.")] = False,
+) -> None:
+    """List the runs with their finished stages, last change and size on disk; or delete one."""
     from distill.pipeline.stages import NAMES
+
+    if delete is not None:
+        _delete(runs, delete, yes)
+        return
+    if yes:
+        raise RecipeError("--yes was given without --delete", "name the run to delete: --delete NAME")
 
     rows = []
     for config in sorted(runs.glob("*/config.yaml")):
@@ -26,3 +45,24 @@ def list_runs(runs: RunsOption = DEFAULT_RUNS, output: FormatOption = "md") -> N
     lines = ["| run | state | changed | MB |", "|---|---|---|--:|"]
     lines += [f"| {r['run']} | {r['state']} | {r['changed']} | {r['megabytes']} |" for r in rows]
     print_table(rows, "\n".join(lines), rows, output)
+
+
+def _delete(runs: Path, name: str, yes: bool) -> None:
+    """Delete the run of this name, and nothing else; raises RunError where there is none or a process works in it."""
+    from distill.files import faults_explained, require_path
+    from distill.recipe import Recipe
+    from distill.run import Run
+
+    require_path(name, "the run")
+    folder = runs / name
+    if name.startswith(".") or Path(name).name != name or not (folder / "config.yaml").is_file():
+        raise RunError(f"there is no run `{name}` in {runs.resolve()}", "`distill runs` lists the runs")
+    if folder.is_symlink():
+        raise RunError(f"{folder} is a link", "delete it by hand, and what it leads to")
+    size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    if not yes and not typer.confirm(f"Delete {folder} ({size / 1e6:.1f} MB)?", err=True):
+        print("nothing was deleted", file=sys.stderr)
+        return
+    with Run(folder, Recipe.model_construct()).locked(), faults_explained(folder):
+        shutil.rmtree(folder)
+    print(f"{folder} is deleted", file=sys.stderr)

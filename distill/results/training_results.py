@@ -77,7 +77,7 @@ class ReplayDecision:
 
 @dataclass(frozen=True)
 class TrainingSummary:
-    """training.json. `best` is None where no weights were chosen among those evaluated, `replay` where there was none."""
+    """training.json. `best` is None where no weights were chosen, `replay` where there was none."""
 
     steps: int
     processes: int
