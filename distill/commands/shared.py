@@ -136,5 +136,7 @@ def numbers(text: str, option: str, kind: type, example: str = "64,512") -> list
 
 
 def local_reference(reference: str) -> str:
-    """A model as the command line names it: an existing path made absolute, anything else a hub name."""
-    return str(Path(reference).resolve()) if Path(reference).exists() else reference
+    """A model as the command line names it (`recipe.resolve_model`); paths start at the working directory."""
+    from distill.recipe import resolve_model
+
+    return resolve_model(reference, Path.cwd())

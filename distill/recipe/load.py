@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 import types
 import typing
 from pathlib import Path
@@ -41,16 +42,22 @@ def is_path(reference: str) -> bool:
     return reference.startswith((".", "/", "~")) or Path(reference).is_absolute()
 
 
-def _absolute(reference: str, base: Path) -> str:
-    return str((base / Path(reference).expanduser()).resolve()) if is_path(reference) else reference
+def resolve_model(reference: str, base: Path) -> str:
+    """A model as a recipe or a command line names it: an absolute path, or a hub name.
+
+    A path (see `is_path`) starts at `base`: the recipe's folder, or the working directory of a command. So does any
+    other name under which a file or folder exists there: it wins over a hub name.
+    """
+    place = base / Path(reference).expanduser()
+    return str(place.resolve()) if is_path(reference) or os.path.exists(place) else reference
 
 
 def _resolve_paths(raw: dict[str, Any], base: Path) -> None:
     """Make every path absolute; relative paths start at the recipe's folder."""
     for section, key in (("target", "model"), ("cut", "donor")):
         part = raw.get(section)
-        if isinstance(part, dict) and isinstance(part.get(key), str):
-            part[key] = _absolute(part[key], base)
+        if isinstance(part, dict) and isinstance(part.get(key), str) and (key, part[key]) != ("donor", "target"):
+            part[key] = resolve_model(part[key], base)
     answers = raw.get("answers")
     traffic = answers.get("traffic") if isinstance(answers, dict) else None
     if isinstance(traffic, dict) and isinstance(traffic.get("path"), str):
