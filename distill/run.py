@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import IO, Any
 
@@ -170,7 +171,7 @@ class Run:
     def damaged_artifacts(self, record: dict[str, Any]) -> dict[str, str]:
         """The faults of a record's artifacts that are missing or of another size, by name.
 
-        Only sizes are compared here; checksums are compared where an artifact is read.
+        Only sizes are compared here; `verify` compares checksums where a stage or command reads an artifact.
         """
         faults = {}
         for name, entry in record["artifacts"].items():
@@ -201,6 +202,32 @@ class Run:
                 "time": now(),
             },
         )
+
+    def verify(self, stage: str, pattern: str = "*") -> None:
+        """Compare the checksums of a finished stage's artifacts that match `pattern`; a file once in a process.
+
+        Raises DataError for a file that is missing or differs from the one that its stage recorded.
+        """
+        for name, entry in (self.done(stage) or {"artifacts": {}})["artifacts"].items():
+            if fnmatch(name, pattern):
+                _verify_file(self.path(name), entry["sha256"])
+
+
+_verified: set[tuple[str, int, int, str]] = set()  # path, size, time of change, checksum
+
+
+def _verify_file(path: Path, expected: str) -> None:
+    state = path.stat() if path.is_file() else None
+    seen = None if state is None else (str(path), state.st_size, state.st_mtime_ns, expected)
+    if seen is not None and seen in _verified:
+        return
+    if seen is None or file_digest(path) != expected:
+        raise DataError(
+            f"{path} is {'missing' if seen is None else 'damaged'}: "
+            "its checksum is not the one recorded when it was written",
+            "delete it and run `distill train` on the recipe again, which makes it again, or copy the run again",
+        )
+    _verified.add(seen)
 
 
 def verify_artifact(run: Run, stage: str, path: Path) -> None:

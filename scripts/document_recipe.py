@@ -19,7 +19,7 @@ INTRODUCTION = """\
 
 A recipe is one YAML file with everything a run depends on: the target, the text, how the draft is cut and trained, and
 which measurements are made at the end. `distill train RECIPE` runs it stage by stage and writes to the run directory
-`runs/<name>`. The smallest recipe names a target and some text; every other key has a default:
+`runs/<name>`. The smallest recipe names a target, some text and a cut; every other key has a default:
 
 ```yaml
 name: first
@@ -28,11 +28,14 @@ target:
 corpus:
   sources:
     - {kind: tree, path: ~/code, pattern: "**/*.py"}
+cut:
+  layers: 8                         # fewer than the target has: a draft of the target's own size saves nothing
 ```
 
 **Paths.** A value that starts with `.`, `/` or `~` is a path; a relative one starts at the folder of the *recipe file*,
-not at the working directory. Any other model name is a hub name. The path of a source is always a path, except for
-`kind: hub` and the special `python:stdlib`.
+not at the working directory. Any other model name is a hub name, unless a file or folder of that name exists there: it
+wins. Models on a command line follow the same rule, with paths that start at the working directory. The path of a
+source is always a path, except for `kind: hub` and the special `python:stdlib`.
 
 **Mistakes.** Unknown keys, keys written twice, values out of range: one message names every mistake, with the nearest
 known key, before any work starts. `distill check RECIPE` does only these and a few more checks.

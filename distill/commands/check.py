@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from distill.commands.shared import local_reference
 from distill.errors import PairError, RecipeError
 
 
@@ -16,7 +18,7 @@ def check(
     ] = None,
     overrides: Annotated[list[str] | None, typer.Argument(metavar="a.b=c", help="Override recipe keys.")] = None,
     offline: Annotated[
-        bool, typer.Option("--offline", help="Skip checks that need a model hub, and list them.")
+        bool, typer.Option("--offline", help="Open no connection; skip checks that need a model hub, and list them.")
     ] = False,
     target: Annotated[
         str | None, typer.Option("--target", help="Standalone pair: target as Hugging Face folder, hub name or GGUF.")
@@ -37,18 +39,32 @@ def check(
             raise RecipeError(
                 "a standalone pair is --target and --draft, without a recipe", "name both, or a recipe alone"
             )
-        _check_standalone(target, draft, context)
+        _check_standalone(target, draft, context, offline)
         return
     if recipe is None:
         raise RecipeError("nothing to check", "`distill check RECIPE`, or `distill check --target A --draft B`")
     _check_recipe(recipe, overrides or [], offline)
 
 
-def _check_standalone(target: str, draft: str, context: int | None) -> None:
+def _check_standalone(target: str, draft: str, context: int | None, offline: bool) -> None:
+    from distill.models.headers import check_weights
+    from distill.models.hugging_face import local_snapshot
+    from distill.models.hugging_face import offline as without_network
     from distill.models.pairs import compare_pair
+    from distill.recipe import is_path
 
-    pair = compare_pair(target, draft, context)
-    print("\n".join(pair.lines()))
+    names = local_reference(target), local_reference(draft)
+    with without_network() if offline else contextlib.nullcontext():
+        absent = [name for name in names if offline and not is_path(name) and local_snapshot(name) is None]
+        for name in absent:
+            print(f"not checked: model {name} (--offline)")
+        if absent:
+            return
+        pair = compare_pair(*names, context)
+        print("\n".join(pair.lines()))
+        for name in dict.fromkeys(names):
+            if not name.endswith(".gguf"):
+                print(check_weights(name))
     if pair.distill is not None:
         raise PairError(f"{draft} cannot draft for {target}: {pair.distill}", pair.remedies.get("distill", ""))
 
@@ -59,7 +75,10 @@ def _check_recipe(path: Path, overrides: list[str], offline: bool) -> None:
 
     recipe = load_recipe(path, overrides)
     print(f"recipe {recipe.name}: keys and values are valid")
-    found = preflight(recipe, offline=offline)
+    from distill.models.hugging_face import offline as without_network
+
+    with without_network() if offline else contextlib.nullcontext():
+        found = preflight(recipe, offline=offline)
     for line in found.lines:
         print(line)
     for item in found.skipped:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from distill.commands.shared import read_texts
+from distill.commands.shared import local_reference, read_texts
 from distill.errors import RecipeError
 
 
@@ -62,6 +62,7 @@ def cut(
     transformers.utils.logging.disable_progress_bar()
     from distill.surgery.cut_folder import cut_folder
 
-    for change in cut_folder(source, out, settings, texts, target):
+    judge = None if target is None else local_reference(target)
+    for change in cut_folder(local_reference(source), out, settings, texts, judge):
         print(change.sentence())
     print(f"written: {out}")

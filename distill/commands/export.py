@@ -40,6 +40,7 @@ def export_gguf(
 
         recipe, run = find_run(model, runs)
         run_until(recipe, run, "train")
+        run.verify("train", "draft/*")
         sources = {"draft": run.path("draft"), "target": local_folder(recipe.target.model)}
         place = folder or run.path("gguf", "extra")
     for name, source in sources.items():

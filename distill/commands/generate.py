@@ -96,6 +96,7 @@ def generate(
         recipe, found = find_run(run, runs)
         if not found.path("draft", "config.json").exists():
             raise RunError(f"{found.folder} has no trained draft yet", "run `distill train` on its recipe")
+        found.verify("train", "draft/*")
         place, device, threads = recipe.target, recipe.device, recipe.threads
         model = str(found.path("draft").resolve())
     prepare(threads)

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from distill.commands.shared import FormatOption, finite, numbers, print_table
+from distill.commands.shared import FormatOption, finite, local_reference, numbers, print_table
 from distill.errors import DataError, RecipeError
 from distill.machine import MOST_THREADS
 
@@ -96,6 +96,7 @@ def _measured(model: str, depths: list[int], most: int, repeats: int, threads: i
     from distill.models.torch_model import TorchModel
 
     torch.set_num_threads(threads or usable_cores())
+    place = local_reference(model)
     return measure_curve(
-        TorchModel(load_model(model, "float32", pick_device("auto"))), model, "pytorch", depths, most, repeats
+        TorchModel(load_model(place, "float32", pick_device("auto"))), model, "pytorch", depths, most, repeats
     )

@@ -152,6 +152,7 @@ def finite(value: Number) -> Number:
 
 
 def local_reference(reference: str) -> str:
-    """A model as the command line names it: an existing path made absolute, anything else a hub name."""
-    require_path(reference, "the model")
-    return str(Path(reference).resolve()) if Path(reference).exists() else reference
+    """A model as the command line names it (`recipe.resolve_model`); paths start at the working directory."""
+    from distill.recipe import resolve_model
+
+    return resolve_model(reference, Path.cwd(), "the model")

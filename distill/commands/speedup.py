@@ -44,6 +44,7 @@ def speedup(
     recipe, found = find_run(run, runs)
     if verify_distribution:
         run_until(recipe, found, "train")
+        found.verify("train", "draft/*")
         from distill.benchmark.distribution_test import distribution_markdown, verify_run_distribution
 
         tested = verify_run_distribution(recipe, found, samples)

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from distill.commands.shared import finite, read_texts
+from distill.commands.shared import finite, local_reference, read_texts
 from distill.errors import DataError, RecipeError
 
 
@@ -53,7 +53,7 @@ def transplant(
     from distill.surgery.vocabulary.transplant import transplant as write
 
     texts = read_texts(text or [])
-    folders = [local_folder(name) for name in (donor, target)]
+    folders = [local_folder(local_reference(name)) for name in (donor, target)]
     change = write(
         folders[0],
         folders[1],

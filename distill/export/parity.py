@@ -10,6 +10,7 @@ import torch
 from distill.errors import DataError
 from distill.export.tensors import read_shape
 from distill.models.gguf.model import GgufModel
+from distill.models.hugging_face import load_model, load_tokenizer
 from distill.results.export_results import Parity
 from distill.texts import first_difference
 
@@ -21,8 +22,6 @@ def compare(folder: Path, gguf: Path, texts: list[str], positions: int) -> Parit
 
     Raises DataError when either model cannot be loaded, the vocabularies differ in size, or the texts hold no position.
     """
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
     folder = Path(folder)
     shape = read_shape(folder)
     window = min(WINDOW, shape.context)
@@ -32,12 +31,8 @@ def compare(folder: Path, gguf: Path, texts: list[str], positions: int) -> Parit
                 f"{gguf} has {quantised.head_rows} rows, {folder} has {shape.vocabulary}",
                 hint="compare a GGUF file with the folder it was exported from",
             )
-        try:
-            tokenizer: Any = AutoTokenizer.from_pretrained(folder)
-            model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        except (OSError, ValueError, RuntimeError) as error:
-            raise DataError(f"{folder} cannot be loaded: {error}", hint="copy or train the model again") from None
-        model.eval()
+        tokenizer = load_tokenizer(str(folder))
+        model = load_model(str(folder), "float32", torch.device("cpu"), trimmed=False)
         mismatches, normalized = _compare_ids(tokenizer, quantised, texts)
         same_top, differences = _compare_logits(tokenizer, model, quantised, texts, positions, window)
     if not differences:

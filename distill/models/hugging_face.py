@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,7 @@ import torch
 
 from distill.errors import DataError, RunError
 from distill.files import read_object
+from distill.models.intact import quiet, require_own_type, require_whole
 from distill.processes import process_count
 from distill.recipe import Target, is_path
 from distill.results.cut_results import ModelSizes
@@ -38,7 +41,8 @@ def check_folder(reference: str) -> None:
 
 
 def _explained(reference: str, error: Exception) -> DataError:
-    first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    first = lines[1].strip() if lines[0].endswith(":") and len(lines) > 1 else lines[0]
     hint = "check the folder" if is_path(reference) else "check the name and the network, or give a local folder"
     return DataError(f"cannot load {reference}: {first}", hint)
 
@@ -84,6 +88,23 @@ def _placement(device: torch.device, shard: bool) -> str | dict[str, torch.devic
     return "auto"
 
 
+def load_weights(reference: str, dtype: torch.dtype, **options: Any) -> Any:
+    """A causal language model, loaded by transformers with these options. Every load of weights comes through here.
+
+    Raises DataError unless each of the model's tensors came from its files, in its shape, and the errors of
+    transformers as they are.
+    """
+    from transformers import AutoModelForCausalLM
+
+    require_own_type(reference, load_config(reference))
+    with quiet():
+        model, info = AutoModelForCausalLM.from_pretrained(
+            reference, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True, **options
+        )
+    require_whole(reference, model, info)
+    return model
+
+
 def load_model(
     reference: str,
     dtype: str,
@@ -99,7 +120,6 @@ def load_model(
     one. Raises RunError where either is impossible on this machine.
     """
     from safetensors import SafetensorError
-    from transformers import AutoModelForCausalLM
 
     from distill.models.kept import read_kept, trim_head
 
@@ -111,7 +131,7 @@ def load_model(
     if quantise is not None or shard:
         options["device_map"] = _placement(device, shard)
     try:
-        model = AutoModelForCausalLM.from_pretrained(reference, dtype=DTYPES[dtype], **options)
+        model = load_weights(reference, DTYPES[dtype], **options)
     except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
         raise _explained(reference, error) from error
     model = (model if options else model.to(device)).eval()
@@ -142,7 +162,7 @@ def load_config(reference: str) -> Any:
     check_folder(reference)
     try:
         return AutoConfig.from_pretrained(reference)
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # transformers and huggingface_hub raise many kinds; each means a faulty config.json
         raise _explained(reference, error) from error
 
 
@@ -197,3 +217,32 @@ def local_folder(reference: str) -> Path:
         return Path(snapshot_download(reference))
     except Exception as error:  # the hub client raises many kinds; each means that the snapshot is not available
         raise _explained(reference, error) from error
+
+
+def local_snapshot(reference: str) -> Path | None:
+    """The folder of a model if it is on this machine, as a folder or with its weights in the hub's cache; else None."""
+    if Path(reference).is_dir():
+        return Path(reference)
+    check_folder(reference)
+    from huggingface_hub import snapshot_download
+
+    try:
+        folder = Path(snapshot_download(reference, local_files_only=True))
+    except Exception:  # the hub client raises many kinds; each means that the snapshot is not there
+        return None
+    index = folder / "model.safetensors.index.json"
+    shards = set(read_object(index).get("weight_map", {}).values()) if index.is_file() else {"model.safetensors"}
+    return folder if all((folder / name).is_file() for name in shards) else None
+
+
+@contextlib.contextmanager
+def offline() -> Iterator[None]:
+    """Within a `with` block the hub's libraries open no connection, as with HF_HUB_OFFLINE=1; they use their cache."""
+    from huggingface_hub import constants
+
+    before = constants.HF_HUB_OFFLINE
+    constants.HF_HUB_OFFLINE = True
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE = before

@@ -41,7 +41,7 @@ def preflight(recipe: Recipe, inputs: bool = True, offline: bool = False) -> Pre
         found.skipped += [f"model {model}" for model in remote]
         found.skipped.append("pair rules, sizes and the cut, which need those models' configurations")
         return found
-    for check in (check_stages, check_pair, check_context, check_disk):
+    for check in (check_stages, check_size, check_pair, check_weights_of_models, check_context, check_disk):
         found.lines += check(recipe)
     return found
 
@@ -81,6 +81,23 @@ def check_pair(recipe: Recipe) -> list[str]:
 
     pair = compare_pair(recipe.target.model, recipe.donor_model)
     return pair.lines() if recipe.cut.transplant is None else [f"context: {pair.context or 'fits'}"]
+
+
+def check_size(recipe: Recipe) -> list[str]:
+    """The draft costs less than its target, or is allowed to cost as much."""
+    from distill.models.hugging_face import load_config
+    from distill.surgery.size import check_smaller
+
+    if not recipe.cut.allow_full_size:
+        check_smaller(recipe, load_config(recipe.target.model), load_config(recipe.donor_model))
+    return []
+
+
+def check_weights_of_models(recipe: Recipe) -> list[str]:
+    """The weights of target and donor hold the tensors that their config.json asks for."""
+    from distill.models.headers import check_weights
+
+    return [check_weights(model) for model in dict.fromkeys([recipe.target.model, recipe.donor_model])]
 
 
 def check_context(recipe: Recipe) -> list[str]:

@@ -84,12 +84,23 @@ def _carry_out(action: Action, planner: Planner) -> None:
         write_json(run.path("stages", "redo.json"), asdict(planner.redo))
     write_json(begun_path(run, stage), parts)
     started = time.time()
+    _verify_inputs(run, stage)
     if stage.together:
         agree(stage.name)
     artifacts = stage.load()(recipe, run)
     run.finish(stage.name, digest(parts), parts, artifacts, started)
     begun_path(run, stage).unlink(missing_ok=True)
     run.say(f"{stage.name}: done in {duration(time.time() - started)}")
+
+
+def _verify_inputs(run: Run, stage: Stage) -> None:
+    """Raise DataError for an artifact that the stage reads and that is not the one its stage wrote.
+
+    The shards of the teacher store are compared one at a time, when they are read.
+    """
+    for name, pattern in stage.inputs:
+        if name != "teacher":
+            run.verify(name, pattern)
 
 
 def _remove_all(run: Run, stage: Stage) -> None:

@@ -131,7 +131,7 @@ STAGES = (
         ("cut", "search"),
         ("target", "donor"),
         version=2,
-        ignores=ROUNDING,
+        ignores=(*ROUNDING, "cut.allow_full_size"),
         more=_search_settings,
         pins=(("parent (content)", lambda recipe, run: run.parent()),),
     ),

@@ -4,7 +4,7 @@ from distill.recipe.adapter import Adapter
 from distill.recipe.configuration import Configuration
 from distill.recipe.corpus import Corpus, Source
 from distill.recipe.cut import Cut, Search, Transplant, Trim
-from distill.recipe.load import dump_recipe, is_path, load_recipe, parse_recipe
+from distill.recipe.load import dump_recipe, is_path, load_recipe, parse_recipe, resolve_model
 from distill.recipe.measuring import Evaluate, Export, Grown, Profile, Speedup
 from distill.recipe.mistakes import parse_section
 from distill.recipe.section import Section
@@ -45,4 +45,5 @@ __all__ = [
     "load_recipe",
     "parse_recipe",
     "parse_section",
+    "resolve_model",
 ]

@@ -55,7 +55,7 @@ class Search(Section):
 class Cut(Section):
     """The donor and its cuts, made in this order: transplant, layers, widths, head."""
 
-    donor: str = Field("target", description="`target`, a folder, or a hub name")
+    donor: str = Field("target", description="`target` (the target itself), a folder, or a hub name, as target.model")
     transplant: Transplant | None = Field(None, description="for a donor with another vocabulary; null: off")
     layers: int | None = Field(None, ge=1, description="layers to keep; null: all")
     layer_rule: Literal["auto", "greedy", "influence", "angular", "last-but-one"] = Field(
@@ -77,6 +77,9 @@ class Cut(Section):
     hidden: int | None = Field(None, ge=64, description="hidden size to keep; null: all")
     trim: Trim | None = Field(None, description="trim the head; null: off")
     search: Search | None = Field(None, description="search for layers and mlp_width; null: off")
+    allow_full_size: bool = Field(
+        False, description="allow a draft that costs as much as its target, for instance without any cut"
+    )
     score_blocks: int = Field(16, ge=1, description="blocks on which cuts are scored and measured")
 
     @model_validator(mode="after")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import typing
 from pathlib import Path
 from typing import Any
@@ -114,14 +115,23 @@ def _absolute(reference: str, base: Path, where: str) -> str:
         raise RecipeError(f"{where}: the path {shown(reference)} cannot be used: {error.strerror}") from None
 
 
+def resolve_model(reference: str, base: Path, where: str = "the model") -> str:
+    """A model as a recipe or a command line names it: an absolute path, or a hub name.
+
+    A path (see `is_path`) starts at `base`: the recipe's folder, or the working directory of a command. So does any
+    other name under which a file or folder exists there: it wins over a hub name. Raises RecipeError, which names
+    `where`, for a path that no file can have.
+    """
+    place = _absolute(reference, base, where)
+    return place if is_path(reference) or os.path.exists(place) else reference
+
+
 def _resolve_paths(raw: dict[str, Any], base: Path) -> None:
     """Make every path absolute; relative paths start at the recipe's folder."""
     for section, key in (("target", "model"), ("cut", "donor")):
         part = raw.get(section)
-        if isinstance(part, dict) and isinstance(part.get(key), str):
-            require_path(part[key], f"{section}.{key}")
-            if is_path(part[key]):
-                part[key] = _absolute(part[key], base, f"{section}.{key}")
+        if isinstance(part, dict) and isinstance(part.get(key), str) and (key, part[key]) != ("donor", "target"):
+            part[key] = resolve_model(part[key], base, f"{section}.{key}")
     answers = raw.get("answers")
     traffic = answers.get("traffic") if isinstance(answers, dict) else None
     if isinstance(traffic, dict) and isinstance(traffic.get("path"), str):

@@ -15,7 +15,7 @@ HOTTEST = 100  # largest temperature; above it, every distribution is uniform
 class Target(Section):
     """The large model that the draft is for."""
 
-    model: str = Field(description="folder (starting with . / or ~) or hub name")
+    model: str = Field(description="folder (`./name` for a relative one), or hub name; an existing folder wins")
     dtype: Literal["float32", "bfloat16", "float16"] = Field("float32", description="type that it runs in")
     quantise: Literal["int8", "int4"] | None = Field(
         None, description="load its weights in 8 or 4 bits with bitsandbytes; null: not quantised"

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from distill.errors import RecipeError, RunError
-from distill.models.hugging_face import check_folder, load_model
+from distill.models.hugging_face import check_folder, load_model, load_weights
 from distill.recipe.adapter import Adapter
 
 NAME = "draft"  # of the one adapter, in peft's dictionaries
@@ -31,7 +31,7 @@ def load_base(folder: Path, settings: Adapter, device: torch.device) -> Any:
     if settings.base is None:
         return load_model(str(folder), "float32", device, trimmed=False)
     require_quantisation(device, settings.base)
-    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+    from transformers import BitsAndBytesConfig
 
     check_folder(str(folder))
     kind = (
@@ -42,8 +42,8 @@ def load_base(folder: Path, settings: Adapter, device: torch.device) -> Any:
     # Else it warns at every product of every layer that it rounds its input to fp16.
     logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            str(folder), dtype=torch.float32, device_map={"": device}, quantization_config=BitsAndBytesConfig(**kind)
+        model = load_weights(
+            str(folder), torch.float32, device_map={"": device}, quantization_config=BitsAndBytesConfig(**kind)
         )
     except (ImportError, RuntimeError) as error:
         first = str(error).strip().splitlines()[0]

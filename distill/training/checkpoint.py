@@ -12,12 +12,13 @@ from typing import Any
 import torch
 
 from distill.errors import DataError
-from distill.files import read_json, write_folder, write_json
+from distill.files import file_digest, read_json, write_folder, write_json
 from distill.processes import barrier
 from distill.run import Run
 
 BEST = "best"  # the chosen weights, unless a replay is kept
 REPLAYED = "replayed"
+DIGESTS = "digests.json"  # checksums of the other files of a folder
 
 
 def checkpoints(folder: Path) -> list[Path]:
@@ -113,6 +114,18 @@ def _set_moments(learner: torch.nn.Module, optimizer: Any, moments: dict[str, An
     optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
+def _write_digests(folder: Path) -> None:
+    """Write the checksums of a folder's tensor files to digests.json."""
+    write_json(folder / DIGESTS, {file.name: file_digest(file) for file in sorted(folder.glob("*.pt"))})
+
+
+def _check_digests(folder: Path) -> None:
+    """Raise ValueError for a file that differs from the checksum in digests.json."""
+    for name, expected in (read_json(folder / DIGESTS) if (folder / DIGESTS).exists() else {}).items():
+        if file_digest(folder / name) != expected:
+            raise ValueError(f"{name} has not the checksum that was recorded when it was written")
+
+
 def save_checkpoint(
     run: Run, step: int, learner: torch.nn.Module, optimizer: Any, keep: int, state: dict[str, Any], main: bool = True
 ) -> None:
@@ -125,6 +138,7 @@ def save_checkpoint(
     def write(temporary: Path) -> None:
         torch.save(weights, temporary / "model.pt")
         torch.save(moments, temporary / "optimizer.pt")
+        _write_digests(temporary)
         write_json(temporary / "state.json", {**state, "step": step})
 
     write_folder(folder / f"step-{step:06d}", write)
@@ -135,6 +149,7 @@ def save_checkpoint(
 def load_checkpoint(path: Path, learner: torch.nn.Module, optimizer: Any) -> dict[str, Any]:
     """Restore weights and optimizer; the saved state with `step`. Raises DataError when the files are damaged."""
     try:
+        _check_digests(path)
         weights = torch.load(path / "model.pt", weights_only=True, map_location="cpu")
         moments = torch.load(path / "optimizer.pt", weights_only=True, map_location="cpu")
         _set_weights(learner, weights)
@@ -150,8 +165,13 @@ def load_checkpoint(path: Path, learner: torch.nn.Module, optimizer: Any) -> dic
 def save_weights(run: Run, name: str, learner: torch.nn.Module, main: bool = True) -> None:
     """Keep the present weights as checkpoints/`name`; every process must call it."""
     weights = whole_weights(learner)
+
+    def write(temporary: Path) -> None:
+        torch.save(weights, temporary / "model.pt")
+        _write_digests(temporary)
+
     if main:
-        write_folder(run.path("checkpoints", name), lambda temporary: torch.save(weights, temporary / "model.pt"))
+        write_folder(run.path("checkpoints", name), write)
     barrier()  # before any process reads them
 
 
@@ -159,6 +179,7 @@ def load_weights(run: Run, name: str, learner: torch.nn.Module) -> None:
     """Take the weights of checkpoints/`name`; raises DataError when the file is missing or damaged."""
     path = run.path("checkpoints", name, "model.pt")
     try:
+        _check_digests(path.parent)
         weights = torch.load(path, weights_only=True, map_location="cpu")
         _set_weights(learner, weights)
     except Exception as error:

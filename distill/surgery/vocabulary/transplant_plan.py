@@ -10,8 +10,9 @@ from typing import Any
 from distill.errors import DataError
 from distill.files import read_object
 from distill.models.hugging_face import check_folder
+from distill.models.tensor_files import Stored, stored_tensors
 from distill.surgery.change import require_supported
-from distill.surgery.stored import FLOATS, Stored, stored_tensors
+from distill.surgery.stored import FLOATS
 from distill.surgery.vocabulary.subtokens import check_overrides, require_bytes
 from distill.vocabulary import Vocabulary
 

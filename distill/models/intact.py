@@ -1,0 +1,112 @@
+"""Whether a loaded model is the one that its config.json describes, with each tensor from its files.
+
+transformers fills a tensor that it does not find, or finds in another shape, with random numbers and only logs it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from distill.errors import DataError
+
+SHOWN = 3  # tensors named in a message
+OLD_BUFFERS = ("inv_freq", "masked_bias")  # computed, not learnt; old versions of transformers saved them
+OWN = "copy or download the folder again; config.json and weights must be of one model"
+
+
+def require_own_type(reference: str, config: Any) -> None:
+    """Raise DataError for a config.json whose model_type and `architectures` are of different models."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
+
+    named = (getattr(config, "architectures", None) or [None])[0]
+    types = [kind for kind, name in CLASSES.items() if named in (name if isinstance(name, tuple) else (name,))]
+    if types and config.model_type not in types:
+        raise DataError(
+            f"{reference}/config.json: model_type is {config.model_type}, but its weights are of a {named} "
+            f"({', '.join(types)})",
+            OWN,
+        )
+
+
+def require_whole(reference: str, model: Any, info: dict[str, Any]) -> None:
+    """Raise DataError unless every tensor of a model came from its files; `info` is transformers' loading info.
+
+    Missing tensors, tensors of another shape, and tensors of the files that belong into a layer of the model, which
+    has no place for them, are refused. Other tensors without a place are only named on stderr.
+    """
+    missing, shapes = sorted(info["missing_keys"]), sorted(info["mismatched_keys"])
+    kind = model.config.model_type
+    if missing:
+        raise DataError(
+            f"{reference}: missing in the weights: {_count(missing)} of the {kind} that config.json describes", OWN
+        )
+    if shapes:
+        name, found, wanted = shapes[0]
+        more = f" (and {len(shapes) - 1} more tensors)" if len(shapes) > 1 else ""
+        raise DataError(
+            f"{reference}: {name} is {list(found)} in the weights and {list(wanted)} by config.json{more}", OWN
+        )
+    if info.get("error_msgs"):
+        first = str(info["error_msgs"][0]).strip().splitlines()[0]
+        raise DataError(f"{reference}: its tensors do not make a {kind}: {first}", OWN)
+    extra = sorted(info["unexpected_keys"])
+    foreign = [] if is_quantised(model.config) else [name for name in extra if _inside_a_layer(model, name)]
+    if foreign:
+        raise DataError(
+            f"{reference}: the weights hold {_count(foreign)} for which a {kind} has no place in its layers: "
+            "config.json is of another model type than the weights",
+            OWN,
+        )
+    if extra:
+        _warn(f"warning: {reference} holds {_count(extra)} for which a {kind} has no place; not used")
+
+
+def _count(names: list[str]) -> str:
+    """`3 tensors (a, b, c)`, the first ones only where there are many."""
+    shown = ", ".join(names[:SHOWN]) + (", …" if len(names) > SHOWN else "")
+    return f"{len(names)} tensor{'s' if len(names) > 1 else ''} ({shown})"
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Within a `with` block transformers reports only errors, and shows no bar: `require_whole` names the rest."""
+    from transformers.utils import logging
+
+    level, bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bar:
+            logging.enable_progress_bar()
+
+
+@functools.cache
+def _warn(text: str) -> None:
+    """Print a warning once in a process."""
+    print(text, file=sys.stderr)
+
+
+def is_quantised(config: Any) -> bool:
+    """Whether a configuration is of weights that are stored quantised."""
+    return getattr(config, "quantization_config", None) is not None
+
+
+def _inside_a_layer(model: Any, name: str) -> bool:
+    """Whether a tensor's name lies below a numbered layer that the model has."""
+    parts = name.split(".")
+    if parts[-1] in OLD_BUFFERS:
+        return False
+    modules = dict(model.named_modules())
+    prefix = f"{model.base_model_prefix}."
+    for depth in range(len(parts) - 1, 0, -1):
+        place = ".".join(parts[:depth])
+        if any(part.isdigit() for part in parts[:depth]) and (place in modules or prefix + place in modules):
+            return True
+    return False
