@@ -15,7 +15,9 @@ from torch import Tensor
 
 from distill import divergences
 from distill.intervals import Interval, ratio_interval
+from distill.models.finite import place_of, require_finite
 from distill.models.packed_forward import packed_inputs
+from distill.models.torch_model import model_name
 from distill.packing import Packed
 from distill.results.evaluation_results import MEASURES, Divergences, PositionAcceptance
 from distill.sampler import Sampler
@@ -67,8 +69,10 @@ def measure_blocks(
         part = blocks.take(slice(start, start + batch))
         units = list(_units(part))
         expected = target(**packed_inputs(target, part)).logits
+        _require_finite(expected, part, target)
         for name, draft in drafts.items():
             got = draft(**packed_inputs(draft, part)).logits
+            _require_finite(got, part, draft)
             for block, here in units:
                 where = here.to(device)
                 values = position_metrics(expected[block][where], got[block][where], sampler, vocabulary)
@@ -77,6 +81,15 @@ def measure_blocks(
         name: (numpy.stack([sums for sums, _ in found]), numpy.array([count for _, count in found]))
         for name, found in rows.items()
     }
+
+
+def _require_finite(logits: Tensor, part: Packed, model: Any) -> None:
+    """Raise DataError, naming model and position, unless the largest logits [n, S] at scored positions are finite."""
+    mask = part.mask.to(logits.device)
+    largest = logits.amax(-1)[mask]
+    if not bool(largest.isfinite().all()):
+        lengths = (part.positions[part.mask] + 1).tolist()
+        require_finite(largest.tolist(), place_of(model_name(model), lengths))
 
 
 def _units(part: Packed) -> Iterator[tuple[int, Tensor]]:
