@@ -6,12 +6,16 @@ import contextlib
 import importlib.metadata
 import os
 import platform
+import re
 import sys
 from pathlib import Path
 from typing import Any
 
+from distill.errors import RecipeError
+
 PACKAGES = ("torch", "transformers", "datasets", "peft", "accelerate", "gguf", "safetensors", "llama-cpp-python")
 
+VARIABLE = "OMP_NUM_THREADS"  # what torch and other libraries read
 MOST_THREADS = 1024  # more crash the libraries that make them
 
 
@@ -43,6 +47,21 @@ def machine() -> dict[str, Any]:
 def usable_cores() -> int:
     """Processor cores this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+
+
+def thread_count(threads: int | None = None) -> int:
+    """CPU threads of the models: `threads`, else OMP_NUM_THREADS where it is set, else all usable cores.
+
+    Of a variable that lists a number for each nested level, the first counts. RecipeError for anything but 1 to
+    MOST_THREADS.
+    """
+    name, wanted = ("threads", str(threads)) if threads is not None else (VARIABLE, os.environ.get(VARIABLE, ""))
+    wanted = wanted.partition(",")[0].strip()
+    if not wanted:
+        return usable_cores()
+    if not re.fullmatch("[0-9]{1,9}", wanted) or not 0 < int(wanted) <= MOST_THREADS:
+        raise RecipeError(f"{name} is {wanted[:40]}", f"give a number of threads from 1 to {MOST_THREADS}")
+    return int(wanted)
 
 
 def versions() -> dict[str, str]:

@@ -10,21 +10,29 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from distill.errors import RecipeError
+from distill.models.finite import Place, require_finite
 from distill.recipe import SamplerSettings
+
+if TYPE_CHECKING:
+    from distill.models.base import Logits
+
+HIGHEST = float(torch.finfo(torch.float32).max)
 
 
 @dataclass(frozen=True)
 class Sampler:
     """Repetition penalty, temperature, then top-k, top-p and min-p, in that order; 1, –, 0, 1 and 0 switch them off.
 
-    Temperature 0 is greedy: all mass on the first largest logit; top-k, top-p and min-p have no effect. The penalty
-    divides the positive logits of tokens in the history and multiplies the negative ones, as transformers and llama.cpp
-    do.
+    Temperature 0 is greedy: all mass on the first largest logit; top-k, top-p and min-p have no effect. So is one so
+    small that the largest logit divided by it overflows. The penalty divides the positive logits of tokens in the
+    history and multiplies the negative ones, as transformers and llama.cpp do. RecipeError for a temperature below 0 or
+    beyond fp32.
     """
 
     temperature: float = 1.0
@@ -38,23 +46,46 @@ class Sampler:
         for name, value in settings.items():
             if not math.isfinite(value):
                 raise RecipeError(f"{name} is {value}", "give a finite number")
+        if not 0 <= self.temperature <= HIGHEST:
+            raise RecipeError(
+                f"the sampler's temperature is {self.temperature}", f"give a number between 0 and {HIGHEST:.1g}"
+            )
 
     @classmethod
     def of(cls, settings: SamplerSettings) -> Sampler:
         """The sampler that a recipe's section describes."""
         return cls(settings.temperature, settings.top_k, settings.top_p, settings.min_p)
 
-    def probabilities(self, logits: Tensor, histories: Sequence[Sequence[int]] | Tensor | None = None) -> Tensor:
+    def distributions(
+        self, logits: Logits, histories: Sequence[Sequence[int]] | None = None, empty: bool = False
+    ) -> Tensor:
+        """`probabilities` of a model's logits; an error names that model and the position."""
+        return self.probabilities(logits.full(), histories, logits.place, empty)
+
+    def probabilities(
+        self,
+        logits: Tensor,
+        histories: Sequence[Sequence[int]] | Tensor | None = None,
+        place: Place | None = None,
+        empty: bool = False,
+    ) -> Tensor:
         """Probabilities [N, V] in fp32 (fp64 if the logits are) of the next token, from logits [N, V].
 
         `histories` are each row's tokens so far, or a tensor of them [N, H] padded with −1. Only a repetition penalty
         reads them, and raises ValueError where they are missing or not one per row.
+
+        DataError, naming the `place` of the row, where a logit is NaN or +∞ or all are −∞. With `empty`, for drafts,
+        the last kind of row has no distribution: 0 everywhere.
         """
         logits = logits if logits.dtype == torch.float64 else logits.float()
         if self.repetition_penalty != 1:
             logits = self._penalised(logits, histories)
         if self.temperature == 0:
-            return torch.nn.functional.one_hot(logits.argmax(-1), logits.shape[-1]).to(logits.dtype)
+            best = logits.argmax(-1, keepdim=True)
+            found = torch.zeros_like(logits).scatter(-1, best, 1)
+            wrong = ~logits.gather(-1, best).squeeze(-1).isfinite()
+            return self._settled(found, logits, wrong, place, empty) if bool(wrong.any()) else found
+        given = logits
         logits = logits / self.temperature
         if 0 < self.top_k < logits.shape[-1]:
             # Ties with the k-th are kept, so that the distribution does not depend on the order of equal logits.
@@ -68,7 +99,17 @@ class Sampler:
         if self.min_p > 0:
             floor = logits.max(-1, keepdim=True).values + math.log(self.min_p)
             logits = logits.masked_fill(logits < floor, -math.inf)
-        return logits.softmax(-1)
+        found = logits.softmax(-1)
+        wrong = found[..., 0].isnan()  # one NaN or +∞, or nothing but −∞, makes the whole row NaN
+        return self._settled(found, given, wrong, place, empty) if bool(wrong.any()) else found
+
+    def _settled(self, found: Tensor, logits: Tensor, wrong: Tensor, place: Place | None, empty: bool) -> Tensor:
+        """`found` with the rows of `logits` that overflow at this temperature made greedy, and empty rows 0."""
+        largest = logits.amax(-1)
+        require_finite(largest.flatten().tolist(), place, empty)
+        greedy = torch.zeros_like(found).scatter(-1, logits.argmax(-1, keepdim=True), 1)
+        found = torch.where(wrong.unsqueeze(-1), greedy, found)
+        return found.masked_fill(torch.isneginf(largest).unsqueeze(-1), 0)
 
     def _penalised(self, logits: Tensor, histories: Sequence[Sequence[int]] | Tensor | None) -> Tensor:
         if histories is None or logits.ndim != 2 or len(histories) != len(logits):

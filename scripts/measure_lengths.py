@@ -293,9 +293,9 @@ def main(arguments: argparse.Namespace) -> None:
     started = time.monotonic()
     import torch
 
-    from distill.machine import usable_cores
+    from distill.machine import thread_count
 
-    torch.set_num_threads(run.recipe.threads or usable_cores())
+    torch.set_num_threads(thread_count(run.recipe.threads))
     texts = texts_of(run, arguments.data, arguments.prompts, arguments.tokens)
     calibration = calibration_for(run)
     count = sum(len(text.trace) for text in texts)

@@ -7,6 +7,7 @@ import fcntl
 import io
 import json
 import re
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -254,6 +255,39 @@ def test_generate(world: Path, finished: Path, capsys: Capture, standalone: bool
         assert "tok/s" in found.err and ("tokens/round" in found.err) == bool(length)
     assert texts[0] == texts[1]
     assert texts[0].startswith("def alpha_beta(gamma):") and len(texts[0]) > 30
+
+
+def test_threads(world: Path, finished: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The option comes before the recipe, the recipe before the variable, the variable before all cores."""
+    asked: list[int] = []
+    monkeypatch.setattr("torch.set_num_threads", asked.append)
+    monkeypatch.setattr("distill.machine.usable_cores", lambda: 7)
+    prompt, run = ("def alpha(", "--tokens", 2), ("--run", "tiny", "--runs", finished.parent)
+    pair = ("--target", world / "target", "--draft", finished / "draft")
+    for variable, arguments, wanted in (
+        ("", (*pair, "--length", 0), 7),
+        ("3", (*pair, "--length", 0), 3),
+        ("4,2", (*pair, "--length", 0), 4),
+        ("3", (*pair, "--threads", 2), 2),
+        ("3", run, 1),
+        ("3", (*run, "--threads", 2), 2),
+    ):
+        monkeypatch.setenv("OMP_NUM_THREADS", variable)
+        assert tiny.call("generate", *prompt, *arguments) == 0
+        assert asked.pop() == wanted
+    copied = tmp_path / "runs" / "tiny"
+    shutil.copytree(finished, copied)
+    assert tiny.call("eval", "tiny", "--runs", copied.parent, "--threads", 2) == 0
+    assert asked.pop() == 2
+    assert tiny.call("speedup", "tiny", "--runs", copied.parent) == 0
+    assert asked.pop() == 1
+    capsys.readouterr()
+    for variable in ("many", "0", "-1", "99999999999"):
+        monkeypatch.setenv("OMP_NUM_THREADS", variable)
+        assert tiny.call("generate", *prompt, *pair) == 2
+        told = capsys.readouterr().err
+        assert "OMP_NUM_THREADS" in told and "Traceback" not in told
+    assert tiny.call("generate", *prompt, *pair, "--threads", 10**6) == 2
 
 
 def test_generate_from_an_empty_prompt(world: Path, finished: Path, capsys: Capture) -> None:

@@ -171,6 +171,30 @@ def test_ends_padding_and_what_is_ruled_out() -> None:
     assert masked[1].tolist() == [0, -torch.inf, 0, *[-torch.inf] * 3]  # a draft that says none of them says all alike
 
 
+@pytest.mark.parametrize("sampler", [Sampler(0), Sampler(1.0)])
+@pytest.mark.parametrize("drafts", [False, True])
+def test_tokens_without_a_row_are_never_written(sampler: Sampler, drafts: bool) -> None:
+    """A tokenizer of 12 tokens over a model of 5 rows: other tokens write the text, or an error ends it."""
+    target = TableModel(5, 3)
+
+    def written(pattern: str) -> list[int]:
+        grammar = constraint("regex", pattern, TOKENS)
+        verifier = "token" if sampler.temperature else "greedy"
+        rules = Rules(sampler, verifier, [END], random.Random(2).random, constraint=grammar)
+        if not drafts:
+            return plain(target, [0], 9, rules=rules).tokens
+        model = ModelDrafter(Constrained(TableModel(5, 4), grammar), Fixed(2), sampler, rules.random)
+        return run(target, Forced(model, grammar), [0], 9, rules).tokens
+
+    for pattern in ("x", "bx", "[ab]c[x01]"):
+        with pytest.raises(DataError, match="the model has no row for"):
+            written(pattern)
+    found = written("[x01]?b[abc]")
+    assert len(found) == 3 and found[-1] == END and max(found) < 5
+    wide = constraint("regex", "x", TOKENS)
+    assert plain(TableModel(12, 3), [0], 9, rules=Rules(ends=[END], constraint=wide)).tokens == [5, END]
+
+
 @pytest.mark.parametrize(
     "kind, source, reason",
     [

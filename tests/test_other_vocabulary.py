@@ -607,6 +607,30 @@ def test_contexts_that_do_not_fit(kind: str, tmp_path: Path) -> None:
     assert drafter.propose(Encoder(both[0]).text("aéb".encode()), 4, ()).tokens != []
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("theirs", ["merged", "shuffled", "spaces"])
+@pytest.mark.parametrize("more", [-9, -1, 7])
+@pytest.mark.parametrize("sampler", [Sampler(0), Sampler(1.5)])
+def test_rows_are_not_those_of_the_tokenizer(
+    kind: str, theirs: str, more: int, sampler: Sampler, tmp_path: Path
+) -> None:
+    """Ids of the target's tokenizer without rows are never proposed; padding ids that the target writes are no text."""
+    both = merged(tmp_path / "ours"), MAKERS[theirs](tmp_path / "theirs")
+    rows = both[0].size + more
+    target = TorchModel(toy(vocabulary=rows, seed=1))
+    draws = random.Random(3).random
+    reader = Reader(model_for(both[1], 2), *both, rows)
+    drafter = KINDS[kind](reader, Fixed(4), sampler, draws)
+    prompt = [*Encoder(both[0]).text(b"ab ab re re"), *[rows - 1] * (more > 0)]
+    prompt = [token for token in prompt if token < rows]
+    verifier = "token" if sampler.temperature else "greedy"
+    result = run(target, drafter, prompt, 40, Rules(sampler, verifier, random=draws))
+    assert len(result.tokens) == 40 and max(result.tokens) < rows
+    assert sum(r.drafted for r in result.rounds) > 0
+    if not sampler.temperature:
+        assert result.tokens == plain(target, prompt, 40).tokens
+
+
 def test_pairs_that_cannot_be(tmp_path: Path) -> None:
     ours, theirs = letters(tmp_path / "ours", ["a", "b"]), letters(tmp_path / "theirs", ["c", "d"])
     with pytest.raises(PairError, match="share no token"):

@@ -119,7 +119,7 @@ class ScriptedLogits:
     def __len__(self) -> int:
         return len(self._tokens)
 
-    def argmax(self) -> list[int]:
+    def argmax(self, empty: int | None = None) -> list[int]:
         return self._tokens
 
 

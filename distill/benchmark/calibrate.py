@@ -99,8 +99,8 @@ def tally_ranks(draft: Model, prompts: Sequence[Sequence[int]], own: Sequence[Re
         if not places:
             continue
         draft.rollback([0])
-        distributions = sampler.probabilities(
-            draft.extend(text[:-1], want=places).full(), [text[: place + 1] for place in places]
+        distributions = sampler.distributions(
+            draft.extend(text[:-1], want=places), [text[: place + 1] for place in places], empty=True
         )
         for place, distribution in zip(places, distributions, strict=True):
             best = best_tokens(distribution, RANKS)[0]

@@ -34,9 +34,9 @@ def llama_generation(
     """llama-cpp-python's own greedy generation over the same file; returns how many tokens it made."""
     import llama_cpp
 
-    from distill.machine import usable_cores
+    from distill.machine import thread_count
 
-    count = threads or usable_cores()
+    count = thread_count(threads)
     model = llama_cpp.Llama(
         str(path), n_ctx=context, n_threads=count, n_threads_batch=count, verbose=False, flash_attn=False
     )

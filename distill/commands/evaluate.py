@@ -17,6 +17,7 @@ from distill.commands.shared import (
     RunsOption,
     TargetOption,
     TextOption,
+    ThreadsOption,
     find_run,
     finite,
     local_reference,
@@ -46,6 +47,7 @@ def evaluate(
         float, typer.Option(min=0, max=100, callback=finite, help="Without a run: the sampler's temperature.")
     ] = 1.0,
     prompts: Annotated[int, typer.Option(min=4, help="Without a run: prompts taken from the text.")] = 32,
+    threads: ThreadsOption = None,
     runs: RunsOption = DEFAULT_RUNS,
     output: FormatOption = "md",
 ) -> None:
@@ -57,10 +59,10 @@ def evaluate(
     from distill.results.serialise import as_json, read_result
 
     if target or draft:
-        report = _evaluate_standalone(target, draft, text, temperature, prompts, kl, acceptance)
+        report = _evaluate_standalone(target, draft, text, temperature, prompts, kl, acceptance, threads)
     else:
         recipe, found = find_run(run, runs)
-        run_until(recipe, found, "eval")
+        run_until(recipe, found, "eval", threads=threads)
         report = read_result(found.path("eval.json"), EvaluationReport)
     if not kl:
         report = replace(report, domains={})
@@ -77,6 +79,7 @@ def _evaluate_standalone(
     prompts: int,
     kl: bool,
     acceptance: bool,
+    threads: int | None,
 ) -> EvaluationReport:
     if target is None or draft is None or not text:
         raise RecipeError(
@@ -88,7 +91,7 @@ def _evaluate_standalone(
     for reference in references:
         if reference.endswith(".gguf"):
             raise DataError(f"{reference}: GGUF files cannot be evaluated yet", "give the Hugging Face folders")
-    prepare(None)
+    prepare(threads)
     from distill.evaluation.standalone import evaluate_standalone
     from distill.models.loaded import load_pair
     from distill.models.pairs import require_pair

@@ -8,7 +8,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from distill.commands.shared import DEFAULT_RUNS, RunsOption, find_run, finite, local_reference, numbers, prepare
+from distill.commands.shared import (
+    DEFAULT_RUNS,
+    RunsOption,
+    ThreadsOption,
+    find_run,
+    finite,
+    local_reference,
+    numbers,
+    prepare,
+)
 from distill.errors import DataError, RecipeError, RunError
 from distill.files import read_utf8, require_path
 
@@ -79,6 +88,7 @@ def generate(
     grammar: Annotated[
         Path | None, typer.Option("--grammar", help="A file in GBNF or Lark; the new text follows it.")
     ] = None,
+    threads: ThreadsOption = None,
     runs: RunsOption = DEFAULT_RUNS,
 ) -> None:
     """Continue a prompt, streamed, with the draft's accepted tokens marked (green on a terminal)."""
@@ -90,14 +100,14 @@ def generate(
 
     if target or draft:
         pair = _standalone_pair(target, draft, configuration)
-        place, device, threads = Target(model=pair[0]), "auto", None
+        place, device = Target(model=pair[0]), "auto"
         model, found = pair[1], None
     else:
         recipe, found = find_run(run, runs)
         if not found.path("draft", "config.json").exists():
             raise RunError(f"{found.folder} has no trained draft yet", "run `distill train` on its recipe")
         found.verify("train", "draft/*")
-        place, device, threads = recipe.target, recipe.device, recipe.threads
+        place, device, threads = recipe.target, recipe.device, threads or recipe.threads
         model = str(found.path("draft").resolve())
     prepare(threads)
     from distill.generate.stream import Request, stream

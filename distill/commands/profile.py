@@ -7,9 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
-from distill.commands.shared import FormatOption, finite, local_reference, numbers, print_table
+from distill.commands.shared import FormatOption, ThreadsOption, finite, local_reference, numbers, print_table
 from distill.errors import DataError, RecipeError
-from distill.machine import MOST_THREADS
 
 
 def profile(
@@ -21,7 +20,7 @@ def profile(
     ] = "64,512",
     most: Annotated[int, typer.Option("--most", min=2, max=64, help="Measure steps of 1 to this many tokens.")] = 64,
     repeats: Annotated[int, typer.Option(min=5, help="Repeats per step; the median counts.")] = 7,
-    threads: Annotated[int | None, typer.Option(min=1, max=MOST_THREADS, help="CPU threads; by default all.")] = None,
+    threads: ThreadsOption = None,
     out: Annotated[Path | None, typer.Option("--out", help="Also save the curve to this JSON file.")] = None,
     batched_bench: Annotated[
         Path | None,
@@ -80,7 +79,7 @@ def profile(
 
 
 def _measured(model: str, depths: list[int], most: int, repeats: int, threads: int | None) -> Any:
-    from distill.machine import usable_cores
+    from distill.machine import thread_count
     from distill.speculative.cost import measure_curve
 
     if model.endswith(".gguf"):
@@ -95,7 +94,7 @@ def _measured(model: str, depths: list[int], most: int, repeats: int, threads: i
     from distill.models.hugging_face import load_model, pick_device
     from distill.models.torch_model import TorchModel
 
-    torch.set_num_threads(threads or usable_cores())
+    torch.set_num_threads(thread_count(threads))
     place = local_reference(model)
     return measure_curve(
         TorchModel(load_model(place, "float32", pick_device("auto"))), model, "pytorch", depths, most, repeats

@@ -63,6 +63,7 @@ def _delete(runs: Path, name: str, yes: bool) -> None:
     if not yes and not typer.confirm(f"Delete {folder} ({size / 1e6:.1f} MB)?", err=True):
         print("nothing was deleted", file=sys.stderr)
         return
-    with Run(folder, Recipe.model_construct()).locked(), faults_explained(folder):
+    unread: Recipe = Recipe.model_construct()  # type: ignore[call-arg]  # a damaged run has no recipe to read
+    with Run(folder, unread).locked(), faults_explained(folder):
         shutil.rmtree(folder)
     print(f"{folder} is deleted", file=sys.stderr)

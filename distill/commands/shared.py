@@ -15,7 +15,6 @@ import typer
 
 from distill.errors import DataError, RecipeError, RunError
 from distill.files import read_utf8, require_path
-from distill.machine import MOST_THREADS
 
 if TYPE_CHECKING:
     from distill.recipe import Recipe
@@ -35,6 +34,10 @@ DraftOption = Annotated[
 TextOption = Annotated[
     list[Path] | None,
     typer.Option("--text", help="Standalone pair: text file or folder to take prompts from."),
+]
+ThreadsOption = Annotated[
+    int | None,
+    typer.Option("--threads", min=1, max=4096, help="CPU threads; by default OMP_NUM_THREADS, else all cores."),
 ]
 DEFAULT_RUNS = Path("runs")
 Number = TypeVar("Number", int, float, int | None, float | None)
@@ -63,27 +66,31 @@ def find_run(name: str | None, runs: Path) -> tuple[Recipe, Run]:
 
 
 def prepare(threads: int | None) -> None:
-    """Set the thread count and silence libraries, before the first heavy import."""
-    from distill.machine import usable_cores
+    """Set the thread count (None: OMP_NUM_THREADS, else all cores) and silence libraries, before the first heavy
+    import."""
+    from distill.machine import thread_count
 
-    if threads is not None and threads > MOST_THREADS:
-        raise RecipeError(f"{threads} threads were asked for", f"at most {MOST_THREADS} are possible")
+    count = thread_count(threads)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("GGML_NO_BACKTRACE", "1")
     import torch
     import transformers
 
-    torch.set_num_threads(threads or usable_cores())
+    torch.set_num_threads(count)
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
 
 
-def run_until(recipe: Recipe, run: Run, stage: str, redo: Sequence[str] = ()) -> None:
-    """Bring an existing run up to `stage`."""
+def run_until(recipe: Recipe, run: Run, stage: str, redo: Sequence[str] = (), threads: int | None = None) -> None:
+    """Bring an existing run up to `stage`, with so many `threads` (None: the recipe's)."""
     from distill.pipeline.running import run_pipeline
+    from distill.run import Run
 
-    prepare(recipe.threads)
+    if threads is not None and run.done("profile") is None:  # costs belong to the threads that they are measured with
+        recipe = recipe.model_copy(update={"threads": threads})
+        run = Run(run.folder, recipe)
+    prepare(threads or recipe.threads)
     try:
         run.open((run.folder / "recipe.yaml").read_text(encoding="utf-8"))
         run_pipeline(recipe, run, until=stage, redo=redo)

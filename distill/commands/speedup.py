@@ -11,6 +11,7 @@ from distill.commands.shared import (
     FormatOption,
     RunArgument,
     RunsOption,
+    ThreadsOption,
     find_run,
     print_table,
     run_until,
@@ -33,6 +34,7 @@ def speedup(
         bool,
         typer.Option("--allow-lossy", help="Run configurations that change the target's distribution too (LOSSY)."),
     ] = False,
+    threads: ThreadsOption = None,
     runs: RunsOption = DEFAULT_RUNS,
     output: FormatOption = "md",
 ) -> None:
@@ -43,7 +45,7 @@ def speedup(
 
     recipe, found = find_run(run, runs)
     if verify_distribution:
-        run_until(recipe, found, "train")
+        run_until(recipe, found, "train", threads=threads)
         found.verify("train", "draft/*")
         from distill.benchmark.distribution_test import distribution_markdown, verify_run_distribution
 
@@ -53,7 +55,9 @@ def speedup(
         raise typer.Exit(0 if tested.lossless else 1)
     if allow_lossy and not recipe.speedup.allow_lossy:
         recipe = recipe.model_copy(update={"speedup": recipe.speedup.model_copy(update={"allow_lossy": True})})
-        found = Run(found.folder, recipe)
+    if threads is not None:
+        recipe = recipe.model_copy(update={"threads": threads})
+    found = Run(found.folder, recipe)
     run_until(recipe, found, "speedup", redo=["speedup"] if again else [])
     report = read_result(found.path("speedup.json"), SpeedupReport)
     from distill.benchmark.table import as_markdown, flat_rows

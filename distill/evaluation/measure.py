@@ -16,7 +16,9 @@ from torch import Tensor
 from distill import divergences
 from distill.errors import DataError
 from distill.intervals import Interval, ratio_interval
+from distill.models.finite import place_of, require_finite
 from distill.models.packed_forward import packed_inputs
+from distill.models.torch_model import model_name
 from distill.packing import Packed
 from distill.results.evaluation_results import MEASURES, Divergences, PositionAcceptance
 from distill.sampler import Sampler
@@ -76,8 +78,10 @@ def measure_blocks(
         for _, number, here in units:
             counts[number] = counts.get(number, 0) + int(here.sum())
         expected = target(**packed_inputs(target, part)).logits
+        _require_finite(expected, part, target)
         for name, draft in drafts.items():
             got = draft(**packed_inputs(draft, part)).logits
+            _require_finite(got, part, draft)
             for block, number, here in units:
                 where = here.to(device)
                 values = position_metrics(expected[block][where], got[block][where], sampler, vocabulary)
@@ -85,6 +89,15 @@ def measure_blocks(
                 sums[name][number] = sums[name][number] + total if number in sums[name] else total
     weights = numpy.array(list(counts.values()))
     return {name: (numpy.stack(list(found.values())), weights) for name, found in sums.items()}
+
+
+def _require_finite(logits: Tensor, part: Packed, model: Any) -> None:
+    """Raise DataError, naming model and position, unless the largest logits [n, S] at scored positions are finite."""
+    mask = part.mask.to(logits.device)
+    largest = logits.amax(-1)[mask]
+    if not bool(largest.isfinite().all()):
+        lengths = (part.positions[part.mask] + 1).tolist()
+        require_finite(largest.tolist(), place_of(model_name(model), lengths))
 
 
 def _units(part: Packed) -> Iterator[tuple[int, int, Tensor]]:

@@ -9,8 +9,10 @@ import torch
 
 from distill.errors import DataError
 from distill.export.tensors import read_shape
+from distill.models.finite import place_of, require_finite
 from distill.models.gguf.model import GgufModel
 from distill.models.hugging_face import load_model, load_tokenizer
+from distill.models.torch_model import model_name
 from distill.results.export_results import Parity
 from distill.texts import first_difference
 
@@ -75,9 +77,12 @@ def _compare_logits(
                 return same_top, differences
             with torch.inference_mode():
                 logits = model(torch.tensor([part])).logits[0, :-1, : quantised.vocabulary_size]
+            require_finite(logits.amax(-1).tolist(), place_of(model_name(model), range(1, len(part))))
             reference = logits.float().log_softmax(-1)
             quantised.reset()
-            actual = quantised.extend(part, want=range(len(part) - 1)).full().log_softmax(-1)
+            found = quantised.extend(part, want=range(len(part) - 1))
+            actual = found.full().log_softmax(-1)
+            require_finite(actual.amax(-1).tolist(), found.place)
             following = torch.tensor(part[1:])[:, None]
             differences += (reference.gather(1, following) - actual.gather(1, following)).abs()[:, 0].tolist()
             same_top += int((reference.argmax(-1) == actual.argmax(-1)).sum())

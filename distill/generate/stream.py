@@ -164,7 +164,7 @@ def _drafter(
     configuration, grammar = request.configuration, rules.constraint
     if configuration.drafter in OTHER_VOCABULARY:
         assert draft is not None
-        return _other_vocabulary_drafter(configuration, rules, target, draft, device)
+        return _other_vocabulary_drafter(configuration, rules, target, draft, device, pair.target.vocabulary_size)
     costs = request.costs or NO_COSTS
     if configuration.rule == "expected-value" and request.costs is None:
         costs = measured_costs(pair.target, pair.draft, configuration.most, 64)
@@ -182,7 +182,7 @@ def measured_costs(target: Model, draft: Model, length: int, depth: int) -> Step
 
 
 def _other_vocabulary_drafter(
-    configuration: Configuration, rules: Rules, target: Target, draft: str, device: str
+    configuration: Configuration, rules: Rules, target: Target, draft: str, device: str, rows: int
 ) -> Drafter:
     """A draft of another vocabulary, as it is: by the tokens both share, or by its text."""
     from distill.speculative.other_vocabulary.drafters import IntersectionDrafter, Reader, StringMatchDrafter
@@ -193,7 +193,8 @@ def _other_vocabulary_drafter(
     model = TorchModel(load_model(draft, target.dtype, pick_device(device)), own.size)
     kind = IntersectionDrafter if configuration.drafter == "intersection" else StringMatchDrafter
     argmax = rules.verifier == "match"
-    return kind(Reader(model, both, own), Fixed(configuration.most), rules.sampler, rules.random, argmax=argmax)
+    reader = Reader(model, both, own, rows)
+    return kind(reader, Fixed(configuration.most), rules.sampler, rules.random, argmax=argmax)
 
 
 def _summary(result: Decoded) -> str:

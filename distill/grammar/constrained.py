@@ -15,6 +15,7 @@ from torch import Tensor
 
 from distill.grammar.constraint import Constraint, State
 from distill.models.base import ROOT, Model, PendingTree, check_call, check_counts, check_rollback
+from distill.models.finite import Place
 from distill.models.torch_logits import TorchLogits
 from distill.speculative.draft import Drafter
 from distill.speculative.proposal import Features, Proposal
@@ -89,10 +90,11 @@ class Constrained:
                 state = self.constraint.next(state, token)
             states.append(None if place < start - 1 else state)  # inside the prompt everything is allowed
         asked = [index for index in want if (after := states[index]) is None or after.forced is None]
-        values = None
+        logits = None
         if asked or depth == 0:  # the prompt is read at once, whatever follows it
             owed = self._context[self.model.lengths[0] :]
-            values = self.model.extend([*owed, *tokens], want=[len(owed) + index for index in asked]).full()
+            logits = self.model.extend([*owed, *tokens], want=[len(owed) + index for index in asked])
+        values = None if logits is None else (logits.full(), logits.place)
         self._context += tokens
         self._states += [state for state in states if state is not None]
         return self._logits(values, asked, [states[index] for index in want], want)
@@ -114,8 +116,8 @@ class Constrained:
         self._tree, self._nodes = tree, nodes
         return self._logits(values, asked, [nodes[first + index][1] for index in want], want)
 
-    def _ask(self, tree: PendingTree, nodes: list[tuple[int, State]], asked: list[int]) -> Tensor:
-        """Let the model read these nodes and the unread nodes above them; its logits after them."""
+    def _ask(self, tree: PendingTree, nodes: list[tuple[int, State]], asked: list[int]) -> tuple[Tensor, Place | None]:
+        """Let the model read these nodes and the unread nodes above them; its logits after them, and their places."""
         needed: set[int] = set()
         for node in asked:
             while node != ROOT and node not in self._read and node not in needed:
@@ -129,16 +131,21 @@ class Constrained:
             numbers[node] = len(numbers)
         above = [ROOT if tree.parents[node] == ROOT else numbers[tree.parents[node]] for node in sorted(needed)]
         places = {node: place for place, node in enumerate(sorted(needed))}
-        values = self.model.extend(
+        logits = self.model.extend(
             [nodes[node][0] for node in sorted(needed)], parents=above, want=[places[node] for node in asked]
-        ).full()
+        )
         self._read = numbers
-        return values
+        return logits.full(), logits.place
 
     def _logits(
-        self, values: Tensor | None, asked: list[int], states: list[State | None], want: list[int]
+        self,
+        read: tuple[Tensor, Place | None] | None,
+        asked: list[int],
+        states: list[State | None],
+        want: list[int],
     ) -> TorchLogits:
         """The rows of `want`: the model's logits under the mask where it was called, the forced token elsewhere."""
+        values, place = (None, None) if read is None else read
         if self._dtype is None and values is not None:
             self._dtype = values.dtype
         found = torch.zeros(len(want), self.vocabulary_size, dtype=self._dtype or torch.float32)
@@ -149,7 +156,12 @@ class Constrained:
         masked = [place for place, state in enumerate(states) if state is not None]
         if masked:
             found[masked] = self.constraint.masked(found[masked], [state for state in states if state is not None])
-        return TorchLogits(found)
+
+        def under_grammar(row: int) -> str:
+            known = place is not None and want[row] in rows
+            return f"{place(rows[want[row]]) if known and place else 'a model'}, under the grammar"
+
+        return TorchLogits(found, under_grammar)
 
     def keep(self, paths: Sequence[Sequence[int]]) -> None:
         """As the model's `keep`; tokens of the path that it has not read stay owed."""

@@ -73,24 +73,32 @@ def _stuck(matcher: Any) -> DataError:
 class State:
     """The tokens that may follow a text. `forced` is the only one allowed, None where there are several.
 
-    A text is `over` when it has ended or the grammar rules it out: only the end token may follow.
+    A text is `over` when it has ended or the grammar rules it out: only the end token may follow. Ids from `rows` on
+    are never allowed; DataError where no other one is.
     """
 
     __slots__ = ("_bits", "accepting", "after", "forced", "position")
 
-    def __init__(self, position: Position | None, ends: Sequence[int], size: int) -> None:
+    def __init__(self, position: Position | None, ends: Sequence[int], size: int, rows: int) -> None:
         self.position = position
         self.after: dict[int, State] = {}
         self.accepting = position is not None and position.accepting()
         allowed = np.zeros(size, dtype=bool)
         if position is None:
-            allowed[ends[0]] = True
+            allowed[next((end for end in ends if end < rows), ends[0])] = True
         else:
             allowed = _unpacked(position.allowed(), size)
             allowed[list(ends)] = self.accepting
+        missing = int(allowed[rows:].sum())
+        allowed[rows:] = False
         found = np.flatnonzero(allowed)
         if not len(found):
-            raise DataError("the grammar cannot go on: no token of this vocabulary fits", STUCK)
+            fit = (
+                f"only {missing} tokens fit that the model has no row for"
+                if missing
+                else "no token of this vocabulary fits"
+            )
+            raise DataError(f"the grammar cannot go on: {fit}", STUCK)
         self.forced = int(found[0]) if len(found) == 1 else None
         self._bits: Bits = np.packbits(allowed, bitorder="little")
 
@@ -125,13 +133,16 @@ class Constraint:
     def __init__(self, position: Position, tokens: Tokens, warnings: Sequence[str] = ()) -> None:
         self.warnings = warnings
         self.ends, self._size, self._position = tokens.ends, len(tokens.bytes_of), position
-        self._over = State(None, self.ends, self._size)
         self.begin(0)
 
-    def begin(self, start: int) -> None:
-        """A new text; the grammar ignores its prompt of `start` tokens."""
-        self.start = start
-        self.root = State(self._position, self.ends, self._size)
+    def begin(self, start: int, rows: int | None = None) -> None:
+        """A new text; the grammar ignores its prompt of `start` tokens.
+
+        `rows` is how many ids the target's logits cover (None: all); it can write no other ones.
+        """
+        self.start, self._rows = start, self._size if rows is None else rows
+        self._over = State(None, self.ends, self._size, self._rows)
+        self.root = State(self._position, self.ends, self._size, self._rows)
 
     def next(self, state: State, token: int) -> State:
         """The state after one more token, made once."""
@@ -139,7 +150,7 @@ class Constraint:
             return self._over
         found = state.after.get(token)
         if found is None:
-            found = state.after[token] = State(state.position.after(token), self.ends, self._size)
+            found = state.after[token] = State(state.position.after(token), self.ends, self._size, self._rows)
         return found
 
     def state(self, context: Sequence[int]) -> State:

@@ -14,6 +14,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from distill.models.finite import Place
+
 
 class Logits(Protocol):
     """Logits [n, V] where they were computed, rows in the order of `want`; valid until the model's next extend."""
@@ -22,12 +24,23 @@ class Logits(Protocol):
         """How many rows n there are."""
         ...
 
-    def argmax(self) -> list[int]:
-        """The best id of each row, the smallest id on ties."""
+    @property
+    def place(self) -> Place | None:
+        """The model and the position of each row, for messages."""
+        ...
+
+    def argmax(self, empty: int | None = None) -> list[int]:
+        """The best id of each row, the smallest id on ties; `empty` where a row is −∞ everywhere.
+
+        DataError for NaN or +∞ and, without `empty`, for a row that is −∞ everywhere.
+        """
         ...
 
     def top(self, k: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """The k best ids [n, k] and their logits [n, k], best first, smaller ids first on ties."""
+        """The k best ids [n, k] and their logits [n, k], best first, smaller ids first on ties.
+
+        DataError as `argmax`.
+        """
         ...
 
     def gather(self, ids: NDArray[Any] | Sequence[int] | Sequence[Sequence[int]]) -> NDArray[np.float32]:
@@ -35,7 +48,7 @@ class Logits(Protocol):
         ...
 
     def full(self) -> torch.Tensor:
-        """All logits [n, V] as a copy on the CPU, in fp32, or fp64 where they were computed so."""
+        """All logits [n, V] as a copy on the CPU, in fp32, or fp64 where they were computed so; not checked."""
         ...
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from distill.models.base import check_tokens, check_want
 from distill.models.torch_logits import TorchLogits
-from distill.models.torch_model import TorchModel
+from distill.models.torch_model import TorchModel, model_name
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,8 @@ class BatchedTorchModel:
         chosen = None if len(active) == self.rows else self._tensor(active)
         for layer in self._layers:
             layer.step = _Step(chosen, entries, columns, rows, slots, size)
-        wanted = [(places[i][0], places[i][1]) for i in (range(len(tokens)) if want is None else want)]
+        read = [places[i] for i in (range(len(tokens)) if want is None else want)]
+        wanted = [(entry, column) for entry, column, _, _ in read]
         kept = sorted({column for _, column in wanted})
         logits = self.model(
             input_ids=ids,
@@ -150,7 +151,10 @@ class BatchedTorchModel:
         ).logits[..., : self.vocabulary_size]
         self._lengths = [length + count for length, count in zip(self._lengths, counts, strict=True)]
         which = {column: index for index, column in enumerate(kept)}
-        return TorchLogits(logits[self._tensor([e for e, _ in wanted]), self._tensor([which[c] for _, c in wanted])])
+        return TorchLogits(
+            logits[self._tensor([e for e, _ in wanted]), self._tensor([which[c] for _, c in wanted])],
+            lambda index: f"{model_name(self.model)}, row {read[index][2]}, after {read[index][3] + 1} tokens",
+        )
 
     def _tensor(self, numbers: Sequence[Any]) -> Tensor:
         return torch.tensor(numbers, dtype=torch.long, device=self.device)

@@ -5,6 +5,7 @@ Legend: n rows, V vocabulary, k candidates.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy
@@ -12,24 +13,32 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from distill.models.finite import Place, require_finite
+
 
 class TorchLogits:
     """Logits [n, V] where they were computed; see `distill.models.base.Logits`."""
 
-    def __init__(self, values: Tensor) -> None:
-        self.values = values
+    def __init__(self, values: Tensor, place: Place | None = None) -> None:
+        self.values, self.place = values, place
 
     def __len__(self) -> int:
         return self.values.shape[0]
 
-    def argmax(self) -> list[int]:
-        """The best id of each row, the smallest id on ties."""
-        ids: list[int] = self.values.argmax(-1).tolist()
-        return ids
+    def argmax(self, empty: int | None = None) -> list[int]:
+        """The best id of each row, the smallest id on ties; `empty` where a row is −∞ everywhere."""
+        best = self.values.argmax(-1)
+        largest: list[float] = self.values.gather(-1, best.unsqueeze(-1)).squeeze(-1).tolist()
+        require_finite(largest, self.place, empty is not None)
+        ids: list[int] = best.tolist()
+        if empty is None:
+            return ids
+        return [token if value > -math.inf else empty for token, value in zip(ids, largest, strict=True)]
 
     def top(self, k: int) -> tuple[NDArray[numpy.int64], NDArray[numpy.float32]]:
         """The k best ids [n, k] and their logits [n, k], best first, smaller ids first on ties."""
         values, ids = self.values.sort(dim=-1, descending=True, stable=True)  # topk leaves the order of ties open
+        require_finite(values[:, 0].tolist(), self.place)
         return ids[:, :k].cpu().numpy(), values[:, :k].float().cpu().numpy()
 
     def gather(self, ids: Any) -> NDArray[numpy.float32]:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from distill.models.base import ROOT, PendingTree, check_call, check_counts, check_rollback, check_want
+from distill.models.finite import place_of
 from distill.models.torch_logits import TorchLogits
 
 
@@ -22,6 +23,11 @@ def shortest_window(config: Any) -> int:
     sizes = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
     found = [getattr(config, sizes[kind], None) for kind in set(kinds) & set(sizes)]
     return min((int(size) for size in found if size), default=sys.maxsize)
+
+
+def model_name(model: Any) -> str:
+    """The folder or hub name that a model of transformers was loaded from, else its class."""
+    return str(getattr(model.config, "_name_or_path", "") or type(model).__name__)
 
 
 class TorchModel:
@@ -106,13 +112,19 @@ class TorchModel:
         dtype = self.model.dtype
         mask = torch.zeros(1, 1, len(tokens), self._length + len(tree), dtype=dtype)
         mask[..., self._length :].masked_fill_(~seen[old:], torch.finfo(dtype).min)
-        positions = torch.tensor([[self._length + depth - 1 for depth in tree.depths[old:]]], device=self.device)
-        logits = self._forward(tokens, want, attention_mask=mask.to(self.device), position_ids=positions)
+        lengths = [self._length + depth for depth in tree.depths[old:]]
+        positions = torch.tensor([lengths], device=self.device) - 1
+        logits = self._forward(tokens, want, lengths, attention_mask=mask.to(self.device), position_ids=positions)
         self._tree, self._seen = tree, seen
         return logits
 
-    def _forward(self, tokens: Sequence[int], want: Sequence[int] | None, **inputs: Any) -> TorchLogits:
-        """Run the model on `tokens`; the cache stays unchanged when that fails."""
+    def _forward(
+        self, tokens: Sequence[int], want: Sequence[int] | None, lengths: Sequence[int] | None = None, **inputs: Any
+    ) -> TorchLogits:
+        """Run the model on `tokens`; the cache stays unchanged when that fails.
+
+        `lengths` are those of the texts that the tokens end (None: the tokens are a chain).
+        """
         ids = torch.tensor([list(tokens)], device=self.device)
         keep: int | Tensor = 0
         if want is not None:
@@ -127,7 +139,9 @@ class TorchModel:
         except BaseException:
             self._trim(self._length + len(self._tree))
             raise
-        return TorchLogits(logits[:, : self.vocabulary_size])
+        read = range(self._length + 1, self._length + len(tokens) + 1) if lengths is None else lengths
+        wanted = read if want is None else [read[index] for index in want]
+        return TorchLogits(logits[:, : self.vocabulary_size], place_of(model_name(self.model), wanted))
 
     def _trim(self, size: int) -> None:
         """Cut every layer to its first `size` entries; after a failed call only some layers have more."""

@@ -19,7 +19,10 @@ class Recipe(Section):
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100, description="the run directory's name")
     seed: int = Field(0, ge=0, le=LARGEST, description="seed of all random choices")
     threads: int | None = Field(
-        None, ge=1, le=MOST_THREADS, description="CPU threads; null: all cores that this process may use"
+        None,
+        ge=1,
+        le=MOST_THREADS,
+        description="CPU threads; null: OMP_NUM_THREADS, else all cores that this process may use",
     )
     device: str = Field("auto", description="auto, cpu, cuda, cuda:0, mps, …")
     target: Target

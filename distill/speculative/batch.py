@@ -14,7 +14,7 @@ from itertools import accumulate
 from distill.errors import DataError
 from distill.models.base import Logits, Model
 from distill.speculative.decode import Decoded, Round, Rules, add_tokens, require_lossless, verify_greedy
-from distill.speculative.draft import ChainDraft, ModelDrafter, distribution_sampler, largest_logit_decides
+from distill.speculative.draft import NONE, ChainDraft, ModelDrafter, distribution_sampler, largest_logit_decides
 from distill.speculative.lengths import Fixed, LengthRule
 from distill.speculative.n_grams import NGramIndex
 from distill.speculative.proposal import Proposal
@@ -206,7 +206,7 @@ def _next_tokens(logits: Logits, live: Sequence[_Row], rules: Rules) -> list[int
     """The target's own next token of each row, from logits [B, V]."""
     if rules.by_argmax:
         return logits.argmax()
-    distributions = rules.sampler.probabilities(logits.full(), [row.context for row in live])
+    distributions = rules.sampler.distributions(logits, [row.context for row in live])
     return [draw_token(distribution, row.random) for distribution, row in zip(distributions, live, strict=True)]
 
 
@@ -229,11 +229,11 @@ def _draft(draft: Model, live: Sequence[_Row], most: Mapping[int, int], rules: R
         fresh = {row.number: chains[row.number].unread(row.context, read[row.number]) for row in drafting}
         logits = _extend(draft, fresh, fresh)
         if by_argmax:
-            for row, token in zip(drafting, logits.argmax(), strict=True):
+            for row, token in zip(drafting, logits.argmax(NONE), strict=True):
                 chains[row.number].add(token)
         else:
             histories = [[*row.context, *chains[row.number].tokens] for row in drafting]
-            distributions = distribution_sampler(rules.sampler).probabilities(logits.full(), histories)
+            distributions = distribution_sampler(rules.sampler).distributions(logits, histories, empty=True)
             for row, distribution in zip(drafting, distributions, strict=True):
                 chains[row.number].add_from(distribution, row.index, row.context)
     for row in live:
@@ -259,7 +259,7 @@ def _verify(target: Model, live: Sequence[_Row], rules: Rules) -> list[tuple[int
         histories = None
         if rules.sampler.repetition_penalty != 1:
             histories = [history for row in live for history in row.proposal.histories(row.context)]
-        distributions = rules.sampler.probabilities(logits.full(), histories)  # [N, V]
+        distributions = rules.sampler.distributions(logits, histories)  # [N, V]
         for row, place in zip(live, places, strict=True):
             found.append(draw_chain(rules.verifier, distributions[place], row.proposal, row.random))
     _rollback(target, {row.number: depths[row.number] + 1 + got for row, (got, _) in zip(live, found, strict=True)})

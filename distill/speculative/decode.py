@@ -116,7 +116,7 @@ def constrained(target: Model, prompt: Sequence[int], rules: Rules) -> Model:
     """The target at the start of a text, under the constraint where there is one."""
     if rules.constraint is None:
         return target
-    rules.constraint.begin(len(prompt))
+    rules.constraint.begin(len(prompt), target.vocabulary_size)
     return Constrained(target, rules.constraint)
 
 
@@ -124,7 +124,7 @@ def next_token(logits: Logits, history: Sequence[int], rules: Rules) -> int:
     """The target's own next token from logits [1, V]."""
     if rules.by_argmax:
         return logits.argmax()[0]
-    return draw_token(rules.sampler.probabilities(logits.full(), [history])[0], rules.random)
+    return draw_token(rules.sampler.distributions(logits, [history])[0], rules.random)
 
 
 def add_tokens(result: Decoded, new: Sequence[int], accepted: int, rules: Rules) -> tuple[int, bool]:
@@ -248,7 +248,7 @@ def _verify(target: Model, context: Sequence[int], proposal: Proposal, rules: Ru
 def _distributions(logits: Logits, context: Sequence[int], proposal: Proposal, rules: Rules) -> Tensor:
     """The target's distributions [n + 1, V] after the context and after each node, after the sampler."""
     histories = None if rules.sampler.repetition_penalty == 1 else proposal.histories(context)
-    return rules.sampler.probabilities(logits.full(), histories)
+    return rules.sampler.distributions(logits, histories)
 
 
 def speculative_rounds(

@@ -21,6 +21,8 @@ from distill.speculative.proposal import Features, Proposal
 from distill.speculative.trees.tree import features_of
 from distill.speculative.verify import Random, draw_token
 
+NONE = -1  # no token: the draft's logits are −∞ everywhere
+
 
 class Drafter(Protocol):
     """Proposes chains, or trees, for a context that only grows between `begin`s."""
@@ -90,17 +92,24 @@ class ChainDraft:
         return self.tokens[-1:] or list(context[read:])
 
     def add(self, token: int) -> None:
-        """Take the token of largest logit."""
-        self.tokens.append(token)
+        """Take the token of largest logit, or stop where there is NONE."""
+        if token == NONE:
+            self._stopped = True
+        else:
+            self.tokens.append(token)
 
     def add_from(self, distribution: Tensor, index: NGramIndex, context: Sequence[int]) -> None:
         """Take a token of the draft's distribution [V] after `context` and this chain, or stop before the draw.
 
-        `index` has read `context`.
+        `index` has read `context`. An empty distribution stops the chain.
         """
+        features = features_of(distribution)
+        if not features.top:
+            self._stopped = True
+            return
         tail = [*context[-LONGEST:], *self.tokens][-LONGEST:]
         match = index.match(tail, int(distribution.argmax()))
-        features = replace(features_of(distribution), match=match)
+        features = replace(features, match=match)
         if not self._rule.go_on(len(self.tokens), features):
             self._stopped = True
             return
@@ -178,10 +187,10 @@ class ModelDrafter:
             fresh = chain.unread(context, read)
             logits = self.model.extend(fresh, want=[len(fresh) - 1])
             if by_argmax:
-                chain.add(logits.argmax()[0])
+                chain.add(logits.argmax(NONE)[0])
             else:
                 sampler, history = distribution_sampler(self.sampler), [*context, *chain.tokens]
-                chain.add_from(sampler.probabilities(logits.full(), [history])[0], self.index, context)
+                chain.add_from(sampler.distributions(logits, [history], empty=True)[0], self.index, context)
         return chain.proposal()
 
     def accepted(self, proposal: Proposal, count: int, length: int, seconds: float) -> None:

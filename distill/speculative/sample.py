@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from distill.models.finite import place_of
+from distill.models.torch_model import model_name
 from distill.sampler import Sampler
 
 
@@ -58,7 +60,8 @@ def continue_prompts(
             use_cache=True,
             logits_to_keep=1,
         ).logits[:, -1, :vocabulary]
-        cumulative = sampler.probabilities(logits).double().cumsum(-1)
+        place = place_of(model_name(model), [len(prompt) + step for prompt in prompts])
+        cumulative = sampler.probabilities(logits, place=place).double().cumsum(-1)
         # Inverse transform scaled by the sum that rounding left, so that the draw always falls on a possible token.
         token = torch.searchsorted(cumulative, draws[:, step : step + 1] * cumulative[:, -1:], right=True)
         token = token.clamp(max=logits.shape[-1] - 1)

@@ -17,6 +17,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from distill.errors import DataError
 from distill.speculative.proposal import ROOT, Proposal
 
 Random = Callable[[], float]
@@ -25,10 +26,17 @@ Random = Callable[[], float]
 def inverse_transform(distribution: Tensor, uniforms: Tensor) -> Tensor:
     """Tokens [...] drawn from distributions [..., V] with uniforms [...] in [0, 1), never one of probability 0.
 
-    The distributions need not sum to 1 exactly: each draw is scaled by the sum that rounding left.
+    The distributions need not sum to 1 exactly: each draw is scaled by the sum that rounding left. DataError for one
+    whose sum is 0 or not finite: nothing can be drawn from it.
     """
     cumulative = distribution.double().cumsum(-1)
     total = cumulative[..., -1:].contiguous()
+    if not bool(((total > 0) & total.isfinite()).all()):
+        wrong = next(value for value in total.flatten().tolist() if not 0 < value < float("inf"))
+        raise DataError(
+            f"no token can be drawn: the distribution sums to {wrong}",
+            "the logits of the target or the draft are not finite: check both models' weights",
+        )
     token = torch.searchsorted(cumulative, uniforms.to(cumulative).unsqueeze(-1) * total, right=True)
     # Where the product rounded up to the total: the last token that adds to it.
     return torch.minimum(token, torch.searchsorted(cumulative, total)).squeeze(-1)
@@ -157,7 +165,7 @@ def block(p: Tensor, q: Tensor | None, tokens: Tensor) -> Verdict:
     excess = excess - _drawn_from(None if q is None else q[..., 1:, :], tokens[..., 1:], p)
     mass = excess.clamp(min=0).sum(-1)  # Z_1..Z_{γ−1}
     missing = mass + 1 - scale[..., 1:-1]
-    inner = torch.where(missing > 0, _ratio(mass, missing), torch.ones_like(mass))
+    inner = torch.where(missing == 0, torch.ones_like(mass), _ratio(mass, missing))
     # A position that holds no token cannot be accepted, whatever the mass behind it.
     acceptance = torch.cat([inner, scale[..., -1:]], -1)[..., :length].masked_fill(tokens < 0, 0)
     return Verdict(acceptance, p, q, tokens, scale[..., :-1], last_hit=True)
@@ -169,7 +177,8 @@ def draw(verdict: Verdict, random: Random) -> tuple[int, int]:
     if verdict.last_hit:
         accepted = max((i + 1 for i, chance in enumerate(chances) if random() < chance), default=0)
     else:
-        accepted = next((i for i, chance in enumerate(chances) if random() >= chance), len(chances))
+        # Not `>=`: a chance that is NaN must not accept.
+        accepted = next((i for i, chance in enumerate(chances) if not random() < chance), len(chances))
     return accepted, draw_token(verdict.residual(accepted), random)
 
 

@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 from distill.errors import DataError
+from distill.models.finite import require_finite
 from distill.models.packed_forward import hidden_states, packed_inputs
+from distill.models.torch_model import model_name
 from distill.packing import Packed
 from distill.target.distributions import DenseTeacher, LogitForm, logit_form
 
@@ -57,6 +59,7 @@ def require_head(model: Any, head: Head, blocks: Packed) -> None:
     """Raise DataError unless `head` and the first block's hidden states give the model's own logits."""
     first = blocks.take(slice(0, 1))
     expected = model(**packed_inputs(model, first)).logits[..., : len(head.weight)].float()
+    require_finite([float(expected.amax())], lambda row: model_name(model))
     found = head.logits(hidden_states(model, first).to(head.weight.device)).to(expected.device)
     error = float((found - expected).square().mean().sqrt() / expected.square().mean().sqrt().clamp(min=1e-12))
     if not error <= max(NOISE, 2 * torch.finfo(model.dtype).eps):

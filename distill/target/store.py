@@ -23,6 +23,7 @@ from torch import Tensor
 
 from distill.errors import DataError
 from distill.files import read_json
+from distill.models.finite import require_finite
 from distill.packing import Packed, concatenate
 from distill.recipe import TeacherStore as Settings
 from distill.run import Run, verify_artifact
@@ -38,11 +39,13 @@ def compress(logits: Tensor, k: int, vocabulary: int) -> TeacherChunk:
     """The compact form of distributions given as logits [N, V], at temperature 1, its ids int32.
 
     Columns from `vocabulary` on are padding and hold no mass. The tail is summed over the logits outside the top K,
-    never as one minus the sum of the others.
+    never as one minus the sum of the others. DataError for logits that are not finite.
     """
     logits = _without_padding(logits, vocabulary)
     normaliser = logits.logsumexp(-1, keepdim=True)
     values, ids = logits.topk(k, dim=-1)
+    if not bool(values[:, 0].isfinite().all()):
+        require_finite(values[:, 0].tolist(), lambda row: f"the target at scored position {row} of a batch")
     outside = logits.scatter(-1, ids, -math.inf).logsumexp(-1, keepdim=True)
     tail = (outside - normaliser).squeeze(-1).clamp(min=EMPTY)
     return TeacherChunk(ids.to(torch.int32), values - normaliser, tail)

@@ -137,12 +137,18 @@ def one_step(work: Training, part: PlannedPart, step: int) -> dict[str, Any]:
     if not math.isfinite(norm) or not math.isfinite(loss):
         raise DataError(
             f"the loss or its gradient is not finite at step {step} (loss {loss}, gradient norm {norm})",
-            "lower train.rate, or train in float32; the last checkpoint is intact",
+            f"{_kept(work)}; lower train.rate or train.clip, or train in float32",
         )
     work.optimizer.step()
     work.optimizer.zero_grad(set_to_none=True)
     means = {name: value / max(1.0, positions) for name, value in found.items()}
     return {"loss": loss, "losses": losses, **means, "gradient_norm": norm, "tokens": int(positions)}
+
+
+def _kept(work: Training) -> str:
+    """What a training that stops without saving leaves behind."""
+    checkpoint = newest_checkpoint(work.run.path("checkpoints"))
+    return "nothing was saved yet" if checkpoint is None else f"the last checkpoint, {checkpoint.name}, is kept"
 
 
 class Clock:

@@ -5,6 +5,7 @@ Legend: b blocks, S positions, N scored positions, H hidden, V vocabulary, C col
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, Protocol
@@ -12,6 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from distill.errors import DataError
 from distill.models.packed_forward import hidden_states
 from distill.packing import Packed, epoch_order
 from distill.recipe import Train
@@ -178,6 +180,11 @@ def heal(
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         losses.append(loss.item())
+        if not math.isfinite(losses[-1]):
+            raise DataError(
+                f"the loss is not finite at step {step} of the healing that compares cuts (loss {losses[-1]})",
+                "check the target's and the donor's weights, or lower train.rate",
+            )
     model.eval()
     tail = losses[-max(1, steps // 10) :]
     return sum(tail) / len(tail) if tail else float("nan")

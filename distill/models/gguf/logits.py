@@ -5,12 +5,15 @@ Legend: n rows, V vocabulary, k candidates.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+
+from distill.models.finite import Place, require_finite
 
 if TYPE_CHECKING:
     from distill.models.gguf.model import GgufModel
@@ -19,10 +22,11 @@ if TYPE_CHECKING:
 class GgufLogits:
     """Logits [n, V] as a view of llama.cpp's own buffer; see `distill.models.base.Logits`."""
 
-    def __init__(self, model: GgufModel, rows: NDArray[np.float32]) -> None:
+    def __init__(self, model: GgufModel, rows: NDArray[np.float32], place: Place | None = None) -> None:
         self._model = model
         self._generation = model.generation
         self._array = rows
+        self.place = place
 
     def __len__(self) -> int:
         return len(self._array)
@@ -32,10 +36,16 @@ class GgufLogits:
             raise ValueError("these logits were overwritten: read them before the next extend or close")
         return self._array
 
-    def argmax(self) -> list[int]:
-        """The best id of each row, the smallest id on ties."""
-        ids: list[int] = self._rows().argmax(axis=1).tolist()
-        return ids
+    def argmax(self, empty: int | None = None) -> list[int]:
+        """The best id of each row, the smallest id on ties; `empty` where a row is −∞ everywhere."""
+        rows = self._rows()
+        best = rows.argmax(axis=1)
+        largest: list[float] = rows[np.arange(len(rows)), best].tolist()
+        require_finite(largest, self.place, empty is not None)
+        ids: list[int] = best.tolist()
+        if empty is None:
+            return ids
+        return [token if value > -math.inf else empty for token, value in zip(ids, largest, strict=True)]
 
     def top(self, k: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
         """The k best ids [n, k] and their logits [n, k], best first, smaller ids first on ties; 1 <= k <= V."""
@@ -44,8 +54,9 @@ class GgufLogits:
         if not 1 <= k <= size:
             raise ValueError(f"k must lie in 1..{size}, got {k}")
         if k == 1:
-            ids = rows.argmax(axis=1, keepdims=True)
+            ids = np.array(self.argmax(), dtype=np.int64)[:, None]
             return ids, np.take_along_axis(rows, ids, axis=1)
+        require_finite(rows.max(axis=1).tolist(), self.place)
         ids = np.empty((len(rows), k), dtype=np.int64)
         for index, row in enumerate(rows):
             best = np.argpartition(row, size - k)[size - k :]

@@ -15,8 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distill.errors import DataError
-from distill.machine import usable_cores
+from distill.machine import thread_count
 from distill.models.base import check_call, check_counts, check_rollback, check_tokens, check_want
+from distill.models.finite import place_of
 from distill.models.gguf.branches import Branches
 from distill.models.gguf.context import FEW, GgufContext
 from distill.models.gguf.file import GgufFile
@@ -64,7 +65,7 @@ class GgufModel:
         self.head_rows, self.vocabulary_size = self._file.head_rows, self._file.vocabulary_size
         try:
             # More threads than cores make llama.cpp many times slower.
-            count = threads or usable_cores()
+            count = thread_count(threads)
             self._context = GgufContext(self._file, context, batch, count, max_leaves + 1, pad_single)
         except BaseException:
             self._file.close()
@@ -96,7 +97,8 @@ class GgufModel:
         """
         self._file.require_open()
         if parents is None and counts is None and self._is_short_step(tokens, want):
-            return GgufLogits(self, self._decode_few(tokens, want is not None))
+            rows = self._decode_few(tokens, want is not None)
+            return self._logits(rows, range(self._length - len(rows) + 1, self._length + 1))
         check_counts(counts, len(tokens))
         if parents is None:
             return self._extend_chain(tokens, want)
@@ -131,7 +133,8 @@ class GgufModel:
             self._context.withdraw(0, self._length)
             raise
         self._length += count
-        return GgufLogits(self, rows)
+        begin = self._length - count + 1
+        return self._logits(rows, range(begin, begin + count) if want is None else [begin + index for index in want])
 
     def _extend_tree(self, tokens: Sequence[int], parents: Sequence[int], want: Sequence[int] | None) -> GgufLogits:
         if not self.max_leaves:
@@ -153,7 +156,11 @@ class GgufModel:
             self._branches.withdraw(growth, self._length)
             raise
         self._branches.finish(growth, self._length)
-        return GgufLogits(self, rows)
+        lengths = [self._length + depth for depth in tree.depths[old:]]
+        return self._logits(rows, lengths if want is None else [lengths[index] for index in want])
+
+    def _logits(self, rows: NDArray[np.float32], lengths: Sequence[int]) -> GgufLogits:
+        return GgufLogits(self, rows, place_of(str(self.path), lengths))
 
     def _decode_nodes(
         self, tokens: Sequence[int], depths: Sequence[int], through: list[list[int]], want: Sequence[int] | None

@@ -39,16 +39,18 @@ TAIL = 64  # target tokens before a drafted text that are encoded with it
 class Reader:
     """A draft that reads target ids: its cache holds the translation of a context, and the tokens drafted after it.
 
+    `rows` is how many ids the target's logits cover, which may be fewer or more than its tokenizer has (None: as many).
     Raises PairError for a draft whose tokenizer has more tokens than the model has rows.
     """
 
-    def __init__(self, model: Model, target: Vocabulary, draft: Vocabulary) -> None:
+    def __init__(self, model: Model, target: Vocabulary, draft: Vocabulary, rows: int | None = None) -> None:
         if draft.size > model.vocabulary_size:
             raise PairError(
                 f"the tokenizer in {draft.folder} has {draft.size} tokens, the draft {model.vocabulary_size} rows",
                 "give the tokenizer that belongs to the draft",
             )
         self.model, self.translator = model, Translator(target, draft)
+        self.rows = target.size if rows is None else rows
         self._ids: list[int] = []  # in the cache
 
     def begin(self, prompt: Sequence[int]) -> None:
@@ -131,7 +133,7 @@ class SharedModel:
         values = logits.full()  # [1, the draft's ids]
         mapped = values.new_full((1, self.vocabulary_size), -torch.inf)
         mapped[:, self._target_ids] = values[:, self._draft_ids]
-        return TorchLogits(mapped)
+        return TorchLogits(mapped, logits.place)
 
     def keep(self, paths: Sequence[Sequence[int]]) -> None:
         """Nothing is ever pending: ValueError for a path of any tokens."""
@@ -166,7 +168,7 @@ class IntersectionDrafter(ModelDrafter):
         self.reader = reader
         target = reader.translator.source.vocabulary
         shared = shared_tokens(target, reader.translator.destination.vocabulary)
-        self.shared_model = SharedModel(reader, shared, target.size)
+        self.shared_model = SharedModel(reader, shared, reader.rows)
         super().__init__(self.shared_model, rule, sampler, random, argmax)
 
     def begin(self, prompt: Sequence[int]) -> None:
@@ -236,7 +238,7 @@ class StringMatchDrafter:
         self._ends = [end + len(data) - len(raw) for end in accumulate(lengths)]
         found = self._continued(context, data)
         if len(text) < len(own) and translator.source.vocabulary.text_bytes(found) == data:
-            found.append(self._counterparts[own[-1]])
+            found += [end for end in [self._counterparts[own[-1]]] if end < self.reader.rows]
         stop = next((i + 1 for i, token in enumerate(found) if token in ends), limit)
         return Proposal.chain(found[: min(stop, limit)])
 
@@ -249,9 +251,10 @@ class StringMatchDrafter:
             if not self.rule.step_on(position):
                 break
             logits = self.reader.append(tokens[-1:]) if tokens else self.reader.read(history)
-            distribution = distribution_sampler(self.sampler).probabilities(logits.full(), [[*history, *tokens]])[0]
+            sampler = distribution_sampler(self.sampler)
+            distribution = sampler.distributions(logits, [[*history, *tokens]], empty=True)[0]
             features = features_of(distribution)
-            if not self.rule.go_on(position, features):
+            if not features.top or not self.rule.go_on(position, features):
                 break
             token = int(distribution.argmax()) if self.argmax else draw_token(distribution, self.random)
             if not self._is_text(token) and token not in self._counterparts:
@@ -286,7 +289,8 @@ class StringMatchDrafter:
         left, count = whole[len(before) :], 0
         for number in rest:
             own = encoder.vocabulary.text_bytes([number])
-            if not own or not left.startswith(own) or encoder.vocabulary.kinds[number] == "special":
+            special = number >= self.reader.rows or encoder.vocabulary.kinds[number] == "special"
+            if not own or not left.startswith(own) or special:
                 break
             left, count = left[len(own) :], count + 1
         return rest[:count]

@@ -109,8 +109,8 @@ class Translator:
 
     def ids(self, context: Sequence[int]) -> list[int] | None:
         """The draft's ids; None where the context ends inside a character that the draft has no byte tokens for."""
-        if self.same:
-            return list(context)
+        if self.same:  # padding ids of the target stand for no text
+            return [token for token in context if token < self.destination.vocabulary.size]
         if self._last[0] != context:
             self._last = list(context), self._translated(list(context))
         return None if self._last[1] is None else list(self._last[1])

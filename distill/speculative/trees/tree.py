@@ -37,7 +37,8 @@ def features_of(distribution: Tensor) -> Features:
 def _features(distribution: Tensor, best: Sequence[float]) -> Features:
     # −Σ p ln p; special.entr takes twice the time.
     entropy = -(distribution * distribution.clamp(min=torch.finfo(distribution.dtype).tiny).log()).sum()
-    return Features(best[0], best[1] if len(best) > 1 else 0.0, float(entropy))
+    top, second = (*best[:2], 0.0, 0.0)[:2]  # none where an empty distribution is 0 everywhere
+    return Features(top, second, float(entropy))
 
 
 def best_tokens(distribution: Tensor, count: int) -> tuple[list[int], list[float]]:
@@ -157,6 +158,8 @@ def _children(node: _Node | None, distribution: Tensor, branching: int, calibrat
     """The `branching` best children of a node (None: the root) with distribution [V]."""
     value, depth, ranks = (1.0, 0, ()) if node is None else (-node.loss, node.depth, node.ranks)
     tokens, chances = best_tokens(distribution, max(branching, 2))
+    if not tokens:
+        return []
     features = _features(distribution, chances)
     tokens, chances = tokens[:branching], chances[:branching]
     if calibrate is not None:
@@ -213,8 +216,9 @@ def sampled_tree(
 
     def draw(distribution: Tensor, count: int) -> list[tuple[int, Tensor]]:
         drawn: list[tuple[int, Tensor]] = []
-        if not replacement:
-            count = min(count, int((distribution > 0).sum()))
+        possible = int((distribution > 0).sum())
+        if not replacement or not possible:
+            count = min(count, possible)
         for _ in range(count):
             token = draw_token(distribution, random)
             drawn.append((token, distribution))

@@ -70,10 +70,10 @@ class TreeDrafter:
         if limit <= 0 or most == 0 or (shape is not None and most > room):
             return Proposal.chain([])
         fresh = list(context[self.model.lengths[0] :])
-        root = self.sampler.probabilities(self.model.extend(fresh, want=[len(fresh) - 1]).full())[0]
+        root = self.sampler.distributions(self.model.extend(fresh, want=[len(fresh) - 1]), empty=True)[0]
 
         def expand(tokens: list[int], parents: list[int]) -> Tensor:
-            return self.sampler.probabilities(self.model.extend(tokens, parents=parents).full())
+            return self.sampler.distributions(self.model.extend(tokens, parents=parents), empty=True)
 
         if shape is not None and self.best:
             return top_tree(shape, root, expand)
