@@ -18,8 +18,11 @@ from distill.results.speedup_results import Measurement, SpeedupReport
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = ("README.md", "docs/benchmarks.md")
-BACKENDS = {"pytorch": "PyTorch", "gguf": "llama.cpp (GGUF)"}
-RULE = "expected-value"  # the length rule whose speedups the headline shows: settled beforehand, not the best of many
+BACKENDS = {"pytorch": "PyTorch", "gguf": "GGUF, by `distill` in llama.cpp's library"}
+RULE, LENGTH = (
+    "expected-value",
+    4,
+)  # what the headline shows: settled beforehand, not the best of many
 
 
 def tables(run: Path) -> dict[str, str]:
@@ -52,23 +55,28 @@ def _acceptances(evaluation: str) -> str:
 
 
 def _speedups(report: SpeedupReport) -> str:
-    """The speedup of each pair by each backend when `RULE` decides how much to draft."""
-    rows: dict[str, dict[str, Measurement]] = {}
-    for measurement in report.others:
-        if measurement.rule == RULE and measurement.sampler is None:
-            rows.setdefault(measurement.pair, {}).setdefault(measurement.backend, measurement)
+    """The speedup of each pair by each backend: with a fixed draft length, and with lengths that `RULE` chooses."""
+    rows: dict[tuple[str, str], dict[str, Measurement]] = {}
+    for measurement in report.measurements:
+        if measurement.length == LENGTH:
+            kind = f"{LENGTH} tokens a round, as servers draft"
+        elif measurement.rule == RULE and measurement.sampler is None:
+            kind = "adaptive length"
+        else:
+            continue
+        rows.setdefault((measurement.pair, kind), {}).setdefault(measurement.backend, measurement)
     backends = [name for name in BACKENDS if any(name in row for row in rows.values())]
     lines = [
         "| speedup over plain decoding, greedy | " + " | ".join(BACKENDS[name] for name in backends) + " |",
         "|---|" + "---|" * len(backends),
     ]
-    for pair, row in rows.items():
+    for (pair, kind), row in sorted(rows.items(), key=lambda item: next(iter(item[1].values())).grown):
         target = pair.split(" + ")[-1]
         first = next(iter(row.values()))
         prompts = sum(count or 0 for count in (first.identical, first.excused, first.different))
         title = target if first.grown else f"{target} as shipped"
         cells = [_interval(row[name]) if name in row else "" for name in backends]
-        lines.append(f"| {title}, {prompts} prompts | " + " | ".join(cells) + " |")
+        lines.append(f"| {title}, {prompts} prompts: {kind} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 

@@ -111,8 +111,8 @@ def test_figures_find_their_place() -> None:
     machine: Any = {"command": "c", "machine": {}, "prompts": 4, "new_tokens": 8, "sampler": {}}
     rows = script._speedups(SpeedupReport(**machine, parts=[measured(False, 1.5), measured(True, 1.75)])).splitlines()
     assert rows[2:] == [
-        "| target as shipped, 4 prompts | 1.50 [1.00, 2.00] |",
-        "| target grown to 306M, 4 prompts | 1.75 [1.00, 2.00] |",
+        "| target as shipped, 4 prompts: adaptive length | 1.50 [1.00, 2.00] |",
+        "| target grown to 306M, 4 prompts: adaptive length | 1.75 [1.00, 2.00] |",
     ]
     for name, markers in {"README.md": ["headline"], "docs/benchmarks.md": ["evaluation", "speedup", "parity"]}.items():
         text = (tiny.ROOT / name).read_text(encoding="utf-8")

@@ -71,6 +71,10 @@ for name, command in COMMANDS.items():
 ClickException: Any = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
 
 
+INTERRUPTED = 130  # the exit status; recent versions of typer return it for Ctrl-C
+RESUME = "\ndistill: interrupted; the same command resumes"
+
+
 def main() -> None:
     """Run a command; exit with 0 on success, 2 after a user error (one message), 1 after a bug (one line, which names
     the file with the traceback)."""
@@ -80,6 +84,8 @@ def main() -> None:
         code = result if isinstance(result, int) else 0
         if code == 0:
             leave()
+        if code == INTERRUPTED:
+            print(RESUME, file=sys.stderr)
     except DistillError as error:
         print(f"distill: {error}", file=sys.stderr)
         code = 2
@@ -87,8 +93,8 @@ def main() -> None:
         error.show()
         code = 2
     except (KeyboardInterrupt, typer.Abort):
-        print("\ndistill: interrupted; the same command resumes", file=sys.stderr)
-        code = 130
+        print(RESUME, file=sys.stderr)
+        code = INTERRUPTED
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 0

@@ -54,7 +54,8 @@ def find_run(name: str | None, runs: Path) -> tuple[Recipe, Run]:
         require_path(name, "the run")
         folder = Path(name) if (Path(name) / "config.yaml").exists() else runs / name
         if not (folder / "config.yaml").exists():
-            raise RunError(f"there is no run at {folder}", "`distill runs` lists the runs")
+            what = f"there is no run at {folder}" + (f" and no folder {name}" if "/" in name else "")
+            raise RunError(what, "`distill runs` lists the runs")
     else:
         found = sorted(runs.glob("*/config.yaml"), key=lambda path: path.stat().st_mtime)
         if not found:

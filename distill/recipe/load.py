@@ -196,6 +196,10 @@ def load_recipe(path: Path, overrides: typing.Sequence[str] = ()) -> Recipe:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise RecipeError(f"no recipe at {path}", "recipes/ has examples") from None
+    except IsADirectoryError:
+        raise RecipeError(
+            f"{path} is a folder, not a recipe", "give a .yaml file, or a pair of models with --target and --draft"
+        ) from None
     except OSError as error:
         raise RecipeError(f"cannot read the recipe {path}: {error.strerror}", "recipes/ has examples") from error
     except UnicodeDecodeError as error:

@@ -8,9 +8,13 @@ import shlex
 from distill.report.markup import block
 from distill.report.text import clean
 from distill.results.run_results import RunResults
-from distill.results.speedup_results import Measurement
+from distill.results.speedup_results import SLOWER, Measurement
 
 FALLBACK_LENGTH = 4
+SPECULATION_LOSES = (
+    "On the machine above, speculation was slower than plain decoding with every draft length tried: do not use this "
+    "pair there. The commands are for other machines."
+)
 
 
 def how_to_use(results: RunResults) -> str:
@@ -23,8 +27,11 @@ def how_to_use(results: RunResults) -> str:
         if best
         else "No draft length was measured; the one shown is only a starting point."
     )
+    slower = fastest and all(one.verdict == SLOWER for one in fastest if not one.grown)
+    warning = [SPECULATION_LOSES] if slower else []
     return "\n\n".join(
         [
+            *warning,
             "transformers:",
             block("python", _transformers(results, length)),
             "llama.cpp:",
