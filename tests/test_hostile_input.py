@@ -262,7 +262,7 @@ def test_lists_of_numbers(text: str) -> None:
 
 
 def test_threads_that_crash_libraries() -> None:
-    with pytest.raises(RecipeError, match="100000 threads"):
+    with pytest.raises(RecipeError, match="threads is 100000"):
         prepare(100_000)
 
 

@@ -11,7 +11,7 @@ import torch
 
 from distill.errors import DataError, RunError
 from distill.files import read_object
-from distill.models.intact import quiet, require_own_type, require_whole
+from distill.models.whole.intact import quiet, require_own_type, require_whole
 from distill.processes import process_count
 from distill.recipe import Target, is_path
 from distill.results.cut_results import ModelSizes

@@ -95,7 +95,7 @@ def check_size(recipe: Recipe) -> list[str]:
 
 def check_weights_of_models(recipe: Recipe) -> list[str]:
     """The weights of target and donor hold the tensors that their config.json asks for."""
-    from distill.models.headers import check_weights
+    from distill.models.whole.headers import check_weights
 
     return [check_weights(model) for model in dict.fromkeys([recipe.target.model, recipe.donor_model])]
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from distill.errors import DataError
 from distill.models.hugging_face import load_config, local_snapshot
-from distill.models.intact import is_quantised, quiet, require_own_type, require_whole
 from distill.models.tensor_files import DTYPES, stored_tensors
+from distill.models.whole.intact import is_quantised, quiet, require_own_type, require_whole
 
 
 def check_weights(reference: str) -> str:
