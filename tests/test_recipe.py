@@ -227,7 +227,7 @@ def test_not_a_recipe(tmp_path: Path, content: bytes, said: str) -> None:
 
 def test_no_file(tmp_path: Path) -> None:
     assert "no recipe at" in mistake(tmp_path / "none.yaml")
-    assert "is a folder, not a recipe the recipe" in mistake(tmp_path)
+    assert "is a folder, not a recipe" in mistake(tmp_path)
 
 
 def test_parse_recipe_names_where() -> None:
