@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The whole demo, from text to a measured speedup, on a CPU: bash scripts/demo.sh [--full] [a.b=c ...]
 #
-#   --full    more text, more training, more prompts and a larger grown target: about twice the time
+#   --full    more text, more training, more prompts and a larger grown target; takes longer
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
