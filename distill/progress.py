@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
+from collections.abc import Iterator
 
 
 def duration(seconds: float) -> str:
@@ -14,14 +16,34 @@ def duration(seconds: float) -> str:
     return f"{whole // 60}m{whole % 60:02d}s" if whole < 3600 else f"{whole // 3600}h{whole % 3600 // 60:02d}m"
 
 
+_watched: list[list[Progress]] = []
+
+
+@contextlib.contextmanager
+def watched() -> Iterator[list[Progress]]:
+    """The loops that begin within the block, so that their seconds can be told from the rest of a stage's."""
+    _watched.append([])
+    try:
+        yield _watched[-1]
+    finally:
+        _watched.pop()
+
+
 class Progress:
     """Counts units of work, from `done` of `total` on, and reports them on stderr."""
 
     def __init__(self, title: str, total: int, done: int = 0, every_seconds: float = 10.0) -> None:
         self.title, self.total, self.done, self.first = title, total, done, done
-        self.started = self.last = time.monotonic()
+        self.started = self.last = self.stepped = time.monotonic()
         self.terminal = sys.stderr.isatty()
         self.every = 0.2 if self.terminal else every_seconds
+        if _watched:
+            _watched[-1].append(self)
+
+    @property
+    def seconds(self) -> float:
+        """Seconds from the beginning to the last unit."""
+        return self.stepped - self.started
 
     def eta_seconds(self) -> float:
         """Seconds left at the pace so far."""
@@ -31,7 +53,7 @@ class Progress:
     def step(self, units: int = 1, note: str = "") -> None:
         """Count `units` more as done."""
         self.done += units
-        moment = time.monotonic()
+        self.stepped = moment = time.monotonic()
         if moment - self.last >= self.every or self.done >= self.total:
             self.last = moment
             left = (

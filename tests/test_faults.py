@@ -91,7 +91,7 @@ def test_missing_recipe(tmp_path: Path, capsys: Capture, command: str) -> None:
 def test_empty_corpus(world: Path, tmp_path: Path, capsys: Capture) -> None:
     (tmp_path / "empty").mkdir()
     source = f"corpus.sources=[{{kind: tree, path: {tmp_path / 'empty'}}}]"
-    assert "no train document (0 documents" in message(capsys, train(world, tmp_path, source))
+    assert "has no file that matches" in message(capsys, train(world, tmp_path, source))
 
 
 def test_no_test_split(world: Path, tmp_path: Path, capsys: Capture) -> None:

@@ -18,7 +18,7 @@ from distill.commands.shared import (
     numbers,
     prepare,
 )
-from distill.errors import DataError, RecipeError, RunError
+from distill.errors import DataError, PairError, RecipeError, RunError
 from distill.files import read_utf8, require_path
 
 if TYPE_CHECKING:
@@ -173,7 +173,13 @@ def _standalone_pair(target: str | None, draft: str | None, configuration: Confi
                 f"{target} and {draft} would run in two engines", "give two GGUF files, or two Hugging Face folders"
             )
         if not foreign:
-            require_pair(target, draft)
+            try:
+                require_pair(target, draft)
+            except PairError as error:
+                if target.endswith(".gguf"):
+                    raise
+                hint = "draft text instead, which any tokenizer can: --drafter string; or transplant the vocabulary"
+                raise PairError(error.what, f"{hint} (`distill transplant`)") from None
     return target, draft
 
 

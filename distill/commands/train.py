@@ -35,6 +35,14 @@ def train(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print which stages would run, and why; change nothing.")
     ] = False,
+    rehearsal: Annotated[
+        bool,
+        typer.Option(
+            "--rehearse",
+            help="Run every stage with the real models on 4 prompts and 3 steps, as the run NAME-rehearsal, and print "
+            "the time, memory and disk to expect.",
+        ),
+    ] = False,
 ) -> None:
     """Run every stage of a recipe, from corpus to report.
 
@@ -47,7 +55,17 @@ def train(
     from distill.recipe import load_recipe
     from distill.run import Run
 
-    found = load_recipe(recipe, overrides or [])
+    found = whole = load_recipe(recipe, overrides or [])
+    if rehearsal:
+        if fresh or redo or refresh or dry_run or until:
+            raise RecipeError(
+                "--rehearse runs all stages and cannot be combined with --until, --redo, --fresh, --refresh or "
+                "--dry-run",
+                "leave them out",
+            )
+        from distill.pipeline.rehearsal import shortened
+
+        found = shortened(whole, runs)
     for name in [*([until] if until else []), *(redo or [])]:
         find_stage(name)
     folder = runs / found.name
@@ -55,6 +73,9 @@ def train(
         if not dry_run:
             prepare(found.threads)
             follow_main(found, Run(folder, found, silent=True))
+        return
+    if rehearsal:
+        _rehearse(whole, found, Run(folder, found))
         return
     if refresh and (fresh or redo or dry_run):
         raise RecipeError("--refresh starts a new run and cannot be combined with --fresh, --redo or --dry-run")
@@ -71,7 +92,7 @@ def train(
     if parent is None:
         require_allowed(plan_run(found, run, until, redo or ()))
     # Before the run folder is touched: a cut that cannot be made must not cost the answers.
-    _check(found, run)
+    _check(found, run, until)
     if parent is not None:
         _start_refresh(run, parent)
     try:
@@ -81,6 +102,20 @@ def train(
         say_whether_training_helped(run)
     finally:
         run.close()
+
+
+def _rehearse(whole: Recipe, short: Recipe, run: Run) -> None:
+    """Check the whole recipe, rehearse it and print what it will take."""
+    from distill.pipeline.rehearsal import rehearse
+
+    _check(whole, run, None)
+    prepare(short.threads)
+    try:
+        table = rehearse(whole, short, run)
+    finally:
+        run.close()
+    print(table)
+    print(f"{run.folder} holds the rehearsal; `distill runs --delete {run.folder.name}` removes it", file=sys.stderr)
 
 
 def _planned_refresh(recipe: Recipe, run: Run, wanted: bool) -> dict[str, Any] | None:
@@ -108,10 +143,10 @@ def _move_aside(run: Run) -> None:
     print(f"the old run is now {aside}", file=sys.stderr)
 
 
-def _check(recipe: Recipe, run: Run) -> None:
+def _check(recipe: Recipe, run: Run, until: str | None) -> None:
     from distill.pipeline.preflight import preflight
 
-    for line in preflight(recipe, inputs=run.done("corpus") is None).warnings:
+    for line in preflight(recipe, inputs=run.done("corpus") is None, until=until).warnings:
         print(line, file=sys.stderr)
 
 

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from distill.corpus.splits import Split, split_of
+from distill.corpus.pieces import PIECE, cut_text
+from distill.corpus.splits import SPLITS, Split, split_of
 from distill.errors import DataError
 from distill.files import names_of, parse_object, read_utf8
 from distill.recipe import Corpus, Source
@@ -89,12 +90,39 @@ def _jsonl_records(source: Source) -> Iterator[tuple[int, dict[str, Any]]]:
         raise DataError(f"{path}: the file is empty", "each line must be one JSON object")
 
 
+def _text(source: Source) -> Iterator[tuple[str, str]]:
+    """A text file: a document of its own, or in pieces that are, named by content as the lines of jsonl are."""
+    path = source_path(source)
+    parts = list(cut_text(read_utf8(path)))
+    for part in parts:
+        yield path.name if len(parts) == 1 else f"{path.name}#{_fingerprint(part)}", part
+
+
+def _fingerprint(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
 def _texts(source: Source, dropped: Counter[str]) -> Iterator[tuple[str, str]]:
+    """Names and texts of a source's documents; raises DataError where it has none at all."""
+    before, found = dropped.total(), False
+    for found_here in _all_texts(source, dropped):
+        found = True
+        yield found_here
+    if not found:
+        refused = f": {dropped.total() - before} files are not UTF-8" if dropped.total() > before else ""
+        what = f"no file that matches {source.pattern}" if source.kind == "tree" and not refused else "no text"
+        excluded = f" outside {', '.join(source.exclude)}" if source.exclude and source.kind == "tree" else ""
+        raise DataError(
+            f"corpus source {source.path} has {what}{excluded}{refused}",
+            "correct its pattern" if source.kind == "tree" and not refused else "correct it, or leave it out",
+        )
+
+
+def _all_texts(source: Source, dropped: Counter[str]) -> Iterator[tuple[str, str]]:
     if source.kind == "tree":
         yield from _tree(source, dropped)
     elif source.kind == "text":
-        path = source_path(source)
-        yield path.name, read_utf8(path)
+        yield from _text(source)
     else:
         records = enumerate(_hub_records(source), 1) if source.kind == "hub" else _jsonl_records(source)
         for number, record in records:
@@ -105,12 +133,13 @@ def _texts(source: Source, dropped: Counter[str]) -> Iterator[tuple[str, str]]:
                     f"{source.path}: {what} (it has: {names_of(record)})", "set `field` of this corpus source"
                 )
             # The name comes from the content, so that a growing or reordered file keeps every document in its split.
-            yield f"{Path(source.path).name}#{hashlib.sha256(text.encode()).hexdigest()[:16]}", text
+            yield f"{Path(source.path).name}#{_fingerprint(text)}", text
 
 
-def read_documents(
-    corpus: Corpus, needed: tuple[Split, ...] = ("train", "validation", "test")
-) -> tuple[list[Document], Counter[str]]:
+UNREAD = "beyond corpus.max_documents (rest of a source unread)"  # a reason for dropped documents
+
+
+def read_documents(corpus: Corpus, needed: tuple[Split, ...] = SPLITS) -> tuple[list[Document], Counter[str]]:
     """All documents of a corpus in a fixed order, and the number of dropped ones by reason.
 
     Raises DataError for a missing or unreadable source and for a corpus without a needed split.
@@ -122,7 +151,7 @@ def read_documents(
     for source in corpus.sources:
         for taken, (name, text) in enumerate(_texts(source, dropped)):
             if taken >= corpus.max_documents:
-                dropped["beyond corpus.max_documents (rest of a source unread)"] += 1
+                dropped[UNREAD] += 1
                 break
             split: Split = split_of(name, corpus.validation, corpus.test) if source.split == "by-name" else source.split
             content = hashlib.sha256(text.encode()).digest()
@@ -139,10 +168,18 @@ def read_documents(
                 names.add(name)
                 texts.add(content)
                 documents.append(Document(name, split, text, origin))
+    require_splits(documents, dropped, needed)
+    return documents, dropped
+
+
+def require_splits(documents: list[Document], dropped: Counter[str], needed: tuple[Split, ...] = SPLITS) -> None:
+    """Raise DataError for a corpus without a document of a needed split."""
     for split in needed:
         if not any(document.split == split for document in documents):
+            why = "".join(f", {count} dropped: {reason}" for reason, count in dropped.items())
+            short = any(one.name == one.source for one in documents)
             raise DataError(
-                f"the corpus has no {split} document ({len(documents)} documents in all; dropped: {dict(dropped)})",
-                "add a source, or change corpus.validation / corpus.test",
+                f"the corpus has no {split} document ({len(documents)} documents in all{why})",
+                "add a source, or change corpus.validation / corpus.test"
+                + (f"; a text file of at most {2 * PIECE:,} characters is one document" if short else ""),
             )
-    return documents, dropped

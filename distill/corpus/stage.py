@@ -69,6 +69,8 @@ def corpus(recipe: Recipe, run: Run) -> list[Path]:
             "".join(json.dumps(asdict(prompt)) + "\n" for prompt in prompts),
         )
         summary[split] = {"documents": len(own), "tokens": total, "blocks": len(packed), "prompts": len(prompts)}
+        if split == "validation" and recipe.answers.traffic is None:  # traffic brings prompts of its own
+            recipe.train.require_judges(len(prompts))  # now, not after the expensive stages
         short = f" of {wanted[split]} asked for" if len(prompts) < wanted[split] else ""
         run.say(f"  {split}: {len(own)} documents, {total} tokens kept, {len(prompts)} prompts{short}")
     write_text(

@@ -88,6 +88,13 @@ def _placement(device: torch.device, shard: bool) -> str | dict[str, torch.devic
     return "auto"
 
 
+def check_placement(quantise: str | None, device: torch.device, shard: bool) -> None:
+    """Raise RunError where this machine cannot hold a model as asked: `quantise` and `shard` as of `load_model`."""
+    if quantise is not None:
+        _require_bitsandbytes(quantise)
+    _placement(device, shard)
+
+
 def load_weights(reference: str, dtype: torch.dtype, **options: Any) -> Any:
     """A causal language model, loaded by transformers with these options. Every load of weights comes through here.
 

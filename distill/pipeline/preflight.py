@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from distill.errors import RecipeError, RunError
+from distill.pipeline.later import check_corpus, check_device, check_draft, check_export, check_trackers, check_traffic
+from distill.pipeline.stages import NAMES
 from distill.recipe import Recipe, is_path
 
 
@@ -27,38 +29,33 @@ class Preflight:
         return [line for line in self.lines if "does not fit" in line or "warning" in line or "LOSSY" in line]
 
 
-def preflight(recipe: Recipe, inputs: bool = True, offline: bool = False) -> Preflight:
-    """Check a recipe before its first stage.
+def preflight(recipe: Recipe, inputs: bool = True, offline: bool = False, until: str | None = None) -> Preflight:
+    """Check a recipe before its first stage, for the stages up to `until`.
 
     Without `inputs`, the corpus sources and the traffic file are left out: a run that has read them does not need them
     any more. With `offline`, checks that need a model hub are skipped and listed.
     """
     found = Preflight()
+    last = NAMES.index(until) if until is not None else len(NAMES)
     if inputs:
-        _check_inputs(recipe, found)
+        lines, found.skipped = check_corpus(recipe, offline)
+        found.lines += lines
     remote = [model for model in dict.fromkeys([recipe.target.model, recipe.donor_model]) if not is_path(model)]
+    if last >= NAMES.index("train"):
+        found.lines += check_trackers(recipe)
+    found.lines += check_device(recipe)
     if remote and offline:
         found.skipped += [f"model {model}" for model in remote]
         found.skipped.append("pair rules, sizes and the cut, which need those models' configurations")
         return found
-    for check in (check_stages, check_size, check_pair, check_weights_of_models, check_context, check_disk):
+    checks = [check_stages, check_size, check_pair, check_weights_of_models, check_context, check_draft, check_disk]
+    if inputs:
+        checks.append(check_traffic)
+    if last >= NAMES.index("export"):
+        checks.append(check_export)
+    for check in checks:
         found.lines += check(recipe)
     return found
-
-
-def _check_inputs(recipe: Recipe, found: Preflight) -> None:
-    """The sources of the corpus and the traffic file exist."""
-    from distill.corpus.sources import source_path
-    from distill.target.traffic import measure
-
-    for source in recipe.corpus.sources:
-        if source.kind == "hub":
-            found.skipped.append(f"data set {source.path}")
-        else:
-            found.lines.append(f"corpus source {source.path}: found at {source_path(source)}")
-    if recipe.answers.traffic is not None:
-        path = recipe.answers.traffic.path
-        found.lines.append(f"traffic {path}: {measure(Path(path))['lines']} lines")
 
 
 def check_stages(recipe: Recipe) -> list[str]:

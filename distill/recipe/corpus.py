@@ -17,7 +17,8 @@ class Source(Section):
     """One source of text."""
 
     kind: Literal["tree", "text", "jsonl", "hub"] = Field(
-        description="tree: each matching file below a folder is a document; text: a file is one document; "
+        description="tree: each matching file below a folder is a document; text: a file is one document, or "
+        "is cut into pieces of at least 16,384 characters that are, where it is longer than 32,768; "
         "jsonl: each line is a document; hub: a data set by its hub name (through `datasets`)"
     )
     path: str = Field(description="folder, file or hub name; `python:stdlib` is the library of the running interpreter")

@@ -6,6 +6,7 @@ from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from distill.errors import RecipeError
 from distill.recipe.adapter import Adapter
 from distill.recipe.section import Section
 
@@ -107,6 +108,9 @@ class Acceptance(Section):
     )
 
 
+FEWEST_JUDGES = 4  # as train.replay.judges; an interval over fewer prompts is meaningless
+
+
 class Replay(Section):
     """Train further on positions where the decoder rejected the draft.
 
@@ -124,7 +128,9 @@ class Replay(Section):
     share: float = Field(0.25, gt=0, le=1, description="share of a step's blocks that contain rejected positions")
     rate: float | None = Field(None, gt=0, le=10, description="peak learning rate; null: a third of train.rate")
     loss: Loss | None = Field(None, description="as in a part")
-    judges: int = Field(32, ge=4, description="validation prompts on which the drafts before and after are compared")
+    judges: int = Field(
+        32, ge=FEWEST_JUDGES, description="validation prompts on which the drafts before and after are compared"
+    )
 
     _loss = field_validator("loss")(_weighs_something)
 
@@ -206,3 +212,13 @@ class Train(Section):
         if self.sparsity is not None and self.acceptance is not None and self.acceptance.patience is not None:
             raise ValueError("sparsity needs all steps; leave acceptance.patience out")
         return self
+
+    def require_judges(self, prompts: int) -> None:
+        """Raise RecipeError where too few of so many validation prompts are left to judge a replay."""
+        chosen = self.acceptance.prompts if self.acceptance else 0
+        if self.replay is not None and prompts < chosen + FEWEST_JUDGES:
+            raise RecipeError(
+                f"there are {prompts} validation prompts, of which train.acceptance.prompts takes {chosen}: a replay "
+                f"is judged on at least {FEWEST_JUDGES} others",
+                "raise corpus.validation, lower train.acceptance.prompts, or leave train.replay out",
+            )

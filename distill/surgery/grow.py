@@ -27,6 +27,16 @@ def _tile_columns(weight: Tensor, tile: int) -> Tensor:
     return weight.repeat(1, tile) / tile
 
 
+def check_growth(config: Any, layers: int) -> None:
+    """Raise DataError for a model that cannot be grown to so many layers, from its configuration alone."""
+    if config.model_type != "qwen2" or not config.tie_word_embeddings:
+        raise DataError("only qwen2 models with a tied head can be grown", "set speedup.grown=null")
+    if layers < config.num_hidden_layers:
+        raise DataError(
+            f"speedup.grown.layers is {layers}, the target already has {config.num_hidden_layers}", "ask for more"
+        )
+
+
 def grow(model: Any, tile: int, layers: int) -> Any:
     """A larger Qwen2 model in fp32 with the same logits up to rounding (exact products when `tile` is a power of two).
 
@@ -34,12 +44,7 @@ def grow(model: Any, tile: int, layers: int) -> Any:
     zero and spread evenly. Raises DataError for another architecture, an untied head or fewer layers than there are.
     """
     config = model.config
-    if config.model_type != "qwen2" or not config.tie_word_embeddings:
-        raise DataError("only qwen2 models with a tied head can be grown", "set speedup.grown=null")
-    if layers < config.num_hidden_layers:
-        raise DataError(
-            f"speedup.grown.layers is {layers}, the target already has {config.num_hidden_layers}", "ask for more"
-        )
+    check_growth(config, layers)
     larger = copy.deepcopy(config)
     larger.hidden_size = config.hidden_size * tile
     larger.intermediate_size = config.intermediate_size * tile

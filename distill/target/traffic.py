@@ -109,6 +109,19 @@ def _pieces(path: Path, size: int | None) -> Iterator[bytes]:
         ) from error
 
 
+def first_lines(path: Path, count: int) -> bytes:
+    """The first `count` lines of a file as they stand; raises DataError when it cannot be read."""
+    found: list[bytes] = []
+    left = count
+    for piece in _pieces(path, None):
+        whole = piece.split(b"\n")[:-1]
+        if len(whole) >= left:
+            return b"".join([*found, *(line + b"\n" for line in whole[:left])])
+        left -= len(whole)
+        found.append(piece)
+    return b"".join(found)
+
+
 def read_lines(settings: Traffic, pin: dict[str, Any]) -> Iterator[Line | str]:
     """Every pinned line that is not blank, in order: its content, or its fault with the line number."""
     number = pin["start_line"]
@@ -234,17 +247,9 @@ def write_traffic(recipe: Recipe, run: Run, tokenizer: Any, end: int | None) -> 
         "too_long": found.too_long,
         "cut": found.cut,
     }
-    where = f"lines {pin['start_line'] + 1} to {pin['lines']}"
-    first = f", first {found.bad[0]}" if found.bad else ""
-    unfinished = unfinished_line(pin)
     if not found.train:
-        again = _unpin(run)
-        raise DataError(
-            f"{pin['path']} has no answer in {where}: {len(found.bad)} bad lines{first}; {found.too_long} "
-            f"too long for corpus.block; {len(found.validation) + len(found.test)} prompts of other splits"
-            + ("; the last line has no newline at its end and was not read" if unfinished else ""),
-            f"correct the file, or set answers.traffic.prompt_field and answer_field; then {again} reads it again",
-        )
+        require_answers(found, pin, _unpin(run))
+    unfinished = unfinished_line(pin)
     files = [f"prompts-{split}.jsonl" for split in held_out]
     for number, start in enumerate(range(0, len(found.train), LINES_PER_FILE)):
         files.append(f"train-traffic-{number:05d}.jsonl")
@@ -252,6 +257,8 @@ def write_traffic(recipe: Recipe, run: Run, tokenizer: Any, end: int | None) -> 
     for split, prompts in held_out.items():
         _write_jsonl(folder / f"prompts-{split}.jsonl", prompts)
     write_json(folder / "traffic.json", {**pin, **summary, "files": files})
+    where = f"lines {pin['start_line'] + 1} to {pin['lines']}"
+    first = f", first {found.bad[0]}" if found.bad else ""
     run.say(
         f"  traffic, {where}: {len(found.train)} answers to learn from, {len(found.validation)} validation and "
         f"{len(found.test)} test prompts"
@@ -262,6 +269,20 @@ def write_traffic(recipe: Recipe, run: Run, tokenizer: Any, end: int | None) -> 
         run.say(f"  traffic: {len(found.bad)} bad lines left out{first}")
     if unfinished:
         run.say(f"  traffic: {unfinished}")
+
+
+def require_answers(found: Sorted, pin: dict[str, Any], again: str) -> None:
+    """Raise DataError where none of the pinned lines can be learnt from; the command `again` reads the file again."""
+    if found.train:
+        return
+    first = f", first {found.bad[0]}" if found.bad else ""
+    unfinished = "; the last line has no newline at its end and was not read" if unfinished_line(pin) else ""
+    raise DataError(
+        f"{pin['path']} has no answer in lines {pin['start_line'] + 1} to {pin['lines']}: {len(found.bad)} bad "
+        f"lines{first}; {found.too_long} too long for corpus.block; "
+        f"{len(found.validation) + len(found.test)} prompts of other splits{unfinished}",
+        f"correct the file, or set answers.traffic.prompt_field and answer_field; then {again} reads it again",
+    )
 
 
 def _unpin(run: Run) -> str:

@@ -53,7 +53,9 @@ def train(recipe: Recipe, run: Run) -> list[Path]:
                 break
             torch.manual_seed(hash((recipe.seed, step, work.accelerator.process_index)) % 2**31)  # an adapter's dropout
             rate, body_rate = set_rates(work, part, step)
+            began = time.monotonic()
             figures = one_step(work, part, step)
+            figures["seconds"] = time.monotonic() - began
             if work.penalty is not None:
                 figures |= work.penalty.after_step(step, body_rate)
             state["step"] = step + 1
@@ -64,8 +66,9 @@ def train(recipe: Recipe, run: Run) -> list[Path]:
             asked = work.any_process(stop.signal is not None)
             if state["step"] % settings.save_every == 0 or ended or asked:
                 state["sparsity"] = work.penalty.state_dict() if work.penalty is not None else None
-                main = work.accelerator.is_main_process
+                main, began = work.accelerator.is_main_process, time.monotonic()
                 save_checkpoint(run, state["step"], work.learner, work.optimizer, settings.keep, state, main)
+                run.record("checkpoint", step=state["step"], seconds=time.monotonic() - began)
             if asked:
                 leave(work, stop)
         if work.any_process(stop.signal is not None):  # during the search of a replay that found no rejection

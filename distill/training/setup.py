@@ -35,8 +35,6 @@ from distill.training.plan import REPLAY, PlannedPart, check_adapter, planned, p
 from distill.training.step import Columns, Learner, batch_blocks, parameter_groups, split_blocks
 from distill.training.trackers import require_trackers, start_trackers
 
-FEWEST_JUDGES = 4  # as train.replay.judges; an interval over fewer prompts is meaningless
-
 
 @dataclass
 class Training:
@@ -156,6 +154,21 @@ def _blocks(source: TeacherSource, step: int, count: int, seed: int) -> Tensor:
     return batch_blocks(step, count, source.blocks, seed) if count else torch.empty(0, dtype=torch.long)
 
 
+def require_processes(recipe: Recipe, device: torch.device) -> None:
+    """Raise RunError or RecipeError where the processes of this command cannot share the recipe's steps and device."""
+    processes = process_count()
+    if device.index is not None and processes > 1:
+        raise RunError(
+            f"device is {recipe.device}, and {processes} processes were started, each of which takes its own",
+            "set device=auto; CUDA_VISIBLE_DEVICES selects the GPUs",
+        )
+    if recipe.train.batch % processes:
+        raise RecipeError(
+            f"a step's {recipe.train.batch} blocks cannot be shared evenly by {processes} processes",
+            f"set train.batch to a multiple of {processes}, or start fewer processes",
+        )
+
+
 def make_accelerator(recipe: Recipe, run: Run) -> Any:
     """The Accelerator of this process and the others, with the trackers that the recipe asks for.
 
@@ -169,11 +182,7 @@ def make_accelerator(recipe: Recipe, run: Run) -> Any:
     AcceleratorState._reset_state()  # undo an earlier training's choices in this process; the process group stays
     require_trackers(settings.trackers)
     device, processes = pick_device(recipe.device), process_count()
-    if device.index is not None and processes > 1:
-        raise RunError(
-            f"device is {recipe.device}, and {processes} processes were started, each of which takes its own",
-            "set device=auto; CUDA_VISIBLE_DEVICES selects the GPUs",
-        )
+    require_processes(recipe, device)
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)  # accelerate takes the current one
     accelerator = Accelerator(
@@ -208,6 +217,15 @@ def exact_outside(policy: Any) -> Any:
     return replace(policy, reduce_dtype=torch.float32, output_dtype=None, cast_forward_inputs=False)
 
 
+def require_plain_logits(config: Any) -> None:
+    """Raise DataError for a draft of a configuration that caps or scales its logits."""
+    if logit_form(config) != LogitForm():
+        raise DataError(
+            f"the draft, a {config.model_type}, caps or scales its logits, which the losses do not support",
+            "choose a donor of another architecture, such as qwen2, qwen3 or llama",
+        )
+
+
 def _load_draft(recipe: Recipe, run: Run, device: torch.device) -> Any:
     """The cut donor, whole head included, with adapters where the recipe asks for them."""
     settings, init = recipe.train, run.path("cut")
@@ -216,11 +234,7 @@ def _load_draft(recipe: Recipe, run: Run, device: torch.device) -> Any:
     else:
         check_adapter(settings)
         draft = attach(load_base(init, settings.adapter, device), settings.adapter, recipe.seed)
-    if logit_form(draft.config) != LogitForm():
-        raise DataError(
-            f"the draft, a {draft.config.model_type}, caps or scales its logits, which the losses do not support",
-            "choose a donor of another architecture, such as qwen2, qwen3 or llama",
-        )
+    require_plain_logits(draft.config)
     if settings.checkpointing:
         if hasattr(draft, "activation_checkpointing_enable"):
             draft.activation_checkpointing_enable()
@@ -231,17 +245,6 @@ def _load_draft(recipe: Recipe, run: Run, device: torch.device) -> Any:
     return draft
 
 
-def require_judges(settings: Train, prompts: int) -> None:
-    """Raise RecipeError where too few validation prompts are left to judge a replay."""
-    chosen = settings.acceptance.prompts if settings.acceptance else 0
-    if settings.replay is not None and prompts < chosen + FEWEST_JUDGES:
-        raise RecipeError(
-            f"there are {prompts} validation prompts, of which train.acceptance.prompts takes {chosen}: a replay is "
-            f"judged on at least {FEWEST_JUDGES} others",
-            "raise corpus.validation, lower train.acceptance.prompts, or leave train.replay out",
-        )
-
-
 def set_up(recipe: Recipe, run: Run) -> Training:
     """Load everything, and refuse incompatible parts before the first step.
 
@@ -249,19 +252,14 @@ def set_up(recipe: Recipe, run: Run) -> Training:
     """
     settings = recipe.train
     accelerator = make_accelerator(recipe, run)
-    device, processes = accelerator.device, accelerator.num_processes
-    if settings.batch % processes:
-        raise RecipeError(
-            f"a step's {settings.batch} blocks cannot be shared evenly by {processes} processes",
-            f"set train.batch to a multiple of {processes}, or start fewer processes",
-        )
+    device = accelerator.device
     parts = planned(settings, recipe.sampler.temperature, recipe.corpus.block)
     manifest, trim = read_json(run.path("teacher", "manifest.json")), read_kept(run.path("cut"))
     require_fit(manifest, recipe, load_config(str(run.path("cut"))), temperatures(parts))
     kept = trim["kept"] if trim else None
     for part in parts:
         part.loss.require_columns(manifest["vocabulary"] if kept is None else len(kept))
-    require_judges(settings, len(read_prompts(run, "validation")))
+    settings.require_judges(len(read_prompts(run, "validation")))
     draft = _load_draft(recipe, run, device)
     target = load_target(recipe.target, device) if recipe.teacher.kind == "online" else None
     source = open_teacher(run, recipe, device, target)

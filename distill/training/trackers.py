@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import configparser
 import contextlib
 import importlib.util
+import netrc
+import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from distill.errors import RecipeError
 from distill.recipe import Recipe
@@ -13,13 +18,38 @@ from distill.run import Run
 
 
 def require_trackers(names: tuple[str, ...]) -> None:
-    """Raise RecipeError for a tracker whose package is missing."""
+    """Raise RecipeError for a tracker whose package or key is missing; opens no connection."""
     for name in names:
         if importlib.util.find_spec(name) is None:
             raise RecipeError(
                 f"train.trackers names {name}, which is not installed",
                 f"`pip install {name}`, or leave it out; metrics.jsonl is written in any case",
             )
+    if "wandb" in names and not _wandb_can_log():
+        raise RecipeError(
+            "train.trackers names wandb, which has no key on this machine",
+            "`wandb login`, or set WANDB_API_KEY; WANDB_MODE=offline logs to files; or leave wandb out",
+        )
+
+
+def _wandb_can_log() -> bool:
+    """Whether wandb needs no key, or finds one: in its environment variables or in the netrc file that it writes."""
+    home = Path(os.environ.get("WANDB_CONFIG_DIR") or Path.home() / ".config" / "wandb")
+    settings = configparser.ConfigParser(interpolation=None)
+    with contextlib.suppress(configparser.Error, OSError, UnicodeDecodeError):
+        settings.read([home / "settings", Path("wandb") / "settings"])
+    mode = os.environ.get("WANDB_MODE") or settings.get("default", "mode", fallback="online")
+    if mode != "online" or os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
+        return True
+    server = os.environ.get("WANDB_BASE_URL") or settings.get("default", "base_url", fallback="https://api.wandb.ai")
+    host = str(urlsplit(server).netloc)
+    named = os.environ.get("NETRC")
+    for path in [Path(named)] if named else [Path.home() / ".netrc", Path.home() / "_netrc"]:
+        with contextlib.suppress(netrc.NetrcParseError, OSError):
+            found = netrc.netrc(path).authenticators(host)
+            if found is not None and found[2]:
+                return True
+    return False
 
 
 def start_trackers(accelerator: Any, recipe: Recipe, run: Run) -> None:

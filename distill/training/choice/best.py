@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 from distill.training.checkpoint import BEST, load_weights, save_weights
 from distill.training.memory import choosing, memory_explained
 from distill.training.plan import REPLAY, PlannedPart
@@ -18,10 +20,10 @@ def evaluation_due(work: Training, part: PlannedPart) -> bool:
 
 def consider(work: Training) -> None:
     """Evaluate the present weights and keep them if they are the best so far."""
-    state = work.state
+    state, began = work.state, time.monotonic()
     with memory_explained(lambda: choosing(work)):
         found = work.acceptance()
-    work.run.record("acceptance", step=state["step"], **found)
+    work.run.record("acceptance", step=state["step"], **found, seconds=time.monotonic() - began)
     work.accelerator.log({f"validation/{name}": value for name, value in found.items()}, step=state["step"])
     best = state["best"]
     better = best is None or found["acceptance"] > best["acceptance"]

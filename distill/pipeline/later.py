@@ -1,0 +1,152 @@
+"""What the later stages would refuse, asked before the first one: devices, packages, keys, adapters, files to export.
+
+Each check reads configurations and tokenizers alone, asks the very code that would refuse later, and returns lines to
+print.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from itertools import islice
+from pathlib import Path
+
+from distill.errors import DistillError, RecipeError
+from distill.recipe import Recipe, is_path
+
+MOST_DOCUMENTS, MOST_RECORDS, MOST_LINES = 1000, 20, 1000  # read of a local source, a hub data set and a traffic file
+FEW_DOCUMENTS = 8  # an interval over fewer is too narrow
+
+
+def check_corpus(recipe: Recipe, offline: bool) -> tuple[list[str], list[str]]:
+    """Read the beginning of each source of the corpus; lines to print, and the names of sources that were not read.
+
+    Raises DataError for a source that is missing, empty or without the field that it names; where all sources were read
+    to their ends, also for a corpus without a needed split.
+    """
+    from distill.corpus.sources import UNREAD, read_documents, require_splits
+
+    corpus, lines, unread = recipe.corpus, [], []
+    documents, dropped = [], None
+    for source in corpus.sources:
+        if source.kind == "hub" and offline:
+            unread.append(f"data set {source.path}")
+            continue
+        most = min(corpus.max_documents, MOST_RECORDS if source.kind == "hub" else MOST_DOCUMENTS)
+        found, left_out = read_documents(corpus.model_copy(update={"sources": (source,), "max_documents": most}), ())
+        whole = not left_out.pop(UNREAD, 0) or most == corpus.max_documents
+        if not whole:
+            unread.append(f"{source.path} beyond its first {most} documents")
+        documents += found
+        dropped = left_out if dropped is None else dropped + left_out
+        rest = "".join(f", {count} dropped: {reason}" for reason, count in left_out.items())
+        lines.append(f"corpus source {source.path}: {len(found)} documents{'' if whole else ' and more'}{rest}")
+    if not unread and dropped is not None:
+        require_splits(documents, dropped)
+        held_out = sum(document.split == "test" for document in documents)
+        if held_out < FEW_DOCUMENTS and recipe.answers.traffic is None:
+            lines.append(
+                f"warning: the test split has {held_out} documents; intervals over fewer than {FEW_DOCUMENTS} are too "
+                "narrow to be believed"
+            )
+    return lines, unread
+
+
+def check_traffic(recipe: Recipe) -> list[str]:
+    """Sort the first lines of the traffic file; raises DataError where none of a whole file can be learnt from."""
+    from distill.models.hugging_face import load_tokenizer
+    from distill.target.traffic import measure, read_lines, require_answers, sort_lines
+
+    settings = recipe.answers.traffic
+    if settings is None:
+        return []
+    pin = {"path": settings.path, **measure(Path(settings.path)), "start": 0, "start_line": 0}
+    tokenizer = load_tokenizer(recipe.target.model)
+    read = islice(read_lines(settings, pin), MOST_LINES)
+    found = sort_lines(recipe, read, tokenizer, tokenizer.eos_token_id)
+    if pin["lines"] <= MOST_LINES:
+        require_answers(found, pin, "the same command")
+    first = f", first {found.bad[0]}" if found.bad else ""
+    return [
+        f"traffic {settings.path}: {pin['lines']} lines; of the first {min(MOST_LINES, pin['lines'])}, "
+        f"{len(found.train)} answers to learn from, {len(found.bad)} bad lines{first}, {found.too_long} too long"
+    ]
+
+
+def check_device(recipe: Recipe) -> list[str]:
+    """The device exists, holds the target as asked, and suits the processes of this command."""
+    from distill.models.hugging_face import check_placement, pick_device
+    from distill.training.setup import require_processes
+
+    device = pick_device(recipe.device)
+    check_placement(recipe.target.quantise, device, recipe.target.shard)
+    require_processes(recipe, device)
+    if recipe.train.adapter is not None and recipe.train.adapter.base is not None:
+        from distill.training.adapters import require_quantisation
+
+        require_quantisation(device, recipe.train.adapter.base)
+    return [f"device: {device}"]
+
+
+def check_trackers(recipe: Recipe) -> list[str]:
+    """The packages and keys of the trackers are here."""
+    from distill.training.trackers import require_trackers
+
+    require_trackers(recipe.train.trackers)
+    return []
+
+
+def check_draft(recipe: Recipe) -> list[str]:
+    """The losses take the draft's logits and vocabulary, and its layers have the names that adapters ask for."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from distill.models.hugging_face import load_config, load_tokenizer, real_tokens
+    from distill.training.adapters import layer_names
+    from distill.training.plan import planned
+    from distill.training.setup import require_plain_logits
+
+    config = load_config(recipe.donor_model)
+    require_plain_logits(config)
+    target = load_config(recipe.target.model).get_text_config()
+    tokens = real_tokens(target, load_tokenizer(recipe.target.model))
+    trim = recipe.cut.trim
+    for part in planned(recipe.train, recipe.sampler.temperature, recipe.corpus.block):
+        part.loss.require_columns(tokens if trim is None or trim.size is None else trim.size)
+    if recipe.train.adapter is not None:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+        layer_names(model, recipe.train.adapter.targets)
+    return []
+
+
+def check_export(recipe: Recipe) -> list[str]:
+    """Target and draft can be written as GGUF, and llama.cpp is here to read them, where the recipe asks for files."""
+    from distill.export.tensors import read_shape
+    from distill.export.tokenizer import read_tokenizer
+    from distill.models.hugging_face import load_config, local_snapshot
+    from distill.surgery.grow import check_growth
+
+    if recipe.speedup.grown is not None:
+        check_growth(load_config(recipe.target.model), recipe.speedup.grown.layers)
+    if not recipe.export.outtypes and "gguf" not in recipe.speedup.backends:
+        return []
+    without = "train without GGUF files: export.outtypes=[] speedup.backends=[pytorch]"
+    for package, name in (("gguf", "gguf"), ("llama_cpp", "llama-cpp-python")):
+        if importlib.util.find_spec(package) is None:
+            raise RecipeError(
+                f"export.outtypes and speedup.backends ask for GGUF files, and {name} is not installed",
+                f"pip install 'distill[llama]'; or {without}",
+            )
+    lines = []
+    for model in dict.fromkeys([recipe.target.model, recipe.donor_model]):
+        folder = local_snapshot(model) if not is_path(model) else Path(model)
+        if folder is None:
+            lines.append(f"export of {model}: not checked, its files are not on this machine yet")
+            continue
+        try:
+            rows = read_shape(folder).vocabulary
+            if model == recipe.target.model:  # whose tokenizer the draft has
+                read_tokenizer(folder, rows)
+        except DistillError as error:
+            raise type(error)(f"export: {error.what}", f"{error.hint}; or {without}") from error
+    return lines

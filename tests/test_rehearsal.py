@@ -1,0 +1,164 @@
+"""`distill train RECIPE --rehearse`: all stages on a few prompts, and what it says of the whole run."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+
+from distill.errors import RunError
+from distill.pipeline.estimate import expect
+from distill.pipeline.memory_watch import MemoryWatch
+from distill.pipeline.rehearsal import RESULT, rehearse, shortened
+from distill.progress import Progress, watched
+from distill.recipe import load_recipe
+from distill.results.rehearsal_results import Rehearsal, Rehearsed
+from distill.results.serialise import read_result
+from distill.run import Run
+
+Capture = pytest.CaptureFixture[str]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def single() -> Iterator[None]:
+    with tiny.one_thread():
+        yield
+
+
+@pytest.fixture(scope="module")
+def rehearsed(world: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """A rehearsal of the world's recipe, killed after its stage `cut` and started again; its folder and its table."""
+    runs = tmp_path_factory.mktemp("runs")
+    recipe = load_recipe(world / "recipe.yaml")
+    short = shortened(recipe, runs)
+    run = Run(runs / short.name, short)
+    patch = pytest.MonkeyPatch()
+    patch.setattr("distill.benchmark.profile.profile_entry", killed)
+    with pytest.raises(KeyboardInterrupt):
+        rehearse(recipe, short, run)
+    run.close()
+    patch.undo()
+    assert [one.stage for one in read_result(run.path(RESULT), Rehearsal).stages] == list(tiny.STAGES[:4])
+    table = rehearse(recipe, short, run)
+    run.close()
+    return run.folder, table
+
+
+def killed(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def test_every_stage_is_measured(rehearsed: tuple[Path, str]) -> None:
+    folder, table = rehearsed
+    found = read_result(folder / RESULT, Rehearsal)
+    assert tuple(one.stage for one in found.stages) == tiny.STAGES == tuple(one.stage for one in found.expected)
+    assert all(one.memory_bytes > 50e6 for one in found.stages), "what the process itself takes"
+    assert all(one.low <= one.high + 1e-9 and math.isfinite(one.high) for one in found.expected)
+    assert all(one.disk_bytes > 0 for one in found.stages if one.stage != "report")
+    assert all(f"| {stage} |" in table for stage in (*tiny.STAGES, "**all**"))
+    assert "disk: fits" in table and "memory: fits" in table and (folder / "rehearsal.md").read_text() == table
+
+
+def test_expected_disk_is_that_of_the_whole_run(rehearsed: tuple[Path, str], finished: Path) -> None:
+    """The store of the whole run was written by the fixture: the same stages, with 3 times the prompts."""
+    found = {one.stage: one for one in read_result(rehearsed[0] / RESULT, Rehearsal).expected}
+    for stage, folder in (("teacher", "teacher"), ("cut", "cut"), ("export", "gguf")):
+        real = sum(path.stat().st_size for path in (finished / folder).rglob("*") if path.is_file())
+        assert 0.5 < found[stage].disk_bytes / real < 2, (stage, found[stage].disk_bytes, real)
+
+
+def test_expected_seconds_follow_the_counts(world: Path, rehearsed: tuple[Path, str]) -> None:
+    """A training of 8 steps, 3 evaluations and 4 checkpoints from one of 3 steps, by hand."""
+    recipe = load_recipe(world / "recipe.yaml")
+    runs = rehearsed[0].parent
+    short = shortened(recipe, runs)
+    run = Run(rehearsed[0], short)
+    lines = [line for line in run.metrics() if "seconds" in line]
+    steps = [line["seconds"] for line in lines if line["stage"] == "train"]
+    judged = [line["seconds"] for line in lines if line["stage"] == "acceptance"]
+    saved = [line["seconds"] for line in lines if line["stage"] == "checkpoint"]
+    assert (len(steps), len(judged), len(saved)) == (3, 2, 1)
+    stages = [Rehearsed("train", 100.0, 0, 1, 0, 30), Rehearsed("answers", 10.0, 8.0, 1, 0, 5)]
+    train, answers = expect(recipe, short, run, stages)
+    rest = 100 - sum(steps) - sum(judged) - sum(saved)
+    expected = rest + 8 * (steps[1] + steps[2]) / 2 + 3 * judged[1] + 4 * saved[0]
+    assert train.low == train.high == pytest.approx(expected)
+    assert train.disk_bytes == 45, "two checkpoints and the best weights, of which the rehearsal had two"
+    assert (answers.low, answers.high) == (2 + 3 * 8, 2 + 3 * 8), "three batches of four prompts"
+    assert answers.disk_bytes == 15
+
+
+def test_again_it_only_shows(world: Path, rehearsed: tuple[Path, str], capsys: Capture) -> None:
+    folder, table = rehearsed
+    before = read_result(folder / RESULT, Rehearsal).stages
+    assert tiny.call("train", world / "recipe.yaml", "--runs", folder.parent, "--rehearse") == 0
+    said = capsys.readouterr()
+    assert said.out.splitlines()[:14] == table.splitlines()[:14] and "distill runs --delete" in said.err
+    assert read_result(folder / RESULT, Rehearsal).stages == before
+
+
+def test_another_recipe_replaces_it_and_runs_are_left_alone(world: Path, copied: Path, capsys: Capture) -> None:
+    recipe = load_recipe(world / "recipe.yaml")
+    short = shortened(recipe, copied.parent)
+    run = Run(copied, short)  # a run of that name, which no rehearsal made
+    before = tiny.contents(copied)
+    with pytest.raises(RunError, match="is a run and no rehearsal"):
+        rehearse(recipe, short, run)
+    assert tiny.contents(copied) == before
+    folder = copied.parent / "tiny-rehearsal"
+    folder.mkdir()
+    old = {"recipe": "tiny", "config": "of another", "stages": [], "expected": []}
+    (folder / RESULT).write_text(json.dumps(old))
+    (folder / "old.txt").write_text("of the earlier rehearsal")
+    code = tiny.call(
+        "train", world / "recipe.yaml", "--runs", copied.parent, "--rehearse", "speedup.backends=[pytorch]"
+    )
+    assert code == 0 and not (folder / "old.txt").exists()
+
+
+def test_it_is_refused_with_options_of_a_run(world: Path, tmp_path: Path, capsys: Capture) -> None:
+    for option in ("--fresh", "--dry-run", "--refresh", "--until=cut", "--redo=cut"):
+        assert tiny.call("train", world / "recipe.yaml", "--runs", tmp_path, "--rehearse", option) == 2
+        assert "--rehearse runs all stages" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_every_section_is_shortened(world: Path, tmp_path: Path) -> None:
+    """Lengths of texts, blocks and the training's batch stay: memory depends on them."""
+    traffic = tmp_path / "log.jsonl"
+    traffic.write_text('{"prompt": "a", "answer": "b"}\n' * 100)
+    values = tiny.recipe_values(world)
+    values["answers"]["traffic"] = {"path": str(traffic)}
+    values["cut"] = {"search": {"layers": [1, 2], "mlp_width": [32, 64], "heal_steps": 60}}
+    values["train"] |= {"parts": [{"name": n, "tokens": 5000} for n in "abcd"], "replay": {"prompts": 64}}
+    values["train"]["trackers"] = ["tensorboard"]
+    recipe = load_recipe(tiny.write_recipe(tmp_path / "recipe.yaml", values))
+    short = shortened(recipe, tmp_path / "runs")
+    assert short.train.steps == 4 and [part.steps for part in short.train.parts] == [1, 1, 1, 1]
+    assert short.train.replay is not None and short.train.replay.steps == 1 and not short.train.trackers
+    assert short.cut.search is not None and (short.cut.search.layers, short.cut.search.mlp_width) == ((2,), (64,))
+    assert short.answers.prompts == 4 and short.speedup.prompts == 2 and short.speedup.lengths == (3,)
+    kept = ("block", "prompt_tokens", "new_tokens", "batch", "micro_batch", "depth")
+    for section in ("corpus", "answers", "train", "profile", "eval", "speedup"):
+        for key in kept:
+            assert getattr(getattr(short, section), key, None) == getattr(getattr(recipe, section), key, None)
+    assert load_recipe(tiny.write_recipe(tmp_path / "again.yaml", short.model_dump(mode="json"))) == short
+
+
+def test_loops_and_peaks_are_told_apart() -> None:
+    with MemoryWatch() as memory, watched() as loops:
+        block = bytearray(200_000_000)
+        block[::4096] = b"x" * len(block[::4096])
+        high, device = memory.take()
+        del block
+        progress = Progress("steps", 2)
+        progress.step()
+        low, _ = memory.take()
+    Progress("outside", 1)
+    assert high - low > 150e6 and device == 0
+    assert [one.title for one in loops] == ["steps"] and 0 <= loops[0].seconds < 5
