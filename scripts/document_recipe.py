@@ -38,7 +38,8 @@ wins. Models on a command line follow the same rule, with paths that start at th
 source is always a path, except for `kind: hub` and the special `python:stdlib`.
 
 **Mistakes.** Unknown keys, keys written twice, values out of range: one message names every mistake, with the nearest
-known key, before any work starts. `distill check RECIPE` does only these and a few more checks.
+known key, before any work starts. `distill check RECIPE` makes all checks that need no weights: sources, traffic,
+device, tokenizers, cuts, trackers, export, disk.
 
 **Overrides.** A command that takes a recipe also takes changes to it, as `a.b=c`. The value is YAML; numbers index into
 lists; `null` switches an optional part off. Quote anything your shell would interpret:

@@ -104,17 +104,19 @@ def _fingerprint(text: str) -> str:
 
 def _texts(source: Source, dropped: Counter[str]) -> Iterator[tuple[str, str]]:
     """Names and texts of a source's documents; raises DataError where it has none at all."""
-    before, found = dropped.total(), False
-    for found_here in _all_texts(source, dropped):
-        found = True
-        yield found_here
+    before, files, found = dropped.total(), 0, False
+    for name, text in _all_texts(source, dropped):
+        files, found = files + 1, found or bool(text.strip())
+        yield name, text
     if not found:
-        refused = f": {dropped.total() - before} files are not UTF-8" if dropped.total() > before else ""
-        what = f"no file that matches {source.pattern}" if source.kind == "tree" and not refused else "no text"
-        excluded = f" outside {', '.join(source.exclude)}" if source.exclude and source.kind == "tree" else ""
+        tree, other = source.kind == "tree", dropped.total() - before
+        excluded = f" outside {', '.join(source.exclude)}" if tree and source.exclude else ""
+        none = tree and not files and not other
+        what = f"no file that matches {source.pattern}{excluded}" if none else "no text"
+        why = f": {other} files are not UTF-8" if other else ""
         raise DataError(
-            f"corpus source {source.path} has {what}{excluded}{refused}",
-            "correct its pattern" if source.kind == "tree" and not refused else "correct it, or leave it out",
+            f"corpus source {source.path} has {what}{why}",
+            "correct its pattern" if none else "correct it, or leave it out",
         )
 
 

@@ -84,11 +84,11 @@ def _seconds(stage: Rehearsed, recipe: Recipe, short: Recipe, run: Run) -> tuple
         )
         return fixed + _ratio(recipe.eval.prompts, short.eval.prompts) * loop, more * stage.seconds
     if stage.stage == "speedup":
-        ways = _ratio(
+        configurations = _ratio(
             1 + len(recipe.speedup.lengths) + len(recipe.speedup.configurations),
             1 + len(short.speedup.lengths) + len(short.speedup.configurations),
         )
-        more = ways * max(1.0, _ratio(recipe.speedup.prompts, short.speedup.prompts))
+        more = configurations * max(1.0, _ratio(recipe.speedup.prompts, short.speedup.prompts))
         return fixed + more * loop, more * stage.seconds
     return stage.seconds, stage.seconds
 
