@@ -112,8 +112,20 @@ def pack(sequences: Iterable[tuple[list[int], int]], block: int, split_long: boo
 
 
 def concatenate(parts: list[Packed]) -> Packed:
-    """The blocks of several packs of the same width, in order."""
-    return Packed(*(torch.cat([getattr(p, name) for p in parts]) for name in ("ids", "documents", "positions", "mask")))
+    """The blocks of several packs of the same width, in order; numbered on from pack to pack where all are."""
+    first: list[Tensor] = []
+    start = 0
+    for part in parts:
+        if part.first is None:
+            first = []
+            break
+        first.append(part.first + start)
+        if len(part):
+            start += int(part.first[-1]) + int(part.documents[-1].max()) + 1
+    ids, documents, positions, mask = (
+        torch.cat([getattr(part, name) for part in parts]) for name in ("ids", "documents", "positions", "mask")
+    )
+    return Packed(ids, documents, positions, mask, torch.cat(first) if first else None)
 
 
 def attention_mask(documents: Tensor) -> Tensor:

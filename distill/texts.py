@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +14,33 @@ from distill.run import Run
 
 # The forms of the lines of prompts-SPLIT.jsonl and of answers.
 PROMPT = {"id": str, "ids": [int]}
+CHAT = {"messages": [{"role": str, "content": str}], "turns": [str]}  # of a prompt that has a conversation
 ANSWER = {"id": str, "prompt": [int], "answer": [int], "looping": bool}
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """The origin of a prompt (`name@character`, and the corpus source) and its token ids."""
+    """The origin of a prompt (`name@character`, and the corpus source) and its token ids.
+
+    Of a conversation, `chat` has what renders its further turns (see models/chat_template.next_prompt). `label` is the
+    class of text that reports show.
+    """
 
     id: str
     ids: list[int]
     source: str = ""
+    chat: dict[str, Any] | None = None
+    label: str = ""
+
+    @property
+    def mode(self) -> str:
+        """`thinking` or `no thinking` where the template was told; else empty."""
+        thinking = None if self.chat is None else self.chat.get("thinking")
+        return "" if thinking is None else "thinking" if thinking else "no thinking"
+
+    def line(self) -> dict[str, Any]:
+        """The line of a prompts file; fields that say nothing are left out."""
+        return {name: value for name, value in asdict(self).items() if value not in (None, "") or name == "source"}
 
 
 @dataclass(frozen=True)
@@ -44,6 +61,19 @@ def is_looping(ids: Sequence[int], longest_period: int = 16, repeats: int = 6) -
         if len(tail) == period * repeats and all(tail[i] == tail[i - period] for i in range(period, len(tail))):
             return True
     return False
+
+
+def count_texts(texts: Iterable[tuple[str, str, int]]) -> list[dict[str, Any]]:
+    """Texts and their tokens by label and mode, from (label, mode, tokens) of each, in the order of their first."""
+    found: dict[tuple[str, str], list[int]] = {}
+    for label, mode, tokens in texts:
+        count = found.setdefault((label, mode), [0, 0])
+        count[0] += 1
+        count[1] += tokens
+    return [
+        {"label": label, "mode": mode, "texts": texts, "tokens": tokens}
+        for (label, mode), (texts, tokens) in found.items()
+    ]
 
 
 def prompt_seed(seed: int, prompt_id: str) -> int:
@@ -73,7 +103,12 @@ def read_prompts(run: Run, split: str) -> list[Prompt]:
     served = run.path("answers", f"prompts-{split}.jsonl")
     lines = _read_lines(served, "answers", PROMPT) if served.exists() else []
     lines += _read_lines(run.path("corpus", f"prompts-{split}.jsonl"), "corpus", PROMPT)
-    return [Prompt(line["id"], line["ids"], line.get("source", "")) for line in lines]
+    if not all(has_form(line["chat"], CHAT) for line in lines if line.get("chat") is not None):
+        raise DataError(f"{served.with_name('prompts')}: a conversation is damaged", "`--redo corpus` makes it again")
+    return [
+        Prompt(line["id"], line["ids"], line.get("source", ""), line.get("chat"), line.get("label", ""))
+        for line in lines
+    ]
 
 
 def read_answers(run: Run, split: str) -> list[Answer]:

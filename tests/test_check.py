@@ -140,9 +140,9 @@ def test_the_first_records_of_a_hub_data_set(world: Path, capsys: Capture, monke
 
     def records(source: Source) -> Any:
         asked.append(source.path)
-        yield from ({"content": f"text {number}"} for number in range(100))
+        yield from ((f"record {number}", {"content": f"text {number}"}) for number in range(1, 100))
 
-    monkeypatch.setattr("distill.corpus.sources._hub_records", records)
+    monkeypatch.setattr("distill.corpus.records._hub", records)
     override = "corpus.sources=[{kind: hub, path: some/data, field: FIELD}]"
     assert tiny.call("check", world / "recipe.yaml", "--offline", override.replace("FIELD", "text")) == 0
     assert not asked and "not checked: data set some/data (--offline)" in capsys.readouterr().out

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -80,7 +81,14 @@ def _check_recipe(path: Path, overrides: list[str], offline: bool) -> None:
     with without_network() if offline else contextlib.nullcontext():
         found = preflight(recipe, offline=offline)
     for line in found.lines:
-        print(line)
+        print(_coloured(line) if sys.stdout.isatty() else line)
     for item in found.skipped:
         print(f"not checked: {item}" + (" (--offline)" if offline and "beyond its first" not in item else ""))
     print("check passed" + (", apart from the items listed as not checked" if found.skipped else ""))
+
+
+def _coloured(line: str) -> str:
+    """On a terminal, the tokens that are scored in green."""
+    from distill.pipeline.later import SCORED
+
+    return line.replace(SCORED[0], "\x1b[32m" + SCORED[0]).replace(SCORED[1], SCORED[1] + "\x1b[0m")

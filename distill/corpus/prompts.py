@@ -1,40 +1,152 @@
-"""Prompts as token ids: the beginnings of documents, then later parts of them."""
+"""Prompts as token ids: beginnings and later parts of documents, and first questions of conversations."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 from distill.corpus.sources import Document
+from distill.models.chat_template import CLOSING, ChatTemplate
+from distill.recipe import Chat
 from distill.texts import Prompt
 
 CHARACTERS_PER_TOKEN = 8  # more than any prompt needs; it bounds the text that is encoded for a prompt
 
 
+def _rank(seed: int, *parts: object) -> bytes:
+    return hashlib.sha256("/".join(str(part) for part in (seed, *parts)).encode()).digest()
+
+
+def _share(seed: int, *parts: object) -> float:
+    """A number from 0 to 1, drawn by the seed for these parts alone."""
+    return int.from_bytes(_rank(seed, *parts)[:8], "big") / 2**64
+
+
+class ChatPrompts:
+    """Conversations as prompts, by the target's template and the recipe's section `chat`.
+
+    A prompt of more than `most` tokens is left out; `dropped` counts those and what the template refuses.
+    """
+
+    def __init__(self, template: ChatTemplate, most: int, seed: int) -> None:
+        self.template, self.most, self.seed = template, most, seed
+        self.dropped: Counter[str] = Counter()
+
+    def prompt(self, document: Document) -> Prompt | None:
+        """The prompt of a conversation's first question, with the user's further turns; None for one left out."""
+        chat = self.describe(document)
+        try:
+            ids = self.template.prompt(chat["messages"], chat["thinking"], chat["tools"])
+        except ValueError as error:
+            self.dropped[str(error)] += 1
+            return None
+        if len(ids) > self.most:
+            self.dropped["prompts too long for corpus.block"] += 1
+            return None
+        return Prompt(document.name, ids, document.source, chat, document.label)
+
+    def given(self, document: Document) -> Iterator[tuple[list[int], list[int]]]:
+        """Prompt and answer of each of a conversation's answers, as token ids; of held-out text the last one alone,
+        because intervals take samples for independent."""
+        assert document.messages is not None
+        places = [at for at, one in enumerate(document.messages) if one["role"] == "assistant"]
+        for at in places if document.split == "train" else places[-1:]:
+            messages = document.messages[: at + 1]
+            try:
+                found = self.template.answered(messages, self._thought(messages[-1]), self.template.settings.tools)
+            except ValueError as error:
+                self.dropped[str(error)] += 1
+                continue
+            if len(found.answer) > 1:
+                yield found.prompt, found.answer
+
+    def _thought(self, answer: Mapping[str, Any]) -> bool | None:
+        """Whether an answer was written with thinking on; None where the recipe does not say that it matters."""
+        if self.template.settings.thinking is None:
+            return None
+        return bool(answer.get("reasoning_content")) or CLOSING in str(answer["content"])
+
+    def describe(self, document: Document) -> dict[str, Any]:
+        """What renders a conversation: its messages up to the first question, further turns, thinking and tools."""
+        assert document.messages is not None
+        settings: Chat = self.template.settings
+        roles = [one["role"] for one in document.messages]
+        first = roles.index("user")
+        head = list(document.messages[: first + 1])
+        if settings.system and "system" not in roles:
+            drawn = int(_share(self.seed, document.name, "system") * len(settings.system))
+            head = [{"role": "system", "content": settings.system[drawn]}, *head]
+        rest = document.messages[first + 1 :]
+        # What a tool returned answers a call that this target may not make: the conversation ends before it.
+        known = next((at for at, one in enumerate(rest) if one["role"] == "tool"), len(rest))
+        turns = [one["content"] for one in rest[:known] if one["role"] == "user"][: settings.turns - 1]
+        thinking = None
+        if settings.thinking is not None:
+            thinking = _share(self.seed, document.name, "thinking") < settings.thinking
+        return {"messages": head, "turns": turns, "thinking": thinking, "tools": list(settings.tools) or None}
+
+
 def cut_prompts(
-    documents: list[Document], encode: Callable[[str], list[int]], count: int, tokens: int, stride: int, seed: int
+    documents: list[Document],
+    encode: Callable[[str], list[int]],
+    count: int,
+    tokens: int,
+    stride: int,
+    seed: int,
+    chat: ChatPrompts | None = None,
+    weights: Mapping[str, float] | None = None,
 ) -> list[Prompt]:
-    """At most `count` prompts of exactly `tokens` ids each.
+    """At most `count` prompts: of exactly `tokens` ids each from texts, of any length from conversations.
 
     All beginnings come before all second parts, and so on, each round in an order drawn from the seed, so that few
     prompts already cover many documents. A later part starts at a line, at least `stride` characters after the last.
+    With `weights`, sources take turns in these proportions as long as each has some left.
     """
     candidates: list[tuple[int, bytes, Document, int]] = []
     for document in documents:
+        if document.messages is not None:
+            candidates.append((0, _rank(seed, document.name, 0), document, 0))
+            continue
         offset, piece = 0, 0
         while offset < len(document.text):
-            rank = hashlib.sha256(f"{seed}/{document.name}/{piece}".encode()).digest()
-            candidates.append((piece, rank, document, offset))
+            candidates.append((piece, _rank(seed, document.name, piece), document, offset))
             line = document.text.find("\n", offset + stride)
             if line < 0:
                 break
             offset, piece = line + 1, piece + 1
     candidates.sort(key=lambda candidate: candidate[:2])
+    if weights is not None:
+        candidates = _mixed(candidates, weights)
     prompts: list[Prompt] = []
     for _, _, document, offset in candidates:
         if len(prompts) == count:
             break
+        if document.messages is not None:
+            found = chat.prompt(document) if chat is not None else None
+            prompts += [found] if found is not None else []
+            continue
         ids = encode(document.text[offset : offset + tokens * CHARACTERS_PER_TOKEN])[:tokens]
         if len(ids) == tokens:
-            prompts.append(Prompt(f"{document.name}@{offset}", ids, document.source))
+            prompts.append(Prompt(f"{document.name}@{offset}", ids, document.source, label=document.label))
     return prompts
+
+
+def _mixed(
+    candidates: list[tuple[int, bytes, Document, int]], weights: Mapping[str, float]
+) -> list[tuple[int, bytes, Document, int]]:
+    """Candidates in an order in which each source has its share of every beginning; weight 0 leaves a source out."""
+    waiting: dict[str, list[tuple[int, bytes, Document, int]]] = {}
+    for candidate in candidates:
+        if weights[candidate[2].source] > 0:
+            waiting.setdefault(candidate[2].source, []).append(candidate)
+    found = []
+    taken = dict.fromkeys(waiting, 0)
+    while waiting:
+        name = min(waiting, key=lambda source: (taken[source] + 1) / weights[source])
+        found.append(waiting[name][taken[name]])
+        taken[name] += 1
+        if taken[name] == len(waiting[name]):
+            del waiting[name]
+    return found

@@ -2,29 +2,43 @@
 
 from __future__ import annotations
 
+import glob
 import hashlib
+import re
 import sysconfig
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from distill.corpus.conversations import Messages, fingerprint, form_of, questions, read_conversation
 from distill.corpus.pieces import PIECE, cut_text
+from distill.corpus.records import read_records
 from distill.corpus.splits import SPLITS, Split, split_of
 from distill.errors import DataError
-from distill.files import names_of, parse_object, read_utf8
+from distill.files import names_of, read_utf8
 from distill.recipe import Corpus, Source
 
 
 @dataclass(frozen=True)
 class Document:
-    """A text, its name within its source, the split it belongs to, and the source's own name."""
+    """A text, its name within its source, the split it belongs to, and the source's own name.
+
+    A conversation has its `messages`, which end with a question or an answer; its text is then the questions alone.
+    `label` is the class that reports show.
+    """
 
     name: str
     split: Split
     text: str
     source: str = ""
+    messages: Messages | None = None
+    label: str = ""
+
+    @property
+    def plain_text(self) -> str:
+        """Its text without roles and templates."""
+        return self.text if self.messages is None else "\n\n".join(one["content"] for one in self.messages)
 
 
 def source_path(source: Source) -> Path:
@@ -55,87 +69,102 @@ def _tree(source: Source, dropped: Counter[str]) -> Iterator[tuple[str, str]]:
             raise DataError(f"{path} cannot be read: {error.strerror}", "exclude it, or correct it") from error
 
 
-def _hub_records(source: Source) -> Iterator[dict[str, Any]]:
-    """Records of a hub data set, through `datasets`."""
-    import datasets
+@dataclass(frozen=True)
+class _Found:
+    """A document before its split is known."""
 
-    datasets.disable_progress_bars()
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # the DataError below reports its faults, once
+    name: str
+    text: str
+    messages: Messages | None = None
+    label: str = ""
+
+
+def source_files(source: Source) -> list[Path]:
+    """The files of a source that is no tree and no hub data set: one, or all that match its path.
+
+    Raises DataError where there is none.
+    """
+    if not any(sign in source.path for sign in "*?[") or Path(source.path).exists():
+        return [source_path(source)]
     try:
-        yield from datasets.load_dataset(source.path, source.subset, split=source.hub_split, streaming=True)
-    except Exception as error:  # the hub client raises many kinds; each means that the data set is not available
-        kind = type(error).__name__
-        wanted = f"subset {source.subset}, split {source.hub_split}"
+        found = sorted(path for path in map(Path, glob.glob(source.path, recursive=True)) if path.is_file())
+    except (OSError, ValueError, re.error):
+        found = []
+    if not found:
+        raise DataError(f"corpus source {source.path} matches no file", "correct corpus.sources in the recipe")
+    return found
+
+
+def _texts_of(source: Source) -> Iterator[_Found]:
+    """Text files: documents of their own, or in pieces that are, named by content as records are."""
+    for path in source_files(source):
+        text = read_utf8(path)
+        if source.form == "prompt":
+            yield _question(text, path.name, source)
+            continue
+        parts = list(cut_text(text))
+        for part in parts:
+            yield _Found(path.name if len(parts) == 1 else f"{path.name}#{fingerprint(part)}", part)
+
+
+def _question(text: str, name: str, source: Source) -> _Found:
+    """A whole text as a user's message."""
+    return _Found(name, text, ({"role": "user", "content": text},), source.label or "")
+
+
+def _records(source: Source, dropped: Counter[str]) -> Iterator[_Found]:
+    """Records as texts or conversations; those that are neither are counted in `dropped`."""
+    origin = Path(source.path).name
+    for place, record in read_records(source, [] if source.kind == "hub" else source_files(source)):
+        form = form_of(record, source)
+        label = source.label or record.get(source.fields.get("label", "category"))
+        label = label if isinstance(label, str) else ""
+        if form == "text":
+            text = record.get(source.field)
+            if isinstance(text, str):
+                # Named by its content, so that a growing or reordered file keeps every document in its split.
+                yield _Found(f"{origin}#{fingerprint(text)}", text, label=label)
+                continue
+        elif form is not None:
+            messages = read_conversation(record, form, source)
+            if isinstance(messages, str):
+                dropped[messages] += 1
+                continue
+            asked = questions(messages)
+            yield _Found(f"{origin}#{fingerprint(asked)}", asked, messages, label)
+            continue
         raise DataError(
-            f"cannot read data set {source.path} ({wanted}): `datasets` stopped with {kind}",
-            "check its name, its subset, its split and the network",
-        ) from error
+            f"{source.path}: {place} has no text in field `{source.field}` (it has: {names_of(record)})",
+            "set `field` or `form` and `fields` of this corpus source",
+        )
 
 
-def _jsonl_records(source: Source) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The line number and the object of every line of a jsonl file that is not blank."""
-    path, empty = source_path(source), True
-    try:
-        with open(path, "rb") as handle:
-            for number, raw in enumerate(handle, 1):
-                if not raw.strip():
-                    continue
-                record, empty = parse_object(raw), False
-                if isinstance(record, str):
-                    raise DataError(f"{path}: line {number}: {record}", "each line must be one JSON object")
-                yield number, record
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}", "correct corpus.sources in the recipe") from error
-    if empty:
-        raise DataError(f"{path}: the file is empty", "each line must be one JSON object")
-
-
-def _text(source: Source) -> Iterator[tuple[str, str]]:
-    """A text file: a document of its own, or in pieces that are, named by content as the lines of jsonl are."""
-    path = source_path(source)
-    parts = list(cut_text(read_utf8(path)))
-    for part in parts:
-        yield path.name if len(parts) == 1 else f"{path.name}#{_fingerprint(part)}", part
-
-
-def _fingerprint(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def _texts(source: Source, dropped: Counter[str]) -> Iterator[tuple[str, str]]:
-    """Names and texts of a source's documents; raises DataError where it has none at all."""
+def _texts(source: Source, dropped: Counter[str]) -> Iterator[_Found]:
+    """A source's documents; raises DataError where it has none at all."""
     before, files, found = dropped.total(), 0, False
-    for name, text in _all_texts(source, dropped):
-        files, found = files + 1, found or bool(text.strip())
-        yield name, text
+    for one in _all_texts(source, dropped):
+        files, found = files + 1, found or bool(one.text.strip())
+        yield one
     if not found:
         tree, other = source.kind == "tree", dropped.total() - before
         excluded = f" outside {', '.join(source.exclude)}" if tree and source.exclude else ""
         none = tree and not files and not other
         what = f"no file that matches {source.pattern}{excluded}" if none else "no text"
-        why = f": {other} files are not UTF-8" if other else ""
+        why = f": {other} {'files are not UTF-8' if tree else 'records were dropped: ' + str(dict(dropped))}"
         raise DataError(
-            f"corpus source {source.path} has {what}{why}",
+            f"corpus source {source.path} has {what}{why if other else ''}",
             "correct its pattern" if none else "correct it, or leave it out",
         )
 
 
-def _all_texts(source: Source, dropped: Counter[str]) -> Iterator[tuple[str, str]]:
+def _all_texts(source: Source, dropped: Counter[str]) -> Iterator[_Found]:
     if source.kind == "tree":
-        yield from _tree(source, dropped)
+        for name, text in _tree(source, dropped):
+            yield _question(text, name, source) if source.form == "prompt" else _Found(name, text)
     elif source.kind == "text":
-        yield from _text(source)
+        yield from _texts_of(source)
     else:
-        records = enumerate(_hub_records(source), 1) if source.kind == "hub" else _jsonl_records(source)
-        for number, record in records:
-            text = record.get(source.field)
-            if not isinstance(text, str):
-                what = f"{'record' if source.kind == 'hub' else 'line'} {number} has no text in field `{source.field}`"
-                raise DataError(
-                    f"{source.path}: {what} (it has: {names_of(record)})", "set `field` of this corpus source"
-                )
-            # The name comes from the content, so that a growing or reordered file keeps every document in its split.
-            yield f"{Path(source.path).name}#{_fingerprint(text)}", text
+        yield from _records(source, dropped)
 
 
 UNREAD = "beyond corpus.max_documents (rest of a source unread)"  # a reason for dropped documents
@@ -151,10 +180,11 @@ def read_documents(corpus: Corpus, needed: tuple[Split, ...] = SPLITS) -> tuple[
     names: set[str] = set()
     texts: set[bytes] = set()
     for source in corpus.sources:
-        for taken, (name, text) in enumerate(_texts(source, dropped)):
+        for taken, one in enumerate(_texts(source, dropped)):
             if taken >= corpus.max_documents:
                 dropped[UNREAD] += 1
                 break
+            name, text = one.name, one.text
             split: Split = split_of(name, corpus.validation, corpus.test) if source.split == "by-name" else source.split
             content = hashlib.sha256(text.encode()).digest()
             if not text.strip():
@@ -169,7 +199,7 @@ def read_documents(corpus: Corpus, needed: tuple[Split, ...] = SPLITS) -> tuple[
                     name = f"{origin}/{name}#{content.hex()[:8]}"
                 names.add(name)
                 texts.add(content)
-                documents.append(Document(name, split, text, origin))
+                documents.append(Document(name, split, text, origin, one.messages, one.label))
     require_splits(documents, dropped, needed)
     return documents, dropped
 

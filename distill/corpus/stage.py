@@ -5,18 +5,24 @@ from __future__ import annotations
 import functools
 import json
 import random
-from dataclasses import asdict
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-from distill.corpus.prompts import cut_prompts
-from distill.corpus.sources import read_documents
-from distill.corpus.splits import SPLITS
+from distill.corpus.prompts import ChatPrompts, cut_prompts
+from distill.corpus.sources import Document, read_documents
+from distill.corpus.splits import SPLITS, Split
 from distill.errors import DataError
 from distill.files import write_atomically, write_json, write_text
+from distill.models.chat_template import ChatTemplate
 from distill.models.hugging_face import encode, end_ids, load_config, load_tokenizer
-from distill.packing import pack
+from distill.packing import Packed, concatenate, pack
 from distill.recipe import Recipe
 from distill.run import Run
+from distill.texts import Prompt, count_texts
+
+TOO_LONG = "given answers whose prompts fill corpus.block"
 
 
 def validation_prompts(recipe: Recipe) -> int:
@@ -32,52 +38,123 @@ def corpus(recipe: Recipe, run: Run) -> list[Path]:
     ends = end_ids(load_config(recipe.target.model), tokenizer)
     documents, dropped = read_documents(recipe.corpus)
     to_ids = functools.partial(encode, tokenizer)
-    test_prompts = max(recipe.eval.prompts, recipe.speedup.prompts, recipe.speedup.grown_prompts)
-    wanted = {"train": recipe.answers.prompts, "validation": validation_prompts(recipe), "test": test_prompts}
+    chat = chat_prompts(recipe, tokenizer, documents)
+    weights = weights_of(recipe)
     # Text is capped: train by corpus.tokens, the other splits by the most that scoring and evaluation use.
     limits = {
         "train": recipe.corpus.tokens,
         "validation": recipe.cut.score_blocks * recipe.corpus.block,
         "test": recipe.eval.file_blocks * recipe.corpus.block,
     }
-    summary: dict[str, object] = {"dropped": dict(dropped)}
+    test_prompts = max(recipe.eval.prompts, recipe.speedup.prompts, recipe.speedup.grown_prompts)
+    wanted = {"train": recipe.answers.prompts, "validation": validation_prompts(recipe), "test": test_prompts}
+    summary: dict[str, Any] = {}
     for split in SPLITS:
         own = [document for document in documents if document.split == split]
         random.Random(recipe.seed).shuffle(own)
-        sequences: list[tuple[list[int], int]] = []
-        total = 0
-        for document in own:
-            if total >= limits[split]:
-                break
-            ids = (to_ids(document.text) + ends[:1])[: limits[split] - total]
-            sequences.append((ids, 1))
-            total += len(ids)
-        packed = pack(sequences, recipe.corpus.block, split_long=True)
+        packed, given = pack_given(own, recipe.corpus.block, limits[split], to_ids, ends[:1], chat, dropped)
         # Intervals are by document, so the reported text numbers its documents across blocks.
         save = functools.partial(packed.save, numbered=split == "test")
         write_atomically(folder / f"text-{split}.safetensors", save)
         stride = 4 * (recipe.answers.prompt_tokens + recipe.answers.new_tokens)
-        prompts = cut_prompts(own, to_ids, wanted[split], recipe.answers.prompt_tokens, stride, recipe.seed)
-        if len(prompts) < min(wanted[split], 2):
-            raise DataError(
-                f"the {split} split gives {len(prompts)} prompts of {recipe.answers.prompt_tokens} tokens",
-                "add documents, or lower answers.prompt_tokens"
-                + (", or train without: train.acceptance=null, train.replay=null" if split == "validation" else ""),
-            )
+        length = recipe.answers.prompt_tokens
+        prompts = cut_prompts(own, to_ids, wanted[split], length, stride, recipe.seed, chat, weights)
+        _require_prompts(recipe, split, prompts, wanted[split])
         write_text(
             folder / f"prompts-{split}.jsonl",
-            "".join(json.dumps(asdict(prompt)) + "\n" for prompt in prompts),
+            "".join(json.dumps(prompt.line()) + "\n" for prompt in prompts),
         )
-        summary[split] = {"documents": len(own), "tokens": total, "blocks": len(packed), "prompts": len(prompts)}
-        if split == "validation" and recipe.answers.traffic is None:  # traffic brings prompts of its own
-            recipe.train.require_judges(len(prompts))  # now, not after the expensive stages
+        total = sum(sum(tokens.values()) for tokens in given.values())
+        summary[split] = {
+            "documents": len(own),
+            "tokens": total,
+            "blocks": len(packed),
+            "prompts": len(prompts),
+            "given": {name: dict(tokens) for name, tokens in given.items()},
+            "asked": count_texts((prompt.label, prompt.mode, len(prompt.ids)) for prompt in prompts),
+        }
         short = f" of {wanted[split]} asked for" if len(prompts) < wanted[split] else ""
         run.say(f"  {split}: {len(own)} documents, {total} tokens kept, {len(prompts)} prompts{short}")
     write_text(
         folder / "documents-test.jsonl",
-        "".join(json.dumps({"name": d.name, "text": d.text}) + "\n" for d in documents if d.split == "test"),
+        "".join(json.dumps({"name": d.name, "text": d.plain_text}) + "\n" for d in documents if d.split == "test"),
     )
+    if chat is not None:
+        dropped += chat.dropped
     if dropped:
         run.say("  dropped: " + ", ".join(f"{count} {reason}" for reason, count in dropped.items()))
-    write_json(folder / "summary.json", summary)
+    write_json(folder / "summary.json", {"dropped": dict(dropped), **summary})
     return [folder]
+
+
+def chat_prompts(recipe: Recipe, tokenizer: Any, documents: list[Document]) -> ChatPrompts | None:
+    """What makes prompts of conversations; None where the documents hold none."""
+    if all(document.messages is None for document in documents):
+        return None
+    most = recipe.corpus.block - recipe.answers.new_tokens
+    return ChatPrompts(ChatTemplate(tokenizer, recipe.chat), most, recipe.seed)
+
+
+def weights_of(recipe: Recipe) -> dict[str, float] | None:
+    """The sources' shares of the prompts by name; None where none has a weight."""
+    found: dict[str, float] = {}
+    for source in recipe.corpus.sources:
+        if source.weight is None:
+            return None
+        name = Path(source.path).name
+        found[name] = found.get(name, 0) + source.weight
+    return found
+
+
+def _require_prompts(recipe: Recipe, split: Split, prompts: list[Prompt], wanted: int) -> None:
+    """Raise for too few prompts of a split, before the expensive stages."""
+    if len(prompts) < min(wanted, 2):
+        raise DataError(
+            f"the {split} split gives {len(prompts)} prompts of {recipe.answers.prompt_tokens} tokens",
+            "add documents, or lower answers.prompt_tokens"
+            + (", or train without: train.acceptance=null, train.replay=null" if split == "validation" else ""),
+        )
+    if split == "validation" and recipe.answers.traffic is None:  # traffic brings prompts of its own
+        recipe.train.require_judges(len(prompts))
+
+
+def pack_given(
+    documents: list[Document],
+    block: int,
+    limit: int,
+    encode: Callable[[str], list[int]],
+    ends: list[int],
+    chat: ChatPrompts | None,
+    dropped: Counter[str],
+) -> tuple[Packed, dict[str, Counter[str]]]:
+    """The given text in blocks of `block`, up to `limit` tokens in the order of the documents; the tokens by class.
+
+    A text is scored whole. Of a conversation each answer is a sample of its own, which alone is scored, after its
+    prompt as the template writes it. The counts are of all tokens, by label and by `text`, `prompt` and `answer`.
+    """
+    texts: list[tuple[list[int], int]] = []
+    samples: list[tuple[list[int], int]] = []
+    counts: dict[str, Counter[str]] = {}
+    total = 0
+    for document in documents:
+        if total >= limit:
+            break
+        count = counts.setdefault(document.label, Counter())
+        if document.messages is None:
+            ids = (encode(document.text) + ends)[: limit - total]
+            texts.append((ids, 1))
+            count["text"] += len(ids)
+            total += len(ids)
+            continue
+        assert chat is not None
+        for prompt, answer in chat.given(document):
+            if len(prompt) > block - 2:
+                dropped[TOO_LONG] += 1
+                continue
+            answer = answer[: block - len(prompt)]
+            samples.append((prompt + answer, len(prompt)))
+            count["prompt"] += len(prompt)
+            count["answer"] += len(answer)
+            total += len(prompt) + len(answer)
+    parts = [pack(texts, block, split_long=True), pack(samples, block, split_long=False)]
+    return concatenate([part for part in parts if len(part)] or parts[:1]), {k: v for k, v in counts.items() if v}

@@ -8,9 +8,10 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
+from distill.corpus.sources import source_files
 from distill.files import digest, read_json, reference_digest
 from distill.pipeline.stages import Stage
-from distill.recipe import Recipe
+from distill.recipe import Recipe, Source
 from distill.run import Run
 
 Parts = dict[str, Any]  # the settings and digests that a key is the hash of, by name
@@ -85,10 +86,15 @@ def _content(name: str, recipe: Recipe, cache: dict[str, str]) -> tuple[str, Any
         return "target.model", model_digest(recipe.target.model)
     if name == "donor":
         return "cut.donor (content)", model_digest(recipe.donor_model)
-    return "corpus.sources (content)", [
-        sys.version.split()[0] if source.path == "python:stdlib" else model_digest(source.path)
-        for source in recipe.corpus.sources
-    ]
+
+    def source_digest(source: Source) -> Any:
+        if source.path == "python:stdlib":
+            return sys.version.split()[0]
+        if source.kind in ("hub", "tree") or Path(source.path).exists():
+            return model_digest(source.path)
+        return [model_digest(str(path)) for path in source_files(source)]
+
+    return "corpus.sources (content)", [source_digest(source) for source in recipe.corpus.sources]
 
 
 def _artifacts_digest(run: Run, stage: str, pattern: str) -> str | None:

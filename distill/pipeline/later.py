@@ -7,18 +7,25 @@ print.
 from __future__ import annotations
 
 import importlib.util
+from collections import Counter
 from itertools import islice
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from distill.errors import DistillError, RecipeError
+from distill.errors import DataError, DistillError, RecipeError
 from distill.recipe import Recipe, is_path
 
+if TYPE_CHECKING:
+    from distill.corpus.sources import Document
+
 MOST_DOCUMENTS, MOST_RECORDS, MOST_LINES = 1000, 20, 1000  # read of a local source, a hub data set and a traffic file
+SCORED = "⟦", "⟧"  # around the tokens that a draft learns from
 FEW_DOCUMENTS = 8  # an interval over fewer is too narrow
 
 
-def check_corpus(recipe: Recipe, offline: bool) -> tuple[list[str], list[str]]:
-    """Read the beginning of each source of the corpus; lines to print, and the names of sources that were not read.
+def check_corpus(recipe: Recipe, offline: bool) -> tuple[list[str], list[str], list[Document]]:
+    """Read the beginning of each source of the corpus; lines to print, the names of sources that were not read, and
+    the documents.
 
     Raises DataError for a source that is missing, empty or without the field that it names; where all sources were read
     to their ends, also for a corpus without a needed split.
@@ -26,7 +33,8 @@ def check_corpus(recipe: Recipe, offline: bool) -> tuple[list[str], list[str]]:
     from distill.corpus.sources import UNREAD, read_documents, require_splits
 
     corpus, lines, unread = recipe.corpus, [], []
-    documents, dropped = [], None
+    documents: list[Document] = []
+    dropped: Counter[str] | None = None
     for source in corpus.sources:
         if source.kind == "hub" and offline:
             unread.append(f"data set {source.path}")
@@ -48,7 +56,7 @@ def check_corpus(recipe: Recipe, offline: bool) -> tuple[list[str], list[str]]:
                 f"warning: the test split has {held_out} documents; intervals over fewer than {FEW_DOCUMENTS} are too "
                 "narrow to be believed"
             )
-    return lines, unread
+    return lines, unread, documents
 
 
 def check_traffic(recipe: Recipe) -> list[str]:
@@ -150,3 +158,33 @@ def check_export(recipe: Recipe) -> list[str]:
         except DistillError as error:
             raise type(error)(f"export: {error.what}", f"{error.hint}; or {without}") from error
     return lines
+
+
+def check_chat(recipe: Recipe, documents: list[Document]) -> list[str]:
+    """The target's template takes the conversations; the first one as it is rendered, its scored answer marked.
+
+    Raises DataError or RecipeError where it takes none of them.
+    """
+    from distill.corpus.stage import chat_prompts
+    from distill.models.hugging_face import load_tokenizer
+
+    chat = chat_prompts(recipe, load_tokenizer(recipe.target.model), documents)
+    if chat is None:
+        return []
+    for document in documents:
+        if document.messages is None:
+            continue
+        prompt = chat.prompt(document)
+        if prompt is None:
+            continue
+        decode = chat.template.tokenizer.decode
+        lines = [f"a prompt, as the target's template writes it ({len(prompt.ids)} tokens):", decode(prompt.ids)]
+        given = next(chat.given(document), None)
+        if given is not None:
+            lines += [
+                f"its last given answer, {len(given[1])} tokens that are scored between ⟦ and ⟧:",
+                f"{decode(given[0])}{SCORED[0]}{decode(given[1])}{SCORED[1]}",
+            ]
+        return lines
+    reasons = ", ".join(f"{count} {reason}" for reason, count in chat.dropped.items())
+    raise DataError(f"no conversation of the corpus can be asked: {reasons}", "correct the sources, or section chat")

@@ -7,11 +7,21 @@ weights.
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from distill.errors import RecipeError, RunError
-from distill.pipeline.later import check_corpus, check_device, check_draft, check_export, check_trackers, check_traffic
+from distill.pipeline.later import (
+    check_chat,
+    check_corpus,
+    check_device,
+    check_draft,
+    check_export,
+    check_trackers,
+    check_traffic,
+)
 from distill.pipeline.stages import NAMES
 from distill.recipe import Recipe, is_path
 
@@ -38,7 +48,7 @@ def preflight(recipe: Recipe, inputs: bool = True, offline: bool = False, until:
     found = Preflight()
     last = NAMES.index(until) if until is not None else len(NAMES)
     if inputs:
-        lines, found.skipped = check_corpus(recipe, offline)
+        lines, found.skipped, documents = check_corpus(recipe, offline)
         found.lines += lines
     remote = [model for model in dict.fromkeys([recipe.target.model, recipe.donor_model]) if not is_path(model)]
     if last >= NAMES.index("train"):
@@ -48,9 +58,17 @@ def preflight(recipe: Recipe, inputs: bool = True, offline: bool = False, until:
         found.skipped += [f"model {model}" for model in remote]
         found.skipped.append("pair rules, sizes and the cut, which need those models' configurations")
         return found
-    checks = [check_stages, check_size, check_pair, check_weights_of_models, check_context, check_draft, check_disk]
+    checks: list[Callable[[Recipe], list[str]]] = [
+        check_stages,
+        check_size,
+        check_pair,
+        check_weights_of_models,
+        check_context,
+        check_draft,
+        check_disk,
+    ]
     if inputs:
-        checks.append(check_traffic)
+        checks += [check_traffic, partial(check_chat, documents=documents)]
     if last >= NAMES.index("export"):
         checks.append(check_export)
     for check in checks:

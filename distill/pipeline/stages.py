@@ -80,6 +80,7 @@ STAGES = (
         (
             "seed",
             "corpus",
+            "chat",
             "answers.prompts",
             "answers.prompt_tokens",
             "answers.new_tokens",

@@ -2,7 +2,7 @@
 
 from distill.recipe.adapter import Adapter
 from distill.recipe.configuration import Configuration
-from distill.recipe.corpus import Corpus, Source
+from distill.recipe.corpus import Chat, Corpus, Source
 from distill.recipe.cut import Cut, Search, Transplant, Trim
 from distill.recipe.load import dump_recipe, is_path, load_recipe, parse_recipe, resolve_model
 from distill.recipe.measuring import Evaluate, Export, Grown, Profile, Speedup
@@ -17,6 +17,7 @@ __all__ = [
     "Acceptance",
     "Adapter",
     "Answers",
+    "Chat",
     "Configuration",
     "Corpus",
     "Cut",

@@ -1,11 +1,11 @@
-"""Recipe sections: the corpus."""
+"""Recipe sections: the corpus, and how conversations in it are rendered."""
 
 from __future__ import annotations
 
 import os
 import re
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
@@ -16,14 +16,35 @@ from distill.recipe.section import Section
 class Source(Section):
     """One source of text."""
 
-    kind: Literal["tree", "text", "jsonl", "hub"] = Field(
+    kind: Literal["tree", "text", "jsonl", "csv", "parquet", "hub"] = Field(
         description="tree: each matching file below a folder is a document; text: a file is one document, or "
         "is cut into pieces of at least 16,384 characters that are, where it is longer than 32,768; "
-        "jsonl: each line is a document; hub: a data set by its hub name (through `datasets`)"
+        "jsonl, csv, parquet: each line or row is a record; hub: a data set by its hub name (through `datasets`)"
     )
-    path: str = Field(description="folder, file or hub name; `python:stdlib` is the library of the running interpreter")
+    path: str = Field(
+        description="folder, file or hub name; `python:stdlib` is the library of the running interpreter; of text, "
+        "jsonl, csv and parquet also a pattern of files, such as logs/*.jsonl"
+    )
     pattern: str = Field("**/*.py", description="tree: pattern of the files")
-    field: str = Field("text", description="jsonl and hub: the field that holds the text")
+    form: Literal["auto", "text", "prompt", "messages", "conversations", "turns"] = Field(
+        "auto",
+        description="what a record holds: text; a prompt, with an answer or without; messages of role and content; "
+        "conversations as ShareGPT writes them; turns: the user's, a list of texts; auto: by its fields. With prompt, "
+        "a file of a tree or text source is a user's message",
+    )
+    field: str = Field("text", description="records: the field that holds a text")
+    fields: dict[Literal["prompt", "answer", "messages", "conversations", "turns", "system", "label"], str] = Field(
+        {}, description="records: other names of these fields"
+    )
+    label: str | None = Field(
+        None, max_length=100, description="class of its prompts in reports; null: the record's `category`, else none"
+    )
+    weight: float | None = Field(
+        None,
+        ge=0,
+        le=1e6,
+        description="its share among the prompts, relative to the other sources', 0 for none; null in all: by size",
+    )
     subset: str | None = Field(None, description="hub: name of the data set's configuration")
     hub_split: str = Field("train", description="hub: split of the data set that is read")
     exclude: tuple[str, ...] = Field((), description="tree: names of folders to skip")
@@ -47,6 +68,23 @@ class Source(Section):
         return value
 
 
+class Chat(Section):
+    """How conversations are rendered: by the target's own chat template."""
+
+    system: tuple[str, ...] = Field(
+        (), description="system prompts; one, drawn by the seed, for each conversation that has none of its own"
+    )
+    thinking: float | None = Field(
+        None, ge=0, le=1, description="share of conversations with thinking on; null: the template's own choice"
+    )
+    thinking_argument: str = Field(
+        "enable_thinking", description="the template's argument that switches thinking on and off"
+    )
+    arguments: dict[str, Any] = Field({}, description="other arguments of the template")
+    tools: tuple[dict[str, Any], ...] = Field((), description="JSON schemas of tools, offered in every conversation")
+    turns: int = Field(4, ge=1, description="user's turns of a conversation that the target answers at most")
+
+
 class Corpus(Section):
     """Text, split into train, validation and test by document."""
 
@@ -62,3 +100,10 @@ class Corpus(Section):
         ge=1,
         description="at most this many documents are read per source; a limit that takes effect is reported",
     )
+
+    @field_validator("sources")
+    @classmethod
+    def _weights_for_all_or_none(cls, value: tuple[Source, ...]) -> tuple[Source, ...]:
+        if len({source.weight is None for source in value}) > 1:
+            raise ValueError("give every source a weight, or none")
+        return value

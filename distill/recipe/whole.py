@@ -5,7 +5,7 @@ from __future__ import annotations
 from pydantic import Field, model_validator
 
 from distill.machine import MOST_THREADS
-from distill.recipe.corpus import Corpus
+from distill.recipe.corpus import Chat, Corpus
 from distill.recipe.cut import Cut
 from distill.recipe.measuring import Evaluate, Export, Profile, Speedup
 from distill.recipe.section import LARGEST, Section
@@ -27,6 +27,7 @@ class Recipe(Section):
     device: str = Field("auto", description="auto, cpu, cuda, cuda:0, mps, …")
     target: Target
     corpus: Corpus
+    chat: Chat = Chat()
     sampler: SamplerSettings = SamplerSettings()
     answers: Answers = Answers()
     teacher: TeacherStore = TeacherStore()

@@ -1,0 +1,138 @@
+"""Records of data sets as conversations: chat messages, ShareGPT, lists of turns, prompt and answer, plain prompts."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from distill.recipe import Source
+
+Messages = tuple[dict[str, Any], ...]  # role, content, and whatever else the template reads
+
+# The names under which data sets keep a speaker.
+SPEAKERS = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "human": "user",
+    "prompter": "user",
+    "assistant": "assistant",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bot": "assistant",
+    "model": "assistant",
+    "tool": "tool",
+    "function": "tool",
+    "observation": "tool",
+}
+LISTS = ("messages", "conversations", "turns")
+PROMPTS = ("prompt", "instruction", "question", "query")
+ANSWERS = ("answer", "completion", "response", "output")
+EXTRA = ("reasoning_content", "tool_calls", "tool_call_id", "name")  # of a message, kept for the template
+
+
+def form_of(record: Mapping[str, Any], source: Source) -> str | None:
+    """How a record holds its text: the source's `form`, or what its fields say; None where no field is known."""
+    if source.form != "auto":
+        return source.form
+    names: Mapping[Any, str] = source.fields
+    for form in LISTS:
+        if isinstance(record.get(names.get(form, form)), list):
+            return form
+    if isinstance(record.get(source.field), str) and "prompt" not in names:
+        return "text"
+    return "prompt" if _first(record, names, "prompt", PROMPTS) is not None else None
+
+
+def read_conversation(record: Mapping[str, Any], form: str, source: Source) -> Messages | str:
+    """The messages of a record, ending with an answer or with a question; or the reason why it has none."""
+    names: Mapping[Any, str] = source.fields
+    if form == "prompt":
+        prompt = _first(record, names, "prompt", PROMPTS)
+        if isinstance(prompt, list):  # messages before the answer, as preference data sets have them
+            found = _messages(prompt)
+        else:
+            found = ({"role": "user", "content": prompt},) if isinstance(prompt, str) else "no prompt that is text"
+        answer = _first(record, names, "answer", ANSWERS)
+        if isinstance(found, tuple) and isinstance(answer, list):
+            last = _messages(answer)
+            found = last if isinstance(last, str) else (*found, *last)
+        elif isinstance(found, tuple) and isinstance(answer, str) and answer:
+            found = (*found, {"role": "assistant", "content": answer})
+    elif form == "turns":
+        turns = record.get(names.get("turns", "turns"))
+        texts = isinstance(turns, list) and all(isinstance(turn, str) for turn in turns)
+        found = tuple({"role": "user", "content": turn} for turn in turns or ()) if texts else "turns that are no text"
+    else:
+        found = _messages(record.get(names.get(form, form)))
+    if not isinstance(found, tuple):
+        return found
+    system = record.get(names.get("system", "system"))
+    if isinstance(system, str) and system.strip() and not any(one["role"] == "system" for one in found):
+        found = ({"role": "system", "content": system}, *found)
+    return _usable(found)
+
+
+def _first(record: Mapping[str, Any], names: Mapping[Any, str], kind: str, known: tuple[str, ...]) -> Any:
+    if kind in names:
+        return record.get(names[kind])
+    return next((record[name] for name in known if record.get(name) is not None), None)
+
+
+def _messages(value: Any) -> Messages | str:
+    """Messages of role and content, or of ShareGPT's from and value."""
+    if isinstance(value, str):  # some data sets keep the list as JSON text
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError):
+            return "messages that are no list"
+    if not isinstance(value, list):
+        return "messages that are no list"
+    found = []
+    for one in value:
+        if not isinstance(one, dict):
+            return "a message that is no mapping"
+        speaker = SPEAKERS.get(str(one.get("role", one.get("from"))).lower())
+        if speaker is None:
+            return f"a message of the unknown role {str(one.get('role', one.get('from')))[:20]!r}"
+        content = _text(one["content"] if "content" in one else one.get("value"))
+        if content is None and not one.get("tool_calls"):
+            return "a message whose content is no text"
+        extra = {name: one[name] for name in EXTRA if one.get(name)}
+        found.append({"role": speaker, "content": content or "", **extra})
+    return tuple(found)
+
+
+def _text(content: Any) -> str | None:
+    """The text of a message: itself, or its parts of type text; None for anything else, such as images."""
+    if isinstance(content, str):
+        return content
+    parts = content if isinstance(content, list) else [None]
+    texts = [part.get("text") if isinstance(part, dict) else None for part in parts]
+    return "".join(map(str, texts)) if all(isinstance(text, str) for text in texts) else None
+
+
+def _usable(messages: Messages) -> Messages | str:
+    """The messages, or the reason why a model cannot be asked them."""
+    roles = [one["role"] for one in messages]
+    while roles and roles[-1] in ("system", "tool"):
+        roles.pop()
+    if "user" not in roles:
+        return "no user's turn"
+    if "assistant" in roles and roles.index("assistant") < roles.index("user"):
+        return "an answer before the first question"
+    if not all(one["content"].strip() for one in messages[: len(roles)] if one["role"] == "user"):
+        return "an empty question"
+    return messages[: len(roles)]
+
+
+def questions(messages: Messages) -> str:
+    """What names and splits a conversation: all that is not the assistant's, so that no question is in two splits."""
+    return json.dumps([[one["role"], one["content"]] for one in messages if one["role"] != "assistant"])
+
+
+def fingerprint(text: str) -> str:
+    """A name for a text by its content."""
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -1,0 +1,140 @@
+"""The target's own chat template: conversations as prompts, and the tokens of an answer that a draft learns from.
+
+An answer is what the target writes after a prompt: its content, then the token that ends a turn. It is tokenised apart
+from the prompt, as it was generated. Templates that drop earlier thinking therefore give each turn a prompt of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from distill.errors import DataError, RecipeError
+from distill.models.hugging_face import encode
+from distill.recipe import Chat
+
+Message = Mapping[str, Any]
+OPENING, CLOSING = "<think>", "</think>"
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """Token ids of a prompt and of the answer after it, its end included; `text` is the prompt as a text."""
+
+    prompt: list[int]
+    answer: list[int]
+    text: str
+
+
+class ChatTemplate:
+    """Renders conversations with a tokenizer's template and a recipe's section `chat`.
+
+    Raises DataError for a tokenizer without a template and RecipeError for arguments that its template never reads.
+    """
+
+    def __init__(self, tokenizer: Any, settings: Chat) -> None:
+        self.tokenizer, self.settings = tokenizer, settings
+        if not tokenizer.chat_template:
+            raise DataError(
+                "the corpus has conversations, and the target's tokenizer no chat template",
+                "take an instruct model as target, or give its folder a chat_template.jinja",
+            )
+        source = self._source()
+        asked = [*settings.arguments, *([settings.thinking_argument] if settings.thinking is not None else [])]
+        unread = [name for name in asked if name not in source]
+        if unread:
+            raise RecipeError(
+                f"chat: the target's template does not read {', '.join(unread)}",
+                "correct chat.arguments or chat.thinking_argument, or leave chat.thinking out",
+            )
+
+    def _source(self) -> str:
+        """The template's own text, all named templates together."""
+        found = self.tokenizer.chat_template
+        return "".join(found.values()) if isinstance(found, dict) else str(found)
+
+    def text(self, messages: Sequence[Message], thinking: bool | None, tools: Any = None, generate: bool = True) -> str:
+        """The messages as text, with the beginning of an answer where one is to be generated.
+
+        Raises ValueError, with the template's own reason, for messages that it refuses.
+        """
+        arguments = dict(self.settings.arguments)
+        if thinking is not None:
+            arguments[self.settings.thinking_argument] = thinking
+        try:
+            found: str = self.tokenizer.apply_chat_template(
+                [dict(message) for message in messages],
+                tokenize=False,
+                add_generation_prompt=generate,
+                tools=list(tools) if tools else None,
+                **arguments,
+            )
+        except Exception as error:  # templates are foreign programs and raise any exception
+            raise ValueError(f"the target's chat template refuses it ({' '.join(str(error).split())[:200]})") from error
+        return found
+
+    def prompt(self, messages: Sequence[Message], thinking: bool | None = None, tools: Any = None) -> list[int]:
+        """Token ids of the messages and of the beginning of an answer."""
+        return encode(self.tokenizer, self.text(messages, thinking, tools))
+
+    @cached_property
+    def end(self) -> list[int]:
+        """The token that ends an answer: the first after one as the template writes it; else the tokenizer's eos."""
+        asked = [{"role": "user", "content": "a"}]
+        try:
+            before = self.text(asked, None, generate=False)
+            whole = self.text([*asked, {"role": "assistant", "content": "MARK"}], None, generate=False)
+        except ValueError:
+            before = whole = ""
+        tail = whole[len(before) :].rpartition("MARK")[2] if "MARK" in whole else ""
+        ids = encode(self.tokenizer, tail.lstrip())[:1] if tail.strip() else []
+        if ids and ids[0] in (set(self.tokenizer.all_special_ids) | set(self.tokenizer.get_added_vocab().values())):
+            return ids
+        eos = self.tokenizer.eos_token_id
+        return [] if eos is None else [eos]
+
+    def answered(self, messages: Sequence[Message], thinking: bool | None = None, tools: Any = None) -> Rendered:
+        """The prompt before the last message and that message as an answer; the last one must be the assistant's.
+
+        Raises ValueError where the template does not say how the answer was written.
+        """
+        *before, last = messages
+        text = self.text(before, thinking, tools)
+        answer = self._written(text, before, last, thinking, tools)
+        return Rendered(encode(self.tokenizer, text), encode(self.tokenizer, answer) + self.end, text)
+
+    def _written(self, prompt: str, before: Sequence[Message], last: Message, thinking: bool | None, tools: Any) -> str:
+        """The text of an answer after its prompt, without its end."""
+        content = str(last["content"])
+        opened = prompt.rstrip().endswith(OPENING)
+        if not last.get("tool_calls") and not last.get("reasoning_content"):
+            # The prompt may begin the thinking that the content repeats.
+            beginning = content.lstrip()
+            if opened and beginning.startswith(OPENING):
+                return beginning.removeprefix(OPENING).lstrip("\n")
+            return content
+        if not last.get("tool_calls") and opened:
+            return f"{str(last['reasoning_content']).strip()}\n{CLOSING}\n\n{content}"
+        whole = self.text([*before, last], thinking, tools, generate=False)
+        if not whole.startswith(prompt):
+            raise ValueError("the template writes this answer otherwise than it begins one")
+        end = self.tokenizer.decode(self.end) if self.end else ""
+        written = whole[len(prompt) :]
+        return written.rpartition(end)[0] if end and end in written else written
+
+
+def next_prompt(template: ChatTemplate, chat: Mapping[str, Any], answers: Sequence[str]) -> list[int] | None:
+    """The prompt of the next turn after so many answers; None after the last.
+
+    `chat` is a Prompt's: messages up to the first question, further `turns` of the user, `thinking` and `tools`. Raises
+    ValueError for messages that the template refuses.
+    """
+    turns = chat["turns"]
+    if len(answers) > len(turns):
+        return None
+    messages = list(chat["messages"])
+    for answer, turn in zip(answers, turns, strict=False):
+        messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": turn}]
+    return template.prompt(messages, chat.get("thinking"), chat.get("tools"))

@@ -1,0 +1,68 @@
+"""Chat templates in the styles of five families, written for the tests, each with and without generation marks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+LLAMA_3 = (
+    "{{ bos_token }}{% for m in messages %}<|start_header_id|>{{ m['role'] }}<|end_header_id|>\n\n"
+    "{% if m['role'] == 'assistant' %}{G}{{ m['content'] }}<|eot_id|>{E}"
+    "{% else %}{{ m['content'] | trim }}<|eot_id|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
+)
+MISTRAL = (
+    "{{ bos_token }}{% set first = namespace(system='') %}{% for m in messages %}{% if m['role'] == 'system' %}"
+    "{% set first.system = m['content'] + '\n\n' %}{% elif m['role'] == 'user' %}"
+    "[INST] {{ first.system }}{{ m['content'] }}[/INST]{% set first.system = '' %}"
+    "{% else %}{G}{{ m['content'] }}</s>{E}{% endif %}{% endfor %}"
+)
+GEMMA = (
+    "{{ bos_token }}{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
+    "{% for m in messages %}<start_of_turn>{{ 'model' if m['role'] == 'assistant' else m['role'] }}\n"
+    "{% if m['role'] == 'assistant' %}{G}{{ m['content'] }}<end_of_turn>{E}{{ '\\n' }}"
+    "{% else %}{{ m['content'] }}<end_of_turn>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
+)
+# Drops the thinking of earlier turns, and begins that of the next one.
+R1 = (
+    "{{ bos_token }}{% for m in messages %}{% if m['role'] == 'system' %}{{ m['content'] }}"
+    "{% elif m['role'] == 'user' %}<|User|>{{ m['content'] }}"
+    "{% else %}<|Assistant|>{{ m['content'].split('</think>')[-1] }}<|end_of_sentence|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|Assistant|><think>\n{% endif %}"
+)
+# Drops the thinking before the last question, offers tools, and closes an empty thinking where it is switched off.
+QWEN_3 = (
+    "{% if tools %}<|im_start|>system\nTools: {% for t in tools %}{{ t | tojson }}{% endfor %}<|im_end|>\n{% endif %}"
+    "{% set last = namespace(at=0) %}{% for m in messages %}{% if m['role'] == 'user' %}"
+    "{% set last.at = loop.index0 %}{% endif %}{% endfor %}"
+    "{% for m in messages %}{% if m['role'] == 'assistant' %}<|im_start|>assistant\n"
+    "{% if loop.index0 > last.at and m['reasoning_content'] %}<think>\n{{ m['reasoning_content'] }}"
+    "{{ '\\n</think>\\n\\n' }}{% endif %}"
+    "{{ m['content'] }}{% for call in m['tool_calls'] or [] %}{{ '\\n' }}<tool_call>\n{{ call | tojson }}"
+    "{{ '\\n' }}</tool_call>{% endfor %}"
+    "<|im_end|>\n{% else %}<|im_start|>{{ 'user' if m['role'] == 'tool' else m['role'] }}\n{{ m['content'] }}"
+    "<|im_end|>\n"
+    "{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
+)
+STYLES: dict[str, tuple[str, list[str], str]] = {  # the template, special tokens, and the one that ends a turn
+    "llama-3": (
+        LLAMA_3,
+        ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"],
+        "<|eot_id|>",
+    ),
+    "mistral": (MISTRAL, ["<s>", "</s>", "[INST]", "[/INST]"], "</s>"),
+    "gemma": (GEMMA, ["<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>"], "<end_of_turn>"),
+    "r1": (R1, ["<|begin|>", "<|User|>", "<|Assistant|>", "<|end_of_sentence|>"], "<|end_of_sentence|>"),
+    "qwen-3": (QWEN_3, ["<|im_start|>", "<|im_end|>", "<|endoftext|>"], "<|im_end|>"),
+}
+
+
+def dress(tokenizer: Any, style: str, marked: bool = False) -> Any:
+    """Give a byte-level tokenizer the special tokens and the template of a style."""
+    template, special, end = STYLES[style]
+    tokenizer.add_special_tokens({"additional_special_tokens": special})
+    tokenizer.bos_token, tokenizer.eos_token = special[0], "<eos>" if style == "gemma" else end
+    begin, close = ("{% generation %}", "{% endgeneration %}") if marked else ("", "")
+    tokenizer.chat_template = template.replace("{G}", begin).replace("{E}", close)
+    return tokenizer
