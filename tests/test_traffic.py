@@ -17,7 +17,7 @@ import torch
 
 from distill.corpus.splits import split_of
 from distill.models.hugging_face import encode, load_tokenizer
-from distill.recipe import Recipe, Traffic, load_recipe, parse_recipe
+from distill.recipe import Chat, Recipe, Traffic, load_recipe, parse_recipe
 from distill.target.traffic import Line, begins_with, encode_line, measure, parse_line, sort_lines, unfinished_line
 
 torch.set_num_threads(1)
@@ -389,20 +389,20 @@ def test_messages_go_through_the_chat_template(world: Path) -> None:
     line = parse_line(json.dumps({"messages": messages}).encode(), SETTINGS, 1)
     assert isinstance(line, Line) and line.prompt == messages[:1] and line.answer == " + 1" and line.ended
     tokenizer.chat_template = None
-    assert "no chat template" in str(encode_line(line, tokenizer, 0))
+    assert "no chat template" in str(encode_line(line, tokenizer, 0, Chat()))
     tokenizer.chat_template = (
         "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
         "{% if add_generation_prompt %}<assistant>{% endif %}"
     )
     expected = encode(tokenizer, "<user>total\n<assistant>"), [*encode(tokenizer, " + 1"), 0]
-    assert encode_line(line, tokenizer, 0) == expected
+    assert encode_line(line, tokenizer, 0, Chat()) == expected
     tokenizer.chat_template = "{{ raise_exception('no users') }}"
-    assert "refuses it (no users)" in str(encode_line(line, tokenizer, 0))
+    assert "refuses it (no users)" in str(encode_line(line, tokenizer, 0, Chat()))
     other = parse_line(
         b'{"q": "a", "a": "b", "finish_reason": "length"}', Traffic(path="", prompt_field="q", answer_field="a"), 2
     )
     assert isinstance(other, Line) and not other.ended
-    assert encode_line(other, tokenizer, 0) == (encode(tokenizer, "a"), encode(tokenizer, "b"))
+    assert encode_line(other, tokenizer, 0, Chat()) == (encode(tokenizer, "a"), encode(tokenizer, "b"))
 
 
 def test_long_prompts_and_answers(world: Path) -> None:

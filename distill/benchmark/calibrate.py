@@ -42,6 +42,7 @@ from distill.speculative.lengths import Fixed
 from distill.speculative.proposal import ROOT, Features, Proposal
 from distill.speculative.trees.shape import RankTally
 from distill.speculative.trees.tree import best_tokens
+from distill.texts import read_prompts
 
 FORMAT = 1
 LENGTH = 8  # tokens drafted in every recorded round
@@ -111,7 +112,11 @@ def tally_ranks(draft: Model, prompts: Sequence[Sequence[int]], own: Sequence[Re
 
 
 def validation_prompts(run: Run, tokens: int, count: int) -> list[list[int]]:
-    """`count` pieces of `tokens` tokens of the validation split, first ones of all documents, then later ones."""
+    """`count` validation prompts: questions of conversations, as the template writes them, before pieces of text.
+
+    The pieces have `tokens` tokens, first ones of all documents, then later ones.
+    """
+    asked = [prompt.ids for prompt in read_prompts(run, "validation") if prompt.chat is not None]
     blocks = Packed.load(run.path("corpus", "text-validation.safetensors"))
     pieces: list[tuple[int, list[int]]] = []
     for ids, documents in zip(blocks.ids, blocks.documents, strict=True):
@@ -120,7 +125,7 @@ def validation_prompts(run: Run, tokens: int, count: int) -> list[list[int]]:
             starts = range(0, len(text) - tokens, 2 * tokens)
             pieces += [(piece, text[start : start + tokens]) for piece, start in enumerate(starts)]
     pieces.sort(key=lambda piece: piece[0])
-    return [ids for _, ids in pieces[:count]]
+    return [*asked, *(ids for _, ids in pieces)][:count]
 
 
 def calibrate(own: Sequence[Recorder], command: str, ranks: RankTally | None = None) -> dict[str, Any]:

@@ -149,10 +149,11 @@ def evaluate(recipe: Recipe, run: Run) -> list[Path]:
         ((prompt + text, len(prompt)) for prompt, text in zip(ids, texts, strict=True)), recipe.corpus.block, False
     )
     files = Packed.load(run.path("corpus", "text-test.safetensors")).take(slice(0, recipe.eval.file_blocks))
+    domains = {"answers": own, **({"files": files} if len(files) else {})}  # a corpus of questions has no given text
     report, rounds = evaluate_pair(
         target,
         drafts,
-        {"answers": own, "files": files},
+        domains,
         ids,
         sampler,
         recipe.eval,

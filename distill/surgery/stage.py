@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from distill.errors import RecipeError
+from distill.errors import DataError, RecipeError
 from distill.files import write_folder, write_json
 from distill.models.hugging_face import (
     describe_model,
@@ -182,10 +182,9 @@ def cut(recipe: Recipe, run: Run) -> list[Path]:
     target = load_target(recipe.target, device)
     tokenizer = load_tokenizer(recipe.target.model)
     vocabulary = real_tokens(target.config, tokenizer)
-    validation = Packed.load(run.path("corpus", "text-validation.safetensors")).take(slice(0, settings.score_blocks))
-    distributions = TargetDistributions.measure(target, validation, vocabulary)
-    model, donor, changes = load_donor(recipe, run, device, distributions)
     answers = read_answers(run, "train")
+    distributions = TargetDistributions.measure(target, judged_blocks(recipe, run, answers), vocabulary)
+    model, donor, changes = load_donor(recipe, run, device, distributions)
     cutter = Cutter(score_blocks(recipe, run, answers), distributions)
     if settings.search is not None:
         from distill.surgery.search import search
@@ -241,14 +240,25 @@ def load_donor(
     return model, original, [replace(change, kl_after=distributions.kl(model))]
 
 
+def _own_blocks(recipe: Recipe, answers: list[Answer]) -> Packed:
+    kept = ((a.prompt + a.answer, len(a.prompt)) for a in answers if len(a.answer) > 1 and not a.looping)
+    return pack(kept, recipe.corpus.block, split_long=False)
+
+
 def score_blocks(recipe: Recipe, run: Run, answers: list[Answer]) -> Packed:
     """The text on which neurons, layers and heads are scored: the target's first answers, packed."""
-    own = pack(
-        ((a.prompt + a.answer, len(a.prompt)) for a in answers if len(a.answer) > 1 and not a.looping),
-        recipe.corpus.block,
-        split_long=False,
-    ).take(slice(0, recipe.cut.score_blocks))
+    own = _own_blocks(recipe, answers).take(slice(0, recipe.cut.score_blocks))
     return own if len(own) else Packed.load(run.path("corpus", "text-validation.safetensors"))
+
+
+def judged_blocks(recipe: Recipe, run: Run, answers: list[Answer]) -> Packed:
+    """The text on which cuts are compared: that of the validation split, or the target's last answers where the corpus
+    has questions alone. DataError where there is neither."""
+    given = Packed.load(run.path("corpus", "text-validation.safetensors"))
+    found = given if len(given) else _own_blocks(recipe, answers[::-1])
+    if not len(found):
+        raise DataError("there is neither validation text nor an answer to compare cuts on", "raise answers.prompts")
+    return found.take(slice(0, recipe.cut.score_blocks))
 
 
 def trim(

@@ -20,7 +20,7 @@ from distill.run import Run
 from distill.texts import Answer, Prompt, is_looping
 
 if TYPE_CHECKING:
-    from distill.recipe import Recipe, Traffic
+    from distill.recipe import Chat, Recipe, Traffic
 
 PIN = "traffic (content)"  # the entry in the answers stage's key that identifies the lines read
 SOURCE = "traffic"
@@ -162,20 +162,22 @@ def parse_line(raw: bytes, settings: Traffic, number: int) -> Line | str:
     return Line(number, prompt, answer, ended)
 
 
-def encode_line(line: Line, tokenizer: Any, end: int | None) -> tuple[list[int], list[int]] | str:
+def encode_line(line: Line, tokenizer: Any, end: int | None, chat: Chat) -> tuple[list[int], list[int]] | str:
     """Token ids of prompt and answer, encoded separately as they were when served; or the line's fault."""
+    from distill.models.chat_template import ChatTemplate
     from distill.models.hugging_face import encode
 
-    prompt = line.prompt
-    if not isinstance(prompt, str):
-        if not tokenizer.chat_template:
-            return "messages, but the target's tokenizer has no chat template"
+    if isinstance(line.prompt, str):
+        ids, ends = encode(tokenizer, line.prompt), [] if end is None else [end]
+    elif not tokenizer.chat_template:
+        return "messages, but the target's tokenizer has no chat template"
+    else:
+        template = ChatTemplate(tokenizer, chat)
         try:
-            prompt = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
-        except Exception as error:  # templates are foreign programs and raise any exception
-            return f"the target's chat template refuses it ({error})"
-    ids = encode(tokenizer, prompt)
-    answer = encode(tokenizer, line.answer) + ([end] if line.ended and end is not None else [])
+            ids, ends = template.prompt(line.prompt, tools=chat.tools), template.end
+        except ValueError as error:
+            return str(error)
+    answer = encode(tokenizer, line.answer) + (ends if line.ended else [])
     return (ids, answer) if ids and answer else "it gives no token"
 
 
@@ -199,7 +201,7 @@ def sort_lines(recipe: Recipe, lines: Iterable[Line | str], tokenizer: Any, end:
     """
     found = Sorted()
     for line in lines:
-        ids = line if isinstance(line, str) else encode_line(line, tokenizer, end)
+        ids = line if isinstance(line, str) else encode_line(line, tokenizer, end, recipe.chat)
         if isinstance(line, str) or isinstance(ids, str):
             found.bad.append(line if isinstance(line, str) else f"line {line.number}: {ids}")
             continue
