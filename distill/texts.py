@@ -38,6 +38,11 @@ class Prompt:
         thinking = None if self.chat is None else self.chat.get("thinking")
         return "" if thinking is None else "thinking" if thinking else "no thinking"
 
+    @property
+    def kind(self) -> str:
+        """Label and mode, for tables; empty where it has neither."""
+        return ", ".join(part for part in (self.label, self.mode) if part)
+
     def line(self) -> dict[str, Any]:
         """The line of a prompts file; fields that say nothing are left out."""
         return {name: value for name, value in asdict(self).items() if value not in (None, "") or name == "source"}

@@ -23,6 +23,8 @@ from distill.errors import DataError, RecipeError
 from distill.models.chat_template import ChatTemplate, next_prompt
 from distill.models.hugging_face import encode, load_tokenizer
 from distill.recipe import Chat, Corpus, Source, load_recipe
+from distill.results.evaluation_results import EvaluationReport
+from distill.results.serialise import read_result
 from distill.run import Run
 from distill.texts import read_prompts
 
@@ -313,26 +315,14 @@ def test_only_answers_are_scored(plain: Any) -> None:
 
 
 @needs_shared
-def test_spec_bench_as_a_corpus(world_tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    import shutil
-
-    target = tmp_path / "target"
-    shutil.copytree(world_tokenizer, target)
-    tokenizer = dressed(load_tokenizer(str(target)), "qwen-3")
-    (target / "chat_template.jinja").write_text(tokenizer.chat_template.replace("<|im_end|>", "<|endoftext|>"))
-    values = tiny.recipe_values(tmp_path)
-    values["corpus"] |= {
-        "sources": [{"kind": "jsonl", "path": str(SHARED / "prompts" / "spec-bench.jsonl")}],
-        "validation": 0.1,
-        "test": 0.1,
-        "block": 256,
-    }
-    values["chat"] = {"thinking": 0.5}
-    recipe = tiny.write_recipe(tmp_path / "recipe.yaml", values)
+def test_spec_bench_from_questions_to_the_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nonsense content, real path: questions, template, answers, store, training, evaluation by class and mode."""
+    recipe = chat_recipe(tmp_path)
     assert tiny.call("check", recipe) == 0
     said = capsys.readouterr().out
     assert "480 documents" in said and "a prompt, as the target's template writes it" in said, said
-    assert tiny.call("train", recipe, "--runs", tmp_path, "--until", "corpus") == 0
+    assert "<|im_start|>user" in said
+    assert tiny.call("train", recipe, "--runs", tmp_path, "--until", "eval") == 0
     run = Run(tmp_path / "tiny", load_recipe(recipe))
     found = read_prompts(run, "train")
     assert len(found) == 12 and all(one.chat is not None and one.label for one in found)
@@ -341,3 +331,29 @@ def test_spec_bench_as_a_corpus(world_tokenizer: Path, tmp_path: Path, capsys: p
     asked = summary["train"]["asked"]
     assert sum(one["texts"] for one in asked) == 12
     assert sum(one["tokens"] for one in asked) == sum(len(one.ids) for one in found)
+    report = read_result(run.path("eval.json"), EvaluationReport)
+    own = report.domains["answers"]["after"]
+    assert "files" not in report.domains, "a corpus of questions has no given text"
+    assert sum(one.prompts for one in report.classes) == own.prompts == 6
+    assert sum(one.tokens for one in report.classes) == own.tokens
+    mean = sum(one.tokens * one.acceptance["after"].mean for one in report.classes) / own.tokens
+    assert mean == pytest.approx(own.acceptance_sampling.mean)
+    assert "By class of prompt" in run.path("eval.md").read_text()
+
+
+def chat_recipe(folder: Path) -> Path:
+    """A recipe on Spec-Bench's questions for a tiny target with a template."""
+    from transformers import AutoModelForCausalLM
+
+    tiny.build_model(folder / "plain")
+    tokenizer = dressed(load_tokenizer(str(folder / "plain")), "qwen-3")
+    model = AutoModelForCausalLM.from_pretrained(folder / "plain")
+    model.resize_token_embeddings(len(tokenizer))
+    model.config.eos_token_id = model.generation_config.eos_token_id = tokenizer.eos_token_id
+    model.save_pretrained(folder / "target")
+    tokenizer.save_pretrained(folder / "target")
+    values = tiny.recipe_values(folder)
+    path = str(SHARED / "prompts" / "spec-bench.jsonl")
+    values["corpus"] |= {"sources": [{"kind": "jsonl", "path": path}], "validation": 0.1, "test": 0.1, "block": 256}
+    values["chat"] = {"thinking": 0.5}
+    return tiny.write_recipe(folder / "recipe.yaml", values)

@@ -394,7 +394,7 @@ def test_messages_go_through_the_chat_template(world: Path) -> None:
         "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
         "{% if add_generation_prompt %}<assistant>{% endif %}"
     )
-    expected = encode(tokenizer, "<user>total\n<assistant>"), [*encode(tokenizer, " + 1"), 0]
+    expected = encode(tokenizer, "<user>total\n<assistant>"), [*encode(tokenizer, " + 1"), tokenizer.eos_token_id]
     assert encode_line(line, tokenizer, 0, Chat()) == expected
     tokenizer.chat_template = "{{ raise_exception('no users') }}"
     assert "refuses it (no users)" in str(encode_line(line, tokenizer, 0, Chat()))

@@ -20,6 +20,8 @@ def as_markdown(report: EvaluationReport) -> str:
     lines = [f"Sampler: {report.sampler}. Intervals resample prompts or documents.", ""]
     for domain, drafts in report.domains.items():
         lines += [*_divergences(domain, drafts), ""]
+    if report.classes:
+        lines += [*_classes(report), ""]
     if report.positions:
         lines += [*_positions(report), ""]
     return "\n".join([*lines, f"`{report.command}`"]) + "\n"
@@ -35,6 +37,19 @@ def _divergences(domain: str, drafts: dict[str, Divergences]) -> list[str]:
             "",
             "A trimmed draft: KL(target ‖ draft) is between the distributions over the tokens it can propose.",
         ]
+    return lines
+
+
+def _classes(report: EvaluationReport) -> list[str]:
+    """A row for each class of prompts."""
+    drafts = list(report.classes[0].acceptance)
+    rounds = [draft for draft in drafts if report.classes[0].tokens_per_round]
+    heads = [*drafts, *(f"{draft}, tokens per round" for draft in rounds)]
+    lines = [f"**By class of prompt**: {MEASURES[report.acceptance_measure]}", "", *_head("class (prompts)", heads)]
+    for one in report.classes:
+        cells = [_cell(one.acceptance[draft]) for draft in drafts]
+        cells += [_cell(one.tokens_per_round[draft]) for draft in rounds]
+        lines.append(_row(f"{one.name or 'none'} ({one.prompts})", cells))
     return lines
 
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import numpy
 
 from distill.errors import DataError
 from distill.evaluation.markdown import as_markdown
@@ -16,7 +19,7 @@ from distill.models.torch_model import TorchModel
 from distill.packing import Packed, pack
 from distill.progress import Progress
 from distill.recipe import Evaluate, Recipe
-from distill.results.evaluation_results import EvaluationReport
+from distill.results.evaluation_results import ClassResult, EvaluationReport
 from distill.results.serialise import write_result
 from distill.run import Run
 from distill.sampler import Sampler
@@ -77,15 +80,17 @@ def evaluate_pair(
     ends: Sequence[int],
     command: str,
     acceptance: bool = True,
+    classes: Sequence[str] = (),
 ) -> tuple[EvaluationReport, dict[str, list[list[Round]]]]:
     """All measures between a target and its drafts, and the decoded rounds of each draft (none without `acceptance`).
 
-    Divergences are measured on the blocks of each domain.
+    Divergences are measured on the blocks of each domain. `classes` names that of each prompt, none of them empty in
+    domain `answers`.
     """
     accuracy = settings.resamples, settings.confidence
-    divergences = {}
+    divergences, sums = {}, {}
     for domain, blocks in domains.items():
-        found = measure_blocks(target, drafts, blocks, sampler, vocabulary)
+        found = sums[domain] = measure_blocks(target, drafts, blocks, sampler, vocabulary)
         divergences[domain] = {name: summarise(*found[name], *accuracy) for name in drafts}
     rounds = {
         name: decode_rounds(target, draft, prompts, settings, ends, f"rounds {name}, prompts", vocabulary)
@@ -100,7 +105,32 @@ def evaluate_pair(
         positions={name: position_acceptance(own, settings.length, *accuracy) for name, own in rounds.items()},
         tokens_per_round={name: tokens_per_round(own, *accuracy) for name, own in rounds.items()},
     )
+    if len(set(classes)) > 1 and "answers" in sums:
+        report = replace(
+            report, classes=by_class(classes, sums["answers"], rounds, report.acceptance_measure, accuracy)
+        )
     return report, rounds
+
+
+def by_class(
+    classes: Sequence[str],
+    sums: dict[str, tuple[numpy.ndarray, numpy.ndarray]],
+    rounds: dict[str, list[list[Round]]],
+    measure: str,
+    accuracy: tuple[int, float],
+) -> list[ClassResult]:
+    """Acceptance and tokens per round of each class's prompts; `sums` are of `measure_blocks`, one row a prompt."""
+    found = []
+    for name in dict.fromkeys(classes):
+        own = [place for place, one in enumerate(classes) if one == name]
+        results = {draft: summarise(values[own], counts[own], *accuracy) for draft, (values, counts) in sums.items()}
+        tokens = next(iter(results.values())).tokens
+        accepted = {draft: result.measure(measure) for draft, result in results.items()}
+        decoded = {
+            draft: tokens_per_round([all_of[place] for place in own], *accuracy) for draft, all_of in rounds.items()
+        }
+        found.append(ClassResult(name, len(own), tokens, accepted, decoded))
+    return found
 
 
 def write_rounds(path: Path, rounds: dict[str, list[list[Round]]]) -> None:
@@ -160,6 +190,7 @@ def evaluate(recipe: Recipe, run: Run) -> list[Path]:
         vocabulary,
         ends,
         run.command,
+        classes=[prompt.kind for prompt in prompts] if all(texts) else (),
     )
     write_rounds(run.path("rounds.parquet"), rounds)
     write_result(run.path("eval.json"), report)

@@ -66,7 +66,27 @@ def divergence(evaluation: EvaluationReport) -> Html:
         rows.append(["measured on", *counts, ""])
         table = as_table(["", "before", "after", "change"], rows, evaluation.command)
         parts += [f"<h3>{as_text(domain)}</h3>", table]
-    return Html("".join(parts))
+    return Html("".join(parts) + _classes(evaluation))
+
+
+def _classes(evaluation: EvaluationReport) -> Html:
+    """Acceptance and tokens per round by class of prompt; nothing where there is one class."""
+    if not evaluation.classes:
+        return Html("")
+    measure = MEASURES[evaluation.acceptance_measure]
+    rows = [
+        [
+            one.name or NOTHING,
+            number(one.prompts),
+            number(one.tokens),
+            *(interval(one.acceptance.get(side), rate=True) for side in SIDES),
+            interval(one.tokens_per_round.get("after")),
+        ]
+        for one in evaluation.classes
+    ]
+    heads = ["class of prompt", "prompts", "tokens", "before", "after", "tokens per round after"]
+    table = as_table(heads, rows, evaluation.command)
+    return Html(f"<h3>by class of prompt</h3><p>{as_text(measure)}, on the target's own text.</p>{table}")
 
 
 def _measure_row(name: str, before: Divergences | None, after: Divergences | None) -> list[object]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from distill.intervals import Interval
@@ -66,10 +66,25 @@ class PositionAcceptance:
 
 
 @dataclass(frozen=True)
+class ClassResult:
+    """The target's own text of one class of prompts: acceptance as served and tokens per round, by draft.
+
+    `name` is the prompts' label and mode, such as `math, thinking`.
+    """
+
+    name: str
+    prompts: int
+    tokens: int
+    acceptance: dict[str, Interval]
+    tokens_per_round: dict[str, Interval]
+
+
+@dataclass(frozen=True)
 class EvaluationReport:
     """eval.json. `length` is γ of the decoded rounds; the dictionaries without a domain are by draft.
 
-    `domains` is empty where no divergences were asked for; `positions` and `tokens_per_round` where no rounds were.
+    `domains` is empty where no divergences were asked for; `positions` and `tokens_per_round` where no rounds were;
+    `classes` where the prompts have no labels and modes, or all the same.
     """
 
     command: str
@@ -78,6 +93,7 @@ class EvaluationReport:
     domains: dict[str, dict[str, Divergences]]
     positions: dict[str, list[PositionAcceptance]]
     tokens_per_round: dict[str, Interval]
+    classes: list[ClassResult] = field(default_factory=list)
 
     def accepted_by_position(self, draft: str = "after") -> list[float]:
         """Acceptance at positions 1.. of one draft, as far as positions were reached."""
