@@ -46,8 +46,9 @@ from distill.recipe import load_recipe
 from distill.run import Run
 from distill.target.source import open_teacher
 from distill.texts import read_prompts
+from distill.training.optimizer import parameter_groups
 from distill.training.rate import cosine
-from distill.training.step import batch_blocks, parameter_groups
+from distill.training.step import batch_blocks
 
 DEFAULTS = (0.5, 0.5)
 CANDIDATES = [(beta, share) for share in (0.0, 0.5) for beta in (0.1, 0.5, 0.9)]

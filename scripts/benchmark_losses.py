@@ -37,9 +37,10 @@ from distill.sampler import Sampler
 from distill.target.source import open_teacher
 from distill.texts import Prompt, prompt_seed, read_prompts
 from distill.training.losses.settings import LossSettings
+from distill.training.optimizer import parameter_groups
 from distill.training.plan import PlannedPart
 from distill.training.rate import cosine
-from distill.training.step import Columns, Learner, batch_blocks, on_device, parameter_groups
+from distill.training.step import Columns, Learner, batch_blocks, on_device
 
 SWITCH = 0.7
 KL = {"forward_kl": 1.0}

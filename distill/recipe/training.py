@@ -55,7 +55,7 @@ def _weighs_something(value: Loss | None) -> Loss | None:
 class Part(Section):
     """One part of the training, with its loss and length.
 
-    One warm-up and one cosine span all parts; each part has its own peak rate.
+    One warm-up and one schedule span all parts; each part has its own peak rate.
     """
 
     name: str = Field(pattern=r"^[a-z0-9-]+$", description="its name, such as align or accept")
@@ -145,9 +145,27 @@ class Train(Section):
         ge=1,
         description="blocks per forward pass of a process, whose gradients are added; null: all of its blocks",
     )
-    rate: float = Field(5e-5, gt=0, le=10, description="peak learning rate of AdamW; small demo models need more")
+    optimizer: Literal["adamw", "muon"] = Field(
+        "adamw",
+        description="muon: for the matrices of the layers, with AdamW for embeddings, head, norms and biases; its "
+        "steps are as large as AdamW's at the same rate",
+    )
+    rate: float = Field(5e-5, gt=0, le=10, description="peak learning rate; small demo models need more")
+    matrix_rate: float | None = Field(
+        None,
+        gt=0,
+        le=10,
+        description="muon: peak rate of the layers' matrices where train.rate is the peak, and in proportion where a "
+        "part has its own; null: the same rate",
+    )
+    schedule: Literal["cosine", "wsd"] = Field(
+        "cosine",
+        description="of the rate after the warm-up: cosine: a cosine down to `final`; wsd: constant, then a line down "
+        "to `final` over the last share `decay` of the steps",
+    )
     warmup: float = Field(0.03, ge=0, lt=1, description="share of the steps for a linear warm-up")
-    final: float = Field(0.1, ge=0, le=1, description="the cosine decays to this share of the rate")
+    decay: float = Field(0.2, gt=0, le=1, description="wsd: share of the steps in which the rate falls")
+    final: float = Field(0.1, ge=0, le=1, description="the rate decays to this share of its peak")
     loss: Loss | None = Field(None, description="weights of the losses in a training without parts; null: as in a part")
     parts: tuple[Part, ...] = Field((), description="run in this order; empty: all steps with train.loss at train.rate")
     jsd_beta: float = Field(0.5, gt=0, lt=1, description="jsd: share of the target in the mixture")
@@ -167,7 +185,8 @@ class Train(Section):
     clip: float = Field(1.0, gt=0, le=1e12, description="largest gradient norm")
     beta1: float = Field(0.9, ge=0, lt=1, description="AdamW")
     beta2: float = Field(0.95, ge=0, lt=1, description="AdamW")
-    weight_decay: float = Field(0.0, ge=0, le=10, description="AdamW, on matrices")
+    momentum: float = Field(0.95, ge=0, lt=1, description="muon")
+    weight_decay: float = Field(0.0, ge=0, le=10, description="decoupled, on matrices")
     chunk: int = Field(256, ge=1, description="positions for which the head is computed at once")
     save_every: int = Field(100, ge=1, description="steps between checkpoints")
     keep: int = Field(2, ge=1, description="checkpoints kept")
@@ -193,6 +212,10 @@ class Train(Section):
 
     @model_validator(mode="after")
     def _parts_fit(self) -> Train:
+        if self.matrix_rate is not None and self.optimizer != "muon":
+            raise ValueError(f"matrix_rate is for optimizer muon; optimizer is {self.optimizer}")
+        if self.schedule == "wsd" and self.warmup + self.decay > 1:
+            raise ValueError(f"warmup {self.warmup:g} and decay {self.decay:g} take more than all steps")
         names = [part.name for part in self.parts]
         if len({*names, "replay"}) <= len(names):
             raise ValueError(f"parts need different names, and `replay` is reserved: got {', '.join(names)}")

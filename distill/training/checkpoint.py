@@ -32,11 +32,17 @@ def newest_checkpoint(folder: Path) -> Path | None:
     return found[-1] if found else None
 
 
-def _options() -> Any:
+def _options(strict: bool = True) -> Any:
     """Whole tensors, on the CPU."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions
 
-    return StateDictOptions(full_state_dict=True, cpu_offload=True)
+    return StateDictOptions(full_state_dict=True, cpu_offload=True, strict=strict)
+
+
+def _plain(learner: torch.nn.Module) -> torch.nn.Module:
+    """The learner without the wrapper of several processes, so that its parameters have their plain names."""
+    inner: Any = learner.module if isinstance(learner, torch.nn.parallel.DistributedDataParallel) else learner
+    return inner
 
 
 def _learning(learner: torch.nn.Module) -> dict[str, torch.nn.Parameter] | None:
@@ -45,8 +51,7 @@ def _learning(learner: torch.nn.Module) -> dict[str, torch.nn.Parameter] | None:
     Adapters are whole in every process. torch's own state dictionaries would include the frozen base, and fail on
     quantised layers, which keep entries that are no attributes.
     """
-    inner = learner.module if isinstance(learner, torch.nn.parallel.DistributedDataParallel) else learner
-    named = dict(inner.named_parameters())
+    named = dict(_plain(learner).named_parameters())
     learning = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
     return learning if len(learning) < len(named) else None
 
@@ -101,7 +106,14 @@ def _set_moments(learner: torch.nn.Module, optimizer: Any, moments: dict[str, An
 
     learning = _learning(learner)
     if learning is None:
-        set_optimizer_state_dict(learner, optimizer, moments, options=_options())
+        # Parameters that have not learnt yet (train.embedding_steps) have no moments. torch would begin them at a first
+        # step that was never taken.
+        held = [name for group in moments["param_groups"] for name in group["params"]]
+        lacking = [name for name in held if name not in moments["state"]]
+        set_optimizer_state_dict(learner, optimizer, moments, options=_options(strict=not lacking))
+        named = dict(_plain(learner).named_parameters()) if lacking else {}
+        for name in lacking:
+            optimizer.state.pop(named[name], None)
         return
     names = {id(parameter): name for name, parameter in learning.items()}
     order = [names[id(p)] for group in optimizer.param_groups for p in group["params"]]  # torch counts by this order

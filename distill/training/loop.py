@@ -25,6 +25,7 @@ from distill.training.choice.replay import enter_replay, is_replayed, judge_repl
 from distill.training.choice.stopping import StopRequest
 from distill.training.finish import write_draft
 from distill.training.memory import loading, memory_explained, stepping, writing
+from distill.training.optimizer import set_rates
 from distill.training.plan import REPLAY, PlannedPart, part_at, rate_of
 from distill.training.rate import body_share
 from distill.training.setup import Training, set_up
@@ -52,7 +53,9 @@ def train(recipe: Recipe, run: Run) -> list[Path]:
             if part.name == REPLAY and work.replayed is None and not enter_replay(work):
                 break
             torch.manual_seed(hash((recipe.seed, step, work.accelerator.process_index)) % 2**31)  # an adapter's dropout
-            rate, body_rate = set_rates(work, part, step)
+            rate = rate_of(work.parts, part, step, settings)
+            body_rate = rate * body_share(step, work.steps, settings)
+            set_rates(work.optimizer, rate, body_rate)
             figures = one_step(work, part, step)
             if work.penalty is not None:
                 figures |= work.penalty.after_step(step, body_rate)
@@ -96,15 +99,6 @@ def leave(work: Training, stop: StopRequest) -> None:
     work.run.say(f"  stopped and saved at step {step} of {work.steps}; the same command goes on there")
     barrier()  # torchrun ends all processes with the first, even one that is still writing the checkpoint
     stop.leave()
-
-
-def set_rates(work: Training, part: PlannedPart, step: int) -> tuple[float, float]:
-    """Give the optimizer the learning rates of a step: that of embeddings and head, and that of the body."""
-    rate = rate_of(work.parts, part, step, work.settings)
-    body_rate = rate * body_share(step, work.steps, work.settings)
-    for group in work.optimizer.param_groups:
-        group["lr"] = rate if group["outer"] else body_rate
-    return rate, body_rate
 
 
 def one_step(work: Training, part: PlannedPart, step: int) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from distill.errors import RecipeError
 from distill.recipe import Loss, Recipe, Train
 from distill.training.losses.settings import LossSettings
 from distill.training.losses.weights import TokenWeights
-from distill.training.rate import cosine
+from distill.training.rate import rate_at
 
 Verifying = Literal["sampling", "match", "greedy"]
 
@@ -102,14 +102,14 @@ def part_at(parts: list[PlannedPart], step: int) -> PlannedPart:
 
 
 def rate_of(parts: list[PlannedPart], part: PlannedPart, step: int, settings: Train) -> float:
-    """The learning rate of a step: one warm-up and cosine over all parts, at each part's peak; a replay has its own.
+    """The learning rate of a step: one schedule over all parts, at each part's peak; a replay has its own.
 
     One curve over all parts, so that a change of loss changes nothing else, and a replay changes no step before it.
     """
     if part.name == REPLAY:
-        return cosine(step - part.first, part.steps, part.rate, settings.warmup, settings.final)
+        return rate_at(step - part.first, part.steps, part.rate, settings)
     steps = next((other.first for other in parts if other.name == REPLAY), parts[-1].end)
-    return cosine(step, steps, part.rate, settings.warmup, settings.final)
+    return rate_at(step, steps, part.rate, settings)
 
 
 def temperatures(parts: list[PlannedPart]) -> set[float]:

@@ -30,9 +30,10 @@ from distill.texts import Prompt, read_prompts
 from distill.training.adapters import attach, load_base
 from distill.training.checkpoint import whole_weights
 from distill.training.choice.acceptance import Judge, judge_for, rates, speaking
+from distill.training.optimizer import make_optimizer
 from distill.training.penalty import Penalty, penalty_of
 from distill.training.plan import REPLAY, PlannedPart, check_adapter, planned, protocol_of, temperatures
-from distill.training.step import Columns, Learner, batch_blocks, parameter_groups, split_blocks
+from distill.training.step import Columns, Learner, batch_blocks, split_blocks
 from distill.training.trackers import require_trackers, start_trackers
 
 FEWEST_JUDGES = 4  # as train.replay.judges; an interval over fewer prompts is meaningless
@@ -231,6 +232,17 @@ def _load_draft(recipe: Recipe, run: Run, device: torch.device) -> Any:
     return draft
 
 
+def check_sharded(settings: Train) -> None:
+    """Raise RecipeError for settings that FSDP excludes."""
+    if settings.sparsity is not None or settings.adapter is not None:
+        raise RecipeError("sparsity and adapters are not offered with FSDP", "start with DDP, or leave them out")
+    if settings.optimizer == "muon":
+        raise RecipeError(
+            "train.optimizer is muon, which orthogonalises whole matrices; FSDP gives each process a part of them",
+            "start with DDP, or set train.optimizer=adamw",
+        )
+
+
 def require_judges(settings: Train, prompts: int) -> None:
     """Raise RecipeError where too few validation prompts are left to judge a replay."""
     chosen = settings.acceptance.prompts if settings.acceptance else 0
@@ -266,16 +278,12 @@ def set_up(recipe: Recipe, run: Run) -> Training:
     target = load_target(recipe.target, device) if recipe.teacher.kind == "online" else None
     source = open_teacher(run, recipe, device, target)
     penalty = penalty_of(draft, settings.model_copy(update={"steps": parts[-1].end}))
-    optimizer = torch.optim.AdamW(
-        parameter_groups(draft, settings.weight_decay, penalty.parameters() if penalty else ()),
-        lr=settings.rate,
-        betas=(settings.beta1, settings.beta2),
-    )
+    optimizer: Any = make_optimizer(draft, settings, penalty.parameters() if penalty else ())
     length = settings.acceptance.length if settings.acceptance else 4
     learner = Learner(draft, Columns(source.vocabulary, kept, device), settings.chunk, length)
     sharded = accelerator.distributed_type == "FSDP"
-    if sharded and (penalty is not None or settings.adapter is not None):
-        raise RecipeError("sparsity and adapters are not offered with FSDP", "start with DDP, or leave them out")
+    if sharded:
+        check_sharded(settings)
     spare = copy.deepcopy(draft) if sharded else None
     learner, optimizer = accelerator.prepare(learner, optimizer)
     learner.train()
