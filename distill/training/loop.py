@@ -60,15 +60,15 @@ def train(recipe: Recipe, run: Run) -> list[Path]:
             if work.penalty is not None:
                 figures |= work.penalty.after_step(step, body_rate)
             state["step"] = step + 1
+            if work.average is not None and part.name != REPLAY:
+                work.average.update(step + 1)
             report_step(work, part, rate, figures, clock)
             if evaluation_due(work, part):
                 consider(work)
             ended = end_of(work, part)
             asked = work.any_process(stop.signal is not None)
             if state["step"] % settings.save_every == 0 or ended or asked:
-                state["sparsity"] = work.penalty.state_dict() if work.penalty is not None else None
-                main = work.accelerator.is_main_process
-                save_checkpoint(run, state["step"], work.learner, work.optimizer, settings.keep, state, main)
+                save(work)
             if asked:
                 leave(work, stop)
         if work.any_process(stop.signal is not None):  # during the search of a replay that found no rejection
@@ -86,11 +86,19 @@ def resume(work: Training) -> bool:
     checkpoint = newest_checkpoint(work.run.path("checkpoints"))
     if checkpoint is None:
         return False
-    work.state.update(load_checkpoint(checkpoint, work.learner, work.optimizer))
+    work.state.update(load_checkpoint(checkpoint, work.learner, work.optimizer, work.average))
     if work.penalty is not None:
         work.penalty.load_state_dict(work.state["sparsity"])
     work.run.say(f"  resuming at step {work.state['step']} of {work.steps}")
     return True
+
+
+def save(work: Training) -> None:
+    """Write a checkpoint."""
+    state, main = work.state, work.accelerator.is_main_process
+    state["sparsity"] = work.penalty.state_dict() if work.penalty is not None else None
+    keep = work.settings.keep
+    save_checkpoint(work.run, state["step"], work.learner, work.optimizer, keep, state, main, work.average)
 
 
 def leave(work: Training, stop: StopRequest) -> None:

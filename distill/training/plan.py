@@ -101,6 +101,11 @@ def part_at(parts: list[PlannedPart], step: int) -> PlannedPart:
     return next((part for part in parts if step < part.end), parts[-1])
 
 
+def last_step(parts: list[PlannedPart]) -> int:
+    """The step after the last before a replay."""
+    return next((part.first for part in parts if part.name == REPLAY), parts[-1].end)
+
+
 def rate_of(parts: list[PlannedPart], part: PlannedPart, step: int, settings: Train) -> float:
     """The learning rate of a step: one schedule over all parts, at each part's peak; a replay has its own.
 
@@ -108,7 +113,7 @@ def rate_of(parts: list[PlannedPart], part: PlannedPart, step: int, settings: Tr
     """
     if part.name == REPLAY:
         return rate_at(step - part.first, part.steps, part.rate, settings)
-    steps = next((other.first for other in parts if other.name == REPLAY), parts[-1].end)
+    steps = last_step(parts)
     return rate_at(step, steps, part.rate, settings)
 
 
@@ -148,8 +153,9 @@ def check_training(recipe: Recipe) -> list[str]:
         + ", ".join(f"{weight:g} {name}" for name, weight in part.loss.losses.items())
         for part in parts
     ]
-    chosen = "the last weights are taken"
+    chosen = "the last weights are taken" if settings.average is None else "the average of the weights is taken"
     if settings.acceptance is not None and settings.sparsity is None:
         verifying = protocol_of(settings, recipe.sampler.temperature)
-        chosen = f"the weights accepted most on validation prompts are taken ({verifying} verification)"
+        candidates = "the weights" if settings.average is None else "the weights, or their average,"
+        chosen = f"{candidates} accepted most on validation prompts are taken ({verifying} verification)"
     return [*lines, f"train: {chosen}"]

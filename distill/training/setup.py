@@ -28,11 +28,12 @@ from distill.target.online import OnlineTarget
 from distill.target.source import TeacherSource, open_teacher, require_fit
 from distill.texts import Prompt, read_prompts
 from distill.training.adapters import attach, load_base
+from distill.training.average import WeightAverage
 from distill.training.checkpoint import whole_weights
 from distill.training.choice.acceptance import Judge, judge_for, rates, speaking
 from distill.training.optimizer import make_optimizer
 from distill.training.penalty import Penalty, penalty_of
-from distill.training.plan import REPLAY, PlannedPart, check_adapter, planned, protocol_of, temperatures
+from distill.training.plan import REPLAY, PlannedPart, check_adapter, last_step, planned, protocol_of, temperatures
 from distill.training.step import Columns, Learner, batch_blocks, split_blocks
 from distill.training.trackers import require_trackers, start_trackers
 
@@ -56,6 +57,7 @@ class Training:
     spare: Any = None  # a whole draft to evaluate, where the learner's weights are sharded
     target: Any = None  # of an online teacher; else loaded on first use
     replayed: TeacherSource | None = None
+    average: WeightAverage | None = None
     state: dict[str, Any] = field(default_factory=lambda: {"step": 0, "best": None, "misses": 0, "sparsity": None})
 
     @property
@@ -288,6 +290,9 @@ def set_up(recipe: Recipe, run: Run) -> Training:
     learner, optimizer = accelerator.prepare(learner, optimizer)
     learner.train()
     start_trackers(accelerator, recipe, run)
-    return Training(
+    work = Training(
         recipe, run, accelerator, parts, source, learner, optimizer, penalty, kept, source.vocabulary, spare, target
     )
+    if settings.average is not None:
+        work.average = WeightAverage(learner, settings.average, last_step(parts))
+    return work
