@@ -229,11 +229,8 @@ def strayed(run: Path, whole: Path, start: Path) -> float:
     return max(found)
 
 
-@pytest.mark.parametrize("size", [1, 3])
-def test_micro_batches_change_nothing_but_rounding(
-    world: Path, ready: Path, muon: Path, tmp_path: Path, size: int
-) -> None:
-    code, run = trained(world, ready, tmp_path, PARTS, *REPLAY, *MUON, EMA, f"train.micro_batch={size}")
+def test_micro_batches_change_nothing_but_rounding(world: Path, ready: Path, muon: Path, tmp_path: Path) -> None:
+    code, run = trained(world, ready, tmp_path, PARTS, *REPLAY, *MUON, EMA, "train.micro_batch=3")
     assert code == 0 and strayed(run, muon, ready) < 0.05
 
 

@@ -10,7 +10,7 @@ from distill.recipe.mistakes import parse_section
 from distill.recipe.section import Section
 from distill.recipe.target import Answers, SamplerSettings, Target, TeacherStore
 from distill.recipe.traffic import Traffic
-from distill.recipe.training import Acceptance, Average, Loss, Part, Replay, Sparsity, Train
+from distill.recipe.training import Acceptance, Average, HiddenStates, Loss, Part, Replay, Sparsity, Train
 from distill.recipe.whole import Recipe
 
 __all__ = [
@@ -24,6 +24,7 @@ __all__ = [
     "Evaluate",
     "Export",
     "Grown",
+    "HiddenStates",
     "Loss",
     "Part",
     "Profile",

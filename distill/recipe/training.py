@@ -129,6 +129,16 @@ class Average(Section):
         return self
 
 
+class HiddenStates(Section):
+    """A loss on the final hidden state, which the head reads: its squared distance from the target's, relative to that.
+
+    For a draft of the target's hidden size and a teacher of kind exact or online. Its weight falls in a line to 0.
+    """
+
+    weight: float = Field(0.1, gt=0, le=1e6, description="weight at the first step, beside that of the other losses")
+    end: float = Field(0.8, gt=0, le=1, description="share of the steps after which the weight is 0")
+
+
 class Replay(Section):
     """Train further on positions where the decoder rejected the draft.
 
@@ -189,6 +199,9 @@ class Train(Section):
     decay: float = Field(0.2, gt=0, le=1, description="wsd: share of the steps in which the rate falls")
     final: float = Field(0.1, ge=0, le=1, description="the rate decays to this share of its peak")
     loss: Loss | None = Field(None, description="weights of the losses in a training without parts; null: as in a part")
+    hidden_states: HiddenStates | None = Field(
+        None, description="also learn the target's final hidden states, in all parts but a replay; null: off"
+    )
     parts: tuple[Part, ...] = Field((), description="run in this order; empty: all steps with train.loss at train.rate")
     jsd_beta: float = Field(0.5, gt=0, lt=1, description="jsd: share of the target in the mixture")
     lk_decay: float = Field(

@@ -24,9 +24,10 @@ from distill.training.choice.best import consider, end_of, evaluation_due, take_
 from distill.training.choice.replay import enter_replay, is_replayed, judge_replay
 from distill.training.choice.stopping import StopRequest
 from distill.training.finish import write_draft
+from distill.training.losses.states import NAME as STATES
 from distill.training.memory import loading, memory_explained, stepping, writing
 from distill.training.optimizer import set_rates
-from distill.training.plan import REPLAY, PlannedPart, part_at, rate_of
+from distill.training.plan import REPLAY, PlannedPart, part_at, pull_of, rate_of
 from distill.training.rate import body_share
 from distill.training.setup import Training, set_up
 from distill.training.step import scored_blocks
@@ -113,6 +114,7 @@ def one_step(work: Training, part: PlannedPart, step: int) -> dict[str, Any]:
     """Gradients over all micro-batches and processes, one optimizer step; the means over the step for the log."""
     accelerator, learner, settings = work.accelerator, work.learner, work.settings
     micro_batches = work.micro_batches(step, part)
+    pull = pull_of(work.parts, part, step, settings)
     vector = None
     for number, (source, index) in enumerate(micro_batches, 1):
         blocks, distributions = scored_blocks(source, index, accelerator.device)
@@ -120,7 +122,7 @@ def one_step(work: Training, part: PlannedPart, step: int) -> dict[str, Any]:
         without_exchange = contextlib.nullcontext() if number == len(micro_batches) else accelerator.no_sync(learner)
         with without_exchange:
             with accelerator.autocast():
-                total, sums = learner(blocks, distributions, part)
+                total, sums = learner(blocks, distributions, part, pull)
             accelerator.backward(total)
         vector = sums.vector if vector is None else vector + sums.vector
     assert vector is not None
@@ -134,8 +136,9 @@ def one_step(work: Training, part: PlannedPart, step: int) -> dict[str, Any]:
         for parameter in work.body():
             parameter.grad = None
     norm = float(accelerator.clip_grad_norm_(learner.parameters(), settings.clip))
-    losses = {name: found.pop(f"loss/{name}") / weight for name in part.loss.losses}
-    loss = sum(part.loss.losses[name] * value for name, value in losses.items())
+    shares: dict[str, float] = {**part.loss.losses, **({STATES: pull} if pull else {})}
+    losses = {name: found.pop(f"loss/{name}") / weight for name in shares}
+    loss = sum(shares[name] * value for name, value in losses.items())
     if not math.isfinite(norm) or not math.isfinite(loss):
         raise DataError(
             f"the loss or its gradient is not finite at step {step} (loss {loss}, gradient norm {norm})",

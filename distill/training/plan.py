@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from distill.errors import RecipeError
+from distill.models.hugging_face import load_config
 from distill.recipe import Loss, Recipe, Train
 from distill.training.losses.settings import LossSettings
 from distill.training.losses.weights import TokenWeights
@@ -117,6 +118,14 @@ def rate_of(parts: list[PlannedPart], part: PlannedPart, step: int, settings: Tr
     return rate_at(step, steps, part.rate, settings)
 
 
+def pull_of(parts: list[PlannedPart], part: PlannedPart, step: int, settings: Train) -> float:
+    """The weight of the loss on hidden states in a step: a line from the first step down to 0; none in a replay."""
+    wanted = settings.hidden_states
+    if wanted is None or part.name == REPLAY:
+        return 0.0
+    return wanted.weight * max(0.0, 1 - step / (wanted.end * last_step(parts)))
+
+
 def temperatures(parts: list[PlannedPart]) -> set[float]:
     """The temperatures at which the losses ask for the target's distributions."""
     return {1.0, *(part.loss.temperature for part in parts)}
@@ -135,6 +144,22 @@ def check_adapter(settings: Train) -> None:
             raise RecipeError(f"train.adapter: {clash}")
 
 
+def check_hidden_states(settings: Train, kind: str, draft: int, target: int) -> None:
+    """Raise RecipeError for a loss on hidden states that a teacher's kind or the hidden sizes exclude."""
+    if settings.hidden_states is None:
+        return
+    if kind == "compact":
+        raise RecipeError(
+            "train.hidden_states needs the target's hidden states, which a compact teacher does not keep",
+            "use teacher.kind exact or online, or leave train.hidden_states out",
+        )
+    if draft != target:
+        raise RecipeError(
+            f"train.hidden_states needs one hidden size on both sides; the draft's is {draft}, the target's {target}",
+            "leave it out, or cut the draft from the target without cut.hidden",
+        )
+
+
 def check_training(recipe: Recipe) -> list[str]:
     """The plan of the recipe's training as lines to print; RecipeError for settings that exclude each other."""
     settings, teacher = recipe.train, recipe.teacher
@@ -147,6 +172,9 @@ def check_training(recipe: Recipe) -> list[str]:
             "add it to teacher.temperatures, or use teacher.kind exact or online",
         )
     check_adapter(settings)
+    if settings.hidden_states is not None:
+        target, donor = (load_config(name).get_text_config() for name in (recipe.target.model, recipe.donor_model))
+        check_hidden_states(settings, teacher.kind, recipe.cut.hidden or donor.hidden_size, target.hidden_size)
     positions = settings.batch * recipe.corpus.block
     lines = [
         f"train: {part.name}, {part.steps} steps of {positions} positions at up to {part.rate:g}: "

@@ -33,7 +33,16 @@ from distill.training.checkpoint import whole_weights
 from distill.training.choice.acceptance import Judge, judge_for, rates, speaking
 from distill.training.optimizer import make_optimizer
 from distill.training.penalty import Penalty, penalty_of
-from distill.training.plan import REPLAY, PlannedPart, check_adapter, last_step, planned, protocol_of, temperatures
+from distill.training.plan import (
+    REPLAY,
+    PlannedPart,
+    check_adapter,
+    check_hidden_states,
+    last_step,
+    planned,
+    protocol_of,
+    temperatures,
+)
 from distill.training.step import Columns, Learner, batch_blocks, split_blocks
 from distill.training.trackers import require_trackers, start_trackers
 
@@ -271,7 +280,10 @@ def set_up(recipe: Recipe, run: Run) -> Training:
         )
     parts = planned(settings, recipe.sampler.temperature, recipe.corpus.block)
     manifest, trim = read_json(run.path("teacher", "manifest.json")), read_kept(run.path("cut"))
-    require_fit(manifest, recipe, load_config(str(run.path("cut"))), temperatures(parts))
+    config = load_config(str(run.path("cut")))
+    require_fit(manifest, recipe, config, temperatures(parts))
+    width = load_config(recipe.target.model).get_text_config().hidden_size
+    check_hidden_states(settings, manifest["kind"], config.hidden_size, width)
     kept = trim["kept"] if trim else None
     for part in parts:
         part.loss.require_columns(manifest["vocabulary"] if kept is None else len(kept))

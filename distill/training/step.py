@@ -20,6 +20,8 @@ from distill.target.distributions import CompactTeacher, Teacher
 from distill.target.source import TeacherSource
 from distill.training.losses.fused import head_loss, position_statistics
 from distill.training.losses.settings import LossSums
+from distill.training.losses.states import NAME as STATES
+from distill.training.losses.states import state_error, target_states
 from distill.training.losses.weights import token_weights
 from distill.training.optimizer import make_optimizer, set_rates
 from distill.training.plan import PlannedPart
@@ -73,8 +75,13 @@ class Learner(torch.nn.Module):
         self.columns, self.chunk, self.length = columns, chunk, length
         self._no_split_modules = getattr(draft, "_no_split_modules", None)  # by which layers FSDP shards
 
-    def forward(self, blocks: Packed, teacher: Teacher, part: PlannedPart) -> tuple[Tensor, LossSums]:
-        """Σ w ℓ over the N scored positions, and the sums for the log; divide by Σ w over the whole step."""
+    def forward(
+        self, blocks: Packed, teacher: Teacher, part: PlannedPart, pull: float = 0.0
+    ) -> tuple[Tensor, LossSums]:
+        """Σ w ℓ over the N scored positions, and the sums for the log; divide by Σ w over the whole step.
+
+        `pull` is the weight of the loss on hidden states.
+        """
         hidden = hidden_states(self.draft, blocks)[blocks.mask]  # [N, H]
         head = self.draft.lm_head
         weight = self.columns.rows(head.weight)
@@ -85,7 +92,11 @@ class Learner(torch.nn.Module):
         if part.weights != "uniform":
             alpha, divergence = position_statistics(hidden.detach(), weight.detach(), teacher, self.chunk, bias)
             weights = token_weights(part.weights, alpha, divergence, blocks.mask, self.length, part.fraction)
-        return head_loss(hidden, weight, teacher, labels, part.loss, weights, self.chunk, bias)
+        total, sums = head_loss(hidden, weight, teacher, labels, part.loss, weights, self.chunk, bias)
+        if pull:
+            error = state_error(hidden, target_states(teacher, hidden), weights)
+            total, sums = total + pull * error, sums.joined(f"loss/{STATES}", error)
+        return total, sums
 
 
 def on_device(blocks: Packed, device: torch.device) -> Packed:
