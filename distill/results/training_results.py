@@ -10,6 +10,9 @@ from typing import Any
 from distill.intervals import Interval
 from distill.results.serialise import Figure, from_json
 
+# The stages of the lines on evaluated weights: the last ones, and their average.
+ACCEPTANCE_STAGE, AVERAGE_STAGE = EVALUATIONS = ("acceptance", "average")
+
 
 @dataclass(frozen=True)
 class TrainingStep:
@@ -112,7 +115,7 @@ def training_steps(lines: Iterable[dict[str, Any]]) -> list[TrainingStep]:
 
 def evaluated_weights(lines: Iterable[dict[str, Any]]) -> list[EvaluatedWeights]:
     """The evaluations of weights among the lines of metrics.jsonl, in order."""
-    found = {(line["step"], line.get("averaged", False)): line for line in lines if line.get("stage") == "acceptance"}
+    found = {(line["step"], line["stage"]): line for line in lines if line.get("stage") in EVALUATIONS}
     return [from_json(found[key], EvaluatedWeights, "metrics.jsonl") for key in sorted(found)]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from distill.results.training_results import ACCEPTANCE_STAGE, AVERAGE_STAGE
 from distill.training.checkpoint import BEST, load_weights, save_weights
 from distill.training.memory import choosing, memory_explained
 from distill.training.plan import REPLAY, PlannedPart
@@ -30,7 +31,8 @@ def _candidate(work: Training, averaged: bool) -> bool:
     state, step = work.state, work.state["step"]
     with memory_explained(lambda: choosing(work)):
         found = work.acceptance()
-    work.run.record("acceptance", step=step, averaged=averaged, **found)
+    # A name of its own: of a stage's lines, Run.metrics keeps one for each step.
+    work.run.record(AVERAGE_STAGE if averaged else ACCEPTANCE_STAGE, step=step, averaged=averaged, **found)
     prefix = "validation/averaged/" if averaged else "validation/"
     work.accelerator.log({f"{prefix}{name}": value for name, value in found.items()}, step=step)
     best = state["best"]
