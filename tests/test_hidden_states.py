@@ -189,8 +189,10 @@ def test_what_cannot_be_compared_is_refused_by_check_and_before_the_first_step(
 ) -> None:
     recipe = world / "recipe.yaml"
     check_training(load_recipe(recipe, [PULL, EXACT]))
-    assert tiny.call("check", recipe, PULL, EXACT) == 0
-    capsys.readouterr()
+    assert tiny.call("check", recipe, PULL, EXACT, "train.optimizer=muon", "train.matrix_rate=0.002") == 0
+    printed = capsys.readouterr().out
+    assert "0.5 of the loss on hidden states at first, none from step 6 on" in printed
+    assert "the layers' matrices learn by Muon, at 2 times the rate" in printed
     for overrides, words in {
         (PULL,): "which a compact teacher does not keep",
         ("train.hidden_states={weight: 0}",): "train.hidden_states.weight",

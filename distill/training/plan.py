@@ -181,6 +181,12 @@ def check_training(recipe: Recipe) -> list[str]:
         + ", ".join(f"{weight:g} {name}" for name, weight in part.loss.losses.items())
         for part in parts
     ]
+    if settings.optimizer == "muon":
+        scale = (settings.matrix_rate or settings.rate) / settings.rate
+        lines.append("train: the layers' matrices learn by Muon" + (f", at {scale:g} times the rate" * (scale != 1)))
+    if settings.hidden_states is not None:
+        pull, last = settings.hidden_states, round(settings.hidden_states.end * last_step(parts))
+        lines.append(f"train: {pull.weight:g} of the loss on hidden states at first, none from step {last} on")
     chosen = "the last weights are taken" if settings.average is None else "the average of the weights is taken"
     if settings.acceptance is not None and settings.sparsity is None:
         verifying = protocol_of(settings, recipe.sampler.temperature)
