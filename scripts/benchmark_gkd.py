@@ -36,7 +36,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmark_losses import Texts, mean, table
+from benchmark_losses import Texts, file_of, file_stem, mean, table
 
 from distill.files import write_json
 from distill.models.hugging_face import load_model, load_tokenizer, pick_device
@@ -46,8 +46,9 @@ from distill.recipe import load_recipe
 from distill.run import Run
 from distill.target.source import open_teacher
 from distill.texts import read_prompts
+from distill.training.optimizer import parameter_groups
 from distill.training.rate import cosine
-from distill.training.step import batch_blocks, parameter_groups
+from distill.training.step import batch_blocks
 
 DEFAULTS = (0.5, 0.5)
 CANDIDATES = [(beta, share) for share in (0.0, 0.5) for beta in (0.1, 0.5, 0.9)]
@@ -234,16 +235,11 @@ class Trainings:
     def publish(self, method: str, beta: float, share: float, rate: float, seed: int) -> None:
         """Make a training and put it where benchmark_losses.py's table finds it."""
         found = self.made(beta, share, rate, seed)
-        write_json(Path(self.options.to) / f"{file_stem(method)}-{rate:g}-{seed}.json", {"method": method, **found})
+        write_json(file_of(Path(self.options.to), method, rate, seed), {"method": method, **found})
         figures = ", ".join(f"{split} {mean([found[split]['sampling']]):.4f}" for split in self.texts)
         print(
             f"  {method}, rate {rate:g}, seed {seed}: {figures} ({found['seconds']:.0f} s)", file=sys.stderr, flush=True
         )
-
-
-def file_stem(method: str) -> str:
-    """The beginning of a method's file names in benchmark_losses.py."""
-    return method.replace(" ", "_").replace(",", "")
 
 
 def middle(rates: list[float]) -> float:

@@ -37,9 +37,10 @@ from distill.sampler import Sampler
 from distill.target.source import open_teacher
 from distill.texts import Prompt, prompt_seed, read_prompts
 from distill.training.losses.settings import LossSettings
+from distill.training.optimizer import parameter_groups
 from distill.training.plan import PlannedPart
 from distill.training.rate import cosine
-from distill.training.step import Columns, Learner, batch_blocks, on_device, parameter_groups
+from distill.training.step import Columns, Learner, batch_blocks, on_device
 
 SWITCH = 0.7
 KL = {"forward_kl": 1.0}
@@ -135,7 +136,7 @@ def trainings(options: Any, run: Run, source: Any, seed: int, rate: float, texts
     """All methods of one seed and rate; a first part that several share is trained once."""
     folder = Path(options.to)
     wanted = [method for method in METHODS if not options.methods or method in options.methods]
-    names = {method: folder / f"{method.replace(' ', '_').replace(',', '')}-{rate:g}-{seed}.json" for method in wanted}
+    names = {method: file_of(folder, method, rate, seed) for method in wanted}
     if all(path.exists() for path in names.values()):
         return
 
@@ -179,6 +180,16 @@ def trainings(options: Any, run: Run, source: Any, seed: int, rate: float, texts
         measure(method, learner, common + time.time() - started)
 
 
+def file_stem(method: str) -> str:
+    """The beginning of the names of a method's files."""
+    return method.replace(" ", "_").replace(",", "")
+
+
+def file_of(folder: Path, method: str, rate: float, seed: int) -> Path:
+    """The file of one training's figures."""
+    return folder / f"{file_stem(method)}-{rate:g}-{seed}.json"
+
+
 def mean(rows: list[list[Any]]) -> float:
     """Mean acceptance over seeds and prompts."""
     return sum(v for row in rows for v, _ in row) / sum(n for row in rows for _, n in row)
@@ -190,22 +201,24 @@ def _totals(rows: list[list[Any]]) -> tuple[Any, Any]:
     return values, counts
 
 
-def table(folder: Path, resamples: int = 2000) -> str:
-    """Every method on every protocol, at its best rate on validation prompts.
+def table(folder: Path, resamples: int = 2000, base: str = "forward KL") -> str:
+    """Every method on every protocol, at its best rate on validation prompts, compared with `base`, which comes first.
 
     Rates are compared on the seeds that all rates of a method have; the figures are of every seed at the rate taken.
     """
     found = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
-    methods = [m for m in METHODS if any(f["method"] == m for f in found)]
-    methods += sorted({f["method"] for f in found} - set(methods))
+    names = {f["method"] for f in found}
+    if base not in names:
+        sys.exit(f"{folder} has no training of {base}, with which the others are compared")
+    methods = list(dict.fromkeys([base, *(m for m in METHODS if m in names), *sorted(names)]))
     seeds = len({f["seed"] for f in found})
     lines = [
-        f"{seeds} seeds; in brackets the difference to forward KL and its 95 % interval, paired by prompt.",
+        f"{seeds} seeds; in brackets the difference to {base} and its 95 % interval, paired by prompt.",
         "",
         "| method | " + " | ".join(f"{p} (rate)" for p in PROTOCOLS) + " | rates tried (seeds) | s per training |",
         "|---|" + "---|" * len(PROTOCOLS) + "---|--:|",
     ]
-    base: dict[str, Any] = {}
+    compared: dict[str, Any] = {}
     for method in methods:
         cells = []
         own = [f for f in found if f["method"] == method]
@@ -221,12 +234,12 @@ def table(folder: Path, resamples: int = 2000) -> str:
             rate = max(rates, key=lambda r: scores[r])
             rows = {f["seed"]: f["test"][protocol] for f in own if f["rate"] == rate}
             figure = f"{mean(list(rows.values())):.4f} ({rate:g})"
-            if method == "forward KL":
-                base[protocol] = rows
+            if method == base:
+                compared[protocol] = rows
                 cells.append(figure)
                 continue
-            shared = sorted(rows.keys() & base[protocol].keys())  # the same seeds on both sides
-            old, new = (_totals([one[seed] for seed in shared]) for one in (base[protocol], rows))
+            shared = sorted(rows.keys() & compared[protocol].keys())  # the same seeds on both sides
+            old, new = (_totals([one[seed] for seed in shared]) for one in (compared[protocol], rows))
             gap = paired_ratio_interval(*old, *new, resamples, 0.95)
             change = f"{gap.mean:+.4f}: {gap.low:+.4f}, {gap.high:+.4f}"
             few = "" if len(rows) == seeds else f" ({len(rows)} of {seeds} seeds)"

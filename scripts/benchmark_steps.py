@@ -28,8 +28,9 @@ from distill.packing import Packed
 from distill.target.distributions import CompactTeacher, Teacher
 from distill.target.head import Head
 from distill.training.losses.settings import LossSettings
+from distill.training.optimizer import parameter_groups
 from distill.training.plan import PlannedPart
-from distill.training.step import Columns, Learner, parameter_groups
+from distill.training.step import Columns, Learner
 
 SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # draft, target
     "qwen": (

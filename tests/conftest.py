@@ -19,6 +19,16 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def ready(world: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that has everything but a trained draft."""
+    runs = tmp_path_factory.mktemp("ready")
+    with tiny.one_thread():
+        code = tiny.call("train", world / "recipe.yaml", "--runs", runs, "train.replay.judges=4", "--until", "profile")
+    assert code == 0
+    return runs / "tiny"
+
+
+@pytest.fixture(scope="session")
 def finished(world: Path) -> Iterator[Path]:
     """A finished run of the world's recipe; copy it before changing anything."""
     with tiny.one_thread():

@@ -13,7 +13,6 @@ import sqlite3
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +22,7 @@ import tiny
 import torch
 import toys
 from safetensors.torch import load_file
+from trainings import PARTS, REPLAY, interrupted_after, largest_difference, metrics, trained, two_processes, weights
 
 from distill.errors import RunError
 from distill.models.hugging_face import load_model
@@ -41,67 +41,6 @@ from distill.training.losses.settings import LossSettings
 from distill.training.plan import PlannedPart, part_at, planned, protocol_of, rate_of
 from distill.training.setup import Training, make_accelerator
 from distill.training.step import Columns, Learner
-
-PARTS = (
-    "train.parts=[{name: align, share: 0.5, loss: {forward_kl: 0.9, cross_entropy: 0.1}},"
-    " {name: accept, steps: 4, weights: block-acceptance, rate: 0.0005, loss: {lk_hybrid: 0.9, cross_entropy: 0.1}}]"
-)
-REPLAY = (
-    "train.replay.prompts=6",
-    "train.replay.new_tokens=16",
-    "train.replay.judges=4",
-    "train.replay.steps=2",
-    "train.replay.share=0.5",
-)
-
-
-@pytest.fixture(scope="module")
-def ready(world: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that has everything but a trained draft."""
-    runs = tmp_path_factory.mktemp("ready")
-    with tiny.one_thread():
-        code = tiny.call("train", world / "recipe.yaml", "--runs", runs, "train.replay.judges=4", "--until", "profile")
-    assert code == 0
-    return runs / "tiny"
-
-
-def trained(world: Path, ready: Path, folder: Path, *overrides: str) -> tuple[int, Path]:
-    """Train in a copy of a run; the exit status and the run."""
-    run = folder / "tiny"
-    if not run.exists():
-        shutil.copytree(ready, run)
-    with tiny.one_thread():
-        return tiny.call("train", world / "recipe.yaml", "--runs", folder, "--until", "train", *overrides), run
-
-
-def weights(run: Path) -> dict[str, torch.Tensor]:
-    return load_file(run / "draft" / "model.safetensors")
-
-
-@contextlib.contextmanager
-def interrupted_after(step: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Ctrl-C when this step is reported, before it is saved."""
-    step_of = loop.report_step
-
-    def interrupted(work: Any, *rest: Any) -> None:
-        step_of(work, *rest)
-        if work.state["step"] == step:
-            raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(loop, "report_step", interrupted)
-        yield
-
-
-def largest_difference(one: Path, other: Path) -> float:
-    a, b = weights(one), weights(other)
-    assert a.keys() == b.keys()
-    return max(float((a[name] - b[name]).abs().max()) for name in a)
-
-
-def metrics(run: Path, stage: str = "train") -> list[dict[str, Any]]:
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [line for line in lines if line["stage"] == stage]
 
 
 @pytest.fixture(scope="module")
@@ -137,29 +76,7 @@ def test_two_processes_change_nothing_but_rounding(
         code, alone = trained(world, ready, tmp_path / "alone", PARTS, *REPLAY, *overrides)
         assert code == 0
     shutil.copytree(ready, run)
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc_per_node",
-        "2",
-        "--rdzv_backend",
-        "c10d",
-        "--rdzv_endpoint",
-        "localhost:0",
-        "-m",
-        "distill",
-        "train",
-        str(world / "recipe.yaml"),
-        "--runs",
-        str(tmp_path),
-        "--until",
-        "train",
-        PARTS,
-        *REPLAY,
-        *overrides,
-    ]
-    result = subprocess.run(command, cwd=tiny.ROOT, capture_output=True, text=True, timeout=300)
+    result = two_processes(world, tmp_path, PARTS, *REPLAY, *overrides)
     assert result.returncode == 0, result.stderr
     assert json.loads((run / "training.json").read_text())["processes"] == 2
     for a, b in zip(metrics(run), metrics(alone), strict=True):
@@ -854,27 +771,7 @@ def test_fsdp_is_of_version_2_and_rounds_only_weights(monkeypatch: pytest.Monkey
 
 def test_a_batch_that_processes_cannot_share_is_refused(world: Path, ready: Path, tmp_path: Path) -> None:
     shutil.copytree(ready, tmp_path / "tiny")
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc_per_node",
-        "2",
-        "--rdzv_backend",
-        "c10d",
-        "--rdzv_endpoint",
-        "localhost:0",
-        "-m",
-        "distill",
-        "train",
-        str(world / "recipe.yaml"),
-        "--runs",
-        str(tmp_path),
-        "--until",
-        "train",
-        "train.batch=3",
-    ]
-    result = subprocess.run(command, cwd=tiny.ROOT, capture_output=True, text=True, timeout=120)
+    result = two_processes(world, tmp_path, "train.batch=3")
     assert result.returncode != 0 and "cannot be shared evenly by 2 processes" in result.stderr
 
 
@@ -936,6 +833,7 @@ def test_sharded_weights_give_the_gradients_of_whole_ones(tmp_path: Path) -> Non
     for found in json.loads((tmp_path / "found.json").read_text()):
         exact, short = found["float32"], found["bfloat16"]
         assert exact["gradient_error"] < 1e-5 and exact["weight_error"] < 1e-5 and exact["log_error"] < 1e-5
+        assert exact["average_error"] < 1e-5 and exact["average_kept"]
         for one in (exact, short):
             assert one["sharded"] and one["passes"] == 2 and one["positions"] == 0
             assert one["log_type"] == "torch.float64"  # what gradients are divided by is counted in it

@@ -17,6 +17,7 @@ from typing import Any
 from distill.progress import duration
 from distill.recipe import Recipe
 from distill.results.rehearsal_results import Expected, Rehearsed
+from distill.results.training_results import ACCEPTANCE_STAGE, AVERAGE_STAGE
 from distill.run import Run
 from distill.target.traffic import SOURCE, measure
 from distill.texts import read_answers
@@ -100,13 +101,15 @@ def _training(stage: Rehearsed, recipe: Recipe, run: Run) -> float:
     lines = [line for line in run.metrics() if "seconds" in line]
     own: dict[Any, list[float]] = {
         kind: [float(line["seconds"]) for line in lines if line["stage"] == kind]
-        for kind in ("train", "acceptance", "checkpoint")
+        for kind in ("train", ACCEPTANCE_STAGE, AVERAGE_STAGE, "checkpoint")
     }
     steps = planned(recipe.train, recipe.sampler.temperature, recipe.corpus.block)[-1].end
     every = recipe.train.acceptance.every if recipe.train.acceptance is not None else None
+    judged = 1 + math.ceil(steps / every) + len(recipe.train.parts) if every is not None else 0
     counts = {
         "train": steps,
-        "acceptance": 1 + math.ceil(steps / every) + len(recipe.train.parts) if every is not None else 0,
+        ACCEPTANCE_STAGE: judged,
+        AVERAGE_STAGE: judged,
         "checkpoint": math.ceil(steps / recipe.train.save_every),
     }
     rest = stage.seconds - sum(sum(seconds) for seconds in own.values())

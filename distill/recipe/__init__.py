@@ -10,13 +10,14 @@ from distill.recipe.mistakes import parse_section
 from distill.recipe.section import Section
 from distill.recipe.target import Answers, SamplerSettings, Target, TeacherStore
 from distill.recipe.traffic import Traffic
-from distill.recipe.training import Acceptance, Loss, Part, Replay, Sparsity, Train
+from distill.recipe.training import Acceptance, Average, HiddenStates, Loss, Part, Replay, Sparsity, Train
 from distill.recipe.whole import Recipe
 
 __all__ = [
     "Acceptance",
     "Adapter",
     "Answers",
+    "Average",
     "Chat",
     "Configuration",
     "Corpus",
@@ -24,6 +25,7 @@ __all__ = [
     "Evaluate",
     "Export",
     "Grown",
+    "HiddenStates",
     "Loss",
     "Part",
     "Profile",

@@ -56,7 +56,7 @@ def _weighs_something(value: Loss | None) -> Loss | None:
 class Part(Section):
     """One part of the training, with its loss and length.
 
-    One warm-up and one cosine span all parts; each part has its own peak rate.
+    One warm-up and one schedule span all parts; each part has its own peak rate.
     """
 
     name: str = Field(pattern=r"^[a-z0-9-]+$", description="its name, such as align or accept")
@@ -108,6 +108,38 @@ class Acceptance(Section):
     )
 
 
+class Average(Section):
+    """An average of the weights, one more copy, which is evaluated beside the last weights: the better one is kept.
+
+    Without train.acceptance, the average is taken. A replay starts from what was taken, and is not averaged.
+    """
+
+    kind: Literal["ema", "tail"] = Field(
+        description="ema: exponential, of all steps; tail: the plain mean over the last share of the steps"
+    )
+    decay: float | None = Field(
+        None, gt=0, lt=1, description="ema: what remains of the average at each step, such as 0.99"
+    )
+    share: float | None = Field(None, gt=0, le=1, description="tail: share of the steps, such as 0.2")
+
+    @model_validator(mode="after")
+    def _wants_its_own_number(self) -> Average:
+        wanted, other = ("decay", "share") if self.kind == "ema" else ("share", "decay")
+        if getattr(self, wanted) is None or getattr(self, other) is not None:
+            raise ValueError(f"kind {self.kind} needs {wanted} and no {other}")
+        return self
+
+
+class HiddenStates(Section):
+    """A loss on the final hidden state, which the head reads: its squared distance from the target's, relative to that.
+
+    For a draft of the target's hidden size and a teacher of kind exact or online. Its weight falls in a line to 0.
+    """
+
+    weight: float = Field(0.1, gt=0, le=1e6, description="weight at the first step, beside that of the other losses")
+    end: float = Field(0.8, gt=0, le=1, description="share of the steps after which the weight is 0")
+
+
 FEWEST_JUDGES = 4  # as train.replay.judges; an interval over fewer prompts is meaningless
 
 
@@ -151,10 +183,31 @@ class Train(Section):
         ge=1,
         description="blocks per forward pass of a process, whose gradients are added; null: all of its blocks",
     )
-    rate: float = Field(5e-5, gt=0, le=10, description="peak learning rate of AdamW; small demo models need more")
+    optimizer: Literal["adamw", "muon"] = Field(
+        "adamw",
+        description="muon: for the matrices of the layers, with AdamW for embeddings, head, norms and biases; its "
+        "steps are as large as AdamW's at the same rate",
+    )
+    rate: float = Field(5e-5, gt=0, le=10, description="peak learning rate; small demo models need more")
+    matrix_rate: float | None = Field(
+        None,
+        gt=0,
+        le=10,
+        description="muon: peak rate of the layers' matrices where train.rate is the peak, and in proportion where a "
+        "part has its own; null: the same rate",
+    )
+    schedule: Literal["cosine", "wsd"] = Field(
+        "cosine",
+        description="of the rate after the warm-up: cosine: a cosine down to `final`; wsd: constant, then a line down "
+        "to `final` over the last share `decay` of the steps",
+    )
     warmup: float = Field(0.03, ge=0, lt=1, description="share of the steps for a linear warm-up")
-    final: float = Field(0.1, ge=0, le=1, description="the cosine decays to this share of the rate")
+    decay: float = Field(0.2, gt=0, le=1, description="wsd: share of the steps in which the rate falls")
+    final: float = Field(0.1, ge=0, le=1, description="the rate decays to this share of its peak")
     loss: Loss | None = Field(None, description="weights of the losses in a training without parts; null: as in a part")
+    hidden_states: HiddenStates | None = Field(
+        None, description="also learn the target's final hidden states, in all parts but a replay; null: off"
+    )
     parts: tuple[Part, ...] = Field((), description="run in this order; empty: all steps with train.loss at train.rate")
     jsd_beta: float = Field(0.5, gt=0, lt=1, description="jsd: share of the target in the mixture")
     lk_decay: float = Field(
@@ -173,7 +226,8 @@ class Train(Section):
     clip: float = Field(1.0, gt=0, le=1e12, description="largest gradient norm")
     beta1: float = Field(0.9, ge=0, lt=1, description="AdamW")
     beta2: float = Field(0.95, ge=0, lt=1, description="AdamW")
-    weight_decay: float = Field(0.0, ge=0, le=10, description="AdamW, on matrices")
+    momentum: float = Field(0.95, ge=0, lt=1, description="muon")
+    weight_decay: float = Field(0.0, ge=0, le=10, description="decoupled, on matrices")
     chunk: int = Field(256, ge=1, description="positions for which the head is computed at once")
     save_every: int = Field(100, ge=1, description="steps between checkpoints")
     keep: int = Field(2, ge=1, description="checkpoints kept")
@@ -185,6 +239,9 @@ class Train(Section):
     )
     acceptance: Acceptance | None = Field(
         Acceptance(), description="choose the best weights; null, or with sparsity: take the last"
+    )
+    average: Average | None = Field(
+        None, description="average the weights, as a candidate beside the last ones; null: off"
     )
     adapter: Adapter | None = Field(None, description="LoRA instead of full training; null: off")
     replay: Replay | None = Field(None, description="an additional last part on rejected positions; null: off")
@@ -199,6 +256,10 @@ class Train(Section):
 
     @model_validator(mode="after")
     def _parts_fit(self) -> Train:
+        if self.matrix_rate is not None and self.optimizer != "muon":
+            raise ValueError(f"matrix_rate is for optimizer muon; optimizer is {self.optimizer}")
+        if self.schedule == "wsd" and self.warmup + self.decay > 1:
+            raise ValueError(f"warmup {self.warmup:g} and decay {self.decay:g} take more than all steps")
         names = [part.name for part in self.parts]
         if len({*names, "replay"}) <= len(names):
             raise ValueError(f"parts need different names, and `replay` is reserved: got {', '.join(names)}")
@@ -209,6 +270,8 @@ class Train(Section):
             raise ValueError(f"the parts' shares of train.steps add up to {shares:g}, more than 1")
         if self.sparsity is not None and self.replay is not None:
             raise ValueError("sparsity removes parts of the last weights, and replay may discard those; leave one out")
+        if self.sparsity is not None and self.average is not None:
+            raise ValueError("sparsity takes the last weights, whose zeros an average would fill; leave average out")
         if self.sparsity is not None and self.acceptance is not None and self.acceptance.patience is not None:
             raise ValueError("sparsity needs all steps; leave acceptance.patience out")
         return self

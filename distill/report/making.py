@@ -157,8 +157,9 @@ def _chosen(training: TrainingSummary, command: str) -> Html:
     ]
     sentences = []
     if best := training.best:
+        kind = "averaged weights" if best.averaged else "weights"
         sentences.append(
-            f"The weights of step {number(best.step)} were taken: {percent(best.acceptance)} accepted, "
+            f"The {kind} of step {number(best.step)} were taken: {percent(best.acceptance)} accepted, "
             f"{number(best.tokens_per_round)} tokens per round on validation prompts."
         )
     if training.warning:

@@ -55,13 +55,16 @@ def validation_curve(evaluated: Sequence[EvaluatedWeights]) -> str:
     if not evaluated:
         raise DataError("no weights were evaluated while training", "set train.acceptance to have them chosen")
     with _figure("plot-validation", "Acceptance on validation prompts over training steps") as (axes, done):
-        axes.plot(
-            [weights.step for weights in evaluated],
-            [weights.acceptance for weights in evaluated],
-            color=COLOURS[0],
-            marker="o",
-            label="accepted of the drafted tokens reached",
-        )
+        for averaged, label in enumerate(("accepted of the drafted tokens reached", "by the average of the weights")):
+            shown = [weights for weights in evaluated if weights.averaged == averaged]
+            if shown:
+                axes.plot(
+                    [weights.step for weights in shown],
+                    [weights.acceptance for weights in shown],
+                    color=COLOURS[averaged],
+                    marker="o",
+                    label=label,
+                )
         axes.set(xlabel="step", ylabel="acceptance, decoded")
     return done[0]
 

@@ -10,6 +10,9 @@ from typing import Any
 from distill.intervals import Interval
 from distill.results.serialise import Figure, from_json
 
+# The stages of the lines on evaluated weights: the last ones, and their average.
+ACCEPTANCE_STAGE, AVERAGE_STAGE = EVALUATIONS = ("acceptance", "average")
+
 
 @dataclass(frozen=True)
 class TrainingStep:
@@ -29,12 +32,16 @@ class TrainingStep:
 
 @dataclass(frozen=True)
 class EvaluatedWeights:
-    """Weights whose drafts were decoded on validation prompts: acceptance of the drafted tokens that were reached."""
+    """Weights whose drafts were decoded on validation prompts: acceptance of the drafted tokens that were reached.
+
+    `averaged` where they are the average of the weights up to this step.
+    """
 
     step: int
     acceptance: float
     tokens_per_round: float
     rounds: int
+    averaged: bool = False
 
 
 @dataclass(frozen=True)
@@ -77,13 +84,17 @@ class ReplayDecision:
 
 @dataclass(frozen=True)
 class TrainingSummary:
-    """training.json. `best` is None where no weights were chosen, `replay` where there was none."""
+    """training.json. `best` is None where no weights were chosen, `replay` where there was none.
+
+    `averaged` where the draft is an average of weights.
+    """
 
     steps: int
     processes: int
     parts: list[TrainedPart]
     best: EvaluatedWeights | None
     replay: ReplayDecision | None
+    averaged: bool = False
 
     @property
     def warning(self) -> str | None:
@@ -104,8 +115,8 @@ def training_steps(lines: Iterable[dict[str, Any]]) -> list[TrainingStep]:
 
 def evaluated_weights(lines: Iterable[dict[str, Any]]) -> list[EvaluatedWeights]:
     """The evaluations of weights among the lines of metrics.jsonl, in order."""
-    found = {line["step"]: line for line in lines if line.get("stage") == "acceptance"}
-    return [from_json(found[step], EvaluatedWeights, "metrics.jsonl") for step in sorted(found)]
+    found = {(line["step"], line["stage"]): line for line in lines if line.get("stage") in EVALUATIONS}
+    return [from_json(found[key], EvaluatedWeights, "metrics.jsonl") for key in sorted(found)]
 
 
 def trained_tokens(steps: Iterable[TrainingStep]) -> int:

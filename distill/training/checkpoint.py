@@ -32,11 +32,17 @@ def newest_checkpoint(folder: Path) -> Path | None:
     return found[-1] if found else None
 
 
-def _options() -> Any:
+def _options(strict: bool = True) -> Any:
     """Whole tensors, on the CPU."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions
 
-    return StateDictOptions(full_state_dict=True, cpu_offload=True)
+    return StateDictOptions(full_state_dict=True, cpu_offload=True, strict=strict)
+
+
+def plain(learner: torch.nn.Module) -> torch.nn.Module:
+    """The learner without the wrapper of several processes, so that its parameters have their plain names."""
+    inner: Any = learner.module if isinstance(learner, torch.nn.parallel.DistributedDataParallel) else learner
+    return inner
 
 
 def _learning(learner: torch.nn.Module) -> dict[str, torch.nn.Parameter] | None:
@@ -45,8 +51,7 @@ def _learning(learner: torch.nn.Module) -> dict[str, torch.nn.Parameter] | None:
     Adapters are whole in every process. torch's own state dictionaries would include the frozen base, and fail on
     quantised layers, which keep entries that are no attributes.
     """
-    inner = learner.module if isinstance(learner, torch.nn.parallel.DistributedDataParallel) else learner
-    named = dict(inner.named_parameters())
+    named = dict(plain(learner).named_parameters())
     learning = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
     return learning if len(learning) < len(named) else None
 
@@ -101,7 +106,14 @@ def _set_moments(learner: torch.nn.Module, optimizer: Any, moments: dict[str, An
 
     learning = _learning(learner)
     if learning is None:
-        set_optimizer_state_dict(learner, optimizer, moments, options=_options())
+        # Parameters that have not learnt yet (train.embedding_steps) have no moments. torch would begin them at a first
+        # step that was never taken.
+        held = [name for group in moments["param_groups"] for name in group["params"]]
+        lacking = [name for name in held if name not in moments["state"]]
+        set_optimizer_state_dict(learner, optimizer, moments, options=_options(strict=not lacking))
+        named = dict(plain(learner).named_parameters()) if lacking else {}
+        for name in lacking:
+            optimizer.state.pop(named[name], None)
         return
     names = {id(parameter): name for name, parameter in learning.items()}
     order = [names[id(p)] for group in optimizer.param_groups for p in group["params"]]  # torch counts by this order
@@ -127,10 +139,18 @@ def _check_digests(folder: Path) -> None:
 
 
 def save_checkpoint(
-    run: Run, step: int, learner: torch.nn.Module, optimizer: Any, keep: int, state: dict[str, Any], main: bool = True
+    run: Run,
+    step: int,
+    learner: torch.nn.Module,
+    optimizer: Any,
+    keep: int,
+    state: dict[str, Any],
+    main: bool = True,
+    average: Any = None,
 ) -> None:
     """Write checkpoints/step-NNNNNN with `state` and delete all but the newest `keep`; every process must call it."""
     weights, moments = whole_weights(learner), _whole_moments(learner, optimizer)
+    averaged = None if average is None else {"count": average.count, "weights": average.state_dict()}
     if not main:
         return
     folder = run.path("checkpoints")
@@ -138,6 +158,8 @@ def save_checkpoint(
     def write(temporary: Path) -> None:
         torch.save(weights, temporary / "model.pt")
         torch.save(moments, temporary / "optimizer.pt")
+        if averaged is not None:
+            torch.save(averaged, temporary / "average.pt")
         _write_digests(temporary)
         write_json(temporary / "state.json", {**state, "step": step})
 
@@ -146,14 +168,17 @@ def save_checkpoint(
         shutil.rmtree(old)
 
 
-def load_checkpoint(path: Path, learner: torch.nn.Module, optimizer: Any) -> dict[str, Any]:
-    """Restore weights and optimizer; the saved state with `step`. Raises DataError when the files are damaged."""
+def load_checkpoint(path: Path, learner: torch.nn.Module, optimizer: Any, average: Any = None) -> dict[str, Any]:
+    """Restore weights, optimizer and average; the saved state with `step`. Raises DataError for damaged files."""
     try:
         _check_digests(path)
         weights = torch.load(path / "model.pt", weights_only=True, map_location="cpu")
         moments = torch.load(path / "optimizer.pt", weights_only=True, map_location="cpu")
         _set_weights(learner, weights)
         _set_moments(learner, optimizer, moments)
+        if average is not None:
+            averaged = torch.load(path / "average.pt", weights_only=True, map_location="cpu")
+            average.load_state_dict(averaged["weights"], averaged["count"])
     except Exception as error:  # torch raises many kinds for a damaged file
         raise DataError(
             f"checkpoint {path} is damaged: {str(error).splitlines()[0]}", f"delete {path} to go on from the one before"

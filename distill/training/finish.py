@@ -47,12 +47,16 @@ def write_draft(work: Training) -> list[Path]:
 def _summary(work: Training, decision: Path) -> TrainingSummary:
     # Under a sparsity penalty the last weights stay, however earlier ones were accepted.
     best, source = work.state["best"] if work.penalty is None else None, "the last checkpoint"
+    chosen = None if best is None else from_json(best, EvaluatedWeights, source)
+    averaged = work.average is not None if chosen is None else chosen.averaged
+    replay = read_result(decision, ReplayDecision) if decision.exists() else None
     return TrainingSummary(
         steps=work.state["step"],
         processes=work.accelerator.num_processes,
         parts=[
             TrainedPart(part.name, part.first, part.steps, part.rate, dict(part.loss.losses)) for part in work.parts
         ],
-        best=None if best is None else from_json(best, EvaluatedWeights, source),
-        replay=read_result(decision, ReplayDecision) if decision.exists() else None,
+        best=chosen,
+        replay=replay,
+        averaged=averaged and not (replay is not None and replay.kept),
     )

@@ -24,8 +24,10 @@ from distill.training.choice.best import consider, end_of, evaluation_due, take_
 from distill.training.choice.replay import enter_replay, is_replayed, judge_replay
 from distill.training.choice.stopping import StopRequest
 from distill.training.finish import write_draft
+from distill.training.losses.states import NAME as STATES
 from distill.training.memory import loading, memory_explained, stepping, writing
-from distill.training.plan import REPLAY, PlannedPart, part_at, rate_of
+from distill.training.optimizer import set_rates
+from distill.training.plan import REPLAY, PlannedPart, part_at, pull_of, rate_of
 from distill.training.rate import body_share
 from distill.training.setup import Training, set_up
 from distill.training.step import scored_blocks
@@ -52,23 +54,24 @@ def train(recipe: Recipe, run: Run) -> list[Path]:
             if part.name == REPLAY and work.replayed is None and not enter_replay(work):
                 break
             torch.manual_seed(hash((recipe.seed, step, work.accelerator.process_index)) % 2**31)  # an adapter's dropout
-            rate, body_rate = set_rates(work, part, step)
+            rate = rate_of(work.parts, part, step, settings)
+            body_rate = rate * body_share(step, work.steps, settings)
+            set_rates(work.optimizer, rate, body_rate)
             began = time.monotonic()
             figures = one_step(work, part, step)
             figures["seconds"] = time.monotonic() - began
             if work.penalty is not None:
                 figures |= work.penalty.after_step(step, body_rate)
             state["step"] = step + 1
+            if work.average is not None and part.name != REPLAY:
+                work.average.update(step + 1)
             report_step(work, part, rate, figures, clock)
             if evaluation_due(work, part):
                 consider(work)
             ended = end_of(work, part)
             asked = work.any_process(stop.signal is not None)
             if state["step"] % settings.save_every == 0 or ended or asked:
-                state["sparsity"] = work.penalty.state_dict() if work.penalty is not None else None
-                main, began = work.accelerator.is_main_process, time.monotonic()
-                save_checkpoint(run, state["step"], work.learner, work.optimizer, settings.keep, state, main)
-                run.record("checkpoint", step=state["step"], seconds=time.monotonic() - began)
+                save(work)
             if asked:
                 leave(work, stop)
         if work.any_process(stop.signal is not None):  # during the search of a replay that found no rejection
@@ -86,11 +89,20 @@ def resume(work: Training) -> bool:
     checkpoint = newest_checkpoint(work.run.path("checkpoints"))
     if checkpoint is None:
         return False
-    work.state.update(load_checkpoint(checkpoint, work.learner, work.optimizer))
+    work.state.update(load_checkpoint(checkpoint, work.learner, work.optimizer, work.average))
     if work.penalty is not None:
         work.penalty.load_state_dict(work.state["sparsity"])
     work.run.say(f"  resuming at step {work.state['step']} of {work.steps}")
     return True
+
+
+def save(work: Training) -> None:
+    """Write a checkpoint."""
+    state, main, began = work.state, work.accelerator.is_main_process, time.monotonic()
+    state["sparsity"] = work.penalty.state_dict() if work.penalty is not None else None
+    keep = work.settings.keep
+    save_checkpoint(work.run, state["step"], work.learner, work.optimizer, keep, state, main, work.average)
+    work.run.record("checkpoint", step=state["step"], seconds=time.monotonic() - began)
 
 
 def leave(work: Training, stop: StopRequest) -> None:
@@ -101,19 +113,11 @@ def leave(work: Training, stop: StopRequest) -> None:
     stop.leave()
 
 
-def set_rates(work: Training, part: PlannedPart, step: int) -> tuple[float, float]:
-    """Give the optimizer the learning rates of a step: that of embeddings and head, and that of the body."""
-    rate = rate_of(work.parts, part, step, work.settings)
-    body_rate = rate * body_share(step, work.steps, work.settings)
-    for group in work.optimizer.param_groups:
-        group["lr"] = rate if group["outer"] else body_rate
-    return rate, body_rate
-
-
 def one_step(work: Training, part: PlannedPart, step: int) -> dict[str, Any]:
     """Gradients over all micro-batches and processes, one optimizer step; the means over the step for the log."""
     accelerator, learner, settings = work.accelerator, work.learner, work.settings
     micro_batches = work.micro_batches(step, part)
+    pull = pull_of(work.parts, part, step, settings)
     vector = None
     for number, (source, index) in enumerate(micro_batches, 1):
         blocks, distributions = scored_blocks(source, index, accelerator.device)
@@ -121,7 +125,7 @@ def one_step(work: Training, part: PlannedPart, step: int) -> dict[str, Any]:
         without_exchange = contextlib.nullcontext() if number == len(micro_batches) else accelerator.no_sync(learner)
         with without_exchange:
             with accelerator.autocast():
-                total, sums = learner(blocks, distributions, part)
+                total, sums = learner(blocks, distributions, part, pull)
             accelerator.backward(total)
         vector = sums.vector if vector is None else vector + sums.vector
     assert vector is not None
@@ -135,8 +139,9 @@ def one_step(work: Training, part: PlannedPart, step: int) -> dict[str, Any]:
         for parameter in work.body():
             parameter.grad = None
     norm = float(accelerator.clip_grad_norm_(learner.parameters(), settings.clip))
-    losses = {name: found.pop(f"loss/{name}") / weight for name in part.loss.losses}
-    loss = sum(part.loss.losses[name] * value for name, value in losses.items())
+    shares: dict[str, float] = {**part.loss.losses, **({STATES: pull} if pull else {})}
+    losses = {name: found.pop(f"loss/{name}") / weight for name in shares}
+    loss = sum(shares[name] * value for name, value in losses.items())
     if not math.isfinite(norm) or not math.isfinite(loss):
         raise DataError(
             f"the loss or its gradient is not finite at step {step} (loss {loss}, gradient norm {norm})",

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from distill.errors import RecipeError
+from distill.models.hugging_face import load_config
 from distill.recipe import Loss, Recipe, Train
 from distill.training.losses.settings import LossSettings
 from distill.training.losses.weights import TokenWeights
-from distill.training.rate import cosine
+from distill.training.rate import rate_at
 
 Verifying = Literal["sampling", "match", "greedy"]
 
@@ -101,15 +102,28 @@ def part_at(parts: list[PlannedPart], step: int) -> PlannedPart:
     return next((part for part in parts if step < part.end), parts[-1])
 
 
+def last_step(parts: list[PlannedPart]) -> int:
+    """The step after the last before a replay."""
+    return next((part.first for part in parts if part.name == REPLAY), parts[-1].end)
+
+
 def rate_of(parts: list[PlannedPart], part: PlannedPart, step: int, settings: Train) -> float:
-    """The learning rate of a step: one warm-up and cosine over all parts, at each part's peak; a replay has its own.
+    """The learning rate of a step: one schedule over all parts, at each part's peak; a replay has its own.
 
     One curve over all parts, so that a change of loss changes nothing else, and a replay changes no step before it.
     """
     if part.name == REPLAY:
-        return cosine(step - part.first, part.steps, part.rate, settings.warmup, settings.final)
-    steps = next((other.first for other in parts if other.name == REPLAY), parts[-1].end)
-    return cosine(step, steps, part.rate, settings.warmup, settings.final)
+        return rate_at(step - part.first, part.steps, part.rate, settings)
+    steps = last_step(parts)
+    return rate_at(step, steps, part.rate, settings)
+
+
+def pull_of(parts: list[PlannedPart], part: PlannedPart, step: int, settings: Train) -> float:
+    """The weight of the loss on hidden states in a step: a line from the first step down to 0; none in a replay."""
+    wanted = settings.hidden_states
+    if wanted is None or part.name == REPLAY:
+        return 0.0
+    return wanted.weight * max(0.0, 1 - step / (wanted.end * last_step(parts)))
 
 
 def temperatures(parts: list[PlannedPart]) -> set[float]:
@@ -130,6 +144,22 @@ def check_adapter(settings: Train) -> None:
             raise RecipeError(f"train.adapter: {clash}")
 
 
+def check_hidden_states(settings: Train, kind: str, draft: int, target: int) -> None:
+    """Raise RecipeError for a loss on hidden states that a teacher's kind or the hidden sizes exclude."""
+    if settings.hidden_states is None:
+        return
+    if kind == "compact":
+        raise RecipeError(
+            "train.hidden_states needs the target's hidden states, which a compact teacher does not keep",
+            "use teacher.kind exact or online, or leave train.hidden_states out",
+        )
+    if draft != target:
+        raise RecipeError(
+            f"train.hidden_states needs one hidden size on both sides; the draft's is {draft}, the target's {target}",
+            "leave it out, or cut the draft from the target without cut.hidden",
+        )
+
+
 def check_training(recipe: Recipe) -> list[str]:
     """The plan of the recipe's training as lines to print; RecipeError for settings that exclude each other."""
     settings, teacher = recipe.train, recipe.teacher
@@ -142,14 +172,24 @@ def check_training(recipe: Recipe) -> list[str]:
             "add it to teacher.temperatures, or use teacher.kind exact or online",
         )
     check_adapter(settings)
+    if settings.hidden_states is not None:
+        target, donor = (load_config(name).get_text_config() for name in (recipe.target.model, recipe.donor_model))
+        check_hidden_states(settings, teacher.kind, recipe.cut.hidden or donor.hidden_size, target.hidden_size)
     positions = settings.batch * recipe.corpus.block
     lines = [
         f"train: {part.name}, {part.steps} steps of {positions} positions at up to {part.rate:g}: "
         + ", ".join(f"{weight:g} {name}" for name, weight in part.loss.losses.items())
         for part in parts
     ]
-    chosen = "the last weights are taken"
+    if settings.optimizer == "muon":
+        scale = (settings.matrix_rate or settings.rate) / settings.rate
+        lines.append("train: the layers' matrices learn by Muon" + (f", at {scale:g} times the rate" * (scale != 1)))
+    if settings.hidden_states is not None:
+        pull, last = settings.hidden_states, round(settings.hidden_states.end * last_step(parts))
+        lines.append(f"train: {pull.weight:g} of the loss on hidden states at first, none from step {last} on")
+    chosen = "the last weights are taken" if settings.average is None else "the average of the weights is taken"
     if settings.acceptance is not None and settings.sparsity is None:
         verifying = protocol_of(settings, recipe.sampler.temperature)
-        chosen = f"the weights accepted most on validation prompts are taken ({verifying} verification)"
+        candidates = "the weights" if settings.average is None else "the weights, or their average,"
+        chosen = f"{candidates} accepted most on validation prompts are taken ({verifying} verification)"
     return [*lines, f"train: {chosen}"]

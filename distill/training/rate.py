@@ -7,6 +7,13 @@ import math
 from distill.recipe import Train
 
 
+def rate_at(step: int, steps: int, rate: float, settings: Train) -> float:
+    """The rate of step `step` of `steps` (from 0) whose peak is `rate`, by the recipe's schedule."""
+    if settings.schedule == "wsd":
+        return warm_stable_decay(step, steps, rate, settings.warmup, settings.decay, settings.final)
+    return cosine(step, steps, rate, settings.warmup, settings.final)
+
+
 def cosine(step: int, steps: int, rate: float, warmup: float, final: float) -> float:
     """The rate of step `step` of `steps` (from 0): linear over the share `warmup`, then a cosine to `final` · rate."""
     warm = max(1, round(warmup * steps))
@@ -14,6 +21,14 @@ def cosine(step: int, steps: int, rate: float, warmup: float, final: float) -> f
         return rate * (step + 1) / warm
     progress = (step - warm) / max(1, steps - warm)
     return rate * (final + (1 - final) * 0.5 * (1 + math.cos(math.pi * progress)))
+
+
+def warm_stable_decay(step: int, steps: int, rate: float, warmup: float, decay: float, final: float) -> float:
+    """Linear over the share `warmup`, constant, then linear to `final` · rate over the last share `decay`."""
+    warm, falling = max(1, round(warmup * steps)), max(1, round(decay * steps))
+    if step < warm:
+        return rate * (step + 1) / warm
+    return rate * (1 - (1 - final) * max(0, step - (steps - falling)) / falling)
 
 
 def body_share(step: int, steps: int, settings: Train) -> float:

@@ -28,11 +28,22 @@ from distill.target.online import OnlineTarget
 from distill.target.source import TeacherSource, open_teacher, require_fit
 from distill.texts import Prompt, read_prompts
 from distill.training.adapters import attach, load_base
+from distill.training.average import WeightAverage
 from distill.training.checkpoint import whole_weights
 from distill.training.choice.acceptance import Judge, judge_for, rates, speaking
+from distill.training.optimizer import make_optimizer
 from distill.training.penalty import Penalty, penalty_of
-from distill.training.plan import REPLAY, PlannedPart, check_adapter, planned, protocol_of, temperatures
-from distill.training.step import Columns, Learner, batch_blocks, parameter_groups, split_blocks
+from distill.training.plan import (
+    REPLAY,
+    PlannedPart,
+    check_adapter,
+    check_hidden_states,
+    last_step,
+    planned,
+    protocol_of,
+    temperatures,
+)
+from distill.training.step import Columns, Learner, batch_blocks, split_blocks
 from distill.training.trackers import require_trackers, start_trackers
 
 
@@ -53,6 +64,7 @@ class Training:
     spare: Any = None  # a whole draft to evaluate, where the learner's weights are sharded
     target: Any = None  # of an online teacher; else loaded on first use
     replayed: TeacherSource | None = None
+    average: WeightAverage | None = None
     state: dict[str, Any] = field(default_factory=lambda: {"step": 0, "best": None, "misses": 0, "sparsity": None})
 
     @property
@@ -245,6 +257,17 @@ def _load_draft(recipe: Recipe, run: Run, device: torch.device) -> Any:
     return draft
 
 
+def check_sharded(settings: Train) -> None:
+    """Raise RecipeError for settings that FSDP excludes."""
+    if settings.sparsity is not None or settings.adapter is not None:
+        raise RecipeError("sparsity and adapters are not offered with FSDP", "start with DDP, or leave them out")
+    if settings.optimizer == "muon":
+        raise RecipeError(
+            "train.optimizer is muon, which orthogonalises whole matrices; FSDP gives each process a part of them",
+            "start with DDP, or set train.optimizer=adamw",
+        )
+
+
 def set_up(recipe: Recipe, run: Run) -> Training:
     """Load everything, and refuse incompatible parts before the first step.
 
@@ -255,7 +278,10 @@ def set_up(recipe: Recipe, run: Run) -> Training:
     device = accelerator.device
     parts = planned(settings, recipe.sampler.temperature, recipe.corpus.block)
     manifest, trim = read_json(run.path("teacher", "manifest.json")), read_kept(run.path("cut"))
-    require_fit(manifest, recipe, load_config(str(run.path("cut"))), temperatures(parts))
+    config = load_config(str(run.path("cut")))
+    require_fit(manifest, recipe, config, temperatures(parts))
+    width = load_config(recipe.target.model).get_text_config().hidden_size
+    check_hidden_states(settings, manifest["kind"], config.hidden_size, width)
     kept = trim["kept"] if trim else None
     for part in parts:
         part.loss.require_columns(manifest["vocabulary"] if kept is None else len(kept))
@@ -264,20 +290,19 @@ def set_up(recipe: Recipe, run: Run) -> Training:
     target = load_target(recipe.target, device) if recipe.teacher.kind == "online" else None
     source = open_teacher(run, recipe, device, target)
     penalty = penalty_of(draft, settings.model_copy(update={"steps": parts[-1].end}))
-    optimizer = torch.optim.AdamW(
-        parameter_groups(draft, settings.weight_decay, penalty.parameters() if penalty else ()),
-        lr=settings.rate,
-        betas=(settings.beta1, settings.beta2),
-    )
+    optimizer: Any = make_optimizer(draft, settings, penalty.parameters() if penalty else ())
     length = settings.acceptance.length if settings.acceptance else 4
     learner = Learner(draft, Columns(source.vocabulary, kept, device), settings.chunk, length)
     sharded = accelerator.distributed_type == "FSDP"
-    if sharded and (penalty is not None or settings.adapter is not None):
-        raise RecipeError("sparsity and adapters are not offered with FSDP", "start with DDP, or leave them out")
+    if sharded:
+        check_sharded(settings)
     spare = copy.deepcopy(draft) if sharded else None
     learner, optimizer = accelerator.prepare(learner, optimizer)
     learner.train()
     start_trackers(accelerator, recipe, run)
-    return Training(
+    work = Training(
         recipe, run, accelerator, parts, source, learner, optimizer, penalty, kept, source.vocabulary, spare, target
     )
+    if settings.average is not None:
+        work.average = WeightAverage(learner, settings.average, last_step(parts))
+    return work

@@ -6,7 +6,6 @@ Legend: b blocks, S positions, N scored positions, H hidden, V vocabulary, C col
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -21,9 +20,12 @@ from distill.target.distributions import CompactTeacher, Teacher
 from distill.target.source import TeacherSource
 from distill.training.losses.fused import head_loss, position_statistics
 from distill.training.losses.settings import LossSums
+from distill.training.losses.states import NAME as STATES
+from distill.training.losses.states import state_error, target_states
 from distill.training.losses.weights import token_weights
+from distill.training.optimizer import make_optimizer, set_rates
 from distill.training.plan import PlannedPart
-from distill.training.rate import cosine
+from distill.training.rate import rate_at
 
 
 class Source(Protocol):
@@ -73,8 +75,13 @@ class Learner(torch.nn.Module):
         self.columns, self.chunk, self.length = columns, chunk, length
         self._no_split_modules = getattr(draft, "_no_split_modules", None)  # by which layers FSDP shards
 
-    def forward(self, blocks: Packed, teacher: Teacher, part: PlannedPart) -> tuple[Tensor, LossSums]:
-        """Σ w ℓ over the N scored positions, and the sums for the log; divide by Σ w over the whole step."""
+    def forward(
+        self, blocks: Packed, teacher: Teacher, part: PlannedPart, pull: float = 0.0
+    ) -> tuple[Tensor, LossSums]:
+        """Σ w ℓ over the N scored positions, and the sums for the log; divide by Σ w over the whole step.
+
+        `pull` is the weight of the loss on hidden states.
+        """
         hidden = hidden_states(self.draft, blocks)[blocks.mask]  # [N, H]
         head = self.draft.lm_head
         weight = self.columns.rows(head.weight)
@@ -85,7 +92,11 @@ class Learner(torch.nn.Module):
         if part.weights != "uniform":
             alpha, divergence = position_statistics(hidden.detach(), weight.detach(), teacher, self.chunk, bias)
             weights = token_weights(part.weights, alpha, divergence, blocks.mask, self.length, part.fraction)
-        return head_loss(hidden, weight, teacher, labels, part.loss, weights, self.chunk, bias)
+        total, sums = head_loss(hidden, weight, teacher, labels, part.loss, weights, self.chunk, bias)
+        if pull:
+            error = state_error(hidden, target_states(teacher, hidden), weights)
+            total, sums = total + pull * error, sums.joined(f"loss/{STATES}", error)
+        return total, sums
 
 
 def on_device(blocks: Packed, device: torch.device) -> Packed:
@@ -125,28 +136,6 @@ def scored_blocks(source: TeacherSource, index: Tensor, device: torch.device) ->
     return replace(blocks, mask=torch.zeros_like(blocks.mask)), distributions
 
 
-def parameter_groups(
-    model: Any, weight_decay: float, penalised: Iterable[torch.nn.Parameter] = ()
-) -> list[dict[str, Any]]:
-    """Matrices decay; vectors (norms, biases) and parameters that a sparsity penalty already shrinks do not.
-
-    Embeddings and head are a group of their own (`outer`), because they may learn before the rest. Parameters without
-    gradient are in no group.
-    """
-    spared = {id(parameter) for parameter in penalised}
-    outer = {id(model.get_input_embeddings().weight), id(model.lm_head.weight)}
-    learning = [p for p in model.parameters() if p.requires_grad]
-    inner = [p for p in learning if id(p) not in outer]
-    matrices = [p for p in inner if p.ndim >= 2 and id(p) not in spared]
-    vectors = [p for p in inner if p.ndim < 2 or id(p) in spared]
-    groups = [
-        {"params": [p for p in learning if id(p) in outer], "weight_decay": weight_decay, "outer": True},
-        {"params": matrices, "weight_decay": weight_decay, "outer": False},
-        {"params": vectors, "weight_decay": 0.0, "outer": False},
-    ]
-    return [group for group in groups if group["params"]]
-
-
 def heal(
     model: Any,
     source: Source,
@@ -158,14 +147,12 @@ def heal(
 ) -> float:
     """Train a cut model in place for a few steps, to compare cuts; the mean loss of the last tenth of the steps.
 
-    Loss and rate are those of `part`, the recipe's first one; warm-up and cosine over these steps alone; fp32, one
-    process. `vocabulary` tokens are real.
+    Loss and rate are those of `part`, the recipe's first one; the recipe's optimizer, and its schedule over these steps
+    alone; fp32, one process. `vocabulary` tokens are real.
     """
     device = next(model.parameters()).device
     learner = Learner(model, Columns(vocabulary, None, device), settings.chunk, 4)
-    optimizer = torch.optim.AdamW(
-        parameter_groups(model, settings.weight_decay), lr=part.rate, betas=(settings.beta1, settings.beta2)
-    )
+    optimizer = make_optimizer(model, settings)
     model.train()
     losses: list[float] = []
     for step in range(steps):
@@ -175,8 +162,8 @@ def heal(
         loss = total / sums["weight"].clamp(min=1)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), settings.clip)
-        for group in optimizer.param_groups:
-            group["lr"] = cosine(step, steps, part.rate, settings.warmup, settings.final)
+        rate = rate_at(step, steps, part.rate, settings)
+        set_rates(optimizer, rate, rate)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         losses.append(loss.item())

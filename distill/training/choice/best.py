@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+from distill.results.training_results import ACCEPTANCE_STAGE, AVERAGE_STAGE
 from distill.training.checkpoint import BEST, load_weights, save_weights
 from distill.training.memory import choosing, memory_explained
 from distill.training.plan import REPLAY, PlannedPart
@@ -19,24 +20,36 @@ def evaluation_due(work: Training, part: PlannedPart) -> bool:
 
 
 def consider(work: Training) -> None:
-    """Evaluate the present weights and keep them if they are the best so far."""
-    state, began = work.state, time.monotonic()
+    """Evaluate the present weights, and their average if there is one, and keep the best so far."""
+    better = _candidate(work, averaged=False)
+    if work.average is not None and work.average.is_candidate:
+        with work.average.in_place():
+            better = _candidate(work, averaged=True) or better
+    work.state["misses"] = 0 if better else work.state["misses"] + 1
+
+
+def _candidate(work: Training, averaged: bool) -> bool:
+    """Evaluate the weights that are in place and keep them if they are the best so far."""
+    state, step, began = work.state, work.state["step"], time.monotonic()
     with memory_explained(lambda: choosing(work)):
         found = work.acceptance()
-    work.run.record("acceptance", step=state["step"], **found, seconds=time.monotonic() - began)
-    work.accelerator.log({f"validation/{name}": value for name, value in found.items()}, step=state["step"])
+    # A name of its own: of a stage's lines, Run.metrics keeps one for each step.
+    seconds = time.monotonic() - began
+    stage = AVERAGE_STAGE if averaged else ACCEPTANCE_STAGE
+    work.run.record(stage, step=step, averaged=averaged, **found, seconds=seconds)
+    prefix = "validation/averaged/" if averaged else "validation/"
+    work.accelerator.log({f"{prefix}{name}": value for name, value in found.items()}, step=step)
     best = state["best"]
     better = best is None or found["acceptance"] > best["acceptance"]
     if better:
-        state["best"], state["misses"] = {"step": state["step"], **found}, 0
+        state["best"] = {"step": step, "averaged": averaged, **found}
         save_weights(work.run, BEST, work.learner, work.accelerator.is_main_process)
-    else:
-        state["misses"] += 1
     work.run.say(
-        f"  accepted on validation prompts at step {state['step']}: {found['acceptance']:.3f}, "
-        f"{found['tokens_per_round']:.2f} tokens per round"
+        f"  accepted on validation prompts at step {step}{' by the average' if averaged else ''}: "
+        f"{found['acceptance']:.3f}, {found['tokens_per_round']:.2f} tokens per round"
         + (" (the best so far)" if better else f" (best {best['acceptance']:.3f} at step {best['step']})")
     )
+    return better
 
 
 def end_of(work: Training, part: PlannedPart) -> bool:
@@ -51,9 +64,16 @@ def end_of(work: Training, part: PlannedPart) -> bool:
 
 
 def take_best(work: Training) -> None:
-    """Go back to the best weights; without evaluations, or under a sparsity penalty, the last ones stay."""
+    """Go back to the best weights; without evaluations, or under a sparsity penalty, the last ones stay.
+
+    Without evaluations, the average of the weights replaces the last ones where there is one.
+    """
     best = work.state["best"]
+    if best is None and work.average is not None:
+        work.average.take()
+        work.run.say(f"  the average of the weights of {work.average.count} steps is taken")
     if best is None or work.penalty is not None:
         return
     load_weights(work.run, BEST, work.learner)
-    work.run.say(f"  the weights of step {best['step']} are taken: {best['acceptance']:.3f} accepted")
+    kind = "averaged weights" if best["averaged"] else "weights"
+    work.run.say(f"  the {kind} of step {best['step']} are taken: {best['acceptance']:.3f} accepted")

@@ -123,9 +123,9 @@ def enter_replay(work: Training) -> bool:
     assert settings is not None
     path = run.path("replay", "blocks.safetensors")
     if work.state.get("replay") is None:
+        take_best(work)
         if work.state["best"] is None:
             save_weights(run, BEST, work.learner, main)
-        take_best(work)
         found = None
         with memory_explained(lambda: replaying(work)), work.served() as draft:
             if main:

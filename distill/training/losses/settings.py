@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import get_args
 
+import torch
 from torch import Tensor
 
 from distill.errors import RecipeError
@@ -87,6 +88,10 @@ class LossSums:
 
     def __getitem__(self, name: str) -> Tensor:
         return self.vector[self.names.index(name)]
+
+    def joined(self, name: str, value: Tensor) -> LossSums:
+        """With one more sum."""
+        return LossSums((*self.names, name), torch.cat([self.vector, value.detach().to(self.vector).view(1)]))
 
     def values(self) -> dict[str, float]:
         """Every sum by its name."""

@@ -1,0 +1,100 @@
+"""The optimizer of a training: AdamW, or Muon for the matrices of the layers and AdamW for everything else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from distill.recipe import Train
+
+
+class MuonAndAdamW(torch.optim.Optimizer):
+    """torch's Muon for the groups with `muon`, torch's AdamW for the others: one state and one list of groups.
+
+    Muon (Jordan 2024) orthogonalises the momentum of each matrix. `match_rms_adamw` (Liu et al. 2025, section 2.2)
+    gives its update the size that AdamW's has, so that one learning rate serves both.
+    """
+
+    def __init__(self, groups: list[dict[str, Any]], rate: float, momentum: float, betas: tuple[float, float]) -> None:
+        matrices, others = ([group for group in groups if group["muon"] is muon] for muon in (True, False))
+        parts: list[torch.optim.Optimizer] = [
+            torch.optim.Muon(matrices, lr=rate, momentum=momentum, adjust_lr_fn="match_rms_adamw")
+        ]
+        if others:
+            parts.append(torch.optim.AdamW(others, lr=rate, betas=betas))
+        super().__init__([group for part in parts for group in part.param_groups], {})
+        self.parts = parts
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """One step of both; a closure is not supported."""
+        assert closure is None
+        for part, muon in zip(self.parts, (True, False), strict=False):
+            # Both are replaced when a state is loaded and by libraries that wrap the optimizer.
+            part.state, part.param_groups = self.state, [group for group in self.param_groups if group["muon"] is muon]
+            part.step()
+
+
+def make_optimizer(
+    model: Any, settings: Train, penalised: Iterable[torch.nn.Parameter] = ()
+) -> torch.optim.AdamW | MuonAndAdamW:
+    """The recipe's optimizer of the parameters that learn; `penalised` are those that a sparsity penalty shrinks."""
+    betas = (settings.beta1, settings.beta2)
+    if settings.optimizer == "adamw":
+        return torch.optim.AdamW(
+            parameter_groups(model, settings.weight_decay, penalised), lr=settings.rate, betas=betas
+        )
+    scale = (settings.matrix_rate or settings.rate) / settings.rate
+    groups = parameter_groups(model, settings.weight_decay, penalised, muon=True, scale=scale)
+    return MuonAndAdamW(groups, settings.rate, settings.momentum, betas)
+
+
+def parameter_groups(
+    model: Any,
+    weight_decay: float,
+    penalised: Iterable[torch.nn.Parameter] = (),
+    *,
+    muon: bool = False,
+    scale: float = 1.0,
+) -> list[dict[str, Any]]:
+    """Matrices decay; vectors (norms, biases) and parameters that a sparsity penalty already shrinks do not.
+
+    Embeddings and head are a group of their own (`outer`), because they may learn before the rest. With `muon`, the
+    matrices of the layers are marked so and learn at `scale` times the rate. Parameters without gradient are in no
+    group.
+    """
+    spared = {id(parameter) for parameter in penalised}
+    outer = {id(model.get_input_embeddings().weight), id(model.lm_head.weight)}
+    # A table of positions is no map between activations either.
+    tables = {id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Embedding)}
+    kinds: dict[tuple[bool, bool, bool], list[torch.nn.Parameter]] = {  # by outer, muon, and whether they decay
+        (True, False, True): [],
+        (False, muon, True): [],
+        (False, False, True): [],
+        (False, muon, False): [],
+        (False, False, False): [],
+    }
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            is_outer = id(parameter) in outer
+            orthogonal = muon and not is_outer and parameter.ndim == 2 and id(parameter) not in tables
+            decays = is_outer or (parameter.ndim >= 2 and id(parameter) not in spared)
+            kinds[is_outer, orthogonal, decays].append(parameter)
+    return [
+        {
+            "params": found,
+            "weight_decay": weight_decay if decays else 0.0,
+            "outer": is_outer,
+            "muon": orthogonal,
+            "scale": scale if orthogonal else 1.0,
+        }
+        for (is_outer, orthogonal, decays), found in kinds.items()
+        if found
+    ]
+
+
+def set_rates(optimizer: Any, rate: float, body_rate: float) -> None:
+    """Give the groups the rates of a step: embeddings and head, and the body."""
+    for group in optimizer.param_groups:
+        group["lr"] = (rate if group["outer"] else body_rate) * group["scale"]

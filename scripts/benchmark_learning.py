@@ -1,0 +1,256 @@
+"""What a draft learns from the same tokens: optimisers, averages, hidden states, or any other settings of `train`.
+
+    python scripts/benchmark_learning.py runs/demo --to learning/                # trains what is missing; resumes
+    python scripts/benchmark_learning.py runs/demo --to learning/ --seeds 0 --only adamw muon           # to screen
+    python scripts/benchmark_learning.py runs/demo --to learning/ --add "muon, high: train.optimizer=muon train.rate=@2"
+    python scripts/benchmark_learning.py runs/demo --to learning/ --table --base adamw
+
+RUN is a run that has cut/ (`distill train recipes/demo.yaml --until cut`); its corpus, answers, teacher and cut are
+used as they are. A configuration is a name and overrides of the run's recipe, in which @X is X times the rate of the
+training. Each is trained by stage `train` itself, for the same steps on the same blocks in the same order, in a process
+of its own, whose peak memory is recorded; nothing but the last weights, or their average, is taken. A stopped training
+goes on from its last checkpoint.
+
+The rate of each configuration is chosen on validation prompts, from the same grid, with the first seed; the other seeds
+take only that rate (--every-rate: all). Figures are on test prompts, averaged over seeds: acceptance on texts that the
+target writes, with the interval of the difference to --base, paired by prompt. trl's GKD joins the table with
+`python scripts/benchmark_gkd.py RUN --to FOLDER`, on the same folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import multiprocessing
+import re
+import shutil
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmark_losses import Texts, file_of, mean, table
+
+from distill.errors import DistillError
+from distill.files import write_json
+from distill.models.hugging_face import load_model
+from distill.progress import Progress
+from distill.recipe import Recipe, load_recipe
+from distill.results.training_results import TrainingStep, training_steps
+from distill.run import Run
+from distill.texts import read_prompts
+
+MUON = "train.optimizer=muon"
+STATES = "train.hidden_states={weight: 0.1, end: 0.8}"
+CONFIGURATIONS: dict[str, str] = {
+    "adamw": "",
+    "muon": MUON,
+    "muon, matrices 2x": f"{MUON} train.matrix_rate=@2",
+    "muon, matrices 0.5x": f"{MUON} train.matrix_rate=@0.5",
+    "adamw, hidden states": STATES,
+    "muon, hidden states": f"{MUON} {STATES}",
+    "adamw, ema": "train.average={kind: ema, decay: 0.95}",
+    "adamw, tail": "train.average={kind: tail, share: 0.2}",
+    "muon, ema": f"{MUON} train.average={{kind: ema, decay: 0.95}}",
+    "muon, tail": f"{MUON} train.average={{kind: tail, share: 0.2}}",
+    "adamw, wsd": "train.schedule=wsd train.final=0",
+    "muon, wsd": f"{MUON} train.schedule=wsd train.final=0",
+}
+SHARED = ("corpus", "answers", "teacher", "cut", "stages")
+SPLITS = ("validation", "test")
+
+
+def overrides_of(text: str, rate: float) -> list[str]:
+    """The overrides of a configuration at a rate: parts that begin with `a.b=`, with @X as X · rate."""
+    parts = re.split(r"\s+(?=[a-z_]+(?:\.[a-z_]+)+=)", text.strip()) if text.strip() else []
+    return [re.sub(r"@([0-9.e+-]+)", lambda found: f"{float(found[1]) * rate:.6g}", part) for part in parts]
+
+
+def recipe_of(options: Any, text: str, rate: float, seed: int) -> Recipe:
+    """The run's recipe for one training; raises RecipeError for overrides that cannot be."""
+    plain = ["train.parts=[]", "train.replay=null", "train.acceptance=null"]
+    length = [f"train.steps={options.steps}", f"train.batch={options.batch}", f"train.rate={rate}", f"seed={seed}"]
+    return load_recipe(options.run / "config.yaml", [*plain, *length, *overrides_of(text, rate)])
+
+
+def train(source: Path, folder: Path, recipe: Recipe) -> None:
+    """Stage `train` in a run directory that shares everything before it with the run `source`."""
+    from distill.training.loop import train as stage
+
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in SHARED:
+        if (source / name).exists() and not (folder / name).exists():
+            (folder / name).symlink_to((source / name).resolve(), target_is_directory=True)
+    torch.set_num_threads(recipe.threads or torch.get_num_threads())
+    with open(folder / "progress.txt", "a", encoding="utf-8") as log, contextlib.redirect_stderr(log):
+        stage(recipe, Run(folder, recipe))
+
+
+def train_apart(source: Path, folder: Path, recipe: Recipe) -> None:
+    """`train` in a process of its own; ends the script where that fails."""
+    child = multiprocessing.get_context("spawn").Process(target=train, args=(source, folder, recipe))
+    child.start()
+    child.join()
+    if child.exitcode:
+        sys.exit(f"a training ended with status {child.exitcode}; {folder / 'progress.txt'} and its message say more")
+
+
+class Trainings:
+    """All trainings of one folder: each is made once."""
+
+    def __init__(self, options: Any, texts: dict[str, Texts]) -> None:
+        self.options, self.texts = options, texts
+
+    def made(self, name: str, text: str, rate: float, seed: int) -> dict[str, Any]:
+        """One training's figures; trains now if there are none."""
+        options = self.options
+        path = file_of(options.to, name, rate, seed)
+        same = {
+            "overrides": overrides_of(text, rate),
+            "steps": options.steps,
+            "batch": options.batch,
+            "new_tokens": options.new_tokens,
+            "run": str(options.run.resolve().name),
+        }
+        if path.exists():
+            found = dict(json.loads(path.read_text()))
+            other = {key: found.get(key) for key, value in same.items() if found.get(key) != value}
+            if other:
+                sys.exit(f"{path} holds {name} with {other}; give another --to, or delete it")
+            return found
+        folder = options.to / "work" / path.stem
+        started = time.time()
+        train_apart(options.run, folder, recipe_of(options, text, rate, seed))
+        lines = Run(folder, recipe_of(options, text, rate, seed)).metrics()
+        steps = training_steps(lines)
+        draft = load_model(str(folder / "draft"), "float32", torch.device("cpu"))
+        found = {
+            "method": name,
+            "rate": rate,
+            "seed": seed,
+            **same,
+            "seconds": time.time() - started,
+            "tokens": sum(step.tokens for step in steps),
+            "seconds_per_step": seconds_per_step(steps),
+            "memory_bytes": max(step.memory_bytes or 0 for step in steps),
+            **{split: texts.accepted(draft) for split, texts in self.texts.items()},
+        }
+        write_json(path, found)
+        shutil.rmtree(folder)
+        figures = ", ".join(f"{split} {mean([found[split]['sampling']]):.4f}" for split in self.texts)
+        print(
+            f"  {name}, rate {rate:g}, seed {seed}: {figures} ({found['seconds']:.0f} s)", file=sys.stderr, flush=True
+        )
+        return found
+
+    def work_through(self, name: str, text: str, progress: Progress) -> None:
+        """Every rate with the first seed, then the other seeds at the best of them."""
+        first, *others = self.options.seeds
+        scores = {}
+        for rate in self.options.rates:
+            scores[rate] = mean([self.made(name, text, rate, first)["validation"]["sampling"]])
+            progress.step()
+        best = [max(scores, key=lambda rate: scores[rate])]
+        for seed in others:
+            for rate in self.options.rates if self.options.every_rate else best:
+                self.made(name, text, rate, seed)
+                progress.step()
+
+
+def seconds_per_step(steps: list[TrainingStep]) -> float:
+    """The mean of the last command that trained: tokens_per_second counts from its start."""
+    return sum(step.tokens for step in steps) / len(steps) / steps[-1].tokens_per_second
+
+
+def costs(folder: Path, base: str) -> str:
+    """Median seconds of a step and peak memory of every configuration, beside those of `base`."""
+    found = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+    found = [one for one in found if "seconds_per_step" in one]
+    lines = [
+        "| configuration | s per step | of the base's | peak memory, MiB | of the base's |",
+        "|---|--:|--:|--:|--:|",
+    ]
+
+    def figures(name: str) -> tuple[float, float]:
+        own = [one for one in found if one["method"] == name]
+        return (
+            float(numpy.median([one["seconds_per_step"] for one in own])),
+            float(numpy.median([one["memory_bytes"] for one in own])),
+        )
+
+    names = list(dict.fromkeys(one["method"] for one in found))
+    reference = figures(base) if base in names else (float("nan"), float("nan"))
+    for name in sorted(names, key=lambda name: (name != base, name)):
+        seconds, memory = figures(name)
+        lines.append(
+            f"| {name} | {seconds:.3f} | {seconds / reference[0]:.2f} | {memory / 2**20:.0f} | "
+            f"{memory / reference[1]:.2f} |"
+        )
+    return "\n".join(lines)
+
+
+def chosen(options: Any) -> dict[str, str]:
+    """The configurations asked for, by name, each readable at every rate; RecipeError for one that is not."""
+    known = dict(CONFIGURATIONS)
+    for one in options.add or []:
+        name, colon, text = one.partition(": ")
+        if not colon or not name.strip():
+            sys.exit(f"--add {one!r}: write `NAME: a.b=c d.e=f`")
+        known[name.strip()] = text
+    names = options.only or [*known]
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        sys.exit(f"there is no configuration {', '.join(unknown)}; known: {'; '.join(known)}")
+    for name in names:
+        recipe_of(options, known[name], options.rates[0], options.seeds[0])
+    return {name: known[name] for name in names}
+
+
+def main() -> None:
+    """Train what is missing, then print the tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", type=Path)
+    parser.add_argument("--to", type=Path, default=Path("learning"))
+    parser.add_argument("--only", nargs="+", metavar="NAME", help=f"of {'; '.join(CONFIGURATIONS)}, or of --add")
+    parser.add_argument("--add", action="append", metavar="NAME: a.b=c", help="one more configuration")
+    parser.add_argument("--base", default="adamw", help="which the others are compared with")
+    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--rates", type=float, nargs="+", default=[1e-3, 2e-3, 4e-3])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--every-rate", action="store_true", help="all rates with all seeds")
+    parser.add_argument("--new-tokens", type=int, default=96, help="of the texts on which acceptance is measured")
+    parser.add_argument("--share", default="0/1", help="i/n: this process takes every n-th configuration")
+    parser.add_argument("--table", action="store_true", help="only print the tables of the folder")
+    options = parser.parse_args()
+    if not options.table:
+        try:
+            configurations = chosen(options)
+        except DistillError as error:
+            sys.exit(str(error))
+        recipe = load_recipe(options.run / "config.yaml")
+        run = Run(options.run, recipe)
+        options.to.mkdir(parents=True, exist_ok=True)
+        target = load_model(recipe.target.model, "float32", torch.device("cpu"))
+        vocabulary = json.loads((options.run / "teacher" / "manifest.json").read_text())["vocabulary"]
+        texts = {split: Texts(target, recipe, read_prompts(run, split), options, vocabulary) for split in SPLITS}
+        del target
+        part, parts = map(int, options.share.split("/"))
+        mine = [*configurations.items()][part::parts]
+        rates, others = len(options.rates), len(options.seeds) - 1
+        each = rates + others * (rates if options.every_rate else 1)
+        progress = Progress("trainings", each * len(mine), every_seconds=0)
+        for name, text in mine:
+            Trainings(options, texts).work_through(name, text, progress)
+    print(table(options.to, base=options.base), end="\n\n")
+    print(costs(options.to, options.base))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,111 @@
+"""What scripts/benchmark_learning.py trains and compares: the product's own training, once, at equal blocks."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from safetensors.torch import load_file
+from trainings import trained
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(tiny.ROOT / "scripts"))
+    return importlib.import_module("benchmark_learning")
+
+
+def run_script(script: Any, monkeypatch: pytest.MonkeyPatch, *arguments: object) -> None:
+    monkeypatch.setattr(sys, "argv", ["benchmark_learning", *map(str, arguments)])
+    with tiny.one_thread():
+        script.main()
+
+
+SMALL = ("--steps", 3, "--batch", 2, "--new-tokens", 8)
+
+
+def test_overrides_take_multiples_of_the_rate(script: Any) -> None:
+    assert script.overrides_of("", 0.1) == []
+    text = "train.optimizer=muon train.average={kind: ema, decay: 0.9} train.matrix_rate=@2.5"
+    assert script.overrides_of(text, 0.002) == [
+        "train.optimizer=muon",
+        "train.average={kind: ema, decay: 0.9}",
+        "train.matrix_rate=0.005",
+    ]
+
+
+def test_each_training_is_that_of_the_stage_and_is_made_once(
+    script: Any,
+    world: Path,
+    ready: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """One in a process of its own, as all are; the others here."""
+    apart, drafts = script.train_apart, {}
+
+    def here(source: Path, folder: Path, recipe: Any) -> None:
+        (script.train if drafts else apart)(source, folder, recipe)
+        drafts[folder.name] = load_file(folder / "draft" / "model.safetensors")
+
+    monkeypatch.setattr(script, "train_apart", here)
+    to = tmp_path / "to"
+    asked = ("--only", "adamw", "high muon", "--add", "high muon: train.optimizer=muon train.matrix_rate=@2")
+    grid = ("--rates", 0.001, 0.02, "--seeds", 0, 1)
+    run_script(script, monkeypatch, ready, "--to", to, *SMALL, *asked, *grid)
+    output = capsys.readouterr().out
+    assert len(drafts) == 6 and not list((to / "work").iterdir())  # two rates, then the best with the other seed
+    overrides = ("train.steps=3", "train.batch=2", "train.rate=0.02", "train.acceptance=null", "train.optimizer=muon")
+    code, run = trained(world, ready, tmp_path / "own", *overrides, "train.matrix_rate=0.04")
+    own = load_file(run / "draft" / "model.safetensors")
+    assert code == 0 and all(torch.equal(value, own[name]) for name, value in drafts["high_muon-0.02-0"].items())
+    found = {path.stem: json.loads(path.read_text()) for path in to.glob("*.json")}
+    assert {(one["method"], one["rate"]) for one in found.values() if one["seed"] == 0} == {
+        (name, rate) for name in ("adamw", "high muon") for rate in (0.001, 0.02)
+    }
+    for name in ("adamw", "high muon"):
+        scores = {
+            one["rate"]: script.mean([one["validation"]["sampling"]])
+            for one in found.values()
+            if one["method"] == name and one["seed"] == 0
+        }
+        (other,) = (one for one in found.values() if one["method"] == name and one["seed"] == 1)
+        assert other["rate"] == max(scores, key=lambda rate: scores[rate])
+    assert len({one["tokens"] for one in found.values() if one["seed"] == 0}) == 1  # at equal tokens
+    assert all(one["memory_bytes"] > 2**25 and one["seconds_per_step"] > 0 for one in found.values())
+    rows = [line.split(" | ")[0] for line in output.splitlines() if line.startswith("| ")]
+    assert rows.count("| adamw") == rows.count("| high muon") == 2
+    assert "the difference to adamw and its 95 % interval, paired by prompt" in output
+
+    monkeypatch.setattr(script, "train_apart", None)  # nothing is trained again
+    run_script(script, monkeypatch, ready, "--to", to, *SMALL, *asked, *grid)
+    assert capsys.readouterr().out == output
+    run_script(script, monkeypatch, ready, "--to", to, "--table", "--base", "high muon")
+    assert "the difference to high muon" in capsys.readouterr().out
+    other = ("--only", "high muon", "--add", "high muon: train.optimizer=muon")
+    with pytest.raises(SystemExit, match=r"holds high muon with .*matrix_rate"):
+        run_script(script, monkeypatch, ready, "--to", to, *SMALL, *other, *grid)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--only", "lion"), "there is no configuration lion; known: adamw"),
+        (("--add", "x=y"), "write `NAME: a.b=c d.e=f`"),
+        (("--only", "x", "--add", "x: train.optimiser=muon"), "did you mean `optimizer`"),
+        (("--table",), "has no training of adamw"),
+    ],
+)
+def test_what_cannot_be_compared_is_named(
+    script: Any, ready: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], words: str
+) -> None:
+    (tmp_path / "to").mkdir()
+    with pytest.raises(SystemExit, match=words):
+        run_script(script, monkeypatch, ready, "--to", tmp_path / "to", *arguments)

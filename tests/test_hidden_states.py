@@ -1,0 +1,213 @@
+"""The loss on final hidden states: its formula and gradient, its weight over the steps, interruptions and refusals."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+import toys
+from trainings import PARTS, REPLAY, interrupted_after, largest_difference, metrics, trained, two_processes
+
+from distill.errors import RecipeError
+from distill.models.packed_forward import hidden_states
+from distill.packing import Packed, pack
+from distill.recipe import Train, load_recipe, parse_section
+from distill.target.distributions import CompactTeacher
+from distill.target.head import Head
+from distill.training.losses.settings import LossSettings
+from distill.training.losses.states import state_error, target_states
+from distill.training.plan import PlannedPart, check_hidden_states, check_training, part_at, planned, pull_of
+from distill.training.step import Columns, Learner
+
+EXACT = "teacher.kind=exact"
+PULL = "train.hidden_states={weight: 0.5, end: 0.7}"
+
+
+@pytest.fixture(scope="module")
+def exact(world: Path, ready: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with an exact teacher that has everything but a trained draft."""
+    runs = tmp_path_factory.mktemp("exact")
+    shutil.copytree(ready, runs / "tiny")
+    stages = ("--redo", "teacher", "--until", "profile")
+    with tiny.one_thread():
+        code = tiny.call("train", world / "recipe.yaml", "--runs", runs, "train.replay.judges=4", EXACT, *stages)
+    assert code == 0
+    return runs / "tiny"
+
+
+def data() -> Packed:
+    texts = [[3, 9, 4, 8, 2, 7, 5, 1, 2], [11, 6, 14, 12, 1, 4, 3, 7], [1, 2, 3, 4, 5, 6, 7, 8, 9]]
+    return pack([(ids, 1) for ids in texts], 12, split_long=False)
+
+
+# ── the formula ──
+
+
+def test_error_and_gradient_by_hand() -> None:
+    generator = torch.Generator().manual_seed(0)
+    hidden, target = (torch.randn(7, 5, generator=generator) for _ in range(2))
+    weights = torch.rand(7, generator=generator)
+    hidden.requires_grad_(True)
+    for w in (weights, None):
+        own = torch.ones(7) if w is None else w
+        gap, size = (hidden - target).detach().double(), target.double().square().sum(-1)
+        found = state_error(hidden, target, w)
+        assert found.item() == pytest.approx(float((own * gap.square().sum(-1) / size).sum()), rel=1e-6)
+        (gradient,) = torch.autograd.grad(found, hidden)
+        torch.testing.assert_close(gradient.double(), 2 * gap * (own / size).unsqueeze(-1), rtol=1e-5, atol=1e-6)
+    assert state_error(hidden, hidden, None).item() == 0
+    assert state_error(3 * hidden, 3 * target, None).item() == pytest.approx(found.item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("kept", [None, list(range(0, 61, 2))])
+@pytest.mark.parametrize("rule", ["uniform", "block-acceptance"])
+def test_it_is_added_to_the_other_losses(kept: list[int] | None, rule: Any) -> None:
+    """Over a whole head and a trimmed one, and with the weights of tokens that the other losses have."""
+    draft, target, blocks = toys.toy(seed=0), toys.toy(seed=5), data()
+    learner = Learner(draft, Columns(61, kept, torch.device("cpu")), 4, 3)
+    with torch.no_grad():
+        states = hidden_states(target, blocks)[blocks.mask]
+    teacher = Head.of(target, 61).teacher(states)
+    part = PlannedPart("x", 0, 1, 1.0, LossSettings({"forward_kl": 1.0}), rule)
+    gradients, totals, sums = [], [], {}
+    for pull in (0.0, 0.5, 2.0):
+        learner.zero_grad()
+        total, sums[pull] = learner(blocks, teacher, part, pull)
+        total.backward()
+        totals.append(float(total.detach()))
+        gradients.append({name: p.grad.clone() for name, p in learner.named_parameters() if p.grad is not None})
+    error = float(sums[0.5]["loss/hidden_states"])
+    assert "loss/hidden_states" not in sums[0.0].names and error > 0
+    assert totals[1] - totals[0] == pytest.approx(0.5 * error, rel=1e-4)
+    assert totals[2] - totals[0] == pytest.approx(2 * error, rel=1e-4)
+    if rule == "uniform":
+        own = hidden_states(draft, blocks)[blocks.mask]
+        assert error == pytest.approx(float(state_error(own, states, None)), rel=1e-5)
+    else:
+        assert error != pytest.approx(float(state_error(own_states(draft, blocks), states, None)), rel=1e-2)
+    for name, first in gradients[0].items():  # linear in the weight
+        torch.testing.assert_close(gradients[2][name] - first, 4 * (gradients[1][name] - first), rtol=1e-3, atol=1e-4)
+    learner.zero_grad()
+    total, _ = learner(blocks, Head.of(target, 61).teacher(own_states(draft, blocks)), part, 1e6)
+    assert float(total) < 1e6 * 1e-6 + 100  # a draft with the target's states has nothing to learn from them
+
+
+def own_states(draft: Any, blocks: Packed) -> torch.Tensor:
+    with torch.no_grad():
+        return hidden_states(draft, blocks)[blocks.mask]
+
+
+def test_a_process_without_blocks_has_no_states() -> None:
+    none = torch.empty(0)
+    empty = CompactTeacher(none.long().view(0, 1), none.view(0, 1), {1.0: none}, 61)
+    hidden = torch.zeros(0, 8)
+    assert float(state_error(hidden, target_states(empty, hidden), None)) == 0
+
+
+def test_its_weight_falls_in_a_line_to_nothing() -> None:
+    parts = [{"name": "a", "share": 0.3}, {"name": "b", "share": 0.7}]
+    values = {"steps": 100, "parts": parts, "replay": {"steps": 10}, "hidden_states": {"weight": 0.4, "end": 0.5}}
+    settings = parse_section(Train, values)
+    found = planned(settings, 0.8, 16)
+    pulls = [pull_of(found, part_at(found, step), step, settings) for step in range(110)]
+    assert pulls[:51] == pytest.approx([0.4 * (1 - step / 50) for step in range(51)])
+    assert pulls[50:] == [0.0] * 60
+    without = settings.model_copy(update={"hidden_states": None})
+    assert pull_of(found, found[0], 0, without) == 0
+
+
+# ── whole trainings ──
+
+
+@pytest.fixture(scope="module")
+def whole(world: Path, exact: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Parts and a replay with the loss, trained in one piece."""
+    code, run = trained(world, exact, tmp_path_factory.mktemp("whole"), EXACT, PARTS, *REPLAY, PULL)
+    assert code == 0
+    return run
+
+
+def test_it_is_learnt_and_logged(world: Path, exact: Path, whole: Path, tmp_path: Path) -> None:
+    """Its part of the loss is logged until its weight is 0, and its error falls faster than without it."""
+    lines = metrics(whole)
+    assert ["hidden_states" in line["losses"] for line in lines] == [True] * 6 + [False] * 4  # 0.7 of 8 steps
+    first = lines[0]
+    assert first["loss"] == pytest.approx(
+        0.9 * first["losses"]["forward_kl"]
+        + 0.1 * first["losses"]["cross_entropy"]
+        + 0.5 * first["losses"]["hidden_states"]
+    )
+    errors = {}
+    for weight in (1e-9, 0.5):
+        pull = f"train.hidden_states={{weight: {weight}, end: 1}}"
+        code, run = trained(world, exact, tmp_path / str(weight), EXACT, pull, "train.rate=0.01", "train.steps=16")
+        assert code == 0
+        errors[weight] = [line["losses"]["hidden_states"] for line in metrics(run)]
+    assert errors[0.5][0] == errors[1e-9][0] and errors[0.5][-1] < 0.9 * errors[1e-9][-1]
+
+
+def test_resumed_is_uninterrupted_bit_for_bit(
+    world: Path, exact: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with interrupted_after(5, monkeypatch):
+        assert trained(world, exact, tmp_path, EXACT, PARTS, *REPLAY, PULL)[0] == 130
+    code, run = trained(world, exact, tmp_path, EXACT, PARTS, *REPLAY, PULL)
+    assert code == 0 and largest_difference(run, whole) == 0
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_micro_batches_and_processes_change_nothing_but_rounding(
+    world: Path, exact: Path, whole: Path, tmp_path: Path, processes: int
+) -> None:
+    """In micro-batches of 3 of 4 blocks, so that they are unequal; of two processes, in the replay one has none."""
+    overrides = (EXACT, PARTS, *REPLAY, PULL)
+    if processes == 1:
+        code, run = trained(world, exact, tmp_path, *overrides, "train.micro_batch=3")
+        assert code == 0
+    else:
+        run = tmp_path / "tiny"
+        shutil.copytree(exact, run)
+        result = two_processes(world, tmp_path, *overrides, "train.micro_batch=1")
+        assert result.returncode == 0, result.stderr
+        assert json.loads((run / "training.json").read_text())["processes"] == 2
+    for a, b in zip(metrics(run), metrics(whole), strict=True):
+        assert a["losses"] == pytest.approx(b["losses"], rel=2e-5)
+        assert a["gradient_norm"] == pytest.approx(b["gradient_norm"], rel=2e-4)
+    assert largest_difference(run, whole) < 2e-5
+
+
+# ── refusals ──
+
+
+def test_what_cannot_be_compared_is_refused_by_check_and_before_the_first_step(
+    world: Path, ready: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = world / "recipe.yaml"
+    check_training(load_recipe(recipe, [PULL, EXACT]))
+    assert tiny.call("check", recipe, PULL, EXACT, "train.optimizer=muon", "train.matrix_rate=0.002") == 0
+    printed = capsys.readouterr().out
+    assert "0.5 of the loss on hidden states at first, none from step 6 on" in printed
+    assert "the layers' matrices learn by Muon, at 2 times the rate" in printed
+    for overrides, words in {
+        (PULL,): "which a compact teacher does not keep",
+        ("train.hidden_states={weight: 0}",): "train.hidden_states.weight",
+        ("train.hidden_states={end: 1.5}",): "train.hidden_states.end",
+    }.items():
+        for command in (("check", recipe), ("train", recipe, "--runs", tmp_path / "runs")):
+            assert tiny.call(*command, *overrides) == 2
+            assert words in capsys.readouterr().err
+    with pytest.raises(RecipeError, match="one hidden size on both sides; the draft's is 128, the target's 64"):
+        check_training(load_recipe(recipe, [PULL, EXACT, "cut.hidden=128"]))
+    settings = parse_section(Train, {"hidden_states": {}})
+    with pytest.raises(RecipeError, match="the draft's is 48, the target's 64"):
+        check_hidden_states(settings, "exact", 48, 64)
+    check_hidden_states(settings, "online", 64, 64)
+    check_hidden_states(Train(), "compact", 48, 64)
+    code, run = trained(world, ready, tmp_path / "run", PULL)
+    assert code == 2 and "compact teacher" in capsys.readouterr().err
+    assert not (run / "checkpoints").exists()
