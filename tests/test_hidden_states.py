@@ -81,20 +81,20 @@ def test_it_is_added_to_the_other_losses(kept: list[int] | None, rule: Any) -> N
         total.backward()
         totals.append(float(total.detach()))
         gradients.append({name: p.grad.clone() for name, p in learner.named_parameters() if p.grad is not None})
-    error = float(sums[0.5]["loss/hidden_states"])
+    error = sums[0.5]["loss/hidden_states"].item()
     assert "loss/hidden_states" not in sums[0.0].names and error > 0
     assert totals[1] - totals[0] == pytest.approx(0.5 * error, rel=1e-4)
     assert totals[2] - totals[0] == pytest.approx(2 * error, rel=1e-4)
     if rule == "uniform":
         own = hidden_states(draft, blocks)[blocks.mask]
-        assert error == pytest.approx(float(state_error(own, states, None)), rel=1e-5)
+        assert error == pytest.approx(state_error(own, states, None).item(), rel=1e-5)
     else:
-        assert error != pytest.approx(float(state_error(own_states(draft, blocks), states, None)), rel=1e-2)
+        assert error != pytest.approx(state_error(own_states(draft, blocks), states, None).item(), rel=1e-2)
     for name, first in gradients[0].items():  # linear in the weight
         torch.testing.assert_close(gradients[2][name] - first, 4 * (gradients[1][name] - first), rtol=1e-3, atol=1e-4)
     learner.zero_grad()
     total, _ = learner(blocks, Head.of(target, 61).teacher(own_states(draft, blocks)), part, 1e6)
-    assert float(total) < 1e6 * 1e-6 + 100  # a draft with the target's states has nothing to learn from them
+    assert total.item() < 1e6 * 1e-6 + 100  # a draft with the target's states has nothing to learn from them
 
 
 def own_states(draft: Any, blocks: Packed) -> torch.Tensor:
@@ -106,7 +106,7 @@ def test_a_process_without_blocks_has_no_states() -> None:
     none = torch.empty(0)
     empty = CompactTeacher(none.long().view(0, 1), none.view(0, 1), {1.0: none}, 61)
     hidden = torch.zeros(0, 8)
-    assert float(state_error(hidden, target_states(empty, hidden), None)) == 0
+    assert state_error(hidden, target_states(empty, hidden), None).item() == 0
 
 
 def test_its_weight_falls_in_a_line_to_nothing() -> None:
