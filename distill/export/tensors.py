@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from distill.errors import DataError
 from distill.files import read_object
+from distill.models.tensor_files import read_header, weight_files
 
 ARCHITECTURES = ("qwen2", "qwen3", "llama")
 
@@ -237,24 +238,6 @@ def rope_factors(shape: Shape) -> NDArray[np.float32]:
     return np.array(factors, dtype=np.float32)
 
 
-def _weight_files(folder: Path) -> list[Path]:
-    index = folder / "model.safetensors.index.json"
-    if index.exists():
-        names = sorted(set(read_object(index).get("weight_map", {}).values()))
-        files = [folder / str(name) for name in names]
-    else:
-        files = [folder / "model.safetensors"]
-    for file in files:
-        if not file.is_file():
-            raise DataError(
-                f"{file} does not exist",
-                hint="the folder needs model.safetensors, or the shards that model.safetensors.index.json names",
-            )
-    if not files:
-        raise DataError(f"{index} names no files", hint="copy the model folder again")
-    return files
-
-
 @contextmanager
 def open_tensors(folder: Path, shape: Shape) -> Iterator[list[GgufTensor]]:
     """The folder's tensors under their GGUF names, readable while the context is open.
@@ -265,7 +248,8 @@ def open_tensors(folder: Path, shape: Shape) -> Iterator[list[GgufTensor]]:
 
     with ExitStack() as stack:
         handles: dict[str, Any] = {}
-        for file in _weight_files(folder):
+        for file in weight_files(folder):
+            read_header(file)  # names a fault in words of ours
             try:
                 handle = stack.enter_context(safe_open(file, framework="pt"))
             except (SafetensorError, OSError) as error:

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from distill.errors import DataError
-from distill.files import read_object
+from distill.files import read_object, read_utf8
 from distill.vocabulary.encoding import added_around, open_tokenizer
+from distill.vocabulary.reading import tokenizer_content
 from distill.vocabulary.roles import named_id
 
 if TYPE_CHECKING:
@@ -63,10 +64,10 @@ def read_tokenizer(folder: Path, vocabulary: int) -> GgufTokenizer:
     rules that llama.cpp has no name for.
     """
     path = folder / "tokenizer.json"
-    content = read_object(path)
+    content = tokenizer_content(path)
     settings = read_object(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").exists() else {}
     config = read_object(folder / "config.json") if (folder / "config.json").exists() else {}
-    model = content.get("model") or {}
+    model = content["model"]
     _refuse_other_kinds(path, content, model)
     tokenizer = open_tokenizer(path)
     tokens, types, padding = _tokens(path, content, vocabulary)
@@ -232,7 +233,7 @@ def _text_ends(path: Path, tokenizer: Tokenizer, bos: int | None, eos: int) -> t
 def _chat_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
     file = folder / "chat_template.jinja"
     if file.is_file():
-        return file.read_text(encoding="utf-8")
+        return read_utf8(file)
     template = settings.get("chat_template")
     if isinstance(template, list):  # named templates of older tokenizers
         template = next((t["template"] for t in template if t.get("name") == "default"), None)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from distill.errors import DataError, RunError
+from distill.errors import DataError, DistillError, RunError
 from distill.files import read_object
+from distill.models.tensor_files import weight_files
 from distill.models.whole.intact import quiet, require_own_type, require_whole
 from distill.processes import process_count
 from distill.recipe import Target, is_path
@@ -40,9 +42,16 @@ def check_folder(reference: str) -> None:
         raise DataError(f"model folder {reference} {state}", "give a Hugging Face model folder or a hub name")
 
 
+# Exceptions with which libraries speak to users; the others show that a file holds what no code expected.
+SPOKEN = (OSError, ValueError, ImportError, RuntimeError, LookupError)
+_INSIDE = re.compile(r"<class '|NoneType|object has no|index out of|^'\w*'$|codec can't|Traceback|Error: |expected scalar")
+
+
 def _explained(reference: str, error: Exception) -> DataError:
-    lines = str(error).strip().splitlines() or [type(error).__name__]
+    lines = str(error).strip().splitlines() or [""]
     first = lines[1].strip() if lines[0].endswith(":") and len(lines) > 1 else lines[0]
+    if not first or _INSIDE.search(first) or not isinstance(error, SPOKEN):
+        first = f"a value in its files is missing or of another kind than the libraries expect ({type(error).__name__})"
     hint = "check the folder" if is_path(reference) else "check the name and the network, or give a local folder"
     return DataError(f"cannot load {reference}: {first}", hint)
 
@@ -119,8 +128,6 @@ def load_model(
     `quantise` see `quantisation`; with `shard` the layers are spread over all accelerators, and inputs go to the first
     one. Raises RunError where either is impossible on this machine.
     """
-    from safetensors import SafetensorError
-
     from distill.models.kept import read_kept, trim_head
 
     check_folder(reference)
@@ -132,7 +139,9 @@ def load_model(
         options["device_map"] = _placement(device, shard)
     try:
         model = load_weights(reference, DTYPES[dtype], **options)
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
+    except DistillError:
+        raise
+    except Exception as error:  # transformers raises many kinds for faulty files
         raise _explained(reference, error) from error
     model = (model if options else model.to(device)).eval()
     kept = read_kept(Path(reference)) if trimmed else None
@@ -151,7 +160,7 @@ def load_tokenizer(reference: str) -> Any:
     check_folder(reference)
     try:
         return AutoTokenizer.from_pretrained(reference)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except Exception as error:  # transformers and tokenizers raise many kinds for faulty files
         raise _explained(reference, error) from error
 
 
@@ -230,9 +239,7 @@ def local_snapshot(reference: str) -> Path | None:
         folder = Path(snapshot_download(reference, local_files_only=True))
     except Exception:  # the hub client raises many kinds; each means that the snapshot is not there
         return None
-    index = folder / "model.safetensors.index.json"
-    shards = set(read_object(index).get("weight_map", {}).values()) if index.is_file() else {"model.safetensors"}
-    return folder if all((folder / name).is_file() for name in shards) else None
+    return folder if all(path.is_file() for path in weight_files(folder)) else None
 
 
 @contextlib.contextmanager

@@ -22,15 +22,21 @@ import torch
 from torch import Tensor
 
 from distill.errors import DataError
-from distill.files import read_json
+from distill.files import has_form, read_json
 from distill.models.finite import require_finite
 from distill.packing import Packed, concatenate
 from distill.recipe import TeacherStore as Settings
+from distill.results.serialise import from_json
 from distill.run import Run, verify_artifact
 from distill.target.distributions import EMPTY, CompactTeacher, LogitForm, Teacher, TeacherChunk
 from distill.target.head import Head
 
 FORMAT = 2
+# The form of manifest.json for every kind of store.
+MANIFEST: dict[Any, Any] = {
+    **dict.fromkeys(("kind", "target", "target_digest", "tokenizer_digest", "dtype"), str),
+    **{"vocabulary": int, "sampler": dict, "shard_blocks": [int]},
+}
 PACKED_BYTES = 3 * 4 + 1  # a position's id, document, position and mask
 TYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -78,17 +84,25 @@ def bytes_per_position(settings: Settings, hidden: int, dtype: str, k: int | Non
     return PACKED_BYTES + (hidden * TYPE_BYTES[settings.dtype or dtype] if settings.kind == "exact" else 0)
 
 
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """manifest.json of a teacher store; raises DataError when it is missing, damaged or of another format."""
+    path, again = folder / "manifest.json", "make it again with `distill train RECIPE --redo teacher`"
+    found: dict[str, Any] = read_json(path, {"format": int})
+    if found["format"] != FORMAT:
+        raise DataError(f"{folder} holds a teacher store of format {found['format']}, this is format {FORMAT}", again)
+    kinds: dict[Any, Any] = {"compact": {"temperatures": list}, "exact": {"logit_form": dict}, "online": {}}
+    form = MANIFEST | (kinds.get(found["kind"], {"kind": ...}) if isinstance(found.get("kind"), str) else {})
+    if not has_form(found, form) or not found["shard_blocks"] or min(found["shard_blocks"]) < 1:
+        raise DataError(f"{path} is damaged: it does not hold what this version writes", again)
+    return found
+
+
 class TeacherStore:
     """The finished shards of a run, each checked against its checksum at once; distributions are read on demand."""
 
     def __init__(self, run: Run) -> None:
         self.folder = run.path("teacher")
-        self.manifest: dict[str, Any] = read_json(self.folder / "manifest.json")
-        if self.manifest.get("format") != FORMAT:
-            raise DataError(
-                f"{self.folder} holds a teacher store of format {self.manifest.get('format')}, this is format {FORMAT}",
-                "make it again with `distill train RECIPE --redo teacher`",
-            )
+        self.manifest = read_manifest(self.folder)
         counts = self.manifest["shard_blocks"]
         self._ends = list(accumulate(counts))
         self.blocks: int = self._ends[-1]
@@ -100,7 +114,7 @@ class TeacherStore:
         if self.manifest["kind"] == "exact":
             found = _open(run, head_path(self.folder))
             bias = found.get_tensor("bias") if "bias" in found.keys() else None  # noqa: SIM118 - a handle, no mapping
-            self._head = Head(found.get_tensor("weight"), bias, LogitForm(**self.manifest["logit_form"]))
+            self._head = Head(found.get_tensor("weight"), bias, from_json(self.manifest["logit_form"], LogitForm, "the teacher's manifest"))
 
     def _rows(self, name: str, index: Tensor) -> Tensor:
         """A tensor [b, S, …] of the blocks at `index` [b]."""

@@ -26,6 +26,7 @@ from distill.sampler import Sampler
 from distill.target.distributions import LogitForm, logit_form
 from distill.target.online import OnlineTarget
 from distill.target.source import TeacherSource, open_teacher, require_fit
+from distill.target.store import read_manifest
 from distill.texts import Prompt, read_prompts
 from distill.training.adapters import attach, load_base
 from distill.training.checkpoint import whole_weights
@@ -256,7 +257,7 @@ def set_up(recipe: Recipe, run: Run) -> Training:
             f"set train.batch to a multiple of {processes}, or start fewer processes",
         )
     parts = planned(settings, recipe.sampler.temperature, recipe.corpus.block)
-    manifest, trim = read_json(run.path("teacher", "manifest.json")), read_kept(run.path("cut"))
+    manifest, trim = read_manifest(run.path("teacher")), read_kept(run.path("cut"))
     require_fit(manifest, recipe, load_config(str(run.path("cut"))), temperatures(parts))
     kept = trim["kept"] if trim else None
     for part in parts:

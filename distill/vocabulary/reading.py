@@ -13,12 +13,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from distill.errors import DataError
-from distill.files import read_object
+from distill.files import has_form, read_object
 from distill.vocabulary.byte_map import SPACE, from_mapped
 from distill.vocabulary.roles import NAMED_ROLES, content_of, roles_in
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _CONTROL = re.compile(r"[<\[].+[>\]]", re.DOTALL)
+ADDED: dict[Any, Any] = {"id": int, "content": str}  # the form of an added token
+MOST_ID = 2**22  # many times the largest vocabulary; the ids are the rows of lists
 _HINT = "byte-level BPE and SentencePiece (BPE or Unigram) are supported"
 
 
@@ -40,9 +42,8 @@ def read_folder(folder: Path) -> Contents:
             f"{folder} has no tokenizer.json",
             "give the folder of a fast tokenizer; AutoTokenizer.from_pretrained(...).save_pretrained(...) writes one",
         )
-    content = read_object(path)
-    model = content.get("model") or {}
-    settings = _settings(folder)
+    content, settings = tokenizer_content(path), _settings(folder)
+    model = content["model"]
     family = _family(path, content, model)
     by_id, added = _tokens(path, content, model, settings)
     roles = roles_in({token: number for number, token in by_id.items()}, settings, _unknown(model))
@@ -57,6 +58,29 @@ def read_folder(folder: Path) -> Contents:
         for number, (token, kind) in enumerate(zip(tokens, kinds, strict=True))
     )
     return Contents(family, tokens, bytes_of, kinds, roles)
+
+
+def tokenizer_content(path: Path) -> dict[str, Any]:
+    """The object in a tokenizer.json, with the forms of tokens checked; raises DataError for a damaged file."""
+    content, hint = read_object(path), "copy the tokenizer again"
+    content["model"] = content.get("model") or {}
+    content["added_tokens"] = content.get("added_tokens") or []
+    if not has_form(content, {"model": dict, "added_tokens": [ADDED]}):
+        raise DataError(f"{path} is damaged: `model` or `added_tokens` is of another kind", hint)
+    words, merges = content["model"].get("vocab"), content["model"].get("merges") or []
+    pairs = isinstance(words, list) and all(isinstance(one, list) and one and isinstance(one[0], str) for one in words)
+    if not (pairs or has_form(words, {...: int})):
+        raise DataError(f"{path} is damaged: it has no vocabulary of tokens and their ids", hint)
+    if not isinstance(merges, list) or not all(isinstance(one, str) or _is_pair(one) for one in merges):
+        raise DataError(f"{path} is damaged: a merge is a pair of tokens", hint)
+    ids = [*(words.values() if isinstance(words, dict) else ()), *(token["id"] for token in content["added_tokens"])]
+    if ids and not 0 <= min(ids) <= max(ids) <= MOST_ID:
+        raise DataError(f"{path} is damaged: its ids lie in {min(ids)} to {max(ids)}", hint)
+    return content
+
+
+def _is_pair(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 2 and all(isinstance(one, str) for one in value)
 
 
 def _settings(folder: Path) -> dict[str, Any]:
