@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 
-
 MOST_CHARACTERS = 3000  # of a message: it may quote a foreign file
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 

@@ -109,7 +109,7 @@ def names_of(record: dict[str, Any], most: int = 12) -> str:
 
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _MANY_DIGITS = re.compile(rb"[0-9]{19}")
-LARGEST = 2**63 - 1  # the largest integer in a JSON file that is no user's data
+LARGEST = 2**63 - 1  # the largest integer in an artifact; tokenizers have larger ones (model_max_length)
 
 
 def _explain_write_fault(path: Path, error: OSError) -> RunError:
@@ -262,7 +262,7 @@ def has_form(value: Any, form: Any) -> bool:
 def read_object(path: Path, hint: str = "copy the folder again") -> dict[str, Any]:
     """Read the JSON object in a file of a model folder; raises DataError when it is missing, damaged or no object."""
     try:
-        found = parse_json(path.read_bytes(), LARGEST)
+        found = parse_json(path.read_bytes())
     except FileNotFoundError:
         raise DataError(f"{path} does not exist", "give a whole Hugging Face folder") from None
     except OSError as error:

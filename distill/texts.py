@@ -57,7 +57,7 @@ def _fits(record: dict[str, Any], form: dict[str, Any]) -> bool:
     if not has_form(record, form) or not isinstance(record.get("source", ""), str):
         return False
     ids = [record[name] for name, kind in form.items() if kind == [int]]
-    return all(0 <= min(one) and max(one) <= MOST_ID for one in ids if one)
+    return all(min(one) >= 0 and max(one) <= MOST_ID for one in ids if one)
 
 
 def _read_lines(path: Path, stage: str, form: dict[str, Any]) -> list[dict[str, Any]]:

@@ -46,7 +46,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts"), str(ROOT / "tests")]
 
 import hypothesis  # noqa: E402
-from fuzz_kinds import KINDS, Kind, Wrong, World  # noqa: E402
+from fuzz_kinds import KINDS, Kind, World, Wrong  # noqa: E402
 
 from distill.errors import DistillError  # noqa: E402
 from distill.progress import duration  # noqa: E402
@@ -135,7 +135,9 @@ def failure_of(kind: Kind, world: World, given: Any) -> tuple[bool, Failure | No
             raise
         except BaseException as error:
             last = "".join(traceback.format_exception(error)[-14:])[-2500:]
-            return False, Failure(place_of(error) if not isinstance(error, Wrong) else f"exit {error}"[:80], last, repr(given))
+            return False, Failure(
+                place_of(error) if not isinstance(error, Wrong) else f"exit {error}"[:80], last, repr(given)
+            )
     return refused, None
 
 
@@ -270,7 +272,7 @@ def preload() -> None:
     import torch
     import transformers.models.auto.modeling_auto
     import transformers.models.qwen2.modeling_qwen2
-    import transformers.models.qwen2.tokenization_qwen2  # noqa: F401
+    import transformers.models.qwen2.tokenization_qwen2
     from torch.distributed.checkpoint import state_dict  # noqa: F401
 
     import distill.commands.app
@@ -319,6 +321,9 @@ def start(kind: Kind, batches: list[tuple[int, int]], base: Path, seed: int) -> 
 def warm_up(kind: Kind, world: World) -> None:
     """Feed a few inputs that do not count, so that lazy imports take no memory or time of those that do."""
     if kind.isolated:
+        from distill.models.gguf.library import library
+
+        library()
         return
 
     def once(given: Any) -> None:
@@ -339,7 +344,9 @@ def planned(kinds: Sequence[Kind], inputs: int) -> dict[str, list[tuple[int, int
     counts = [max(1, int(inputs * kind.share / total)) for kind in kinds]
     counts[0] += max(0, inputs - sum(counts))
     return {
-        kind.name: [(number, min(kind.batch, count - start)) for number, start in enumerate(range(0, count, kind.batch))]
+        kind.name: [
+            (number, min(kind.batch, count - start)) for number, start in enumerate(range(0, count, kind.batch))
+        ]
         for kind, count in zip(kinds, counts, strict=True)
     }
 

@@ -38,6 +38,16 @@ values = st.one_of(
         max_leaves=6,
     ),
 )
+
+
+@st.composite
+def weighted(draw: Callable[..., Any], *choices: tuple[int, st.SearchStrategy[Any]]) -> Any:
+    """One of several strategies, by weight: `one_of` would give each branch inside them the same weight."""
+    return draw(
+        choices[draw(st.sampled_from([at for at, (weight, _) in enumerate(choices) for _ in range(weight)]))][1]
+    )
+
+
 fractions = st.integers(0, 2**20 - 1)
 EDITS = ("replace", "replace", "replace", "delete", "swap", "wrap", "repeat", "rename", "empty", "grow")
 
@@ -55,7 +65,7 @@ class Tree:
     def __init__(self, value: Any, often: Sequence[str] = ()) -> None:
         """`often` names keys below which half of the edits are made: a large file's other parts draw too many."""
         self.value = value
-        self.paths = list(_paths(value))
+        self.paths = [path for path in _paths(value) if path] or [()]
         self.few = [path for path in self.paths if len(path) <= 2 or not isinstance(path[-1], int)]
         self.few = [path for path in self.few if not often or not path or path[0] in often] or self.paths
 
@@ -63,8 +73,8 @@ class Tree:
     @staticmethod
     def _edited(draw: Callable[..., Any], self: Tree) -> Any:
         value = self.value
-        for _ in range(draw(st.integers(1, 3))):
-            paths = self.few if draw(st.booleans()) else self.paths
+        for _ in range(draw(st.sampled_from([1, 1, 1, 2, 3]))):
+            paths = self.few if draw(st.integers(0, 2)) == 0 else self.paths
             path = paths[draw(fractions) % len(paths)]
             value = _edit(value, path, draw(st.sampled_from(EDITS)), draw(values), draw(fractions), self)
         return value
@@ -76,8 +86,7 @@ class Tree:
     def files(self) -> st.SearchStrategy[bytes]:
         """JSON texts of edited copies, of the value as it is with bytes edited, and of other values."""
         plain = dumped(self.value)
-        trees = self.edited().map(dumped)
-        return st.one_of(trees, trees, trees, edited_bytes(plain), values.map(dumped))
+        return weighted((8, self.edited().map(dumped)), (2, edited_bytes(plain)), (1, values.map(dumped)))
 
 
 def _paths(value: Any, path: tuple[Any, ...] = ()) -> Any:

@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import os
 import shutil
-import struct
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,12 +16,12 @@ from unittest import mock
 
 import fuzz_gguf
 import yaml
-from fuzz_inputs import SCALARS, Tree, dumped, edited_bytes, fractions, texts, values
+from fuzz_inputs import Tree, dumped, edited_bytes, fractions, texts, values, weighted
 from hypothesis import strategies as st
 
 from distill.errors import DataError, DistillError
 from distill.files import file_digest
-from distill.recipe import Corpus, Recipe, Source, Traffic, dump_recipe, load_recipe, parse_section
+from distill.recipe import Corpus, Recipe, Source, Traffic, dump_recipe, load_recipe
 from distill.run import Run
 
 Readers = list[Callable[[], Any]]
@@ -141,9 +139,12 @@ def recipe_files(world: World) -> Strategy:
     )
     edited = Tree(small).edited().map(dumped)
     sections = Tree({name: value for name, value in whole.items() if isinstance(value, dict)})
-    more = st.builds(lambda name, found: dumped({**small, name: found.get(name) if isinstance(found, dict) else found}),
-                     st.sampled_from(list(sections.value)), sections.edited())
-    return st.one_of(edited, edited, more, edited_bytes(plain), lines, st.binary())
+    more = st.builds(
+        lambda name, found: dumped({**small, name: found.get(name) if isinstance(found, dict) else found}),
+        st.sampled_from(list(sections.value)),
+        sections.edited(),
+    )
+    return weighted((4, edited), (3, more), (2, edited_bytes(plain)), (2, lines), (1, st.binary()))
 
 
 def read_recipe(world: World, found: bytes) -> Readers:
@@ -153,13 +154,14 @@ def read_recipe(world: World, found: bytes) -> Readers:
 
 def overrides(world: World) -> Strategy:
     paths = [path for path in Tree(world.recipe.model_dump(mode="json")).paths if path]
-    names = st.one_of(
-        st.sampled_from([".".join(map(str, path)) for path in paths]),
-        st.sampled_from(["corpus.sources.99.path", "corpus.sources.-1", "train..steps", ".", "", "a.b.c", "name.x.y"]),
-        texts,
+    names = weighted(
+        (6, st.sampled_from([".".join(map(str, path)) for path in paths])),
+        (1, st.sampled_from(["corpus.sources.99.path", "corpus.sources.-1", "train..steps", ".", "", "a.b", "name.x"])),
+        (1, texts),
     )
-    given = st.one_of(values.map(lambda value: dumped(value).decode()), texts, st.sampled_from(LINES))
-    return st.lists(st.builds(lambda name, value: f"{name}={value}", names, given) | texts, min_size=1, max_size=3)
+    given = weighted((4, values.map(lambda value: dumped(value).decode())), (1, texts), (1, st.sampled_from(LINES)))
+    one = weighted((6, st.builds(lambda name, value: f"{name}={value}", names, given)), (1, texts))
+    return st.lists(one, min_size=1, max_size=3)
 
 
 def read_overrides(world: World, found: Sequence[str]) -> Readers:
@@ -173,11 +175,11 @@ def lines_of(records: Sequence[Any]) -> Strategy:
     """Files of edited records, of records whose bytes are edited, and of neither."""
     trees = [Tree(record) for record in records]
     line = st.sampled_from(trees).flatmap(lambda tree: tree.files())
-    return st.one_of(
-        st.lists(line, max_size=4).map(b"\n".join),
-        st.lists(line, max_size=4).map(lambda found: b"\xef\xbb\xbf" + b"\r\n".join(found) + b"\n"),
-        edited_bytes(b"".join(dumped(record) + b"\n" for record in records)),
-        st.binary(max_size=60),
+    return weighted(
+        (4, st.lists(line, max_size=4).map(b"\n".join)),
+        (2, st.lists(line, max_size=4).map(lambda found: b"\xef\xbb\xbf" + b"\r\n".join(found) + b"\n")),
+        (2, edited_bytes(b"".join(dumped(record) + b"\n" for record in records))),
+        (1, st.binary(max_size=60)),
     )
 
 
@@ -226,15 +228,21 @@ RECORDS = [
     *("teacher/entries.json", "costs.json", "curve.json", "draft/sparsity.json", "search/search.json", "config.yaml"),
 ]
 CURVE = {
-    **{"format": 1, "model": "m", "backend": "pytorch", "depths": [64, 512], "vocabulary": 0, "unit": "s", "note": ""},
+    **{"model": "m", "backend": "pytorch", "depths": [64, 512], "repeats": 7, "unit": "seconds", "note": ""},
     **{"seconds": [[0.1, 0.2], [0.1, 0.3]], "fastest": [], "slowest": []},
 }
 MADE: dict[str, Any] = {  # valid contents of files that the tiny run does not have
     "stages/redo.json": {"asked": ["eval"], "started": ["eval"]},
-    "parent.json": {"generation": 2, "run": "tiny.1", "digest": "0" * 64, "files": {"config.json": "0"}, "traffic": None},
+    "parent.json": {
+        "generation": 2,
+        "run": "tiny.1",
+        "digest": "0" * 64,
+        "files": {"config.json": "0"},
+        "traffic": None,
+    },
     "cut/kept_tokens.json": {"format": 1, "vocabulary": 400, "kept": [0, 1, 2, 5, 399], "forced": 2},
     "costs.json": {"format": 1, "target": CURVE, "draft": CURVE, "overhead_seconds": 0.001},
-    "curve.json": CURVE,
+    "curve.json": {"format": 1, **CURVE},
     "draft/sparsity.json": {"sentence": "a", "layers": [], "before": 1, "after": 1},
     "search/search.json": {"points": [], "front": [], "chosen": "", "explanations": []},
 }
@@ -295,7 +303,11 @@ def _record_readers(world: World, name: str, path: Path) -> Readers:
     if name == "cut/surgery.json":
         return [lambda: read_changes(path.parent)]
     if name == "parent.json":
-        return [*_report(world), partial(plan_run, with_traffic(world), run), lambda: plan_refresh(with_traffic(world), run)]
+        return [
+            *_report(world),
+            partial(plan_run, with_traffic(world), run),
+            lambda: plan_refresh(with_traffic(world), run),
+        ]
     special = _special_readers(run, name, path)
     return special or _report(world)
 
@@ -349,18 +361,18 @@ def _results(run: Run, name: str) -> Readers:
     """The tables that commands print from results."""
     from distill.benchmark import table
     from distill.evaluation import markdown
-    from distill.results.evaluation_results import EvaluationReport
+    from distill.results.evaluation_results import EvaluationReport, flat_rows
     from distill.results.serialise import read_result
     from distill.results.speedup_results import SpeedupReport
 
-    def printed(kind: Any, module: Any) -> None:
+    def printed(kind: Any, rows: Any, table: Any) -> None:
         report = read_result(run.path(name), kind)
-        module.flat_rows(report), module.as_markdown(report).encode()
+        rows(report), table(report).encode()
 
     if name == "eval.json":
-        return [partial(printed, EvaluationReport, markdown)]
+        return [partial(printed, EvaluationReport, flat_rows, markdown.as_markdown)]
     if name == "speedup.json":
-        return [partial(printed, SpeedupReport, table)]
+        return [partial(printed, SpeedupReport, table.flat_rows, table.as_markdown)]
     return []
 
 
@@ -393,17 +405,17 @@ def weight_files(world: World) -> Strategy:
     names = ["model.safetensors", "missing.safetensors", "../x", "", "a\0b", ".", "tokenizer.json", 3, None, ["x"]]
     index = {"metadata": {"total_size": 1}, "weight_map": dict.fromkeys(header, "model.safetensors")}
     maps = st.dictionaries(st.sampled_from(list(header)), st.sampled_from(names), max_size=3)
-    weights = st.one_of(
-        tree.edited().map(lambda found: safetensors_bytes(dumped(found), data)),
-        edited_bytes(safetensors_bytes(plain, data), 8 + len(plain)),
-        st.builds(lambda n: safetensors_bytes(plain, data, n), st.sampled_from([0, 1, 2**20, 2**31, 2**40, 2**63])),
-        values.map(lambda found: safetensors_bytes(dumped(found), b"")),
+    lengths = st.sampled_from([0, 1, 2**20, 2**31, 2**40, 2**63])
+    weights = weighted(
+        (6, tree.edited().map(lambda found: safetensors_bytes(dumped(found), data))),
+        (3, edited_bytes(safetensors_bytes(plain, data), 8 + len(plain))),
+        (1, lengths.map(lambda length: safetensors_bytes(plain, data, length))),
+        (1, values.map(lambda found: safetensors_bytes(dumped(found), b""))),
     )
-    indices = st.one_of(Tree(index).files(), maps.map(lambda found: dumped({"weight_map": found})))
-    return st.one_of(
-        st.tuples(st.just("model.safetensors"), weights),
-        st.tuples(st.just("model.safetensors"), weights),
-        st.tuples(st.just("model.safetensors.index.json"), indices),
+    indices = weighted((3, Tree(index).files()), (1, maps.map(lambda found: dumped({"weight_map": found}))))
+    return weighted(
+        (3, st.tuples(st.just("model.safetensors"), weights)),
+        (1, st.tuples(st.just("model.safetensors.index.json"), indices)),
     )
 
 
@@ -448,7 +460,7 @@ def configurations(world: World) -> Strategy:
     base = world.json("target/config.json")
     types = st.sampled_from(["llama", "mistral", "qwen3", "gpt2", "gemma3", "bert", "mixtral", "t5", "mamba", "x"])
     other = st.builds(lambda kind, edited: dumped({**base, **edited, "model_type": kind}), types, _objects(base | more))
-    return st.one_of(Tree(base).files(), Tree(base | more).files(), other)
+    return weighted((3, Tree(base).files()), (2, Tree(base | more).files()), (2, other))
 
 
 def _objects(base: Any) -> Strategy:
@@ -480,10 +492,10 @@ def read_configuration(world: World, found: bytes) -> Readers:
 
 def whole_models(world: World) -> Strategy:
     generation = Tree(world.json("target/generation_config.json")).files()
-    return st.one_of(
-        weight_files(world),
-        st.tuples(st.just("config.json"), configurations(world)),
-        st.tuples(st.just("generation_config.json"), generation),
+    return weighted(
+        (2, weight_files(world)),
+        (2, st.tuples(st.just("config.json"), configurations(world))),
+        (1, st.tuples(st.just("generation_config.json"), generation)),
     )
 
 
@@ -509,14 +521,15 @@ def tokenizer_files(world: World) -> Strategy:
         | {"pad_to_multiple_of": None},
     }
     words = {**content, "model": {**content["model"], "vocab": {"a": 0, "b": 2**32 - 1}, "merges": []}}
-    return st.one_of(
-        st.tuples(st.just("tokenizer.json"), Tree(content, (*TOKENIZER_PARTS, "model")).files()),
-        st.tuples(st.just("tokenizer.json"), Tree(content, TOKENIZER_PARTS).files()),
-        st.tuples(st.just("tokenizer.json"), Tree(pieces).files()),
-        st.tuples(st.just("tokenizer.json"), st.sampled_from([dumped(padded), dumped(words)])),
-        st.tuples(st.just("tokenizer_config.json"), Tree(more).files()),
-        st.tuples(st.just("special_tokens_map.json"), Tree(special).files()),
-        st.tuples(st.just("chat_template.jinja"), st.sampled_from(TEMPLATES).map(str.encode).flatmap(edited_bytes)),
+    template = st.sampled_from([found.encode() for found in TEMPLATES]).flatmap(edited_bytes)
+    return weighted(
+        (2, st.tuples(st.just("tokenizer.json"), Tree(content, (*TOKENIZER_PARTS, "model")).files())),
+        (3, st.tuples(st.just("tokenizer.json"), Tree(content, TOKENIZER_PARTS).files())),
+        (2, st.tuples(st.just("tokenizer.json"), Tree(pieces).files())),
+        (1, st.tuples(st.just("tokenizer.json"), st.sampled_from([dumped(padded), dumped(words)]))),
+        (2, st.tuples(st.just("tokenizer_config.json"), Tree(more).files())),
+        (1, st.tuples(st.just("special_tokens_map.json"), Tree(special).files())),
+        (1, st.tuples(st.just("chat_template.jinja"), template)),
     )
 
 
@@ -574,7 +587,7 @@ def gguf_files(world: World) -> Strategy:
     path = world.finished / "gguf" / "draft-f16.gguf"
     parts, head = fuzz_gguf.take_apart(path)
     built = fuzz_gguf.hostile(parts)
-    return st.one_of(built, built, built, edited_bytes(path.read_bytes(), head), st.binary(max_size=40))
+    return weighted((7, built), (2, edited_bytes(path.read_bytes(), head)), (1, st.binary(max_size=40)))
 
 
 def read_gguf_heads(world: World, found: bytes) -> Readers:
@@ -619,9 +632,7 @@ def shards(world: World) -> Strategy:
             st.just("shard-00001.safetensors"),
             Tree(header).edited().map(lambda found: safetensors_bytes(dumped(found), data)),
         ),
-        st.tuples(
-            st.just("shard-00001.safetensors"), edited_bytes(safetensors_bytes(plain, data), 8 + len(plain))
-        ),
+        st.tuples(st.just("shard-00001.safetensors"), edited_bytes(safetensors_bytes(plain, data), 8 + len(plain))),
     )
     return st.tuples(files, st.booleans())
 
@@ -705,7 +716,7 @@ def read_checkpoints(world: World, found: tuple[tuple[str, bytes], bool]) -> Rea
         checkpoint = newest_checkpoint(run.path("checkpoints"))
         if checkpoint is not None:
             state = load_checkpoint(checkpoint, module, optimizer)
-            state["step"] + 1, state["best"], state["sparsity"]
+            state["step"] + 1
 
     return [newest]
 
@@ -729,7 +740,23 @@ LARK = 'start: item ("," item)*\nitem: NAME | NUMBER\nNAME: /[a-z]+/\nNUMBER: /[
 REGEX = r"(alpha|beta)+ [0-9]{2,4}(\.[a-f]+)?\s*"
 PIECES = [
     *("(", ")", "((" * 2000, "[", "]", "{", "}", "{1,99999}", "{999999999}", "*", "+", "?", "|", "\\", "\\p{L}", "."),
-    *("\\x", "\\UFFFFFFFF", "\\ud800", "^", "$", "::=", "root", '"', "/", "(?i)", "(?=a)", "\\1", "a" * 3000, "\n", "#"),
+    *(
+        "\\x",
+        "\\UFFFFFFFF",
+        "\\ud800",
+        "^",
+        "$",
+        "::=",
+        "root",
+        '"',
+        "/",
+        "(?i)",
+        "(?=a)",
+        "\\1",
+        "a" * 3000,
+        "\n",
+        "#",
+    ),
     *("%import x", "<[1]>", "&", "~", "\0", "é", "(a*)*" * 20, "[^]", "[z-a]", "root ::= root\n", "start: start\n"),
 ]
 
@@ -739,9 +766,7 @@ def grammars(world: World) -> Strategy:
 
     def near(text: str) -> Strategy:
         whole = edited_bytes(text.encode()).map(lambda found: found.decode("utf-8", "replace"))
-        mixed = st.builds(
-            lambda at, part: text[: at % len(text)] + part + text[at % len(text) :], fractions, parts
-        )
+        mixed = st.builds(lambda at, part: text[: at % len(text)] + part + text[at % len(text) :], fractions, parts)
         return st.one_of(whole, mixed, parts)
 
     schemas = Tree(SCHEMA).files().map(lambda found: found.decode("utf-8", "replace"))
@@ -832,7 +857,20 @@ def read_bench_log(world: World, found: bytes) -> Readers:
     return [read]
 
 
-NAMES = ["a.txt", "b/c.txt", "é.txt", "x" * 200, "-", "\n", "d/e/f/g", ".hidden", "\udcff\udcfe", "link", "loop", "folder"]
+NAMES = [
+    "a.txt",
+    "b/c.txt",
+    "é.txt",
+    "x" * 200,
+    "-",
+    "\n",
+    "d/e/f/g",
+    ".hidden",
+    "\udcff\udcfe",
+    "link",
+    "loop",
+    "folder",
+]
 
 
 def text_folders(world: World) -> Strategy:
@@ -864,7 +902,19 @@ def read_text_folder(world: World, found: dict[str, bytes | str]) -> Readers:
 
 GIVEN = [
     *("model", "runs", "tiny", "whole.yaml", "text.txt", "model.gguf", "out", "missing", "missing.yaml", "1", "3,2,1"),
-    *("name=other", "train.steps=3", "train.steps=x", "greedy", "token", "draft", "lookup", "tree", "eval", "json", "md"),
+    *(
+        "name=other",
+        "train.steps=3",
+        "train.steps=x",
+        "greedy",
+        "token",
+        "draft",
+        "lookup",
+        "tree",
+        "eval",
+        "json",
+        "md",
+    ),
     *("-", "--", "", "1e400", "0.5", "64,512", ".", "bench.log", "org/name", "f16", "expected-value", "pursuit", "é"),
 ]
 

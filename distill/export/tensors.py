@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from distill.errors import DataError
-from distill.files import read_object
+from distill.models.config_file import read_config
 from distill.models.tensor_files import read_header, weight_files
 
 ARCHITECTURES = ("qwen2", "qwen3", "llama")
@@ -80,7 +80,7 @@ class GgufTensor:
 
 def read_shape(folder: Path) -> Shape:
     """The model's shape from `folder`/config.json; DataError for a model that llama.cpp would compute differently."""
-    config = read_object(folder / "config.json")
+    config = read_config(folder)
     architecture = config.get("model_type")
     if architecture not in ARCHITECTURES:
         raise DataError(
@@ -95,6 +95,11 @@ def read_shape(folder: Path) -> Shape:
                 f"{folder}/config.json: {key} is {value!r}, not a positive integer", hint="correct config.json"
             )
         return value
+
+    def real(key: str, value: Any) -> float:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e30:
+            raise DataError(f"{folder}/config.json: {key} is {value!r}, not a positive number", "correct config.json")
+        return float(value)
 
     hidden, heads = number("hidden_size"), number("num_attention_heads")
     rope = dict(config.get("rope_parameters") or {})  # transformers >= 5
@@ -113,9 +118,9 @@ def read_shape(folder: Path) -> Shape:
         mlp=number("intermediate_size"),
         vocabulary=number("vocab_size"),
         context=number("max_position_embeddings"),
-        rms_epsilon=float(config.get("rms_norm_eps", 1e-6)),
+        rms_epsilon=real("rms_norm_eps", config.get("rms_norm_eps", 1e-6)),
         tied=bool(config.get("tie_word_embeddings", False)),
-        rope_theta=float(rope["rope_theta"]),
+        rope_theta=real("rope_theta", rope["rope_theta"]),
         rope=rope,
     )
     _refuse_unsupported(folder, config, shape)
@@ -133,7 +138,7 @@ def _refuse_unsupported(folder: Path, config: Mapping[str, Any], shape: Shape) -
     # llama.cpp reads llama3's frequency factors for the llama architecture only.
     if shape.rope["rope_type"] == "llama3" and shape.architecture != "llama":
         refuse(f"rope scaling 'llama3' on {shape.architecture}")
-    if float(shape.rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0) != 1.0:
+    if (shape.rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0) != 1.0:
         refuse("a partial rotary embedding")
     if config.get("use_sliding_window") or "sliding_attention" in (config.get("layer_types") or []):
         refuse("sliding-window attention")

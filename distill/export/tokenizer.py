@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from distill.errors import DataError
-from distill.files import read_object, read_utf8
+from distill.files import read_utf8
+from distill.models.config_file import read_config
 from distill.vocabulary.encoding import added_around, open_tokenizer
-from distill.vocabulary.reading import tokenizer_content
+from distill.vocabulary.reading import tokenizer_content, tokenizer_settings
 from distill.vocabulary.roles import named_id
 
 if TYPE_CHECKING:
@@ -65,8 +66,8 @@ def read_tokenizer(folder: Path, vocabulary: int) -> GgufTokenizer:
     """
     path = folder / "tokenizer.json"
     content = tokenizer_content(path)
-    settings = read_object(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").exists() else {}
-    config = read_object(folder / "config.json") if (folder / "config.json").exists() else {}
+    settings = tokenizer_settings(folder)
+    config = read_config(folder) if (folder / "config.json").exists() else {}
     model = content["model"]
     _refuse_other_kinds(path, content, model)
     tokenizer = open_tokenizer(path)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from distill.errors import DataError, DistillError, RunError
-from distill.files import read_object
+from distill.models.config_file import read_config
 from distill.models.tensor_files import weight_files
 from distill.models.whole.intact import quiet, require_own_type, require_whole
 from distill.processes import process_count
@@ -44,7 +44,9 @@ def check_folder(reference: str) -> None:
 
 # Exceptions with which libraries speak to users; the others show that a file holds what no code expected.
 SPOKEN = (OSError, ValueError, ImportError, RuntimeError, LookupError)
-_INSIDE = re.compile(r"<class '|NoneType|object has no|index out of|^'\w*'$|codec can't|Traceback|Error: |expected scalar")
+_INSIDE = re.compile(
+    r"<class '|NoneType|object has no|index out of|^'\w*'$|codec can't|Traceback|Error: |expected scalar"
+)
 
 
 def _explained(reference: str, error: Exception) -> DataError:
@@ -169,6 +171,8 @@ def load_config(reference: str) -> Any:
     from transformers import AutoConfig
 
     check_folder(reference)
+    if is_path(reference):
+        read_config(Path(reference))
     try:
         return AutoConfig.from_pretrained(reference)
     except Exception as error:  # transformers and huggingface_hub raise many kinds; each means a faulty config.json
@@ -208,11 +212,6 @@ def describe_model(reference: str, model: Any) -> ModelSizes:
         vocabulary=config.vocab_size,
         bytes=sum(p.numel() * p.element_size() for p in model.parameters()),
     )
-
-
-def config_json(folder: Path) -> dict[str, Any]:
-    """config.json of a folder as it stands."""
-    return read_object(folder / "config.json")
 
 
 def local_folder(reference: str) -> Path:

@@ -32,6 +32,7 @@ from distill.target.distributions import EMPTY, CompactTeacher, LogitForm, Teach
 from distill.target.head import Head
 
 FORMAT = 2
+REDO = "make it again with `distill train RECIPE --redo teacher`"
 # The form of manifest.json for every kind of store.
 MANIFEST: dict[Any, Any] = {
     **dict.fromkeys(("kind", "target", "target_digest", "tokenizer_digest", "dtype"), str),
@@ -86,11 +87,15 @@ def bytes_per_position(settings: Settings, hidden: int, dtype: str, k: int | Non
 
 def read_manifest(folder: Path) -> dict[str, Any]:
     """manifest.json of a teacher store; raises DataError when it is missing, damaged or of another format."""
-    path, again = folder / "manifest.json", "make it again with `distill train RECIPE --redo teacher`"
+    path, again = folder / "manifest.json", REDO
     found: dict[str, Any] = read_json(path, {"format": int})
     if found["format"] != FORMAT:
         raise DataError(f"{folder} holds a teacher store of format {found['format']}, this is format {FORMAT}", again)
-    kinds: dict[Any, Any] = {"compact": {"temperatures": list}, "exact": {"logit_form": dict}, "online": {}}
+    kinds: dict[Any, Any] = {
+        "compact": {"temperatures": [float], "k": int},
+        "exact": {"logit_form": dict},
+        "online": {},
+    }
     form = MANIFEST | (kinds.get(found["kind"], {"kind": ...}) if isinstance(found.get("kind"), str) else {})
     if not has_form(found, form) or not found["shard_blocks"] or min(found["shard_blocks"]) < 1:
         raise DataError(f"{path} is damaged: it does not hold what this version writes", again)
@@ -109,12 +114,20 @@ class TeacherStore:
         self.vocabulary: int = self.manifest["vocabulary"]
         self._shards = [_open(run, shard_path(self.folder, number)) for number in range(len(counts))]
         names = ("ids", "documents", "positions", "mask")
+        shapes = [tuple(shard.get_slice("ids").get_shape()) if "ids" in shard.keys() else () for shard in self._shards]
+        width = shapes[0][1:]
+        if len(width) != 1 or shapes != [(count, *width) for count in counts]:
+            raise DataError(f"{self.folder} is damaged: its shards do not hold the blocks of manifest.json", REDO)
         self.packed = concatenate([Packed(*(shard.get_tensor(name) for name in names)) for shard in self._shards])
         self._head: Head | None = None
         if self.manifest["kind"] == "exact":
             found = _open(run, head_path(self.folder))
             bias = found.get_tensor("bias") if "bias" in found.keys() else None  # noqa: SIM118 - a handle, no mapping
-            self._head = Head(found.get_tensor("weight"), bias, from_json(self.manifest["logit_form"], LogitForm, "the teacher's manifest"))
+            self._head = Head(
+                found.get_tensor("weight"),
+                bias,
+                from_json(self.manifest["logit_form"], LogitForm, "the teacher's manifest"),
+            )
 
     def _rows(self, name: str, index: Tensor) -> Tensor:
         """A tensor [b, S, …] of the blocks at `index` [b]."""

@@ -167,7 +167,12 @@ def load_checkpoint(path: Path, learner: torch.nn.Module, optimizer: Any) -> dic
 def _first_line(error: Exception) -> str:
     """An exception's first line, if it is one of those with which torch speaks to users."""
     lines = str(error).splitlines()
-    spoken = lines and isinstance(error, (DataError, OSError, ValueError, RuntimeError)) and not lines[0].endswith(":")
+    spoken = (
+        lines
+        and not isinstance(error, UnicodeError)
+        and isinstance(error, (DataError, OSError, ValueError, RuntimeError))
+        and not lines[0].endswith(":")
+    )
     return lines[0] if spoken else f"it does not hold what this version writes ({type(error).__name__})"
 
 

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from distill.errors import DataError, RecipeError, RunError
-from distill.files import read_json
 from distill.models.hugging_face import end_ids, load_config, load_model, load_target, load_tokenizer, pick_device
 from distill.models.kept import read_kept
 from distill.packing import Packed

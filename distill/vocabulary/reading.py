@@ -83,13 +83,29 @@ def _is_pair(value: Any) -> bool:
     return isinstance(value, list) and len(value) == 2 and all(isinstance(one, str) for one in value)
 
 
+def tokenizer_settings(folder: Path) -> dict[str, Any]:
+    """tokenizer_config.json of a folder, {} where there is none; raises DataError for a damaged one."""
+    path = folder / "tokenizer_config.json"
+    found = read_object(path, "copy the tokenizer again") if path.is_file() else {}
+    later, named = found.get("added_tokens_decoder"), found.get("tokenizer_class")
+    wrong = (
+        "added_tokens_decoder"
+        if later is not None
+        and not (has_form(later, {...: {"content": str}}) and all(re.fullmatch("[0-9]{1,7}", key) for key in later))
+        else "tokenizer_class"
+        if named is not None and not isinstance(named, str)
+        else None
+    )
+    if wrong is not None:
+        raise DataError(f"{path} is damaged: {wrong} is of another kind", "copy the tokenizer again")
+    return found
+
+
 def _settings(folder: Path) -> dict[str, Any]:
     """The tokenizer's settings that have a value; tokenizer_config.json before special_tokens_map.json."""
-    found: dict[str, Any] = {}
-    for name in ("special_tokens_map.json", "tokenizer_config.json"):
-        if (folder / name).is_file():
-            found |= {key: value for key, value in read_object(folder / name).items() if value is not None}
-    return found
+    special = folder / "special_tokens_map.json"
+    found = {**(read_object(special) if special.is_file() else {}), **tokenizer_settings(folder)}
+    return {key: value for key, value in found.items() if value is not None}
 
 
 def _steps(part: Any) -> set[str]:
