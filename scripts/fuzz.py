@@ -57,8 +57,8 @@ SHRINKING_SECONDS = 20.0
 FOREIGN = re.compile(
     r"object has no attribute|object is not (subscriptable|iterable|callable)|index out of range|unhashable type|"
     r"not supported between instances|unsupported operand|NoneType|must be (str|real number|a string), not|"
-    r"takes \d+ positional|unexpected keyword|required positional|<class '|<built-in|Traceback|pydantic|validation error|"
-    r"Input should|codec can't|embedded null|indices must be integers|not all arguments|object cannot be interpreted|"
+    r"takes \d+ positional|unexpected keyword|required positional|<class '|<built-in|Traceback|pydantic|"
+    r"validation error|Input should|codec can't|embedded null|indices must be integers|not all arguments|"
     r"PanicException|called `(Result|Option)::|bug in distill"
 )
 MOST_CHARACTERS = 4000

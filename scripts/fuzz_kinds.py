@@ -107,7 +107,7 @@ class Kind:
     readers: Callable[[World, Any], Readers]
     isolated: bool = False
     most_seconds: float = 10.0
-    batch: int = 250
+    batch: int = 500
 
 
 def restored(world: World, name: str) -> Path:
@@ -291,15 +291,15 @@ def _record_readers(world: World, name: str, path: Path) -> Readers:
     from distill.texts import read_answers, read_documents_of, read_prompts
 
     run, recipe = world.run, world.recipe
+    readers: Readers
     if name.startswith("stages/"):
-        readers: Readers = [partial(plan_run, recipe, run), lambda: run.verify("eval"), lambda: run.verify("corpus")]
+        readers = [partial(plan_run, recipe, run), lambda: run.verify("eval"), lambda: run.verify("corpus")]
         return [*readers, lambda: plan_refresh(with_traffic(world), run)]
     if name == "config.yaml":
         return [lambda: find_run("tiny", run.folder.parent)]
     if name in ("corpus/prompts-test.jsonl", "corpus/documents-test.jsonl", "answers/train-00000.jsonl"):
-        return [lambda: _ids(read_prompts(run, "test")), lambda: _ids(read_answers(run, "train"))] + [
-            lambda: read_documents_of(run, "test")
-        ]
+        readers = [lambda: _ids(read_prompts(run, "test")), lambda: _ids(read_answers(run, "train"))]
+        return [*readers, lambda: read_documents_of(run, "test")]
     if name == "cut/surgery.json":
         return [lambda: read_changes(path.parent)]
     if name == "parent.json":
@@ -936,13 +936,24 @@ def command_lines(world: World) -> Strategy:
         parameters = commands[name].params
         arguments = [one for one in parameters if one.param_type_name == "argument"]
         options = [one for one in parameters if one.param_type_name == "option"]
-        if draw(st.integers(0, 9)):
-            found += [draw(plain) for _ in arguments]
+        usual = {
+            "RECIPE": "whole.yaml",
+            "RUN": "tiny",
+            "MODEL": "model",
+            "DONOR": "model",
+            "TARGET": "model",
+            "OUT": "out",
+        }
+        for argument in arguments:
+            name = usual.get(argument.metavar or "", "text")
+            found += [name if draw(st.booleans()) else draw(plain)] if draw(st.integers(0, 5)) else []
         for _ in range(draw(st.integers(0, 4))):
             option = draw(st.sampled_from(options))
             found.append(draw(st.sampled_from(option.opts + option.secondary_opts)))
             if not option.is_flag or draw(st.integers(0, 19)) == 0:
-                found.append(draw(plain))
+                found.append(
+                    draw(weighted((1, plain), (1, st.sampled_from(["3", "0.5", "tiny", "model", "text.txt"]))))
+                )
         if draw(st.integers(0, 7)) == 0:
             found.insert(draw(st.integers(0, len(found))), draw(plain))
         return found
@@ -1022,24 +1033,24 @@ STOPPED = [
 
 
 KINDS = [
-    Kind("recipes", 10, recipe_files, read_recipe),
-    Kind("overrides", 8, overrides, read_overrides),
-    Kind("corpora (jsonl, text)", 10, corpora, read_corpus),
-    Kind("served traffic", 9, traffic, read_traffic),
-    Kind("records and results of a run", 14, records, read_record),
+    Kind("recipes", 12, recipe_files, read_recipe),
+    Kind("overrides", 12, overrides, read_overrides),
+    Kind("corpora (jsonl, text)", 12, corpora, read_corpus),
+    Kind("served traffic", 10, traffic, read_traffic),
+    Kind("records and results of a run", 12, records, read_record),
     Kind("safetensors", 8, weight_files, read_weights),
-    Kind("model folders", 1, whole_models, read_whole_model, most_seconds=20, batch=50),
-    Kind("config.json", 3, configurations, read_configuration, batch=100),
-    Kind("tokenizer files", 7, tokenizer_files, read_tokenizers),
-    Kind("tokenizers in transformers", 1, tokenizer_files, read_slow_tokenizers, batch=50),
-    Kind("GGUF heads", 9, gguf_files, read_gguf_heads),
+    Kind("model folders", 0.5, whole_models, read_whole_model, most_seconds=20, batch=50),
+    Kind("config.json", 2, configurations, read_configuration, batch=100),
+    Kind("tokenizer files", 4, tokenizer_files, read_tokenizers),
+    Kind("tokenizers in transformers", 0.4, tokenizer_files, read_slow_tokenizers, batch=50),
+    Kind("GGUF heads", 8, gguf_files, read_gguf_heads),
     Kind("GGUF in llama.cpp", 0.5, gguf_files, read_gguf, isolated=True, batch=50),
-    Kind("teacher shards", 2, shards, read_shards, batch=100),
-    Kind("checkpoints", 2, checkpoint_files, read_checkpoints, batch=100),
-    Kind("grammars", 3, grammars, read_grammar, batch=100),
+    Kind("teacher shards", 1, shards, read_shards, batch=100),
+    Kind("checkpoints", 1, checkpoint_files, read_checkpoints, batch=100),
+    Kind("grammars", 4, grammars, read_grammar),
     Kind("grammars in llama.cpp", 0.3, llama_grammars, read_llama_grammar, isolated=True, batch=50),
-    Kind("stop strings", 3, stop_strings, read_stop_strings),
-    Kind("logs of llama-batched-bench", 5, bench_logs, read_bench_log),
-    Kind("folders of texts", 3, text_folders, read_text_folder),
-    Kind("command lines", 6, command_lines, run_command, batch=100),
+    Kind("stop strings", 4, stop_strings, read_stop_strings),
+    Kind("logs of llama-batched-bench", 6, bench_logs, read_bench_log),
+    Kind("folders of texts", 4, text_folders, read_text_folder),
+    Kind("command lines", 2.5, command_lines, run_command, batch=100),
 ]

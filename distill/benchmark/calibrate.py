@@ -46,7 +46,7 @@ from distill.speculative.trees.tree import best_tokens
 FORMAT = 1
 LENGTH = 8  # tokens drafted in every recorded round
 RANKS = 8  # of the draft's best tokens that are tallied
-KINDS: dict[str, Callable[..., Calibration]] = {"Power": Power, "Logistic": Logistic, "Sequential": Sequential}
+KINDS: dict[str, type[Calibration]] = {"Power": Power, "Logistic": Logistic, "Sequential": Sequential}
 FITS: dict[str, Callable[[Sequence[Recorded]], Calibration]] = {
     "power": fit_power,
     "margin": fit_logistic,

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from distill.errors import DataError, DistillError, RunError
-from distill.models.config_file import read_config
+from distill.models.config_file import HINT, read_config
 from distill.models.tensor_files import weight_files
 from distill.models.whole.intact import quiet, require_own_type, require_whole
 from distill.processes import process_count
@@ -168,15 +168,19 @@ def load_tokenizer(reference: str) -> Any:
 
 def load_config(reference: str) -> Any:
     """The configuration of a model; reads no weights."""
-    from transformers import AutoConfig
+    from transformers import AutoConfig, PretrainedConfig
 
     check_folder(reference)
     if is_path(reference):
         read_config(Path(reference))
     try:
-        return AutoConfig.from_pretrained(reference)
+        found = AutoConfig.from_pretrained(reference)
+        inner = found.get_text_config()
     except Exception as error:  # transformers and huggingface_hub raise many kinds; each means a faulty config.json
         raise _explained(reference, error) from error
+    if not isinstance(inner, PretrainedConfig):
+        raise DataError(f"{reference}/config.json: text_config does not belong to a {found.model_type}", HINT)
+    return found
 
 
 def encode(tokenizer: Any, text: str) -> list[int]:

@@ -114,7 +114,7 @@ class TeacherStore:
         self.vocabulary: int = self.manifest["vocabulary"]
         self._shards = [_open(run, shard_path(self.folder, number)) for number in range(len(counts))]
         names = ("ids", "documents", "positions", "mask")
-        shapes = [tuple(shard.get_slice("ids").get_shape()) if "ids" in shard.keys() else () for shard in self._shards]
+        shapes = [_shape_of(shard, "ids") for shard in self._shards]
         width = shapes[0][1:]
         if len(width) != 1 or shapes != [(count, *width) for count in counts]:
             raise DataError(f"{self.folder} is damaged: its shards do not hold the blocks of manifest.json", REDO)
@@ -123,11 +123,8 @@ class TeacherStore:
         if self.manifest["kind"] == "exact":
             found = _open(run, head_path(self.folder))
             bias = found.get_tensor("bias") if "bias" in found.keys() else None  # noqa: SIM118 - a handle, no mapping
-            self._head = Head(
-                found.get_tensor("weight"),
-                bias,
-                from_json(self.manifest["logit_form"], LogitForm, "the teacher's manifest"),
-            )
+            form = from_json(self.manifest["logit_form"], LogitForm, "the teacher's manifest")
+            self._head = Head(found.get_tensor("weight"), bias, form)
 
     def _rows(self, name: str, index: Tensor) -> Tensor:
         """A tensor [b, S, …] of the blocks at `index` [b]."""
@@ -162,6 +159,12 @@ class TeacherStore:
         if self._head.weight.device != device:
             self._head = self._head.to(device)
         return self._head.teacher(self._rows("hidden", index)[scored].to(device))
+
+
+def _shape_of(handle: Any, name: str) -> tuple[int, ...]:
+    """The shape of a tensor of an open file; () where there is none of that name."""
+    there = name in handle.keys()  # noqa: SIM118 - a handle, no mapping
+    return tuple(handle.get_slice(name).get_shape()) if there else ()
 
 
 def _open(run: Run, path: Path) -> Any:
