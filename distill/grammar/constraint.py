@@ -228,7 +228,10 @@ def _json_grammar(matcher: Any, text: str) -> str:
         raise DataError(f"the JSON schema cannot be read: {error}", "correct it") from None
     if not isinstance(schema, dict):
         raise DataError(f"a JSON schema is an object, got {kind_of(schema)}", "correct it")
-    grammar: str = matcher.grammar_from_json_schema(json.dumps(schema), defaults=LAYOUT)
+    try:
+        grammar: str = matcher.grammar_from_json_schema(json.dumps(schema), defaults=LAYOUT)
+    except (ValueError, RecursionError) as error:  # NaN, which no JSON has, and too many levels
+        raise DataError(f"the JSON schema cannot be used: {_first(str(error))}", "correct it") from None
     return grammar
 
 

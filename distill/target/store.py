@@ -116,7 +116,10 @@ class TeacherStore:
         names = ("ids", "documents", "positions", "mask")
         shapes = [_shape_of(shard, "ids") for shard in self._shards]
         width = shapes[0][1:]
-        if len(width) != 1 or shapes != [(count, *width) for count in counts]:
+        more = {"compact": ("top_ids", "top_log_probabilities", "log_tails"), "exact": ("hidden",), "online": ()}
+        rest = [(shard, name) for shard in self._shards for name in (*names[1:], *more[self.manifest["kind"]])]
+        whole = len(width) == 1 and shapes == [(count, *width) for count in counts]
+        if not whole or any(_shape_of(shard, name)[:2] != _shape_of(shard, "ids") for shard, name in rest):
             raise DataError(f"{self.folder} is damaged: its shards do not hold the blocks of manifest.json", REDO)
         self.packed = concatenate([Packed(*(shard.get_tensor(name) for name in names)) for shard in self._shards])
         self._head: Head | None = None

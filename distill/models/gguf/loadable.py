@@ -1,4 +1,4 @@
-"""What llama.cpp takes for granted about a GGUF file, checked on its head: llama.cpp ends the process where it is false.
+"""What llama.cpp takes for granted about a GGUF file, checked on its head: where it is false, llama.cpp aborts.
 
 The assertions are those of llama-model.cpp and of the graphs of the architectures that this project exports.
 """
@@ -41,6 +41,8 @@ def require_loadable(path: Path, head: FileHead) -> None:
             found = keys.number(key, 1, 2**20)
             if found is not None and found != size:
                 keys.refuse(key, found, f"be {size}, the size of a head")
+        if heads and groups:
+            _check_widths(path, head, heads * size, groups * size)
     _check_vocabulary(path, head)
 
 
@@ -68,6 +70,15 @@ class _Keys:
         raise DataError(
             f"{self.path}: {self.architecture}.{key} is {found!r:.60}, must {rule}", "export the file again"
         )
+
+
+def _check_widths(path: Path, head: FileHead, queries: int, keys: int) -> None:
+    """The projections are as wide as all heads together."""
+    for name, shape in head.shapes.items():
+        part = name.split(".")[-2] if name.endswith(".weight") and name.startswith("blk.") else ""
+        wide = {"attn_q": queries, "attn_k": keys, "attn_v": keys}.get(part)
+        if wide is not None and shape[1:] != [wide]:
+            raise DataError(f"{path}: {name} is {shape}, by its heads {wide} wide", "export or copy the file again")
 
 
 def _check_vocabulary(path: Path, head: FileHead) -> None:
