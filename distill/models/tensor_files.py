@@ -67,7 +67,7 @@ def weight_files(folder: Path) -> list[Path]:
     if not has_form(found, {"weight_map": {...: str}}):
         raise DataError(f"{index} is damaged: `weight_map` must give a file for each tensor", "copy the folder again")
     names = sorted(set(found["weight_map"].values()))
-    wrong = [name for name in names if Path(name).name != name or "\0" in name]
+    wrong = [name for name in names if not name or Path(name).name != name or "\0" in name]
     if wrong or not names:
         fault = f"{wrong[0][:60]!r} is no name of a file" if wrong else "it names no files"
         raise DataError(f"{index} is damaged: {fault}", "copy the folder again")
