@@ -23,6 +23,7 @@ import hashlib
 import json
 import os
 import pickle
+import random
 import re
 import resource
 import select
@@ -45,8 +46,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts"), str(ROOT / "tests")]
 
-import hypothesis  # noqa: E402
 from fuzz_kinds import KINDS, Kind, World, Wrong  # noqa: E402
+from hypothesis.control import BuildContext  # noqa: E402
+from hypothesis.errors import StopTest  # noqa: E402
+from hypothesis.internal.conjecture.data import ConjectureData  # noqa: E402
 
 from distill.errors import DistillError  # noqa: E402
 from distill.progress import duration  # noqa: E402
@@ -227,16 +230,22 @@ def batches_of(kind: Kind, world: World, seed: int, batch: int, count: int) -> O
 
 
 def run_examples(test: Callable[[Any], None], inputs: Any, seed: int, batch: int, count: int) -> None:
-    """Call `test` with `count` inputs of a strategy, which depend on seed and batch alone."""
+    """Call `test` with `count` inputs of a strategy, which depend on seed and batch alone.
+
+    The strategy is drawn from directly: the engine behind `given` keeps a tree of all choices and collects garbage, at
+    several times the cost of most readers. An input that outgrows hypothesis's limit is drawn anew.
+    """
     number = int.from_bytes(hashlib.sha256(f"{seed}/{batch}".encode()).digest()[:8], "big")
-    settings = hypothesis.settings(
-        max_examples=count,
-        database=None,
-        deadline=None,
-        phases=[hypothesis.Phase.generate],
-        suppress_health_check=list(hypothesis.HealthCheck),
-    )
-    hypothesis.seed(number)(settings(hypothesis.given(inputs)(test)))()
+    choices, made = random.Random(number), 0
+    while made < count:
+        data = ConjectureData(random=random.Random(choices.getrandbits(64)))
+        try:
+            with BuildContext(data, is_final=False, wrapped_test=test):
+                given = data.draw(inputs)
+        except StopTest:
+            continue
+        test(given)
+        made += 1
 
 
 CURRENT: list[Path] = []  # where this process keeps the input that it is reading

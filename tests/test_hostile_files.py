@@ -26,6 +26,7 @@ from distill.models.tokenizer_files import pin_tokenizer
 from distill.pipeline.refresh import plan_refresh
 from distill.recipe import Traffic, load_recipe
 from distill.report.stage import gather
+from distill.results.training_results import training_steps
 from distill.run import Run
 from distill.speculative.cost import load_cost_curve, load_costs
 from distill.surgery.change import read_changes
@@ -349,3 +350,8 @@ def test_options_in_our_words(capsys: pytest.CaptureFixture[str]) -> None:
     assert tiny.call("generate", "x", "--tokens", "many") == 2
     found = capsys.readouterr().err
     assert "--tokens" in found and "an integer is needed (got 'many')" in found and "Input should" not in found
+
+
+def test_metrics_without_a_step_are_left_out() -> None:
+    lines = [{"stage": "train", "loss": 1.0}, {"stage": "train", "loss": 2.0, "step": []}]
+    assert [one.loss for one in training_steps([*lines, {"stage": "train", "loss": 3.0, "step": 1}])] == [3.0]
