@@ -34,6 +34,7 @@ class World:
     def __init__(self, base: Path, place: Path) -> None:
         """`base` holds target/, recipe.yaml and a finished run in runs/tiny, as tests/tiny.py makes them."""
         self.base, self.place = base, place
+        self.changed: set[str] = set()  # files of the run's copy that differ from the finished run
         self.target, self.finished = base / "target", base / "runs" / "tiny"
 
     def put(self, name: str, data: bytes) -> Path:
@@ -270,16 +271,13 @@ def records(world: World) -> Strategy:
 def read_record(world: World, found: tuple[str, bytes]) -> Readers:
     name, data = found
     for other in RECORDS:
-        if other != name and _CHANGED.pop(other, None):
+        if other != name and other in world.changed:
             restored(world, other)
-    _CHANGED[name] = True
+    world.changed = {name}
     path = world.run.path(name)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(data)
     return _record_readers(world, name, path)
-
-
-_CHANGED: dict[str, bool] = {}
 
 
 def _record_readers(world: World, name: str, path: Path) -> Readers:

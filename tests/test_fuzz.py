@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import tiny
+from hypothesis import strategies
 
 from distill.errors import DataError, DistillError
 
@@ -24,7 +26,7 @@ def fuzz() -> Iterator[Any]:
 
 
 @pytest.fixture
-def world(finished: Path, tmp_path: Path, fuzz: Any) -> Any:
+def place(finished: Path, tmp_path: Path, fuzz: Any) -> Any:
     (tmp_path / "place").mkdir()
     return fuzz.World(finished.parent.parent, tmp_path / "place")
 
@@ -36,18 +38,16 @@ def names() -> list[str]:
 
 
 @pytest.mark.parametrize("name", names())
-def test_each_input_is_read_or_refused(fuzz: Any, world: Any, name: str) -> None:
-    (kind,) = fuzz.chosen(name)
+def test_each_input_is_read_or_refused(fuzz: Any, place: Any, name: str) -> None:
+    kind = next(kind for kind in fuzz.KINDS if kind.name == name)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        (outcome,) = fuzz.examples(kind, world, seed=1, count=INPUTS.get(name, 25))
+        (outcome,) = fuzz.examples(kind, place, seed=1, count=INPUTS.get(name, 25))
     assert not outcome.failures, outcome.failures[0]
     assert outcome.inputs == outcome.read + outcome.refused > 0
 
 
 def kind_of(fuzz: Any, reader: Any) -> Any:
-    from hypothesis import strategies
-
     return fuzz.Kind("any", 1, lambda world: strategies.just(1), lambda world, given: [reader], most_seconds=0.2)
 
 
@@ -97,20 +97,18 @@ def test_a_clear_refusal_is_none(fuzz: Any) -> None:
 
 
 def test_a_death_is_told_from_a_refusal(fuzz: Any, tmp_path: Path) -> None:
-    import os
-
-    kind = kind_of(fuzz, lambda: os.abort())
+    kind = kind_of(fuzz, os.abort)
     verdict, failure = fuzz.feed_isolated(kind, None, 1)
     assert verdict == "aborted" and "SIGABRT" in failure.place
     assert fuzz.feed_isolated(kind_of(fuzz, raising(DataError("no"))), None, 1)[0] == "refused"
     assert fuzz.feed_isolated(kind_of(fuzz, lambda: bytearray(2**31)), None, 1)[1].place.startswith("MemoryError")
 
 
-def test_the_same_seed_gives_the_same_inputs(fuzz: Any, world: Any) -> None:
+def test_the_same_seed_gives_the_same_inputs(fuzz: Any, place: Any) -> None:
     kind = next(kind for kind in fuzz.KINDS if kind.name == "recipes")
     found: list[list[bytes]] = [[], [], []]
     for number, seed in enumerate((3, 3, 4)):
-        fuzz.run_examples(found[number].append, kind.inputs(world), seed, 0, 30)
+        fuzz.run_examples(found[number].append, kind.inputs(place), seed, 0, 30)
     assert found[0] == found[1] != found[2] and len(set(found[0])) > 20
 
 

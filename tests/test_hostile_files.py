@@ -14,6 +14,7 @@ from distill.benchmark.batched_bench import import_curve
 from distill.benchmark.calibrate import load_calibrations, load_ranks, load_texts
 from distill.errors import DataError
 from distill.export.tensors import read_shape
+from distill.export.tokenizer import read_tokenizer
 from distill.files import parse_json, read_json, read_object
 from distill.grammar import gbnf
 from distill.models.gguf.file import GgufFile
@@ -355,3 +356,9 @@ def test_options_in_our_words(capsys: pytest.CaptureFixture[str]) -> None:
 def test_metrics_without_a_step_are_left_out() -> None:
     lines = [{"stage": "train", "loss": 1.0}, {"stage": "train", "loss": 2.0, "step": []}]
     assert [one.loss for one in training_steps([*lines, {"stage": "train", "loss": 3.0, "step": 1}])] == [3.0]
+
+
+def test_a_normalizer_of_another_kind(model: Path) -> None:
+    edit(model / "tokenizer.json", normalizer=["NFC"])
+    with pytest.raises(DataError, match=r"tokenizer\.json cannot be loaded"):
+        read_tokenizer(model, 400)

@@ -69,8 +69,8 @@ def read_tokenizer(folder: Path, vocabulary: int) -> GgufTokenizer:
     settings = tokenizer_settings(folder)
     config = read_config(folder) if (folder / "config.json").exists() else {}
     model = content["model"]
+    tokenizer = open_tokenizer(path)  # which also proves the forms of the parts that are read below
     _refuse_other_kinds(path, content, model)
-    tokenizer = open_tokenizer(path)
     tokens, types, padding = _tokens(path, content, vocabulary)
     pre = _pre_type(path, content, tokenizer)
     ids = {token: index for index, token in enumerate(tokens)}

@@ -36,7 +36,7 @@ REDO = "make it again with `distill train RECIPE --redo teacher`"
 # The form of manifest.json for every kind of store.
 MANIFEST: dict[Any, Any] = {
     **dict.fromkeys(("kind", "target", "target_digest", "tokenizer_digest", "dtype"), str),
-    **{"vocabulary": int, "sampler": dict, "shard_blocks": [int]},
+    **{"vocabulary": int, "sampler": dict, "shard_blocks": [int], "quantise": object},
 }
 PACKED_BYTES = 3 * 4 + 1  # a position's id, document, position and mask
 TYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
