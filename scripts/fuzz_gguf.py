@@ -157,13 +157,13 @@ def hostile(draw: Callable[..., Any], base: Parts) -> bytes:
                 entries[number] = replace(old, kind=other.kind, payload=other.payload)
             else:
                 raw = bytearray(old.payload)
-                for _ in range(draw(st.integers(1, 8))):
+                for _ in range(draw(st.integers(1, 8)) if raw else 0):
                     raw[draw(fractions) % len(raw)] = draw(st.integers(0, 255))
                 entries[number] = replace(old, payload=bytes(raw))
         elif edit < 12 and tensors:
             old_tensor = tensors[number]
             if edit <= 8:
-                shape = list(old_tensor.shape)
+                shape = list(old_tensor.shape) or [1]
                 shape[draw(fractions) % len(shape)] = draw(st.sampled_from(LENGTHS))
                 shape *= draw(st.sampled_from([1, 1, 1, 0, 2, 5]))
                 tensors[number] = replace(old_tensor, shape=tuple(shape))

@@ -176,7 +176,16 @@ def test_tokenizer(model: Path, key: str, value: Any) -> None:
         Vocabulary.read(model)
 
 
-@pytest.mark.parametrize(("key", "value"), [("added_tokens_decoder", []), ("tokenizer_class", 3)])
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("added_tokens_decoder", []),
+        ("added_tokens_decoder", {"x": {"content": "a"}}),
+        ("tokenizer_class", 3),
+        ("chat_template", [3]),
+        ("chat_template", [{"name": "default"}]),
+    ],
+)
 def test_tokenizer_settings(model: Path, key: str, value: Any) -> None:
     edit(model / "tokenizer_config.json", **{key: value})
     for read in (Vocabulary.read, pin_tokenizer, lambda folder: VocabularyMetadata.read(str(folder))):
@@ -362,3 +371,9 @@ def test_a_normalizer_of_another_kind(model: Path) -> None:
     edit(model / "tokenizer.json", normalizer=["NFC"])
     with pytest.raises(DataError, match=r"tokenizer\.json cannot be loaded"):
         read_tokenizer(model, 400)
+
+
+def test_ids_far_beyond_their_number(model: Path) -> None:
+    edit(model / "tokenizer_config.json", added_tokens_decoder={"9999999": {"content": "x"}})
+    with pytest.raises(DataError, match="have ids from 0 to 9999999"):
+        Vocabulary.read(model)

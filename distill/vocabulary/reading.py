@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ from distill.vocabulary.roles import NAMED_ROLES, content_of, roles_in
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _CONTROL = re.compile(r"[<\[].+[>\]]", re.DOTALL)
 ADDED: dict[Any, Any] = {"id": int, "content": str}  # the form of an added token
-MOST_ID = 2**22  # many times the largest vocabulary; the ids are the rows of lists
+_ID = re.compile("[0-9]{1,7}")
 _HINT = "byte-level BPE and SentencePiece (BPE or Unigram) are supported"
 
 
@@ -74,9 +74,15 @@ def tokenizer_content(path: Path) -> dict[str, Any]:
     if not isinstance(merges, list) or not all(isinstance(one, str) or _is_pair(one) for one in merges):
         raise DataError(f"{path} is damaged: a merge is a pair of tokens", hint)
     ids = [*(words.values() if isinstance(words, dict) else ()), *(token["id"] for token in content["added_tokens"])]
-    if ids and not 0 <= min(ids) <= max(ids) <= MOST_ID:
-        raise DataError(f"{path} is damaged: its ids lie in {min(ids)} to {max(ids)}", hint)
+    _require_dense(path, ids)
     return content
+
+
+def _require_dense(path: Path, ids: Collection[int]) -> None:
+    """Raise DataError for ids far beyond their number: they are the rows of lists."""
+    if ids and not 0 <= min(ids) <= max(ids) <= 4 * len(ids) + 2**16:
+        fault = f"{len(ids)} tokens have ids from {min(ids)} to {max(ids)}"
+        raise DataError(f"{path} is damaged: {fault}", "copy the tokenizer again")
 
 
 def _is_pair(value: Any) -> bool:
@@ -88,14 +94,15 @@ def tokenizer_settings(folder: Path) -> dict[str, Any]:
     path = folder / "tokenizer_config.json"
     found = read_object(path, "copy the tokenizer again") if path.is_file() else {}
     later, named = found.get("added_tokens_decoder"), found.get("tokenizer_class")
-    wrong = (
-        "added_tokens_decoder"
-        if later is not None
-        and not (has_form(later, {...: {"content": str}}) and all(re.fullmatch("[0-9]{1,7}", key) for key in later))
-        else "tokenizer_class"
-        if named is not None and not isinstance(named, str)
-        else None
-    )
+    decoded = later is None or has_form(later, {...: {"content": str}}) and all(map(_ID.fullmatch, later))
+    template = found.get("chat_template")
+    templates = template is None or isinstance(template, str) or has_form(template, [{"name": str, "template": str}])
+    whole = {
+        "added_tokens_decoder": decoded,
+        "tokenizer_class": named is None or isinstance(named, str),
+        "chat_template": templates,
+    }
+    wrong = next((key for key, right in whole.items() if not right), None)
     if wrong is not None:
         raise DataError(f"{path} is damaged: {wrong} is of another kind", "copy the tokenizer again")
     return found
@@ -163,6 +170,7 @@ def _tokens(
         by_id[number] = token["content"]
     if not by_id:
         raise DataError(f"{path} holds no tokens", "copy the tokenizer again")
+    _require_dense(path, by_id)
     known = set(by_id.values())
     for role in NAMED_ROLES:
         name = content_of(settings.get(f"{role}_token"))
