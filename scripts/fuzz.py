@@ -322,8 +322,9 @@ def start(kind: Kind, batches: list[tuple[int, int]], base: Path, seed: int) -> 
             outcome = batches_of(kind, world, seed, number, count)
             os.write(send, json.dumps(vars(outcome)).encode() + b"\n")
         os._exit(0)
-    except BaseException:
-        os.write(send, json.dumps({"broken": traceback.format_exc()[-3000:]}).encode() + b"\n")
+    except BaseException as error:
+        words = "".join(traceback.format_tb(error.__traceback__)[-6:]) + repr(error)[:300]
+        os.write(send, json.dumps({"broken": words}).encode() + b"\n")
         os._exit(3)
 
 

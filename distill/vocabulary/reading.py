@@ -94,7 +94,7 @@ def tokenizer_settings(folder: Path) -> dict[str, Any]:
     path = folder / "tokenizer_config.json"
     found = read_object(path, "copy the tokenizer again") if path.is_file() else {}
     later, named = found.get("added_tokens_decoder"), found.get("tokenizer_class")
-    decoded = later is None or has_form(later, {...: {"content": str}}) and all(map(_ID.fullmatch, later))
+    decoded = later is None or (has_form(later, {...: {"content": str}}) and all(map(_ID.fullmatch, later)))
     template = found.get("chat_template")
     templates = template is None or isinstance(template, str) or has_form(template, [{"name": str, "template": str}])
     whole = {
