@@ -1013,7 +1013,8 @@ def run_command(world: World, found: tuple[list[str], bytes]) -> Readers:
         text = out.getvalue() + err.getvalue()
         text.encode()
         foreign = [words for words in FOREIGN if words in text]
-        if code not in (0, 2) or foreign:
+        unanswered = code == 130 and "[y/N]" in text  # the standard input ended before an answer
+        if not (code in (0, 2) or unanswered) or foreign:
             raise Wrong(f"exit status {code}, {foreign}: {text[-1500:]}")
         if code == 2 and not err.getvalue().strip():
             raise Wrong("exit status 2 without a message")

@@ -27,6 +27,8 @@ from distill.models.tokenizer_files import pin_tokenizer
 from distill.pipeline.refresh import plan_refresh
 from distill.recipe import Traffic, load_recipe
 from distill.report.stage import gather
+from distill.results.evaluation_results import EvaluationReport
+from distill.results.serialise import read_result
 from distill.results.training_results import training_steps
 from distill.run import Run
 from distill.speculative.cost import load_cost_curve, load_costs
@@ -377,3 +379,23 @@ def test_ids_far_beyond_their_number(model: Path) -> None:
     edit(model / "tokenizer_config.json", added_tokens_decoder={"9999999": {"content": "x"}})
     with pytest.raises(DataError, match="have ids from 0 to 9999999"):
         Vocabulary.read(model)
+
+
+def test_a_setting_that_fails_in_use(model: Path) -> None:
+    edit(model / "tokenizer_config.json", model_max_length="many")
+    with pytest.raises(DataError, match="cannot load"):
+        load_tokenizer(str(model))
+
+
+def test_positions_that_an_evaluation_lacks(copied: Path) -> None:
+    found = json.loads((copied / "eval.json").read_text())
+    found["positions"]["after"] = found["positions"]["after"][:1]
+    (copied / "eval.json").write_text(json.dumps(found))
+    with pytest.raises(DataError, match="does not hold what this version writes"):
+        read_result(copied / "eval.json", EvaluationReport)
+
+
+def test_a_manifest_of_an_unknown_kind(copied: Path) -> None:
+    edit(copied / "teacher" / "manifest.json", kind="other")
+    with pytest.raises(DataError, match=r"manifest\.json is damaged"):
+        read_manifest(copied / "teacher")

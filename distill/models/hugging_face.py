@@ -161,7 +161,9 @@ def load_tokenizer(reference: str) -> Any:
 
     check_folder(reference)
     try:
-        return AutoTokenizer.from_pretrained(reference)
+        found = AutoTokenizer.from_pretrained(reference)
+        encode(found, "a")  # some settings of a wrong kind are noticed only in use
+        return found
     except Exception as error:  # transformers and tokenizers raise many kinds for faulty files
         raise _explained(reference, error) from error
 

@@ -96,8 +96,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         "exact": {"logit_form": dict},
         "online": {},
     }
-    form = MANIFEST | (kinds.get(found["kind"], {"kind": ...}) if isinstance(found.get("kind"), str) else {})
-    if not has_form(found, form) or not found["shard_blocks"] or min(found["shard_blocks"]) < 1:
+    whole = has_form(found, MANIFEST) and found["kind"] in kinds and has_form(found, kinds[found["kind"]])
+    if not whole or not found["shard_blocks"] or min(found["shard_blocks"]) < 1:
         raise DataError(f"{path} is damaged: it does not hold what this version writes", again)
     return found
 
