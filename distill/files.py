@@ -42,25 +42,52 @@ def require_path(path: str | Path, where: str) -> None:
         raise RecipeError(f"{where}: the path {text[:60]!a} {fault}", "correct the path")
 
 
+def parse_json(raw: bytes, largest: int | None = None) -> Any:
+    """The value of a JSON text.
+
+    ValueError, in words for a message, for text that is not UTF-8 or no JSON, for lone surrogates, and for integers
+    beyond ±`largest`, which the libraries below do not take.
+    """
+    many = largest is not None and _MANY_DIGITS.search(raw)
+    try:
+        text = raw.decode("utf-8-sig" if raw.startswith(b"\xef\xbb\xbf") else "utf-8")
+        found = json.loads(text, parse_int=(lambda digits: _integer(digits, largest)) if many else None)
+        if _SURROGATE.search(raw):
+            json.dumps(found, ensure_ascii=False).encode()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"not UTF-8 (byte {error.start + 1})") from None
+    except UnicodeEncodeError:
+        raise ValueError("a lone surrogate (\\ud800 to \\udfff), which is no text") from None
+    except RecursionError:
+        raise ValueError("no JSON (nested too deeply)") from None
+    except json.JSONDecodeError as error:
+        line = f"line {error.lineno}, " if error.lineno > 1 else ""
+        raise ValueError(f"no JSON ({line}character {error.colno}: {error.msg})") from None
+    except ValueError:
+        raise ValueError("no JSON (a number with too many digits)") from None
+    return found
+
+
+def _integer(digits: str, largest: int | None) -> int:
+    found = int(digits)
+    if largest is not None and abs(found) > largest:
+        raise ValueError
+    return found
+
+
 def parse_object(raw: bytes) -> dict[str, Any] | str:
     """The JSON object in a line of a jsonl file, or the line's fault."""
     try:
-        text = raw.decode("utf-8-sig" if raw.startswith(b"\xef\xbb\xbf") else "utf-8")
-    except UnicodeDecodeError as error:
-        return f"not UTF-8 (byte {error.start + 1} of the line)"
-    try:
-        found = json.loads(text)
-        if _SURROGATE.search(raw):
-            json.dumps(found, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        return "a lone surrogate (\\ud800 to \\udfff), which is no text"
-    except RecursionError:
-        return "no JSON (nested too deeply)"
-    except json.JSONDecodeError as error:
-        return f"no JSON ({error.msg}, at character {error.pos + 1} of the line)"
-    except ValueError:
-        return "no JSON (a number with too many digits)"
-    return found if isinstance(found, dict) else f"a JSON object is needed, got {type(found).__name__}"
+        found = parse_json(raw)
+    except ValueError as error:
+        return str(error)
+    return found if isinstance(found, dict) else f"a JSON object is needed, got {kind_of(found)}"
+
+
+def kind_of(value: Any) -> str:
+    """The kind of a JSON or YAML value, in the words of those formats."""
+    kinds = {type(None): "null", bool: "true or false", int: "number", float: "number", str: "text", dict: "object"}
+    return kinds.get(type(value), type(value).__name__)
 
 
 def read_utf8(path: Path) -> str:
@@ -81,6 +108,8 @@ def names_of(record: dict[str, Any], most: int = 12) -> str:
 
 
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+_MANY_DIGITS = re.compile(rb"[0-9]{19}")
+LARGEST = 2**63 - 1  # the largest integer in an artifact; tokenizers have larger ones (model_max_length)
 
 
 def _explain_write_fault(path: Path, error: OSError) -> RunError:
@@ -202,15 +231,13 @@ def read_json(path: Path, form: Any = None) -> Any:
     """Read a JSON artifact; raises DataError when it is missing, damaged or not of this form (see `has_form`)."""
     again = "delete it and run `distill train` again"
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = parse_json(path.read_bytes(), LARGEST)
     except FileNotFoundError:
         raise DataError(f"{path} is missing", "run `distill train` on its recipe again") from None
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}", "correct its permissions, or the disk") from error
-    except json.JSONDecodeError as error:
-        raise DataError(f"{path} is damaged: no JSON, line {error.lineno}: {error.msg}", again) from error
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{path} is damaged: no JSON, or not UTF-8", again) from error
+    except ValueError as error:
+        raise DataError(f"{path} is damaged: {error}", again) from error
     if form is not None and not has_form(found, form):
         raise DataError(f"{path} is damaged: it does not hold what this version writes", again)
     return found
@@ -235,16 +262,15 @@ def has_form(value: Any, form: Any) -> bool:
 def read_object(path: Path, hint: str = "copy the folder again") -> dict[str, Any]:
     """Read the JSON object in a file of a model folder; raises DataError when it is missing, damaged or no object."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = parse_json(path.read_bytes())
     except FileNotFoundError:
         raise DataError(f"{path} does not exist", "give a whole Hugging Face folder") from None
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}", hint) from None
-    except (ValueError, RecursionError) as error:
-        fault = str(error) if isinstance(error, ValueError) else "nested too deeply"
-        raise DataError(f"{path} is damaged: no JSON, {fault}", hint) from None
+    except ValueError as error:
+        raise DataError(f"{path} is damaged: {error}", hint) from None
     if not isinstance(found, dict):
-        raise DataError(f"{path} is damaged: it is not a JSON object", hint)
+        raise DataError(f"{path} is damaged: a JSON object is needed, got {kind_of(found)}", hint)
     return found
 
 

@@ -30,6 +30,8 @@ from distill.files import (
 from distill.machine import machine
 from distill.recipe import Recipe, dump_recipe
 
+PARENT = {"generation": int, "run": str, "digest": str, "files": {...: str}}  # the form of parent.json
+READ = {"path": str, "bytes": int, "lines": int, "sha256": str}  # the form of a part of a traffic file
 RECORD = {  # the form of stages/NAME.json
     "key": str,
     "inputs": {},
@@ -109,7 +111,12 @@ class Run:
     def parent(self) -> dict[str, Any] | None:
         """The origin of a refreshed run (parent.json, see refresh.py); None for a run that began with a cut."""
         path = self.path("parent.json")
-        return read_json(path, dict) if path.exists() else None
+        if not path.exists():
+            return None
+        found: dict[str, Any] = read_json(path, PARENT)
+        if found.get("traffic") is not None and not has_form(found["traffic"], READ):
+            raise DataError(f"{path} is damaged: `traffic` is of another kind", "copy the run again")
+        return found
 
     def close(self) -> None:
         """Release the lock and the log."""

@@ -12,6 +12,7 @@ from distill.errors import DataError
 from distill.files import has_form, parse_object
 from distill.run import Run
 
+MOST_ID = 2**31 - 1  # token ids are stored as int32
 # The forms of the lines of prompts-SPLIT.jsonl and of answers.
 PROMPT = {"id": str, "ids": [int]}
 CHAT = {"messages": [{"role": str, "content": str}], "turns": [str]}  # of a prompt that has a conversation
@@ -22,7 +23,7 @@ ANSWER = {"id": str, "prompt": [int], "answer": [int], "looping": bool}
 class Prompt:
     """The origin of a prompt (`name@character`, and the corpus source) and its token ids.
 
-    Of a conversation, `chat` has what renders its further turns (see models/chat_template.next_prompt). `label` is the
+    Of a conversation, `chat` has what renders its further turns (see corpus/chat_template.next_prompt). `label` is the
     class of text that reports show.
     """
 
@@ -86,6 +87,14 @@ def prompt_seed(seed: int, prompt_id: str) -> int:
     return int.from_bytes(hashlib.sha256(f"{seed}/{prompt_id}".encode()).digest()[:7], "big")
 
 
+def _fits(record: dict[str, Any], form: dict[str, Any]) -> bool:
+    """Whether a line has the fields of its form, text as its source if it names one, and ids that a tensor can hold."""
+    if not has_form(record, form) or not isinstance(record.get("source", ""), str):
+        return False
+    ids = [record[name] for name, kind in form.items() if kind == [int]]
+    return all(min(one) >= 0 and max(one) <= MOST_ID for one in ids if one)
+
+
 def _read_lines(path: Path, stage: str, form: dict[str, Any]) -> list[dict[str, Any]]:
     again = f"make it again with `distill train RECIPE --redo {stage}`"
     try:
@@ -94,7 +103,7 @@ def _read_lines(path: Path, stage: str, form: dict[str, Any]) -> list[dict[str, 
         raise DataError(f"{path} cannot be read: {error.strerror}", again) from None
     found = [parse_object(line) for line in (lines if lines[-1] else lines[:-1])]
     for number, record in enumerate(found, 1):
-        if isinstance(record, str) or not has_form(record, form):
+        if isinstance(record, str) or not _fits(record, form):
             fault = record if isinstance(record, str) else "fields are missing or of another kind"
             raise DataError(f"{path} is damaged: line {number}: {fault}", again)
     return [record for record in found if isinstance(record, dict)]
@@ -119,7 +128,8 @@ def read_prompts(run: Run, split: str) -> list[Prompt]:
 def read_answers(run: Run, split: str) -> list[Answer]:
     """All answers of a split, in prompt order; raises DataError when a file is damaged."""
     paths = sorted(run.path("answers").glob(f"{split}-*.jsonl"))
-    return [Answer(**line) for path in paths for line in _read_lines(path, "answers", ANSWER)]
+    lines = [line for path in paths for line in _read_lines(path, "answers", ANSWER)]
+    return [Answer(one["id"], one["prompt"], one["answer"], one["looping"], one.get("source", "")) for one in lines]
 
 
 def read_documents_of(run: Run, split: str) -> list[str]:

@@ -400,7 +400,7 @@ def test_metrics_of_other_forms_are_left_out(recipe: Path, tmp_path: Path) -> No
 
 def test_damaged_json_names_the_line(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text('{"a": 1,\n"b": }\n')
-    with pytest.raises(DataError, match=r"a.json is damaged: no JSON, line 2"):
+    with pytest.raises(DataError, match=r"a.json is damaged: no JSON \(line 2, character 6"):
         read_json(tmp_path / "a.json")
 
 

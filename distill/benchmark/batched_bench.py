@@ -6,7 +6,6 @@ line ("pl"), which stand in for m tokens of one sequence.
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from distill.errors import DataError
+from distill.files import has_form, parse_object
 from distill.speculative.cost import CostCurve, StepCosts, predicted_speedup
 
 NOTE = (
@@ -21,6 +21,7 @@ NOTE = (
     "one sequence share one cache and usually cost a little less, most of all at great depths."
 )
 COUNTS, TIMES = ("pp", "tg", "pl"), ("t_tg",)  # the fields of a line that are used
+MOST = 2**31 - 1  # of every count and time
 MOST_LISTED = 64  # costs in GGML_BATCH_COSTS
 
 
@@ -42,30 +43,29 @@ def read_log(path: Path) -> list[dict[str, Any]]:
     Raises DataError, with the line's number, for a broken or incomplete object and for a log without any.
     """
     try:
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+        lines = path.read_bytes().splitlines()
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror}", "give the file with the tool's output") from error
-    found = [_measurement(line, f"{path}, line {number}") for number, line in enumerate(lines, 1) if line[:1] == "{"]
+    found = [_measurement(line, f"{path}, line {number}") for number, line in enumerate(lines, 1) if line[:1] == b"{"]
     if not found:
         raise DataError(f"{path} holds no measurement", "run llama-batched-bench with --output-format jsonl")
     return found
 
 
-def _measurement(line: str, where: str) -> dict[str, Any]:
-    try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        what = f"{where} is not JSON: {error.msg} at character {error.pos}"
-        raise DataError(what, "was the run cut short? remove the line or run it again") from error
+def _measurement(line: bytes, where: str) -> dict[str, Any]:
+    row = parse_object(line)
+    if isinstance(row, str):
+        raise DataError(f"{where}: {row}", "was the run cut short? remove the line or run it again")
     for name in (*COUNTS, *TIMES):
         if name not in row:
             raise DataError(f"{where} has no `{name}`", "is this the output of llama-batched-bench?")
-        if not isinstance(row[name], int if name in COUNTS else int | float):
-            raise DataError(f"{where}: `{name}` is {row[name]!r}, not a number", "run the benchmark again")
-    for name in ("tg", "pl", "t_tg"):
-        if row[name] <= 0:
-            raise DataError(f"{where}: `{name}` is {row[name]}, must be above 0", "use -ntg and -npl of 1 or more")
-    return dict(row)
+        if not has_form(row[name], int if name in COUNTS else (int, float)) or isinstance(row[name], bool):
+            raise DataError(f"{where}: `{name}` is {row[name]!r:.60}, not a number", "run the benchmark again")
+        if not (0 if name == "pp" else 1e-12) <= row[name] <= MOST:
+            raise DataError(
+                f"{where}: `{name}` is {row[name]!r:.60}, must be above 0", "use -ntg and -npl of 1 or more"
+            )
+    return row
 
 
 def import_curve(path: Path, model: str = "llama-batched-bench") -> CostCurve:

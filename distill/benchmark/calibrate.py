@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from distill.errors import DataError
-from distill.files import read_json, write_json
+from distill.files import has_form, read_json, write_json
 from distill.models.base import Model
 from distill.models.loaded import load_pair
 from distill.packing import Packed
 from distill.recipe import Recipe
 from distill.results.profile_results import ProfileReport
-from distill.results.serialise import read_result
+from distill.results.serialise import from_json, read_result
 from distill.run import Run
 from distill.speculative.calibration import (
     CONTEXT_TERMS,
@@ -47,7 +47,7 @@ from distill.texts import read_prompts
 FORMAT = 1
 LENGTH = 8  # tokens drafted in every recorded round
 RANKS = 8  # of the draft's best tokens that are tallied
-KINDS: dict[str, Callable[..., Calibration]] = {"Power": Power, "Logistic": Logistic, "Sequential": Sequential}
+KINDS: dict[str, type[Calibration]] = {"Power": Power, "Logistic": Logistic, "Sequential": Sequential}
 FITS: dict[str, Callable[[Sequence[Recorded]], Calibration]] = {
     "power": fit_power,
     "margin": fit_logistic,
@@ -194,15 +194,15 @@ def save_calibration(path: Path, table: Mapping[str, Any]) -> None:
 
 def load_calibrations(path: Path) -> dict[str, Calibration]:
     """The calibrations of a calibration.json by name; raises DataError when it is damaged or of another format."""
-    table = read_json(path)
+    table = read_json(path, {"format": int, "fits": {...: {"kind": str, "fields": dict}}})
     try:
         if table["format"] != FORMAT:
-            raise ValueError(f"format {table['format']}")
+            raise ValueError(f"its format is {table['format']}")
         found: dict[str, Calibration] = {}
         for name, fit in table["fits"].items():
             values = {key: tuple(value) if isinstance(value, list) else value for key, value in fit["fields"].items()}
             values.pop("shift", None)  # what is learned online, 0 in a fit
-            found[name] = KINDS[fit["kind"]](**values)
+            found[name] = from_json(values, KINDS[fit["kind"]], str(path))
         return found
     except (KeyError, TypeError, ValueError) as error:
         raise DataError(f"{path} holds no calibrations: {error}", "make it again: `distill speedup --again`") from error
@@ -216,18 +216,16 @@ def save_texts(path: Path, prompts: Sequence[Sequence[int]], own: Sequence[Recor
 
 def load_texts(path: Path) -> list[tuple[list[int], list[int]]]:
     """Prompts, and what the target wrote after each; raises DataError when the file is missing or damaged."""
-    try:
-        return [(text["prompt"], text["new"]) for text in read_json(path)["texts"]]
-    except (KeyError, TypeError) as error:
-        raise DataError(f"{path} holds no texts: {error}", "make it again: `distill speedup --again`") from error
+    texts = read_json(path, {"texts": [{"prompt": [int], "new": [int]}]})["texts"]
+    return [(text["prompt"], text["new"]) for text in texts]
 
 
 def load_ranks(path: Path) -> RankTally:
     """The acceptance by rank of a calibration.json; raises DataError when there is none."""
-    found = read_json(path).get("ranks")
-    if not found or not found["tried"]:
+    found = read_json(path, {}).get("ranks")
+    if not has_form(found, {"tried": [int], "taken": [int]}) or not found["tried"]:
         raise DataError(f"{path} holds no acceptance by rank", "make it again: `distill speedup --again`")
-    return RankTally(**found)
+    return RankTally(found["tried"], found["taken"])
 
 
 def curve_costs(run: Run, backend: str) -> StepCosts:

@@ -90,6 +90,7 @@ def main() -> None:
         print(f"distill: {error}", file=sys.stderr)
         code = 2
     except ClickException as error:
+        _reword(error)
         error.show()
         code = 2
     except (KeyboardInterrupt, typer.Abort):
@@ -102,6 +103,18 @@ def main() -> None:
         print(_bug(error), file=sys.stderr)
         code = 1
     sys.exit(code)
+
+
+def _reword(error: Any) -> None:
+    """Give an option's fault our words: recent versions of typer check options with pydantic and show its words."""
+    cause = error.__cause__
+    if not hasattr(cause, "errors"):
+        return
+    from distill.recipe.mistakes import WORDS, shown
+
+    fault = cause.errors()[0]
+    words = WORDS[fault["type"]](fault.get("ctx", {})) if fault["type"] in WORDS else "cannot be used here"
+    error.message = f"{words} (got {shown(fault['input'])})"
 
 
 def _require_text(arguments: Sequence[str]) -> None:

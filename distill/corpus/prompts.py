@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from distill.corpus.chat_template import CLOSING, ChatTemplate
 from distill.corpus.sources import Document
-from distill.models.chat_template import CLOSING, ChatTemplate
 from distill.recipe import Chat
 from distill.texts import Prompt
 

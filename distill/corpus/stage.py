@@ -10,12 +10,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from distill.corpus.chat_template import ChatTemplate
 from distill.corpus.prompts import ChatPrompts, cut_prompts
 from distill.corpus.sources import Document, read_documents
 from distill.corpus.splits import SPLITS, Split
 from distill.errors import DataError
 from distill.files import write_atomically, write_json, write_text
-from distill.models.chat_template import ChatTemplate
 from distill.models.hugging_face import encode, end_ids, load_config, load_tokenizer
 from distill.packing import Packed, concatenate, pack
 from distill.recipe import Recipe

@@ -18,7 +18,8 @@ import torch
 from numpy.typing import NDArray
 
 from distill.errors import DataError
-from distill.files import read_object
+from distill.models.config_file import read_config
+from distill.models.tensor_files import read_header, weight_files
 
 ARCHITECTURES = ("qwen2", "qwen3", "llama")
 
@@ -79,7 +80,7 @@ class GgufTensor:
 
 def read_shape(folder: Path) -> Shape:
     """The model's shape from `folder`/config.json; DataError for a model that llama.cpp would compute differently."""
-    config = read_object(folder / "config.json")
+    config = read_config(folder)
     architecture = config.get("model_type")
     if architecture not in ARCHITECTURES:
         raise DataError(
@@ -94,6 +95,11 @@ def read_shape(folder: Path) -> Shape:
                 f"{folder}/config.json: {key} is {value!r}, not a positive integer", hint="correct config.json"
             )
         return value
+
+    def real(key: str, value: Any) -> float:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e30:
+            raise DataError(f"{folder}/config.json: {key} is {value!r}, not a positive number", "correct config.json")
+        return float(value)
 
     hidden, heads = number("hidden_size"), number("num_attention_heads")
     rope = dict(config.get("rope_parameters") or {})  # transformers >= 5
@@ -112,9 +118,9 @@ def read_shape(folder: Path) -> Shape:
         mlp=number("intermediate_size"),
         vocabulary=number("vocab_size"),
         context=number("max_position_embeddings"),
-        rms_epsilon=float(config.get("rms_norm_eps", 1e-6)),
+        rms_epsilon=real("rms_norm_eps", config.get("rms_norm_eps", 1e-6)),
         tied=bool(config.get("tie_word_embeddings", False)),
-        rope_theta=float(rope["rope_theta"]),
+        rope_theta=real("rope_theta", rope["rope_theta"]),
         rope=rope,
     )
     _refuse_unsupported(folder, config, shape)
@@ -132,7 +138,7 @@ def _refuse_unsupported(folder: Path, config: Mapping[str, Any], shape: Shape) -
     # llama.cpp reads llama3's frequency factors for the llama architecture only.
     if shape.rope["rope_type"] == "llama3" and shape.architecture != "llama":
         refuse(f"rope scaling 'llama3' on {shape.architecture}")
-    if float(shape.rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0) != 1.0:
+    if (shape.rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0) != 1.0:
         refuse("a partial rotary embedding")
     if config.get("use_sliding_window") or "sliding_attention" in (config.get("layer_types") or []):
         refuse("sliding-window attention")
@@ -237,24 +243,6 @@ def rope_factors(shape: Shape) -> NDArray[np.float32]:
     return np.array(factors, dtype=np.float32)
 
 
-def _weight_files(folder: Path) -> list[Path]:
-    index = folder / "model.safetensors.index.json"
-    if index.exists():
-        names = sorted(set(read_object(index).get("weight_map", {}).values()))
-        files = [folder / str(name) for name in names]
-    else:
-        files = [folder / "model.safetensors"]
-    for file in files:
-        if not file.is_file():
-            raise DataError(
-                f"{file} does not exist",
-                hint="the folder needs model.safetensors, or the shards that model.safetensors.index.json names",
-            )
-    if not files:
-        raise DataError(f"{index} names no files", hint="copy the model folder again")
-    return files
-
-
 @contextmanager
 def open_tensors(folder: Path, shape: Shape) -> Iterator[list[GgufTensor]]:
     """The folder's tensors under their GGUF names, readable while the context is open.
@@ -265,7 +253,8 @@ def open_tensors(folder: Path, shape: Shape) -> Iterator[list[GgufTensor]]:
 
     with ExitStack() as stack:
         handles: dict[str, Any] = {}
-        for file in _weight_files(folder):
+        for file in weight_files(folder):
+            read_header(file)  # names a fault in words of ours
             try:
                 handle = stack.enter_context(safe_open(file, framework="pt"))
             except (SafetensorError, OSError) as error:

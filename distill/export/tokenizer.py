@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from distill.errors import DataError
-from distill.files import read_object
+from distill.files import read_utf8
+from distill.models.config_file import read_config
 from distill.vocabulary.encoding import added_around, open_tokenizer
+from distill.vocabulary.reading import tokenizer_content, tokenizer_settings
 from distill.vocabulary.roles import named_id
 
 if TYPE_CHECKING:
@@ -63,12 +65,12 @@ def read_tokenizer(folder: Path, vocabulary: int) -> GgufTokenizer:
     rules that llama.cpp has no name for.
     """
     path = folder / "tokenizer.json"
-    content = read_object(path)
-    settings = read_object(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").exists() else {}
-    config = read_object(folder / "config.json") if (folder / "config.json").exists() else {}
-    model = content.get("model") or {}
+    content = tokenizer_content(path)
+    settings = tokenizer_settings(folder)
+    config = read_config(folder) if (folder / "config.json").exists() else {}
+    model = content["model"]
+    tokenizer = open_tokenizer(path)  # which also proves the forms of the parts that are read below
     _refuse_other_kinds(path, content, model)
-    tokenizer = open_tokenizer(path)
     tokens, types, padding = _tokens(path, content, vocabulary)
     pre = _pre_type(path, content, tokenizer)
     ids = {token: index for index, token in enumerate(tokens)}
@@ -232,7 +234,7 @@ def _text_ends(path: Path, tokenizer: Tokenizer, bos: int | None, eos: int) -> t
 def _chat_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
     file = folder / "chat_template.jinja"
     if file.is_file():
-        return file.read_text(encoding="utf-8")
+        return read_utf8(file)
     template = settings.get("chat_template")
     if isinstance(template, list):  # named templates of older tokenizers
         template = next((t["template"] for t in template if t.get("name") == "default"), None)

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from distill.errors import DataError
+from distill.files import kind_of, parse_json
 from distill.grammar import gbnf
 from distill.grammar.tokens import Tokens
 from distill.models.gguf.llama_grammar import open_grammar
@@ -222,12 +223,15 @@ def llama_constraint(text: str, model: GgufModel) -> Constraint:
 
 def _json_grammar(matcher: Any, text: str) -> str:
     try:
-        schema = json.loads(text)
+        schema = parse_json(text.encode("utf-8", "surrogatepass"))
     except ValueError as error:
-        raise DataError(f"the JSON schema is no JSON: {error}", "correct it") from None
+        raise DataError(f"the JSON schema cannot be read: {error}", "correct it") from None
     if not isinstance(schema, dict):
-        raise DataError(f"a JSON schema is an object, got {type(schema).__name__}", "correct it")
-    grammar: str = matcher.grammar_from_json_schema(json.dumps(schema), defaults=LAYOUT)
+        raise DataError(f"a JSON schema is an object, got {kind_of(schema)}", "correct it")
+    try:
+        grammar: str = matcher.grammar_from_json_schema(json.dumps(schema), defaults=LAYOUT)
+    except (ValueError, RecursionError) as error:  # NaN, which no JSON has, and too many levels
+        raise DataError(f"the JSON schema cannot be used: {_first(str(error))}", "correct it") from None
     return grammar
 
 

@@ -113,14 +113,19 @@ def _characters(written: str, text: str, place: int) -> list[str]:
     parts = _CHARACTER.findall(written)
     if "".join(parts) != written:
         raise _error(text, place, f"an escape in `{written}` is not whole")
-    return [_unescaped(part) for part in parts]
+    found = [_unescaped(part) for part in parts]
+    if None in found:
+        raise _error(text, place, f"`{written}` names a character that does not exist")
+    return [character for character in found if character is not None]
 
 
-def _unescaped(part: str) -> str:
+def _unescaped(part: str) -> str | None:
+    """The character of an escape; None for a number that no character has."""
     if len(part) == 1:
         return part
     if part[1] in _HEXADECIMAL:
-        return chr(int(part[2:], 16))
+        number = int(part[2:], 16)
+        return chr(number) if number <= 0x10FFFF and not 0xD800 <= number <= 0xDFFF else None
     return ESCAPES.get(part[1], part[1])
 
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from distill.errors import DataError, RunError
-from distill.files import read_object
+from distill.errors import DataError, DistillError, RunError
+from distill.models.config_file import HINT, read_config
+from distill.models.tensor_files import weight_files
 from distill.models.whole.intact import quiet, require_own_type, require_whole
 from distill.processes import process_count
 from distill.recipe import Target, is_path
@@ -40,9 +42,18 @@ def check_folder(reference: str) -> None:
         raise DataError(f"model folder {reference} {state}", "give a Hugging Face model folder or a hub name")
 
 
+# Exceptions with which libraries speak to users; the others show that a file holds what no code expected.
+SPOKEN = (OSError, ValueError, ImportError, RuntimeError, LookupError)
+_INSIDE = re.compile(
+    r"<class '|NoneType|object has no|index out of|^'\w*'$|codec can't|Traceback|Error: |expected scalar"
+)
+
+
 def _explained(reference: str, error: Exception) -> DataError:
-    lines = str(error).strip().splitlines() or [type(error).__name__]
+    lines = str(error).strip().splitlines() or [""]
     first = lines[1].strip() if lines[0].endswith(":") and len(lines) > 1 else lines[0]
+    if not first or _INSIDE.search(first) or not isinstance(error, SPOKEN):
+        first = f"a value in its files is missing or of another kind than the libraries expect ({type(error).__name__})"
     hint = "check the folder" if is_path(reference) else "check the name and the network, or give a local folder"
     return DataError(f"cannot load {reference}: {first}", hint)
 
@@ -126,8 +137,6 @@ def load_model(
     `quantise` see `quantisation`; with `shard` the layers are spread over all accelerators, and inputs go to the first
     one. Raises RunError where either is impossible on this machine.
     """
-    from safetensors import SafetensorError
-
     from distill.models.kept import read_kept, trim_head
 
     check_folder(reference)
@@ -139,7 +148,9 @@ def load_model(
         options["device_map"] = _placement(device, shard)
     try:
         model = load_weights(reference, DTYPES[dtype], **options)
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
+    except DistillError:
+        raise
+    except Exception as error:  # transformers raises many kinds for faulty files
         raise _explained(reference, error) from error
     model = (model if options else model.to(device)).eval()
     kept = read_kept(Path(reference)) if trimmed else None
@@ -157,20 +168,28 @@ def load_tokenizer(reference: str) -> Any:
 
     check_folder(reference)
     try:
-        return AutoTokenizer.from_pretrained(reference)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        found = AutoTokenizer.from_pretrained(reference)
+        encode(found, "a")  # some settings of a wrong kind are noticed only in use
+        return found
+    except Exception as error:  # transformers and tokenizers raise many kinds for faulty files
         raise _explained(reference, error) from error
 
 
 def load_config(reference: str) -> Any:
     """The configuration of a model; reads no weights."""
-    from transformers import AutoConfig
+    from transformers import AutoConfig, PretrainedConfig
 
     check_folder(reference)
+    if is_path(reference):
+        read_config(Path(reference))
     try:
-        return AutoConfig.from_pretrained(reference)
+        found = AutoConfig.from_pretrained(reference)
+        inner = found.get_text_config()
     except Exception as error:  # transformers and huggingface_hub raise many kinds; each means a faulty config.json
         raise _explained(reference, error) from error
+    if not isinstance(inner, PretrainedConfig):
+        raise DataError(f"{reference}/config.json: text_config does not belong to a {found.model_type}", HINT)
+    return found
 
 
 def encode(tokenizer: Any, text: str) -> list[int]:
@@ -208,11 +227,6 @@ def describe_model(reference: str, model: Any) -> ModelSizes:
     )
 
 
-def config_json(folder: Path) -> dict[str, Any]:
-    """config.json of a folder as it stands."""
-    return read_object(folder / "config.json")
-
-
 def local_folder(reference: str) -> Path:
     """The folder of a model: itself when it is a path, else its snapshot in the hub's cache (fetched if need be)."""
     if Path(reference).is_dir():
@@ -237,9 +251,7 @@ def local_snapshot(reference: str) -> Path | None:
         folder = Path(snapshot_download(reference, local_files_only=True))
     except Exception:  # the hub client raises many kinds; each means that the snapshot is not there
         return None
-    index = folder / "model.safetensors.index.json"
-    shards = set(read_object(index).get("weight_map", {}).values()) if index.is_file() else {"model.safetensors"}
-    return folder if all((folder / name).is_file() for name in shards) else None
+    return folder if all(path.is_file() for path in weight_files(folder)) else None
 
 
 @contextlib.contextmanager

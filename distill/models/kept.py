@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from distill.errors import DataError
-from distill.files import read_object, write_json
+from distill.files import has_form, read_object, write_json
 
 FILE = "kept_tokens.json"
 
@@ -32,13 +32,11 @@ def read_kept(folder: Path) -> dict[str, Any] | None:
         return None
     hint = f"delete it to use the full head, or trim {folder} again"
     found = read_object(path, hint)
-    try:
-        kept, size = found["kept"], int(found["vocabulary"])
-        ascending = all(a < b for a, b in itertools.pairwise(kept))
-        if not kept or not ascending or kept[0] < 0 or kept[-1] >= size:
-            raise ValueError("the kept ids are not ascending ids of the vocabulary")
-    except (ValueError, KeyError, TypeError) as error:
-        raise DataError(f"{path} is damaged: {error}", hint) from error
+    if not has_form(found, {"kept": [int], "vocabulary": int}):
+        raise DataError(f"{path} is damaged: `kept` must be a list of ids, `vocabulary` a number", hint)
+    kept, size = found["kept"], found["vocabulary"]
+    if not kept or not all(a < b for a, b in itertools.pairwise(kept)) or kept[0] < 0 or kept[-1] >= size:
+        raise DataError(f"{path} is damaged: the kept ids are not ascending ids of the vocabulary", hint)
     return found
 
 

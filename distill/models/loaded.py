@@ -133,8 +133,8 @@ def context_of(reference: str) -> int | None:
     """Tokens that a model was made for, read without its weights; None where its file does not say."""
     if is_gguf(reference):
         return VocabularyMetadata.read(reference).context
-    context: int = load_config(reference).get_text_config().max_position_embeddings
-    return context
+    context = getattr(load_config(reference).get_text_config(), "max_position_embeddings", None)
+    return context if isinstance(context, int) and context > 0 else None
 
 
 def encode_prompt(reference: str, text: str) -> list[int]:

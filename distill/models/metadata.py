@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from distill.errors import DataError
-from distill.files import read_object
+from distill.models.config_file import read_config
 from distill.models.gguf.defaults import (
     ALWAYS_ADDS_BOS,
     DEFAULTS,
@@ -21,10 +21,11 @@ from distill.models.gguf.defaults import (
     Defaults,
 )
 from distill.models.gguf.file_head import FileHead, open_head
-from distill.models.hugging_face import config_json, load_config, load_tokenizer
+from distill.models.hugging_face import load_config, load_tokenizer
 from distill.models.kept import read_kept
 from distill.recipe import is_path
 from distill.vocabulary.encoding import added_around, open_tokenizer
+from distill.vocabulary.reading import tokenizer_settings
 from distill.vocabulary.roles import named_id
 
 SMALL_FILES = ["*.json", "*.jinja", "*.txt", "tokenizer.model"]
@@ -113,7 +114,7 @@ def _from_folder(reference: str) -> VocabularyMetadata:
     rows = getattr(config, "vocab_size", None)
     if not isinstance(rows, int) or rows < 1:
         raise DataError(f"{folder}/config.json: vocab_size is {rows!r}", "correct config.json")
-    tokenizer, settings, raw = _tokenizer(place), _settings(folder), config_json(folder)
+    tokenizer, settings, raw = _tokenizer(place), tokenizer_settings(folder), read_config(folder)
     ids: dict[str, int] = tokenizer.get_vocab(with_added_tokens=True)
     model = _gguf_model(place, tokenizer, config.model_type)
     named = {role: named_id(role, settings, raw, ids, rows) for role in ("bos", "eos")}
@@ -145,11 +146,6 @@ def _tokenizer(place: str) -> Any:
     if backend is None:
         raise DataError(f"{place}: its tokenizer has no fast version to read", "save it with a tokenizer.json")
     return backend
-
-
-def _settings(folder: Path) -> dict[str, Any]:
-    path = folder / "tokenizer_config.json"
-    return read_object(path, "copy the tokenizer again") if path.is_file() else {}
 
 
 def _padded_tokens(ids: Mapping[str, int], rows: int) -> list[str]:
@@ -217,8 +213,9 @@ def _from_gguf(path: Path) -> VocabularyMetadata:
         raise DataError(f"{path}: tokenizer.ggml.model is {model!r}, which is unknown", f"known: {', '.join(DEFAULTS)}")
     # One row per token, or llama.cpp does not load the file.
     embedding = values.shapes.get("token_embd.weight", [0, len(words)])
-    if embedding[-1] != len(words):
-        raise DataError(f"{path} names {len(words)} tokens but embeds {embedding[-1]}", "export the model again")
+    if embedding[-1:] != [len(words)]:
+        embedded = embedding[-1] if embedding else "none"
+        raise DataError(f"{path} names {len(words)} tokens but embeds {embedded}", "export the model again")
     pre = values.text("tokenizer.ggml.pre")
     defaults = _defaults(model, pre)
     architecture = values.text("general.architecture") or "unknown"

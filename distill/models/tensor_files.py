@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor
 
 from distill.errors import DataError
-from distill.files import read_object
+from distill.files import LARGEST, has_form, parse_json, read_object
 
 DTYPES = {
     "F64": torch.float64,
@@ -56,45 +55,67 @@ class Stored:
         return flat.view(self.shape) if count is None else flat
 
 
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a model folder that exist or should; DataError for an index that names no files.
+
+    The files that model.safetensors.index.json names, or model.safetensors.
+    """
+    index = folder / "model.safetensors.index.json"
+    if not index.is_file():
+        return [folder / "model.safetensors"]
+    found = read_object(index)
+    if not has_form(found, {"weight_map": {...: str}}):
+        raise DataError(f"{index} is damaged: `weight_map` must give a file for each tensor", "copy the folder again")
+    names = sorted(set(found["weight_map"].values()))
+    wrong = [name for name in names if not name or Path(name).name != name or "\0" in name]
+    if wrong or not names:
+        fault = f"{wrong[0][:60]!r} is no name of a file" if wrong else "it names no files"
+        raise DataError(f"{index} is damaged: {fault}", "copy the folder again")
+    return [folder / name for name in names]
+
+
 def stored_tensors(folder: Path) -> dict[str, Stored]:
     """The tensors of a model folder by name, from the files' headers; raises DataError for missing or damaged files."""
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        names = sorted(set(read_object(index).get("weight_map", {}).values()))
-    elif (folder / "model.safetensors").is_file():
-        names = ["model.safetensors"]
-    elif any(folder.glob("pytorch_model*.bin*")):
-        raise DataError(
-            f"{folder} holds pytorch_model.bin, not safetensors",
-            "save it again: AutoModelForCausalLM.from_pretrained(...).save_pretrained(..., safe_serialization=True)",
-        )
-    else:
+    files = weight_files(folder)
+    if files == [folder / "model.safetensors"] and not files[0].is_file():
+        if any(folder.glob("pytorch_model*.bin*")):
+            raise DataError(
+                f"{folder} holds pytorch_model.bin, not safetensors",
+                "save it again: AutoModelForCausalLM.from_pretrained(...).save_pretrained(..., "
+                "safe_serialization=True)",
+            )
         raise DataError(f"{folder} has no model.safetensors", "give a whole Hugging Face model folder")
-    return {name: tensor for file in names for name, tensor in _read_header(folder / file).items()}
+    return {name: tensor for file in files for name, tensor in read_header(file).items()}
 
 
-def _read_header(path: Path) -> dict[str, Stored]:
+HEADER = {...: {"dtype": str, "shape": [int], "data_offsets": [int]}}  # the form of a header, but for __metadata__
+
+
+def read_header(path: Path) -> dict[str, Stored]:
+    """The tensors of a safetensors file by name; raises DataError for a missing, damaged or shortened file."""
     hint = "copy or download the file again"
     try:
         with open(path, "rb") as file:
             length = int.from_bytes(file.read(8), "little")
             size = path.stat().st_size
-            if length > size:
+            if length > size - 8:
                 raise DataError(f"{path} is no safetensors file, or only a part of one", hint)
-            header = json.loads(file.read(length))
-        header.pop("__metadata__", None)
-        found = {
-            name: (Stored(path, 8 + length + entry["data_offsets"][0], entry["dtype"], tuple(entry["shape"])), entry)
-            for name, entry in header.items()
-        }
+            header = parse_json(file.read(length), LARGEST)
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}", hint) from None
-    except (ValueError, KeyError, TypeError) as error:
+    except ValueError as error:
         raise DataError(f"{path} has a damaged header: {error}", hint) from None
-    for name, (tensor, entry) in found.items():
-        if tensor.dtype not in DTYPES:
-            raise DataError(f"{path}: {name} is stored as {tensor.dtype}", "give a model that is not quantised")
-        end = tensor.start + tensor.bytes
-        if end != 8 + length + entry["data_offsets"][1] or end > size:
+    if isinstance(header, dict):
+        header.pop("__metadata__", None)
+    if not has_form(header, HEADER):
+        raise DataError(f"{path} has a damaged header: each tensor needs dtype, shape and data_offsets", hint)
+    found: dict[str, Stored] = {}
+    for name, entry in header.items():
+        if entry["dtype"] not in DTYPES:
+            raise DataError(f"{path}: {name} is stored as {entry['dtype']}", "give a model that is not quantised")
+        first, *last = entry["data_offsets"] or [0]
+        tensor = found[name] = Stored(path, 8 + length + first, entry["dtype"], tuple(entry["shape"]))
+        negative = first < 0 or min(tensor.shape, default=0) < 0
+        if negative or last != [first + tensor.bytes] or tensor.start + tensor.bytes > size:
             raise DataError(f"{path} is cut short or damaged: {name} does not fit into it", hint)
-    return {name: tensor for name, (tensor, _) in found.items()}
+    return found

@@ -5,7 +5,9 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from distill.files import read_object, write_json, write_text
+from distill.files import write_json, write_text
+from distill.models.config_file import read_config
+from distill.vocabulary.reading import tokenizer_settings
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -44,11 +46,10 @@ def pin_tokenizer(folder: Path) -> None:
     class is named, and splits text as Qwen2 does over any vocabulary, unless auto_map has an entry. The entry is
     followed only with trust_remote_code, so it names a class that adds nothing.
     """
-    path = folder / "tokenizer_config.json"
-    settings = read_object(path) if path.is_file() else {}
-    named = settings.setdefault("tokenizer_class", "PreTrainedTokenizerFast")
-    kind = read_object(folder / "config.json").get("model_type")
+    settings = tokenizer_settings(folder)
+    named = settings["tokenizer_class"] = settings.get("tokenizer_class") or "PreTrainedTokenizerFast"
+    kind = read_config(folder).get("model_type")
     if kind == "qwen2" and named.removesuffix("Fast") != "Qwen2Tokenizer":
         settings.setdefault("auto_map", {"AutoTokenizer": [None, f"{PLAIN_MODULE}.PlainTokenizer"]})
         write_text(folder / f"{PLAIN_MODULE}.py", PLAIN_CLASS)
-    write_json(path, settings)
+    write_json(folder / "tokenizer_config.json", settings)

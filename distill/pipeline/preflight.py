@@ -117,10 +117,10 @@ def check_weights_of_models(recipe: Recipe) -> list[str]:
 
 def check_context(recipe: Recipe) -> list[str]:
     """A block of the corpus fits the target's context."""
-    from distill.models.hugging_face import load_config
+    from distill.models.loaded import context_of
 
-    context = load_config(recipe.target.model).get_text_config().max_position_embeddings
-    if recipe.corpus.block > context:
+    context = context_of(recipe.target.model)
+    if context is not None and recipe.corpus.block > context:
         raise RecipeError(
             f"corpus.block is {recipe.corpus.block}, the target's context {context}", "lower corpus.block"
         )

@@ -7,9 +7,9 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from distill.errors import RecipeError, RunError
-from distill.files import faults_explained, read_json, write_json
-from distill.run import Run
+from distill.errors import DataError, RecipeError, RunError
+from distill.files import faults_explained, has_form, read_json, write_json
+from distill.run import READ, Run
 from distill.target.traffic import PIN, begins_with, measure, read_lines
 
 if TYPE_CHECKING:
@@ -56,6 +56,8 @@ def plan_refresh(recipe: Recipe, run: Run) -> dict[str, Any]:
             "restore the section, or use another run (name=…)",
         )
     read = (run.done("answers") or {"inputs": {}})["inputs"].get(PIN)
+    if read is not None and not has_form(read, READ):
+        raise DataError(f"{run.done_path('answers')} is damaged: {PIN} is of another kind", "copy the run again")
     path = Path(settings.path)
     if read is not None and read["path"] == str(path):
         require_growth(recipe, path, read)

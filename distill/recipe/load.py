@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from distill.errors import RecipeError
-from distill.files import is_utf8, require_path
+from distill.files import is_utf8, kind_of, require_path
 from distill.recipe.mistakes import parse_section, shown
 from distill.recipe.whole import Recipe
 
@@ -182,7 +182,7 @@ def _apply_override(raw: dict[str, Any], override: str) -> None:
 def parse_recipe(raw: Any, where: str) -> Recipe:
     """The recipe in a mapping; raises one RecipeError with every mistake."""
     if not isinstance(raw, dict):
-        raise RecipeError(f"{where}: a recipe is a mapping, got {type(raw).__name__}", "see docs/recipes.md")
+        raise RecipeError(f"{where}: a recipe is a mapping, got {kind_of(raw)}", "see docs/recipes.md")
     return parse_section(Recipe, raw, where)
 
 

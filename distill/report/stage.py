@@ -37,7 +37,8 @@ def gather(recipe: Recipe, run: Run) -> RunResults:
     cut = read_result(run.path("cut", "cut.json"), CutReport)
     history = run.path("provenance.json")
     # The command that made the run, not the one that redraws its report.
-    argv = read_json(history, [{"argv": [str]}])[0]["argv"][1:] if history.exists() else []
+    starts = read_json(history, [{"argv": [str]}]) if history.exists() else []
+    argv = starts[0]["argv"][1:] if starts else []
     parent, lines = run.parent(), run.metrics()
     return RunResults(
         name=recipe.name,

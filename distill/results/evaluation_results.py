@@ -95,6 +95,10 @@ class EvaluationReport:
     tokens_per_round: dict[str, Interval]
     classes: list[ClassResult] = field(default_factory=list)
 
+    def __post_init__(self) -> None:
+        if any(len(rows) < self.length or name not in self.tokens_per_round for name, rows in self.positions.items()):
+            raise ValueError("positions are missing")
+
     def accepted_by_position(self, draft: str = "after") -> list[float]:
         """Acceptance at positions 1.. of one draft, as far as positions were reached."""
         rates = []

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from distill.files import has_form
 from distill.intervals import Interval
 from distill.results.serialise import Figure, from_json
 
@@ -107,15 +108,20 @@ class TrainingSummary:
         )
 
 
+def _of(lines: Iterable[dict[str, Any]], stage: str) -> list[dict[str, Any]]:
+    """The lines of a stage that name a step."""
+    return [line for line in lines if line.get("stage") == stage and has_form(line, {"step": int})]
+
+
 def training_steps(lines: Iterable[dict[str, Any]]) -> list[TrainingStep]:
     """The steps among the lines of metrics.jsonl, in order; the last line of a repeated step counts."""
-    steps = {line["step"]: line for line in lines if line.get("stage") == "train" and "loss" in line}
+    steps = {line["step"]: line for line in _of(lines, "train") if "loss" in line}
     return [from_json(steps[step], TrainingStep, "metrics.jsonl") for step in sorted(steps)]
 
 
 def evaluated_weights(lines: Iterable[dict[str, Any]]) -> list[EvaluatedWeights]:
     """The evaluations of weights among the lines of metrics.jsonl, in order."""
-    found = {(line["step"], line["stage"]): line for line in lines if line.get("stage") in EVALUATIONS}
+    found = {(line["step"], line["stage"]): line for stage in EVALUATIONS for line in _of(lines, stage)}
     return [from_json(found[key], EvaluatedWeights, "metrics.jsonl") for key in sorted(found)]
 
 

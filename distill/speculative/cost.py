@@ -5,6 +5,7 @@ Legend: m tokens of one step, T target, D draft, n or γ drafted tokens.
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Sequence
@@ -14,10 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from distill.errors import DataError
-from distill.files import read_json, write_json
+from distill.files import has_form, read_json, write_json
 from distill.machine import machine
 from distill.models.base import Model
 from distill.progress import Progress
+from distill.results.serialise import from_json
 
 FORMAT = 1  # of saved curves
 UNSTEADY = 1.5  # a median this many times the fastest repeat was disturbed by other programs
@@ -111,7 +113,7 @@ class CostCurve:
     def __post_init__(self) -> None:
         if not self.depths or len(self.depths) != len(self.seconds) or list(self.depths) != sorted(set(self.depths)):
             raise DataError(f"cost curve of {self.model}: {len(self.seconds)} rows for depths {list(self.depths)}")
-        if any(not row or min(row) <= 0 for row in self.seconds):
+        if not all(row and all(0 < value < math.inf for value in row) for row in self.seconds):
             raise DataError(f"cost curve of {self.model}: a step took no positive time", "measure the curve again")
 
     def at(self, depth: int) -> tuple[float, ...]:
@@ -223,11 +225,9 @@ def load_cost_curve(path: Path) -> CostCurve:
 def load_costs(path: Path) -> PairCost:
     """Read what `PairCost.save` wrote; raises DataError when it is missing, damaged or of another format."""
     found = _checked(path)
-    try:
-        target, draft, overhead = found["target"], found["draft"], float(found["overhead_seconds"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise DataError(f"{path} does not hold the costs of a pair: {error}", "measure them again") from error
-    return PairCost(_curve(target, path), _curve(draft, path), overhead)
+    if not has_form(found, {"target": dict, "draft": dict, "overhead_seconds": (int, float)}):
+        raise DataError(f"{path} does not hold the costs of a pair", "measure them again")
+    return PairCost(_curve(found["target"], path), _curve(found["draft"], path), float(found["overhead_seconds"]))
 
 
 def _checked(path: Path) -> dict[str, Any]:
@@ -238,13 +238,4 @@ def _checked(path: Path) -> dict[str, Any]:
 
 
 def _curve(fields: Any, path: Path) -> CostCurve:
-    try:
-        depths = tuple(int(depth) for depth in fields["depths"])
-        rows = {"fastest": (), "slowest": (), **fields}
-        times = {
-            name: tuple(tuple(float(value) for value in row) for row in rows[name])
-            for name in ("seconds", "fastest", "slowest")
-        }
-        return CostCurve(**{**fields, **times, "depths": depths})
-    except (KeyError, TypeError, ValueError) as error:
-        raise DataError(f"{path} does not hold a cost curve: {error}", "measure it again") from error
+    return from_json(fields, CostCurve, str(path))

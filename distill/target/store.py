@@ -22,15 +22,22 @@ import torch
 from torch import Tensor
 
 from distill.errors import DataError
-from distill.files import read_json
+from distill.files import has_form, read_json
 from distill.models.finite import require_finite
 from distill.packing import Packed, concatenate
 from distill.recipe import TeacherStore as Settings
+from distill.results.serialise import from_json
 from distill.run import Run, verify_artifact
 from distill.target.distributions import EMPTY, CompactTeacher, LogitForm, Teacher, TeacherChunk
 from distill.target.head import Head
 
 FORMAT = 2
+REDO = "make it again with `distill train RECIPE --redo teacher`"
+# The form of manifest.json for every kind of store.
+MANIFEST: dict[Any, Any] = {
+    **dict.fromkeys(("kind", "target", "target_digest", "tokenizer_digest", "dtype"), str),
+    **{"vocabulary": int, "sampler": dict, "shard_blocks": [int], "quantise": object},
+}
 PACKED_BYTES = 3 * 4 + 1  # a position's id, document, position and mask
 TYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -78,29 +85,49 @@ def bytes_per_position(settings: Settings, hidden: int, dtype: str, k: int | Non
     return PACKED_BYTES + (hidden * TYPE_BYTES[settings.dtype or dtype] if settings.kind == "exact" else 0)
 
 
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """manifest.json of a teacher store; raises DataError when it is missing, damaged or of another format."""
+    path, again = folder / "manifest.json", REDO
+    found: dict[str, Any] = read_json(path, {"format": int})
+    if found["format"] != FORMAT:
+        raise DataError(f"{folder} holds a teacher store of format {found['format']}, this is format {FORMAT}", again)
+    kinds: dict[Any, Any] = {
+        "compact": {"temperatures": [float], "k": int},
+        "exact": {"logit_form": dict},
+        "online": {},
+    }
+    whole = has_form(found, MANIFEST) and found["kind"] in kinds and has_form(found, kinds[found["kind"]])
+    if not whole or not found["shard_blocks"] or min(found["shard_blocks"]) < 1:
+        raise DataError(f"{path} is damaged: it does not hold what this version writes", again)
+    return found
+
+
 class TeacherStore:
     """The finished shards of a run, each checked against its checksum at once; distributions are read on demand."""
 
     def __init__(self, run: Run) -> None:
         self.folder = run.path("teacher")
-        self.manifest: dict[str, Any] = read_json(self.folder / "manifest.json")
-        if self.manifest.get("format") != FORMAT:
-            raise DataError(
-                f"{self.folder} holds a teacher store of format {self.manifest.get('format')}, this is format {FORMAT}",
-                "make it again with `distill train RECIPE --redo teacher`",
-            )
+        self.manifest = read_manifest(self.folder)
         counts = self.manifest["shard_blocks"]
         self._ends = list(accumulate(counts))
         self.blocks: int = self._ends[-1]
         self.vocabulary: int = self.manifest["vocabulary"]
         self._shards = [_open(run, shard_path(self.folder, number)) for number in range(len(counts))]
         names = ("ids", "documents", "positions", "mask")
+        shapes = [_shape_of(shard, "ids") for shard in self._shards]
+        width = shapes[0][1:]
+        more = {"compact": ("top_ids", "top_log_probabilities", "log_tails"), "exact": ("hidden",), "online": ()}
+        rest = [(shard, name) for shard in self._shards for name in (*names[1:], *more[self.manifest["kind"]])]
+        whole = len(width) == 1 and shapes == [(count, *width) for count in counts]
+        if not whole or any(_shape_of(shard, name)[:2] != _shape_of(shard, "ids") for shard, name in rest):
+            raise DataError(f"{self.folder} is damaged: its shards do not hold the blocks of manifest.json", REDO)
         self.packed = concatenate([Packed(*(shard.get_tensor(name) for name in names)) for shard in self._shards])
         self._head: Head | None = None
         if self.manifest["kind"] == "exact":
             found = _open(run, head_path(self.folder))
             bias = found.get_tensor("bias") if "bias" in found.keys() else None  # noqa: SIM118 - a handle, no mapping
-            self._head = Head(found.get_tensor("weight"), bias, LogitForm(**self.manifest["logit_form"]))
+            form = from_json(self.manifest["logit_form"], LogitForm, "the teacher's manifest")
+            self._head = Head(found.get_tensor("weight"), bias, form)
 
     def _rows(self, name: str, index: Tensor) -> Tensor:
         """A tensor [b, S, …] of the blocks at `index` [b]."""
@@ -135,6 +162,12 @@ class TeacherStore:
         if self._head.weight.device != device:
             self._head = self._head.to(device)
         return self._head.teacher(self._rows("hidden", index)[scored].to(device))
+
+
+def _shape_of(handle: Any, name: str) -> tuple[int, ...]:
+    """The shape of a tensor of an open file; () where there is none of that name."""
+    there = name in handle.keys()  # noqa: SIM118 - a handle, no mapping
+    return tuple(handle.get_slice(name).get_shape()) if there else ()
 
 
 def _open(run: Run, path: Path) -> Any:

@@ -97,7 +97,7 @@ def teacher(recipe: Recipe, run: Run, share: tuple[int, int] | None = None) -> l
             **metadata,
             "vocabulary": vocabulary,
             **target_metadata(recipe),
-            "sampler": read_json(run.path("answers", "manifest.json"))["sampler"],
+            "sampler": read_json(run.path("answers", "manifest.json"), {"sampler": dict})["sampler"],
             "shard_blocks": [len(blocks.ids[part]) for _, part in parts],
             "sha256": [_checksum(shard_path(folder, number)) for number, _ in parts],
             "scored_positions": int(blocks.mask.sum()),
@@ -194,7 +194,12 @@ def _entries(recipe: Recipe, run: Run, model: Any, blocks: Packed, vocabulary: i
         )
         write_json(path, {"k": k, "mass": float(masses[k - 1]), "positions": int(sample.mask.sum())})
     processes.barrier()
-    return int(read_json(path)["k"])
+    return stored_entries(path)
+
+
+def stored_entries(path: Path) -> int:
+    """The K that an entries.json holds; raises DataError when it is damaged."""
+    return int(read_json(path, {"k": int})["k"])
 
 
 @torch.inference_mode()
@@ -220,7 +225,7 @@ def _save(path: Path, tensors: dict[str, Tensor]) -> None:
 def _is_whole(path: Path) -> bool:
     """Whether a file exists with the checksum of its receipt."""
     receipt = path.with_suffix(".json")
-    return path.exists() and receipt.exists() and bool(read_json(receipt)["sha256"] == file_digest(path))
+    return path.exists() and receipt.exists() and _receipt(receipt) == file_digest(path)
 
 
 def _checksum(path: Path) -> str:
@@ -228,4 +233,9 @@ def _checksum(path: Path) -> str:
     receipt = path.with_suffix(".json")
     if not (path.exists() and receipt.exists()):
         raise RunError(f"{path} was not written by the process it was assigned to", "run the same command again")
-    return str(read_json(receipt)["sha256"])
+    return _receipt(receipt)
+
+
+def _receipt(path: Path) -> str:
+    found: str = read_json(path, {"sha256": str})["sha256"]
+    return found

@@ -164,7 +164,7 @@ def parse_line(raw: bytes, settings: Traffic, number: int) -> Line | str:
 
 def encode_line(line: Line, tokenizer: Any, end: int | None, chat: Chat) -> tuple[list[int], list[int]] | str:
     """Token ids of prompt and answer, encoded separately as they were when served; or the line's fault."""
-    from distill.models.chat_template import ChatTemplate
+    from distill.corpus.chat_template import ChatTemplate
     from distill.models.hugging_face import encode
 
     if isinstance(line.prompt, str):

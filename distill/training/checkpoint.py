@@ -5,6 +5,7 @@ A step's random numbers are a pure function of seed and step, so weights, optimi
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,8 @@ DIGESTS = "digests.json"  # checksums of the other files of a folder
 
 def checkpoints(folder: Path) -> list[Path]:
     """The folders step-NNNNNN in the order of their steps, which have more digits from a million on."""
-    return sorted(folder.glob("step-*"), key=lambda path: int(path.name.removeprefix("step-")))
+    found = [path for path in folder.glob("step-*") if re.fullmatch(r"step-[0-9]{6,12}", path.name)]
+    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
 
 
 def newest_checkpoint(folder: Path) -> Path | None:
@@ -133,8 +135,8 @@ def _write_digests(folder: Path) -> None:
 
 def _check_digests(folder: Path) -> None:
     """Raise ValueError for a file that differs from the checksum in digests.json."""
-    for name, expected in (read_json(folder / DIGESTS) if (folder / DIGESTS).exists() else {}).items():
-        if file_digest(folder / name) != expected:
+    for name, expected in (read_json(folder / DIGESTS, {...: str}) if (folder / DIGESTS).exists() else {}).items():
+        if Path(name).name != name or not (folder / name).is_file() or file_digest(folder / name) != expected:
             raise ValueError(f"{name} has not the checksum that was recorded when it was written")
 
 
@@ -181,10 +183,22 @@ def load_checkpoint(path: Path, learner: torch.nn.Module, optimizer: Any, averag
             average.load_state_dict(averaged["weights"], averaged["count"])
     except Exception as error:  # torch raises many kinds for a damaged file
         raise DataError(
-            f"checkpoint {path} is damaged: {str(error).splitlines()[0]}", f"delete {path} to go on from the one before"
+            f"checkpoint {path} is damaged: {_first_line(error)}", f"delete {path} to go on from the one before"
         ) from error
-    found: dict[str, Any] = read_json(path / "state.json")
+    found: dict[str, Any] = read_json(path / "state.json", {"step": int})
     return found
+
+
+def _first_line(error: Exception) -> str:
+    """An exception's first line, if it is one of those with which torch speaks to users."""
+    lines = str(error).splitlines()
+    spoken = (
+        lines
+        and not isinstance(error, UnicodeError)
+        and isinstance(error, (DataError, OSError, ValueError, RuntimeError))
+        and not lines[0].endswith(":")
+    )
+    return lines[0] if spoken else f"it does not hold what this version writes ({type(error).__name__})"
 
 
 def save_weights(run: Run, name: str, learner: torch.nn.Module, main: bool = True) -> None:
@@ -209,5 +223,5 @@ def load_weights(run: Run, name: str, learner: torch.nn.Module) -> None:
         _set_weights(learner, weights)
     except Exception as error:
         raise DataError(
-            f"{path} is missing or damaged: {str(error).splitlines()[0]}", "run `distill train RECIPE --redo train`"
+            f"{path} is missing or damaged: {_first_line(error)}", "run `distill train RECIPE --redo train`"
         ) from error

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from distill.errors import DataError, RecipeError, RunError
-from distill.files import read_json
 from distill.models.hugging_face import end_ids, load_config, load_model, load_target, load_tokenizer, pick_device
 from distill.models.kept import read_kept
 from distill.packing import Packed
@@ -26,6 +25,7 @@ from distill.sampler import Sampler
 from distill.target.distributions import LogitForm, logit_form
 from distill.target.online import OnlineTarget
 from distill.target.source import TeacherSource, open_teacher, require_fit
+from distill.target.store import read_manifest
 from distill.texts import Prompt, read_prompts
 from distill.training.adapters import attach, load_base
 from distill.training.average import WeightAverage
@@ -277,7 +277,7 @@ def set_up(recipe: Recipe, run: Run) -> Training:
     accelerator = make_accelerator(recipe, run)
     device = accelerator.device
     parts = planned(settings, recipe.sampler.temperature, recipe.corpus.block)
-    manifest, trim = read_json(run.path("teacher", "manifest.json")), read_kept(run.path("cut"))
+    manifest, trim = read_manifest(run.path("teacher")), read_kept(run.path("cut"))
     config = load_config(str(run.path("cut")))
     require_fit(manifest, recipe, config, temperatures(parts))
     width = load_config(recipe.target.model).get_text_config().hidden_size

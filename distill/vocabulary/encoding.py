@@ -21,13 +21,23 @@ REPLACEMENT = "\ufffd"  # stands for a byte that a vocabulary cannot write
 
 
 def open_tokenizer(path: Path) -> Tokenizer:
-    """The tokenizer of a tokenizer.json; raises DataError where it cannot be loaded."""
+    """The tokenizer of a tokenizer.json, without its truncation and padding, which make texts of any length.
+
+    Raises DataError where it cannot be loaded.
+    """
     from tokenizers import Tokenizer
 
     try:
-        return Tokenizer.from_file(str(path))
+        found = Tokenizer.from_file(str(path))
     except Exception as error:  # tokenizers raises the bare class for every kind of damage
         raise DataError(f"{path} cannot be loaded: {error}", "copy the tokenizer again") from None
+    except BaseException as error:  # a panic of its Rust code
+        if type(error).__name__ != "PanicException":
+            raise
+        raise DataError(f"{path} cannot be loaded: its parts do not fit together", "copy the tokenizer again") from None
+    found.no_truncation()
+    found.no_padding()
+    return found
 
 
 def added_around(tokenizer: Any) -> tuple[list[int], list[int]] | None:
@@ -46,8 +56,6 @@ class Encoder:
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.vocabulary = vocabulary
         self._tokenizer: Any = open_tokenizer(vocabulary.folder / "tokenizer.json")
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
         self._model: Any = self._tokenizer.model
         if getattr(self._model, "dropout", None):
             self._model.dropout = None  # the same tokens every time

@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from distill.errors import DataError
-from distill.files import read_object
+from distill.files import has_form, read_object
 from distill.vocabulary.byte_map import SPACE, from_mapped
 from distill.vocabulary.roles import NAMED_ROLES, content_of, roles_in
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _CONTROL = re.compile(r"[<\[].+[>\]]", re.DOTALL)
+ADDED: dict[Any, Any] = {"id": int, "content": str}  # the form of an added token
+_ID = re.compile("[0-9]{1,7}")
 _HINT = "byte-level BPE and SentencePiece (BPE or Unigram) are supported"
 
 
@@ -40,9 +42,8 @@ def read_folder(folder: Path) -> Contents:
             f"{folder} has no tokenizer.json",
             "give the folder of a fast tokenizer; AutoTokenizer.from_pretrained(...).save_pretrained(...) writes one",
         )
-    content = read_object(path)
-    model = content.get("model") or {}
-    settings = _settings(folder)
+    content, settings = tokenizer_content(path), _settings(folder)
+    model = content["model"]
     family = _family(path, content, model)
     by_id, added = _tokens(path, content, model, settings)
     roles = roles_in({token: number for number, token in by_id.items()}, settings, _unknown(model))
@@ -59,13 +60,59 @@ def read_folder(folder: Path) -> Contents:
     return Contents(family, tokens, bytes_of, kinds, roles)
 
 
+def tokenizer_content(path: Path) -> dict[str, Any]:
+    """The object in a tokenizer.json, with the forms of tokens checked; raises DataError for a damaged file."""
+    content, hint = read_object(path), "copy the tokenizer again"
+    content["model"] = content.get("model") or {}
+    content["added_tokens"] = content.get("added_tokens") or []
+    if not has_form(content, {"model": dict, "added_tokens": [ADDED]}):
+        raise DataError(f"{path} is damaged: `model` or `added_tokens` is of another kind", hint)
+    words, merges = content["model"].get("vocab"), content["model"].get("merges") or []
+    pairs = isinstance(words, list) and all(isinstance(one, list) and one and isinstance(one[0], str) for one in words)
+    if not (pairs or has_form(words, {...: int})):
+        raise DataError(f"{path} is damaged: it has no vocabulary of tokens and their ids", hint)
+    if not isinstance(merges, list) or not all(isinstance(one, str) or _is_pair(one) for one in merges):
+        raise DataError(f"{path} is damaged: a merge is a pair of tokens", hint)
+    ids = [*(words.values() if isinstance(words, dict) else ()), *(token["id"] for token in content["added_tokens"])]
+    _require_dense(path, ids)
+    return content
+
+
+def _require_dense(path: Path, ids: Collection[int]) -> None:
+    """Raise DataError for ids far beyond their number: they are the rows of lists."""
+    if ids and not 0 <= min(ids) <= max(ids) <= 4 * len(ids) + 2**16:
+        fault = f"{len(ids)} tokens have ids from {min(ids)} to {max(ids)}"
+        raise DataError(f"{path} is damaged: {fault}", "copy the tokenizer again")
+
+
+def _is_pair(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 2 and all(isinstance(one, str) for one in value)
+
+
+def tokenizer_settings(folder: Path) -> dict[str, Any]:
+    """tokenizer_config.json of a folder, {} where there is none; raises DataError for a damaged one."""
+    path = folder / "tokenizer_config.json"
+    found = read_object(path, "copy the tokenizer again") if path.is_file() else {}
+    later, named = found.get("added_tokens_decoder"), found.get("tokenizer_class")
+    decoded = later is None or (has_form(later, {...: {"content": str}}) and all(map(_ID.fullmatch, later)))
+    template = found.get("chat_template")
+    templates = template is None or isinstance(template, str) or has_form(template, [{"name": str, "template": str}])
+    whole = {
+        "added_tokens_decoder": decoded,
+        "tokenizer_class": named is None or isinstance(named, str),
+        "chat_template": templates,
+    }
+    wrong = next((key for key, right in whole.items() if not right), None)
+    if wrong is not None:
+        raise DataError(f"{path} is damaged: {wrong} is of another kind", "copy the tokenizer again")
+    return found
+
+
 def _settings(folder: Path) -> dict[str, Any]:
     """The tokenizer's settings that have a value; tokenizer_config.json before special_tokens_map.json."""
-    found: dict[str, Any] = {}
-    for name in ("special_tokens_map.json", "tokenizer_config.json"):
-        if (folder / name).is_file():
-            found |= {key: value for key, value in read_object(folder / name).items() if value is not None}
-    return found
+    special = folder / "special_tokens_map.json"
+    found = {**(read_object(special) if special.is_file() else {}), **tokenizer_settings(folder)}
+    return {key: value for key, value in found.items() if value is not None}
 
 
 def _steps(part: Any) -> set[str]:
@@ -123,6 +170,7 @@ def _tokens(
         by_id[number] = token["content"]
     if not by_id:
         raise DataError(f"{path} holds no tokens", "copy the tokenizer again")
+    _require_dense(path, by_id)
     known = set(by_id.values())
     for role in NAMED_ROLES:
         name = content_of(settings.get(f"{role}_token"))

@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from distill.errors import DataError
+from distill.models.gguf.file_head import open_head
 from distill.models.gguf.library import ERRORS, last_errors, library
+from distill.models.gguf.loadable import require_loadable
 
 
 class GgufFile:
@@ -25,6 +27,7 @@ class GgufFile:
         self.path = path
         self.library = library()
         self._check_magic()
+        require_loadable(path, open_head(path))
         ERRORS.clear()
         llama = self.library
         parameters = llama.llama_model_default_params()

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from distill.errors import DataError
-from distill.files import read_object
+from distill.files import has_form
+from distill.models.config_file import read_config
 from distill.models.hugging_face import check_folder
 from distill.models.tensor_files import Stored, stored_tensors
 from distill.surgery.change import require_supported
@@ -17,6 +18,7 @@ from distill.surgery.vocabulary.subtokens import check_overrides, require_bytes
 from distill.vocabulary import Vocabulary
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
 # Names of the two in other families, for the target's own rows.
 EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
 HEADS = ("lm_head.weight", "embed_out.weight", "output.weight")
@@ -52,8 +54,11 @@ def check_transplant(
     if method not in ("subtokens", "pursuit"):
         raise DataError(f"there is no transplant method {method!r}", "choose `subtokens` or `pursuit`")
     check_folder(str(donor.absolute()))
-    config = read_object(donor / "config.json")
+    config = read_config(donor)
     require_supported(str(config.get("model_type")))
+    if not has_form(config, dict.fromkeys(SIZES, int)):
+        lacking = next(key for key in SIZES if not has_form(config.get(key), int))
+        raise DataError(f"{donor}/config.json: {lacking} must be an integer", "give a whole folder")
     tensors = stored_tensors(donor)
     tied = bool(config.get("tie_word_embeddings", False))
     _check_matrices(donor, config, tensors, tied)
@@ -64,7 +69,7 @@ def check_transplant(
             f"the donor's tokenizer has {ours.size} tokens, its embedding {tensors[EMBEDDING].shape[0]} rows",
             f"put the tokenizer that belongs to the weights into {donor}",
         )
-    target_config = read_object(target / "config.json") if (target / "config.json").is_file() else {}
+    target_config = read_config(target) if (target / "config.json").is_file() else {}
     check_overrides(theirs, overrides or {})
     return Plan(
         donor=ours,
@@ -99,7 +104,9 @@ def _row_count(folder: Path, target: Vocabulary, config: Mapping[str, Any], rows
     found = config.get("vocab_size") or (config.get("text_config") or {}).get("vocab_size")
     if found is not None and rows is not None and rows != found:
         raise DataError(f"rows is {rows}, but vocab_size in {folder}/config.json is {found}", "leave rows out")
-    count = int(found or rows or target.size)
+    count = found or rows or target.size
+    if not isinstance(count, int):
+        raise DataError(f"{folder}/config.json: vocab_size must be an integer", "correct config.json")
     if count < target.size:
         raise DataError(
             f"{count} rows are too few for the {target.size} tokens of {folder}",

@@ -1,0 +1,567 @@
+"""Feed hostile files and command lines to every reader, and demand that each is read or refused in one clear message.
+
+    python scripts/fuzz.py                              100,000 inputs of all kinds; the same command resumes
+    python scripts/fuzz.py --kinds recipes,safetensors --inputs 5000 --seed 7
+    python scripts/fuzz.py --replay FILE                one saved input again, with its traceback
+
+An input is right when its readers return or raise a DistillError whose message is short, printable, and without the
+words of Python or of a library's internals. Everything else is a failure: another exception, the death of the process,
+more than the kind's seconds, or more than 1 GB of memory above the process's own (which RLIMIT_AS refuses; a
+MemoryError that some reader turned into a message counts too). Each failure is printed once per place, with the
+smallest input found, which is saved under --to.
+
+The kinds are in fuzz_kinds.py. The valid files that inputs are made from are those of the tests' tiny job
+(tests/tiny.py), which is run first. A kind is fed in a child process, forked with everything imported; what may end
+its process (llama.cpp) gets a child for each input. Batches of inputs are a pure function of seed, kind and number.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import hashlib
+import json
+import os
+import pickle
+import random
+import re
+import resource
+import select
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+os.environ.update(
+    {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "GGML_NO_BACKTRACE": "1"}
+)
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts"), str(ROOT / "tests")]
+
+from fuzz_kinds import KINDS, Kind, World, Wrong  # noqa: E402
+from hypothesis.control import BuildContext  # noqa: E402
+from hypothesis.errors import StopTest  # noqa: E402
+from hypothesis.internal.conjecture.data import ConjectureData  # noqa: E402
+
+from distill.errors import DistillError  # noqa: E402
+from distill.progress import duration  # noqa: E402
+
+MOST_MEMORY = 2**30  # bytes that a small file may make a reader take
+SHRINKING_SECONDS = 20.0
+# Words of Python's own errors and of libraries' internals: no message for a user holds them.
+FOREIGN = re.compile(
+    r"object has no attribute|object is not (subscriptable|iterable|callable)|index out of range|unhashable type|"
+    r"not supported between instances|unsupported operand|NoneType|must be (str|real number|a string), not|"
+    r"takes \d+ positional|unexpected keyword|required positional|<class '|<built-in|Traceback|pydantic|"
+    r"validation error|Input should|codec can't|embedded null|indices must be integers|not all arguments|"
+    r"PanicException|called `(Result|Option)::|bug in distill"
+)
+MOST_CHARACTERS = 4000
+
+
+class Hang(BaseException):
+    """An input that took longer than its kind may."""
+
+
+@dataclass
+class Failure:
+    """What went wrong with an input, and where: failures of one place are one cause."""
+
+    place: str
+    words: str
+    example: str  # repr of the input
+
+
+@dataclass
+class Outcome:
+    """The figures of a batch of inputs of one kind."""
+
+    kind: str
+    batch: int
+    inputs: int = 0
+    read: int = 0
+    refused: int = 0
+    aborted: int = 0
+    failed: int = 0
+    seconds: float = 0.0
+    failures: list[dict[str, str]] = field(default_factory=list)
+
+
+# ── one input ──
+
+
+def place_of(error: BaseException) -> str:
+    """The kind of an exception and the last of our own lines that it passed."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if f"{os.sep}distill{os.sep}" in frame.filename] or frames[-1:]
+    return f"{type(error).__name__} {os.path.basename(own[-1].filename)}:{own[-1].lineno}" if own else repr(error)
+
+
+def fault_of(error: DistillError) -> str | None:
+    """What is wrong with the message of a refusal; None for a good one."""
+    text = str(error)
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, MemoryError):
+            return "more memory than allowed, refused as if the file were damaged"
+        cause = cause.__cause__ or cause.__context__
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return "a message that cannot be printed"
+    if len(text) > MOST_CHARACTERS:
+        return f"a message of {len(text)} characters"
+    found = FOREIGN.search(text)
+    return f"foreign words: {found[0]}" if found else None
+
+
+def failure_of(kind: Kind, world: World, given: Any) -> tuple[bool, Failure | None]:
+    """Whether the input was refused, and its failure; every reader of the kind gets it, one after the other."""
+    refused = False
+    for reader in kind.readers(world, given):
+        try:
+            reader()
+        except DistillError as error:
+            refused = True
+            fault = fault_of(error)
+            if fault is not None:
+                return True, Failure(f"{fault}, {place_of(error)}", str(error)[:600], repr(given))
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:
+            last = "".join(traceback.format_exception(error)[-14:])[-2500:]
+            return False, Failure(
+                place_of(error) if not isinstance(error, Wrong) else f"exit {error}"[:80], last, repr(given)
+            )
+    return refused, None
+
+
+def alarm(kind: Kind, seconds: float | None = None) -> None:
+    """Raise Hang in this process after so many seconds; never with 0."""
+    signal.setitimer(signal.ITIMER_REAL, kind.most_seconds if seconds is None else seconds)
+
+
+def _hang(*_: Any) -> None:
+    raise Hang("took too long")
+
+
+# ── a batch, in a child process ──
+
+
+def limit_memory() -> None:
+    """Refuse this process more than MOST_MEMORY above the address space that it has now."""
+    with open("/proc/self/statm") as file:
+        now = int(file.read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (now + MOST_MEMORY, resource.RLIM_INFINITY))
+
+
+def feed_isolated(kind: Kind, world: World, given: Any) -> tuple[str, Failure | None]:
+    """The outcome of an input in a child of its own: read, refused, failed, or aborted by C code."""
+    receive, send = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(receive)
+        limit_memory()
+        signal.signal(signal.SIGALRM, _hang)
+        alarm(kind)
+        refused, failure = failure_of(kind, world, given)
+        alarm(kind, 0)
+        os.write(send, pickle.dumps((refused, failure))[:60_000])
+        os._exit(0)
+    os.close(send)
+    ready, _, _ = select.select([receive], [], [], kind.most_seconds + 5)
+    data = b""
+    while ready and (piece := os.read(receive, 65536)):
+        data += piece
+    os.close(receive)
+    if not ready:
+        os.kill(child, signal.SIGKILL)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if not ready:
+        return "failed", Failure("hang in C code", "killed", repr(given))
+    if status != 0 or not data:
+        name = signal.Signals(-status).name if status < 0 else f"exit status {status}"
+        return "aborted", Failure(f"process ended: {name}", name, repr(given))
+    refused, failure = pickle.loads(data)
+    return ("failed" if failure else "refused" if refused else "read"), failure
+
+
+def batches_of(kind: Kind, world: World, seed: int, batch: int, count: int) -> Outcome:
+    """Feed one batch; every failure's place once, with its smallest input."""
+    outcome, places = Outcome(kind.name, batch), dict[str, Failure]()
+    started = time.monotonic()
+
+    def one(given: Any, note: Callable[[Any], None]) -> Failure | None:
+        note(given)
+        if kind.isolated:
+            verdict, failure = feed_isolated(kind, world, given)
+        else:
+            try:
+                alarm(kind)
+                refused, failure = failure_of(kind, world, given)
+            except Hang as error:
+                refused, failure = False, Failure(place_of(error), "took too long", repr(given))
+            finally:
+                alarm(kind, 0)
+            verdict = "failed" if failure else "refused" if refused else "read"
+        setattr(outcome, verdict, getattr(outcome, verdict) + 1)
+        outcome.inputs += 1
+        return failure
+
+    def every(given: Any) -> None:
+        failure = one(given, remember)
+        if failure is not None:
+            kept = places.get(failure.place)
+            if kept is None or len(failure.example) < len(kept.example):
+                places[failure.place] = failure
+
+    run_examples(every, kind.inputs(world), seed, batch, count)
+    outcome.failures = [vars(failure) for failure in places.values()]
+    outcome.seconds = time.monotonic() - started
+    return outcome
+
+
+def run_examples(test: Callable[[Any], None], inputs: Any, seed: int, batch: int, count: int) -> None:
+    """Call `test` with `count` inputs of a strategy, which depend on seed and batch alone.
+
+    The strategy is drawn from directly: the engine behind `given` keeps a tree of all choices and collects garbage, at
+    several times the cost of most readers. An input that outgrows hypothesis's limit is drawn anew.
+    """
+    number = int.from_bytes(hashlib.sha256(f"{seed}/{batch}".encode()).digest()[:8], "big")
+    choices, made = random.Random(number), 0
+    while made < count:
+        data = ConjectureData(random=random.Random(choices.getrandbits(64)))
+        try:
+            with BuildContext(data, is_final=False, wrapped_test=test):
+                given = data.draw(inputs)
+        except StopTest:
+            continue
+        test(given)
+        made += 1
+
+
+CURRENT: list[Path] = []  # where this process keeps the input that it is reading
+
+
+def remember(given: Any) -> None:
+    """Keep the input where the parent finds it if this process dies."""
+    if CURRENT:
+        CURRENT[0].write_bytes(pickle.dumps(given))
+
+
+# ── all kinds, in the parent ──
+
+
+@dataclass
+class Job:
+    """Some batches of one kind in a child process; lines of JSON come from its pipe."""
+
+    kind: Kind
+    batches: list[tuple[int, int]]  # number, inputs
+    pid: int
+    pipe: int
+    place: Path
+    last: float
+    rest: bytes = b""
+
+
+def preload() -> None:
+    """Everything heavy, imported once before the forks; no threads may be started here."""
+    import gguf  # noqa: F401
+    import llguidance  # noqa: F401
+    import safetensors.torch  # noqa: F401
+    import torch
+    import transformers.models.auto.modeling_auto
+    import transformers.models.qwen2.modeling_qwen2
+    import transformers.models.qwen2.tokenization_qwen2
+    from torch.distributed.checkpoint import state_dict  # noqa: F401
+
+    import distill.commands.app
+    import distill.models.loaded
+    import distill.report.stage  # noqa: F401
+    from distill.pipeline.stages import STAGES
+
+    for stage in STAGES:
+        stage.load()
+    torch.set_num_threads(1)
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+
+
+def start(kind: Kind, batches: list[tuple[int, int]], base: Path, seed: int) -> Job:
+    """Fork a child that feeds batches."""
+    place = Path(tempfile.mkdtemp(prefix="fuzz-"))
+    receive, send = os.pipe()
+    sys.stdout.flush()
+    pid = os.fork()
+    if pid:
+        os.close(send)
+        return Job(kind, batches, pid, receive, place, time.monotonic())
+    os.close(receive)
+    try:
+        quiet = os.open(os.devnull, os.O_RDWR)
+        for descriptor in (0, 1, 2):
+            os.dup2(quiet, descriptor)
+        warnings.simplefilter("ignore")
+        signal.signal(signal.SIGALRM, _hang)
+        CURRENT[:] = [place / "current.pickle"]
+        world = World(base, place / "world")
+        world.place.mkdir()
+        warm_up(kind, world)
+        if not kind.isolated:
+            limit_memory()
+        for number, count in batches:
+            outcome = batches_of(kind, world, seed, number, count)
+            os.write(send, json.dumps(vars(outcome)).encode() + b"\n")
+        os._exit(0)
+    except BaseException as error:
+        words = "".join(traceback.format_tb(error.__traceback__)[-6:]) + repr(error)[:300]
+        os.write(send, json.dumps({"broken": words}).encode() + b"\n")
+        os._exit(3)
+
+
+def warm_up(kind: Kind, world: World) -> None:
+    """Feed a few inputs that do not count, so that lazy imports take no memory or time of those that do."""
+    if kind.isolated:
+        from distill.models.gguf.library import library
+
+        library()
+        return
+
+    def once(given: Any) -> None:
+        try:
+            alarm(kind, 60)
+            failure_of(kind, world, given)
+        except Hang:
+            pass
+        finally:
+            alarm(kind, 0)
+
+    run_examples(once, kind.inputs(world), 0, 0, 5)
+
+
+def planned(kinds: Sequence[Kind], inputs: int) -> dict[str, list[tuple[int, int]]]:
+    """The batches of each kind: their numbers and inputs; the shares add up to `inputs`."""
+    total = sum(kind.share for kind in kinds)
+    counts = [max(1, int(inputs * kind.share / total)) for kind in kinds]
+    counts[0] += max(0, inputs - sum(counts))
+    return {
+        kind.name: [
+            (number, min(kind.batch, count - start)) for number, start in enumerate(range(0, count, kind.batch))
+        ]
+        for kind, count in zip(kinds, counts, strict=True)
+    }
+
+
+class Fuzzing:
+    """A whole run: the outcomes so far, in a file that a later run goes on from, and the children at work."""
+
+    def __init__(self, kinds: Sequence[Kind], inputs: int, seed: int, folder: Path, jobs: int) -> None:
+        self.kinds, self.inputs, self.seed, self.folder, self.jobs = kinds, inputs, seed, folder, jobs
+        self.file = folder / f"outcomes-{inputs}-{seed}.jsonl"
+        self.plan = planned(kinds, inputs)
+        self.outcomes: list[Outcome] = []
+        if self.file.exists():
+            for line in self.file.read_text(encoding="utf-8").splitlines():
+                self.outcomes.append(Outcome(**json.loads(line)))
+        done = {(one.kind, one.batch) for one in self.outcomes}
+        self.waiting = [
+            (kind, [batch for batch in self.plan[kind.name] if (kind.name, batch[0]) not in done]) for kind in kinds
+        ]
+        self.waiting = [(kind, batches) for kind, batches in self.waiting if batches]
+        self.started, self.before, self.shown = time.monotonic(), self.done, time.monotonic()
+
+    @property
+    def done(self) -> int:
+        """Inputs fed so far."""
+        return sum(one.inputs for one in self.outcomes)
+
+    def run(self, base: Path) -> None:
+        """Feed everything that is left."""
+        working: list[Job] = []
+        while self.waiting or working:
+            while self.waiting and len(working) < self.jobs:
+                kind, batches = self.waiting.pop(0)
+                working.append(start(kind, batches, base, self.seed))
+            ready, _, _ = select.select([job.pipe for job in working], [], [], 1.0)
+            for job in [*working]:
+                if job.pipe in ready:
+                    self._receive(job, working)
+                elif time.monotonic() - job.last > job.kind.most_seconds * 3 + 60 and self._stuck(job):
+                    os.kill(job.pid, signal.SIGKILL)
+            if time.monotonic() - self.shown > 15:
+                self._show()
+
+    def _stuck(self, job: Job) -> bool:
+        """Whether a child has been reading one input for longer than Python could interrupt it."""
+        current = job.place / "current.pickle"
+        return current.exists() and time.time() - current.stat().st_mtime > job.kind.most_seconds * 3 + 30
+
+    def _receive(self, job: Job, working: list[Job]) -> None:
+        data = os.read(job.pipe, 1 << 20)
+        job.last = time.monotonic()
+        *lines, job.rest = (job.rest + data).split(b"\n")
+        for line in lines:
+            found = json.loads(line)
+            if "broken" in found:
+                raise SystemExit(f"fuzz.py itself failed on {job.kind.name}:\n{found['broken']}")
+            self._keep(Outcome(**found))
+            job.batches.pop(0)
+        if data:
+            return
+        os.close(job.pipe)
+        working.remove(job)
+        status = os.waitstatus_to_exitcode(os.waitpid(job.pid, 0)[1])
+        if job.batches:  # it died in the middle of a batch
+            number, count = job.batches.pop(0)
+            given = pickle.loads((job.place / "current.pickle").read_bytes())
+            name = signal.Signals(-status).name if status < 0 else f"exit status {status}"
+            failure = Failure(f"process ended: {name}", name, repr(given))
+            self._keep(Outcome(job.kind.name, number, count, failed=count, failures=[vars(failure)]))
+            if job.batches:
+                self.waiting.insert(0, (job.kind, job.batches))
+        shutil.rmtree(job.place, ignore_errors=True)
+
+    def _keep(self, outcome: Outcome) -> None:
+        known = {failure["place"] for one in self.outcomes for failure in one.failures if one.kind == outcome.kind}
+        self.outcomes.append(outcome)
+        with open(self.file, "a", encoding="utf-8") as file:
+            file.write(json.dumps(vars(outcome)) + "\n")
+        for failure in outcome.failures:
+            if failure["place"] not in known:
+                known.add(failure["place"])
+                path = save_example(self.folder, outcome.kind, failure)
+                print(f"FAILURE {outcome.kind}: {failure['place']}\n  {path}\n{failure['words']}\n", flush=True)
+
+    def _show(self) -> None:
+        self.shown = time.monotonic()
+        made = self.done - self.before
+        left = (self.shown - self.started) / made * (self.inputs - self.done) if made else 0.0
+        failed = sum(one.failed for one in self.outcomes)
+        print(f"{self.done} of {self.inputs} inputs, {failed} failures, {duration(left)} left", file=sys.stderr)
+
+    def table(self) -> str:
+        """The figures by kind."""
+        lines = ["| kind | inputs | read | refused | aborts | failures | seconds |", "|---|--:|--:|--:|--:|--:|--:|"]
+        sums = Outcome("all", 0)
+        for kind in self.kinds:
+            row = Outcome(kind.name, 0)
+            for one in self.outcomes:
+                if one.kind == kind.name:
+                    add(row, one)
+            add(sums, row)
+            lines.append(_line(row))
+        return "\n".join([*lines, _line(sums)])
+
+
+def add(total: Outcome, part: Outcome) -> None:
+    """Add the figures of one outcome to another."""
+    for name in ("inputs", "read", "refused", "aborted", "failed", "seconds"):
+        setattr(total, name, getattr(total, name) + getattr(part, name))
+
+
+def _line(one: Outcome) -> str:
+    figures = (one.inputs, one.read, one.refused, one.aborted, one.failed)
+    return f"| {one.kind} | {' | '.join(f'{figure:,}' for figure in figures)} | {one.seconds:.0f} |"
+
+
+def save_example(folder: Path, kind: str, failure: dict[str, str]) -> Path:
+    """A file with the input of a failure, which --replay reads."""
+    name = re.sub(r"\W+", "-", f"{kind} {failure['place']}")[:100].strip("-")
+    path = folder / f"{name}.txt"
+    path.write_text(f"{kind}\n{failure['example']}\n", encoding="utf-8", errors="backslashreplace")
+    return path
+
+
+def make_base(folder: Path) -> Path:
+    """The tests' tiny job, run once."""
+    import tiny
+
+    base = folder / "base"
+    if not (base / "runs" / "tiny" / "report.html").exists():
+        shutil.rmtree(base, ignore_errors=True)
+        pid = os.fork()  # torch starts threads, which no fork after them survives
+        if pid == 0:
+            base.mkdir(parents=True)
+            log = os.open(base / "log.txt", os.O_WRONLY | os.O_CREAT)
+            os.dup2(log, 1), os.dup2(log, 2)
+            tiny.build_world(base)
+            os._exit(tiny.call("train", base / "recipe.yaml", "--runs", base / "runs"))
+        if os.waitpid(pid, 0)[1]:
+            raise SystemExit("the tests' tiny job failed: run the tests")
+    return base
+
+
+def chosen(names: str | None) -> list[Kind]:
+    """The kinds whose names begin with one of those given."""
+    if names is None:
+        return list(KINDS)
+    wanted = [name.strip() for name in names.split(",")]
+    found = [kind for kind in KINDS if any(kind.name.startswith(name) for name in wanted)]
+    if not found or not all(any(kind.name.startswith(name) for kind in KINDS) for name in wanted):
+        raise SystemExit(f"--kinds {names}: known are {', '.join(kind.name for kind in KINDS)}")
+    return found
+
+
+def replay(path: Path, base: Path) -> int:
+    """Feed one saved input in this process."""
+    name, _, example = path.read_text(encoding="utf-8").partition("\n")
+    kind = next(kind for kind in KINDS if kind.name == name)
+    given = eval_example(example)
+    with tempfile.TemporaryDirectory() as place:
+        signal.signal(signal.SIGALRM, _hang)
+        world = World(base, Path(place))
+        kind.inputs(world)  # some make files that their readers need
+        limit_memory()
+        alarm(kind)
+        refused, failure = failure_of(kind, world, given)
+    print("refused" if refused else "read" if failure is None else f"{failure.place}\n{failure.words}")
+    return int(failure is not None)
+
+
+def eval_example(text: str) -> Any:
+    """The input that `repr` wrote."""
+    return ast.literal_eval(text)
+
+
+def examples(kind: Kind, world: World, seed: int, count: int) -> Iterator[Outcome]:
+    """A short run of one kind in this process, for the tests."""
+    signal.signal(signal.SIGALRM, _hang)
+    yield batches_of(kind, world, seed, 0, count)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--inputs", type=int, default=100_000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--kinds", help="kinds, separated by commas, by the beginnings of their names")
+    parser.add_argument("--jobs", type=int, default=1, help="children at a time")
+    parser.add_argument("--to", type=Path, default=Path("runs/fuzz"), help="folder for outcomes and failing inputs")
+    parser.add_argument("--fresh", action="store_true", help="do not go on from the outcomes of an interrupted run")
+    parser.add_argument("--replay", type=Path, metavar="FILE", help="feed one saved input again")
+    arguments = parser.parse_args()
+    sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+    arguments.to.mkdir(parents=True, exist_ok=True)
+    base = make_base(arguments.to.resolve())
+    preload()
+    if arguments.replay is not None:
+        sys.exit(replay(arguments.replay, base))
+    fuzzing = Fuzzing(chosen(arguments.kinds), arguments.inputs, arguments.seed, arguments.to, arguments.jobs)
+    if arguments.fresh:
+        fuzzing.file.unlink(missing_ok=True)
+        fuzzing = Fuzzing(fuzzing.kinds, arguments.inputs, arguments.seed, arguments.to, arguments.jobs)
+    fuzzing.run(base)
+    print(fuzzing.table())
+    sys.exit(int(any(one.failed for one in fuzzing.outcomes)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1055 @@
+"""The kinds of input of scripts/fuzz.py: for each how inputs are made, and the readers that get them."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import fuzz_gguf
+import yaml
+from fuzz_inputs import Tree, dumped, edited_bytes, fractions, texts, values, weighted
+from hypothesis import strategies as st
+
+from distill.errors import DataError, DistillError
+from distill.files import file_digest
+from distill.recipe import Chat, Corpus, Recipe, Source, Traffic, dump_recipe, load_recipe
+from distill.run import Run
+
+Readers = list[Callable[[], Any]]
+Strategy = st.SearchStrategy[Any]
+
+
+class World:
+    """The valid files that inputs are made from, and a folder of this process's own to write them to."""
+
+    def __init__(self, base: Path, place: Path) -> None:
+        """`base` holds target/, recipe.yaml and a finished run in runs/tiny, as tests/tiny.py makes them."""
+        self.base, self.place = base, place
+        self.changed: set[str] = set()  # files of the run's copy that differ from the finished run
+        self.target, self.finished = base / "target", base / "runs" / "tiny"
+
+    def put(self, name: str, data: bytes) -> Path:
+        """A file in the place."""
+        path = self.place / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+        return path
+
+    @cached_property
+    def recipe_path(self) -> Path:
+        """The small recipe, for overrides."""
+        return self.put("small.yaml", (self.base / "recipe.yaml").read_bytes())
+
+    @cached_property
+    def recipe(self) -> Recipe:
+        """The small recipe."""
+        return load_recipe(self.base / "recipe.yaml")
+
+    @cached_property
+    def model(self) -> Path:
+        """A copy of the target's folder, in which a kind replaces files."""
+        return Path(shutil.copytree(self.target, self.place / "model"))
+
+    def restore_model(self, name: str) -> None:
+        """Put one file of the model's folder back."""
+        if (self.target / name).exists():
+            shutil.copyfile(self.target / name, self.model / name)
+        else:
+            (self.model / name).unlink(missing_ok=True)
+
+    @cached_property
+    def run(self) -> Run:
+        """A copy of the finished run, in which a kind replaces files."""
+        return Run(Path(shutil.copytree(self.finished, self.place / "runs" / "tiny")), self.recipe)
+
+    @cached_property
+    def tokens(self) -> Any:
+        """The target's vocabulary as grammars need it."""
+        from distill.grammar.tokens import Tokens
+        from distill.vocabulary import Vocabulary
+
+        vocabulary = Vocabulary.read(self.target)
+        return Tokens.of(vocabulary, [vocabulary.roles["eos"]])
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """The target's tokenizer, with a chat template."""
+        from distill.models.hugging_face import load_tokenizer
+
+        found = load_tokenizer(str(self.target))
+        found.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+        return found
+
+    def json(self, name: str) -> Any:
+        """A JSON file of the base."""
+        return json.loads((self.base / name).read_text(encoding="utf-8"))
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of input: its share of all inputs, its strategy, and the readers that get an input.
+
+    An `isolated` kind is read in a process of its own for every input, because C code under it may end the process.
+    `most_seconds` is the limit of one input; `batch` the number of inputs that are repeated after a kill.
+    """
+
+    name: str
+    share: float
+    inputs: Callable[[World], Strategy]
+    readers: Callable[[World, Any], Readers]
+    isolated: bool = False
+    most_seconds: float = 10.0
+    batch: int = 500
+
+
+def restored(world: World, name: str) -> Path:
+    """A file of the copied run, put back as it was before another one is replaced."""
+    path = world.run.path(name)
+    if (world.finished / name).exists():
+        shutil.copyfile(world.finished / name, path)
+    else:
+        path.unlink(missing_ok=True)
+    return path
+
+
+# ── recipes and overrides ──
+
+LINES = [
+    *("seed: !!python/object/apply:os.system [ls]", "? [1]\n: 2", "a: &a [*a]", "<<: {seed: 1}", "%YAML 9.9\n---"),
+    *("seed: 0x10", "seed: 1_000", "seed: 010", "seed: 12:30:45", "name: 2026-01-01", "name: yes", "--- a\n--- b"),
+    *("train: {rate: .inf}", "name: !!binary aGk=", "\ttrain: 1", "name: 'a", 'name: "\\ud800"', "x: |\n  a", "@"),
+    *("corpus: {sources: [{kind: tree, path: .}]}", "sampler: {temperature: -0.0}", "{", "[", "- - - -", "a: b: c"),
+]
+
+
+def recipe_files(world: World) -> Strategy:
+    small = yaml.safe_load((world.base / "recipe.yaml").read_text(encoding="utf-8"))
+    whole = world.recipe.model_dump(mode="json")
+    plain = yaml.safe_dump(small).encode()
+    lines = st.lists(st.sampled_from(LINES) | texts, min_size=1, max_size=3).map(
+        lambda found: plain + "\n".join(found).encode("utf-8", "surrogatepass")
+    )
+    edited = Tree(small).edited().map(dumped)
+    sections = Tree({name: value for name, value in whole.items() if isinstance(value, dict)})
+    more = st.builds(
+        lambda name, found: dumped({**small, name: found.get(name) if isinstance(found, dict) else found}),
+        st.sampled_from(list(sections.value)),
+        sections.edited(),
+    )
+    return weighted((4, edited), (3, more), (2, edited_bytes(plain)), (2, lines), (1, st.binary()))
+
+
+def read_recipe(world: World, found: bytes) -> Readers:
+    path = world.put("recipe.yaml", found)
+    return [lambda: dump_recipe(load_recipe(path))]
+
+
+def overrides(world: World) -> Strategy:
+    paths = [path for path in Tree(world.recipe.model_dump(mode="json")).paths if path]
+    names = weighted(
+        (6, st.sampled_from([".".join(map(str, path)) for path in paths])),
+        (1, st.sampled_from(["corpus.sources.99.path", "corpus.sources.-1", "train..steps", ".", "", "a.b", "name.x"])),
+        (1, texts),
+    )
+    given = weighted((4, values.map(lambda value: dumped(value).decode())), (1, texts), (1, st.sampled_from(LINES)))
+    one = weighted((6, st.builds(lambda name, value: f"{name}={value}", names, given)), (1, texts))
+    return st.lists(one, min_size=1, max_size=3)
+
+
+def read_overrides(world: World, found: Sequence[str]) -> Readers:
+    return [lambda: load_recipe(world.recipe_path, found)]
+
+
+# ── jsonl ──
+
+
+def lines_of(records: Sequence[Any]) -> Strategy:
+    """Files of edited records, of records whose bytes are edited, and of neither."""
+    trees = [Tree(record) for record in records]
+    line = st.sampled_from(trees).flatmap(lambda tree: tree.files())
+    return weighted(
+        (4, st.lists(line, max_size=4).map(b"\n".join)),
+        (2, st.lists(line, max_size=4).map(lambda found: b"\xef\xbb\xbf" + b"\r\n".join(found) + b"\n")),
+        (2, edited_bytes(b"".join(dumped(record) + b"\n" for record in records))),
+        (1, st.binary(max_size=60)),
+    )
+
+
+def corpora(world: World) -> Strategy:
+    return lines_of([{"text": "alpha beta", "other": [1, {"a": None}]}, {"text": "x" * 40}, {"body": "b"}])
+
+
+def read_corpus(world: World, found: bytes) -> Readers:
+    from distill.corpus.sources import read_documents
+
+    path = str(world.put("texts.jsonl", found))
+    plain = str(world.put("text.txt", found))
+    return [
+        lambda: read_documents(Corpus(sources=(Source(kind="jsonl", path=path, split="train"),)), ("train",)),
+        lambda: read_documents(Corpus(sources=(Source(kind="text", path=plain, split="train"),)), ("train",)),
+    ]
+
+
+def traffic(world: World) -> Strategy:
+    messages = [{"role": "user", "content": "alpha"}, {"role": "assistant", "content": "beta"}]
+    return lines_of([{"prompt": "alpha beta", "answer": "total", "finish_reason": "stop"}, {"messages": messages}])
+
+
+def read_traffic(world: World, found: bytes) -> Readers:
+    from distill.target.traffic import begins_with, measure, read_lines, sort_lines, unfinished_line
+
+    path = world.put("traffic.jsonl", found)
+    pin = {"path": str(path), **measure(path), "start": 0, "start_line": 0}
+    settings = Traffic(path=str(path))
+
+    def whole() -> None:
+        sort_lines(world.recipe, read_lines(settings, pin), world.tokenizer, 0)
+        assert begins_with(path, pin)
+        unfinished_line(pin)
+
+    return [whole]
+
+
+# ── records and results of a run ──
+
+RECORDS = [
+    *("stages/corpus.json", "stages/train.json", "stages/eval.json", "stages/redo.json", "stages/train.begun.json"),
+    *("parent.json", "provenance.json", "metrics.jsonl", "eval.json", "speedup.json", "profile.json", "training.json"),
+    *("cut/cut.json", "cut/surgery.json", "gguf/export.json", "speedup/calibration.json", "speedup/validation.json"),
+    *("corpus/prompts-test.jsonl", "corpus/documents-test.jsonl", "answers/train-00000.jsonl", "cut/kept_tokens.json"),
+    *("teacher/entries.json", "costs.json", "curve.json", "draft/sparsity.json", "search/search.json", "config.yaml"),
+]
+CURVE = {
+    **{"model": "m", "backend": "pytorch", "depths": [64, 512], "repeats": 7, "unit": "seconds", "note": ""},
+    **{"seconds": [[0.1, 0.2], [0.1, 0.3]], "fastest": [], "slowest": []},
+}
+MADE: dict[str, Any] = {  # valid contents of files that the tiny run does not have
+    "stages/redo.json": {"asked": ["eval"], "started": ["eval"]},
+    "parent.json": {
+        "generation": 2,
+        "run": "tiny.1",
+        "digest": "0" * 64,
+        "files": {"config.json": "0"},
+        "traffic": None,
+    },
+    "cut/kept_tokens.json": {"format": 1, "vocabulary": 400, "kept": [0, 1, 2, 5, 399], "forced": 2},
+    "costs.json": {"format": 1, "target": CURVE, "draft": CURVE, "overhead_seconds": 0.001},
+    "curve.json": {"format": 1, **CURVE},
+    "draft/sparsity.json": {"sentence": "a", "layers": [], "before": 1, "after": 1},
+    "search/search.json": {"points": [], "front": [], "chosen": "", "explanations": []},
+}
+
+
+def records(world: World) -> Strategy:
+    found = []
+    for name in RECORDS:
+        path = world.finished / name
+        if name.endswith(".jsonl"):
+            lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()[:6]]
+            files = lines_of(lines)
+        elif name.endswith(".yaml"):
+            files = Tree(yaml.safe_load(path.read_text(encoding="utf-8"))).files()
+        else:
+            begun = name.removesuffix(".begun.json")
+            own = MADE.get(name)
+            if own is None and name != begun:
+                own = world.json(f"runs/tiny/{begun}.json")["inputs"]
+            files = Tree(world.json(f"runs/tiny/{name}") if own is None else own).files()
+        found.append(st.tuples(st.just(name), files))
+    return st.sampled_from(range(len(found))).flatmap(lambda number: found[number])
+
+
+def read_record(world: World, found: tuple[str, bytes]) -> Readers:
+    name, data = found
+    for other in RECORDS:
+        if other != name and other in world.changed:
+            restored(world, other)
+    world.changed = {name}
+    path = world.run.path(name)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(data)
+    return _record_readers(world, name, path)
+
+
+def _record_readers(world: World, name: str, path: Path) -> Readers:
+    """The readers of one file of a run."""
+    from distill.commands.shared import find_run
+    from distill.pipeline.refresh import plan_refresh
+    from distill.pipeline.running import plan_run
+    from distill.surgery.change import read_changes
+    from distill.texts import read_answers, read_documents_of, read_prompts
+
+    run, recipe = world.run, world.recipe
+    readers: Readers
+    if name.startswith("stages/"):
+        readers = [partial(plan_run, recipe, run), lambda: run.verify("eval"), lambda: run.verify("corpus")]
+        return [*readers, lambda: plan_refresh(with_traffic(world), run)]
+    if name == "config.yaml":
+        return [lambda: find_run("tiny", run.folder.parent)]
+    if name in ("corpus/prompts-test.jsonl", "corpus/documents-test.jsonl", "answers/train-00000.jsonl"):
+        readers = [lambda: _ids(read_prompts(run, "test")), lambda: _ids(read_answers(run, "train"))]
+        return [*readers, lambda: read_documents_of(run, "test")]
+    if name == "cut/surgery.json":
+        return [lambda: read_changes(path.parent)]
+    if name == "parent.json":
+        return [
+            *_report(world),
+            partial(plan_run, with_traffic(world), run),
+            lambda: plan_refresh(with_traffic(world), run),
+        ]
+    special = _special_readers(run, name, path)
+    return special or _report(world)
+
+
+def with_traffic(world: World) -> Recipe:
+    """The recipe with a file of traffic."""
+    path = world.place / "served.jsonl"
+    if not path.exists():
+        path.write_text('{"prompt": "alpha", "answer": "beta"}\n')
+    answers = world.recipe.answers.model_copy(update={"traffic": Traffic(path=str(path))})
+    return world.recipe.model_copy(update={"answers": answers})
+
+
+def _ids(found: Sequence[Any]) -> None:
+    """What every user of prompts and answers does with the ids."""
+    import torch
+
+    for one in found:
+        torch.tensor([*getattr(one, "ids", ()), *getattr(one, "prompt", ()), *getattr(one, "answer", ())])
+
+
+def _special_readers(run: Run, name: str, path: Path) -> Readers:
+    from distill.benchmark.calibrate import curve_costs, load_calibrations, load_ranks, load_texts
+    from distill.models.kept import read_kept
+    from distill.speculative.cost import load_cost_curve, load_costs
+    from distill.target.teacher import stored_entries
+
+    found: dict[str, Readers] = {
+        "speedup/calibration.json": [lambda: load_calibrations(path), lambda: load_ranks(path)],
+        "speedup/validation.json": [lambda: load_texts(path)],
+        "cut/kept_tokens.json": [lambda: _ids([_Kept((read_kept(path.parent) or {"kept": []})["kept"])])],
+        "teacher/entries.json": [lambda: stored_entries(path)],
+        "costs.json": [lambda: _used(load_costs(path))],
+        "curve.json": [lambda: load_cost_curve(path).at(64)],
+    }
+    if name == "profile.json":
+        return [lambda: curve_costs(run, "pytorch"), *_results(run, name)]
+    return found.get(name, []) or _results(run, name)
+
+
+@dataclass
+class _Kept:
+    ids: list[int]
+
+
+def _used(costs: Any) -> None:
+    costs.best_length([0.9, 0.8], 64)
+
+
+def _results(run: Run, name: str) -> Readers:
+    """The tables that commands print from results."""
+    from distill.benchmark import table
+    from distill.evaluation import markdown
+    from distill.results.evaluation_results import EvaluationReport, flat_rows
+    from distill.results.serialise import read_result
+    from distill.results.speedup_results import SpeedupReport
+
+    def printed(kind: Any, rows: Any, table: Any) -> None:
+        report = read_result(run.path(name), kind)
+        rows(report), table(report).encode()
+
+    if name == "eval.json":
+        return [partial(printed, EvaluationReport, flat_rows, markdown.as_markdown)]
+    if name == "speedup.json":
+        return [partial(printed, SpeedupReport, table.flat_rows, table.as_markdown)]
+    return []
+
+
+def _report(world: World) -> Readers:
+    """The model card and the page."""
+    from distill.report.card import build_card
+    from distill.report.stage import gather
+
+    return [lambda: build_card(gather(world.recipe, world.run)).encode()]
+
+
+# ── model folders ──
+
+
+def safetensors_bytes(header: bytes, data: bytes, length: int | None = None) -> bytes:
+    """A safetensors file from its parts."""
+    return (len(header) if length is None else length).to_bytes(8, "little") + header + data
+
+
+def header_of(path: Path) -> tuple[Any, bytes]:
+    """The header and the data of a safetensors file."""
+    raw = path.read_bytes()
+    size = int.from_bytes(raw[:8], "little")
+    return json.loads(raw[8 : 8 + size]), raw[8 + size :]
+
+
+def weight_files(world: World) -> Strategy:
+    header, data = header_of(world.target / "model.safetensors")
+    tree, plain = Tree(header), dumped(header)
+    names = ["model.safetensors", "missing.safetensors", "../x", "", "a\0b", ".", "tokenizer.json", 3, None, ["x"]]
+    index = {"metadata": {"total_size": 1}, "weight_map": dict.fromkeys(header, "model.safetensors")}
+    maps = st.dictionaries(st.sampled_from(list(header)), st.sampled_from(names), max_size=3)
+    lengths = st.sampled_from([0, 1, 2**20, 2**31, 2**40, 2**63])
+    weights = weighted(
+        (6, tree.edited().map(lambda found: safetensors_bytes(dumped(found), data))),
+        (3, edited_bytes(safetensors_bytes(plain, data), 8 + len(plain))),
+        (1, lengths.map(lambda length: safetensors_bytes(plain, data, length))),
+        (1, values.map(lambda found: safetensors_bytes(dumped(found), b""))),
+    )
+    indices = weighted((3, Tree(index).files()), (1, maps.map(lambda found: dumped({"weight_map": found}))))
+    return weighted(
+        (3, st.tuples(st.just("model.safetensors"), weights)),
+        (1, st.tuples(st.just("model.safetensors.index.json"), indices)),
+    )
+
+
+def read_weights(world: World, found: tuple[str, bytes]) -> Readers:
+    from distill.export.tensors import open_tensors, read_shape
+    from distill.models.tensor_files import stored_tensors
+
+    name, data = found
+    world.restore_model("model.safetensors")
+    (world.model / "model.safetensors.index.json").unlink(missing_ok=True)
+    (world.model / name).write_bytes(data)
+
+    def export() -> None:
+        with open_tensors(world.model, read_shape(world.model)) as tensors:
+            for tensor in tensors:
+                tensor.load()
+
+    def stored() -> None:
+        for tensor in stored_tensors(world.model).values():
+            tensor.read()
+
+    return [stored, export]
+
+
+def read_whole_model(world: World, found: tuple[str, bytes]) -> Readers:
+    """The slow readers of a model's folder: transformers itself, on no values and on all."""
+    import torch
+
+    from distill.models.hugging_face import load_model
+    from distill.models.whole.headers import check_weights
+
+    name, data = found
+    for other in ("model.safetensors", "config.json", "generation_config.json", "model.safetensors.index.json"):
+        world.restore_model(other)
+    (world.model / name).write_bytes(data)
+    place = str(world.model)
+    return [lambda: check_weights(place), lambda: load_model(place, "float32", torch.device("cpu"))]
+
+
+def configurations(world: World) -> Strategy:
+    more: dict[str, Any] = {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}, "head_dim": 16, "text_config": {}}
+    base = world.json("target/config.json")
+    types = st.sampled_from(["llama", "mistral", "qwen3", "gpt2", "gemma3", "bert", "mixtral", "t5", "mamba", "x"])
+    other = st.builds(lambda kind, edited: dumped({**base, **edited, "model_type": kind}), types, _objects(base | more))
+    return weighted((3, Tree(base).files()), (2, Tree(base | more).files()), (2, other))
+
+
+def _objects(base: Any) -> Strategy:
+    return Tree(base).edited().map(lambda found: found if isinstance(found, dict) else {})
+
+
+def read_configuration(world: World, found: bytes) -> Readers:
+    from distill.export.tensors import read_shape
+    from distill.models.hugging_face import load_config
+    from distill.models.loaded import context_of
+    from distill.models.metadata import VocabularyMetadata
+    from distill.pipeline.preflight import check_context
+    from distill.surgery.vocabulary.transplant_plan import check_transplant
+
+    world.restore_model("model.safetensors")
+    (world.model / "config.json").write_bytes(found)
+    place = str(world.model)
+    recipe = world.recipe.model_copy(update={"target": world.recipe.target.model_copy(update={"model": place})})
+    return [
+        lambda: load_config(place),
+        lambda: VocabularyMetadata.read(place),
+        lambda: read_shape(world.model),
+        lambda: context_of(place),
+        lambda: check_context(recipe),
+        lambda: check_transplant(world.model, world.target),
+        lambda: check_transplant(world.target, world.model),
+    ]
+
+
+def whole_models(world: World) -> Strategy:
+    generation = Tree(world.json("target/generation_config.json")).files()
+    return weighted(
+        (2, weight_files(world)),
+        (2, st.tuples(st.just("config.json"), configurations(world))),
+        (1, st.tuples(st.just("generation_config.json"), generation)),
+    )
+
+
+TOKENIZER_PARTS = ("added_tokens", "normalizer", "pre_tokenizer", "post_processor", "decoder", "truncation", "padding")
+TEMPLATES = ["{% for m in messages %}{{ m.content }}{% endfor %}", "{{ raise_exception('no') }}", "{{ messages[9].x }}"]
+
+
+def tokenizer_files(world: World) -> Strategy:
+    content, settings = world.json("target/tokenizer.json"), world.json("target/tokenizer_config.json")
+    unigram = {"type": "Unigram", "unk_id": 0, "vocab": [["<unk>", 0.0], ["▁a", -1.0], ["b", -2.0], ["<0x0A>", -3.0]]}
+    pieces = {**content, "model": unigram, "normalizer": None, "pre_tokenizer": {"type": "Metaspace"}, "decoder": None}
+    more = {
+        **settings,
+        "added_tokens_decoder": {"5": {"content": "x", "special": True}},
+        "chat_template": [{"name": "default", "template": TEMPLATES[0]}],
+        "bos_token": {"content": "<s>"},
+        "tokenizer_class": "Qwen2Tokenizer",
+    }
+    special = {"eos_token": "<|endoftext|>", "pad_token": {"content": "p", "lstrip": False}}
+    padded = {
+        **content,
+        "padding": {"strategy": {"Fixed": 2**40}, "direction": "Right", "pad_id": 0, "pad_type_id": 0, "pad_token": "x"}
+        | {"pad_to_multiple_of": None},
+    }
+    words = {**content, "model": {**content["model"], "vocab": {"a": 0, "b": 2**32 - 1}, "merges": []}}
+    template = st.sampled_from([found.encode() for found in TEMPLATES]).flatmap(edited_bytes)
+    return weighted(
+        (2, st.tuples(st.just("tokenizer.json"), Tree(content, (*TOKENIZER_PARTS, "model")).files())),
+        (3, st.tuples(st.just("tokenizer.json"), Tree(content, TOKENIZER_PARTS).files())),
+        (2, st.tuples(st.just("tokenizer.json"), Tree(pieces).files())),
+        (1, st.tuples(st.just("tokenizer.json"), st.sampled_from([dumped(padded), dumped(words)]))),
+        (2, st.tuples(st.just("tokenizer_config.json"), Tree(more).files())),
+        (1, st.tuples(st.just("special_tokens_map.json"), Tree(special).files())),
+        (1, st.tuples(st.just("chat_template.jinja"), template)),
+    )
+
+
+def read_tokenizers(world: World, found: tuple[str, bytes]) -> Readers:
+    from distill.export.tokenizer import read_tokenizer
+    from distill.models.metadata import VocabularyMetadata
+    from distill.models.tokenizer_files import copy_tokenizer
+    from distill.vocabulary import Vocabulary
+    from distill.vocabulary.encoding import Encoder
+
+    name, data = found
+    for other in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"):
+        world.restore_model(other)
+    (world.model / name).write_bytes(data)
+    copy = world.place / "copy"
+    shutil.rmtree(copy, ignore_errors=True)
+    copy.mkdir()
+    shutil.copyfile(world.target / "config.json", copy / "config.json")
+
+    def encoder() -> None:
+        own = Encoder(Vocabulary.read(world.model))
+        own.text("def alpha(): é\n".encode() + b"\xff"), own.opening, own.leads(True)
+
+    return [
+        lambda: Vocabulary.read(world.model).missing_bytes,
+        encoder,
+        lambda: VocabularyMetadata.read(str(world.model)),
+        lambda: read_tokenizer(world.model, 400),
+        lambda: copy_tokenizer(world.model, copy),
+    ]
+
+
+def read_slow_tokenizers(world: World, found: tuple[str, bytes]) -> Readers:
+    """transformers' own reader of a tokenizer, and its chat template on messages."""
+    from distill.models.hugging_face import encode, load_tokenizer, real_tokens
+    from distill.models.hugging_face import load_config as load
+    from distill.target.traffic import Line, encode_line
+
+    read_tokenizers(world, found)
+    config = load(str(world.target))
+
+    def whole() -> None:
+        tokenizer = load_tokenizer(str(world.model))
+        encode(tokenizer, "def alpha(): é\n")
+        real_tokens(config, tokenizer)
+        encode_line(Line(1, [{"role": "user", "content": "alpha"}], "beta", True), tokenizer, 0, Chat())
+
+    return [whole]
+
+
+# ── GGUF ──
+
+
+def gguf_files(world: World) -> Strategy:
+    path = world.finished / "gguf" / "draft-f16.gguf"
+    parts, head = fuzz_gguf.take_apart(path)
+    built = fuzz_gguf.hostile(parts)
+    return weighted((7, built), (2, edited_bytes(path.read_bytes(), head)), (1, st.binary(max_size=40)))
+
+
+def read_gguf_heads(world: World, found: bytes) -> Readers:
+    from distill.models.loaded import context_of
+    from distill.models.metadata import VocabularyMetadata
+
+    path = str(world.put("model.gguf", found))
+    return [lambda: VocabularyMetadata.read(path), lambda: context_of(path)]
+
+
+def read_gguf(world: World, found: bytes) -> Readers:
+    """llama.cpp itself: the vocabulary alone as for a prompt, then the model, a text and its bytes."""
+    from distill.models.gguf.llama_grammar import token_bytes_and_ends
+    from distill.models.gguf.model import GgufModel
+    from distill.models.loaded import encode_prompt
+
+    path = world.put("model.gguf", found)
+
+    def decode() -> None:
+        with GgufModel(path, context=32, batch=16, threads=1) as model:
+            ids = model.tokenize("def alpha(beta): total")[:12] or [0]
+            model.detokenize(ids)
+            token_bytes_and_ends(model)
+            model.extend(ids).argmax()
+            model.rollback([1])
+            model.extend(ids[:3]).top(2)
+
+    return [lambda: encode_prompt(str(path), "def alpha"), decode]
+
+
+# ── teacher store and checkpoints ──
+
+
+def shards(world: World) -> Strategy:
+    manifest = world.json("runs/tiny/teacher/manifest.json")
+    header, data = header_of(world.finished / "teacher" / "shard-00001.safetensors")
+    plain = dumped(header)
+    files = st.one_of(
+        st.tuples(st.just("manifest.json"), Tree(manifest).files()),
+        st.tuples(st.just("manifest.json"), Tree(manifest).files()),
+        st.tuples(
+            st.just("shard-00001.safetensors"),
+            Tree(header).edited().map(lambda found: safetensors_bytes(dumped(found), data)),
+        ),
+        st.tuples(st.just("shard-00001.safetensors"), edited_bytes(safetensors_bytes(plain, data), 8 + len(plain))),
+    )
+    return st.tuples(files, st.booleans())
+
+
+def read_shards(world: World, found: tuple[tuple[str, bytes], bool]) -> Readers:
+    """A changed file, with or without the checksum that its stage would have recorded for it."""
+    import torch
+
+    from distill.models.hugging_face import load_config
+    from distill.target.source import require_fit
+    from distill.target.store import TeacherStore
+
+    (name, data), recorded = found
+    run = world.run
+    for other in ("manifest.json", "shard-00001.safetensors"):
+        restored(world, f"teacher/{other}")
+    record = world.json("runs/tiny/stages/teacher.json")
+    path = run.path("teacher", name)
+    path.write_bytes(data)
+    if recorded:
+        record["artifacts"][f"teacher/{name}"] = {"bytes": len(data), "sha256": file_digest(path)}
+    run.path("stages", "teacher.json").write_text(json.dumps(record))
+
+    def store() -> None:
+        opened = TeacherStore(run)
+        require_fit(opened.manifest, world.recipe, load_config(str(run.path("cut"))), (1.0,))
+        every = torch.arange(opened.blocks)
+        opened.distributions(every)
+        teacher = opened.teacher(every, torch.device("cpu"))
+        teacher.chunk(slice(0, 4), 1.0)
+
+    return [store]
+
+
+CHECKPOINT = ("model.pt", "optimizer.pt", "digests.json", "state.json")
+
+
+def learner() -> tuple[Any, Any]:
+    """A learner of 20 parameters and its optimizer after a step."""
+    import torch
+
+    module = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(module.parameters())
+    module(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    return module, optimizer
+
+
+def checkpoint_files(world: World) -> Strategy:
+    from distill.training.checkpoint import save_checkpoint
+
+    run = Run(world.place / "learnt", world.recipe)
+    save_checkpoint(run, 2, *learner(), keep=1, state={"best": None, "sparsity": None})
+    folder = run.path("checkpoints", "step-000002")
+    weights = (folder / "model.pt").read_bytes()
+    files = st.one_of(
+        st.tuples(st.just("model.pt"), edited_bytes(weights)),
+        st.tuples(st.just("optimizer.pt"), edited_bytes((folder / "optimizer.pt").read_bytes())),
+        st.tuples(st.just("digests.json"), Tree(json.loads((folder / "digests.json").read_text())).files()),
+        st.tuples(st.just("state.json"), Tree(json.loads((folder / "state.json").read_text())).files()),
+        st.tuples(st.sampled_from(["../step-x/state.json", "../step-/a", "../step-9/state.json"]), st.just(b"{}")),
+    )
+    return st.tuples(files, st.booleans())
+
+
+def read_checkpoints(world: World, found: tuple[tuple[str, bytes], bool]) -> Readers:
+    from distill.training.checkpoint import load_checkpoint, newest_checkpoint, save_checkpoint
+
+    (name, data), without = found
+    run = Run(world.place / "learnt", world.recipe)
+    shutil.rmtree(run.folder, ignore_errors=True)
+    module, optimizer = learner()
+    save_checkpoint(run, 2, module, optimizer, keep=1, state={"best": None, "sparsity": None})
+    path = run.path("checkpoints", "step-000002", name)
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(data)
+    if without:
+        run.path("checkpoints", "step-000002", "digests.json").unlink()
+
+    def newest() -> None:
+        checkpoint = newest_checkpoint(run.path("checkpoints"))
+        if checkpoint is not None:
+            state = load_checkpoint(checkpoint, module, optimizer)
+            state["step"] + 1
+
+    return [newest]
+
+
+# ── grammars and stop strings ──
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "minLength": 1, "maxLength": 9, "pattern": "^[a-z]+$"},
+        "count": {"type": "integer", "minimum": 0, "maximum": 10},
+        "kind": {"enum": ["alpha", "beta", None]},
+        "items": {"type": "array", "items": {"$ref": "#/$defs/leaf"}, "minItems": 1, "maxItems": 3},
+    },
+    "required": ["name"],
+    "additionalProperties": False,
+    "$defs": {"leaf": {"anyOf": [{"type": "number"}, {"const": 3}, {"type": "boolean"}]}},
+}
+GBNF = 'root ::= expr ("," expr)* # list\nexpr ::= [a-z0-9_]+ | "(" expr? ")" | "\\x41\\u00e9" . {2,3}\n'
+LARK = 'start: item ("," item)*\nitem: NAME | NUMBER\nNAME: /[a-z]+/\nNUMBER: /[0-9]{1,4}/\n'
+REGEX = r"(alpha|beta)+ [0-9]{2,4}(\.[a-f]+)?\s*"
+PIECES = [
+    *("(", ")", "((" * 2000, "[", "]", "{", "}", "{1,99999}", "{999999999}", "*", "+", "?", "|", "\\", "\\p{L}", "."),
+    *(
+        "\\x",
+        "\\UFFFFFFFF",
+        "\\ud800",
+        "^",
+        "$",
+        "::=",
+        "root",
+        '"',
+        "/",
+        "(?i)",
+        "(?=a)",
+        "\\1",
+        "a" * 3000,
+        "\n",
+        "#",
+    ),
+    *("%import x", "<[1]>", "&", "~", "\0", "é", "(a*)*" * 20, "[^]", "[z-a]", "root ::= root\n", "start: start\n"),
+]
+
+
+def grammars(world: World) -> Strategy:
+    parts = st.lists(st.sampled_from(PIECES) | st.text(max_size=4), max_size=8).map("".join)
+
+    def near(text: str) -> Strategy:
+        whole = edited_bytes(text.encode()).map(lambda found: found.decode("utf-8", "replace"))
+        mixed = st.builds(lambda at, part: text[: at % len(text)] + part + text[at % len(text) :], fractions, parts)
+        return st.one_of(whole, mixed, parts)
+
+    schemas = Tree(SCHEMA).files().map(lambda found: found.decode("utf-8", "replace"))
+    return st.one_of(
+        st.tuples(st.just("json"), schemas),
+        st.tuples(st.just("gbnf"), near(GBNF)),
+        st.tuples(st.just("lark"), near(LARK)),
+        st.tuples(st.just("regex"), near(REGEX)),
+    )
+
+
+def read_grammar(world: World, found: tuple[str, str]) -> Readers:
+    from distill.grammar.constraint import constraint
+
+    kind, text = found
+
+    def steps() -> None:
+        rules = constraint(kind, text, world.tokens)
+        state = rules.root
+        for _ in range(4):
+            mask = state.mask(len(world.tokens.bytes_of))
+            state = rules.next(state, int(mask.argmax()))
+        rules.satisfied([1, 2])
+
+    return [steps]
+
+
+def llama_grammars(world: World) -> Strategy:
+    return grammars(world).map(lambda found: found[1])
+
+
+def read_llama_grammar(world: World, found: str) -> Readers:
+    from distill.grammar.constraint import llama_constraint
+    from distill.models.gguf.model import GgufModel
+
+    def steps() -> None:
+        with GgufModel(world.finished / "gguf" / "draft-f16.gguf", context=32, batch=16, threads=1) as model:
+            rules = llama_constraint(found, model)
+            state = rules.root
+            for _ in range(3):
+                state = rules.next(state, int(state.mask(model.vocabulary_size).argmax()))
+
+    return [steps]
+
+
+def stop_strings(world: World) -> Strategy:
+    return st.tuples(st.lists(texts, max_size=3), st.lists(st.integers(0, 378), max_size=12))
+
+
+def read_stop_strings(world: World, found: tuple[list[str], list[int]]) -> Readers:
+    from distill.speculative.stop_strings import stop_before
+
+    wanted, tokens = found
+    # The command line refuses what is not UTF-8 before.
+    stop = [text.encode("utf-8", "replace").decode() for text in wanted]
+
+    def run() -> None:
+        rule = stop_before(lambda token: world.tokens.bytes_of[token], stop)
+        if rule is not None:
+            kept = rule(tokens, 0).kept
+            assert 0 <= kept <= len(tokens)
+
+    return [run]
+
+
+# ── logs of benchmarks, texts ──
+
+
+def bench_logs(world: World) -> Strategy:
+    lines = [{"pp": 64, "tg": 32, "pl": m, "t_tg": 0.1 * m, "n_kv": 9, "t_pp": 0.1} for m in (1, 2, 3)]
+    plain = b"".join(dumped(line) + b"\n" for line in lines)
+    edited = st.lists(st.sampled_from(lines).flatmap(lambda line: Tree(line).files()), max_size=3).map(b"\n".join)
+    return st.one_of(edited.map(lambda found: plain + found), edited_bytes(plain), lines_of(lines))
+
+
+def read_bench_log(world: World, found: bytes) -> Readers:
+    from distill.benchmark.batched_bench import import_curve, settings
+    from distill.speculative.cost import load_cost_curve, save_cost_curve
+
+    path = world.put("bench.log", found)
+
+    def read() -> None:
+        curve = import_curve(path)
+        settings(curve, [0.9, 0.5], 0.05, curve.depths[0])
+        save_cost_curve(curve, world.place / "curve.json")
+        load_cost_curve(world.place / "curve.json")
+
+    return [read]
+
+
+NAMES = [
+    "a.txt",
+    "b/c.txt",
+    "é.txt",
+    "x" * 200,
+    "-",
+    "\n",
+    "d/e/f/g",
+    ".hidden",
+    "\udcff\udcfe",
+    "link",
+    "loop",
+    "folder",
+]
+
+
+def text_folders(world: World) -> Strategy:
+    return st.dictionaries(st.sampled_from(NAMES), st.binary(max_size=30) | texts, max_size=4)
+
+
+def read_text_folder(world: World, found: dict[str, bytes | str]) -> Readers:
+    from distill.commands.shared import read_texts
+    from distill.corpus.sources import read_documents
+
+    folder = world.place / "texts"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    for name, data in found.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if name in ("link", "loop"):
+            path.symlink_to("loop" if name == "loop" else "missing")
+        elif name == "folder":
+            path.mkdir()
+        else:
+            path.write_bytes(data if isinstance(data, bytes) else data.encode("utf-8", "surrogatepass"))
+    corpus = Corpus(sources=(Source(kind="tree", path=str(folder), pattern="**/*", split="test"),))
+    readers: Readers = [lambda: read_texts([folder]), lambda: read_documents(corpus, ("test",))]
+    return [*readers, *(partial(read_texts, [folder / name]) for name in found)]
+
+
+# ── command lines ──
+
+GIVEN = [
+    *("model", "runs", "tiny", "whole.yaml", "text.txt", "model.gguf", "out", "missing", "missing.yaml", "1", "3,2,1"),
+    *(
+        "name=other",
+        "train.steps=3",
+        "train.steps=x",
+        "greedy",
+        "token",
+        "draft",
+        "lookup",
+        "tree",
+        "eval",
+        "json",
+        "md",
+    ),
+    *("-", "--", "", "1e400", "0.5", "64,512", ".", "bench.log", "org/name", "f16", "expected-value", "pursuit", "é"),
+]
+
+
+def command_lines(world: World) -> Strategy:
+    from typer.main import get_command
+
+    from distill.commands.app import app
+
+    commands: dict[str, Any] = get_command(app).commands  # type: ignore[attr-defined]
+    plain = st.one_of(
+        st.sampled_from(GIVEN), st.sampled_from(GIVEN), st.integers(-5, 2**65).map(str), st.floats().map(str), texts
+    ).map(harmless)
+
+    @st.composite
+    def line(draw: Callable[..., Any]) -> list[str]:
+        name = draw(st.sampled_from(sorted(commands)))
+        found = [name]
+        parameters = commands[name].params
+        arguments = [one for one in parameters if one.param_type_name == "argument"]
+        options = [one for one in parameters if one.param_type_name == "option"]
+        usual = {
+            "RECIPE": "whole.yaml",
+            "RUN": "tiny",
+            "MODEL": "model",
+            "DONOR": "model",
+            "TARGET": "model",
+            "OUT": "out",
+        }
+        for argument in arguments:
+            name = usual.get(argument.metavar or "", "text")
+            found += [name if draw(st.booleans()) else draw(plain)] if draw(st.integers(0, 5)) else []
+        for _ in range(draw(st.integers(0, 4))):
+            option = draw(st.sampled_from(options))
+            found.append(draw(st.sampled_from(option.opts + option.secondary_opts)))
+            if not option.is_flag or draw(st.integers(0, 19)) == 0:
+                found.append(
+                    draw(weighted((1, plain), (1, st.sampled_from(["3", "0.5", "tiny", "model", "text.txt"]))))
+                )
+        if draw(st.integers(0, 7)) == 0:
+            found.insert(draw(st.integers(0, len(found))), draw(plain))
+        return found
+
+    return st.tuples(line(), st.binary(max_size=20))
+
+
+def harmless(text: str) -> str:
+    """An argument as a shell can give it, and no path out of the working directory."""
+    text = text.replace("\0", "").replace("..", ".")[:5000]
+    return text if not text.startswith(("/", "~")) or text == "/dev/null" else f"x{text}"
+
+
+class Wrong(Exception):
+    """An outcome of a command that is none of those that users may meet."""
+
+
+FOREIGN = ("Traceback", "bug in distill", "pydantic", "validation error", "Input should", "transformers.", "datasets.")
+
+
+class Stopped(DistillError):
+    """Where a command would load a model or start a run."""
+
+
+def stop(*_: Any, **__: Any) -> Any:
+    raise Stopped("stopped: here a model is loaded, or a run begins")
+
+
+def run_command(world: World, found: tuple[list[str], bytes]) -> Readers:
+    """`distill …` in this process, up to the loading of a model or the start of a run."""
+    from distill.commands.app import main
+
+    arguments, given = found
+    where = world.place / "cwd"
+    if not (where / "runs" / "tiny" / "config.yaml").exists():
+        shutil.rmtree(where, ignore_errors=True)
+        where.mkdir()
+        shutil.copytree(world.finished, where / "runs" / "tiny")
+        (where / "model").symlink_to(world.target)
+        (where / "model.gguf").symlink_to(world.finished / "gguf" / "draft-f16.gguf")
+        (where / "whole.yaml").write_text(dump_recipe(world.recipe))
+        (where / "text.txt").write_text("alpha beta " * 300)
+        (where / "bench.log").write_bytes(b'{"pp":64,"tg":32,"pl":1,"t_tg":0.1}\n{"pp":64,"tg":32,"pl":2,"t_tg":0.1}\n')
+
+    def run() -> None:
+        out, err = io.StringIO(), io.StringIO()
+        stdin = io.TextIOWrapper(io.BytesIO(given), encoding="utf-8")
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(contextlib.chdir(where))
+            for name in STOPPED:
+                stack.enter_context(mock.patch(name, stop))
+            stack.enter_context(mock.patch.multiple(sys, argv=["distill", *arguments], stdin=stdin))
+            stack.enter_context(contextlib.redirect_stdout(out))
+            stack.enter_context(contextlib.redirect_stderr(err))
+            try:
+                main()
+            except SystemExit as ended:
+                code = ended.code
+        text = out.getvalue() + err.getvalue()
+        text.encode()
+        foreign = [words for words in FOREIGN if words in text]
+        unanswered = code == 130 and "[y/N]" in text  # the standard input ended before an answer
+        if not (code in (0, 2) or unanswered) or foreign:
+            raise Wrong(f"exit status {code}, {foreign}: {text[-1500:]}")
+        if code == 2 and not err.getvalue().strip():
+            raise Wrong("exit status 2 without a message")
+        if code == 2:
+            raise DataError(err.getvalue())
+
+    return [run]
+
+
+STOPPED = [
+    *("distill.models.hugging_face.load_weights", "distill.models.gguf.file.GgufFile.__init__"),
+    *("distill.pipeline.running.run_pipeline", "distill.report.stage.report", "distill.commands.app.leave"),
+    *("distill.commands.runs.shutil.rmtree", "distill.surgery.vocabulary.transplant.write_folder"),
+]
+
+
+KINDS = [
+    Kind("recipes", 6, recipe_files, read_recipe),
+    Kind("overrides", 5, overrides, read_overrides),
+    Kind("corpora (jsonl, text)", 14, corpora, read_corpus),
+    Kind("served traffic", 14, traffic, read_traffic),
+    Kind("records and results of a run", 8, records, read_record),
+    Kind("safetensors", 7, weight_files, read_weights),
+    Kind("model folders", 0.4, whole_models, read_whole_model, most_seconds=20, batch=50),
+    Kind("config.json", 1.5, configurations, read_configuration, batch=100),
+    Kind("tokenizer files", 3, tokenizer_files, read_tokenizers),
+    Kind("tokenizers in transformers", 0.3, tokenizer_files, read_slow_tokenizers, batch=50),
+    Kind("GGUF heads", 12, gguf_files, read_gguf_heads),
+    Kind("GGUF in llama.cpp", 0.5, gguf_files, read_gguf, isolated=True, batch=50),
+    Kind("teacher shards", 1, shards, read_shards, batch=100),
+    Kind("checkpoints", 1, checkpoint_files, read_checkpoints, batch=100),
+    Kind("grammars", 5, grammars, read_grammar),
+    Kind("grammars in llama.cpp", 0.3, llama_grammars, read_llama_grammar, isolated=True, batch=50),
+    Kind("stop strings", 5, stop_strings, read_stop_strings),
+    Kind("logs of llama-batched-bench", 10, bench_logs, read_bench_log),
+    Kind("folders of texts", 5, text_folders, read_text_folder),
+    Kind("command lines", 1.5, command_lines, run_command, batch=100),
+]

@@ -1,0 +1,123 @@
+"""A short part of scripts/fuzz.py, with its own table of kinds: each input is read or refused in one clear message."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+from hypothesis import strategies
+
+from distill.errors import DataError, DistillError
+
+INPUTS = {"model folders": 4, "tokenizers in transformers": 4, "command lines": 12}  # of a slow kind; else 25
+
+
+@pytest.fixture(scope="module")
+def fuzz() -> Iterator[Any]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(tiny.ROOT / "scripts"))
+        yield importlib.import_module("fuzz")
+
+
+@pytest.fixture
+def place(finished: Path, tmp_path: Path, fuzz: Any) -> Any:
+    (tmp_path / "place").mkdir()
+    return fuzz.World(finished.parent.parent, tmp_path / "place")
+
+
+def names() -> list[str]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(tiny.ROOT / "scripts"))
+        return [kind.name for kind in importlib.import_module("fuzz_kinds").KINDS if not kind.isolated]
+
+
+@pytest.mark.parametrize("name", names())
+def test_each_input_is_read_or_refused(fuzz: Any, place: Any, name: str) -> None:
+    kind = next(kind for kind in fuzz.KINDS if kind.name == name)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        (outcome,) = fuzz.examples(kind, place, seed=1, count=INPUTS.get(name, 25))
+    assert not outcome.failures, outcome.failures[0]
+    assert outcome.inputs == outcome.read + outcome.refused > 0
+
+
+def kind_of(fuzz: Any, reader: Any) -> Any:
+    return fuzz.Kind("any", 1, lambda world: strategies.just(1), lambda world, given: [reader], most_seconds=0.2)
+
+
+def outcome_of(fuzz: Any, reader: Any) -> Any:
+    (outcome,) = fuzz.examples(kind_of(fuzz, reader), None, seed=0, count=1)
+    return outcome
+
+
+def raising(error: BaseException) -> Any:
+    def reader() -> None:
+        raise error
+
+    return reader
+
+
+def out_of_memory() -> None:
+    try:
+        raise MemoryError
+    except MemoryError:
+        raise DataError("the file is damaged") from None
+
+
+def endless() -> None:
+    while True:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("reader", "place"),
+    [
+        (raising(KeyError("a")), "KeyError"),
+        (raising(MemoryError()), "MemoryError"),
+        (out_of_memory, "more memory than allowed"),
+        (endless, "Hang"),
+        (raising(DataError("damaged: 'NoneType' object is not iterable")), "foreign words"),
+        (raising(DataError("'utf-8' codec can't decode byte 0xff")), "foreign words"),
+    ],
+)
+def test_everything_else_is_a_failure(fuzz: Any, reader: Any, place: str) -> None:
+    outcome = outcome_of(fuzz, reader)
+    assert (outcome.inputs, outcome.failed) == (1, 1) and place in outcome.failures[0]["place"]
+
+
+def test_a_clear_refusal_is_none(fuzz: Any) -> None:
+    outcome = outcome_of(fuzz, raising(DataError("a.json is damaged", "copy it again")))
+    assert (outcome.refused, outcome.failed) == (1, 0)
+
+
+def test_a_death_is_told_from_a_refusal(fuzz: Any, tmp_path: Path) -> None:
+    kind = kind_of(fuzz, os.abort)
+    verdict, failure = fuzz.feed_isolated(kind, None, 1)
+    assert verdict == "aborted" and "SIGABRT" in failure.place
+    assert fuzz.feed_isolated(kind_of(fuzz, raising(DataError("no"))), None, 1)[0] == "refused"
+    assert fuzz.feed_isolated(kind_of(fuzz, lambda: bytearray(2**31)), None, 1)[1].place.startswith("MemoryError")
+
+
+def test_the_same_seed_gives_the_same_inputs(fuzz: Any, place: Any) -> None:
+    kind = next(kind for kind in fuzz.KINDS if kind.name == "recipes")
+    found: list[list[bytes]] = [[], [], []]
+    for number, seed in enumerate((3, 3, 4)):
+        fuzz.run_examples(found[number].append, kind.inputs(place), seed, 0, 30)
+    assert found[0] == found[1] != found[2] and len(set(found[0])) > 20
+
+
+def test_the_plan_holds_every_input_once(fuzz: Any) -> None:
+    plan = fuzz.planned(fuzz.KINDS, 100_000)
+    assert sum(count for batches in plan.values() for _, count in batches) == 100_000
+    assert all(number == at for batches in plan.values() for at, (number, _) in enumerate(batches))
+
+
+def test_messages_can_be_printed() -> None:
+    found = str(DistillError("a\x1b[31m\ud800\u202eb" + "x" * 9000, "c\0"))
+    assert "\\x1b[31m\\ud800\\u202eb" in found and found.endswith("c\\x00") and len(found) < 3100 and found.encode()

@@ -1,0 +1,401 @@
+"""Files that scripts/fuzz.py found to break a reader: one message each, in this project's words, for every cause."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+
+from distill.benchmark.batched_bench import import_curve
+from distill.benchmark.calibrate import load_calibrations, load_ranks, load_texts
+from distill.errors import DataError
+from distill.export.tensors import read_shape
+from distill.export.tokenizer import read_tokenizer
+from distill.files import parse_json, read_json, read_object
+from distill.grammar import gbnf
+from distill.models.gguf.file import GgufFile
+from distill.models.hugging_face import load_config, load_tokenizer
+from distill.models.kept import read_kept
+from distill.models.loaded import context_of
+from distill.models.metadata import VocabularyMetadata
+from distill.models.tensor_files import stored_tensors, weight_files
+from distill.models.tokenizer_files import pin_tokenizer
+from distill.pipeline.refresh import plan_refresh
+from distill.recipe import Traffic, load_recipe
+from distill.report.stage import gather
+from distill.results.evaluation_results import EvaluationReport
+from distill.results.serialise import read_result
+from distill.results.training_results import training_steps
+from distill.run import Run
+from distill.speculative.cost import load_cost_curve, load_costs
+from distill.surgery.change import read_changes
+from distill.surgery.vocabulary.transplant_plan import check_transplant
+from distill.target.store import read_manifest
+from distill.target.teacher import stored_entries
+from distill.training.checkpoint import checkpoints, load_checkpoint
+from distill.vocabulary import Vocabulary
+from distill.vocabulary.encoding import added_around, open_tokenizer
+
+
+@pytest.fixture
+def model(world: Path, tmp_path: Path) -> Path:
+    """A copy of the target's folder that a test may change."""
+    import shutil
+
+    return Path(shutil.copytree(world / "target", tmp_path / "model"))
+
+
+def edit(path: Path, **values: Any) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+
+# ── JSON ──
+
+
+@pytest.mark.parametrize(
+    ("raw", "words"),
+    [
+        (b"\xff", r"not UTF-8 \(byte 1\)"),
+        (b'{"a":\n"b": }', r"no JSON \(line 2, character 4"),
+        (b'"\\ud800"', "lone surrogate"),
+        (b"[" * 100_000, "nested too deeply"),
+        (b"9" * 5000, "too many digits"),
+        (str(2**63).encode(), "too many digits"),
+    ],
+)
+def test_json(tmp_path: Path, raw: bytes, words: str) -> None:
+    (tmp_path / "a.json").write_bytes(raw)
+    with pytest.raises(DataError, match=words):
+        read_json(tmp_path / "a.json")
+
+
+def test_large_numbers_of_tokenizers_stay(tmp_path: Path) -> None:
+    """model_max_length is 10^30 in many tokenizer_config.json."""
+    (tmp_path / "a.json").write_text('{"model_max_length": 1000000000000000019884624838656}')
+    assert read_object(tmp_path / "a.json")["model_max_length"] > 10**29
+    assert parse_json(b"[9223372036854775807]", 2**63 - 1) == [2**63 - 1]
+
+
+# ── safetensors ──
+
+
+def header(entries: Any, length: int | None = None) -> bytes:
+    text = json.dumps(entries).encode()
+    return (len(text) if length is None else length).to_bytes(8, "little") + text + bytes(8)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        header(3),
+        header([]),
+        header({"a": 3}),
+        header({"a": {"dtype": ["F32"], "shape": [2], "data_offsets": [0, 8]}}),
+        header({"a": {"dtype": "F32", "shape": ["2"], "data_offsets": [0, 8]}}),
+        header({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0]}}),
+        header({"a": {"dtype": "F32", "shape": [2], "data_offsets": ["0", 8]}}),
+        header({"a": {"dtype": "F32", "shape": [-1, -2], "data_offsets": [0, 8]}}),
+        header({"a": {"dtype": "F32", "shape": [2], "data_offsets": [-8, 0]}}),
+        header({"a": {"dtype": "F32", "shape": [2], "data_offsets": [8, 16]}}),
+        header({}, 2**62),
+        (20_000).to_bytes(8, "little") + b"[" * 20_000,
+        b"",
+    ],
+)
+def test_safetensors(model: Path, data: bytes) -> None:
+    (model / "model.safetensors").write_bytes(data)
+    with pytest.raises(DataError, match=r"model\.safetensors"):
+        stored_tensors(model)
+
+
+@pytest.mark.parametrize("names", [3, {"a": 3}, {"a": ["b"]}, {"a": "../x"}, {"a": ""}, {"a": "b\0"}, {}, None])
+def test_index_of_weights(model: Path, names: Any) -> None:
+    (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    with pytest.raises(DataError, match=r"index\.json is damaged"):
+        weight_files(model)
+
+
+# ── config.json and tokenizers ──
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("vocab_size", 10**12),
+        ("num_hidden_layers", 10**9),
+        ("hidden_size", -1),
+        ("architectures", 3),
+        ("text_config", []),
+        ("rope_parameters", ["a"]),
+        ("model_type", None),
+    ],
+)
+def test_config(model: Path, key: str, value: Any) -> None:
+    edit(model / "config.json", **{key: value})
+    with pytest.raises(DataError, match=key):
+        load_config(str(model))
+
+
+@pytest.mark.parametrize("key", ["rms_norm_eps", "rope_theta"])
+@pytest.mark.parametrize("value", [[], "x", True, 10**400, -1])
+def test_numbers_of_a_shape(model: Path, key: str, value: Any) -> None:
+    edit(model / "config.json", rope_parameters=None, **{key: value})
+    with pytest.raises(DataError, match=key):
+        read_shape(model)
+
+
+def test_a_text_config_of_another_type(model: Path) -> None:
+    edit(model / "config.json", text_config={})
+    with pytest.raises(DataError, match="text_config does not belong to a qwen2"):
+        context_of(str(model))
+
+
+def test_a_transplant_needs_sizes(model: Path, world: Path) -> None:
+    edit(model / "config.json", intermediate_size=None)
+    with pytest.raises(DataError, match="intermediate_size must be an integer"):
+        check_transplant(model, world / "target")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("model", []),
+        ("model", {"type": "BPE", "vocab": {"a": "0"}, "merges": []}),
+        ("model", {"type": "BPE", "vocab": {"a": 2**32 - 1}, "merges": []}),
+        ("model", {"type": "BPE", "vocab": {"a": 0}, "merges": [3]}),
+        ("model", {"type": "Unigram", "vocab": [3]}),
+        ("added_tokens", [{"id": 1}]),
+        ("added_tokens", {"a": 1}),
+    ],
+)
+def test_tokenizer(model: Path, key: str, value: Any) -> None:
+    edit(model / "tokenizer.json", **{key: value})
+    with pytest.raises(DataError, match=r"tokenizer\.json is damaged"):
+        Vocabulary.read(model)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("added_tokens_decoder", []),
+        ("added_tokens_decoder", {"x": {"content": "a"}}),
+        ("tokenizer_class", 3),
+        ("chat_template", [3]),
+        ("chat_template", [{"name": "default"}]),
+    ],
+)
+def test_tokenizer_settings(model: Path, key: str, value: Any) -> None:
+    edit(model / "tokenizer_config.json", **{key: value})
+    for read in (Vocabulary.read, pin_tokenizer, lambda folder: VocabularyMetadata.read(str(folder))):
+        with pytest.raises(DataError, match=f"{key} is of another kind"):
+            read(model)
+
+
+def test_padding_to_a_length_takes_no_memory(model: Path) -> None:
+    """tokenizers ends the process where it cannot allocate."""
+    padding = {"strategy": {"Fixed": 2**40}, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 0}
+    edit(model / "tokenizer.json", padding={**padding, "pad_type_id": 0, "pad_token": "x"})
+    assert added_around(open_tokenizer(model / "tokenizer.json")) == ([], [])
+
+
+def test_transformers_words_stay_inside(model: Path) -> None:
+    (model / "tokenizer_config.json").write_text("[]")
+    with pytest.raises(DataError) as caught:
+        load_tokenizer(str(model))
+    assert "object has no" not in str(caught.value) and "NoneType" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "content", [{"kept": [0.5], "vocabulary": 9}, {"kept": ["a"], "vocabulary": 9}, {"kept": [1], "vocabulary": 1e999}]
+)
+def test_kept_tokens(tmp_path: Path, content: Any) -> None:
+    (tmp_path / "kept_tokens.json").write_text(json.dumps(content))
+    with pytest.raises(DataError, match=r"kept_tokens\.json is damaged"):
+        read_kept(tmp_path)
+
+
+# ── GGUF ──
+
+
+def with_number(path: Path, key: str, number: int) -> None:
+    """Replace the number of a key of a GGUF file, four bytes."""
+    data, name = bytearray(path.read_bytes()), key.encode()
+    at = data.index(struct.pack("<Q", len(name)) + name) + 8 + len(name) + 4
+    data[at : at + 4] = struct.pack("<I", number)
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("key", "number"),
+    [
+        ("qwen2.block_count", 2**32 - 1),
+        ("qwen2.rope.dimension_count", 2**31 - 1),
+        ("qwen2.attention.head_count", 0x670000B7),
+        ("qwen2.attention.head_count", 8),
+        ("qwen2.attention.value_length", 8),
+        ("qwen2.attention.head_count_kv", 3),
+        ("tokenizer.ggml.eos_token_id", 100_000),
+    ],
+)
+def test_numbers_on_which_llama_cpp_aborts(copied: Path, key: str, number: int) -> None:
+    path = copied / "gguf" / "draft-f16.gguf"
+    with_number(path, key, number)
+    with pytest.raises(DataError, match=r"draft-f16\.gguf"):
+        GgufFile(path)
+
+
+def test_an_embedding_without_lengths(copied: Path) -> None:
+    path = copied / "gguf" / "draft-f16.gguf"
+    data = bytearray(path.read_bytes())
+    at = data.index(b"token_embd.weight") + len(b"token_embd.weight")
+    data[at : at + 20] = struct.pack("<I", 0)
+    path.write_bytes(data + bytes(64))
+    with pytest.raises(DataError, match="embeds none"):
+        VocabularyMetadata.read(str(path))
+
+
+# ── artifacts of a run ──
+
+
+@pytest.mark.parametrize(
+    ("read", "content"),
+    [
+        (load_calibrations, {"format": 1, "fits": []}),
+        (load_calibrations, {"format": 1, "fits": {"a": {"kind": "Power", "fields": {"exponent": []}}}}),
+        (load_ranks, []),
+        (load_texts, {"texts": {"prompt": 1}}),
+        (load_cost_curve, {"format": 1, "model": "m", "backend": "b", "depths": [1], "seconds": [["x"]]}),
+        (load_cost_curve, {"format": 1, "model": "m", "backend": "b", "depths": [1], "seconds": [[None]]}),
+        (load_costs, {"format": 1, "target": [], "draft": {}, "overhead_seconds": 0}),
+        (stored_entries, {"k": "8"}),
+    ],
+)
+def test_artifacts(tmp_path: Path, read: Any, content: Any) -> None:
+    (tmp_path / "a.json").write_text(json.dumps(content))
+    with pytest.raises(DataError, match=r"a\.json"):
+        read(tmp_path / "a.json")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("shard_blocks", [[1]]), ("shard_blocks", []), ("kind", []), ("temperatures", ["1"]), ("k", None)],
+)
+def test_manifest_of_a_teacher(copied: Path, key: str, value: Any) -> None:
+    edit(copied / "teacher" / "manifest.json", **{key: value})
+    with pytest.raises(DataError, match=r"manifest\.json is damaged"):
+        read_manifest(copied / "teacher")
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"changes": 3}', "{"])
+def test_record_of_changes(tmp_path: Path, content: str) -> None:
+    (tmp_path / "surgery.json").write_text(content)
+    with pytest.raises(DataError, match=r"surgery\.json is damaged"):
+        read_changes(tmp_path)
+
+
+@pytest.mark.parametrize("key", ["generation", "run", "files", "traffic"])
+def test_parent_of_a_refreshed_run(copied: Path, world: Path, key: str) -> None:
+    parent = {"generation": 1, "run": "a", "digest": "0", "files": {}, "traffic": None}
+    (copied / "parent.json").write_text(json.dumps({**parent, key: 3.5}))
+    run = Run(copied, load_recipe(world / "recipe.yaml"))
+    with pytest.raises(DataError, match=r"parent\.json is damaged"):
+        run.parent()
+
+
+def test_a_run_that_never_started_has_a_report(copied: Path, world: Path) -> None:
+    (copied / "provenance.json").write_text("[]")
+    assert gather(load_recipe(world / "recipe.yaml"), Run(copied, load_recipe(world / "recipe.yaml"))).command
+
+
+def test_a_record_with_another_pin(copied: Path, world: Path, tmp_path: Path) -> None:
+    recipe = load_recipe(world / "recipe.yaml")
+    served = recipe.answers.model_copy(update={"traffic": Traffic(path=str(tmp_path / "served.jsonl"))})
+    path = copied / "stages" / "answers.json"
+    edit(path, inputs={"traffic (content)": {"path": 3}})
+    with pytest.raises(DataError, match=r"answers\.json is damaged"):
+        plan_refresh(recipe.model_copy(update={"answers": served}), Run(copied, recipe))
+
+
+def test_checkpoints(copied: Path) -> None:
+    import torch
+
+    folder = copied / "checkpoints"
+    for name in ("step-", "step-x", "step-9"):
+        (folder / name).mkdir()
+    assert [path.name for path in checkpoints(folder)] == ["step-000006", "step-000008"]
+    (folder / "step-000008" / "digests.json").write_text('{"../../x": "0"}')
+    module = torch.nn.Linear(2, 2)
+    with pytest.raises(DataError, match=r"checkpoint .* is damaged"):
+        load_checkpoint(folder / "step-000008", module, torch.optim.AdamW(module.parameters()))
+
+
+# ── logs and grammars ──
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"pp": 1, "tg": 1, "pl": 1, "t_tg": NaN}',
+        '{"pp": 1, "tg": 1, "pl": true, "t_tg": 1}',
+        f'{{"pp": 1, "tg": 1, "pl": 1, "t_tg": {"9" * 400}}}',
+        f'{{"pp": {"9" * 5000}}}',
+        '{"pp": ' + "[" * 20_000,
+    ],
+)
+def test_logs_of_benchmarks(tmp_path: Path, line: str) -> None:
+    (tmp_path / "bench.log").write_text(f"llama.cpp says hello\n{line}\n")
+    with pytest.raises(DataError, match=r"bench\.log, line 2"):
+        import_curve(tmp_path / "bench.log")
+
+
+@pytest.mark.parametrize("escape", ["\\UFFFFFFFF", "\\ud800"])
+def test_characters_that_do_not_exist(escape: str) -> None:
+    with pytest.raises(DataError, match="names a character that does not exist"):
+        gbnf.lark(f'root ::= "{escape}"')
+
+
+def test_options_in_our_words(capsys: pytest.CaptureFixture[str]) -> None:
+    assert tiny.call("generate", "x", "--tokens", "many") == 2
+    found = capsys.readouterr().err
+    assert "--tokens" in found and "an integer is needed (got 'many')" in found and "Input should" not in found
+
+
+def test_metrics_without_a_step_are_left_out() -> None:
+    lines = [{"stage": "train", "loss": 1.0}, {"stage": "train", "loss": 2.0, "step": []}]
+    assert [one.loss for one in training_steps([*lines, {"stage": "train", "loss": 3.0, "step": 1}])] == [3.0]
+
+
+def test_a_normalizer_of_another_kind(model: Path) -> None:
+    edit(model / "tokenizer.json", normalizer=["NFC"])
+    with pytest.raises(DataError, match=r"tokenizer\.json cannot be loaded"):
+        read_tokenizer(model, 400)
+
+
+def test_ids_far_beyond_their_number(model: Path) -> None:
+    edit(model / "tokenizer_config.json", added_tokens_decoder={"9999999": {"content": "x"}})
+    with pytest.raises(DataError, match="have ids from 0 to 9999999"):
+        Vocabulary.read(model)
+
+
+def test_a_setting_that_fails_in_use(model: Path) -> None:
+    edit(model / "tokenizer_config.json", model_max_length="many")
+    with pytest.raises(DataError, match="cannot load"):
+        load_tokenizer(str(model))
+
+
+def test_positions_that_an_evaluation_lacks(copied: Path) -> None:
+    found = json.loads((copied / "eval.json").read_text())
+    found["positions"]["after"] = found["positions"]["after"][:1]
+    (copied / "eval.json").write_text(json.dumps(found))
+    with pytest.raises(DataError, match="does not hold what this version writes"):
+        read_result(copied / "eval.json", EvaluationReport)
+
+
+def test_a_manifest_of_an_unknown_kind(copied: Path) -> None:
+    edit(copied / "teacher" / "manifest.json", kind="other")
+    with pytest.raises(DataError, match=r"manifest\.json is damaged"):
+        read_manifest(copied / "teacher")
