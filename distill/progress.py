@@ -5,6 +5,9 @@ from __future__ import annotations
 import sys
 import time
 
+from distill.console import is_quiet
+from distill.interruption import check
+
 
 def duration(seconds: float) -> str:
     """Seconds as 42s, 3m10s or 2h05m."""
@@ -30,9 +33,10 @@ class Progress:
 
     def step(self, units: int = 1, note: str = "") -> None:
         """Count `units` more as done."""
+        check()
         self.done += units
         moment = time.monotonic()
-        if moment - self.last >= self.every or self.done >= self.total:
+        if not is_quiet() and (moment - self.last >= self.every or self.done >= self.total):
             self.last = moment
             left = (
                 f"{duration(self.eta_seconds())} left"

@@ -23,6 +23,7 @@ LAYERS = (
     STAGES,
     {"speculative", "grammar"},
     {"models", "vocabulary", "sampler", "divergences", "packing", "texts", "progress", "intervals", "processes"}
+    | {"console", "faults", "interruption"}
     | {"recipe", "results", "files", "run", "machine", "errors"},
     {"distill"},  # the package itself: its version
 )

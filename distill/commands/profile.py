@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from distill.commands.shared import FormatOption, ThreadsOption, finite, local_reference, numbers, print_table
+from distill.console import announce
 from distill.errors import DataError, RecipeError
 
 
@@ -57,6 +58,7 @@ def profile(
     if out is not None:
         from distill.speculative.cost import save_cost_curve
 
+        announce(out)
         save_cost_curve(curve, out)
     rows: list[dict[str, Any]] = [
         {"depth": depth, "tokens": m, "seconds": seconds, "relative": seconds / row[0]}

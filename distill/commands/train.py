@@ -98,7 +98,7 @@ def _start_refresh(run: Run, parent: dict[str, Any]) -> None:
 
 
 def _move_aside(run: Run) -> None:
-    from distill.files import faults_explained
+    from distill.faults import faults_explained
 
     if not run.folder.exists():
         return
@@ -124,7 +124,7 @@ def say_whether_training_helped(run: Run) -> None:
         return
     warning = read_result(run.path("training.json"), TrainingSummary).warning
     if warning is not None:
-        run.say(f"{warning}\n  train longer, or change train.rate or train.loss")
+        run.say(f"{warning}\n  train longer, or change train.rate or train.loss", warning=True)
 
 
 def _print_stage(folder: Path, stage: str) -> None:

@@ -18,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from distill.errors import DataError
+from distill.faults import reading
 from distill.files import read_object
 
 ARCHITECTURES = ("qwen2", "qwen3", "llama")
@@ -267,7 +268,8 @@ def open_tensors(folder: Path, shape: Shape) -> Iterator[list[GgufTensor]]:
         handles: dict[str, Any] = {}
         for file in _weight_files(folder):
             try:
-                handle = stack.enter_context(safe_open(file, framework="pt"))
+                with reading(file):
+                    handle = stack.enter_context(safe_open(file, framework="pt"))
             except (SafetensorError, OSError) as error:
                 raise DataError(f"{file} is damaged: {error}", hint="copy or train the model again") from None
             handles |= {name: handle for name in handle.keys()}  # noqa: SIM118 - not a dict

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from distill.errors import DataError
+from distill.faults import reading
 from distill.files import read_object
 from distill.vocabulary.encoding import added_around, open_tokenizer
 from distill.vocabulary.roles import named_id
@@ -232,7 +233,8 @@ def _text_ends(path: Path, tokenizer: Tokenizer, bos: int | None, eos: int) -> t
 def _chat_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
     file = folder / "chat_template.jinja"
     if file.is_file():
-        return file.read_text(encoding="utf-8")
+        with reading(file):
+            return file.read_text(encoding="utf-8")
     template = settings.get("chat_template")
     if isinstance(template, list):  # named templates of older tokenizers
         template = next((t["template"] for t in template if t.get("name") == "default"), None)

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from distill.console import note
 from distill.errors import DataError
 from distill.grammar.constrained import Constrained, Forced
 from distill.grammar.constraint import Constraint, constraint, llama_constraint
@@ -135,7 +136,7 @@ def _continue(
         _show(bytes_of, result, rounds, sys.stdout.isatty())
     if grammar is not None and not grammar.satisfied(result.tokens):
         print("the text ends before the grammar is satisfied: give more --tokens", file=sys.stderr)
-    print(_summary(result), file=sys.stderr)
+    note(_summary(result))
     if reason is not None:
         print(f"LOSSY: this text does not follow the target's distribution: {reason}", file=sys.stderr)
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from distill.errors import DataError
+from distill.faults import reading
 from distill.files import read_object
 
 DTYPES = {
@@ -51,7 +52,10 @@ class Stored:
         """`count` values from `first` on, flat; all of them, in shape, when None."""
         kind = DTYPES[self.dtype]
         values = self.numel if count is None else count
-        data = numpy.fromfile(self.path, numpy.uint8, values * kind.itemsize, offset=self.start + first * kind.itemsize)
+        with reading(self.path):
+            data = numpy.fromfile(
+                self.path, numpy.uint8, values * kind.itemsize, offset=self.start + first * kind.itemsize
+            )
         flat = torch.from_numpy(data).view(kind)
         return flat.view(self.shape) if count is None else flat
 

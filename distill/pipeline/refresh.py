@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from distill.errors import RecipeError, RunError
-from distill.files import faults_explained, read_json, write_json
+from distill.faults import faults_explained
+from distill.files import read_json, write_json
 from distill.run import Run
 from distill.target.traffic import PIN, begins_with, measure, read_lines
 

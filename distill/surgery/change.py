@@ -6,12 +6,11 @@ streams files, `cut_folder.cut_folder` cuts a loaded model.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from distill.errors import DataError
-from distill.files import write_json
+from distill.files import read_json, write_json
 from distill.results.cut_results import Change, Size
 
 SUPPORTED = ("qwen2", "qwen3", "llama", "mistral")
@@ -63,7 +62,7 @@ def read_changes(folder: Path) -> list[dict[str, Any]]:
     path = folder / RECORD
     if not path.exists():
         return []
-    found: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))["changes"]
+    found: list[dict[str, Any]] = read_json(path, {"changes": [dict]})["changes"]
     return found
 
 

@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from distill.errors import DataError
+from distill.errors import DataError, DistillError
+from distill.faults import reading
 from distill.files import file_digest, read_json, write_folder, write_json
 from distill.processes import barrier
 from distill.run import Run
@@ -146,14 +147,21 @@ def save_checkpoint(
         shutil.rmtree(old)
 
 
+def _load(path: Path) -> dict[str, Any]:
+    with reading(path):
+        found: dict[str, Any] = torch.load(path, weights_only=True, map_location="cpu")
+    return found
+
+
 def load_checkpoint(path: Path, learner: torch.nn.Module, optimizer: Any) -> dict[str, Any]:
     """Restore weights and optimizer; the saved state with `step`. Raises DataError when the files are damaged."""
     try:
         _check_digests(path)
-        weights = torch.load(path / "model.pt", weights_only=True, map_location="cpu")
-        moments = torch.load(path / "optimizer.pt", weights_only=True, map_location="cpu")
+        weights, moments = _load(path / "model.pt"), _load(path / "optimizer.pt")
         _set_weights(learner, weights)
         _set_moments(learner, optimizer, moments)
+    except DistillError:
+        raise
     except Exception as error:  # torch raises many kinds for a damaged file
         raise DataError(
             f"checkpoint {path} is damaged: {str(error).splitlines()[0]}", f"delete {path} to go on from the one before"
@@ -180,8 +188,9 @@ def load_weights(run: Run, name: str, learner: torch.nn.Module) -> None:
     path = run.path("checkpoints", name, "model.pt")
     try:
         _check_digests(path.parent)
-        weights = torch.load(path, weights_only=True, map_location="cpu")
-        _set_weights(learner, weights)
+        _set_weights(learner, _load(path))
+    except DistillError:
+        raise
     except Exception as error:
         raise DataError(
             f"{path} is missing or damaged: {str(error).splitlines()[0]}", "run `distill train RECIPE --redo train`"

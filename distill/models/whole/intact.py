@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+from distill.console import is_verbose
 from distill.errors import DataError
 
 SHOWN = 3  # tensors named in a message
@@ -77,7 +78,8 @@ def quiet() -> Iterator[None]:
     from transformers.utils import logging
 
     level, bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
+    if not is_verbose():
+        logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:
         yield
