@@ -69,7 +69,7 @@ def work():
         time.sleep(0.01)
 
 interruption.GRACE_SECONDS = float(sys.argv[2])
-app.app = lambda standalone_mode: globals()[sys.argv[1]]()
+app.app = lambda **_: globals()[sys.argv[1]]()
 app.main()
 """
 

@@ -33,7 +33,8 @@ from distill.processes import leave
 
 app = typer.Typer(
     help="Make draft models for speculative decoding: cut a draft from a donor, train it on the target, measure it.",
-    epilog="Commands that take a RUN use the newest one by default. Exit status: 0 success, 2 user error, 1 bug.",
+    epilog="Commands that take a RUN use the newest one by default. Exit status: 0 success, 2 user error, "
+    "130 or 143 interrupted, 1 bug.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
@@ -98,7 +99,7 @@ def _run() -> int:
     """The exit status of the command, its message printed."""
     try:
         _require_text(sys.argv)
-        result = app(standalone_mode=False)
+        result = app(prog_name="distill", standalone_mode=False)
         code = result if isinstance(result, int) else 0
         if code == 0:
             leave()

@@ -12,6 +12,7 @@ import typer
 
 from distill.commands.shared import DEFAULT_RUNS, RunsOption, prepare
 from distill.errors import RecipeError
+from distill.files import read_utf8
 
 if TYPE_CHECKING:
     from distill.recipe import Recipe
@@ -75,7 +76,7 @@ def train(
     if parent is not None:
         _start_refresh(run, parent)
     try:
-        run.open(recipe.read_text(encoding="utf-8"))
+        run.open(read_utf8(recipe))
         prepare(found.threads)
         run_pipeline(found, run, until, redo or (), partial(_print_stage, folder))
         say_whether_training_helped(run)
