@@ -17,12 +17,12 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import IO, Any
 
-from distill.console import announce, note, warn
 from distill.errors import DataError, RunError
 from distill.faults import faults_explained, reading
 from distill.files import digest, file_digest, has_form, parse_object, read_json, write_json, write_text
 from distill.interruption import check, resumes
 from distill.machine import machine
+from distill.progress import announce, note, warn
 from distill.recipe import Recipe, dump_recipe
 
 RECORD = {  # the form of stages/NAME.json

@@ -24,12 +24,12 @@ from distill.commands.runs import list_runs
 from distill.commands.speedup import speedup
 from distill.commands.train import train
 from distill.commands.transplant import transplant
-from distill.console import is_verbose, set_console
 from distill.errors import DistillError, RecipeError
 from distill.faults import disk_fault
 from distill.files import is_utf8
 from distill.interruption import farewell, handled, signalled
 from distill.processes import leave
+from distill.progress import is_verbose, set_console
 
 app = typer.Typer(
     help="Make draft models for speculative decoding: cut a draft from a donor, train it on the target, measure it.",

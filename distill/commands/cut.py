@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 
 from distill.commands.shared import local_reference, read_texts
-from distill.console import announce, is_verbose
 from distill.errors import RecipeError
+from distill.progress import announce, is_verbose
 
 
 def cut(

@@ -13,8 +13,8 @@ from distill.commands.shared import (
     find_run,
     run_until,
 )
-from distill.console import announce
 from distill.errors import RecipeError
+from distill.progress import announce
 from distill.recipe.outtypes import OUTTYPES
 
 

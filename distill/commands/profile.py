@@ -8,8 +8,8 @@ from typing import Annotated, Any
 import typer
 
 from distill.commands.shared import FormatOption, ThreadsOption, finite, local_reference, numbers, print_table
-from distill.console import announce
 from distill.errors import DataError, RecipeError
+from distill.progress import announce
 
 
 def profile(

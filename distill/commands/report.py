@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from distill.commands.shared import DEFAULT_RUNS, RunArgument, RunsOption, find_run
-from distill.console import announce, note
 from distill.errors import RunError
+from distill.progress import announce, note
 
 
 def report(run: RunArgument = None, runs: RunsOption = DEFAULT_RUNS) -> None:

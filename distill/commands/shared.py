@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from distill.console import is_verbose, note
 from distill.errors import DataError, RecipeError, RunError
 from distill.faults import reading
 from distill.files import read_utf8, require_path
+from distill.progress import is_verbose, note
 
 if TYPE_CHECKING:
     from distill.recipe import Recipe

@@ -8,8 +8,8 @@ from typing import Annotated, Any
 import typer
 
 from distill.commands.shared import finite, local_reference, read_texts
-from distill.console import announce
 from distill.errors import DataError, RecipeError
+from distill.progress import announce
 
 
 def transplant(

@@ -7,7 +7,6 @@ import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from distill.console import note
 from distill.errors import DataError
 from distill.grammar.constrained import Constrained, Forced
 from distill.grammar.constraint import Constraint, constraint, llama_constraint
@@ -17,6 +16,7 @@ from distill.models.gguf.model import GgufModel
 from distill.models.hugging_face import load_model, local_folder, pick_device
 from distill.models.loaded import LoadedPair, context_of, encode_prompt, is_gguf, load_pair
 from distill.models.torch_model import TorchModel
+from distill.progress import note
 from distill.recipe import Configuration, Target
 from distill.recipe.configuration import OTHER_VOCABULARY
 from distill.sampler import Sampler

@@ -10,8 +10,8 @@ from collections import deque
 from functools import cache
 from typing import Any
 
-from distill.console import is_verbose
 from distill.errors import DataError
+from distill.progress import is_verbose
 
 LOG_LEVEL_ERROR, LOG_LEVEL_CONTINUED = 4, 5
 ERRORS: deque[str] = deque(maxlen=4)

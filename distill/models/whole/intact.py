@@ -11,8 +11,8 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from distill.console import is_verbose
 from distill.errors import DataError
+from distill.progress import is_verbose
 
 SHOWN = 3  # tensors named in a message
 OLD_BUFFERS = ("inv_freq", "masked_bias")  # computed, not learnt; old versions of transformers saved them
