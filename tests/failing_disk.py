@@ -3,9 +3,9 @@
     python tests/failing_disk.py [--stages corpus,answers,…] [--share 20] [--seed 0]
 
 For each stage, the calls that read or write below the world and the run are counted once (tests/faulty_disk.c, which
-is preloaded, so that the readers and writers of Rust and C++ libraries count too). Then, for every n-th of them
-(--share 1: all), the stage runs from a copy of the run as it was before it, and that one call fails: a read with EIO; a
-write with EIO, or with ENOSPC from there on. The command must end with exit status 2 and one message that names a path
+is preloaded, so that the readers and writers of Rust and C++ libraries count too). Calls of one function on one file are
+a group. Of every n-th group (--share 1: of all) one call is drawn; the stage runs from a copy of the run as it was before
+it, and that call fails: a read with EIO; a write with EIO, or with ENOSPC from there on. The command must end with exit status 2 and one message that names a path
 below the world or the run, or finish with the right files where a library tried again; the same command afterwards must
 finish, and its files must be those of a run without faults.
 """
@@ -71,6 +71,8 @@ class Failure:
             return f"not one message: {self.output[-600:]}"
         if not any(place in said for place in places):
             return f"no path is named: {said}"
+        if "delete" in said or "--redo" in said:
+            return f"it advises to remove what may be whole: {said}"
         return None
 
 
@@ -151,12 +153,19 @@ class Disk:
 
 
 def choose(calls: list[Call], share: int, draw: random.Random) -> list[tuple[Call, int]]:
-    """Every `share`-th call from a drawn one on, so that they spread evenly, with its error."""
-    first = draw.randrange(share)
+    """A call, drawn, of every `share`-th group in the order of first calls, with its error."""
     found = []
-    for index, call in enumerate(calls[first::share]):
-        error = errno.EIO if call.kind == "r" else (errno.ENOSPC, errno.EIO)[index % 2]
-        found.append((call, error))
+    for index, own in enumerate(list(groups(calls).values())[draw.randrange(share) :: share]):
+        call = draw.choice(own)
+        found.append((call, errno.EIO if call.kind == "r" else (errno.ENOSPC, errno.EIO)[index % 2]))
+    return found
+
+
+def groups(calls: list[Call]) -> dict[tuple[str, ...], list[Call]]:
+    """The calls by stage, kind, function and file."""
+    found: dict[tuple[str, ...], list[Call]] = collections.defaultdict(list)
+    for call in calls:
+        found[call.stage, call.kind, call.function, call.path].append(call)
     return found
 
 
@@ -174,8 +183,8 @@ def main() -> None:
         tiny.build_world(folder / "world")
         disk = Disk(folder / "world", folder / "work", library, tuple(arguments.stages.split(",")))
         draw, wrong = random.Random(arguments.seed), 0
-        print("| stage | reads | writes | failed | refused, one message | finished all the same | wrong |")
-        print("|---|--:|--:|--:|--:|--:|--:|")
+        print("| stage | reads | writes | groups | failed | refused, one message | finished all the same | wrong |")
+        print("|---|--:|--:|--:|--:|--:|--:|--:|", flush=True)
         for stage in disk.stages:
             own = [call for call in disk.calls if call.stage == stage]
             found = disk.fail(choose(own, arguments.share, draw), timeout=24 * 3600)
@@ -183,7 +192,8 @@ def main() -> None:
             faults = [(failure, fault) for failure in found if (fault := failure.fault(places)) is not None]
             kinds = collections.Counter(call.kind for call in own)
             codes = collections.Counter(failure.code for failure in found if failure.fault(places) is None)
-            print(f"| {stage} | {kinds['r']} | {kinds['w']} | {len(found)} | {codes[2]} | {codes[0]} | {len(faults)} |")
+            counts = [kinds["r"], kinds["w"], len(groups(own)), len(found), codes[2], codes[0], len(faults)]
+            print(f"| {stage} | {' | '.join(map(str, counts))} |")
             for failure, fault in faults:
                 print(json.dumps({"call": vars(failure.call), "error": failure.error, "fault": fault}), file=sys.stderr)
             sys.stdout.flush()

@@ -91,7 +91,10 @@ def main() -> None:
     """Run a command; exit with 0 on success, 2 after a user error (one message), 1 after a bug (one line, which names
     the file with the traceback), 130 or 143 after Ctrl-C or SIGTERM (one line that says how to go on)."""
     with handled():
-        code = _run()
+        try:
+            code = _run()
+        except KeyboardInterrupt:  # while its message was printed
+            code = _interrupted()
     sys.exit(code)
 
 
