@@ -3,11 +3,11 @@
     python tests/failing_disk.py [--stages corpus,answers,…] [--share 20] [--seed 0]
 
 For each stage, the calls that read or write below the world and the run are counted once (tests/faulty_disk.c, which
-is preloaded, so that the readers and writers of Rust and C++ libraries count too). Calls of one function on one file are
-a group. Of every n-th group (--share 1: of all) one call is drawn; the stage runs from a copy of the run as it was before
-it, and that call fails: a read with EIO; a write with EIO, or with ENOSPC from there on. The command must end with exit status 2 and one message that names a path
-below the world or the run, or finish with the right files where a library tried again; the same command afterwards must
-finish, and its files must be those of a run without faults.
+is preloaded, so that the readers and writers of Rust and C++ libraries count too). Calls of one function on one file
+are a group. Of every n-th group (--share 1: of all) one call is drawn. The stage runs from a copy of the run as it was
+before it, and that call fails: a read with EIO; a write with EIO, or with ENOSPC from there on. The command must end
+with exit status 2 and one message that names a path below the world or the run, or finish with the right files where a
+library tried again; the same command afterwards must finish, and its files must be those of a run without faults.
 """
 
 from __future__ import annotations
