@@ -13,6 +13,7 @@ from distill.errors import DataError, DistillError, RunError
 
 # Errors of the disk itself, or of its connection, which say nothing about the content of a file.
 _DISK_FAULTS = {errno.EIO, errno.ESTALE, errno.ENXIO, errno.ENODEV, errno.ETIMEDOUT, errno.ENOTCONN, errno.EREMOTEIO}
+_TORCH_WRITES = ("inline_container", "PytorchStreamWriter", "iostream error")
 _DISK_HINT = "the disk or its connection has failed: see `dmesg`; when it works, run the same command again"
 
 
@@ -43,7 +44,7 @@ def system_error(error: BaseException, writing: bool = False) -> OSError | None:
     if number:
         found = int(number[1] or number[2])
         return OSError(found, os.strerror(found))
-    if writing and ("inline_container" in str(error) or "PytorchStreamWriter" in str(error)):
+    if writing and any(words in str(error) for words in _TORCH_WRITES):
         return OSError(errno.EIO, "the file could not be written whole; is the disk full?")
     return None
 
