@@ -132,6 +132,6 @@ def _print_stage(folder: Path, stage: str) -> None:
     """Print the tables of a stage as soon as it is done, and after the last one where everything is."""
     table = folder / f"{stage}.md"  # eval.md, speedup.md
     if table.exists():
-        print(table.read_text(encoding="utf-8"), flush=True)
+        print(read_utf8(table), flush=True)
     if stage == "report":
         print(f"report: {folder / 'report.html'}\ndraft:  {folder / 'draft'}\ngguf:   {folder / 'gguf'}")
