@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
 import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from distill.errors import DataError, RecipeError, RunError
+from distill.errors import DataError, RecipeError
+from distill.faults import explain_write_fault, faults_explained, reading, system_error
+from distill.interruption import check
 
 
 def is_utf8(text: str) -> bool:
@@ -112,47 +113,13 @@ _MANY_DIGITS = re.compile(rb"[0-9]{19}")
 LARGEST = 2**63 - 1  # the largest integer in an artifact; tokenizers have larger ones (model_max_length)
 
 
-def _explain_write_fault(path: Path, error: OSError) -> RunError:
-    if error.errno == errno.ENOSPC:
-        return RunError(f"the disk is full: cannot write {path}", "free some space and run the same command again")
-    if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
-        return RunError(
-            f"no permission to write {path}: {error.strerror}",
-            "choose a folder that can be written; --runs names the one for runs",
-        )
-    return RunError(f"cannot write {path}: {error}", "remove the cause and run the same command again")
-
-
-def _write_fault(error: Exception) -> OSError | None:
-    """The operating system's error behind an exception that a library raised while writing; None for other exceptions.
-
-    safetensors and tokenizers only put the number of the error into their message, torch not even that.
-    """
-    if isinstance(error, OSError):
-        return error
-    number = re.search(r"\(os error (\d+)\)", str(error))
-    if number:
-        return OSError(int(number[1]), os.strerror(int(number[1])))
-    if "inline_container" in str(error) or "PytorchStreamWriter" in str(error):
-        return OSError(errno.EIO, "the file could not be written whole; is the disk full?")
-    return None
-
-
-@contextlib.contextmanager
-def faults_explained(path: Path) -> Iterator[None]:
-    """Turn an OSError of a failed write into a RunError that names `path`."""
-    try:
-        yield
-    except OSError as error:
-        raise _explain_write_fault(path, error) from error
-
-
 def write_atomically(path: Path, write: Callable[[Path], object], *, several: bool = False) -> None:
     """Let `write` fill a temporary file, fsync it and rename it to `path`; readers never see half a file.
 
     With `several`, more than one process may write `path` at a time. Raises RunError when the disk is full or the
     folder cannot be written; an old file then stays intact.
     """
+    check()
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp" if several else f".{path.name}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -161,13 +128,13 @@ def write_atomically(path: Path, write: Callable[[Path], object], *, several: bo
             os.fsync(handle.fileno())
         os.replace(temporary, path)
         _sync_folder(path.parent)
-    except Exception as error:
+    except BaseException as error:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
-        fault = _write_fault(error)
+        fault = system_error(error, writing=True)
         if fault is None:
             raise
-        raise _explain_write_fault(path, fault) from error
+        raise explain_write_fault(path, fault) from error
 
 
 def _sync_folder(folder: Path) -> None:
@@ -197,10 +164,24 @@ def without_nan(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+def copy_file(source: Path, destination: Path) -> None:
+    """Copy a file's content into a folder that is being written; a fault names the side that it is on."""
+    with reading(source):
+        content = open(source, "rb")  # noqa: SIM115 - closed below; only its own faults are the source's
+    with content, faults_explained(destination), open(destination, "wb") as copy:
+        while True:
+            with reading(source):
+                piece = content.read(2**20)
+            if not piece:
+                return
+            copy.write(piece)
+
+
 def write_folder(path: Path, write: Callable[[Path], object]) -> None:
     """Let `write` fill a temporary folder and rename it to `path`, replacing an old folder."""
     import shutil
 
+    check()
     temporary = path.with_name(f".{path.name}.tmp")
     old = path.with_name(f".{path.name}.old")
     try:
@@ -219,12 +200,12 @@ def write_folder(path: Path, write: Callable[[Path], object]) -> None:
         _sync_folder(path.parent)
         if old.exists():
             shutil.rmtree(old)
-    except Exception as error:
+    except BaseException as error:
         shutil.rmtree(temporary, ignore_errors=True)
-        fault = _write_fault(error)
+        fault = system_error(error, writing=True)
         if fault is None:
             raise
-        raise _explain_write_fault(path, fault) from error
+        raise explain_write_fault(path, fault) from error
 
 
 def read_json(path: Path, form: Any = None) -> Any:
@@ -276,7 +257,7 @@ def read_object(path: Path, hint: str = "copy the folder again") -> dict[str, An
 
 def file_digest(path: Path) -> str:
     """SHA-256 of a file, in hexadecimal."""
-    with open(path, "rb") as handle:
+    with reading(path), open(path, "rb") as handle:
         return hashlib.file_digest(handle, "sha256").hexdigest()
 
 
@@ -286,9 +267,10 @@ def reference_digest(reference: str) -> str:
     For speed, only the size and the first and last MiB of files over 64 MiB are hashed.
     """
     path = Path(reference)
-    if not path.exists():
-        return reference
-    files = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
+    with reading(path):
+        if not path.exists():
+            return reference
+        files = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
     total = hashlib.sha256()
     for file in files:
         total.update(f"{file.relative_to(path) if file != path else ''}\0{_quick_digest(file)}\n".encode())
@@ -299,7 +281,7 @@ def _quick_digest(path: Path) -> str:
     size = path.stat().st_size
     if size <= 64 * 2**20:
         return file_digest(path)
-    with open(path, "rb") as handle:
+    with reading(path), open(path, "rb") as handle:
         first = handle.read(2**20)
         handle.seek(-(2**20), os.SEEK_END)
         return hashlib.sha256(f"{size}".encode() + first + handle.read()).hexdigest()

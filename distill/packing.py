@@ -13,6 +13,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from distill.faults import reading
+
 PADDING = -1  # document number of positions that hold no token
 
 
@@ -60,7 +62,8 @@ class Packed:
         """Read what `save` wrote."""
         from safetensors.torch import load_file
 
-        found = load_file(str(path))
+        with reading(path):
+            found = load_file(str(path))
         return cls(found["ids"], found["documents"], found["positions"], found["mask"], found.get("first"))
 
 

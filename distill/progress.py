@@ -1,4 +1,7 @@
-"""Progress of long work on stderr: a line that is rewritten on a terminal, else a new line from time to time."""
+"""Lines on stderr, as `--quiet` and `--verbose` ask, and the progress of long work.
+
+Progress can be left out, warnings and errors never are.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,54 @@ import contextlib
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from distill.interruption import check
+
+
+@dataclass
+class _Console:
+    quiet: bool = False
+    verbose: bool = False
+    announced: set[Path] = field(default_factory=set)
+
+
+_console = _Console()
+
+
+def set_console(quiet: bool, verbose: bool) -> None:
+    """What the lines of this command are to be: without progress, or with the libraries' own log lines."""
+    global _console
+    _console = _Console(quiet, verbose)
+
+
+def is_quiet() -> bool:
+    """Whether progress stays off stderr."""
+    return _console.quiet
+
+
+def is_verbose() -> bool:
+    """Whether the libraries' log lines go to stderr, and the traceback of a bug."""
+    return _console.verbose
+
+
+def note(line: str) -> None:
+    """Print a line of progress to stderr, unless --quiet was given."""
+    if not _console.quiet:
+        print(line, file=sys.stderr, flush=True)
+
+
+def warn(line: str) -> None:
+    """Print a warning to stderr."""
+    print(line, file=sys.stderr, flush=True)
+
+
+def announce(place: Path) -> None:
+    """Say where the command writes, before it does; once for each place."""
+    if place not in _console.announced:
+        _console.announced.add(place)
+        note(f"writing to {place}")
 
 
 def duration(seconds: float) -> str:
@@ -30,7 +81,8 @@ def watched() -> Iterator[list[Progress]]:
 
 
 class Progress:
-    """Counts units of work, from `done` of `total` on, and reports them on stderr."""
+    """Counts units of work, from `done` of `total` on, and reports them on stderr: on a terminal in one line that is
+    rewritten, else in a new line from time to time."""
 
     def __init__(self, title: str, total: int, done: int = 0, every_seconds: float = 10.0) -> None:
         self.title, self.total, self.done, self.first = title, total, done, done
@@ -52,9 +104,10 @@ class Progress:
 
     def step(self, units: int = 1, note: str = "") -> None:
         """Count `units` more as done."""
+        check()
         self.done += units
         self.stepped = moment = time.monotonic()
-        if moment - self.last >= self.every or self.done >= self.total:
+        if not is_quiet() and (moment - self.last >= self.every or self.done >= self.total):
             self.last = moment
             left = (
                 f"{duration(self.eta_seconds())} left"

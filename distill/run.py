@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import errno
 import fcntl
 import json
 import os
@@ -17,17 +18,11 @@ from pathlib import Path
 from typing import IO, Any
 
 from distill.errors import DataError, RunError
-from distill.files import (
-    digest,
-    faults_explained,
-    file_digest,
-    has_form,
-    parse_object,
-    read_json,
-    write_json,
-    write_text,
-)
+from distill.faults import faults_explained, reading
+from distill.files import digest, file_digest, has_form, parse_object, read_json, write_json, write_text
+from distill.interruption import check, resumes
 from distill.machine import machine
+from distill.progress import announce, note, warn
 from distill.recipe import Recipe, dump_recipe
 
 PARENT = {"generation": int, "run": str, "digest": str, "files": {...: str}}  # the form of parent.json
@@ -67,6 +62,7 @@ class Run:
     _log: IO[str] | None = None
     _lock: IO[str] | None = None
     silent: bool = False  # for all but the main process of a command: writes and prints nothing
+    read_only: bool = False  # the directory cannot be written: what is finished can be shown
     command: str = field(default_factory=lambda: "distill " + " ".join(sys.argv[1:]))
 
     def path(self, *parts: str) -> Path:
@@ -83,6 +79,19 @@ class Run:
                 f"another process is working in {self.folder}", "wait for it, or use another run (name=…)"
             ) from None
 
+    def can_be_written(self) -> bool:
+        """Whether files can be made and the lock can be opened, as the operating system says; it may not know before
+        the attempt."""
+        if not os.access(self.folder, os.W_OK | os.X_OK):
+            return False
+        try:
+            open(self.folder / ".lock", "a").close()
+        except OSError as error:
+            if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
+                return False
+            raise
+        return True
+
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
         """Hold the lock of an existing directory; raises RunError when another process has it."""
@@ -94,11 +103,20 @@ class Run:
             self.close()
 
     def open(self, recipe_text: str) -> None:
-        """Create the directory, take its lock and write recipe, resolved configuration and provenance."""
+        """Create the directory, take its lock and write recipe, resolved configuration and provenance.
+
+        Where a run exists and cannot be written, only `read_only` is set: no lock, no log, no provenance.
+        """
         with faults_explained(self.folder):
+            if self.path("config.yaml").exists() and not self.can_be_written():
+                self.read_only = True
+                note(f"{self.folder} cannot be written: finished stages are shown")
+                return
+            announce(self.folder)
             self.folder.mkdir(parents=True, exist_ok=True)
             self._take_lock()
             self._log = open(self.folder / "log.txt", "a", encoding="utf-8")  # noqa: SIM115
+        resumes()
         write_text(self.path("recipe.yaml"), recipe_text)
         write_text(self.path("config.yaml"), dump_recipe(self.recipe))
         history_path = self.path("provenance.json")
@@ -126,11 +144,12 @@ class Run:
                     handle.close()
         self._log = self._lock = None
 
-    def say(self, message: str) -> None:
-        """Write one line to stderr and log.txt."""
+    def say(self, message: str, *, warning: bool = False) -> None:
+        """Write one line to stderr and log.txt; with --quiet, only a warning goes to stderr."""
+        check()
         if self.silent:
             return
-        print(message, file=sys.stderr, flush=True)
+        (warn if warning else note)(message)
         if self._log is not None:
             with faults_explained(self.path("log.txt")):
                 self._log.write(f"{now()} {message}\n")
@@ -138,6 +157,7 @@ class Run:
 
     def record(self, stage: str, **values: Any) -> None:
         """Append one object to metrics.jsonl, flushed."""
+        check()
         if self.silent:
             return
         line = json.dumps({"stage": stage, "time": now(), **values}) + "\n"
@@ -158,7 +178,9 @@ class Run:
         if not path.exists():
             return []
         latest: dict[Any, dict[str, Any]] = {}
-        for number, line in enumerate(path.read_bytes().splitlines()):
+        with reading(path):
+            lines = path.read_bytes().splitlines()
+        for number, line in enumerate(lines):
             value = parse_object(line)
             if isinstance(value, dict) and has_form(value, {"stage": str}):
                 latest[(value["stage"], str(value.get("step", -number)))] = value

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from distill.errors import DataError
+from distill.faults import reading
 from distill.files import has_form, parse_object
 from distill.run import Run
 
@@ -98,7 +99,8 @@ def _fits(record: dict[str, Any], form: dict[str, Any]) -> bool:
 def _read_lines(path: Path, stage: str, form: dict[str, Any]) -> list[dict[str, Any]]:
     again = f"make it again with `distill train RECIPE --redo {stage}`"
     try:
-        lines = path.read_bytes().split(b"\n")
+        with reading(path):
+            lines = path.read_bytes().split(b"\n")
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}", again) from None
     found = [parse_object(line) for line in (lines if lines[-1] else lines[:-1])]

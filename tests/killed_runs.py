@@ -1,17 +1,27 @@
 """A program, not a test: runs `distill` in forked children with everything imported, and kills some of them.
 
-    python tests/killed_runs.py JOBS.json    (a list of {"argv": [...]}, some with "event": k or "seconds": s)
+    python tests/killed_runs.py JOBS.json    (a list of {"argv": [...]}, some with "event", "seconds" or "after")
 
-Event 2i is the moment just before the i-th rename of a job, 2i+1 the moment just after it; a job without either runs to
-its end. One line of JSON per job goes to stdout: its exit status (-9 when killed) and how many events it saw.
+"seconds" is a time after the start. Event 2i is the moment just before the i-th rename of a job, 2i+1 the moment just
+after it. "after" is the moment when the job has printed that text; it may come with "signal", the number of another
+signal than SIGKILL. A job without any runs to its end.
+
+"fault" = {"kind": "r" or "w", "at": n, "error": number, "repeat": bool} makes the n-th call that reads or writes fail,
+and with "repeat" all after it; "calls" = PATH writes the list of these calls (tests/faulty_disk.c, preloaded). A job
+{"copy": [from, to]} only copies a folder.
+
+One line of JSON per job goes to stdout: its exit status (-9 when killed), how many events it saw, and its output.
 """
 
 from __future__ import annotations
 
+import ctypes
 import io
 import json
 import os
+import shutil
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -63,14 +73,31 @@ def kill_at(event: int | None, counter: io.BufferedRandom) -> None:
     os.replace = counted  # type: ignore[assignment]
 
 
+def fail_at(job: dict[str, Any]) -> None:
+    """Tell the preloaded library which call of this process fails, and where to list all of them."""
+    if "fault" in job or "calls" in job:
+        disk, fault = ctypes.CDLL(None), job.get("fault", {"kind": "r", "at": 0, "error": 0})
+        disk.faulty_disk_log(os.fsencode(job["calls"]) if "calls" in job else None)
+        disk.faulty_disk_arm(
+            ord(fault["kind"]), ctypes.c_long(fault["at"]), fault["error"], int(fault.get("repeat", False))
+        )
+
+
+def read_log(log: str) -> str:
+    """The output of all jobs so far."""
+    return Path(log).read_text(encoding="utf-8", errors="replace") if Path(log).exists() else ""
+
+
 def run(job: dict[str, Any], counter: io.BufferedRandom, log: str) -> int:
     """Exit status of one job."""
+    before = len(read_log(log))
     child = os.fork()
     if child == 0:
         descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(descriptor, 1)
         os.dup2(descriptor, 2)
         sys.argv = ["distill", *job["argv"]]
+        fail_at(job)
         kill_at(job.get("event"), counter)
         from distill.commands.app import main
 
@@ -79,7 +106,14 @@ def run(job: dict[str, Any], counter: io.BufferedRandom, log: str) -> int:
         except SystemExit as exit:
             sys.stdout.flush()
             os._exit(int(exit.code or 0))
-    if "seconds" in job:
+    if "after" in job:
+        while job["after"] not in read_log(log)[before:]:
+            done, status = os.waitpid(child, os.WNOHANG)
+            if done:
+                return os.waitstatus_to_exitcode(status)
+            time.sleep(0.002)
+        os.kill(child, job.get("signal", signal.SIGKILL))
+    elif "seconds" in job:
         deadline = time.monotonic() + job["seconds"]
         while time.monotonic() < deadline:
             done, status = os.waitpid(child, os.WNOHANG)
@@ -90,19 +124,42 @@ def run(job: dict[str, Any], counter: io.BufferedRandom, log: str) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
+def run_jobs(
+    folder: Path, jobs: list[dict[str, Any]], environment: dict[str, str] | None = None, timeout: float = 900
+) -> list[dict[str, Any]]:
+    """This program's report on each job, for tests; `environment` is added to this process's own."""
+    path = folder / "jobs.json"
+    path.write_text(json.dumps(jobs))
+    log = f"{path}.log"
+    result = subprocess.run(
+        [sys.executable, __file__, str(path)],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        env={**os.environ, **(environment or {})},
+    )
+    assert result.returncode == 0, result.stderr + read_log(log)
+    return [json.loads(line) for line in result.stdout.splitlines()]
+
+
 def main() -> None:
     jobs = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     log = sys.argv[1] + ".log"
     preload()
     for job in jobs:
+        if "copy" in job:
+            shutil.copytree(*job["copy"])
+            print(json.dumps({"code": 0, "events": 0, "seconds": 0, "output": ""}), flush=True)
+            continue
         with open(sys.argv[1] + ".count", "w+b") as counter:
             counter.write(b"       0")
             counter.flush()
-            started = time.monotonic()
+            started, before = time.monotonic(), len(read_log(log))
             code = run(job, counter, log)
             counter.seek(0)
-            seconds = time.monotonic() - started
-            print(json.dumps({"code": code, "events": int(counter.read()), "seconds": seconds}), flush=True)
+            seconds, events = time.monotonic() - started, int(counter.read())
+            report = {"code": code, "events": events, "seconds": seconds, "output": read_log(log)[before:]}
+            print(json.dumps(report), flush=True)
 
 
 if __name__ == "__main__":

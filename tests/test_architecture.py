@@ -23,7 +23,7 @@ LAYERS = (
     STAGES,
     {"speculative", "grammar"},
     {"models", "vocabulary", "sampler", "divergences", "packing", "texts", "progress", "intervals", "processes"}
-    | {"recipe", "results", "files", "run", "machine", "errors"},
+    | {"recipe", "results", "files", "run", "machine", "errors", "faults", "interruption"},
     {"distill"},  # the package itself: its version
 )
 HEIGHT = {room: -depth for depth, rooms in enumerate(LAYERS) for room in rooms}

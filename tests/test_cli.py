@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import fcntl
 import io
 import json
+import os
 import re
 import shutil
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +21,8 @@ from typer.main import get_command
 
 from distill import __version__
 from distill.commands.app import app
+from distill.results.serialise import read_result
+from distill.results.training_results import TrainingSummary
 
 Capture = pytest.CaptureFixture[str]
 COMMANDS = sorted(get_command(app).commands)  # type: ignore[attr-defined]
@@ -311,3 +316,83 @@ def test_the_demo_without_llama_cpp(
     assert "gguf" not in (tmp_path / "tiny" / "speedup.md").read_text()
     page = (tmp_path / "tiny" / "report.html").read_text(encoding="utf-8")
     assert "pytorch" in page
+
+
+# ── what goes to stderr ──
+
+
+def test_quiet_leaves_results_warnings_and_errors(world: Path, copied: Path, capsys: Capture) -> None:
+    (copied / "stages" / "report.json").unlink()
+    (copied / "log.txt").unlink()
+    assert tiny.call("-q", "train", world / "recipe.yaml", "--runs", copied.parent) == 0
+    shown = capsys.readouterr()
+    assert "report.html" in shown.out
+    assert "up to date" not in shown.err and "writing to" not in shown.err and "report: " not in shown.err, shown.err
+    logged = (copied / "log.txt").read_text()
+    assert "eval: up to date" in logged and "report: done" in logged
+    warning = read_result(copied / "training.json", TrainingSummary).warning
+    assert (warning in shown.err) if warning else not shown.err
+    assert tiny.call("--quiet", "eval", "none", "--runs", copied.parent) == 2
+    assert "there is no run" in capsys.readouterr().err
+    assert tiny.call("generate", "def", "--runs", copied.parent, "--tokens", "2") == 0
+    assert "tok/s" in capsys.readouterr().err
+    assert tiny.call("-q", "generate", "def", "--runs", copied.parent, "--tokens", "2") == 0
+    assert not capsys.readouterr().err, "of the last command, not of one before"
+
+
+def test_verbose_adds_what_the_libraries_log(copied: Path, capsys: Capture) -> None:
+    command = ("generate", "def", "--target", copied / "gguf" / "target-f16.gguf", "--length", "0", "--tokens", "2")
+    assert tiny.call(*command) == 0
+    assert "llama.cpp:" not in capsys.readouterr().err
+    assert tiny.call("-v", *command) == 0
+    said = capsys.readouterr().err
+    assert "llama.cpp: " in said and "tok/s" in said
+    assert tiny.call("-v", "-q", *command) == 2
+
+
+def test_verbose_shows_the_traceback_of_a_bug(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(path: Path, overrides: list[str]) -> None:
+        raise AssertionError("a bug")
+
+    monkeypatch.setattr("distill.recipe.load_recipe", broken)
+    for options, shown in (([], False), (["-v"], True)):
+        assert tiny.call(*options, "check", "x.yaml") == 1
+        said = capsys.readouterr().err
+        assert ("Traceback" in said) == shown and "this is a bug" in said
+        Path(said.split()[-1]).unlink()
+
+
+def test_a_command_says_where_it_writes_before_it_does(world: Path, copied: Path, tmp_path: Path) -> None:
+    """Once each, and at a moment when there is nothing yet."""
+    target, out = world / "target", tmp_path / "out"
+    commands = {
+        ("train", world / "recipe.yaml", "--runs", out / "runs", "--until", "corpus"): out / "runs" / "tiny",
+        ("transplant", target, target, out / "transplant"): out / "transplant",
+        ("cut", target, out / "cut", "--text", world / "corpus" / "test", "--layers", "2"): out / "cut",
+        ("export-gguf", target, "--to", out / "gguf", "--outtype", "f16"): out / "gguf",
+        ("profile", target, "--most", "2", "--repeats", "5", "--out", out / "curve.json"): out / "curve.json",
+    }
+    for arguments, place in commands.items():
+        seen: list[bool] = []
+
+        class Watched(io.StringIO):
+            def write(self, text: str, place: Path = place, seen: list[bool] = seen) -> int:
+                if f"writing to {place}" in text:
+                    seen.append(place.exists())
+                return super().write(text)
+
+        with contextlib.redirect_stderr(Watched()):
+            assert tiny.call(*arguments) == 0, arguments
+        assert seen == [False] and place.exists(), arguments
+
+
+def test_completion_of_the_shell() -> None:
+    def run(*arguments: str, **variables: str) -> str:
+        environment = {**os.environ, **variables}
+        command = [sys.executable, "-m", "distill", *arguments]
+        return subprocess.run(command, cwd=tiny.ROOT, env=environment, capture_output=True, text=True).stdout
+
+    found = run(_DISTILL_COMPLETE="complete_bash", COMP_WORDS="distill tra", COMP_CWORD="1")
+    assert found.split() == ["train", "transplant"]
+    found = run(_DISTILL_COMPLETE="complete_bash", COMP_WORDS="distill train --unt", COMP_CWORD="2")
+    assert found.split() == ["--until"]

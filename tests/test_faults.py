@@ -15,6 +15,10 @@ from typing import Any
 import pytest
 import tiny
 
+from distill.errors import DataError, RunError
+from distill.faults import disk_fault, reading
+from distill.files import write_atomically
+
 Capture = pytest.CaptureFixture[str]
 STEPS = (
     "corpus/prompts-train",
@@ -324,3 +328,46 @@ def test_two_processes_on_one_run(world: Path, copied: Path, capsys: Capture, mo
         assert "another process" in message(capsys, tiny.call("eval", "tiny", "--runs", copied.parent))
     assert tiny.contents(copied) == before
     assert train(world, copied.parent) == 0
+
+
+# ── errors of libraries, by what little they say ──
+
+WORDS = ("basic_ios::clear: iostream error", "[enforce fail at inline_container.cc:664] . unexpected pos")
+
+
+@pytest.mark.parametrize("error", [*map(RuntimeError, WORDS), Exception("Input/output error (os error 5)")])
+def test_a_library_that_cannot_write(tmp_path: Path, error: Exception) -> None:
+    def write(temporary: Path) -> None:
+        temporary.write_text("half")
+        raise error
+
+    with pytest.raises(RunError, match=r"cannot write .*whole\.bin"):
+        write_atomically(tmp_path / "whole.bin", write)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_library_that_cannot_read(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    for error in (OSError(errno.EIO, "Input/output error"), Exception("Error while reading (os error 5)")):
+        with pytest.raises(DataError, match=r"x\.safetensors cannot be read"), reading(path):
+            raise error
+    for other in (FileNotFoundError(errno.ENOENT, "none"), *map(RuntimeError, WORDS), DataError("explained")):
+        with pytest.raises(type(other)) as caught, reading(path):
+            raise other
+        assert caught.value is other, "a caller knows what these mean"
+
+
+def test_a_file_that_cannot_be_read_now_is_not_to_be_deleted() -> None:
+    try:
+        try:
+            raise OSError(errno.EIO, "Input/output error")
+        except OSError:
+            raise DataError("checkpoint a is damaged", "delete it") from None
+    except DataError as error:
+        found = disk_fault(error)
+        assert isinstance(found, DataError) and found.what == error.what
+        assert found.hint is not None and "the disk" in found.hint and "delete" not in found.hint
+    assert disk_fault(DataError("b is damaged", "delete it")) is None
+    assert disk_fault(AssertionError("a bug")) is None
+    raw = disk_fault(OSError(errno.ENOSPC, "No space left on device", "/c"))
+    assert raw is not None and raw.what == "the disk is full: cannot write /c"

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import tiny
+from killed_runs import run_jobs
 
 from distill.files import digest
 from distill.recipe import load_recipe
@@ -20,17 +21,6 @@ from distill.results.speedup_results import SpeedupReport
 from distill.run import Run
 
 SEED = 20
-
-
-def run_jobs(folder: Path, jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The report of tests/killed_runs.py on each job."""
-    path = folder / "jobs.json"
-    path.write_text(json.dumps(jobs))
-    program = [sys.executable, str(tiny.ROOT / "tests" / "killed_runs.py"), str(path)]
-    result = subprocess.run(program, capture_output=True, text=True, timeout=900)
-    log = Path(f"{path}.log")
-    assert result.returncode == 0, result.stderr + (log.read_text() if log.exists() else "")
-    return [json.loads(line) for line in result.stdout.splitlines()]
 
 
 def assert_same_work(run: Path, whole: Path, label: object, finished: bool) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from distill.benchmark.libraries import llama_generation, transformers_generation
 from distill.export.writer import export_gguf
-from distill.files import faults_explained
+from distill.faults import faults_explained
 from distill.models.gguf.model import MOST_LEAVES
 from distill.models.hugging_face import (
     describe_model,

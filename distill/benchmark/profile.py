@@ -65,6 +65,6 @@ def profile(recipe: Recipe, run: Run) -> list[Path]:
             f"T({curve.tokens[-1]}) = {curve.seconds[-1] / first:.2f} T(1)"
         )
         if curve.doubt:
-            run.say(f"    {curve.doubt} (`distill train RECIPE --redo profile`)")
+            run.say(f"    {curve.doubt} (`distill train RECIPE --redo profile`)", warning=True)
     write_result(run.path("profile.json"), ProfileReport(run.command, machine(), curves))
     return [run.path("profile.json")]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import tempfile
 import traceback
@@ -24,14 +25,17 @@ from distill.commands.speedup import speedup
 from distill.commands.train import train
 from distill.commands.transplant import transplant
 from distill.errors import DistillError, RecipeError
+from distill.faults import disk_fault
 from distill.files import is_utf8
+from distill.interruption import farewell, handled, signalled
 from distill.processes import leave
+from distill.progress import is_verbose, set_console
 
 app = typer.Typer(
     help="Make draft models for speculative decoding: cut a draft from a donor, train it on the target, measure it.",
-    epilog="Commands that take a RUN use the newest one by default. Exit status: 0 success, 2 user error, 1 bug.",
+    epilog="Commands that take a RUN use the newest one by default. Exit status: 0 success, 2 user error, "
+    "130 or 143 interrupted, 1 bug.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 COMMANDS: dict[str, Callable[..., None]] = {
@@ -60,8 +64,17 @@ def options(
     version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", "-q", help="Only results, warnings and errors; progress goes to log.txt alone.")
+    ] = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Also the libraries' own log lines, and the traceback of a bug.")
+    ] = False,
 ) -> None:
     """Make draft models for speculative decoding: cut a draft from a donor, train it on the target, measure it."""
+    if quiet and verbose:
+        raise RecipeError("--quiet and --verbose were given together", "choose one of them")
+    set_console(quiet, verbose)
 
 
 for name, command in COMMANDS.items():
@@ -71,38 +84,57 @@ for name, command in COMMANDS.items():
 ClickException: Any = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
 
 
-INTERRUPTED = 130  # the exit status; recent versions of typer return it for Ctrl-C
-RESUME = "\ndistill: interrupted; the same command resumes"
+INTERRUPTED = 128 + signal.SIGINT  # the exit status; recent versions of typer return it for Ctrl-C
 
 
 def main() -> None:
     """Run a command; exit with 0 on success, 2 after a user error (one message), 1 after a bug (one line, which names
-    the file with the traceback)."""
+    the file with the traceback), 130 or 143 after Ctrl-C or SIGTERM (one line that says how to go on)."""
+    with handled():
+        try:
+            code = _run()
+        except KeyboardInterrupt:  # while its message was printed
+            code = _interrupted()
+    sys.exit(code)
+
+
+def _run() -> int:
+    """The exit status of the command, its message printed."""
     try:
         _require_text(sys.argv)
-        result = app(standalone_mode=False)
+        result = app(prog_name="distill", standalone_mode=False)
         code = result if isinstance(result, int) else 0
         if code == 0:
             leave()
-        if code == INTERRUPTED:
-            print(RESUME, file=sys.stderr)
-    except DistillError as error:
-        print(f"distill: {error}", file=sys.stderr)
-        code = 2
-    except ClickException as error:
-        _reword(error)
-        error.show()
-        code = 2
+        return _interrupted() if code == INTERRUPTED else code
     except (KeyboardInterrupt, typer.Abort):
-        print(RESUME, file=sys.stderr)
-        code = INTERRUPTED
+        return _interrupted()
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = 0
+        return 0
     except Exception as error:
+        if signalled():  # libraries turn Ctrl-C into errors of their own
+            return _interrupted()
+        return _explain(error)
+
+
+def _interrupted() -> int:
+    sys.stderr.write(farewell())
+    return 128 + (signalled() or signal.SIGINT)
+
+
+def _explain(error: Exception) -> int:
+    """Print the message of an error; the exit status."""
+    if isinstance(error, ClickException):
+        _reword(error)
+        error.show()
+        return 2
+    found = disk_fault(error) or error
+    if not isinstance(found, DistillError):
         print(_bug(error), file=sys.stderr)
-        code = 1
-    sys.exit(code)
+        return 1
+    print(f"distill: {found}", file=sys.stderr)
+    return 2
 
 
 def _reword(error: Any) -> None:
@@ -131,6 +163,8 @@ def _bug(error: Exception) -> str:
     place = f" ({os.path.basename(own[-1].filename)}:{own[-1].lineno})" if own else ""
     words = " ".join(str(error).encode("utf-8", "backslashreplace").decode().split())[:300]
     line = f"distill: this is a bug in distill: {type(error).__name__}: {words}{place}; please report it"
+    if is_verbose():
+        traceback.print_exception(error)
     try:
         with tempfile.NamedTemporaryFile(
             "w", prefix="distill-bug-", suffix=".txt", delete=False, encoding="utf-8", errors="backslashreplace"

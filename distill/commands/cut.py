@@ -9,6 +9,7 @@ import typer
 
 from distill.commands.shared import local_reference, read_texts
 from distill.errors import RecipeError
+from distill.progress import announce, is_verbose
 
 
 def cut(
@@ -60,8 +61,11 @@ def cut(
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
+    if is_verbose():
+        transformers.utils.logging.set_verbosity_info()
     from distill.surgery.cut_folder import cut_folder
 
+    announce(out)
     judge = None if target is None else local_reference(target)
     for change in cut_folder(local_reference(source), out, settings, texts, judge):
         print(change.sentence())

@@ -14,6 +14,7 @@ from distill.commands.shared import (
     run_until,
 )
 from distill.errors import RecipeError
+from distill.progress import announce
 from distill.recipe.outtypes import OUTTYPES
 
 
@@ -43,6 +44,7 @@ def export_gguf(
         run.verify("train", "draft/*")
         sources = {"draft": run.path("draft"), "target": local_folder(recipe.target.model)}
         place = folder or run.path("gguf", "extra")
+    announce(place)
     for name, source in sources.items():
         for kind in kinds:
             report = write(source, place / f"{name}-{kind}.gguf", kind)

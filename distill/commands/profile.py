@@ -9,6 +9,7 @@ import typer
 
 from distill.commands.shared import FormatOption, ThreadsOption, finite, local_reference, numbers, print_table
 from distill.errors import DataError, RecipeError
+from distill.progress import announce
 
 
 def profile(
@@ -57,6 +58,7 @@ def profile(
     if out is not None:
         from distill.speculative.cost import save_cost_curve
 
+        announce(out)
         save_cost_curve(curve, out)
     rows: list[dict[str, Any]] = [
         {"depth": depth, "tokens": m, "seconds": seconds, "relative": seconds / row[0]}

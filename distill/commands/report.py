@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from distill.commands.shared import DEFAULT_RUNS, RunArgument, RunsOption, find_run
 from distill.errors import RunError
+from distill.progress import announce, note
 
 
 def report(run: RunArgument = None, runs: RunsOption = DEFAULT_RUNS) -> None:
@@ -11,7 +12,12 @@ def report(run: RunArgument = None, runs: RunsOption = DEFAULT_RUNS) -> None:
     recipe, found = find_run(run, runs)
     if not found.path("draft").is_dir():
         raise RunError(f"{found.folder} has no trained draft yet", "run `distill train` on its recipe")
-    from distill.report.stage import report as write_report
+    page = found.path("report.html")
+    if page.exists() and not found.can_be_written():
+        note(f"{found.folder} cannot be written: this is the page as it was made")
+    else:
+        from distill.report.stage import report as write_report
 
-    write_report(recipe, found)
-    print(found.path("report.html"))
+        announce(found.folder)
+        write_report(recipe, found)
+    print(page)

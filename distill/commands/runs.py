@@ -49,7 +49,8 @@ def list_runs(
 
 def _delete(runs: Path, name: str, yes: bool) -> None:
     """Delete the run of this name, and nothing else; raises RunError where there is none or a process works in it."""
-    from distill.files import faults_explained, require_path
+    from distill.faults import faults_explained
+    from distill.files import require_path
     from distill.recipe import Recipe
     from distill.run import Run
 

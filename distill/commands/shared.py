@@ -6,7 +6,6 @@ import csv
 import io
 import json
 import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
@@ -14,7 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from distill.errors import DataError, RecipeError, RunError
+from distill.faults import reading
 from distill.files import read_utf8, require_path
+from distill.progress import is_verbose, note
 
 if TYPE_CHECKING:
     from distill.recipe import Recipe
@@ -61,14 +62,14 @@ def find_run(name: str | None, runs: Path) -> tuple[Recipe, Run]:
         if not found:
             raise RunError(f"there are no runs in {runs.resolve()}", "make one with `distill train RECIPE`")
         folder = found[-1].parent
-        print(f"run: {folder}", file=sys.stderr)
+        note(f"run: {folder}")
     recipe = load_recipe(folder / "config.yaml")
     return recipe, Run(folder, recipe)
 
 
 def prepare(threads: int | None) -> None:
-    """Set the thread count (None: OMP_NUM_THREADS, else all cores) and silence libraries, before the first heavy
-    import."""
+    """Set the thread count (None: OMP_NUM_THREADS, else all cores) and silence libraries (with --verbose, let them
+    speak), before the first heavy import."""
     from distill.machine import thread_count
 
     count = thread_count(threads)
@@ -79,7 +80,10 @@ def prepare(threads: int | None) -> None:
     import transformers
 
     torch.set_num_threads(count)
-    transformers.utils.logging.set_verbosity_error()
+    if is_verbose():
+        transformers.utils.logging.set_verbosity_info()
+    else:
+        transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
 
 
@@ -92,8 +96,10 @@ def run_until(recipe: Recipe, run: Run, stage: str, redo: Sequence[str] = (), th
         recipe = recipe.model_copy(update={"threads": threads})
         run = Run(run.folder, recipe)
     prepare(threads or recipe.threads)
+    with reading(run.path("recipe.yaml")):
+        text = run.path("recipe.yaml").read_text(encoding="utf-8")
     try:
-        run.open((run.folder / "recipe.yaml").read_text(encoding="utf-8"))
+        run.open(text)
         run_pipeline(recipe, run, until=stage, redo=redo)
     finally:
         run.close()

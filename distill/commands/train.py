@@ -12,6 +12,7 @@ import typer
 
 from distill.commands.shared import DEFAULT_RUNS, RunsOption, prepare
 from distill.errors import RecipeError
+from distill.files import read_utf8
 
 if TYPE_CHECKING:
     from distill.recipe import Recipe
@@ -96,7 +97,7 @@ def train(
     if parent is not None:
         _start_refresh(run, parent)
     try:
-        run.open(recipe.read_text(encoding="utf-8"))
+        run.open(read_utf8(recipe))
         prepare(found.threads)
         run_pipeline(found, run, until, redo or (), partial(_print_stage, folder))
         say_whether_training_helped(run)
@@ -133,7 +134,7 @@ def _start_refresh(run: Run, parent: dict[str, Any]) -> None:
 
 
 def _move_aside(run: Run) -> None:
-    from distill.files import faults_explained
+    from distill.faults import faults_explained
 
     if not run.folder.exists():
         return
@@ -159,13 +160,13 @@ def say_whether_training_helped(run: Run) -> None:
         return
     warning = read_result(run.path("training.json"), TrainingSummary).warning
     if warning is not None:
-        run.say(f"{warning}\n  train longer, or change train.rate or train.loss")
+        run.say(f"{warning}\n  train longer, or change train.rate or train.loss", warning=True)
 
 
 def _print_stage(folder: Path, stage: str) -> None:
     """Print the tables of a stage as soon as it is done, and after the last one where everything is."""
     table = folder / f"{stage}.md"  # eval.md, speedup.md
     if table.exists():
-        print(table.read_text(encoding="utf-8"), flush=True)
+        print(read_utf8(table), flush=True)
     if stage == "report":
         print(f"report: {folder / 'report.html'}\ndraft:  {folder / 'draft'}\ngguf:   {folder / 'gguf'}")

@@ -9,6 +9,7 @@ import typer
 
 from distill.commands.shared import finite, local_reference, read_texts
 from distill.errors import DataError, RecipeError
+from distill.progress import announce
 
 
 def transplant(
@@ -54,6 +55,7 @@ def transplant(
 
     texts = read_texts(text or [])
     folders = [local_folder(local_reference(name)) for name in (donor, target)]
+    announce(out)
     change = write(
         folders[0],
         folders[1],

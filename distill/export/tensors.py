@@ -18,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from distill.errors import DataError
+from distill.faults import reading
 from distill.models.config_file import read_config
 from distill.models.tensor_files import read_header, weight_files
 
@@ -256,7 +257,8 @@ def open_tensors(folder: Path, shape: Shape) -> Iterator[list[GgufTensor]]:
         for file in weight_files(folder):
             read_header(file)  # names a fault in words of ours
             try:
-                handle = stack.enter_context(safe_open(file, framework="pt"))
+                with reading(file):
+                    handle = stack.enter_context(safe_open(file, framework="pt"))
             except (SafetensorError, OSError) as error:
                 raise DataError(f"{file} is damaged: {error}", hint="copy or train the model again") from None
             handles |= {name: handle for name in handle.keys()}  # noqa: SIM118 - not a dict

@@ -16,6 +16,7 @@ from distill.models.gguf.model import GgufModel
 from distill.models.hugging_face import load_model, local_folder, pick_device
 from distill.models.loaded import LoadedPair, context_of, encode_prompt, is_gguf, load_pair
 from distill.models.torch_model import TorchModel
+from distill.progress import note
 from distill.recipe import Configuration, Target
 from distill.recipe.configuration import OTHER_VOCABULARY
 from distill.sampler import Sampler
@@ -135,7 +136,7 @@ def _continue(
         _show(bytes_of, result, rounds, sys.stdout.isatty())
     if grammar is not None and not grammar.satisfied(result.tokens):
         print("the text ends before the grammar is satisfied: give more --tokens", file=sys.stderr)
-    print(_summary(result), file=sys.stderr)
+    note(_summary(result))
     if reason is not None:
         print(f"LOSSY: this text does not follow the target's distribution: {reason}", file=sys.stderr)
 

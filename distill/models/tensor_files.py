@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from distill.errors import DataError
+from distill.faults import reading
 from distill.files import LARGEST, has_form, parse_json, read_object
 
 DTYPES = {
@@ -50,7 +51,10 @@ class Stored:
         """`count` values from `first` on, flat; all of them, in shape, when None."""
         kind = DTYPES[self.dtype]
         values = self.numel if count is None else count
-        data = numpy.fromfile(self.path, numpy.uint8, values * kind.itemsize, offset=self.start + first * kind.itemsize)
+        with reading(self.path):
+            data = numpy.fromfile(
+                self.path, numpy.uint8, values * kind.itemsize, offset=self.start + first * kind.itemsize
+            )
         flat = torch.from_numpy(data).view(kind)
         return flat.view(self.shape) if count is None else flat
 

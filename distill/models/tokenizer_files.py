@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from distill.files import write_json, write_text
+from distill.files import copy_file, write_json, write_text
 from distill.models.config_file import read_config
 from distill.vocabulary.reading import tokenizer_settings
 
@@ -33,7 +33,7 @@ def copy_tokenizer(source: Path, destination: Path) -> None:
     """Copy the tokenizer and chat templates of `source` into the model folder `destination`, and pin it there."""
     for name in (*TOKENIZER_FILES, f"{PLAIN_MODULE}.py"):
         if (source / name).is_file():
-            shutil.copyfile(source / name, destination / name)
+            copy_file(source / name, destination / name)
     if (source / "additional_chat_templates").is_dir():
         shutil.copytree(source / "additional_chat_templates", destination / "additional_chat_templates")
     pin_tokenizer(destination)

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from distill.errors import DataError, RecipeError, RunError
-from distill.files import faults_explained, has_form, read_json, write_json
+from distill.faults import faults_explained
+from distill.files import has_form, read_json, write_json
 from distill.run import READ, Run
 from distill.target.traffic import PIN, begins_with, measure, read_lines
 

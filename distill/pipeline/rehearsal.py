@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from distill.errors import RunError
-from distill.files import faults_explained, write_atomically, write_text
+from distill.faults import faults_explained
+from distill.files import write_atomically, write_text
 from distill.pipeline.estimate import as_markdown, expect, verdicts
 from distill.pipeline.memory_watch import MemoryWatch
 from distill.pipeline.running import run_pipeline

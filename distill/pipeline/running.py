@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 
 from distill.errors import RunError
-from distill.files import digest, faults_explained, write_json
+from distill.faults import faults_explained
+from distill.files import digest, write_json
 from distill.pipeline.keys import begun_path, key_parts
 from distill.pipeline.planning import Action, Kind, Planner, Redo, require_allowed
 from distill.pipeline.stages import LAST_TOGETHER, NAMES, Stage, find_stage
@@ -49,6 +50,8 @@ def run_pipeline(
     planner = Planner(recipe, run, Redo.read(run, redo))
     actions = planner.plan(until)
     require_allowed(actions)
+    if run.read_only:
+        require_finished(run, actions)
     waiting = process_count() > 1  # the other processes are in follow_main
     for action in actions:
         if waiting and NAMES.index(action.stage.name) > NAMES.index(LAST_TOGETHER):
@@ -61,14 +64,27 @@ def run_pipeline(
         show(action.stage.name)
     if waiting:
         agree()
-    run.path("stages", "redo.json").unlink(missing_ok=True)
+    if not run.read_only:
+        run.path("stages", "redo.json").unlink(missing_ok=True)
+
+
+def require_finished(run: Run, actions: Sequence[Action]) -> None:
+    """Raise RunError for the first stage that would have to write into a directory that cannot be written."""
+    for action in actions:
+        if action.kind != "skip":
+            why = f" ({'; '.join(action.reasons)})" if action.reasons else ""
+            raise RunError(
+                f"{run.folder} cannot be written, and stage `{action.stage.name}` would have to run{why}",
+                "make the folder writable, or copy it to a disk that is, and name that one",
+            )
 
 
 def _carry_out(action: Action, planner: Planner) -> None:
     """Skip a stage, or remove what it must not keep, run it and record it as finished."""
     stage, run, recipe = action.stage, planner.run, planner.recipe
     if action.kind == "skip":
-        begun_path(run, stage).unlink(missing_ok=True)  # a kill right after the record leaves it
+        if not run.read_only:
+            begun_path(run, stage).unlink(missing_ok=True)  # a kill right after the record leaves it
         run.say(f"{stage.name}: up to date")
         return
     why = f" ({'; '.join(action.reasons)})" if action.reasons else ""

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from distill.errors import DataError
-from distill.files import file_digest, write_folder
+from distill.files import copy_file, file_digest, write_folder
 from distill.models.hugging_face import describe_model, load_config
 from distill.results.cut_results import CutReport
 from distill.results.serialise import write_result
@@ -39,7 +38,7 @@ def inherit(run: Run, parent: dict[str, Any]) -> list[Path]:
         for file in parent["files"]:
             if file != "sparsity.json":  # of the training that made it
                 (place / file).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(source / file, place / file)
+                copy_file(source / file, place / file)
         context = getattr(config, "max_position_embeddings", None)
         write_result(place / "cut.json", CutReport(sizes, replace(sizes, path="cut"), [], context))
 

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from distill.errors import DataError
+from distill.faults import reading
 from distill.files import has_form, read_json
 from distill.models.finite import require_finite
 from distill.packing import Packed, concatenate
@@ -176,7 +177,8 @@ def _open(run: Run, path: Path) -> Any:
 
     verify_artifact(run, "teacher", path)
     try:
-        return safe_open(str(path), framework="pt")
+        with reading(path):
+            return safe_open(str(path), framework="pt")
     except (SafetensorError, OSError) as error:
         raise DataError(f"{path} is damaged: {error}", "run `distill train RECIPE --redo teacher`") from error
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from distill.corpus.splits import split_of
 from distill.errors import DataError
+from distill.faults import reading
 from distill.files import names_of, parse_object, read_json, write_json, write_text
 from distill.run import Run
 from distill.texts import Answer, Prompt, is_looping
@@ -125,7 +126,7 @@ def first_lines(path: Path, count: int) -> bytes:
 def read_lines(settings: Traffic, pin: dict[str, Any]) -> Iterator[Line | str]:
     """Every pinned line that is not blank, in order: its content, or its fault with the line number."""
     number = pin["start_line"]
-    with open(pin["path"], "rb") as handle:
+    with reading(Path(pin["path"])), open(pin["path"], "rb") as handle:
         handle.seek(pin["start"])
         while handle.tell() < pin["bytes"]:
             number += 1

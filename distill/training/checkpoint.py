@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from distill.errors import DataError
+from distill.errors import DataError, DistillError
+from distill.faults import reading
 from distill.files import file_digest, read_json, write_folder, write_json
 from distill.processes import barrier
 from distill.run import Run
@@ -170,17 +171,24 @@ def save_checkpoint(
         shutil.rmtree(old)
 
 
+def _load(path: Path) -> dict[str, Any]:
+    with reading(path):
+        found: dict[str, Any] = torch.load(path, weights_only=True, map_location="cpu")
+    return found
+
+
 def load_checkpoint(path: Path, learner: torch.nn.Module, optimizer: Any, average: Any = None) -> dict[str, Any]:
     """Restore weights, optimizer and average; the saved state with `step`. Raises DataError for damaged files."""
     try:
         _check_digests(path)
-        weights = torch.load(path / "model.pt", weights_only=True, map_location="cpu")
-        moments = torch.load(path / "optimizer.pt", weights_only=True, map_location="cpu")
+        weights, moments = _load(path / "model.pt"), _load(path / "optimizer.pt")
         _set_weights(learner, weights)
         _set_moments(learner, optimizer, moments)
         if average is not None:
-            averaged = torch.load(path / "average.pt", weights_only=True, map_location="cpu")
+            averaged = _load(path / "average.pt")
             average.load_state_dict(averaged["weights"], averaged["count"])
+    except DistillError:
+        raise
     except Exception as error:  # torch raises many kinds for a damaged file
         raise DataError(
             f"checkpoint {path} is damaged: {_first_line(error)}", f"delete {path} to go on from the one before"
@@ -219,8 +227,9 @@ def load_weights(run: Run, name: str, learner: torch.nn.Module) -> None:
     path = run.path("checkpoints", name, "model.pt")
     try:
         _check_digests(path.parent)
-        weights = torch.load(path, weights_only=True, map_location="cpu")
-        _set_weights(learner, weights)
+        _set_weights(learner, _load(path))
+    except DistillError:
+        raise
     except Exception as error:
         raise DataError(
             f"{path} is missing or damaged: {_first_line(error)}", "run `distill train RECIPE --redo train`"

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
-from distill.files import write_folder, write_json
+from distill.files import copy_file, write_folder, write_json
 from distill.models.kept import FILE as KEPT_FILE
 from distill.models.tokenizer_files import copy_tokenizer
 from distill.results.serialise import from_json, read_result, write_result
@@ -33,7 +32,7 @@ def write_draft(work: Training) -> list[Path]:
         copy_tokenizer(run.path("cut"), folder)
         for name in (KEPT_FILE, "surgery.json"):
             if run.path("cut", name).exists():
-                shutil.copyfile(run.path("cut", name), folder / name)
+                copy_file(run.path("cut", name), folder / name)
         if report is not None:
             write_json(folder / "sparsity.json", report)
 

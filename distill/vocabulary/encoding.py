@@ -10,7 +10,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from distill.errors import DataError
+from distill.errors import DataError, DistillError
+from distill.faults import reading
 from distill.vocabulary.byte_map import SPACE, to_mapped
 from distill.vocabulary.vocabulary import Vocabulary
 
@@ -28,7 +29,10 @@ def open_tokenizer(path: Path) -> Tokenizer:
     from tokenizers import Tokenizer
 
     try:
-        found = Tokenizer.from_file(str(path))
+        with reading(path):
+            found = Tokenizer.from_file(str(path))
+    except DistillError:
+        raise
     except Exception as error:  # tokenizers raises the bare class for every kind of damage
         raise DataError(f"{path} cannot be loaded: {error}", "copy the tokenizer again") from None
     except BaseException as error:  # a panic of its Rust code

@@ -36,7 +36,10 @@ class GgufFile:
         parameters.check_tensors = True  # damaged weights load silently otherwise
         self.model: Any = llama.llama_model_load_from_file(os.fsencode(path), parameters)
         if not self.model:
-            raise DataError(f"{path} cannot be loaded: {last_errors()}", hint="export or copy the file again")
+            raise DataError(
+                f"{path} cannot be loaded: {last_errors()}",
+                hint="see that its disk works; else export or copy it again",
+            )
         if llama.llama_model_is_recurrent(self.model) or llama.llama_model_is_hybrid(self.model):
             self.close()
             raise DataError(f"{path} is a recurrent model, which cannot be rolled back", hint="use a transformer")

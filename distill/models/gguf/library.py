@@ -5,11 +5,13 @@ from __future__ import annotations
 import ctypes
 import importlib
 import os
+import sys
 from collections import deque
 from functools import cache
 from typing import Any
 
 from distill.errors import DataError
+from distill.progress import is_verbose
 
 LOG_LEVEL_ERROR, LOG_LEVEL_CONTINUED = 4, 5
 ERRORS: deque[str] = deque(maxlen=4)
@@ -37,6 +39,8 @@ def library() -> Any:
         line = text.decode("utf-8", "replace").strip()
         if level == LOG_LEVEL_ERROR and line:
             ERRORS.append(line)
+        if line and is_verbose():
+            print(f"llama.cpp: {line}", file=sys.stderr)
 
     module.distill_log_callback = module.llama_log_callback(remember)
     module.llama_log_set(module.distill_log_callback, ctypes.c_void_p(0))

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from distill.errors import DataError
+from distill.progress import is_verbose
 
 SHOWN = 3  # tensors named in a message
 OLD_BUFFERS = ("inv_freq", "masked_bias")  # computed, not learnt; old versions of transformers saved them
@@ -77,7 +78,8 @@ def quiet() -> Iterator[None]:
     from transformers.utils import logging
 
     level, bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
+    if not is_verbose():
+        logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:
         yield

@@ -1,0 +1,220 @@
+"""Kill `distill train` at seeded moments of every stage, go on with the same command, and compare the files in the end.
+
+    python scripts/kill_runs.py --kills 100 --seed 0
+    python scripts/kill_runs.py recipes/demo.yaml --kills 22 --to DIR
+
+Without RECIPE, the recipe is the tests' tiny one: models of 0.1M parameters, seconds in all. Each command is a process
+of its own. One run without interruption gives the files to compare with and the time of each stage. Then the runs: each
+is killed once before its first stage and once in every stage, at a moment drawn within the time of the stage (where the
+stage is done before that, right then), and the same command goes on. 70 % of the kills are SIGKILL, 15 % SIGTERM, 15 %
+SIGINT; the last two must end with one line that says how to go on.
+
+Equal in the end must be every file of corpus/, answers/, teacher/, cut/, draft/ and gguf/ (apart from the model card
+and the parity record, which hold times and commands), and every figure of eval.json. Lost work is the time between the
+last file that the killed stage kept, or its begin, and the kill. Exit status 1 when anything differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from distill.pipeline.stages import NAMES, find_stage
+from distill.recipe import load_recipe
+from distill.run import Run
+
+ROOT = Path(__file__).resolve().parent.parent
+SAME = ("corpus", "answers", "teacher", "cut", "draft", "gguf")
+VARYING = {"README.md", "export.json"}
+RESUMING = ("answers", "teacher", "train", "speedup")  # what they have saved is kept
+START = "start"  # before the first stage
+SAYS_HOW = ("the same command resumes", "the same command goes on", "start the same command again")
+
+
+@dataclass(frozen=True)
+class Kill:
+    """A kill: where it was asked for, by which signal, the exit status, the seconds of work lost, and its faults."""
+
+    place: str
+    number: signal.Signals
+    code: int
+    lost_seconds: float
+    fault: str | None
+
+
+class Job:
+    """`distill train` of one recipe into one folder."""
+
+    def __init__(self, recipe: Path, runs: Path) -> None:
+        self.command = [sys.executable, "-m", "distill", "train", str(recipe), "--runs", str(runs)]
+        self.run = Run(runs / load_recipe(recipe).name, load_recipe(recipe))
+        self.log = runs / "stderr.txt"
+        runs.mkdir(parents=True, exist_ok=True)
+
+    def start(self) -> subprocess.Popen[bytes]:
+        with open(self.log, "wb") as log:
+            return subprocess.Popen(self.command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=log)
+
+    def said(self) -> str:
+        return self.log.read_text(encoding="utf-8", errors="replace")
+
+    def finish(self) -> float:
+        """Run to the end; the seconds until the first stage began. SystemExit where the command fails."""
+        started = time.time()
+        process = self.start()
+        begun = 0.0
+        while process.poll() is None:
+            if not begun and self.run.path("stages").exists():
+                begun = time.time() - started
+            time.sleep(0.01)
+        if process.returncode != 0:
+            sys.exit(f"{' '.join(self.command)} ends with {process.returncode}:\n{self.said()}")
+        return begun
+
+    def kill(self, place: str, after_seconds: float, number: signal.Signals) -> Kill:
+        """Start, wait for the place and a time within it, kill, and wait for the end."""
+        started = time.time()
+        process = self.start()
+        begun = started if place == START else self._wait_for(process, place, started)
+        done = self.run.path("stages", f"{place}.json")
+        while time.time() < begun + after_seconds and process.poll() is None and not done.exists():
+            time.sleep(0.002)
+        if process.poll() is not None:
+            return Kill(place, number, process.returncode, 0.0, self._fault(number, process.returncode))
+        process.send_signal(number)
+        killed = time.time()
+        code = process.wait()
+        fault = None if place == START else self._fault(number, code)
+        return Kill(place, number, code, 0.0 if done.exists() else killed - self._kept(place, begun, killed), fault)
+
+    def _wait_for(self, process: subprocess.Popen[bytes], stage: str, started: float) -> float:
+        """When the stage began; returns early where the process ends."""
+        path = self.run.path("stages", f"{stage}.begun.json")
+        while process.poll() is None:
+            if path.exists() and path.stat().st_mtime >= started - 0.01:
+                return time.time()
+            time.sleep(0.002)
+        return time.time()
+
+    def _kept(self, place: str, begun: float, killed: float) -> float:
+        """The time of the last file that the stage kept before it was killed, or of its begin."""
+        if place not in RESUMING:
+            return begun
+        files = [
+            file for name in find_stage(place).writes for file in [self.run.path(name), *self.run.path(name).rglob("*")]
+        ]
+        times = [file.stat().st_mtime for file in files if file.is_file() and ".tmp" not in str(file)]
+        return min(killed, max([begun, *times]))
+
+    def _fault(self, number: signal.Signals, code: int) -> str | None:
+        """What is wrong with the end of a killed command; None where nothing is, or where its work was done."""
+        if self.run.path("stages", f"{NAMES[-1]}.json").exists():
+            return None
+        if number == signal.SIGKILL:
+            return None if code == -number else f"exit status {code}"
+        said = self.said()
+        if code != 128 + number or "Traceback" in said or not any(words in said for words in SAYS_HOW):
+            return f"exit status {code} after {number.name}: {said[-500:]}"
+        return None
+
+    def digests(self) -> dict[str, str]:
+        """SHA-256 of every file that must be equal, and of the figures of eval.json."""
+        found = {
+            file.relative_to(self.run.folder).as_posix(): hashlib.sha256(file.read_bytes()).hexdigest()
+            for name in SAME
+            for file in sorted(self.run.path(name).rglob("*"))
+            if file.is_file() and file.name not in VARYING
+        }
+        figures = json.loads(self.run.path("eval.json").read_text(encoding="utf-8"))
+        del figures["command"]  # names the folder of the run
+        found["figures of eval.json"] = hashlib.sha256(json.dumps(figures, sort_keys=True).encode()).hexdigest()
+        return found
+
+
+def whole_hash(digests: dict[str, str]) -> str:
+    """One hash for all files."""
+    return hashlib.sha256(json.dumps(digests, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def places_of(kills: int) -> list[list[str]]:
+    """The kills of each run, in order: every place once, the last run the rest."""
+    every = [START, *NAMES]
+    flat = [every[index % len(every)] for index in range(kills)]
+    return [flat[first : first + len(every)] for first in range(0, kills, len(every))]
+
+
+def table(kills: Sequence[tuple[Kill, bool]]) -> str:
+    """By place: kills by signal, those that ended in order, lost seconds, and those in runs with equal files."""
+    lines = ["| stage | kills | SIGKILL | SIGTERM | SIGINT | in order | lost, mean | lost, most | equal |"]
+    lines += ["|---|--:|--:|--:|--:|--:|--:|--:|--:|"]
+    for place in [START, *NAMES, "all"]:
+        own = [(kill, equal) for kill, equal in kills if place in (kill.place, "all")]
+        if not own:
+            continue
+        lost = [kill.lost_seconds for kill, _ in own if kill.place != START]
+        numbers = [sum(kill.number == n for kill, _ in own) for n in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)]
+        seconds = f"{sum(lost) / len(lost):.1f} s | {max(lost):.1f} s" if lost else "– | –"
+        counts = [len(own), *numbers, sum(kill.fault is None for kill, _ in own)]
+        lines.append(f"| {place} | {' | '.join(map(str, counts))} | {seconds} | {sum(equal for _, equal in own)} |")
+    return "\n".join(lines)
+
+
+def kill_runs(recipe: Path, folder: Path, kills: int, seed: int) -> int:
+    """All runs of a recipe; returns the exit status."""
+    draw = random.Random(seed)
+    whole = Job(recipe, folder / "whole")
+    startup = whole.finish()
+    seconds = {name: (whole.run.done(name) or {})["seconds"] for name in NAMES} | {START: startup}
+    expected = whole.digests()
+    print(f"without interruption: {sum(seconds.values()):.0f} s, hash {whole_hash(expected)} of {len(expected)} files")
+    rows: list[tuple[Kill, bool]] = []
+    wrong = False
+    for index, places in enumerate(places_of(kills)):
+        job = Job(recipe, folder / f"killed-{index}")
+        own = []
+        for place in places:
+            number = draw.choices([signal.SIGKILL, signal.SIGTERM, signal.SIGINT], [0.7, 0.15, 0.15])[0]
+            own.append(job.kill(place, draw.uniform(0, seconds[place]), number))
+        job.finish()
+        found = job.digests()
+        different = sorted(name for name in {*found, *expected} if found.get(name) != expected.get(name))
+        rows += [(kill, not different) for kill in own]
+        faults = [f"{kill.place}: {kill.fault}" for kill in own if kill.fault is not None]
+        wrong = wrong or bool(different or faults)
+        print(f"run {index}: {len(own)} kills, hash {whole_hash(found)}", *different, *faults, flush=True)
+        shutil.rmtree(folder / f"killed-{index}")
+    print(f"\n{table(rows)}")
+    return int(wrong)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Kill runs at seeded moments, resume them, and compare their files.")
+    parser.add_argument("recipe", nargs="?", type=Path, help="by default the tests' tiny one")
+    parser.add_argument("--kills", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--to", type=Path, help="folder for the runs; by default a temporary one")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = arguments.to or Path(temporary)
+        recipe = arguments.recipe
+        if recipe is None:
+            sys.path.append(str(ROOT / "tests"))
+            import tiny
+
+            recipe = tiny.build_world(folder / "world")
+        sys.exit(kill_runs(recipe.resolve(), folder.resolve(), arguments.kills, arguments.seed))
+
+
+if __name__ == "__main__":
+    main()
