@@ -70,6 +70,10 @@ def reading(path: Path) -> Iterator[None]:
         raise
     except Exception as error:
         fault = system_error(error)
+        if fault is None and isinstance(error, FileNotFoundError) and path.is_file():
+            fault = OSError(
+                errno.EIO, "it is there, but could not be opened"
+            )  # safetensors calls every such file missing
         if fault is None or fault.errno not in _DISK_FAULTS:
             raise
         raise DataError(f"{path} cannot be read: {fault.strerror}", _DISK_HINT) from error

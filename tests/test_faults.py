@@ -351,6 +351,10 @@ def test_a_library_that_cannot_read(tmp_path: Path) -> None:
     for error in (OSError(errno.EIO, "Input/output error"), Exception("Error while reading (os error 5)")):
         with pytest.raises(DataError, match=r"x\.safetensors cannot be read"), reading(path):
             raise error
+    path.write_bytes(b"")
+    with pytest.raises(DataError, match="it is there"), reading(path):
+        raise FileNotFoundError(f"No such file or directory: {path}")  # as safetensors says of a failed open
+    path.unlink()
     for other in (FileNotFoundError(errno.ENOENT, "none"), *map(RuntimeError, WORDS), DataError("explained")):
         with pytest.raises(type(other)) as caught, reading(path):
             raise other
