@@ -144,6 +144,9 @@ def test_files_of_every_kind(tmp_path: Path) -> None:
     assert [d.messages for d in table[:4]] == [d.messages for d in one]
     assert table[4].messages is not None and table[4].messages[0]["content"] == 'two\nlines, "quoted"'
     assert len(read("jsonl", "*.jsonl")) == 5
+    asked = Source(kind="jsonl", path=str(tmp_path / "a.jsonl"), fields=fields, given=False, split="train")
+    found = read_documents(Corpus(sources=(asked,)), needed=())[0]
+    assert [d.messages for d in found] == [({"role": "user", "content": row["ask"]},) for row in rows]
     with pytest.raises(DataError, match="matches no file"):
         read("jsonl", "none*.jsonl")
     (tmp_path / "bad.parquet").write_bytes(b"PAR1 no")

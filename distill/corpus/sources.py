@@ -130,6 +130,8 @@ def _records(source: Source, dropped: Counter[str]) -> Iterator[_Found]:
             if isinstance(messages, str):
                 dropped[messages] += 1
                 continue
+            if not source.given:
+                messages = tuple(one for one in messages if one["role"] in ("system", "user"))
             asked = questions(messages)
             yield _Found(f"{origin}#{fingerprint(asked)}", asked, messages, label)
             continue

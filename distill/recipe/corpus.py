@@ -36,6 +36,10 @@ class Source(Section):
     fields: dict[Literal["prompt", "answer", "messages", "conversations", "turns", "system", "label"], str] = Field(
         {}, description="records: other names of these fields"
     )
+    given: bool = Field(
+        True,
+        description="records: learn from the answers that conversations hold too; false: ask their questions alone",
+    )
     label: str | None = Field(
         None, max_length=100, description="class of its prompts in reports; null: the record's `category`, else none"
     )
