@@ -44,14 +44,13 @@ def check_folder(reference: str) -> None:
 
 # Exceptions and words of code that met what it did not expect; all others speak to users.
 _MUTE = (TypeError, AttributeError, AssertionError, RecursionError, ArithmeticError, UnicodeError, MemoryError)
-_INSIDE = re.compile(
-    r"<class '|NoneType|object has no|index out of|^'\w*'$|codec can't|Traceback|Error: |expected scalar"
-)
+_INSIDE = re.compile(r"<class '|NoneType|object has no|index out of|^'\w*'$|codec can't")
 
 
 def _explained(reference: str, error: Exception) -> DataError:
     lines = str(error).strip().splitlines() or [""]
     first = lines[1].strip() if lines[0].endswith(":") and len(lines) > 1 else lines[0]
+    first = re.sub(r"^\w*Error: ", "", first)
     if not first or _INSIDE.search(first) or isinstance(error, _MUTE):
         first = f"a value in its files is missing or of another kind than the libraries expect ({type(error).__name__})"
     hint = "check the folder" if is_path(reference) else "check the name and the network, or give a local folder"
