@@ -90,8 +90,8 @@ def test_saved_and_loaded(tmp_path: Path) -> None:
     ("change", "message"),
     [
         (lambda f: f.update(format=7), "format 1"),
-        (lambda f: f.pop("depths"), "does not hold a cost curve"),
-        (lambda f: f.update(seconds=[["a"]]), "does not hold a cost curve"),
+        (lambda f: f.pop("depths"), "does not hold .* depths is missing"),
+        (lambda f: f.update(seconds=[["a"]]), "does not hold .* seconds.0.0 is missing or of another kind"),
         (lambda f: f.update(odd=1), "does not hold a cost curve"),
         (lambda f: f.update(depths=[512, 64]), "depths"),
         (lambda f: f.update(seconds=[[1.0, 0.0], [1.0, 1.0]]), "positive"),
@@ -178,7 +178,7 @@ def test_a_log_becomes_a_relative_curve(tmp_path: Path) -> None:
     [
         ("", "no measurement"),
         ("| PP | TG | B |", "no measurement"),
-        (line(1, 2.0) + "\n" + line(2, 3.0)[:40], "line 2 is not JSON"),
+        (line(1, 2.0) + "\n" + line(2, 3.0)[:40], "line 2: no JSON"),
         (line(1, 2.0).replace("t_tg", "t_gt"), "line 1 has no `t_tg`"),
         (line("one", 2.0), "`pl` is 'one', not a number"),
         (line(1, 0), "`t_tg` is 0, must be above 0"),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import struct
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -399,3 +401,11 @@ def test_a_manifest_of_an_unknown_kind(copied: Path) -> None:
     edit(copied / "teacher" / "manifest.json", kind="other")
     with pytest.raises(DataError, match=r"manifest\.json is damaged"):
         read_manifest(copied / "teacher")
+
+
+def test_an_answer_that_is_not_utf8(
+    copied: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\x9b\n"), encoding="utf-8"))
+    assert tiny.call("runs", "--runs", copied.parent, "--delete", "tiny") == 2
+    assert "the answer is not UTF-8; nothing was deleted" in capsys.readouterr().err and copied.exists()

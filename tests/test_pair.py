@@ -435,10 +435,10 @@ def test_hub_names_fetch_no_weights(model: Path, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [
-        ("tokenizer_config.json", "[]", "not a JSON object"),
+        ("tokenizer_config.json", "[]", "a JSON object is needed"),
         ("tokenizer_config.json", "{", "damaged"),
         ("tokenizer.json", "{}", "cannot be loaded"),
-        ("config.json", "{", "cannot load"),
+        ("config.json", "{", "no JSON"),
         ("kept_tokens.json", "{}", "damaged"),
     ],
 )

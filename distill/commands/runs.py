@@ -61,7 +61,11 @@ def _delete(runs: Path, name: str, yes: bool) -> None:
     if folder.is_symlink():
         raise RunError(f"{folder} is a link", "delete it by hand, and what it leads to")
     size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-    if not yes and not typer.confirm(f"Delete {folder} ({size / 1e6:.1f} MB)?", err=True):
+    try:
+        agreed = yes or typer.confirm(f"Delete {folder} ({size / 1e6:.1f} MB)?", err=True)
+    except UnicodeDecodeError:
+        raise RunError("the answer is not UTF-8; nothing was deleted", "answer y or n, or give --yes") from None
+    if not agreed:
         print("nothing was deleted", file=sys.stderr)
         return
     unread: Recipe = Recipe.model_construct()  # type: ignore[call-arg]  # a damaged run has no recipe to read

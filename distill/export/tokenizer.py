@@ -69,8 +69,9 @@ def read_tokenizer(folder: Path, vocabulary: int) -> GgufTokenizer:
     settings = tokenizer_settings(folder)
     config = read_config(folder) if (folder / "config.json").exists() else {}
     model = content["model"]
+    _refuse_other_models(path, model)
     tokenizer = open_tokenizer(path)  # which also proves the forms of the parts that are read below
-    _refuse_other_kinds(path, content, model)
+    _refuse_other_parts(path, content)
     tokens, types, padding = _tokens(path, content, vocabulary)
     pre = _pre_type(path, content, tokenizer)
     ids = {token: index for index, token in enumerate(tokens)}
@@ -112,8 +113,11 @@ def add_tokenizer(writer: Any, tokenizer: GgufTokenizer) -> None:
         writer.add_chat_template(tokenizer.chat_template)
 
 
-def _refuse_other_kinds(path: Path, content: Mapping[str, Any], model: Mapping[str, Any]) -> None:
-    hint = "supported: byte-level BPE with the splits of GPT-2, Qwen2, Qwen3.5, Llama 3 or SmolLM"
+SUPPORTED = "supported: byte-level BPE with the splits of GPT-2, Qwen2, Qwen3.5, Llama 3 or SmolLM"
+
+
+def _refuse_other_models(path: Path, model: Mapping[str, Any]) -> None:
+    hint = SUPPORTED
     kind = model.get("type")
     if model.get("byte_fallback"):
         raise DataError(f"{path} is a SentencePiece tokenizer; its space prefix has no exact twin in GGUF", hint=hint)
@@ -122,6 +126,10 @@ def _refuse_other_kinds(path: Path, content: Mapping[str, Any], model: Mapping[s
     for key in ("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix"):
         if model.get(key):
             raise DataError(f"{path}: BPE with {key} = {model[key]!r} cannot be exported", hint=hint)
+
+
+def _refuse_other_parts(path: Path, content: Mapping[str, Any]) -> None:
+    hint = SUPPORTED
     # llama.cpp never normalises; NFC alone leaves ordinary text as it is, and the parity check reports the rest.
     normalizer = content.get("normalizer")
     if normalizer is not None and normalizer.get("type") != "NFC":

@@ -42,17 +42,16 @@ def check_folder(reference: str) -> None:
         raise DataError(f"model folder {reference} {state}", "give a Hugging Face model folder or a hub name")
 
 
-# Exceptions with which libraries speak to users; the others show that a file holds what no code expected.
-SPOKEN = (OSError, ValueError, ImportError, RuntimeError, LookupError)
-_INSIDE = re.compile(
-    r"<class '|NoneType|object has no|index out of|^'\w*'$|codec can't|Traceback|Error: |expected scalar"
-)
+# Exceptions and words of code that met what it did not expect; all others speak to users.
+_MUTE = (TypeError, AttributeError, AssertionError, RecursionError, ArithmeticError, UnicodeError, MemoryError)
+_INSIDE = re.compile(r"<class '|NoneType|object has no|index out of|^'\w*'$|codec can't")
 
 
 def _explained(reference: str, error: Exception) -> DataError:
     lines = str(error).strip().splitlines() or [""]
     first = lines[1].strip() if lines[0].endswith(":") and len(lines) > 1 else lines[0]
-    if not first or _INSIDE.search(first) or not isinstance(error, SPOKEN):
+    first = re.sub(r"^\w*Error: ", "", first)
+    if not first or _INSIDE.search(first) or isinstance(error, _MUTE):
         first = f"a value in its files is missing or of another kind than the libraries expect ({type(error).__name__})"
     hint = "check the folder" if is_path(reference) else "check the name and the network, or give a local folder"
     return DataError(f"cannot load {reference}: {first}", hint)

@@ -238,4 +238,7 @@ def _checked(path: Path) -> dict[str, Any]:
 
 
 def _curve(fields: Any, path: Path) -> CostCurve:
+    unknown = sorted(set(fields) - set(CostCurve.__dataclass_fields__))
+    if unknown:
+        raise DataError(f"{path} does not hold a cost curve: {unknown[0][:60]!r} is no part of one", "measure it again")
     return from_json(fields, CostCurve, str(path))

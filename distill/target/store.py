@@ -117,10 +117,8 @@ class TeacherStore:
         names = ("ids", "documents", "positions", "mask")
         shapes = [_shape_of(shard, "ids") for shard in self._shards]
         width = shapes[0][1:]
-        more = {"compact": ("top_ids", "top_log_probabilities", "log_tails"), "exact": ("hidden",), "online": ()}
-        rest = [(shard, name) for shard in self._shards for name in (*names[1:], *more[self.manifest["kind"]])]
         whole = len(width) == 1 and shapes == [(count, *width) for count in counts]
-        if not whole or any(_shape_of(shard, name)[:2] != _shape_of(shard, "ids") for shard, name in rest):
+        if not whole or not all(_holds(shard, self.manifest) for shard in self._shards):
             raise DataError(f"{self.folder} is damaged: its shards do not hold the blocks of manifest.json", REDO)
         self.packed = concatenate([Packed(*(shard.get_tensor(name) for name in names)) for shard in self._shards])
         self._head: Head | None = None
@@ -163,6 +161,18 @@ class TeacherStore:
         if self._head.weight.device != device:
             self._head = self._head.to(device)
         return self._head.teacher(self._rows("hidden", index)[scored].to(device))
+
+
+def _holds(shard: Any, manifest: dict[str, Any]) -> bool:
+    """Whether a shard has the tensors that its kind of store needs, in the shapes that fit each other."""
+    blocks = _shape_of(shard, "ids")
+    shapes = dict.fromkeys(("documents", "positions", "mask"), blocks)
+    if manifest["kind"] == "compact":
+        k, temperatures = manifest["k"], len(manifest["temperatures"])
+        shapes |= {"top_ids": (*blocks, k), "top_log_probabilities": (*blocks, k), "log_tails": (*blocks, temperatures)}
+    if manifest["kind"] == "exact":
+        shapes |= {"hidden": (*blocks, *_shape_of(shard, "hidden")[2:])}
+    return all(_shape_of(shard, name) == shape for name, shape in shapes.items())
 
 
 def _shape_of(handle: Any, name: str) -> tuple[int, ...]:
