@@ -50,7 +50,7 @@ from distill.surgery.vocabulary.trim import (
     require_counts,
     smallest_size,
 )
-from distill.texts import Answer, read_answers
+from distill.texts import Answer, drop_reason, read_answers
 from distill.vocabulary import Vocabulary
 
 GREEDY_LAYERS = 28  # greedy removal costs layers × removals passes over the blocks
@@ -244,7 +244,7 @@ def load_donor(
 def score_blocks(recipe: Recipe, run: Run, answers: list[Answer]) -> Packed:
     """The text on which neurons, layers and heads are scored: the target's first answers, packed."""
     own = pack(
-        ((a.prompt + a.answer, len(a.prompt)) for a in answers if len(a.answer) > 1 and not a.looping),
+        ((a.prompt + a.answer, len(a.prompt)) for a in answers if not drop_reason(a)),
         recipe.corpus.block,
         split_long=False,
     ).take(slice(0, recipe.cut.score_blocks))
