@@ -66,16 +66,22 @@ class Request:
 class Reply:
     """New ids after a request's prompt, an end token included where the target gave one (`ended`: or a stop string).
 
-    `dropped` is a reason why there is no answer, `lasting` false where another attempt may bring one. `prompt` are the
-    ids that the target read where they are not those of the request.
+    `dropped` is a reason why there is no answer, `detail` what a server said about it, `lasting` false where another
+    attempt may bring one. `prompt` are the ids that the target read where they are not those of the request.
     """
 
     id: str
     ids: list[int]
     ended: bool
     dropped: str = ""
+    detail: str = ""
     lasting: bool = True
     prompt: list[int] | None = None
+
+
+def shown_fault(reply: Reply) -> str:
+    """Why there is no answer, with what the server said."""
+    return f"{reply.dropped}: {reply.detail}" if reply.detail else reply.dropped
 
 
 def drop_reason(answer: Answer) -> str:

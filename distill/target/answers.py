@@ -156,6 +156,7 @@ class _Work:
         if left and len(left) > allowed * total:
             reasons = Counter(reply.dropped for _, _, reply in left)
             listed = ", ".join(f"{count} × {reason}" for reason, count in sorted(reasons.items()))
+            listed += f"; the first: {left[0][2].detail}" if left[0][2].detail else ""
             raise EndpointError(
                 f"{len(left)} of {total} prompts have no reply after all attempts: {listed}",
                 "the same command asks for these alone; answers.writer.missing lets a share of prompts go without",

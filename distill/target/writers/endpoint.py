@@ -28,12 +28,20 @@ SHOWN = 200  # characters of a server's message
 Check = Callable[[dict[str, Any]], str | None]  # the fault of a reply that is to be asked for again
 
 
-class Refused(Exception):
-    """A server's answer to a request that it would refuse again: its status and message."""
+class Unusable(Exception):
+    """A request without a reply: the reason, and what the server said about it, if anything."""
+
+    def __init__(self, reason: str, detail: str = "") -> None:
+        super().__init__(reason)
+        self.reason, self.detail = reason, detail
 
 
-class Unanswered(Exception):
-    """No attempt at a request brought a reply; the reason of the last one."""
+class Refused(Unusable):
+    """The server would refuse this request again."""
+
+
+class Unanswered(Unusable):
+    """No attempt at this request brought a reply; the reason of the last one."""
 
 
 class Endpoint:
@@ -80,40 +88,40 @@ class Endpoint:
         Raises Refused, Unanswered after `retries` further attempts, and EndpointError where no request can succeed: a
         wrong key, an address without this API.
         """
-        urls, reason = self.settings.urls, ""
+        urls, reason, detail = self.settings.urls, "", ""
         for attempt in range(self.settings.retries + 1):
             if self._closed.is_set():
                 raise Unanswered("the writer was closed")
             url = urls[(first + attempt) % len(urls)]
-            found, reason, asked = self._attempt(url, path, body, check)
+            found, reason, detail, asked = self._attempt(url, path, body, check)
             if found is not None:
                 return found
             with self._lock:
                 self.counts[reason] += 1
             if attempt < self.settings.retries:
                 self._closed.wait(delay_seconds(attempt, asked))
-        raise Unanswered(reason)
+        raise Unanswered(reason, detail)
 
     def _attempt(
         self, url: str, path: str, body: dict[str, Any], check: Check
-    ) -> tuple[dict[str, Any] | None, str, float | None]:
-        """A reply, or the reason to try again and the seconds that the server asks to wait."""
+    ) -> tuple[dict[str, Any] | None, str, str, float | None]:
+        """A reply, or the reason to try again, the server's message and the seconds that it asks to wait."""
         try:
             response = self._client.post(f"{url}/{path}", json=body)
         except httpx2.TimeoutException:
-            return None, "no reply in time", None
+            return None, "no reply in time", "", None
         except (httpx2.TransportError, httpx2.DecodingError):
-            return None, "broken connection", None
+            return None, "broken connection", "", None
         except RuntimeError:  # the client was closed meanwhile
-            return None, "the writer was closed", None
+            return None, "the writer was closed", "", None
         status = response.status_code
         if status in AGAIN or status >= 500:
-            return None, f"status {status}", retry_after(response.headers.get("retry-after"))
+            return None, f"status {status}", self._message(response), retry_after(response.headers.get("retry-after"))
         if status >= 300:
             raise self._refusal(url, path, status, response)
         found = _object(response)
         fault = "a reply that is no JSON object" if found is None else check(found)
-        return (None, fault, None) if fault is not None else (found, "", None)
+        return (None, fault, "", None) if fault is not None else (found, "", "", None)
 
     def _refusal(self, url: str, path: str, status: int, response: httpx2.Response) -> Exception:
         """What a status below 500 means that is neither success nor a request to try again."""
@@ -127,7 +135,7 @@ class Endpoint:
                 f"{url}/{path} gives no completions (status {status}): {message}",
                 "correct answers.writer.urls (most end with /v1) and answers.writer.model",
             )
-        return Refused(f"status {status}: {message}")
+        return Refused(f"status {status}", message)
 
     def _message(self, response: httpx2.Response) -> str:
         found = _object(response) or {}

@@ -15,7 +15,7 @@ from distill.models.hugging_face import encode, end_ids, real_tokens
 from distill.recipe import Recipe
 from distill.target.writers.endpoint import Endpoint, Refused, Unanswered
 from distill.target.writers.rejoin import texts_of
-from distill.texts import Reply, Request
+from distill.texts import Reply, Request, shown_fault
 
 MOST_FAULTS = 8  # replies without one answer, after which it is the settings that are wrong
 LARGEST_SEED = 2**31
@@ -41,6 +41,7 @@ class ServerWriter:
         self.ends, self.vocabulary = end_ids(config, tokenizer), real_tokens(config, tokenizer)
         self.endpoint = Endpoint(settings)
         self.notes: Counter[str] = Counter()
+        self.first_faults: dict[str, str] = {}  # what the server said about the first of each kind
         self._lock = Lock()
         self.takes_ids: bool | None = None
         try:
@@ -70,8 +71,11 @@ class ServerWriter:
                 running -= 1
                 if isinstance(reply, BaseException):
                     raise reply
-                faults = faults + 1 if reply.dropped else 0
-                answered += not reply.dropped
+                if reply.dropped:
+                    faults += 1
+                    self.first_faults.setdefault(reply.dropped, reply.detail)
+                else:
+                    answered, faults = answered + 1, 0
                 self._require_answers(reply, answered, faults)
                 yield reply
         finally:
@@ -93,7 +97,7 @@ class ServerWriter:
         most = MOST_FAULTS if not answered else max(MOST_FAULTS, 4 * self.settings.concurrency)
         if faults >= most and not (answered and reply.lasting):
             raise EndpointError(
-                f"the last {faults} requests brought no answer; the last: {reply.dropped}",
+                f"the last {faults} requests brought no answer; the last: {shown_fault(reply)}",
                 "the same command asks again for what is missing; if it is no passing fault, correct answers.writer",
             )
 
@@ -117,9 +121,9 @@ class ServerWriter:
                 return self._chat(request, number)
             return self._complete(request, number)
         except Refused as error:
-            return Reply(request.id, [], False, f"refused by the server ({error})")
+            return Reply(request.id, [], False, f"refused by the server ({error})", error.detail)
         except Unanswered as error:
-            return Reply(request.id, [], False, f"no reply ({error})", lasting=False)
+            return Reply(request.id, [], False, f"no reply ({error})", error.detail, lasting=False)
 
     # ── requests ──
 
@@ -278,4 +282,4 @@ class ServerWriter:
         if failed:
             listed = ", ".join(f"{count} × {reason}" for reason, count in sorted(failed.items()))
             lines.insert(0, f"{failed.total()} requests were sent again: {listed}")
-        return lines
+        return lines + [f"{what}, the first: {detail}" for what, detail in self.first_faults.items() if detail]
