@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter, deque
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -127,17 +128,18 @@ class _Work:
                 self.progress.step(done)
             if not group.open:
                 group.finish()
-        for reply in self.writer.write(waiting):
-            conversation, request = asked.pop(reply.id)
-            if not reply.lasting:
-                self.unanswered.append((conversation, request, reply))
-                continue
-            if self.writer.by_prompt:
-                conversation.group.note(reply)
-            following = self._take(conversation, request, reply)
-            if following is not None:
-                waiting.append(following)
-                asked[following.id] = conversation, following
+        with closing(self.writer.write(waiting)) as replies:
+            for reply in replies:
+                conversation, request = asked.pop(reply.id)
+                if not reply.lasting:
+                    self.unanswered.append((conversation, request, reply))
+                    continue
+                if self.writer.by_prompt:
+                    conversation.group.note(reply)
+                following = self._take(conversation, request, reply)
+                if following is not None:
+                    waiting.append(following)
+                    asked[following.id] = conversation, following
 
     def _take(self, conversation: Conversation, request: Request, reply: Reply) -> Request | None:
         self.tokens += len(reply.ids)

@@ -189,9 +189,13 @@ class Endpoint:
             raise EndpointError(f"{url}/models gives no list of models", "is this a server with OpenAI's API?")
         return [str(entry["id"]) for entry in listed if isinstance(entry, dict) and "id" in entry]
 
-    def close(self) -> None:
-        """End waiting requests and free the connections; safe to call twice."""
+    def stop(self) -> None:
+        """Let no request be sent again."""
         self._closed.set()
+
+    def close(self) -> None:
+        """`stop`, and free the connections; safe to call twice."""
+        self.stop()
         self._client.close()
 
     def __enter__(self) -> Self:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Generator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -42,7 +42,7 @@ class _Refilled:
         self.model, self.ends, self.vocabulary = model, ends, vocabulary
         self.sampler, self.stop = sampler_of(recipe), stop_of(recipe, ends)
 
-    def write(self, waiting: deque[Request]) -> Iterator[Reply]:
+    def write(self, waiting: deque[Request]) -> Generator[Reply, None, None]:
         """See `distill.target.writers.writing.Writer`."""
         self.model.rollback([0] * self.model.rows)
         yield from refill(self.model, waiting, self.sampler, self.ends, self.vocabulary, self.stop)
@@ -81,11 +81,11 @@ class TorchWriter:
         else:
             self.rows = _Refilled(recipe, batched, self.ends, self.vocabulary)
 
-    def write(self, waiting: deque[Request]) -> Iterator[Reply]:
+    def write(self, waiting: deque[Request]) -> Generator[Reply, None, None]:
         """See `distill.target.writers.writing.Writer`."""
         return self._write_batches(waiting) if self.rows is None else self.rows.write(waiting)
 
-    def _write_batches(self, waiting: deque[Request]) -> Iterator[Reply]:
+    def _write_batches(self, waiting: deque[Request]) -> Generator[Reply, None, None]:
         while waiting:
             asked = [waiting.popleft() for _ in range(min(self.batch, len(waiting)))]
             limit = max(request.limit for request in asked)

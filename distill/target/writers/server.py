@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Generator
 from dataclasses import replace
 from queue import SimpleQueue
 from threading import Lock, Thread
@@ -18,6 +19,7 @@ from distill.target.writers.rejoin import texts_of
 from distill.texts import Reply, Request, shown_fault
 
 MOST_FAULTS = 8  # replies without one answer, after which it is the settings that are wrong
+PARTING_SECONDS = 2.0  # for requests under way when the work ends early
 LARGEST_SEED = 2**31
 STOPPED = ("stop", "tool_calls")
 UNREADABLE = "a reply without a finished choice"
@@ -52,14 +54,17 @@ class ServerWriter:
 
     # ── the loop ──
 
-    def write(self, waiting: deque[Request]) -> Iterator[Reply]:
+    def write(self, waiting: deque[Request]) -> Generator[Reply, None, None]:
         """See `distill.target.writers.writing.Writer`. Raises EndpointError where no reply can be used."""
         answered = faults = number = running = 0
         asked: SimpleQueue[tuple[Request, int] | None] = SimpleQueue()
         replies: SimpleQueue[Reply | BaseException] = SimpleQueue()
         # Not a ThreadPoolExecutor: the interpreter waits for its threads, and a request may hang for minutes.
-        for _ in range(self.settings.concurrency):
-            Thread(target=self._work, args=(asked, replies), daemon=True).start()
+        threads = [
+            Thread(target=self._work, args=(asked, replies), daemon=True) for _ in range(self.settings.concurrency)
+        ]
+        for thread in threads:
+            thread.start()
         try:
             while waiting or running:
                 if waiting and self.takes_ids is None:
@@ -79,8 +84,13 @@ class ServerWriter:
                 self._require_answers(reply, answered, faults)
                 yield reply
         finally:
-            for _ in range(self.settings.concurrency):
+            for _ in threads:
                 asked.put(None)
+            if running:
+                self.endpoint.stop()
+            deadline = time.monotonic() + PARTING_SECONDS
+            for thread in threads:
+                thread.join(max(0.0, deadline - time.monotonic()))
 
     def _work(
         self, asked: SimpleQueue[tuple[Request, int] | None], replies: SimpleQueue[Reply | BaseException]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from typing import Any, Protocol
 
 from distill.recipe import Recipe
@@ -21,7 +21,7 @@ class Writer(Protocol):
 
     by_prompt: bool
 
-    def write(self, waiting: deque[Request]) -> Iterator[Reply]:
+    def write(self, waiting: deque[Request]) -> Generator[Reply, None, None]:
         """A reply to each request, in any order; requests appended to `waiting` between replies are answered too."""
         ...
 
