@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -52,13 +52,68 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Answer:
-    """The target's text after a prompt; `looping` marks a text whose end repeats itself."""
+    """The target's text after a prompt; `looping` marks a text whose end repeats itself.
+
+    `ended`: the target ended it, by an end token or a stop string; else it was cut short. `label` is the class of text,
+    `mode` the prompt's (see Prompt), `number` its place in the list of prompts, None for served ones. `dropped` is the
+    reason for which the writer's answer is not learnt from.
+    """
 
     id: str
     prompt: list[int]
     answer: list[int]
     looping: bool
     source: str = ""
+    ended: bool = True
+    label: str = ""
+    number: int | None = None
+    dropped: str = ""
+    mode: str = ""
+
+
+@dataclass(frozen=True)
+class Request:
+    """A prompt to continue: its token ids, the seed of its random numbers, and the most new tokens.
+
+    `messages` are those that the prompt was rendered from, with the template's further `arguments` (such as
+    enable_thinking); None where it is no chat.
+    """
+
+    id: str
+    ids: list[int]
+    seed: int
+    limit: int
+    messages: list[dict[str, Any]] | None = None
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Reply:
+    """New ids after a request's prompt, an end token included where the target gave one (`ended`: or a stop string).
+
+    `dropped` is a reason why there is no answer, `detail` what a server said about it, `lasting` false where another
+    attempt may bring one. `prompt` are the ids that the target read where they are not those of the request.
+    """
+
+    id: str
+    ids: list[int]
+    ended: bool
+    dropped: str = ""
+    detail: str = ""
+    lasting: bool = True
+    prompt: list[int] | None = None
+
+
+def shown_fault(reply: Reply) -> str:
+    """Why there is no answer, with what the server said."""
+    return f"{reply.dropped}: {reply.detail}" if reply.detail else reply.dropped
+
+
+def drop_reason(answer: Answer) -> str:
+    """The reason why an answer is not learnt from; empty for one that is."""
+    if answer.dropped:
+        return answer.dropped
+    return "looping" if answer.looping else "empty" if len(answer.answer) < 2 else ""
 
 
 def is_looping(ids: Sequence[int], longest_period: int = 16, repeats: int = 6) -> bool:
@@ -128,10 +183,25 @@ def read_prompts(run: Run, split: str) -> list[Prompt]:
 
 
 def read_answers(run: Run, split: str) -> list[Answer]:
-    """All answers of a split, in prompt order; raises DataError when a file is damaged."""
+    """All answers of a split, in prompt order, served ones last; raises DataError when a file is damaged."""
     paths = sorted(run.path("answers").glob(f"{split}-*.jsonl"))
     lines = [line for path in paths for line in _read_lines(path, "answers", ANSWER)]
-    return [Answer(one["id"], one["prompt"], one["answer"], one["looping"], one.get("source", "")) for one in lines]
+    found = [
+        Answer(
+            line["id"],
+            line["prompt"],
+            line["answer"],
+            line["looping"],
+            line.get("source", ""),
+            line.get("ended") is not False,
+            line.get("label") or "",
+            line["number"] if isinstance(line.get("number"), int) else None,
+            line.get("dropped") or "",
+            line.get("mode") or "",
+        )
+        for line in lines
+    ]
+    return sorted(found, key=lambda one: (one.number is None, one.number or 0))
 
 
 def read_documents_of(run: Run, split: str) -> list[str]:

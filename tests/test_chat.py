@@ -26,7 +26,7 @@ from distill.recipe import Chat, Corpus, Source, load_recipe
 from distill.results.evaluation_results import EvaluationReport
 from distill.results.serialise import read_result
 from distill.run import Run
-from distill.texts import read_prompts
+from distill.texts import read_answers, read_prompts
 
 SHARED = tiny.ROOT.parent / "shared"
 needs_shared = pytest.mark.skipif(not SHARED.is_dir(), reason="the shared tokenizers are not here")
@@ -329,6 +329,15 @@ def test_spec_bench_from_questions_to_the_report(tmp_path: Path, capsys: pytest.
     run = Run(tmp_path / "tiny", load_recipe(recipe))
     found = read_prompts(run, "train")
     assert len(found) == 12 and all(one.chat is not None and one.label for one in found)
+    written = {one.id: one for one in read_answers(run, "train")}
+    for prompt in found:
+        assert prompt.chat is not None
+        own, more = written[prompt.id], written.get(f"{prompt.id}/1")
+        assert (own.label, own.mode, own.prompt) == (prompt.label, prompt.mode, prompt.ids)
+        if more is not None:  # the target ended its first answer, and was asked the second question
+            assert prompt.chat["turns"] and own.ended and more.prompt[:4] == prompt.ids[:4]
+    manifest = json.loads(run.path("answers", "manifest.json").read_text())
+    assert sum(one["texts"] for one in manifest["by_class"]) == len(written) - sum(manifest["dropped"].values())
     assert {one.mode for one in found} == {"thinking", "no thinking"}
     summary = json.loads(run.path("corpus", "summary.json").read_text())
     asked = summary["train"]["asked"]

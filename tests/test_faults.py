@@ -189,7 +189,7 @@ def test_truncated_answers(world: Path, copied: Path, capsys: Capture) -> None:
     path.write_bytes(path.read_bytes()[:-30])
     assert train(world, copied.parent, "--until", "train") == 0
     said = capsys.readouterr().err
-    assert "train-00001.jsonl" in said and "2 of 3 batches exist" in said
+    assert "train-00001.jsonl" in said and "2 of 3 groups exist" in said
     assert tiny.contents(copied / "answers") == whole
     assert (copied / "answers" / "train-00000.jsonl").stat().st_mtime_ns == untouched
     assert "train: up to date" in said

@@ -103,7 +103,7 @@ def begin(folder: Path, model: Path, **settings: Any) -> tuple[Recipe, Run]:
             "device": "cpu",
             "target": {"model": str(model), **settings.pop("target", {})},
             "corpus": {"sources": [{"kind": "text", "path": str(folder)}], "block": 24},
-            "answers": {"prompt_tokens": 8, "new_tokens": 12, "batch": 2},
+            "answers": {"prompt_tokens": 8, "new_tokens": 12, "batch": 2, "group": 2},
             "teacher": {"shard_blocks": 2, "batch": 3, "top_k": 16} | ({"mass": None} if compact else {}) | settings,
         },
         "test",
@@ -393,7 +393,7 @@ def test_processes_share_the_answers(folders: dict[str, Path], tmp_path: Path) -
     assert {path.name for path in run.path("answers").iterdir()} == {"train-00001.jsonl", "train-00003.jsonl"}
     answers(recipe, run, (0, 2))
     assert tiny.contents(run.path("answers")) == wanted
-    with pytest.raises(RunError, match=r"5 processes .* 4 batches of prompts[\s\S]*lower answers.batch"):
+    with pytest.raises(RunError, match=r"5 processes .* 4 groups of prompts[\s\S]*lower answers.group"):
         answers(recipe, run, (0, 5))
 
 

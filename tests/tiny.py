@@ -86,7 +86,7 @@ def recipe_values(world: Path) -> dict[str, Any]:
         "device": "cpu",
         "target": {"model": "./target"},
         "corpus": {"sources": sources, "block": 64, "tokens": 1500},
-        "answers": {"prompts": 12, "prompt_tokens": 8, "new_tokens": 24, "batch": 4},
+        "answers": {"prompts": 12, "prompt_tokens": 8, "new_tokens": 24, "batch": 2, "group": 4},
         "teacher": {"top_k": 8, "shard_blocks": 8},
         "profile": {"max_tokens": 5, "depth": 16, "repeats": 5},
         "cut": {"layers": 2, "mlp_width": 64, "score_blocks": 4},

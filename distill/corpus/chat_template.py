@@ -55,21 +55,23 @@ class ChatTemplate:
         found = self.tokenizer.chat_template
         return "".join(found.values()) if isinstance(found, dict) else str(found)
 
+    def arguments(self, thinking: bool | None) -> dict[str, Any]:
+        """The template's arguments with thinking on, off, or as it likes."""
+        switch = {} if thinking is None else {self.settings.thinking_argument: thinking}
+        return {**self.settings.arguments, **switch}
+
     def text(self, messages: Sequence[Message], thinking: bool | None, tools: Any = None, generate: bool = True) -> str:
         """The messages as text, with the beginning of an answer where one is to be generated.
 
         Raises ValueError, with the template's own reason, for messages that it refuses.
         """
-        arguments = dict(self.settings.arguments)
-        if thinking is not None:
-            arguments[self.settings.thinking_argument] = thinking
         try:
             found: str = self.tokenizer.apply_chat_template(
                 [dict(message) for message in messages],
                 tokenize=False,
                 add_generation_prompt=generate,
                 tools=list(tools) if tools else None,
-                **arguments,
+                **self.arguments(thinking),
             )
         except Exception as error:  # templates are foreign programs and raise any exception
             raise ValueError(f"the target's chat template refuses it ({' '.join(str(error).split())[:200]})") from error

@@ -85,7 +85,13 @@ class ChatPrompts:
         thinking = None
         if settings.thinking is not None:
             thinking = _share(self.seed, document.name, "thinking") < settings.thinking
-        return {"messages": head, "turns": turns, "thinking": thinking, "tools": list(settings.tools) or None}
+        return {
+            "messages": head,
+            "turns": turns,
+            "thinking": thinking,
+            "tools": list(settings.tools) or None,
+            "arguments": self.template.arguments(thinking),
+        }
 
 
 def cut_prompts(

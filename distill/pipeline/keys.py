@@ -69,13 +69,18 @@ def _setting(recipe: Recipe, dotted: str, ignores: Sequence[str] = ()) -> Any:
     value: Any = recipe.model_dump(mode="json")
     for part in dotted.split("."):
         value = None if value is None else value[part]
-    if isinstance(value, dict):
-        value = {name: inner for name, inner in value.items() if f"{dotted}.{name}" not in ignores}
-    return value
+    return _without(value, dotted, ignores)
+
+
+def _without(value: Any, dotted: str, ignores: Sequence[str]) -> Any:
+    if not isinstance(value, dict):
+        return value
+    names = {name: f"{dotted}.{name}" for name in value}
+    return {name: _without(value[name], inner, ignores) for name, inner in names.items() if inner not in ignores}
 
 
 def _content(name: str, recipe: Recipe, cache: dict[str, str]) -> tuple[str, Any]:
-    """Label and digest of the target, the donor or the corpus sources."""
+    """Label and digest of the target, the donor, the file that writes answers, or the corpus sources."""
 
     def model_digest(reference: str) -> str:
         if reference not in cache:
@@ -86,6 +91,10 @@ def _content(name: str, recipe: Recipe, cache: dict[str, str]) -> tuple[str, Any
         return "target.model", model_digest(recipe.target.model)
     if name == "donor":
         return "cut.donor (content)", model_digest(recipe.donor_model)
+    if name == "writer":
+        writer = recipe.answers.writer
+        path = None if writer is None else writer.gguf
+        return "answers.writer.gguf (content)", None if path is None else model_digest(path)
 
     def source_digest(source: Source) -> Any:
         if source.path == "python:stdlib":

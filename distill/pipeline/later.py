@@ -80,6 +80,16 @@ def check_traffic(recipe: Recipe) -> list[str]:
     ]
 
 
+def check_writer(recipe: Recipe, offline: bool) -> tuple[list[str], list[str]]:
+    """The file or the servers that write the answers; lines to print, and the servers that were not asked."""
+    from distill.target.writers.writing import check_writer
+
+    writer = recipe.answers.writer
+    if writer is not None and writer.urls and offline:
+        return [], [f"server {url}" for url in writer.urls]
+    return check_writer(recipe), []
+
+
 def check_device(recipe: Recipe) -> list[str]:
     """The device exists, holds the target as asked, and suits the processes of this command."""
     from distill.models.hugging_face import check_placement, pick_device

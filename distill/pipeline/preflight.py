@@ -21,6 +21,7 @@ from distill.pipeline.later import (
     check_export,
     check_trackers,
     check_traffic,
+    check_writer,
 )
 from distill.pipeline.stages import NAMES
 from distill.recipe import Recipe, is_path
@@ -42,14 +43,18 @@ class Preflight:
 def preflight(recipe: Recipe, inputs: bool = True, offline: bool = False, until: str | None = None) -> Preflight:
     """Check a recipe before its first stage, for the stages up to `until`.
 
-    Without `inputs`, the corpus sources and the traffic file are left out: a run that has read them does not need them
-    any more. With `offline`, checks that need a model hub are skipped and listed.
+    Without `inputs`, the corpus sources, the traffic file and the writer of answers are left out: a run that has read
+    them does not need them any more. With `offline`, checks that need a model hub or a server are skipped and listed.
     """
     found = Preflight()
     last = NAMES.index(until) if until is not None else len(NAMES)
     if inputs:
         lines, found.skipped, documents = check_corpus(recipe, offline)
         found.lines += lines
+    if inputs and last >= NAMES.index("answers"):
+        lines, unasked = check_writer(recipe, offline)
+        found.lines += lines
+        found.skipped += unasked
     remote = [model for model in dict.fromkeys([recipe.target.model, recipe.donor_model]) if not is_path(model)]
     if last >= NAMES.index("train"):
         found.lines += check_trackers(recipe)

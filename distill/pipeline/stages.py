@@ -24,7 +24,7 @@ class Stage:
     settings: dotted recipe keys that are part of the key.
     inputs: (stage, pattern of artifact names) whose digests are part of the key.
     writes: files and folders of the run directory.
-    models: `target`, `donor` and `sources`, whose contents are part of the key.
+    models: `target`, `donor`, `writer` (a GGUF file) and `sources`, whose contents are part of the key.
     precious: finished or begun work is expensive and never replaced without `--redo`.
     version: of the format of the artifacts.
     passing: prefixes of settings that do not change anything that a precious stage reads.
@@ -59,6 +59,12 @@ class Stage:
 # Settings of a training that change rounding, speed and kept checkpoints, but nothing else.
 ROUNDING = tuple(
     f"train.{name}" for name in ("micro_batch", "chunk", "save_every", "keep", "checkpointing", "compile", "trackers")
+)
+
+# How to reach the servers that hold the target, and how to bear with them; the file's content is part of the key.
+REACHING = tuple(
+    f"answers.writer.{name}"
+    for name in ("gguf", "urls", "key", "headers", "concurrency", "timeout", "retries", "missing")
 )
 
 
@@ -104,8 +110,10 @@ STAGES = (
         ("seed", "answers", "sampler", "target.dtype", "target.quantise"),
         (("corpus", "corpus/prompts-train.jsonl"),),
         ("answers",),
-        ("target",),
+        ("target", "writer"),
         precious=True,
+        version=2,  # 2: prompts in groups, the longest first
+        ignores=REACHING,
         pins=((TRAFFIC, pin_traffic),),
         together=True,
     ),

@@ -9,7 +9,8 @@ from distill.recipe.measuring import Evaluate, Export, Grown, Profile, Speedup
 from distill.recipe.mistakes import parse_section
 from distill.recipe.section import Section
 from distill.recipe.target import Answers, SamplerSettings, Target, TeacherStore
-from distill.recipe.traffic import Traffic
+from distill.recipe.text.traffic import Traffic
+from distill.recipe.text.writer import Writer
 from distill.recipe.training import Acceptance, Average, HiddenStates, Loss, Part, Replay, Sparsity, Train
 from distill.recipe.whole import Recipe
 
@@ -43,6 +44,7 @@ __all__ = [
     "Train",
     "Transplant",
     "Trim",
+    "Writer",
     "dump_recipe",
     "is_path",
     "load_recipe",

@@ -136,6 +136,9 @@ def _resolve_paths(raw: dict[str, Any], base: Path) -> None:
     traffic = answers.get("traffic") if isinstance(answers, dict) else None
     if isinstance(traffic, dict) and isinstance(traffic.get("path"), str):
         traffic["path"] = _absolute(traffic["path"], base, "answers.traffic.path")
+    writer = answers.get("writer") if isinstance(answers, dict) else None
+    if isinstance(writer, dict) and isinstance(writer.get("gguf"), str):
+        writer["gguf"] = _absolute(writer["gguf"], base, "answers.writer.gguf")
     corpus = raw.get("corpus")
     sources = corpus.get("sources") if isinstance(corpus, dict) else None
     for index, source in enumerate(sources if isinstance(sources, list) else []):

@@ -7,7 +7,8 @@ from typing import Literal
 from pydantic import Field, field_validator, model_validator
 
 from distill.recipe.section import Section
-from distill.recipe.traffic import Traffic
+from distill.recipe.text.traffic import Traffic
+from distill.recipe.text.writer import Writer
 
 HOTTEST = 100  # largest temperature; above it, every distribution is uniform
 
@@ -40,7 +41,23 @@ class Answers(Section):
         64, ge=1, description="tokens per prompt, from the beginning of a document or a later place in it"
     )
     new_tokens: int = Field(192, ge=1, description="most tokens generated per prompt")
-    batch: int = Field(32, ge=1, description="prompts per batch; also the unit of resuming")
+    batch: int = Field(32, ge=1, description="texts that the target in transformers writes at a time")
+    group: int | None = Field(
+        None,
+        ge=1,
+        description="prompts per file, the unit of resuming of the target in transformers; within it, a finished text "
+        "makes room for the next prompt; null: 8 × batch",
+    )
+    writer: Writer | None = Field(
+        None, description="a GGUF file of the target or servers that hold it; null: the target in transformers"
+    )
+    stop: tuple[str, ...] = Field((), description="texts before which an answer ends")
+    keep_truncated: bool = Field(True, description="learn from answers that new_tokens cut short, too")
+    repetition_penalty: float = Field(
+        1.0, gt=0, le=100, description="as in transformers and llama.cpp, over prompt and answer; 1: off"
+    )
+    presence_penalty: float = Field(0.0, ge=-2, le=2, description="as in OpenAI's API; servers alone; 0: off")
+    frequency_penalty: float = Field(0.0, ge=-2, le=2, description="as in OpenAI's API; servers alone; 0: off")
     traffic: Traffic | None = Field(
         None, description="served answers, used in addition to the generated ones; null: off"
     )
@@ -49,6 +66,29 @@ class Answers(Section):
     def _have_a_source(self) -> Answers:
         if self.prompts == 0 and self.traffic is None:
             raise ValueError("prompts: 0 leaves no answers; give some prompts, or answers.traffic")
+        return self
+
+    @property
+    def group_size(self) -> int:
+        """Prompts per file."""
+        return self.group or 8 * self.batch
+
+    @field_validator("stop")
+    @classmethod
+    def _stops_are_texts(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        if not all(value):
+            raise ValueError("an empty stop string would end every answer before it begins")
+        return value
+
+    @model_validator(mode="after")
+    def _penalties_exist(self) -> Answers:
+        if self.writer is None or not self.writer.urls:
+            for name in ("presence_penalty", "frequency_penalty"):
+                if getattr(self, name):
+                    where = "the target in transformers" if self.writer is None else "the writer of GGUF files"
+                    raise ValueError(
+                        f"{name}: {where} has none; use repetition_penalty, or a server (answers.writer.urls)"
+                    )
         return self
 
 

@@ -15,6 +15,19 @@ from distill.models.torch_model import model_name
 from distill.sampler import Sampler
 
 
+def uniform_numbers(seed: int, count: int) -> torch.Tensor:
+    """The first `count` uniform numbers [count], fp64, that a text with this seed is drawn with, one for each token."""
+    return torch.rand(count, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def drawn_tokens(probabilities: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+    """One token [B, 1] from each distribution [B, V], by a uniform number each [B, 1]."""
+    cumulative = probabilities.double().cumsum(-1)
+    # Inverse transform scaled by the sum that rounding left, so that the draw always falls on a possible token.
+    token = torch.searchsorted(cumulative, numbers * cumulative[:, -1:], right=True)
+    return token.clamp(max=probabilities.shape[-1] - 1)
+
+
 @torch.inference_mode()
 def continue_prompts(
     model: Any,
@@ -42,7 +55,7 @@ def continue_prompts(
     for row, prompt in enumerate(prompts):  # left-padded, so that every row's last token is in the last column
         ids[row, longest - len(prompt) :] = torch.tensor(prompt)
         mask[row, longest - len(prompt) :] = 1
-        draws[row] = torch.rand(limit, generator=torch.Generator().manual_seed(seeds[row]), dtype=torch.float64)
+        draws[row] = uniform_numbers(seeds[row], limit)
     mask, draws = mask.to(device), draws.to(device)
     positions = (mask[:, :longest].cumsum(-1) - 1).clamp(min=0)
     padded = bool((mask[:, :longest] == 0).any())
@@ -61,10 +74,7 @@ def continue_prompts(
             logits_to_keep=1,
         ).logits[:, -1, :vocabulary]
         place = place_of(model_name(model), [len(prompt) + step for prompt in prompts])
-        cumulative = sampler.probabilities(logits, place=place).double().cumsum(-1)
-        # Inverse transform scaled by the sum that rounding left, so that the draw always falls on a possible token.
-        token = torch.searchsorted(cumulative, draws[:, step : step + 1] * cumulative[:, -1:], right=True)
-        token = token.clamp(max=logits.shape[-1] - 1)
+        token = drawn_tokens(sampler.probabilities(logits, place=place), draws[:, step : step + 1])
         chosen.append(token)
         finished |= torch.isin(token.squeeze(-1), stop)
         if bool(finished.all()):

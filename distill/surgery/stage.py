@@ -50,7 +50,7 @@ from distill.surgery.vocabulary.trim import (
     require_counts,
     smallest_size,
 )
-from distill.texts import Answer, read_answers
+from distill.texts import Answer, drop_reason, read_answers
 from distill.vocabulary import Vocabulary
 
 GREEDY_LAYERS = 28  # greedy removal costs layers × removals passes over the blocks
@@ -241,7 +241,7 @@ def load_donor(
 
 
 def _own_blocks(recipe: Recipe, answers: list[Answer]) -> Packed:
-    kept = ((a.prompt + a.answer, len(a.prompt)) for a in answers if len(a.answer) > 1 and not a.looping)
+    kept = ((a.prompt + a.answer, len(a.prompt)) for a in answers if not drop_reason(a))
     return pack(kept, recipe.corpus.block, split_long=False)
 
 

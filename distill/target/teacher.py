@@ -5,6 +5,7 @@ Legend: n blocks, S positions, N scored positions, K stored entries, V vocabular
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -32,7 +33,7 @@ from distill.run import Run
 from distill.target.head import Head, require_head
 from distill.target.source import target_metadata
 from distill.target.store import FORMAT, bytes_per_position, compress, head_path, log_tail_at, shard_path
-from distill.texts import read_answers
+from distill.texts import drop_reason, read_answers
 
 ROWS = 512  # positions whose logits are compressed at once
 
@@ -45,8 +46,10 @@ def training_blocks(recipe: Recipe, run: Run) -> tuple[Packed, str]:
     Also a sentence about dropped answers, or an empty string. Raises DataError when no position is left.
     """
     found = read_answers(run, "train")
-    kept = [answer for answer in found if not answer.looping and len(answer.answer) > 1]
-    dropped = f"{len(found) - len(kept)} of {len(found)} answers dropped: looping or empty"
+    kept = [answer for answer in found if not drop_reason(answer)]
+    reasons = Counter(filter(None, map(drop_reason, found)))
+    listed = ", ".join(f"{count} {reason}" for reason, count in sorted(reasons.items()))
+    dropped = f"{len(found) - len(kept)} of {len(found)} answers dropped: {listed}"
     own = pack(((a.prompt + a.answer, len(a.prompt)) for a in kept), recipe.corpus.block, split_long=False)
     text = Packed.load(run.path("corpus", "text-train.safetensors"))
     blocks = concatenate([part for part in (own, text) if len(part)])

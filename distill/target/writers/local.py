@@ -1,0 +1,137 @@
+"""Writers on this machine: the target in transformers, and a GGUF file of it in llama.cpp."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Generator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from distill.errors import DataError
+from distill.models.base import Model
+from distill.models.batched import BatchedTorchModel
+from distill.models.hugging_face import end_ids, load_target, local_folder, pick_device, real_tokens
+from distill.recipe import Recipe
+from distill.sampler import Sampler
+from distill.speculative.refill import refill
+from distill.speculative.sample import continue_prompts
+from distill.speculative.stop_strings import Stop, stop_before, token_bytes
+from distill.texts import Reply, Request
+
+
+def sampler_of(recipe: Recipe) -> Sampler:
+    """The served sampler with the penalty of the answers."""
+    return replace(Sampler.of(recipe.sampler), repetition_penalty=recipe.answers.repetition_penalty)
+
+
+def stop_of(recipe: Recipe, ends: Collection[int]) -> Stop | None:
+    """The function that finds the recipe's stop strings; None without any."""
+    if not recipe.answers.stop:
+        return None
+    from distill.vocabulary import Vocabulary
+
+    vocabulary = Vocabulary.read(local_folder(recipe.target.model))
+    return stop_before(token_bytes(vocabulary, ends), recipe.answers.stop)
+
+
+class _Refilled:
+    """Rows of a model that finished texts leave to waiting prompts."""
+
+    def __init__(self, recipe: Recipe, model: Model, ends: Collection[int], vocabulary: int) -> None:
+        self.model, self.ends, self.vocabulary = model, ends, vocabulary
+        self.sampler, self.stop = sampler_of(recipe), stop_of(recipe, ends)
+
+    def write(self, waiting: deque[Request]) -> Generator[Reply, None, None]:
+        """See `distill.target.writers.writing.Writer`."""
+        self.model.rollback([0] * self.model.rows)
+        yield from refill(self.model, waiting, self.sampler, self.ends, self.vocabulary, self.stop)
+
+    def close(self) -> list[str]:
+        """Free the model's cache."""
+        self.model.close()
+        return []
+
+
+class TorchWriter:
+    """The target in transformers, `answers.batch` texts at a time.
+
+    A model whose attention takes no rows of different lengths is asked batch by batch: each ends with its longest text.
+    """
+
+    by_prompt = False
+
+    def __init__(self, recipe: Recipe, tokenizer: Any) -> None:
+        self.model = load_target(recipe.target, pick_device(recipe.device))
+        self.ends = end_ids(self.model.config, tokenizer)
+        self.vocabulary = real_tokens(self.model.config, tokenizer)
+        self.batch = recipe.answers.batch
+        self.notes: list[str] = []
+        self.rows: _Refilled | None = None
+        try:
+            batched = BatchedTorchModel(self.model, self.batch, self.vocabulary)
+        except ValueError as error:
+            if recipe.answers.repetition_penalty != 1:
+                raise DataError(
+                    f"answers.repetition_penalty is not possible with this target: {error}",
+                    "set it to 1, or use a GGUF file or a server (answers.writer)",
+                ) from None
+            self.notes.append(f"batches were not refilled: {error}")
+            self.sampler, self.stop = sampler_of(recipe), stop_of(recipe, self.ends)
+        else:
+            self.rows = _Refilled(recipe, batched, self.ends, self.vocabulary)
+
+    def write(self, waiting: deque[Request]) -> Generator[Reply, None, None]:
+        """See `distill.target.writers.writing.Writer`."""
+        return self._write_batches(waiting) if self.rows is None else self.rows.write(waiting)
+
+    def _write_batches(self, waiting: deque[Request]) -> Generator[Reply, None, None]:
+        while waiting:
+            asked = [waiting.popleft() for _ in range(min(self.batch, len(waiting)))]
+            limit = max(request.limit for request in asked)
+            prompts, seeds = [request.ids for request in asked], [request.seed for request in asked]
+            texts = continue_prompts(self.model, prompts, self.sampler, limit, seeds, self.ends, self.vocabulary)
+            for request, text in zip(asked, texts, strict=True):
+                yield self._reply(request, text[: request.limit])
+
+    def _reply(self, request: Request, text: list[int]) -> Reply:
+        found = None if self.stop is None else self.stop(text, 0)
+        if found is not None and found.ended:
+            return Reply(request.id, text[: found.kept], True)
+        return Reply(request.id, text, text[-1] in self.ends)
+
+    def close(self) -> list[str]:
+        """Free the cache."""
+        return [*self.notes, *([] if self.rows is None else self.rows.close())]
+
+
+def require_gguf(target: str, path: str) -> None:
+    """Raise DataError unless a file is a GGUF whose tokens are the target's."""
+    from distill.models.pairs import compare_pair
+
+    if not Path(path).is_file():
+        raise DataError(f"answers.writer.gguf: there is no file {path}", "export the target with distill export-gguf")
+    against = compare_pair(target, path).distill
+    if against is not None:
+        raise DataError(
+            f"answers.writer.gguf: {path} has other tokens than {target}: {against}",
+            "give a GGUF file of the same target, or set target.model to the model that it was made from",
+        )
+
+
+class GgufWriter(_Refilled):
+    """A GGUF file of the target in llama.cpp, text by text."""
+
+    by_prompt = True
+
+    def __init__(self, recipe: Recipe, tokenizer: Any, config: Any) -> None:
+        from distill.models.gguf.model import GgufModel
+
+        settings = recipe.answers.writer
+        assert settings is not None and settings.gguf is not None
+        require_gguf(recipe.target.model, settings.gguf)
+        # A prompt is at most as long as the block leaves room for, whatever its turn in a conversation.
+        context = max(2, recipe.corpus.block)
+        model = GgufModel(settings.gguf, context=context, threads=recipe.threads)
+        ends, vocabulary = end_ids(config, tokenizer), real_tokens(config, tokenizer)
+        super().__init__(recipe, model, ends, vocabulary)

@@ -1,0 +1,295 @@
+"""Answers from servers with OpenAI's API: vLLM, SGLang, llama-server and others."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, deque
+from collections.abc import Generator
+from dataclasses import replace
+from queue import SimpleQueue
+from threading import Lock, Thread
+from typing import Any
+
+from distill.errors import DataError, EndpointError
+from distill.files import has_form
+from distill.models.hugging_face import encode, end_ids, real_tokens
+from distill.recipe import Recipe
+from distill.target.writers.endpoint import Endpoint, Refused, Unanswered
+from distill.target.writers.rejoin import texts_of
+from distill.texts import Reply, Request, shown_fault
+
+MOST_FAULTS = 8  # replies without one answer, after which it is the settings that are wrong
+PARTING_SECONDS = 2.0  # for requests under way when the work ends early
+LARGEST_SEED = 2**31
+STOPPED = ("stop", "tool_calls")
+UNREADABLE = "a reply without a finished choice"
+REJOIN = "a chat reply that cannot be rejoined to the target's own text"
+OTHER_PROMPT = "the server read other tokens than the prompt's"
+
+
+class ServerWriter:
+    """The target on servers, `concurrency` requests at a time, each sent again where it may succeed later.
+
+    A prompt goes as token ids to servers that take them, which a first request finds out, else as text. The ids of a
+    reply are the server's where it gives them, else those of its text.
+    """
+
+    by_prompt = True
+
+    def __init__(self, recipe: Recipe, tokenizer: Any, config: Any) -> None:
+        settings = recipe.answers.writer
+        assert settings is not None
+        self.settings, self.recipe, self.tokenizer = settings, recipe, tokenizer
+        self.ends, self.vocabulary = end_ids(config, tokenizer), real_tokens(config, tokenizer)
+        self.endpoint = Endpoint(settings)
+        self.notes: Counter[str] = Counter()
+        self.first_faults: dict[str, str] = {}  # what the server said about the first of each kind
+        self._lock = Lock()
+        self.takes_ids: bool | None = None
+        try:
+            self.model = self.endpoint.served()[0][1]
+        except BaseException:
+            self.endpoint.close()
+            raise
+
+    # ── the loop ──
+
+    def write(self, waiting: deque[Request]) -> Generator[Reply, None, None]:
+        """See `distill.target.writers.writing.Writer`. Raises EndpointError where no reply can be used."""
+        answered = faults = number = running = 0
+        asked: SimpleQueue[tuple[Request, int] | None] = SimpleQueue()
+        replies: SimpleQueue[Reply | BaseException] = SimpleQueue()
+        # Not a ThreadPoolExecutor: the interpreter waits for its threads, and a request may hang for minutes.
+        threads = [
+            Thread(target=self._work, args=(asked, replies), daemon=True) for _ in range(self.settings.concurrency)
+        ]
+        for thread in threads:
+            thread.start()
+        try:
+            while waiting or running:
+                if waiting and self.takes_ids is None:
+                    self.takes_ids = self._probe(waiting[0])
+                while waiting and running < self.settings.concurrency:
+                    asked.put((waiting.popleft(), number))
+                    number, running = number + 1, running + 1
+                reply = replies.get()
+                running -= 1
+                if isinstance(reply, BaseException):
+                    raise reply
+                if reply.dropped:
+                    faults += 1
+                    self.first_faults.setdefault(reply.dropped, reply.detail)
+                else:
+                    answered, faults = answered + 1, 0
+                self._require_answers(reply, answered, faults)
+                yield reply
+        finally:
+            for _ in threads:
+                asked.put(None)
+            if running:
+                self.endpoint.stop()
+            deadline = time.monotonic() + PARTING_SECONDS
+            for thread in threads:
+                thread.join(max(0.0, deadline - time.monotonic()))
+
+    def _work(
+        self, asked: SimpleQueue[tuple[Request, int] | None], replies: SimpleQueue[Reply | BaseException]
+    ) -> None:
+        """Answer requests until there is None; errors go to the thread that waits for the replies."""
+        while (item := asked.get()) is not None:
+            try:
+                replies.put(self._ask(*item))
+            except BaseException as error:
+                replies.put(error)
+
+    def _require_answers(self, reply: Reply, answered: int, faults: int) -> None:
+        """Raise EndpointError where requests fail one after another: none would bring an answer."""
+        most = MOST_FAULTS if not answered else max(MOST_FAULTS, 4 * self.settings.concurrency)
+        if faults >= most and not (answered and reply.lasting):
+            raise EndpointError(
+                f"the last {faults} requests brought no answer; the last: {shown_fault(reply)}",
+                "the same command asks again for what is missing; if it is no passing fault, correct answers.writer",
+            )
+
+    def _probe(self, request: Request) -> bool:
+        """Whether the servers take token ids as a prompt, asked with one token of answer."""
+        if self.settings.api == "chat":
+            return False
+        body = {"model": self.model, "prompt": request.ids, "max_tokens": 1, "temperature": 0, "stream": False}
+        once = Endpoint(self.settings.model_copy(update={"retries": min(1, self.settings.retries)}))
+        with once:
+            try:
+                once.post("completions", body, lambda found: None)
+            except (Refused, Unanswered):  # llama-cpp-python fails with status 500
+                return False
+        return True
+
+    def _ask(self, request: Request, number: int) -> Reply:
+        """The reply to one request; runs in a thread of the pool."""
+        try:
+            if self.settings.api == "chat":
+                return self._chat(request, number)
+            return self._complete(request, number)
+        except Refused as error:
+            return Reply(request.id, [], False, f"refused by the server ({error})", error.detail)
+        except Unanswered as error:
+            return Reply(request.id, [], False, f"no reply ({error})", error.detail, lasting=False)
+
+    # ── requests ──
+
+    def _body(self, request: Request) -> dict[str, Any]:
+        """What both kinds of request say. Every setting is sent: the servers' defaults differ, and none is off."""
+        sampler, answers = self.recipe.sampler, self.recipe.answers
+        body = {
+            "model": self.model,
+            "max_tokens": request.limit,
+            "temperature": sampler.temperature,
+            "top_p": sampler.top_p,
+            "top_k": sampler.top_k,
+            "min_p": sampler.min_p,
+            "presence_penalty": answers.presence_penalty,
+            "frequency_penalty": answers.frequency_penalty,
+            "repetition_penalty": answers.repetition_penalty,  # vLLM, SGLang
+            "repeat_penalty": answers.repetition_penalty,  # llama-server, llama-cpp-python
+            "repeat_last_n": -1,  # llama-server: over the whole text
+            "seed": request.seed % LARGEST_SEED,
+            "stream": False,
+            "n": 1,
+            "return_token_ids": True,  # vLLM
+            "skip_special_tokens": False,  # vLLM, SGLang: special tokens within an answer are part of it
+            "spaces_between_special_tokens": False,
+        }
+        return body | ({"stop": list(answers.stop)} if answers.stop else {})
+
+    def _complete(self, request: Request, number: int) -> Reply:
+        read = request if self.takes_ids else self._as_text(request)
+        if read.limit < 1 or not read.ids:
+            fault = "no room in the block" if read.ids else "a prompt whose tokens are no text"
+            return Reply(request.id, [], False, fault)
+        text = self._text(read.ids)
+        body = self._body(read) | {"prompt": read.ids if self.takes_ids else text, "add_special_tokens": False}
+        found = self.endpoint.post("completions", body, self._fault, number)
+        if not self._read_prompt(found, read.ids):
+            return Reply(request.id, [], False, OTHER_PROMPT)
+        choice = found["choices"][0]
+        reply = self._reply(read, found, choice["text"], choice, text)
+        return reply if read.ids == request.ids else replace(reply, prompt=read.ids)
+
+    def _as_text(self, request: Request) -> Request:
+        """The request with the tokens that a server makes of its prompt's text.
+
+        They differ where the prompt was cut within what the tokenizer writes as one token; the answer loses that room.
+        """
+        ids = encode(self.tokenizer, self._text(request.ids))
+        return replace(request, ids=ids, limit=request.limit - max(0, len(ids) - len(request.ids)))
+
+    def _chat(self, request: Request, number: int) -> Reply:
+        if request.messages is None:
+            raise DataError(
+                "answers.writer.api is chat, and the prompts are no chats",
+                "make chat prompts in section corpus, or use api: completions, which takes any prompt",
+            )
+        body = self._body(request) | {"messages": request.messages}
+        if request.arguments:
+            body["chat_template_kwargs"] = request.arguments
+        found = self.endpoint.post("chat/completions", body, self._fault, number)
+        if not self._read_prompt(found, request.ids):
+            return Reply(request.id, [], False, OTHER_PROMPT)
+        choice = found["choices"][0]
+        if self._given_ids(choice) is not None and not self._stop_string(choice):
+            return self._reply(request, found, "", choice, self._text(request.ids))
+        prompt = self._text(request.ids)
+        ended = choice["finish_reason"] in STOPPED
+        for text in texts_of(choice["message"], prompt):
+            generated = len(encode(self.tokenizer, text))
+            if (found.get("usage") or {}).get("completion_tokens") in (generated, generated + ended):
+                return self._reply(request, found, text, choice, prompt)
+        return Reply(request.id, [], False, REJOIN)
+
+    def _text(self, ids: list[int]) -> str:
+        text: str = self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return text
+
+    # ── replies ──
+
+    def _fault(self, found: dict[str, Any]) -> str | None:
+        """The fault of a reply that is to be asked for again; EndpointError for one of another model."""
+        model = found.get("model")
+        if isinstance(model, str) and model != self.model:
+            raise EndpointError(
+                f"a server answers for the model {model[:80]}, and {self.model} was asked",
+                "all servers of answers.writer.urls must hold the same target under one name",
+            )
+        choices = found.get("choices")
+        if not has_form(choices, [dict]) or not choices:
+            return UNREADABLE
+        content = choices[0].get("message" if self.settings.api == "chat" else "text")
+        if not isinstance(content, dict if self.settings.api == "chat" else str):
+            return UNREADABLE
+        return None if choices[0].get("finish_reason") in (*STOPPED, "length") else UNREADABLE
+
+    def _read_prompt(self, found: dict[str, Any], ids: list[int]) -> bool:
+        """Whether a server read these tokens, as far as it tells."""
+        given = found["choices"][0].get("prompt_token_ids", found.get("prompt_token_ids"))
+        if given is not None:
+            return bool(given == ids)
+        count = (found.get("usage") or {}).get("prompt_tokens")
+        return count is None or count == len(ids)
+
+    def _given_ids(self, choice: dict[str, Any]) -> list[int] | None:
+        """The generated ids, where a server gives them."""
+        given = choice.get("token_ids")
+        if not given or not has_form(given, [int]) or not 0 <= min(given) <= max(given) < self.vocabulary:
+            return None
+        return list(given)
+
+    def _stop_string(self, choice: dict[str, Any]) -> bool:
+        """Whether a stop string may have ended a text: sure where the server tells, else wherever there are some."""
+        if not self.recipe.answers.stop or choice["finish_reason"] != "stop":
+            return False
+        for name in ("stop_reason", "matched_stop"):  # vLLM, SGLang
+            if name in choice:
+                return isinstance(choice[name], str)
+        return True
+
+    def _reply(self, request: Request, found: dict[str, Any], text: str, choice: dict[str, Any], prompt: str) -> Reply:
+        """The reply of a choice with this text after the request's prompt, which is given as text too."""
+        ended, by_string = choice["finish_reason"] in STOPPED, self._stop_string(choice)
+        new = None if by_string else self._given_ids(choice)
+        if new is None:
+            if not ended:
+                text = text.rstrip("\ufffd")  # the beginning of a character whose other tokens were not generated
+            new = self._encoded(text, request.ids, prompt)
+            count = (found.get("usage") or {}).get("completion_tokens")
+            if count is not None and count not in (len(new), len(new) + ended):
+                self._note("answers whose text has another number of tokens than the server counted")
+        if ended and not by_string and not (new and new[-1] in self.ends):
+            new = [*new, self._end(choice)]
+        return Reply(request.id, new[: request.limit], ended and len(new) <= request.limit)
+
+    def _note(self, what: str) -> None:
+        with self._lock:
+            self.notes[what] += 1
+
+    def _encoded(self, text: str, ids: list[int], prompt: str) -> list[int]:
+        """The tokens of a text after its prompt: encoded together where that leaves the prompt's tokens as they are."""
+        whole = encode(self.tokenizer, prompt + text)
+        return whole[len(ids) :] if whole[: len(ids)] == ids else encode(self.tokenizer, text)
+
+    def _end(self, choice: dict[str, Any]) -> int:
+        """The end token: the server's where it names one of the target's, else the tokenizer's."""
+        for name in ("stop_reason", "matched_stop"):
+            if choice.get(name) in self.ends:
+                return int(choice[name])
+        own = self.tokenizer.eos_token_id
+        return int(own if own is not None else self.ends[0])
+
+    def close(self) -> list[str]:
+        """Free the connections; lines about attempts that failed and texts that are not exact."""
+        self.endpoint.close()
+        failed = self.endpoint.counts
+        lines = [f"{count} {what}" for what, count in sorted(self.notes.items())]
+        if failed:
+            listed = ", ".join(f"{count} × {reason}" for reason, count in sorted(failed.items()))
+            lines.insert(0, f"{failed.total()} requests were sent again: {listed}")
+        return lines + [f"{what}, the first: {detail}" for what, detail in self.first_faults.items() if detail]

@@ -1,0 +1,190 @@
+"""Shared by the tests of writers: runs with prompts, servers on loopback that misbehave, and llama-cpp-python's own."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import tiny
+
+from distill.files import write_text
+from distill.recipe import Recipe, load_recipe
+from distill.run import Run
+
+TEXTS = (" value", " index = total", "(self):\n    return 7", " stream", "parser.token")
+
+
+def begin(world: Path, folder: Path, prompts: int, *overrides: str) -> tuple[Recipe, Run]:
+    """A run with train prompts of 3 to 8 tokens, cut out of the world's documents, and nothing else."""
+    from distill.models.hugging_face import encode, load_tokenizer
+
+    recipe = load_recipe(world / "recipe.yaml", overrides)
+    run = Run(folder, recipe)
+    tokenizer = load_tokenizer(recipe.target.model)
+    lines = []
+    for number in range(prompts):
+        start = 12 + 7 * (number // 20)  # after the first line, which is nearly the same in all
+        ids = encode(tokenizer, tiny.document(number % 20))[start:][: 3 + number * 5 % 6]
+        lines.append(json.dumps({"id": f"p{number}", "ids": ids, "source": "code"}))
+    write_text(run.path("corpus", "prompts-train.jsonl"), "\n".join(lines) + "\n")
+    return recipe, run
+
+
+def answer_lines(run: Run) -> list[dict[str, Any]]:
+    """The lines of all files of answers, in the order of the files."""
+    paths = sorted(run.path("answers").glob("train-*.jsonl"))
+    return [json.loads(line) for path in paths for line in path.read_text().splitlines()]
+
+
+class BadServer:
+    """A server with OpenAI's API that answers as `behave(prompt, attempt)` says.
+
+    `behave` gets the prompt as the request gave it and how often it was asked before, and returns "ok" or the kind of
+    fault. `asked` counts requests by prompt, `bodies` keeps them all, `most` is how many ran at once.
+    """
+
+    def __init__(self, tokenizer: Any, behave: Callable[[Any, int], str], takes_ids: bool = True) -> None:
+        self.tokenizer, self.behave, self.takes_ids = tokenizer, behave, takes_ids
+        self.asked: Counter[str] = Counter()
+        self.bodies: list[dict[str, Any]] = []
+        self.headers: list[dict[str, str]] = []
+        self.names = ["tiny"]
+        self.most = self._now = 0
+        self._lock = threading.Lock()
+        outer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_GET(self) -> None:
+                outer.send(self, 200, {"data": [{"id": name} for name in outer.names]})
+
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                    outer.post(self, body)
+
+            def log_message(self, *_: Any) -> None:
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.server.daemon_threads = True
+        self.url = f"http://127.0.0.1:{self.server.server_address[1]}/v1"
+        self._thread = threading.Thread(target=self.server.serve_forever, args=(0.02,), daemon=True)
+
+    def __enter__(self) -> BadServer:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.server.shutdown()
+        self.server.server_close()
+
+    def text(self, prompt: Any) -> str:
+        """The answer to a prompt, a function of its text."""
+        shown = self.tokenizer.decode(prompt) if isinstance(prompt, list) else prompt
+        return TEXTS[hashlib.sha256(shown.encode()).digest()[0] % len(TEXTS)]
+
+    def send(self, handler: BaseHTTPRequestHandler, status: int, value: Any, **headers: str) -> None:
+        data = value if isinstance(value, bytes) else json.dumps(value).encode()
+        handler.send_response(status)
+        for name, content in headers.items():
+            handler.send_header(name.replace("_", "-"), content)
+        handler.send_header("Content-Length", str(len(data)))
+        handler.end_headers()
+        handler.wfile.write(data)
+
+    def post(self, handler: BaseHTTPRequestHandler, body: dict[str, Any]) -> None:
+        prompt = body["messages"] if "messages" in body else body["prompt"]
+        if body["max_tokens"] == 1 and len(body) == 5:  # the question whether ids are taken
+            kind = "ok" if self.takes_ids or isinstance(prompt, str) else "500"
+        else:
+            with self._lock:
+                self.bodies.append(body)
+                self.headers.append(dict(handler.headers))
+                self._now += 1
+                self.most = max(self.most, self._now)
+                attempt = self.asked[json.dumps(prompt)]
+                self.asked[json.dumps(prompt)] += 1
+            kind = self.behave(prompt, attempt)
+        try:
+            self.reply(handler, body, prompt, kind)
+        finally:
+            with self._lock:
+                self._now -= 1
+
+    def reply(self, handler: BaseHTTPRequestHandler, body: dict[str, Any], prompt: Any, kind: str) -> None:
+        if kind == "cut":
+            handler.wfile.write(b"HTTP/1.1 200 OK\r\nContent-Length: 500\r\n\r\n{")
+            handler.wfile.flush()
+            handler.connection.shutdown(socket.SHUT_RDWR)
+            handler.close_connection = True
+        elif kind == "slow":
+            time.sleep(1.5)
+            self.send(handler, 200, self.completion(body, prompt, "ok"))
+        elif kind == "a moment":
+            time.sleep(0.02)
+            self.send(handler, 200, self.completion(body, prompt, "ok"))
+        elif kind == "no json":
+            self.send(handler, 200, b"<html>busy</html>")
+        elif kind == "429":
+            self.send(handler, 429, {"error": {"message": "slow down"}}, Retry_After="0")
+        elif kind.isdigit():
+            self.send(handler, int(kind), {"error": {"message": f"no: {handler.headers.get('Authorization')}"}})
+        else:
+            self.send(handler, 200, self.completion(body, prompt, kind))
+
+    def completion(self, body: dict[str, Any], prompt: Any, kind: str) -> dict[str, Any]:
+        from distill.models.hugging_face import encode
+
+        text = self.text(prompt) if isinstance(prompt, (str, list)) else ""
+        new = encode(self.tokenizer, text)
+        count = len(prompt) if isinstance(prompt, list) else len(encode(self.tokenizer, prompt))
+        choice: dict[str, Any] = {"text": text, "finish_reason": "stop", "index": 0}
+        if kind == "empty text":
+            choice["text"] = ""
+        if kind == "length":
+            choice["finish_reason"] = "length"
+        if kind == "ids":
+            choice |= {"token_ids": new[::-1], "text": "another text", "stop_reason": None}
+        return {
+            "model": "another" if kind == "other model" else body["model"],
+            "choices": [] if kind == "no choice" else [choice],
+            "usage": {"prompt_tokens": count + (kind == "other tokens"), "completion_tokens": len(new) + 1},
+        }
+
+
+@contextlib.contextmanager
+def llama_server(path: Path, context: int = 512) -> Iterator[str]:
+    """llama-cpp-python's own server of a GGUF file, called `tiny`; gives the base URL."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "llama_cpp.server", "--model", str(path), "--model_alias", "tiny"]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--n_ctx", str(context), "--n_threads", "1"]
+    command += ["--verbose", "false", "--interrupt_requests", "false"]
+    url = f"http://127.0.0.1:{port}/v1"
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        try:
+            for _ in range(1200):
+                with contextlib.suppress(httpx2.TransportError):
+                    if httpx2.get(f"{url}/models").status_code == 200:
+                        break
+                assert process.poll() is None, "the server ended"
+                time.sleep(0.05)
+            yield url
+        finally:
+            process.terminate()
+            process.wait(30)
