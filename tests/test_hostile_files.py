@@ -372,8 +372,14 @@ def test_metrics_without_a_step_are_left_out() -> None:
 
 
 def test_a_normalizer_of_another_kind(model: Path) -> None:
+    """tokenizers reads a part that is written as a list."""
     edit(model / "tokenizer.json", normalizer=["NFC"])
-    with pytest.raises(DataError, match=r"tokenizer\.json cannot be loaded"):
+    with pytest.raises(DataError, match=r"tokenizer\.json is damaged: normalizer must be an object, got list"):
+        read_tokenizer(model, 400)
+    edit(
+        model / "tokenizer.json", normalizer=None, pre_tokenizer={"type": "Sequence", "pretokenizers": [["Digits", 1]]}
+    )
+    with pytest.raises(DataError, match=r"tokenizer\.json"):
         read_tokenizer(model, 400)
 
 

@@ -144,13 +144,16 @@ def _steps(pre_tokenizer: Mapping[str, Any] | None) -> tuple[str, ...]:
     """A pre-tokenizer as a tuple of steps, to be looked up in PRE_TYPES."""
     if pre_tokenizer is None:
         return ()
+    if not isinstance(pre_tokenizer, dict):  # tokenizers reads parts written as lists too
+        return (repr(pre_tokenizer),)
     kind = pre_tokenizer.get("type")
     if kind == "Sequence":
-        return tuple(step for part in pre_tokenizer["pretokenizers"] for step in _steps(part))
+        return tuple(step for part in pre_tokenizer.get("pretokenizers") or () for step in _steps(part))
     if kind == "ByteLevel" and not pre_tokenizer.get("add_prefix_space"):
         return ("gpt-2",) if pre_tokenizer.get("use_regex", True) else ("bytes",)
     if kind == "Split" and pre_tokenizer.get("behavior") == "Isolated" and not pre_tokenizer.get("invert"):
-        return (f"split {pre_tokenizer['pattern'].get('Regex')}",)
+        pattern = pre_tokenizer.get("pattern")
+        return (f"split {pattern.get('Regex') if isinstance(pattern, dict) else pattern}",)
     if kind == "Digits" and pre_tokenizer.get("individual_digits"):
         return ("digits",)
     return (f"{kind} {sorted(pre_tokenizer.items())}",)

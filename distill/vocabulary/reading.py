@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from distill.errors import DataError
-from distill.files import has_form, read_object
+from distill.files import has_form, kind_of, read_object
 from distill.vocabulary.byte_map import SPACE, from_mapped
 from distill.vocabulary.roles import NAMED_ROLES, content_of, roles_in
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _CONTROL = re.compile(r"[<\[].+[>\]]", re.DOTALL)
 ADDED: dict[Any, Any] = {"id": int, "content": str}  # the form of an added token
+PARTS = ("normalizer", "pre_tokenizer", "post_processor", "decoder", "truncation", "padding")
 _ID = re.compile("[0-9]{1,7}")
 _HINT = "byte-level BPE and SentencePiece (BPE or Unigram) are supported"
 
@@ -67,6 +68,9 @@ def tokenizer_content(path: Path) -> dict[str, Any]:
     content["added_tokens"] = content.get("added_tokens") or []
     if not has_form(content, {"model": dict, "added_tokens": [ADDED]}):
         raise DataError(f"{path} is damaged: `model` or `added_tokens` is of another kind", hint)
+    parts = [key for key in PARTS if not isinstance(content.get(key) or {}, dict)]
+    if parts:
+        raise DataError(f"{path} is damaged: {parts[0]} must be an object, got {kind_of(content[parts[0]])}", hint)
     words, merges = content["model"].get("vocab"), content["model"].get("merges") or []
     pairs = isinstance(words, list) and all(isinstance(one, list) and one and isinstance(one[0], str) for one in words)
     if not (pairs or has_form(words, {...: int})):
