@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 
 from distill.intervals import Interval
 from distill.results.evaluation_results import (
+    FEW_PROMPTS,
     MEASURES,
     Divergences,
     EvaluationReport,
@@ -17,7 +18,7 @@ from distill.results.evaluation_results import (
 
 def as_markdown(report: EvaluationReport) -> str:
     """The tables of eval.md, which the terminal shows too."""
-    lines = [f"Sampler: {report.sampler}. Intervals resample prompts or documents.", ""]
+    lines = [f"Sampler: {report.sampler_words}. Intervals resample prompts or documents.", ""]
     for domain, drafts in report.domains.items():
         lines += [*_divergences(domain, drafts), ""]
     if report.classes:
@@ -47,10 +48,11 @@ def _classes(report: EvaluationReport) -> list[str]:
     heads = [*drafts, *(f"{draft}, tokens per round" for draft in rounds)]
     lines = [f"**By class of prompt**: {MEASURES[report.acceptance_measure]}", "", *_head("class (prompts)", heads)]
     for one in report.classes:
-        cells = [_cell(one.acceptance[draft]) for draft in drafts]
-        cells += [_cell(one.tokens_per_round[draft]) for draft in rounds]
+        figures = [*(one.acceptance[draft] for draft in drafts), *(one.tokens_per_round[draft] for draft in rounds)]
+        cells = [_cell(found) if one.prompts >= FEW_PROMPTS else f"{found.mean:.4f}" for found in figures]
         lines.append(_row(f"{one.name or 'none'} ({one.prompts})", cells))
-    return lines
+    few = any(one.prompts < FEW_PROMPTS for one in report.classes)
+    return [*lines, *(["", f"Classes of fewer than {FEW_PROMPTS} prompts have no interval."] if few else [])]
 
 
 def _positions(report: EvaluationReport) -> list[str]:
@@ -61,8 +63,8 @@ def _positions(report: EvaluationReport) -> list[str]:
         *_head("position", [f"{name} (accepted / reached)" for name in names]),
     ]
     for index in range(report.length):
-        lines.append(_row(str(index + 1), [_reached(report.positions[name][index]) for name in names]))
-    return [*lines, _row("tokens per round", [_cell(report.tokens_per_round[name]) for name in names])]
+        lines.append(_row(str(index + 1), [_reached(report.positions[name], index) for name in names]))
+    return [*lines, _row("tokens per round", [_cell(report.tokens_per_round.get(name)) for name in names])]
 
 
 def _head(first: str, names: Collection[str]) -> list[str]:
@@ -73,14 +75,15 @@ def _row(first: str, cells: Iterable[str]) -> str:
     return f"| {first} | " + " | ".join(cells) + " |"
 
 
-def _cell(found: Interval) -> str:
-    if math.isnan(found.mean):
+def _cell(found: Interval | None) -> str:
+    if found is None or math.isnan(found.mean):
         return "not measured"
     return f"{found.mean:.4f} [{found.low:.4f}, {found.high:.4f}]"
 
 
-def _reached(row: PositionAcceptance) -> str:
-    if not row.drafted:
+def _reached(rows: Sequence[PositionAcceptance], index: int) -> str:
+    if index >= len(rows) or not rows[index].drafted:
         return "never reached"
+    row = rows[index]
     rate = row.rate
     return f"{rate.mean:.3f} [{rate.low:.3f}, {rate.high:.3f}] ({row.accepted} / {row.drafted})"

@@ -15,7 +15,6 @@ from distill.report.text import (
     machine_words,
     number,
     percent,
-    sampler_words,
     significant,
     size,
     software_words,
@@ -132,7 +131,7 @@ def _models(results: RunResults) -> str:
 def _acceptance(evaluation: EvaluationReport) -> str:
     parts = [
         "Before is the draft as cut, after is this draft; brackets hold intervals; sampler: "
-        + words(sampler_words(evaluation))
+        + words(evaluation.sampler_words)
         + "."
     ]
     for domain, drafts in evaluation.domains.items():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from distill.report.text import is_grown, known, number, percent, sampler_words
+from distill.report.text import is_grown, known, number, percent
 from distill.results.evaluation_results import EvaluationReport
 from distill.results.export_results import ExportReport
 from distill.results.run_results import RunResults
@@ -93,7 +93,7 @@ def _evaluation_limit(evaluation: EvaluationReport) -> str:
     )
     return (
         f"Divergences and acceptance hold for the texts they were measured on ({counts}) and for this sampler "
-        f"({sampler_words(evaluation)})."
+        f"({evaluation.sampler_words})."
     )
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+
+from distill.intervals import Interval
 from distill.report import plots
 from distill.report.html import Html, as_bad, as_code, as_list, as_plot, as_plots, as_table, as_text, badged
 from distill.report.text import (
@@ -11,15 +14,16 @@ from distill.report.text import (
     known,
     number,
     percent,
-    sampler_words,
     significant,
     size,
 )
 from distill.results.evaluation_results import (
     CEILING,
+    FEW_PROMPTS,
     MEASURES,
     RATES,
     SIDES,
+    ClassResult,
     Divergences,
     EvaluationReport,
     PositionAcceptance,
@@ -54,7 +58,7 @@ def positions(evaluation: EvaluationReport) -> Html:
 
 def divergence(evaluation: EvaluationReport) -> Html:
     """Every measure by domain, before and after the training."""
-    settings = as_text(sampler_words(evaluation))
+    settings = as_text(evaluation.sampler_words)
     parts = [f"<p>Before is the draft as cut from the donor, after is the trained draft; {settings}.</p>"]
     for domain, drafts in evaluation.domains.items():
         before, after = (drafts.get(side) for side in SIDES)
@@ -79,14 +83,21 @@ def _classes(evaluation: EvaluationReport) -> Html:
             one.name or NOTHING,
             number(one.prompts),
             number(one.tokens),
-            *(interval(one.acceptance.get(side), rate=True) for side in SIDES),
-            interval(one.tokens_per_round.get("after")),
+            *(_of_class(one, one.acceptance.get(side), rate=True) for side in SIDES),
+            _of_class(one, one.tokens_per_round.get("after")),
         ]
         for one in evaluation.classes
     ]
     heads = ["class of prompt", "prompts", "tokens", "before", "after", "tokens per round after"]
     table = as_table(heads, rows, evaluation.command)
     return Html(f"<h3>by class of prompt</h3><p>{as_text(measure)}, on the target's own text.</p>{table}")
+
+
+def _of_class(one: ClassResult, found: Interval | None, rate: bool = False) -> str:
+    """A figure of a class; without its interval where the class has too few prompts for one."""
+    if found is not None and one.prompts < FEW_PROMPTS:
+        found = Interval(found.mean, math.nan, math.nan)
+    return interval(found, rate)
 
 
 def _measure_row(name: str, before: Divergences | None, after: Divergences | None) -> list[object]:

@@ -13,6 +13,7 @@ from distill.report.limits import limits
 from distill.report.speedups import speedup
 from distill.report.style import CSS
 from distill.report.text import interval, machine_words, number, percent, size, software_words, speedup_bounds
+from distill.report.texts_read import texts
 from distill.results.cut_results import ModelSizes
 from distill.results.evaluation_results import MEASURES, SIDES, Divergences, EvaluationReport
 from distill.results.run_results import RunResults
@@ -34,8 +35,9 @@ SIZES: dict[str, Callable[[ModelSizes], int]] = {
 def build_page(results: RunResults) -> str:
     """The whole page. Raises nothing for stages that have not run: each leaves one line that names it."""
     sections: list[tuple[str, str, Html]] = [
-        ("made", "Models", _made(results)),
         ("numbers", "In short", _headlines(results)),
+        ("made", "Models", _made(results)),
+        *([("texts", "Texts", texts(results))] if results.corpus else []),
         *([("cuts", "From donor to draft", making.cuts(results))] if results.cuts else []),
         ("training", "Training", making.training(results)),
         *([("sparsity", "Sparsity", making.sparsity(results))] if results.sparsity else []),

@@ -18,6 +18,7 @@ from distill.results.profile_results import ProfileReport
 from distill.results.run_results import Machine, Parent, RunResults
 from distill.results.serialise import from_json, read_result
 from distill.results.speedup_results import SpeedupReport
+from distill.results.text_results import AnswerTexts, CorpusTexts
 from distill.results.training_results import TrainingSummary, evaluated_weights, training_steps
 from distill.run import Run, now
 
@@ -56,6 +57,8 @@ def gather(recipe: Recipe, run: Run) -> RunResults:
         steps=training_steps(lines),
         evaluated=evaluated_weights(lines),
         training=found(TrainingSummary, "training.json"),
+        corpus=found(CorpusTexts, "corpus", "summary.json"),
+        answers=found(AnswerTexts, "answers", "manifest.json"),
         profile=found(ProfileReport, "profile.json"),
         evaluation=found(EvaluationReport, "eval.json"),
         export=found(ExportReport, "gguf", "export.json"),

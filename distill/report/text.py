@@ -7,7 +7,6 @@ import re
 from typing import Any, TypeGuard
 
 from distill.intervals import Interval
-from distill.results.evaluation_results import EvaluationReport
 from distill.results.run_results import Machine
 from distill.results.speedup_results import Measurement
 
@@ -90,11 +89,6 @@ def speedup_interval(measurement: Measurement) -> str:
 def is_grown(name: str, pairs: set[str]) -> bool:
     """Whether a name stands for a grown target: one of the grown pairs, or a model that is named so."""
     return name in pairs or "grown" in name.lower()
-
-
-def sampler_words(evaluation: EvaluationReport) -> str:
-    """The sampler's settings in a row."""
-    return ", ".join(f"{name} {value}" for name, value in evaluation.sampler.items()) or "sampler not recorded"
 
 
 def machine_words(machine: Machine) -> str:

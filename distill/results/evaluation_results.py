@@ -23,6 +23,7 @@ MEASURES = {
 }
 RATES = {"top1_agreement", "acceptance_sampling", "acceptance_match", "acceptance_greedy"}  # shown in per cent
 
+FEW_PROMPTS = 8  # an interval over fewer says nothing
 SIDES = ("before", "after")  # the drafts of a run: as cut, and as trained
 
 
@@ -95,10 +96,6 @@ class EvaluationReport:
     tokens_per_round: dict[str, Interval]
     classes: list[ClassResult] = field(default_factory=list)
 
-    def __post_init__(self) -> None:
-        if any(len(rows) < self.length or name not in self.tokens_per_round for name, rows in self.positions.items()):
-            raise ValueError("positions are missing")
-
     def accepted_by_position(self, draft: str = "after") -> list[float]:
         """Acceptance at positions 1.. of one draft, as far as positions were reached."""
         rates = []
@@ -107,6 +104,11 @@ class EvaluationReport:
                 break
             rates.append(row.rate.mean)
         return rates
+
+    @property
+    def sampler_words(self) -> str:
+        """The sampler's settings in a row."""
+        return ", ".join(f"{name} {value}" for name, value in self.sampler.items()) or "sampler not recorded"
 
     @property
     def acceptance_measure(self) -> str:

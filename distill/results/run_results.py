@@ -10,6 +10,7 @@ from distill.results.evaluation_results import EvaluationReport
 from distill.results.export_results import ExportReport
 from distill.results.profile_results import ProfileReport
 from distill.results.speedup_results import SpeedupReport
+from distill.results.text_results import AnswerTexts, CorpusTexts
 from distill.results.training_results import EvaluatedWeights, TrainingStep, TrainingSummary
 
 
@@ -58,6 +59,8 @@ class RunResults:
     steps: list[TrainingStep] = field(default_factory=list)
     evaluated: list[EvaluatedWeights] = field(default_factory=list)
     training: TrainingSummary | None = None
+    corpus: CorpusTexts | None = None
+    answers: AnswerTexts | None = None
     profile: ProfileReport | None = None
     evaluation: EvaluationReport | None = None
     export: ExportReport | None = None
