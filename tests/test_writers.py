@@ -50,7 +50,7 @@ def written(model: Any, asked: list[Request], *rest: Any) -> dict[str, Reply]:
 # ── refilled rows ──
 
 
-@pytest.mark.parametrize(("kind", "sampler"), zip(KINDS, [*SAMPLERS, SAMPLERS[1]], strict=True))
+@pytest.mark.parametrize(("kind", "sampler"), list(zip(KINDS, [*SAMPLERS, SAMPLERS[1]], strict=True)))
 def test_refilled_rows_equal_each_text_alone(kind: str, sampler: Sampler) -> None:
     """fp32; each text has its own limit, so rows end at different steps and are filled again."""
     model, asked, ends = toy(kind), requests(9, seed=3), range(5, 12)
