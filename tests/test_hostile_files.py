@@ -15,6 +15,7 @@ import tiny
 from distill.benchmark.batched_bench import import_curve
 from distill.benchmark.calibrate import load_calibrations, load_ranks, load_texts
 from distill.errors import DataError
+from distill.evaluation.markdown import as_markdown
 from distill.export.tensors import read_shape
 from distill.export.tokenizer import read_tokenizer
 from distill.files import parse_json, read_json, read_object
@@ -399,8 +400,7 @@ def test_positions_that_an_evaluation_lacks(copied: Path) -> None:
     found = json.loads((copied / "eval.json").read_text())
     found["positions"]["after"] = found["positions"]["after"][:1]
     (copied / "eval.json").write_text(json.dumps(found))
-    with pytest.raises(DataError, match="does not hold what this version writes"):
-        read_result(copied / "eval.json", EvaluationReport)
+    assert "| 2 | " in as_markdown(read_result(copied / "eval.json", EvaluationReport)), "a row without its figures"
 
 
 def test_a_manifest_of_an_unknown_kind(copied: Path) -> None:

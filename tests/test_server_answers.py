@@ -409,3 +409,24 @@ def test_a_real_server_answers_every_prompt_once(world: Path, gguf: Path, tmp_pa
 def test_settings_of_servers_are_checked() -> None:
     found = parse_section(WriterSettings, {"urls": ["https://host:8000/v1/"], "key": "KEY"}, "answers.writer")
     assert found.urls == ("https://host:8000/v1",) and found.retries == 6 and found.missing == 0
+
+
+def test_the_address_of_a_server_is_not_part_of_the_key(world: Path, tmp_path: Path) -> None:
+    """A run goes on where the server moved; another model, another file or another API is another target."""
+    from distill.pipeline.keys import difference, key_parts
+    from distill.pipeline.stages import find_stage
+
+    def parts(*overrides: str) -> dict[str, Any]:
+        recipe, run = begin(world, tmp_path, 1, *overrides)
+        return key_parts(find_stage("answers"), recipe, run, {})
+
+    first = parts(served("http://a/v1"))
+    assert parts(served("http://b/v1", concurrency=9, key="K", retries=1, missing=0.1, timeout=3)) == first
+    assert difference(first, parts(served("http://a/v1", api="chat"))) == [
+        "answers.writer.api: 'completions' -> 'chat'"
+    ]
+    (tmp_path / "x.gguf").write_bytes(b"GGUF1")
+    one = parts(f"answers.writer.gguf={tmp_path / 'x.gguf'}")
+    (tmp_path / "x.gguf").write_bytes(b"GGUF2")
+    two = parts(f"answers.writer.gguf={tmp_path / 'x.gguf'}")
+    assert difference(one, two) == ["answers.writer.gguf (content) has other content"]

@@ -62,7 +62,11 @@ def _seconds(stage: Rehearsed, recipe: Recipe, short: Recipe, run: Run) -> tuple
     fixed, loop = stage.seconds - stage.loop_seconds, stage.loop_seconds
     if stage.stage == "answers":
         prompts = _ratio(recipe.answers.prompts, short.answers.prompts)
-        batches = math.ceil(recipe.answers.prompts / recipe.answers.batch)
+        if recipe.answers.writer is not None:  # text by text, or as many at once as the servers take
+            served = min(short.answers.prompts, recipe.answers.writer.concurrency)
+            return fixed + prompts * loop * served / recipe.answers.writer.concurrency, fixed + prompts * loop
+        size = recipe.answers.batch
+        batches = _ratio(math.ceil(recipe.answers.prompts / size), math.ceil(short.answers.prompts / size))
         # A batch of many prompts takes as long as one of few where the device is not busy, else longer in proportion.
         return fixed + batches * loop, fixed + max(prompts, batches) * loop
     if stage.stage == "teacher":
@@ -123,7 +127,8 @@ def _sizes(found: Expected, recipe: Recipe, short: Recipe, run: Run) -> Expected
     if found.stage == "corpus":
         return replace(found, disk_bytes=_scaled(found, _ratio(recipe.corpus.tokens, short.corpus.tokens)))
     if found.stage == "answers":
-        more = _more_rows(recipe, min(recipe.answers.batch, recipe.answers.prompts) - short.answers.prompts)
+        rows = min(recipe.answers.batch, recipe.answers.prompts) - short.answers.prompts
+        more = 0 if recipe.answers.writer is not None else _more_rows(recipe, rows)
         grown = _with_memory(found, more)
         return replace(grown, disk_bytes=_scaled(found, _ratio(recipe.answers.prompts, short.answers.prompts)))
     if found.stage == "teacher":

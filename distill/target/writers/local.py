@@ -56,18 +56,22 @@ class _Refilled:
 class TorchWriter:
     """The target in transformers, `answers.batch` texts at a time.
 
-    A model whose attention takes no rows of different lengths is asked batch by batch: each ends with its longest text.
+    A model whose attention takes no rows of different lengths, or any without `refilled`, is asked batch by batch: each
+    ends with its longest text.
     """
 
     by_prompt = False
 
-    def __init__(self, recipe: Recipe, tokenizer: Any) -> None:
+    def __init__(self, recipe: Recipe, tokenizer: Any, refilled: bool = True) -> None:
         self.model = load_target(recipe.target, pick_device(recipe.device))
         self.ends = end_ids(self.model.config, tokenizer)
         self.vocabulary = real_tokens(self.model.config, tokenizer)
         self.batch = recipe.answers.batch
+        self.sampler, self.stop = sampler_of(recipe), stop_of(recipe, self.ends)
         self.notes: list[str] = []
         self.rows: _Refilled | None = None
+        if not refilled:
+            return
         try:
             batched = BatchedTorchModel(self.model, self.batch, self.vocabulary)
         except ValueError as error:
@@ -77,7 +81,6 @@ class TorchWriter:
                     "set it to 1, or use a GGUF file or a server (answers.writer)",
                 ) from None
             self.notes.append(f"batches were not refilled: {error}")
-            self.sampler, self.stop = sampler_of(recipe), stop_of(recipe, self.ends)
         else:
             self.rows = _Refilled(recipe, batched, self.ends, self.vocabulary)
 
