@@ -41,7 +41,8 @@ def key_parts(stage: Stage, recipe: Recipe, run: Run, cache: dict[str, str]) -> 
             parts[name] = found
     for name in stage.models:
         label, value = _content(name, recipe, cache)
-        parts[label] = value
+        if value is not None:
+            parts[label] = value
     for name, pattern in stage.inputs:
         parts[f"{name}: {pattern}"] = _artifacts_digest(run, name, pattern)
     return parts
@@ -68,13 +69,19 @@ def _setting(recipe: Recipe, dotted: str, ignores: Sequence[str] = ()) -> Any:
     value: Any = recipe.model_dump(mode="json")
     for part in dotted.split("."):
         value = None if value is None else value[part]
-    if isinstance(value, dict):
-        value = {name: inner for name, inner in value.items() if f"{dotted}.{name}" not in ignores}
-    return value
+    return _without(value, dotted, ignores)
+
+
+def _without(value: Any, dotted: str, ignores: Sequence[str]) -> Any:
+    """A value without the keys at any depth below it that `ignores` names."""
+    if not isinstance(value, dict):
+        return value
+    kept = {name: inner for name, inner in value.items() if f"{dotted}.{name}" not in ignores}
+    return {name: _without(inner, f"{dotted}.{name}", ignores) for name, inner in kept.items()}
 
 
 def _content(name: str, recipe: Recipe, cache: dict[str, str]) -> tuple[str, Any]:
-    """Label and digest of the target, the donor or the corpus sources."""
+    """Label and digest of the target, the donor, the teacher's file or the corpus sources; None where there is none."""
 
     def model_digest(reference: str) -> str:
         if reference not in cache:
@@ -83,6 +90,8 @@ def _content(name: str, recipe: Recipe, cache: dict[str, str]) -> tuple[str, Any
 
     if name == "target":
         return "target.model", model_digest(recipe.target.model)
+    if name == "gguf":
+        return "teacher.gguf (content)", model_digest(recipe.teacher.gguf) if recipe.teacher.gguf else None
     if name == "donor":
         return "cut.donor (content)", model_digest(recipe.donor_model)
     return "corpus.sources (content)", [

@@ -6,6 +6,7 @@ print.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 from itertools import islice
 from pathlib import Path
@@ -70,6 +71,27 @@ def check_traffic(recipe: Recipe) -> list[str]:
         f"traffic {settings.path}: {pin['lines']} lines; of the first {min(MOST_LINES, pin['lines'])}, "
         f"{len(found.train)} answers to learn from, {len(found.bad)} bad lines{first}, {found.too_long} too long"
     ]
+
+
+def check_teacher(recipe: Recipe, offline: bool) -> list[str]:
+    """The teacher's GGUF file has the target's tokens, or its servers answer with log-probabilities of prompts."""
+    settings = recipe.teacher
+    if settings.gguf is not None:
+        from distill.target.logprobs.gguf_reader import require_gguf
+
+        return [require_gguf(settings.gguf, recipe.target.model, recipe.corpus.block)]
+    if settings.server is None:
+        return []
+    at_one = "its distributions hold at temperature 1, whatever sampler it serves with"
+    if offline:
+        return [f"teacher: {settings.server.model} on {len(settings.server.urls)} server(s), not asked; {at_one}"]
+    from distill.target.logprobs.server_reader import open_server
+
+    with contextlib.closing(open_server(recipe)) as reader:
+        return [
+            f"teacher: {settings.server.model} answers on {len(settings.server.urls)} server(s), with {reader.asked} "
+            f"log-probabilities a token; {at_one}"
+        ]
 
 
 def check_device(recipe: Recipe) -> list[str]:

@@ -11,7 +11,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from distill.errors import RecipeError, RunError
-from distill.pipeline.later import check_corpus, check_device, check_draft, check_export, check_trackers, check_traffic
+from distill.pipeline.later import (
+    check_corpus,
+    check_device,
+    check_draft,
+    check_export,
+    check_teacher,
+    check_trackers,
+    check_traffic,
+)
 from distill.pipeline.stages import NAMES
 from distill.recipe import Recipe, is_path
 
@@ -29,11 +37,14 @@ class Preflight:
         return [line for line in self.lines if "does not fit" in line or "warning" in line or "LOSSY" in line]
 
 
-def preflight(recipe: Recipe, inputs: bool = True, offline: bool = False, until: str | None = None) -> Preflight:
+def preflight(
+    recipe: Recipe, inputs: bool = True, offline: bool = False, until: str | None = None, teacher: bool = True
+) -> Preflight:
     """Check a recipe before its first stage, for the stages up to `until`.
 
     Without `inputs`, the corpus sources and the traffic file are left out: a run that has read them does not need them
-    any more. With `offline`, checks that need a model hub are skipped and listed.
+    any more; without `teacher`, the teacher's file or servers are. With `offline`, checks that need a model hub or a
+    server are skipped and listed.
     """
     found = Preflight()
     last = NAMES.index(until) if until is not None else len(NAMES)
@@ -55,6 +66,8 @@ def preflight(recipe: Recipe, inputs: bool = True, offline: bool = False, until:
         checks.append(check_export)
     for check in checks:
         found.lines += check(recipe)
+    if teacher and last >= NAMES.index("teacher"):
+        found.lines += check_teacher(recipe, offline)
     return found
 
 

@@ -8,7 +8,7 @@ from distill.recipe.load import dump_recipe, is_path, load_recipe, parse_recipe,
 from distill.recipe.measuring import Evaluate, Export, Grown, Profile, Speedup
 from distill.recipe.mistakes import parse_section
 from distill.recipe.section import Section
-from distill.recipe.target import Answers, SamplerSettings, Target, TeacherStore
+from distill.recipe.target import Answers, SamplerSettings, Target, TeacherServer, TeacherStore
 from distill.recipe.traffic import Traffic
 from distill.recipe.training import Acceptance, Loss, Part, Replay, Sparsity, Train
 from distill.recipe.whole import Recipe
@@ -35,6 +35,7 @@ __all__ = [
     "Sparsity",
     "Speedup",
     "Target",
+    "TeacherServer",
     "TeacherStore",
     "Traffic",
     "Train",

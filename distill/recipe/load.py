@@ -136,6 +136,9 @@ def _resolve_paths(raw: dict[str, Any], base: Path) -> None:
     traffic = answers.get("traffic") if isinstance(answers, dict) else None
     if isinstance(traffic, dict) and isinstance(traffic.get("path"), str):
         traffic["path"] = _absolute(traffic["path"], base, "answers.traffic.path")
+    teacher = raw.get("teacher")
+    if isinstance(teacher, dict) and isinstance(teacher.get("gguf"), str):
+        teacher["gguf"] = _absolute(teacher["gguf"], base, "teacher.gguf")
     corpus = raw.get("corpus")
     sources = corpus.get("sources") if isinstance(corpus, dict) else None
     for index, source in enumerate(sources if isinstance(sources, list) else []):
