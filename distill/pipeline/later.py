@@ -12,6 +12,7 @@ from itertools import islice
 from pathlib import Path
 
 from distill.errors import DistillError, RecipeError
+from distill.machine import faster_type
 from distill.recipe import Recipe, is_path
 
 MOST_DOCUMENTS, MOST_RECORDS, MOST_LINES = 1000, 20, 1000  # read of a local source, a hub data set and a traffic file
@@ -106,7 +107,19 @@ def check_device(recipe: Recipe) -> list[str]:
         from distill.training.adapters import require_quantisation
 
         require_quantisation(device, recipe.train.adapter.base)
-    return [f"device: {device}"]
+    return [f"device: {device}", *(_slow_types(recipe) if device.type == "cpu" else [])]
+
+
+def _slow_types(recipe: Recipe) -> list[str]:
+    """A warning for each type that this processor has no instructions for."""
+    lines = []
+    for key, dtype in (("target.dtype", recipe.target.dtype), ("train.dtype", recipe.train.dtype)):
+        faster = faster_type(dtype)
+        if faster is not None:
+            lines.append(
+                f"warning: this CPU has no instructions for {dtype} and computes it slowly: {key}={faster} is faster"
+            )
+    return lines
 
 
 def check_trackers(recipe: Recipe) -> list[str]:
