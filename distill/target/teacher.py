@@ -33,7 +33,7 @@ from distill.run import Run
 from distill.target.head import Head, require_head
 from distill.target.logprobs.entries import ModelReader, Reader, compact_distributions, mean_masses
 from distill.target.source import target_metadata
-from distill.target.store import FORMAT, bytes_per_position, head_path, shard_path
+from distill.target.store import FORMAT, block_tensors, bytes_per_position, head_path, shard_path
 from distill.texts import read_answers
 
 Distributions = Callable[[Packed], dict[str, Tensor]]
@@ -95,7 +95,7 @@ def _write_store(recipe: Recipe, run: Run, share: tuple[int, int], opened: conte
         if _is_whole(path):
             progress.step(note="(exists)")
             continue
-        _save(path, shard_tensors(blocks.take(part), distributions, batch))
+        save_shard(path, shard_tensors(blocks.take(part), distributions, batch))
         progress.step()
     processes.barrier()
     if main:
@@ -129,7 +129,7 @@ def _maker(
         path = head_path(run.path("teacher"))
         if main and not _is_whole(path):
             tensors = {"weight": head.weight} | ({} if head.bias is None else {"bias": head.bias})
-            _save(path, {name: value.cpu().clone() for name, value in tensors.items()})
+            save_shard(path, {name: value.cpu().clone() for name, value in tensors.items()})
         dtype = settings.dtype or recipe.target.dtype
         metadata: dict[str, Any] = {"hidden_dtype": dtype, "logit_form": asdict(head.form)}
         return blocks, metadata, lambda part: exact_distributions(model, part, DTYPES[dtype])
@@ -173,7 +173,7 @@ def shard_tensors(blocks: Packed, distributions: Distributions, batch: int) -> d
     """The tensors of one shard: its blocks and the target's distributions on them, made `batch` blocks at a time."""
     parts = [distributions(blocks.take(slice(start, start + batch))) for start in range(0, len(blocks), batch)]
     found = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-    return {name: value.contiguous() for name, value in blocks.tensors().items()} | found
+    return block_tensors(blocks) | found
 
 
 @torch.no_grad()
@@ -214,7 +214,7 @@ def _entries(recipe: Recipe, run: Run, reader: Reader, blocks: Packed, vocabular
     return int(read_json(path)["k"])
 
 
-def _save(path: Path, tensors: dict[str, Tensor]) -> None:
+def save_shard(path: Path, tensors: dict[str, Tensor]) -> None:
     """Write a safetensors file, then its receipt."""
     from safetensors.torch import save_file
 

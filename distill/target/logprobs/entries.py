@@ -16,7 +16,8 @@ from distill.models.packed_forward import packed_inputs
 from distill.packing import Packed
 from distill.target.store import compress, log_tail_at
 
-ROWS = 512  # positions whose logits are compressed at once
+ROWS = 512  # positions whose logits are read at once
+CACHED = 2**20  # cells of logits, 4 MB
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class Reader(Protocol):
 def entries_of(rows: Iterable[Tensor], k: int, vocabulary: int, temperatures: tuple[float, ...]) -> Entries:
     """The entries of distributions given as logits [c, V], part by part."""
     parts = []
-    for logits in rows:
+    for logits in (piece for part in rows for piece in _cached(part)):
         chunk = compress(logits, k, vocabulary)
         assert chunk.ids is not None
         tails = [
@@ -64,6 +65,11 @@ def entries_of(rows: Iterable[Tensor], k: int, vocabulary: int, temperatures: tu
         ]
         parts.append(Entries(chunk.ids.cpu(), chunk.log_probabilities.cpu(), torch.stack(tails, -1).cpu()))
     return Entries.join(parts, k, len(temperatures))
+
+
+def _cached(logits: Tensor) -> tuple[Tensor, ...]:
+    """Logits [c, V] in pieces that a processor's cache holds, several times quicker; on other devices whole."""
+    return logits.split(max(1, CACHED // logits.shape[-1])) if logits.device.type == "cpu" else (logits,)
 
 
 class ModelReader:
