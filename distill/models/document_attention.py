@@ -58,7 +58,11 @@ def attend_within(
 
     Zeros outside all segments.
     """
-    options: dict[str, Any] = {"scale": scaling, "dropout_p": dropout, "enable_gqa": key.shape[1] != query.shape[1]}
+    shared = query.shape[1] // key.shape[1]
+    if shared > 1 and query.device.type != "cpu":
+        # Not on every device and for every type has torch a kernel for fewer key heads that needs no S × S scores.
+        key, value, shared = key.repeat_interleave(shared, 1), value.repeat_interleave(shared, 1), 1
+    options: dict[str, Any] = {"scale": scaling, "dropout_p": dropout, "enable_gqa": shared > 1}
     rows: list[list[Tensor]] = [[] for _ in range(len(query))]
     ends = [0] * len(query)
     for block, start, end, window in segments.flatten(0, 2).tolist():
