@@ -122,12 +122,47 @@ def bucketed_forward_kl(ids: Tensor, log_probabilities: Tensor, log_tail: Tensor
     ids, log_probabilities [N, K]; log_tail [N], the log of the target's mass outside them; draft_logits [N, V].
     It is a lower bound of the full forward KL (data processing), and equal to it at K = V.
     """
-    normaliser = draft_logits.logsumexp(-1, keepdim=True)
-    stored = draft_logits.gather(-1, ids) - normaliser
-    outside = draft_logits.scatter(-1, ids, float("-inf"))
     # At K = V nothing is outside and the bucket is empty on both sides.
-    draft_tail = outside.logsumexp(-1) - normaliser.squeeze(-1)
+    stored, draft_tail = _draft_outcomes(ids, draft_logits)
     probabilities = log_probabilities.exp()
     tail = log_tail.exp()
     bucket = torch.where(tail > 0, tail * (log_tail - draft_tail), torch.zeros_like(tail))
     return _weighted_log_ratio(probabilities, log_probabilities, stored) + bucket
+
+
+def acceptance_bounds(
+    ids: Tensor, log_probabilities: Tensor, log_tail: Tensor, draft_logits: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The least and the largest Σ min(p, q) [N] that K stored entries and the tail's mass allow.
+
+    Arguments as of `bucketed_forward_kl`. The tail adds between 0 and min(p_tail, q_tail).
+    """
+    stored, draft_tail = _draft_outcomes(ids, draft_logits)
+    least = torch.minimum(log_probabilities.exp(), stored.exp()).sum(-1)
+    return least, least + torch.minimum(log_tail.exp(), draft_tail.exp())
+
+
+def forward_kl_bounds(
+    ids: Tensor, log_probabilities: Tensor, log_tail: Tensor, draft_logits: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The least and the largest KL(p ‖ q) [N] that the K likeliest entries and the tail's mass allow.
+
+    Arguments as of `bucketed_forward_kl`, which is the least. No token of the tail is likelier than the last entry or
+    than the whole tail, and at worst all of the mass is on the tokens that the draft gives least.
+    """
+    least = bucketed_forward_kl(ids, log_probabilities, log_tail, draft_logits)
+    stored, _ = _draft_outcomes(ids, draft_logits)
+    log_q = draft_logits.log_softmax(-1)
+    rarest = log_q.scatter(-1, ids, torch.inf).amin(-1)
+    likeliest = torch.minimum(log_probabilities.amin(-1), log_tail)
+    tail = log_tail.exp()
+    outside = torch.where(rarest.isfinite(), tail * (likeliest - rarest), torch.zeros_like(tail))
+    most = _weighted_log_ratio(log_probabilities.exp(), log_probabilities, stored) + outside
+    return least, torch.maximum(least, most)
+
+
+def _draft_outcomes(ids: Tensor, draft_logits: Tensor) -> tuple[Tensor, Tensor]:
+    """log q of the stored tokens [N, K], and of all others together [N], from logits [N, V]."""
+    normaliser = draft_logits.logsumexp(-1, keepdim=True)
+    outside = draft_logits.scatter(-1, ids, float("-inf")).logsumexp(-1)
+    return draft_logits.gather(-1, ids) - normaliser, outside - normaliser.squeeze(-1)

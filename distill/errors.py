@@ -47,4 +47,4 @@ class RunError(DistillError):
 
 
 class EndpointError(DistillError):
-    """A server did not return the target's text as requested."""
+    """A server did not return the target's text or distributions as requested."""

@@ -15,6 +15,11 @@ from distill.errors import RecipeError
 
 PACKAGES = ("torch", "transformers", "datasets", "peft", "accelerate", "gguf", "safetensors", "llama-cpp-python")
 
+FAST_WITH = {  # features of a processor, as /proc/cpuinfo names them, one of which makes a type fast
+    "bfloat16": {"avx512_bf16", "amx_bf16", "bf16", "svebf16"},
+    "float16": {"avx512_fp16", "amx_fp16", "asimdhp"},
+}
+
 VARIABLE = "OMP_NUM_THREADS"  # what torch and other libraries read
 MOST_THREADS = 1024  # more crash the libraries that make them
 
@@ -71,3 +76,21 @@ def versions() -> dict[str, str]:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
     return found
+
+
+def cpu_features() -> set[str] | None:
+    """The features that /proc/cpuinfo lists; None where it does not exist or lists none."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.partition(":")[0].strip() in ("flags", "Features"):  # x86, ARM
+                return set(line.partition(":")[2].split())
+    return None
+
+
+def faster_type(dtype: str) -> str | None:
+    """The type that this processor computes faster than `dtype`; None where it has instructions for it, or where its
+    features are unknown."""
+    features = cpu_features()
+    if features is None or dtype not in FAST_WITH or features & FAST_WITH[dtype]:
+        return None
+    return "bfloat16" if dtype == "float16" and features & FAST_WITH["bfloat16"] else "float32"

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from distill.machine import machine
-from distill.models.packed_forward import hidden_states
+from distill.models.packed.packed_forward import hidden_states
 from distill.packing import Packed
 from distill.target.distributions import CompactTeacher, Teacher
 from distill.target.head import Head

@@ -32,17 +32,18 @@ from distill import processes
 from distill.errors import DataError, RecipeError, RunError
 from distill.files import file_digest, read_json, write_json, write_text
 from distill.models.hugging_face import load_model, quantisation
-from distill.models.packed_forward import document_masks
+from distill.models.packed.packed_forward import document_masks
 from distill.packing import Packed, attention_mask, pack
 from distill.recipe import Recipe, parse_recipe
 from distill.run import Run
 from distill.target.answers import answers
 from distill.target.distributions import CompactTeacher, LogitForm, TeacherChunk, logit_form
 from distill.target.head import Head, require_head
+from distill.target.logprobs.entries import ModelReader, mean_masses
 from distill.target.online import OnlineTarget
 from distill.target.source import open_teacher, require_fit
 from distill.target.store import TeacherStore, bytes_per_position
-from distill.target.teacher import mean_masses, teacher, training_blocks
+from distill.target.teacher import teacher, training_blocks
 
 torch.set_num_threads(1)
 
@@ -321,7 +322,7 @@ def test_entries_by_mass(folders: dict[str, Path], tmp_path: Path) -> None:
     model = load_model(str(folders["qwen2"]), "float32", CPU)
     distribution = own_distributions(model, sample, 1.0).exp().sort(-1, descending=True).values.cumsum(-1).mean(0)
     torch.testing.assert_close(
-        mean_masses(model, sample, 200, len(toy_vocabulary())), distribution[:200], rtol=1e-5, atol=1e-5
+        mean_masses(ModelReader(model, len(toy_vocabulary())), sample, 200), distribution[:200], rtol=1e-5, atol=1e-5
     )
     wanted = int((distribution >= 0.9).nonzero()[0]) + 1
     store = TeacherStore(run)

@@ -147,7 +147,8 @@ def _move_aside(run: Run) -> None:
 def _check(recipe: Recipe, run: Run, until: str | None) -> None:
     from distill.pipeline.preflight import preflight
 
-    for line in preflight(recipe, inputs=run.done("corpus") is None, until=until).warnings:
+    found = preflight(recipe, run.done("corpus") is None, until=until, teacher=run.done("teacher") is None)
+    for line in found.warnings:
         print(line, file=sys.stderr)
 
 

@@ -6,7 +6,7 @@ Legend: V rows of the model's vocabulary, padding included.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -68,6 +68,11 @@ class VocabularyMetadata:
         if index >= len(self.tokens) or self.tokens[index] == f"[PAD{index}]":
             return None
         return self.tokens[index]
+
+    def with_rows(self, rows: int) -> VocabularyMetadata:
+        """The same with padding rows appended, or rows at the end removed."""
+        padding = [f"[PAD{index}]" for index in range(len(self.tokens), rows)]
+        return replace(self, tokens=self.tokens[:rows] + padding)
 
     @property
     def real_tokens(self) -> int:

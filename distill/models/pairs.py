@@ -155,14 +155,17 @@ def context_rule(draft: VocabularyMetadata, served: int | None) -> Verdict:
     return reason, f"{shorter}, or cut the draft from a donor with a longer context"
 
 
-def compare_pair(target: str, draft: str, context: int | None = None) -> PairReport:
+def compare_pair(target: str, draft: str, context: int | None = None, same_rows: bool = False) -> PairReport:
     """Compare two models by the rules of each decoder; loads no weights.
 
     Each is a Hugging Face folder or hub name or a .gguf file; `context` is the served context in tokens, by default the
-    target's own. Raises DataError where a model cannot be read.
+    target's own. With `same_rows` the draft is a donor that will get the target's number of rows, if our own rule
+    allows it. Raises DataError where a model cannot be read.
     """
     ours = VocabularyMetadata.read(target)
     theirs = ours if target == draft else VocabularyMetadata.read(draft)
+    if same_rows and distill_rule(ours, theirs) is None:
+        theirs = theirs.with_rows(ours.rows)
     served = ours.context if context is None else context
     verdicts = {
         "distill": distill_rule(ours, theirs),

@@ -42,7 +42,8 @@ def key_parts(stage: Stage, recipe: Recipe, run: Run, cache: dict[str, str]) -> 
             parts[name] = found
     for name in stage.models:
         label, value = _content(name, recipe, cache)
-        parts[label] = value
+        if value is not None:
+            parts[label] = value
     for name, pattern in stage.inputs:
         parts[f"{name}: {pattern}"] = _artifacts_digest(run, name, pattern)
     return parts
@@ -73,14 +74,15 @@ def _setting(recipe: Recipe, dotted: str, ignores: Sequence[str] = ()) -> Any:
 
 
 def _without(value: Any, dotted: str, ignores: Sequence[str]) -> Any:
+    """A value without the keys at any depth below it that `ignores` names."""
     if not isinstance(value, dict):
         return value
-    names = {name: f"{dotted}.{name}" for name in value}
-    return {name: _without(value[name], inner, ignores) for name, inner in names.items() if inner not in ignores}
+    kept = {name: inner for name, inner in value.items() if f"{dotted}.{name}" not in ignores}
+    return {name: _without(inner, f"{dotted}.{name}", ignores) for name, inner in kept.items()}
 
 
 def _content(name: str, recipe: Recipe, cache: dict[str, str]) -> tuple[str, Any]:
-    """Label and digest of the target, the donor, the file that writes answers, or the corpus sources."""
+    """Label and digest of the target, the donor, files of writer and teacher, or the sources; None without one."""
 
     def model_digest(reference: str) -> str:
         if reference not in cache:
@@ -89,6 +91,8 @@ def _content(name: str, recipe: Recipe, cache: dict[str, str]) -> tuple[str, Any
 
     if name == "target":
         return "target.model", model_digest(recipe.target.model)
+    if name == "gguf":
+        return "teacher.gguf (content)", model_digest(recipe.teacher.gguf) if recipe.teacher.gguf else None
     if name == "donor":
         return "cut.donor (content)", model_digest(recipe.donor_model)
     if name == "writer":

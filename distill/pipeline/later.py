@@ -6,6 +6,7 @@ print.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 from collections import Counter
 from itertools import islice
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from distill.errors import DataError, DistillError, RecipeError
+from distill.machine import faster_type
 from distill.recipe import Recipe, is_path
 
 if TYPE_CHECKING:
@@ -90,6 +92,27 @@ def check_writer(recipe: Recipe, offline: bool) -> tuple[list[str], list[str]]:
     return check_writer(recipe), []
 
 
+def check_teacher(recipe: Recipe, offline: bool) -> list[str]:
+    """The teacher's GGUF file has the target's tokens, or its servers answer with log-probabilities of prompts."""
+    settings = recipe.teacher
+    if settings.gguf is not None:
+        from distill.target.logprobs.gguf_reader import require_gguf
+
+        return [require_gguf(settings.gguf, recipe.target.model, recipe.corpus.block)]
+    if settings.server is None:
+        return []
+    at_one = "its distributions hold at temperature 1, whatever sampler it serves with"
+    if offline:
+        return [f"teacher: {settings.server.model} on {len(settings.server.urls)} server(s), not asked; {at_one}"]
+    from distill.target.logprobs.server_reader import open_server
+
+    with contextlib.closing(open_server(recipe)) as reader:
+        return [
+            f"teacher: {settings.server.model} answers on {len(settings.server.urls)} server(s), with {reader.asked} "
+            f"log-probabilities a token; {at_one}"
+        ]
+
+
 def check_device(recipe: Recipe) -> list[str]:
     """The device exists, holds the target as asked, and suits the processes of this command."""
     from distill.models.hugging_face import check_placement, pick_device
@@ -102,7 +125,19 @@ def check_device(recipe: Recipe) -> list[str]:
         from distill.training.adapters import require_quantisation
 
         require_quantisation(device, recipe.train.adapter.base)
-    return [f"device: {device}"]
+    return [f"device: {device}", *(_slow_types(recipe) if device.type == "cpu" else [])]
+
+
+def _slow_types(recipe: Recipe) -> list[str]:
+    """A warning for each type that this processor has no instructions for."""
+    lines = []
+    for key, dtype in (("target.dtype", recipe.target.dtype), ("train.dtype", recipe.train.dtype)):
+        faster = faster_type(dtype)
+        if faster is not None:
+            lines.append(
+                f"warning: this CPU has no instructions for {dtype} and computes it slowly: {key}={faster} is faster"
+            )
+    return lines
 
 
 def check_trackers(recipe: Recipe) -> list[str]:

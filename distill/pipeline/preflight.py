@@ -19,6 +19,7 @@ from distill.pipeline.later import (
     check_device,
     check_draft,
     check_export,
+    check_teacher,
     check_trackers,
     check_traffic,
     check_writer,
@@ -40,11 +41,14 @@ class Preflight:
         return [line for line in self.lines if "does not fit" in line or "warning" in line or "LOSSY" in line]
 
 
-def preflight(recipe: Recipe, inputs: bool = True, offline: bool = False, until: str | None = None) -> Preflight:
+def preflight(
+    recipe: Recipe, inputs: bool = True, offline: bool = False, until: str | None = None, teacher: bool = True
+) -> Preflight:
     """Check a recipe before its first stage, for the stages up to `until`.
 
     Without `inputs`, the corpus sources, the traffic file and the writer of answers are left out: a run that has read
-    them does not need them any more. With `offline`, checks that need a model hub or a server are skipped and listed.
+    them does not need them any more; without `teacher`, the teacher's file or servers are. With `offline`, checks that
+    need a model hub or a server are skipped and listed.
     """
     found = Preflight()
     last = NAMES.index(until) if until is not None else len(NAMES)
@@ -78,6 +82,8 @@ def preflight(recipe: Recipe, inputs: bool = True, offline: bool = False, until:
         checks.append(check_export)
     for check in checks:
         found.lines += check(recipe)
+    if teacher and last >= NAMES.index("teacher"):
+        found.lines += check_teacher(recipe, offline)
     return found
 
 
@@ -99,7 +105,7 @@ def check_pair(recipe: Recipe) -> list[str]:
     """
     from distill.models.pairs import compare_pair
 
-    pair = compare_pair(recipe.target.model, recipe.donor_model)
+    pair = compare_pair(recipe.target.model, recipe.donor_model, same_rows=recipe.cut.rows == "target")
     return pair.lines() if recipe.cut.transplant is None else [f"context: {pair.context or 'fits'}"]
 
 

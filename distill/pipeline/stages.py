@@ -24,7 +24,8 @@ class Stage:
     settings: dotted recipe keys that are part of the key.
     inputs: (stage, pattern of artifact names) whose digests are part of the key.
     writes: files and folders of the run directory.
-    models: `target`, `donor`, `writer` (a GGUF file) and `sources`, whose contents are part of the key.
+    models: `target`, `donor`, `writer` and `gguf` (GGUF files of answers and teacher) and `sources`, whose contents are
+        part of the key.
     precious: finished or begun work is expensive and never replaced without `--redo`.
     version: of the format of the artifacts.
     passing: prefixes of settings that do not change anything that a precious stage reads.
@@ -59,6 +60,10 @@ class Stage:
 # Settings of a training that change rounding, speed and kept checkpoints, but nothing else.
 ROUNDING = tuple(
     f"train.{name}" for name in ("micro_batch", "chunk", "save_every", "keep", "checkpointing", "compile", "trackers")
+)
+# How a server is reached, which changes none of its numbers.
+SERVING = tuple(
+    f"teacher.server.{name}" for name in ("urls", "key_variable", "concurrency", "retries", "timeout_seconds")
 )
 
 # How to reach the servers that hold the target, and how to bear with them; the file's content is part of the key.
@@ -123,9 +128,10 @@ STAGES = (
         ("teacher", "corpus.block", "target.dtype", "target.quantise"),
         (("answers", "answers/train-*"), ("corpus", "corpus/text-train.safetensors")),
         ("teacher",),
-        ("target",),
+        ("target", "gguf"),
         precious=True,
         version=2,
+        ignores=SERVING,
         together=True,
     ),
     Stage(

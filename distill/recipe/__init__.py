@@ -8,7 +8,7 @@ from distill.recipe.load import dump_recipe, is_path, load_recipe, parse_recipe,
 from distill.recipe.measuring import Evaluate, Export, Grown, Profile, Speedup
 from distill.recipe.mistakes import parse_section
 from distill.recipe.section import Section
-from distill.recipe.target import Answers, SamplerSettings, Target, TeacherStore
+from distill.recipe.target import Answers, SamplerSettings, Target, TeacherServer, TeacherStore
 from distill.recipe.text.traffic import Traffic
 from distill.recipe.text.writer import Writer
 from distill.recipe.training import Acceptance, Average, HiddenStates, Loss, Part, Replay, Sparsity, Train
@@ -39,6 +39,7 @@ __all__ = [
     "Sparsity",
     "Speedup",
     "Target",
+    "TeacherServer",
     "TeacherStore",
     "Traffic",
     "Train",

@@ -57,6 +57,11 @@ class Cut(Section):
 
     donor: str = Field("target", description="`target` (the target itself), a folder, or a hub name, as target.model")
     transplant: Transplant | None = Field(None, description="for a donor with another vocabulary; null: off")
+    rows: Literal["target", "donor"] = Field(
+        "target",
+        description="rows of embeddings and head: as many as the target's, padding rows appended or removed, which "
+        "vLLM asks for; donor: as they are. A transplanted draft has the target's",
+    )
     layers: int | None = Field(None, ge=1, description="layers to keep; null: all")
     layer_rule: Literal["auto", "greedy", "influence", "angular", "last-but-one"] = Field(
         "auto",
@@ -90,4 +95,6 @@ class Cut(Section):
             raise ValueError("search sets the layers; leave layers out")
         if self.search is not None and self.search.mlp_width and self.mlp_width is not None:
             raise ValueError("search.mlp_width sets the widths; leave mlp_width out")
+        if self.transplant is not None and self.rows == "donor":
+            raise ValueError("a transplanted draft has the target's rows; leave rows out")
         return self

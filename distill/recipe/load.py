@@ -139,6 +139,9 @@ def _resolve_paths(raw: dict[str, Any], base: Path) -> None:
     writer = answers.get("writer") if isinstance(answers, dict) else None
     if isinstance(writer, dict) and isinstance(writer.get("gguf"), str):
         writer["gguf"] = _absolute(writer["gguf"], base, "answers.writer.gguf")
+    teacher = raw.get("teacher")
+    if isinstance(teacher, dict) and isinstance(teacher.get("gguf"), str):
+        teacher["gguf"] = _absolute(teacher["gguf"], base, "teacher.gguf")
     corpus = raw.get("corpus")
     sources = corpus.get("sources") if isinstance(corpus, dict) else None
     for index, source in enumerate(sources if isinstance(sources, list) else []):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Literal
+from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
@@ -92,6 +93,47 @@ class Answers(Section):
         return self
 
 
+class TeacherServer(Section):
+    """Servers of the target that return log-probabilities of prompts, as vLLM's /v1/completions does.
+
+    They hold at temperature 1, whatever sampler the server uses. vLLM has to be started with `--max-logprobs`
+    `teacher.top_k`, and up to 32 more where the head has padding rows: `distill check` prints the number.
+    """
+
+    urls: tuple[str, ...] = Field(
+        min_length=1, description="base URLs of servers of the same model, such as http://host:8000/v1"
+    )
+    model: str = Field(min_length=1, description="the model's name on the servers, as /v1/models lists it")
+    key_variable: str | None = Field(
+        None, description="environment variable that holds the API key; null: none is sent. Keys are never written"
+    )
+    prompts: Literal["ids", "text"] = Field(
+        "ids",
+        description="send token ids, or text where the server takes nothing else; documents whose text gives other ids "
+        "are then left out and counted",
+    )
+    concurrency: int = Field(8, ge=1, le=1024, description="most requests at a time, over all servers")
+    retries: int = Field(
+        6, ge=0, le=100, description="times that a request is repeated after HTTP 408, 429, 5xx or a broken connection"
+    )
+    timeout_seconds: float = Field(300.0, gt=0, description="longest wait for a reply")
+
+    @field_validator("urls")
+    @classmethod
+    def _urls_are_plain(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for url in value:
+            try:
+                parts = urlsplit(url)
+                good = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
+            except ValueError:
+                good = False
+            if not good or any(ord(letter) <= 32 or ord(letter) > 126 for letter in url):
+                raise ValueError("a base URL is needed, such as http://host:8000/v1")
+            if "@" in parts.netloc or parts.query or parts.fragment:
+                raise ValueError("a base URL holds no password, key, ? or #; name the key's variable in key_variable")
+        return tuple(url.rstrip("/") for url in value)
+
+
 class TeacherStore(Section):
     """How the target's distributions on the train blocks are stored."""
 
@@ -119,6 +161,14 @@ class TeacherStore(Section):
     )
     shard_blocks: int = Field(64, ge=1, description="blocks per shard; also the unit of resuming")
     batch: int = Field(8, ge=1, description="blocks per forward pass")
+    gguf: str | None = Field(
+        None,
+        description="compact: take the distributions from this GGUF file of the target, through llama.cpp, with the "
+        "errors of its quantisation; null: from target.model",
+    )
+    server: TeacherServer | None = Field(
+        None, description="compact: take the distributions from servers of the target; null: from target.model"
+    )
 
     @field_validator("temperatures")
     @classmethod
@@ -134,4 +184,11 @@ class TeacherStore(Section):
         for name, kind in (("mass", "compact"), ("temperatures", "compact"), ("dtype", "exact")):
             if self.kind != kind and getattr(self, name) not in (None, type(self).model_fields[name].default):
                 raise ValueError(f"{name} is a setting of kind {kind}, but kind is {self.kind}")
+        for name in ("gguf", "server"):
+            if self.kind != "compact" and getattr(self, name) is not None:
+                raise ValueError(f"{name} gives the entries of a compact store, but kind is {self.kind}")
+        if self.gguf is not None and self.server is not None:
+            raise ValueError("gguf and server are two teachers; give one")
+        if self.server is not None and self.temperatures != (1.0,):
+            raise ValueError("a server gives distributions at temperature 1 alone: leave temperatures at [1.0]")
         return self

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from distill import divergences
-from distill.models.packed_forward import hidden_states
+from distill.models.packed.packed_forward import hidden_states
 from distill.packing import Packed
 from distill.target.distributions import TeacherChunk
 from distill.target.store import compress

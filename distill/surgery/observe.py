@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from distill.errors import DataError
-from distill.models.packed_forward import document_masks, hidden_states
+from distill.models.packed.packed_forward import hidden_states, separation
 from distill.packing import Packed
 from distill.surgery.change import decoder_layers
 
@@ -164,7 +164,7 @@ def walk_grams(
 
 def run_layer(model: Any, index: int, part: Packed, state: Tensor) -> Tensor:
     """The output [n, S, H] of one layer for the states [n, S, H] of a batch of blocks."""
-    masks = document_masks(model, part.documents)
+    masks = separation(model, part.documents, state.device)
     output = decoder_layers(model)[index](
         state,
         attention_mask=masks[model.config.layer_types[index]] if isinstance(masks, dict) else masks,

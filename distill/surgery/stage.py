@@ -38,6 +38,7 @@ from distill.surgery.cuts.layers import check_layers, choose_layers, keep_layers
 from distill.surgery.cuts.width import check_width, narrow
 from distill.surgery.divergence import TargetDistributions
 from distill.surgery.inherit import inherit
+from distill.surgery.vocabulary.rows import match_rows
 from distill.surgery.vocabulary.transplant import transplant
 from distill.surgery.vocabulary.transplant_plan import check_transplant
 from distill.surgery.vocabulary.trim import (
@@ -98,6 +99,12 @@ def check_cut(recipe: Recipe) -> list[str]:
         lines.append(f"transplant: {donor} gets the vocabulary of {recipe.target.model}")
     else:
         require_pair(recipe.target.model, donor)
+        rows = load_config(recipe.target.model).get_text_config().vocab_size
+        if settings.rows == "target" and rows != config.vocab_size:
+            lines.append(
+                f"rows: the draft gets the target's {rows} rows instead of the donor's {config.vocab_size}, so that "
+                "vLLM takes it too; only padding differs"
+            )
     check_shape(config, settings)
     if settings.trim is not None:
         vocabulary = Vocabulary.read(local_folder(recipe.target.model))
@@ -218,11 +225,16 @@ def cut(recipe: Recipe, run: Run) -> list[Path]:
 def load_donor(
     recipe: Recipe, run: Run, device: torch.device, distributions: TargetDistributions
 ) -> tuple[Any, ModelSizes, list[Change]]:
-    """The donor, loaded whole and transplanted where the recipe asks for it; its original sizes; its changes so far."""
+    """The donor, loaded whole, transplanted where the recipe asks for it, with the rows that it asks for; its original
+    sizes; its changes so far."""
     reference, settings = donor_reference(recipe), recipe.cut.transplant
     if settings is None:
         model = load_model(reference, "float32", device, trimmed=False)
-        return model, describe_model(reference, model), []
+        sizes, changes = describe_model(reference, model), []
+        if recipe.cut.rows == "target":
+            rows = load_config(recipe.target.model).get_text_config().vocab_size
+            changes = match_rows(model, rows, distributions.vocabulary)
+        return model, sizes, changes
     folder = run.path("search", "transplant")
     change = transplant(
         local_folder(reference),

@@ -1,7 +1,8 @@
 """The teacher store: the packed blocks and the target's distributions on them, in checksummed shards.
 
 Legend: n blocks of a shard, S positions, K entries, V vocabulary, H the target's hidden size, M temperatures. A shard
-is a safetensors file with the packed blocks (ids, documents, positions, mask) and, where its kind is
+is a safetensors file with the packed blocks (ids and positions int32, documents int16 where that holds their numbers,
+mask) and, where its kind is
 
 - compact: top_ids int32 [n, S, K], top_log_probabilities fp16 [n, S, K], log_tails fp32 [n, S, M];
 - exact: hidden [n, S, H], after the final norm; the head stands in head.safetensors, once;
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
+from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -39,24 +41,25 @@ MANIFEST: dict[Any, Any] = {
     **dict.fromkeys(("kind", "target", "target_digest", "tokenizer_digest", "dtype"), str),
     **{"vocabulary": int, "sampler": dict, "shard_blocks": [int], "quantise": object},
 }
-PACKED_BYTES = 3 * 4 + 1  # a position's id, document, position and mask
+PACKED_BYTES = 4 + 2 + 4 + 1  # a position's id, document, position and mask
 TYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def compress(logits: Tensor, k: int, vocabulary: int) -> TeacherChunk:
     """The compact form of distributions given as logits [N, V], at temperature 1, its ids int32.
 
-    Columns from `vocabulary` on are padding and hold no mass. The tail is summed over the logits outside the top K,
-    never as one minus the sum of the others. DataError for logits that are not finite.
+    Columns from `vocabulary` on are padding and hold no mass. The tail is summed over the tokens outside the top K,
+    never as one minus the sum of the others; below 1e-38 it counts as empty. DataError for logits that are not finite.
     """
     logits = _without_padding(logits, vocabulary)
-    normaliser = logits.logsumexp(-1, keepdim=True)
     values, ids = logits.topk(k, dim=-1)
     if not bool(values[:, 0].isfinite().all()):
         require_finite(values[:, 0].tolist(), lambda row: f"the target at scored position {row} of a batch")
-    outside = logits.scatter(-1, ids, -math.inf).logsumexp(-1, keepdim=True)
-    tail = (outside - normaliser).squeeze(-1).clamp(min=EMPTY)
-    return TeacherChunk(ids.to(torch.int32), values - normaliser, tail)
+    shares = (logits - values[:, :1]).exp_()  # once for both sums: exponentials are most of the work
+    total = shares.sum(-1, keepdim=True)
+    outside = shares.scatter_(-1, ids, 0).sum(-1, keepdim=True)
+    tail = (outside / total).log().squeeze(-1).clamp(min=EMPTY)
+    return TeacherChunk(ids.to(torch.int32), values - values[:, :1] - total.log(), tail)
 
 
 def log_tail_at(logits: Tensor, ids: Tensor, temperature: float, vocabulary: int) -> Tensor:
@@ -103,6 +106,14 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     return found
 
 
+def block_tensors(blocks: Packed) -> dict[str, Tensor]:
+    """Packed blocks as a shard holds them."""
+    tensors = blocks.tensors()
+    if blocks.documents.shape[1] <= torch.iinfo(torch.int16).max:
+        tensors["documents"] = blocks.documents.to(torch.int16)
+    return {name: value.contiguous() for name, value in tensors.items()}
+
+
 class TeacherStore:
     """The finished shards of a run, each checked against its checksum at once; distributions are read on demand."""
 
@@ -120,7 +131,8 @@ class TeacherStore:
         whole = len(width) == 1 and shapes == [(count, *width) for count in counts]
         if not whole or not all(_holds(shard, self.manifest) for shard in self._shards):
             raise DataError(f"{self.folder} is damaged: its shards do not hold the blocks of manifest.json", REDO)
-        self.packed = concatenate([Packed(*(shard.get_tensor(name) for name in names)) for shard in self._shards])
+        parts = [Packed(*(shard.get_tensor(name) for name in names)) for shard in self._shards]
+        self.packed = concatenate([replace(part, documents=part.documents.int()) for part in parts])
         self._head: Head | None = None
         if self.manifest["kind"] == "exact":
             found = _open(run, head_path(self.folder))
@@ -128,14 +140,27 @@ class TeacherStore:
             form = from_json(self.manifest["logit_form"], LogitForm, "the teacher's manifest")
             self._head = Head(found.get_tensor("weight"), bias, form)
 
+    def _block(self, name: str, block: int) -> Tensor:
+        """A tensor [1, S, …] of one block, as a view of the mapped file."""
+        shard = bisect_right(self._ends, block)
+        at = block - (self._ends[shard - 1] if shard else 0)
+        view: Tensor = self._shards[shard].get_slice(name)[at : at + 1]
+        return view
+
     def _rows(self, name: str, index: Tensor) -> Tensor:
         """A tensor [b, S, …] of the blocks at `index` [b]."""
-        rows = []
-        for block in index.tolist():
-            shard = bisect_right(self._ends, block)
-            at = block - (self._ends[shard - 1] if shard else 0)
-            rows.append(self._shards[shard].get_slice(name)[at : at + 1])
-        return torch.cat(rows)
+        return torch.cat([self._block(name, block) for block in index.tolist()])
+
+    def _scored(self, names: tuple[str, ...], index: Tensor) -> list[Tensor]:
+        """Tensors [N, …] of the scored positions of the blocks at `index` [b], read once."""
+        blocks = index.tolist()
+        places = [self.packed.mask[block].nonzero().squeeze(-1) for block in blocks]
+        return [
+            torch.cat(
+                [self._block(name, block)[0].index_select(0, at) for block, at in zip(blocks, places, strict=True)]
+            )
+            for name in names
+        ]
 
     def distributions(self, blocks: Tensor) -> dict[str, Tensor]:
         """top_ids, top_log_probabilities [b, S, K] and log_tail [b, S] at temperature 1 of the blocks at `blocks`."""
@@ -150,17 +175,16 @@ class TeacherStore:
 
     def teacher(self, index: Tensor, device: torch.device) -> Teacher:
         """The distributions of the N scored positions of the blocks at `index` [b], block by block, on a device."""
-        scored = self.packed.mask[index]
         if self.manifest["kind"] == "compact":
-            ids, logs, tails = (
-                self._rows(name, index)[scored].to(device) for name in ("top_ids", "top_log_probabilities", "log_tails")
-            )
+            names = ("top_ids", "top_log_probabilities", "log_tails")
+            ids, logs, tails = (found.to(device) for found in self._scored(names, index))
             by_temperature = {value: tails[:, at] for at, value in enumerate(self.manifest["temperatures"])}
             return CompactTeacher(ids, logs, by_temperature, self.vocabulary)
         assert self._head is not None, "an online teacher has no distributions on disk"
         if self._head.weight.device != device:
             self._head = self._head.to(device)
-        return self._head.teacher(self._rows("hidden", index)[scored].to(device))
+        (hidden,) = self._scored(("hidden",), index)
+        return self._head.teacher(hidden.to(device))
 
 
 def _holds(shard: Any, manifest: dict[str, Any]) -> bool:

@@ -5,6 +5,7 @@ Legend: n blocks, S positions, N scored positions, K stored entries, V vocabular
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict
@@ -25,17 +26,16 @@ from distill.models.hugging_face import (
     pick_device,
     real_tokens,
 )
-from distill.models.packed_forward import hidden_states, packed_inputs
+from distill.models.packed.packed_forward import hidden_states
 from distill.packing import Packed, concatenate, pack
 from distill.progress import Progress
 from distill.recipe import Recipe
 from distill.run import Run
 from distill.target.head import Head, require_head
+from distill.target.logprobs.entries import ModelReader, Reader, compact_distributions, mean_masses
 from distill.target.source import target_metadata
-from distill.target.store import FORMAT, bytes_per_position, compress, head_path, log_tail_at, shard_path
+from distill.target.store import FORMAT, block_tensors, bytes_per_position, head_path, shard_path
 from distill.texts import drop_reason, read_answers
-
-ROWS = 512  # positions whose logits are compressed at once
 
 Distributions = Callable[[Packed], dict[str, Tensor]]
 
@@ -65,6 +65,12 @@ def teacher(recipe: Recipe, run: Run, share: tuple[int, int] | None = None) -> l
     the manifest when all are done. None: the share of this process among those it was launched with.
     """
     share = share or (processes.process_index(), processes.process_count())
+    with contextlib.ExitStack() as opened:
+        return _write_store(recipe, run, share, opened)
+
+
+def _write_store(recipe: Recipe, run: Run, share: tuple[int, int], opened: contextlib.ExitStack) -> list[Path]:
+    """`teacher` for a known share; what it opens is closed with `opened`."""
     main = share[0] == 0
     settings, folder = recipe.teacher, run.path("teacher")
     config = load_config(recipe.target.model)
@@ -73,7 +79,9 @@ def teacher(recipe: Recipe, run: Run, share: tuple[int, int] | None = None) -> l
     size = settings.shard_blocks
     parts = [(number, slice(start, start + size)) for number, start in enumerate(range(0, len(blocks), size))]
     mine = processes.share_of(parts, share, "teacher shards", "teacher.shard_blocks")
-    metadata, distributions = _maker(recipe, run, blocks, vocabulary, main)
+    # A server is sent a whole shard at once, so that it always has requests waiting.
+    batch = settings.batch if settings.server is None else size
+    blocks, metadata, distributions = _maker(recipe, run, blocks, vocabulary, main, opened)
     if main:
         each = bytes_per_position(
             settings, config.get_text_config().hidden_size, recipe.target.dtype, metadata.get("k")
@@ -90,7 +98,7 @@ def teacher(recipe: Recipe, run: Run, share: tuple[int, int] | None = None) -> l
         if _is_whole(path):
             progress.step(note="(exists)")
             continue
-        _save(path, shard_tensors(blocks.take(part), distributions, settings.batch))
+        save_shard(path, shard_tensors(blocks.take(part), distributions, batch))
         progress.step()
     processes.barrier()
     if main:
@@ -110,56 +118,65 @@ def teacher(recipe: Recipe, run: Run, share: tuple[int, int] | None = None) -> l
 
 
 def _maker(
-    recipe: Recipe, run: Run, blocks: Packed, vocabulary: int, main: bool
-) -> tuple[dict[str, Any], Distributions]:
-    """The manifest's entries for a kind of store, and the function from blocks to the tensors of their shard."""
+    recipe: Recipe, run: Run, blocks: Packed, vocabulary: int, main: bool, opened: contextlib.ExitStack
+) -> tuple[Packed, dict[str, Any], Distributions]:
+    """The blocks that can be scored, the manifest's entries for a kind of store, and the function from blocks to the
+    tensors of their shard."""
     settings = recipe.teacher
     if settings.kind == "online":
-        return {}, lambda part: {}
-    model = load_target(recipe.target, pick_device(recipe.device))
+        return blocks, {}, lambda part: {}
     if settings.kind == "exact":
+        model = load_target(recipe.target, pick_device(recipe.device))
         head = Head.of(model, vocabulary)
         require_head(model, head, blocks)
         path = head_path(run.path("teacher"))
         if main and not _is_whole(path):
             tensors = {"weight": head.weight} | ({} if head.bias is None else {"bias": head.bias})
-            _save(path, {name: value.cpu().clone() for name, value in tensors.items()})
+            save_shard(path, {name: value.cpu().clone() for name, value in tensors.items()})
         dtype = settings.dtype or recipe.target.dtype
         metadata: dict[str, Any] = {"hidden_dtype": dtype, "logit_form": asdict(head.form)}
-        return metadata, lambda part: exact_distributions(model, part, DTYPES[dtype])
-    k = _entries(recipe, run, model, blocks, vocabulary, main)
+        return blocks, metadata, lambda part: exact_distributions(model, part, DTYPES[dtype])
+    reader, blocks = _open_reader(recipe, run, blocks, vocabulary, opened)
+    opened.callback(reader.close)
+    k = _entries(recipe, run, reader, blocks, vocabulary, main)
     temperatures = settings.temperatures
-    metadata = {"k": k, "mass": settings.mass, "temperatures": list(temperatures)}
-    return metadata, lambda part: compact_distributions(model, part, k, vocabulary, temperatures)
+    metadata = {"k": k, "mass": settings.mass, "temperatures": list(temperatures), "origin": reader.origin}
+    return blocks, metadata, lambda part: compact_distributions(reader, part, k, temperatures)
+
+
+def _open_reader(
+    recipe: Recipe, run: Run, blocks: Packed, vocabulary: int, opened: contextlib.ExitStack
+) -> tuple[Reader, Packed]:
+    """The target as the recipe's teacher reads it, and the blocks that it can score."""
+    settings = recipe.teacher
+    if settings.gguf is not None:
+        from distill.target.logprobs.gguf_reader import GgufReader
+
+        run.say(f"  distributions from {settings.gguf}")
+        return GgufReader(settings.gguf, recipe.target.model, blocks.ids.shape[1], vocabulary, recipe.threads), blocks
+    if settings.server is None:
+        return ModelReader(load_target(recipe.target, pick_device(recipe.device)), vocabulary), blocks
+    from distill.target.logprobs.server_reader import open_server
+
+    reader = open_server(recipe)
+    opened.callback(lambda: run.say(f"  {reader.report()}"))
+    found, left_out = reader.scorable(blocks)
+    if left_out:
+        run.say(f"  {left_out} documents are not scored: sent as text, they would be read as other tokens")
+    if not int(found.mask.sum()):
+        raise DataError(
+            "no document gives its own tokens when it is sent as text",
+            "set teacher.server.prompts: ids, or serve the target with the tokenizer of target.model",
+        )
+    run.say(f"  {reader.announcement(found)}")
+    return reader, found
 
 
 def shard_tensors(blocks: Packed, distributions: Distributions, batch: int) -> dict[str, Tensor]:
     """The tensors of one shard: its blocks and the target's distributions on them, made `batch` blocks at a time."""
     parts = [distributions(blocks.take(slice(start, start + batch))) for start in range(0, len(blocks), batch)]
     found = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-    return {name: value.contiguous() for name, value in blocks.tensors().items()} | found
-
-
-@torch.inference_mode()
-def compact_distributions(
-    model: Any, blocks: Packed, k: int, vocabulary: int, temperatures: tuple[float, ...]
-) -> dict[str, Tensor]:
-    """top_ids, top_log_probabilities [n, S, K] and log_tails [n, S, M temperatures] of the model's own logits."""
-    logits = model(**packed_inputs(model, blocks)).logits.flatten(0, 1)  # [n·S, V]
-    positions = blocks.ids.numel()
-    top_ids = torch.zeros(positions, k, dtype=torch.int32)
-    logs = torch.zeros(positions, k, dtype=torch.float16)
-    tails = torch.zeros(positions, len(temperatures))
-    for rows in blocks.mask.flatten().nonzero().squeeze(-1).split(ROWS):
-        chosen = logits[rows.to(logits.device)]
-        chunk = compress(chosen, k, vocabulary)
-        assert chunk.ids is not None
-        top_ids[rows], logs[rows] = chunk.ids.cpu(), chunk.log_probabilities.half().cpu()
-        for at, value in enumerate(temperatures):
-            tail = chunk.log_tail if value == 1 else log_tail_at(chosen, chunk.ids, value, vocabulary)
-            tails[rows, at] = tail.cpu()
-    flat = {"top_ids": top_ids, "top_log_probabilities": logs, "log_tails": tails}
-    return {name: value.view(*blocks.ids.shape, -1) for name, value in flat.items()}
+    return block_tensors(blocks) | found
 
 
 @torch.no_grad()
@@ -175,7 +192,7 @@ def exact_distributions(model: Any, blocks: Packed, dtype: torch.dtype) -> dict[
     return {"hidden": hidden.contiguous()}
 
 
-def _entries(recipe: Recipe, run: Run, model: Any, blocks: Packed, vocabulary: int, main: bool) -> int:
+def _entries(recipe: Recipe, run: Run, reader: Reader, blocks: Packed, vocabulary: int, main: bool) -> int:
     """K of a compact store: top_k, or the fewest entries that hold `teacher.mass` on average over some blocks.
 
     The main process chooses, once, for all processes and for a run that goes on later.
@@ -188,7 +205,7 @@ def _entries(recipe: Recipe, run: Run, model: Any, blocks: Packed, vocabulary: i
     if main and not path.exists():
         count = min(len(blocks), settings.batch)
         sample = blocks.take(torch.linspace(0, len(blocks) - 1, count).round().long().unique())
-        masses = mean_masses(model, sample, most, vocabulary)
+        masses = mean_masses(reader, sample, most)
         enough = (masses >= settings.mass).nonzero().flatten().tolist()
         k = enough[0] + 1 if enough else most
         run.say(
@@ -205,19 +222,7 @@ def stored_entries(path: Path) -> int:
     return int(read_json(path, {"k": int})["k"])
 
 
-@torch.inference_mode()
-def mean_masses(model: Any, blocks: Packed, most: int, vocabulary: int) -> Tensor:
-    """The mass [most] of the 1, 2, … likeliest tokens, the mean over the scored positions of some blocks, in fp64."""
-    logits = model(**packed_inputs(model, blocks)).logits
-    sums, count = torch.zeros(most, dtype=torch.float64), 0
-    for rows in logits[blocks.mask.to(logits.device)].split(ROWS):
-        logs = compress(rows, most, vocabulary).log_probabilities
-        sums += logs.double().exp().cumsum(-1).sum(0).cpu()
-        count += len(rows)
-    return sums / max(1, count)
-
-
-def _save(path: Path, tensors: dict[str, Tensor]) -> None:
+def save_shard(path: Path, tensors: dict[str, Tensor]) -> None:
     """Write a safetensors file, then its receipt."""
     from safetensors.torch import save_file
 

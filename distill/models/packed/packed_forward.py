@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from distill.errors import DataError
+from distill.models.packed.document_attention import LONG, document_segments, register
 from distill.packing import Packed, attention_mask
 
 
@@ -21,9 +22,32 @@ def packed_inputs(model: Any, blocks: Packed) -> dict[str, Any]:
     return {
         "input_ids": blocks.ids.long().to(device),
         "position_ids": blocks.positions.long().to(device),
-        "attention_mask": document_masks(model, blocks.documents.to(device)),
+        "attention_mask": separation(model, blocks.documents, device),
         "use_cache": False,
     }
+
+
+def separation(model: Any, documents: Tensor, device: torch.device) -> Any:
+    """What keeps the documents [n, S] apart, in the place of an attention mask: masks, or in long blocks lists of
+    segments (see document_attention); a dict where kinds of layers differ."""
+    config = model.config.get_text_config()
+    kinds = _kinds(config)
+    compiled = getattr(model.base_model, "_compiled_call_impl", None) is not None  # lists of segments break its graphs
+    plain = config._attn_implementation == "sdpa" and kinds <= {"full_attention", "sliding_attention"} and not compiled
+    if documents.shape[1] < LONG or not plain:
+        return document_masks(model, documents.to(device))
+    register()
+    found = {
+        kind: document_segments(documents, config.sliding_window if kind == "sliding_attention" else None)
+        for kind in sorted(kinds)
+    }
+    return found if len(found) > 1 else next(iter(found.values()))
+
+
+def _kinds(config: Any) -> set[str]:
+    """The kinds of a model's attention layers, as transformers names them."""
+    window = getattr(config, "sliding_window", None)
+    return set(getattr(config, "layer_types", None) or []) or {"sliding_attention" if window else "full_attention"}
 
 
 def hidden_states(model: Any, blocks: Packed) -> Tensor:
@@ -42,11 +66,7 @@ def document_masks(model: Any, documents: Tensor) -> Any:
     """
     config = model.config.get_text_config()
     mask = attention_mask(documents)
-    window = getattr(config, "sliding_window", None)
-    kinds = set(getattr(config, "layer_types", None) or [])
-    if not kinds:
-        kinds = {"sliding_attention" if window else "full_attention"}
-    found = {kind: _shaped(model, _mask_of(kind, config, mask)) for kind in sorted(kinds)}
+    found = {kind: _shaped(model, _mask_of(kind, config, mask)) for kind in sorted(_kinds(config))}
     return found if len(found) > 1 else next(iter(found.values()))
 
 

@@ -1,0 +1,128 @@
+"""The target's likeliest tokens at scored positions, whoever computed them: what a compact store holds.
+
+Legend: n blocks, S positions, N scored positions, c of them at once, V vocabulary, K entries, M temperatures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from distill.models.packed.packed_forward import packed_inputs
+from distill.packing import Packed
+from distill.target.store import compress, log_tail_at
+
+ROWS = 512  # positions whose logits are read at once
+CACHED = 2**20  # cells of logits, 4 MB
+
+
+@dataclass(frozen=True)
+class Entries:
+    """ids int32 [N, K], log_probabilities [N, K] at temperature 1, log_tails [N, M], on the CPU."""
+
+    ids: Tensor
+    log_probabilities: Tensor
+    log_tails: Tensor
+
+    @classmethod
+    def join(cls, parts: list[Entries], k: int, temperatures: int) -> Entries:
+        """The parts one after the other; without any, entries of no position."""
+        none = cls(torch.empty(0, k, dtype=torch.int32), torch.empty(0, k), torch.empty(0, temperatures))
+        return cls(
+            torch.cat([part.ids for part in parts or [none]]),
+            torch.cat([part.log_probabilities for part in parts or [none]]),
+            torch.cat([part.log_tails for part in parts or [none]]),
+        )
+
+
+class Reader(Protocol):
+    """A target that gives its distributions on packed blocks; `origin` goes into the store's manifest."""
+
+    origin: dict[str, Any]
+
+    def __call__(self, blocks: Packed, k: int, temperatures: tuple[float, ...]) -> Entries:
+        """The k likeliest tokens at the scored positions of some blocks, block by block."""
+        ...
+
+    def close(self) -> None:
+        """Free what llama.cpp holds, or end the connections."""
+        ...
+
+
+def entries_of(rows: Iterable[Tensor], k: int, vocabulary: int, temperatures: tuple[float, ...]) -> Entries:
+    """The entries of distributions given as logits [c, V], part by part."""
+    parts = []
+    for logits in (piece for part in rows for piece in _cached(part)):
+        chunk = compress(logits, k, vocabulary)
+        assert chunk.ids is not None
+        tails = [
+            chunk.log_tail if value == 1 else log_tail_at(logits, chunk.ids, value, vocabulary)
+            for value in temperatures
+        ]
+        parts.append(Entries(chunk.ids.cpu(), chunk.log_probabilities.cpu(), torch.stack(tails, -1).cpu()))
+    return Entries.join(parts, k, len(temperatures))
+
+
+def _cached(logits: Tensor) -> tuple[Tensor, ...]:
+    """Logits [c, V] in pieces that a processor's cache holds, several times quicker; on other devices whole."""
+    return logits.split(max(1, CACHED // logits.shape[-1])) if logits.device.type == "cpu" else (logits,)
+
+
+class ModelReader:
+    """A loaded model of transformers; the first `vocabulary` rows of its head are tokens."""
+
+    def __init__(self, model: Any, vocabulary: int) -> None:
+        self.model, self.vocabulary = model, vocabulary
+        self.origin: dict[str, Any] = {"kind": "model"}
+
+    @torch.inference_mode()
+    def __call__(self, blocks: Packed, k: int, temperatures: tuple[float, ...]) -> Entries:
+        """See `Reader`."""
+        logits = self.model(**packed_inputs(self.model, blocks)).logits.flatten(0, 1)  # [n·S, V]
+        scored = blocks.mask.flatten().nonzero().squeeze(-1).to(logits.device)
+        return entries_of((logits[rows] for rows in scored.split(ROWS)), k, self.vocabulary, temperatures)
+
+    def close(self) -> None:
+        """Nothing to free: the model goes with its last reference."""
+
+
+def compact_distributions(reader: Reader, blocks: Packed, k: int, temperatures: tuple[float, ...]) -> dict[str, Tensor]:
+    """top_ids, top_log_probabilities [n, S, K] and log_tails [n, S, M]; zeros where the mask scores nothing."""
+    found = reader(blocks, k, temperatures)
+    shape = blocks.mask.shape
+    top_ids = torch.zeros(*shape, k, dtype=torch.int32)
+    logs = torch.zeros(*shape, k, dtype=torch.float16)
+    tails = torch.zeros(*shape, len(temperatures))
+    top_ids[blocks.mask], logs[blocks.mask] = found.ids, found.log_probabilities.half()
+    tails[blocks.mask] = found.log_tails
+    return {"top_ids": top_ids, "top_log_probabilities": logs, "log_tails": tails}
+
+
+def mean_masses(reader: Reader, blocks: Packed, most: int) -> Tensor:
+    """The mass [most] of the 1, 2, … likeliest tokens, the mean over the scored positions of some blocks, in fp64."""
+    logs = reader(blocks, most, (1.0,)).log_probabilities
+    return logs.double().exp().cumsum(-1).sum(0) / max(1, len(logs))
+
+
+@dataclass(frozen=True)
+class Document:
+    """One packed document with scored positions: its ids up to the last of them and the token after that, and which
+    positions are scored."""
+
+    ids: list[int]
+    scored: list[int]
+
+
+def scored_documents(blocks: Packed) -> list[Document]:
+    """The documents of some blocks that have scored positions, in the order in which a mask lists those."""
+    found = []
+    for ids, documents, mask in zip(blocks.ids, blocks.documents, blocks.mask, strict=True):
+        for number in documents[mask].unique().tolist():
+            here = documents == number
+            scored = mask[here].nonzero().squeeze(-1).tolist()
+            found.append(Document(ids[here][: scored[-1] + 2].tolist(), scored))
+    return found

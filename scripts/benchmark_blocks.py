@@ -1,0 +1,169 @@
+"""Training memory per token at short and long blocks, beyond weights, gradients and optimizer.
+
+    python scripts/benchmark_blocks.py --threads 2
+    python scripts/benchmark_blocks.py --device cuda --dtype bfloat16 --layers 24
+
+A random draft of Qwen2.5-0.5B's shape (hidden size 896, 151,936 rows), by default at 2 of its 24 layers, takes training
+steps of one block of each length, on random tokens in documents of `--document` tokens (0: one per block) with a
+compact teacher of random entries. Every length is a process of its own, and so is `--mask`, which forces the attention
+mask that long blocks do without. Figures: the peak of a step above the memory before it (after a short step, so that
+weights, their gradients and both moments of AdamW are there), divided by the block's tokens; and the step's seconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import math
+import subprocess
+import sys
+import threading
+import time
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from distill.models import packed_forward
+from distill.packing import Packed, pack
+from distill.target.distributions import CompactTeacher
+from distill.training.losses.settings import LossSettings
+from distill.training.plan import PlannedPart
+from distill.training.step import Columns, Learner
+
+
+class Peak(threading.Thread):
+    """The highest resident memory of this process while it runs, in bytes; on a GPU, torch's own count."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(daemon=True)
+        self.device, self.highest, self.ended = device, 0, threading.Event()
+
+    def now(self) -> int:
+        import psutil
+
+        if self.device.type == "cuda":
+            return int(torch.cuda.memory_allocated(self.device))
+        return int(psutil.Process().memory_info().rss)
+
+    def run(self) -> None:
+        while not self.ended.wait(0.005):
+            self.highest = max(self.highest, self.now())
+
+    def stop(self) -> int:
+        self.ended.set()
+        self.join()
+        return int(torch.cuda.max_memory_allocated(self.device)) if self.device.type == "cuda" else self.highest
+
+
+def draft(arguments: argparse.Namespace, device: torch.device) -> Any:
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    config = Qwen2Config(
+        vocab_size=arguments.vocabulary,
+        hidden_size=896,
+        intermediate_size=4864,
+        num_hidden_layers=arguments.layers,
+        num_attention_heads=14,
+        num_key_value_heads=2,
+        max_position_embeddings=32768,
+        tie_word_embeddings=True,
+    )
+    torch.manual_seed(0)
+    model = Qwen2ForCausalLM(config).to(device)
+    model.config.use_cache = False
+    return model.train()
+
+
+def batch(arguments: argparse.Namespace, block: int, device: torch.device) -> tuple[Packed, CompactTeacher]:
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(0, arguments.vocabulary, (block,), generator=generator).tolist()
+    size = min(arguments.document or block, block)
+    blocks = pack(((ids[start : start + size], 1) for start in range(0, block, size)), block, split_long=False)
+    count = int(blocks.mask.sum())
+    top = torch.randint(0, arguments.vocabulary // arguments.k, (count, arguments.k), generator=generator)
+    top += torch.arange(arguments.k) * (arguments.vocabulary // arguments.k)  # different in each row
+    logs = torch.randn(count, arguments.k, generator=generator).log_softmax(-1) - 0.05
+    tail = torch.full((count,), math.log(-math.expm1(-0.05)))
+    teacher = CompactTeacher(top.int().to(device), logs.half().to(device), {1.0: tail.to(device)}, arguments.vocabulary)
+    return Packed(*(tensor.to(device) for tensor in blocks.tensors().values())), teacher
+
+
+def measure(arguments: argparse.Namespace, block: int) -> dict[str, float]:
+    """Bytes per token at the peak of a step, and its seconds."""
+    device = torch.device(arguments.device)
+    torch.set_num_threads(arguments.threads)
+    if arguments.mask:
+        packed_forward.LONG = 10**9
+    model = draft(arguments, device)
+    learner = Learner(model, Columns(arguments.vocabulary, None, device), arguments.chunk, 4)
+    optimizer = torch.optim.AdamW(learner.parameters(), lr=1e-5)
+    short, long = batch(arguments, 64, device), batch(arguments, block, device)
+    part = PlannedPart("align", 0, 1, 1e-5, LossSettings({"jsd": 1.0}))
+    kind = getattr(torch, arguments.dtype)
+
+    def step(blocks: Packed, teacher: CompactTeacher) -> None:
+        with torch.autocast(device.type, dtype=kind, enabled=kind != torch.float32):
+            total, sums = learner(blocks, teacher, part)
+        loss: Tensor = total / sums["weight"]
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)  # gradients stay, so that their memory counts as there before
+
+    step(*short)
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats(device)
+    peak = Peak(device)
+    before, began = peak.now(), time.monotonic()
+    peak.start()
+    step(*long)
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    seconds = time.monotonic() - began
+    return {"bytes_per_token": (peak.stop() - before) / block, "seconds": seconds}
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--blocks", type=int, nargs="+", default=[1024, 8192])
+    parser.add_argument("--document", type=int, default=0)
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--vocabulary", type=int, default=151_936)
+    parser.add_argument("--k", type=int, default=64)
+    parser.add_argument("--chunk", type=int, default=512)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--mask", action="store_true", help="force the attention mask of short blocks")
+    parser.add_argument("--one", type=int, help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def main() -> None:
+    arguments = parse()
+    if arguments.one is not None:
+        print(json.dumps(measure(arguments, arguments.one)))
+        return
+    print("| attention | block | bytes per token | against the first | seconds per step |\n|---|---|---|---|---|")
+    for options, name in (([], "as in training"), (["--mask"], "with a mask")):
+        first = None
+        for block in arguments.blocks:
+            command = [sys.executable, *sys.argv, "--one", str(block), *options]
+            result = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+            if result.returncode:
+                print(f"| {name} | {block} | ended with status {result.returncode} | | |", flush=True)
+                continue
+            found = json.loads(result.stdout)
+            first = first or found["bytes_per_token"]
+            ratio = found["bytes_per_token"] / first
+            print(
+                f"| {name} | {block} | {found['bytes_per_token']:,.0f} | {ratio:.2f} | {found['seconds']:.1f} |",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,125 @@
+"""A draft has its target's number of rows: only padding is appended or removed, and tokens keep their logits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from toys import save_toy, toy, toy_tokenizer
+from transformers import AutoModelForCausalLM
+
+from distill import machine
+from distill.machine import faster_type
+from distill.models.hugging_face import real_tokens
+from distill.models.pairs import compare_pair
+from distill.pipeline import later
+from distill.recipe import parse_recipe
+from distill.surgery.change import size_of
+from distill.surgery.vocabulary.rows import match_rows
+
+TOKENIZER = toy_tokenizer(300)
+REAL = max(TOKENIZER.get_vocab().values()) + 1
+IDS = torch.tensor([[5, 9, 200, 31]])
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(
+    ("donor", "rows"), [(REAL, REAL + 7), (REAL + 3, REAL + 9), (REAL + 9, REAL + 2), (REAL + 5, REAL)]
+)
+def test_only_padding_changes(donor: int, rows: int, tied: bool, tmp_path: Path) -> None:
+    model = toy("qwen2", vocabulary=donor, tie_word_embeddings=tied)
+    with torch.no_grad():
+        before, old = model(IDS).logits, model.get_output_embeddings().weight.clone()
+    (change,) = match_rows(model, rows, REAL)
+    assert change.details == {"rows": rows, "donor_rows": donor, "tokens": REAL}
+    assert (change.before.vocabulary, change.after.vocabulary) == (donor, rows)
+    assert change.after == size_of(model) and change.after.tied is tied
+    assert f"vocabulary {donor} -> {rows}" in change.sentence()
+    with torch.no_grad():
+        after = model(IDS).logits
+    assert after.shape[-1] == rows == model.config.vocab_size
+    assert torch.equal(after[..., :REAL], before[..., :REAL])
+    if rows > donor:
+        expected = old[-1] if donor > REAL else old.mean(0)
+        torch.testing.assert_close(model.get_output_embeddings().weight[donor:], expected.expand(rows - donor, -1))
+    model.save_pretrained(tmp_path)  # from_pretrained refuses another shape than config.json's
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    with torch.no_grad():
+        assert torch.equal(again(IDS).logits, after)
+    assert (again.get_input_embeddings().weight is again.lm_head.weight) is tied
+    model(IDS).logits.sum().backward()
+    assert model.get_input_embeddings().weight.grad.shape[0] == rows
+
+
+def test_equal_rows_are_left_alone() -> None:
+    model = toy("qwen2", vocabulary=REAL + 2)
+    weight = model.lm_head.weight
+    assert match_rows(model, REAL + 2, REAL) == [] and model.lm_head.weight is weight
+
+
+def test_a_token_never_loses_its_row() -> None:
+    with pytest.raises(AssertionError):
+        match_rows(toy("qwen2", vocabulary=REAL + 2), REAL - 1, REAL)
+
+
+def test_vllm_takes_the_pair(tmp_path: Path) -> None:
+    target = save_toy(toy("qwen2", vocabulary=REAL + 12), TOKENIZER, tmp_path / "target")
+    donor = save_toy(toy("qwen2", vocabulary=REAL + 2), TOKENIZER, tmp_path / "donor")
+    assert compare_pair(str(target), str(donor)).vllm is not None
+    found = compare_pair(str(target), str(donor), same_rows=True)
+    assert (found.distill, found.llama_cpp, found.vllm) == (None, None, None)
+    model = AutoModelForCausalLM.from_pretrained(donor)
+    match_rows(model, REAL + 12, real_tokens(model.config, TOKENIZER))
+    save_toy(model, TOKENIZER, tmp_path / "draft")
+    assert compare_pair(str(target), str(tmp_path / "draft")).table() == found.table()
+    other = save_toy(toy("qwen2", vocabulary=REAL - 4), TOKENIZER, tmp_path / "short")  # lacks tokens, not padding
+    found = compare_pair(str(target), str(other), same_rows=True)
+    assert found.distill is not None and found.vllm is not None
+
+
+FLAGS = {
+    "old": ({"avx2", "fma"}, {"bfloat16": "float32", "float16": "float32"}),
+    "zen4": ({"avx512f", "avx512_bf16"}, {"bfloat16": None, "float16": "bfloat16"}),
+    "sapphire": ({"amx_bf16", "avx512_fp16"}, {"bfloat16": None, "float16": None}),
+    "arm": ({"asimdhp", "bf16"}, {"bfloat16": None, "float16": None}),
+    "unknown": (None, {"bfloat16": None, "float16": None}),
+}
+
+
+@pytest.mark.parametrize("processor", FLAGS)
+def test_types_that_a_processor_computes_slowly(processor: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    features, expected = FLAGS[processor]
+    monkeypatch.setattr(machine, "cpu_features", lambda: features)
+    assert {dtype: faster_type(dtype) for dtype in expected} == expected
+    assert faster_type("float32") is None
+    values: dict[str, Any] = {
+        "name": "slow",
+        "device": "cpu",
+        "target": {"model": "m", "dtype": "float16"},
+        "train": {"dtype": "bfloat16"},
+        "corpus": {"sources": [{"kind": "text", "path": "/t"}]},
+    }
+    lines = [line for line in later.check_device(parse_recipe(values, "test")) if "warning" in line]
+    wanted = [
+        f"warning: this CPU has no instructions for {dtype} and computes it slowly: {key}={expected[dtype]} is faster"
+        for key, dtype in (("target.dtype", "float16"), ("train.dtype", "bfloat16"))
+        if expected[dtype]
+    ]
+    assert lines == wanted
+    fast = parse_recipe(values | {"target": {"model": "m"}, "train": {}}, "test")
+    assert later.check_device(fast) == ["device: cpu"]
+
+
+def test_features_are_read_from_the_system(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for text, expected in (
+        ("model name\t: X\nflags\t\t: fpu avx2 avx512_bf16\nflags\t\t: other\n", {"fpu", "avx2", "avx512_bf16"}),
+        ("Features\t: fp asimdhp bf16\n", {"fp", "asimdhp", "bf16"}),
+        ("nothing\n", None),
+    ):
+        (tmp_path / "cpuinfo").write_text(text)
+        monkeypatch.setattr(machine, "Path", lambda _: tmp_path / "cpuinfo")
+        assert machine.cpu_features() == expected
+    monkeypatch.setattr(machine, "Path", lambda _: tmp_path / "missing")
+    assert machine.cpu_features() is None
