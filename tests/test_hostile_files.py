@@ -170,6 +170,7 @@ def test_a_transplant_needs_sizes(model: Path, world: Path) -> None:
         ("model", {"type": "BPE", "vocab": {"a": 2**32 - 1}, "merges": []}),
         ("model", {"type": "BPE", "vocab": {"a": 0}, "merges": [3]}),
         ("model", {"type": "Unigram", "vocab": [3]}),
+        ("model", {"type": "Unigram", "vocab": [["a", 0.0]], "unk_id": 7}),
         ("added_tokens", [{"id": 1}]),
         ("added_tokens", {"a": 1}),
     ],
@@ -395,9 +396,11 @@ def test_a_setting_that_fails_in_use(model: Path) -> None:
         load_tokenizer(str(model))
 
 
-def test_positions_that_an_evaluation_lacks(copied: Path) -> None:
+@pytest.mark.parametrize("key", ["positions", "domains"])
+def test_figures_that_an_evaluation_lacks(copied: Path, key: str) -> None:
     found = json.loads((copied / "eval.json").read_text())
-    found["positions"]["after"] = found["positions"]["after"][:1]
+    for part in found[key]:
+        found[key][part] = type(found[key][part])()
     (copied / "eval.json").write_text(json.dumps(found))
     with pytest.raises(DataError, match="does not hold what this version writes"):
         read_result(copied / "eval.json", EvaluationReport)

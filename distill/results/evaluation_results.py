@@ -82,6 +82,8 @@ class EvaluationReport:
     def __post_init__(self) -> None:
         if any(len(rows) < self.length or name not in self.tokens_per_round for name, rows in self.positions.items()):
             raise ValueError("positions are missing")
+        if not all(self.domains.values()):
+            raise ValueError("a domain without drafts")
 
     def accepted_by_position(self, draft: str = "after") -> list[float]:
         """Acceptance at positions 1.. of one draft, as far as positions were reached."""
