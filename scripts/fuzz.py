@@ -6,9 +6,9 @@
 
 An input is right when its readers return or raise a DistillError whose message is short, printable, and without the
 words of Python or of a library's internals. Everything else is a failure: another exception, the death of the process,
-more than the kind's seconds, or more than 1 GB of memory above the process's own (which RLIMIT_AS refuses; a
-MemoryError that some reader turned into a message counts too). Each failure is printed once per place, with the
-smallest input found, which is saved under --to.
+more than the kind's seconds (twice, since other programs use the machine too), or more than 1 GB of memory above the
+process's own. RLIMIT_AS refuses that much; a MemoryError that a reader turned into a message counts too. Each failure
+is printed once per place, with the smallest input found, which is saved under --to.
 
 The kinds are in fuzz_kinds.py. The valid files that inputs are made from are those of the tests' tiny job
 (tests/tiny.py), which is run first. A kind is fed in a child process, forked with everything imported; what may end
@@ -55,7 +55,7 @@ from distill.errors import DistillError  # noqa: E402
 from distill.progress import duration  # noqa: E402
 
 MOST_MEMORY = 2**30  # bytes that a small file may make a reader take
-SHRINKING_SECONDS = 20.0
+TOO_LONG = "took too long"
 # Words of Python's own errors and of libraries' internals: no message for a user holds them.
 FOREIGN = re.compile(
     r"object has no attribute|object is not (subscriptable|iterable|callable)|index out of range|unhashable type|"
@@ -134,6 +134,8 @@ def failure_of(kind: Kind, world: World, given: Any) -> tuple[bool, Failure | No
             fault = fault_of(error)
             if fault is not None:
                 return True, Failure(f"{fault}, {place_of(error)}", str(error)[:600], repr(given))
+        except Hang as error:
+            return False, Failure(place_of(error), TOO_LONG, repr(given))
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:
@@ -150,7 +152,7 @@ def alarm(kind: Kind, seconds: float | None = None) -> None:
 
 
 def _hang(*_: Any) -> None:
-    raise Hang("took too long")
+    raise Hang(TOO_LONG)
 
 
 # ── a batch, in a child process ──
@@ -194,6 +196,17 @@ def feed_isolated(kind: Kind, world: World, given: Any) -> tuple[str, Failure | 
     return ("failed" if failure else "refused" if refused else "read"), failure
 
 
+def timed(kind: Kind, world: World, given: Any) -> tuple[bool, Failure | None]:
+    """`failure_of` within the kind's seconds; one that takes longer is a failure."""
+    try:
+        alarm(kind)
+        return failure_of(kind, world, given)
+    except Hang as error:
+        return False, Failure(place_of(error), TOO_LONG, repr(given))
+    finally:
+        alarm(kind, 0)
+
+
 def batches_of(kind: Kind, world: World, seed: int, batch: int, count: int) -> Outcome:
     """Feed one batch; every failure's place once, with its smallest input."""
     outcome, places = Outcome(kind.name, batch), dict[str, Failure]()
@@ -204,13 +217,9 @@ def batches_of(kind: Kind, world: World, seed: int, batch: int, count: int) -> O
         if kind.isolated:
             verdict, failure = feed_isolated(kind, world, given)
         else:
-            try:
-                alarm(kind)
-                refused, failure = failure_of(kind, world, given)
-            except Hang as error:
-                refused, failure = False, Failure(place_of(error), "took too long", repr(given))
-            finally:
-                alarm(kind, 0)
+            refused, failure = timed(kind, world, given)
+            if failure is not None and failure.words == TOO_LONG:  # or was it another program on this machine?
+                refused, failure = timed(kind, world, given)
             verdict = "failed" if failure else "refused" if refused else "read"
         setattr(outcome, verdict, getattr(outcome, verdict) + 1)
         outcome.inputs += 1

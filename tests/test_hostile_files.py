@@ -171,6 +171,7 @@ def test_a_transplant_needs_sizes(model: Path, world: Path) -> None:
         ("model", {"type": "BPE", "vocab": {"a": 2**32 - 1}, "merges": []}),
         ("model", {"type": "BPE", "vocab": {"a": 0}, "merges": [3]}),
         ("model", {"type": "Unigram", "vocab": [3]}),
+        ("model", {"type": "Unigram", "vocab": [["a", 0.0]], "unk_id": 7}),
         ("added_tokens", [{"id": 1}]),
         ("added_tokens", {"a": 1}),
     ],
@@ -396,11 +397,14 @@ def test_a_setting_that_fails_in_use(model: Path) -> None:
         load_tokenizer(str(model))
 
 
-def test_positions_that_an_evaluation_lacks(copied: Path) -> None:
-    found = json.loads((copied / "eval.json").read_text())
-    found["positions"]["after"] = found["positions"]["after"][:1]
-    (copied / "eval.json").write_text(json.dumps(found))
-    assert "| 2 | " in as_markdown(read_result(copied / "eval.json", EvaluationReport)), "a row without its figures"
+def test_figures_that_an_evaluation_lacks(copied: Path) -> None:
+    whole = json.loads((copied / "eval.json").read_text())
+    without = {**whole, "positions": {part: [] for part in whole["positions"]}}
+    (copied / "eval.json").write_text(json.dumps(without))
+    assert "| 2 | never reached" in as_markdown(read_result(copied / "eval.json", EvaluationReport))
+    (copied / "eval.json").write_text(json.dumps({**whole, "domains": {part: {} for part in whole["domains"]}}))
+    with pytest.raises(DataError, match="does not hold what this version writes"):
+        read_result(copied / "eval.json", EvaluationReport)
 
 
 def test_a_manifest_of_an_unknown_kind(copied: Path) -> None:

@@ -96,6 +96,10 @@ class EvaluationReport:
     tokens_per_round: dict[str, Interval]
     classes: list[ClassResult] = field(default_factory=list)
 
+    def __post_init__(self) -> None:
+        if not all(self.domains.values()):
+            raise ValueError("a domain without drafts")
+
     def accepted_by_position(self, draft: str = "after") -> list[float]:
         """Acceptance at positions 1.. of one draft, as far as positions were reached."""
         rates = []

@@ -47,7 +47,7 @@ def read_folder(folder: Path) -> Contents:
     model = content["model"]
     family = _family(path, content, model)
     by_id, added = _tokens(path, content, model, settings)
-    roles = roles_in({token: number for number, token in by_id.items()}, settings, _unknown(model))
+    roles = roles_in({token: number for number, token in by_id.items()}, settings, _unknown(path, model))
     tokens = tuple(by_id.get(number) for number in range(max(by_id) + 1))
     # Tokens that the settings name are special even without the flag; but an ordinary token may serve as, say, padding.
     serving = {roles[role] for role in NAMED_ROLES if role in roles}
@@ -148,9 +148,11 @@ def _family(path: Path, content: Mapping[str, Any], model: Mapping[str, Any]) ->
     raise DataError(f"{path} is a BPE that maps neither bytes nor spaces", _HINT)
 
 
-def _unknown(model: Mapping[str, Any]) -> str | None:
+def _unknown(path: Path, model: Mapping[str, Any]) -> str | None:
     number = model.get("unk_id")
-    if isinstance(number, int) and isinstance(model.get("vocab"), list):
+    if isinstance(number, int) and isinstance(model["vocab"], list):
+        if not 0 <= number < len(model["vocab"]):
+            raise DataError(f"{path} is damaged: unk_id is {number}", "copy the tokenizer again")
         return str(model["vocab"][number][0])
     return content_of(model.get("unk_token"))
 

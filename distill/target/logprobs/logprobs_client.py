@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from typing import Any, TypeVar
 
-import httpx
+import httpx2
 
 from distill.errors import EndpointError, RecipeError
 from distill.files import parse_object
@@ -39,10 +39,10 @@ class LogprobsClient:
         self._turns = deque(settings.urls)
         self._key = _key(settings)
         headers = {} if self._key is None else {"Authorization": f"Bearer {self._key}"}
-        self._http = httpx.Client(
+        self._http = httpx2.Client(
             headers=headers,
-            timeout=httpx.Timeout(settings.timeout_seconds, connect=min(CONNECT_SECONDS, settings.timeout_seconds)),
-            limits=httpx.Limits(max_connections=settings.concurrency),
+            timeout=httpx2.Timeout(settings.timeout_seconds, connect=min(CONNECT_SECONDS, settings.timeout_seconds)),
+            limits=httpx2.Limits(max_connections=settings.concurrency),
         )
 
     def get(self, url: str, path: str) -> dict[str, Any] | None:
@@ -81,7 +81,7 @@ class LogprobsClient:
         return f"{self.requests} requests, {sum(self.repeated.values())} repeated" + (f" ({faults})" if faults else "")
 
     def _repeat(
-        self, urls: Sequence[str], path: str, send: Callable[[str], httpx.Response], missing: bool = False
+        self, urls: Sequence[str], path: str, send: Callable[[str], httpx2.Response], missing: bool = False
     ) -> dict[str, Any] | None:
         with self._lock:
             self.requests += 1
@@ -90,8 +90,8 @@ class LogprobsClient:
             asked_wait = 0.0
             try:
                 reply = send(place)
-            except httpx.RequestError as error:  # broken, refused or slow connections, and bodies that do not unpack
-                fault = "timeout" if isinstance(error, httpx.TimeoutException) else "broken connection"
+            except httpx2.RequestError as error:  # broken, refused or slow connections, and bodies that do not unpack
+                fault = "timeout" if isinstance(error, httpx2.TimeoutException) else "broken connection"
             else:
                 if missing and reply.status_code == 404:
                     return None
@@ -116,7 +116,7 @@ class LogprobsClient:
             "and timeout_seconds can be changed without losing anything",
         )
 
-    def _refusal(self, place: str, reply: httpx.Response) -> EndpointError:
+    def _refusal(self, place: str, reply: httpx2.Response) -> EndpointError:
         status, message = reply.status_code, self._message(reply)
         settings = self.settings
         if status in (401, 403):
@@ -137,7 +137,7 @@ class LogprobsClient:
             hint = "see the server's log"
         return EndpointError(f"{place} refused a request (HTTP {status}): {message}", hint)
 
-    def _message(self, reply: httpx.Response) -> str:
+    def _message(self, reply: httpx2.Response) -> str:
         """A server's own message, on one line, without the key."""
         found: Any = parse_object(reply.content)
         for name in ("error", "message", "detail"):
@@ -167,7 +167,7 @@ def _key(settings: TeacherServer) -> str | None:
     return key
 
 
-def _asked_wait(reply: httpx.Response) -> float:
+def _asked_wait(reply: httpx2.Response) -> float:
     """The seconds of a Retry-After header, at most the longest wait; 0 without one."""
     value = reply.headers.get("retry-after", "")
     return min(float(value), LONGEST_WAIT_SECONDS) if value.isascii() and value.isdigit() else 0.0
