@@ -7,7 +7,7 @@
 An input is right when its readers return or raise a DistillError whose message is short, printable, and without the
 words of Python or of a library's internals. Everything else is a failure: another exception, the death of the process,
 more than the kind's seconds (twice, since other programs use the machine too), or more than 1 GB of memory above the
-process's own. RLIMIT_AS refuses that much; a MemoryError that a reader turned into a message counts too. Each failure
+process's own. RLIMIT_AS refuses that much; a MemoryError that some reader turned into a message counts too. A failure
 is printed once per place, with the smallest input found, which is saved under --to.
 
 The kinds are in fuzz_kinds.py. The valid files that inputs are made from are those of the tests' tiny job
