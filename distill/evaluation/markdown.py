@@ -45,9 +45,10 @@ def _positions(report: EvaluationReport) -> list[str]:
         "",
         *_head("position", [f"{name} (accepted / reached)" for name in names]),
     ]
-    for index in range(report.length):
+    rounds = report.tokens_per_round
+    for index in range(min(map(len, report.positions.values()), default=0)):
         lines.append(_row(str(index + 1), [_reached(report.positions[name][index]) for name in names]))
-    return [*lines, _row("tokens per round", [_cell(report.tokens_per_round[name]) for name in names])]
+    return [*lines, _row("tokens per round", [_cell(rounds[name]) if name in rounds else "–" for name in names])]
 
 
 def _head(first: str, names: Collection[str]) -> list[str]:
