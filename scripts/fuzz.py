@@ -64,6 +64,8 @@ FOREIGN = re.compile(
     r"validation error|Input should|codec can't|embedded null|indices must be integers|not all arguments|"
     r"PanicException|called `(Result|Option)::|bug in distill"
 )
+# What torch, numpy, Rust and the operating system say where memory is refused, with other exceptions than MemoryError.
+NO_MEMORY = re.compile("can't allocate memory|annot allocate memory|Unable to allocate|out of memory|ENOMEM", re.I)
 MOST_CHARACTERS = 4000
 
 
@@ -110,7 +112,7 @@ def fault_of(error: DistillError) -> str | None:
     text = str(error)
     cause: BaseException | None = error
     while cause is not None:
-        if isinstance(cause, MemoryError):
+        if isinstance(cause, MemoryError) or NO_MEMORY.search(str(cause)):
             return "more memory than allowed, refused as if the file were damaged"
         cause = cause.__cause__ or cause.__context__
     try:

@@ -1057,7 +1057,7 @@ KINDS = [
     Kind("served traffic", 14, traffic, read_traffic),
     Kind("records and results of a run", 8, records, read_record),
     Kind("safetensors", 7, weight_files, read_weights),
-    Kind("model folders", 0.4, whole_models, read_whole_model, most_seconds=20, batch=50),
+    Kind("model folders", 1, whole_models, read_whole_model, most_seconds=20, batch=50),
     Kind("config.json", 1.5, configurations, read_configuration, batch=100),
     Kind("tokenizer files", 3, tokenizer_files, read_tokenizers),
     Kind("tokenizers in transformers", 0.3, tokenizer_files, read_slow_tokenizers, batch=50),

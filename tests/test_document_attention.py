@@ -11,7 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from toys import CLASSES, toy
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
-from distill.models import packed_forward
+from distill.models.packed import packed_forward
 from distill.models.packed.document_attention import attend_within, document_segments
 from distill.models.packed.packed_forward import hidden_states, separation
 from distill.packing import Packed, attention_mask, pack

@@ -81,6 +81,7 @@ def endless() -> None:
         (raising(KeyError("a")), "KeyError"),
         (raising(MemoryError()), "MemoryError"),
         (out_of_memory, "more memory than allowed"),
+        (raising(DataError("cannot load a: DefaultCPUAllocator: can't allocate memory")), "more memory than allowed"),
         (endless, "Hang"),
         (raising(DataError("damaged: 'NoneType' object is not iterable")), "foreign words"),
         (raising(DataError("'utf-8' codec can't decode byte 0xff")), "foreign words"),

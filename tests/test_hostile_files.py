@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import tiny
+import torch
 
 from distill.benchmark.batched_bench import import_curve
 from distill.benchmark.calibrate import load_calibrations, load_ranks, load_texts
@@ -21,7 +22,7 @@ from distill.export.tokenizer import read_tokenizer
 from distill.files import parse_json, read_json, read_object
 from distill.grammar import gbnf
 from distill.models.gguf.file import GgufFile
-from distill.models.hugging_face import load_config, load_tokenizer
+from distill.models.hugging_face import load_config, load_model, load_tokenizer
 from distill.models.kept import read_kept
 from distill.models.loaded import context_of
 from distill.models.metadata import VocabularyMetadata
@@ -325,8 +326,6 @@ def test_a_record_with_another_pin(copied: Path, world: Path, tmp_path: Path) ->
 
 
 def test_checkpoints(copied: Path) -> None:
-    import torch
-
     folder = copied / "checkpoints"
     for name in ("step-", "step-x", "step-9"):
         (folder / name).mkdir()
@@ -419,3 +418,11 @@ def test_an_answer_that_is_not_utf8(
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\x9b\n"), encoding="utf-8"))
     assert tiny.call("runs", "--runs", copied.parent, "--delete", "tiny") == 2
     assert "the answer is not UTF-8; nothing was deleted" in capsys.readouterr().err and copied.exists()
+
+
+@pytest.mark.parametrize("sizes", [{"vocab_size": 2**22, "hidden_size": 2**18}, {"intermediate_size": 2**20}])
+def test_sizes_that_no_weight_file_holds(model: Path, sizes: dict[str, int]) -> None:
+    """transformers makes tensors of those sizes first, gigabytes for a small file."""
+    edit(model / "config.json", **sizes)
+    with pytest.raises(DataError, match="cannot be in weight files of"):
+        load_model(str(model), "float32", torch.device("cpu"))

@@ -267,7 +267,7 @@ def test_the_tally_counts_ranks_of_what_the_target_wrote(tmp_path: Path, pair: t
     save_texts(tmp_path / "validation.json", prompts, own)
     assert load_texts(tmp_path / "validation.json") == [(p, r.tokens) for p, r in zip(prompts, own, strict=True)]
     save_calibration(path, calibrate(own, "here"))
-    with pytest.raises(DataError, match="holds no texts"):
+    with pytest.raises(DataError, match="does not hold what this version writes"):
         load_texts(path)
     with pytest.raises(DataError, match="no acceptance by rank"):
         load_ranks(path)

@@ -18,7 +18,7 @@ FORMS: dict[str, tuple[Any, str]] = {
 # What a model of the next decade stays below. Lists and empty models are made in these sizes before any weight is read.
 LARGEST = {
     "vocab_size": 2**22,
-    "num_hidden_layers": 2**12,
+    "num_hidden_layers": 2**10,
     **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "head_dim"), 2**16),
     **dict.fromkeys(("hidden_size", "intermediate_size"), 2**20),
     "max_position_embeddings": 2**40,

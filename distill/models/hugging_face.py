@@ -13,7 +13,7 @@ import torch
 from distill.errors import DataError, DistillError, RunError
 from distill.models.config_file import HINT, read_config
 from distill.models.tensor_files import weight_files
-from distill.models.whole.intact import quiet, require_own_type, require_whole
+from distill.models.whole.intact import quiet, require_own_type, require_possible, require_whole
 from distill.processes import process_count
 from distill.recipe import Target, is_path
 from distill.results.cut_results import ModelSizes
@@ -113,7 +113,9 @@ def load_weights(reference: str, dtype: torch.dtype, **options: Any) -> Any:
     """
     from transformers import AutoModelForCausalLM
 
-    require_own_type(reference, load_config(reference))
+    config = load_config(reference)
+    require_own_type(reference, config)
+    require_possible(reference, config)
     with quiet():
         model, info = AutoModelForCausalLM.from_pretrained(
             reference, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True, **options

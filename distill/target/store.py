@@ -41,6 +41,7 @@ MANIFEST: dict[Any, Any] = {
     **dict.fromkeys(("kind", "target", "target_digest", "tokenizer_digest", "dtype"), str),
     **{"vocabulary": int, "sampler": dict, "shard_blocks": [int], "quantise": object},
 }
+FAINT = 1e-30  # sums of exponentials below this have lost bits in fp32
 PACKED_BYTES = 4 + 2 + 4 + 1  # a position's id, document, position and mask
 TYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -49,7 +50,7 @@ def compress(logits: Tensor, k: int, vocabulary: int) -> TeacherChunk:
     """The compact form of distributions given as logits [N, V], at temperature 1, its ids int32.
 
     Columns from `vocabulary` on are padding and hold no mass. The tail is summed over the tokens outside the top K,
-    never as one minus the sum of the others; below 1e-38 it counts as empty. DataError for logits that are not finite.
+    never as one minus the sum of the others. DataError for logits that are not finite.
     """
     logits = _without_padding(logits, vocabulary)
     values, ids = logits.topk(k, dim=-1)
@@ -58,8 +59,12 @@ def compress(logits: Tensor, k: int, vocabulary: int) -> TeacherChunk:
     shares = (logits - values[:, :1]).exp_()  # once for both sums: exponentials are most of the work
     total = shares.sum(-1, keepdim=True)
     outside = shares.scatter_(-1, ids, 0).sum(-1, keepdim=True)
-    tail = (outside / total).log().squeeze(-1).clamp(min=EMPTY)
-    return TeacherChunk(ids.to(torch.int32), values - values[:, :1] - total.log(), tail)
+    tail = (outside / total).log().squeeze(-1)
+    deep = (outside.squeeze(-1) < FAINT).nonzero().squeeze(-1)
+    if len(deep):  # too small for fp32 beside the largest: summed by itself
+        left = logits[deep].scatter(-1, ids[deep], -torch.inf).logsumexp(-1)
+        tail[deep] = left - values[deep, 0] - total[deep, 0].log()
+    return TeacherChunk(ids.to(torch.int32), values - values[:, :1] - total.log(), tail.clamp(min=EMPTY))
 
 
 def log_tail_at(logits: Tensor, ids: Tensor, temperature: float, vocabulary: int) -> Tensor:

@@ -9,11 +9,13 @@ import contextlib
 import functools
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from distill.errors import DataError
 from distill.progress import is_verbose
 
+VALUES_PER_BYTE = 16  # more than any quantised type stores
 SHOWN = 3  # tensors named in a message
 OLD_BUFFERS = ("inv_freq", "masked_bias")  # computed, not learnt; old versions of transformers saved them
 OWN = "copy or download the folder again; config.json and weights must be of one model"
@@ -30,6 +32,24 @@ def require_own_type(reference: str, config: Any) -> None:
             f"{reference}/config.json: model_type is {config.model_type}, but its weights are of a {named} "
             f"({', '.join(types)})",
             OWN,
+        )
+
+
+def require_possible(reference: str, config: Any) -> None:
+    """Raise DataError for a config.json of a folder whose largest tensors cannot be in its weight files.
+
+    transformers makes tensors of those sizes before it compares any shape.
+    """
+    folder, inner = Path(reference), config.get_text_config()
+    stored = sum(path.stat().st_size for path in folder.glob("*") if path.suffix in (".safetensors", ".bin"))
+    hidden, heads, size, mlp, rows = (
+        value if isinstance(value := getattr(inner, name, None), int) else 1
+        for name in ("hidden_size", "num_attention_heads", "head_dim", "intermediate_size", "vocab_size")
+    )
+    largest = hidden * max(rows, mlp, heads * size, hidden)
+    if stored and largest > VALUES_PER_BYTE * stored:
+        raise DataError(
+            f"{reference}/config.json: a tensor of {largest} values cannot be in weight files of {stored} bytes", OWN
         )
 
 
