@@ -21,6 +21,7 @@ def check(world: Path, folder: Path, stages: tuple[str, ...], share: int, seed: 
     return found
 
 
+@pytest.mark.slow
 def test_a_failed_read_or_write_is_one_message_and_loses_nothing(world: Path, tmp_path: Path) -> None:
     found = check(world, tmp_path, ("cut",), share=36, seed=3)
     assert {failure.call.kind for failure in found} == {"r", "w"}

@@ -234,6 +234,7 @@ def test_micro_batches_change_nothing_but_rounding(world: Path, ready: Path, muo
     assert code == 0 and strayed(run, muon, ready) < 0.05
 
 
+@pytest.mark.slow
 def test_two_processes_change_nothing_but_rounding(world: Path, ready: Path, muon: Path, tmp_path: Path) -> None:
     shutil.copytree(ready, tmp_path / "tiny")
     result = two_processes(world, tmp_path, PARTS, *REPLAY, *MUON, EMA)

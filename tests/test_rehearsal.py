@@ -102,6 +102,7 @@ def test_again_it_only_shows(world: Path, rehearsed: tuple[Path, str], capsys: C
     assert read_result(folder / RESULT, Rehearsal).stages == before
 
 
+@pytest.mark.slow
 def test_another_recipe_replaces_it_and_runs_are_left_alone(world: Path, copied: Path, capsys: Capture) -> None:
     recipe = load_recipe(world / "recipe.yaml")
     short = shortened(recipe, copied.parent)

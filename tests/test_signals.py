@@ -141,6 +141,7 @@ def test_an_ignored_signal_stays_ignored() -> None:
 # ── the commands themselves ──
 
 
+@pytest.mark.slow
 def test_commands_say_how_to_go_on(world: Path, copied: Path, tmp_path: Path) -> None:
     """In the middle of their work."""
     runs, target, out = copied.parent, str(world / "target"), tmp_path / "out"
