@@ -108,8 +108,10 @@ def read(arguments: argparse.Namespace) -> None:
         run = Run(Path(place), parse_recipe(values, "benchmark"))
         path = shard_path(run.path("teacher"), 0)
         save_shard(path, shard_tensors(blocks, distributions, count))
-        manifest = {"format": FORMAT, "kind": "compact", "vocabulary": arguments.vocabulary, "temperatures": [1.0]}
-        write_json(run.path("teacher", "manifest.json"), manifest | {"k": k, "shard_blocks": [count]})
+        made = {name: "benchmark" for name in ("target", "target_digest", "tokenizer_digest", "dtype")}
+        made |= {"format": FORMAT, "kind": "compact", "vocabulary": arguments.vocabulary, "temperatures": [1.0]}
+        made |= {"sampler": {}, "quantise": None, "k": k, "shard_blocks": [count]}
+        write_json(run.path("teacher", "manifest.json"), made)
         run.finish("teacher", "key", {}, [run.path("teacher")], time.time())
         size, tokens = path.stat().st_size, count * block
         store = TeacherStore(run)

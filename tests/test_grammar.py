@@ -372,7 +372,10 @@ def fixed_tree(draft: TableModel, grammar: Constraint, distinct: bool) -> TreeDr
     return TreeDrafter(Constrained(draft, grammar), FREE, no, 3, shape=shape, distinct=distinct)
 
 
-@pytest.mark.parametrize("way", WAYS)
+SLOW = ("token, draft without the grammar",)
+
+
+@pytest.mark.parametrize("way", [pytest.param(way, marks=[pytest.mark.slow] * (way in SLOW)) for way in WAYS])
 def test_the_distribution_is_that_of_the_allowed_tokens(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     verifier, sampler, make = WAYS[way]
     target = TableModel(5, 3, memory=1, sharpness=1.0)

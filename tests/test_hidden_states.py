@@ -160,7 +160,7 @@ def test_resumed_is_uninterrupted_bit_for_bit(
     assert code == 0 and largest_difference(run, whole) == 0
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_micro_batches_and_processes_change_nothing_but_rounding(
     world: Path, exact: Path, whole: Path, tmp_path: Path, processes: int
 ) -> None:

@@ -23,8 +23,8 @@ from distill.models.hugging_face import encode, load_config, load_tokenizer
 from distill.recipe import Recipe, parse_section
 from distill.recipe import Writer as WriterSettings
 from distill.run import Run
+from distill.target import endpoint
 from distill.target.answers import answers
-from distill.target.writers import endpoint
 from distill.target.writers.rejoin import texts_of
 from distill.target.writers.server import ServerWriter
 from distill.texts import Request, read_answers
@@ -349,6 +349,7 @@ import sys
 from pathlib import Path
 from distill.recipe import load_recipe
 from distill.run import Run
+from distill.target import endpoint
 from distill.target.answers import answers
 recipe = load_recipe(Path(sys.argv[1]), sys.argv[3:])
 answers(recipe, Run(Path(sys.argv[2]), recipe))

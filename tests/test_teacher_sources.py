@@ -27,7 +27,7 @@ from distill.pipeline.keys import difference, key_parts
 from distill.pipeline.stages import find_stage
 from distill.recipe import Recipe
 from distill.run import Run
-from distill.target.logprobs import logprobs_client
+from distill.target import endpoint
 from distill.target.logprobs.entries import scored_documents
 from distill.target.logprobs.gguf_reader import GgufReader
 from distill.target.logprobs.server_reader import MOST_PADDING, log_tails
@@ -65,7 +65,7 @@ def model(target: Path) -> Any:
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Repetitions follow at once."""
-    monkeypatch.setattr(logprobs_client, "FIRST_WAIT_SECONDS", 0.001)
+    monkeypatch.setattr(endpoint, "FIRST_DELAY", 0.001)
 
 
 def stored(recipe: Recipe, run: Run) -> tuple[TeacherStore, Tensor, Tensor, Tensor]:
@@ -226,15 +226,15 @@ def test_faults_that_pass_lose_nothing(target: Path, model: Any, tmp_path: Path,
         teacher(recipe, run)
     faults = [None, "429", "500", None, "cut", "wrong JSON", "408", "slow", "503", "429", None, "cut"]
     with VllmServer(model, max_logprobs=64, faults=faults).running() as bad:
-        recipe, faulty = served(tmp_path / "bad", target, bad, timeout_seconds=0.4)
+        recipe, faulty = served(tmp_path / "bad", target, bad, timeout=0.4)
         teacher(recipe, faulty)
         count = len(bad.requests)
     wanted, found = tiny.contents(run.path("teacher")), tiny.contents(faulty.path("teacher"))
     assert found == wanted and len(wanted) > 4
     said = capsys.readouterr().err
-    assert f"server: {count - 9 + 1} requests, 9 repeated" in said
-    assert "2 × HTTP 429" in said and "1 × HTTP 500" in said and "1 × no JSON" in said and "1 × timeout" in said
-    assert "2 × broken connection" in said
+    assert f"server: {count - 9 + 1} requests, 9 failed attempts" in said
+    assert "2 × status 429" in said and "1 × status 500" in said and "1 × no reply in time" in said
+    assert "2 × broken connection" in said and "1 × a reply that is no JSON object" in said
 
 
 def test_one_of_two_servers_is_down(target: Path, model: Any, tmp_path: Path) -> None:
@@ -257,11 +257,11 @@ REFUSED = {
     "a hole": r"not of the form that vLLM returns: None",
     "few": r"of which \d are of tokens, and 10 are needed[\s\S]*--max-logprobs 17",
     "raw logits": "are no log-probabilities",
-    "text alone": r"HTTP 422\): Input should be a valid string[\s\S]*teacher\.server\.prompts: text",
-    "500": r"6 times in a row, the last time: HTTP 500[\s\S]*same command",
-    "wrong JSON": "the last time: no JSON",
+    "text alone": r"status 422\): Input should be a valid string[\s\S]*teacher\.server\.prompts: text",
+    "500": r"6 times in a row, the last time: status 500[\s\S]*same command",
+    "wrong JSON": "the last time: a reply that is no JSON object",
     "cut": "the last time: broken connection",
-    "redirect": r"HTTP 307[\s\S]*URL that it points to",
+    "redirect": r"status 307[\s\S]*URL that it points to",
 }
 
 
@@ -283,10 +283,10 @@ def test_other_replies_are_refused_and_nothing_is_lost(
 def test_a_server_of_another_model_is_refused(target: Path, model: Any, tmp_path: Path) -> None:
     with VllmServer(model, name="other-70b", max_logprobs=64).running() as one:
         recipe, run = served(tmp_path / "a", target, one)
-        with pytest.raises(EndpointError, match=r"does not serve target; it has: other-70b"):
+        with pytest.raises(EndpointError, match=r"does not serve target, but other-70b"):
             teacher(recipe, run)
         one.path_of_models = False  # a gateway that lists nothing
-        with pytest.raises(EndpointError, match=r"HTTP 404\): The model `target` does not exist"):
+        with pytest.raises(EndpointError, match=r"status 404\): The model `target` does not exist"):
             teacher(recipe, run)
     with VllmServer(model, max_logprobs=15).running() as one:
         recipe, run = served(tmp_path / "b", target, one)
@@ -297,7 +297,7 @@ def test_a_server_of_another_model_is_refused(target: Path, model: Any, tmp_path
         with pytest.raises(EndpointError, match=r"context of 20 tokens[\s\S]*--max-model-len 25"):
             teacher(recipe, run)
     recipe, run = served(tmp_path / "d", target, one, retries=1)
-    with pytest.raises(EndpointError, match=r"2 times in a row, the last time: broken connection"):
+    with pytest.raises(EndpointError, match=r"cannot be reached: broken connection"):
         teacher(recipe, run)
 
 
@@ -306,23 +306,23 @@ def test_a_key_stands_nowhere(
 ) -> None:
     monkeypatch.setenv("TEST_KEY", KEY)
     with VllmServer(model, max_logprobs=64, key=KEY).running() as one:
-        recipe, run = served(tmp_path / "a", target, one, key_variable="TEST_KEY")
+        recipe, run = served(tmp_path / "a", target, one, key="TEST_KEY")
         teacher(recipe, run)
         one.key = "another"  # the server repeats the wrong key in its message
-        recipe, run = served(tmp_path / "b", target, one, key_variable="TEST_KEY")
+        recipe, run = served(tmp_path / "b", target, one, key="TEST_KEY")
         with pytest.raises(
-            EndpointError, match=r"HTTP 401\): Invalid key: Bearer \*\*\*[\s\S]*key in TEST_KEY"
+            EndpointError, match=r"status 401\): Invalid key: Bearer \*\*\*[\s\S]*key in TEST_KEY"
         ) as caught:
             teacher(recipe, run)
         recipe, run = served(tmp_path / "c", target, one)
-        with pytest.raises(EndpointError, match=r"teacher\.server\.key_variable"):
+        with pytest.raises(EndpointError, match=r"teacher\.server\.key"):
             teacher(recipe, run)
     written = b"".join(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
     assert KEY.encode() not in written and KEY not in str(caught.value) and KEY not in capsys.readouterr().err
     assert KEY not in recipe.model_dump_json()
     monkeypatch.delenv("TEST_KEY")
-    recipe, run = served(tmp_path / "d", target, one, key_variable="TEST_KEY")
-    with pytest.raises(RecipeError, match="TEST_KEY, which is not set"):
+    recipe, run = served(tmp_path / "d", target, one, key="TEST_KEY")
+    with pytest.raises(EndpointError, match="TEST_KEY is not set"):
         teacher(recipe, run)
     assert "TEST_KEY" not in os.environ
 
@@ -359,7 +359,7 @@ def test_the_server_can_move_without_a_new_store(target: Path, tmp_path: Path) -
 
     before = parts()
     assert "urls" not in json.dumps(before)
-    assert parts(urls=["http://b:2/v1"], concurrency=2, retries=1, timeout_seconds=9.0, key_variable="K") == before
+    assert parts(urls=["http://b:2/v1"], concurrency=2, retries=1, timeout=9.0, key="K") == before
     assert difference(before, parts(model="n")) == ["teacher.server.model: 'm' -> 'n'"]
     recipe, run = begin(tmp_path / "gguf", target, gguf=str(target / "f32.gguf"))
     assert key_parts(stage, recipe, run, {})["teacher.gguf (content)"]
@@ -371,10 +371,10 @@ def test_the_server_can_move_without_a_new_store(target: Path, tmp_path: Path) -
         ({"gguf": "a.gguf", "kind": "exact"}, "gguf gives the entries of a compact store, but kind is exact"),
         ({"gguf": "a.gguf", "server": {"urls": ["http://a/v1"], "model": "m"}}, "two teachers"),
         ({"server": {"urls": ["http://a/v1"], "model": "m"}, "temperatures": [1.0, 2.0]}, "at temperature 1 alone"),
-        ({"server": {"urls": ["ftp://a/v1"], "model": "m"}}, "a base URL is needed"),
-        ({"server": {"urls": ["http://u:p@a/v1"], "model": "m"}}, "holds no password"),
-        ({"server": {"urls": ["http://a/v1?key=1"], "model": "m"}}, "holds no password"),
-        ({"server": {"urls": ["http://a:99999/v1"], "model": "m"}}, "a base URL is needed"),
+        ({"server": {"urls": ["ftp://a/v1"], "model": "m"}}, "a URL such as"),
+        ({"server": {"urls": ["http://u:p@a/v1"], "model": "m"}}, "holds no name, password"),
+        ({"server": {"urls": ["http://a/v1?key=1"], "model": "m"}}, "holds no name, password"),
+        ({"server": {"urls": ["http://a:99999/v1"], "model": "m"}}, "a URL such as"),
         ({"server": {"urls": [], "model": "m"}}, "urls"),
     ],
 )

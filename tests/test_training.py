@@ -66,7 +66,9 @@ def test_micro_batches_change_nothing_but_rounding(
     assert largest_difference(run, whole) < 2e-5
 
 
-@pytest.mark.parametrize("overrides", [(), ("train.micro_batch=1", "train.replay.share=0.25")])
+@pytest.mark.parametrize(
+    "overrides", [pytest.param((), marks=pytest.mark.slow), ("train.micro_batch=1", "train.replay.share=0.25")]
+)
 def test_two_processes_change_nothing_but_rounding(
     world: Path, ready: Path, whole: Path, tmp_path: Path, overrides: tuple[str, ...]
 ) -> None:

@@ -18,6 +18,7 @@ class MemoryWatch:
 
         self._process = psutil.Process()
         self._peak = 0
+        self._lock = threading.Lock()  # a sample taken before `take` must not be noted after it
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._sample, daemon=True)
 
@@ -32,13 +33,15 @@ class MemoryWatch:
 
     def _sample(self) -> None:
         while not self._over.wait(INTERVAL):
-            self._peak = max(self._peak, self._process.memory_info().rss)
+            with self._lock:
+                self._peak = max(self._peak, self._process.memory_info().rss)
 
     def take(self) -> tuple[int, int]:
         """Bytes of the process and of all accelerators at their peaks since the last call; frees what is not used."""
-        found = max(self._peak, self._process.memory_info().rss), _device_peak()
-        gc.collect()
-        self._peak = 0
+        with self._lock:
+            found = max(self._peak, self._process.memory_info().rss), _device_peak()
+            gc.collect()
+            self._peak = 0
         return found
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from distill.errors import RunError
-from distill.recipe import Recipe
+from distill.recipe import REACHING, Recipe
 from distill.run import Run
 from distill.target.traffic import PIN as TRAFFIC
 from distill.target.traffic import pin_traffic
@@ -61,16 +61,9 @@ class Stage:
 ROUNDING = tuple(
     f"train.{name}" for name in ("micro_batch", "chunk", "save_every", "keep", "checkpointing", "compile", "trackers")
 )
-# How a server is reached, which changes none of its numbers.
-SERVING = tuple(
-    f"teacher.server.{name}" for name in ("urls", "key_variable", "concurrency", "retries", "timeout_seconds")
-)
-
-# How to reach the servers that hold the target, and how to bear with them; the file's content is part of the key.
-REACHING = tuple(
-    f"answers.writer.{name}"
-    for name in ("gguf", "urls", "key", "headers", "concurrency", "timeout", "retries", "missing")
-)
+# How servers are reached changes none of their numbers; a GGUF file's content is part of the key.
+TEACHER_REACHING = tuple(f"teacher.server.{name}" for name in REACHING)
+WRITER_REACHING = tuple(f"answers.writer.{name}" for name in ("gguf", "missing", *REACHING))
 
 
 def _search_settings(recipe: Recipe) -> tuple[str, ...]:
@@ -118,7 +111,7 @@ STAGES = (
         ("target", "writer"),
         precious=True,
         version=2,  # 2: prompts in groups, the longest first
-        ignores=REACHING,
+        ignores=WRITER_REACHING,
         pins=((TRAFFIC, pin_traffic),),
         together=True,
     ),
@@ -131,7 +124,7 @@ STAGES = (
         ("target", "gguf"),
         precious=True,
         version=2,
-        ignores=SERVING,
+        ignores=TEACHER_REACHING,
         together=True,
     ),
     Stage(

@@ -9,12 +9,14 @@ from distill.recipe.measuring import Evaluate, Export, Grown, Profile, Speedup
 from distill.recipe.mistakes import parse_section
 from distill.recipe.section import Section
 from distill.recipe.target import Answers, SamplerSettings, Target, TeacherServer, TeacherStore
+from distill.recipe.text.servers import REACHING, Servers
 from distill.recipe.text.traffic import Traffic
 from distill.recipe.text.writer import Writer
 from distill.recipe.training import Acceptance, Average, HiddenStates, Loss, Part, Replay, Sparsity, Train
 from distill.recipe.whole import Recipe
 
 __all__ = [
+    "REACHING",
     "Acceptance",
     "Adapter",
     "Answers",
@@ -35,6 +37,7 @@ __all__ = [
     "SamplerSettings",
     "Search",
     "Section",
+    "Servers",
     "Source",
     "Sparsity",
     "Speedup",

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from typing import Literal
-from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
 from distill.recipe.section import Section
+from distill.recipe.text.servers import Servers
 from distill.recipe.text.traffic import Traffic
 from distill.recipe.text.writer import Writer
 
@@ -93,7 +93,7 @@ class Answers(Section):
         return self
 
 
-class TeacherServer(Section):
+class TeacherServer(Servers):
     """Servers of the target that return log-probabilities of prompts, as vLLM's /v1/completions does.
 
     They hold at temperature 1, whatever sampler the server uses. vLLM has to be started with `--max-logprobs`
@@ -101,37 +101,14 @@ class TeacherServer(Section):
     """
 
     urls: tuple[str, ...] = Field(
-        min_length=1, description="base URLs of servers of the same model, such as http://host:8000/v1"
+        min_length=1, description="base URLs of servers of the same model, such as http://localhost:8000/v1"
     )
-    model: str = Field(min_length=1, description="the model's name on the servers, as /v1/models lists it")
-    key_variable: str | None = Field(
-        None, description="environment variable that holds the API key; null: none is sent. Keys are never written"
-    )
+    model: str = Field(min_length=1, description="its name on the servers, as /v1/models lists it")
     prompts: Literal["ids", "text"] = Field(
         "ids",
         description="send token ids, or text where the server takes nothing else; documents whose text gives other ids "
         "are then left out and counted",
     )
-    concurrency: int = Field(8, ge=1, le=1024, description="most requests at a time, over all servers")
-    retries: int = Field(
-        6, ge=0, le=100, description="times that a request is repeated after HTTP 408, 429, 5xx or a broken connection"
-    )
-    timeout_seconds: float = Field(300.0, gt=0, description="longest wait for a reply")
-
-    @field_validator("urls")
-    @classmethod
-    def _urls_are_plain(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        for url in value:
-            try:
-                parts = urlsplit(url)
-                good = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
-            except ValueError:
-                good = False
-            if not good or any(ord(letter) <= 32 or ord(letter) > 126 for letter in url):
-                raise ValueError("a base URL is needed, such as http://host:8000/v1")
-            if "@" in parts.netloc or parts.query or parts.fragment:
-                raise ValueError("a base URL holds no password, key, ? or #; name the key's variable in key_variable")
-        return tuple(url.rstrip("/") for url in value)
 
 
 class TeacherStore(Section):

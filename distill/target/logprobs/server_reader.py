@@ -19,8 +19,8 @@ from distill.errors import EndpointError
 from distill.models.hugging_face import encode, load_config, load_tokenizer, real_tokens
 from distill.packing import Packed
 from distill.recipe import Recipe, TeacherServer
+from distill.target.endpoint import Endpoint, Refused, Unanswered
 from distill.target.logprobs.entries import Document, Entries, scored_documents
-from distill.target.logprobs.logprobs_client import LogprobsClient
 
 MOST_PADDING = 32  # entries asked for beyond K, for padding rows that may be among the likeliest
 BYTES_PER_ENTRY = 70  # of JSON
@@ -57,11 +57,11 @@ class ServerReader:
     ) -> None:
         self.settings, self.tokenizer, self.vocabulary = settings, tokenizer, vocabulary
         self.padding, self.k = rows - vocabulary, k
-        self.client = LogprobsClient(settings)
+        self.endpoint = Endpoint(settings, "teacher.server")
         self.origin: dict[str, Any] = {"kind": "server", "model": settings.model}
         try:
-            for url in settings.urls:
-                self._require_model(url, longest)
+            for url, _, listed in self.endpoint.served():
+                self._require_context(url, listed.get("max_model_len"), longest)
             for _ in settings.urls:  # requests take turns: each server gets one
                 self._read(Document([0, 1 % vocabulary], [0]), k)
         except BaseException:
@@ -72,7 +72,7 @@ class ServerReader:
         """See `Reader`; temperature 1 alone."""
         assert temperatures == (1.0,), "a server gives distributions at temperature 1"
         documents = scored_documents(blocks)
-        parts = self.client.each(lambda document: self._read(document, k), documents)
+        parts = self.endpoint.each(lambda document: self._read(document, k), documents)
         return Entries.join(parts, k, 1)
 
     @property
@@ -108,21 +108,8 @@ class ServerReader:
     def _text(self, ids: list[int]) -> str:
         return str(self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
-    def _require_model(self, url: str, longest: int) -> None:
-        """Raise EndpointError for a server that lists its models without this one, or serves a shorter context."""
-        found = self.client.get(url, "models")
-        entries = found.get("data") if found is not None else None
-        if not isinstance(entries, list):  # a gateway without this path; each reply names its model too
-            return
-        named = {
-            entry["id"]: entry for entry in entries if isinstance(entry, dict) and isinstance(entry.get("id"), str)
-        }
-        if self.settings.model not in named:
-            raise EndpointError(
-                f"{url} does not serve {self.settings.model}; it has: {', '.join(sorted(named)[:8]) or 'no model'}",
-                "correct teacher.server.model or urls",
-            )
-        context = named[self.settings.model].get("max_model_len")
+    def _require_context(self, url: str, context: Any, longest: int) -> None:
+        """Raise EndpointError for a server that says that it serves a context too short for the blocks."""
         if isinstance(context, int) and context < longest + 1:  # one token is generated
             raise EndpointError(
                 f"{url} serves a context of {context} tokens, and corpus.block + 1 = {longest + 1} are needed",
@@ -131,11 +118,11 @@ class ServerReader:
 
     def close(self) -> None:
         """End the connections."""
-        self.client.close()
+        self.endpoint.close()
 
     def report(self) -> str:
         """A sentence on the requests, to print after the last one."""
-        return f"server: {self.client.summary()}"
+        return f"server: {self.endpoint.summary()}"
 
     def _read(self, document: Document, k: int) -> Entries:
         """The entries of one document's scored positions."""
@@ -149,7 +136,7 @@ class ServerReader:
             "add_special_tokens": False,
             "return_token_ids": True,
         }
-        reply = self.client.post("completions", body)
+        reply = self._reply(body)
         if reply.get("model") != self.settings.model:
             raise EndpointError(
                 f"a server asked for {self.settings.model} answered for {str(reply.get('model'))[:100]}",
@@ -163,6 +150,27 @@ class ServerReader:
         )
         tails = log_tails(logs)
         return Entries(found.to(torch.int32), logs.float(), tails.float().unsqueeze(-1))
+
+    def _reply(self, body: dict[str, Any]) -> dict[str, Any]:
+        """A server's reply; EndpointError, with what to do, where none comes."""
+        try:
+            return self.endpoint.post("completions", body)
+        except Refused as refusal:
+            hint = "see the server's log"
+            if "greater than max allowed" in refusal.detail:
+                hint = "start vLLM with a larger --max-logprobs, or lower teacher.top_k"
+            elif self.settings.prompts == "ids":
+                hint = "if the server takes no token ids as a prompt, set teacher.server.prompts: text"
+            raise EndpointError(
+                f"a server of {self.settings.model} refused a request ({refusal.reason}): {refusal.detail}", hint
+            ) from None
+        except Unanswered as fault:
+            raise EndpointError(
+                f"the servers of {self.settings.model} gave no usable reply, {self.settings.retries + 1} times in a "
+                f"row, the last time: {fault.reason} {fault.detail}".rstrip(),
+                "see the server's log; the same command goes on with what is missing. teacher.server.concurrency, "
+                "retries and timeout can be changed without losing anything",
+            ) from None
 
     def _places(self, reply: dict[str, Any], ids: list[int]) -> list[dict[int, float]]:
         """The log-probabilities by id at each prompt token [S]; EndpointError unless they are those of these ids."""

@@ -14,7 +14,7 @@ from distill.errors import DataError, EndpointError
 from distill.files import has_form
 from distill.models.hugging_face import encode, end_ids, real_tokens
 from distill.recipe import Recipe
-from distill.target.writers.endpoint import Endpoint, Refused, Unanswered
+from distill.target.endpoint import Endpoint, Refused, Unanswered
 from distill.target.writers.rejoin import texts_of
 from distill.texts import Reply, Request, shown_fault
 
@@ -41,7 +41,7 @@ class ServerWriter:
         assert settings is not None
         self.settings, self.recipe, self.tokenizer = settings, recipe, tokenizer
         self.ends, self.vocabulary = end_ids(config, tokenizer), real_tokens(config, tokenizer)
-        self.endpoint = Endpoint(settings)
+        self.endpoint = Endpoint(settings, "answers.writer")
         self.notes: Counter[str] = Counter()
         self.first_faults: dict[str, str] = {}  # what the server said about the first of each kind
         self._lock = Lock()
@@ -116,7 +116,7 @@ class ServerWriter:
         if self.settings.api == "chat":
             return False
         body = {"model": self.model, "prompt": request.ids, "max_tokens": 1, "temperature": 0, "stream": False}
-        once = Endpoint(self.settings.model_copy(update={"retries": min(1, self.settings.retries)}))
+        once = Endpoint(self.settings.model_copy(update={"retries": min(1, self.settings.retries)}), "answers.writer")
         with once:
             try:
                 once.post("completions", body, lambda found: None)

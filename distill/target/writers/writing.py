@@ -59,7 +59,7 @@ def check_writer(recipe: Recipe) -> list[str]:
 
         require_gguf(recipe.target.model, settings.gguf)
         return [f"answers: written by {settings.gguf}, which has the target's tokens"]
-    from distill.target.writers.endpoint import Endpoint
+    from distill.target.endpoint import Endpoint
 
-    with Endpoint(settings) as endpoint:
-        return [f"answers: {url} serves {model}" for url, model in endpoint.served()]
+    with Endpoint(settings.model_copy(update={"retries": 0}), "answers.writer") as endpoint:
+        return [f"answers: {url} serves {model}" for url, model, _ in endpoint.served()]

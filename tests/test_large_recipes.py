@@ -1,0 +1,163 @@
+"""The shipped recipes for large targets at small width: every stage, real tokenizers, rows of the data sets' forms."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import yaml
+from chat_templates import QWEN_3
+from toys import toy
+from transformers import AutoTokenizer
+
+from distill.models.metadata import tensor_shapes
+from distill.results.evaluation_results import EvaluationReport
+from distill.results.serialise import read_result
+from distill.texts import read_answers, read_prompts
+
+SHARED = tiny.ROOT.parent / "shared"
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not SHARED.is_dir(), reason="the shared tokenizers are not here"),
+]
+RECIPES = tiny.ROOT / "recipes"
+
+
+def questions(count: int) -> list[str]:
+    lines = (SHARED / "prompts" / "spec-bench.jsonl").read_text().splitlines()
+    return [json.loads(line)["turns"][0][:400] for line in lines[:: len(lines) // count]][:count]
+
+
+def record(path: str, number: int, question: str) -> dict[str, Any]:
+    """A row as the data set on the hub has it."""
+    asked = {"role": "user", "content": question}
+    said = {"role": "assistant", "content": f"Answer {number}."}
+    again = {"role": "user", "content": f"And then, {number}?"}
+    return {
+        "HuggingFaceH4/ultrachat_200k": {
+            "prompt": question,
+            "prompt_id": str(number),
+            "messages": [asked, said, again, said],
+        },
+        "open-r1/OpenR1-Math-220k": {
+            "problem": question,
+            "solution": f"It is {number}.",
+            "answer": str(number),
+            "problem_type": "Algebra",
+            "messages": [asked, said],
+        },
+        "ise-uiuc/Magicoder-OSS-Instruct-75K": {
+            "lang": "python",
+            "index": number,
+            "seed": "x",
+            "problem": question,
+            "solution": f"```python\nprint({number})\n```",
+        },
+        "codeparrot/codeparrot-clean-valid": {
+            "repo_name": "a/b",
+            "path": f"{number}.py",
+            "size": "2000",
+            "content": tiny.document(number),
+            "license": "mit",
+        },
+    }[path]
+
+
+def local_sources(recipe: Path, folder: Path) -> list[dict[str, Any]]:
+    """The recipe's sources with made-up rows instead of the hub's; whatever else they say stays."""
+    found = []
+    for number, source in enumerate(yaml.safe_load(recipe.read_text())["corpus"]["sources"]):
+        assert source.pop("kind") == "hub"
+        source.pop("hub_split", None)
+        rows = [record(source["path"], n, f"{number}: {q}") for n, q in enumerate(questions(60))]
+        path = folder / f"source-{number}.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        found.append(source | {"kind": "jsonl", "path": str(path)})
+    return found
+
+
+def save(folder: Path, kind: str, tokenizer: Any, rows: int, layers: int, seed: int) -> None:
+    """A random model of a real vocabulary, 32 wide."""
+    end = tokenizer.convert_tokens_to_ids(tokenizer.eos_token)
+    model = toy(
+        kind,
+        vocabulary=rows,
+        layers=layers,
+        seed=seed,
+        max_position_embeddings=4096,
+        tie_word_embeddings=True,
+        eos_token_id=end,
+        initializer_range=0.02,
+    )
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def qwen(template: str | None) -> Any:
+    tokenizer = AutoTokenizer.from_pretrained(SHARED / "tokenizers" / "qwen2.5")
+    if template is not None:  # Qwen3 adds tokens to Qwen2.5's, and has another template
+        tokenizer.add_tokens(["<think>", "</think>", "<tool_response>", "</tool_response>"])
+        tokenizer.chat_template = template.replace("{G}", "").replace("{E}", "")
+    tokenizer.eos_token = "<|im_end|>"
+    return tokenizer
+
+
+SMALL = """
+    threads=1 device=cpu target.dtype=float32 train.dtype=float32 corpus.block=768 corpus.validation=0.15
+    corpus.test=0.15 answers.prompts=10 answers.new_tokens=8 teacher.top_k=16 teacher.shard_blocks=8
+    cut.score_blocks=2 train.steps=3 train.batch=2 train.micro_batch=1 train.save_every=2 profile.max_tokens=3
+    profile.depth=16 profile.repeats=3 eval.prompts=6 eval.new_tokens=8 eval.length=2 eval.resamples=50
+    export.parity_positions=64 export.outtypes=[f16] speedup.outtype=f16 speedup.lengths=[2] speedup.prompts=2
+    speedup.new_tokens=8
+"""
+
+
+def run_whole(recipe: Path, folder: Path, *overrides: str) -> Path:
+    """`distill train` of a recipe at small width; its run directory."""
+    sources = json.dumps(local_sources(recipe, folder))
+    models = [f"target.model={folder / 'target'}", f"cut.donor={folder / 'donor'}"]
+    given = [*SMALL.split(), *models, f"corpus.sources={sources}", *overrides]
+    assert tiny.call("check", recipe, "--offline", *given) == 0
+    assert tiny.call("train", recipe, "--runs", folder / "runs", *given) == 0
+    return folder / "runs" / recipe.stem
+
+
+def require_whole(run: Path, rows: int, classes: set[str], modes: set[str]) -> None:
+    """Answers by class and mode, a draft with the target's rows, figures and files."""
+    from distill.recipe import load_recipe
+    from distill.run import Run
+
+    opened = Run(run, load_recipe(run / "config.yaml"))
+    prompts = read_prompts(opened, "train")
+    assert {one.label for one in prompts} == classes and {one.mode for one in prompts} == modes
+    assert len(read_answers(opened, "train")) >= len(prompts) == 10
+    config = json.loads((run / "draft" / "config.json").read_text())
+    assert config["vocab_size"] == rows
+    assert tensor_shapes(run / "draft")["model.embed_tokens.weight"][0] == rows
+    report = read_result(run / "eval.json", EvaluationReport)
+    assert report.classes and set(report.domains["answers"]) == {"before", "after"}
+    page = (run / "report.html").read_text()
+    assert "Texts" in page and all(name in page for name in classes)
+
+
+def test_qwen_coder(tmp_path: Path) -> None:
+    """The donor has the target's tokens in fewer rows."""
+    tokenizer = qwen(None)
+    save(tmp_path / "target", "qwen2", tokenizer, 152064, 2, 0)
+    save(tmp_path / "donor", "qwen2", tokenizer, 151936, 18, 1)
+    run = run_whole(RECIPES / "qwen-coder.yaml", tmp_path)
+    require_whole(run, 152064, {"instructions", "completion"}, {""})
+    assert list((run / "gguf").glob("*.gguf"))
+
+
+def test_qwen_3(tmp_path: Path) -> None:
+    """Thinking in half of the prompts, several turns."""
+    tokenizer = qwen(QWEN_3)
+    save(tmp_path / "target", "qwen3", tokenizer, 151936, 2, 0)
+    save(tmp_path / "donor", "qwen3", tokenizer, 151936, 18, 1)
+    run = run_whole(RECIPES / "qwen3-32b.yaml", tmp_path)
+    require_whole(run, 151936, {"chat", "math", "code"}, {"thinking", "no thinking"})
+    assert list((run / "gguf").glob("*.gguf"))
