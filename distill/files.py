@@ -8,7 +8,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -266,15 +266,23 @@ def reference_digest(reference: str) -> str:
 
     For speed, only the size and the first and last MiB of files over 64 MiB are hashed.
     """
+    files = file_digests(reference)
+    return reference if files is None else joint_digest(files)
+
+
+def file_digests(reference: str) -> dict[str, str] | None:
+    """The digest of each file of a local model or source, by name (empty for a single file); None for a hub name."""
     path = Path(reference)
     with reading(path):
         if not path.exists():
-            return reference
+            return None
         files = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
-    total = hashlib.sha256()
-    for file in files:
-        total.update(f"{file.relative_to(path) if file != path else ''}\0{_quick_digest(file)}\n".encode())
-    return total.hexdigest()
+    return {str(file.relative_to(path)) if file != path else "": _quick_digest(file) for file in files}
+
+
+def joint_digest(files: Mapping[str, str]) -> str:
+    """One digest of several files, each given by its name and own digest."""
+    return hashlib.sha256("".join(f"{name}\0{own}\n" for name, own in files.items()).encode()).hexdigest()
 
 
 def _quick_digest(path: Path) -> str:

@@ -121,6 +121,29 @@ def test_malformed_jsonl(world: Path, tmp_path: Path, capsys: Capture, lines: st
     assert all(words in said for words in ["texts.jsonl", *expected]), said
 
 
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "model.safetensors"])
+def test_a_changed_target_is_refused_by_the_name_of_its_file(
+    world: Path, tmp_path: Path, name: str, capsys: Capture
+) -> None:
+    """As a new chat template or another tokenizer under the same path: answers are not mixed with those of before."""
+    shutil.copytree(world / "target", tmp_path / "target")
+    shutil.copytree(world / "corpus", tmp_path / "corpus")
+    recipe = tiny.write_recipe(tmp_path / "recipe.yaml", tiny.recipe_values(tmp_path))
+    begin = ("train", recipe, "--runs", tmp_path, "--until", "answers")
+    assert tiny.call(*begin) == 0
+    before = tiny.contents(tmp_path / "tiny" / "answers")
+    capsys.readouterr()
+    path = tmp_path / "target" / name
+    path.write_bytes(path.read_bytes() + b" ")
+    assert tiny.call(*begin) == 2
+    said = capsys.readouterr().err
+    assert f"target.model has other content: {name}\n" in said and "--redo corpus" in said
+    assert tiny.contents(tmp_path / "tiny" / "answers") == before
+    (tmp_path / "tiny" / "stages" / "contents.json").write_text("[")  # without it, the refusal stays
+    assert tiny.call(*begin) == 2
+    assert "target.model has other content\n" in capsys.readouterr().err
+
+
 def test_donor_of_another_tokenizer(world: Path, copied: Path, other: Path, tmp_path: Path, capsys: Capture) -> None:
     before = tiny.contents(copied)
     override = f"cut.donor={other}"

@@ -13,7 +13,6 @@ from chat_templates import QWEN_3
 from toys import toy
 from transformers import AutoTokenizer
 
-from distill.models.metadata import tensor_shapes
 from distill.results.evaluation_results import EvaluationReport
 from distill.results.serialise import read_result
 from distill.texts import read_answers, read_prompts
@@ -28,7 +27,7 @@ RECIPES = tiny.ROOT / "recipes"
 
 def questions(count: int) -> list[str]:
     lines = (SHARED / "prompts" / "spec-bench.jsonl").read_text().splitlines()
-    return [json.loads(line)["turns"][0][:400] for line in lines[:: len(lines) // count]][:count]
+    return [json.loads(line)["turns"][0][:200] for line in lines[:: len(lines) // count]][:count]
 
 
 def record(path: str, number: int, question: str) -> dict[str, Any]:
@@ -72,7 +71,7 @@ def local_sources(recipe: Path, folder: Path) -> list[dict[str, Any]]:
     for number, source in enumerate(yaml.safe_load(recipe.read_text())["corpus"]["sources"]):
         assert source.pop("kind") == "hub"
         source.pop("hub_split", None)
-        rows = [record(source["path"], n, f"{number}: {q}") for n, q in enumerate(questions(60))]
+        rows = [record(source["path"], n, f"{number}: {q}") for n, q in enumerate(questions(30))]
         path = folder / f"source-{number}.jsonl"
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
         found.append(source | {"kind": "jsonl", "path": str(path)})
@@ -106,12 +105,13 @@ def qwen(template: str | None) -> Any:
 
 
 SMALL = """
-    threads=1 device=cpu target.dtype=float32 train.dtype=float32 corpus.block=768 corpus.validation=0.15
-    corpus.test=0.15 answers.prompts=10 answers.new_tokens=8 teacher.top_k=16 teacher.shard_blocks=8
-    cut.score_blocks=2 train.steps=3 train.batch=2 train.micro_batch=1 train.save_every=2 profile.max_tokens=3
-    profile.depth=16 profile.repeats=3 eval.prompts=6 eval.new_tokens=8 eval.length=2 eval.resamples=50
-    export.parity_positions=64 export.outtypes=[f16] speedup.outtype=f16 speedup.lengths=[2] speedup.prompts=2
-    speedup.new_tokens=8
+    threads=1 device=cpu target.dtype=float32 train.dtype=float32 corpus.block=256 corpus.tokens=1500
+    corpus.validation=0.2 corpus.test=0.25 answers.prompts=10 answers.new_tokens=8 teacher.top_k=16
+    teacher.shard_blocks=8 cut.score_blocks=1 train.steps=3 train.batch=2 train.micro_batch=1
+    train.save_every=2 train.acceptance.prompts=2 train.acceptance.new_tokens=8 eval.file_blocks=2
+    profile.max_tokens=3 profile.depth=16 profile.repeats=5 eval.prompts=6 eval.new_tokens=8 eval.length=2
+    eval.resamples=100 export.parity_positions=64 export.outtypes=[f16] speedup.outtype=f16
+    speedup.lengths=[2] speedup.prompts=2 speedup.new_tokens=8
 """
 
 
@@ -136,7 +136,6 @@ def require_whole(run: Path, rows: int, classes: set[str], modes: set[str]) -> N
     assert len(read_answers(opened, "train")) >= len(prompts) == 10
     config = json.loads((run / "draft" / "config.json").read_text())
     assert config["vocab_size"] == rows
-    assert tensor_shapes(run / "draft")["model.embed_tokens.weight"][0] == rows
     report = read_result(run / "eval.json", EvaluationReport)
     assert report.classes and set(report.domains["answers"]) == {"before", "after"}
     page = (run / "report.html").read_text()
@@ -146,7 +145,7 @@ def require_whole(run: Path, rows: int, classes: set[str], modes: set[str]) -> N
 def test_qwen_coder(tmp_path: Path) -> None:
     """The donor has the target's tokens in fewer rows."""
     tokenizer = qwen(None)
-    save(tmp_path / "target", "qwen2", tokenizer, 152064, 2, 0)
+    save(tmp_path / "target", "qwen2", tokenizer, 152064, 20, 0)
     save(tmp_path / "donor", "qwen2", tokenizer, 151936, 18, 1)
     run = run_whole(RECIPES / "qwen-coder.yaml", tmp_path)
     require_whole(run, 152064, {"instructions", "completion"}, {""})
@@ -156,7 +155,7 @@ def test_qwen_coder(tmp_path: Path) -> None:
 def test_qwen_3(tmp_path: Path) -> None:
     """Thinking in half of the prompts, several turns."""
     tokenizer = qwen(QWEN_3)
-    save(tmp_path / "target", "qwen3", tokenizer, 151936, 2, 0)
+    save(tmp_path / "target", "qwen3", tokenizer, 151936, 20, 0)
     save(tmp_path / "donor", "qwen3", tokenizer, 151936, 18, 1)
     run = run_whole(RECIPES / "qwen3-32b.yaml", tmp_path)
     require_whole(run, 151936, {"chat", "math", "code"}, {"thinking", "no thinking"})

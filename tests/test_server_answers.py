@@ -414,12 +414,12 @@ def test_settings_of_servers_are_checked() -> None:
 
 def test_the_address_of_a_server_is_not_part_of_the_key(world: Path, tmp_path: Path) -> None:
     """A run goes on where the server moved; another model, another file or another API is another target."""
-    from distill.pipeline.keys import difference, key_parts
+    from distill.pipeline.keys import Contents, difference, key_parts
     from distill.pipeline.stages import find_stage
 
     def parts(*overrides: str) -> dict[str, Any]:
         recipe, run = begin(world, tmp_path, 1, *overrides)
-        return key_parts(find_stage("answers"), recipe, run, {})
+        return key_parts(find_stage("answers"), recipe, run, Contents(run))
 
     first = parts(served("http://a/v1"))
     assert parts(served("http://b/v1", concurrency=9, key="K", retries=1, missing=0.1, timeout=3)) == first

@@ -23,7 +23,7 @@ from distill.files import read_json
 from distill.models.gguf.model import GgufModel
 from distill.models.hugging_face import load_model
 from distill.packing import Packed, pack
-from distill.pipeline.keys import difference, key_parts
+from distill.pipeline.keys import Contents, difference, key_parts
 from distill.pipeline.stages import find_stage
 from distill.recipe import Recipe
 from distill.run import Run
@@ -355,14 +355,14 @@ def test_the_server_can_move_without_a_new_store(target: Path, tmp_path: Path) -
     def parts(**more: Any) -> dict[str, Any]:
         values = {"urls": ["http://a:1/v1"], "model": "m"} | more
         recipe, run = begin(tmp_path / str(len(list(tmp_path.iterdir()))), target, server=values)
-        return key_parts(stage, recipe, run, {})
+        return key_parts(stage, recipe, run, Contents(run))
 
     before = parts()
     assert "urls" not in json.dumps(before)
     assert parts(urls=["http://b:2/v1"], concurrency=2, retries=1, timeout=9.0, key="K") == before
     assert difference(before, parts(model="n")) == ["teacher.server.model: 'm' -> 'n'"]
     recipe, run = begin(tmp_path / "gguf", target, gguf=str(target / "f32.gguf"))
-    assert key_parts(stage, recipe, run, {})["teacher.gguf (content)"]
+    assert key_parts(stage, recipe, run, Contents(run))["teacher.gguf (content)"]
 
 
 @pytest.mark.parametrize(

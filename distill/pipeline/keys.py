@@ -9,12 +9,50 @@ from pathlib import Path
 from typing import Any
 
 from distill.corpus.sources import source_files
-from distill.files import digest, read_json, reference_digest
+from distill.files import digest, file_digests, has_form, joint_digest, parse_object, read_json, write_json
 from distill.pipeline.stages import Stage
 from distill.recipe import Recipe, Source
 from distill.run import Run
 
 Parts = dict[str, Any]  # the settings and digests that a key is the hash of, by name
+CONTENTS = "contents.json"  # beside the stages' records: the files of each model whose digest stands in one
+MOST_FILES = 1000  # of a reference whose files are remembered
+NAMED = 5  # changed files named in a message
+
+
+class Contents:
+    """Digests of models and sources, each taken once, and the files behind each, so that a changed one can be named."""
+
+    def __init__(self, run: Run) -> None:
+        self._path = run.path("stages", CONTENTS)
+        found = parse_object(self._path.read_bytes()) if self._path.is_file() else {}
+        whole = isinstance(found, dict) and has_form(found, {...: {...: str}})  # if not: it only helps messages
+        self._files: dict[str, dict[str, str]] = found if isinstance(found, dict) and whole else {}
+        self._known = dict(self._files)
+        self._digests: dict[str, str] = {}
+
+    def digest(self, reference: str) -> str:
+        """The digest of a local model or source; for a hub name, the name itself."""
+        if reference not in self._digests:
+            files = file_digests(reference)
+            self._digests[reference] = reference if files is None else joint_digest(files)
+            if files is not None and len(files) <= MOST_FILES:
+                self._files[self._digests[reference]] = files
+        return self._digests[reference]
+
+    def changed(self, old: Any, new: Any) -> str:
+        """The files in which two digests differ, for a message; empty where that is not known."""
+        before, after = (self._files.get(one) if isinstance(one, str) else None for one in (old, new))
+        if before is None or after is None:
+            return ""
+        names = sorted(name for name in {*before, *after} if name and before.get(name) != after.get(name))
+        return ", ".join(names[:NAMED]) + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")
+
+    def save(self) -> None:
+        """Keep the files of all digests taken so far with the run."""
+        if self._files != self._known:
+            write_json(self._path, self._files)
+            self._known = dict(self._files)
 
 
 def begun_path(run: Run, stage: Stage) -> Path:
@@ -30,8 +68,8 @@ def recorded_parts(run: Run, stage: Stage) -> Parts | None:
     return dict(read_json(begun, {})) if begun.exists() else None
 
 
-def key_parts(stage: Stage, recipe: Recipe, run: Run, cache: dict[str, str]) -> Parts:
-    """Everything that a stage's key is the hash of; `cache` keeps the digests of models and sources, by reference."""
+def key_parts(stage: Stage, recipe: Recipe, run: Run, contents: Contents) -> Parts:
+    """Everything that a stage's key is the hash of."""
     parts: Parts = {"version": stage.version}
     for name in dict.fromkeys((*stage.settings, *stage.more(recipe))):
         parts[name] = _setting(recipe, name, stage.ignores)
@@ -41,7 +79,7 @@ def key_parts(stage: Stage, recipe: Recipe, run: Run, cache: dict[str, str]) -> 
         if found is not None:
             parts[name] = found
     for name in stage.models:
-        label, value = _content(name, recipe, cache)
+        label, value = _content(name, recipe, contents)
         if value is not None:
             parts[label] = value
     for name, pattern in stage.inputs:
@@ -49,7 +87,7 @@ def key_parts(stage: Stage, recipe: Recipe, run: Run, cache: dict[str, str]) -> 
     return parts
 
 
-def difference(old: Parts, new: Parts, prefix: str = "") -> list[str]:
+def difference(old: Parts, new: Parts, contents: Contents | None = None, prefix: str = "") -> list[str]:
     """The changes between two sets of key parts, one line each."""
     lines = []
     for name in [*old, *(name for name in new if name not in old)]:
@@ -57,9 +95,10 @@ def difference(old: Parts, new: Parts, prefix: str = "") -> list[str]:
         if before == after:
             continue
         if isinstance(before, dict) and isinstance(after, dict):
-            lines += difference(before, after, f"{prefix}{name}.")
+            lines += difference(before, after, contents, f"{prefix}{name}.")
         elif "content" in name or ":" in name or name == "target.model":
-            lines.append(f"{prefix}{name} has other content")
+            files = "" if contents is None else contents.changed(before, after)
+            lines.append(f"{prefix}{name} has other content" + (f": {files}" if files else ""))
         else:
             lines.append(f"{prefix}{name}: {before!r} -> {after!r}")
     return lines
@@ -81,14 +120,9 @@ def _without(value: Any, dotted: str, ignores: Sequence[str]) -> Any:
     return {name: _without(inner, f"{dotted}.{name}", ignores) for name, inner in kept.items()}
 
 
-def _content(name: str, recipe: Recipe, cache: dict[str, str]) -> tuple[str, Any]:
+def _content(name: str, recipe: Recipe, contents: Contents) -> tuple[str, Any]:
     """Label and digest of the target, the donor, files of writer and teacher, or the sources; None without one."""
-
-    def model_digest(reference: str) -> str:
-        if reference not in cache:
-            cache[reference] = reference_digest(reference)
-        return cache[reference]
-
+    model_digest = contents.digest
     if name == "target":
         return "target.model", model_digest(recipe.target.model)
     if name == "gguf":

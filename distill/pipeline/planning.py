@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from distill.errors import RunError
 from distill.files import digest, read_json
-from distill.pipeline.keys import Parts, begun_path, difference, key_parts, recorded_parts
+from distill.pipeline.keys import Contents, Parts, begun_path, difference, key_parts, recorded_parts
 from distill.pipeline.stages import NAMES, STAGES, Stage, consumers, find_stage
 from distill.recipe import Recipe
 from distill.run import Run
@@ -74,12 +74,15 @@ class Redo:
 
 @dataclass
 class Planner:
-    """What the decisions about one command share; `cache` keeps digests of models and sources."""
+    """What the decisions about one command share."""
 
     recipe: Recipe
     run: Run
     redo: Redo
-    cache: dict[str, str] = field(default_factory=dict)
+    contents: Contents = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.contents = Contents(self.run)
 
     def plan(self, until: str | None = None) -> list[Action]:
         """An action for each stage up to `until`; a refusal is the last."""
@@ -96,7 +99,7 @@ class Planner:
         """The action for a stage whose inputs are written."""
         if self.redo.due(stage):
             return Action(stage, "redo", ("asked for with --redo",), asked=True)
-        parts = key_parts(stage, self.recipe, self.run, self.cache)
+        parts = key_parts(stage, self.recipe, self.run, self.contents)
         record, begun = self.run.done(stage.name), begun_path(self.run, stage)
         if record is not None and record["key"] == digest(parts):
             faults = tuple(self.run.damaged_artifacts(record).values())
@@ -106,7 +109,7 @@ class Planner:
         old = record["inputs"] if record is not None else read_json(begun, {})
         if record is None and old == parts:
             return Action(stage, "resume", (), parts)
-        reasons = tuple(difference(old, parts))
+        reasons = tuple(difference(old, parts, self.contents))
         if stage.precious and stage.name not in consumers(self.redo.asked):
             return self._refuse(stage, reasons)
         return Action(stage, "redo", reasons, parts)
@@ -126,13 +129,13 @@ class Planner:
         old = recorded_parts(self.run, stage)
         if stage.name in allowed or old is None:
             return None
-        new = key_parts(stage, self.recipe, self.run, self.cache)
+        new = key_parts(stage, self.recipe, self.run, self.contents)
         changed = {
             name
             for name in {*old, *new}
             if old.get(name) != new.get(name) and not (":" in name and None in (old.get(name), new.get(name)))
         }
-        reasons = difference(_only(old, changed), _only(new, changed))
+        reasons = difference(_only(old, changed), _only(new, changed), self.contents)
         if stage.precious and changed:
             return self._refuse(stage, reasons)
         rests = [

@@ -94,10 +94,11 @@ def _carry_out(action: Action, planner: Planner) -> None:
         _remove_damaged(run, stage)
     elif action.kind != "resume":  # files without a record are of unknown origin
         _remove_all(run, stage)
-        parts = key_parts(stage, recipe, run, planner.cache)  # without a record, pins are read anew
+        parts = key_parts(stage, recipe, run, planner.contents)  # without a record, pins are read anew
     if action.asked:
         planner.redo.started.append(stage.name)
         write_json(run.path("stages", "redo.json"), asdict(planner.redo))
+    planner.contents.save()
     write_json(begun_path(run, stage), parts)
     started = time.time()
     _verify_inputs(run, stage)
