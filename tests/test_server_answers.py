@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -318,6 +319,62 @@ def test_chat_requests_and_replies(world: Path, tokenizer: Any, tmp_path: Path) 
         replies.append(({"content": "yes", "reasoning_content": "hm"}, 40))
         assert "cannot be rejoined" in writer._ask(request, 0).dropped
         writer.close()
+
+
+TALKING = (
+    "{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}{% if m['role'] == 'assistant' %}{{ eos_token }}"
+    "{% endif %} / {% endfor %}{% if add_generation_prompt %}[assistant] {% endif %}"
+)
+
+
+def test_the_chat_api_is_asked_turn_by_turn(world: Path, tokenizer: Any, tmp_path: Path) -> None:
+    """Each later question comes with the reply before it, and is a sample of its own; a broken turn ends its talk."""
+    model = tmp_path / "model"
+    shutil.copytree(world / "target", model)
+    (model / "chat_template.jinja").write_text(TALKING)
+    own = load_tokenizer(str(model))
+
+    class Chat(BadServer):
+        def completion(self, body: dict[str, Any], prompt: Any, kind: str) -> dict[str, Any]:
+            rendered = own.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+            message = {"role": "assistant", "content": self.text(rendered)}
+            usage = {
+                "prompt_tokens": len(encode(own, rendered)) + (kind == "other tokens"),
+                "completion_tokens": len(encode(own, self.text(rendered))) + 1,
+            }
+            return {"model": "tiny", "choices": [{"message": message, "finish_reason": "stop"}], "usage": usage}
+
+    def behave(messages: Any, attempt: int) -> str:
+        if attempt == 0 and len(messages) == 3:
+            return "500"
+        return "other tokens" if len(messages) == 5 and messages[0]["content"] == "q2" else "ok"
+
+    with Chat(own, behave) as server:
+        overrides = (f"target.model={model}", served(server.url, api="chat"), "corpus.block=200")
+        recipe, run = begin(world, tmp_path / "run", 0, *overrides)
+        lines = []
+        for number in range(8):
+            chat = {"messages": [{"role": "user", "content": f"q{number}"}], "turns": ["and", "then"][: number % 3]}
+            rendered = own.apply_chat_template(chat["messages"], tokenize=False, add_generation_prompt=True)
+            lines.append(json.dumps({"id": f"p{number}", "ids": encode(own, rendered), "chat": chat, "label": "talk"}))
+        run.path("corpus", "prompts-train.jsonl").write_text("\n".join(lines) + "\n")
+        answers(recipe, run)
+        bodies = server.bodies
+    written = {one.id: one for one in read_answers(run, "train") if not one.dropped}
+    assert len(written) == 3 * 1 + 3 * 2 + 2 * 3 - 1 and "p2/2" not in written
+    for one in written.values():
+        assert one.ended and one.label == "talk" and own.decode(one.prompt).endswith("[assistant] ")
+        shown = own.decode(one.prompt)
+        assert one.answer == [*encode(own, server.text(shown)), own.eos_token_id]
+    third = written["p5/2"]
+    first, second = (own.decode(written[name].answer, skip_special_tokens=True) for name in ("p5", "p5/1"))
+    end = own.eos_token
+    assert own.decode(third.prompt) == (
+        f"[user] q5 / [assistant] {first}{end} / [user] and / [assistant] {second}{end} / [user] then / [assistant] "
+    )
+    asked = next(body["messages"] for body in bodies if len(body["messages"]) == 5)
+    assert [one["role"] for one in asked] == ["user", "assistant", "user", "assistant", "user"]
+    assert server.asked.total() == len(written) + 1 + 5, "each second question again, after its status 500"
 
 
 def test_chat_needs_chat_prompts(world: Path, tokenizer: Any, tmp_path: Path) -> None:
