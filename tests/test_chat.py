@@ -26,7 +26,7 @@ from distill.recipe import Chat, Corpus, Source, load_recipe
 from distill.results.evaluation_results import EvaluationReport
 from distill.results.serialise import read_result
 from distill.run import Run
-from distill.texts import read_answers, read_prompts
+from distill.texts import drop_reason, read_answers, read_prompts
 
 SHARED = tiny.ROOT.parent / "shared"
 needs_shared = pytest.mark.skipif(not SHARED.is_dir(), reason="the shared tokenizers are not here")
@@ -351,6 +351,38 @@ def test_spec_bench_from_questions_to_the_report(tmp_path: Path, capsys: pytest.
     mean = sum(one.tokens * one.acceptance["after"].mean for one in report.classes) / own.tokens
     assert mean == pytest.approx(own.acceptance_sampling.mean)
     assert "By class of prompt" in run.path("eval.md").read_text()
+
+
+@needs_shared
+@pytest.mark.slow
+def test_every_question_of_spec_bench(tmp_path: Path) -> None:
+    """All 480 go to training, validation or test, or are counted as too long; what is asked is answered and learnt."""
+    recipe = chat_recipe(tmp_path)
+    every = ["answers.prompts=480", "train.acceptance.prompts=480", "eval.prompts=480", "answers.new_tokens=16"]
+    every += ["train.acceptance.every=8", "eval.new_tokens=8"]
+    assert tiny.call("train", recipe, "--runs", tmp_path, *every) == 0
+    run = Run(tmp_path / "tiny", load_recipe(recipe, every))
+    summary = json.loads(run.path("corpus", "summary.json").read_text())
+    splits = ("train", "validation", "test")
+    assert sum(summary[split]["documents"] for split in splits) == 480
+    prompts = {split: read_prompts(run, split) for split in splits}
+    assert sum(map(len, prompts.values())) + summary["dropped"]["prompts too long for corpus.block"] == 480
+    for split in splits:
+        assert sum(one["texts"] for one in summary[split]["asked"]) == len(prompts[split])
+        assert sum(one["tokens"] for one in summary[split]["asked"]) == sum(len(one.ids) for one in prompts[split])
+    written = read_answers(run, "train")
+    assert {one.id.partition("/")[0] for one in written} == {one.id for one in prompts["train"]}
+    manifest = json.loads(run.path("answers", "manifest.json").read_text())
+    kept = [one for one in written if not drop_reason(one)]
+    assert sum(one["texts"] for one in manifest["by_class"]) == len(kept)
+    assert sum(one["tokens"] for one in manifest["by_class"]) == sum(len(one.answer) for one in kept)
+    scored = json.loads(run.path("teacher", "manifest.json").read_text())["scored_positions"]
+    assert scored == sum(len(one.answer) for one in kept), "each token of an answer is scored once, nothing else"
+    report = read_result(run.path("eval.json"), EvaluationReport)
+    assert sum(one.prompts for one in report.classes) == len(prompts["test"])
+    assert sum(one.tokens for one in report.classes) == report.domains["answers"]["after"].tokens
+    page = run.path("report.html").read_text()
+    assert all(one["label"] in page for one in summary["train"]["asked"])
 
 
 def chat_recipe(folder: Path) -> Path:
