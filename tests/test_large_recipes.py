@@ -155,8 +155,8 @@ def test_qwen_coder(tmp_path: Path) -> None:
 def test_qwen_3(tmp_path: Path) -> None:
     """Thinking in half of the prompts, several turns."""
     tokenizer = qwen(QWEN_3)
-    save(tmp_path / "target", "qwen3", tokenizer, 151936, 20, 0)
-    save(tmp_path / "donor", "qwen3", tokenizer, 151936, 18, 1)
+    save(tmp_path / "target", "qwen3", tokenizer, 152064, 20, 0)
+    save(tmp_path / "donor", "qwen3", tokenizer, 152064, 18, 1)
     run = run_whole(RECIPES / "qwen3-32b.yaml", tmp_path)
-    require_whole(run, 151936, {"chat", "math", "code"}, {"thinking", "no thinking"})
+    require_whole(run, 152064, {"chat", "math", "code"}, {"thinking", "no thinking"})
     assert list((run / "gguf").glob("*.gguf"))
