@@ -1,0 +1,47 @@
+"""The scripts that no other test runs: each can be imported, and those that measure stores and blocks run at toy size."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+
+SCRIPTS = tiny.ROOT / "scripts"
+NAMES = sorted(path.stem for path in SCRIPTS.glob("*.py"))
+
+
+def script(name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    return importlib.import_module(name)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_it_finds_what_it_uses(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert (script(name, monkeypatch).__doc__ or "").strip()
+
+
+def test_the_store_at_toy_size(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    measured = script("benchmark_store", monkeypatch)
+    small = "--vocabulary 300 --layers 1 --block 32 --k 8 --repeats 1 --shard-blocks 2 --read-block 64 --threads 1"
+    monkeypatch.setattr(sys, "argv", ["benchmark_store", *small.split()])
+    with tiny.one_thread():
+        measured.main()
+    said = capsys.readouterr().out
+    assert "6 bytes per entry" in said and "entries add" in said and "MB/s" in said
+
+
+def test_blocks_at_toy_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = script("benchmark_blocks", monkeypatch)
+    attention = importlib.import_module("distill.models.packed.packed_forward")
+    monkeypatch.setattr(attention, "LONG", attention.LONG)  # measure() changes it for --mask
+    small = "--vocabulary 300 --layers 1 --k 8 --threads 1"
+    with tiny.one_thread():
+        for mask in ([], ["--mask"]):
+            monkeypatch.setattr(sys, "argv", ["benchmark_blocks", *small.split(), *mask])
+            found = measured.measure(measured.parse(), 128)
+            assert found["bytes_per_token"] > 0 and found["seconds"] > 0
