@@ -1,4 +1,4 @@
-"""The scripts that no other test runs: each can be imported, and those that measure stores and blocks run at toy size."""
+"""Scripts that no other test runs: each can be imported, and those that measure stores and blocks run at toy size."""
 
 from __future__ import annotations
 
