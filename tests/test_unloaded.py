@@ -14,6 +14,7 @@ import torch
 import unloaded_worlds
 from killed_runs import run_jobs
 from torch import Tensor
+from trainings import two_processes
 
 from distill.errors import RecipeError, RunError
 from distill.evaluation.from_store import stored_metrics
@@ -408,7 +409,7 @@ def kept(run: Path) -> dict[str, dict[str, str]]:
     }
 
 
-@pytest.mark.parametrize("kills", [4, pytest.param(24, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [2, pytest.param(24, marks=pytest.mark.slow)])
 def test_kills_leave_the_same_bytes(kills: int, place: Path, from_file: Path, tmp_path: Path) -> None:
     """Spread over all that is written from the first held-out answer to the draft; the same command goes on."""
     argv = ["train", str(place / "file.yaml"), "--runs", str(tmp_path)]
@@ -473,3 +474,25 @@ def test_traffic_alone_without_a_writer(place: Path, tmp_path: Path) -> None:
         most = {"validation": 2, "test": 12}[split]
         assert read(run, split, "summary.json")["answers"] == min(most, len(prompts))
         assert not list((run / split).glob("answers-*"))
+    more = [{"prompt": text[:40], "answer": text[40:110]} for text in map(tiny.document, range(700, 720))]
+    with open(log, "a") as handle:
+        handle.write("".join(json.dumps(line) + "\n" for line in more))
+    assert tiny.call("train", recipe, "--runs", tmp_path, "--until", "eval", "--refresh") == 0
+    new = {split: lines_of(run / "answers" / f"traffic-{split}-00000.jsonl") for split in ("validation", "test")}
+    old = {split: lines_of(tmp_path / "tiny.1" / "answers" / f"traffic-{split}-00000.jsonl") for split in new}
+    assert all(
+        new[split] and not {one["id"] for one in new[split]} & {one["id"] for one in old[split]} for split in new
+    )
+    assert read(run, "eval.json")["stored"]["sampled"]["before"]
+
+
+@pytest.mark.slow
+def test_two_processes_make_the_same_stores(place: Path, from_file: Path, tmp_path: Path) -> None:
+    """The main process alone makes the held-out ones, while the other waits."""
+    shutil.copy(place / "file.yaml", tmp_path / "recipe.yaml")
+    result = two_processes(tmp_path, tmp_path / "runs")
+    assert result.returncode == 0, result.stderr
+    ours, theirs = kept(tmp_path / "runs" / "file"), kept(from_file)
+    for name in ("answers", "teacher", "validation", "test", "cut"):
+        assert ours[name] == theirs[name], name
+    assert read(tmp_path, "runs", "file", "training.json")["processes"] == 2

@@ -54,7 +54,7 @@ class Recipe(Section):
         if not self.target.load:
             needing = list(faults(self))
             if needing:
-                raise ValueError(f"target.load is false, so the weights can serve nothing: {'; '.join(needing)}")
+                raise ValueError(f"target.load is false: {'; '.join(needing)}")
         elif "gguf" in self.speedup.backends and self.speedup.outtype not in self.export.outtypes:
             raise ValueError(f"speedup.outtype {self.speedup.outtype} is not among export.outtypes")
         if self.speedup.grown is not None and self.target.quantise is not None:

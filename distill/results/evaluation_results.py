@@ -117,7 +117,8 @@ class StoredMeasures:
             f"These distributions hold at temperature {self.temperature:g}, and so do KL and acceptance; the answers "
             f"were sampled as served ({served}).",
             "A store without every token gives bounds: each mean lies between them, the table shows their middle, and "
-            "its interval runs from the least's lower end to the largest's upper end.",
+            "its interval runs from the least's lower end to the largest's upper end. What it cannot bound is not "
+            "measured: the KL from draft to target, and any KL of a trimmed draft.",
         ]
         widths = [
             found["acceptance_sampling"].most - found["acceptance_sampling"].least

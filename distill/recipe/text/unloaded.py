@@ -16,7 +16,7 @@ HELD_OUT = ("validation", "test")  # stages that take the place of the target wh
 def left_out(recipe: Recipe) -> dict[str, str]:
     """The stages that a recipe's run does not have, each with the reason."""
     if recipe.target.load:
-        return dict.fromkeys(HELD_OUT, "the target's weights are loaded: they are run on held-out texts themselves")
+        return dict.fromkeys(HELD_OUT, "its target is loaded and runs on held-out texts itself")
     return dict.fromkeys(TIMED, REASON)
 
 
