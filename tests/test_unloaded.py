@@ -127,6 +127,9 @@ def test_a_whole_run_without_weights(which: str, request: pytest.FixtureRequest,
     rows = capsys.readouterr().out
     assert "answers,after,share of the sampled answers' tokens that are the draft's argmax," in rows
     assert 'answers,after,"acceptance_sampling, bounds of the store"' in rows
+    assert tiny.call("eval", run, "--acceptance") == 0
+    shown = capsys.readouterr().out
+    assert "share of the sampled answers" in shown and "bounds of the means" not in shown
     assert tiny.call("runs", "--runs", run.parent) == 0
     assert f"| {run.name} | finished |" in capsys.readouterr().out
 
