@@ -142,6 +142,19 @@ def acceptance_bounds(
     return least, least + torch.minimum(log_tail.exp(), draft_tail.exp())
 
 
+def acceptance_match_bounds(
+    ids: Tensor, log_probabilities: Tensor, log_tail: Tensor, draft_logits: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The least and the largest p(argmax q) [N] that the K likeliest entries and the tail's mass allow.
+
+    Arguments as of `bucketed_forward_kl`. A token of the tail is no likelier than the last entry, or than the tail.
+    """
+    hit = ids == draft_logits.argmax(-1, keepdim=True)
+    least = (log_probabilities.exp() * hit).sum(-1)
+    unknown = torch.minimum(log_probabilities.amin(-1), log_tail).exp()
+    return least, torch.where(hit.any(-1), least, unknown)
+
+
 def forward_kl_bounds(
     ids: Tensor, log_probabilities: Tensor, log_tail: Tensor, draft_logits: Tensor
 ) -> tuple[Tensor, Tensor]:

@@ -182,10 +182,13 @@ def read_prompts(run: Run, split: str) -> list[Prompt]:
     ]
 
 
-def read_answers(run: Run, split: str) -> list[Answer]:
-    """All answers of a split, in prompt order, served ones last; raises DataError when a file is damaged."""
-    paths = sorted(run.path("answers").glob(f"{split}-*.jsonl"))
-    lines = [line for path in paths for line in _read_lines(path, "answers", ANSWER)]
+def read_answers(run: Run, name: str, stage: str = "answers") -> list[Answer]:
+    """All answers that a stage wrote into files called `name`, in prompt order, served ones last.
+
+    Stage `answers` has those to `train` prompts. Raises DataError when a file is damaged.
+    """
+    paths = sorted(run.path(stage).glob(f"{name}-*.jsonl"))
+    lines = [line for path in paths for line in _read_lines(path, stage, ANSWER)]
     found = [
         Answer(
             line["id"],

@@ -33,6 +33,7 @@ ALLOWED = {
     ("benchmark", "export"),
     ("benchmark", "surgery"),
     ("evaluation", "corpus"),
+    ("evaluation", "target"),
     ("surgery", "export"),
     ("surgery", "target"),
     ("surgery", "training"),

@@ -186,7 +186,7 @@ def test_prompts_of_one_name_are_refused(world: Path, tmp_path: Path) -> None:
     recipe, run = begin(world, tmp_path, 4)
     path = run.path("corpus", "prompts-train.jsonl")
     path.write_text(path.read_text() + path.read_text().splitlines()[0] + "\n")
-    with pytest.raises(DataError, match="1 train prompts have the name of another one, such as p0"):
+    with pytest.raises(DataError, match="1 prompts have the name of another one, such as p0"):
         answers(recipe, run)
 
 

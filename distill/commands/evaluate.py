@@ -65,7 +65,8 @@ def evaluate(
         run_until(recipe, found, "eval", threads=threads)
         report = read_result(found.path("eval.json"), EvaluationReport)
     if not kl:
-        report = replace(report, domains={})
+        stored = None if report.stored is None else replace(report.stored, bounds={})
+        report = replace(report, domains={}, stored=stored)
     if not acceptance:
         report = replace(report, positions={}, tokens_per_round={})
     print_table(without_nan(flat_rows(report)), as_markdown(report), as_json(report), output)

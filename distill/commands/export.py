@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -38,11 +39,16 @@ def export_gguf(
         sources, place = {Path(model).resolve().name: Path(model)}, folder or Path(".")
     else:
         from distill.models.hugging_face import local_folder
+        from distill.recipe.text.unloaded import REASON
 
         recipe, run = find_run(model, runs)
         run_until(recipe, run, "train")
         run.verify("train", "draft/*")
-        sources = {"draft": run.path("draft"), "target": local_folder(recipe.target.model)}
+        sources = {"draft": run.path("draft")}
+        if recipe.target.load:
+            sources["target"] = local_folder(recipe.target.model)
+        else:
+            print(f"no file of the target is written: {REASON}", file=sys.stderr)
         place = folder or run.path("gguf", "extra")
     announce(place)
     for name, source in sources.items():

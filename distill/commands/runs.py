@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from distill.commands.shared import DEFAULT_RUNS, FormatOption, RunsOption, print_table
-from distill.errors import RecipeError, RunError
+from distill.errors import DistillError, RecipeError, RunError
 
 
 def list_runs(
@@ -23,8 +23,6 @@ def list_runs(
     yes: Annotated[bool, typer.Option("--yes", help="With --delete: do not ask.")] = False,
 ) -> None:
     """List the runs with their finished stages, last change and size on disk; or delete one."""
-    from distill.pipeline.stages import NAMES
-
     if delete is not None:
         _delete(runs, delete, yes)
         return
@@ -35,16 +33,30 @@ def list_runs(
     for config in sorted(runs.glob("*/config.yaml")):
         folder = config.parent
         files = list(folder.rglob("*"))
-        missing = [name for name in NAMES if not (folder / "stages" / f"{name}.json").exists()]
+        names = _stages(config)
+        missing = [name for name in names if not (folder / "stages" / f"{name}.json").exists()]
         size = sum(path.stat().st_size for path in files if path.is_file())
         changed = time.strftime("%Y-%m-%d %H:%M", time.localtime(max(path.stat().st_mtime for path in files)))
-        state = f"{len(NAMES) - len(missing)} of {len(NAMES)} stages, next {missing[0]}" if missing else "finished"
+        state = f"{len(names) - len(missing)} of {len(names)} stages, next {missing[0]}" if missing else "finished"
         rows.append({"run": folder.name, "state": state, "changed": changed, "megabytes": round(size / 1e6, 1)})
     if not rows:
         raise RunError(f"there are no runs in {runs.resolve()}", "make one with `distill train RECIPE`")
     lines = ["| run | state | changed | MB |", "|---|---|---|--:|"]
     lines += [f"| {r['run']} | {r['state']} | {r['changed']} | {r['megabytes']} |" for r in rows]
     print_table(rows, "\n".join(lines), rows, output)
+
+
+def _stages(config: Path) -> list[str]:
+    """The stages of a run; the usual ones where its recipe cannot be read."""
+    from distill.pipeline.stages import NAMES
+    from distill.recipe import load_recipe
+    from distill.recipe.text.unloaded import HELD_OUT, left_out
+
+    try:
+        absent = set(left_out(load_recipe(config)))
+    except DistillError:
+        absent = set(HELD_OUT)
+    return [name for name in NAMES if name not in absent]
 
 
 def _delete(runs: Path, name: str, yes: bool) -> None:

@@ -146,8 +146,11 @@ def _move_aside(run: Run) -> None:
 
 def _check(recipe: Recipe, run: Run, until: str | None) -> None:
     from distill.pipeline.preflight import preflight
+    from distill.recipe.text.unloaded import HELD_OUT
 
-    found = preflight(recipe, run.done("corpus") is None, until=until, teacher=run.done("teacher") is None)
+    stages = ["teacher", *(HELD_OUT if not recipe.target.load else [])]  # those that read the teacher's source
+    unread = any(run.done(name) is None for name in stages)
+    found = preflight(recipe, run.done("corpus") is None, until=until, teacher=unread)
     for line in found.warnings:
         print(line, file=sys.stderr)
 

@@ -7,11 +7,16 @@ from collections.abc import Collection, Iterable, Sequence
 
 from distill.intervals import Interval
 from distill.results.evaluation_results import (
+    CEILING,
     FEW_PROMPTS,
     MEASURES,
+    SAMPLED,
+    SAMPLED_MEANS,
+    Bounds,
     Divergences,
     EvaluationReport,
     PositionAcceptance,
+    StoredMeasures,
     shown_measures,
 )
 
@@ -19,8 +24,12 @@ from distill.results.evaluation_results import (
 def as_markdown(report: EvaluationReport) -> str:
     """The tables of eval.md, which the terminal shows too."""
     lines = [f"Sampler: {report.sampler_words}. Intervals resample prompts or documents.", ""]
+    if report.stored is not None:
+        lines += [*(f"- {sentence}" for sentence in report.stored.sentences), ""]
     for domain, drafts in report.domains.items():
         lines += [*_divergences(domain, drafts), ""]
+    if report.stored is not None:
+        lines += [*_stored(report.stored), ""]
     if report.classes:
         lines += [*_classes(report), ""]
     if report.positions:
@@ -39,6 +48,23 @@ def _divergences(domain: str, drafts: dict[str, Divergences]) -> list[str]:
             "A trimmed draft: KL(target ‖ draft) is between the distributions over the tokens it can propose.",
         ]
     return lines
+
+
+def _stored(stored: StoredMeasures) -> list[str]:
+    """The bounds that the store gives, and what the sampled answers show."""
+    lines: list[str] = []
+    for domain, drafts in stored.bounds.items():
+        lines += [f"**{domain}**: bounds of the means", "", *_head("", drafts)]
+        names = [name for name in next(iter(drafts.values())) if name != CEILING]
+        for name in names:
+            lines.append(_row(MEASURES[name], [_bounds(measures[name]) for measures in drafts.values()]))
+        lines.append("")
+    lines += ["**sampled answers**", "", *_head("", stored.sampled)]
+    return [*lines, _row(SAMPLED, map(_cell, stored.sampled.values())), "", SAMPLED_MEANS]
+
+
+def _bounds(found: Bounds) -> str:
+    return "not measured" if math.isnan(found.least) else f"{found.least:.4f} to {found.most:.4f}"
 
 
 def _classes(report: EvaluationReport) -> list[str]:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy
 
 from distill.errors import DataError
+from distill.evaluation.from_store import evaluate_stored
 from distill.evaluation.markdown import as_markdown
 from distill.evaluation.measure import measure_blocks, position_acceptance, summarise, tokens_per_round
 from distill.files import write_atomically, write_text
@@ -19,6 +20,7 @@ from distill.models.torch_model import TorchModel
 from distill.packing import Packed, pack
 from distill.progress import Progress
 from distill.recipe import Evaluate, Recipe
+from distill.recipe.text.unloaded import REASON
 from distill.results.evaluation_results import ClassResult, EvaluationReport
 from distill.results.serialise import write_result
 from distill.run import Run
@@ -156,7 +158,13 @@ def write_rounds(path: Path, rounds: dict[str, list[list[Round]]]) -> None:
 
 
 def evaluate(recipe: Recipe, run: Run) -> list[Path]:
-    """Write eval.json, eval.md and rounds.parquet: the draft before (cut/) and after (draft/) training."""
+    """Write eval.json, eval.md and rounds.parquet: the draft before (cut/) and after (draft/) training.
+
+    Where the target is not loaded there are no rounds, and the rest is measured on its stored distributions.
+    """
+    if not recipe.target.load:
+        run.say(f"  measured on stored distributions of test/, no rounds are decoded: {REASON}")
+        return _written(run, evaluate_stored(recipe, run))
     device = pick_device(recipe.device)
     target = load_target(recipe.target, device)
     tokenizer = load_tokenizer(recipe.target.model)
@@ -193,6 +201,11 @@ def evaluate(recipe: Recipe, run: Run) -> list[Path]:
         classes=[prompt.kind for prompt in prompts] if all(texts) else (),
     )
     write_rounds(run.path("rounds.parquet"), rounds)
+    return [*_written(run, report), run.path("rounds.parquet")]
+
+
+def _written(run: Run, report: EvaluationReport) -> list[Path]:
+    """The files of a report."""
     write_result(run.path("eval.json"), report)
     write_text(run.path("eval.md"), as_markdown(report))
-    return [run.path("eval.json"), run.path("eval.md"), run.path("rounds.parquet")]
+    return [run.path("eval.json"), run.path("eval.md")]

@@ -8,6 +8,7 @@ from distill.export.parity import compare
 from distill.export.writer import export_gguf
 from distill.models.hugging_face import local_folder
 from distill.recipe import Recipe
+from distill.recipe.text.unloaded import REASON
 from distill.results.export_results import ExportedFile, ExportReport
 from distill.results.serialise import write_result
 from distill.run import Run
@@ -15,11 +16,19 @@ from distill.texts import read_documents_of
 
 
 def export(recipe: Recipe, run: Run) -> list[Path]:
-    """Write gguf/MODEL-OUTTYPE.gguf for draft and target, and gguf/export.json with the parity of each file."""
+    """Write gguf/MODEL-OUTTYPE.gguf for draft and target, and gguf/export.json with the parity of each file.
+
+    A target that the recipe never loads is left out.
+    """
     folder = run.path("gguf")
     texts = read_documents_of(run, "test")
     files: list[ExportedFile] = []
-    for name, source in (("draft", run.path("draft")), ("target", local_folder(recipe.target.model))):
+    sources = {"draft": run.path("draft")}
+    if recipe.target.load:
+        sources["target"] = local_folder(recipe.target.model)
+    else:
+        run.say(f"  no file of the target is written: {REASON}")
+    for name, source in sources.items():
         for outtype in recipe.export.outtypes:
             path = folder / f"{name}-{outtype}.gguf"
             report = export_gguf(source, path, outtype, f"{recipe.name} {name}")

@@ -18,6 +18,7 @@ from distill.processes import process_count
 from distill.recipe import Target, is_path
 from distill.results.cut_results import ModelSizes
 
+SMALL_FILES = ["*.json", "*.jinja", "*.txt", "tokenizer.model"]  # of a model on the hub: all but its weights
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -159,7 +160,15 @@ def load_model(
 
 
 def load_target(target: Target, device: torch.device) -> Any:
-    """The target of a recipe, in its type, quantised or sharded as the recipe says."""
+    """The target of a recipe, in its type, quantised or sharded as the recipe says.
+
+    Every load of a recipe's target comes through here. Raises RunError where the recipe says never to load it.
+    """
+    if not target.load:
+        raise RunError(
+            f"this would load the weights of {target.model}, and the recipe says never to (target.load: false)",
+            "set target.load: true where they fit this machine, or ask the servers or the GGUF file that hold them",
+        )
     return load_model(target.model, target.dtype, device, quantise=target.quantise, shard=target.shard)
 
 
@@ -238,6 +247,20 @@ def local_folder(reference: str) -> Path:
     try:
         return Path(snapshot_download(reference))
     except Exception as error:  # the hub client raises many kinds; each means that the snapshot is not available
+        raise _explained(reference, error) from error
+
+
+def text_folder(reference: str) -> Path:
+    """The folder of a model's tokenizer and configuration: itself when it is a path, else those small files from the
+    hub, without the weights."""
+    if is_path(reference):
+        check_folder(reference)
+        return Path(reference)
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(reference, allow_patterns=SMALL_FILES))
+    except Exception as error:  # the hub client raises many kinds; each means that the files are not available
         raise _explained(reference, error) from error
 
 

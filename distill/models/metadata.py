@@ -21,14 +21,11 @@ from distill.models.gguf.defaults import (
     Defaults,
 )
 from distill.models.gguf.file_head import FileHead, open_head
-from distill.models.hugging_face import load_config, load_tokenizer
+from distill.models.hugging_face import load_config, load_tokenizer, text_folder
 from distill.models.kept import read_kept
-from distill.recipe import is_path
 from distill.vocabulary.encoding import added_around, open_tokenizer
 from distill.vocabulary.reading import tokenizer_settings
 from distill.vocabulary.roles import named_id
-
-SMALL_FILES = ["*.json", "*.jinja", "*.txt", "tokenizer.model"]
 
 
 @dataclass(frozen=True)
@@ -98,23 +95,8 @@ class VocabularyMetadata:
         }
 
 
-def _small_folder(reference: str) -> str:
-    """A model's folder as given, or the folder of its small files from the hub: no weights."""
-    if is_path(reference):
-        return reference
-    from huggingface_hub import snapshot_download
-
-    try:
-        return str(snapshot_download(reference, allow_patterns=SMALL_FILES))
-    except Exception as error:  # the hub client raises many kinds; each means that the model is not available
-        first = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise DataError(
-            f"cannot load {reference}: {first}", "check the name and the network, or give a local folder"
-        ) from error
-
-
 def _from_folder(reference: str) -> VocabularyMetadata:
-    place = _small_folder(reference)
+    place = str(text_folder(reference))
     folder, config = Path(place), load_config(place).get_text_config()
     rows = getattr(config, "vocab_size", None)
     if not isinstance(rows, int) or rows < 1:

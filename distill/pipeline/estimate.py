@@ -71,6 +71,8 @@ def _seconds(stage: Rehearsed, recipe: Recipe, short: Recipe, run: Run) -> tuple
         return fixed + batches * loop, fixed + max(prompts, batches) * loop
     if stage.stage == "teacher":
         return (fixed + _blocks(recipe, short, run) * loop,) * 2
+    if stage.stage == "test":
+        return (fixed + _ratio(recipe.eval.prompts, short.eval.prompts) * loop,) * 2
     if stage.stage == "cut":
         factor = _ratio(recipe.cut.score_blocks, short.cut.score_blocks)
         cuts = 1

@@ -12,6 +12,7 @@ from distill.corpus.sources import source_files
 from distill.files import digest, file_digests, has_form, joint_digest, parse_object, read_json, write_json
 from distill.pipeline.stages import Stage
 from distill.recipe import Recipe, Source
+from distill.recipe.text.unloaded import left_out
 from distill.run import Run
 
 Parts = dict[str, Any]  # the settings and digests that a key is the hash of, by name
@@ -82,8 +83,10 @@ def key_parts(stage: Stage, recipe: Recipe, run: Run, contents: Contents) -> Par
         label, value = _content(name, recipe, contents)
         if value is not None:
             parts[label] = value
+    absent = left_out(recipe)
     for name, pattern in stage.inputs:
-        parts[f"{name}: {pattern}"] = _artifacts_digest(run, name, pattern)
+        if name not in absent:
+            parts[f"{name}: {pattern}"] = _artifacts_digest(run, name, pattern)
     return parts
 
 

@@ -176,12 +176,13 @@ def check_export(recipe: Recipe) -> list[str]:
     """Target and draft can be written as GGUF, and llama.cpp is here to read them, where the recipe asks for files."""
     from distill.export.tensors import read_shape
     from distill.export.tokenizer import read_tokenizer
-    from distill.models.hugging_face import load_config, local_snapshot
+    from distill.models.hugging_face import load_config, local_snapshot, text_folder
     from distill.surgery.grow import check_growth
 
-    if recipe.speedup.grown is not None:
+    load = recipe.target.load
+    if load and recipe.speedup.grown is not None:
         check_growth(load_config(recipe.target.model), recipe.speedup.grown.layers)
-    if not recipe.export.outtypes and "gguf" not in recipe.speedup.backends:
+    if not recipe.export.outtypes and not (load and "gguf" in recipe.speedup.backends):
         return []
     without = "train without GGUF files: export.outtypes=[] speedup.backends=[pytorch]"
     for package, name in (("gguf", "gguf"), ("llama_cpp", "llama-cpp-python")):
@@ -192,12 +193,16 @@ def check_export(recipe: Recipe) -> list[str]:
             )
     lines = []
     for model in dict.fromkeys([recipe.target.model, recipe.donor_model]):
-        folder = local_snapshot(model) if not is_path(model) else Path(model)
+        written = load or model != recipe.target.model  # the draft has the target's tokenizer in any case
+        if not written:
+            folder: Path | None = text_folder(model)
+        else:
+            folder = local_snapshot(model) if not is_path(model) else Path(model)
         if folder is None:
             lines.append(f"export of {model}: not checked, its files are not on this machine yet")
             continue
         try:
-            rows = read_shape(folder).vocabulary
+            rows = read_shape(folder).vocabulary if written else load_config(model).get_text_config().vocab_size
             if model == recipe.target.model:  # whose tokenizer the draft has
                 read_tokenizer(folder, rows)
         except DistillError as error:

@@ -9,11 +9,12 @@ from typing import Any, Literal
 from distill.errors import RunError
 from distill.files import digest, read_json
 from distill.pipeline.keys import Contents, Parts, begun_path, difference, key_parts, recorded_parts
-from distill.pipeline.stages import NAMES, STAGES, Stage, consumers, find_stage
+from distill.pipeline.stages import NAMES, STAGES, Stage, consumers, find_stage, require_part
 from distill.recipe import Recipe
+from distill.recipe.text.unloaded import left_out
 from distill.run import Run
 
-Kind = Literal["skip", "run", "resume", "redo", "mend", "wait", "refuse"]
+Kind = Literal["skip", "run", "resume", "redo", "mend", "wait", "refuse", "leave"]
 PLANNED: dict[Kind, str] = {
     "skip": "up to date",
     "run": "would run",
@@ -22,6 +23,7 @@ PLANNED: dict[Kind, str] = {
     "mend": "would make its damaged files again",
     "wait": "depends on the result of",
     "refuse": "refused",
+    "leave": "not run",
 }
 
 
@@ -31,7 +33,8 @@ class Action:
 
     skip: finished with the same key. run: never ran. resume: interrupted. redo: it runs again, its files removed first.
     mend: finished with the same key, but files are damaged; it makes those again. wait: decided after the stages in
-    `reasons` have run. refuse: it would supersede precious work; `error` has the message.
+    `reasons` have run. refuse: it would supersede precious work; `error` has the message. leave: the recipe's run has
+    no such stage.
     """
 
     stage: Stage
@@ -45,6 +48,8 @@ class Action:
         """The line that `--dry-run` prints."""
         if self.kind == "wait":
             return f"{self.stage.name}: {PLANNED[self.kind]} {', '.join(self.reasons)}"
+        if self.kind == "leave":
+            return f"{self.stage.name}: {PLANNED[self.kind]}: {self.reasons[0]}"
         reasons = ("new",) if self.kind == "run" else () if self.kind == "refuse" else self.reasons
         return f"{self.stage.name}: {PLANNED[self.kind]}" + (f" ({'; '.join(reasons)})" if reasons else "")
 
@@ -86,9 +91,15 @@ class Planner:
 
     def plan(self, until: str | None = None) -> list[Action]:
         """An action for each stage up to `until`; a refusal is the last."""
-        last = NAMES.index(find_stage(until).name) if until else len(STAGES) - 1
+        require_part(self.recipe, [*([until] if until else []), *self.redo.asked])
+        last = NAMES.index(until) if until else len(STAGES) - 1
+        absent = left_out(self.recipe)
         actions: list[Action] = []
         for stage in STAGES[: last + 1]:
+            if stage.name in absent:
+                if not self.recipe.target.load:  # a run that has all usual stages need not hear of others
+                    actions.append(Action(stage, "leave", (absent[stage.name],)))
+                continue
             action = self._look_ahead(stage) or self._decide_or_wait(stage, actions)
             actions.append(action)
             if action.kind == "refuse":
@@ -116,7 +127,7 @@ class Planner:
 
     def _decide_or_wait(self, stage: Stage, before: Sequence[Action]) -> Action:
         """The action for a stage, or `wait` where a stage that it reads from has yet to write."""
-        unsettled = {action.stage.name for action in before if action.kind != "skip"}
+        unsettled = {action.stage.name for action in before if action.kind not in ("skip", "leave")}
         read = tuple(dict.fromkeys(name for name, _ in stage.inputs if name in unsettled))
         return Action(stage, "wait", read) if read and not self.redo.due(stage) else self.decide(stage)
 

@@ -24,8 +24,9 @@ from distill.pipeline.later import (
     check_traffic,
     check_writer,
 )
-from distill.pipeline.stages import NAMES
+from distill.pipeline.stages import NAMES, require_part
 from distill.recipe import Recipe, is_path
+from distill.recipe.text.unloaded import REASON, left_out
 
 
 @dataclass
@@ -51,6 +52,8 @@ def preflight(
     need a model hub or a server are skipped and listed.
     """
     found = Preflight()
+    if until is not None:
+        require_part(recipe, [until])
     last = NAMES.index(until) if until is not None else len(NAMES)
     if inputs:
         lines, found.skipped, documents = check_corpus(recipe, offline)
@@ -63,6 +66,7 @@ def preflight(
     if last >= NAMES.index("train"):
         found.lines += check_trackers(recipe)
     found.lines += check_device(recipe)
+    found.lines += check_unloaded(recipe)
     if remote and offline:
         found.skipped += [f"model {model}" for model in remote]
         found.skipped.append("pair rules, sizes and the cut, which need those models' configurations")
@@ -98,6 +102,16 @@ def check_stages(recipe: Recipe) -> list[str]:
     return lines
 
 
+def check_unloaded(recipe: Recipe) -> list[str]:
+    """What a run does and leaves out where it never loads the target."""
+    if recipe.target.load:
+        return []
+    return [
+        f"target: no weights of {recipe.target.model} are read or downloaded, only its tokenizer and config.json",
+        f"not run: {', '.join(left_out(recipe))}, decoded rounds, the target's GGUF files: {REASON}",
+    ]
+
+
 def check_pair(recipe: Recipe) -> list[str]:
     """Target and donor as a pair.
 
@@ -120,10 +134,12 @@ def check_size(recipe: Recipe) -> list[str]:
 
 
 def check_weights_of_models(recipe: Recipe) -> list[str]:
-    """The weights of target and donor hold the tensors that their config.json asks for."""
+    """The weights of target and donor hold the tensors that their config.json asks for; a target that is not loaded
+    needs none."""
     from distill.models.whole.headers import check_weights
 
-    return [check_weights(model) for model in dict.fromkeys([recipe.target.model, recipe.donor_model])]
+    read = dict.fromkeys([*([recipe.target.model] if recipe.target.load else []), recipe.donor_model])
+    return [check_weights(model) for model in read]
 
 
 def check_context(recipe: Recipe) -> list[str]:
@@ -138,6 +154,16 @@ def check_context(recipe: Recipe) -> list[str]:
     return []
 
 
+def _held_out_positions(recipe: Recipe) -> int:
+    """Positions of the held-out stores at most; 0 where the target itself is run on held-out texts."""
+    acceptance, test = recipe.train.acceptance, recipe.eval
+    if recipe.target.load or acceptance is None:
+        return 0
+    answers = acceptance.prompts * acceptance.new_tokens + test.prompts * test.new_tokens
+    prompts = (acceptance.prompts + test.prompts) * recipe.answers.prompt_tokens
+    return answers + prompts + (recipe.cut.score_blocks + test.file_blocks) * recipe.corpus.block
+
+
 def check_disk(recipe: Recipe) -> list[str]:
     """The teacher's distributions fit the disk."""
     from distill.models.hugging_face import load_config
@@ -145,7 +171,7 @@ def check_disk(recipe: Recipe) -> list[str]:
 
     hidden = load_config(recipe.target.model).get_text_config().hidden_size
     answer = recipe.answers.prompt_tokens + recipe.answers.new_tokens
-    positions = recipe.corpus.tokens + recipe.answers.prompts * answer
+    positions = recipe.corpus.tokens + recipe.answers.prompts * answer + _held_out_positions(recipe)
     store = positions * bytes_per_position(recipe.teacher, hidden, recipe.target.dtype)
     free = shutil.disk_usage(Path.cwd()).free
     if store > free:

@@ -57,6 +57,9 @@ def run_pipeline(
         if waiting and NAMES.index(action.stage.name) > NAMES.index(LAST_TOGETHER):
             agree()  # the others can go
             waiting = False
+        if action.kind == "leave":
+            run.say(action.line())
+            continue
         if action.kind == "wait":
             action = planner.decide(action.stage)
             require_allowed([action])
@@ -71,7 +74,7 @@ def run_pipeline(
 def require_finished(run: Run, actions: Sequence[Action]) -> None:
     """Raise RunError for the first stage that would have to write into a directory that cannot be written."""
     for action in actions:
-        if action.kind != "skip":
+        if action.kind not in ("skip", "leave"):
             why = f" ({'; '.join(action.reasons)})" if action.reasons else ""
             raise RunError(
                 f"{run.folder} cannot be written, and stage `{action.stage.name}` would have to run{why}",

@@ -10,6 +10,7 @@ from typing import Any
 
 from distill.errors import RunError
 from distill.recipe import REACHING, Recipe
+from distill.recipe.text.unloaded import left_out
 from distill.run import Run
 from distill.target.traffic import PIN as TRAFFIC
 from distill.target.traffic import pin_traffic
@@ -77,6 +78,35 @@ def _search_settings(recipe: Recipe) -> tuple[str, ...]:
     )
 
 
+def _load_setting(recipe: Recipe) -> tuple[str, ...]:
+    """The setting that the target is not loaded, for the stages that do less then; it names no other run's key."""
+    return () if recipe.target.load else ("target.load",)
+
+
+# What a held-out text does not depend on: the count and the limits of the train answers, and how they are grouped.
+TRAIN_ANSWERS = tuple(
+    f"answers.{name}"
+    for name in ("prompts", "prompt_tokens", "new_tokens", "batch", "group", "keep_truncated", "traffic")
+)
+
+
+def _held_out(split: str, function: str, settings: tuple[str, ...]) -> Stage:
+    """A stage that lets whatever holds the target answer the prompts of a split and give its distributions there."""
+    return Stage(
+        split,
+        f"distill.target.held_out:{function}",
+        ("seed", "answers", "sampler", "teacher", "corpus.block", "target.dtype", *settings),
+        (
+            ("corpus", f"corpus/prompts-{split}.jsonl"),
+            ("corpus", f"corpus/text-{split}.safetensors"),
+            ("answers", f"answers/*-{split}*"),
+        ),
+        (split,),
+        ("target", "writer", "gguf"),
+        ignores=(*WRITER_REACHING, *TEACHER_REACHING, *TRAIN_ANSWERS, "teacher.mass"),
+    )
+
+
 STAGES = (
     Stage(
         "corpus",
@@ -112,6 +142,8 @@ STAGES = (
         precious=True,
         version=2,  # 2: prompts in groups, the longest first
         ignores=WRITER_REACHING,
+        # Held-out answers of served traffic are kept only where the target cannot be asked itself.
+        more=lambda recipe: () if recipe.answers.traffic is None else _load_setting(recipe),
         pins=((TRAFFIC, pin_traffic),),
         together=True,
     ),
@@ -127,6 +159,12 @@ STAGES = (
         ignores=TEACHER_REACHING,
         together=True,
     ),
+    _held_out(
+        "validation",
+        "hold_out_validation",
+        ("train.acceptance.prompts", "train.acceptance.new_tokens", "cut.score_blocks"),
+    ),
+    _held_out("test", "hold_out_test", ("eval.prompts", "eval.new_tokens", "eval.file_blocks")),
     Stage(
         "cut",
         "distill.surgery.stage:cut",
@@ -135,6 +173,7 @@ STAGES = (
             ("corpus", "corpus/text-validation.safetensors"),
             ("answers", "answers/train-*"),
             ("teacher", "teacher/*"),
+            ("validation", "validation/*"),
         ),
         ("cut", "search"),
         ("target", "donor"),
@@ -155,7 +194,12 @@ STAGES = (
         "train",
         "distill.training.loop:train",
         ("seed", "train", "sampler", "target.dtype"),
-        (("teacher", "teacher/*"), ("cut", "cut/*"), ("corpus", "corpus/prompts-validation.jsonl")),
+        (
+            ("teacher", "teacher/*"),
+            ("cut", "cut/*"),
+            ("corpus", "corpus/prompts-validation.jsonl"),
+            ("validation", "validation/*"),
+        ),
         ("checkpoints", "replay", "draft", "training.json"),
         ("target",),
         precious=True,
@@ -172,6 +216,7 @@ STAGES = (
             ("train", "draft/*"),
             ("corpus", "corpus/*-test.*"),
             ("answers", "answers/prompts-test.jsonl"),
+            ("test", "test/*"),
         ),
         ("eval.json", "eval.md", "rounds.parquet"),
         ("target",),
@@ -184,6 +229,7 @@ STAGES = (
         (("train", "draft/*"), ("corpus", "corpus/documents-test.jsonl")),
         ("gguf",),
         ("target",),
+        more=_load_setting,
     ),
     Stage(
         "speedup",
@@ -221,6 +267,7 @@ STAGES = (
             ("cut", "*"),
             ("train", "draft/*.safetensors"),
             ("train", "training.json"),
+            ("test", "test/summary.json"),
             ("profile", "*"),
             ("eval", "*"),
             ("export", "*"),
@@ -239,6 +286,15 @@ def find_stage(name: str) -> Stage:
         if stage.name == name:
             return stage
     raise RunError(f"there is no stage `{name}`", f"stages, in order: {', '.join(NAMES)}")
+
+
+def require_part(recipe: Recipe, names: Sequence[str]) -> None:
+    """Raise RunError for a stage that does not exist, or that the recipe's run does not have."""
+    absent = left_out(recipe)
+    for name in names:
+        if find_stage(name).name in absent:
+            has = ", ".join(other for other in NAMES if other not in absent)
+            raise RunError(f"stage `{name}` is no part of this run: {absent[name]}", f"its stages: {has}")
 
 
 def consumers(names: Sequence[str]) -> set[str]:

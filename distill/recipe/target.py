@@ -19,6 +19,12 @@ class Target(Section):
 
     model: str = Field(description="folder (`./name` for a relative one), or hub name; an existing folder wins")
     dtype: Literal["float32", "bfloat16", "float16"] = Field("float32", description="type that it runs in")
+    load: bool = Field(
+        True,
+        description="false: never load or download its weights; its tokenizer and config.json are read. Servers or "
+        "GGUF files give its answers and distributions (answers.writer, teacher), and what needs the weights is not "
+        "run",
+    )
     quantise: Literal["int8", "int4"] | None = Field(
         None, description="load its weights in 8 or 4 bits with bitsandbytes; null: not quantised"
     )

@@ -10,6 +10,7 @@ from distill.recipe.cut import Cut
 from distill.recipe.measuring import Evaluate, Export, Profile, Speedup
 from distill.recipe.section import LARGEST, Section
 from distill.recipe.target import Answers, SamplerSettings, Target, TeacherStore
+from distill.recipe.text.unloaded import faults
 from distill.recipe.training import Train
 
 
@@ -50,7 +51,11 @@ class Recipe(Section):
                 f"answers.prompt_tokens + answers.new_tokens = {self.answers.prompt_tokens + self.answers.new_tokens} "
                 f"does not fit corpus.block = {self.corpus.block}"
             )
-        if "gguf" in self.speedup.backends and self.speedup.outtype not in self.export.outtypes:
+        if not self.target.load:
+            needing = list(faults(self))
+            if needing:
+                raise ValueError(f"target.load is false: {'; '.join(needing)}")
+        elif "gguf" in self.speedup.backends and self.speedup.outtype not in self.export.outtypes:
             raise ValueError(f"speedup.outtype {self.speedup.outtype} is not among export.outtypes")
         if self.speedup.grown is not None and self.target.quantise is not None:
             raise ValueError("speedup.grown needs the target's own weights, which target.quantise replaces")

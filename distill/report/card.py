@@ -6,6 +6,7 @@ from typing import Any
 
 import yaml
 
+from distill.recipe.text.unloaded import REASON
 from distill.report.limits import limits
 from distill.report.markup import HUB_NAME, code, table, words
 from distill.report.text import (
@@ -21,11 +22,19 @@ from distill.report.text import (
     speedup_interval,
 )
 from distill.report.usage import how_to_use
-from distill.results.evaluation_results import CEILING, MEASURES, RATES, SIDES, EvaluationReport
+from distill.results.evaluation_results import (
+    CEILING,
+    MEASURES,
+    RATES,
+    SAMPLED,
+    SAMPLED_MEANS,
+    SIDES,
+    EvaluationReport,
+)
 from distill.results.export_results import ExportedFile, ExportReport
 from distill.results.run_results import RunResults
 from distill.results.speedup_results import Measurement, SpeedupReport
-from distill.results.training_results import trained_tokens
+from distill.results.training_results import STORED, trained_tokens
 
 
 def build_card(results: RunResults) -> str:
@@ -38,11 +47,11 @@ def build_card(results: RunResults) -> str:
         _making(results),
         "## Numbers",
         "### Acceptance and divergence",
-        _acceptance(results.evaluation) if results.evaluation else _not_run("eval"),
+        _acceptance(results.evaluation) if results.evaluation else _not_run("eval", results),
         "### Speedup",
-        _speedup(results.speedup) if results.speedup else _not_run("speedup"),
+        _speedup(results.speedup) if results.speedup else _not_run("speedup", results),
         "### GGUF files",
-        _gguf(results.export) if results.export else _not_run("export"),
+        _gguf(results.export) if results.export else _not_run("export", results),
         "## How to use it",
         how_to_use(results),
         "## Limits",
@@ -63,7 +72,9 @@ def _front_matter(results: RunResults) -> str:
     return f"---\n{yaml.safe_dump(head, sort_keys=False, allow_unicode=True)}---"
 
 
-def _not_run(stage: str) -> str:
+def _not_run(stage: str, results: RunResults) -> str:
+    if stage in results.left_out:
+        return f"The stage `{stage}` was not run: {results.left_out[stage]}."
     return f"The stage `{stage}` has not run."
 
 
@@ -90,12 +101,14 @@ def _making(results: RunResults) -> str:
             f"(digest {code(parent.digest)})"
         )
     steps = results.steps
-    trained = _not_run("train") + " These are the weights as cut from the donor."
+    trained = _not_run("train", results) + " These are the weights as cut from the donor."
     if steps:
         trained = (
             f"Trained for {number(len(steps))} steps on {number(trained_tokens(steps))} tokens; the loss went "
             f"from {significant(steps[0].loss)} to {significant(steps[-1].loss)}."
         )
+    if results.training and results.training.best and results.training.best.measure == STORED:
+        trained += f" Its weights were chosen by {words(results.training.best.words)}: {REASON}."
     if results.training and results.training.warning:
         trained += f" **{words(results.training.warning)}**"
     machine, recipe = results.machine, results.config.get("name") or results.name
@@ -134,6 +147,8 @@ def _acceptance(evaluation: EvaluationReport) -> str:
         + words(evaluation.sampler_words)
         + "."
     ]
+    if evaluation.stored is not None:
+        parts.append("\n".join(f"- {words(sentence)}" for sentence in evaluation.stored.sentences))
     for domain, drafts in evaluation.domains.items():
         sides = [drafts.get(side) for side in SIDES]
         rows = [
@@ -144,6 +159,9 @@ def _acceptance(evaluation: EvaluationReport) -> str:
         counts = [f"{number(side and side.tokens)} ({number(side and side.prompts)})" for side in sides]
         rows.append(["tokens (prompts)", *counts])
         parts.append(f"**{words(domain)}**\n\n" + table(["", *SIDES], rows, evaluation.command))
+    if evaluation.stored is not None:
+        sampled = [interval(evaluation.stored.sampled.get(side), True) for side in SIDES]
+        parts.append(f"{SAMPLED_MEANS}\n\n" + table(["", *SIDES], [[SAMPLED, *sampled]], evaluation.command))
     return "\n\n".join(parts)
 
 

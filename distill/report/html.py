@@ -67,8 +67,10 @@ def as_list(sentences: Iterable[str]) -> Html:
     return Html("<ul>" + "".join(f"<li>{as_text(sentence)}</li>" for sentence in sentences) + "</ul>")
 
 
-def not_run(stage: str) -> Html:
-    """The line in place of the results of a stage."""
+def not_run(stage: str, reason: str | None = None) -> Html:
+    """The line in place of the results of a stage; `reason` why the run has no such stage."""
+    if reason is not None:
+        return Html(f'<p class="notrun">The stage <code>{stage}</code> was not run: {as_text(reason)}.</p>')
     return Html(f'<p class="notrun">The stage <code>{stage}</code> has not run, so there is nothing to show here.</p>')
 
 

@@ -22,6 +22,8 @@ def limits(results: RunResults) -> list[str]:
     missing = results.stages_not_run
     if missing:
         sentences.append(f"These stages have not run, so the report makes no claim about them: {', '.join(missing)}.")
+    for stage, reason in results.left_out.items():
+        sentences.append(f"Stage {stage} was not run: {reason}.")
     if results.speedup:
         sentences += _speedup_limits(results.speedup)
     if results.evaluation:

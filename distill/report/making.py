@@ -4,13 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from distill.recipe.text.unloaded import REASON
 from distill.report import plots
 from distill.report.html import Html, as_list, as_plot, as_plots, as_table, as_text, not_run
 from distill.report.text import known, number, percent, significant, size
 from distill.results.cut_results import Change, Priced, SearchReport
 from distill.results.evaluation_results import MEASURES
 from distill.results.run_results import RunResults
-from distill.results.training_results import ReplayDecision, TrainingStep, TrainingSummary, trained_tokens
+from distill.results.training_results import (
+    STORED,
+    EvaluatedWeights,
+    ReplayDecision,
+    TrainingStep,
+    TrainingSummary,
+    trained_tokens,
+)
 
 # Rows of the training table: the label, and the figure of a step.
 TRAINED: dict[str, Callable[[TrainingStep], float]] = {
@@ -125,12 +133,18 @@ def training(results: RunResults) -> Html:
         as_plots(
             as_plot(lambda: plots.loss_curve(steps), f"Loss on training batches, {each}."),
             as_plot(lambda: plots.agreement_curve(steps), f"Agreement on training batches, {each}."),
-            as_plot(lambda: plots.validation_curve(results.evaluated), "Acceptance decoded on validation prompts."),
+            as_plot(lambda: plots.validation_curve(results.evaluated), _chosen_by(results.evaluated)),
         )
         + f"<p>{as_text(_pace(steps))}</p>"
         + (_chosen(results.training, results.command) if results.training else "")
         + as_table(["", f"step {first.step}", f"step {last.step}"], rows, results.command)
     )
+
+
+def _chosen_by(evaluated: list[EvaluatedWeights]) -> str:
+    if any(weights.measure == STORED for weights in evaluated):
+        return "α of validation answers on stored distributions, as far as these prove it; no rounds were decoded."
+    return "Acceptance decoded on validation prompts."
 
 
 def _pace(steps: list[TrainingStep]) -> str:
@@ -158,10 +172,13 @@ def _chosen(training: TrainingSummary, command: str) -> Html:
     sentences = []
     if best := training.best:
         kind = "averaged weights" if best.averaged else "weights"
-        sentences.append(
-            f"The {kind} of step {number(best.step)} were taken: {percent(best.acceptance)} accepted, "
-            f"{number(best.tokens_per_round)} tokens per round on validation prompts."
+        figures = (
+            f"{best.words}, {REASON}"
+            if best.measure == STORED
+            else f"{percent(best.acceptance)} accepted, {number(best.tokens_per_round)} tokens per round on validation "
+            "prompts"
         )
+        sentences.append(f"The {kind} of step {number(best.step)} were taken: {figures}.")
     if training.warning:
         sentences.append(training.warning)
     if training.replay:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from distill.intervals import Interval
+from distill.recipe.text.unloaded import REASON
 from distill.report import plots
 from distill.report.html import Html, as_bad, as_code, as_list, as_plot, as_plots, as_table, as_text, badged
 from distill.report.text import (
@@ -22,11 +23,15 @@ from distill.results.evaluation_results import (
     FEW_PROMPTS,
     MEASURES,
     RATES,
+    SAMPLED,
+    SAMPLED_MEANS,
     SIDES,
+    Bounds,
     ClassResult,
     Divergences,
     EvaluationReport,
     PositionAcceptance,
+    StoredMeasures,
 )
 from distill.results.export_results import ExportedFile, ExportReport
 from distill.results.profile_results import MeasuredCurve, ProfileReport
@@ -37,6 +42,8 @@ def positions(evaluation: EvaluationReport) -> Html:
     """Acceptance by position, before and after the training."""
     before, after = ({row.position: row for row in evaluation.positions.get(side, [])} for side in SIDES)
     places = sorted(before.keys() | after.keys())
+    if not places and evaluation.stored is not None:
+        return Html(f'<p class="notrun">No rounds were decoded: {as_text(REASON)}.</p>')
     if not places:
         return Html('<p class="notrun">No acceptance by position was measured (<code>eval --acceptance</code>).</p>')
 
@@ -60,6 +67,8 @@ def divergence(evaluation: EvaluationReport) -> Html:
     """Every measure by domain, before and after the training."""
     settings = as_text(evaluation.sampler_words)
     parts = [f"<p>Before is the draft as cut from the donor, after is the trained draft; {settings}.</p>"]
+    if evaluation.stored is not None:
+        parts.append(as_list(evaluation.stored.sentences))
     for domain, drafts in evaluation.domains.items():
         before, after = (drafts.get(side) for side in SIDES)
         rows = [_measure_row(name, before, after) for name in MEASURES if name != CEILING]
@@ -70,7 +79,32 @@ def divergence(evaluation: EvaluationReport) -> Html:
         rows.append(["measured on", *counts, ""])
         table = as_table(["", "before", "after", "change"], rows, evaluation.command)
         parts += [f"<h3>{as_text(domain)}</h3>", table]
+    if evaluation.stored is not None:
+        parts.append(_stored(evaluation.stored, evaluation.command))
     return Html("".join(parts) + _classes(evaluation))
+
+
+def _stored(stored: StoredMeasures, command: str) -> Html:
+    """The bounds that the store gives for each mean, and what the sampled answers show."""
+    parts = []
+    for domain, drafts in stored.bounds.items():
+        rows = [
+            [MEASURES[name], *(_bounds(drafts.get(side, {}).get(name), name in RATES) for side in SIDES)]
+            for name in MEASURES
+            if name != CEILING
+        ]
+        table = as_table(["bounds of the means", "before", "after"], rows, command)
+        parts.append(f"<h3>{as_text(domain)}, bounds</h3>{table}")
+    row = [SAMPLED, *(interval(stored.sampled.get(side), rate=True) for side in SIDES)]
+    table = as_table(["", "before", "after"], [row], command)
+    return Html("".join(parts) + f"<h3>sampled answers</h3><p>{as_text(SAMPLED_MEANS)}</p>{table}")
+
+
+def _bounds(found: Bounds | None, rate: bool) -> str:
+    if found is None or not known(found.least):
+        return NOTHING
+    form = percent if rate else significant
+    return f"{form(found.least)} to {form(found.most)}"
 
 
 def _classes(evaluation: EvaluationReport) -> Html:

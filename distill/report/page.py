@@ -41,14 +41,18 @@ def build_page(results: RunResults) -> str:
         *([("cuts", "From donor to draft", making.cuts(results))] if results.cuts else []),
         ("training", "Training", making.training(results)),
         *([("sparsity", "Sparsity", making.sparsity(results))] if results.sparsity else []),
-        ("positions", "Acceptance by position", _stage("eval", results.evaluation, measured.positions)),
-        ("divergence", "Divergence and acceptance", _stage("eval", results.evaluation, measured.divergence)),
-        ("cost", "Cost curves", _stage("profile", results.profile, measured.cost)),
-        ("speedup", "Speedup", _stage("speedup", results.speedup, speedup)),
-        ("plain", "The plain decoder beside the library's own", _stage("speedup", results.speedup, measured.plain)),
-        ("why", "Why these speedups", _stage("speedup", results.speedup, measured.explanations)),
-        ("gguf", "GGUF files and parity", _stage("export", results.export, measured.gguf)),
-        ("samples", "Generated samples", _stage("speedup", results.speedup, measured.samples)),
+        ("positions", "Acceptance by position", _stage(results, "eval", results.evaluation, measured.positions)),
+        ("divergence", "Divergence and acceptance", _stage(results, "eval", results.evaluation, measured.divergence)),
+        ("cost", "Cost curves", _stage(results, "profile", results.profile, measured.cost)),
+        ("speedup", "Speedup", _stage(results, "speedup", results.speedup, speedup)),
+        (
+            "plain",
+            "The plain decoder beside the library's own",
+            _stage(results, "speedup", results.speedup, measured.plain),
+        ),
+        ("why", "Why these speedups", _stage(results, "speedup", results.speedup, measured.explanations)),
+        ("gguf", "GGUF files and parity", _stage(results, "export", results.export, measured.gguf)),
+        ("samples", "Generated samples", _stage(results, "speedup", results.speedup, measured.samples)),
         ("limits", "Limits", as_list(limits(results))),
     ]
     links = " ".join(f'<a href="#{key}">{escape(title)}</a>' for key, title, _ in sections)
@@ -76,9 +80,9 @@ def build_page(results: RunResults) -> str:
 """
 
 
-def _stage(name: str, report: Report | None, draw: Callable[[Report], Html]) -> Html:
+def _stage(results: RunResults, name: str, report: Report | None, draw: Callable[[Report], Html]) -> Html:
     """A section drawn from a stage's results, or one line if the stage has not run."""
-    return not_run(name) if report is None else draw(report)
+    return not_run(name, results.left_out.get(name)) if report is None else draw(report)
 
 
 def _made(results: RunResults) -> Html:
@@ -146,7 +150,7 @@ def _headlines(results: RunResults) -> Html:
         missing.append("eval")
     shown = f'<div class="cards">{"".join(cards)}</div>' if cards else ""
     listed = "".join(f'<p class="command">{as_text(command)}</p>' for command in dict.fromkeys(commands))
-    return Html(shown + listed + "".join(map(not_run, missing)))
+    return Html(shown + listed + "".join(not_run(name, results.left_out.get(name)) for name in missing))
 
 
 def _speedup_card(report: SpeedupReport, one: Measurement) -> str:

@@ -17,7 +17,7 @@ from distill.results.cut_results import SearchReport
 from distill.results.evaluation_results import MEASURES, SIDES, PositionAcceptance
 from distill.results.profile_results import MeasuredCurve
 from distill.results.speedup_results import Measurement
-from distill.results.training_results import EvaluatedWeights, TrainingStep
+from distill.results.training_results import STORED, EvaluatedWeights, TrainingStep
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -51,11 +51,13 @@ def agreement_curve(steps: Sequence[TrainingStep]) -> str:
 
 
 def validation_curve(evaluated: Sequence[EvaluatedWeights]) -> str:
-    """Acceptance of drafts decoded on validation prompts, over steps; the weights are chosen by it."""
+    """Acceptance of drafts on validation prompts, over steps; the weights are chosen by it."""
     if not evaluated:
         raise DataError("no weights were evaluated while training", "set train.acceptance to have them chosen")
     with _figure("plot-validation", "Acceptance on validation prompts over training steps") as (axes, done):
-        for averaged, label in enumerate(("accepted of the drafted tokens reached", "by the average of the weights")):
+        stored = any(weights.measure == STORED for weights in evaluated)
+        own = "α on stored distributions" if stored else "accepted of the drafted tokens reached"
+        for averaged, label in enumerate((own, "by the average of the weights")):
             shown = [weights for weights in evaluated if weights.averaged == averaged]
             if shown:
                 axes.plot(
@@ -65,7 +67,7 @@ def validation_curve(evaluated: Sequence[EvaluatedWeights]) -> str:
                     marker="o",
                     label=label,
                 )
-        axes.set(xlabel="step", ylabel="acceptance, decoded")
+        axes.set(xlabel="step", ylabel="α, stored" if stored else "acceptance, decoded")
     return done[0]
 
 

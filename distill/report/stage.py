@@ -9,6 +9,7 @@ from typing import TypeVar
 from distill.files import read_json, write_text
 from distill.machine import machine
 from distill.recipe import Recipe
+from distill.recipe.text.unloaded import HELD_OUT, left_out
 from distill.report.card import build_card
 from distill.report.page import build_page
 from distill.results.cut_results import CutReport, ModelSizes, SearchReport, SparsityReport
@@ -63,6 +64,10 @@ def gather(recipe: Recipe, run: Run) -> RunResults:
         evaluation=found(EvaluationReport, "eval.json"),
         export=found(ExportReport, "gguf", "export.json"),
         speedup=found(SpeedupReport, "speedup.json"),
+        left_out={} if recipe.target.load else left_out(recipe),
+        held_out={
+            split: texts for split in HELD_OUT if (texts := found(AnswerTexts, split, "summary.json")) is not None
+        },
     )
 
 

@@ -33,6 +33,12 @@ def texts(results: RunResults) -> Html:
         notes.append(f"Answers by {answers.writer or 'the target'}: {cut}")
         if answers.dropped:
             notes.append(f"Answers left out: {_listed(answers.dropped)}.")
+    for split, texts in results.held_out.items():
+        out = f"; left out: {_listed(texts.dropped)}" if texts.dropped else ""
+        notes.append(
+            f"Held out ({split}): {number(texts.answers)} answers of {number(texts.answer_tokens)} tokens, whose "
+            f"distributions are stored and not learnt from{out}."
+        )
     return Html("".join(parts) + (as_list(notes) if notes else ""))
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 from distill.intervals import Interval
+from distill.results.serialise import Figure
 
 CEILING = "acceptance_ceiling"  # shown of trimmed drafts only
 
@@ -81,11 +83,74 @@ class ClassResult:
 
 
 @dataclass(frozen=True)
+class Bounds:
+    """The least and the largest mean that a compact store allows; NaN where it tells nothing."""
+
+    least: Figure
+    most: Figure
+
+
+@dataclass(frozen=True)
+class StoredMeasures:
+    """What an evaluation without the target's weights rests on: stored distributions, and the target's own answers.
+
+    `source` gave the distributions, `entries` likeliest tokens a position at `temperature`; `served` is the sampler
+    that wrote the answers. `bounds` are by domain, draft and measure; `sampled` is, by draft, the share of the answers'
+    tokens that equal the draft's argmax. `left_out` counts answers and documents that were not measured, by reason.
+    """
+
+    source: str
+    temperature: float
+    entries: int
+    served: dict[str, int | float]
+    bounds: dict[str, dict[str, dict[str, Bounds]]]
+    sampled: dict[str, Interval]
+    left_out: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def sentences(self) -> list[str]:
+        """What a reader must know before quoting the figures."""
+        served = ", ".join(f"{name} {value}" for name, value in self.served.items())
+        found = [
+            f"The target's weights were not loaded (target.load: false): no rounds were decoded, and its distributions "
+            f"are those of {self.source}, {self.entries} likeliest tokens a position and the mass of the rest.",
+            f"These distributions hold at temperature {self.temperature:g}, and so do KL and acceptance; the answers "
+            f"were sampled as served ({served}).",
+            "A store without every token gives bounds: each mean lies between them, the table shows their middle, and "
+            "its interval runs from the least's lower end to the largest's upper end. What it cannot bound is not "
+            "measured: the KL from draft to target, and any KL of a trimmed draft.",
+        ]
+        widths = [
+            found["acceptance_sampling"].most - found["acceptance_sampling"].least
+            for drafts in self.bounds.values()
+            for found in drafts.values()
+        ]
+        if max(widths, default=0.0) > WIDE:
+            found.append(
+                f"The bounds of the acceptance are up to {max(widths):.2f} apart: a larger teacher.top_k narrows them "
+                "(for servers, with a larger --max-logprobs)."
+            )
+        if self.left_out:
+            listed = ", ".join(f"{count} {reason}" for reason, count in self.left_out.items())
+            found.append(f"Not measured: {listed}.")
+        return found
+
+
+WIDE = 0.05  # bounds of an acceptance further apart say little
+SAMPLED = "share of the sampled answers' tokens that are the draft's argmax"  # label of StoredMeasures.sampled
+SAMPLED_MEANS = (
+    "It estimates, without bias, the acceptance of the match protocol (the draft's argmax compared with a sampled "
+    "token) at the served sampler."
+)
+
+
+@dataclass(frozen=True)
 class EvaluationReport:
     """eval.json. `length` is γ of the decoded rounds; the dictionaries without a domain are by draft.
 
     `domains` is empty where no divergences were asked for; `positions` and `tokens_per_round` where no rounds were;
-    `classes` where the prompts have no labels and modes, or all the same.
+    `classes` where the prompts have no labels and modes, or all the same. `stored` where the target was not loaded;
+    `sampler` is then that of the stored distributions.
     """
 
     command: str
@@ -95,6 +160,7 @@ class EvaluationReport:
     positions: dict[str, list[PositionAcceptance]]
     tokens_per_round: dict[str, Interval]
     classes: list[ClassResult] = field(default_factory=list)
+    stored: StoredMeasures | None = None
 
     def __post_init__(self) -> None:
         if not all(self.domains.values()):
@@ -117,7 +183,8 @@ class EvaluationReport:
     @property
     def acceptance_measure(self) -> str:
         """The acceptance that fits the sampler: greedy at temperature 0, otherwise that of rejection sampling."""
-        return "acceptance_sampling" if self.sampler.get("temperature") else "acceptance_greedy"
+        served = self.sampler if self.stored is None else self.stored.served
+        return "acceptance_sampling" if served.get("temperature") else "acceptance_greedy"
 
 
 def shown_measures(drafts: Iterable[Divergences]) -> list[str]:
@@ -139,8 +206,16 @@ def flat_rows(report: EvaluationReport) -> list[dict[str, Any]]:
         for draft, found in drafts.items()
         for name in MEASURES
     ]
-    return rows + [
+    rows += [
         row("rounds", draft, f"accepted at {one.position}", one.rate)
         for draft, positions in report.positions.items()
         for one in positions
     ]
+    if report.stored is None:
+        return rows
+    for domain, drafts in report.stored.bounds.items():
+        for draft, measures in drafts.items():
+            for name, found in measures.items():
+                bounds = Interval(math.nan, found.least, found.most)
+                rows.append(row(domain, draft, f"{name}, bounds of the store", bounds))
+    return rows + [row("answers", draft, SAMPLED, found) for draft, found in report.stored.sampled.items()]

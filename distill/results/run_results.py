@@ -42,6 +42,8 @@ class RunResults:
     """All results of a run; None or empty for stages that have not run. `config` is the resolved recipe.
 
     `command` made the run; `steps` and `evaluated` are of its training. `donor` is what the draft was cut from.
+    `left_out` are the stages that the recipe's run does not have, with the reason; `held_out` the answers of its
+    held-out stages, by split.
     """
 
     name: str
@@ -65,6 +67,8 @@ class RunResults:
     evaluation: EvaluationReport | None = None
     export: ExportReport | None = None
     speedup: SpeedupReport | None = None
+    left_out: dict[str, str] = field(default_factory=dict)
+    held_out: dict[str, AnswerTexts] = field(default_factory=dict)
 
     @property
     def grown_pairs(self) -> set[str]:
@@ -73,7 +77,7 @@ class RunResults:
 
     @property
     def stages_not_run(self) -> list[str]:
-        """The measuring stages that have not run, and `train` where no step is recorded."""
+        """The measuring stages that have not run, and `train` where no step is recorded; none of `left_out`."""
         stages = {
             "train": bool(self.steps),
             "profile": self.profile is not None,
@@ -81,4 +85,4 @@ class RunResults:
             "export": self.export is not None,
             "speedup": self.speedup is not None,
         }
-        return [name for name, there in stages.items() if not there]
+        return [name for name, there in stages.items() if not there and name not in self.left_out]

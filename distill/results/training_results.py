@@ -11,6 +11,9 @@ from distill.files import has_form
 from distill.intervals import Interval
 from distill.results.serialise import Figure, from_json
 
+# How the acceptance of weights was measured: by decoding, or on stored distributions.
+DECODED, STORED = "decoded rounds", "α on stored distributions"
+
 # The stages of the lines on evaluated weights: the last ones, and their average.
 ACCEPTANCE_STAGE, AVERAGE_STAGE = EVALUATIONS = ("acceptance", "average")
 
@@ -33,16 +36,31 @@ class TrainingStep:
 
 @dataclass(frozen=True)
 class EvaluatedWeights:
-    """Weights whose drafts were decoded on validation prompts: acceptance of the drafted tokens that were reached.
+    """Weights whose drafts were measured on validation prompts, as `measure` names: DECODED or STORED.
 
+    Decoded: `acceptance` of the drafted tokens that were reached in so many `rounds`. Stored: α at so many `positions`
+    of the target's answers, at least `acceptance` and at most `most`, because a store holds the likeliest tokens alone.
     `averaged` where they are the average of the weights up to this step.
     """
 
     step: int
     acceptance: float
-    tokens_per_round: float
-    rounds: int
+    tokens_per_round: Figure = math.nan
+    rounds: int = 0
     averaged: bool = False
+    measure: str = DECODED
+    positions: int = 0
+    most: Figure = math.nan
+
+    @property
+    def words(self) -> str:
+        """Its figures."""
+        if self.measure == STORED:
+            return (
+                f"α on stored distributions between {self.acceptance:.3f} and {self.most:.3f} at {self.positions} "
+                "positions of validation answers, nothing decoded"
+            )
+        return f"{self.acceptance:.3f} accepted, {self.tokens_per_round:.2f} tokens per round on validation prompts"
 
 
 @dataclass(frozen=True)
@@ -102,8 +120,9 @@ class TrainingSummary:
         """What to know where the weights from before the first step were taken; None where training helped."""
         if self.best is None or self.best.step != 0 or (self.replay is not None and self.replay.kept):
             return None
+        on = "validation prompts" if self.best.measure == DECODED else "validation answers (α, stored distributions)"
         return (
-            "Training did not help: no weights that it made were accepted more often on validation prompts than those "
+            f"Training did not help: no weights that it made were accepted more often on {on} than those "
             f"before its first step, so the draft is the untrained cut (acceptance {self.best.acceptance:.3f})."
         )
 

@@ -14,8 +14,11 @@ from torch import Tensor
 from distill import divergences
 from distill.models.packed.packed_forward import hidden_states
 from distill.packing import Packed
+from distill.recipe import Recipe
+from distill.run import Run
 from distill.target.distributions import TeacherChunk
-from distill.target.store import compress
+from distill.target.held_out import held_out
+from distill.target.store import TeacherStore, compress
 
 STORED = 256  # entries per position: nearly the whole distribution, at a small part of its size
 
@@ -39,6 +42,16 @@ class TargetDistributions:
         ]
         columns = (torch.cat([getattr(p, name).cpu() for p in parts]) for name in TeacherChunk.__dataclass_fields__)
         return cls(blocks, TeacherChunk(*columns), vocabulary)
+
+    @classmethod
+    def stored(cls, recipe: Recipe, run: Run) -> TargetDistributions:
+        """Those of the validation store: on its given text, or on the answers where the corpus has questions alone."""
+        store, texts = TeacherStore(run, "validation"), held_out(recipe, run, "validation")
+        answers = torch.arange(len(texts.own))
+        index = torch.arange(len(texts.own), store.blocks) if len(texts.given) else answers
+        index = index[: recipe.cut.score_blocks]
+        distributions = store.teacher(index, torch.device("cpu")).chunk(slice(None))
+        return cls(store.packed.take(index), distributions, store.vocabulary)
 
     @torch.inference_mode()
     def kl(self, model: Any, batch: int = 4) -> float:

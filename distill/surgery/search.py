@@ -22,7 +22,7 @@ from distill.export.writer import export_gguf
 from distill.files import read_json, write_json, write_text
 from distill.models.base import Model
 from distill.models.gguf.model import GgufModel
-from distill.models.hugging_face import local_folder
+from distill.models.hugging_face import local_folder, text_folder
 from distill.models.kept import KeptHead
 from distill.models.tokenizer_files import copy_tokenizer
 from distill.models.torch_model import TorchModel
@@ -210,7 +210,7 @@ def _measure(
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         model.save_pretrained(folder)
-        copy_tokenizer(local_folder(recipe.target.model), folder)
+        copy_tokenizer(text_folder(recipe.target.model), folder)
         for outtype in settings.outtypes:
             path = folder / f"{outtype}.gguf"
             export_gguf(folder, path, outtype)

@@ -22,12 +22,14 @@ from distill.models.hugging_face import (
     local_folder,
     pick_device,
     real_tokens,
+    text_folder,
 )
 from distill.models.kept import write_kept
 from distill.models.pairs import require_pair
 from distill.models.tokenizer_files import copy_tokenizer
 from distill.packing import Packed, pack
 from distill.recipe import Cut, Recipe
+from distill.recipe.text.unloaded import REASON
 from distill.results.cut_results import Change, CutReport, ModelSizes
 from distill.results.serialise import write_result
 from distill.run import Run
@@ -63,6 +65,11 @@ def donor_reference(recipe: Recipe) -> str:
     return recipe.target.model if recipe.cut.donor == "target" else recipe.cut.donor
 
 
+def _read_by(method: str) -> Callable[[str], Path]:
+    """What fetches the files of a target that a transplant reads: its weights for a pursuit alone."""
+    return local_folder if method == "pursuit" else text_folder
+
+
 def check_shape(config: Any, settings: Cut) -> None:
     """Raise RecipeError for cuts that a model of this configuration does not allow, with the possible ones."""
     drop, heads, hidden = settings.drop_layers, settings.kv_heads, settings.hidden
@@ -94,7 +101,8 @@ def check_cut(recipe: Recipe) -> list[str]:
     require_supported(config.model_type)
     lines = []
     if settings.transplant is not None:
-        folders = (local_folder(donor), local_folder(recipe.target.model))
+        target = _read_by(settings.transplant.method)(recipe.target.model)
+        folders = (local_folder(donor), target)
         check_transplant(*folders, settings.transplant.overrides, method=settings.transplant.method)
         lines.append(f"transplant: {donor} gets the vocabulary of {recipe.target.model}")
     else:
@@ -107,7 +115,7 @@ def check_cut(recipe: Recipe) -> list[str]:
             )
     check_shape(config, settings)
     if settings.trim is not None:
-        vocabulary = Vocabulary.read(local_folder(recipe.target.model))
+        vocabulary = Vocabulary.read(text_folder(recipe.target.model))
         check_size(settings.trim.size, len(always_kept(vocabulary)), vocabulary.size, recipe.teacher.top_k)
     sparsity, full = recipe.train.sparsity, settings.mlp_width or config.intermediate_size
     if sparsity is not None and sparsity.mlp_width is not None and not 0 < sparsity.mlp_width < full:
@@ -186,11 +194,14 @@ def cut(recipe: Recipe, run: Run) -> list[Path]:
     device = pick_device(recipe.device)
     if settings.transplant is None:
         require_pair(recipe.target.model, donor_reference(recipe))
-    target = load_target(recipe.target, device)
-    tokenizer = load_tokenizer(recipe.target.model)
-    vocabulary = real_tokens(target.config, tokenizer)
-    answers = read_answers(run, "train")
-    distributions = TargetDistributions.measure(target, judged_blocks(recipe, run, answers), vocabulary)
+    target, answers = None, read_answers(run, "train")
+    if recipe.target.load:
+        target = load_target(recipe.target, device)
+        vocabulary = real_tokens(target.config, load_tokenizer(recipe.target.model))
+        distributions = TargetDistributions.measure(target, judged_blocks(recipe, run, answers), vocabulary)
+    else:
+        distributions = TargetDistributions.stored(recipe, run)
+        run.say(f"  KL to the stored distributions of {len(distributions.blocks)} validation blocks, {REASON}")
     model, donor, changes = load_donor(recipe, run, device, distributions)
     cutter = Cutter(score_blocks(recipe, run, answers), distributions)
     if settings.search is not None:
@@ -210,7 +221,7 @@ def cut(recipe: Recipe, run: Run) -> list[Path]:
 
     def save(place: Path) -> None:
         model.save_pretrained(place)
-        copy_tokenizer(local_folder(recipe.target.model), place)
+        copy_tokenizer(text_folder(recipe.target.model), place)
         if kept is not None:
             write_kept(place, kept.ids, model.config.vocab_size, metadata)
         write_json(place / RECORD, {"changes": [change.as_json() for change in changes]})
@@ -238,7 +249,7 @@ def load_donor(
     folder = run.path("search", "transplant")
     change = transplant(
         local_folder(reference),
-        local_folder(recipe.target.model),
+        _read_by(settings.method)(recipe.target.model),
         folder,
         overrides=settings.overrides,
         method=settings.method,
@@ -280,7 +291,7 @@ def trim(
     settings = recipe.cut.trim
     assert settings is not None
     vocabulary = distributions.vocabulary
-    tokens = Vocabulary.read(local_folder(recipe.target.model))
+    tokens = Vocabulary.read(text_folder(recipe.target.model))
     forced = [index for index in always_kept(tokens) if index < vocabulary]
     counts = count_tokens(answers, vocabulary)
     require_counts(counts)

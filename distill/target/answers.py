@@ -38,18 +38,31 @@ def answers(recipe: Recipe, run: Run, share: tuple[int, int] | None = None) -> l
         write_traffic(recipe, run, tokenizer, tokenizer.eos_token_id)
     if recipe.answers.prompts == 0:
         return _finish(recipe, run, share, 0)
-    config = load_config(recipe.target.model)
-    prompts = _distinct(read_prompts(run, "train"))
-    rules = _rules(recipe, tokenizer, config, _further_turns(recipe, tokenizer, prompts))
-    groups = groups_of(prompts, recipe.answers.group_size, run.path("answers"))
+    prompts = read_prompts(run, "train")
+    rules = rules_of(recipe, tokenizer, _further_turns(recipe, tokenizer, prompts))
+    return _finish(recipe, run, share, write_answers(recipe, run, prompts, rules, share))
+
+
+def write_answers(
+    recipe: Recipe,
+    run: Run,
+    prompts: list[Prompt],
+    rules: Rules,
+    share: tuple[int, int],
+    stage: str = "answers",
+    name: str = "train",
+) -> int:
+    """Write this process's share of the answers to prompts, as STAGE/NAME-NNNNN.jsonl; the number of all files."""
+    groups = groups_of(_distinct(prompts), recipe.answers.group_size, run.path(stage), name)
     mine = processes.share_of(groups, share, "groups of prompts", "answers.group")
     missing = [group for group in mine if not group.path.exists()]
     whose = f" of process {share[0]}" if share[1] > 1 else ""
     if len(missing) < len(mine):
         run.say(f"  resuming: {len(mine) - len(missing)} of {len(mine)} groups{whose} exist")
     if missing:
-        _write(recipe, run, rules, mine, missing, open_writer(recipe, tokenizer, config), whose)
-    return _finish(recipe, run, share, len(groups))
+        writer = open_writer(recipe, load_tokenizer(recipe.target.model), load_config(recipe.target.model))
+        _write(recipe, run, rules, mine, missing, writer, whose)
+    return len(groups)
 
 
 def _further_turns(recipe: Recipe, tokenizer: Any, prompts: Sequence[Prompt]) -> NextPrompt | None:
@@ -67,8 +80,9 @@ def _further_turns(recipe: Recipe, tokenizer: Any, prompts: Sequence[Prompt]) ->
     return following
 
 
-def _rules(recipe: Recipe, tokenizer: Any, config: Any, next_prompt: NextPrompt | None) -> Rules:
+def rules_of(recipe: Recipe, tokenizer: Any, next_prompt: NextPrompt | None = None) -> Rules:
     """The rules of requests and answers; DataError where the target's context is too short for the recipe."""
+    config = load_config(recipe.target.model)
     context: int = config.get_text_config().max_position_embeddings
     settings = recipe.answers
     if settings.new_tokens > context - settings.prompt_tokens:
@@ -93,7 +107,7 @@ def _distinct(prompts: list[Prompt]) -> list[Prompt]:
     twice = [name for name, count in Counter(prompt.id for prompt in prompts).items() if count > 1]
     if twice:
         raise DataError(
-            f"{len(twice)} train prompts have the name of another one, such as {twice[0]}",
+            f"{len(twice)} prompts have the name of another one, such as {twice[0]}",
             "make them again with `distill train RECIPE --redo corpus`",
         )
     return prompts

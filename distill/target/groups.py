@@ -142,7 +142,7 @@ class Group:
         self.journal.unlink(missing_ok=True)
 
 
-def groups_of(prompts: Sequence[Prompt], size: int, folder: Path) -> list[Group]:
+def groups_of(prompts: Sequence[Prompt], size: int, folder: Path, name: str = "train") -> list[Group]:
     """The groups of a list of prompts, the longest prompts first, so that texts of a group have like lengths.
 
     The longest also take the most memory: where it does not suffice, that shows at once.
@@ -150,7 +150,7 @@ def groups_of(prompts: Sequence[Prompt], size: int, folder: Path) -> list[Group]
     order = sorted(range(len(prompts)), key=lambda number: (-len(prompts[number].ids), number))
     return [
         Group(
-            folder / f"train-{group:05d}.jsonl", [(number, prompts[number]) for number in order[start : start + size]]
+            folder / f"{name}-{group:05d}.jsonl", [(number, prompts[number]) for number in order[start : start + size]]
         )
         for group, start in enumerate(range(0, len(order), size))
     ]

@@ -35,7 +35,6 @@ from distill.target.distributions import EMPTY, CompactTeacher, LogitForm, Teach
 from distill.target.head import Head
 
 FORMAT = 2
-REDO = "make it again with `distill train RECIPE --redo teacher`"
 # The form of manifest.json for every kind of store.
 MANIFEST: dict[Any, Any] = {
     **dict.fromkeys(("kind", "target", "target_digest", "tokenizer_digest", "dtype"), str),
@@ -44,6 +43,11 @@ MANIFEST: dict[Any, Any] = {
 FAINT = 1e-30  # sums of exponentials below this have lost bits in fp32
 PACKED_BYTES = 4 + 2 + 4 + 1  # a position's id, document, position and mask
 TYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+def redo(stage: str) -> str:
+    """What to do about a store that cannot be used."""
+    return f"make it again with `distill train RECIPE --redo {stage}`"
 
 
 def compress(logits: Tensor, k: int, vocabulary: int) -> TeacherChunk:
@@ -96,7 +100,7 @@ def bytes_per_position(settings: Settings, hidden: int, dtype: str, k: int | Non
 
 def read_manifest(folder: Path) -> dict[str, Any]:
     """manifest.json of a teacher store; raises DataError when it is missing, damaged or of another format."""
-    path, again = folder / "manifest.json", REDO
+    path, again = folder / "manifest.json", redo(folder.name)
     found: dict[str, Any] = read_json(path, {"format": int})
     if found["format"] != FORMAT:
         raise DataError(f"{folder} holds a teacher store of format {found['format']}, this is format {FORMAT}", again)
@@ -120,27 +124,32 @@ def block_tensors(blocks: Packed) -> dict[str, Tensor]:
 
 
 class TeacherStore:
-    """The finished shards of a run, each checked against its checksum at once; distributions are read on demand."""
+    """The finished shards of a run, each checked against its checksum at once; distributions are read on demand.
 
-    def __init__(self, run: Run) -> None:
-        self.folder = run.path("teacher")
+    `stage` wrote them: `teacher` those of the train blocks, others those of held-out ones.
+    """
+
+    def __init__(self, run: Run, stage: str = "teacher") -> None:
+        self.folder = run.path(stage)
         self.manifest = read_manifest(self.folder)
         counts = self.manifest["shard_blocks"]
         self._ends = list(accumulate(counts))
         self.blocks: int = self._ends[-1]
         self.vocabulary: int = self.manifest["vocabulary"]
-        self._shards = [_open(run, shard_path(self.folder, number)) for number in range(len(counts))]
+        self._shards = [_open(run, stage, shard_path(self.folder, number)) for number in range(len(counts))]
         names = ("ids", "documents", "positions", "mask")
         shapes = [_shape_of(shard, "ids") for shard in self._shards]
         width = shapes[0][1:]
         whole = len(width) == 1 and shapes == [(count, *width) for count in counts]
         if not whole or not all(_holds(shard, self.manifest) for shard in self._shards):
-            raise DataError(f"{self.folder} is damaged: its shards do not hold the blocks of manifest.json", REDO)
+            raise DataError(
+                f"{self.folder} is damaged: its shards do not hold the blocks of manifest.json", redo(stage)
+            )
         parts = [Packed(*(shard.get_tensor(name) for name in names)) for shard in self._shards]
         self.packed = concatenate([replace(part, documents=part.documents.int()) for part in parts])
         self._head: Head | None = None
         if self.manifest["kind"] == "exact":
-            found = _open(run, head_path(self.folder))
+            found = _open(run, stage, head_path(self.folder))
             bias = found.get_tensor("bias") if "bias" in found.keys() else None  # noqa: SIM118 - a handle, no mapping
             form = from_json(self.manifest["logit_form"], LogitForm, "the teacher's manifest")
             self._head = Head(found.get_tensor("weight"), bias, form)
@@ -210,16 +219,16 @@ def _shape_of(handle: Any, name: str) -> tuple[int, ...]:
     return tuple(handle.get_slice(name).get_shape()) if there else ()
 
 
-def _open(run: Run, path: Path) -> Any:
+def _open(run: Run, stage: str, path: Path) -> Any:
     """A handle on a checked safetensors file that reads tensors, and slices of them, from a memory map."""
     from safetensors import SafetensorError, safe_open
 
-    verify_artifact(run, "teacher", path)
+    verify_artifact(run, stage, path)
     try:
         with reading(path):
             return safe_open(str(path), framework="pt")
     except (SafetensorError, OSError) as error:
-        raise DataError(f"{path} is damaged: {error}", "run `distill train RECIPE --redo teacher`") from error
+        raise DataError(f"{path} is damaged: {error}", redo(stage)) from error
 
 
 def shard_path(folder: Path, number: int) -> Path:

@@ -65,34 +65,51 @@ def teacher(recipe: Recipe, run: Run, share: tuple[int, int] | None = None) -> l
     the manifest when all are done. None: the share of this process among those it was launched with.
     """
     share = share or (processes.process_index(), processes.process_count())
+    blocks, dropped = training_blocks(recipe, run)
+    if dropped and share[0] == 0:
+        run.say(f"  {dropped}")
+    return write_store(recipe, run, blocks, share)
+
+
+def write_store(
+    recipe: Recipe, run: Run, blocks: Packed, share: tuple[int, int], stage: str = "teacher", all_entries: bool = False
+) -> list[Path]:
+    """Write this process's share of the shards of a stage's blocks, and as the first process manifest.json.
+
+    `all_entries`: of a compact store, teacher.top_k entries a position, whatever teacher.mass says.
+    """
     with contextlib.ExitStack() as opened:
-        return _write_store(recipe, run, share, opened)
+        return _write_store(recipe, run, blocks, share, run.path(stage), all_entries, opened)
 
 
-def _write_store(recipe: Recipe, run: Run, share: tuple[int, int], opened: contextlib.ExitStack) -> list[Path]:
-    """`teacher` for a known share; what it opens is closed with `opened`."""
-    main = share[0] == 0
-    settings, folder = recipe.teacher, run.path("teacher")
+def _write_store(
+    recipe: Recipe,
+    run: Run,
+    blocks: Packed,
+    share: tuple[int, int],
+    folder: Path,
+    all_entries: bool,
+    opened: contextlib.ExitStack,
+) -> list[Path]:
+    """`write_store` into a folder; what it opens is closed with `opened`."""
+    main, settings = share[0] == 0, recipe.teacher
     config = load_config(recipe.target.model)
     vocabulary = real_tokens(config.get_text_config(), load_tokenizer(recipe.target.model))
-    blocks, dropped = training_blocks(recipe, run)
     size = settings.shard_blocks
     parts = [(number, slice(start, start + size)) for number, start in enumerate(range(0, len(blocks), size))]
     mine = processes.share_of(parts, share, "teacher shards", "teacher.shard_blocks")
     # A server is sent a whole shard at once, so that it always has requests waiting.
     batch = settings.batch if settings.server is None else size
-    blocks, metadata, distributions = _maker(recipe, run, blocks, vocabulary, main, opened)
+    blocks, metadata, distributions = _maker(recipe, run, blocks, vocabulary, main, all_entries, opened)
     if main:
         each = bytes_per_position(
             settings, config.get_text_config().hidden_size, recipe.target.dtype, metadata.get("k")
         )
-        if dropped:
-            run.say(f"  {dropped}")
         run.say(
             f"  {int(blocks.mask.sum())} scored positions in {len(blocks)} blocks; the store takes "
             f"{blocks.ids.numel() * each / 1e6:.0f} MB in {len(parts)} shards"
         )
-    progress = Progress("teacher, shards" + (f" of process {share[0]}" if share[1] > 1 else ""), len(mine))
+    progress = Progress(f"{folder.name}, shards" + (f" of process {share[0]}" if share[1] > 1 else ""), len(mine))
     for number, part in mine:
         path = shard_path(folder, number)
         if _is_whole(path):
@@ -100,7 +117,8 @@ def _write_store(recipe: Recipe, run: Run, share: tuple[int, int], opened: conte
             continue
         save_shard(path, shard_tensors(blocks.take(part), distributions, batch))
         progress.step()
-    processes.barrier()
+    if share[1] > 1:
+        processes.barrier()
     if main:
         manifest = {
             "format": FORMAT,
@@ -118,7 +136,13 @@ def _write_store(recipe: Recipe, run: Run, share: tuple[int, int], opened: conte
 
 
 def _maker(
-    recipe: Recipe, run: Run, blocks: Packed, vocabulary: int, main: bool, opened: contextlib.ExitStack
+    recipe: Recipe,
+    run: Run,
+    blocks: Packed,
+    vocabulary: int,
+    main: bool,
+    all_entries: bool,
+    opened: contextlib.ExitStack,
 ) -> tuple[Packed, dict[str, Any], Distributions]:
     """The blocks that can be scored, the manifest's entries for a kind of store, and the function from blocks to the
     tensors of their shard."""
@@ -138,9 +162,14 @@ def _maker(
         return blocks, metadata, lambda part: exact_distributions(model, part, DTYPES[dtype])
     reader, blocks = _open_reader(recipe, run, blocks, vocabulary, opened)
     opened.callback(reader.close)
-    k = _entries(recipe, run, reader, blocks, vocabulary, main)
-    temperatures = settings.temperatures
-    metadata = {"k": k, "mass": settings.mass, "temperatures": list(temperatures), "origin": reader.origin}
+    most, temperatures = min(settings.top_k, vocabulary - 1), settings.temperatures
+    k = most if all_entries or settings.mass is None else _entries(recipe, run, reader, blocks, most, main)
+    metadata = {
+        "k": k,
+        "mass": None if all_entries else settings.mass,
+        "temperatures": list(temperatures),
+        "origin": reader.origin,
+    }
     return blocks, metadata, lambda part: compact_distributions(reader, part, k, temperatures)
 
 
@@ -192,15 +221,13 @@ def exact_distributions(model: Any, blocks: Packed, dtype: torch.dtype) -> dict[
     return {"hidden": hidden.contiguous()}
 
 
-def _entries(recipe: Recipe, run: Run, reader: Reader, blocks: Packed, vocabulary: int, main: bool) -> int:
-    """K of a compact store: top_k, or the fewest entries that hold `teacher.mass` on average over some blocks.
+def _entries(recipe: Recipe, run: Run, reader: Reader, blocks: Packed, most: int, main: bool) -> int:
+    """K of a compact store: the fewest entries, at `most` so many, that hold `teacher.mass` on average on some blocks.
 
     The main process chooses, once, for all processes and for a run that goes on later.
     """
     settings = recipe.teacher
-    most = min(settings.top_k, vocabulary - 1)
-    if settings.mass is None:
-        return most
+    assert settings.mass is not None
     path = run.path("teacher", "entries.json")
     if main and not path.exists():
         count = min(len(blocks), settings.batch)

@@ -184,11 +184,13 @@ def encode_line(line: Line, tokenizer: Any, end: int | None, chat: Chat) -> tupl
 
 @dataclass
 class Sorted:
-    """The lines of a file, sorted: answers to learn from, held-out prompts by name, faults, and counts of cut lines."""
+    """The lines of a file, sorted: answers to learn from, held-out prompts by name, the first answer to each of them,
+    faults, and counts of cut lines."""
 
     train: list[Answer] = field(default_factory=list)
     validation: dict[str, Prompt] = field(default_factory=dict)
     test: dict[str, Prompt] = field(default_factory=dict)
+    answers: dict[str, Answer] = field(default_factory=dict)
     bad: list[str] = field(default_factory=list)
     too_long: int = 0
     cut: int = 0
@@ -218,6 +220,12 @@ def sort_lines(recipe: Recipe, lines: Iterable[Line | str], tokenizer: Any, end:
         else:  # a prompt that is served often is measured once
             held_out = found.validation if split == "validation" else found.test
             held_out.setdefault(line.name, Prompt(line.name, prompt, SOURCE))
+            found.answers.setdefault(
+                line.name,
+                Answer(
+                    line.name, prompt, answer[:room], is_looping(answer), SOURCE, line.ended and len(answer) <= room
+                ),
+            )
     return found
 
 
@@ -259,6 +267,9 @@ def write_traffic(recipe: Recipe, run: Run, tokenizer: Any, end: int | None) -> 
         _write_jsonl(folder / files[-1], found.train[start : start + LINES_PER_FILE])
     for split, prompts in held_out.items():
         _write_jsonl(folder / f"prompts-{split}.jsonl", prompts)
+        if not recipe.target.load:  # what the target has answered need not be asked again
+            files.append(f"traffic-{split}-00000.jsonl")
+            _write_jsonl(folder / files[-1], [found.answers[prompt.id] for prompt in prompts])
     write_json(folder / "traffic.json", {**pin, **summary, "files": files})
     where = f"lines {pin['start_line'] + 1} to {pin['lines']}"
     first = f", first {found.bad[0]}" if found.bad else ""

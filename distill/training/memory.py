@@ -69,6 +69,11 @@ def choosing(work: Training) -> tuple[str, str]:
     """While validation prompts are decoded to choose weights."""
     settings = work.settings.acceptance
     assert settings is not None
+    if not work.recipe.target.load:
+        return (
+            f"while α was measured on validation answers after step {work.state['step']} on {work.accelerator.device}",
+            f"lower train.chunk (now {work.settings.chunk}); {RESUMES}",
+        )
     return _decoding(
         work,
         f"train.acceptance.prompts (now {settings.prompts}) or train.acceptance.new_tokens (now {settings.new_tokens})",

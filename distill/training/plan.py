@@ -9,6 +9,7 @@ from typing import Literal
 from distill.errors import RecipeError
 from distill.models.hugging_face import load_config
 from distill.recipe import Loss, Recipe, Train
+from distill.recipe.text.unloaded import REASON
 from distill.training.losses.settings import LossSettings
 from distill.training.losses.weights import TokenWeights
 from distill.training.rate import rate_at
@@ -192,4 +193,9 @@ def check_training(recipe: Recipe) -> list[str]:
         verifying = protocol_of(settings, recipe.sampler.temperature)
         candidates = "the weights" if settings.average is None else "the weights, or their average,"
         chosen = f"{candidates} accepted most on validation prompts are taken ({verifying} verification)"
+        if not recipe.target.load:
+            chosen = (
+                f"{candidates} of the highest α ({verifying} verification) on stored distributions of validation "
+                f"answers are taken, no rounds are decoded: {REASON}"
+            )
     return [*lines, f"train: {chosen}"]

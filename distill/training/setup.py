@@ -31,6 +31,7 @@ from distill.training.adapters import attach, load_base
 from distill.training.average import WeightAverage
 from distill.training.checkpoint import whole_weights
 from distill.training.choice.acceptance import Judge, judge_for, rates, speaking
+from distill.training.choice.alpha import StoredAnswers
 from distill.training.optimizer import make_optimizer
 from distill.training.penalty import Penalty, penalty_of
 from distill.training.plan import (
@@ -64,6 +65,7 @@ class Training:
     spare: Any = None  # a whole draft to evaluate, where the learner's weights are sharded
     target: Any = None  # of an online teacher; else loaded on first use
     replayed: TeacherSource | None = None
+    held_out: StoredAnswers | None = None  # opened on first use, where the target is not loaded
     average: WeightAverage | None = None
     state: dict[str, Any] = field(default_factory=lambda: {"step": 0, "best": None, "misses": 0, "sparsity": None})
 
@@ -149,17 +151,23 @@ class Training:
         judges = self.settings.replay.judges if self.settings.replay else 0
         return prompts[:first], prompts[first : first + judges]
 
-    def acceptance(self) -> dict[str, float]:
+    def acceptance(self) -> dict[str, Any]:
         """The rates of the present weights on the validation prompts, the same in every process."""
+        with self.served() as draft:
+            found = self._rates(draft) if self.accelerator.is_main_process else None
+        agreed: dict[str, Any] = agree(found)
+        return agreed
+
+    def _rates(self, draft: Any) -> dict[str, Any]:
+        """Decoded with the target; where that is not loaded, α on its stored distributions."""
         settings = self.settings.acceptance
         assert settings is not None
-        found = None
-        with self.served() as draft:
-            if self.accelerator.is_main_process:
-                prompts, _ = self.validation()
-                found = rates(self.judge().decode(draft, prompts, settings.new_tokens, settings.length))
-        agreed: dict[str, float] = agree(found)
-        return agreed
+        if self.recipe.target.load:
+            prompts, _ = self.validation()
+            return rates(self.judge().decode(draft, prompts, settings.new_tokens, settings.length))
+        self.held_out = self.held_out or StoredAnswers(self.recipe, self.run)
+        protocol = protocol_of(self.settings, self.recipe.sampler.temperature)
+        return self.held_out.rates(draft, protocol, self.settings.chunk)
 
 
 def _blocks(source: TeacherSource, step: int, count: int, seed: int) -> Tensor:

@@ -11,7 +11,7 @@ from typing import Any
 from distill.errors import DataError
 from distill.models.base import Model
 from distill.models.batched import BatchedTorchModel
-from distill.models.hugging_face import end_ids, load_target, local_folder, pick_device, real_tokens
+from distill.models.hugging_face import end_ids, load_target, pick_device, real_tokens, text_folder
 from distill.recipe import Recipe
 from distill.sampler import Sampler
 from distill.speculative.refill import refill
@@ -31,7 +31,7 @@ def stop_of(recipe: Recipe, ends: Collection[int]) -> Stop | None:
         return None
     from distill.vocabulary import Vocabulary
 
-    vocabulary = Vocabulary.read(local_folder(recipe.target.model))
+    vocabulary = Vocabulary.read(text_folder(recipe.target.model))
     return stop_before(token_bytes(vocabulary, ends), recipe.answers.stop)
 
 

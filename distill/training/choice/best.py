@@ -1,10 +1,12 @@
-"""The choice of weights: those whose drafts are accepted most on validation prompts, with the served verification."""
+"""The choice of weights: those whose drafts are accepted most on validation prompts, with the served verification, or
+on stored distributions where the target is not loaded."""
 
 from __future__ import annotations
 
 import time
 
-from distill.results.training_results import ACCEPTANCE_STAGE, AVERAGE_STAGE
+from distill.results.serialise import from_json
+from distill.results.training_results import ACCEPTANCE_STAGE, AVERAGE_STAGE, EvaluatedWeights
 from distill.training.checkpoint import BEST, load_weights, save_weights
 from distill.training.memory import choosing, memory_explained
 from distill.training.plan import REPLAY, PlannedPart
@@ -38,15 +40,15 @@ def _candidate(work: Training, averaged: bool) -> bool:
     stage = AVERAGE_STAGE if averaged else ACCEPTANCE_STAGE
     work.run.record(stage, step=step, averaged=averaged, **found, seconds=seconds)
     prefix = "validation/averaged/" if averaged else "validation/"
-    work.accelerator.log({f"{prefix}{name}": value for name, value in found.items()}, step=step)
+    work.accelerator.log({f"{prefix}{name}": value for name, value in found.items() if name != "measure"}, step=step)
+    shown = from_json({"step": step, **found}, EvaluatedWeights, "the evaluation")
     best = state["best"]
     better = best is None or found["acceptance"] > best["acceptance"]
     if better:
         state["best"] = {"step": step, "averaged": averaged, **found}
         save_weights(work.run, BEST, work.learner, work.accelerator.is_main_process)
     work.run.say(
-        f"  accepted on validation prompts at step {step}{' by the average' if averaged else ''}: "
-        f"{found['acceptance']:.3f}, {found['tokens_per_round']:.2f} tokens per round"
+        f"  step {step}{', the average' if averaged else ''}: {shown.words}"
         + (" (the best so far)" if better else f" (best {best['acceptance']:.3f} at step {best['step']})")
     )
     return better
@@ -76,4 +78,5 @@ def take_best(work: Training) -> None:
         return
     load_weights(work.run, BEST, work.learner)
     kind = "averaged weights" if best["averaged"] else "weights"
-    work.run.say(f"  the {kind} of step {best['step']} are taken: {best['acceptance']:.3f} accepted")
+    shown = from_json(best, EvaluatedWeights, "the last checkpoint").words
+    work.run.say(f"  the {kind} of step {best['step']} are taken: {shown}")
