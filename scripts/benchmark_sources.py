@@ -14,9 +14,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import shutil
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,28 +60,37 @@ def writer_of(source: str, target: str, folder: Path, concurrency: int) -> Itera
         yield ["answers.writer=" + json.dumps({"urls": [url], "model": "tiny", "concurrency": concurrency})]
 
 
-def prepared(folder: Path, source: Path) -> None:
-    """A run directory with the corpus and the cut of another run."""
+def prepared(folder: Path, source: Path, names: Sequence[str]) -> None:
+    """A run directory that shares some folders with another run."""
     folder.mkdir(parents=True, exist_ok=True)
-    for name in ("corpus", "cut"):
+    for name in names:
         if not (folder / name).exists():
             (folder / name).symlink_to((source / name).resolve(), target_is_directory=True)
+
+
+def finished(recipe: Recipe, run: Run, name: str, stage: Callable[[Recipe, Run], list[Path]]) -> None:
+    """Run a stage and record it, as the command line does."""
+    started = time.time()
+    run.finish(name, "benchmark", {}, stage(recipe, run), started)
 
 
 def taught(options: Any, source: str) -> tuple[Path, dict[str, Any]]:
     """Answers and distributions of one source; what is there stays. The run directory and figures of the answers."""
     folder = options.to / source.replace(" ", "-")
-    prepared(folder, options.run)
+    prepared(folder, options.run, ("corpus", "cut"))
+    for name in ("corpus", "cut"):
+        (folder / "stages").mkdir(exist_ok=True)
+        shutil.copy(options.run / "stages" / f"{name}.json", folder / "stages")
     figures = folder / "answers.json"
     plain = load_recipe(options.run / "config.yaml", [*PLAIN, *options.overrides])
     if not figures.exists():
         with writer_of(source, plain.target.model, options.to, options.concurrency) as more:
             recipe = load_recipe(options.run / "config.yaml", [*PLAIN, *options.overrides, *more])
             started = time.perf_counter()
-            answers(recipe, Run(folder, recipe))
+            finished(recipe, Run(folder, recipe), "answers", answers)
             seconds = time.perf_counter() - started
         found = read_answers(Run(folder, recipe), "train")
-        teacher(plain, Run(folder, plain))
+        finished(plain, Run(folder, plain), "teacher", teacher)
         write_json(figures, {"answers": len(found), "tokens": sum(len(a.answer) for a in found), "seconds": seconds})
     return folder, json.loads(figures.read_text())
 
@@ -91,10 +101,7 @@ def trained(options: Any, folder: Path, seed: int, texts: Texts) -> list[list[fl
     if not path.exists():
         recipe: Recipe = load_recipe(options.run / "config.yaml", [*PLAIN, *options.overrides, f"seed={seed}"])
         own = folder / f"seed-{seed}"
-        prepared(own, options.run)
-        for name in ("answers", "teacher"):
-            if not (own / name).exists():
-                (own / name).symlink_to((folder / name).resolve(), target_is_directory=True)
+        prepared(own, folder, ("corpus", "cut", "answers", "teacher", "stages"))
         train(recipe, Run(own, recipe))
         draft = load_model(str(own / "draft"), "float32", torch.device("cpu"))
         write_json(path, texts.accepted(draft)["sampling"])

@@ -139,7 +139,7 @@ def test_a_changed_target_is_refused_by_the_name_of_its_file(
     said = capsys.readouterr().err
     assert f"target.model has other content: {name}\n" in said and "--redo corpus" in said
     assert tiny.contents(tmp_path / "tiny" / "answers") == before
-    (tmp_path / "tiny" / "stages" / "contents.json").write_text("[")  # without it, the refusal stays
+    (tmp_path / "tiny" / "contents.json").write_text("[")  # without it, the refusal stays
     assert tiny.call(*begin) == 2
     assert "target.model has other content\n" in capsys.readouterr().err
 

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import tiny
 import yaml
-from chat_templates import QWEN_3
+from chat_templates import LLAMA_3, QWEN_3
 from toys import toy
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from unloaded_worlds import AnsweringServer
 
 from distill.results.evaluation_results import EvaluationReport
 from distill.results.serialise import read_result
@@ -160,3 +161,22 @@ def test_qwen_3(tmp_path: Path) -> None:
     run = run_whole(RECIPES / "qwen3-32b.yaml", tmp_path)
     require_whole(run, 152064, {"chat", "math", "code"}, {"thinking", "no thinking"})
     assert list((run / "gguf").glob("*.gguf"))
+
+
+def test_llama_behind_a_server(tmp_path: Path) -> None:
+    """The target is nowhere here: a server answers and gives distributions; three turns of conversations."""
+    tokenizer = AutoTokenizer.from_pretrained(SHARED / "tokenizers" / "llama-3")
+    tokenizer.chat_template = LLAMA_3.replace("{G}", "").replace("{E}", "")
+    tokenizer.eos_token = "<|eot_id|>"
+    save(tmp_path / "target", "llama", tokenizer, 128256, 20, 0)
+    save(tmp_path / "donor", "llama", tokenizer, 128256, 4, 1)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "target")
+    (tmp_path / "target" / "model.safetensors").unlink()
+    name = "meta-llama/Llama-3.3-70B-Instruct"
+    with AnsweringServer(model, name=name, tokenizer=tokenizer, max_logprobs=300).running() as server:
+        urls = [f"answers.writer.urls=[{server.url}]", f"teacher.server.urls=[{server.url}]"]
+        settings = [*urls, "answers.writer.concurrency=4", "teacher.server.concurrency=4"]
+        run = run_whole(RECIPES / "llama-3.3-70b-server.yaml", tmp_path, *settings)
+    require_whole(run, 128256, {"chat", "code"}, {""})
+    assert [path.name for path in (run / "gguf").glob("*.gguf")] == ["draft-f16.gguf"]
+    assert json.loads((run / "eval.json").read_text())["tokens_per_round"] == {}

@@ -22,7 +22,7 @@ from distill.evaluation.measure import METRICS, position_metrics
 from distill.models import hugging_face
 from distill.models.hugging_face import load_model, load_target, load_tokenizer, text_folder
 from distill.packing import Packed
-from distill.pipeline.keys import key_parts
+from distill.pipeline.keys import Contents, key_parts
 from distill.pipeline.stages import STAGES
 from distill.recipe import Recipe, Target, load_recipe, parse_recipe
 from distill.run import Run
@@ -395,7 +395,7 @@ def test_keys_of_runs_that_load_the_target_are_as_before(world: Path, finished: 
     recipe, run = opened(finished)
     assert not {"validation", "test"} & {path.stem for path in (finished / "stages").glob("*.json")}
     for stage in STAGES:
-        parts = key_parts(stage, recipe, run, {})
+        parts = key_parts(stage, recipe, run, Contents(run))
         assert not [name for name in parts if name.startswith(("validation", "test", "target.load"))]
     assert "validation: " not in (finished / "log.txt").read_text().replace("  validation: ", "")
     assert tiny.call("train", world / "recipe.yaml", "--runs", finished.parent, "--until", "validation") == 2

@@ -16,7 +16,7 @@ from distill.recipe.text.unloaded import left_out
 from distill.run import Run
 
 Parts = dict[str, Any]  # the settings and digests that a key is the hash of, by name
-CONTENTS = "contents.json"  # beside the stages' records: the files of each model whose digest stands in one
+CONTENTS = "contents.json"  # of a run: the files of each model whose digest stands in one
 MOST_FILES = 1000  # of a reference whose files are remembered
 NAMED = 5  # changed files named in a message
 
@@ -25,7 +25,7 @@ class Contents:
     """Digests of models and sources, each taken once, and the files behind each, so that a changed one can be named."""
 
     def __init__(self, run: Run) -> None:
-        self._path = run.path("stages", CONTENTS)
+        self._path = run.path(CONTENTS)
         found = parse_object(self._path.read_bytes()) if self._path.is_file() else {}
         whole = isinstance(found, dict) and has_form(found, {...: {...: str}})  # if not: it only helps messages
         self._files: dict[str, dict[str, str]] = found if isinstance(found, dict) and whole else {}
