@@ -433,6 +433,19 @@ def test_kills_leave_the_same_bytes(kills: int, place: Path, from_file: Path, tm
         assert kept(tmp_path / f"k{number}") == kept(from_file), number
 
 
+def test_a_journal_that_a_kill_left_goes(place: Path, from_file: Path, tmp_path: Path) -> None:
+    """Its file is whole: only the removal of the journal was cut off."""
+    run = tmp_path / "file"
+    shutil.copytree(from_file, run)
+    for stage in ("answers", "test"):
+        name = next((run / stage).glob("*-00000.jsonl")).stem
+        (run / stage / f".{name}.journal").write_text('{"id": "x"}\n')
+        (run / "stages" / f"{stage}.begun.json").write_text(json.dumps(read(run, "stages", f"{stage}.json")["inputs"]))
+        (run / "stages" / f"{stage}.json").unlink()
+    assert tiny.call("train", place / "file.yaml", "--runs", tmp_path, "--until", "test") == 0
+    assert kept(run) == kept(from_file) and not list(run.rglob(".*.journal"))
+
+
 def _after_teacher(folder: str, names: list[str]) -> set[str]:
     """What a copy of a run leaves out, so that it stands behind stage `teacher`."""
     late = {"validation", "test", "cut", "checkpoints", "draft", "training.json", "search"}
