@@ -412,25 +412,48 @@ def kept(run: Path) -> dict[str, dict[str, str]]:
     }
 
 
-@pytest.mark.parametrize("kills", [2, pytest.param(24, marks=pytest.mark.slow)])
-def test_kills_leave_the_same_bytes(kills: int, place: Path, from_file: Path, tmp_path: Path) -> None:
-    """Spread over all that is written from the first held-out answer to the draft; the same command goes on."""
-    argv = ["train", str(place / "file.yaml"), "--runs", str(tmp_path)]
-    first, rest = run_jobs(
-        tmp_path, [{"argv": [*argv, "name=a", "--until", "teacher"]}, {"argv": [*argv, "name=a", "--until", "train"]}]
-    )
-    assert (first["code"], rest["code"]) == (0, 0)
-    assert kept(tmp_path / "a") == kept(from_file), "in two pieces"
+def kill_and_resume(place: Path, whole: Path, folder: Path, events: list[int]) -> None:
+    """Copies of a finished run, as they stood behind stage `teacher`, die at these events; the same command goes on."""
     jobs: list[dict[str, Any]] = []
-    for number in range(kills):
-        again = [*argv, f"name=k{number}", "--until", "train"]
-        shutil.copytree(tmp_path / "a", tmp_path / f"k{number}", ignore=_after_teacher)
-        event = 6 + (rest["events"] - 6) * (2 * number + 1) // (2 * kills)
-        jobs += [{"argv": again, "event": event}, {"argv": again}]
-    outcomes = run_jobs(tmp_path, jobs)
-    for number in range(kills):
+    for number, event in enumerate(events):
+        shutil.copytree(whole, folder / f"k{number}", ignore=_after_teacher)
+        argv = ["train", str(place / "file.yaml"), "--runs", str(folder), f"name=k{number}", "--until", "train"]
+        jobs += [{"argv": argv, "event": event}, {"argv": argv}]
+    outcomes = run_jobs(folder, jobs)
+    for number in range(len(events)):
         assert [one["code"] for one in outcomes[2 * number : 2 * number + 2]] == [-9, 0], outcomes[2 * number + 1]
-        assert kept(tmp_path / f"k{number}") == kept(from_file), number
+        assert kept(folder / f"k{number}") == kept(whole), number
+
+
+def test_kills_leave_the_same_bytes(place: Path, from_file: Path, tmp_path: Path) -> None:
+    """Among the answers of the validation split, and among the shards of the test split."""
+    kill_and_resume(place, from_file, tmp_path, [9, 31])
+    assert "validation: resumes" in (tmp_path / "k0" / "log.txt").read_text()
+    assert "test: resumes" in (tmp_path / "k1" / "log.txt").read_text()
+
+
+@pytest.mark.slow
+def test_more_kills_leave_the_same_bytes(place: Path, from_file: Path, tmp_path: Path) -> None:
+    """Spread over all that is written from the first held-out answer to the draft."""
+    shutil.copytree(from_file, tmp_path / "k", ignore=_after_teacher)
+    argv = ["train", str(place / "file.yaml"), "--runs", str(tmp_path), "name=k", "--until", "train"]
+    (outcome,) = run_jobs(tmp_path, [{"argv": argv}])
+    assert outcome["code"] == 0 and kept(tmp_path / "k") == kept(from_file)
+    kills, last = 24, outcome["events"]
+    kill_and_resume(place, from_file, tmp_path, [6 + (last - 6) * number // kills for number in range(kills)])
+
+
+def test_a_journal_that_a_kill_left_goes(place: Path, from_file: Path, tmp_path: Path) -> None:
+    """Its file is whole: only the removal of the journal was cut off."""
+    run = tmp_path / "file"
+    shutil.copytree(from_file, run)
+    for stage in ("answers", "test"):
+        name = next((run / stage).glob("*-00000.jsonl")).stem
+        (run / stage / f".{name}.journal").write_text('{"id": "x"}\n')
+        (run / "stages" / f"{stage}.begun.json").write_text(json.dumps(read(run, "stages", f"{stage}.json")["inputs"]))
+        (run / "stages" / f"{stage}.json").unlink()
+    assert tiny.call("train", place / "file.yaml", "--runs", tmp_path, "--until", "test") == 0
+    assert kept(run) == kept(from_file) and not list(run.rglob(".*.journal"))
 
 
 def _after_teacher(folder: str, names: list[str]) -> set[str]:

@@ -56,6 +56,9 @@ def write_answers(
     groups = groups_of(_distinct(prompts), recipe.answers.group_size, run.path(stage), name)
     mine = processes.share_of(groups, share, "groups of prompts", "answers.group")
     missing = [group for group in mine if not group.path.exists()]
+    for group in mine:
+        if group.path.exists():
+            group.journal.unlink(missing_ok=True)  # a kill after the file was written leaves its journal
     whose = f" of process {share[0]}" if share[1] > 1 else ""
     if len(missing) < len(mine):
         run.say(f"  resuming: {len(mine) - len(missing)} of {len(mine)} groups{whose} exist")
