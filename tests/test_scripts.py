@@ -45,3 +45,28 @@ def test_blocks_at_toy_size(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.setattr(sys, "argv", ["benchmark_blocks", *small.split(), *mask])
             found = measured.measure(measured.parse(), 128)
             assert found["bytes_per_token"] > 0 and found["seconds"] > 0
+
+
+@pytest.mark.slow
+def test_a_draft_learns_as_much_from_a_servers_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The demo target's answers, written here, by a GGUF file and by a real server: acceptance rises alike."""
+    measured = script("benchmark_sources", monkeypatch)
+    small = (
+        "threads=1 corpus.block=256 corpus.tokens=0 answers.prompts=96 answers.prompt_tokens=32 answers.new_tokens=96"
+    )
+    small += " eval.prompts=32 train.acceptance=null train.steps=40 train.batch=4"
+    recipe = tiny.ROOT / "recipes" / "demo.yaml"
+    assert tiny.call("train", recipe, "--runs", tmp_path, "--until", "cut", *small.split()) == 0
+    with tiny.one_thread():
+        found = measured.compare(
+            measured.parsed([str(tmp_path / "demo"), "--to", str(tmp_path / "to"), "--seeds", "0"])
+        )
+    with capsys.disabled():
+        print("\n" + measured.table(found))
+    before = found["cut"]["alpha"].mean
+    assert found["transformers"]["alpha"].mean > before + 0.05
+    for source in ("GGUF file", "server"):
+        assert found[source]["alpha"].mean > before + 0.05
+        assert found[source]["gain"].low < 0.01 and found[source]["gain"].high > -0.01, found[source]
