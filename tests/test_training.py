@@ -88,6 +88,7 @@ def test_two_processes_change_nothing_but_rounding(
     assert result.stderr.count("step 8/10") == 1  # one process speaks
 
 
+@pytest.mark.slow
 def test_accelerate_launch_goes_on_where_one_process_was_stopped(
     world: Path, ready: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -880,6 +881,7 @@ def test_trackers_get_the_figures_too(
     assert [event.value for event in chosen] == pytest.approx([line["acceptance"] for line in told], rel=1e-6)
 
 
+@pytest.mark.slow
 def test_trackers_work_offline(world: Path, ready: Path, tmp_path: Path) -> None:
     """In a process of its own: they leave threads and servers behind."""
     if not all(importlib.util.find_spec(name) for name in ("wandb", "trackio")):
