@@ -98,6 +98,8 @@ def _making(results: RunResults) -> str:
         )
     if results.training and results.training.warning:
         trained += f" **{words(results.training.warning)}**"
+    if results.training and results.training.curve:
+        trained += f" {words(results.training.curve.sentence)}"
     machine, recipe = results.machine, results.config.get("name") or results.name
     place = f"{machine_words(machine)}, {machine.gpu or 'no GPU'}"
     return (

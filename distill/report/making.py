@@ -10,7 +10,13 @@ from distill.report.text import known, number, percent, significant, size
 from distill.results.cut_results import Change, Priced, SearchReport
 from distill.results.evaluation_results import MEASURES
 from distill.results.run_results import RunResults
-from distill.results.training_results import ReplayDecision, TrainingStep, TrainingSummary, trained_tokens
+from distill.results.training_results import (
+    LearningCurve,
+    ReplayDecision,
+    TrainingStep,
+    TrainingSummary,
+    trained_tokens,
+)
 
 # Rows of the training table: the label, and the figure of a step.
 TRAINED: dict[str, Callable[[TrainingStep], float]] = {
@@ -125,12 +131,27 @@ def training(results: RunResults) -> Html:
         as_plots(
             as_plot(lambda: plots.loss_curve(steps), f"Loss on training batches, {each}."),
             as_plot(lambda: plots.agreement_curve(steps), f"Agreement on training batches, {each}."),
-            as_plot(lambda: plots.validation_curve(results.evaluated), "Acceptance decoded on validation prompts."),
+            as_plot(
+                lambda: plots.validation_curve(results.evaluated),
+                "Acceptance decoded on validation prompts; bars are 95 % intervals.",
+            ),
+            *([_learning(results.training.curve)] if results.training and results.training.curve else []),
         )
         + f"<p>{as_text(_pace(steps))}</p>"
         + (_chosen(results.training, results.command) if results.training else "")
         + as_table(["", f"step {first.step}", f"step {last.step}"], rows, results.command)
     )
+
+
+def _learning(curve: LearningCurve) -> Html:
+    drawn = (
+        "Expected acceptance on texts that the target wrote for validation prompts, the same for all points; bars and "
+        f"band are {percent(curve.confidence)} intervals. "
+    )
+    if curve.line:
+        bound = "an upper bound of what" if curve.at_most else "what"
+        drawn += f"The line is {bound} finished trainings of so many tokens are predicted to give."
+    return as_plot(lambda: plots.learning_curve(curve), drawn)
 
 
 def _pace(steps: list[TrainingStep]) -> str:
@@ -164,6 +185,10 @@ def _chosen(training: TrainingSummary, command: str) -> Html:
         )
     if training.warning:
         sentences.append(training.warning)
+    if training.skipped:
+        sentences.append(f"{number(training.skipped)} steps were skipped: they were predicted to add too little.")
+    if training.curve:
+        sentences.append(training.curve.sentence)
     if training.replay:
         sentences.append(_replay(training.replay))
     return Html(as_table(["part", "steps", "peak rate", "loss"], rows, command, words=4) + as_list(sentences))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from distill.files import has_form
@@ -46,6 +46,16 @@ class EvaluatedWeights:
 
 
 @dataclass(frozen=True)
+class Evaluation(EvaluatedWeights):
+    """An evaluation with the tokens that had counted in the loss, and the drafted tokens that were accepted and reached
+    in each prompt's text, from which an interval follows. Unknown in lines of older versions."""
+
+    tokens: int | None = None
+    accepted: list[int] = field(default_factory=list)
+    reached: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
 class TrainedPart:
     """A part of the training: its first step, how many, its peak rate and its losses with their weights."""
 
@@ -84,10 +94,46 @@ class ReplayDecision:
 
 
 @dataclass(frozen=True)
+class CurvePoint:
+    """Expected acceptance after so many tokens, on texts of validation prompts that the target wrote."""
+
+    tokens: int
+    acceptance: Interval
+
+
+@dataclass(frozen=True)
+class LearningCurve:
+    """Acceptance against tokens; without a prediction, `unknown` says why.
+
+    `doubled` is what twice the tokens would give; where `at_most`, only its upper bound is known. `line` holds the
+    fitted curve up to there.
+    """
+
+    confidence: float
+    points: list[CurvePoint]
+    line: list[CurvePoint] = field(default_factory=list)
+    doubled: Interval | None = None
+    at_most: bool = False
+    unknown: str | None = None
+
+    @property
+    def sentence(self) -> str:
+        """The prediction in words, or why there is none."""
+        if self.doubled is None:
+            return f"What twice the tokens would give cannot be said: {self.unknown}."
+        more, now = self.doubled, self.points[-1].acceptance.mean
+        about = f"about {more.mean:.3f} [{more.low:.3f}, {more.high:.3f}]"
+        return (
+            f"Twice the tokens would give {f'at most {more.high:.3f}' if self.at_most else about} expected acceptance "
+            f"on validation prompts instead of {now:.3f}."
+        )
+
+
+@dataclass(frozen=True)
 class TrainingSummary:
     """training.json. `best` is None where no weights were chosen, `replay` where there was none.
 
-    `averaged` where the draft is an average of weights.
+    `averaged` where the draft is an average of weights; `skipped` steps of a constant phase were not worth their hours.
     """
 
     steps: int
@@ -96,6 +142,8 @@ class TrainingSummary:
     best: EvaluatedWeights | None
     replay: ReplayDecision | None
     averaged: bool = False
+    curve: LearningCurve | None = None
+    skipped: int = 0
 
     @property
     def warning(self) -> str | None:
@@ -119,10 +167,10 @@ def training_steps(lines: Iterable[dict[str, Any]]) -> list[TrainingStep]:
     return [from_json(steps[step], TrainingStep, "metrics.jsonl") for step in sorted(steps)]
 
 
-def evaluated_weights(lines: Iterable[dict[str, Any]]) -> list[EvaluatedWeights]:
+def evaluated_weights(lines: Iterable[dict[str, Any]]) -> list[Evaluation]:
     """The evaluations of weights among the lines of metrics.jsonl, in order."""
     found = {(line["step"], line["stage"]): line for stage in EVALUATIONS for line in _of(lines, stage)}
-    return [from_json(found[key], EvaluatedWeights, "metrics.jsonl") for key in sorted(found)]
+    return [from_json(found[key], Evaluation, "metrics.jsonl") for key in sorted(found)]
 
 
 def trained_tokens(steps: Iterable[TrainingStep]) -> int:

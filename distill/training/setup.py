@@ -30,7 +30,7 @@ from distill.texts import Prompt, read_prompts
 from distill.training.adapters import attach, load_base
 from distill.training.average import WeightAverage
 from distill.training.checkpoint import whole_weights
-from distill.training.choice.acceptance import Judge, judge_for, rates, speaking
+from distill.training.choice.acceptance import Judge, counts, judge_for, rates, speaking
 from distill.training.optimizer import make_optimizer
 from distill.training.penalty import Penalty, penalty_of
 from distill.training.plan import (
@@ -45,6 +45,16 @@ from distill.training.plan import (
 )
 from distill.training.step import Columns, Learner, batch_blocks, split_blocks
 from distill.training.trackers import require_trackers, start_trackers
+
+
+def new_state() -> dict[str, Any]:
+    """The state before the first step.
+
+    `tokens` counted in the loss; `rate` is the last step's over its part's peak. `curve` holds the points of the
+    learning curve, measured on `texts`; `skipped` steps of a constant phase were not worth their hours.
+    """
+    learning: dict[str, Any] = {"tokens": 0, "rate": 0.0, "texts": None, "curve": [], "skipped": 0}
+    return {"step": 0, "best": None, "misses": 0, "sparsity": None, **learning}
 
 
 @dataclass
@@ -65,7 +75,7 @@ class Training:
     target: Any = None  # of an online teacher; else loaded on first use
     replayed: TeacherSource | None = None
     average: WeightAverage | None = None
-    state: dict[str, Any] = field(default_factory=lambda: {"step": 0, "best": None, "misses": 0, "sparsity": None})
+    state: dict[str, Any] = field(default_factory=new_state)
 
     @property
     def settings(self) -> Train:
@@ -149,16 +159,34 @@ class Training:
         judges = self.settings.replay.judges if self.settings.replay else 0
         return prompts[:first], prompts[first : first + judges]
 
-    def acceptance(self) -> dict[str, float]:
-        """The rates of the present weights on the validation prompts, the same in every process."""
+    def acceptance(self) -> dict[str, Any]:
+        """The rates of the present weights on the validation prompts, and counts of each prompt, the same in every
+        process.
+
+        The first texts that are decoded, whose distribution is the target's alone, are kept for `expected`.
+        """
         settings = self.settings.acceptance
         assert settings is not None
+        found = texts = None
+        with self.served() as draft:
+            if self.accelerator.is_main_process:
+                prompts, _ = self.validation()
+                decoded = self.judge().decode(draft, prompts, settings.new_tokens, settings.length)
+                found, texts = rates(decoded) | counts(decoded), [text.tokens for text in decoded]
+        if self.state["texts"] is None:
+            self.state["texts"] = agree(texts)
+        agreed: dict[str, Any] = agree(found)
+        return agreed
+
+    def expected(self) -> list[float]:
+        """Of each validation prompt, the present weights' probability to be accepted, summed over its text in
+        `state["texts"]`."""
         found = None
         with self.served() as draft:
             if self.accelerator.is_main_process:
                 prompts, _ = self.validation()
-                found = rates(self.judge().decode(draft, prompts, settings.new_tokens, settings.length))
-        agreed: dict[str, float] = agree(found)
+                found = self.judge().expected(draft, prompts, self.state["texts"])
+        agreed: list[float] = agree(found)
         return agreed
 
 
