@@ -149,8 +149,9 @@ def _learning(curve: LearningCurve) -> Html:
         f"band are {percent(curve.confidence)} intervals. "
     )
     if curve.line:
-        bound = "an upper bound of what" if curve.at_most else "what"
-        drawn += f"The line is {bound} finished trainings of so many tokens are predicted to give."
+        drawn += (
+            f"Longer trainings would give {curve.bound} what the line shows, the end of the fitted curve's interval."
+        )
     return as_plot(lambda: plots.learning_curve(curve), drawn)
 
 

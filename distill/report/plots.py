@@ -79,8 +79,7 @@ def learning_curve(curve: LearningCurve) -> str:
             tokens, found = [point.tokens for point in curve.line], [point.acceptance for point in curve.line]
             low, high = [one.low for one in found], [one.high for one in found]
             axes.fill_between(tokens, low, high, color=COLOURS[1], alpha=0.2, linewidth=0)
-            label = "at most" if curve.at_most else "predicted of finished trainings"
-            axes.plot(tokens, high if curve.at_most else [one.mean for one in found], color=COLOURS[1], label=label)
+            axes.plot(tokens, [curve.end(one) for one in found], color=COLOURS[1], label=f"longer, {curve.bound}")
         axes.set(xlabel="tokens", ylabel="expected acceptance")
         axes.set_xscale("log")
     return done[0]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from distill.files import has_form
 from distill.intervals import Interval
@@ -105,15 +105,15 @@ class CurvePoint:
 class LearningCurve:
     """Acceptance against tokens; without a prediction, `unknown` says why.
 
-    `doubled` is what twice the tokens would give; where `at_most`, only its upper bound is known. `line` holds the
-    fitted curve up to there.
+    `doubled` is what the fitted curve gives at twice the tokens, of which one end of the interval is a bound of what a
+    training of twice the tokens would give; `line` is the fitted curve up to there.
     """
 
     confidence: float
     points: list[CurvePoint]
     line: list[CurvePoint] = field(default_factory=list)
     doubled: Interval | None = None
-    at_most: bool = False
+    bound: Literal["at most", "at least"] = "at most"
     unknown: str | None = None
 
     @property
@@ -121,12 +121,14 @@ class LearningCurve:
         """The prediction in words, or why there is none."""
         if self.doubled is None:
             return f"What twice the tokens would give cannot be said: {self.unknown}."
-        more, now = self.doubled, self.points[-1].acceptance.mean
-        about = f"about {more.mean:.3f} [{more.low:.3f}, {more.high:.3f}]"
         return (
-            f"Twice the tokens would give {f'at most {more.high:.3f}' if self.at_most else about} expected acceptance "
-            f"on validation prompts instead of {now:.3f}."
+            f"Twice the tokens would give {self.bound} {self.end(self.doubled):.3f} expected acceptance on validation "
+            f"prompts instead of {self.points[-1].acceptance.mean:.3f}."
         )
+
+    def end(self, found: Interval) -> float:
+        """The end of an interval that is the bound."""
+        return found.high if self.bound == "at most" else found.low
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from distill.training.setup import Training
 
 PER_DOUBLING, DOUBLINGS = 2, 4  # points of the curve, besides the evaluations
 WIDEST = 0.06  # an interval of what twice the tokens would give; a wider one says nothing
-LINE = 25  # points of the drawn line
+LINE = 9  # points of the drawn line
 
 
 def curve_steps(work: Training) -> set[int]:
@@ -96,12 +96,12 @@ def learning_curve(work: Training) -> LearningCurve | None:
 
 
 def predicted(curve: LearningCurve, points: Figures, constant: bool, resamples: int) -> LearningCurve:
-    """The curve with what twice the tokens would give; with the reason where that cannot be said.
+    """The curve with a bound of what twice the tokens would give; with the reason where that cannot be said.
 
     The last point is that of the finished training. With a `constant` phase, twice as long a phase adds what the curve
-    through its points rises, and the fall of the rate adds what it added here. Without one, later points have a lower
-    rate, and gain from that too: the curve through all points rises faster than finished trainings do, so that it gives
-    an upper bound.
+    through its points rises, and a fall of the rate that takes twice as long adds no less than here: a lower bound.
+    Without one, later points have a lower rate and gain from that too, so that the curve through all points rises
+    faster than finished trainings do: an upper bound. docs/training.md holds trials of both.
     """
     used = points.at_peak() if constant else points
     curves = curves_of(used, resamples)
@@ -116,6 +116,5 @@ def predicted(curve: LearningCurve, points: Figures, constant: bool, resamples: 
     doubled = after(2 * whole)
     if doubled.high - doubled.low > WIDEST:
         return replace(curve, unknown=f"the interval is too wide, [{doubled.low:.2f}, {doubled.high:.2f}]")
-    first = whole / 4 if constant else whole
-    line = [CurvePoint(int(tokens), after(tokens)) for tokens in numpy.geomspace(first, 2 * whole, LINE)]
-    return replace(curve, line=line, doubled=doubled, at_most=not constant)
+    line = [CurvePoint(int(tokens), after(tokens)) for tokens in numpy.geomspace(whole, 2 * whole, LINE)]
+    return replace(curve, line=line, doubled=doubled, bound="at least" if constant else "at most")
