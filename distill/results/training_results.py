@@ -14,6 +14,8 @@ from distill.results.serialise import Figure, from_json
 # The stages of the lines on evaluated weights: the last ones, and their average.
 ACCEPTANCE_STAGE, AVERAGE_STAGE = EVALUATIONS = ("acceptance", "average")
 
+CURVE_STAGE = "curve"  # of the lines on points of the learning curve
+
 
 @dataclass(frozen=True)
 class TrainingStep:

@@ -7,12 +7,14 @@ points and makes the same decision.
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 
 import numpy
 
 from distill.intervals import Interval, percentiles, ratio_interval
-from distill.results.training_results import CurvePoint, LearningCurve
+from distill.recipe import Train
+from distill.results.training_results import CURVE_STAGE, CurvePoint, LearningCurve
 from distill.training.choice.fitting import Figures, curves_of
 from distill.training.memory import choosing, memory_explained
 from distill.training.plan import REPLAY, PlannedPart, last_step
@@ -24,9 +26,8 @@ WIDEST = 0.06  # an interval of what twice the tokens would give; a wider one sa
 LINE = 9  # points of the drawn line
 
 
-def curve_steps(work: Training) -> set[int]:
+def curve_steps(steps: int, settings: Train) -> set[int]:
     """The steps after which the curve has points: even in log, with the last one and the last at the peak rate."""
-    steps, settings = last_step(work.parts), work.settings
     found = {round(steps * 2 ** (-number / PER_DOUBLING)) for number in range(PER_DOUBLING * DOUBLINGS + 1)} - {0}
     return found | ({constant_end(steps, settings.decay)} if settings.schedule == "wsd" else set())
 
@@ -34,14 +35,20 @@ def curve_steps(work: Training) -> set[int]:
 def add_point(work: Training, part: PlannedPart, evaluated: bool) -> None:
     """Measure the expected acceptance of the last weights where the curve has a point, and after each evaluation."""
     state, step = work.state, work.state["step"]
-    if part.name == REPLAY or state["texts"] is None or not (evaluated or step in curve_steps(work)):
+    if (
+        part.name == REPLAY
+        or state["texts"] is None
+        or not (evaluated or step in curve_steps(last_step(work.parts), work.settings))
+    ):
         return
+    began = time.monotonic()
     with memory_explained(lambda: choosing(work)):
         expected = work.expected()
+    seconds = time.monotonic() - began
     so_far = {name: state[name] for name in ("step", "tokens", "rate")}
     state["curve"].append({**so_far, "part": part.name, "expected": expected})
     rate = sum(expected) / max(1, sum(map(len, state["texts"])))
-    work.run.record("curve", step=step, tokens=state["tokens"], expected_acceptance=rate)
+    work.run.record(CURVE_STAGE, step=step, tokens=state["tokens"], expected_acceptance=rate, seconds=seconds)
     work.accelerator.log({"validation/expected_acceptance": rate}, step=step)
 
 
