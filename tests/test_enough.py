@@ -14,7 +14,7 @@ import toys
 from trainings import interrupted_after, largest_difference, metrics, trained
 
 from distill.errors import RecipeError
-from distill.intervals import Interval
+from distill.intervals import Interval, percentiles
 from distill.recipe import Train, parse_section
 from distill.results.serialise import read_result
 from distill.results.training_results import CurvePoint, LearningCurve, TrainingSummary
@@ -83,8 +83,8 @@ def finished(steps: Any, c: float, fall: float, rate: Any) -> Any:
 
 
 def bounds(c: float, fall: float, longer: float, constant: bool, scatter: float) -> list[float]:
-    """Of simulated trainings of 200 steps, by how much the bound lies above what 400 steps gave (`longer`: what a fall
-    of the rate that takes twice as long adds further)."""
+    """Of simulated trainings of 200 steps, by how much the bound lies above what 400 steps with another seed gave
+    (`longer`: what a fall of the rate that takes twice as long adds further)."""
     rate = WSD if constant else COSINE
     first, last = (160, 320) if constant else (200, 400)
     truth = finished(last, c, 0, 1) - finished(first, c, 0, 1) + longer
@@ -94,22 +94,24 @@ def bounds(c: float, fall: float, longer: float, constant: bool, scatter: float)
         assert curve.doubled is None or curve.bound == ("at least" if constant else "at most")
         if curve.doubled is not None:
             assert f"{curve.bound} {curve.end(curve.doubled):.3f}" in curve.sentence
-            found.append(curve.end(curve.doubled) - curve.points[-1].acceptance.mean - truth)
+            of_seeds = float(numpy.random.default_rng(1000 + seed).normal(0, 0.0057))
+            found.append(curve.end(curve.doubled) - curve.points[-1].acceptance.mean - truth - of_seeds)
     assert len(found) >= 30
     return found
 
 
 @pytest.mark.parametrize(("c", "scatter"), [(0.15, 0.002), (0.5, 0.004)])
 def test_the_interval_of_the_rise_covers(c: float, scatter: float) -> None:
-    """With a constant phase, and a fall that adds what it added: both ends of the 95 % interval."""
+    """Both ends of the 95 % interval of what a constant phase of twice the length adds."""
     truth, hits, widths = finished(320, c, 0, 1) - finished(160, c, 0, 1), 0, []
     for seed in range(50):
-        found = outlook(measured(finished(STEPS, c, 0.03, WSD), WSD, seed, scatter=scatter), constant=True)
-        if found.doubled is not None:
-            hits += found.doubled.low <= found.points[-1].acceptance.mean + truth <= found.doubled.high
-            widths.append(found.doubled.high - found.doubled.low)
-    assert len(widths) >= 40 and hits / len(widths) >= 0.86
-    assert numpy.median(widths) < 0.045
+        curves = curves_of(measured(finished(STEPS, c, 0.03, WSD), WSD, seed, scatter=scatter).at_peak(), 200)
+        assert curves is not None
+        rise = curves.rise(1, 2)
+        found = percentiles(rise[0], rise[1:], 0.95)
+        hits += found.low <= truth <= found.high
+        widths.append(found.high - found.low)
+    assert hits >= 43 and numpy.median(widths) < 0.045
 
 
 def test_a_constant_phase_gives_a_lower_bound_that_holds() -> None:
@@ -210,7 +212,7 @@ def test_a_training_that_still_learns_goes_on(
     assert code == 0 and steps_of(run) == list(range(1, 41))
     summary = read_result(run / "training.json", TrainingSummary)
     assert summary.skipped == 0 and summary.curve is not None and summary.curve.doubled is not None
-    assert summary.curve.doubled.low == pytest.approx(0.3 + 0.1 * numpy.log2(80), abs=0.01)
+    assert summary.curve.doubled.low == pytest.approx(0.3 + 0.1 * numpy.log2(80) - 0.01, abs=0.01)
 
 
 def test_the_command_says_what_twice_the_tokens_would_give(
