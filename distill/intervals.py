@@ -45,7 +45,7 @@ def ratio_interval(
         return UNKNOWN
     sampled, weights = _resampled((total, weight), resamples, seed)
     means = sampled[weights > 0] / weights[weights > 0]
-    return _percentiles(total.sum() / weight.sum(), means, confidence)
+    return percentiles(total.sum() / weight.sum(), means, confidence)
 
 
 def paired_ratio_interval(
@@ -69,7 +69,16 @@ def paired_ratio_interval(
     olds, news, below, above = _resampled((old, new, old_weight, new_weight), resamples, seed)
     usable = (below > 0) & (above > 0)
     rises = news[usable] / above[usable] - olds[usable] / below[usable]
-    return _percentiles(new.sum() / new_weight.sum() - old.sum() / old_weight.sum(), rises, confidence)
+    return percentiles(new.sum() / new_weight.sum() - old.sum() / old_weight.sum(), rises, confidence)
+
+
+def resampled_means(sums: Numbers, counts: Numbers, resamples: int, seed: int = 0) -> Numbers:
+    """The means [R, P] of P measurements, Σ sums [P, U] / Σ counts [U], over the same R draws of U units.
+
+    Resamples whose counts sum to 0 are left out.
+    """
+    weights, *rows = _resampled((counts, *sums), resamples, seed)
+    return numpy.stack(rows, 1)[weights > 0] / weights[weights > 0, None]
 
 
 def _resampled(columns: Sequence[Numbers], resamples: int, seed: int) -> list[Numbers]:
@@ -85,7 +94,8 @@ def _resampled(columns: Sequence[Numbers], resamples: int, seed: int) -> list[Nu
     return found
 
 
-def _percentiles(mean: float, resampled: NDArray[numpy.float64], confidence: float) -> Interval:
+def percentiles(mean: float, resampled: NDArray[numpy.float64], confidence: float) -> Interval:
+    """A mean with the percentile interval of its resamples [R]."""
     edge = (1 - confidence) / 2
     low, high = numpy.quantile(resampled, [edge, 1 - edge])
     return Interval(float(mean), float(low), float(high))

@@ -22,6 +22,7 @@ from distill.recipe import Recipe
 from distill.report import card as cards
 from distill.report import page as pages
 from distill.report import plots
+from distill.report.markup import words as escaped
 from distill.results.run_results import RunResults
 from distill.results.serialise import from_json
 from distill.results.training_results import training_steps
@@ -511,6 +512,32 @@ def test_the_outcome_of_a_replay_is_shown() -> None:
     nothing = shown({"collected": {**collected, "rejected": 0, "blocks": 0}, "kept": False})
     assert "Replay: nothing was rejected in 4,321 rounds of 64 prompts, so there was nothing to learn." in nothing
     assert "Replay" not in shown(None)
+
+
+def test_the_learning_curve_is_shown() -> None:
+    """What twice the tokens would give at most or at least, or the reason why that is not known."""
+    results = make_metadata()
+    curve: dict[str, Any] = {
+        "confidence": 0.95,
+        "points": [{"tokens": 1000 * 2**n, "acceptance": interval(0.4 + 0.05 * n)} for n in range(5)],
+        "line": [{"tokens": tokens, "acceptance": interval(0.6)} for tokens in (4000, 16000, 32000)],
+        "doubled": interval(0.65, 0.01),
+    }
+    results["training"] = {"steps": 9, "processes": 1, "parts": [], "best": None, "replay": None, "curve": curve}
+
+    def said(words: str) -> str:
+        page, card = build_page(results), build_card(results)
+        assert words in " ".join("".join(checked(page).words).split()) and escaped(words) in card
+        return page
+
+    instead = "expected acceptance on validation prompts instead of 0.600."
+    page = said(f"Twice the tokens would give at most 0.660 {instead}")
+    assert "plot-learning" in page and "would give at most what the line shows" in page
+    curve["bound"] = "at least"
+    assert "would give at least what the line" in said(f"Twice the tokens would give at least 0.640 {instead}")
+    curve |= {"line": [], "doubled": None, "unknown": "there are too few points"}
+    page = said("What twice the tokens would give cannot be said: there are too few points.")
+    assert "plot-learning" in page and "The line is" not in page
 
 
 def test_a_training_that_did_not_help_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -101,6 +101,7 @@ def train(
         prepare(found.threads)
         run_pipeline(found, run, until, redo or (), partial(_print_stage, folder))
         say_whether_training_helped(run)
+        say_what_more_would_give(run)
     finally:
         run.close()
 
@@ -165,6 +166,18 @@ def say_whether_training_helped(run: Run) -> None:
     warning = read_result(run.path("training.json"), TrainingSummary).warning
     if warning is not None:
         run.say(f"{warning}\n  train longer, or change train.rate or train.loss", warning=True)
+
+
+def say_what_more_would_give(run: Run) -> None:
+    """Write a line on what twice the tokens would give, where the learning curve was measured."""
+    from distill.results.serialise import read_result
+    from distill.results.training_results import TrainingSummary
+
+    if run.done("train") is None:
+        return
+    curve = read_result(run.path("training.json"), TrainingSummary).curve
+    if curve is not None:
+        run.say(curve.sentence)
 
 
 def _print_stage(folder: Path, stage: str) -> None:

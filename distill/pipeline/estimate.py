@@ -17,7 +17,7 @@ from typing import Any
 from distill.progress import duration
 from distill.recipe import Recipe
 from distill.results.rehearsal_results import Expected, Rehearsed
-from distill.results.training_results import ACCEPTANCE_STAGE, AVERAGE_STAGE
+from distill.results.training_results import ACCEPTANCE_STAGE, AVERAGE_STAGE, CURVE_STAGE
 from distill.run import Run
 from distill.target.traffic import SOURCE, measure
 from distill.texts import read_answers
@@ -102,20 +102,23 @@ def _seconds(stage: Rehearsed, recipe: Recipe, short: Recipe, run: Run) -> tuple
 
 def _training(stage: Rehearsed, recipe: Recipe, run: Run) -> float:
     """Seconds of the whole training: steps, evaluations of weights and checkpoints at the pace of those rehearsed."""
-    from distill.training.plan import planned
+    from distill.training.choice.enough import curve_steps
+    from distill.training.plan import last_step, planned
 
     lines = [line for line in run.metrics() if "seconds" in line]
     own: dict[Any, list[float]] = {
         kind: [float(line["seconds"]) for line in lines if line["stage"] == kind]
-        for kind in ("train", ACCEPTANCE_STAGE, AVERAGE_STAGE, "checkpoint")
+        for kind in ("train", ACCEPTANCE_STAGE, AVERAGE_STAGE, CURVE_STAGE, "checkpoint")
     }
-    steps = planned(recipe.train, recipe.sampler.temperature, recipe.corpus.block)[-1].end
+    parts = planned(recipe.train, recipe.sampler.temperature, recipe.corpus.block)
+    steps, trained = parts[-1].end, last_step(parts)
     every = recipe.train.acceptance.every if recipe.train.acceptance is not None else None
     judged = 1 + math.ceil(steps / every) + len(recipe.train.parts) if every is not None else 0
     counts = {
         "train": steps,
         ACCEPTANCE_STAGE: judged,
         AVERAGE_STAGE: judged,
+        CURVE_STAGE: len(curve_steps(trained, recipe.train) | {*range(every, trained, every)}) if every else 0,
         "checkpoint": math.ceil(steps / recipe.train.save_every),
     }
     rest = stage.seconds - sum(sum(seconds) for seconds in own.values())

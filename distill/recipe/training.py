@@ -106,6 +106,13 @@ class Acceptance(Section):
     patience: int | None = Field(
         None, ge=1, description="a part ends after this many evaluations without improvement; null: never early"
     )
+    worth: float | None = Field(
+        None,
+        gt=0,
+        lt=1,
+        description="schedule wsd: the rate falls early, and the training ends, once the rest of the constant phase is "
+        "predicted to add less acceptance than this, such as 0.01; null: never early",
+    )
 
 
 class Average(Section):
@@ -272,8 +279,13 @@ class Train(Section):
             raise ValueError("sparsity removes parts of the last weights, and replay may discard those; leave one out")
         if self.sparsity is not None and self.average is not None:
             raise ValueError("sparsity takes the last weights, whose zeros an average would fill; leave average out")
-        if self.sparsity is not None and self.acceptance is not None and self.acceptance.patience is not None:
-            raise ValueError("sparsity needs all steps; leave acceptance.patience out")
+        ends_early = [name for name in ("patience", "worth") if getattr(self.acceptance, name, None) is not None]
+        if self.sparsity is not None and ends_early:
+            raise ValueError(f"sparsity needs all steps; leave acceptance.{ends_early[0]} out")
+        if "worth" in ends_early and self.schedule != "wsd":
+            raise ValueError(
+                f"acceptance.worth needs schedule wsd, whose rate can fall at any step; schedule is {self.schedule}"
+            )
         return self
 
     def require_judges(self, prompts: int) -> None:

@@ -13,7 +13,8 @@ from distill.results.evaluation_results import MEASURES
 from distill.results.run_results import RunResults
 from distill.results.training_results import (
     STORED,
-    EvaluatedWeights,
+    Evaluation,
+    LearningCurve,
     ReplayDecision,
     TrainingStep,
     TrainingSummary,
@@ -134,6 +135,7 @@ def training(results: RunResults) -> Html:
             as_plot(lambda: plots.loss_curve(steps), f"Loss on training batches, {each}."),
             as_plot(lambda: plots.agreement_curve(steps), f"Agreement on training batches, {each}."),
             as_plot(lambda: plots.validation_curve(results.evaluated), _chosen_by(results.evaluated)),
+            *([_learning(results.training.curve)] if results.training and results.training.curve else []),
         )
         + f"<p>{as_text(_pace(steps))}</p>"
         + (_chosen(results.training, results.command) if results.training else "")
@@ -141,10 +143,22 @@ def training(results: RunResults) -> Html:
     )
 
 
-def _chosen_by(evaluated: list[EvaluatedWeights]) -> str:
+def _chosen_by(evaluated: list[Evaluation]) -> str:
     if any(weights.measure == STORED for weights in evaluated):
-        return "α of validation answers on stored distributions, as far as these prove it; no rounds were decoded."
-    return "Acceptance decoded on validation prompts."
+        return "α of validation answers on stored distributions; bars show its bounds. No rounds were decoded."
+    return "Acceptance decoded on validation prompts; bars are 95 % intervals."
+
+
+def _learning(curve: LearningCurve) -> Html:
+    drawn = (
+        "Expected acceptance on texts that the target wrote for validation prompts, the same for all points; bars and "
+        f"band are {percent(curve.confidence)} intervals. "
+    )
+    if curve.line:
+        drawn += (
+            f"Longer trainings would give {curve.bound} what the line shows, the end of the fitted curve's interval."
+        )
+    return as_plot(lambda: plots.learning_curve(curve), drawn)
 
 
 def _pace(steps: list[TrainingStep]) -> str:
@@ -181,6 +195,10 @@ def _chosen(training: TrainingSummary, command: str) -> Html:
         sentences.append(f"The {kind} of step {number(best.step)} were taken: {figures}.")
     if training.warning:
         sentences.append(training.warning)
+    if training.skipped:
+        sentences.append(f"{number(training.skipped)} steps were skipped: they were predicted to add too little.")
+    if training.curve:
+        sentences.append(training.curve.sentence)
     if training.replay:
         sentences.append(_replay(training.replay))
     return Html(as_table(["part", "steps", "peak rate", "loss"], rows, command, words=4) + as_list(sentences))

@@ -12,12 +12,13 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from distill.errors import DataError
+from distill.intervals import Interval, ratio_interval
 from distill.report.text import clean, known
 from distill.results.cut_results import SearchReport
 from distill.results.evaluation_results import MEASURES, SIDES, PositionAcceptance
 from distill.results.profile_results import MeasuredCurve
 from distill.results.speedup_results import Measurement
-from distill.results.training_results import STORED, EvaluatedWeights, TrainingStep
+from distill.results.training_results import STORED, Evaluation, LearningCurve, TrainingStep
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -27,6 +28,7 @@ COLOURS = ("#2f81d6", "#e0792b", "#2f9e77", "#a86bd1", "#d6455d", "#8a8f98", "#b
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 INK = "#010203"  # stands for the page's own text colour until the drawing is done
 POINTS = 400
+RESAMPLES, CONFIDENCE = 1000, 0.95  # of the bars of evaluations
 
 Figure = Callable[[TrainingStep], float]
 
@@ -50,8 +52,8 @@ def agreement_curve(steps: Sequence[TrainingStep]) -> str:
     )
 
 
-def validation_curve(evaluated: Sequence[EvaluatedWeights]) -> str:
-    """Acceptance of drafts on validation prompts, over steps; the weights are chosen by it."""
+def validation_curve(evaluated: Sequence[Evaluation]) -> str:
+    """Acceptance on validation prompts over steps, by which weights are chosen: decoded, or stored α."""
     if not evaluated:
         raise DataError("no weights were evaluated while training", "set train.acceptance to have them chosen")
     with _figure("plot-validation", "Acceptance on validation prompts over training steps") as (axes, done):
@@ -60,14 +62,32 @@ def validation_curve(evaluated: Sequence[EvaluatedWeights]) -> str:
         for averaged, label in enumerate((own, "by the average of the weights")):
             shown = [weights for weights in evaluated if weights.averaged == averaged]
             if shown:
-                axes.plot(
-                    [weights.step for weights in shown],
-                    [weights.acceptance for weights in shown],
-                    color=COLOURS[averaged],
-                    marker="o",
-                    label=label,
-                )
+                bounds = [ratio_interval(one.accepted, one.reached, RESAMPLES, CONFIDENCE) for one in shown]
+                ends = [
+                    (one.acceptance, one.most) if stored else (at.low, at.high)
+                    for one, at in zip(shown, bounds, strict=True)
+                ]
+                found = [Interval(one.acceptance, *at) for one, at in zip(shown, ends, strict=True)]
+                _measured(axes, averaged, label, [one.step for one in shown], found)
         axes.set(xlabel="step", ylabel="α, stored" if stored else "acceptance, decoded")
+    return done[0]
+
+
+def learning_curve(curve: LearningCurve) -> str:
+    """Expected acceptance on validation prompts over tokens: measured, and the fitted curve up to twice the tokens."""
+    if not curve.points:
+        raise DataError("no point of the curve was measured while training", "set train.acceptance to have them")
+    with _figure("plot-learning", "Expected acceptance on validation prompts over training tokens") as (axes, done):
+        points = curve.points
+        tokens, measured = [point.tokens for point in points], [point.acceptance for point in points]
+        _measured(axes, 0, "measured on the way", tokens, measured)
+        if curve.line:
+            tokens, found = [point.tokens for point in curve.line], [point.acceptance for point in curve.line]
+            low, high = [one.low for one in found], [one.high for one in found]
+            axes.fill_between(tokens, low, high, color=COLOURS[1], alpha=0.2, linewidth=0)
+            axes.plot(tokens, [curve.end(one) for one in found], color=COLOURS[1], label=f"longer, {curve.bound}")
+        axes.set(xlabel="tokens", ylabel="expected acceptance")
+        axes.set_xscale("log")
     return done[0]
 
 
@@ -82,15 +102,7 @@ def acceptance_by_position(positions: Mapping[str, Sequence[PositionAcceptance]]
         for index, side in enumerate(SIDES):
             rows = [row for row in positions.get(side, []) if row.drafted and known(row.rate.mean)]
             if rows:
-                _measured(
-                    axes,
-                    1 - index,
-                    side,
-                    [row.position for row in rows],
-                    [row.rate.mean for row in rows],
-                    [row.rate.low for row in rows],
-                    [row.rate.high for row in rows],
-                )
+                _measured(axes, 1 - index, side, [row.position for row in rows], [row.rate for row in rows])
         axes.set(xlabel="position in the draft", ylabel="acceptance rate", ylim=(0, 1))
         _whole_ticks(axes)
     return done[0]
@@ -147,9 +159,7 @@ def _pair_line(axes: Axes, index: int, pair: str, line: Sequence[Measurement], l
         index,
         f"{pair} (grown)" if grown else pair,
         [one.length or 0 for one in line],
-        [one.speedup for one in line],
-        [one.speedup_low for one in line],
-        [one.speedup_high for one in line],
+        [Interval(one.speedup, one.speedup_low, one.speedup_high) for one in line],
     )
     predicted = [(one.length, one.predicted) for one in line if known(one.predicted)]
     if predicted:
@@ -212,20 +222,12 @@ def _training_plot(name: str, title: str, unit: str, steps: Sequence[TrainingSte
     return done[0]
 
 
-def _measured(
-    axes: Axes,
-    index: int,
-    label: str,
-    x: Sequence[int],
-    y: Sequence[float],
-    low: Sequence[float],
-    high: Sequence[float],
-) -> None:
-    below = [max(0.0, value - bound) if known(bound) else 0.0 for value, bound in zip(y, low, strict=True)]
-    above = [max(0.0, bound - value) if known(bound) else 0.0 for value, bound in zip(y, high, strict=True)]
+def _measured(axes: Axes, index: int, label: str, x: Sequence[int], found: Sequence[Interval]) -> None:
+    below = [max(0.0, one.mean - one.low) if known(one.low) else 0.0 for one in found]
+    above = [max(0.0, one.high - one.mean) if known(one.high) else 0.0 for one in found]
     axes.errorbar(
         x,
-        y,
+        [one.mean for one in found],
         yerr=[below, above],
         color=COLOURS[index % len(COLOURS)],
         label=_label(label),

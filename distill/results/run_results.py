@@ -11,7 +11,7 @@ from distill.results.export_results import ExportReport
 from distill.results.profile_results import ProfileReport
 from distill.results.speedup_results import SpeedupReport
 from distill.results.text_results import AnswerTexts, CorpusTexts
-from distill.results.training_results import EvaluatedWeights, TrainingStep, TrainingSummary
+from distill.results.training_results import Evaluation, TrainingStep, TrainingSummary
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class RunResults:
     search: SearchReport | None = None
     sparsity: SparsityReport | None = None
     steps: list[TrainingStep] = field(default_factory=list)
-    evaluated: list[EvaluatedWeights] = field(default_factory=list)
+    evaluated: list[Evaluation] = field(default_factory=list)
     training: TrainingSummary | None = None
     corpus: CorpusTexts | None = None
     answers: AnswerTexts | None = None

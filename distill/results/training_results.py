@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from distill.files import has_form
 from distill.intervals import Interval
@@ -16,6 +16,8 @@ DECODED, STORED = "decoded rounds", "α on stored distributions"
 
 # The stages of the lines on evaluated weights: the last ones, and their average.
 ACCEPTANCE_STAGE, AVERAGE_STAGE = EVALUATIONS = ("acceptance", "average")
+
+CURVE_STAGE = "curve"  # of the lines on points of the learning curve
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,16 @@ class EvaluatedWeights:
 
 
 @dataclass(frozen=True)
+class Evaluation(EvaluatedWeights):
+    """An evaluation with the tokens that had counted in the loss, and the drafted tokens that were accepted and reached
+    in each prompt's text, from which an interval follows. Unknown in lines of older versions."""
+
+    tokens: int | None = None
+    accepted: list[int] = field(default_factory=list)
+    reached: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
 class TrainedPart:
     """A part of the training: its first step, how many, its peak rate and its losses with their weights."""
 
@@ -102,10 +114,48 @@ class ReplayDecision:
 
 
 @dataclass(frozen=True)
+class CurvePoint:
+    """Expected acceptance after so many tokens, on texts of validation prompts that the target wrote."""
+
+    tokens: int
+    acceptance: Interval
+
+
+@dataclass(frozen=True)
+class LearningCurve:
+    """Acceptance against tokens; without a prediction, `unknown` says why.
+
+    `doubled` is what the fitted curve gives at twice the tokens, of which one end of the interval is a bound of what a
+    training of twice the tokens would give; `line` is the fitted curve up to there.
+    """
+
+    confidence: float
+    points: list[CurvePoint]
+    line: list[CurvePoint] = field(default_factory=list)
+    doubled: Interval | None = None
+    bound: Literal["at most", "at least"] = "at most"
+    unknown: str | None = None
+
+    @property
+    def sentence(self) -> str:
+        """The prediction in words, or why there is none."""
+        if self.doubled is None:
+            return f"What twice the tokens would give cannot be said: {self.unknown}."
+        return (
+            f"Twice the tokens would give {self.bound} {self.end(self.doubled):.3f} expected acceptance on validation "
+            f"prompts instead of {self.points[-1].acceptance.mean:.3f}."
+        )
+
+    def end(self, found: Interval) -> float:
+        """The end of an interval that is the bound."""
+        return found.high if self.bound == "at most" else found.low
+
+
+@dataclass(frozen=True)
 class TrainingSummary:
     """training.json. `best` is None where no weights were chosen, `replay` where there was none.
 
-    `averaged` where the draft is an average of weights.
+    `averaged` where the draft is an average of weights; `skipped` steps of a constant phase were not worth their hours.
     """
 
     steps: int
@@ -114,6 +164,8 @@ class TrainingSummary:
     best: EvaluatedWeights | None
     replay: ReplayDecision | None
     averaged: bool = False
+    curve: LearningCurve | None = None
+    skipped: int = 0
 
     @property
     def warning(self) -> str | None:
@@ -138,10 +190,10 @@ def training_steps(lines: Iterable[dict[str, Any]]) -> list[TrainingStep]:
     return [from_json(steps[step], TrainingStep, "metrics.jsonl") for step in sorted(steps)]
 
 
-def evaluated_weights(lines: Iterable[dict[str, Any]]) -> list[EvaluatedWeights]:
+def evaluated_weights(lines: Iterable[dict[str, Any]]) -> list[Evaluation]:
     """The evaluations of weights among the lines of metrics.jsonl, in order."""
     found = {(line["step"], line["stage"]): line for stage in EVALUATIONS for line in _of(lines, stage)}
-    return [from_json(found[key], EvaluatedWeights, "metrics.jsonl") for key in sorted(found)]
+    return [from_json(found[key], Evaluation, "metrics.jsonl") for key in sorted(found)]
 
 
 def trained_tokens(steps: Iterable[TrainingStep]) -> int:

@@ -10,6 +10,7 @@ from distill.models.tokenizer_files import copy_tokenizer
 from distill.results.serialise import from_json, read_result, write_result
 from distill.results.training_results import EvaluatedWeights, ReplayDecision, TrainedPart, TrainingSummary
 from distill.training.adapters import merge
+from distill.training.choice.enough import learning_curve
 from distill.training.penalty import finish_penalty
 from distill.training.setup import Training
 
@@ -58,4 +59,6 @@ def _summary(work: Training, decision: Path) -> TrainingSummary:
         best=chosen,
         replay=replay,
         averaged=averaged and not (replay is not None and replay.kept),
+        curve=learning_curve(work),
+        skipped=work.state["skipped"],
     )

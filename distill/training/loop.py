@@ -21,6 +21,7 @@ from distill.recipe import Recipe
 from distill.run import Run
 from distill.training.checkpoint import load_checkpoint, newest_checkpoint, save_checkpoint
 from distill.training.choice.best import consider, end_of, evaluation_due, take_best
+from distill.training.choice.enough import add_point, skip_rest
 from distill.training.choice.replay import enter_replay, is_replayed, judge_replay
 from distill.training.choice.stopping import StopRequest
 from distill.training.finish import write_draft
@@ -62,13 +63,16 @@ def train(recipe: Recipe, run: Run) -> list[Path]:
             figures["seconds"] = time.monotonic() - began
             if work.penalty is not None:
                 figures |= work.penalty.after_step(step, body_rate)
-            state["step"] = step + 1
+            state["step"], state["rate"] = step + 1, rate / part.rate
+            state["tokens"] += figures["tokens"]
             if work.average is not None and part.name != REPLAY:
                 work.average.update(step + 1)
             report_step(work, part, rate, figures, clock)
-            if evaluation_due(work, part):
+            evaluated = evaluation_due(work, part)
+            if evaluated:
                 consider(work)
-            ended = end_of(work, part)
+            add_point(work, part, evaluated)
+            ended = end_of(work, part) or skip_rest(work, part, evaluated)
             asked = work.any_process(stop.signal is not None)
             if state["step"] % settings.save_every == 0 or ended or asked:
                 save(work)

@@ -16,7 +16,7 @@ def rate_at(step: int, steps: int, rate: float, settings: Train) -> float:
 
 def cosine(step: int, steps: int, rate: float, warmup: float, final: float) -> float:
     """The rate of step `step` of `steps` (from 0): linear over the share `warmup`, then a cosine to `final` · rate."""
-    warm = max(1, round(warmup * steps))
+    warm = warm_steps(steps, warmup)
     if step < warm:
         return rate * (step + 1) / warm
     progress = (step - warm) / max(1, steps - warm)
@@ -25,10 +25,20 @@ def cosine(step: int, steps: int, rate: float, warmup: float, final: float) -> f
 
 def warm_stable_decay(step: int, steps: int, rate: float, warmup: float, decay: float, final: float) -> float:
     """Linear over the share `warmup`, constant, then linear to `final` · rate over the last share `decay`."""
-    warm, falling = max(1, round(warmup * steps)), max(1, round(decay * steps))
+    warm, constant = warm_steps(steps, warmup), constant_end(steps, decay)
     if step < warm:
         return rate * (step + 1) / warm
-    return rate * (1 - (1 - final) * max(0, step - (steps - falling)) / falling)
+    return rate * (1 - (1 - final) * max(0, step - constant) / (steps - constant))
+
+
+def warm_steps(steps: int, warmup: float) -> int:
+    """The steps of the warm-up."""
+    return max(1, round(warmup * steps))
+
+
+def constant_end(steps: int, decay: float) -> int:
+    """The step after the last whose rate is the peak, where the rate falls over the last share `decay`."""
+    return steps - max(1, round(decay * steps))
 
 
 def body_share(step: int, steps: int, settings: Train) -> float:

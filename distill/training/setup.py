@@ -30,7 +30,7 @@ from distill.texts import Prompt, read_prompts
 from distill.training.adapters import attach, load_base
 from distill.training.average import WeightAverage
 from distill.training.checkpoint import whole_weights
-from distill.training.choice.acceptance import Judge, judge_for, rates, speaking
+from distill.training.choice.acceptance import Judge, counts, judge_for, rates, speaking
 from distill.training.choice.alpha import StoredAnswers
 from distill.training.optimizer import make_optimizer
 from distill.training.penalty import Penalty, penalty_of
@@ -46,6 +46,16 @@ from distill.training.plan import (
 )
 from distill.training.step import Columns, Learner, batch_blocks, split_blocks
 from distill.training.trackers import require_trackers, start_trackers
+
+
+def new_state() -> dict[str, Any]:
+    """The state before the first step.
+
+    `tokens` counted in the loss; `rate` is the last step's over its part's peak. `curve` holds the points of the
+    learning curve, measured on `texts`; `skipped` steps of a constant phase were not worth their hours.
+    """
+    learning: dict[str, Any] = {"tokens": 0, "rate": 0.0, "texts": None, "curve": [], "skipped": 0}
+    return {"step": 0, "best": None, "misses": 0, "sparsity": None, **learning}
 
 
 @dataclass
@@ -67,7 +77,7 @@ class Training:
     replayed: TeacherSource | None = None
     held_out: StoredAnswers | None = None  # opened on first use, where the target is not loaded
     average: WeightAverage | None = None
-    state: dict[str, Any] = field(default_factory=lambda: {"step": 0, "best": None, "misses": 0, "sparsity": None})
+    state: dict[str, Any] = field(default_factory=new_state)
 
     @property
     def settings(self) -> Train:
@@ -152,22 +162,42 @@ class Training:
         return prompts[:first], prompts[first : first + judges]
 
     def acceptance(self) -> dict[str, Any]:
-        """The rates of the present weights on the validation prompts, the same in every process."""
+        """The rates of the present weights on the validation prompts, and counts of each prompt that was decoded, the
+        same in every process.
+
+        The first texts that are decoded, whose distribution is the target's alone, are kept for `expected`.
+        """
+        found = texts = None
         with self.served() as draft:
-            found = self._rates(draft) if self.accelerator.is_main_process else None
+            if self.accelerator.is_main_process:
+                found, texts = self._rates(draft)
+        if self.state["texts"] is None:
+            self.state["texts"] = agree(texts)
         agreed: dict[str, Any] = agree(found)
         return agreed
 
-    def _rates(self, draft: Any) -> dict[str, Any]:
-        """Decoded with the target; where that is not loaded, α on its stored distributions."""
+    def _rates(self, draft: Any) -> tuple[dict[str, Any], list[list[int]] | None]:
+        """Decoded with the target, and the texts; where that is not loaded, α on its stored distributions, and None."""
         settings = self.settings.acceptance
         assert settings is not None
         if self.recipe.target.load:
             prompts, _ = self.validation()
-            return rates(self.judge().decode(draft, prompts, settings.new_tokens, settings.length))
+            decoded = self.judge().decode(draft, prompts, settings.new_tokens, settings.length)
+            return rates(decoded) | counts(decoded), [text.tokens for text in decoded]
         self.held_out = self.held_out or StoredAnswers(self.recipe, self.run)
         protocol = protocol_of(self.settings, self.recipe.sampler.temperature)
-        return self.held_out.rates(draft, protocol, self.settings.chunk)
+        return self.held_out.rates(draft, protocol, self.settings.chunk), None
+
+    def expected(self) -> list[float]:
+        """Of each validation prompt, the present weights' probability to be accepted, summed over its text in
+        `state["texts"]`."""
+        found = None
+        with self.served() as draft:
+            if self.accelerator.is_main_process:
+                prompts, _ = self.validation()
+                found = self.judge().expected(draft, prompts, self.state["texts"])
+        agreed: list[float] = agree(found)
+        return agreed
 
 
 def _blocks(source: TeacherSource, step: int, count: int, seed: int) -> Tensor:

@@ -1,6 +1,6 @@
 """The decoded evaluation on validation prompts that chooses weights: drafts are verified as they will be served.
 
-Legend: B prompts, γ draft length.
+Legend: B prompts, γ draft length, S positions, V vocabulary.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from distill import divergences
 from distill.models.batched import BatchedTorchModel
 from distill.models.kept import KeptHead
 from distill.sampler import Sampler
@@ -44,6 +46,31 @@ class Judge:
         ids = [prompt.ids for prompt in prompts]
         return decode_batch(target, small, ids, new_tokens, rules, length, randoms, argmax=self.protocol == "match")
 
+    @torch.inference_mode()
+    def expected(self, draft: Any, prompts: Sequence[Prompt], texts: Sequence[Sequence[int]]) -> list[float]:
+        """Sums [B] of the probability to be accepted at each position of these texts, which follow the prompts.
+
+        On the same texts at each call and without chance, so that two drafts are compared far more sharply than by
+        decoding as many tokens with each.
+        """
+        sums = []
+        for prompt, text in zip(prompts, texts, strict=True):
+            ids = torch.tensor([[*prompt.ids, *text]], device=self.target.device)
+            own, drafts = (self._logits(model, ids, len(text)) for model in (self.target, draft))
+            if self.protocol == "greedy":
+                found = divergences.acceptance_greedy(own, drafts)
+            elif self.protocol == "match":
+                found = divergences.acceptance_match(self.sampler.probabilities(own), drafts)
+            else:
+                found = divergences.acceptance_sampling(*map(self.sampler.probabilities, (own, drafts)))
+            sums.append(round(float(found.double().sum()), 6))
+        return sums
+
+    def _logits(self, model: Any, ids: Tensor, count: int) -> Tensor:
+        """The logits [count, V] that predict the last `count` of ids [1, S]."""
+        logits: Tensor = model(input_ids=ids, use_cache=False).logits[0, -count - 1 : -1, : self.vocabulary]
+        return logits.float()
+
 
 def judge_for(
     target: Any, vocabulary: int, ends: Sequence[int], sampler: Sampler, protocol: Verifying, seed: int
@@ -63,6 +90,13 @@ def rates(texts: Sequence[Decoded]) -> dict[str, float]:
         "tokens_per_round": (accepted + len(rounds)) / max(1, len(rounds)),
         "rounds": len(rounds),
     }
+
+
+def counts(texts: Sequence[Decoded]) -> dict[str, list[int]]:
+    """Of each text, the drafted tokens that were accepted and those that were reached, from which intervals follow."""
+    accepted = [sum(one.accepted for one in text.rounds) for text in texts]
+    missed = [sum(one.accepted < one.drafted for one in text.rounds) for text in texts]
+    return {"accepted": accepted, "reached": [hit + miss for hit, miss in zip(accepted, missed, strict=True)]}
 
 
 @contextmanager

@@ -34,11 +34,12 @@ def _candidate(work: Training, averaged: bool) -> bool:
     """Evaluate the weights that are in place and keep them if they are the best so far."""
     state, step, began = work.state, work.state["step"], time.monotonic()
     with memory_explained(lambda: choosing(work)):
-        found = work.acceptance()
+        measured = work.acceptance()
+    found = {name: value for name, value in measured.items() if not isinstance(value, list)}
     # A name of its own: of a stage's lines, Run.metrics keeps one for each step.
     seconds = time.monotonic() - began
     stage = AVERAGE_STAGE if averaged else ACCEPTANCE_STAGE
-    work.run.record(stage, step=step, averaged=averaged, **found, seconds=seconds)
+    work.run.record(stage, step=step, averaged=averaged, **measured, tokens=state["tokens"], seconds=seconds)
     prefix = "validation/averaged/" if averaged else "validation/"
     work.accelerator.log({f"{prefix}{name}": value for name, value in found.items() if name != "measure"}, step=step)
     shown = from_json({"step": step, **found}, EvaluatedWeights, "the evaluation")
