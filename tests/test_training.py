@@ -812,6 +812,17 @@ def test_an_adapter_is_trained_resumed_and_merged(
     load_model(str(one / "draft"), "float32", torch.device("cpu"))
 
 
+def test_fsdp_with_muon_is_refused_before_the_first_stage(
+    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """Muon is the default, and `accelerate launch` says in the environment that it shards."""
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    for command in (("check", world / "recipe.yaml"), ("train", world / "recipe.yaml", "--runs", tmp_path)):
+        assert tiny.call(*command, "train.optimizer=muon") == 2
+        said = capsys.readouterr().err
+        assert "train.optimizer=adamw" in said and not (tmp_path / "tiny" / "corpus").exists()
+
+
 # ── several processes with sharded weights ──
 
 

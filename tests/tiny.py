@@ -94,6 +94,7 @@ def recipe_values(world: Path) -> dict[str, Any]:
             "steps": 8,
             "batch": 4,
             "rate": 1e-3,
+            "optimizer": "adamw",  # Muon computes in bf16, which would hide what more than rounding changes
             "save_every": 2,
             "keep": 2,
             "acceptance": {"every": 4, "prompts": 2, "new_tokens": 8, "length": 2},

@@ -191,9 +191,9 @@ class Train(Section):
         description="blocks per forward pass of a process, whose gradients are added; null: all of its blocks",
     )
     optimizer: Literal["adamw", "muon"] = Field(
-        "adamw",
+        "muon",
         description="muon: for the matrices of the layers, with AdamW for embeddings, head, norms and biases; its "
-        "steps are as large as AdamW's at the same rate",
+        "steps are as large as AdamW's at the same rate; FSDP needs adamw",
     )
     rate: float = Field(5e-5, gt=0, le=10, description="peak learning rate; small demo models need more")
     matrix_rate: float | None = Field(

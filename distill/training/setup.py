@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -217,6 +218,8 @@ def require_processes(recipe: Recipe, device: torch.device) -> None:
             f"a step's {recipe.train.batch} blocks cannot be shared evenly by {processes} processes",
             f"set train.batch to a multiple of {processes}, or start fewer processes",
         )
+    if os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true":  # accelerate launch, of its own processes
+        check_sharded(recipe.train)
 
 
 def make_accelerator(recipe: Recipe, run: Run) -> Any:
@@ -301,7 +304,7 @@ def check_sharded(settings: Train) -> None:
         raise RecipeError("sparsity and adapters are not offered with FSDP", "start with DDP, or leave them out")
     if settings.optimizer == "muon":
         raise RecipeError(
-            "train.optimizer is muon, which orthogonalises whole matrices; FSDP gives each process a part of them",
+            "train.optimizer is muon, which needs whole matrices; FSDP gives each process a part of them",
             "start with DDP, or set train.optimizer=adamw",
         )
 
