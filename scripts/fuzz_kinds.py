@@ -418,7 +418,8 @@ def weight_files(world: World) -> Strategy:
 
 
 def read_weights(world: World, found: tuple[str, bytes]) -> Readers:
-    from distill.export.tensors import open_tensors, read_shape
+    from distill.export.model_shape import read_shape
+    from distill.export.tensors import read_tensors
     from distill.models.tensor_files import stored_tensors
 
     name, data = found
@@ -427,9 +428,8 @@ def read_weights(world: World, found: tuple[str, bytes]) -> Readers:
     (world.model / name).write_bytes(data)
 
     def export() -> None:
-        with open_tensors(world.model, read_shape(world.model)) as tensors:
-            for tensor in tensors:
-                tensor.load()
+        for tensor in read_tensors(world.model, read_shape(world.model)):
+            tensor.load()
 
     def stored() -> None:
         for tensor in stored_tensors(world.model).values():
@@ -466,7 +466,7 @@ def _objects(base: Any) -> Strategy:
 
 
 def read_configuration(world: World, found: bytes) -> Readers:
-    from distill.export.tensors import read_shape
+    from distill.export.model_shape import read_shape
     from distill.models.hugging_face import load_config
     from distill.models.loaded import context_of
     from distill.models.metadata import VocabularyMetadata

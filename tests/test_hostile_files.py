@@ -17,7 +17,7 @@ from distill.benchmark.batched_bench import import_curve
 from distill.benchmark.calibrate import load_calibrations, load_ranks, load_texts
 from distill.errors import DataError
 from distill.evaluation.markdown import as_markdown
-from distill.export.tensors import read_shape
+from distill.export.model_shape import read_shape
 from distill.export.tokenizer import read_tokenizer
 from distill.files import parse_json, read_json, read_object
 from distill.grammar import gbnf

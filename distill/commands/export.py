@@ -13,8 +13,9 @@ from distill.commands.shared import (
     find_run,
     run_until,
 )
-from distill.errors import RecipeError
-from distill.progress import announce
+from distill.errors import DataError, RecipeError
+from distill.files import read_utf8
+from distill.progress import announce, warn
 from distill.recipe.outtypes import OUTTYPES
 
 
@@ -25,13 +26,24 @@ def export_gguf(
         typer.Option("--outtype", help=f"{', '.join(OUTTYPES[:-1])} or {OUTTYPES[-1]}; may be repeated."),
     ] = None,
     folder: Annotated[Path | None, typer.Option("--to", help="Folder for the files (a run: its gguf folder).")] = None,
+    tensor_type: Annotated[
+        list[str] | None,
+        typer.Option("--tensor-type", help="PATTERN=TYPE, such as token_embd=q4_0: another type for some tensors."),
+    ] = None,
+    imatrix: Annotated[
+        Path | None, typer.Option("--imatrix", help="Importance matrix of llama.cpp's llama-imatrix (GGUF).")
+    ] = None,
+    text: Annotated[Path | None, typer.Option("--text", help="Check on this text instead of built-in ones.")] = None,
+    check: Annotated[bool, typer.Option("--check/--no-check", help="Compare each file with its source.")] = True,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace files that are there.")] = False,
     runs: RunsOption = DEFAULT_RUNS,
 ) -> None:
-    """Write GGUF files of a run's draft and target, or of any qwen2, qwen3 or llama folder."""
+    """Write GGUF files of a run's draft and target, or of any folder of a supported family (docs/export.md)."""
     kinds = outtype or ["f16", "q8_0"]
     for kind in kinds:
         if kind not in OUTTYPES:
             raise RecipeError(f"outtype `{kind}` is unknown", f"use {', '.join(OUTTYPES)}")
+    overrides = tuple(_override(value) for value in tensor_type or ())
     from distill.export.writer import export_gguf as write
 
     if model is not None and (Path(model) / "config.json").exists():
@@ -44,11 +56,43 @@ def export_gguf(
         run.verify("train", "draft/*")
         sources = {"draft": run.path("draft"), "target": local_folder(recipe.target.model)}
         place = folder or run.path("gguf", "extra")
+    outputs = {(name, kind): place / f"{name}-{kind}.gguf" for name in sources for kind in kinds}
+    there = [path for path in outputs.values() if path.exists()]
+    if there and not overwrite:
+        raise DataError(f"{there[0]} exists already", "--overwrite replaces it; --to FOLDER writes elsewhere")
     announce(place)
-    for name, source in sources.items():
-        for kind in kinds:
-            report = write(source, place / f"{name}-{kind}.gguf", kind)
-            print(
-                f"{report.path}  {report.bytes / 1e6:.1f} MB  {report.tensors} tensors"
-                + (f", {report.fallback_tensors} kept in f16" if report.fallback_tensors else "")
-            )
+    faults = []
+    for (name, kind), path in outputs.items():
+        report = write(sources[name], path, kind, tensor_types=overrides, importance=imatrix)
+        line = f"{report.path}  {report.bytes / 1e6:.1f} MB  {report.tensors} tensors"
+        if report.fallback_tensors:
+            line += f", {report.fallback_tensors} in a larger type: their rows do not fit {kind}'s blocks"
+        for left_out in report.notes:
+            warn(f"{path.name}: {left_out}")
+        if check:
+            checked, wrong = _checked(sources[name], path, kind, text)
+            line += f"  {checked}"
+            faults += [f"{path}: {fault}" for fault in wrong]
+        print(line if check else f"{line}  not checked")
+    if faults:
+        raise DataError("; ".join(faults), "the file was written; do not use it for what it does not pass")
+
+
+def _override(value: str) -> tuple[str, str]:
+    pattern, equals, kind = value.rpartition("=")
+    if not equals or not pattern or not kind:
+        raise RecipeError(f"--tensor-type {value!r} is not PATTERN=TYPE", "write for example token_embd=q4_0")
+    return pattern, kind
+
+
+def _checked(source: Path, path: Path, kind: str, text: Path | None) -> tuple[str, list[str]]:
+    """The words of a check, and the faults that it found."""
+    from distill.export.check_texts import check_texts
+    from distill.export.parity import compare, faults_of
+
+    parity = compare(source, path, check_texts(source) if text is None else [read_utf8(text)], 512)
+    words = (
+        f"top-1 {parity.top1_agreement:.1%}, KL {parity.kl:.2g} over {parity.positions} positions, "
+        f"{len(parity.tokenizer_mismatches)} of {parity.tokenizer_texts} texts with other ids"
+    )
+    return words, faults_of(parity, kind)
