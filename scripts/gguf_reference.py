@@ -203,8 +203,8 @@ def _gemma(content: dict[str, Any], settings: dict[str, Any]) -> tuple[dict[str,
     """A small vocabulary with Gemma's special tokens at Gemma's ids and without its space prefix: synthetic."""
     names = {0: "<pad>", 1: "<eos>", 2: "<bos>", 3: "<unk>", 4: "<mask>", 106: "<start_of_turn>", 107: "<end_of_turn>"}
     old = [token for token, number in sorted(content["model"]["vocab"].items(), key=lambda item: item[1])]
-    letters = old[-3741:]  # llama-2 ends with single characters
-    pieces = [*old[3:259], *old[259:2259], *letters[:600], "▁"]
+    first = old.index("▁")  # llama-2's single characters begin here
+    pieces = [*old[3:2259], *old[first : first + 600]]
     order: list[str] = []
     for piece in dict.fromkeys(pieces):
         while len(order) in names:
@@ -240,8 +240,8 @@ def pieces_of(vocabulary: dict[str, int], added: list[dict[str, Any]]) -> list[t
             found.append((token, 0.0, CONTROL))
         elif len(token) == 6 and token.startswith("<0x"):
             found.append((token, 0.0, BYTE))
-        else:  # llama-2 merges two spaces last of all
-            found.append((token, -1e9 if number == first else float(first - number), NORMAL))
+        else:  # llama-2 merges spaces with each other last of all
+            found.append((token, -1e9 if not token.strip("▁") else float(first - number), NORMAL))
     return found
 
 

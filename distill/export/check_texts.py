@@ -29,7 +29,7 @@ for index, mean in enumerate(moving_average([1.0, 2.5, 4.0, 8.25], 2)):
     print(index, round(mean, 2))  # 1.75, 3.25, 6.12
 '''
 NASTY = (
-    " ",
+    "  ",
     "   leading, and trailing   ",
     "\n\n\n\n\t\t  \r\n \r\n",
     "I'LL we'Re don't 'S 12345678 3.14 1e-9 ١٢٣ ½ Ⅷ",

@@ -169,6 +169,9 @@ def _refuse_unsupported(values: _Config, shape: Shape) -> None:
         values.refuse(f"rope scaling {rope['rope_type']!r} on {shape.architecture}")
     if rope["rope_type"] in ("linear", "llama3", "yarn") and not isinstance(rope.get("factor"), int | float):
         values.refuse(f"rope scaling without a factor: {dict(rope)}; it")
+    strange = [key for key in ("mscale", "mscale_all_dim") if rope.get(key) is not None]
+    if rope["rope_type"] == "yarn" and (strange or rope.get("truncate") is False):
+        values.refuse(f"yarn with {(strange or ['truncate'])[0]}")
     if (rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0) != 1.0:
         values.refuse("a partial rotary embedding")
     activation = config.get("hidden_activation") or config.get("hidden_act", shape.family.activation)

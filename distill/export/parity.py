@@ -16,6 +16,7 @@ from distill.models.hugging_face import load_model, load_tokenizer
 from distill.models.torch_model import model_name
 from distill.results.export_results import Parity
 from distill.texts import first_difference
+from distill.vocabulary.byte_map import SPACE
 
 WINDOW = 256
 # By bits: the most mean KL (nats) and the least agreement of argmaxes that rounding to a type explains. A wrong tensor,
@@ -76,18 +77,27 @@ def faults_of(parity: Parity, outtype: str) -> list[str]:
 
 
 def _compare_ids(tokenizer: Any, quantised: GgufModel, texts: list[str]) -> tuple[list[tuple[int, int]], int]:
-    normalizer = tokenizer.backend_tokenizer.normalizer
-    # Normalizers of SentencePiece write spaces as ▁, which llama.cpp does as well.
-    changes = normalizer if type(normalizer).__name__ in ("NFC", "NFKC", "NFD", "NFKD") else None
     mismatches, normalized = [], 0
     for index, text in enumerate(texts):
-        plain = changes.normalize_str(text) if changes is not None else text
+        plain = as_llama_reads(tokenizer.backend_tokenizer, text)
         normalized += plain != text
         expected = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         position = first_difference(expected, quantised.tokenize(plain, parse_special=True))
         if position is not None:
             mismatches.append((index, position))
     return mismatches, normalized
+
+
+def as_llama_reads(tokenizer: Any, text: str) -> str:
+    """The text that llama.cpp has to be given for the ids of Hugging Face: it never normalises.
+
+    Where Metaspace puts a space before a text that begins with none, llama.cpp puts one before every text.
+    """
+    name = type(tokenizer.normalizer).__name__
+    if name in ("NFC", "NFD", "NFKC", "NFKD"):
+        return str(tokenizer.normalizer.normalize_str(text))
+    spaced = type(tokenizer.pre_tokenizer).__name__ == "Metaspace" and tokenizer.pre_tokenizer.prepend_scheme != "never"
+    return text[1:] if spaced and text[:1] in (" ", SPACE) else text
 
 
 class _Found(NamedTuple):
