@@ -34,6 +34,9 @@ def export_gguf(
         Path | None, typer.Option("--imatrix", help="Importance matrix of llama.cpp's llama-imatrix (GGUF).")
     ] = None,
     text: Annotated[Path | None, typer.Option("--text", help="Check on this text instead of built-in ones.")] = None,
+    target: Annotated[
+        Path | None, typer.Option("--target", help="The target's GGUF file, by which the draft will be served.")
+    ] = None,
     check: Annotated[bool, typer.Option("--check/--no-check", help="Compare each file with its source.")] = True,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace files that are there.")] = False,
     runs: RunsOption = DEFAULT_RUNS,
@@ -74,8 +77,22 @@ def export_gguf(
             line += f"  {checked}"
             faults += [f"{path}: {fault}" for fault in wrong]
         print(line if check else f"{line}  not checked")
+        if target is not None and name != "target":
+            faults += _served(target, path)
     if faults:
         raise DataError("; ".join(faults), "the file was written; do not use it for what it does not pass")
+
+
+def _served(target: Path, draft: Path) -> list[str]:
+    """Print the command that serves the pair, or return llama.cpp's reason against it."""
+    from distill.models.pairs import compare_pair
+
+    report = compare_pair(str(target), str(draft))
+    if report.llama_cpp is not None:
+        remedy = report.remedies.get("llama_cpp", "")
+        return [f"{draft} does not fit {target} by llama.cpp's rule: {report.llama_cpp} ({remedy})"]
+    print(f"llama-server -m {target} -md {draft} --spec-type draft-simple --spec-draft-n-max 4")
+    return []
 
 
 def _override(value: str) -> tuple[str, str]:

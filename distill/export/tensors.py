@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,7 +30,8 @@ Floats = NDArray[np.float32]
 class GgufTensor:
     """One tensor under its GGUF name: `read(first, count)` gives rows of its first dimension as fp32, checked.
 
-    `whole`: it can only be read at once. `dtype` is the type in safetensors.
+    `whole`: it can only be read at once. `dtype` is the type in safetensors. `bits(first, count)` gives the rows as
+    they are stored, for conversions between types of 16 bits; None where values or order change.
     """
 
     name: str
@@ -37,6 +39,7 @@ class GgufTensor:
     dtype: str
     read: Callable[[int, int], Floats]
     whole: bool = False
+    bits: Callable[[int, int], NDArray[np.uint16]] | None = None
 
     def load(self) -> Floats:
         """All of it."""
@@ -89,8 +92,11 @@ def read_tensors(folder: Path, shape: Shape) -> list[GgufTensor]:
         heads = _permuted_heads(name, shape)
         if heads and stored[name].shape[0] % (2 * heads):
             raise DataError(f"{folder}: {name} has {stored[name].shape[0]} rows, not pairs for {heads} heads", CHECK)
-        reader = _reader(name, stored[name], shape, folder, heads)
-        tensors.append(GgufTensor(gguf_name, stored[name].shape, stored[name].dtype, reader, heads > 0))
+        one, reader = stored[name], _reader(name, stored[name], shape, folder, heads)
+        halves = one.dtype in ("F16", "BF16") and not heads and len(one.shape) > 1
+        tensors.append(
+            GgufTensor(gguf_name, one.shape, one.dtype, reader, heads > 0, _bits_reader(one) if halves else None)
+        )
     for name, factors in rope_tensors(shape).items():
         tensors.append(GgufTensor(name, factors.shape, "F32", _constant(factors), True))
     return tensors
@@ -139,6 +145,10 @@ def _reader(name: str, stored: Stored, shape: Shape, folder: Path, heads: int) -
     return read
 
 
+def _bits_reader(stored: Stored) -> Callable[[int, int], NDArray[np.uint16]]:
+    return lambda first, count: _read_stored(stored, first, count, np.dtype("<u2"))
+
+
 def _constant(values: Floats) -> Callable[[int, int], Floats]:
     return lambda first, count: values[first : first + count]
 
@@ -150,10 +160,14 @@ def read_rows(stored: Stored, first: int, count: int) -> Floats:
     """`count` rows of a stored tensor from `first` on, as fp32; DataError for a type that holds no weights."""
     if stored.dtype not in NUMPY_TYPES:
         raise DataError(f"{stored.path}: a tensor is stored as {stored.dtype}", "give a model that is not quantised")
-    kind = np.dtype(NUMPY_TYPES[stored.dtype])
+    data = _read_stored(stored, first, count, np.dtype(NUMPY_TYPES[stored.dtype]))
+    if stored.dtype == "BF16":
+        data = (data.astype(np.uint32) << 16).view(np.float32)
+    return data.astype(np.float32, copy=False)
+
+
+def _read_stored(stored: Stored, first: int, count: int, kind: np.dtype[Any]) -> NDArray[Any]:
     width = int(np.prod(stored.shape[1:], dtype=np.int64))
     with reading(stored.path):
         data = np.fromfile(stored.path, kind, count * width, offset=stored.start + first * width * kind.itemsize)
-    if stored.dtype == "BF16":
-        data = (data.astype(np.uint32) << 16).view(np.float32)
-    return data.astype(np.float32, copy=False).reshape(count, *stored.shape[1:])
+    return data.reshape(count, *stored.shape[1:])

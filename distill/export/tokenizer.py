@@ -80,7 +80,7 @@ def read_tokenizer(folder: Path, vocabulary: int, architecture: str = "") -> Ggu
         pieces = read_pieces(folder / "tokenizer.model", model["vocab"]) or pieces_of_merges(content)
     else:
         refuse_normalizer(path, content)
-        pieces = {number: Piece(token, 0.0, NORMAL) for token, number in model["vocab"].items()}
+        pieces = {number: Piece._make((token, 0.0, NORMAL)) for token, number in model["vocab"].items()}
         merges = merges_of(path, model)
     _refuse_flags(path, content, spaced)
     listed, padding = _tokens(path, content, pieces, vocabulary, spaced)

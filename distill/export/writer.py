@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import os
-from collections import deque
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
 from distill.errors import DataError
 from distill.export.general_fields import add_general_fields
@@ -19,18 +14,14 @@ from distill.export.gguf_head import write_head
 from distill.export.model_fields import add_model_fields
 from distill.export.model_shape import Shape, read_shape
 from distill.export.quantise import quantise_file
-from distill.export.tensors import Floats, GgufTensor, read_tensors
+from distill.export.tensor_data import write_tensors
+from distill.export.tensors import GgufTensor, read_tensors
 from distill.export.tokenizer import GgufTokenizer, add_tokenizer, read_tokenizer
 from distill.files import write_atomically
-from distill.progress import Progress
 from distill.recipe.outtypes import DIRECT, OUTTYPES
 
 if TYPE_CHECKING:
     from gguf import GGMLQuantizationType
-
-F16_MAX = 65504.0
-CHUNK_VALUES = 2**22  # read, converted and written at a time
-REPORTED_VALUES = 2**28  # below, a file is written too fast for lines of progress
 
 
 @dataclass(frozen=True)
@@ -123,7 +114,8 @@ def _write(
         with path.open("wb") as file:
             rows = [(one.name, one.shape, kind, size) for one, kind, size in zip(tensors, types, sizes, strict=True)]
             write_head(file, writer, rows)
-            _write_tensors(file, tensors, types)
+            file.flush()
+            write_tensors(file, tensors, types, sizes)
     finally:
         writer.close()
 
@@ -133,68 +125,3 @@ def _bytes(shape: tuple[int, ...], kind: GGMLQuantizationType) -> int:
 
     block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
     return int(np.prod(shape)) // block * block_bytes
-
-
-def _write_tensors(file: BinaryIO, tensors: list[GgufTensor], types: list[GGMLQuantizationType]) -> None:
-    """Write the data, parts of which are read and converted ahead by a few threads."""
-    import gguf
-
-    workers = min(4, os.cpu_count() or 1)
-    values = sum(int(np.prod(tensor.shape)) for tensor in tensors)
-    progress = Progress("million values", max(1, values // 10**6)) if values > REPORTED_VALUES else None
-    done = 0
-    with ThreadPoolExecutor(workers) as pool:
-        waiting: deque[tuple[Future[NDArray[Any]], int, bool]] = deque()
-
-        def write_next() -> None:
-            nonlocal done
-            future, count, last = waiting.popleft()
-            future.result().tofile(file)
-            if last:
-                file.write(b"\0" * (-file.tell() % gguf.GGUF_DEFAULT_ALIGNMENT))
-            before, done = done // 10**6, done + count
-            if progress is not None and done // 10**6 > before:
-                progress.step(done // 10**6 - before)
-
-        try:
-            for convert, count, last in _parts(tensors, types):
-                waiting.append((pool.submit(convert), count, last))
-                if len(waiting) > workers:
-                    write_next()
-            while waiting:
-                write_next()
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
-
-
-def _parts(
-    tensors: list[GgufTensor], types: list[GGMLQuantizationType]
-) -> Iterator[tuple[Callable[[], NDArray[Any]], int, bool]]:
-    """The conversions, in order: a function, its number of values, and whether it ends its tensor."""
-    for tensor, kind in zip(tensors, types, strict=True):
-        width = int(np.prod(tensor.shape[1:], dtype=np.int64))
-        step = tensor.shape[0] if tensor.whole else max(1, CHUNK_VALUES // width)
-        for first in range(0, tensor.shape[0], step):
-            count = min(step, tensor.shape[0] - first)
-
-            def convert(
-                tensor: GgufTensor = tensor, kind: GGMLQuantizationType = kind, first: int = first, count: int = count
-            ) -> NDArray[Any]:
-                return _convert(tensor.name, tensor.read(first, count), kind)
-
-            yield convert, count * width, first + count == tensor.shape[0]
-
-
-def _convert(name: str, array: Floats, kind: GGMLQuantizationType) -> NDArray[Any]:
-    import gguf
-    from gguf import quants
-
-    types = gguf.GGMLQuantizationType
-    if kind not in (types.F32, types.BF16):
-        # The scales of blocks are f16 too; of the types written here, q8_0 has the smallest: max/127.
-        limit = F16_MAX * {types.Q8_0: 127, types.Q4_0: 8, types.Q5_0: 16}.get(kind, 1)
-        largest = max(float(array.max()), -float(array.min()))
-        if largest > limit:
-            raise DataError(f"{name} reaches {largest:.3g}, too large for {kind.name}", hint="export as bf16 or f32")
-    return np.ascontiguousarray(quants.quantize(np.ascontiguousarray(array), kind))

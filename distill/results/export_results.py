@@ -26,7 +26,8 @@ class Parity:
 
 @dataclass(frozen=True)
 class ExportedFile:
-    """One GGUF file: `path` within the run, `model` draft or target, tensors that had to fall back to f16."""
+    """One GGUF file: `path` within the run, `model` draft or target, tensors that another type
+    holds because theirs did not fit."""
 
     path: str
     model: str
