@@ -13,9 +13,9 @@ from test_export import held_out_texts, needs_llama, reference, some_ids, train_
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from distill.errors import DataError
+from distill.export.importance import importance_of
 from distill.export.model_shape import read_shape
 from distill.export.parity import compare, faults_of
-from distill.export.quantise import read_importance
 from distill.export.writer import export_gguf
 from distill.models.gguf.model import GgufModel
 
@@ -182,7 +182,7 @@ def test_type_of_single_tensors_and_importance(wide: Path, tmp_path: Path) -> No
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    assert read_importance(tmp_path / "imatrix.gguf")["blk.0.attn_q.weight"][-1] == 50
+    assert importance_of(tmp_path / "imatrix.gguf", wide)["blk.0.attn_q.weight"][-1] == 50
     files = {}
     for name, options in {
         "plain": {},
@@ -202,6 +202,24 @@ def test_type_of_single_tensors_and_importance(wide: Path, tmp_path: Path) -> No
         with pytest.raises(DataError, match=message):
             export_gguf(wide, tmp_path / "bad.gguf", "q4_k_m", **options)
         assert not [path for path in tmp_path.iterdir() if "bad" in path.name]
+
+
+@needs_llama
+def test_importance_measured_on_a_text(tmp_path: Path) -> None:
+    demo, kl = tiny.ROOT / "data" / "demo-target", []
+    calibration = tmp_path / "calibration.txt"
+    calibration.write_text("\n".join(held_out_texts(("validation",)))[:30_000], encoding="utf-8")
+    for importance in (None, calibration):
+        export_gguf(demo, tmp_path / "m.gguf", "q2_k", importance=importance)
+        kl.append(compare(demo, tmp_path / "m.gguf", held_out_texts(("test",))[:1], 400).kl)
+    assert kl[1] < 0.9 * kl[0]
+    for content, message in (("a", "too short"), (b"\xff", "not UTF-8")):
+        calibration.write_bytes(content.encode() if isinstance(content, str) else content)
+        with pytest.raises(DataError, match=message):
+            export_gguf(demo, tmp_path / "n.gguf", "q2_k", importance=calibration)
+    with pytest.raises(DataError, match="cannot be read"):
+        export_gguf(demo, tmp_path / "n.gguf", "q2_k", importance=tmp_path / "nowhere")
+    assert not [path for path in tmp_path.iterdir() if "n.gguf" in path.name]
 
 
 @needs_llama
@@ -232,3 +250,55 @@ def test_command_checks_and_says_so(
     with mock.patch.object(writer, "export_gguf", other):
         assert tiny.call(*arguments, "--overwrite") == 2
     assert "KL" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("README.md", "---\nlicense: [\n---\n", "model card"),
+        ("README.md", "---\nlicense: {a: b}\n---\n", "general.license"),
+        ("README.md", "---\ntags: [1, 2]\n---\n", "general.tags"),
+        ("README.md", "---\nbase_model: [{name: 5}]\n---\n", "general.base_model.0.name"),
+        ("generation_config.json", '{"temperature": "hot"}', "general.sampling.temp"),
+        ("generation_config.json", '{"top_k": 1e30}', "general.sampling.top_k"),
+        ("generation_config.json", "[1]", "model card"),
+        ("README.md", b"\xff\xfe", "model card"),
+    ],
+)
+def test_model_cards_that_cannot_be_read(
+    file: str, content: str | bytes, message: str, tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    build("qwen2", {"num_hidden_layers": 1}, tmp_path / "model", tokenizer)
+    (tmp_path / "model" / file).write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(DataError, match=message):
+        export_gguf(tmp_path / "model", tmp_path / "m.gguf", "f16")
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+@needs_llama
+@pytest.mark.parametrize("outtype", ["f16", "q4_k_m"])
+def test_a_missing_shard_leaves_no_file(outtype: str, tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    model = build("qwen2", {}, tmp_path / "model", tokenizer)
+    (tmp_path / "model" / "model.safetensors").unlink()
+    model.save_pretrained(tmp_path / "model", max_shard_size="100KB")
+    shard = sorted((tmp_path / "model").glob("model-*.safetensors"))[1]
+    shard.unlink()
+    with pytest.raises(DataError, match=shard.name):
+        export_gguf(tmp_path / "model", tmp_path / "m.gguf", outtype)
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+@needs_llama
+def test_a_draft_is_held_against_its_target(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, capsys: pytest.CaptureFixture[str]
+) -> None:
+    build("qwen2", {}, tmp_path / "model", tokenizer)
+    build("qwen2", {}, tmp_path / "other", train_tokenizer(size=560))
+    for name in ("model", "other"):
+        export_gguf(tmp_path / name, tmp_path / f"{name}.gguf", "f16")
+    arguments = ("export-gguf", tmp_path / "model", "--outtype", "bf16", "--no-check", "--to", tmp_path / "out")
+    assert tiny.call(*arguments, "--target", tmp_path / "model.gguf") == 0
+    draft = tmp_path / "out" / "model-bf16.gguf"
+    assert f"llama-server -m {tmp_path / 'model.gguf'} -md {draft} --spec-type" in capsys.readouterr().out
+    assert tiny.call(*arguments, "--overwrite", "--target", tmp_path / "other.gguf") == 2
+    assert "does not fit" in capsys.readouterr().err

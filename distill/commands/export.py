@@ -31,7 +31,8 @@ def export_gguf(
         typer.Option("--tensor-type", help="PATTERN=TYPE, such as token_embd=q4_0: another type for some tensors."),
     ] = None,
     imatrix: Annotated[
-        Path | None, typer.Option("--imatrix", help="Importance matrix of llama.cpp's llama-imatrix (GGUF).")
+        Path | None,
+        typer.Option("--imatrix", help="Importance matrix of llama-imatrix (GGUF), or a text to measure one on."),
     ] = None,
     text: Annotated[Path | None, typer.Option("--text", help="Check on this text instead of built-in ones.")] = None,
     target: Annotated[

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from distill.errors import DataError
+from distill.export.tensors import Floats
 from distill.files import write_atomically
 from distill.models.gguf.file_head import open_head
 from distill.models.gguf.library import ERRORS, last_errors, library
@@ -24,7 +23,7 @@ def quantise_file(
     output: Path,
     outtype: str,
     tensor_types: Sequence[tuple[str, str]] = (),
-    importance: Path | None = None,
+    importance: Mapping[str, Floats] | None = None,
 ) -> int:
     """Let `write` fill an exact GGUF file beside `output` and quantise that into `output`.
 
@@ -32,7 +31,7 @@ def quantise_file(
     when llama.cpp refuses, RunError when the disk is full.
     """
     llama = library()
-    matrix = {} if importance is None else read_importance(importance)
+    matrix = importance or {}
     exact = output.with_name(f".{output.name}.{os.getpid()}.exact.gguf")
 
     def quantise(path: Path) -> None:
@@ -55,7 +54,7 @@ def _quantise(
     path: Path,
     outtype: str,
     tensor_types: Sequence[tuple[str, str]],
-    matrix: dict[str, np.ndarray],
+    matrix: Mapping[str, Floats],
 ) -> None:
     import gguf
 
@@ -85,24 +84,3 @@ def _tensor_type(kind: str) -> Any:
         return gguf.GGMLQuantizationType[kind.upper()]
     except KeyError:
         raise DataError(f"tensor type {kind!r} is unknown", "use a type of ggml, such as q8_0, q6_k or f16") from None
-
-
-def read_importance(path: Path) -> dict[str, np.ndarray]:
-    """An importance matrix that llama.cpp's llama-imatrix wrote (GGUF): tensor name -> weights of its columns, fp32.
-
-    Raises DataError for a file that holds none.
-    """
-    import gguf
-
-    open_head(path)  # names a fault in words of ours
-    found = {tensor.name: np.array(tensor.data, dtype=np.float32) for tensor in gguf.GGUFReader(path).tensors}
-    result = {}
-    for name, sums in found.items():
-        counts = found.get(name.removesuffix(".in_sum2") + ".counts")
-        if name.endswith(".in_sum2") and counts is not None and counts.size:
-            result[name.removesuffix(".in_sum2")] = np.ascontiguousarray(
-                (sums.reshape(counts.size, -1) / np.maximum(counts.reshape(-1, 1), 1)).ravel(), dtype=np.float32
-            )
-    if not result:
-        raise DataError(f"{path} holds no importance matrix", "make one with llama.cpp's llama-imatrix")
-    return result

@@ -11,6 +11,7 @@ import numpy as np
 from distill.errors import DataError
 from distill.export.general_fields import add_general_fields
 from distill.export.gguf_head import write_head
+from distill.export.importance import importance_of
 from distill.export.model_fields import add_model_fields
 from distill.export.model_shape import Shape, read_shape
 from distill.export.quantise import quantise_file
@@ -47,9 +48,9 @@ def export_gguf(
 ) -> ExportReport:
     """Write the model in `folder` to the GGUF file `output` in one of OUTTYPES; see docs/export.md.
 
-    Vectors stay f32. `tensor_types` (pattern, type) and the `importance` matrix are for the types that llama.cpp
-    quantises. Raises DataError when the model cannot be exported, RunError when the file cannot be written; a file
-    that stood at `output` is then intact.
+    Vectors stay f32. `tensor_types` (pattern, type) and `importance`, the file of a matrix or a text to measure one on,
+    leave the type to llama.cpp's quantiser. Raises DataError when the model cannot be exported, RunError when the file
+    cannot be written; a file that stood at `output` is then intact.
     """
     if outtype not in OUTTYPES:
         raise DataError(f"outtype {outtype!r} is unknown", hint=f"use one of {', '.join(OUTTYPES)}")
@@ -68,7 +69,8 @@ def export_gguf(
 
     fallback = sum(_is_fallback(tensor, kind, written) for tensor, kind in zip(tensors, types, strict=True))
     if by_llama:
-        fallback = quantise_file(write, output, outtype, tensor_types, importance)
+        matrix = None if importance is None else importance_of(importance, folder)
+        fallback = quantise_file(write, output, outtype, tensor_types, matrix)
     else:
         write_atomically(output, write, several=True)
     return ExportReport(output, outtype, output.stat().st_size, len(types), fallback, shape.notes)
