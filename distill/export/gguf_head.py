@@ -6,6 +6,8 @@ import struct
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, BinaryIO
 
+from distill.errors import DataError
+
 if TYPE_CHECKING:
     from gguf import GGMLQuantizationType
 
@@ -19,31 +21,41 @@ STRING, ARRAY = 8, 9
 def write_head(file: BinaryIO, writer: Any, rows: Sequence[TensorRow]) -> None:
     """Write the fields that a gguf.GGUFWriter holds, and the tensors' infos, up to where their data begins.
 
-    The writer's own way packs a vocabulary item by item, through several calls each: seconds.
+    The writer's own way packs a vocabulary item by item, through several calls each: seconds. Raises DataError, with
+    the key, for a value that its type cannot hold.
     """
     import gguf
 
     fields = writer.kv_data[0]
     parts = [struct.pack("<4sIQQ", b"GGUF", gguf.GGUF_VERSION, len(rows), len(fields))]
     for key, field in fields.items():
-        parts.append(_text(key) + struct.pack("<I", field.type))
-        if field.type == ARRAY:
-            kind = field.sub_type if field.sub_type is not None else gguf.GGUFValueType.get_type(field.value[0])
-            parts.append(struct.pack("<IQ", kind, len(field.value)))
-            if kind == STRING:
-                parts += [_text(item) for item in field.value]
-            else:
-                parts.append(struct.pack(f"<{len(field.value)}{CODES[kind]}", *field.value))
-        else:
-            parts.append(
-                _text(field.value) if field.type == STRING else struct.pack(f"<{CODES[field.type]}", field.value)
-            )
+        try:
+            parts += [_text(key), *_field(field)]
+        except (struct.error, TypeError, AttributeError, ValueError, OverflowError, IndexError):
+            raise DataError(
+                f"{key} is {field.value!r:.60}, which GGUF cannot hold",
+                "correct the value in config.json or the tokenizer's files",
+            ) from None
     offset = 0
     for name, shape, kind, size in rows:
         parts.append(_text(name) + struct.pack(f"<I{len(shape)}QIQ", len(shape), *reversed(shape), kind, offset))
         offset += size + -size % gguf.GGUF_DEFAULT_ALIGNMENT
     head = b"".join(parts)
     file.write(head + b"\0" * (-len(head) % gguf.GGUF_DEFAULT_ALIGNMENT))
+
+
+def _field(field: Any) -> list[bytes]:
+    """A value behind the number of its type; of a list, the type of its items and their count come next."""
+    import gguf
+
+    if field.type != ARRAY:
+        value = _text(field.value) if field.type == STRING else struct.pack(f"<{CODES[field.type]}", field.value)
+        return [struct.pack("<I", field.type), value]
+    kind = field.sub_type if field.sub_type is not None else gguf.GGUFValueType.get_type(field.value[0])
+    head = struct.pack("<IIQ", ARRAY, kind, len(field.value))
+    if kind == STRING:
+        return [head, *(_text(item) for item in field.value)]
+    return [head, struct.pack(f"<{len(field.value)}{CODES[kind]}", *field.value)]
 
 
 def _text(value: str | bytes) -> bytes:

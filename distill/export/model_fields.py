@@ -98,7 +98,9 @@ def rope_tensors(shape: Shape) -> dict[str, NDArray[np.float32]]:
         found = {}
         for kind in ("long", "short"):
             values = shape.rope.get(f"{kind}_factor")
-            numbers = isinstance(values, list) and all(isinstance(one, int | float) for one in values)
+            numbers = isinstance(values, list) and all(
+                isinstance(one, int | float) and abs(one) < 1e30 for one in values
+            )
             if not numbers or len(values or ()) != shape.head_size // 2:
                 raise DataError(
                     f"config.json: {kind}_factor of longrope must hold {shape.head_size // 2} numbers", CORRECT

@@ -169,6 +169,9 @@ def _refuse_unsupported(values: _Config, shape: Shape) -> None:
         values.refuse(f"rope scaling {rope['rope_type']!r} on {shape.architecture}")
     if rope["rope_type"] in ("linear", "llama3", "yarn") and not isinstance(rope.get("factor"), int | float):
         values.refuse(f"rope scaling without a factor: {dict(rope)}; it")
+    for key in ("factor", "attention_factor", "beta_fast", "beta_slow"):
+        if rope.get(key) is not None:
+            values.real(f"{key} of the rope scaling", rope[key])
     strange = [key for key in ("mscale", "mscale_all_dim") if rope.get(key) is not None]
     if rope["rope_type"] == "yarn" and (strange or rope.get("truncate") is False):
         values.refuse(f"yarn with {(strange or ['truncate'])[0]}")
@@ -191,6 +194,9 @@ def _refuse_by_family(values: _Config, kind: str, shape: Shape) -> None:
         scale = shape.hidden // shape.heads if large else shape.head_size
         if config["query_pre_attn_scalar"] != scale:
             values.refuse(f"query_pre_attn_scalar {config['query_pre_attn_scalar']!r} (llama.cpp takes {scale}): it")
+        for key in ("attn_logit_softcapping", "final_logit_softcapping"):
+            if config.get(key) is not None or kind == "gemma2":
+                values.real(key, config.get(key))
         if kind == "gemma3_text" and config.get("attn_logit_softcapping"):
             values.refuse("attn_logit_softcapping on gemma3")
         if config.get("use_bidirectional_attention"):
