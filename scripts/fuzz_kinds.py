@@ -418,7 +418,8 @@ def weight_files(world: World) -> Strategy:
 
 
 def read_weights(world: World, found: tuple[str, bytes]) -> Readers:
-    from distill.export.tensors import open_tensors, read_shape
+    from distill.export.model_shape import read_shape
+    from distill.export.tensors import read_tensors
     from distill.models.tensor_files import stored_tensors
 
     name, data = found
@@ -427,9 +428,8 @@ def read_weights(world: World, found: tuple[str, bytes]) -> Readers:
     (world.model / name).write_bytes(data)
 
     def export() -> None:
-        with open_tensors(world.model, read_shape(world.model)) as tensors:
-            for tensor in tensors:
-                tensor.load()
+        for tensor in read_tensors(world.model, read_shape(world.model)):
+            tensor.load()
 
     def stored() -> None:
         for tensor in stored_tensors(world.model).values():
@@ -455,8 +455,11 @@ def read_whole_model(world: World, found: tuple[str, bytes]) -> Readers:
 
 def configurations(world: World) -> Strategy:
     more: dict[str, Any] = {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}, "head_dim": 16, "text_config": {}}
+    more |= {"sliding_window": 16, "query_pre_attn_scalar": 16, "final_logit_softcapping": 30.0, "logits_scaling": 8.0}
     base = world.json("target/config.json")
-    types = st.sampled_from(["llama", "mistral", "qwen3", "gpt2", "gemma3", "bert", "mixtral", "t5", "mamba", "x"])
+    gemma = ("gemma", "gemma2", "gemma3", "gemma3_text")
+    others = ("bert", "gpt2", "mixtral", "t5", "mamba", "x")
+    types = st.sampled_from(["llama", "mistral", "qwen3", "phi3", "smollm3", "granite", *gemma, *others])
     other = st.builds(lambda kind, edited: dumped({**base, **edited, "model_type": kind}), types, _objects(base | more))
     return weighted((3, Tree(base).files()), (2, Tree(base | more).files()), (2, other))
 
@@ -466,12 +469,23 @@ def _objects(base: Any) -> Strategy:
 
 
 def read_configuration(world: World, found: bytes) -> Readers:
-    from distill.export.tensors import read_shape
+    from distill.export.gguf_head import write_head
+    from distill.export.model_fields import add_model_fields, rope_tensors
+    from distill.export.model_shape import read_shape
     from distill.models.hugging_face import load_config
     from distill.models.loaded import context_of
     from distill.models.metadata import VocabularyMetadata
     from distill.pipeline.preflight import check_context
     from distill.surgery.vocabulary.transplant_plan import check_transplant
+
+    def export() -> None:
+        import gguf
+
+        shape = read_shape(world.model)
+        writer = gguf.GGUFWriter(path=None, arch=shape.architecture)
+        add_model_fields(writer, shape)
+        write_head(io.BytesIO(), writer, [])
+        rope_tensors(shape)
 
     world.restore_model("model.safetensors")
     (world.model / "config.json").write_bytes(found)
@@ -480,7 +494,7 @@ def read_configuration(world: World, found: bytes) -> Readers:
     return [
         lambda: load_config(place),
         lambda: VocabularyMetadata.read(place),
-        lambda: read_shape(world.model),
+        export,
         lambda: context_of(place),
         lambda: check_context(recipe),
         lambda: check_transplant(world.model, world.target),

@@ -17,7 +17,7 @@ from distill.benchmark.batched_bench import import_curve
 from distill.benchmark.calibrate import load_calibrations, load_ranks, load_texts
 from distill.errors import DataError
 from distill.evaluation.markdown import as_markdown
-from distill.export.tensors import read_shape
+from distill.export.model_shape import read_shape
 from distill.export.tokenizer import read_tokenizer
 from distill.files import parse_json, read_json, read_object
 from distill.grammar import gbnf
@@ -227,9 +227,17 @@ def test_kept_tokens(tmp_path: Path, content: Any) -> None:
 
 
 def with_number(path: Path, key: str, number: int) -> None:
-    """Replace the number of a key of a GGUF file, four bytes."""
-    data, name = bytearray(path.read_bytes()), key.encode()
-    at = data.index(struct.pack("<Q", len(name)) + name) + 8 + len(name) + 4
+    """Give a key of a GGUF file another number of four bytes; a key that is not there is put in front."""
+    data, name = bytearray(path.read_bytes()), struct.pack("<Q", len(key)) + key.encode()
+    if name not in data:
+        entry = name + struct.pack("<II", 4, number)
+        filler = struct.pack("<Q1sIQ", 1, b"x", 8, 0)  # a text that keeps the data aligned
+        filler = filler[:-8] + struct.pack("<Q", -len(entry + filler) % 32) + b" " * (-len(entry + filler) % 32)
+        data[16:24] = struct.pack("<Q", struct.unpack("<Q", data[16:24])[0] + 2)
+        data[24:24] = entry + filler
+        path.write_bytes(data)
+        return
+    at = data.index(name) + len(name) + 4
     data[at : at + 4] = struct.pack("<I", number)
     path.write_bytes(data)
 

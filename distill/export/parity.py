@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from distill.divergences import forward_kl
 from distill.errors import DataError
-from distill.export.tensors import read_shape
+from distill.export.model_shape import read_shape
 from distill.models.finite import place_of, require_finite
 from distill.models.gguf.model import GgufModel
 from distill.models.hugging_face import load_model, load_tokenizer
 from distill.models.torch_model import model_name
 from distill.results.export_results import Parity
 from distill.texts import first_difference
+from distill.vocabulary.byte_map import SPACE
 
 WINDOW = 256
+# By bits: the most mean KL (nats) and the least agreement of argmaxes that rounding to a type explains. A wrong tensor,
+# order or scale gives far more.
+LIMITS: dict[int, tuple[float, float]] = {32: (1e-3, 0.97), 16: (0.01, 0.95), 8: (0.05, 0.9), 6: (0.15, 0.8)}
+LIMITS |= {5: (0.4, 0.7), 4: (1.0, 0.5), 3: (3.0, 0.1), 2: (6.0, 0.0)}
 
 
 def compare(folder: Path, gguf: Path, texts: list[str], positions: int) -> Parity:
@@ -36,25 +42,44 @@ def compare(folder: Path, gguf: Path, texts: list[str], positions: int) -> Parit
         tokenizer = load_tokenizer(str(folder))
         model = load_model(str(folder), "float32", torch.device("cpu"), trimmed=False)
         mismatches, normalized = _compare_ids(tokenizer, quantised, texts)
-        same_top, differences = _compare_logits(tokenizer, model, quantised, texts, positions, window)
-    if not differences:
+        found = _compare_logits(tokenizer, model, quantised, texts, positions, window)
+    if not found.differences:
         raise DataError("the texts hold no two consecutive tokens to compare", hint="give longer texts")
     return Parity(
-        positions=len(differences),
-        top1_agreement=same_top / len(differences),
-        mean_abs_dlogprob=sum(differences) / len(differences),
-        max_abs_dlogprob=max(differences),
+        positions=len(found.differences),
+        top1_agreement=found.same_top / len(found.differences),
+        mean_abs_dlogprob=sum(found.differences) / len(found.differences),
+        max_abs_dlogprob=max(found.differences),
         tokenizer_texts=len(texts),
         tokenizer_mismatches=mismatches,
         tokenizer_normalized=normalized,
+        kl=sum(found.divergences) / len(found.divergences),
     )
 
 
+def faults_of(parity: Parity, outtype: str) -> list[str]:
+    """What is wrong with a file of this type: texts with other ids, a KL or an agreement beyond the type's limits."""
+    faults = []
+    if parity.tokenizer_mismatches:
+        text, token = parity.tokenizer_mismatches[0]
+        faults.append(
+            f"{len(parity.tokenizer_mismatches)} of {parity.tokenizer_texts} texts have other token ids, the first at "
+            f"token {token} of text {text}"
+        )
+    bits = {"f32": 32, "f16": 16, "bf16": 16}.get(outtype) or int(next(filter(str.isdigit, outtype)))
+    most, least = LIMITS[bits]
+    if not (parity.kl or 0.0) <= most:
+        faults.append(f"the mean KL is {parity.kl:.3g} nats, more than {most} for {outtype}")
+    # Flat distributions change their first token at a KL near 0.
+    if parity.top1_agreement < least and (parity.kl or 0.0) > most / 10:
+        faults.append(f"{parity.top1_agreement:.1%} of the argmaxes agree, fewer than {least:.0%} for {outtype}")
+    return faults
+
+
 def _compare_ids(tokenizer: Any, quantised: GgufModel, texts: list[str]) -> tuple[list[tuple[int, int]], int]:
-    normalizer = tokenizer.backend_tokenizer.normalizer
     mismatches, normalized = [], 0
     for index, text in enumerate(texts):
-        plain = normalizer.normalize_str(text) if normalizer is not None else text
+        plain = as_llama_reads(tokenizer.backend_tokenizer, text)
         normalized += plain != text
         expected = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         position = first_difference(expected, quantised.tokenize(plain, parse_special=True))
@@ -63,18 +88,37 @@ def _compare_ids(tokenizer: Any, quantised: GgufModel, texts: list[str]) -> tupl
     return mismatches, normalized
 
 
+def as_llama_reads(tokenizer: Any, text: str) -> str:
+    """The text that llama.cpp has to be given for the ids of Hugging Face: it never normalises.
+
+    Where Metaspace puts a space before a text that begins with none, llama.cpp puts one before every text.
+    """
+    name = type(tokenizer.normalizer).__name__
+    if name in ("NFC", "NFD", "NFKC", "NFKD"):
+        return str(tokenizer.normalizer.normalize_str(text))
+    spaced = type(tokenizer.pre_tokenizer).__name__ == "Metaspace" and tokenizer.pre_tokenizer.prepend_scheme != "never"
+    return text[1:] if spaced and text[:1] in (" ", SPACE) else text
+
+
+class _Found(NamedTuple):
+    """Of all positions: how many argmaxes agree, |difference| of the next token's log-probability, and the KL."""
+
+    same_top: int
+    differences: list[float]
+    divergences: list[float]
+
+
 def _compare_logits(
     tokenizer: Any, model: Any, quantised: GgufModel, texts: list[str], positions: int, window: int
-) -> tuple[int, list[float]]:
-    """How many argmaxes agree, and the absolute difference of the next token's log-probability at each position."""
-    same_top, differences = 0, list[float]()
+) -> _Found:
+    same_top, differences, divergences = 0, list[float](), list[float]()
     for text in texts:
         ids = tokenizer(text, verbose=False)["input_ids"]
         for start in range(0, len(ids) - 1, window - 1):
             # One token of overlap, so that every token but the first is predicted once.
             part = ids[start : start + window][: positions - len(differences) + 1]
             if len(part) < 2:
-                return same_top, differences
+                return _Found(same_top, differences, divergences)
             with torch.inference_mode():
                 logits = model(torch.tensor([part])).logits[0, :-1, : quantised.vocabulary_size]
             require_finite(logits.amax(-1).tolist(), place_of(model_name(model), range(1, len(part))))
@@ -85,5 +129,6 @@ def _compare_logits(
             require_finite(actual.amax(-1).tolist(), found.place)
             following = torch.tensor(part[1:])[:, None]
             differences += (reference.gather(1, following) - actual.gather(1, following)).abs()[:, 0].tolist()
+            divergences += forward_kl(reference, actual).tolist()
             same_top += int((reference.argmax(-1) == actual.argmax(-1)).sum())
-    return same_top, differences
+    return _Found(same_top, differences, divergences)

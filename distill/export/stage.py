@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from distill.export.parity import compare
+from distill.export.parity import compare, faults_of
 from distill.export.writer import export_gguf
 from distill.models.hugging_face import local_folder
 from distill.recipe import Recipe
@@ -38,6 +38,8 @@ def export(recipe: Recipe, run: Run) -> list[Path]:
                 f"{parity.mean_abs_dlogprob:.5f} over {parity.positions} positions, "
                 f"{len(parity.tokenizer_mismatches)} of {parity.tokenizer_texts} texts tokenized differently"
             )
+            for fault in (*report.notes, *faults_of(parity, outtype)):
+                run.say(f"  {path.name}: {fault}")
             place = str(path.relative_to(run.folder))
             files.append(ExportedFile(place, name, outtype, report.bytes, report.fallback_tensors, parity))
     write_result(folder / "export.json", ExportReport(run.command, files))

@@ -1,8 +1,4 @@
-"""A Hugging Face tokenizer.json (byte-level BPE) as llama.cpp's tokenizer.ggml.* keys.
-
-llama.cpp has its own pre-tokenizers under fixed names. A wrong name loads and gives wrong ids. So the name is derived
-from the rules in tokenizer.json, and rules without a name there are refused.
-"""
+"""A Hugging Face tokenizer (byte-level BPE, SentencePiece BPE) as llama.cpp's tokenizer.ggml.* keys."""
 
 from __future__ import annotations
 
@@ -12,56 +8,58 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from distill.errors import DataError
+from distill.export.tokens.byte_level import merges_of, pre_type, refuse_normalizer, refuse_other_models
+from distill.export.tokens.pieces_file import Piece, read_pieces
+from distill.export.tokens.probing import find_pre_type
+from distill.export.tokens.spaced_pieces import pieces_of_merges, space_prefix
 from distill.files import read_utf8
 from distill.models.config_file import read_config
+from distill.vocabulary.byte_map import SPACE
 from distill.vocabulary.encoding import added_around, open_tokenizer
 from distill.vocabulary.reading import tokenizer_content, tokenizer_settings
-from distill.vocabulary.roles import named_id
+from distill.vocabulary.roles import NAMED_ROLES, named_id
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-QWEN2 = CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}" + REST
-LLAMA3 = CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}" + REST
-QWEN35 = (
-    CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-# The steps of a pre-tokenizer, written by `_steps`, and llama.cpp's name for them.
-PRE_TYPES: dict[tuple[str, ...], str] = {
-    ("gpt-2",): "gpt-2",
-    (f"split {QWEN2}", "bytes"): "qwen2",
-    (f"split {LLAMA3}", "bytes"): "llama-bpe",
-    (f"split {QWEN35}", "bytes"): "qwen35",
-    ("digits", "gpt-2"): "smollm",
-}
-# Of these names only llama-bpe takes a word that is itself a token, without merging.
-IGNORES_MERGES = {"llama-bpe"}
-SAME_BUT_MERGING = {"llama-bpe": "dbrx"}
+# gguf.TokenType
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
+STATES_PREFIX = ("llama", "smollm3", "granite")  # architectures whose files repeat the settings' add_prefix_space
+GEMMA_TURN_END = (107, "<end_of_turn>")
+ADDED_SCORE, PADDING_SCORE = -1000.0, -10000.0  # the converter's, for tokens that are never merged
 
 
 @dataclass(frozen=True)
 class GgufTokenizer:
-    """The values of the tokenizer.ggml.* keys; `types` are gguf.TokenType values, one per token."""
+    """The values of the tokenizer.ggml.* keys; `types` are gguf.TokenType values, one per token.
 
+    `ids`: role (bos, eos, unk, sep, pad, cls, mask) to id. `scores` are of SentencePiece, `merges` of byte-level BPE.
+    """
+
+    model: str
     pre: str
     tokens: list[str]
     types: list[int]
+    scores: list[float] | None
     merges: list[str]
-    bos: int | None
-    eos: int
-    pad: int | None
+    ids: dict[str, int]
     add_bos: bool
     add_eos: bool
-    chat_template: str | None
+    add_space_prefix: bool | None
+    chat_template: str | list[dict[str, str]] | None
     padding_tokens: int
 
+    @property
+    def eos(self) -> int:
+        """The token that ends a text."""
+        return self.ids["eos"]
 
-def read_tokenizer(folder: Path, vocabulary: int) -> GgufTokenizer:
+
+def read_tokenizer(folder: Path, vocabulary: int, architecture: str = "") -> GgufTokenizer:
     """The tokenizer of a Hugging Face folder, padded to `vocabulary` rows.
 
-    Raises DataError when it is missing, not byte-level BPE, larger than the model's vocabulary, or splits text by
+    `architecture` is llama.cpp's name of the model's, by which the converter chooses some keys. Raises DataError when
+    the tokenizer is missing, of a kind that llama.cpp has not, larger than the model's vocabulary, or splits text by
     rules that llama.cpp has no name for.
     """
     path = folder / "tokenizer.json"
@@ -69,27 +67,50 @@ def read_tokenizer(folder: Path, vocabulary: int) -> GgufTokenizer:
     settings = tokenizer_settings(folder)
     config = read_config(folder) if (folder / "config.json").exists() else {}
     model = content["model"]
-    _refuse_other_models(path, model)
+    spaced = bool(model.get("byte_fallback")) and model.get("type") == "BPE"
+    if not spaced:
+        refuse_other_models(path, model)
     tokenizer = open_tokenizer(path)  # which also proves the forms of the parts that are read below
-    _refuse_other_parts(path, content)
-    tokens, types, padding = _tokens(path, content, vocabulary)
-    pre = _pre_type(path, content, tokenizer)
-    ids = {token: index for index, token in enumerate(tokens)}
-    bos, eos, pad = (named_id(role, settings, config, ids, vocabulary) for role in ("bos", "eos", "pad"))
+    stated = settings.get("add_prefix_space")
+    prefix = stated if architecture in STATES_PREFIX and isinstance(stated, bool) else None
+    merges: list[str] = []
+    if spaced:
+        behaves = space_prefix(path, content, tokenizer)
+        prefix = None if prefix is None and behaves else behaves
+        pieces = read_pieces(folder / "tokenizer.model", model["vocab"]) or pieces_of_merges(content)
+    else:
+        refuse_normalizer(path, content)
+        pieces = {number: Piece._make((token, 0.0, NORMAL)) for token, number in model["vocab"].items()}
+        merges = merges_of(path, model)
+    _refuse_flags(path, content, spaced)
+    listed, padding = _tokens(path, content, pieces, vocabulary, spaced)
+    tokens = [piece.text for piece in listed]
+    types = [piece.kind for piece in listed]
+    pre = (
+        "default"
+        if spaced
+        else pre_type(path, content, tokenizer) or find_pre_type(path, tokenizer, tokens, types, merges)
+    )
+    numbers = {token: index for index, token in enumerate(tokens)}
+    ids: dict[str, int | None] = {role: named_id(role, settings, config, numbers, vocabulary) for role in NAMED_ROLES}
+    if architecture == "gemma" and numbers.get(GEMMA_TURN_END[1]) == GEMMA_TURN_END[0]:
+        ids["eot"] = GEMMA_TURN_END[0]
+    eos = ids["eos"]
     if eos is None:
         # Without it llama.cpp would take token 11 for the end of text.
         raise DataError(f"{folder} names no end-of-text token", hint='set "eos_token" in tokenizer_config.json')
-    add_bos, add_eos, bos = _text_ends(path, tokenizer, bos, eos)
+    add_bos, add_eos, ids["bos"] = _text_ends(path, tokenizer, ids["bos"], eos)
     return GgufTokenizer(
+        model="llama" if spaced else "gpt2",
         pre=pre,
         tokens=tokens,
         types=types,
-        merges=_merges(path, model),
-        bos=bos,
-        eos=eos,
-        pad=pad,
+        scores=[piece.score for piece in listed] if spaced else None,
+        merges=merges,
+        ids={role: number for role, number in ids.items() if number is not None},
         add_bos=add_bos,
         add_eos=add_eos,
+        add_space_prefix=prefix,
         chat_template=_chat_template(folder, settings),
         padding_tokens=padding,
     )
@@ -97,106 +118,47 @@ def read_tokenizer(folder: Path, vocabulary: int) -> GgufTokenizer:
 
 def add_tokenizer(writer: Any, tokenizer: GgufTokenizer) -> None:
     """Write the tokenizer's keys to a gguf.GGUFWriter."""
-    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_model(tokenizer.model)
     writer.add_tokenizer_pre(tokenizer.pre)
     writer.add_token_list(tokenizer.tokens)
+    if tokenizer.scores is not None:
+        writer.add_token_scores(tokenizer.scores)
     writer.add_token_types(tokenizer.types)
-    writer.add_token_merges(tokenizer.merges)
-    if tokenizer.bos is not None:
-        writer.add_bos_token_id(tokenizer.bos)
-    writer.add_eos_token_id(tokenizer.eos)
-    if tokenizer.pad is not None:
-        writer.add_pad_token_id(tokenizer.pad)
+    if tokenizer.merges:
+        writer.add_token_merges(tokenizer.merges)
+    for role, number in tokenizer.ids.items():
+        getattr(writer, f"add_{role}_token_id")(number)
     writer.add_add_bos_token(tokenizer.add_bos)
     writer.add_add_eos_token(tokenizer.add_eos)
+    if tokenizer.add_space_prefix is not None:
+        writer.add_add_space_prefix(tokenizer.add_space_prefix)
     if tokenizer.chat_template is not None:
         writer.add_chat_template(tokenizer.chat_template)
 
 
-SUPPORTED = "supported: byte-level BPE with the splits of GPT-2, Qwen2, Qwen3.5, Llama 3 or SmolLM"
-
-
-def _refuse_other_models(path: Path, model: Mapping[str, Any]) -> None:
-    hint = SUPPORTED
-    kind = model.get("type")
-    if model.get("byte_fallback"):
-        raise DataError(f"{path} is a SentencePiece tokenizer; its space prefix has no exact twin in GGUF", hint=hint)
-    if kind != "BPE":
-        raise DataError(f"{path}: model type {kind!r} cannot be exported", hint=hint)
-    for key in ("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix"):
-        if model.get(key):
-            raise DataError(f"{path}: BPE with {key} = {model[key]!r} cannot be exported", hint=hint)
-
-
-def _refuse_other_parts(path: Path, content: Mapping[str, Any]) -> None:
-    hint = SUPPORTED
-    # llama.cpp never normalises; NFC alone leaves ordinary text as it is, and the parity check reports the rest.
-    normalizer = content.get("normalizer")
-    if normalizer is not None and normalizer.get("type") != "NFC":
-        raise DataError(f"{path}: normalizer {normalizer.get('type')!r} cannot be exported", hint=hint)
+def _refuse_flags(path: Path, content: Mapping[str, Any], spaced: bool) -> None:
     for token in content.get("added_tokens") or []:
+        # llama.cpp takes the space after Phi-3's markers away too; the check of the file reports other tokens.
         flags = [flag for flag in ("lstrip", "rstrip", "single_word") if token.get(flag)]
-        if flags:
-            raise DataError(f"{path}: added token {token['content']!r} with {flags[0]} cannot be exported", hint=hint)
+        if flags and not (spaced and flags == ["rstrip"]):
+            raise DataError(
+                f"{path}: added token {token['content']!r} with {flags[0]} cannot be exported",
+                hint="llama.cpp has no such rule; remove the flag where no text depends on it",
+            )
 
 
-def _steps(pre_tokenizer: Mapping[str, Any] | None) -> tuple[str, ...]:
-    """A pre-tokenizer as a tuple of steps, to be looked up in PRE_TYPES."""
-    if pre_tokenizer is None:
-        return ()
-    if not isinstance(pre_tokenizer, dict):  # tokenizers reads parts written as lists too
-        return (repr(pre_tokenizer),)
-    kind = pre_tokenizer.get("type")
-    if kind == "Sequence":
-        return tuple(step for part in pre_tokenizer.get("pretokenizers") or () for step in _steps(part))
-    if kind == "ByteLevel" and not pre_tokenizer.get("add_prefix_space"):
-        return ("gpt-2",) if pre_tokenizer.get("use_regex", True) else ("bytes",)
-    if kind == "Split" and pre_tokenizer.get("behavior") == "Isolated" and not pre_tokenizer.get("invert"):
-        pattern = pre_tokenizer.get("pattern")
-        return (f"split {pattern.get('Regex') if isinstance(pattern, dict) else pattern}",)
-    if kind == "Digits" and pre_tokenizer.get("individual_digits"):
-        return ("digits",)
-    return (f"{kind} {sorted(pre_tokenizer.items())}",)
-
-
-def _pre_type(path: Path, content: Mapping[str, Any], tokenizer: Tokenizer) -> str:
-    steps = _steps(content.get("pre_tokenizer"))
-    pre = PRE_TYPES.get(steps)
-    if pre is None:
-        raise DataError(
-            f"{path}: no name is known in llama.cpp for this pre-tokenizer: {list(steps)}",
-            hint="supported: the splits of GPT-2, Qwen2, Qwen3.5, Llama 3 and SmolLM",
-        )
-    ignores = bool(content["model"].get("ignore_merges"))
-    if ignores == (pre in IGNORES_MERGES) or _merges_reach_every_token(content, tokenizer):
-        return pre
-    if pre in SAME_BUT_MERGING:
-        return SAME_BUT_MERGING[pre]
-    raise DataError(
-        f"{path}: ignore_merges has no counterpart for pre-tokenizer {pre!r}", hint="export to another format"
-    )
-
-
-def _merges_reach_every_token(content: Mapping[str, Any], tokenizer: Tokenizer) -> bool:
-    """Whether merging alone yields each token from its own bytes, so that ignore_merges changes nothing."""
-    from tokenizers.models import BPE
-
-    model = content["model"]
-    pairs = [merge.split(" ", 1) if isinstance(merge, str) else merge for merge in model["merges"]]
-    merges = [(str(left), str(right)) for left, right in pairs]
-    plain = BPE(model["vocab"], merges, ignore_merges=False)
-    added = {token["content"] for token in content.get("added_tokens") or []}
-    return all(len(plain.tokenize(token)) == 1 for token in model["vocab"] if token not in added)
-
-
-def _tokens(path: Path, content: Mapping[str, Any], vocabulary: int) -> tuple[list[str], list[int], int]:
-    """Token strings, gguf token types, and how many padding tokens were appended."""
-    import gguf
-
-    by_id: dict[int, tuple[str, int]] = {i: (t, gguf.TokenType.NORMAL) for t, i in content["model"]["vocab"].items()}
+def _tokens(
+    path: Path, content: Mapping[str, Any], pieces: Mapping[int, Piece], vocabulary: int, spaced: bool
+) -> tuple[list[Piece], int]:
+    """The tokens by id, added and padding ones included, and how many of the latter there are."""
+    by_id = dict(pieces)
     for token in content.get("added_tokens") or []:
-        kind = gguf.TokenType.CONTROL if token.get("special") else gguf.TokenType.USER_DEFINED
-        by_id[token["id"]] = (token["content"], kind)
+        text = token["content"]
+        special = token.get("special") or _looks_special(text)
+        # llama.cpp finds such tokens in the text itself, before its spaces are written as SentencePiece does.
+        by_id[token["id"]] = Piece(
+            text if special else text.replace(SPACE, " "), ADDED_SCORE, CONTROL if special else USER_DEFINED
+        )
     size = max(by_id) + 1
     if size > vocabulary:
         raise DataError(
@@ -204,27 +166,22 @@ def _tokens(path: Path, content: Mapping[str, Any], vocabulary: int) -> tuple[li
             hint="use the tokenizer the model was trained with, or resize the model's embeddings",
         )
     padding = vocabulary - len(by_id)
-    taken = {token for token, _ in by_id.values()}
+    taken = {piece.text for piece in by_id.values()}
     for index in range(vocabulary):
         if index not in by_id:
             name = f"[PAD{index}]"
             if name in taken:
                 raise DataError(f"{path} already has a token {name}, which padding needs", hint="rename that token")
-            by_id[index] = (name, gguf.TokenType.UNUSED)
-    tokens = [by_id[index][0] for index in range(vocabulary)]
-    if len(set(tokens)) != len(tokens):
+            by_id[index] = Piece(name, PADDING_SCORE, UNUSED)
+    if len({piece.text for piece in by_id.values()}) != len(by_id):
         raise DataError(f"{path} has two ids for one token string", hint="GGUF needs every token string once")
-    return tokens, [int(by_id[index][1]) for index in range(vocabulary)], padding
+    return [by_id[index] for index in range(vocabulary)], padding
 
 
-def _merges(path: Path, model: Mapping[str, Any]) -> list[str]:
-    merges = []
-    for merge in model.get("merges") or []:
-        left, right = merge.split(" ", 1) if isinstance(merge, str) else merge
-        if " " in left or " " in right:
-            raise DataError(f"{path}: merge {merge!r} contains a space", hint="only byte-level merges can be exported")
-        merges.append(f"{left} {right}")
-    return merges
+def _looks_special(token: str) -> bool:
+    """Whether a token is a control token by its name, as llama.cpp's converter has it (`does_token_look_special`)."""
+    marked = any(token.startswith(a) and token.endswith(b) for a, b in (("<|", "|>"), ("<｜", "｜>"), ("<unused", ">")))
+    return marked or token in ("<pad>", "<mask>", "<2mass>", "[@BOS@]")
 
 
 def _text_ends(path: Path, tokenizer: Tokenizer, bos: int | None, eos: int) -> tuple[bool, bool, int | None]:
@@ -242,11 +199,19 @@ def _text_ends(path: Path, tokenizer: Tokenizer, bos: int | None, eos: int) -> t
     return bool(before), bool(after), before[0] if before else bos
 
 
-def _chat_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
+def _chat_template(folder: Path, settings: Mapping[str, Any]) -> str | list[dict[str, str]] | None:
+    """The chat template; several as a list of objects with `name` and `template`, like tokenizer_config.json's."""
     file = folder / "chat_template.jinja"
-    if file.is_file():
-        return read_utf8(file)
-    template = settings.get("chat_template")
+    template = read_utf8(file) if file.is_file() else settings.get("chat_template")
+    more = sorted((folder / "additional_chat_templates").glob("*.jinja"))
+    if isinstance(template, str) and more:
+        named = [{"name": one.stem, "template": read_utf8(one)} for one in more]
+        return [{"name": "default", "template": template}, *named]
     if isinstance(template, list):  # named templates of older tokenizers
-        template = next((t["template"] for t in template if t.get("name") == "default"), None)
+        found = [
+            {"name": one["name"], "template": one["template"]}
+            for one in template
+            if isinstance(one, dict) and isinstance(one.get("name"), str) and isinstance(one.get("template"), str)
+        ]
+        return found or None
     return template if isinstance(template, str) else None

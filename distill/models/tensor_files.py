@@ -5,27 +5,30 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy
-import torch
-from torch import Tensor
 
 from distill.errors import DataError
 from distill.faults import reading
 from distill.files import LARGEST, has_form, parse_json, read_object
 
-DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+# Bytes of a value, by safetensors' name of its type.
+ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
+
+
+def torch_type(name: str) -> torch.dtype:
+    """torch's type of safetensors' name; torch is loaded here and not above, because an export needs none of it."""
+    import torch
+
+    special = {"BF16": torch.bfloat16, "BOOL": torch.bool, "U8": torch.uint8}
+    kinds = {"F": "float", "I": "int"}
+    found: torch.dtype = special.get(name) or getattr(torch, f"{kinds[name[0]]}{name[1:]}")
+    return found
 
 
 @dataclass(frozen=True)
@@ -45,16 +48,16 @@ class Stored:
     @property
     def bytes(self) -> int:
         """Size in the file."""
-        return self.numel * DTYPES[self.dtype].itemsize
+        return self.numel * ITEM_BYTES[self.dtype]
 
     def read(self, first: int = 0, count: int | None = None) -> Tensor:
         """`count` values from `first` on, flat; all of them, in shape, when None."""
-        kind = DTYPES[self.dtype]
+        import torch
+
+        kind, width = torch_type(self.dtype), ITEM_BYTES[self.dtype]
         values = self.numel if count is None else count
         with reading(self.path):
-            data = numpy.fromfile(
-                self.path, numpy.uint8, values * kind.itemsize, offset=self.start + first * kind.itemsize
-            )
+            data = numpy.fromfile(self.path, numpy.uint8, values * width, offset=self.start + first * width)
         flat = torch.from_numpy(data).view(kind)
         return flat.view(self.shape) if count is None else flat
 
@@ -115,7 +118,7 @@ def read_header(path: Path) -> dict[str, Stored]:
         raise DataError(f"{path} has a damaged header: each tensor needs dtype, shape and data_offsets", hint)
     found: dict[str, Stored] = {}
     for name, entry in header.items():
-        if entry["dtype"] not in DTYPES:
+        if entry["dtype"] not in ITEM_BYTES:
             raise DataError(f"{path}: {name} is stored as {entry['dtype']}", "give a model that is not quantised")
         first, *last = entry["data_offsets"] or [0]
         tensor = found[name] = Stored(path, 8 + length + first, entry["dtype"], tuple(entry["shape"]))

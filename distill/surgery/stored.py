@@ -14,7 +14,7 @@ from torch import Tensor
 
 from distill.errors import DataError
 from distill.files import write_json
-from distill.models.tensor_files import DTYPES
+from distill.models.tensor_files import ITEM_BYTES
 from distill.progress import Progress
 
 FLOATS = ("F64", "F32", "F16", "BF16")
@@ -33,7 +33,7 @@ class Written:
     @property
     def bytes(self) -> int:
         """Size in the file."""
-        return math.prod(self.shape) * DTYPES[self.dtype].itemsize
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
 
 def write_tensors(folder: Path, outputs: Mapping[str, Written], shard_bytes: int) -> None:

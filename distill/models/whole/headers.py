@@ -7,7 +7,7 @@ from typing import Any
 
 from distill.errors import DataError
 from distill.models.hugging_face import load_config, local_snapshot
-from distill.models.tensor_files import DTYPES, stored_tensors
+from distill.models.tensor_files import stored_tensors, torch_type
 from distill.models.whole.intact import is_quantised, quiet, require_own_type, require_whole
 
 
@@ -40,7 +40,7 @@ def _check_headers(reference: str, folder: Path, config: Any) -> str | None:
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
     stored = stored_tensors(folder)
-    empty = {name: torch.empty(one.shape, dtype=DTYPES[one.dtype], device="meta") for name, one in stored.items()}
+    empty = {name: torch.empty(one.shape, dtype=torch_type(one.dtype), device="meta") for name, one in stored.items()}
     try:
         with quiet():
             model, info = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].from_pretrained(

@@ -20,7 +20,7 @@ from torch import Tensor
 from distill.errors import DataError
 from distill.files import read_object, write_folder, write_json
 from distill.models.hugging_face import pick_device
-from distill.models.tensor_files import DTYPES, Stored
+from distill.models.tensor_files import ITEM_BYTES, Stored, torch_type
 from distill.models.tokenizer_files import copy_tokenizer
 from distill.results.cut_results import Change, Size
 from distill.surgery.change import read_changes, record_change
@@ -179,11 +179,11 @@ def _outputs(
 
     def copied(tensor: Stored) -> Written:
         kind = WRITTEN[dtype] if dtype is not None and tensor.dtype in FLOATS else tensor.dtype
-        step = CHUNK_BYTES // DTYPES[tensor.dtype].itemsize
+        step = CHUNK_BYTES // ITEM_BYTES[tensor.dtype]
 
         def parts() -> Iterator[Tensor]:
             for first in range(0, tensor.numel, step):
-                yield tensor.read(first, min(step, tensor.numel - first)).to(DTYPES[kind])
+                yield tensor.read(first, min(step, tensor.numel - first)).to(torch_type(kind))
 
         return Written(kind, tensor.shape, parts)
 
@@ -194,7 +194,7 @@ def _outputs(
             matrix = tensor.read()
             for first in range(0, plan.rows, CHUNK_ROWS):
                 last = min(first + CHUNK_ROWS, plan.rows)
-                rows = mixed_rows(matrix, mixture, first, last, DTYPES[kind])
+                rows = mixed_rows(matrix, mixture, first, last, torch_type(kind))
                 used = numpy.diff(mixture.offsets[first : last + 1]) > 0
                 details["zero_rows"] += int(used[_zero_rows(rows).numpy()].sum())
                 yield rows
@@ -206,7 +206,7 @@ def _outputs(
     if not tied:
         new[HEAD] = mixed(plan.tensors[EMBEDDING if plan.tied else HEAD], mixtures[HEAD])
     # The format aligns values: wide types first.
-    return dict(sorted(new.items(), key=lambda item: (-DTYPES[item[1].dtype].itemsize, item[0])))
+    return dict(sorted(new.items(), key=lambda item: (-ITEM_BYTES[item[1].dtype], item[0])))
 
 
 def _new_config(plan: Plan, tied: bool, dtype: str | None) -> dict[str, Any]:

@@ -1,0 +1,120 @@
+"""Byte-level BPE as llama.cpp's tokenizer.ggml.* keys: the name of its pre-tokenizer, and its merges.
+
+llama.cpp has its own pre-tokenizers under fixed names. A wrong name loads and gives wrong ids. So the name is derived
+from the rules in tokenizer.json; rules that are not known here are compared with llama.cpp's by what they do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from distill.errors import DataError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+QWEN2 = CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}" + REST
+LLAMA3 = CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}" + REST
+QWEN35 = (
+    CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+# The steps of a pre-tokenizer, written by `_steps`, and llama.cpp's name for them.
+PRE_TYPES: dict[tuple[str, ...], str] = {
+    ("gpt-2",): "gpt-2",
+    (f"split {QWEN2}", "bytes"): "qwen2",
+    (f"split {LLAMA3}", "bytes"): "llama-bpe",
+    (f"split {QWEN35}", "bytes"): "qwen35",
+    ("digits", "gpt-2"): "smollm",
+}
+# Of these names only llama-bpe takes a word that is itself a token, without merging.
+IGNORES_MERGES = {"llama-bpe"}
+SAME_BUT_MERGING = {"llama-bpe": "dbrx"}
+
+
+SUPPORTED = "supported: byte-level BPE with a split that llama.cpp has, and SentencePiece BPE"
+
+
+def refuse_other_models(path: Path, model: Mapping[str, Any]) -> None:
+    """Raise DataError for a model that is not BPE as llama.cpp computes it."""
+    hint = SUPPORTED
+    kind = model.get("type")
+    if kind != "BPE":
+        raise DataError(f"{path}: model type {kind!r} cannot be exported", hint=hint)
+    for key in ("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix"):
+        if model.get(key):
+            raise DataError(f"{path}: BPE with {key} = {model[key]!r} cannot be exported", hint=hint)
+
+
+def refuse_normalizer(path: Path, content: Mapping[str, Any]) -> None:
+    """Raise DataError for a normalizer other than NFC.
+
+    llama.cpp never normalises; NFC alone leaves ordinary text as it is, and the parity check reports the rest.
+    """
+    normalizer = content.get("normalizer")
+    if normalizer is not None and normalizer.get("type") != "NFC":
+        raise DataError(f"{path}: normalizer {normalizer.get('type')!r} cannot be exported", hint=SUPPORTED)
+
+
+def _steps(pre_tokenizer: Mapping[str, Any] | None) -> tuple[str, ...]:
+    """A pre-tokenizer as a tuple of steps, to be looked up in PRE_TYPES."""
+    if pre_tokenizer is None:
+        return ()
+    if not isinstance(pre_tokenizer, dict):  # tokenizers reads parts written as lists too
+        return (repr(pre_tokenizer),)
+    kind = pre_tokenizer.get("type")
+    if kind == "Sequence":
+        return tuple(step for part in pre_tokenizer.get("pretokenizers") or () for step in _steps(part))
+    if kind == "ByteLevel" and not pre_tokenizer.get("add_prefix_space"):
+        return ("gpt-2",) if pre_tokenizer.get("use_regex", True) else ("bytes",)
+    if kind == "Split" and pre_tokenizer.get("behavior") == "Isolated" and not pre_tokenizer.get("invert"):
+        pattern = pre_tokenizer.get("pattern")
+        return (f"split {pattern.get('Regex') if isinstance(pattern, dict) else pattern}",)
+    if kind == "Digits" and pre_tokenizer.get("individual_digits"):
+        return ("digits",)
+    return (f"{kind} {sorted(pre_tokenizer.items())}",)
+
+
+def pre_type(path: Path, content: Mapping[str, Any], tokenizer: Tokenizer) -> str | None:
+    """llama.cpp's name for the pre-tokenizer, from its rules; None for rules that are not known here.
+
+    Raises DataError where llama.cpp has the rules, but not with this way of merging.
+    """
+    steps = _steps(content.get("pre_tokenizer"))
+    pre = PRE_TYPES.get(steps)
+    if pre is None:
+        return None
+    ignores = bool(content["model"].get("ignore_merges"))
+    if ignores == (pre in IGNORES_MERGES) or _merges_reach_every_token(content, tokenizer):
+        return pre
+    if pre in SAME_BUT_MERGING:
+        return SAME_BUT_MERGING[pre]
+    raise DataError(
+        f"{path}: ignore_merges has no counterpart for pre-tokenizer {pre!r}", hint="export to another format"
+    )
+
+
+def _merges_reach_every_token(content: Mapping[str, Any], tokenizer: Tokenizer) -> bool:
+    """Whether merging alone yields each token from its own bytes, so that ignore_merges changes nothing."""
+    from tokenizers.models import BPE
+
+    model = content["model"]
+    pairs = [merge.split(" ", 1) if isinstance(merge, str) else merge for merge in model["merges"]]
+    merges = [(str(left), str(right)) for left, right in pairs]
+    plain = BPE(model["vocab"], merges, ignore_merges=False)
+    added = {token["content"] for token in content.get("added_tokens") or []}
+    return all(len(plain.tokenize(token)) == 1 for token in model["vocab"] if token not in added)
+
+
+def merges_of(path: Path, model: Mapping[str, Any]) -> list[str]:
+    """The merges as llama.cpp writes them: two parts and a space between."""
+    merges = []
+    for merge in model.get("merges") or []:
+        left, right = merge.split(" ", 1) if isinstance(merge, str) else merge
+        if " " in left or " " in right:
+            raise DataError(f"{path}: merge {merge!r} contains a space", hint="only byte-level merges can be exported")
+        merges.append(f"{left} {right}")
+    return merges

@@ -1,0 +1,75 @@
+"""llama.cpp's pre-tokenizers told apart by what they do to a text."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from distill.errors import DataError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+# Names of llama.cpp's pre-tokenizers for byte-level BPE, the plainest first: several have the same rules.
+NAMES = (
+    *("gpt-2", "llama-bpe", "dbrx", "qwen2", "qwen35", "smollm", "starcoder", "refact", "falcon", "command-r"),
+    *("deepseek-llm", "deepseek-coder", "deepseek-v3", "mpt", "olmo", "stablelm2", "codeshell", "bloom", "exaone"),
+    *("chameleon", "minerva-7b", "viking", "poro-chat", "tekken", "smaug-bpe", "gpt-4o", "superbpe", "trillion"),
+    *("granite-docling", "bailingmoe", "llama4", "hunyuan", "kimi-k2", "seed-coder", "chatglm-bpe", "glm4", "lfm2"),
+    *("minimax-m2", "megrez", "gigachat", "falcon3", "gpt3-finnish", "exaone4", "afmoe", "grok-2", "youtu"),
+)
+PROBE = (
+    "\n \n\n \n\n\n \t \t\t \t\n  \n   \n    \n     \n🚀 (normal) 😶 (multiple emojis) ✅ 🦙🦙 3 33 333 3333 33333",
+    "33333333 3.3 3..3 3...3 កាន់តែពិសេសអាច😁 ?我想在apple工作1314151天～ ------======= нещо на Български ```````",
+    "\"\"\"\"......!!!!!!?????? I've been 'told he's there, 'RE you sure? 'M not sure I'll make it, We'Ve a'lL",
+    "camelCase HTTPServer snake_case __init__  x = y+1;\r\n\r\n\tif (a&&b) {return -1e9;} // ñandú नमस्ते עִבְרִית é",
+    " leading  and trailing  ١٢٣ ½ x²  Straße ǅ don't DON'T 12ab34 a1b2 /path/to/file.txt\n",
+)
+
+
+def find_pre_type(path: Path, tokenizer: Tokenizer, tokens: list[str], types: list[int], merges: list[str]) -> str:
+    """The first name under which llama.cpp gives the tokenizer's own ids for all of PROBE.
+
+    Raises DataError when there is none, or llama-cpp-python is not installed.
+    """
+    from distill.models.gguf.file import GgufFile
+
+    normalizer = tokenizer.normalizer
+    texts = [normalizer.normalize_str(text) if normalizer is not None else text for text in PROBE]
+    expected = [tokenizer.encode(text, add_special_tokens=False).ids for text in PROBE]
+    with tempfile.TemporaryDirectory() as place:
+        for name in NAMES:
+            file = Path(place) / "vocabulary.gguf"
+            _write_vocabulary(file, name, tokens, types, merges)
+            try:
+                found = GgufFile(file, vocabulary_only=True)
+            except DataError as error:
+                if "llama-cpp-python" in str(error):
+                    raise
+                continue  # this build does not have it
+            try:
+                if all(found.tokenize(text, True) == ids for text, ids in zip(texts, expected, strict=True)):
+                    return name
+            finally:
+                found.close()
+    raise DataError(
+        f"{path}: llama.cpp has no pre-tokenizer that splits text like this one",
+        hint="export to another format, or ask llama.cpp for it (convert_hf_to_gguf_update.py)",
+    )
+
+
+def _write_vocabulary(path: Path, pre: str, tokens: list[str], types: list[int], merges: list[str]) -> None:
+    import gguf
+
+    from distill.export.gguf_head import write_head
+
+    writer = gguf.GGUFWriter(path=None, arch="llama")
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(pre)
+    writer.add_token_list(tokens)
+    writer.add_token_types(types)
+    writer.add_token_merges(merges)
+    with path.open("wb") as file:
+        write_head(file, writer, [])
+    writer.close()
