@@ -223,6 +223,20 @@ def test_kept_tokens(tmp_path: Path, content: Any) -> None:
         read_kept(tmp_path)
 
 
+def test_a_tokenizer_that_multiplies_text_is_refused(tmp_path: Path) -> None:
+    """Every ByteLevel step doubles the bytes of what is no ASCII: 200 of them end the process."""
+    content = json.loads((tiny.ROOT / "data" / "demo-target" / "tokenizer.json").read_text())
+    step = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    content["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [step] * 200}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(DataError, match="maps bytes more than"):
+        read_tokenizer(tmp_path, 10_000)
+    content["pre_tokenizer"]["pretokenizers"] = [step] * 2
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(DataError, match="has no pre-tokenizer"):
+        read_tokenizer(tmp_path, 10_000)
+
+
 # ── GGUF ──
 
 

@@ -45,7 +45,7 @@ def check_folder(reference: str) -> None:
 
 # Exceptions and words of code that met what it did not expect; all others speak to users.
 _MUTE = (TypeError, AttributeError, AssertionError, RecursionError, ArithmeticError, UnicodeError, MemoryError)
-_INSIDE = re.compile(r"<class '|NoneType|object has no|index out of|^'\w*'$|codec can't")
+_INSIDE = re.compile(r"<class '|NoneType|object has no|index out of|^'\w*'$|codec can't|not supported between")
 
 
 def _explained(reference: str, error: Exception) -> DataError:

@@ -21,6 +21,7 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _CONTROL = re.compile(r"[<\[].+[>\]]", re.DOTALL)
 ADDED: dict[Any, Any] = {"id": int, "content": str}  # the form of an added token
 PARTS = ("normalizer", "pre_tokenizer", "post_processor", "decoder", "truncation", "padding")
+MOST_BYTE_STEPS = 4  # each doubles what is no ASCII, so that a short text fills the memory; real tokenizers have one
 _ID = re.compile("[0-9]{1,7}")
 _HINT = "byte-level BPE and SentencePiece (BPE or Unigram) are supported"
 
@@ -71,6 +72,8 @@ def tokenizer_content(path: Path) -> dict[str, Any]:
     parts = [key for key in PARTS if not isinstance(content.get(key) or {}, dict)]
     if parts:
         raise DataError(f"{path} is damaged: {parts[0]} must be an object, got {kind_of(content[parts[0]])}", hint)
+    if json.dumps(content.get("pre_tokenizer")).count('"ByteLevel"') > MOST_BYTE_STEPS:
+        raise DataError(f"{path} is damaged: its pre_tokenizer maps bytes more than {MOST_BYTE_STEPS} times", hint)
     words, merges = content["model"].get("vocab"), content["model"].get("merges") or []
     pairs = isinstance(words, list) and all(isinstance(one, list) and one and isinstance(one[0], str) for one in words)
     if not (pairs or has_form(words, {...: int})):

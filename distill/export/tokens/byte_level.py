@@ -86,6 +86,9 @@ def pre_type(path: Path, content: Mapping[str, Any], tokenizer: Tokenizer) -> st
     steps = _steps(content.get("pre_tokenizer"))
     pre = PRE_TYPES.get(steps)
     if pre is None:
+        # No pre-tokenizer of llama.cpp maps bytes twice.
+        if sum(step in ("bytes", "gpt-2") or step.startswith("ByteLevel") for step in steps) > 1:
+            raise DataError(f"{path}: llama.cpp has no pre-tokenizer that maps bytes more than once", hint=SUPPORTED)
         return None
     ignores = bool(content["model"].get("ignore_merges"))
     if ignores == (pre in IGNORES_MERGES) or _merges_reach_every_token(content, tokenizer):
