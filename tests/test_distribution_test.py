@@ -135,10 +135,14 @@ def test_greedy_sampler_compares_texts_only() -> None:
     assert table.tests == [] and table.lossless and table.greedy.identical == 1
 
 
+@pytest.mark.slow
+def test_the_command_finds_a_run_lossless(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert tiny.call("speedup", "tiny", "--runs", copied.parent, "--verify-distribution", "--samples", 100) == 0
+    assert "Lossless" in capsys.readouterr().out
+
+
 def test_the_commands(copied: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     runs = ("--runs", copied.parent)
-    assert tiny.call("speedup", "tiny", *runs, "--verify-distribution", "--samples", 100) == 0
-    assert "Lossless" in capsys.readouterr().out
     texts = []
     for options in ((), ("--drafter", "tree"), ("--drafter", "lookup"), ("--drafter", "lookup+draft"), ("--length", 0)):
         assert tiny.call("generate", "def alpha(", "--run", "tiny", *runs, "--tokens", 12, *options) == 0

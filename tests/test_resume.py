@@ -91,6 +91,7 @@ def test_more_kills(world: Path, whole: Path, tmp_path: Path, seed: int) -> None
     check_killed(world, tmp_path, whole, seed, early=20, late=8, timed=10)
 
 
+@pytest.mark.slow
 def test_killed_again_and_again(world: Path, whole: Path, tmp_path: Path) -> None:
     """The same run dies every few renames, until it is through with training."""
     argv = ["train", str(world / "recipe.yaml"), "--runs", str(tmp_path), "--until", "train"]

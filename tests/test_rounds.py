@@ -232,7 +232,13 @@ WORLDS = [(4, 1, Sampler()), (3, 2, TRUNCATED), (3, 3, PENALTY), (4, 4, Sampler(
 SMALLER = [(3, 5, Sampler()), WORLDS[1], (3, 6, Sampler(0.0))]
 
 
-@pytest.mark.parametrize("name", [*RECIPE, *EAGER])
+EVERY_DAY = ("fixed", "ratio", "expected-value", "expected-value, context")  # the others differ by the rule alone
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] * (name not in EVERY_DAY)) for name in (*RECIPE, *EAGER)],
+)
 def test_every_rule_with_every_verifier(name: str) -> None:
     """Lossless pairs follow the target exactly; those that are refused do not, on one table at least."""
     refused: dict[tuple[str, str, bool], float] = {}
