@@ -40,6 +40,7 @@ def test_overrides_take_multiples_of_the_rate(script: Any) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_each_training_is_that_of_the_stage_and_is_made_once(
     script: Any,
     world: Path,

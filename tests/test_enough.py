@@ -218,13 +218,13 @@ def test_a_training_that_still_learns_goes_on(
 def test_the_command_says_what_twice_the_tokens_would_give(
     world: Path, ready: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Real figures of a tiny training: the sentence, or why it cannot be said, at the end and in training.json."""
+    """Real figures of a tiny training: the points, and the sentence at the end where it can be said."""
     code, run = trained(world, ready, tmp_path)
     assert code == 0
     curve = read_result(run / "training.json", TrainingSummary).curve
     assert curve is not None and len(curve.points) == 5
     said = capsys.readouterr().err
-    assert curve.sentence in said and "wice the tokens would give" in said
+    assert (curve.sentence in said) == (curve.doubled is not None) and "wice the tokens would give" in curve.sentence
     points = {line["step"]: line["expected_acceptance"] for line in metrics(run, "curve")}
     assert sorted(points) == [1, 2, 3, 4, 6, 8]
     assert [point.acceptance.mean for point in curve.points] == pytest.approx(

@@ -263,7 +263,7 @@ def test_settings_that_cannot_work_are_refused(values: dict[str, Any], words: st
 
 def test_sharded_weights_refuse_what_needs_whole_ones() -> None:
     check_sharded(settings_of(optimizer="adamw"))
-    with pytest.raises(RecipeError, match="optimizer is muon, which orthogonalises whole matrices"):
+    with pytest.raises(RecipeError, match="optimizer is muon, which needs whole matrices"):
         check_sharded(settings_of())
     for values in ({"adapter": Adapter()}, {"sparsity": Sparsity(mlp_width=32)}):
         with pytest.raises(RecipeError, match="not offered with FSDP"):

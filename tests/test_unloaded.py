@@ -425,6 +425,7 @@ def kill_and_resume(place: Path, whole: Path, folder: Path, events: list[int]) -
         assert kept(folder / f"k{number}") == kept(whole), number
 
 
+@pytest.mark.slow
 def test_kills_leave_the_same_bytes(place: Path, from_file: Path, tmp_path: Path) -> None:
     """Among the answers of the validation split, and among the shards of the test split."""
     kill_and_resume(place, from_file, tmp_path, [9, 31])

@@ -169,14 +169,14 @@ def say_whether_training_helped(run: Run) -> None:
 
 
 def say_what_more_would_give(run: Run) -> None:
-    """Write a line on what twice the tokens would give, where the learning curve was measured."""
+    """Write a line on what twice the tokens would give, where the learning curve tells; else the report says why."""
     from distill.results.serialise import read_result
     from distill.results.training_results import TrainingSummary
 
     if run.done("train") is None:
         return
     curve = read_result(run.path("training.json"), TrainingSummary).curve
-    if curve is not None:
+    if curve is not None and curve.doubled is not None:
         run.say(curve.sentence)
 
 
