@@ -88,6 +88,7 @@ def learning_curve(curve: LearningCurve) -> str:
             axes.plot(tokens, [curve.end(one) for one in found], color=COLOURS[1], label=f"longer, {curve.bound}")
         axes.set(xlabel="tokens", ylabel="expected acceptance")
         axes.set_xscale("log")
+        axes.xaxis.set_major_formatter(lambda tokens, _: f"{tokens:,.0f}")  # powers would be shown as their TeX
     return done[0]
 
 
