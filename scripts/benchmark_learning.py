@@ -6,10 +6,11 @@
     python scripts/benchmark_learning.py runs/demo --to learning/ --table --base adamw
 
 RUN is a run that has cut/ (`distill train recipes/demo.yaml --until cut`); its corpus, answers, teacher and cut are
-used as they are. A configuration is a name and overrides of the run's recipe, in which @X is X times the rate of the
-training. Each is trained by stage `train` itself, for the same steps on the same blocks in the same order, in a process
-of its own, whose peak memory is recorded; nothing but the last weights, or their average, is taken. A stopped training
-goes on from its last checkpoint.
+used as they are. A configuration is a name and overrides, in which @X is X times the rate of the training; what it
+does not name is AdamW, a cosine and no average, hidden states or parts, and for the rest the run's recipe. Each is
+trained by stage `train` itself, for the same steps on the same blocks in the same order, in a process of its own,
+whose peak memory is recorded; nothing but the last weights, or their average, is taken. A stopped training goes on
+from its last checkpoint.
 
 The rate of each configuration is chosen on validation prompts, from the same grid, with the first seed; the other seeds
 take only that rate (--every-rate: all). Figures are on test prompts, averaged over seeds: acceptance on texts that the
@@ -46,6 +47,17 @@ from distill.results.training_results import TrainingStep, training_steps
 from distill.run import Run
 from distill.texts import read_prompts
 
+# What every configuration starts from, whatever the run's recipe says: AdamW, a cosine, the last weights.
+PLAIN = (
+    "train.parts=[]",
+    "train.replay=null",
+    "train.acceptance=null",
+    "train.optimizer=adamw",
+    "train.matrix_rate=null",
+    "train.schedule=cosine",
+    "train.average=null",
+    "train.hidden_states=null",
+)
 MUON = "train.optimizer=muon"
 STATES = "train.hidden_states={weight: 0.1, end: 0.8}"
 CONFIGURATIONS: dict[str, str] = {
@@ -74,9 +86,8 @@ def overrides_of(text: str, rate: float) -> list[str]:
 
 def recipe_of(options: Any, text: str, rate: float, seed: int) -> Recipe:
     """The run's recipe for one training; raises RecipeError for overrides that cannot be."""
-    plain = ["train.parts=[]", "train.replay=null", "train.acceptance=null"]
     length = [f"train.steps={options.steps}", f"train.batch={options.batch}", f"train.rate={rate}", f"seed={seed}"]
-    return load_recipe(options.run / "config.yaml", [*plain, *length, *overrides_of(text, rate)])
+    return load_recipe(options.run / "config.yaml", [*PLAIN, *length, *overrides_of(text, rate)])
 
 
 def train(source: Path, folder: Path, recipe: Recipe) -> None:

@@ -6,6 +6,7 @@ import importlib
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,8 @@ import tiny
 import torch
 from safetensors.torch import load_file
 from trainings import trained
+
+from distill.recipe import dump_recipe, load_recipe
 
 
 @pytest.fixture
@@ -38,6 +41,22 @@ def test_overrides_take_multiples_of_the_rate(script: Any) -> None:
         "train.average={kind: ema, decay: 0.9}",
         "train.matrix_rate=0.005",
     ]
+
+
+def test_every_configuration_starts_from_adamw(script: Any, tmp_path: Path) -> None:
+    """The demo's own recipe trains with Muon and hidden states: that must not reach the others."""
+    recipe = load_recipe(tiny.ROOT / "recipes" / "demo.yaml", ["train.parts=[{name: a, share: 1.0}]"])
+    assert recipe.train.optimizer == "muon" and recipe.train.hidden_states is not None
+    (tmp_path / "config.yaml").write_text(dump_recipe(recipe))
+    options = SimpleNamespace(run=tmp_path, steps=30, batch=2)
+    for name, text in script.CONFIGURATIONS.items():
+        train = script.recipe_of(options, text, 1e-3, 0).train
+        assert train.optimizer == ("muon" if "muon" in name else "adamw") and not train.parts
+        assert (train.hidden_states is not None) == ("hidden states" in name)
+        assert (None if train.average is None else train.average.kind) == next(
+            (kind for kind in ("ema", "tail") if kind in name), None
+        )
+        assert train.schedule == ("wsd" if "wsd" in name else "cosine")
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ early, the same after a resume."""
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,13 @@ import torch
 import toys
 from trainings import interrupted_after, largest_difference, metrics, trained
 
+from distill.commands.train import say_what_more_would_give
 from distill.errors import RecipeError
 from distill.intervals import Interval, percentiles
-from distill.recipe import Train, parse_section
-from distill.results.serialise import read_result
+from distill.recipe import Train, load_recipe, parse_section
+from distill.results.serialise import read_result, write_result
 from distill.results.training_results import CurvePoint, LearningCurve, TrainingSummary
+from distill.run import Run
 from distill.sampler import Sampler
 from distill.texts import Prompt
 from distill.training.choice.acceptance import judge_for
@@ -225,6 +228,11 @@ def test_the_command_says_what_twice_the_tokens_would_give(
     assert curve is not None and len(curve.points) == 5
     said = capsys.readouterr().err
     assert (curve.sentence in said) == (curve.doubled is not None) and "wice the tokens would give" in curve.sentence
+    summary = read_result(run / "training.json", TrainingSummary)
+    known = replace(curve, doubled=Interval(0.6, 0.58, 0.62), unknown=None)
+    write_result(run / "training.json", replace(summary, curve=known))
+    say_what_more_would_give(Run(run, load_recipe(run / "config.yaml")))
+    assert "Twice the tokens would give at most 0.620 expected acceptance" in capsys.readouterr().err
     points = {line["step"]: line["expected_acceptance"] for line in metrics(run, "curve")}
     assert sorted(points) == [1, 2, 3, 4, 6, 8]
     assert [point.acceptance.mean for point in curve.points] == pytest.approx(

@@ -114,7 +114,7 @@ class Endpoint:
             self.requests += 1
         for attempt in range(self.settings.retries + 1):
             if self._closed.is_set():
-                raise Unanswered("the writer was closed")
+                raise Unanswered("the client was closed")
             found, reason, detail, asked = self._attempt(places[attempt % len(places)], send, check, optional)
             if found is not None:
                 return found
@@ -135,7 +135,7 @@ class Endpoint:
         except (httpx2.TransportError, httpx2.DecodingError):
             return None, "broken connection", "", None
         except RuntimeError:  # the client was closed meanwhile
-            return None, "the writer was closed", "", None
+            return None, "the client was closed", "", None
         status = response.status_code
         if optional and status in (404, 405):
             return {}, "", "", None
