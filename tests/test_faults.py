@@ -17,7 +17,7 @@ import tiny
 
 from distill.errors import DataError, RunError
 from distill.faults import disk_fault, reading
-from distill.files import write_atomically
+from distill.files import digest, write_atomically
 
 Capture = pytest.CaptureFixture[str]
 STEPS = (
@@ -119,6 +119,16 @@ def test_malformed_jsonl(world: Path, tmp_path: Path, capsys: Capture, lines: st
     source = f"corpus.sources=[{{kind: jsonl, path: {path}, split: train}}]"
     said = message(capsys, train(world, tmp_path, source))
     assert all(words in said for words in ["texts.jsonl", *expected]), said
+
+
+def test_a_run_of_another_version_is_refused_with_a_reason(world: Path, copied: Path, capsys: Capture) -> None:
+    """A setting that only one version knows, null here, is a difference too, and is named."""
+    path = copied / "stages" / "train.json"
+    record = json.loads(path.read_text())
+    del record["inputs"]["train"]["acceptance"]["worth"]
+    path.write_text(json.dumps(record | {"key": digest(record["inputs"])}))
+    assert tiny.call("train", world / "recipe.yaml", "--runs", copied.parent, "--dry-run") == 2
+    assert "train.acceptance.worth is a setting of one version of distill alone" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "model.safetensors"])

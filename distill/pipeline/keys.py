@@ -90,15 +90,30 @@ def key_parts(stage: Stage, recipe: Recipe, run: Run, contents: Contents) -> Par
     return parts
 
 
-def difference(old: Parts, new: Parts, contents: Contents | None = None, prefix: str = "") -> list[str]:
-    """The changes between two sets of key parts, one line each."""
+def difference(old: Parts, new: Parts, contents: Contents | None = None) -> list[str]:
+    """The changes between two sets of key parts, one line each; none for equal ones alone."""
+    return _changes(old, new, contents) or [
+        f"{name} is a setting of one version of distill alone: another made this run" for name in _unshared(old, new)
+    ]
+
+
+def _unshared(old: Parts, new: Parts, prefix: str = "") -> list[str]:
+    """The names that one set of key parts has and the other has not."""
+    found = [f"{prefix}{name}" for name in [*old, *new] if (name in old) != (name in new)]
+    for name, before in old.items():
+        if isinstance(before, dict) and isinstance(new.get(name), dict):
+            found += _unshared(before, new[name], f"{prefix}{name}.")
+    return found
+
+
+def _changes(old: Parts, new: Parts, contents: Contents | None, prefix: str = "") -> list[str]:
     lines = []
     for name in [*old, *(name for name in new if name not in old)]:
         before, after = old.get(name), new.get(name)
         if before == after:
             continue
         if isinstance(before, dict) and isinstance(after, dict):
-            lines += difference(before, after, contents, f"{prefix}{name}.")
+            lines += _changes(before, after, contents, f"{prefix}{name}.")
         elif "content" in name or ":" in name or name == "target.model":
             files = "" if contents is None else contents.changed(before, after)
             lines.append(f"{prefix}{name} has other content" + (f": {files}" if files else ""))
