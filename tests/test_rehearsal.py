@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import mmap
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -156,12 +157,14 @@ def test_every_section_is_shortened(world: Path, tmp_path: Path) -> None:
 def test_loops_and_peaks_are_told_apart() -> None:
     with MemoryWatch() as memory, watched() as loops:
         before, _ = memory.take()
-        block = bytearray(200_000_000)
-        block[::4096] = b"x" * len(block[::4096])
+        # Pages of its own: malloc could hand out memory that earlier tests have freed and that is resident already.
+        block = mmap.mmap(-1, 200_000_000)
+        for offset in range(0, len(block), mmap.PAGESIZE):
+            block[offset] = 1
         deadline = time.monotonic() + 30
         while memory._peak < before + 150e6 and time.monotonic() < deadline:
             time.sleep(0.01)  # a sample is taken while the block is there
-        del block
+        block.close()
         high, device = memory.take()
         progress = Progress("steps", 2)
         progress.step()
