@@ -44,7 +44,7 @@ from distill.speculative.calibration import (
     log_loss,
     predicted,
 )
-from distill.speculative.cost import StepCosts, load_costs
+from distill.speculative.costs.curve import StepCosts, load_costs
 from distill.speculative.expected_value import ExpectedValue
 from distill.speculative.lengths import (
     AcceptedRatio,

@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from distill.benchmark.calibrate import curve_costs, load_calibrations
+from distill.benchmark.calibrate import load_calibrations, run_costs
 from distill.benchmark.identity import TORCH_NOISE, is_tie, rounding_noise
 from distill.files import digest, read_json, write_json
 from distill.models.base import Model
@@ -90,7 +90,7 @@ def main() -> None:
     run = Run(arguments.run.resolve(), recipe)
     prompts = pieces(run, recipe.answers.prompt_tokens, arguments.prompts)
     target, draft = models(run, arguments.backend)
-    costs = curve_costs(run, arguments.backend) if run.path("profile.json").exists() else NO_COSTS
+    costs = run_costs(run, arguments.backend) if run.path("profile.json").exists() else NO_COSTS
     measured = run.path("speedup", "calibration.json")
     fitted = load_calibrations(measured) if measured.exists() else {}
     path = arguments.kept or run.path(f"identity-{arguments.backend}.json")

@@ -330,7 +330,7 @@ def _ids(found: Sequence[Any]) -> None:
 def _special_readers(run: Run, name: str, path: Path) -> Readers:
     from distill.benchmark.calibrate import curve_costs, load_calibrations, load_ranks, load_texts
     from distill.models.kept import read_kept
-    from distill.speculative.cost import load_cost_curve, load_costs
+    from distill.speculative.costs.curve import load_cost_curve, load_costs
     from distill.target.teacher import stored_entries
 
     found: dict[str, Readers] = {
@@ -856,7 +856,7 @@ def bench_logs(world: World) -> Strategy:
 
 def read_bench_log(world: World, found: bytes) -> Readers:
     from distill.benchmark.batched_bench import import_curve, settings
-    from distill.speculative.cost import load_cost_curve, save_cost_curve
+    from distill.speculative.costs.curve import load_cost_curve, save_cost_curve
 
     path = world.put("bench.log", found)
 

@@ -26,14 +26,15 @@ from typing import Any
 import benchmark_lengths as simulation
 import numpy
 
-from distill.benchmark.calibrate import FITS, load_calibrations, record_rounds, validation_prompts, with_overhead
+from distill.benchmark.calibrate import FITS, load_calibrations, record_rounds, validation_prompts
 from distill.benchmark.compare import speed_ratio
 from distill.models.base import Model
 from distill.progress import Progress
 from distill.recipe import load_recipe
 from distill.run import Run
 from distill.speculative.calibration import Calibration
-from distill.speculative.cost import StepCosts, measure_steps
+from distill.speculative.costs.curve import StepCosts
+from distill.speculative.costs.paid import measure_paid
 from distill.speculative.decode import GREEDY, Decoded, Rules, decode, plain
 from distill.speculative.draft import ModelDrafter
 from distill.speculative.expected_value import ExpectedValue
@@ -109,12 +110,9 @@ def texts_of(run: Run, data: Path, count: int, tokens: int) -> list[Text]:
 
 
 def price(run: Run, target: Model, draft: Model, repeats: int) -> StepCosts:
-    """This machine's curve as it is now, with the overhead of decoded rounds on validation text."""
-    steps = measure_steps(target, range(1, simulation.AHEAD + 1), DEPTH, repeats, target.vocabulary_size)
-    own = measure_steps(draft, [1, 2], DEPTH, repeats, draft.vocabulary_size)
-    costs = StepCosts(tuple(found[0] for found in steps.values()), own[1][0], own[2][0])
+    """What rounds of this pair pay on this machine, on validation text."""
     texts = validation_prompts(run, run.recipe.answers.prompt_tokens, 3)
-    return with_overhead(target, draft, texts, 24, (), costs)
+    return measure_paid(target, draft, texts, range(1, simulation.AHEAD + 1), repeats).step_costs()
 
 
 def calibration_for(run: Run) -> Calibration:

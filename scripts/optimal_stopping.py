@@ -18,7 +18,7 @@ import numpy
 from numpy.typing import NDArray
 
 from distill.speculative.calibration import Calibration, Recorded
-from distill.speculative.cost import StepCosts
+from distill.speculative.costs.curve import StepCosts
 from distill.speculative.lengths import Rule
 from distill.speculative.proposal import Features
 

@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 import tiny
-from hypothesis import given
-from hypothesis import strategies as st
 from pydantic import ValidationError
 from table_model import TableModel
 from toys import random_prompts
@@ -22,7 +20,6 @@ from distill.benchmark.calibrate import (
     load_calibrations,
     record_rounds,
     save_calibration,
-    with_overhead,
 )
 from distill.benchmark.compare import judge_identity, measurements, time_texts
 from distill.benchmark.distribution_test import homogeneity
@@ -37,13 +34,14 @@ from distill.results.speedup_results import (
     Noise,
     PairMeasured,
     PlainReference,
+    RoundCosts,
     SpeedupPart,
     SpeedupReport,
 )
 from distill.sampler import Sampler
 from distill.speculative.calibration import Recorded
 from distill.speculative.configured import check_configurations, lossy_reason, make_drafter
-from distill.speculative.cost import StepCosts
+from distill.speculative.costs.curve import StepCosts
 from distill.speculative.decode import GREEDY, Decoded, Rules, decode, plain
 from distill.speculative.n_grams import NGramIndex
 from distill.speculative.proposal import Features
@@ -181,6 +179,7 @@ def test_sampled_configurations_stand_beside_sampled_plain_decoding(pair: tuple[
         ChosenLength(*names, 2, 1.0, 0.9, 1.1, 5.0),
         PlainReference(*names, "a library", 1.0, 1.0, 1.0),
         Noise(*names, 0.0),
+        RoundCosts(*names, 1.0, [1], [1.2], [0.1] * 3, [0.2] * 3, 0.5, 0.1),
     )
     report = SpeedupReport("distill speedup", {}, 4, 16, {}, [part])
     page = as_markdown(report)
@@ -266,25 +265,6 @@ def test_n_grams_by_hand() -> None:
     assert index.match([1, 2], 5) == 2  # the later place counts
     index.begin()
     assert index.match([1, 2], 3) == 0
-
-
-@given(st.floats(0.0, 3e-3), st.floats(1e-3, 3e-3))
-def test_overhead_is_what_rounds_take_beyond_their_steps(overhead: float, step: float) -> None:
-    """Recorded seconds of known parts: T(n + 1) + D₀ + n·D comes apart again."""
-    costs = StepCosts(tuple(0.01 + 0.001 * m for m in range(9)), 1e-3, 1.5e-3)
-
-    def record(target: Any, draft: Any, prompts: Any, tokens: int, rules: Rules, length: int) -> list[Recorder]:
-        seconds = costs.target[length] + overhead + length * step
-        rounds = [Recorded((FEATURES,) * n, 0) for n in (length, length, max(length - 1, 0), length)]
-        return [Recorder(length, rounds, [seconds, seconds, 99.0, 2 * seconds])]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("distill.benchmark.calibrate.record_rounds", record)
-        nobody: Any = None
-        found = with_overhead(nobody, nobody, [[1]], 8, (), costs)
-    assert found.draft == pytest.approx(step) and found.overhead == pytest.approx(overhead, abs=1e-9)
-    assert found.draft_two - found.draft == pytest.approx(costs.draft_two - costs.draft)
-    assert found.target == costs.target
 
 
 def test_the_stage_measures_configurations_and_refuses_lossy_ones(

@@ -15,7 +15,7 @@ from distill.benchmark.batched_bench import import_curve, look_ahead, probabilit
 from distill.benchmark.profile import profile_entry
 from distill.errors import DataError
 from distill.recipe import Profile
-from distill.speculative.cost import (
+from distill.speculative.costs.curve import (
     CostCurve,
     PairCost,
     StepCosts,
@@ -57,7 +57,7 @@ def test_a_disturbed_curve_is_doubted() -> None:
 def test_curves_measured_beside_other_work_are_doubted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every second step takes ten times as long; the step sizes, 3 of them, meet it in turn."""
     readings = itertools.accumulate(itertools.cycle([0.0, 0.1, 0.0, 0.01]))
-    monkeypatch.setattr("distill.speculative.cost.time", SimpleNamespace(perf_counter=lambda: next(readings)))
+    monkeypatch.setattr("distill.speculative.costs.curve.time", SimpleNamespace(perf_counter=lambda: next(readings)))
     curve = measure_curve(Scripted(counting, 100, 10), "m", "x", (8,), most=3, repeats=5)
     assert "other programs" in curve.note
     model, sizes = Scripted(counting, 100, 10), Profile(max_tokens=3, depth=8, repeats=5)

@@ -20,6 +20,7 @@ from distill.results.speedup_results import (
     Measurement,
     Noise,
     PlainReference,
+    RoundCosts,
     SpeedupPart,
     SpeedupReport,
 )
@@ -97,10 +98,18 @@ def measured(grown: bool, speedup: float) -> SpeedupPart:
         lossy=None,
     )
     reference = PlainReference(**where, library="x", plain_tokens_per_second=1.0, library_tokens_per_second=1, ratio=1)
-    return SpeedupPart([row], ChosenLength(**where, **figures, length=1), reference, Noise(**where, **NOISE))
+    return SpeedupPart(
+        [row],
+        ChosenLength(**where, **figures, length=1),
+        reference,
+        Noise(**where, **NOISE),
+        RoundCosts(**where, **COSTS),
+    )
 
 
 NOISE: Any = {"largest_logit_difference": 0.1}
+PAID: Any = {"token": 1.0, "lengths": [1], "verify": [1.2], "target_prompt": 0.5, "draft_prompt": 0.1}
+COSTS: Any = PAID | {"by_argmax": [0.1] * 3, "by_distribution": [0.2] * 3}
 
 
 def test_figures_find_their_place() -> None:

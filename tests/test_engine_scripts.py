@@ -14,7 +14,7 @@ import tiny
 
 from distill.files import read_json, write_json
 from distill.speculative.calibration import Power, Recorded
-from distill.speculative.cost import StepCosts
+from distill.speculative.costs.curve import StepCosts
 from distill.speculative.lengths import Fixed
 from distill.speculative.proposal import Features
 

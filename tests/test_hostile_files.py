@@ -35,7 +35,7 @@ from distill.results.evaluation_results import EvaluationReport
 from distill.results.serialise import read_result
 from distill.results.training_results import training_steps
 from distill.run import Run
-from distill.speculative.cost import load_cost_curve, load_costs
+from distill.speculative.costs.curve import load_cost_curve, load_costs
 from distill.surgery.change import read_changes
 from distill.surgery.vocabulary.transplant_plan import check_transplant
 from distill.target.store import read_manifest

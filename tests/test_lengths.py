@@ -12,7 +12,7 @@ from table_model import TableModel
 
 from distill.sampler import Sampler
 from distill.speculative.calibration import LEAST, Power
-from distill.speculative.cost import StepCosts
+from distill.speculative.costs.curve import StepCosts
 from distill.speculative.draft import ModelDrafter
 from distill.speculative.expected_value import ExpectedValue
 from distill.speculative.lengths import (

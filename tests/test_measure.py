@@ -27,7 +27,7 @@ from distill.intervals import Interval, ratio_interval
 from distill.packing import pack
 from distill.recipe import Profile
 from distill.sampler import Sampler
-from distill.speculative.cost import measure_steps, predicted_speedup
+from distill.speculative.costs.curve import measure_steps, predicted_speedup
 from distill.speculative.decode import Round
 
 torch.set_num_threads(1)

@@ -29,7 +29,7 @@ from distill.sampler import Sampler
 from distill.speculative import draft as draft_module
 from distill.speculative.calibration import CONTEXT_TERMS, Logistic, Power
 from distill.speculative.configured import make_rule
-from distill.speculative.cost import StepCosts
+from distill.speculative.costs.curve import StepCosts
 from distill.speculative.draft import ModelDrafter
 from distill.speculative.expected_value import ExpectedValue
 from distill.speculative.lengths import AcceptedRatio, BetaFilter, Entropy, LengthRule, PlusMinus

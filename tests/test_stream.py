@@ -36,7 +36,7 @@ from distill.sampler import Sampler
 from distill.speculative.batch import decode_batch
 from distill.speculative.calibration import Power
 from distill.speculative.configured import check_trees, make_drafter, require_trees
-from distill.speculative.cost import StepCosts
+from distill.speculative.costs.curve import StepCosts
 from distill.speculative.decode import Decoded, Rules, decode, plain
 from distill.speculative.trees.shape import Shape
 from distill.speculative.trees.tree_drafter import TreeDrafter

@@ -48,7 +48,7 @@ from distill.results.serialise import read_result
 from distill.results.speedup_results import PairMeasured, SpeedupReport
 from distill.sampler import Sampler
 from distill.speculative.configured import check_configurations, lossy_reason, make_drafter
-from distill.speculative.cost import StepCosts
+from distill.speculative.costs.curve import StepCosts
 from distill.speculative.decode import GREEDY, Decoded, Rules, decode
 from distill.speculative.proposal import ROOT, Proposal
 from distill.speculative.trees.shape import RankTally, Shape

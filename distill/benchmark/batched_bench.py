@@ -14,7 +14,7 @@ from typing import Any
 
 from distill.errors import DataError
 from distill.files import has_form, parse_object
-from distill.speculative.cost import CostCurve, StepCosts, predicted_speedup
+from distill.speculative.costs.curve import CostCurve, StepCosts, predicted_speedup
 
 NOTE = (
     "Imported from llama-batched-bench, which times m parallel sequences, each with a cache of its own. m tokens of "

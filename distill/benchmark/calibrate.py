@@ -1,13 +1,12 @@
-"""Measured on decoded validation text: calibrations, acceptance by rank, and the cost of a round beyond its steps.
+"""Measured on decoded validation text: calibrations and acceptance by rank.
 
 Legend: γ or n drafted tokens of a round, T target, D draft.
 """
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from distill.packing import Packed
 from distill.recipe import Recipe
 from distill.results.profile_results import ProfileReport
 from distill.results.serialise import from_json, read_result
+from distill.results.speedup_results import RoundCosts, SpeedupPart
 from distill.run import Run
 from distill.speculative.calibration import (
     CONTEXT_TERMS,
@@ -35,7 +35,8 @@ from distill.speculative.calibration import (
     log_loss,
     predicted,
 )
-from distill.speculative.cost import StepCosts
+from distill.speculative.costs.curve import StepCosts
+from distill.speculative.costs.paid import DraftSteps, PaidCosts
 from distill.speculative.decode import GREEDY, Decoded, Rules, decode, room_for
 from distill.speculative.draft import ModelDrafter, distribution_sampler
 from distill.speculative.lengths import Fixed
@@ -61,6 +62,7 @@ FITS: dict[str, Callable[[Sequence[Recorded]], Calibration]] = {
 class Recorder(Fixed):
     """Drafts a fixed length and keeps what was seen of every round, with its seconds, and the text's new tokens."""
 
+    reads_features = True
     rounds: list[Recorded] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
@@ -238,29 +240,19 @@ def curve_costs(run: Run, backend: str) -> StepCosts:
     return StepCosts(tuple(curves["target"]), draft[0], draft[1])
 
 
-def with_overhead(
-    target: Model,
-    draft: Model,
-    prompts: Sequence[Sequence[int]],
-    new_tokens: int,
-    ends: Collection[int],
-    costs: StepCosts,
-) -> StepCosts:
-    """The costs as decoded rounds show them: the draft's step with its distribution made and read, and the overhead of
-    a round.
+def run_costs(run: Run, backend: str) -> StepCosts:
+    """What rounds of a run's pair pay; before stage speedup has measured it, the curves of profile.json."""
+    path = run.path("speedup", f"shipped-{backend}.json")
+    return paid_costs(read_result(path, SpeedupPart).costs).step_costs() if path.exists() else curve_costs(run, backend)
 
-    From the median seconds of rounds of 1 and of n drafted tokens on validation prompts, less T(2) and T(n + 1); a step
-    is never taken to cost less than D(1), nor the overhead less than nothing.
-    """
-    longest = min(LENGTH, len(costs.target) - 1)
-    rest = {}
-    for length in {1, longest}:
-        own = record_rounds(target, draft, prompts, new_tokens, Rules(GREEDY, "greedy", ends), length)
-        seconds = [s for one in own for s, r in zip(one.seconds, one.rounds, strict=True) if len(r.features) == length]
-        if not seconds:  # texts too short for one whole round
-            return costs
-        rest[length] = statistics.median(seconds) - costs.target[length]
-    step = costs.draft if longest == 1 else (rest[longest] - rest[1]) / (longest - 1)
-    step = max(step, costs.draft)
-    two = step + max(costs.draft_two - costs.draft, 0.0)
-    return replace(costs, draft=step, draft_two=two, overhead=max(rest[1] - step, 0.0))
+
+def paid_costs(found: RoundCosts) -> PaidCosts:
+    """Costs as speedup.json keeps them."""
+    return PaidCosts(
+        found.token,
+        dict(zip(found.lengths, found.verify, strict=True)),
+        DraftSteps(*found.by_argmax),
+        DraftSteps(*found.by_distribution),
+        found.target_prompt,
+        found.draft_prompt,
+    )

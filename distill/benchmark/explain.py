@@ -3,27 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 from distill.results.speedup_results import ChosenLength, Measurement, PairMeasured, RoundCosts
-from distill.speculative.cost import StepCosts
+from distill.speculative.costs.curve import StepCosts
+from distill.speculative.costs.paid import PaidCosts
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Measured seconds: T(m) by m, D(1), and the costs of whole rounds where a configuration reads them."""
+    """Measured seconds: T(m) by m and D(1) of one model's steps alone, and what rounds of both pay."""
 
     target: Mapping[int, float]
     draft: float
-    of_rounds: StepCosts | None
+    paid: PaidCosts
 
-    def as_result(self, pair: PairMeasured) -> RoundCosts | None:
-        """For speedup.json; None where no configuration read costs of rounds."""
-        if self.of_rounds is None:
-            return None
-        costs = self.of_rounds
+    @property
+    def of_rounds(self) -> StepCosts:
+        """What length rules and trees reckon with."""
+        return self.paid.step_costs()
+
+    def as_result(self, pair: PairMeasured) -> RoundCosts:
+        """For speedup.json."""
+        paid = self.paid
         return RoundCosts(
-            pair.pair, pair.backend, pair.grown, list(costs.target), costs.draft, costs.draft_two, costs.overhead
+            pair.pair,
+            pair.backend,
+            pair.grown,
+            paid.token,
+            list(paid.verify),
+            list(paid.verify.values()),
+            list(astuple(paid.by_argmax)),
+            list(astuple(paid.by_distribution)),
+            paid.target_prompt,
+            paid.draft_prompt,
         )
 
 
@@ -40,6 +53,11 @@ def explain(costs: Costs, sweep: Sequence[Measurement], chosen: ChosenLength) ->
         f"would give {bound:.2f}x; with {best.tokens_per_round or 0:.2f} tokens a round it gave {best.speedup:.2f}x "
         "over the whole request, prompt included."
     ]
+    alone, paid = costs.target[length + 1] + length * costs.draft, costs.paid.round_seconds(length, 0.0)
+    sentences.append(
+        f"{where}: a round of {length} drafted tokens pays {paid * 1e3:.2f} ms; its steps, timed with one model "
+        f"alone, take {alone * 1e3:.2f} ms. The rest goes to two models taking turns, reading logits and rolling back."
+    )
     if bound < 1:
         sentences.append(f"{where}: at this cost ratio no draft, however good, makes {length} drafted tokens pay.")
     if chosen.length == 0:

@@ -14,7 +14,7 @@ from distill.recipe.measuring import fixed_length
 from distill.sampler import Sampler
 from distill.speculative.calibration import Calibration
 from distill.speculative.configured import NO_COSTS, Tree, configured_sampler, lossy_reason, make_drafter
-from distill.speculative.cost import StepCosts
+from distill.speculative.costs.curve import StepCosts
 from distill.speculative.decode import Decoded, Rules, decode, plain
 from distill.speculative.draft import Drafter
 

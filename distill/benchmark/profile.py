@@ -15,7 +15,7 @@ from distill.recipe import Profile, Recipe
 from distill.results.profile_results import MeasuredCurve, ProfileReport
 from distill.results.serialise import write_result
 from distill.run import Run
-from distill.speculative.cost import measure_curve
+from distill.speculative.costs.curve import measure_curve
 
 
 def profile_entry(model: Model, title: str, backend: str, dtype: str, settings: Profile) -> MeasuredCurve:

@@ -9,12 +9,10 @@ from pathlib import Path
 
 from distill.benchmark.calibrate import (
     calibrate_run,
-    curve_costs,
     load_calibrations,
     load_ranks,
     load_texts,
     validation_prompts,
-    with_overhead,
 )
 from distill.benchmark.compare import (
     TimedText,
@@ -51,12 +49,13 @@ from distill.results.speedup_results import (
 from distill.run import Run
 from distill.sampler import Sampler
 from distill.speculative.calibration import Calibration
-from distill.speculative.configured import NO_COSTS, check_configurations, require_trees
-from distill.speculative.cost import StepCosts, measure_steps, predicted_speedup
+from distill.speculative.configured import check_configurations, require_trees
+from distill.speculative.costs.curve import measure_steps
+from distill.speculative.costs.paid import measure_paid
 
 REFERENCE_PROMPTS = {False: 4, True: 2}  # by grown: a grown target takes a minute for each pair of runs
 TREE_ROUNDS = 2, 5  # prompts, and rounds after each that are timed with trees of every size
-OVERHEAD_PROMPTS, OVERHEAD_TOKENS = 2, 24  # of validation text, decoded to time a round beyond its steps
+PAID_PROMPTS = 4  # of validation text, on which rounds are timed
 
 
 def speedup(recipe: Recipe, run: Run) -> list[Path]:
@@ -103,9 +102,7 @@ def measure_part(recipe: Recipe, run: Run, part: Part) -> SpeedupPart:
     choices = _choose_trees(recipe, run, part, costs, fitted)
     sweep = prepare_sweep(recipe, part.lengths, draft, part.loaded.ends)
     trees = {choice.title: choice.tree for choice in choices}
-    others = prepare_others(
-        recipe, part.configurations, draft, part.loaded.ends, costs.of_rounds or NO_COSTS, fitted, trees
-    )
+    others = prepare_others(recipe, part.configurations, draft, part.loaded.ends, costs.of_rounds, fitted, trees)
     prepared = [*sweep, *others]
     texts = time_texts(
         target, draft, part.prompts, recipe.speedup.new_tokens, prepared, f"{part.pair.backend}, prompts"
@@ -138,30 +135,21 @@ def _plain_reference(recipe: Recipe, part: Part) -> PlainReference:
 
 
 def _measure_costs(recipe: Recipe, run: Run, part: Part) -> Costs:
-    """Time the steps of the sweep; for configurations that reckon with costs also those of whole rounds.
-
-    A grown target has no curve from stage profile, so its curve is measured here as far as they need it.
-    """
+    """Time single steps and, on validation text, whole rounds of the lengths that the configurations may draft."""
     target, draft, profile = part.loaded.target, part.loaded.draft, recipe.profile
-    priced = any(one.priced for one in part.configurations)
     most = max(part.lengths)
-    if priced and part.pair.grown:
+    lengths = [*part.lengths]
+    if any(one.priced for one in part.configurations):
         trees = [profile.max_tokens - 1] if any(one.chosen for one in part.configurations) else []
-        most = max([most, *(one.most for one in part.configurations), *trees])
+        most = max([most, *(one.most for one in part.configurations if one.priced), *trees])
+        lengths = [*range(1, most + 1)]
     depth = min(profile.depth, target.capacity - most - 1)
-    counts = range(1, most + 2) if priced and part.pair.grown else [1, *(n + 1 for n in part.lengths)]
+    counts = [1, *(n + 1 for n in part.lengths)]
     steps = measure_steps(target, counts, depth, profile.repeats, target.vocabulary_size)
     own = measure_steps(draft, [1, 2], depth, profile.repeats, draft.vocabulary_size)
-    seconds = {m: found[0] for m, found in steps.items()}
-    if not priced:
-        return Costs(seconds, own[1][0], None)
-    if part.pair.grown:
-        curve = StepCosts(tuple(seconds[m] for m in counts), own[1][0], own[2][0])
-    else:
-        curve = curve_costs(run, part.pair.backend)
-    texts = validation_prompts(run, recipe.answers.prompt_tokens, OVERHEAD_PROMPTS)
-    rounds = with_overhead(target, draft, texts, OVERHEAD_TOKENS, part.loaded.ends, curve)
-    return Costs(seconds, own[1][0], rounds)
+    texts = validation_prompts(run, recipe.answers.prompt_tokens, PAID_PROMPTS)
+    paid = measure_paid(target, draft, texts, lengths, profile.repeats)
+    return Costs({m: found[0] for m, found in steps.items()}, own[1][0], paid)
 
 
 def _choose_trees(
@@ -170,7 +158,6 @@ def _choose_trees(
     """Choose the tree of every configuration that leaves it open."""
     if not any(one.chosen for one in part.configurations):
         return []
-    assert costs.of_rounds is not None
     return choose_trees(
         recipe,
         part.configurations,
@@ -213,11 +200,13 @@ def _rows(
     """The measurements, with predictions for fixed lengths and for chosen trees."""
     accepted = _accepted_by_position(run)
     chosen = {choice.title: choice for choice in choices}
+    prompt = round(sum(map(len, part.prompts)) / len(part.prompts))
     rows = measurements(texts, prepared, identities, part.pair, recipe.eval.resamples, recipe.eval.confidence)
     found = []
     for row in rows:
         if row.length and row.length <= len(accepted):
-            row = replace(row, predicted=predicted_speedup(dict(costs.target), costs.draft, row.length, accepted))
+            predicted = costs.paid.predicted_speedup(row.length, accepted, prompt, recipe.speedup.new_tokens)
+            row = replace(row, predicted=predicted)
         if row.configuration in chosen:
             choice = chosen[row.configuration]
             row = replace(row, configuration=choice.title_with_tree, nodes=choice.nodes, predicted=choice.speedup)

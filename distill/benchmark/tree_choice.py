@@ -17,7 +17,7 @@ from distill.recipe import Configuration, Recipe
 from distill.results.speedup_results import ChosenTree, ComparedTree, PairMeasured
 from distill.speculative.calibration import Calibration
 from distill.speculative.configured import Tree, configured_sampler, lossy_reason, make_drafter
-from distill.speculative.cost import StepCosts
+from distill.speculative.costs.curve import StepCosts
 from distill.speculative.decode import Decoded, Rules, decode, room_for
 from distill.speculative.draft import Drafter
 from distill.speculative.proposal import ROOT, Proposal

@@ -187,12 +187,12 @@ def _with_measured(request: Request, run: Run) -> Request:
     """The request with the costs and calibrations that a run has measured."""
     from dataclasses import replace
 
-    from distill.benchmark.calibrate import curve_costs, load_calibrations
+    from distill.benchmark.calibrate import load_calibrations, run_costs
 
     measured = run.path("speedup", "calibration.json")
     return replace(
         request,
-        costs=curve_costs(run, "pytorch") if "pytorch" in run.recipe.speedup.backends else None,
+        costs=run_costs(run, "pytorch") if "pytorch" in run.recipe.speedup.backends else None,
         fitted=load_calibrations(measured) if measured.exists() else {},
     )
 

@@ -56,7 +56,7 @@ def profile(
         assert model is not None
         curve = _measured(model, numbers(depths, "--depths", int), most, repeats, threads)
     if out is not None:
-        from distill.speculative.cost import save_cost_curve
+        from distill.speculative.costs.curve import save_cost_curve
 
         announce(out)
         save_cost_curve(curve, out)
@@ -82,7 +82,7 @@ def profile(
 
 def _measured(model: str, depths: list[int], most: int, repeats: int, threads: int | None) -> Any:
     from distill.machine import thread_count
-    from distill.speculative.cost import measure_curve
+    from distill.speculative.costs.curve import measure_curve
 
     if model.endswith(".gguf"):
         from distill.models.gguf.model import GgufModel

@@ -22,7 +22,8 @@ from distill.recipe.configuration import OTHER_VOCABULARY
 from distill.sampler import Sampler
 from distill.speculative.calibration import Calibration
 from distill.speculative.configured import NO_COSTS, make_drafter, require_trees
-from distill.speculative.cost import StepCosts, measure_steps
+from distill.speculative.costs.curve import StepCosts
+from distill.speculative.costs.paid import measure_paid
 from distill.speculative.decode import Decoded, Rules, decode, plain, require_lossless
 from distill.speculative.draft import Drafter
 from distill.speculative.lengths import Fixed
@@ -30,6 +31,7 @@ from distill.speculative.stop_strings import BytesOf, Characters, stop_before
 from distill.speculative.verify import refusal
 from distill.vocabulary import Vocabulary
 
+COST_REPEATS = 3  # of every length, before the first token: a second on a small pair, a minute on one of 1 s a token
 GREEN, RESET = "\x1b[32m", "\x1b[0m"
 
 
@@ -124,7 +126,7 @@ def _continue(
         _show(bytes_of, result, [result.tokens], False)
     else:
         try:
-            drafter = _drafter(pair, request, rules, target, draft, device)
+            drafter = _drafter(pair, request, rules, target, draft, ids, device)
             reason = refusal(verifier, drafter.kind, request.sampler.temperature, drafter.tree)
             if not request.lossy:
                 require_lossless(drafter, rules)
@@ -156,9 +158,16 @@ def _constraint(pair: LoadedPair, kind: str, grammar: str) -> Constraint:
 
 
 def _drafter(
-    pair: LoadedPair, request: Request, rules: Rules, target: Target, draft: str | None, device: str
+    pair: LoadedPair,
+    request: Request,
+    rules: Rules,
+    target: Target,
+    draft: str | None,
+    ids: Sequence[int],
+    device: str,
 ) -> Drafter:
-    """The drafter of the request; the expected-value rule's costs are timed where they were not measured before.
+    """The drafter of the request; the expected-value rule's costs are timed where they were not measured before, on the
+    prompt `ids`.
 
     Under a grammar the draft obeys it too, and tokens that the grammar leaves no choice about are drafted for free.
     """
@@ -168,18 +177,11 @@ def _drafter(
         return _other_vocabulary_drafter(configuration, rules, target, draft, device, pair.target.vocabulary_size)
     costs = request.costs or NO_COSTS
     if configuration.rule == "expected-value" and request.costs is None:
-        costs = measured_costs(pair.target, pair.draft, configuration.most, 64)
+        lengths = range(1, configuration.most + 1)
+        costs = measure_paid(pair.target, pair.draft, [ids], lengths, COST_REPEATS).step_costs()
     asked: Model = pair.draft if grammar is None else Constrained(pair.draft, grammar)
     drafter = make_drafter(configuration, asked, rules.sampler, rules.random, costs, request.fitted)
     return drafter if grammar is None else Forced(drafter, grammar)
-
-
-def measured_costs(target: Model, draft: Model, length: int, depth: int) -> StepCosts:
-    """T(1..length + 1), D(1) and D(2), timed now."""
-    depth = max(1, min(depth, target.capacity - length - 1, draft.capacity - 2))
-    steps = measure_steps(target, range(1, length + 2), depth, 5, target.vocabulary_size)
-    own = measure_steps(draft, [1, 2], depth, 5, draft.vocabulary_size)
-    return StepCosts(tuple(found[0] for found in steps.values()), own[1][0], own[2][0])
 
 
 def _other_vocabulary_drafter(

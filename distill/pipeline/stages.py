@@ -248,7 +248,6 @@ STAGES = (
         ),
         (
             ("train", "draft/*"),
-            ("profile", "profile.json"),
             ("corpus", "corpus/text-validation.safetensors"),
             ("export", "gguf/*.gguf"),
             ("corpus", "corpus/prompts-test.jsonl"),
@@ -257,7 +256,7 @@ STAGES = (
         ),
         ("speedup", "speedup.json", "speedup.md"),
         ("target",),
-        version=3,
+        version=4,  # 4: costs as rounds pay them
     ),
     Stage(
         "report",

@@ -110,12 +110,17 @@ class PlainReference(PairMeasured):
 
 @dataclass(frozen=True)
 class RoundCosts(PairMeasured):
-    """Seconds that length rules and trees reckoned with: T(1..), D(1), D(2) and the overhead of a round."""
+    """Median seconds as rounds pay them: of a token of plain decoding; of rounds of the `lengths` drafted without their
+    draft steps (`verify`); of draft steps (first of a round with one token to read, with two, later ones), where the
+    largest logit decides and where distributions are read; of reading a token of the prompt."""
 
-    target: list[float]
-    draft: float
-    draft_two: float
-    overhead: float
+    token: float
+    lengths: list[int]
+    verify: list[float]
+    by_argmax: list[float]
+    by_distribution: list[float]
+    target_prompt: float
+    draft_prompt: float
 
 
 @dataclass(frozen=True)
@@ -176,7 +181,7 @@ class SpeedupPart:
     chosen: ChosenLength
     plain_reference: PlainReference
     noise: Noise
-    costs: RoundCosts | None = None
+    costs: RoundCosts
     trees: list[ChosenTree] = field(default_factory=list)
     explanations: list[str] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)

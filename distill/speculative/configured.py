@@ -17,7 +17,7 @@ from distill.recipe import Configuration, Recipe, SamplerSettings
 from distill.recipe.configuration import MORE, P_MIN, START
 from distill.sampler import Sampler
 from distill.speculative.calibration import Calibration, Logistic, Power
-from distill.speculative.cost import StepCosts
+from distill.speculative.costs.curve import StepCosts
 from distill.speculative.draft import Drafter, FirstThen, LookupDrafter, ModelDrafter
 from distill.speculative.expected_value import ExpectedValue
 from distill.speculative.lengths import (

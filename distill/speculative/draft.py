@@ -6,6 +6,7 @@ Legend: V vocabulary, n tokens of a chain.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Protocol
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from distill.models.base import Model
 from distill.sampler import Sampler
-from distill.speculative.lengths import Fixed, LengthRule
+from distill.speculative.lengths import LengthRule
 from distill.speculative.n_grams import LONGEST, NGramIndex
 from distill.speculative.proposal import Features, Proposal
 from distill.speculative.trees.tree import features_of
@@ -61,7 +62,7 @@ def distribution_sampler(sampler: Sampler) -> Sampler:
 
 def largest_logit_decides(argmax: bool, sampler: Sampler, rules: Iterable[LengthRule]) -> bool:
     """Whether the draft's largest logit alone decides: nothing reads its distribution, which takes longer to make."""
-    return argmax and sampler.repetition_penalty == 1 and all(type(rule) is Fixed for rule in rules)
+    return argmax and sampler.repetition_penalty == 1 and not any(rule.reads_features for rule in rules)
 
 
 class ChainDraft:
@@ -159,6 +160,7 @@ class ModelDrafter:
         self.model, self.rule, self.sampler, self.random = model, rule, sampler, random
         self.argmax = argmax or sampler.temperature == 0
         self.index = NGramIndex()
+        self._late = 0.0  # seconds of this round in which the draft read what was decoded without it
 
     @property
     def kind(self) -> str:
@@ -168,9 +170,15 @@ class ModelDrafter:
         return "cut" if self.rule.anticipates else "sampled"
 
     def begin(self, prompt: Sequence[int]) -> None:
-        """Read the prompt but for its last token, which goes in with the first step; nothing where it has no room."""
+        """Read the prompt but for its last token, which goes in with the first step; nothing where it has no room.
+
+        Where the rule would not draft now, the prompt is read when it does: never, if plain decoding stays faster.
+        """
         self.index.begin()
-        read_prompt(self.model, prompt)
+        if self.rule.limit() > 0 and self.rule.step_on(0):
+            read_prompt(self.model, prompt)
+        else:
+            self.model.rollback([0])
 
     def room(self, length: int) -> int:
         """The room left in the draft's context; the last drafted token is never read."""
@@ -184,6 +192,8 @@ class ModelDrafter:
             self.index.read(context)
         read = self.model.lengths[0]
         while chain.goes_on():
+            if not chain.tokens and len(context) - read > 2:
+                read = self._catch_up(context, read)
             fresh = chain.unread(context, read)
             logits = self.model.extend(fresh, want=[len(fresh) - 1])
             if by_argmax:
@@ -193,10 +203,20 @@ class ModelDrafter:
                 chain.add_from(sampler.distributions(logits, [history], empty=True)[0], self.index, context)
         return chain.proposal()
 
+    def _catch_up(self, context: Sequence[int], read: int) -> int:
+        """Read all but the last token of the context, of which `read` are read; how many are read now."""
+        started = time.perf_counter()
+        self.model.extend(context[read:-1], want=[len(context) - read - 2])
+        self._late = time.perf_counter() - started
+        return len(context) - 1
+
     def accepted(self, proposal: Proposal, count: int, length: int, seconds: float) -> None:
         """Forget the rejected tokens (the last drafted one was never read) and let the rule learn."""
         self.model.rollback([min(self.model.lengths[0], length - 1)])
-        self.rule.observe(len(proposal.tokens), count, proposal.features, seconds)
+        if self._late:
+            self.rule.caught_up(self._late)
+        self.rule.observe(len(proposal.tokens), count, proposal.features, seconds - self._late)
+        self._late = 0.0
 
 
 class LookupDrafter:

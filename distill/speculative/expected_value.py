@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from distill.speculative.calibration import Calibration, Power
-from distill.speculative.cost import StepCosts
+from distill.speculative.costs.curve import StepCosts
 from distill.speculative.lengths import Rule
 from distill.speculative.proposal import Features
 
@@ -118,6 +118,10 @@ class ExpectedValue(Rule):
         if not self.truncate:
             return len(features)
         return max(range(len(features) + 1), key=lambda n: self._value(n, self._expected[n]))
+
+    def caught_up(self, seconds: float) -> None:
+        """Reading what was decoded without the draft has to be made up for, too."""
+        self._loss += seconds / self.costs.target[0]
 
     def observe(self, drafted: int, accepted: int, features: Sequence[Features], seconds: float) -> None:
         """Learn λ, the usual acceptance and the calibration; switch to plain decoding, or back from it."""

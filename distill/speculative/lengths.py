@@ -29,6 +29,11 @@ class LengthRule(Protocol):
         """Whether it ever drops a token after its draw."""
         ...
 
+    @property
+    def reads_features(self) -> bool:
+        """Whether `go_on`, `submit` or `observe` read features; making the distribution they come from takes time."""
+        ...
+
     def limit(self) -> int:
         """The most tokens to draft this round; 0 decodes plainly."""
         ...
@@ -49,11 +54,16 @@ class LengthRule(Protocol):
         """The round's end: tokens submitted and accepted, the submitted positions' features, the round's seconds."""
         ...
 
+    def caught_up(self, seconds: float) -> None:
+        """The draft has read text that was decoded without it; `observe` is not told of these seconds."""
+        ...
+
 
 class Rule:
     """A rule that drafts up to a limit and learns nothing; the other rules override what differs."""
 
     anticipates: bool = False
+    reads_features: bool = True
 
     def step_on(self, position: int) -> bool:
         """Always true."""
@@ -70,12 +80,16 @@ class Rule:
     def observe(self, drafted: int, accepted: int, features: Sequence[Features], seconds: float) -> None:
         """Nothing to learn."""
 
+    def caught_up(self, seconds: float) -> None:
+        """Nothing to learn."""
+
 
 @dataclass
 class Fixed(Rule):
     """Always the same length; 0 is plain decoding."""
 
     length: int
+    reads_features = False
 
     def limit(self) -> int:
         """The length."""
@@ -86,6 +100,7 @@ class Fixed(Rule):
 class ProbabilityFloor(Fixed):
     """Draft while the draft's largest probability is at least p_min, read before the draw: lossless for every draft."""
 
+    reads_features = True
     p_min: float
 
     def go_on(self, position: int, features: Features) -> bool:
@@ -97,6 +112,7 @@ class ProbabilityFloor(Fixed):
 class LossyProbabilityFloor(Fixed):
     """Drop a drawn token whose own probability is below p_min, as llama.cpp does: lossy for sampled drafts."""
 
+    reads_features = True
     p_min: float
     anticipates = True
 
@@ -113,6 +129,7 @@ class LossyProbabilityFloor(Fixed):
 class StartContinue(Fixed):
     """Two floors on the top probability: `start` for the first position, `more` for the later ones."""
 
+    reads_features = True
     start: float
     more: float
 
@@ -125,6 +142,7 @@ class StartContinue(Fixed):
 class PlusMinus(Rule):
     """Two longer after a draft that was accepted whole, one shorter after any other (transformers' heuristic)."""
 
+    reads_features = False
     length: int = 5
     least: int = 1
     most: int = 16
@@ -147,6 +165,7 @@ class AcceptedRatio(Rule):
     `base + rise·length`, at most 0.95.
     """
 
+    reads_features = False
     length: int = 4
     base: float = 0.4
     rise: float = 0.03
@@ -178,6 +197,7 @@ class Entropy(Fixed):
     arXiv 2410.18351: the floor moves by `step` so that the share accepted approaches `wanted`, both smoothed.
     """
 
+    reads_features = True
     floor: float = 0.4
     scale: float = 0.2
     wanted: float = 0.9
@@ -209,6 +229,7 @@ class BetaFilter(Fixed):
     cell's older counts by `keep`. Position j is judged only if it was drafted and reached.
     """
 
+    reads_features = True
     floor: float = 0.3
     bins: int = 8
     weight: float = 4.0

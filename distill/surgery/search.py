@@ -33,7 +33,7 @@ from distill.results.cut_results import Priced, SearchReport
 from distill.results.serialise import as_json, read_result, write_result
 from distill.run import Run
 from distill.sampler import Sampler
-from distill.speculative.cost import measure_steps
+from distill.speculative.costs.curve import measure_steps
 from distill.surgery.divergence import TargetDistributions, scored_logits
 from distill.surgery.price import as_markdown, best_length, explain, pareto, price
 from distill.surgery.vocabulary.trim import Counts, keep, sizes_between
