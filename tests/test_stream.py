@@ -284,7 +284,7 @@ def test_trees_are_refused_before_anything_is_decoded(folders: Path, capsys: Cap
     ):
         nothing: Any = None
         loaded = LoadedPair("pytorch", "p", *models, [])
-        part = Part(PairMeasured("p", "pytorch", False), loaded, [[1, 2]], nothing, "", (2,), configurations)
+        part = Part(PairMeasured("p", "pytorch", False), loaded, *models, [[1, 2]], nothing, "", (2,), configurations)
         with pytest.raises(DataError, match="the target takes no trees"):
             measure_part(pair_recipe(sliding, draft), nothing, part)
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from distill.benchmark.libraries import llama_generation, transformers_generation
 from distill.export.writer import export_gguf
 from distill.faults import faults_explained
+from distill.models.base import Model
 from distill.models.gguf.model import MOST_LEAVES
 from distill.models.hugging_face import (
     describe_model,
@@ -33,10 +34,15 @@ Library = Callable[[Sequence[int], int], int]  # a library's generation: a promp
 
 @dataclass(frozen=True)
 class Part:
-    """One pair in one backend, and the settings its measurement reads."""
+    """One pair in one backend, and the settings its measurement reads.
+
+    `target` and `draft` are the loaded models, or these with steps given the cheapest way.
+    """
 
     pair: PairMeasured
     loaded: LoadedPair
+    target: Model
+    draft: Model
     prompts: list[list[int]]
     library: Library
     library_name: str
@@ -60,7 +66,7 @@ def open_part(recipe: Recipe, run: Run, backend: str, grown: bool) -> Iterator[P
             run.say(f"  {title}, {backend}")
             library, name = _library(recipe, loaded)
             pair = PairMeasured(title, backend, grown)
-            yield Part(pair, loaded, prompts, library, name, lengths, configurations)
+            yield Part(pair, loaded, loaded.target, loaded.draft, prompts, library, name, lengths, configurations)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 

@@ -50,11 +50,13 @@ from distill.run import Run
 from distill.sampler import Sampler
 from distill.speculative.calibration import Calibration
 from distill.speculative.configured import check_configurations, require_trees
+from distill.speculative.costs.cheapest import CheapestSteps
 from distill.speculative.costs.curve import measure_steps
 from distill.speculative.costs.paid import measure_paid
 
 REFERENCE_PROMPTS = {False: 4, True: 2}  # by grown: a grown target takes a minute for each pair of runs
 TREE_ROUNDS = 2, 5  # prompts, and rounds after each that are timed with trees of every size
+DRAFT_STEPS = range(1, 5)  # sizes that a draft's step of 1 or 2 tokens may be padded to
 PAID_PROMPTS = 4  # of validation text, on which rounds are timed
 
 
@@ -91,11 +93,11 @@ def speedup(recipe: Recipe, run: Run) -> list[Path]:
 
 def measure_part(recipe: Recipe, run: Run, part: Part) -> SpeedupPart:
     """All measurements of one pair: the plain reference, costs, trees, every configuration, and their explanations."""
-    target, draft = part.loaded.target, part.loaded.draft
     if any(one.drafter == "tree" for one in part.configurations):
-        require_trees(target, draft)
+        require_trees(part.target, part.draft)
     reference = _plain_reference(recipe, part)
-    costs = _measure_costs(recipe, run, part)
+    part, costs = _measure_costs(recipe, run, part)
+    target, draft = part.target, part.draft
     fitted: dict[str, Calibration] = {}
     if any(one.learns for one in part.configurations):
         fitted = load_calibrations(run.path("speedup", "calibration.json"))
@@ -129,27 +131,40 @@ def measure_part(recipe: Recipe, run: Run, part: Part) -> SpeedupPart:
 
 def _plain_reference(recipe: Recipe, part: Part) -> PlainReference:
     pair, prompts = part.pair, part.prompts[: REFERENCE_PROMPTS[part.pair.grown]]
-    found = compare_library(part.loaded.target, part.library, prompts, recipe.speedup.new_tokens, part.loaded.ends)
+    found = compare_library(part.target, part.library, prompts, recipe.speedup.new_tokens, part.loaded.ends)
     name = part.library_name
     return PlainReference(pair.pair, pair.backend, pair.grown, name, found.ours, found.library, found.ratio)
 
 
-def _measure_costs(recipe: Recipe, run: Run, part: Part) -> Costs:
-    """Time single steps and, on validation text, whole rounds of the lengths that the configurations may draft."""
-    target, draft, profile = part.loaded.target, part.loaded.draft, recipe.profile
+def _measure_costs(recipe: Recipe, run: Run, part: Part) -> tuple[Part, Costs]:
+    """Time single steps and then, with each given the cheapest way, whole rounds on validation text.
+
+    Rounds of the lengths that the configurations may draft are timed. The part is returned with those steps.
+    """
+    target, draft, profile = part.target, part.draft, recipe.profile
     most = max(part.lengths)
     lengths = [*part.lengths]
     if any(one.priced for one in part.configurations):
         trees = [profile.max_tokens - 1] if any(one.chosen for one in part.configurations) else []
         most = max([most, *(one.most for one in part.configurations if one.priced), *trees])
         lengths = [*range(1, most + 1)]
-    depth = min(profile.depth, target.capacity - most - 1)
-    counts = [1, *(n + 1 for n in part.lengths)]
-    steps = measure_steps(target, counts, depth, profile.repeats, target.vocabulary_size)
-    own = measure_steps(draft, [1, 2], depth, profile.repeats, draft.vocabulary_size)
+    depth = min(profile.depth, min(target.capacity, draft.capacity) - most - 1)
+    steps = measure_steps(target, range(1, most + 2), depth, profile.repeats, target.vocabulary_size)
+    own = measure_steps(draft, DRAFT_STEPS, depth, profile.repeats, draft.vocabulary_size)
+    # The fastest repeats choose: other programs can make a step slower, never faster.
+    cheapest = CheapestSteps(target, _fastest(steps)), CheapestSteps(draft, _fastest(own))
+    for role, model in zip(("target", "draft"), cheapest, strict=True):
+        if line := model.describe(role):
+            run.say(f"    {line}")
+    part = replace(part, target=cheapest[0], draft=cheapest[1])
     texts = validation_prompts(run, recipe.answers.prompt_tokens, PAID_PROMPTS)
-    paid = measure_paid(target, draft, texts, lengths, profile.repeats)
-    return Costs({m: found[0] for m, found in steps.items()}, own[1][0], paid)
+    paid = measure_paid(*cheapest, texts, lengths, profile.repeats)
+    seconds = {m: steps[cheapest[0].padded.get(m, m)][0] for m in steps}
+    return part, Costs(seconds, own[1][0], paid)
+
+
+def _fastest(steps: Mapping[int, tuple[float, float, float]]) -> dict[int, float]:
+    return {m: lowest for m, (_, lowest, _) in steps.items()}
 
 
 def _choose_trees(
@@ -161,8 +176,8 @@ def _choose_trees(
     return choose_trees(
         recipe,
         part.configurations,
-        part.loaded.target,
-        part.loaded.draft,
+        part.target,
+        part.draft,
         load_texts(run.path("speedup", "validation.json")),
         TREE_ROUNDS,
         part.loaded.ends,
@@ -179,7 +194,7 @@ def _rounding(recipe: Recipe, part: Part, texts: Sequence[TimedText]) -> tuple[f
         return TORCH_NOISE, 0
     longest = next(text.decoded.tokens for text in texts if text.title == PLAIN.title)
     noise = max(
-        rounding_noise(part.loaded.target, part.prompts[0], longest[start : start + length + 1])
+        rounding_noise(part.target, part.prompts[0], longest[start : start + length + 1])
         for length in part.lengths
         for start in (0, 16)
         if len(longest) > start + length

@@ -188,12 +188,13 @@ class ModelDrafter:
         """A chain, one step of the model for each token."""
         chain = ChainDraft(self.rule, self.random, self.argmax, limit, ends)
         by_argmax = largest_logit_decides(self.argmax, self.sampler, [self.rule])
-        if not by_argmax:
-            self.index.read(context)
         read = self.model.lengths[0]
         while chain.goes_on():
-            if not chain.tokens and len(context) - read > 2:
-                read = self._catch_up(context, read)
+            if not chain.tokens:
+                if not by_argmax:
+                    self.index.read(context)
+                if len(context) - read > 2:
+                    read = self._catch_up(context, read)
             fresh = chain.unread(context, read)
             logits = self.model.extend(fresh, want=[len(fresh) - 1])
             if by_argmax:

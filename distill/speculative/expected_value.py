@@ -25,11 +25,13 @@ class ExpectedValue(Rule):
     of the gain, and drafts too much where drafting costs. All drafted tokens are submitted; with `truncate`, which is
     lossless for deterministic drafts alone, only the n of greatest E − λ·T(n + 1) are (on validation traces that gained
     nothing on any curve, docs/benchmarks.md). λ is a moving average in which a token counts half after `memory` more;
-    it starts at 1/T(1).
+    it starts at 1/T(1); the mean acceptance, which the hope reads, starts at `usual`.
 
     The rule decodes plainly for `probe` tokens after `patience` rounds in which nothing was worth submitting, or when
-    the rounds together lost `allowance` tokens' time against plain decoding. Then it tries again. It gives up after
-    `tries` rounds or a quarter of the allowance, unless a round drafts something or the loss is made up for.
+    the rounds together lost `allowance` tokens' time against plain decoding, and more than chance explains: `doubt`
+    times the root of the sum of their squared losses. Then it tries again. It gives up after `tries` rounds or a quarter
+    of the allowance, unless a round drafts something or the loss is made up for. `usual`, `allowance` and `doubt` were
+    chosen on validation traces: with 24 tokens and no doubt, pairs that cannot gain lost up to a tenth.
     """
 
     costs: StepCosts
@@ -42,19 +44,23 @@ class ExpectedValue(Rule):
     patience: int = 8
     tries: int = 4
     probe: int = 32
-    allowance: float = 24.0
+    allowance: float = 3.0
+    doubt: float = 2.5
+    usual: float = 0.6
     rate: float = field(default=0.0, init=False)  # λ, tokens per second
     _expected: list[float] = field(default_factory=lambda: [1.0], init=False)  # E after n = 0.. drafted tokens
     _survival: float = field(default=1.0, init=False)
     _tokens: float = field(default=0.0, init=False)
     _seconds: float = field(default=0.0, init=False)
-    _usual: float = field(default=0.8, init=False)
+    _usual: float = field(init=False)
     _idle: int = field(default=0, init=False)
     _loss: float = field(default=0.0, init=False)
+    _squares: float = field(default=0.0, init=False)  # of the rounds' losses since there was none
     _whole: bool = field(default=False, init=False)  # the last round was accepted whole
     _plain: int = field(default=0, init=False)  # tokens of plain decoding left
 
     def __post_init__(self) -> None:
+        self._usual = self.usual
         self._tokens, self._seconds = 16.0, 16.0 * self.costs.target[0]
         self.rate = self._tokens / self._seconds
 
@@ -137,7 +143,10 @@ class ExpectedValue(Rule):
             self._usual += 0.02 * ((position < accepted) - self._usual)
         self.calibration.observe(accepted, features[:drafted])
         self._idle = 0 if drafted else self._idle + 1
-        self._loss = max(self._loss + seconds / self.costs.target[0] - tokens, 0.0)
-        if self._idle >= self.patience or self._loss >= self.allowance:
+        lost = seconds / self.costs.target[0] - tokens
+        self._loss, self._squares = max(self._loss + lost, 0.0), self._squares + lost * lost
+        if self._loss == 0:
+            self._squares = 0.0
+        if self._idle >= self.patience or self._loss >= max(self.allowance, self.doubt * self._squares**0.5):
             self._plain, self._idle = self.probe, max(self.patience - self.tries, 0)
-            self._loss = 0.75 * self.allowance
+            self._loss, self._squares = 0.75 * self.allowance, 0.0

@@ -1,0 +1,122 @@
+"""Steps given to a model the cheapest way its curve knows: at once, split in two, or padded and rolled back.
+
+Curves are jagged: kernels for 2 tokens can take longer than those for 4, or than two steps of 1.
+
+Legend: m tokens of a step, T(m) its seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from distill.models.base import Logits, Model
+
+WORTH = 0.9  # of T(m): what replaces one step must be cheaper than this, or noise in the curve would choose
+
+
+def cheapest_sizes(seconds: Mapping[int, float], whole: bool) -> dict[int, tuple[int, ...]]:
+    """For each m that has a cheaper way, the sizes of the steps that give it: one larger size, or two that add up to m.
+
+    With `whole` all m rows of logits are wanted, and steps are not split: the second would overwrite the first's.
+    """
+    found: dict[int, tuple[int, ...]] = {}
+    for m, at_once in seconds.items():
+        choices: dict[tuple[int, ...], float] = {(size,): cost for size, cost in seconds.items() if size > m}
+        if not whole:
+            rests = {first: seconds.get(m - first) for first in seconds if first < m}
+            choices |= {(first, m - first): seconds[first] + rest for first, rest in rests.items() if rest is not None}
+        best = min(choices, key=lambda sizes: (choices[sizes], sizes), default=(m,))
+        if best != (m,) and choices[best] < WORTH * at_once:
+            found[m] = best
+    return found
+
+
+class CheapestSteps:
+    """A model of one row whose chains of m tokens are committed the cheapest way that `seconds`, T(m) by m, shows.
+
+    Logits are those of the model, up to the rounding of steps of other sizes. Trees pass unchanged.
+    """
+
+    rows = 1
+
+    def __init__(self, model: Model, seconds: Mapping[int, float]) -> None:
+        if model.rows != 1:
+            raise ValueError(f"one row is stepped at a time, this model keeps {model.rows}")
+        self.model = model
+        self.padded = {m: sizes[0] for m, sizes in cheapest_sizes(seconds, whole=True).items()}
+        self.last_only = cheapest_sizes(seconds, whole=False)
+
+    @property
+    def vocabulary_size(self) -> int:
+        """V of the model."""
+        return self.model.vocabulary_size
+
+    @property
+    def capacity(self) -> int:
+        """That of the model."""
+        return self.model.capacity
+
+    @property
+    def max_leaves(self) -> int:
+        """Those of the model."""
+        return self.model.max_leaves
+
+    @property
+    def lengths(self) -> list[int]:
+        """Committed tokens of the one row."""
+        return self.model.lengths
+
+    def extend(
+        self,
+        tokens: Sequence[int],
+        counts: Sequence[int] | None = None,
+        parents: Sequence[int] | None = None,
+        want: Sequence[int] | None = None,
+    ) -> Logits:
+        """See `Model`."""
+        m = len(tokens)
+        if parents is not None or not m:
+            return self.model.extend(tokens, counts, parents, want)
+        if want is not None and list(want) == [m - 1]:
+            sizes = self.last_only.get(m, (m,))
+            if len(sizes) == 2:
+                self.model.extend(tokens[: sizes[0]], want=[sizes[0] - 1])
+                return self.model.extend(tokens[sizes[0] :], want=[sizes[1] - 1])
+            return self._padded(tokens, sizes[0], counts, want)
+        return self._padded(tokens, self.padded.get(m, m), counts, want)
+
+    def _padded(
+        self, tokens: Sequence[int], size: int, counts: Sequence[int] | None, want: Sequence[int] | None
+    ) -> Logits:
+        """A step of `size` tokens, the last one repeated, rolled back to the tokens themselves."""
+        m, before = len(tokens), self.model.lengths[0]
+        if size == m or before + size > self.capacity:
+            return self.model.extend(tokens, counts, None, want)
+        logits = self.model.extend([*tokens, *[tokens[-1]] * (size - m)], want=range(m) if want is None else want)
+        self.model.rollback([before + m])
+        return logits
+
+    def keep(self, paths: Sequence[Sequence[int]]) -> None:
+        """See `Model`."""
+        self.model.keep(paths)
+
+    def rollback(self, lengths: Sequence[int]) -> None:
+        """See `Model`."""
+        self.model.rollback(lengths)
+
+    def reset(self) -> None:
+        """See `Model`."""
+        self.model.reset()
+
+    def close(self) -> None:
+        """See `Model`."""
+        self.model.close()
+
+    def describe(self, name: str) -> str:
+        """What is done otherwise than at once, for a log; empty where nothing is."""
+        choices = [f"{m} padded to {size}" for m, size in self.padded.items()]
+        split = {m: sizes for m, sizes in self.last_only.items() if len(sizes) == 2}
+        choices += [
+            f"{m} as {first} + {second} where the last logits alone are read" for m, (first, second) in split.items()
+        ]
+        return f"{name}: steps of {', '.join(choices)}" if choices else ""
