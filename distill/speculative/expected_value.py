@@ -29,9 +29,9 @@ class ExpectedValue(Rule):
 
     The rule decodes plainly for `probe` tokens after `patience` rounds in which nothing was worth submitting, or when
     the rounds together lost `allowance` tokens' time against plain decoding, and more than chance explains: `doubt`
-    times the root of the sum of their squared losses. Then it tries again. It gives up after `tries` rounds or a quarter
-    of the allowance, unless a round drafts something or the loss is made up for. `usual`, `allowance` and `doubt` were
-    chosen on validation traces: with 24 tokens and no doubt, pairs that cannot gain lost up to a tenth.
+    times the root of the sum of their squared losses. Then it tries again. It gives up after `tries` rounds or a
+    quarter of the allowance, unless a round drafts something or the loss is made up for. `usual`, `allowance` and
+    `doubt` were chosen on validation traces: with 24 tokens and no doubt, pairs that cannot gain lost up to a tenth.
     """
 
     costs: StepCosts
