@@ -8,11 +8,12 @@ Legend: n tokens drafted in a round, T target, D draft.
 
 from __future__ import annotations
 
+import itertools
 import random
 import statistics
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 from distill.errors import DataError
 from distill.models.base import Model
@@ -87,13 +88,18 @@ class PaidCosts:
 
 @dataclass
 class Timer(Rule):
-    """Drafts the lengths of `order` in turn, with or without reading distributions, and notes when each step begins."""
+    """Drafts the lengths of `order` in turn, with or without reading distributions, and notes when each step begins.
+
+    A round is its length (−1 where the text's limit cut it short), whether distributions were read, the seconds of its
+    steps but the last, which ends unseen, and how many tokens the draft had read before (−1 where no step was seen, as
+    where a device drafts the whole chain).
+    """
 
     draft: Model
     order: Sequence[tuple[int, bool]]
     rounds: list[tuple[int, bool, list[float], int]] = field(default_factory=list, init=False)
     _marks: list[float] = field(default_factory=list, init=False)
-    _read: list[int] = field(default_factory=list, init=False)  # tokens that the draft had read at each mark
+    _read: int = field(default=-1, init=False)
     _turn: int = field(default=0, init=False)
 
     @property
@@ -101,31 +107,23 @@ class Timer(Rule):
         """Whether the round at hand makes the draft's distributions."""
         return self.order[self._turn % len(self.order)][1]
 
-    @property
-    def wanted(self) -> int:
+    def limit(self) -> int:
         """The length of the round at hand."""
+        self._marks, self._read = [], -1
         return self.order[self._turn % len(self.order)][0]
 
-    def limit(self) -> int:
-        """One more than is drafted, so that the end of the last step is noted, too."""
-        self._marks, self._read = [], []
-        return self.wanted + 1
-
     def step_on(self, position: int) -> bool:
-        """Note the time; stop at the round's length."""
+        """Note the time."""
+        if position == 0:
+            self._read = self.draft.lengths[0]
         self._marks.append(time.perf_counter())
-        self._read.append(self.draft.lengths[0])
-        return position < self.wanted
+        return True
 
     def observe(self, drafted: int, accepted: int, features: Sequence[Features], seconds: float) -> None:
-        """Keep the round: its length, the seconds of its steps, and how many tokens the first one read.
-
-        The length is −1 where the text's limit cut the round short.
-        """
-        taken = [after - before for before, after in zip(self._marks, self._marks[1:], strict=False)]
-        first = self._read[1] - self._read[0] if taken else 0
-        complete = drafted == self.wanted == len(taken)
-        self.rounds.append((drafted if complete else -1, self.reads_features, taken, first))
+        """Keep the round."""
+        taken = [after - before for before, after in itertools.pairwise(self._marks)]
+        wanted, mode = self.order[self._turn % len(self.order)]
+        self.rounds.append((drafted if drafted == wanted else -1, mode, taken, self._read))
         self._turn += 1
 
 
@@ -133,12 +131,12 @@ def measure_paid(
     target: Model, draft: Model, prompts: Sequence[Sequence[int]], lengths: Sequence[int], repeats: int
 ) -> PaidCosts:
     """Decode the prompts greedily, plainly and with rounds of all lengths in mixed order, until each length was timed
-    `repeats` times; 1 and 2 are timed in any case.
+    `repeats` times; 1, 2 and 3 are timed in any case.
 
     Texts go on behind end tokens and are begun again when the prompts are used up. A prompt that leaves too little room
     is shortened. Raises DataError for contexts that have no room for a round.
     """
-    wanted = sorted({1, 2, *lengths} - {0})
+    wanted = sorted({1, 2, 3, *lengths} - {0})
     capacity, tokens = min(target.capacity, draft.capacity), max(TOKENS, 2 * wanted[-1] + 2)
     if capacity < wanted[-1] + 4:
         raise DataError(
@@ -150,13 +148,13 @@ def measure_paid(
     rules = Rules(GREEDY, "greedy")
     timer = Timer(draft, order)
     drafter = ModelDrafter(draft, timer, GREEDY, rules.random)
-    verify: dict[int, list[float]] = {n: [] for n in wanted}
+    rounds: dict[int, list[tuple[float, bool, str]]] = {n: [] for n in wanted}  # seconds beside the steps seen
     steps: dict[tuple[bool, str], list[float]] = {}
     alone: list[float] = []
     reading: list[float] = []
     both: list[float] = []
     passes = 0
-    while not alone or any(len(found) < repeats for found in verify.values()):
+    while not alone or any(len(found) < repeats for found in rounds.values()):
         prompt = prompts[passes % len(prompts)][: max(1, capacity - tokens)]
         limit = room_for(target, draft, len(prompt), tokens)
         if not passes:  # lazily made buffers and kernels are not to be timed
@@ -170,20 +168,28 @@ def measure_paid(
         result = _round_after_round(target, drafter, prompt, limit, rules)
         reading.append(single.prefill_seconds / len(prompt))
         both.append(result.prefill_seconds / len(prompt))
-        for (drafted, mode, taken, first), done in zip(timer.rounds, result.rounds, strict=True):
-            if drafted > 0:
-                verify[drafted].append(done.seconds - sum(taken))
-                steps.setdefault((mode, {1: "first", 2: "first_two"}.get(first, "other")), []).append(taken[0])
+        for (drafted, mode, taken, read), done in zip(timer.rounds, result.rounds, strict=True):
+            if drafted < 1:
+                continue
+            kind = {1: "first", 2: "first_two"}.get(done.depth + 1 - read, "other") if read >= 0 else "nothing"
+            rounds[drafted].append((done.seconds - sum(taken), mode, kind if drafted == 1 else "later"))
+            if taken:
+                steps.setdefault((mode, kind), []).append(taken[0])
                 steps.setdefault((mode, "later"), []).extend(taken[1:])
-    median = statistics.median
-    own = median(reading)
+    own = statistics.median(reading)
+    drafts = {mode: _steps(steps, mode) for mode in (False, True)}
+    verify = {}
+    for n, found in rounds.items():
+        # Of a round's steps all but the last were seen; that one takes as long as the median of its kind.
+        unseen = [(seconds, {"nothing": 0.0, **asdict(drafts[mode])}.get(kind)) for seconds, mode, kind in found]
+        verify[n] = statistics.median([seconds - last for seconds, last in unseen if last is not None])
     return PaidCosts(
-        token=median(alone),
-        verify={n: median(found) for n, found in verify.items()},
-        by_argmax=_steps(steps, False),
-        by_distribution=_steps(steps, True),
+        token=statistics.median(alone),
+        verify=verify,
+        by_argmax=drafts[False],
+        by_distribution=drafts[True],
         target_prompt=own,
-        draft_prompt=max(median(both) - own, 0.0),
+        draft_prompt=max(statistics.median(both) - own, 0.0),
     )
 
 
@@ -197,7 +203,16 @@ def _round_after_round(
 
 
 def _steps(taken: Mapping[tuple[bool, str], Sequence[float]], mode: bool) -> DraftSteps:
-    """The medians of one way to draft; a first step of a kind that never came counts as the other kind."""
-    found = {name: taken.get((mode, name), ()) for name in ("first", "first_two", "later")}
-    one, two = found["first"] or found["first_two"], found["first_two"] or found["first"]
-    return DraftSteps(statistics.median(one), statistics.median(two), statistics.median(found["later"] or one))
+    """The medians of one way to draft; all 0 where no step was seen, because steps are then part of the round.
+
+    A second token costs in both ways what it costs in the way that was seen with both kinds of first step.
+    """
+    medians = {key: statistics.median(found) for key, found in taken.items() if found}
+    extra = [
+        medians[one, "first_two"] - medians[one, "first"]
+        for one in (mode, not mode)
+        if {(one, "first"), (one, "first_two")} <= set(medians)
+    ]
+    later = medians.get((mode, "later"), 0.0)
+    first = medians.get((mode, "first"), later)
+    return DraftSteps(first, first + max(extra[0], 0.0) if extra else medians.get((mode, "first_two"), first), later)
