@@ -84,6 +84,7 @@ def speedup(recipe: Recipe, run: Run) -> list[Path]:
         sampler=Sampler.of(recipe.sampler).describe(),
         parts=parts,
         calibration=calibration,
+        gguf=recipe.gguf.described() if "gguf" in settings.backends else "",
     )
     write_result(run.path("speedup.json"), report)
     write_text(run.path("speedup.md"), as_markdown(report))

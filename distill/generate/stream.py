@@ -17,7 +17,7 @@ from distill.models.hugging_face import load_model, local_folder, pick_device
 from distill.models.loaded import LoadedPair, context_of, encode_prompt, is_gguf, load_pair
 from distill.models.torch_model import TorchModel
 from distill.progress import note
-from distill.recipe import Configuration, Target
+from distill.recipe import Configuration, Gguf, Target
 from distill.recipe.configuration import OTHER_VOCABULARY
 from distill.sampler import Sampler
 from distill.speculative.calibration import Calibration
@@ -60,11 +60,13 @@ def stream(
     request: Request,
     device: str = "auto",
     threads: int | None = None,
+    gguf: Gguf | None = None,
 ) -> None:
     """Continue `text` by at most `limit` tokens, printing them as rounds end, and a summary on stderr.
 
     Both models are folders or hub names, decoded in PyTorch, or GGUF files, decoded in llama.cpp; `draft` may be None
-    where the configuration asks no draft. Accepted tokens are green on a terminal; elsewhere the text alone is printed.
+    where the configuration asks no draft; `gguf` are llama.cpp's options.
+    Accepted tokens are green on a terminal; elsewhere the text alone is printed.
     Beyond the end of the draft's context, decoding goes on without it. Raises DataError for a prompt that is empty or
     fills the target's context, for trees in a model that takes none, and for a configuration that would change the
     target's distribution.
@@ -78,7 +80,8 @@ def stream(
     room = _room(ids, limit, context_of(target.model))
     asked = draft if configuration.asks_the_draft else None
     nodes = configuration.drawn_nodes or configuration.nodes or 0
-    with load_pair(target, asked, device=device, tokens=len(ids) + room, nodes=nodes, threads=threads) as pair:
+    wanted, options = len(ids) + room, gguf or Gguf()
+    with load_pair(target, asked, device=device, tokens=wanted, nodes=nodes, threads=threads, gguf=options) as pair:
         if asked is not None and pair.draft.capacity < len(ids) + room:
             rest = "only the lookup drafts" if configuration.drafter == "lookup+draft" else "the target decodes plainly"
             print(f"the draft {asked} has a context of {pair.draft.capacity}: beyond it {rest}", file=sys.stderr)
