@@ -123,3 +123,14 @@ def require_used(gguf: Gguf | None, target: str, draft: str | None) -> None:
             f"options of llama.cpp were given for the draft ({gguf.draft.described()}), and no draft is loaded",
             "leave them out, or give a draft that is asked",
         )
+
+
+def merged(recipe: Gguf, given: Gguf) -> Gguf:
+    """A recipe's options with those of the command line in their place; RecipeError where they do not go together."""
+    from distill.recipe import Gguf, parse_section
+
+    roles = {
+        role: getattr(recipe, role).given() | getattr(given, role).model_dump(mode="json", exclude_unset=True)
+        for role in ("target", "draft")
+    }
+    return parse_section(Gguf, roles, "the options of llama.cpp")

@@ -13,9 +13,7 @@ from distill.grammar.constraint import Constraint, constraint, llama_constraint
 from distill.grammar.tokens import Tokens
 from distill.models.base import Model
 from distill.models.gguf.model import GgufModel
-from distill.models.hugging_face import load_model, local_folder, pick_device
 from distill.models.loaded import LoadedPair, context_of, encode_prompt, is_gguf, load_pair
-from distill.models.torch_model import TorchModel
 from distill.progress import note
 from distill.recipe import Configuration, Gguf, Target
 from distill.recipe.configuration import OTHER_VOCABULARY
@@ -25,10 +23,9 @@ from distill.speculative.configured import NO_COSTS, make_drafter, require_trees
 from distill.speculative.cost import StepCosts, measure_steps
 from distill.speculative.decode import Decoded, Rules, decode, plain, require_lossless
 from distill.speculative.draft import Drafter
-from distill.speculative.lengths import Fixed
+from distill.speculative.other_vocabulary.opening import other_vocabulary_drafter, read_with
 from distill.speculative.stop_strings import BytesOf, Characters, stop_before
 from distill.speculative.verify import refusal
-from distill.vocabulary import Vocabulary
 
 GREEN, RESET = "\x1b[32m", "\x1b[0m"
 
@@ -168,7 +165,8 @@ def _drafter(
     configuration, grammar = request.configuration, rules.constraint
     if configuration.drafter in OTHER_VOCABULARY:
         assert draft is not None
-        return _other_vocabulary_drafter(configuration, rules, target, draft, device, pair.target.vocabulary_size)
+        reader = read_with(target, draft, device, pair.target.vocabulary_size)
+        return other_vocabulary_drafter(configuration, reader, rules.sampler, rules.random)
     costs = request.costs or NO_COSTS
     if configuration.rule == "expected-value" and request.costs is None:
         costs = measured_costs(pair.target, pair.draft, configuration.most, 64)
@@ -183,22 +181,6 @@ def measured_costs(target: Model, draft: Model, length: int, depth: int) -> Step
     steps = measure_steps(target, range(1, length + 2), depth, 5, target.vocabulary_size)
     own = measure_steps(draft, [1, 2], depth, 5, draft.vocabulary_size)
     return StepCosts(tuple(found[0] for found in steps.values()), own[1][0], own[2][0])
-
-
-def _other_vocabulary_drafter(
-    configuration: Configuration, rules: Rules, target: Target, draft: str, device: str, rows: int
-) -> Drafter:
-    """A draft of another vocabulary, as it is: by the tokens both share, or by its text."""
-    from distill.speculative.other_vocabulary.drafters import IntersectionDrafter, Reader, StringMatchDrafter
-
-    if configuration.length_rule != "fixed":
-        raise ValueError(f"drafter {configuration.drafter} drafts fixed lengths only")
-    both, own = (Vocabulary.read(local_folder(reference)) for reference in (target.model, draft))
-    model = TorchModel(load_model(draft, target.dtype, pick_device(device)), own.size)
-    kind = IntersectionDrafter if configuration.drafter == "intersection" else StringMatchDrafter
-    argmax = rules.verifier == "match"
-    reader = Reader(model, both, own, rows)
-    return kind(reader, Fixed(configuration.most), rules.sampler, rules.random, argmax=argmax)
 
 
 def _summary(result: Decoded) -> str:

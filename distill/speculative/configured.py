@@ -6,7 +6,7 @@ Legend: γ or n drafted tokens of a round.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from distill.errors import DataError, RecipeError
@@ -166,13 +166,13 @@ def _configurations(recipe: Recipe) -> list[Configuration]:
     return list(dict.fromkeys([*recipe.speedup.configurations, *grown]))
 
 
-def check_configurations(recipe: Recipe) -> list[str]:
+def check_configurations(recipe: Recipe, configurations: Sequence[Configuration] | None = None) -> list[str]:
     """A line for each configuration that is lossy and allowed to be; RecipeError where it is not allowed or impossible.
 
-    Loads nothing, so that a recipe is refused before hours are spent on it.
+    Loads nothing, so that a recipe is refused before hours are spent on it. Without `configurations`: the recipe's.
     """
     lines = []
-    for configuration in _configurations(recipe):
+    for configuration in _configurations(recipe) if configurations is None else configurations:
         title, nodes = configuration.title, configuration.nodes
         if configuration.ranked and nodes is not None and nodes >= recipe.profile.max_tokens:
             raise RecipeError(
