@@ -125,7 +125,7 @@ def speedup(
     if target is not None or draft is not None or prompts:
         if output not in ("md", "json", "jsonl", "csv"):
             raise RecipeError(f"output format `{output}` is unknown", "use -o md, json, jsonl or csv")
-        from distill.commands.speedup_pair import measure
+        from distill.commands.standalone.speedup_pair import measure
 
         options = {name: context.params[name] for name in given["pair"]} | {"allow_lossy": allow_lossy}
         measure(options, threads, gguf, output)

@@ -63,7 +63,11 @@ def read_asked(target: str, corpus: Corpus, chat: Chat, count: int, others: int,
     `tokens` tokens. `room` is the most tokens of a prompt. Loads no weights. Raises DataError for fewer than 2 prompts,
     or too few others.
     """
-    documents, dropped = read_documents(corpus, needed=("test",))
+    try:
+        documents, dropped = read_documents(corpus, needed=("test",))
+    except DataError as error:
+        what = error.what.replace("corpus source ", "")
+        raise DataError(what, "records need a field `text`, `prompt` or `messages`; correct --prompts") from error
     with ExitStack() as stack:
         tokenizer: Any = load_tokenizer(target) if not is_gguf(target) else GgufTokenizer(target, stack)
         to_ids: Callable[[str], list[int]] = functools.partial(encode, tokenizer)

@@ -53,8 +53,8 @@ def measure_batches(
     `models` are those of transformers. Each group is decoded plainly and by each configuration in turn.
     """
     able = [one for one in prepared if one.make is not None and batched(one) is None]
-    found = []
-    for size in sizes:
+    found: list[BatchFigures] = []
+    for size in sizes if able else ():
         groups = [prompts[start : start + size] for start in range(0, len(prompts) - size + 1, size)]
         target, draft = (BatchedTorchModel(model, size, vocabulary) for model in models)
         runs, bases = _runs(able, target, draft, costs, fitted)

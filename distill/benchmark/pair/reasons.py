@@ -81,7 +81,8 @@ def _against(
 
     `single` are the seconds of a plain step, `wanted` a round's in such steps, `draft` is D ÷ T(1).
     """
-    most = found.verified  # tokens of a round in which everything is accepted, of a chain
+    # Tokens of a round in which everything is accepted: of a tree, a node of each level.
+    most = min(found.verified, found.draft_steps + 1) if found.draft_steps else found.verified
     if found.tokens >= wanted and best.speedup >= 1:
         return "It is faster, but not by more than these prompts vary: measure more of them (--count)."
     if draft >= 1 and found.draft_steps:

@@ -34,6 +34,10 @@ def measure(options: Mapping[str, Any], threads: int | None, gguf: Gguf | None, 
         require_path(options["to"], "--to")
         if not options["to"].resolve().parent.is_dir():
             raise DataError(f"there is no folder {options['to'].resolve().parent}", "make it, or correct --to")
+    if target.endswith(".gguf") and options["dtype"] != "float32":
+        raise RecipeError(
+            f"--dtype {options['dtype']} is for folders; a GGUF file has types of its own", "leave it out"
+        )
     recipe = _recipe(options, target, threads, gguf)
     batches = _batches(options, target)
     prepare(threads)
@@ -45,7 +49,7 @@ def measure(options: Mapping[str, Any], threads: int | None, gguf: Gguf | None, 
     from distill.speculative.configured import check_configurations
     from distill.speculative.other_vocabulary.opening import read_with
 
-    for line in check_configurations(recipe, [one for one in (*sweep, *others) if not one.foreign]):
+    for line in check_configurations(recipe, [one for one in (*sweep, *others) if not one.foreign], "the options"):
         print(line, file=sys.stderr)
     wanted = Wanted(
         sweep,
