@@ -91,7 +91,7 @@ def read_asked(target: str, corpus: Corpus, chat: Chat, count: int, others: int,
             f"the files give {len(found)} prompts{left}",
             f"give at least {2 + min(others, 2)}; plain texts are cut into prompts of {size} tokens (--prompt-tokens)",
         )
-    spare = min(others, len(found) // 2)
+    spare = min(others, max(len(found) - count, len(found) // 2))
     return Asked(found[: min(count, len(found) - spare)], found[len(found) - spare :], dict(dropped))
 
 
