@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from distill.models.base import Logits
 
 HIGHEST = float(torch.finfo(torch.float32).max)
+NUCLEUS = 128  # likeliest tokens among which top-p is looked for first
 
 
 @dataclass(frozen=True)
@@ -92,10 +93,7 @@ class Sampler:
             kth = logits.topk(self.top_k, dim=-1).values[..., -1:]
             logits = logits.masked_fill(logits < kth, -math.inf)
         if self.top_p < 1:
-            values, order = logits.softmax(-1).sort(dim=-1, descending=True, stable=True)
-            # A token stays while the mass before it is still below top_p; the first one always stays.
-            dropped = values.cumsum(-1) - values >= self.top_p
-            logits = logits.masked_fill(torch.zeros_like(dropped).scatter(-1, order, dropped), -math.inf)
+            logits = logits.masked_fill(_outside(logits.softmax(-1), self.top_p), -math.inf)
         if self.min_p > 0:
             floor = logits.max(-1, keepdim=True).values + math.log(self.min_p)
             logits = logits.masked_fill(logits < floor, -math.inf)
@@ -135,3 +133,35 @@ class Sampler:
         """The settings, for tables and manifests; the penalty only where it is not 1."""
         found = {"temperature": self.temperature, "top_k": self.top_k, "top_p": self.top_p, "min_p": self.min_p}
         return found | ({"repetition_penalty": self.repetition_penalty} if self.repetition_penalty != 1 else {})
+
+
+def _outside(probabilities: Tensor, top_p: float) -> Tensor:
+    """Which tokens [N, V] top-p drops: one stays while the mass before it is below `top_p`, likelier ones first and
+    smaller ids first on ties; the first one always stays.
+
+    A row's likeliest K tell, where they reach that mass: sorting a whole vocabulary takes longer than a step of a small
+    model. A row of NaN drops nothing.
+    """
+    size = probabilities.shape[-1]
+    rows = probabilities.detach().reshape(-1, size)
+    least, last = _smallest(rows, top_p, NUCLEUS)
+    dropped, tied = rows < least, rows == least
+    if bool((tied.sum(-1, keepdim=True) > last).any()):
+        dropped |= tied & (tied.cumsum(-1) > last)
+    return dropped.reshape(probabilities.shape)
+
+
+def _smallest(rows: Tensor, top_p: float, most: int) -> tuple[Tensor, Tensor]:
+    """Of each row [N, V] the smallest probability that stays, and how many tokens of just that stay: [N, 1] each.
+
+    Looked for among the `most` likeliest, and where these are too few among more, in the end among all.
+    """
+    whole = 16 * most > rows.shape[-1]
+    values = rows.sort(dim=-1, descending=True).values if whole else rows.topk(most, dim=-1).values
+    stays = values.cumsum(-1) - values < top_p
+    least = values.gather(-1, stays.sum(-1, keepdim=True).sub_(1).clamp_(min=0))
+    last = ((values == least) & stays).sum(-1, keepdim=True)
+    # Behind the K-th the mass before a token is no smaller: none stays there where the K-th does not.
+    if not whole and bool((more := stays[:, -1]).any()):
+        least[more], last[more] = _smallest(rows[more], top_p, 16 * most)
+    return least, last

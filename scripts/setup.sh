@@ -3,14 +3,16 @@
 #
 #   PYTHON=python3.12 bash scripts/setup.sh      another interpreter (it must be 3.11 or newer)
 #   TORCH_INDEX=URL bash scripts/setup.sh        torch from another package index, such as its CPU builds
+#   CMAKE_ARGS="-DGGML_CUDA=on" bash scripts/setup.sh     llama.cpp for NVIDIA's GPUs (needs nvcc); -DGGML_METAL=on: Apple's
 #
-# llama-cpp-python is compiled. Without compilers it is left out, and everything but GGUF works; the next call installs
+# llama-cpp-python is compiled, with other CMAKE_ARGS than before again. Without compilers it is left out, and everything but GGUF works; the next call installs
 # it once the compilers are there.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 python="${PYTHON:-python3}"
 stamp=.venv/.distill-installed
+built=.venv/.distill-llama-built # the CMAKE_ARGS that llama.cpp was compiled with, where some were given
 
 fail() {
     echo "setup: $1" >&2
@@ -31,7 +33,9 @@ extras=dev
 
 installed=none
 [[ -x .venv/bin/python && -f "$stamp" ]] && installed="$(cat "$stamp")"
-if [[ "$installed" == "$versions $extras" || "$installed" == "$versions dev,llama" ]]; then
+again=
+[[ "$extras" != dev && -n "${CMAKE_ARGS:-}" && "$(cat "$built" 2>/dev/null)" != "${CMAKE_ARGS:-}" ]] && again=yes
+if [[ -z "$again" && ("$installed" == "$versions $extras" || "$installed" == "$versions dev,llama") ]]; then
     exit 0
 fi
 
@@ -51,15 +55,23 @@ fi
 rm -f "$stamp"
 pip=(.venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt)
 
+export CMAKE_BUILD_PARALLEL_LEVEL="${CMAKE_BUILD_PARALLEL_LEVEL:-$(nproc 2>/dev/null || echo 2)}"
 echo "setup: installing torch (hundreds of MB; a CUDA build is several GB)"
 "${pip[@]}" ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} "$(grep '^torch==' constraints.txt)"
 
-if [[ "$extras" == dev ]]; then
+if [[ -n "$again" ]]; then
+    # pip keeps wheels whatever CMAKE_ARGS they were compiled with.
+    echo "setup: compiling llama-cpp-python with CMAKE_ARGS=$CMAKE_ARGS"
+    "${pip[@]}" --force-reinstall --no-cache-dir --no-deps "$(grep '^llama-cpp-python==' constraints.txt)"
+    echo "$CMAKE_ARGS" >"$built"
+fi
+
+if [[ "$extras" == dev || -n "$again" ]]; then
     echo "setup: installing the rest"
 else
     echo "setup: installing the rest; llama-cpp-python is compiled, which takes about 7 minutes on 2 cores"
 fi
-CMAKE_BUILD_PARALLEL_LEVEL="${CMAKE_BUILD_PARALLEL_LEVEL:-$(nproc 2>/dev/null || echo 2)}" "${pip[@]}" -e ".[$extras]"
+"${pip[@]}" -e ".[$extras]"
 
 echo "$versions $extras" >"$stamp"
 echo "setup: done"

@@ -30,6 +30,7 @@ HEIGHT = {room: -depth for depth, rooms in enumerate(LAYERS) for room in rooms}
 
 # Stage folders that truly need another, as (user, used). Each is an arrow in docs/architecture.md.
 ALLOWED = {
+    ("benchmark", "corpus"),
     ("benchmark", "export"),
     ("benchmark", "surgery"),
     ("evaluation", "corpus"),

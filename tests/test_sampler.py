@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -18,7 +19,7 @@ from transformers import (
 )
 
 from distill.recipe import SamplerSettings
-from distill.sampler import Sampler
+from distill.sampler import NUCLEUS, Sampler, _outside
 
 torch.set_num_threads(1)
 
@@ -170,3 +171,34 @@ def test_penalty_needs_histories() -> None:
             Sampler(repetition_penalty=1.1).probabilities(values, histories)
         assert torch.equal(Sampler().probabilities(values, histories), Sampler().probabilities(values))
     assert Sampler(repetition_penalty=1.1).describe()["repetition_penalty"] == 1.1
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    size=st.sampled_from([5, 127, 128, 129, 700, 5000]),
+    spread=st.sampled_from([0.0, 0.3, 2.0, 8.0]),
+    levels=st.sampled_from([1, 3, 40, 10**6]),
+    top_p=st.floats(0.001, 0.999),
+)
+def test_top_p_of_the_likeliest_is_that_of_all(seed: int, size: int, spread: float, levels: int, top_p: float) -> None:
+    """Against sorting the whole vocabulary, bit for bit, with many ties (few `levels`) and flat rows too."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = (spread * torch.randn(4, size, generator=generator) * levels).round() / levels
+    logits[3, : size // 2] = -math.inf
+    probabilities = logits.softmax(-1)
+    values, order = probabilities.sort(dim=-1, descending=True, stable=True)
+    dropped = values.cumsum(-1) - values >= top_p
+    expected = torch.zeros_like(dropped).scatter(-1, order, dropped)
+    assert torch.equal(_outside(probabilities, top_p), expected)
+    assert torch.equal(Sampler(top_p=top_p).probabilities(logits), logits.masked_fill(expected, -math.inf).softmax(-1))
+
+
+def test_top_p_sorts_no_vocabulary_that_it_need_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = 4 * torch.randn(9, 150_000, generator=torch.Generator().manual_seed(0))
+    asked: list[int] = []
+    topk = torch.Tensor.topk
+    monkeypatch.setattr(torch.Tensor, "topk", lambda self, k, **more: (asked.append(k), topk(self, k, **more))[1])
+    monkeypatch.setattr(torch.Tensor, "sort", None)  # no row of these needs it
+    Sampler(top_p=0.9).probabilities(logits)
+    assert asked[0] == NUCLEUS and max(asked) <= 16 * NUCLEUS

@@ -83,6 +83,18 @@ def test_with_compilers_everything_is_installed(clone: Clone) -> None:
     assert "--index-url https://torch.example torch==" in asked[0] and asked[1].endswith("-e .[dev,llama]")
 
 
+def test_other_cmake_arguments_compile_llama_again(clone: Clone) -> None:
+    cuda = {"CMAKE_ARGS": "-DGGML_CUDA=on"}
+    clone.setup(**cuda)
+    for name in COMPILERS:  # without them nothing was compiled
+        clone.add(name)
+    clone.setup()
+    text, asked = clone.setup(**cuda)
+    assert "CMAKE_ARGS=-DGGML_CUDA=on" in text and "--no-cache-dir --no-deps llama-cpp-python==" in asked[1]
+    assert clone.setup(**cuda) == ("", []) and clone.setup() == ("", [])  # the GPU build stays
+    assert "llama-cpp-python==" in clone.setup(CMAKE_ARGS="-DGGML_METAL=on")[1][1]
+
+
 def test_other_versions_are_installed_again(clone: Clone) -> None:
     clone.setup()
     with (clone.folder / "constraints.txt").open("a") as handle:

@@ -25,7 +25,7 @@ from distill.models.hugging_face import load_model
 from distill.packing import Packed, pack
 from distill.pipeline.keys import Contents, difference, key_parts
 from distill.pipeline.stages import find_stage
-from distill.recipe import Recipe
+from distill.recipe import GgufOptions, Recipe
 from distill.run import Run
 from distill.target import endpoint
 from distill.target.logprobs.entries import scored_documents
@@ -132,7 +132,7 @@ def test_pieces_of_a_long_document_give_the_same(target: Path, tmp_path: Path, m
     found = []
     for size in (512, 5):
         monkeypatch.setattr("distill.target.logprobs.gguf_reader.ROWS", size)
-        reader = GgufReader(str(target / "q8_0.gguf"), str(target), 80, SIZE, 1)
+        reader = GgufReader(str(target / "q8_0.gguf"), str(target), 80, SIZE, GgufOptions(threads=1))
         found.append(reader(blocks, 12, (1.0, 2.0)))
         reader.close()
     for name in ("ids", "log_probabilities", "log_tails"):

@@ -173,9 +173,17 @@ def speed_ratio(
 
 
 def choose_length(
-    texts: Sequence[TimedText], lengths: Sequence[int], pair: Pair, resamples: int, confidence: float
+    texts: Sequence[TimedText],
+    lengths: Sequence[int],
+    pair: Pair,
+    resamples: int,
+    confidence: float,
+    title: Callable[[int], str] = lambda length: fixed_length(length).title,
 ) -> ChosenLength:
-    """The better of plain and speculative: γ chosen on the even prompts, its figures on the odd ones."""
+    """The better of plain and speculative: γ chosen on the even prompts, its figures on the odd ones.
+
+    `title` names the configuration that drafts γ tokens.
+    """
     # Renumbered, so that no prompt is counted that has no text.
     even, odd = (
         [TimedText(t.prompt // 2, t.title, t.seconds, t.decoded) for t in texts if t.prompt % 2 == side]
@@ -183,11 +191,11 @@ def choose_length(
     )
 
     def speed(length: int) -> float:
-        tokens, seconds = totals(even, fixed_length(length).title)
+        tokens, seconds = totals(even, title(length))
         return float(tokens.sum() / seconds.sum())
 
     chosen = max((0, *lengths), key=speed)
-    tokens, seconds = totals(odd, fixed_length(chosen).title)
+    tokens, seconds = totals(odd, title(chosen))
     speedup, low, high = speed_ratio(tokens, seconds, *totals(odd, PLAIN.title), resamples, confidence)
     rate = float(tokens.sum() / seconds.sum())
     return ChosenLength(pair.pair, pair.backend, pair.grown, chosen, speedup, low, high, rate)

@@ -8,6 +8,10 @@ from typing import Any
 
 import torch
 
+from distill.machine import thread_count
+from distill.recipe import GgufOptions
+from distill.recipe.gguf import NO_DEVICE
+
 
 def transformers_generation(model: Any, ends: list[int]) -> Callable[[Sequence[int], int], int]:
     """The library's own greedy generation; returns how many tokens it made."""
@@ -29,16 +33,35 @@ def transformers_generation(model: Any, ends: list[int]) -> Callable[[Sequence[i
 
 
 def llama_generation(
-    path: Path, context: int, threads: int | None, ends: list[int]
+    path: Path, context: int, options: GgufOptions, ends: list[int]
 ) -> Callable[[Sequence[int], int], int]:
-    """llama-cpp-python's own greedy generation over the same file; returns how many tokens it made."""
+    """llama-cpp-python's own greedy generation over the same file; returns how many tokens it made.
+
+    Under the same options, but for `device`, which that library does not take: it uses all GPUs, or none.
+    """
     import llama_cpp
 
-    from distill.machine import thread_count
+    from distill.models.gguf.build import cache_type
 
-    count = thread_count(threads)
+    threads = thread_count(options.threads)
     model = llama_cpp.Llama(
-        str(path), n_ctx=context, n_threads=count, n_threads_batch=count, verbose=False, flash_attn=False
+        str(path),
+        n_ctx=context,
+        n_threads=threads,
+        n_threads_batch=options.threads_batch or threads,
+        n_gpu_layers=0
+        if options.device == (NO_DEVICE,)
+        else -1
+        if options.n_gpu_layers is None
+        else options.n_gpu_layers,
+        tensor_split=list(options.tensor_split) or None,
+        n_ubatch=options.ubatch_size or 512,
+        type_k=cache_type(options.cache_type_k),
+        type_v=cache_type(options.cache_type_v),
+        use_mmap=options.mmap is not False,
+        use_mlock=options.mlock,
+        flash_attn=options.flash_attn != "off",
+        verbose=False,
     )
 
     def generate(prompt: Sequence[int], limit: int) -> int:

@@ -23,7 +23,7 @@ from distill.models.hugging_face import (
     pick_device,
 )
 from distill.models.loaded import LoadedPair, load_pair, pair_of_models
-from distill.recipe import Configuration, Recipe, Target
+from distill.recipe import Configuration, Gguf, Recipe, Target
 from distill.results.speedup_results import PairMeasured
 from distill.run import Run
 from distill.surgery.grow import grow
@@ -95,7 +95,8 @@ def _load(recipe: Recipe, run: Run, backend: str, grown: bool, scratch: Path) ->
         return load_pair(recipe.target, draft, device=recipe.device), parameters
     files = Target(model=str(target_file)), str(run.path("gguf", f"draft-{settings.outtype}.gguf"))
     nodes = min(_largest_tree(recipe, grown), MOST_LEAVES)
-    pair = load_pair(*files, tokens=recipe.corpus.block, nodes=nodes, threads=recipe.threads)
+    options = Gguf(target=recipe.gguf_options("target"), draft=recipe.gguf_options("draft"))
+    pair = load_pair(*files, tokens=recipe.corpus.block, nodes=nodes, gguf=options)
     # Both backends end their texts with the same tokens: llama.cpp knows some more by their names.
     ends = end_ids(load_config(recipe.target.model), load_tokenizer(recipe.target.model))
     return replace(pair, ends=ends), parameters
@@ -113,6 +114,6 @@ def _library(recipe: Recipe, loaded: LoadedPair) -> tuple[Library, str]:
     """The backend's own greedy generation over the target, and its name."""
     if loaded.hugging_face is not None:
         return transformers_generation(loaded.hugging_face[0], loaded.ends), "transformers generate"
-    context = loaded.target.capacity
-    generation = llama_generation(Path(loaded.reference), context, recipe.threads, loaded.ends)
+    context, options = loaded.target.capacity, recipe.gguf_options("target")
+    generation = llama_generation(Path(loaded.reference), context, options, loaded.ends)
     return generation, "llama-cpp-python generate"

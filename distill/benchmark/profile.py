@@ -18,7 +18,9 @@ from distill.run import Run
 from distill.speculative.costs.curve import measure_curve
 
 
-def profile_entry(model: Model, title: str, backend: str, dtype: str, settings: Profile) -> MeasuredCurve:
+def profile_entry(
+    model: Model, title: str, backend: str, dtype: str, settings: Profile, options: str = ""
+) -> MeasuredCurve:
     """The measured curve of one model as profile.json keeps it; its lists run over m = 1..max_tokens.
 
     It is measured at the recipe's depth, or at the deepest that the model's context leaves room for.
@@ -36,6 +38,7 @@ def profile_entry(model: Model, title: str, backend: str, dtype: str, settings: 
         low=list(curve.fastest[0]),
         high=list(curve.slowest[0]),
         doubt=curve.note,
+        options=options,
     )
 
 
@@ -45,9 +48,9 @@ def profile(recipe: Recipe, run: Run) -> list[Path]:
     curves: list[MeasuredCurve] = []
     folders = {"target": local_folder(recipe.target.model), "draft": run.path("cut")}
     for title, folder in folders.items():
+        own = title == "target"
         if "pytorch" in recipe.speedup.backends:
             device = pick_device(recipe.device)
-            own = title == "target"
             model = TorchModel(
                 load_target(recipe.target, device) if own else load_model(str(folder), recipe.target.dtype, device)
             )
@@ -56,8 +59,10 @@ def profile(recipe: Recipe, run: Run) -> list[Path]:
             with tempfile.TemporaryDirectory() as temporary:
                 path = Path(temporary) / "model.gguf"
                 export_gguf(folder, path, recipe.speedup.outtype)
-                with GgufModel(path, context=settings.depth + settings.max_tokens, threads=recipe.threads) as quantised:
-                    curves.append(profile_entry(quantised, title, "gguf", recipe.speedup.outtype, settings))
+                room, options = settings.depth + settings.max_tokens, recipe.gguf_options("target" if own else "draft")
+                with GgufModel(path, context=room, options=options) as quantised:
+                    named = (recipe.gguf.target if own else recipe.gguf.draft).described()
+                    curves.append(profile_entry(quantised, title, "gguf", recipe.speedup.outtype, settings, named))
     for curve in curves:
         first = curve.seconds[0]
         run.say(

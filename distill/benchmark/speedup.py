@@ -85,6 +85,7 @@ def speedup(recipe: Recipe, run: Run) -> list[Path]:
         sampler=Sampler.of(recipe.sampler).describe(),
         parts=parts,
         calibration=calibration,
+        gguf=recipe.gguf.described() if "gguf" in settings.backends else "",
     )
     write_result(run.path("speedup.json"), report)
     write_text(run.path("speedup.md"), as_markdown(report))
@@ -109,7 +110,7 @@ def measure_part(recipe: Recipe, run: Run, part: Part) -> SpeedupPart:
     texts = time_texts(
         target, draft, part.prompts, recipe.speedup.new_tokens, prepared, f"{part.pair.backend}, prompts"
     )
-    noise, together = _rounding(recipe, part, texts)
+    noise, together = rounding(recipe, part, texts)
     identities = judge_identity(target, part.prompts, texts, prepared, noise, together)
     rows = _rows(recipe, run, part, texts, prepared, identities, costs, choices)
     chosen = choose_length(texts, part.lengths, part.pair, recipe.eval.resamples, recipe.eval.confidence)
@@ -187,7 +188,7 @@ def _choose_trees(
     )
 
 
-def _rounding(recipe: Recipe, part: Part, texts: Sequence[TimedText]) -> tuple[float, int]:
+def rounding(recipe: Recipe, part: Part, texts: Sequence[TimedText]) -> tuple[float, int]:
     """Below which logit difference two tokens count as tied, and how many tokens at once a tie is read with."""
     fine = part.pair.backend == "pytorch" and recipe.target.dtype == "float32" and recipe.target.quantise is None
     if fine:

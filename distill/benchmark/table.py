@@ -69,7 +69,7 @@ def _number(value: float | None, form: str) -> str:
 
 def _footer(report: SpeedupReport) -> list[str]:
     """Where probabilities were calibrated, why configurations are lossy, and the command."""
-    lines = []
+    lines = [f"llama.cpp's options, where they are not the defaults: {report.gguf}.", ""] if report.gguf else []
     calibration = report.calibration
     if calibration:
         none = "".join(f" No fit of {name}: {why}." for name, why in calibration["unfitted"].items())

@@ -63,6 +63,10 @@ def _check_standalone(target: str, draft: str, context: int | None, offline: boo
             return
         pair = compare_pair(*names, context)
         print("\n".join(pair.lines()))
+        if any(name.endswith(".gguf") for name in names):
+            from distill.models.gguf.build import describe_build
+
+            print(describe_build())
         for name in dict.fromkeys(names):
             if not name.endswith(".gguf"):
                 print(check_weights(name))

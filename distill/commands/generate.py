@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from distill.commands.gguf_options import require_used, takes_gguf_options
 from distill.commands.shared import (
     DEFAULT_RUNS,
     RunsOption,
@@ -23,12 +24,13 @@ from distill.files import read_utf8, require_path
 
 if TYPE_CHECKING:
     from distill.generate.stream import Request
-    from distill.recipe import Configuration
+    from distill.recipe import Configuration, Gguf
     from distill.run import Run
 
 LENGTH = 4  # tokens drafted a round where no option says
 
 
+@takes_gguf_options("target", "draft")
 def generate(
     prompt: Annotated[str, typer.Argument(help="Text to continue; - reads it from standard input.")],
     run: Annotated[str | None, typer.Option("--run", help="Run name or folder; the newest run if left out.")] = None,
@@ -90,6 +92,7 @@ def generate(
     ] = None,
     threads: ThreadsOption = None,
     runs: RunsOption = DEFAULT_RUNS,
+    gguf: Gguf | None = None,
 ) -> None:
     """Continue a prompt, streamed, with the draft's accepted tokens marked (green on a terminal)."""
     text = _standard_input() if prompt == "-" else prompt
@@ -109,6 +112,7 @@ def generate(
         found.verify("train", "draft/*")
         place, device, threads = recipe.target, recipe.device, threads or recipe.threads
         model = str(found.path("draft").resolve())
+    require_used(gguf, place.model, model if configuration.asks_the_draft else None)
     prepare(threads)
     from distill.generate.stream import Request, stream
     from distill.sampler import Sampler
@@ -117,7 +121,7 @@ def generate(
     request = Request(configuration, sampler, seed, tuple(stop or ()), lossy=allow_lossy, grammar=wanted)
     if found is not None and configuration.rule == "expected-value":
         request = _with_measured(request, found)
-    stream(place, model, text, tokens, request, device, threads)
+    stream(place, model, text, tokens, request, device, threads, gguf)
 
 
 def _standard_input() -> str:

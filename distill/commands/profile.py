@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from distill.commands.gguf_options import require_used, takes_gguf_options
 from distill.commands.shared import FormatOption, ThreadsOption, finite, local_reference, numbers, print_table
 from distill.errors import DataError, RecipeError
 from distill.progress import announce
 
+if TYPE_CHECKING:
+    from distill.recipe import Gguf
 
+
+@takes_gguf_options("target")
 def profile(
     model: Annotated[
         str | None, typer.Argument(metavar="MODEL", help="Hugging Face folder, hub name or GGUF file.")
@@ -41,6 +46,7 @@ def profile(
         ),
     ] = 0.05,
     output: FormatOption = "md",
+    gguf: Gguf | None = None,
 ) -> None:
     """Measure the cost curve of one model on this machine.
 
@@ -49,12 +55,14 @@ def profile(
     if (model is None) == (batched_bench is None):
         raise RecipeError("expected a model or --batched-bench LOG", "give one of the two")
     if batched_bench is not None:
+        if gguf is not None:
+            raise RecipeError("options of llama.cpp do nothing with --batched-bench", "leave them out")
         from distill.benchmark.batched_bench import import_curve
 
         curve = import_curve(batched_bench)
     else:
         assert model is not None
-        curve = _measured(model, numbers(depths, "--depths", int), most, repeats, threads)
+        curve = _measured(model, numbers(depths, "--depths", int), most, repeats, threads, gguf)
     if out is not None:
         from distill.speculative.costs.curve import save_cost_curve
 
@@ -80,17 +88,20 @@ def profile(
     print_table(rows, "\n".join(lines), rows, output)
 
 
-def _measured(model: str, depths: list[int], most: int, repeats: int, threads: int | None) -> Any:
+def _measured(model: str, depths: list[int], most: int, repeats: int, threads: int | None, gguf: Gguf | None) -> Any:
     from distill.machine import thread_count
     from distill.speculative.costs.curve import measure_curve
 
     if model.endswith(".gguf"):
         from distill.models.gguf.model import GgufModel
+        from distill.recipe import GgufOptions
 
         if not Path(model).is_file():
             raise DataError(f"there is no file {model}", "give a GGUF file or a Hugging Face folder")
-        with GgufModel(model, context=max(depths) + most, threads=threads) as quantised:
+        options = GgufOptions() if gguf is None else gguf.target
+        with GgufModel(model, context=max(depths) + most, threads=threads, options=options) as quantised:
             return measure_curve(quantised, model, "gguf", depths, most, repeats)
+    require_used(gguf, model, None)
     import torch
 
     from distill.models.hugging_face import load_model, pick_device

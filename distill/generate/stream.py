@@ -13,11 +13,9 @@ from distill.grammar.constraint import Constraint, constraint, llama_constraint
 from distill.grammar.tokens import Tokens
 from distill.models.base import Model
 from distill.models.gguf.model import GgufModel
-from distill.models.hugging_face import load_model, local_folder, pick_device
 from distill.models.loaded import LoadedPair, context_of, encode_prompt, is_gguf, load_pair
-from distill.models.torch_model import TorchModel
 from distill.progress import note
-from distill.recipe import Configuration, Target
+from distill.recipe import Configuration, Gguf, Target
 from distill.recipe.configuration import OTHER_VOCABULARY
 from distill.sampler import Sampler
 from distill.speculative.calibration import Calibration
@@ -26,10 +24,9 @@ from distill.speculative.costs.curve import StepCosts
 from distill.speculative.costs.paid import measure_paid
 from distill.speculative.decode import Decoded, Rules, decode, plain, require_lossless
 from distill.speculative.draft import Drafter
-from distill.speculative.lengths import Fixed
+from distill.speculative.other_vocabulary.opening import other_vocabulary_drafter, read_with
 from distill.speculative.stop_strings import BytesOf, Characters, stop_before
 from distill.speculative.verify import refusal
-from distill.vocabulary import Vocabulary
 
 COST_REPEATS = 3  # of every length, before the first token: a second on a small pair, a minute on one of 1 s a token
 GREEN, RESET = "\x1b[32m", "\x1b[0m"
@@ -62,11 +59,13 @@ def stream(
     request: Request,
     device: str = "auto",
     threads: int | None = None,
+    gguf: Gguf | None = None,
 ) -> None:
     """Continue `text` by at most `limit` tokens, printing them as rounds end, and a summary on stderr.
 
     Both models are folders or hub names, decoded in PyTorch, or GGUF files, decoded in llama.cpp; `draft` may be None
-    where the configuration asks no draft. Accepted tokens are green on a terminal; elsewhere the text alone is printed.
+    where the configuration asks no draft; `gguf` are llama.cpp's options.
+    Accepted tokens are green on a terminal; elsewhere the text alone is printed.
     Beyond the end of the draft's context, decoding goes on without it. Raises DataError for a prompt that is empty or
     fills the target's context, for trees in a model that takes none, and for a configuration that would change the
     target's distribution.
@@ -80,7 +79,8 @@ def stream(
     room = _room(ids, limit, context_of(target.model))
     asked = draft if configuration.asks_the_draft else None
     nodes = configuration.drawn_nodes or configuration.nodes or 0
-    with load_pair(target, asked, device=device, tokens=len(ids) + room, nodes=nodes, threads=threads) as pair:
+    wanted, options = len(ids) + room, gguf or Gguf()
+    with load_pair(target, asked, device=device, tokens=wanted, nodes=nodes, threads=threads, gguf=options) as pair:
         if asked is not None and pair.draft.capacity < len(ids) + room:
             rest = "only the lookup drafts" if configuration.drafter == "lookup+draft" else "the target decodes plainly"
             print(f"the draft {asked} has a context of {pair.draft.capacity}: beyond it {rest}", file=sys.stderr)
@@ -174,7 +174,8 @@ def _drafter(
     configuration, grammar = request.configuration, rules.constraint
     if configuration.drafter in OTHER_VOCABULARY:
         assert draft is not None
-        return _other_vocabulary_drafter(configuration, rules, target, draft, device, pair.target.vocabulary_size)
+        reader = read_with(target, draft, device, pair.target.vocabulary_size)
+        return other_vocabulary_drafter(configuration, reader, rules.sampler, rules.random)
     costs = request.costs or NO_COSTS
     if configuration.rule == "expected-value" and request.costs is None:
         lengths = range(1, configuration.most + 1)
@@ -182,22 +183,6 @@ def _drafter(
     asked: Model = pair.draft if grammar is None else Constrained(pair.draft, grammar)
     drafter = make_drafter(configuration, asked, rules.sampler, rules.random, costs, request.fitted)
     return drafter if grammar is None else Forced(drafter, grammar)
-
-
-def _other_vocabulary_drafter(
-    configuration: Configuration, rules: Rules, target: Target, draft: str, device: str, rows: int
-) -> Drafter:
-    """A draft of another vocabulary, as it is: by the tokens both share, or by its text."""
-    from distill.speculative.other_vocabulary.drafters import IntersectionDrafter, Reader, StringMatchDrafter
-
-    if configuration.length_rule != "fixed":
-        raise ValueError(f"drafter {configuration.drafter} drafts fixed lengths only")
-    both, own = (Vocabulary.read(local_folder(reference)) for reference in (target.model, draft))
-    model = TorchModel(load_model(draft, target.dtype, pick_device(device)), own.size)
-    kind = IntersectionDrafter if configuration.drafter == "intersection" else StringMatchDrafter
-    argmax = rules.verifier == "match"
-    reader = Reader(model, both, own, rows)
-    return kind(reader, Fixed(configuration.most), rules.sampler, rules.random, argmax=argmax)
 
 
 def _summary(result: Decoded) -> str:

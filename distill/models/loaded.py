@@ -10,7 +10,9 @@ from typing import Any, Literal
 
 from distill.errors import DataError, RecipeError
 from distill.models.base import Model
+from distill.models.gguf.build import require_possible
 from distill.models.gguf.file import GgufFile
+from distill.models.gguf.file_head import open_head
 from distill.models.gguf.llama_grammar import ends_of
 from distill.models.gguf.model import GgufModel
 from distill.models.hugging_face import (
@@ -26,7 +28,7 @@ from distill.models.hugging_face import (
 )
 from distill.models.metadata import VocabularyMetadata
 from distill.models.torch_model import TorchModel
-from distill.recipe import Target
+from distill.recipe import Gguf, GgufOptions, Target
 from distill.vocabulary import Vocabulary
 
 BATCH = 512  # tokens that llama.cpp takes at once
@@ -85,19 +87,21 @@ def load_pair(
     tokens: int | None = None,
     nodes: int = 0,
     threads: int | None = None,
+    gguf: Gguf | None = None,
 ) -> LoadedPair:
     """Load two Hugging Face folders (or hub names), or two GGUF files; only the target where `draft` is None.
 
     The draft of a folder is loaded in the target's type. For GGUF files, `tokens` is the context wanted (None: the
-    target's own), of which each gets no more than it was made for, `nodes` the most nodes of a tree, and `threads` CPU
-    threads. Raises RecipeError for one of each kind, DataError for a model that cannot be loaded.
+    target's own), of which each gets no more than it was made for, `nodes` the most nodes of a tree, `gguf` llama.cpp's
+    options of each, and `threads` CPU threads where those name none. Raises RecipeError for one of each kind, and for
+    options that are not possible, DataError for a model that cannot be loaded.
     """
     if draft is not None and is_gguf(target.model) != is_gguf(draft):
         raise RecipeError(
             f"{target.model} and {draft} would run in two engines", "give two GGUF files, or two Hugging Face folders"
         )
     if is_gguf(target.model):
-        return _load_files(target.model, draft, tokens, nodes, threads)
+        return _load_files(target.model, draft, tokens, nodes, threads, gguf or Gguf())
     place = pick_device(device)
     big = load_target(target, place)
     small = None if draft is None else load_model(draft, target.dtype, place)
@@ -113,16 +117,21 @@ def pair_of_models(reference: str, target: Any, draft: Any, tokenizer: Any) -> L
     return LoadedPair("pytorch", reference, big, small, ends, tokenizer, (target, target if draft is None else draft))
 
 
-def _load_files(target: str, draft: str | None, tokens: int | None, nodes: int, threads: int | None) -> LoadedPair:
+def _load_files(
+    target: str, draft: str | None, tokens: int | None, nodes: int, threads: int | None, gguf: Gguf
+) -> LoadedPair:
     wanted = tokens or context_of(target) or BATCH
 
-    def load(reference: str) -> GgufModel:
+    def load(reference: str, options: GgufOptions) -> GgufModel:
         size = max(min(wanted, context_of(reference) or wanted), nodes + 2)
-        return GgufModel(reference, context=size, batch=max(BATCH, nodes + 2), threads=threads, max_leaves=nodes)
+        batch = max(BATCH, nodes + 2)
+        return GgufModel(reference, context=size, batch=batch, threads=threads, max_leaves=nodes, options=options)
 
-    big = load(target)
+    for reference, options in ((target, gguf.target), *([] if draft is None else [(draft, gguf.draft)])):
+        require_possible(Path(reference), open_head(Path(reference)), options)  # before the first one's weights
+    big = load(target, gguf.target)
     try:
-        small = big if draft is None else load(draft)
+        small = big if draft is None else load(draft, gguf.draft)
     except BaseException:
         big.close()
         raise

@@ -210,6 +210,34 @@ def check_export(recipe: Recipe) -> list[str]:
     return lines
 
 
+def check_gguf(recipe: Recipe) -> list[str]:
+    """The build of llama.cpp, and that it can do what section gguf asks; nothing where no GGUF file is opened."""
+    writer = recipe.answers.writer
+    target = recipe.teacher.gguf is not None or (writer is not None and writer.gguf is not None)
+    timed = recipe.target.load and "gguf" in recipe.speedup.backends
+    search = recipe.cut.search is not None and recipe.cut.search.backend == "gguf"
+    given = {role for role in ("target", "draft") if getattr(recipe.gguf, role).given()}
+    unused = given - ({"target", "draft"} if timed or search else {"target"} if target else set())
+    if unused:
+        raise RecipeError(
+            f"gguf.{min(unused)} has options, and this recipe opens no GGUF file of the {min(unused)}",
+            "leave them out, or measure GGUF files: speedup.backends=[gguf]",
+        )
+    if not (target or timed or search) or importlib.util.find_spec("llama_cpp") is None:
+        return []  # stages that need the library say so
+    from distill.models.gguf.build import describe_build, require_build, require_cache_types
+    from distill.models.hugging_face import load_config
+
+    for role, model in (("target", recipe.target.model), ("draft", recipe.donor_model)):
+        options = recipe.gguf_options("target" if role == "target" else "draft")
+        require_build(options, f"gguf.{role}")
+        config = load_config(model).get_text_config()
+        size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        require_cache_types(options, size, size, f"gguf.{role}")
+    lines = [describe_build()]
+    return [*lines, f"llama.cpp's options: {recipe.gguf.described()}"] if given else lines
+
+
 def check_chat(recipe: Recipe, documents: list[Document]) -> list[str]:
     """The target's template takes the conversations; the first one as it is rendered, its scored answer marked.
 

@@ -19,6 +19,7 @@ from distill.pipeline.later import (
     check_device,
     check_draft,
     check_export,
+    check_gguf,
     check_teacher,
     check_trackers,
     check_traffic,
@@ -84,6 +85,7 @@ def preflight(
         checks += [check_traffic, partial(check_chat, documents=documents)]
     if last >= NAMES.index("export"):
         checks.append(check_export)
+    checks.append(check_gguf)
     for check in checks:
         found.lines += check(recipe)
     if teacher and last >= NAMES.index("teacher"):

@@ -10,6 +10,7 @@ from typing import Any
 
 from distill.errors import RunError
 from distill.recipe import REACHING, Recipe
+from distill.recipe.gguf import CHANGES_LOGITS
 from distill.recipe.text.unloaded import left_out
 from distill.run import Run
 from distill.target.traffic import PIN as TRAFFIC
@@ -67,6 +68,33 @@ TEACHER_REACHING = tuple(f"teacher.server.{name}" for name in REACHING)
 WRITER_REACHING = tuple(f"answers.writer.{name}" for name in ("gguf", "missing", *REACHING))
 
 
+def _gguf(recipe: Recipe, *roles: str, only: Sequence[str] = ()) -> tuple[str, ...]:
+    """llama.cpp's options of these models that differ from their defaults (with `only`, of those); the defaults name
+    nothing, so that keys are those of runs that had no such options."""
+    return tuple(
+        f"gguf.{role}.{name}"
+        for role in roles
+        for name in getattr(recipe.gguf, role).given()
+        if name in only or not only
+    )
+
+
+def _timed_files(recipe: Recipe) -> tuple[str, ...]:
+    """The options under which GGUF files are timed; none where none is."""
+    return _gguf(recipe, "target", "draft") if "gguf" in recipe.speedup.backends else ()
+
+
+def _writer_settings(recipe: Recipe) -> tuple[str, ...]:
+    """The options that change what a GGUF file of the target writes; the others change rounding alone."""
+    writer = recipe.answers.writer
+    return () if writer is None or writer.gguf is None else _gguf(recipe, "target", only=CHANGES_LOGITS)
+
+
+def _teacher_settings(recipe: Recipe) -> tuple[str, ...]:
+    """The options that change the distributions of the teacher's GGUF file; the others change rounding alone."""
+    return () if recipe.teacher.gguf is None else _gguf(recipe, "target", only=CHANGES_LOGITS)
+
+
 def _search_settings(recipe: Recipe) -> tuple[str, ...]:
     """The settings that measuring cuts depends on, beside section cut; none where no cut is measured."""
     by_price = recipe.cut.trim is not None and recipe.cut.trim.size is None and recipe.cut.trim.by == "price"
@@ -75,6 +103,7 @@ def _search_settings(recipe: Recipe) -> tuple[str, ...]:
     return (
         *("seed", "train", "sampler", "profile", "speedup.outtype", "corpus.block", "threads"),
         *("target.dtype", "target.quantise"),
+        *_gguf(recipe, "target", "draft"),
     )
 
 
@@ -104,6 +133,7 @@ def _held_out(split: str, function: str, settings: tuple[str, ...]) -> Stage:
         (split,),
         ("target", "writer", "gguf"),
         ignores=(*WRITER_REACHING, *TEACHER_REACHING, *TRAIN_ANSWERS, "teacher.mass"),
+        more=lambda recipe: (*_writer_settings(recipe), *_teacher_settings(recipe)),
     )
 
 
@@ -143,7 +173,10 @@ STAGES = (
         version=2,  # 2: prompts in groups, the longest first
         ignores=WRITER_REACHING,
         # Held-out answers of served traffic are kept only where the target cannot be asked itself.
-        more=lambda recipe: () if recipe.answers.traffic is None else _load_setting(recipe),
+        more=lambda recipe: (
+            *_writer_settings(recipe),
+            *(() if recipe.answers.traffic is None else _load_setting(recipe)),
+        ),
         pins=((TRAFFIC, pin_traffic),),
         together=True,
     ),
@@ -157,6 +190,7 @@ STAGES = (
         precious=True,
         version=2,
         ignores=TEACHER_REACHING,
+        more=_teacher_settings,
         together=True,
     ),
     _held_out(
@@ -189,6 +223,7 @@ STAGES = (
         (("cut", "cut/config.json"),),
         ("profile.json",),
         ("target",),
+        more=_timed_files,
     ),
     Stage(
         "train",
@@ -257,6 +292,7 @@ STAGES = (
         ("speedup", "speedup.json", "speedup.md"),
         ("target",),
         version=4,  # 4: costs as rounds pay them
+        more=_timed_files,
     ),
     Stage(
         "report",

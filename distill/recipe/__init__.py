@@ -4,6 +4,7 @@ from distill.recipe.adapter import Adapter
 from distill.recipe.configuration import Configuration
 from distill.recipe.corpus import Chat, Corpus, Source
 from distill.recipe.cut import Cut, Search, Transplant, Trim
+from distill.recipe.gguf import Gguf, GgufOptions
 from distill.recipe.load import dump_recipe, is_path, load_recipe, parse_recipe, resolve_model
 from distill.recipe.measuring import Evaluate, Export, Grown, Profile, Speedup
 from distill.recipe.mistakes import parse_section
@@ -27,6 +28,8 @@ __all__ = [
     "Cut",
     "Evaluate",
     "Export",
+    "Gguf",
+    "GgufOptions",
     "Grown",
     "HiddenStates",
     "Loss",

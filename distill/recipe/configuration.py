@@ -163,6 +163,11 @@ class Configuration(Section):
         return self.drafter in ("draft", "lookup+draft", "tree")
 
     @property
+    def foreign(self) -> bool:
+        """Whether it asks a draft of another vocabulary than the target's."""
+        return self.drafter in OTHER_VOCABULARY
+
+    @property
     def learns(self) -> bool:
         """Whether it wants a calibration fitted beforehand."""
         grown = self.drafter == "tree" and not self.ranked and self.widths is None

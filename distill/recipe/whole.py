@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field, model_validator
 
 from distill.machine import MOST_THREADS
 from distill.recipe.corpus import Chat, Corpus
 from distill.recipe.cut import Cut
+from distill.recipe.gguf import ON_CPU, Gguf, GgufOptions
 from distill.recipe.measuring import Evaluate, Export, Profile, Speedup
 from distill.recipe.section import LARGEST, Section
 from distill.recipe.target import Answers, SamplerSettings, Target, TeacherStore
@@ -38,11 +41,20 @@ class Recipe(Section):
     eval: Evaluate = Evaluate()
     export: Export = Export()
     speedup: Speedup = Speedup()
+    gguf: Gguf = Gguf()
 
     @property
     def donor_model(self) -> str:
         """The model that the draft is cut from: cut.donor, or the target's folder or hub name."""
         return self.target.model if self.cut.donor == "target" else self.cut.donor
+
+    def gguf_options(self, role: Literal["target", "draft"]) -> GgufOptions:
+        """How llama.cpp opens a file of the target or the draft: null options follow `threads` and `device`."""
+        options: GgufOptions = getattr(self.gguf, role)
+        threads = options.threads or self.threads
+        if self.device == "cpu" and options.n_gpu_layers is None and not options.device and not options.tensor_split:
+            return options.model_copy(update={"threads": threads, "device": ON_CPU.device})
+        return options.model_copy(update={"threads": threads})
 
     @model_validator(mode="after")
     def _consistent(self) -> Recipe:

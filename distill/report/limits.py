@@ -49,6 +49,8 @@ def _speedup_limits(speedup: SpeedupReport) -> list[str]:
         f"Speedups come from {number(speedup.prompts)} prompts of up to {number(speedup.new_tokens)} new tokens each. "
         "The best draft length of a pair is read off the same runs, and its interval does not cover that choice."
     ]
+    if speedup.gguf:
+        sentences.append(f"GGUF files were decoded with these options of llama.cpp: {speedup.gguf}.")
     for best in speedup.fastest:
         if best.verdict != FASTER:
             sentences.append(

@@ -10,7 +10,8 @@ from typing import Any
 class MeasuredCurve:
     """Seconds of a step of m tokens at one depth, for each m of `tokens`: median, lowest and highest of the repeats.
 
-    `doubt` says why the curve may not be the machine's own; it is empty for a steady one.
+    `doubt` says why the curve may not be the machine's own; it is empty for a steady one. `options` are llama.cpp's
+    where they differ from their defaults.
     """
 
     model: str
@@ -23,6 +24,7 @@ class MeasuredCurve:
     low: list[float]
     high: list[float]
     doubt: str = ""
+    options: str = ""
 
 
 @dataclass(frozen=True)

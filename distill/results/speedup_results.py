@@ -189,7 +189,10 @@ class SpeedupPart:
 
 @dataclass(frozen=True)
 class SpeedupReport:
-    """speedup.json: every part in order, with the command and the machine; `calibration` as in calibration.json."""
+    """speedup.json: every part in order, with the command and the machine; `calibration` as in calibration.json.
+
+    `gguf` names llama.cpp's options where they differ from their defaults.
+    """
 
     command: str
     machine: dict[str, Any]
@@ -198,6 +201,7 @@ class SpeedupReport:
     sampler: dict[str, int | float]
     parts: list[SpeedupPart]
     calibration: dict[str, Any] | None = None
+    gguf: str = ""
 
     @property
     def measurements(self) -> list[Measurement]:

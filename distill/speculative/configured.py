@@ -6,7 +6,7 @@ Legend: γ or n drafted tokens of a round.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from distill.errors import DataError, RecipeError
@@ -166,29 +166,32 @@ def _configurations(recipe: Recipe) -> list[Configuration]:
     return list(dict.fromkeys([*recipe.speedup.configurations, *grown]))
 
 
-def check_configurations(recipe: Recipe) -> list[str]:
+def check_configurations(
+    recipe: Recipe, configurations: Sequence[Configuration] | None = None, where: str = "speedup.configurations"
+) -> list[str]:
     """A line for each configuration that is lossy and allowed to be; RecipeError where it is not allowed or impossible.
 
-    Loads nothing, so that a recipe is refused before hours are spent on it.
+    Loads nothing, so that a recipe is refused before hours are spent on it. Without `configurations`: the recipe's;
+    `where` is the place that messages name.
     """
     lines = []
-    for configuration in _configurations(recipe):
+    for configuration in _configurations(recipe) if configurations is None else configurations:
         title, nodes = configuration.title, configuration.nodes
         if configuration.ranked and nodes is not None and nodes >= recipe.profile.max_tokens:
             raise RecipeError(
-                f"speedup.configurations: `{title}` is shaped by costs of {nodes + 1} tokens a step, and "
+                f"{where}: `{title}` is shaped by costs of {nodes + 1} tokens a step, and "
                 f"profile.max_tokens is {recipe.profile.max_tokens}",
                 f"profile.max_tokens={nodes + 1}, or fewer nodes",
             )
         try:
             reason = lossy_reason(configuration, configured_sampler(configuration, recipe.sampler))
         except ValueError as error:
-            raise RecipeError(f"speedup.configurations: `{title}` cannot be decoded: {error}", "change it") from None
+            raise RecipeError(f"{where}: `{title}` cannot be decoded: {error}", "change it") from None
         if reason is None:
             continue
         if not recipe.speedup.allow_lossy:
             raise RecipeError(
-                f"speedup.configurations: `{title}` would change the target's distribution: {reason}",
+                f"{where}: `{title}` would change the target's distribution: {reason}",
                 "change it, or ask for it as lossy: speedup.allow_lossy=true, or --allow-lossy",
             )
         lines.append(f"LOSSY configuration `{title}`: {reason}")

@@ -24,6 +24,7 @@ from distill.speculative.stop_strings import Stop
 from distill.speculative.verify import CHAINS, TREES, Random, draw_chain, draw_token, refusal, walk
 
 GREEDY = Sampler(temperature=0)
+SYNTHETIC = "acceptance is synthetic: drawn at given rates, not decided by the target"
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,10 @@ class Rules:
     tokens, so it must find the first place to stop instead of reading the end alone. A `constraint` masks the target's
     logits before the sampler; a draft under the same constraint (see grammar/constrained.py) is accepted more often.
     Raises DataError where the constraint ends texts with other tokens.
+
+    `rates` are synthetic: drafts and verification cost what they cost, then the token at position i is accepted by
+    chance rates[i] where those before it were, whatever the target says of it; the last rate holds for all positions
+    behind. In a tree it is the chance of the first child at depth i. Texts mean nothing then.
     """
 
     sampler: Sampler = GREEDY
@@ -75,6 +80,7 @@ class Rules:
     random: Random = lambda: 0.0
     stop: Stop | None = None
     constraint: Constraint | None = None
+    rates: Sequence[float] | None = None
 
     def __post_init__(self) -> None:
         if self.constraint is not None and set(self.constraint.ends) != set(self.ends):
@@ -93,6 +99,8 @@ class Rules:
 def require_lossless(drafter: Drafter, rules: Rules) -> None:
     """Raise DataError, with the reason, for a drafter and verifier that would change the target's distribution."""
     reason = refusal(rules.verifier, drafter.kind, rules.sampler.temperature, tree=drafter.tree)
+    if reason is None and rules.rates is not None:
+        reason = SYNTHETIC
     if reason is not None:
         raise DataError(
             f"verifier {rules.verifier} would change the target's distribution: {reason}", "or allow it as lossy"
@@ -236,13 +244,29 @@ def _verify(target: Model, context: Sequence[int], proposal: Proposal, rules: Ru
         else:
             p = _distributions(logits, context, proposal, rules)
             count, token = draw_chain(verifier, p, proposal, rules.random)
+            choices = [token] * len(tokens)
+        if rules.rates is not None:
+            count = len(_by_rates(proposal, rules.rates, rules.random))
+            token = choices[count]
         target.rollback([depth + 1 + count])
         return list(range(count)), token
     # The last token is node 0 of the pending tree, and the parent of the proposal's roots.
     logits = target.extend(tokens, parents=[ROOT, *(parent + 1 for parent in proposal.parents)])
     path, token = walk(TREES[rules.verifier], _distributions(logits, context, proposal, rules), proposal, rules.random)
+    if rules.rates is not None:
+        path = _by_rates(proposal, rules.rates, rules.random)
     target.keep([[0, *(node + 1 for node in path)]])
     return path, token
+
+
+def _by_rates(proposal: Proposal, rates: Sequence[float], random: Random) -> list[int]:
+    """The nodes that synthetic rates accept, from the top down."""
+    children, path = proposal.children(), list[int]()
+    while below := children.get(path[-1] if path else ROOT):
+        if random() >= rates[min(len(path), len(rates) - 1)]:
+            break
+        path.append(below[0])
+    return path
 
 
 def _distributions(logits: Logits, context: Sequence[int], proposal: Proposal, rules: Rules) -> Tensor:

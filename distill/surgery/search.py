@@ -12,7 +12,7 @@ import functools
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -186,12 +186,12 @@ def _target_seconds(recipe: Recipe, target: Any, longest: int) -> list[float]:
     with tempfile.TemporaryDirectory() as temporary:
         path = Path(temporary) / "target.gguf"
         export_gguf(local_folder(recipe.target.model), path, recipe.speedup.outtype)
-        with _open(recipe, path) as model:
+        with _open(recipe, path, "target") as model:
             return _steps(recipe, model, counts)
 
 
-def _open(recipe: Recipe, path: Path) -> GgufModel:
-    return GgufModel(path, context=recipe.corpus.block + 64, threads=recipe.threads)
+def _open(recipe: Recipe, path: Path, role: Literal["target", "draft"]) -> GgufModel:
+    return GgufModel(path, context=recipe.corpus.block + 64, options=recipe.gguf_options(role))
 
 
 def _measure(
@@ -214,7 +214,7 @@ def _measure(
         for outtype in settings.outtypes:
             path = folder / f"{outtype}.gguf"
             export_gguf(folder, path, outtype)
-            with _open(recipe, path) as quantised:
+            with _open(recipe, path, "draft") as quantised:
                 logits_of = functools.partial(gguf_logits, quantised)
                 accepted = acceptance(target, distributions.blocks, sampler, distributions.vocabulary, logits_of)
                 found.append((f"{name}, {outtype}", accepted, _steps(recipe, quantised, [1])[0]))

@@ -182,7 +182,8 @@ def _open_reader(
         from distill.target.logprobs.gguf_reader import GgufReader
 
         run.say(f"  distributions from {settings.gguf}")
-        return GgufReader(settings.gguf, recipe.target.model, blocks.ids.shape[1], vocabulary, recipe.threads), blocks
+        options = recipe.gguf_options("target")
+        return GgufReader(settings.gguf, recipe.target.model, blocks.ids.shape[1], vocabulary, options), blocks
     if settings.server is None:
         return ModelReader(load_target(recipe.target, pick_device(recipe.device)), vocabulary), blocks
     from distill.target.logprobs.server_reader import open_server

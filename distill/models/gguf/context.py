@@ -17,21 +17,29 @@ from numpy.typing import NDArray
 
 from distill.errors import DataError
 from distill.models.base import SPARE_NODES
+from distill.models.gguf.build import fill_context
 from distill.models.gguf.file import GgufFile
 from distill.models.gguf.library import ERRORS, last_errors
+from distill.recipe import GgufOptions
 
 FEW = 64  # most tokens of a step or verification; longer calls are prompts, where overhead does not matter
 
 
 class GgufContext:
-    """A cache of `capacity` tokens and `sequences` sequences over a file; flash attention off, f16 cache.
+    """A cache of `capacity` tokens and `sequences` sequences over a file, of the types that `options` name.
 
     `cells` is the size of the cache in tokens, `batch_size` the most tokens of one call. For `pad_single` see
     `distill.models.gguf.model.GgufModel`. Raises DataError when there is no room.
     """
 
     def __init__(
-        self, file: GgufFile, capacity: int, batch: int, threads: int, sequences: int, pad_single: bool
+        self,
+        file: GgufFile,
+        capacity: int,
+        batch: int,
+        sequences: int,
+        pad_single: bool,
+        options: GgufOptions,
     ) -> None:
         self._batch: Any = None
         self._file, self._library, self._pad_single = file, file.library, pad_single
@@ -40,12 +48,10 @@ class GgufContext:
         spare = SPARE_NODES if sequences > 1 else 0
         # The dummy token of pad_single needs a cell of its own even when the row is full.
         settings.n_ctx = capacity + int(pad_single) + spare
-        settings.n_batch = settings.n_ubatch = min(batch, capacity + spare)
+        settings.n_batch = min(batch, capacity + spare)
         settings.n_seq_max = sequences
         settings.kv_unified = sequences > 1
-        settings.n_threads = settings.n_threads_batch = threads
-        settings.flash_attn_type = llama.LLAMA_FLASH_ATTN_TYPE_DISABLED
-        settings.type_k = settings.type_v = llama.GGML_TYPE_F16
+        fill_context(settings, options)
         ERRORS.clear()
         self._context: Any = llama.llama_init_from_model(file.model, settings)
         if not self._context:
@@ -54,7 +60,9 @@ class GgufContext:
                 hint="ask for a shorter context or free memory",
             )
         self._memory = llama.llama_get_memory(self._context)
-        self.batch_size = min(int(llama.llama_n_batch(self._context)), int(llama.llama_n_ubatch(self._context)))
+        self.batch_size = int(llama.llama_n_batch(self._context))
+        if pad_single:  # no lone token may be left for a micro-batch of its own
+            self.batch_size = min(self.batch_size, int(llama.llama_n_ubatch(self._context)))
         self.cells = int(llama.llama_n_ctx(self._context))
         self._batch = llama.llama_batch_init(self.batch_size, 0, sequences)
         view, size = np.ctypeslib.as_array, (self.batch_size,)

@@ -9,9 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from distill.errors import DataError
+from distill.models.gguf.build import model_settings, require_possible
 from distill.models.gguf.file_head import open_head
-from distill.models.gguf.library import ERRORS, last_errors, library
+from distill.models.gguf.library import ERRORS, WARNINGS, last_errors, library
 from distill.models.gguf.loadable import require_loadable
+from distill.recipe import GgufOptions
+from distill.recipe.gguf import ON_CPU
 
 
 class GgufFile:
@@ -20,25 +23,36 @@ class GgufFile:
     Its functions raise ValueError once it is closed.
     `head_rows` are the rows of the head, `vocabulary_size` those of them that stand for tokens; `model` and
     `vocabulary` are llama.cpp's handles, valid while it is open.
-    Raises DataError when llama-cpp-python is missing or the file is missing, damaged or of an unsupported kind.
+    Raises DataError when llama-cpp-python is missing or the file is missing, damaged or of an unsupported kind,
+    RecipeError for `options` that this build or this file does not allow.
     """
 
-    def __init__(self, path: Path, *, vocabulary_only: bool = False) -> None:
+    def __init__(self, path: Path, *, vocabulary_only: bool = False, options: GgufOptions = ON_CPU) -> None:
         self.path = path
         self.library = library()
         self._check_magic()
-        require_loadable(path, open_head(path))
+        head = open_head(path)
+        require_loadable(path, head)
+        require_possible(path, head, options)
         ERRORS.clear()
+        WARNINGS.clear()
         llama = self.library
-        parameters = llama.llama_model_default_params()
-        parameters.n_gpu_layers = 0
+        parameters, kept = model_settings(options)
         parameters.vocab_only = vocabulary_only
         parameters.check_tensors = True  # damaged weights load silently otherwise
         self.model: Any = llama.llama_model_load_from_file(os.fsencode(path), parameters)
+        del kept  # what the parameters point to
         if not self.model:
             raise DataError(
                 f"{path} cannot be loaded: {last_errors()}",
                 hint="see that its disk works; else export or copy it again",
+            )
+        unlocked = next((line for line in WARNINGS if "mlock" in line), None)
+        if options.mlock and unlocked is not None:
+            self.close()
+            raise DataError(
+                f"{path} cannot be kept in RAM (mlock): {unlocked}",
+                "raise the limit of locked memory (`ulimit -l unlimited`), free memory, or leave mlock out",
             )
         if llama.llama_model_is_recurrent(self.model) or llama.llama_model_is_hybrid(self.model):
             self.close()

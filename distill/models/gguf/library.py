@@ -13,8 +13,9 @@ from typing import Any
 from distill.errors import DataError
 from distill.progress import is_verbose
 
-LOG_LEVEL_ERROR, LOG_LEVEL_CONTINUED = 4, 5
+LOG_LEVEL_WARNING, LOG_LEVEL_ERROR, LOG_LEVEL_CONTINUED = 3, 4, 5
 ERRORS: deque[str] = deque(maxlen=4)
+WARNINGS: deque[str] = deque(maxlen=16)
 
 
 @cache
@@ -39,6 +40,8 @@ def library() -> Any:
         line = text.decode("utf-8", "replace").strip()
         if level == LOG_LEVEL_ERROR and line:
             ERRORS.append(line)
+        elif level == LOG_LEVEL_WARNING and line:
+            WARNINGS.append(line)
         if line and is_verbose():
             print(f"llama.cpp: {line}", file=sys.stderr)
 

@@ -15,26 +15,29 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distill.errors import DataError
-from distill.machine import thread_count
 from distill.models.base import check_call, check_counts, check_rollback, check_tokens, check_want
 from distill.models.finite import place_of
 from distill.models.gguf.branches import Branches
 from distill.models.gguf.context import FEW, GgufContext
 from distill.models.gguf.file import GgufFile
 from distill.models.gguf.logits import GgufLogits
+from distill.recipe import GgufOptions
+from distill.recipe.gguf import ON_CPU
 
 MOST_LEAVES = 255  # llama.cpp has at most 256 sequences, and the committed row is one of them
 
 
 class GgufModel:
-    """A GGUF file with a cache of one row, and trees of up to `max_leaves` branches; flash attention off, f16 cache.
+    """A GGUF file with a cache of one row, and trees of up to `max_leaves` branches.
 
-    `context` is the capacity in tokens, `batch` the most tokens decoded at once. llama.cpp computes a lone token, and a
-    lone output, with other kernels than two or more. `pad_single` avoids both, so that logits do not depend, bit for
-    bit, on how a text was divided into calls (for f32, f16, bf16, q8_0, q4_0 files on a CPU). After a tree that holds
-    only up to rounding: a kept path may lie in the cache in another order.
+    `context` is the capacity in tokens, `batch` the most tokens decoded at once; `options` are llama.cpp's (by default
+    no GPU, an f16 cache, flash attention off), `threads` those where the options name none. llama.cpp computes a lone
+    token, and a lone output, with other kernels than two or more. `pad_single` avoids both, so that logits do not
+    depend, bit for bit, on how a text was divided into calls (for f32, f16, bf16, q8_0, q4_0 files on a CPU, flash
+    attention off). After a tree that holds only up to rounding: a kept path may lie in the cache in another order.
 
-    Raises DataError when llama-cpp-python is missing or the file is missing, damaged or of an unsupported kind.
+    Raises DataError when llama-cpp-python is missing or the file is missing, damaged or of an unsupported kind,
+    RecipeError for options that this build or this file does not allow.
     """
 
     rows = 1
@@ -48,6 +51,7 @@ class GgufModel:
         threads: int | None = None,
         pad_single: bool = False,
         max_leaves: int = 0,
+        options: GgufOptions = ON_CPU,
     ) -> None:
         self.generation = 0  # counts the calls that invalidate logits returned before
         self.path = Path(path)
@@ -58,15 +62,15 @@ class GgufModel:
         if not 0 <= max_leaves <= MOST_LEAVES or (max_leaves and max_leaves >= min(batch, context)):
             raise ValueError(f"max_leaves must lie in 0..{MOST_LEAVES} and below batch and context, got {max_leaves}")
         self.capacity = context
+        pad_single = pad_single and options.ubatch_size != 1  # then every token is computed alone
         self.pad_single = pad_single
         self.max_leaves = max_leaves
         self._length = 0
-        self._file = GgufFile(self.path)
+        self._file = GgufFile(self.path, options=options)
         self.head_rows, self.vocabulary_size = self._file.head_rows, self._file.vocabulary_size
         try:
-            # More threads than cores make llama.cpp many times slower.
-            count = thread_count(threads)
-            self._context = GgufContext(self._file, context, batch, count, max_leaves + 1, pad_single)
+            options = options.model_copy(update={"threads": options.threads or threads})
+            self._context = GgufContext(self._file, context, batch, max_leaves + 1, pad_single, options)
         except BaseException:
             self._file.close()
             raise

@@ -13,6 +13,8 @@ from distill.files import reference_digest
 from distill.models.gguf.model import GgufModel
 from distill.models.metadata import VocabularyMetadata
 from distill.packing import Packed
+from distill.recipe import GgufOptions
+from distill.recipe.gguf import CHANGES_LOGITS
 from distill.target.logprobs.entries import ROWS, Entries, entries_of, scored_documents
 
 
@@ -49,12 +51,15 @@ class GgufReader:
     of how a document falls into pieces (see GgufModel). Loads the weights.
     """
 
-    def __init__(self, path: str, target: str, block: int, vocabulary: int, threads: int | None) -> None:
+    def __init__(self, path: str, target: str, block: int, vocabulary: int, options: GgufOptions) -> None:
         require_gguf(path, target, block)
         self.vocabulary = vocabulary
         capacity = max(block, 2)
-        self.model = GgufModel(path, context=capacity, batch=min(ROWS, capacity), threads=threads, pad_single=True)
+        self.model = GgufModel(path, context=capacity, batch=min(ROWS, capacity), pad_single=True, options=options)
         self.origin: dict[str, Any] = {"kind": "gguf", "path": str(Path(path)), "digest": reference_digest(path)}
+        changing = {name: value for name, value in options.given().items() if name in CHANGES_LOGITS}
+        if changing:
+            self.origin["options"] = changing
 
     def __call__(self, blocks: Packed, k: int, temperatures: tuple[float, ...]) -> Entries:
         """See `Reader`."""

@@ -135,6 +135,6 @@ class GgufWriter(_Refilled):
         require_gguf(recipe.target.model, settings.gguf)
         # A prompt is at most as long as the block leaves room for, whatever its turn in a conversation.
         context = max(2, recipe.corpus.block)
-        model = GgufModel(settings.gguf, context=context, threads=recipe.threads)
+        model = GgufModel(settings.gguf, context=context, options=recipe.gguf_options("target"))
         ends, vocabulary = end_ids(config, tokenizer), real_tokens(config, tokenizer)
         super().__init__(recipe, model, ends, vocabulary)

@@ -1,0 +1,133 @@
+"""The prompts that a user gives for a pair: records, conversations through the target's template, or plain text."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from distill.corpus.chat_template import ChatTemplate
+from distill.corpus.prompts import ChatPrompts, cut_prompts
+from distill.corpus.sources import read_documents
+from distill.errors import DataError
+from distill.files import require_path
+from distill.models.gguf.file import GgufFile
+from distill.models.gguf.file_head import open_head
+from distill.models.hugging_face import encode, load_tokenizer
+from distill.models.loaded import is_gguf
+from distill.recipe import Chat, Corpus, Source
+from distill.texts import Prompt
+
+KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".csv": "csv", ".parquet": "parquet"}  # anything else is text
+SEED = 0  # of the order in which pieces of texts are taken
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Prompts that are measured, others of the same files for what has to be fitted, and what was left out and why."""
+
+    measured: list[Prompt]
+    others: list[Prompt]
+    dropped: dict[str, int]
+
+    def classes(self) -> list[str]:
+        """The class of each measured prompt: its label, else the file that it came from."""
+        return [prompt.label or prompt.source or "prompts" for prompt in self.measured]
+
+
+def sources_of(paths: list[Path]) -> tuple[Source, ...]:
+    """Files and folders as sources of the corpus, by their endings; DataError for one that is missing or empty."""
+    found = []
+    for path in paths:
+        require_path(path, "--prompts")
+        if not path.exists():
+            raise DataError(f"there is no file {path}", "correct --prompts")
+        if path.is_dir():
+            found.append(Source(kind="tree", path=str(path.resolve()), pattern="**/*", split="test"))
+            continue
+        if not path.stat().st_size:
+            raise DataError(f"{path} is empty", "give a file with prompts: text, or jsonl, csv or parquet records")
+        kind: Any = KINDS.get(path.suffix.lower(), "text")
+        found.append(Source(kind=kind, path=str(path.resolve()), split="test"))
+    return tuple(found)
+
+
+def read_asked(target: str, corpus: Corpus, chat: Chat, count: int, others: int, tokens: int, room: int) -> Asked:
+    """Up to `count` prompts, and `others` more of the same files where something has to be fitted.
+
+    Conversations go through the target's chat template, up to the first question; plain texts are cut into prompts of
+    `tokens` tokens. `room` is the most tokens of a prompt. Loads no weights. Raises DataError for fewer than 2 prompts,
+    or too few others.
+    """
+    try:
+        documents, dropped = read_documents(corpus, needed=("test",))
+    except DataError as error:
+        what = error.what.replace("corpus source ", "")
+        raise DataError(what, "records need a field `text`, `prompt` or `messages`; correct --prompts") from error
+    with ExitStack() as stack:
+        tokenizer: Any = load_tokenizer(target) if not is_gguf(target) else GgufTokenizer(target, stack)
+        to_ids: Callable[[str], list[int]] = functools.partial(encode, tokenizer)
+        if isinstance(tokenizer, GgufTokenizer):
+            to_ids = tokenizer.file.tokenize
+        chats = None
+        if any(document.messages is not None for document in documents):
+            if not tokenizer.chat_template:
+                raise DataError(
+                    f"the files hold prompts or conversations, and {target} has no chat template",
+                    "give an instruct model, or plain texts: records with the field `text`, or text files",
+                )
+            chats = ChatPrompts(ChatTemplate(tokenizer, chat), room, SEED)
+        size = min(tokens, room)
+        found = cut_prompts(documents, to_ids, count + others, size, 4 * size, SEED, chats)
+    for reason, number in Counter({} if chats is None else chats.dropped).items():
+        dropped[reason.replace("prompts too long for corpus.block", f"prompts of more than {room} tokens")] += number
+    if len(found) < 2 + min(others, 2):
+        left = "".join(f"; {number} left out: {reason}" for reason, number in dropped.items())
+        raise DataError(
+            f"the files give {len(found)} prompts{left}",
+            f"give at least {2 + min(others, 2)}; plain texts are cut into prompts of {size} tokens (--prompt-tokens)",
+        )
+    spare = min(others, max(len(found) - count, len(found) // 2))
+    return Asked(found[: min(count, len(found) - spare)], found[len(found) - spare :], dict(dropped))
+
+
+class GgufTokenizer:
+    """A GGUF file's own tokenizer and chat template, as `ChatTemplate` and `encode` use those of transformers."""
+
+    def __init__(self, reference: str, stack: ExitStack) -> None:
+        values = open_head(Path(reference)).values
+        template = values.get("tokenizer.chat_template")
+        self.chat_template = template.decode("utf-8", "replace") if isinstance(template, bytes) else ""
+        self.file = GgufFile(Path(reference), vocabulary_only=True)
+        stack.callback(self.file.close)
+        self._special = {name: self._text(values.get(f"tokenizer.ggml.{name}_token_id")) for name in ("bos", "eos")}
+
+    def _text(self, token: Any) -> str:
+        known = isinstance(token, int) and 0 <= token < self.file.head_rows
+        return self.file.detokenize([token]).decode("utf-8", "replace") if known else ""
+
+    def apply_chat_template(
+        self, messages: list[Any], *, tokenize: bool, add_generation_prompt: bool, tools: Any, **arguments: Any
+    ) -> str:
+        """The messages as text, rendered as transformers renders templates."""
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        special = {f"{name}_token": text for name, text in self._special.items()}
+        rendered: Any = render_jinja_template(
+            [messages],
+            tools=tools,
+            chat_template=self.chat_template,
+            add_generation_prompt=add_generation_prompt,
+            **special,
+            **arguments,
+        )
+        texts = rendered[0] if isinstance(rendered, tuple) else rendered
+        return str(texts if isinstance(texts, str) else texts[0])
+
+    def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
+        """Token ids of a rendered template, its control tokens read as such."""
+        return {"input_ids": self.file.tokenize(text, parse_special=True)}

@@ -1,0 +1,147 @@
+"""The tables of `distill speedup --target A --draft B`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from distill.results.pair_results import GroupFigures, PairSpeedup
+from distill.results.serialise import as_json
+
+
+def as_markdown(report: PairSpeedup) -> str:
+    """Everything that was measured, as Markdown."""
+    lines = [*_head(report), "", *_configurations(report), "", *_rounds(report), "", *_steps(report), ""]
+    for groups, name, over in (
+        (report.by_class, "class of prompt", "with the prompts"),
+        (report.by_depth, "tokens in the context", "rounds alone"),
+    ):
+        if groups:
+            lines += [*_groups(groups, name, over), ""]
+    if report.batches:
+        lines += [*_batches(report), ""]
+    if report.library is not None:
+        found = report.library
+        lines += [
+            f"Plain decoding here: {found['plain']:.1f} tok/s; the library's own generation: {found['library']:.1f} "
+            f"tok/s (median ratio {found['ratio']:.2f}).",
+            "",
+        ]
+    lines += [*(f"- {sentence}" for sentence in (*report.reasons, *report.not_batched)), "", f"`{report.command}`"]
+    return "\n".join(lines) + "\n"
+
+
+def _head(report: PairSpeedup) -> list[str]:
+    named = ", ".join(f"{name} {value:g}" for name, value in report.sampler.items())
+    lines = [
+        f"Target {report.target}, draft {report.draft or 'none'}, {report.backend}. {report.prompts} distinct prompts, "
+        f"up to {report.new_tokens} tokens after each, interleaved, cold caches; times include the prompt. Sampler of "
+        f"sampled configurations: {named}. Speedup over this decoder's own plain run, intervals by prompt."
+    ]
+    if report.synthetic is not None:
+        rates = ", ".join(f"{rate:g}" for rate in report.synthetic)
+        lines.append(
+            f"**SYNTHETIC ACCEPTANCE {rates}** (by position; the last one holds for all behind): costs are real, "
+            "acceptance and texts are not. No figure below says how well this draft predicts its target."
+        )
+    if report.gguf:
+        lines.append(f"llama.cpp's options, where they are not the defaults: {report.gguf}.")
+    if report.dropped:
+        left = ", ".join(f"{count} {reason}" for reason, count in report.dropped.items())
+        lines.append(f"Left out of the files: {left}.")
+    if report.calibration is not None:
+        lines.append(
+            f"Draft probabilities were calibrated on {report.calibration['prompts']} other prompts of the same files."
+        )
+    return [line for one in lines for line in (one, "")][:-1]
+
+
+def _configurations(report: PairSpeedup) -> list[str]:
+    lines = [
+        "| configuration | tok/s | tokens/round | accepted | speedup | predicted | same text | distribution |",
+        "|---|--:|--:|--:|--:|--:|--:|---|",
+    ]
+    for row in report.measurements:
+        base = row.is_plain and row.speedup == 1
+        gain = "1" if base else f"{row.speedup:.2f} [{row.speedup_low:.2f}, {row.speedup_high:.2f}]"
+        text = "synthetic" if report.synthetic is not None and not row.is_plain else row.same_text
+        distribution = "synthetic" if report.synthetic is not None and not row.is_plain else row.distribution
+        lines.append(
+            f"| {row.configuration} | {row.tokens_per_second:.1f} | {_number(row.tokens_per_round, '.2f')} "
+            f"| {_number(row.acceptance, '.1%')} | {gain} | {_number(row.predicted, '.2f')} "
+            f"| {'' if row.is_plain else text} | {distribution} |"
+        )
+    return lines
+
+
+def _rounds(report: PairSpeedup) -> list[str]:
+    lines = [
+        "A round, the prompt apart, in ms (of plain decoding, a step). Bound: τ ÷ (T(n+1) + nD), from steps timed "
+        "with one model alone.",
+        "",
+        "| configuration | tokens (τ) | verified | draft steps | ms | target | draft | overhead | tok/s | bound "
+        "| attained |",
+        "|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
+    ]
+    for one in report.rounds:
+        parts = (one.target_seconds, one.draft_seconds, one.overhead_seconds)
+        shown = " | ".join("" if part is None else f"{part * 1e3:.3f}" for part in parts)
+        lines.append(
+            f"| {one.configuration} | {one.tokens:.2f} | {one.verified:.1f} | {one.draft_steps:.1f} "
+            f"| {one.seconds * 1e3:.3f} | {shown} | {one.tokens_per_second:.1f} | {one.bound:.1f} "
+            f"| {one.attained:.0%} |"
+        )
+    return lines
+
+
+def _steps(report: PairSpeedup) -> list[str]:
+    def curve(name: str, seconds: dict[int, float]) -> str:
+        return ", ".join(f"{name}({m}) {one * 1e3:.3f}" for m, one in sorted(seconds.items()))
+
+    steps = report.steps
+    lines = [f"Steps alone, at depth {steps.depth}, ms: {curve('T', steps.target)}"]
+    return [f"{lines[0]}; {curve('D', steps.draft)}" if steps.draft else lines[0]]
+
+
+def _groups(groups: Iterable[GroupFigures], name: str, over: str) -> list[str]:
+    lines = [
+        f"| {name} | configuration | of | tok/s | tokens/round | accepted | speedup, {over} |",
+        "|---|---|--:|--:|--:|--:|--:|",
+    ]
+    for one in groups:
+        gain = _number(one.speedup, ".2f")
+        if not math.isnan(one.speedup_low):
+            gain += f" [{one.speedup_low:.2f}, {one.speedup_high:.2f}]"
+        lines.append(
+            f"| {one.group} | {one.configuration} | {one.count} | {one.tokens_per_second:.1f} "
+            f"| {_number(one.tokens_per_round, '.2f')} | {_number(one.acceptance, '.1%')} | {gain} |"
+        )
+    return lines
+
+
+def _batches(report: PairSpeedup) -> list[str]:
+    lines = [
+        "| batch | configuration | plain tok/s | tok/s | tokens/round | accepted | speedup |",
+        "|--:|---|--:|--:|--:|--:|--:|",
+    ]
+    for one in report.batches:
+        lines.append(
+            f"| {one.batch} | {one.configuration} | {one.plain_tokens_per_second:.1f} | {one.tokens_per_second:.1f} "
+            f"| {one.tokens_per_round:.2f} | {_number(one.acceptance, '.1%')} | {one.speedup:.2f} |"
+        )
+    return lines
+
+
+def _number(value: float | None, form: str) -> str:
+    return "" if value is None else format(value, form)
+
+
+def flat_rows(report: PairSpeedup) -> list[dict[str, Any]]:
+    """Every measurement as a row with the same columns, for jsonl and csv, with its rounds' figures."""
+    rounds: Sequence[dict[str, Any]] = [as_json(one) for one in report.rounds]
+    rows = []
+    for measured, own in zip(report.measurements, rounds, strict=True):
+        named = {f"round_{name}": value for name, value in own.items() if name != "configuration"}
+        rows.append(as_json(measured) | {"distribution": measured.distribution} | named)
+    return rows

@@ -1,0 +1,94 @@
+"""The steps of both models while texts are decoded: what each took, and what a round costs beside them.
+
+Legend: m tokens of a step, n drafted tokens, T target, D draft.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from distill.benchmark.prepared import Prepared
+from distill.models.base import Model
+from distill.speculative.decode import Decoded
+from distill.speculative.draft import Drafter
+
+
+class Step(NamedTuple):
+    """One call of a model: tokens committed before it, tokens taken, when it began and how many seconds it took."""
+
+    depth: int
+    tokens: int
+    started: float
+    seconds: float
+
+
+class Text(NamedTuple):
+    """A decoded text with the steps that made it, those that read the prompt left out."""
+
+    decoded: Decoded
+    target: list[Step]
+    draft: list[Step]
+
+
+@dataclass
+class Watch:
+    """The steps of target and draft, and the texts of each configuration in the order of their prompts."""
+
+    target: list[Step] = field(default_factory=list)
+    draft: list[Step] = field(default_factory=list)
+    texts: dict[str, list[Text]] = field(default_factory=dict)
+
+    def note(self, title: str, decoded: Decoded) -> None:
+        """Give the steps since the last text to this one."""
+        kept = [[step for step in steps if step.depth] for steps in (self.target, self.draft)]
+        self.texts.setdefault(title, []).append(Text(decoded, *kept))
+        self.target.clear()
+        self.draft.clear()
+
+
+@contextmanager
+def watched(target: Model, draft: Model) -> Iterator[Watch]:
+    """Note every step of both models; one that is both notes as the target."""
+    watch = Watch()
+    models = [(target, watch.target)] + ([] if draft is target else [(draft, watch.draft)])
+    for model, steps in models:
+        _note_steps(model, steps)
+    try:
+        yield watch
+    finally:
+        for model, _ in models:
+            del vars(model)["extend"]
+
+
+def _note_steps(model: Any, steps: list[Step]) -> None:
+    extend = model.extend
+
+    def noted(tokens: Sequence[int], *arguments: Any, **named: Any) -> Any:
+        depth, started = model.lengths[0], time.perf_counter()
+        found = extend(tokens, *arguments, **named)
+        steps.append(Step(depth, len(tokens), started, time.perf_counter() - started))
+        return found
+
+    model.extend = noted
+
+
+@dataclass(frozen=True)
+class Watched(Prepared):
+    """A configuration whose texts go to a watch, with their steps."""
+
+    watch: Watch = field(default_factory=Watch)
+
+    @classmethod
+    def of(cls, one: Prepared, watch: Watch) -> Watched:
+        """The configuration, watched."""
+        return cls(one.configuration, one.rules, one.make, one.lossy, one.length, watch)
+
+    def decode(self, target: Model, drafter: Drafter | None, prompt: Sequence[int], limit: int) -> Decoded:
+        """As a prepared configuration's, with the steps noted."""
+        found = super().decode(target, drafter, prompt, limit)
+        self.watch.note(self.title, found)
+        return found

@@ -1,0 +1,136 @@
+"""llama.cpp's options on our command lines, by its own names: `--NAME` for the target, `--NAME-draft` for the draft."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from distill.errors import RecipeError
+
+if TYPE_CHECKING:
+    from distill.recipe import Gguf
+
+PANEL = "llama.cpp's options, for GGUF files"
+# Name, kind, short names and help of each option. `threads` is an option of the commands themselves.
+OPTIONS: tuple[tuple[str, Any, tuple[str, ...], str], ...] = (
+    ("n_gpu_layers", int, ("-ngl",), "Layers on GPUs; all where llama.cpp was built for one."),
+    ("device", str, ("-dev",), "GPUs, such as CUDA0,CUDA1; none: the CPU alone."),
+    ("tensor_split", str, ("-ts",), "Share of the layers for each GPU, such as 3,1."),
+    ("flash_attn", str, ("-fa",), "on, off (the default) or auto."),
+    ("cache_type_k", str, ("-ctk",), "Type of the cached keys: f32, f16 (the default), bf16, q8_0, q5_1, q5_0, …"),
+    ("cache_type_v", str, ("-ctv",), "Type of the cached values; quantised ones need --flash-attn on."),
+    ("threads_batch", int, ("-tb",), "CPU threads of steps of several tokens; as --threads if left out."),
+    ("ubatch_size", int, ("-ub",), "Tokens computed at once (micro-batch)."),
+    ("mmap", bool, (), "Map the file into memory, or read it."),
+    ("mlock", bool, (), "Keep the weights in RAM."),
+)
+SHORT_OF_DRAFT = {"-ngl": "-ngld", "-dev": "-devd", "-ctk": "-ctkd", "-ctv": "-ctvd", "-tb": "-tbd"}  # llama.cpp's
+LISTS: dict[str, type] = {"device": str, "tensor_split": float}
+
+
+def takes_gguf_options(*roles: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """A decorator: the command takes llama.cpp's options of these roles, and gets them as its argument `gguf`.
+
+    The argument is a `distill.recipe.Gguf`, or None where none of the options was given.
+    """
+    options = [_option(role, *option, "draft" in roles) for role in roles for option in OPTIONS]
+    options += [_option("draft", "threads", int, ("-td",), "CPU threads of the draft.")] * ("draft" in roles)
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        signature = inspect.signature(command, eval_str=True, locals={"Gguf": Any})
+        own = [one for one in signature.parameters.values() if one.name != "gguf"]
+
+        @functools.wraps(command)
+        def wrapped(*args: Any, **values: Any) -> None:
+            given = {one.name: values.pop(one.name) for one in options}
+            return command(*args, **values, gguf=_collected(given, roles))
+
+        changed: Any = wrapped
+        changed.__signature__ = signature.replace(parameters=[*own, *options])
+        changed.__annotations__ = {one.name: one.annotation for one in (*own, *options)} | {"return": None}
+        return wrapped
+
+    return decorate
+
+
+def _option(
+    role: str, name: str, kind: Any, short: tuple[str, ...], words: str, twice: bool = False
+) -> inspect.Parameter:
+    draft = role == "draft"
+    spelt = name.replace("_", "-") + ("-draft" if draft else "")
+    if name == "mmap":
+        names: tuple[str, ...] = (f"--{spelt}/--no-{spelt}",)
+    elif kind is bool:
+        names = (f"--{spelt}",)
+    elif draft:
+        names = (
+            f"--{spelt}",
+            *(SHORT_OF_DRAFT.get(one, one) for one in short if one in SHORT_OF_DRAFT or one == "-td"),
+        )
+    else:
+        names = (f"--{spelt}", *short)
+    if name == "n_gpu_layers" and twice:
+        words += " This and each option below is also --NAME-draft, for the draft."
+    # A group of their own, in which the draft's, the same once more, are not shown.
+    info = typer.Option(*names, help=words, rich_help_panel=PANEL, hidden=draft)
+    return inspect.Parameter(
+        f"{role}_{name}", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, info]
+    )
+
+
+def _collected(given: Mapping[str, Any], roles: tuple[str, ...]) -> Gguf | None:
+    """The options that were given, checked as a recipe's; RecipeError for values that cannot be."""
+    found: dict[str, dict[str, Any]] = {}
+    for role in roles:
+        own = {name.removeprefix(f"{role}_"): value for name, value in given.items() if name.startswith(f"{role}_")}
+        own = {name: _listed(name, value) for name, value in own.items() if value is not None}
+        if own:
+            found[role] = own
+    if not found:
+        return None
+    from distill.recipe import Gguf, parse_section
+
+    return parse_section(Gguf, found, "the options of llama.cpp")
+
+
+def _listed(name: str, value: Any) -> Any:
+    if name not in LISTS:
+        return value
+    try:
+        return [LISTS[name](part.strip()) for part in value.split(",")]
+    except ValueError:
+        example = "3,1" if name == "tensor_split" else "CUDA0,CUDA1"
+        raise RecipeError(
+            f"--{name.replace('_', '-')} {value}: expected values separated by commas", f"for instance {example}"
+        ) from None
+
+
+def require_used(gguf: Gguf | None, target: str, draft: str | None) -> None:
+    """Raise RecipeError for options that would do nothing: PyTorch runs the models, or there is no draft."""
+    if gguf is None:
+        return
+    if not target.endswith(".gguf"):
+        raise RecipeError(
+            f"options of llama.cpp were given ({gguf.described() or 'defaults'}), and PyTorch runs {target}",
+            "leave them out, or give GGUF files",
+        )
+    if draft is None and gguf.draft.given():
+        raise RecipeError(
+            f"options of llama.cpp were given for the draft ({gguf.draft.described()}), and no draft is loaded",
+            "leave them out, or give a draft that is asked",
+        )
+
+
+def merged(recipe: Gguf, given: Gguf) -> Gguf:
+    """A recipe's options with those of the command line in their place; RecipeError where they do not go together."""
+    from distill.recipe import Gguf, parse_section
+
+    roles = {
+        role: getattr(recipe, role).given() | getattr(given, role).model_dump(mode="json", exclude_unset=True)
+        for role in ("target", "draft")
+    }
+    return parse_section(Gguf, roles, "the options of llama.cpp")

@@ -1,0 +1,200 @@
+"""What the installed build of llama.cpp can do, and a model's options as llama.cpp's parameters."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from distill.errors import RecipeError
+from distill.machine import thread_count
+from distill.models.gguf.file_head import FileHead
+from distill.models.gguf.library import library
+from distill.recipe import GgufOptions
+from distill.recipe.gguf import NO_DEVICE
+
+GPU, INTEGRATED_GPU = 1, 2  # of ggml's enum ggml_backend_dev_type
+BUILD = (
+    'build llama-cpp-python for your GPU: CMAKE_ARGS="-DGGML_CUDA=on" (NVIDIA) or "-DGGML_METAL=on" (Apple) before pip '
+    "install --force-reinstall --no-cache-dir llama-cpp-python"
+)
+
+
+class Device(NamedTuple):
+    """A GPU that llama.cpp can put layers on; `handle` is ggml's."""
+
+    name: str
+    description: str
+    handle: int
+
+
+def gpus() -> list[Device]:
+    """The GPUs that this build of llama.cpp finds, in its order; none for a build for CPUs."""
+    library()  # registers them
+    ggml = importlib.import_module("llama_cpp._ggml").libggml
+    signatures: dict[str, tuple[list[Any], Any]] = {
+        "ggml_backend_dev_count": ([], ctypes.c_size_t),
+        "ggml_backend_dev_get": ([ctypes.c_size_t], ctypes.c_void_p),
+        "ggml_backend_dev_name": ([ctypes.c_void_p], ctypes.c_char_p),
+        "ggml_backend_dev_description": ([ctypes.c_void_p], ctypes.c_char_p),
+        "ggml_backend_dev_type": ([ctypes.c_void_p], ctypes.c_int),
+    }
+    count, get, name, description, kind = (_function(ggml, *signature) for signature in signatures.items())
+    handles = [get(index) for index in range(count())]
+    return [
+        Device(name(one).decode("utf-8", "replace"), description(one).decode("utf-8", "replace"), one)
+        for one in handles
+        if kind(one) in (GPU, INTEGRATED_GPU)
+    ]
+
+
+def _function(ggml: Any, name: str, signature: tuple[list[Any], Any]) -> Any:
+    function = ggml[name]  # a new object for each look-up, so that nobody else's types are changed
+    function.argtypes, function.restype = signature
+    return function
+
+
+def describe_build() -> str:
+    """One line: where this build of llama.cpp computes. DataError where llama-cpp-python is not installed."""
+    found = gpus()
+    if found:
+        return "llama.cpp: GPUs " + ", ".join(f"{one.name} ({one.description})" for one in found)
+    if library().llama_supports_gpu_offload():
+        return "llama.cpp: built for GPUs, and finds none on this machine: it computes on the CPU"
+    return f"llama.cpp: a CPU-only build; for GPU layers {BUILD}"
+
+
+def require_build(options: GgufOptions, where: str) -> None:
+    """Raise RecipeError, which names `where`, for options that this build of llama.cpp or this machine lacks."""
+    asked = {
+        "n_gpu_layers": bool(options.n_gpu_layers),
+        "device": options.device not in ((), (NO_DEVICE,)),
+        "tensor_split": bool(options.tensor_split),
+    }
+    first = next((name for name, wanted in asked.items() if wanted), None)
+    if first is not None:
+        _require_gpus(options, f"{where}: {first} {_shown(getattr(options, first))}")
+    llama = library()
+    for name, wanted, able in (
+        ("mmap", options.mmap, llama.llama_supports_mmap),
+        ("mlock", options.mlock, llama.llama_supports_mlock),
+    ):
+        if wanted and not able():
+            raise RecipeError(f"{where}: {name}: llama.cpp cannot do this on this system", f"leave {name} out")
+
+
+def _shown(value: Any) -> str:
+    return (
+        ",".join(f"{one:g}" if isinstance(one, float) else one for one in value)
+        if isinstance(value, tuple)
+        else str(value)
+    )
+
+
+def _require_gpus(options: GgufOptions, asked: str) -> None:
+    found = gpus()
+    if not found:
+        able = library().llama_supports_gpu_offload()
+        reason = "finds no GPU on this machine" if able else "is built for CPUs alone"
+        raise RecipeError(f"{asked}: the installed llama.cpp {reason}", f"leave it out, or {BUILD}")
+    names = [one.name for one in found]
+    unknown = [name for name in options.device if name not in names]
+    if unknown:
+        raise RecipeError(f"{asked}: there is no device {unknown[0]}", f"llama.cpp finds {', '.join(names)}")
+    used = len(options.device) or len(found)
+    if len(options.tensor_split) > used:
+        raise RecipeError(
+            f"{asked}: {len(options.tensor_split)} shares for {used} GPUs", "give one share for each GPU, or fewer"
+        )
+
+
+def require_cache_types(options: GgufOptions, keys: int | None, values: int | None, where: str) -> None:
+    """Raise RecipeError where a type's block does not divide the size of a head's keys or values (None: unknown)."""
+    import gguf
+
+    for name, size in (("cache_type_k", keys), ("cache_type_v", values)):
+        kind = getattr(options, name)
+        block = gguf.GGML_QUANT_SIZES[cache_type(kind)][0]
+        if size is not None and size % block:
+            raise RecipeError(
+                f"{where}: {name} {kind} stores blocks of {block} values, and a head has {size}",
+                f"use a type without blocks for {name}: f16, bf16 or f32",
+            )
+
+
+def require_possible(path: Path, head: FileHead, options: GgufOptions) -> None:
+    """Raise RecipeError for options that this build, this machine or this file does not allow; loads nothing."""
+    require_build(options, str(path))
+    require_cache_types(options, *_head_sizes(head), str(path))
+
+
+def _head_sizes(head: FileHead) -> tuple[int | None, int | None]:
+    """Sizes of a head's keys and values by the file's metadata; None where it gives one number a layer, or none."""
+    architecture = head.values.get("general.architecture", b"").decode("utf-8", "replace")
+    keys = ("embedding_length", "attention.head_count", "attention.key_length", "attention.value_length")
+    found = [head.values.get(f"{architecture}.{key}") for key in keys]
+    hidden, heads, key, value = (one if isinstance(one, int) and one > 0 else None for one in found)
+    default = hidden // heads if hidden and heads else None
+    return key or default, value or default
+
+
+def model_settings(options: GgufOptions) -> tuple[Any, list[Any]]:
+    """llama.cpp's parameters of a model, and what they point to, which must live until it is loaded."""
+    llama = library()
+    settings, kept = llama.llama_model_default_params(), []
+    if options.n_gpu_layers is not None:
+        settings.n_gpu_layers = options.n_gpu_layers
+    if options.device == (NO_DEVICE,):
+        settings.n_gpu_layers = 0
+    if options.device:
+        handles = {one.name: one.handle for one in gpus()}
+        chosen = [handles[name] for name in options.device if name != NO_DEVICE]
+        kept.append((ctypes.c_void_p * (len(chosen) + 1))(*chosen, None))
+        settings.devices = ctypes.cast(kept[-1], ctypes.c_void_p)
+    if options.tensor_split:
+        shares = (ctypes.c_float * max(llama.llama_max_devices(), len(options.tensor_split)))(*options.tensor_split)
+        kept.append(shares)
+        settings.tensor_split = ctypes.cast(shares, ctypes.POINTER(ctypes.c_float))
+    if options.mmap is not None or options.mlock:
+        _fill_loading(settings, options)
+    return settings, kept
+
+
+def _fill_loading(settings: Any, options: GgufOptions) -> None:
+    """Memory map and lock: one mode in recent versions of llama.cpp, two switches in older ones."""
+    llama = library()
+    mapped = llama.llama_supports_mmap() if options.mmap is None else options.mmap
+    if "load_mode" not in dict(settings._fields_):
+        settings.use_mmap, settings.use_mlock = mapped, options.mlock
+        return
+    modes = {
+        (False, False): llama.LLAMA_LOAD_MODE_NONE,
+        (True, False): llama.LLAMA_LOAD_MODE_MMAP,
+        (False, True): llama.LLAMA_LOAD_MODE_MLOCK,
+        (True, True): llama.LLAMA_LOAD_MODE_MMAP_MLOCK,
+    }
+    settings.load_mode = modes[mapped, options.mlock]
+
+
+def fill_context(settings: Any, options: GgufOptions) -> None:
+    """Give a context's parameters their options; `n_batch` is set before."""
+    llama = library()
+    # More threads than cores make llama.cpp many times slower.
+    settings.n_threads = thread_count(options.threads)
+    settings.n_threads_batch = settings.n_threads if options.threads_batch is None else options.threads_batch
+    settings.n_ubatch = min(options.ubatch_size or settings.n_batch, settings.n_batch)
+    settings.flash_attn_type = {
+        "on": llama.LLAMA_FLASH_ATTN_TYPE_ENABLED,
+        "off": llama.LLAMA_FLASH_ATTN_TYPE_DISABLED,
+        "auto": llama.LLAMA_FLASH_ATTN_TYPE_AUTO,
+    }[options.flash_attn]
+    settings.type_k = cache_type(options.cache_type_k)
+    settings.type_v = cache_type(options.cache_type_v)
+
+
+def cache_type(name: str) -> Any:
+    """A type as ggml numbers it; a member of gguf's enumeration."""
+    import gguf
+
+    return gguf.GGMLQuantizationType[name.upper()]

@@ -1,0 +1,129 @@
+"""Recipe section: how llama.cpp opens the GGUF files of target and draft, under llama.cpp's own names."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, get_args
+
+from pydantic import Field, field_validator, model_validator
+
+from distill.machine import MOST_THREADS
+from distill.recipe.section import Section
+
+CacheType = Literal["f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl"]
+CACHE_TYPES: tuple[str, ...] = get_args(CacheType)
+NO_DEVICE = "none"
+MOST_DEVICES = 16  # llama.cpp's LLAMA_MAX_DEVICES
+# What changes logits by more than rounding; all others change speed, memory and rounding alone.
+CHANGES_LOGITS = ("flash_attn", "cache_type_k", "cache_type_v")
+
+
+def is_quantised(cache_type: str) -> bool:
+    """Whether a type of the cache stores blocks of values with a common scale."""
+    return cache_type not in ("f32", "f16", "bf16")
+
+
+class GgufOptions(Section):
+    """One model's options. What the build of llama.cpp cannot do, and what would do nothing, is refused."""
+
+    n_gpu_layers: int | None = Field(
+        None,
+        ge=0,
+        le=10_000,
+        description="layers on GPUs, the head counts as one; null: all where llama.cpp was built for a GPU and "
+        "`device` is not cpu, else none",
+    )
+    device: tuple[str, ...] = Field(
+        (), description="GPUs by llama.cpp's names, such as CUDA0; [none]: no GPU; []: all of them"
+    )
+    tensor_split: tuple[float, ...] = Field(
+        (), max_length=MOST_DEVICES, description="share of the layers for each GPU, in their order; []: by free memory"
+    )
+    flash_attn: Literal["on", "off", "auto"] = Field(
+        "off",
+        description="off: logits do not depend on how tokens were divided into steps of two and more; auto: where "
+        "the device has it",
+    )
+    cache_type_k: CacheType = Field("f16", description="type of the cached keys")
+    cache_type_v: CacheType = Field("f16", description="type of the cached values; quantised ones need flash_attn")
+    threads: int | None = Field(None, ge=1, le=MOST_THREADS, description="CPU threads of a step; null: `threads`")
+    threads_batch: int | None = Field(
+        None, ge=1, le=MOST_THREADS, description="CPU threads of steps of several tokens; null: as of a step"
+    )
+    ubatch_size: int | None = Field(
+        None, ge=1, le=65_536, description="tokens computed at once (micro-batch); null: all of a call, 512 at most"
+    )
+    mmap: bool | None = Field(
+        None, description="true: map the file into memory; false: read it; null: llama.cpp's choice"
+    )
+    mlock: bool = Field(False, description="keep the weights in RAM")
+
+    @field_validator("flash_attn", mode="before")
+    @classmethod
+    def _on_and_off_are_words(cls, value: Any) -> Any:
+        return {True: "on", False: "off"}[value] if isinstance(value, bool) else value  # as YAML reads on and off
+
+    @field_validator("device")
+    @classmethod
+    def _devices_differ(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        if not all(value) or len(set(value)) < len(value):
+            raise ValueError("each device is named once, such as CUDA0")
+        if NO_DEVICE in value and len(value) > 1:
+            raise ValueError("none stands alone: it means no GPU")
+        return value
+
+    @field_validator("tensor_split")
+    @classmethod
+    def _shares_are_shares(cls, value: tuple[float, ...]) -> tuple[float, ...]:
+        if value and (min(value) < 0 or not sum(value)):
+            raise ValueError("shares are at least 0, and one of them above 0; such as 3,1")
+        return value
+
+    @model_validator(mode="after")
+    def _settings_go_together(self) -> GgufOptions:
+        if is_quantised(self.cache_type_v) and self.flash_attn == "off":
+            raise ValueError(
+                f"cache_type_v {self.cache_type_v} needs flash attention: flash_attn on, or a type that is not "
+                "quantised (f32, f16, bf16)"
+            )
+        without = self.n_gpu_layers == 0 or self.device == (NO_DEVICE,)
+        if self.device == (NO_DEVICE,) and self.n_gpu_layers:
+            raise ValueError(f"n_gpu_layers {self.n_gpu_layers} with device none: no layer can be on a GPU")
+        if self.n_gpu_layers == 0 and self.device not in ((), (NO_DEVICE,)):
+            raise ValueError(f"device {', '.join(self.device)} with n_gpu_layers 0: no layer would be there")
+        if self.tensor_split and without:
+            raise ValueError("tensor_split without layers on a GPU does nothing: leave it out")
+        return self
+
+    def given(self) -> dict[str, Any]:
+        """The options that differ from their defaults."""
+        return self.model_dump(mode="json", exclude_defaults=True)
+
+    def described(self) -> str:
+        """Those in words, named as on a command line; empty where there are none."""
+        words = {True: "on", False: "off"}
+        shown = {
+            name: ",".join(f"{one:g}" if isinstance(one, float) else str(one) for one in value)
+            if isinstance(value, list)
+            else words[value]
+            if isinstance(value, bool)
+            else str(value)
+            for name, value in self.given().items()
+        }
+        return ", ".join(f"{name.replace('_', '-')} {value}" for name, value in shown.items())
+
+
+ON_CPU = GgufOptions(device=(NO_DEVICE,))
+
+
+class Gguf(Section):
+    """How llama.cpp opens GGUF files: stages profile, cut (a search with gguf), speedup, and the target's file in
+    answers.writer and teacher. The names are llama.cpp's own.
+    """
+
+    target: GgufOptions = Field(GgufOptions(), description="of the target's files")
+    draft: GgufOptions = Field(GgufOptions(), description="of the draft's files")
+
+    def described(self) -> str:
+        """The options that differ from their defaults, in words; empty where none does."""
+        roles = {"target": self.target, "draft": self.draft}
+        return "; ".join(f"{role}: {one.described()}" for role, one in roles.items() if one.given())

@@ -1,0 +1,111 @@
+"""What `distill speedup --target A --draft B` measures, as dataclasses: tables, JSON and files are made from it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from distill.results.serialise import Figure
+from distill.results.speedup_results import ChosenLength, Measurement
+
+
+@dataclass(frozen=True)
+class GroupFigures:
+    """One configuration on the prompts of a class, or on the rounds at a range of depths.
+
+    `group` is the class, or the tokens in the context (`from`–`to`). Figures of a class include the prompts, those of
+    a depth do not. `count` is of prompts or rounds. The speedup is over plain decoding of the same prompts, or at the
+    same depths; None where plain decoding made no text there. The interval is by prompt, NaN where there is one.
+    """
+
+    group: str
+    configuration: str
+    count: int
+    tokens: int
+    tokens_per_second: float
+    tokens_per_round: float | None
+    acceptance: float | None
+    speedup: float | None
+    speedup_low: Figure
+    speedup_high: Figure
+
+
+@dataclass(frozen=True)
+class RoundFigures:
+    """Where the seconds of a configuration's rounds go, the prompt apart; of plain decoding, of its steps.
+
+    `tokens` a round (τ), mean tokens of the target's step (`verified`) and draft steps of a round; `target_seconds`,
+    `draft_seconds` and `overhead_seconds` of a round as they were paid: in the target, in all steps of the draft, and
+    in neither; None where a device computes on after a call returns. `bound` is τ ÷ (T(m) + Σ D), tokens per second,
+    from steps timed with one model alone; `attained` is the share of it that was measured.
+    """
+
+    configuration: str
+    rounds: int
+    tokens: float
+    verified: float
+    draft_steps: float
+    seconds: float
+    target_seconds: float | None
+    draft_seconds: float | None
+    overhead_seconds: float | None
+    tokens_per_second: float
+    bound: float
+    attained: float
+
+
+@dataclass(frozen=True)
+class StepFigures:
+    """Median seconds of a step of m tokens, with one model alone, at a depth: T(m) by m of the target, D(m)."""
+
+    depth: int
+    target: dict[int, float]
+    draft: dict[int, float]
+
+
+@dataclass(frozen=True)
+class BatchFigures:
+    """B texts at once, by plain and speculative decoding: tokens per second of all together, the prompts included."""
+
+    batch: int
+    configuration: str
+    tokens: int
+    tokens_per_second: float
+    plain_tokens_per_second: float
+    tokens_per_round: float
+    acceptance: float | None
+    speedup: float
+
+
+@dataclass(frozen=True)
+class PairSpeedup:
+    """A pair that no recipe made, on the user's own prompts.
+
+    `synthetic` are given acceptance rates by position, None where the target decided; `classes` counts prompts.
+    `dropped` are records left out, by reason. `library` is the library's own plain generation: name, our tokens per
+    second and its, and the median of their ratios over prompts.
+    """
+
+    command: str
+    machine: dict[str, Any]
+    target: str
+    draft: str | None
+    backend: str
+    gguf: str
+    sampler: dict[str, int | float]
+    prompts: int
+    classes: dict[str, int]
+    new_tokens: int
+    dropped: dict[str, int]
+    measurements: list[Measurement]
+    chosen: ChosenLength | None
+    rounds: list[RoundFigures]
+    steps: StepFigures
+    by_class: list[GroupFigures]
+    by_depth: list[GroupFigures]
+    reasons: list[str]
+    batches: list[BatchFigures] = field(default_factory=list)
+    not_batched: list[str] = field(default_factory=list)
+    synthetic: list[float] | None = None
+    calibration: dict[str, Any] | None = None
+    library: dict[str, float] | None = None

@@ -1,0 +1,469 @@
+"""`distill speedup --target A --draft B`: figures against steps by hand, prompts against transformers, whole calls."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+from table_model import TableModel
+
+from distill.benchmark.compare import TimedText
+from distill.benchmark.pair.any_pair import Wanted
+from distill.benchmark.pair.asked import read_asked, sources_of
+from distill.benchmark.pair.figures import by_class, by_depth, round_figures
+from distill.benchmark.pair.reasons import reasons
+from distill.benchmark.pair.watch import Step, Text, Watch, watched
+from distill.benchmark.prepared import Prepared
+from distill.errors import DataError
+from distill.models.hugging_face import load_tokenizer
+from distill.recipe import Chat, Configuration, Corpus
+from distill.recipe.configuration import PLAIN
+from distill.results.pair_results import PairSpeedup, RoundFigures, StepFigures
+from distill.results.serialise import read_result
+from distill.results.speedup_results import Measurement
+from distill.sampler import Sampler
+from distill.speculative.decode import SYNTHETIC, Decoded, Round, Rules, decode, speculative
+from distill.speculative.draft import ModelDrafter
+from distill.speculative.lengths import Fixed
+from distill.speculative.trees.tree_drafter import TreeDrafter
+
+Capture = pytest.CaptureFixture[str]
+LLAMA = pytest.mark.skipif(
+    not __import__("importlib.util").util.find_spec("llama_cpp"), reason="needs llama-cpp-python"
+)
+
+
+# Steps and rounds by hand.
+
+CHAIN = Configuration(length=2)
+
+
+def prepared(configuration: Configuration) -> Prepared:
+    return Prepared(configuration, Rules(), None if configuration is PLAIN else lambda: None)  # type: ignore[arg-type, return-value]
+
+
+def steps_at(depths: Sequence[int], tokens: Sequence[int], seconds: float, gap: float) -> list[Step]:
+    return [Step(d, m, i * (seconds + gap), seconds) for i, (d, m) in enumerate(zip(depths, tokens, strict=True))]
+
+
+PLAIN_TEXT = Text(Decoded(tokens=[1] * 4), steps_at([126, 127, 128], [1, 1, 1], 0.5, 0.25), [])
+# Two rounds: 2 drafted and both accepted, then 2 drafted and none; the second begins with two tokens.
+DRAFTED = Text(
+    Decoded(tokens=[1] * 5, rounds=[Round(126, 2, 2, 2.0), Round(129, 2, 0, 1.0)]),
+    steps_at([126, 129], [3, 3], 0.75, 0.0),
+    steps_at([126, 127, 128, 130], [1, 1, 2, 1], 0.125, 0.0),
+)
+ALONE = StepFigures(100, {1: 0.5, 3: 0.625}, {1: 0.0625, 2: 0.09375})
+
+
+def test_the_seconds_of_a_round() -> None:
+    found = round_figures("x", [DRAFTED], ALONE, tree=False, synchronous=True)
+    assert (found.rounds, found.tokens, found.verified, found.draft_steps) == (2, 2.0, 3.0, 2.0)
+    assert (found.seconds, found.target_seconds, found.draft_seconds) == (1.5, 0.75, 0.25)
+    assert found.overhead_seconds == 0.5
+    # τ ÷ (T(3) + 2 D(1)): the step of two tokens counts as one.
+    assert found.bound == pytest.approx(2 / (0.625 + 2 * 0.0625))
+    assert found.tokens_per_second == pytest.approx(4 / 3) and found.attained == pytest.approx(0.5)
+    tree = round_figures("x", [DRAFTED], ALONE, tree=True, synchronous=False)
+    assert tree.bound == pytest.approx(4 / (2 * 0.625 + 3 * 0.0625 + 0.09375))  # of a tree two nodes are two nodes
+    assert tree.target_seconds is tree.draft_seconds is tree.overhead_seconds is None
+
+
+def test_the_seconds_of_a_plain_step_run_to_the_next_one() -> None:
+    found = round_figures("plain", [PLAIN_TEXT], ALONE, tree=False, synchronous=True)
+    assert (found.rounds, found.tokens) == (3, 1.0)
+    assert found.seconds == pytest.approx((0.75 + 0.75 + 0.5) / 3)  # what comes after the last step is not known
+    assert found.target_seconds == pytest.approx(0.5) and found.attained == pytest.approx(0.5 / found.seconds)
+
+
+def test_figures_by_depth() -> None:
+    one = prepared(CHAIN)
+    found = by_depth(Watch(texts={"plain": [PLAIN_TEXT], one.title: [DRAFTED]}), [prepared(PLAIN), one])
+    assert [(figures.group, figures.count, figures.tokens) for figures in found] == [("0–127", 1, 3), ("128–255", 1, 1)]
+    assert [figures.acceptance for figures in found] == [1.0, 0.0]
+    assert found[0].speedup == pytest.approx(3 / 2.0 * 0.75)  # plain steps at 126 and 127 took .75 s each
+    assert found[1].speedup == pytest.approx(1 / 1.0 * 0.5)
+
+
+def test_figures_by_class() -> None:
+    one = prepared(CHAIN)
+    seconds = {"plain": [2.0, 4.0, 6.0], one.title: [1.0, 4.0, 3.0]}
+    texts = [
+        TimedText(
+            prompt, title, taken, Decoded(tokens=[1] * 6, rounds=[Round(3, 2, prompt, taken)] * (title != "plain"))
+        )
+        for title, own in seconds.items()
+        for prompt, taken in enumerate(own)
+    ]
+    found = by_class(texts, [prepared(PLAIN), one], ["code", "chat", "code"], 200, 0.9)
+    assert [(figures.group, figures.configuration, figures.count) for figures in found] == [
+        ("code", "plain", 2),
+        ("code", one.title, 2),
+        ("chat", "plain", 1),
+        ("chat", one.title, 1),
+    ]
+    assert [figures.speedup for figures in found] == pytest.approx([1, 2, 1, 1])
+    assert found[1].acceptance == 0.5 and found[1].speedup_low == pytest.approx(2)  # both prompts take half the time
+    assert math.isnan(found[3].speedup_low)
+    assert by_class(texts, [prepared(PLAIN), one], ["code"] * 3, 200, 0.9) == []
+
+
+def measured(configuration: Configuration, speedup: float, low: float, acceptance: float | None) -> Measurement:
+    drafts = configuration.drafts
+    return Measurement(
+        *("p", "b", False, configuration.title, None, configuration.drafter if drafts else None, None, None, None),
+        *(8, 1.0, 8.0, 8.0, None, acceptance, speedup, low, speedup + (speedup - low), None, 1, 0, 0, None),
+    )
+
+
+def told(speedup: float, low: float, costs: tuple[float, float, float], tokens: float, draft: float = 0.1) -> str:
+    """The sentences about a chain of 4 whose rounds cost so much in target, draft and beside them, in plain steps."""
+    one = Configuration(length=4)
+    rows = [measured(PLAIN, 1, 1, None), measured(one, speedup, low, (tokens - 1) / 4)]
+    rounds = [
+        RoundFigures("plain", 9, 1, 1, 0, 0.5, 0.5, 0, 0, 2, 2, 1),
+        RoundFigures(one.title, 9, tokens, 5, 4, sum(costs) / 2, *(part / 2 for part in costs), 1, 1, 1),
+    ]
+    steps = StepFigures(64, {1: 0.5, 5: 0.6}, {1: draft / 2})
+    return " ".join(reasons(steps, rows, rounds, None, (0.010, 0.018), False))
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        (
+            (2.0, 1.8, (1.2, 0.4, 0.1), 3.4),
+            "A round costs 1.70 plain steps (the target's step over 5.0 tokens 1.20, 4.0",
+        ),
+        ((0.6, 0.5, (1.2, 6.0, 0.1), 4.0, 1.5), "the draft is no faster than its target: D is 1.50 T(1)"),
+        (
+            (0.6, 0.5, (4.0, 2.0, 0.5), 4.0),
+            "no acceptance would be enough: a round of 5.0 tokens, all accepted, costs 6.50",
+        ),
+        ((0.6, 0.5, (4.0, 2.0, 0.5), 4.0), "above all, the target's steps of several tokens are dear (3.00)"),
+        ((0.6, 0.5, (1.2, 5.0, 0.5), 4.0), "above all, the draft's steps are dear (5.00)"),
+        ((0.6, 0.5, (1.2, 0.9, 5.0), 4.0), "above all, much is spent beside the models (5.00)"),
+        (
+            (0.9, 0.8, (1.5, 0.4, 0.1), 1.8),
+            "1.80 tokens a round are fewer than the 2.00 that pay for it (accepted: 20%)",
+        ),
+        ((0.95, 0.9, (1.5, 0.4, 0.1), 2.1), "reading it takes 18.0 ms with the draft, 10.0 ms without"),
+        ((1.05, 0.9, (1.5, 0.4, 0.1), 2.2), "not by more than these prompts vary"),
+    ],
+)
+def test_the_reason_why_it_does_not_pay(case: tuple[Any, ...], words: str) -> None:
+    said_words = told(*case)
+    assert words in said_words
+    assert ("does not pay" in said_words) is (case[0] < 1)
+
+
+def test_models_are_watched_for_a_while_alone() -> None:
+    target, draft = TableModel(6), TableModel(6, seed=1)
+    with watched(target, draft) as watch:  # type: ignore[arg-type]
+        decoded = speculative(target, draft, [1, 2, 3], 12, 2)  # type: ignore[arg-type]
+        watch.note("x", decoded)
+    assert "extend" not in vars(target) and "extend" not in vars(draft)
+    [text] = watch.texts["x"]
+    assert len(text.target) == len(decoded.rounds)  # but for the prompt
+    assert [step.tokens for step in text.target] == [r.drafted + 1 for r in decoded.rounds]
+    assert [step.depth for step in text.target] == [r.depth for r in decoded.rounds]
+    assert sum(step.seconds for step in text.target) < decoded.seconds
+    with watched(target, target) as watch:  # type: ignore[arg-type]
+        target.rollback([0])
+        target.extend([1, 2])
+        assert [step.tokens for step in watch.target] == [2] and not watch.draft
+    assert "extend" not in vars(target)
+
+
+# Synthetic acceptance.
+
+
+def synthetic(rates: Sequence[float], length: int, limit: int, tree: bool = False) -> Decoded:
+    target, draft = TableModel(20, capacity=20_000), TableModel(20, seed=5, capacity=20_000)
+    draws = random.Random(3).random
+    rules = Rules(rates=rates, random=draws)
+    drafter: Any = ModelDrafter(draft, Fixed(length), Sampler(0), draws)  # type: ignore[arg-type]
+    if tree:
+        drafter = TreeDrafter(draft, Sampler(0), draws, 2 * length, depth=length)  # type: ignore[arg-type]
+    result = Decoded()
+    for _ in decode(target, drafter, [1, 2, 3], limit, rules, result, lossy=True):  # type: ignore[arg-type]
+        pass
+    return result
+
+
+@pytest.mark.parametrize("tree", [False, True])
+def test_synthetic_rates_decide_what_is_accepted(tree: bool) -> None:
+    for rate, accepted in ((1.0, 3), (0.0, 0)):
+        rounds = synthetic([rate], 3, 60, tree).rounds[:-3]  # the last ones may draft less
+        assert {r.accepted for r in rounds} == {accepted} or (
+            tree and rate == 1 and min(r.accepted for r in rounds) > 0
+        )
+    assert len(synthetic([0.8], 3, 60, tree).tokens) == 60
+
+
+def test_synthetic_rates_are_by_position() -> None:
+    """Given that a position is reached it is accepted at its rate: within 4 standard deviations of the binomial."""
+    rates = (0.9, 0.6, 0.3)
+    rounds = [r for r in synthetic(rates, 5, 12_000).rounds if r.drafted == 5]
+    for position in range(5):
+        reached = sum(r.accepted >= position for r in rounds)
+        passed = sum(r.accepted > position for r in rounds)
+        rate = rates[min(position, 2)]
+        assert reached > 80
+        assert abs(passed / reached - rate) < 4 * math.sqrt(rate * (1 - rate) / reached)
+    plainly = [r.accepted for r in speculative(TableModel(20), TableModel(20, seed=5), [1, 2, 3], 200, 5).rounds]  # type: ignore[arg-type]
+    assert sum(plainly) / len(plainly) < 1  # which this draft is not worth
+
+
+def test_synthetic_acceptance_is_refused_unless_asked_for_as_such() -> None:
+    draft = ModelDrafter(TableModel(6, seed=1), Fixed(2), Sampler(0), lambda: 0.0)  # type: ignore[arg-type]
+    with pytest.raises(DataError, match=SYNTHETIC.split(":")[0]):
+        list(decode(TableModel(6), draft, [1], 8, Rules(rates=[1.0]), Decoded()))  # type: ignore[arg-type]
+
+
+# Prompts.
+
+TEMPLATE = (
+    "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """target/, draft/, other/ (of another vocabulary), GGUF files of the first two, and files of prompts."""
+    folder = tmp_path_factory.mktemp("pairs")
+    tiny.build_model(folder / "target", layers=3)
+    tiny.build_model(folder / "draft", layers=1)
+    tiny.build_model(folder / "other", layers=1, vocabulary=350, seeds=range(30, 45))
+    (folder / "target" / "chat_template.jinja").write_text(TEMPLATE)
+    with (folder / "texts.jsonl").open("w") as file:
+        for index in range(16):
+            record = {"text": tiny.document(200 + index)[:700], "category": "even" if index % 2 == 0 else "odd"}
+            file.write(json.dumps(record) + "\n")
+    questions = [f"def {word}(buffer, stream):" for word in tiny.WORDS[:6]]
+    (folder / "chat.csv").write_text("prompt,category\n" + "".join(f'"{one}",asked\n' for one in questions))
+    messages = [{"messages": [{"role": "user", "content": one}]} for one in questions]
+    (folder / "chat.jsonl").write_text("".join(json.dumps(one) + "\n" for one in messages))
+    (folder / "plain.txt").write_text("\n".join(tiny.document(seed) for seed in range(100, 106)))
+    if shutil.which("cmake") or __import__("importlib.util").util.find_spec("llama_cpp"):
+        from distill.export.writer import export_gguf
+
+        for name in ("target", "draft"):
+            export_gguf(folder / name, folder / f"{name}.gguf", "f32")
+    return folder
+
+
+def asked(place: Path, name: str, target: str = "target", **more: Any) -> Any:
+    settings = {"count": 4, "others": 0, "tokens": 16, "room": 200} | more
+    return read_asked(str(place / target), Corpus(sources=sources_of([place / name])), Chat(), **settings)
+
+
+@pytest.mark.parametrize("name", ["chat.csv", "chat.jsonl"])
+def test_prompts_go_through_the_template_of_the_target(name: str, place: Path) -> None:
+    tokenizer = load_tokenizer(str(place / "target"))
+    found = asked(place, name)
+    texts = [f"<|user|>def {word}(buffer, stream):\n<|assistant|>" for word in tiny.WORDS[:6]]
+    assert {tokenizer.decode(prompt.ids) for prompt in found.measured} < set(texts)
+    wanted = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+    assert all(prompt.ids in wanted for prompt in found.measured) and len(found.measured) == 4
+    assert set(found.classes()) == {"asked" if name == "chat.csv" else "chat.jsonl"}
+
+
+@LLAMA
+@pytest.mark.parametrize("name", ["chat.jsonl", "texts.jsonl", "plain.txt"])
+def test_a_gguf_file_gives_the_prompts_of_its_folder(name: str, place: Path) -> None:
+    folder, file = asked(place, name), asked(place, name, "target.gguf")
+    assert [prompt.ids for prompt in file.measured] == [prompt.ids for prompt in folder.measured]
+
+
+def test_prompts_to_fit_on_are_others(place: Path) -> None:
+    found = asked(place, "texts.jsonl", count=6, others=8)
+    assert len(found.measured) == 6 and len(found.others) == 8
+    assert not {one.id for one in found.measured} & {one.id for one in found.others}
+    few = asked(place, "chat.jsonl", count=6, others=8)
+    assert len(few.measured) == len(few.others) == 3
+    assert set(asked(place, "texts.jsonl", count=16).classes()) == {"even", "odd"}
+
+
+def test_prompts_that_are_too_long_are_counted(place: Path) -> None:
+    (place / "long.jsonl").write_text(
+        (place / "chat.jsonl").read_text() + json.dumps({"prompt": "def alpha beta " * 200}) + "\n"
+    )
+    assert asked(place, "long.jsonl", count=7).dropped == {"prompts of more than 200 tokens": 1}
+
+
+# Whole calls.
+
+QUICK = ("--tokens", 12, "--prompt-tokens", 16, "--count", 4, "--threads", 1)
+
+
+def call(place: Path, capsys: Capture, *arguments: Any, target: str = "target", draft: str | None = "draft") -> str:
+    pair = ["--target", place / target, *(["--draft", place / draft] if draft else [])]
+    with tiny.one_thread():
+        code = tiny.call("speedup", *pair, *QUICK, *arguments)
+    found = capsys.readouterr()
+    assert code == 0, found.err
+    return found.out
+
+
+def test_a_pair_of_folders(place: Path, capsys: Capture, tmp_path: Path) -> None:
+    out = tmp_path / "measured.json"
+    more = ("--configuration", "{drafter: tree, nodes: 4, length: 2, calibration: none}", "--batch", "1,2", "--to", out)
+    text = call(place, capsys, "--prompts", place / "texts.jsonl", "--lengths", "1,3", *more)
+    found = read_result(out, PairSpeedup)
+    assert [row.configuration for row in found.measurements] == [
+        *("plain", "draft, γ = 1", "draft, γ = 3", "tree of 4, depth ≤ 2, none")
+    ]
+    assert all(row.different == 0 and (row.identical or 0) + (row.excused or 0) == 4 for row in found.measurements)
+    assert found.classes == {"even": found.classes["even"], "odd": 4 - found.classes["even"]}
+    for row, one in zip(found.measurements, found.rounds, strict=True):
+        assert row.configuration == one.configuration
+        assert row.tokens_per_round is None or one.tokens == pytest.approx(row.tokens_per_round)
+        assert one.target_seconds is not None and one.draft_seconds is not None and one.overhead_seconds is not None
+        assert one.target_seconds + one.draft_seconds + one.overhead_seconds == pytest.approx(one.seconds)
+        assert one.overhead_seconds > 0 and one.attained == pytest.approx(one.tokens_per_second / one.bound)
+    chain = found.rounds[2]
+    bound = chain.tokens * chain.rounds
+    assert chain.verified <= 4 and {1, 4} <= set(found.steps.target) and 1 in found.steps.draft
+    assert chain.bound >= bound / (chain.rounds * (max(found.steps.target.values()) + 3 * found.steps.draft[1]))
+    assert {one.batch for one in found.batches} == {1, 2} and len(found.batches) == 4
+    assert found.batches[0].tokens_per_round == pytest.approx(found.measurements[1].tokens_per_round or 0)
+    assert "drafter tree drafts for one text at a time" in text and "| even | draft, γ = 3 |" in text
+    assert "| attained |" in text and "A round costs" in text and f"`{found.command}`" in text
+    assert "SYNTHETIC" not in text and not list(tmp_path.glob("runs"))
+
+
+@LLAMA
+def test_a_pair_of_gguf_files(place: Path, capsys: Capture) -> None:
+    options = ("-ctk", "f32", "--flash-attn-draft", "on", "--library", "-o", "json")
+    files = {"target": "target.gguf", "draft": "draft.gguf"}
+    found = json.loads(call(place, capsys, "--prompts", place / "chat.jsonl", "--lengths", 2, *options, **files))
+    assert found["backend"] == "gguf" and found["gguf"] == "target: cache-type-k f32; draft: flash-attn on"
+    row = found["measurements"][1]
+    assert row["different"] == 0 and row["tokens_per_round"] >= 1
+    assert found["library"]["ratio"] > 0 and found["chosen"]["length"] in (0, 2)
+
+
+def test_fitted_configurations_and_every_kind_of_drafter(place: Path, capsys: Capture) -> None:
+    more = [
+        "{rule: expected-value, length: 3}",
+        "{drafter: tree, length: 2}",
+        "{drafter: lookup, length: 3}",
+        "{drafter: lookup+draft, length: 3, rule: p_min, p_min: 0.01}",
+    ]
+    options = [part for one in more for part in ("--configuration", one)]
+    text = call(place, capsys, "--prompts", place / "texts.jsonl", "--lengths", 0, *options, "-o", "json")
+    found = json.loads(text)
+    assert found["calibration"]["prompts"] == 8 and found["prompts"] == 4 and found["chosen"] is None
+    assert len(found["measurements"]) == 5 and all(row["different"] == 0 for row in found["measurements"])
+
+
+def test_sampled_texts_have_a_sampled_base(place: Path, capsys: Capture) -> None:
+    options = ("--temperature", 0.8, "--verifier", "block", "--lengths", 2, "-o", "jsonl")
+    text = call(place, capsys, "--prompts", place / "plain.txt", *options)
+    rows = [json.loads(line) for line in text.splitlines()]
+    titles = ["plain", "plain, sampled", "draft, γ = 2, verifier block, sampled"]
+    assert [row["configuration"] for row in rows] == titles
+    assert rows[2]["plain_tokens_per_second"] == rows[1]["tokens_per_second"] != rows[0]["tokens_per_second"]
+    assert rows[2]["distribution"] == "the target's" and rows[2]["identical"] is None
+
+
+def test_a_draft_of_another_vocabulary(place: Path, capsys: Capture) -> None:
+    options = ("--prompts", place / "plain.txt", "--lengths", 2, "--drafter", "string")
+    extra = ("--configuration", "{drafter: intersection, length: 2}", "-o", "json")
+    found = json.loads(call(place, capsys, *options, *extra, draft="other"))
+    assert [row["drafter"] for row in found["measurements"]] == [None, "string", "intersection"]
+    assert all(row["different"] == 0 for row in found["measurements"]) and found["steps"]["draft"]
+
+
+def test_a_draft_larger_than_its_target(place: Path, capsys: Capture) -> None:
+    options = ("--prompts", place / "plain.txt", "--lengths", 2)
+    text = call(place, capsys, *options, target="draft", draft="target")
+    assert "It does not pay here" in text or "not by more than these prompts vary" in text
+
+
+def test_lookup_needs_no_draft(place: Path, capsys: Capture) -> None:
+    options = ("--prompts", place / "plain.txt", "--lengths", 4, "--drafter", "lookup", "-o", "json")
+    found = json.loads(call(place, capsys, *options, draft=None))
+    assert found["draft"] is None and found["steps"]["draft"] == {} and found["rounds"][1]["draft_steps"] == 0
+
+
+def test_synthetic_figures_are_labelled_wherever_they_are_printed(place: Path, capsys: Capture) -> None:
+    options = ("--prompts", place / "texts.jsonl", "--lengths", 3, "--synthetic-acceptance", "1,0", "--tokens", 30)
+    text = call(place, capsys, *options)
+    assert "**SYNTHETIC ACCEPTANCE 1, 0**" in text and "these speedups are of the costs alone" in text
+    labelled = [line for line in text.splitlines() if "γ = 3" in line]
+    assert len(labelled) > 4 and all("synthetic" in line for line in labelled)
+    rows = [json.loads(line) for line in call(place, capsys, *options, "-o", "jsonl").splitlines()]
+    assert rows[1]["configuration"].endswith("(synthetic acceptance)") and SYNTHETIC in rows[1]["distribution"]
+    assert rows[1]["tokens_per_round"] == pytest.approx(2, abs=0.1) and rows[1]["identical"] is None
+    assert rows[0]["configuration"] == "plain" and rows[0]["lossy"] is None
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--prompts", "{}/empty.jsonl"], "empty.jsonl is empty"),
+        (["--prompts", "{}/missing.jsonl"], "there is no file {}/missing.jsonl"),
+        (["--prompts", "{}/short.txt"], "the files give 0 prompts"),
+        (["--prompts", "{}/keys.jsonl"], "line 1 has no text in field `text` (it has: a)"),
+        ([], "a pair without a run needs --target and --prompts"),
+        (["--draft", "{}/other"], "--drafter string"),
+        (["--draft", "{}/draft.gguf"], "would run in two engines"),
+        (["--draft", "{}/nothing"], "nothing"),
+        (["--drafter", "lookup"], "no configuration asks the draft"),
+        (["--lengths", "0"], "nothing is to be measured but plain decoding"),
+        (["--lengths", "64"], "length: must be at most 63"),
+        (["--lengths", "2", "--configuration", "{length: 2}"], "is asked for twice"),
+        (["--configuration", "p_min"], "not a mapping"),
+        (["--configuration", "{rule: pmin}"], "there is no rule 'pmin'"),
+        (["--configuration", "{sampler: recipe}"], "give the sampler's --temperature"),
+        (["--configuration", "{drafter: string}"], "measure them in two calls"),
+        (["--temperature", "1", "--verifier", "greedy"], "the options: `draft, γ = 1, verifier greedy, sampled` would"),
+        (["--verifier", "distinct"], "no verifier `distinct` for chains"),
+        (["--top-p", "0.5"], "--top-p does nothing without --temperature"),
+        (["--batch", "16"], "--batch 16 needs as many prompts, and there are 4"),
+        (["--batch", "0"], "at least 1 text"),
+        (["--synthetic-acceptance", "1.5"], "rates lie between 0 and 1"),
+        (["--synthetic-acceptance", "0.5", "--configuration", "{drafter: tree}"], "synthetic acceptance is not that"),
+        (["--synthetic-acceptance", "0.5", "--batch", "2"], "leave --synthetic-acceptance out"),
+        (["--tokens", "4000"], "of the context of 512 for a prompt"),
+        (["--dtype", "int8"], "there is no dtype 'int8'"),
+        (["--to", "{}/nowhere/x.json"], "there is no folder {}/nowhere"),
+        (["-ngl", "4"], "PyTorch runs {}/target"),
+        (["--again"], "--again was given for a pair of models"),
+        (["-o", "xml"], "output format `xml` is unknown"),
+    ],
+)
+def test_what_cannot_be_measured_is_one_error(options: list[str], words: str, place: Path, capsys: Capture) -> None:
+    (place / "empty.jsonl").write_text("")
+    (place / "short.txt").write_text("alpha\n")
+    (place / "keys.jsonl").write_text('{"a": 1}\n')
+    filled = [option.replace("{}", str(place)) for option in options]
+    given = ["--target", str(place / "target"), *([] if "--draft" in filled else ["--draft", str(place / "draft")])]
+    given += ["--prompts", str(place / "texts.jsonl")] if options and "--prompts" not in filled else []
+    quick = [] if "--tokens" in filled else ["--tokens", "12"]
+    assert tiny.call("speedup", *given, *quick, "--count", 4, "--prompt-tokens", 16, "--threads", 1, *filled) == 2
+    error = capsys.readouterr().err
+    assert words.replace("{}", str(place)) in error and "Traceback" not in error
+
+
+def test_options_of_pairs_are_refused_for_a_run(capsys: Capture) -> None:
+    assert tiny.call("speedup", "my-run", "--lengths", "2") == 2
+    assert "--lengths was given without a pair of models" in capsys.readouterr().err
+
+
+def test_what_needs_other_prompts() -> None:
+    def needs(**settings: Any) -> bool:
+        return Wanted((), (Configuration(**settings),)).fitted
+
+    assert needs(rule="expected-value") and needs(rule="expected-value", calibration="none") and needs(drafter="tree")
+    assert not needs(length=3) and not needs(drafter="tree", nodes=3, calibration="none")
