@@ -6,6 +6,7 @@ import random
 import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from distill.errors import DataError
 from distill.grammar.constrained import Constrained, Forced
@@ -14,10 +15,9 @@ from distill.grammar.tokens import Tokens
 from distill.models.base import Model
 from distill.models.gguf.model import GgufModel
 from distill.models.hugging_face import load_model, local_folder, pick_device
-from distill.models.loaded import LoadedPair, context_of, encode_prompt, is_gguf, load_pair
-from distill.models.torch_model import TorchModel
+from distill.models.loaded import GROWING, LoadedPair, context_of, encode_prompt, is_gguf, load_pair, torch_decoder
 from distill.progress import note
-from distill.recipe import Configuration, Target
+from distill.recipe import Configuration, PyTorch, Target
 from distill.recipe.configuration import OTHER_VOCABULARY
 from distill.sampler import Sampler
 from distill.speculative.calibration import Calibration
@@ -60,6 +60,7 @@ def stream(
     request: Request,
     device: str = "auto",
     threads: int | None = None,
+    pytorch: PyTorch = GROWING,
 ) -> None:
     """Continue `text` by at most `limit` tokens, printing them as rounds end, and a summary on stderr.
 
@@ -67,7 +68,7 @@ def stream(
     where the configuration asks no draft. Accepted tokens are green on a terminal; elsewhere the text alone is printed.
     Beyond the end of the draft's context, decoding goes on without it. Raises DataError for a prompt that is empty or
     fills the target's context, for trees in a model that takes none, and for a configuration that would change the
-    target's distribution.
+    target's distribution. `pytorch` says how folders decode.
     """
     configuration = request.configuration
     if configuration.drafter in OTHER_VOCABULARY and is_gguf(target.model):
@@ -78,7 +79,8 @@ def stream(
     room = _room(ids, limit, context_of(target.model))
     asked = draft if configuration.asks_the_draft else None
     nodes = configuration.drawn_nodes or configuration.nodes or 0
-    with load_pair(target, asked, device=device, tokens=len(ids) + room, nodes=nodes, threads=threads) as pair:
+    options: dict[str, Any] = {"device": device, "nodes": nodes, "threads": threads, "pytorch": pytorch}
+    with load_pair(target, asked, tokens=len(ids) + room, **options) as pair:
         if asked is not None and pair.draft.capacity < len(ids) + room:
             rest = "only the lookup drafts" if configuration.drafter == "lookup+draft" else "the target decodes plainly"
             print(f"the draft {asked} has a context of {pair.draft.capacity}: beyond it {rest}", file=sys.stderr)
@@ -165,7 +167,7 @@ def _drafter(
     configuration, grammar = request.configuration, rules.constraint
     if configuration.drafter in OTHER_VOCABULARY:
         assert draft is not None
-        return _other_vocabulary_drafter(configuration, rules, target, draft, device, pair.target.vocabulary_size)
+        return _other_vocabulary_drafter(configuration, rules, target, draft, device, pair)
     costs = request.costs or NO_COSTS
     if configuration.rule == "expected-value" and request.costs is None:
         costs = measured_costs(pair.target, pair.draft, configuration.most, 64)
@@ -183,7 +185,7 @@ def measured_costs(target: Model, draft: Model, length: int, depth: int) -> Step
 
 
 def _other_vocabulary_drafter(
-    configuration: Configuration, rules: Rules, target: Target, draft: str, device: str, rows: int
+    configuration: Configuration, rules: Rules, target: Target, draft: str, device: str, pair: LoadedPair
 ) -> Drafter:
     """A draft of another vocabulary, as it is: by the tokens both share, or by its text."""
     from distill.speculative.other_vocabulary.drafters import IntersectionDrafter, Reader, StringMatchDrafter
@@ -191,10 +193,11 @@ def _other_vocabulary_drafter(
     if configuration.length_rule != "fixed":
         raise ValueError(f"drafter {configuration.drafter} drafts fixed lengths only")
     both, own = (Vocabulary.read(local_folder(reference)) for reference in (target.model, draft))
-    model = TorchModel(load_model(draft, target.dtype, pick_device(device)), own.size)
+    place = pick_device(pair.pytorch.draft_device or device)
+    model = torch_decoder(load_model(draft, target.dtype, place), own.size, pair.pytorch)
     kind = IntersectionDrafter if configuration.drafter == "intersection" else StringMatchDrafter
     argmax = rules.verifier == "match"
-    reader = Reader(model, both, own, rows)
+    reader = Reader(model, both, own, pair.target.vocabulary_size)
     return kind(reader, Fixed(configuration.most), rules.sampler, rules.random, argmax=argmax)
 
 

@@ -19,6 +19,7 @@ from distill.pipeline.later import (
     check_device,
     check_draft,
     check_export,
+    check_static,
     check_teacher,
     check_trackers,
     check_traffic,
@@ -78,6 +79,7 @@ def preflight(
         check_weights_of_models,
         check_context,
         check_draft,
+        check_static,
         check_disk,
     ]
     if inputs:

@@ -83,6 +83,11 @@ def _load_setting(recipe: Recipe) -> tuple[str, ...]:
     return () if recipe.target.load else ("target.load",)
 
 
+def _pytorch_setting(recipe: Recipe) -> tuple[str, ...]:
+    """How PyTorch decodes, for the stages that time it; the defaults name no run's key."""
+    return () if recipe.pytorch == type(recipe.pytorch)() else ("pytorch",)
+
+
 # What a held-out text does not depend on: the count and the limits of the train answers, and how they are grouped.
 TRAIN_ANSWERS = tuple(
     f"answers.{name}"
@@ -189,6 +194,7 @@ STAGES = (
         (("cut", "cut/config.json"),),
         ("profile.json",),
         ("target",),
+        more=_pytorch_setting,
     ),
     Stage(
         "train",
@@ -258,6 +264,7 @@ STAGES = (
         ("speedup", "speedup.json", "speedup.md"),
         ("target",),
         version=3,
+        more=_pytorch_setting,
     ),
     Stage(
         "report",

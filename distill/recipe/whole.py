@@ -9,7 +9,7 @@ from distill.recipe.corpus import Chat, Corpus
 from distill.recipe.cut import Cut
 from distill.recipe.measuring import Evaluate, Export, Profile, Speedup
 from distill.recipe.section import LARGEST, Section
-from distill.recipe.target import Answers, SamplerSettings, Target, TeacherStore
+from distill.recipe.target import Answers, PyTorch, SamplerSettings, Target, TeacherStore
 from distill.recipe.text.unloaded import faults
 from distill.recipe.training import Train
 
@@ -30,6 +30,7 @@ class Recipe(Section):
     corpus: Corpus
     chat: Chat = Chat()
     sampler: SamplerSettings = SamplerSettings()
+    pytorch: PyTorch = PyTorch()
     answers: Answers = Answers()
     teacher: TeacherStore = TeacherStore()
     profile: Profile = Profile()

@@ -38,7 +38,6 @@ CHUNK = 512  # tokens of a row that one step of a prompt reads, so that its mask
 FIRST_SIZE = 256  # slots that a model begins with where nobody says how long its texts get
 # Models that take one mask for the layers with a window and one for the others, or have one kind of layer alone.
 WINDOWED = ("gemma2", "gemma3_text", "mistral", "qwen2", "qwen3")
-INSTEAD = "leave static off"
 
 
 def refusal(model: Any) -> str | None:
@@ -56,6 +55,12 @@ def refusal(model: Any) -> str | None:
         if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
             return "it has layers with chunked attention"
     return None
+
+
+def require_static(model: Any, name: str) -> None:
+    """Raise DataError for a model that cannot decode with slots; it may be one without weights."""
+    if (reason := refusal(model)) is not None:
+        raise DataError(f"{name} cannot decode with a static cache: {reason}", "leave static off")
 
 
 class StaticTorchModel:
@@ -77,8 +82,7 @@ class StaticTorchModel:
     ) -> None:
         if rows < 1:
             raise ValueError(f"a batch has at least one row, got {rows}")
-        if (reason := refusal(model)) is not None:
-            raise DataError(f"{model_name(model)} cannot decode with a static cache: {reason}", INSTEAD)
+        require_static(model, model_name(model))
         alone = TorchModel(model, vocabulary)
         self.model, self.rows, self.device = model, rows, alone.device
         self.vocabulary_size, self.capacity = alone.vocabulary_size, alone.capacity
