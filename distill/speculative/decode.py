@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
@@ -17,8 +17,10 @@ from distill.grammar.constrained import Constrained
 from distill.grammar.constraint import Constraint
 from distill.models.base import Logits, Model
 from distill.sampler import Sampler
-from distill.speculative.draft import Drafter, ModelDrafter
+from distill.speculative.draft import ChainDraft, Drafter, ModelDrafter
 from distill.speculative.lengths import Fixed
+from distill.speculative.on_device.device_draft import RowRound
+from distill.speculative.on_device.device_round import DeviceRounds, rounds_on_device
 from distill.speculative.proposal import ROOT, Proposal
 from distill.speculative.stop_strings import Stop
 from distill.speculative.verify import CHAINS, TREES, Random, draw_chain, draw_token, refusal, walk
@@ -163,8 +165,13 @@ def plain(
     result.prefill_seconds = prefilled - started
     _, ended = add_tokens(result, [token], 0, rules)
     only = [0]
+    # The largest logit is read from the device as it is; a distribution would be copied whole.
+    rounds = None if rules.by_argmax else rounds_on_device(target, rules, None)
     while len(result.tokens) < limit and not ended and target.lengths[0] < target.capacity:
-        token = next_token(target.extend([token], want=only), [*prompt, *result.tokens], rules)
+        if rounds is not None:
+            token = rounds.run([RowRound(0, [token], rules.random)])[0].token
+        else:
+            token = next_token(target.extend([token], want=only), [*prompt, *result.tokens], rules)
         _, ended = add_tokens(result, [token], 0, rules)
     result.seconds = time.perf_counter() - prefilled
     return result
@@ -197,7 +204,7 @@ def decode(
     result.prefill_seconds = time.perf_counter() - started
     context = [*prompt, first]
     certain, ended = add_tokens(result, [first], 0, rules)
-    yielded = 0
+    yielded, rounds = 0, _device_rounds(target, drafter, rules)
     while len(result.tokens) < limit and not ended and target.lengths[0] < target.capacity:
         yield result.tokens[yielded:certain]
         yielded = certain
@@ -205,8 +212,11 @@ def decode(
         depth = target.lengths[0]
         # No more than can still be used: the round emits one token beyond those accepted.
         most = min(limit - len(result.tokens) - 1, target.capacity - depth - 1, drafter.room(depth + 1))
-        proposal = drafter.propose(context, most, rules.ends) if most > 0 else Proposal.chain([])
-        accepted, token = _verify(target, context, proposal, rules)
+        if rounds is not None:
+            proposal, accepted, token = _on_device(rounds, drafter, context, most, rules)
+        else:
+            proposal = drafter.propose(context, most, rules.ends) if most > 0 else Proposal.chain([])
+            accepted, token = _verify(target, context, proposal, rules)
         new = [*(proposal.tokens[node] for node in accepted), token]
         certain, ended = add_tokens(result, new, len(accepted), rules)
         context += new
@@ -216,6 +226,34 @@ def decode(
         result.seconds += seconds
         result.rounds.append(Round(depth, len(proposal.tokens), len(accepted), seconds))
     yield result.tokens[yielded:]
+
+
+def _device_rounds(target: Model, drafter: Drafter, rules: Rules) -> DeviceRounds | None:
+    """The rounds of this text on the target's device, the draft's chain too where it is there; None on the host."""
+    if drafter.tree:
+        return None
+    if type(drafter) is ModelDrafter and drafter.kind != "cut":
+        rounds = rounds_on_device(target, rules, drafter.model, drafter.argmax, [drafter.rule])
+        if rounds is not None:
+            return rounds
+    return rounds_on_device(target, rules, None)
+
+
+def _on_device(
+    rounds: DeviceRounds, drafter: Drafter, context: Sequence[int], most: int, rules: Rules
+) -> tuple[Proposal, list[int], int]:
+    """A round on the device: the proposal, its accepted nodes, and the token after them."""
+    row = RowRound(0, context, rules.random)
+    if most > 0 and rounds.draft is not None:
+        assert isinstance(drafter, ModelDrafter)
+        if rounds.draft.looks:
+            drafter.index.read(context)
+        chain = ChainDraft(drafter.rule, drafter.random, drafter.argmax, most, rules.ends)
+        row = replace(row, chain=chain, index=drafter.index)
+    elif most > 0:
+        row = replace(row, proposed=drafter.propose(context, most, rules.ends))
+    outcome = rounds.run([row])[0]
+    return outcome.proposal, list(range(outcome.accepted)), outcome.token
 
 
 def _verify(target: Model, context: Sequence[int], proposal: Proposal, rules: Rules) -> tuple[list[int], int]:

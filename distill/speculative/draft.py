@@ -72,8 +72,8 @@ class ChainDraft:
     """
 
     def __init__(self, rule: LengthRule, random: Random, argmax: bool, limit: int, ends: Collection[int]) -> None:
-        self._rule, self._random, self._argmax, self._ends = rule, random, argmax, ends
-        self._limit = min(limit, rule.limit()) if limit > 0 else 0
+        self.random, self._rule, self._argmax, self._ends = random, rule, argmax, ends
+        self.limit = min(limit, rule.limit()) if limit > 0 else 0
         self._stopped = False
         self.tokens: list[int] = []
         self._distributions: list[Tensor] = []  # [V] each; none where tokens are chosen without chance
@@ -82,7 +82,7 @@ class ChainDraft:
     def goes_on(self) -> bool:
         """Whether the draft takes another step, asked before each one."""
         ended = self._stopped or (bool(self.tokens) and self.tokens[-1] in self._ends)
-        return not ended and len(self.tokens) < self._limit and self._rule.step_on(len(self.tokens))
+        return not ended and len(self.tokens) < self.limit and self._rule.step_on(len(self.tokens))
 
     def unread(self, context: Sequence[int], read: int) -> list[int]:
         """The tokens that the draft takes in this step, of which it has read the first `read` of the context.
@@ -103,22 +103,25 @@ class ChainDraft:
 
         `index` has read `context`. An empty distribution stops the chain.
         """
-        features = features_of(distribution)
-        if not features.top:
-            self._stopped = True
+        features, best = features_of(distribution), int(distribution.argmax())
+        if not self.decides(features, best, index, context):
             return
-        tail = [*context[-LONGEST:], *self.tokens][-LONGEST:]
-        match = index.match(tail, int(distribution.argmax()))
-        features = replace(features, match=match)
-        if not self._rule.go_on(len(self.tokens), features):
-            self._stopped = True
-            return
-        self._features.append(features)
         if self._argmax:
-            self.tokens.append(int(distribution.argmax()))
+            self.tokens.append(best)
         else:
-            self.tokens.append(draw_token(distribution, self._random))
+            self.tokens.append(draw_token(distribution, self.random))
             self._distributions.append(distribution)
+
+    def decides(self, features: Features, best: int, index: NGramIndex, context: Sequence[int]) -> bool:
+        """Whether the next position gets a token, given its distribution's features and best token; if not, stop."""
+        if features.top:
+            tail = [*context[-LONGEST:], *self.tokens][-LONGEST:]
+            features = replace(features, match=index.match(tail, best))
+        if not features.top or not self._rule.go_on(len(self.tokens), features):
+            self._stopped = True
+            return False
+        self._features.append(features)
+        return True
 
     def proposal(self) -> Proposal:
         """The tokens that the rule submits."""

@@ -171,6 +171,10 @@ class AcceptedRatio(Rule):
         self.length = min(max(self.length + step, self.least), self.most)
 
 
+# Rules that read no features: how many tokens are drafted is known before the first one.
+BLIND = (Fixed, PlusMinus, AcceptedRatio)
+
+
 @dataclass
 class Entropy(Fixed):
     """AdaEDL: draft while 1 − √(scale·H) ≥ floor, a lower bound of acceptance; H is the distribution's entropy.
