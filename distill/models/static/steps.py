@@ -47,7 +47,7 @@ class Steps:
         columns = ids.shape[1]
         wide = self._columns(columns)
         # Logits of the last column alone, where it is a token's: the head of two tokens costs more than that of one.
-        kept = keep if wide == columns else 0
+        kept = keep if wide == columns > 1 else 0
         ids = torch.nn.functional.pad(ids, (0, wide - columns)) if wide > columns else ids
         self.cache.slots = starts[:, None] + torch.arange(wide, device=starts.device)
         logits = self._run("chain", wide, kept, ids, counts, starts)
