@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,6 +25,17 @@ COARSE = 8
 Masks = Tensor | dict[str, Tensor]
 
 
+@dataclass(frozen=True)
+class _Graph:
+    """A compiled step, and the tensors that it reads its slots and inputs from: the same addresses and strides always.
+
+    A part of a larger tensor has strides of its own, for which torch would compile the step again.
+    """
+
+    function: Callable[..., Tensor]
+    places: list[Tensor]
+
+
 class Steps:
     """The forward passes of one model over its cache."""
 
@@ -36,7 +48,7 @@ class Steps:
         self.kinds = sorted(kinds) if len(kinds) > 1 else []  # where they differ, each kind has a mask of its own
         if len(kinds) == 1 and kinds == {"full_attention"}:
             self.window = 0
-        self._graphs: dict[tuple[str, int, int], Callable[..., Tensor]] = {}
+        self._graphs: dict[tuple[str, int, int], _Graph] = {}
 
     def forget(self) -> None:
         """Drop the compiled steps: the cache that they wrote to is another one now."""
@@ -83,12 +95,17 @@ class Steps:
             return step(keep, *inputs)
         name = kind, columns, keep
         if name not in self._graphs:
-            self._graphs[name] = _compiled(step, f"{kind}_{columns}", inputs[0].device.type)
+            function = _compiled(step, f"{kind}_{columns}", inputs[0].device.type)
+            self._graphs[name] = _Graph(function, [_place(tensor) for tensor in (self.cache.slots, *inputs)])
+        graph = self._graphs[name]
+        for place, tensor in zip(graph.places, (self.cache.slots, *inputs), strict=True):
+            place.copy_(tensor)
+        self.cache.slots = graph.places[0]
         torch.compiler.cudagraph_mark_step_begin()
         try:
-            logits = self._graphs[name](keep, *inputs)
-        except (torch._dynamo.exc.TorchDynamoException, torch._inductor.exc.InductorError) as error:
-            first = str(error).strip().splitlines()[0]
+            logits = graph.function(keep, *graph.places[1:])
+        except torch._dynamo.exc.TorchDynamoException as error:  # a faulty model fails uncompiled, with its prompt
+            first = next(iter(str(error).strip().splitlines()), type(error).__name__)
             raise RunError(
                 f"torch cannot compile a step of {columns} tokens of this model: {first}",
                 "leave compile off: the same steps run uncompiled",
@@ -135,6 +152,13 @@ class Steps:
         dtype = self.model.dtype
         nothing = torch.zeros((), dtype=dtype, device=visible.device)
         return torch.where(visible, nothing, torch.finfo(dtype).min)[:, None]
+
+
+def _place(like: Tensor) -> Tensor:
+    """A tensor of its own, of this shape, that a CUDA graph may read where it lies."""
+    made = torch.empty(like.shape, dtype=like.dtype, device=like.device)
+    torch._dynamo.mark_static_address(made)
+    return made
 
 
 def _compiled(step: Any, name: str, device: str) -> Callable[..., Tensor]:
