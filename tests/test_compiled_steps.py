@@ -71,6 +71,7 @@ def test_a_graph_for_each_number_of_tokens(traced: list[str]) -> None:
     assert traced == ["chain_1", "chain_2", "tree_3", "chain_16"]
 
 
+@pytest.mark.slow
 def test_layers_with_windows_are_traced(traced: list[str]) -> None:
     mirror, _ = walk(HUGGING_FACE["gemma3"], [[1]])
     for token in range(24):  # past the window of 20
@@ -78,6 +79,7 @@ def test_layers_with_windows_are_traced(traced: list[str]) -> None:
     assert traced == ["chain_1"]
 
 
+@pytest.mark.slow
 def test_a_cache_that_doubles_is_traced_again(traced: list[str]) -> None:
     mirror, model = walk(toy(layers=1, seed=3, max_position_embeddings=400), [[1]], size=1)
     before = model.size

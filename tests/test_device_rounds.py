@@ -36,7 +36,7 @@ from distill.speculative.decode import Decoded, Rules, decode, plain, speculativ
 from distill.speculative.draft import Drafter, FirstThen, LookupDrafter, ModelDrafter
 from distill.speculative.lengths import Fixed, LengthRule, PlusMinus, ProbabilityFloor
 from distill.speculative.on_device import device_round
-from distill.speculative.on_device.device_draft import DeviceDraft, Drafted
+from distill.speculative.on_device.device_draft import DeviceDraft, Drafted, RowRound
 from distill.speculative.on_device.device_round import rounds_on_device
 
 torch.set_num_threads(1)
@@ -369,9 +369,15 @@ def test_logits_that_are_no_numbers_are_named(role: str, rule: LengthRule, tempe
     with torch.no_grad():
         models[role].model.norm.weight[0] = torch.nan
     before = decoders["target"].lengths
-    with pytest.raises(DataError, match=rf"the {role} after \d+ tokens are not finite"):
+    with pytest.raises(DataError, match=rf"the {role} after {before[0] + 1} tokens are not finite"):
         next(rounds)
     assert decoders["target"].lengths == before
+    if role == "target" and temperature:
+        before[0] += 1
+        plainly = rounds_on_device(decoders["target"], rules, None)
+        assert plainly is not None
+        with pytest.raises(DataError, match=rf"the target after {before[0]} tokens are not finite"):
+            plainly.run([RowRound(0, [5], rules.random)])
 
 
 def test_a_draft_without_tokens_proposes_nothing() -> None:

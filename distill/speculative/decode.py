@@ -109,6 +109,20 @@ def verify_greedy(choices: Sequence[int], proposal: Sequence[int]) -> int:
     return len(proposal)
 
 
+def walk_greedy(choices: Sequence[int], proposal: Proposal) -> tuple[list[int], int]:
+    """The accepted nodes of a tree and the token after them, from the target's best tokens [n + 1] as of `walk`.
+
+    It does what `walk` does with the greedy verifier, without distributions [n + 1, V].
+    """
+    children, path = proposal.children(), [ROOT]
+    while True:
+        token = choices[path[-1] + 1]
+        below = next((node for node in children.get(path[-1], []) if proposal.tokens[node] == token), None)
+        if below is None:
+            return path[1:], token
+        path.append(below)
+
+
 def room_for(target: Model, draft: Model, prompt: int, limit: int) -> int:
     """How many new tokens fit both contexts, at most `limit`."""
     return min(limit, target.capacity - prompt, draft.capacity - prompt)
@@ -278,7 +292,12 @@ def _verify(target: Model, context: Sequence[int], proposal: Proposal, rules: Ru
         return list(range(count)), token
     # The last token is node 0 of the pending tree, and the parent of the proposal's roots.
     logits = target.extend(tokens, parents=[ROOT, *(parent + 1 for parent in proposal.parents)])
-    path, token = walk(TREES[rules.verifier], _distributions(logits, context, proposal, rules), proposal, rules.random)
+    if rules.by_argmax:
+        path, token = walk_greedy(logits.argmax(), proposal)
+    else:
+        path, token = walk(
+            TREES[rules.verifier], _distributions(logits, context, proposal, rules), proposal, rules.random
+        )
     target.keep([[0, *(node + 1 for node in path)]])
     return path, token
 

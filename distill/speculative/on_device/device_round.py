@@ -146,7 +146,7 @@ class DeviceRounds:
         lengths, outcomes = self.target.lengths, []
         read = {} if self.draft is None else dict(enumerate(self.draft.model.lengths))
         for row in rows:
-            r, depth = row.number, len(row.context)
+            r, depth = row.number, lengths[row.number] + 1
             own = [token for token in tokens[r] if token != NONE]
             if self.draft is not None:
                 require_finite(peaks[r], _place(self.draft.model, depth), empty=True)
