@@ -78,33 +78,53 @@ class Sampler:
         DataError, naming the `place` of the row, where a logit is NaN or +∞ or all are −∞. With `empty`, for drafts,
         the last kind of row has no distribution: 0 everywhere.
         """
-        logits = logits if logits.dtype == torch.float64 else logits.float()
+        given = logits if logits.dtype == torch.float64 else logits.float()
         if self.repetition_penalty != 1:
-            logits = self._penalised(logits, histories)
+            given = self._penalised(given, histories)
+        found, wrong = self._shaped(given)
+        if not bool(wrong.any()):
+            return found
+        largest = given.amax(-1)
+        require_finite(largest.flatten().tolist(), place, empty)
+        return self._settled(found, given, wrong, largest)
+
+    def unchecked(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """`probabilities` of logits [..., V] that the host does not look at, and the largest logit [...] of each row.
+
+        The caller has to hand these to `require_finite`, which `probabilities` does itself; where one is −∞, the
+        distribution is 0 everywhere. ValueError under a repetition penalty, which reads histories.
+        """
+        if self.repetition_penalty != 1:
+            raise ValueError("a repetition penalty reads the tokens so far: use probabilities")
+        given = logits if logits.dtype == torch.float64 else logits.float()
+        found, wrong = self._shaped(given, looks=False)
+        largest = given.amax(-1)
+        return self._settled(found, given, wrong, largest), largest
+
+    def _shaped(self, logits: Tensor, looks: bool = True) -> tuple[Tensor, Tensor]:
+        """The distributions of logits after the penalty, and which of them [...] are not what they should be.
+
+        Without `looks` nothing that is computed decides what is computed next: no device is waited for.
+        """
         if self.temperature == 0:
             best = logits.argmax(-1, keepdim=True)
             found = torch.zeros_like(logits).scatter(-1, best, 1)
-            wrong = ~logits.gather(-1, best).squeeze(-1).isfinite()
-            return self._settled(found, logits, wrong, place, empty) if bool(wrong.any()) else found
-        given = logits
+            return found, ~logits.gather(-1, best).squeeze(-1).isfinite()
         logits = logits / self.temperature
         if 0 < self.top_k < logits.shape[-1]:
             # Ties with the k-th are kept, so that the distribution does not depend on the order of equal logits.
             kth = logits.topk(self.top_k, dim=-1).values[..., -1:]
             logits = logits.masked_fill(logits < kth, -math.inf)
         if self.top_p < 1:
-            logits = logits.masked_fill(_outside(logits.softmax(-1), self.top_p), -math.inf)
+            logits = logits.masked_fill(_outside(logits.softmax(-1), self.top_p, looks), -math.inf)
         if self.min_p > 0:
             floor = logits.max(-1, keepdim=True).values + math.log(self.min_p)
             logits = logits.masked_fill(logits < floor, -math.inf)
         found = logits.softmax(-1)
-        wrong = found[..., 0].isnan()  # one NaN or +∞, or nothing but −∞, makes the whole row NaN
-        return self._settled(found, given, wrong, place, empty) if bool(wrong.any()) else found
+        return found, found[..., 0].isnan()  # one NaN or +∞, or nothing but −∞, makes the whole row NaN
 
-    def _settled(self, found: Tensor, logits: Tensor, wrong: Tensor, place: Place | None, empty: bool) -> Tensor:
+    def _settled(self, found: Tensor, logits: Tensor, wrong: Tensor, largest: Tensor) -> Tensor:
         """`found` with the rows of `logits` that overflow at this temperature made greedy, and empty rows 0."""
-        largest = logits.amax(-1)
-        require_finite(largest.flatten().tolist(), place, empty)
         greedy = torch.zeros_like(found).scatter(-1, logits.argmax(-1, keepdim=True), 1)
         found = torch.where(wrong.unsqueeze(-1), greedy, found)
         return found.masked_fill(torch.isneginf(largest).unsqueeze(-1), 0)
@@ -135,18 +155,18 @@ class Sampler:
         return found | ({"repetition_penalty": self.repetition_penalty} if self.repetition_penalty != 1 else {})
 
 
-def _outside(probabilities: Tensor, top_p: float) -> Tensor:
+def _outside(probabilities: Tensor, top_p: float, looks: bool) -> Tensor:
     """Which tokens [N, V] top-p drops: one stays while the mass before it is below `top_p`, likelier ones first and
     smaller ids first on ties; the first one always stays.
 
     A row's likeliest K tell, where they reach that mass: sorting a whole vocabulary takes longer than a step of a small
-    model. A row of NaN drops nothing.
+    model. Whether they do has to be looked at: without `looks` all are sorted. A row of NaN drops nothing.
     """
     size = probabilities.shape[-1]
     rows = probabilities.detach().reshape(-1, size)
-    least, last = _smallest(rows, top_p, NUCLEUS)
+    least, last = _smallest(rows, top_p, NUCLEUS if looks else size)
     dropped, tied = rows < least, rows == least
-    if bool((tied.sum(-1, keepdim=True) > last).any()):
+    if not looks or bool((tied.sum(-1, keepdim=True) > last).any()):
         dropped |= tied & (tied.cumsum(-1) > last)
     return dropped.reshape(probabilities.shape)
 

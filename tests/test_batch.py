@@ -46,9 +46,9 @@ def prefill(hugging_face: Any, context: Sequence[int]) -> torch.Tensor:
 # The model.
 
 
-def any_calls(hugging_face: Any, rows: int, draws: random.Random, calls: int) -> None:
+def any_calls(hugging_face: Any, rows: int, draws: random.Random, calls: int, make: Any = BatchedTorchModel) -> None:
     """Extend and roll back at random; after every call the logits are those of fresh prefills, row by row."""
-    model = BatchedTorchModel(hugging_face, rows)
+    model = make(hugging_face, rows=rows)
     contexts: list[list[int]] = [[] for _ in range(rows)]
     for _ in range(calls):
         if draws.random() < 0.4:

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from table_model import TableModel
 
 from distill.speculative.calibration import Power
+from distill.speculative.decode import walk_greedy
 from distill.speculative.proposal import ROOT, Features, Proposal
 from distill.speculative.trees.shape import RankTally, Shape, ShapeTable, choose_shape, expected_accepted
 from distill.speculative.trees.tree import (
@@ -27,6 +28,7 @@ from distill.speculative.trees.tree import (
     spread,
     top_tree,
 )
+from distill.speculative.verify import TREES, walk
 
 torch.set_num_threads(1)
 
@@ -378,3 +380,18 @@ def test_a_distribution_with_almost_all_mass_on_one_token() -> None:
     assert drawn.tokens[0] == 0 and sorted(drawn.tokens) == [0, 1, 2]
     assert drawn.distributions is not None
     torch.testing.assert_close(drawn.distributions[1], torch.tensor([0, 0.25, 0.75], dtype=torch.float64))
+
+
+def test_greedy_walks_need_no_distributions() -> None:
+    """Nodes and token are those of `walk` with the greedy verifier; of siblings that are the same, the first counts."""
+    draws, lengths = random.Random(1), set()
+    for seed in range(200):
+        count, vocabulary = draws.randint(0, 12), 3
+        proposal = Proposal(
+            [draws.randrange(vocabulary) for _ in range(count)], [draws.randrange(-1, node) for node in range(count)]
+        )
+        logits = torch.randn(count + 1, vocabulary, generator=torch.Generator().manual_seed(seed))
+        found = walk_greedy(logits.argmax(-1).tolist(), proposal)
+        assert found == walk(TREES["greedy"], logits.softmax(-1), proposal, lambda: 0.0)
+        lengths.add(len(found[0]))
+    assert max(lengths) > 2

@@ -31,6 +31,7 @@ from distill.speculative.verify import (
     Verdict,
     block,
     draw,
+    draw_rows,
     draw_token,
     greedy,
     inverse_transform,
@@ -73,18 +74,6 @@ class World:
     p: list[Tensor]
     q: list[Tensor]
     vocabulary: int
-
-
-def draw_rows(verdict: Verdict, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-    """`draw` for many chains: accepted [...] and tokens [...] from uniforms [..., γ + 1], the last for the token."""
-    hit = uniforms[..., :-1] < verdict.acceptance
-    if verdict.last_hit:
-        place = torch.arange(1, hit.shape[-1] + 1, device=hit.device)
-        none = torch.zeros(*hit.shape[:-1], 1, dtype=torch.long, device=hit.device)
-        accepted = torch.cat([none, hit * place], -1).amax(-1)
-    else:
-        accepted = hit.long().cumprod(-1).sum(-1)
-    return accepted, inverse_transform(verdict.residual(accepted), uniforms[..., -1])
 
 
 def levels(model: TableModel, sampler: Sampler, depth: int) -> list[Tensor]:

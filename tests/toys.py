@@ -10,6 +10,10 @@ import numpy
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -27,6 +31,8 @@ CLASSES = {
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
     "llama": (LlamaConfig, LlamaForCausalLM),
     "mistral": (MistralConfig, MistralForCausalLM),
+    "gemma2": (Gemma2Config, Gemma2ForCausalLM),
+    "gemma3": (Gemma3TextConfig, Gemma3ForCausalLM),
 }
 
 
@@ -47,8 +53,10 @@ def toy(kind: str = "qwen2", vocabulary: int = 61, layers: int = 2, seed: int = 
         "eos_token_id": None,
         "pad_token_id": None,
     }
-    if kind == "qwen3":
+    if kind in ("qwen3", "gemma2", "gemma3"):
         settings["head_dim"] = 8
+    if kind.startswith("gemma"):  # one layer with a window, one without, as in every other layer of theirs
+        settings |= {"sliding_window": 20, "layer_types": ["sliding_attention", "full_attention"]}
     if kind == "mistral":
         settings["sliding_window"] = None
     settings.update(changes)

@@ -175,7 +175,7 @@ def calibrate_run(recipe: Recipe, run: Run) -> dict[str, Any] | None:
     path = run.path("speedup", "calibration.json")
     if not path.exists():
         prompts = validation_prompts(run, recipe.answers.prompt_tokens, settings.calibration_prompts)
-        with load_pair(recipe.target, str(run.path("draft")), device=recipe.device) as pair:
+        with load_pair(recipe.target, str(run.path("draft")), device=recipe.device, pytorch=recipe.pytorch) as pair:
             rules = Rules(GREEDY, "greedy", pair.ends)
             recorded = record_rounds(pair.target, pair.draft, prompts, settings.new_tokens, rules)
             ranks = tally_ranks(pair.draft, prompts, recorded, rules)

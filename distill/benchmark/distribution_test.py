@@ -202,7 +202,7 @@ def verify_run_distribution(recipe: Recipe, run: Run, samples: int) -> Distribut
     """`verify_distribution` of a run's target and trained draft under its own sampler, on test prompts, in PyTorch."""
     prompts = [prompt.ids for prompt in read_prompts(run, "test")]
     rounded = recipe.target.dtype != "float32" or recipe.target.quantise is not None
-    with load_pair(recipe.target, str(run.path("draft")), device=recipe.device) as pair:
+    with load_pair(recipe.target, str(run.path("draft")), device=recipe.device, pytorch=recipe.pytorch) as pair:
         return verify_distribution(
             pair.target, pair.draft, prompts, Sampler.of(recipe.sampler), samples, recipe.seed, rounded
         )

@@ -83,8 +83,8 @@ def _load(recipe: Recipe, run: Run, backend: str, grown: bool, scratch: Path) ->
         parameters = describe_model("", big).parameters
         tokenizer = load_tokenizer(recipe.target.model)
         if backend == "pytorch":
-            drafting = load_model(draft, recipe.target.dtype, device)
-            return pair_of_models(recipe.target.model, big, drafting, tokenizer), parameters
+            drafting = load_model(draft, recipe.target.dtype, pick_device(recipe.pytorch.draft_device or recipe.device))
+            return pair_of_models(recipe.target.model, big, drafting, tokenizer, recipe.pytorch), parameters
         with faults_explained(scratch):
             scratch.mkdir(parents=True, exist_ok=True)
             big.save_pretrained(scratch / "grown")
@@ -92,7 +92,7 @@ def _load(recipe: Recipe, run: Run, backend: str, grown: bool, scratch: Path) ->
         target_file = scratch / "grown.gguf"
         export_gguf(scratch / "grown", target_file, settings.outtype, f"{recipe.name} target, grown")
     elif backend == "pytorch":
-        return load_pair(recipe.target, draft, device=recipe.device), parameters
+        return load_pair(recipe.target, draft, device=recipe.device, pytorch=recipe.pytorch), parameters
     files = Target(model=str(target_file)), str(run.path("gguf", f"draft-{settings.outtype}.gguf"))
     nodes = min(_largest_tree(recipe, grown), MOST_LEAVES)
     options = Gguf(target=recipe.gguf_options("target"), draft=recipe.gguf_options("draft"))

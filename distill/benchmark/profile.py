@@ -10,7 +10,7 @@ from distill.machine import machine
 from distill.models.base import Model
 from distill.models.gguf.model import GgufModel
 from distill.models.hugging_face import load_model, load_target, local_folder, pick_device
-from distill.models.torch_model import TorchModel
+from distill.models.loaded import torch_decoder
 from distill.recipe import Profile, Recipe
 from distill.results.profile_results import MeasuredCurve, ProfileReport
 from distill.results.serialise import write_result
@@ -50,10 +50,11 @@ def profile(recipe: Recipe, run: Run) -> list[Path]:
     for title, folder in folders.items():
         own = title == "target"
         if "pytorch" in recipe.speedup.backends:
-            device = pick_device(recipe.device)
-            model = TorchModel(
+            device = pick_device(recipe.device if own else recipe.pytorch.draft_device or recipe.device)
+            weights = (
                 load_target(recipe.target, device) if own else load_model(str(folder), recipe.target.dtype, device)
             )
+            model = torch_decoder(weights, None, recipe.pytorch, settings.depth + settings.max_tokens)
             curves.append(profile_entry(model, title, "pytorch", recipe.target.dtype, settings))
         if "gguf" in recipe.speedup.backends:
             with tempfile.TemporaryDirectory() as temporary:

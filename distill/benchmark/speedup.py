@@ -152,15 +152,17 @@ def _measure_costs(recipe: Recipe, run: Run, part: Part) -> tuple[Part, Costs]:
     depth = min(profile.depth, min(target.capacity, draft.capacity) - most - 1)
     steps = measure_steps(target, range(1, most + 2), depth, profile.repeats, target.vocabulary_size)
     own = measure_steps(draft, DRAFT_STEPS, depth, profile.repeats, draft.vocabulary_size)
-    # The fastest repeats choose: other programs can make a step slower, never faster.
-    cheapest = CheapestSteps(target, _fastest(steps)), CheapestSteps(draft, _fastest(own))
-    for role, model in zip(("target", "draft"), cheapest, strict=True):
-        if line := model.describe(role):
+    padded: dict[int, int] = {}
+    # Rounds on a device drive the models themselves, whose steps are compiled by size.
+    if part.pair.backend != "pytorch" or not recipe.pytorch.static:
+        # The fastest repeats choose: other programs can make a step slower, never faster.
+        big, small = CheapestSteps(target, _fastest(steps)), CheapestSteps(draft, _fastest(own))
+        padded, part = big.padded, replace(part, target=big, draft=small)
+        for line in filter(None, (big.describe("target"), small.describe("draft"))):
             run.say(f"    {line}")
-    part = replace(part, target=cheapest[0], draft=cheapest[1])
     texts = validation_prompts(run, recipe.answers.prompt_tokens, PAID_PROMPTS)
-    paid = measure_paid(*cheapest, texts, lengths, profile.repeats)
-    seconds = {m: steps[cheapest[0].padded.get(m, m)][0] for m in steps}
+    paid = measure_paid(part.target, part.draft, texts, lengths, profile.repeats)
+    seconds = {m: steps[padded.get(m, m)][0] for m in steps}
     return part, Costs(seconds, own[1][0], paid)
 
 

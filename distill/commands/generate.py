@@ -24,7 +24,7 @@ from distill.files import read_utf8, require_path
 
 if TYPE_CHECKING:
     from distill.generate.stream import Request
-    from distill.recipe import Configuration, Gguf
+    from distill.recipe import Configuration, Gguf, PyTorch
     from distill.run import Run
 
 LENGTH = 4  # tokens drafted a round where no option says
@@ -90,6 +90,25 @@ def generate(
     grammar: Annotated[
         Path | None, typer.Option("--grammar", help="A file in GBNF or Lark; the new text follows it.")
     ] = None,
+    static: Annotated[
+        bool | None,
+        typer.Option(
+            "--static/--no-static",
+            help="PyTorch: caches of fixed size, and rounds that stay on the device (docs/decoding.md). Off if left "
+            "out, or as the run's recipe says.",
+        ),
+    ] = None,
+    compile: Annotated[
+        bool | None,
+        typer.Option(
+            "--compile/--no-compile",
+            help="With --static: compile the step of each number of tokens, 10 to 30 s each. Off if left out, or as "
+            "the run's recipe says.",
+        ),
+    ] = None,
+    draft_device: Annotated[
+        str | None, typer.Option("--draft-device", help="PyTorch: the draft's device; the target's if left out.")
+    ] = None,
     threads: ThreadsOption = None,
     runs: RunsOption = DEFAULT_RUNS,
     gguf: Gguf | None = None,
@@ -99,8 +118,9 @@ def generate(
     levels = None if widths is None else tuple(numbers(widths, "--widths", int, "3,2,1"))
     configuration = _configuration(drafter, length, rule, p_min, levels, verifier, temperature)
     wanted = _grammar(regex, json_schema, grammar)
-    from distill.recipe import Target
+    from distill.recipe import PyTorch, Target
 
+    settings = PyTorch()
     if target or draft:
         pair = _standalone_pair(target, draft, configuration)
         place, device = Target(model=pair[0]), "auto"
@@ -111,8 +131,10 @@ def generate(
             raise RunError(f"{found.folder} has no trained draft yet", "run `distill train` on its recipe")
         found.verify("train", "draft/*")
         place, device, threads = recipe.target, recipe.device, threads or recipe.threads
+        settings = recipe.pytorch
         model = str(found.path("draft").resolve())
     require_used(gguf, place.model, model if configuration.asks_the_draft else None)
+    pytorch = _pytorch(settings, static, compile, draft_device)
     prepare(threads)
     from distill.generate.stream import Request, stream
     from distill.sampler import Sampler
@@ -121,7 +143,7 @@ def generate(
     request = Request(configuration, sampler, seed, tuple(stop or ()), lossy=allow_lossy, grammar=wanted)
     if found is not None and configuration.rule == "expected-value":
         request = _with_measured(request, found)
-    stream(place, model, text, tokens, request, device, threads, gguf)
+    stream(place, model, text, tokens, request, device, threads, gguf, pytorch)
 
 
 def _standard_input() -> str:
@@ -156,6 +178,14 @@ def _configuration(
             asked["nodes"] = min(2 * int(asked["length"]), 63)
     asked["sampler"] = "recipe" if temperature > 0 else "greedy"
     return parse_section(Configuration, asked)
+
+
+def _pytorch(settings: PyTorch, static: bool | None, compile: bool | None, draft_device: str | None) -> PyTorch:
+    """The settings with what the options say instead; RecipeError for --compile without --static."""
+    from distill.recipe import PyTorch, parse_section
+
+    given: dict[str, Any] = {"static": static, "compile": compile, "draft_device": draft_device}
+    return parse_section(PyTorch, settings.model_dump() | {k: v for k, v in given.items() if v is not None})
 
 
 def _standalone_pair(target: str | None, draft: str | None, configuration: Configuration) -> tuple[str, str | None]:

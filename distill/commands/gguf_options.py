@@ -78,7 +78,7 @@ def _option(
     # A group of their own, in which the draft's, the same once more, are not shown.
     info = typer.Option(*names, help=words, rich_help_panel=PANEL, hidden=draft)
     return inspect.Parameter(
-        f"{role}_{name}", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, info]
+        f"gguf_{role}_{name}", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, info]
     )
 
 
@@ -86,7 +86,8 @@ def _collected(given: Mapping[str, Any], roles: tuple[str, ...]) -> Gguf | None:
     """The options that were given, checked as a recipe's; RecipeError for values that cannot be."""
     found: dict[str, dict[str, Any]] = {}
     for role in roles:
-        own = {name.removeprefix(f"{role}_"): value for name, value in given.items() if name.startswith(f"{role}_")}
+        prefix = f"gguf_{role}_"  # commands have options of their own by such names
+        own = {name.removeprefix(prefix): value for name, value in given.items() if name.startswith(prefix)}
         own = {name: _listed(name, value) for name, value in own.items() if value is not None}
         if own:
             found[role] = own

@@ -6,6 +6,7 @@ import random
 import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from distill.errors import DataError
 from distill.grammar.constrained import Constrained, Forced
@@ -13,9 +14,9 @@ from distill.grammar.constraint import Constraint, constraint, llama_constraint
 from distill.grammar.tokens import Tokens
 from distill.models.base import Model
 from distill.models.gguf.model import GgufModel
-from distill.models.loaded import LoadedPair, context_of, encode_prompt, is_gguf, load_pair
+from distill.models.loaded import GROWING, LoadedPair, context_of, encode_prompt, is_gguf, load_pair
 from distill.progress import note
-from distill.recipe import Configuration, Gguf, Target
+from distill.recipe import Configuration, Gguf, PyTorch, Target
 from distill.recipe.configuration import OTHER_VOCABULARY
 from distill.sampler import Sampler
 from distill.speculative.calibration import Calibration
@@ -60,6 +61,7 @@ def stream(
     device: str = "auto",
     threads: int | None = None,
     gguf: Gguf | None = None,
+    pytorch: PyTorch = GROWING,
 ) -> None:
     """Continue `text` by at most `limit` tokens, printing them as rounds end, and a summary on stderr.
 
@@ -68,7 +70,7 @@ def stream(
     Accepted tokens are green on a terminal; elsewhere the text alone is printed.
     Beyond the end of the draft's context, decoding goes on without it. Raises DataError for a prompt that is empty or
     fills the target's context, for trees in a model that takes none, and for a configuration that would change the
-    target's distribution.
+    target's distribution. `pytorch` says how folders decode.
     """
     configuration = request.configuration
     if configuration.drafter in OTHER_VOCABULARY and is_gguf(target.model):
@@ -79,8 +81,8 @@ def stream(
     room = _room(ids, limit, context_of(target.model))
     asked = draft if configuration.asks_the_draft else None
     nodes = configuration.drawn_nodes or configuration.nodes or 0
-    wanted, options = len(ids) + room, gguf or Gguf()
-    with load_pair(target, asked, device=device, tokens=wanted, nodes=nodes, threads=threads, gguf=options) as pair:
+    options: dict[str, Any] = {"device": device, "nodes": nodes, "threads": threads, "pytorch": pytorch}
+    with load_pair(target, asked, tokens=len(ids) + room, gguf=gguf or Gguf(), **options) as pair:
         if asked is not None and pair.draft.capacity < len(ids) + room:
             rest = "only the lookup drafts" if configuration.drafter == "lookup+draft" else "the target decodes plainly"
             print(f"the draft {asked} has a context of {pair.draft.capacity}: beyond it {rest}", file=sys.stderr)
@@ -174,7 +176,8 @@ def _drafter(
     configuration, grammar = request.configuration, rules.constraint
     if configuration.drafter in OTHER_VOCABULARY:
         assert draft is not None
-        reader = read_with(target, draft, device, pair.target.vocabulary_size)
+        place = pair.pytorch.draft_device or device
+        reader = read_with(target, draft, place, pair.target.vocabulary_size, pair.pytorch)
         return other_vocabulary_drafter(configuration, reader, rules.sampler, rules.random)
     costs = request.costs or NO_COSTS
     if configuration.rule == "expected-value" and request.costs is None:

@@ -151,6 +151,17 @@ class PendingTree:
             grown.depths.append(1 if parent == ROOT else grown.depths[parent] + 1)
         return grown
 
+    def seen(self, before: torch.Tensor) -> torch.Tensor:
+        """Which nodes [N, N] each node attends to, its path and itself; `before` is that of the first nodes."""
+        old = len(before)
+        found = torch.zeros(len(self), len(self), dtype=torch.bool)
+        found[:old, :old] = before
+        for node in range(old, len(self)):
+            if self.parents[node] != ROOT:
+                found[node] = found[self.parents[node]]
+            found[node, node] = True
+        return found
+
     def only_path(self, paths: Sequence[Sequence[int]]) -> list[int]:
         """The path of the one row in `paths`; ValueError when it does not lead downwards from ROOT, node by node."""
         if len(paths) != 1:
@@ -187,6 +198,29 @@ def check_counts(counts: Sequence[int] | None, count: int) -> None:
     """Raise ValueError unless `counts`, where given, assigns all `count` tokens to the one row of a model."""
     if counts is not None and list(counts) != [count]:
         raise ValueError(f"this model keeps one row: counts must be [{count}], got {list(counts)}")
+
+
+def check_rows(tokens: Sequence[int], counts: Sequence[int] | None, lengths: Sequence[int], capacity: int) -> list[int]:
+    """How many tokens each row takes; ValueError unless `counts` assigns all of at least one, within the capacity."""
+    if counts is None:
+        counts = [len(tokens)] if len(lengths) == 1 else []
+    if len(counts) != len(lengths) or min(counts) < 0 or sum(counts) != len(tokens) or not tokens:
+        raise ValueError(
+            f"counts must say how many of at least one token each of {len(lengths)} rows takes, "
+            f"got {list(counts)} for {len(tokens)} tokens"
+        )
+    for row, (length, count) in enumerate(zip(lengths, counts, strict=True)):
+        if length + count > capacity:
+            raise ValueError(f"row {row}: {length} + {count} tokens do not fit a context of {capacity}")
+    return list(counts)
+
+
+def check_lengths(lengths: Sequence[int], committed: Sequence[int]) -> list[int]:
+    """The lengths to which rows go back; ValueError unless there is one for each, within what it has committed."""
+    pairs = zip(lengths, committed, strict=False)
+    if len(lengths) != len(committed) or any(not 0 <= new <= old for new, old in pairs):
+        raise ValueError(f"cannot roll back from {list(committed)} to {list(lengths)} tokens")
+    return [int(length) for length in lengths]
 
 
 def check_rollback(lengths: Sequence[int], committed: int) -> int:

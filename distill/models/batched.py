@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distill.models.base import check_tokens, check_want
+from distill.models.base import check_lengths, check_rows, check_tokens, check_want
 from distill.models.torch_logits import TorchLogits
 from distill.models.torch_model import TorchModel, model_name
 
@@ -169,19 +169,10 @@ class BatchedTorchModel:
         """The counts of each row; ValueError for arguments that `extend` does not take."""
         if parents is not None:
             raise ValueError("a batch of rows takes chains, not trees")
-        if counts is None:
-            counts = [len(tokens)] if self.rows == 1 else []
-        if len(counts) != self.rows or min(counts) < 0 or sum(counts) != len(tokens) or not tokens:
-            raise ValueError(
-                f"counts must say how many of at least one token each of {self.rows} rows takes, "
-                f"got {list(counts)} for {len(tokens)} tokens"
-            )
+        counts = check_rows(tokens, counts, self._lengths, self.capacity)
         check_tokens(tokens, self.model.config.vocab_size)
-        for row, (length, count) in enumerate(zip(self._lengths, counts, strict=True)):
-            if length + count > self.capacity:
-                raise ValueError(f"row {row}: {length} + {count} tokens do not fit a context of {self.capacity}")
         check_want(want, len(tokens))
-        return list(counts)
+        return counts
 
     def keep(self, paths: Sequence[Sequence[int]]) -> None:
         """Do nothing, because no tree is ever pending; ValueError for a path that is not empty."""
@@ -190,10 +181,7 @@ class BatchedTorchModel:
 
     def rollback(self, lengths: Sequence[int]) -> None:
         """Forget the tokens of each row beyond `lengths`; ValueError, with nothing changed, for more than a row has."""
-        pairs = list(zip(lengths, self._lengths, strict=False))
-        if len(lengths) != self.rows or any(not 0 <= new <= old for new, old in pairs):
-            raise ValueError(f"cannot roll back from {self._lengths} to {list(lengths)} tokens")
-        self._lengths = [int(length) for length in lengths]
+        self._lengths = check_lengths(lengths, self._lengths)
 
     def reset(self) -> None:
         """Forget everything and free the cache's memory."""

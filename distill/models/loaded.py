@@ -28,9 +28,10 @@ from distill.models.hugging_face import (
 )
 from distill.models.metadata import VocabularyMetadata
 from distill.models.torch_model import TorchModel
-from distill.recipe import Gguf, GgufOptions, Target
+from distill.recipe import Gguf, GgufOptions, PyTorch, Target
 from distill.vocabulary import Vocabulary
 
+GROWING = PyTorch()  # a cache that grows, as transformers makes it
 BATCH = 512  # tokens that llama.cpp takes at once
 
 
@@ -44,7 +45,7 @@ class LoadedPair:
     """Both models, ready to decode; the draft is the target itself where none was asked for.
 
     `ends` are the ids that end a text. `tokenizer` and `hugging_face` (target, draft) are the objects of transformers,
-    None for GGUF files. Closes its models when used as a context.
+    None for GGUF files; `pytorch` says how they decode. Closes its models when used as a context.
     """
 
     backend: Literal["pytorch", "gguf"]
@@ -54,6 +55,7 @@ class LoadedPair:
     ends: list[int]
     tokenizer: Any = None
     hugging_face: tuple[Any, Any] | None = None
+    pytorch: PyTorch = GROWING
 
     @cached_property
     def vocabulary(self) -> Vocabulary:
@@ -88,33 +90,64 @@ def load_pair(
     nodes: int = 0,
     threads: int | None = None,
     gguf: Gguf | None = None,
+    pytorch: PyTorch = GROWING,
 ) -> LoadedPair:
     """Load two Hugging Face folders (or hub names), or two GGUF files; only the target where `draft` is None.
 
-    The draft of a folder is loaded in the target's type. For GGUF files, `tokens` is the context wanted (None: the
-    target's own), of which each gets no more than it was made for, `nodes` the most nodes of a tree, `gguf` llama.cpp's
-    options of each, and `threads` CPU threads where those name none. Raises RecipeError for one of each kind, and for
-    options that are not possible, DataError for a model that cannot be loaded.
+    The draft of a folder is loaded in the target's type. `pytorch` says how folders decode. `tokens` is the context
+    wanted (None: the target's own for GGUF files, unknown for a static cache), of which each gets no more than it was
+    made for. For GGUF files, `nodes` are the most nodes of a tree, `gguf` llama.cpp's options of each, and `threads`
+    CPU threads where those name none. Raises RecipeError for one of each kind and for options that are not possible,
+    DataError for a model that cannot be loaded, or cannot decode as asked.
     """
     if draft is not None and is_gguf(target.model) != is_gguf(draft):
         raise RecipeError(
             f"{target.model} and {draft} would run in two engines", "give two GGUF files, or two Hugging Face folders"
         )
     if is_gguf(target.model):
+        if pytorch != GROWING:
+            raise RecipeError(
+                f"{target.model} runs in llama.cpp, and static, compile and draft_device are settings of PyTorch",
+                "leave them out, or give Hugging Face folders",
+            )
         return _load_files(target.model, draft, tokens, nodes, threads, gguf or Gguf())
     place = pick_device(device)
+    small_place = place if pytorch.draft_device is None else pick_device(pytorch.draft_device)
     big = load_target(target, place)
-    small = None if draft is None else load_model(draft, target.dtype, place)
-    return pair_of_models(target.model, big, small, load_tokenizer(target.model))
+    small = None if draft is None else load_model(draft, target.dtype, small_place)
+    return pair_of_models(target.model, big, small, load_tokenizer(target.model), pytorch, tokens)
 
 
-def pair_of_models(reference: str, target: Any, draft: Any, tokenizer: Any) -> LoadedPair:
+def torch_decoder(
+    model: Any, vocabulary: int | None = None, pytorch: PyTorch = GROWING, tokens: int | None = None
+) -> Model:
+    """A model of transformers ready to decode as `pytorch` says; DataError where it cannot.
+
+    Ids from `vocabulary` on are padding. `tokens` are those that a text is expected to hold.
+    """
+    if not pytorch.static:
+        return TorchModel(model, vocabulary)
+    from distill.models.static.static_model import StaticTorchModel
+
+    return StaticTorchModel(model, vocabulary, size=tokens, compiled=pytorch.compile)
+
+
+def pair_of_models(
+    reference: str,
+    target: Any,
+    draft: Any,
+    tokenizer: Any,
+    pytorch: PyTorch = GROWING,
+    tokens: int | None = None,
+) -> LoadedPair:
     """The pair of two models of transformers that are loaded already; `reference` names the vocabulary's folder."""
     vocabulary = real_tokens(target.config, tokenizer)
-    big = TorchModel(target, vocabulary)
-    small = big if draft is None else TorchModel(draft, vocabulary)
+    big = torch_decoder(target, vocabulary, pytorch, tokens)
+    small = big if draft is None else torch_decoder(draft, vocabulary, pytorch, tokens)
     ends = end_ids(target.config, tokenizer)
-    return LoadedPair("pytorch", reference, big, small, ends, tokenizer, (target, target if draft is None else draft))
+    return LoadedPair(
+        "pytorch", reference, big, small, ends, tokenizer, (target, target if draft is None else draft), pytorch
+    )
 
 
 def _load_files(

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from distill.models.finite import Place, require_finite
+from distill.models.static.transfers import fetch
 
 
 class TorchLogits:
@@ -28,9 +29,10 @@ class TorchLogits:
     def argmax(self, empty: int | None = None) -> list[int]:
         """The best id of each row, the smallest id on ties; `empty` where a row is −∞ everywhere."""
         best = self.values.argmax(-1)
-        largest: list[float] = self.values.gather(-1, best.unsqueeze(-1)).squeeze(-1).tolist()
+        found = fetch(best, self.values.gather(-1, best.unsqueeze(-1)).squeeze(-1))
+        ids: list[int] = found[0].tolist()
+        largest: list[float] = found[1].tolist()
         require_finite(largest, self.place, empty is not None)
-        ids: list[int] = best.tolist()
         if empty is None:
             return ids
         return [token if value > -math.inf else empty for token, value in zip(ids, largest, strict=True)]
@@ -38,16 +40,17 @@ class TorchLogits:
     def top(self, k: int) -> tuple[NDArray[numpy.int64], NDArray[numpy.float32]]:
         """The k best ids [n, k] and their logits [n, k], best first, smaller ids first on ties."""
         values, ids = self.values.sort(dim=-1, descending=True, stable=True)  # topk leaves the order of ties open
-        require_finite(values[:, 0].tolist(), self.place)
-        return ids[:, :k].cpu().numpy(), values[:, :k].float().cpu().numpy()
+        best, logits = fetch(ids[:, :k], values[:, : max(k, 1)].float())
+        require_finite(logits[:, 0].tolist(), self.place)
+        return best.numpy(), logits[:, :k].numpy()
 
     def gather(self, ids: Any) -> NDArray[numpy.float32]:
         """The logits of `ids` [n] or [n, k], row by row, in the same shape."""
         index = torch.as_tensor(ids, dtype=torch.long, device=self.values.device)
-        found: NDArray[numpy.float32] = self.values.gather(-1, index.view(len(self), -1)).float().cpu().numpy()
+        found: NDArray[numpy.float32] = fetch(self.values.gather(-1, index.view(len(self), -1)).float())[0].numpy()
         return found.reshape(index.shape)
 
     def full(self) -> Tensor:
         """A copy [n, V] on the CPU, in fp64 where they were computed so, else in fp32."""
         values = self.values if self.values.dtype == torch.float64 else self.values.float()
-        return values.cpu().clone()
+        return fetch(values)[0].clone()

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distill.models.base import ROOT, PendingTree, check_call, check_counts, check_rollback, check_want
+from distill.models.base import PendingTree, check_call, check_counts, check_rollback, check_want
 from distill.models.finite import place_of
 from distill.models.torch_logits import TorchLogits
 
@@ -102,12 +102,7 @@ class TorchModel:
         old, tree = len(self._tree), self._tree.grown(parents)
         if self._length + max(tree.depths) > self.capacity:
             raise ValueError(f"{self._length} + {max(tree.depths)} tokens do not fit a context of {self.capacity}")
-        seen = torch.zeros(len(tree), len(tree), dtype=torch.bool)
-        seen[:old, :old] = self._seen
-        for node in range(old, len(tree)):
-            if tree.parents[node] != ROOT:
-                seen[node] = seen[tree.parents[node]]
-            seen[node, node] = True
+        seen = tree.seen(self._seen)
         # Additive, because eager attention adds whatever mask it is given. [1, 1, n, C + N]
         dtype = self.model.dtype
         mask = torch.zeros(1, 1, len(tokens), self._length + len(tree), dtype=dtype)

@@ -119,6 +119,8 @@ def check_device(recipe: Recipe) -> list[str]:
     from distill.training.setup import require_processes
 
     device = pick_device(recipe.device)
+    if recipe.pytorch.draft_device is not None:
+        pick_device(recipe.pytorch.draft_device)
     check_placement(recipe.target.quantise, device, recipe.target.shard)
     require_processes(recipe, device)
     if recipe.train.adapter is not None and recipe.train.adapter.base is not None:
@@ -169,6 +171,23 @@ def check_draft(recipe: Recipe) -> list[str]:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
         layer_names(model, recipe.train.adapter.targets)
+    return []
+
+
+def check_static(recipe: Recipe) -> list[str]:
+    """Target and donor can decode with a static cache where the recipe asks for one."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from distill.models.hugging_face import load_config
+
+    if not recipe.pytorch.static or "pytorch" not in recipe.speedup.backends:
+        return []
+    from distill.models.static.static_model import require_static
+
+    for reference in dict.fromkeys([recipe.target.model, recipe.donor_model]):
+        with torch.device("meta"):  # its layers and its attention, without weights
+            require_static(AutoModelForCausalLM.from_config(load_config(reference)), reference)
     return []
 
 

@@ -20,6 +20,7 @@ from distill.pipeline.later import (
     check_draft,
     check_export,
     check_gguf,
+    check_static,
     check_teacher,
     check_trackers,
     check_traffic,
@@ -79,6 +80,7 @@ def preflight(
         check_weights_of_models,
         check_context,
         check_draft,
+        check_static,
         check_disk,
     ]
     if inputs:

@@ -84,6 +84,12 @@ def _timed_files(recipe: Recipe) -> tuple[str, ...]:
     return _gguf(recipe, "target", "draft") if "gguf" in recipe.speedup.backends else ()
 
 
+def _timed_pairs(recipe: Recipe) -> tuple[str, ...]:
+    """How both backends decode, for the stages that time them; the defaults of PyTorch name no run's key."""
+    pytorch = () if recipe.pytorch == type(recipe.pytorch)() else ("pytorch",)
+    return *_timed_files(recipe), *pytorch
+
+
 def _writer_settings(recipe: Recipe) -> tuple[str, ...]:
     """The options that change what a GGUF file of the target writes; the others change rounding alone."""
     writer = recipe.answers.writer
@@ -223,7 +229,7 @@ STAGES = (
         (("cut", "cut/config.json"),),
         ("profile.json",),
         ("target",),
-        more=_timed_files,
+        more=_timed_pairs,
     ),
     Stage(
         "train",
@@ -292,7 +298,7 @@ STAGES = (
         ("speedup", "speedup.json", "speedup.md"),
         ("target",),
         version=4,  # 4: costs as rounds pay them
-        more=_timed_files,
+        more=_timed_pairs,
     ),
     Stage(
         "report",

@@ -9,7 +9,7 @@ from distill.recipe.load import dump_recipe, is_path, load_recipe, parse_recipe,
 from distill.recipe.measuring import Evaluate, Export, Grown, Profile, Speedup
 from distill.recipe.mistakes import parse_section
 from distill.recipe.section import Section
-from distill.recipe.target import Answers, SamplerSettings, Target, TeacherServer, TeacherStore
+from distill.recipe.target import Answers, PyTorch, SamplerSettings, Target, TeacherServer, TeacherStore
 from distill.recipe.text.servers import REACHING, Servers
 from distill.recipe.text.traffic import Traffic
 from distill.recipe.text.writer import Writer
@@ -35,6 +35,7 @@ __all__ = [
     "Loss",
     "Part",
     "Profile",
+    "PyTorch",
     "Recipe",
     "Replay",
     "SamplerSettings",

@@ -31,6 +31,28 @@ class Target(Section):
     shard: bool = Field(False, description="spread its layers over all accelerators of this machine, in one process")
 
 
+class PyTorch(Section):
+    """How models of transformers decode; GGUF files are not concerned."""
+
+    static: bool = Field(
+        False,
+        description="decode with caches of fixed size, which roll back by length; rounds stay on the device, which the "
+        "host waits for once a round, or once a drafted token where the length rule asks (docs/decoding.md)",
+    )
+    compile: bool = Field(
+        False,
+        description="static: compile the step of each number of tokens when it first comes (10 to 30 s each); on CUDA "
+        "recorded as graphs",
+    )
+    draft_device: str | None = Field(None, description="the draft's device; null: the target's")
+
+    @model_validator(mode="after")
+    def _compiled_steps_are_static(self) -> PyTorch:
+        if self.compile and not self.static:
+            raise ValueError("compile: a cache that grows gives each step another shape; set static, too")
+        return self
+
+
 class SamplerSettings(Section):
     """The sampler of the served target; answers, evaluation and decoding use it."""
 

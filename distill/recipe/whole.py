@@ -12,7 +12,7 @@ from distill.recipe.cut import Cut
 from distill.recipe.gguf import ON_CPU, Gguf, GgufOptions
 from distill.recipe.measuring import Evaluate, Export, Profile, Speedup
 from distill.recipe.section import LARGEST, Section
-from distill.recipe.target import Answers, SamplerSettings, Target, TeacherStore
+from distill.recipe.target import Answers, PyTorch, SamplerSettings, Target, TeacherStore
 from distill.recipe.text.unloaded import faults
 from distill.recipe.training import Train
 
@@ -33,6 +33,7 @@ class Recipe(Section):
     corpus: Corpus
     chat: Chat = Chat()
     sampler: SamplerSettings = SamplerSettings()
+    pytorch: PyTorch = PyTorch()
     answers: Answers = Answers()
     teacher: TeacherStore = TeacherStore()
     profile: Profile = Profile()

@@ -17,6 +17,8 @@ from distill.speculative.decode import Decoded, Round, Rules, add_tokens, requir
 from distill.speculative.draft import NONE, ChainDraft, ModelDrafter, distribution_sampler, largest_logit_decides
 from distill.speculative.lengths import Fixed, LengthRule
 from distill.speculative.n_grams import NGramIndex
+from distill.speculative.on_device.device_draft import RowRound
+from distill.speculative.on_device.device_round import DeviceRounds, rounds_on_device
 from distill.speculative.proposal import Proposal
 from distill.speculative.verify import Random, draw_chain, draw_token
 
@@ -61,8 +63,13 @@ def plain_batch(
     for row in rows:
         row.result.prefill_seconds = prefilled - started
         row.add([firsts[row.number]], 0, rules)
+    rounds = None if rules.by_argmax else rounds_on_device(target, rules, None)
     while live := _unfinished(rows, target, limit):
-        tokens = _next_tokens(_extend(target, {row.number: row.context[-1:] for row in live}), live, rules)
+        if rounds is not None:
+            played = rounds.run([RowRound(row.number, row.context[-1:], row.random) for row in live])
+            tokens = [outcome.token for outcome in played]
+        else:
+            tokens = _next_tokens(_extend(target, {row.number: row.context[-1:] for row in live}), live, rules)
         seconds = time.perf_counter() - prefilled
         for row, token in zip(live, tokens, strict=True):
             row.add([token], 0, rules)
@@ -113,11 +120,16 @@ def decode_batch(
     for row in rows:
         row.result.prefill_seconds = prefill_seconds
         row.add([firsts[row.number]], 0, rules)
+    rounds = rounds_on_device(target, rules, draft, drafter.argmax, [row.rule for row in rows])
     while live := _unfinished(rows, target, limit):
         round_started = time.perf_counter()
         depths = target.lengths
-        _draft(draft, live, _most_drafted(target, draft, live, limit), rules, drafter.argmax)
-        verdicts = _verify(target, live, rules)
+        most = _most_drafted(target, draft, live, limit)
+        if rounds is not None:
+            verdicts = _play(rounds, live, most, rules, drafter.argmax)
+        else:
+            _draft(draft, live, most, rules, drafter.argmax)
+            verdicts = _verify(target, live, rules)
         for row, (accepted, token) in zip(live, verdicts, strict=True):
             row.add([*row.proposal.tokens[:accepted], token], accepted, rules)
         # Forget the rejected tokens; the last drafted token was never read.
@@ -214,6 +226,22 @@ def _most_drafted(target: Model, draft: Model, live: Sequence[_Row], limit: int)
     """How many drafted tokens each row can still use: the round emits one token beyond those accepted."""
     capacity, depths = min(target.capacity, draft.capacity), target.lengths
     return {row.number: min(limit - len(row.result.tokens), capacity - depths[row.number]) - 1 for row in live}
+
+
+def _play(
+    rounds: DeviceRounds, live: Sequence[_Row], most: Mapping[int, int], rules: Rules, argmax: bool
+) -> list[tuple[int, int]]:
+    """`_draft` and `_verify` on the device."""
+    rows = []
+    for row in live:
+        if rounds.draft is not None and rounds.draft.looks:
+            row.index.read(row.context)
+        chain = ChainDraft(row.rule, row.random, argmax, most[row.number], rules.ends)
+        rows.append(RowRound(row.number, row.context, row.random, chain, index=row.index))
+    played = rounds.run(rows)
+    for row, outcome in zip(live, played, strict=True):
+        row.proposal = outcome.proposal
+    return [(outcome.accepted, outcome.token) for outcome in played]
 
 
 def _draft(draft: Model, live: Sequence[_Row], most: Mapping[int, int], rules: Rules, argmax: bool) -> None:

@@ -19,6 +19,9 @@ from distill.models.base import Logits, Model
 from distill.sampler import Sampler
 from distill.speculative.draft import Drafter, ModelDrafter
 from distill.speculative.lengths import Fixed
+from distill.speculative.on_device.device_draft import RowRound
+from distill.speculative.on_device.device_round import rounds_on_device
+from distill.speculative.on_device.one_text import round_of_text, rounds_of_text
 from distill.speculative.proposal import ROOT, Proposal
 from distill.speculative.stop_strings import Stop
 from distill.speculative.verify import CHAINS, TREES, Random, draw_chain, draw_token, refusal, walk
@@ -115,6 +118,20 @@ def verify_greedy(choices: Sequence[int], proposal: Sequence[int]) -> int:
     return len(proposal)
 
 
+def walk_greedy(choices: Sequence[int], proposal: Proposal) -> tuple[list[int], int]:
+    """The accepted nodes of a tree and the token after them, from the target's best tokens [n + 1] as of `walk`.
+
+    It does what `walk` does with the greedy verifier, without distributions [n + 1, V].
+    """
+    children, path = proposal.children(), [ROOT]
+    while True:
+        token = choices[path[-1] + 1]
+        below = next((node for node in children.get(path[-1], []) if proposal.tokens[node] == token), None)
+        if below is None:
+            return path[1:], token
+        path.append(below)
+
+
 def room_for(target: Model, draft: Model, prompt: int, limit: int) -> int:
     """How many new tokens fit both contexts, at most `limit`."""
     return min(limit, target.capacity - prompt, draft.capacity - prompt)
@@ -171,8 +188,13 @@ def plain(
     result.prefill_seconds = prefilled - started
     _, ended = add_tokens(result, [token], 0, rules)
     only = [0]
+    # The largest logit is read from the device as it is; a distribution would be copied whole.
+    rounds = None if rules.by_argmax else rounds_on_device(target, rules, None)
     while len(result.tokens) < limit and not ended and target.lengths[0] < target.capacity:
-        token = next_token(target.extend([token], want=only), [*prompt, *result.tokens], rules)
+        if rounds is not None:
+            token = rounds.run([RowRound(0, [token], rules.random)])[0].token
+        else:
+            token = next_token(target.extend([token], want=only), [*prompt, *result.tokens], rules)
         _, ended = add_tokens(result, [token], 0, rules)
     result.seconds = time.perf_counter() - prefilled
     return result
@@ -205,7 +227,7 @@ def decode(
     result.prefill_seconds = time.perf_counter() - started
     context = [*prompt, first]
     certain, ended = add_tokens(result, [first], 0, rules)
-    yielded = 0
+    yielded, rounds = 0, rounds_of_text(target, drafter, rules)
     while len(result.tokens) < limit and not ended and target.lengths[0] < target.capacity:
         yield result.tokens[yielded:certain]
         yielded = certain
@@ -213,8 +235,11 @@ def decode(
         depth = target.lengths[0]
         # No more than can still be used: the round emits one token beyond those accepted.
         most = min(limit - len(result.tokens) - 1, target.capacity - depth - 1, drafter.room(depth + 1))
-        proposal = drafter.propose(context, most, rules.ends) if most > 0 else Proposal.chain([])
-        accepted, token = _verify(target, context, proposal, rules)
+        if rounds is not None:
+            proposal, accepted, token = round_of_text(rounds, drafter, context, most, rules)
+        else:
+            proposal = drafter.propose(context, most, rules.ends) if most > 0 else Proposal.chain([])
+            accepted, token = _verify(target, context, proposal, rules)
         new = [*(proposal.tokens[node] for node in accepted), token]
         certain, ended = add_tokens(result, new, len(accepted), rules)
         context += new
@@ -252,7 +277,12 @@ def _verify(target: Model, context: Sequence[int], proposal: Proposal, rules: Ru
         return list(range(count)), token
     # The last token is node 0 of the pending tree, and the parent of the proposal's roots.
     logits = target.extend(tokens, parents=[ROOT, *(parent + 1 for parent in proposal.parents)])
-    path, token = walk(TREES[rules.verifier], _distributions(logits, context, proposal, rules), proposal, rules.random)
+    if rules.by_argmax:
+        path, token = walk_greedy(logits.argmax(), proposal)
+    else:
+        path, token = walk(
+            TREES[rules.verifier], _distributions(logits, context, proposal, rules), proposal, rules.random
+        )
     if rules.rates is not None:
         path = _by_rates(proposal, rules.rates, rules.random)
     target.keep([[0, *(node + 1 for node in path)]])

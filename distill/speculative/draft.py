@@ -73,8 +73,8 @@ class ChainDraft:
     """
 
     def __init__(self, rule: LengthRule, random: Random, argmax: bool, limit: int, ends: Collection[int]) -> None:
-        self._rule, self._random, self._argmax, self._ends = rule, random, argmax, ends
-        self._limit = min(limit, rule.limit()) if limit > 0 else 0
+        self.random, self._rule, self._argmax, self._ends = random, rule, argmax, ends
+        self.limit = min(limit, rule.limit()) if limit > 0 else 0
         self._stopped = False
         self.tokens: list[int] = []
         self._distributions: list[Tensor] = []  # [V] each; none where tokens are chosen without chance
@@ -83,7 +83,7 @@ class ChainDraft:
     def goes_on(self) -> bool:
         """Whether the draft takes another step, asked before each one."""
         ended = self._stopped or (bool(self.tokens) and self.tokens[-1] in self._ends)
-        return not ended and len(self.tokens) < self._limit and self._rule.step_on(len(self.tokens))
+        return not ended and len(self.tokens) < self.limit and self._rule.step_on(len(self.tokens))
 
     def unread(self, context: Sequence[int], read: int) -> list[int]:
         """The tokens that the draft takes in this step, of which it has read the first `read` of the context.
@@ -104,22 +104,25 @@ class ChainDraft:
 
         `index` has read `context`. An empty distribution stops the chain.
         """
-        features = features_of(distribution)
-        if not features.top:
-            self._stopped = True
+        features, best = features_of(distribution), int(distribution.argmax())
+        if not self.decides(features, best, index, context):
             return
-        tail = [*context[-LONGEST:], *self.tokens][-LONGEST:]
-        match = index.match(tail, int(distribution.argmax()))
-        features = replace(features, match=match)
-        if not self._rule.go_on(len(self.tokens), features):
-            self._stopped = True
-            return
-        self._features.append(features)
         if self._argmax:
-            self.tokens.append(int(distribution.argmax()))
+            self.tokens.append(best)
         else:
-            self.tokens.append(draw_token(distribution, self._random))
+            self.tokens.append(draw_token(distribution, self.random))
             self._distributions.append(distribution)
+
+    def decides(self, features: Features, best: int, index: NGramIndex, context: Sequence[int]) -> bool:
+        """Whether the next position gets a token, given its distribution's features and best token; if not, stop."""
+        if features.top:
+            tail = [*context[-LONGEST:], *self.tokens][-LONGEST:]
+            features = replace(features, match=index.match(tail, best))
+        if not features.top or not self._rule.go_on(len(self.tokens), features):
+            self._stopped = True
+            return False
+        self._features.append(features)
+        return True
 
     def proposal(self) -> Proposal:
         """The tokens that the rule submits."""
@@ -188,13 +191,13 @@ class ModelDrafter:
         """A chain, one step of the model for each token."""
         chain = ChainDraft(self.rule, self.random, self.argmax, limit, ends)
         by_argmax = largest_logit_decides(self.argmax, self.sampler, [self.rule])
-        read = self.model.lengths[0]
+        read = 0
         while chain.goes_on():
             if not chain.tokens:
                 if not by_argmax:
                     self.index.read(context)
-                if len(context) - read > 2:
-                    read = self._catch_up(context, read)
+                self.catch_up(context)
+                read = self.model.lengths[0]
             fresh = chain.unread(context, read)
             logits = self.model.extend(fresh, want=[len(fresh) - 1])
             if by_argmax:
@@ -204,12 +207,13 @@ class ModelDrafter:
                 chain.add_from(sampler.distributions(logits, [history], empty=True)[0], self.index, context)
         return chain.proposal()
 
-    def _catch_up(self, context: Sequence[int], read: int) -> int:
-        """Read all but the last token of the context, of which `read` are read; how many are read now."""
-        started = time.perf_counter()
-        self.model.extend(context[read:-1], want=[len(context) - read - 2])
-        self._late = time.perf_counter() - started
-        return len(context) - 1
+    def catch_up(self, context: Sequence[int]) -> None:
+        """Read all but the last token of the context, where more than two are not read: the rule has begun to draft."""
+        read = self.model.lengths[0]
+        if len(context) - read > 2:
+            started = time.perf_counter()
+            self.model.extend(context[read:-1], want=[len(context) - read - 2])
+            self._late = time.perf_counter() - started
 
     def accepted(self, proposal: Proposal, count: int, length: int, seconds: float) -> None:
         """Forget the rejected tokens (the last drafted one was never read) and let the rule learn."""

@@ -29,17 +29,24 @@ def inverse_transform(distribution: Tensor, uniforms: Tensor) -> Tensor:
     The distributions need not sum to 1 exactly: each draw is scaled by the sum that rounding left. DataError for one
     whose sum is 0 or not finite: nothing can be drawn from it.
     """
-    cumulative = distribution.double().cumsum(-1)
-    total = cumulative[..., -1:].contiguous()
+    total = distribution.double().cumsum(-1)[..., -1]
     if not bool(((total > 0) & total.isfinite()).all()):
         wrong = next(value for value in total.flatten().tolist() if not 0 < value < float("inf"))
         raise DataError(
             f"no token can be drawn: the distribution sums to {wrong}",
             "the logits of the target or the draft are not finite: check both models' weights",
         )
+    return unchecked_transform(distribution, uniforms)
+
+
+def unchecked_transform(distribution: Tensor, uniforms: Tensor) -> Tensor:
+    """`inverse_transform` that the host does not wait for; some token where nothing can be drawn."""
+    cumulative = distribution.double().cumsum(-1)
+    total = cumulative[..., -1:].contiguous()
     token = torch.searchsorted(cumulative, uniforms.to(cumulative).unsqueeze(-1) * total, right=True)
     # Where the product rounded up to the total: the last token that adds to it.
-    return torch.minimum(token, torch.searchsorted(cumulative, total)).squeeze(-1)
+    last = torch.searchsorted(cumulative, total).clamp(max=distribution.shape[-1] - 1)
+    return torch.minimum(token, last).squeeze(-1)
 
 
 def draw_token(distribution: Tensor, random: Random) -> int:
@@ -180,6 +187,26 @@ def draw(verdict: Verdict, random: Random) -> tuple[int, int]:
         # Not `>=`: a chance that is NaN must not accept.
         accepted = next((i for i, chance in enumerate(chances) if not random() < chance), len(chances))
     return accepted, draw_token(verdict.residual(accepted), random)
+
+
+def below(uniforms: Tensor, chances: Tensor) -> Tensor:
+    """Which uniforms hit their chance; a chance that is NaN is never hit."""
+    return uniforms < chances
+
+
+def draw_rows(verdict: Verdict, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+    """`draw` for rows of chains that the host does not wait for: how many are accepted [...], the tokens after [...].
+
+    Of each row's uniforms [..., γ + 1] the first γ belong to the positions, whether they are tried or not, and the last
+    one to the next token.
+    """
+    hits = below(uniforms[..., :-1].to(verdict.acceptance.device), verdict.acceptance)
+    if verdict.last_hit:
+        numbers = torch.arange(1, hits.shape[-1] + 1, device=hits.device)
+        accepted = torch.nn.functional.pad(hits * numbers, (1, 0)).amax(-1)
+    else:
+        accepted = hits.long().cumprod(-1).sum(-1)
+    return accepted, unchecked_transform(verdict.residual(accepted), uniforms[..., -1])
 
 
 def draw_chain(verifier: str, p: Tensor, proposal: Proposal, random: Random) -> tuple[int, int]:

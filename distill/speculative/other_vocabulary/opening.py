@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from distill.models.hugging_face import load_model, local_folder, pick_device
-from distill.models.torch_model import TorchModel
-from distill.recipe import Configuration, Target
+from distill.models.loaded import GROWING, torch_decoder
+from distill.recipe import Configuration, PyTorch, Target
 from distill.sampler import Sampler
 from distill.speculative.draft import Drafter
 from distill.speculative.lengths import Fixed
@@ -13,10 +13,13 @@ from distill.speculative.verify import Random
 from distill.vocabulary import Vocabulary
 
 
-def read_with(target: Target, draft: str, device: str, rows: int) -> Reader:
-    """Load a draft, in the target's type, to read the target's ids; `rows` are those of the target's logits."""
+def read_with(target: Target, draft: str, device: str, rows: int, pytorch: PyTorch = GROWING) -> Reader:
+    """Load a draft, in the target's type, to read the target's ids; `rows` are those of the target's logits.
+
+    `pytorch` says how it decodes.
+    """
     both, own = (Vocabulary.read(local_folder(reference)) for reference in (target.model, draft))
-    model = TorchModel(load_model(draft, target.dtype, pick_device(device)), own.size)
+    model = torch_decoder(load_model(draft, target.dtype, pick_device(device)), own.size, pytorch)
     return Reader(model, both, own, rows)
 
 

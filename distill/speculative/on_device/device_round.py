@@ -1,0 +1,191 @@
+"""A round that stays on the device: the draft's chain, the target's step, the verdict, and one transfer of its result.
+
+The host learns the drafted tokens, how many were accepted and the token after them together, at the round's end. A
+length rule that reads the draft's distribution is asked after each of the draft's steps: one transfer for each.
+
+Chance: at the beginning of a round, each row takes numbers from its own `random()`, whatever becomes of them: γ to draw
+the drafted tokens with (none where they are the draft's best, or another drafter's), γ for their acceptance, and one
+for the token after them, where γ is the most that this row may draft. Greedy rounds take none. Each position has
+numbers of its own, independent of all else, so the output follows the target's distribution exactly as in rounds on the
+host, which draw only what they need.
+
+Legend: R rows, γ drafted tokens of a round, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from distill.models.base import Model
+from distill.models.finite import Place, require_finite
+from distill.models.static.static_model import StaticTorchModel
+from distill.models.static.transfers import fetch, send
+from distill.models.torch_model import model_name
+from distill.speculative import verify
+from distill.speculative.draft import NONE, distribution_sampler
+from distill.speculative.lengths import LengthRule
+from distill.speculative.on_device.device_draft import DeviceDraft, Drafted, RowRound
+from distill.speculative.proposal import Proposal
+
+if TYPE_CHECKING:
+    from distill.speculative.decode import Rules
+
+KNOWN = (*verify.CHAINS, "distinct")
+SPARE = 0.5  # in the place of numbers that nobody draws
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one row: the proposal, how many of its tokens were accepted, and the token after them."""
+
+    proposal: Proposal
+    accepted: int
+    token: int
+
+
+class DeviceRounds:
+    """The rounds of a text, or of the texts of a batch; `draft` is None where no model drafts on the device.
+
+    With `argmax` the draft's best tokens are taken. With `looks`, the rows' length rules read features.
+    """
+
+    def __init__(
+        self, target: StaticTorchModel, rules: Rules, draft: StaticTorchModel | None, argmax: bool, looks: bool
+    ) -> None:
+        self.target, self.sampler, self.by_argmax = target, rules.sampler, rules.by_argmax
+        self.draft: DeviceDraft | None = None
+        if draft is not None:
+            self.draft = DeviceDraft(draft, distribution_sampler(rules.sampler), argmax, looks, rules.ends)
+        # Without siblings, distinct and token are the same.
+        self.verifier = verify.CHAINS["token" if rules.verifier == "distinct" else rules.verifier]
+
+    @torch.inference_mode()
+    def run(self, rows: Sequence[RowRound]) -> list[Outcome]:
+        """One round of these rows.
+
+        The target is left with everything committed but the tokens after the accepted ones. The draft is left with what
+        it has read, of which the caller drops what was rejected.
+        """
+        longest = max(row.most for row in rows)
+        numbers = self._numbers(rows, longest)
+        drafted = self._proposed(rows, longest)
+        if drafted is None and self.draft is not None and longest:
+            drafted = self.draft.chains(rows, numbers)
+        found = self._verified(rows, drafted, longest, numbers)
+        if drafted is not None:
+            found += [drafted.tokens.to(self.target.device), drafted.largest.to(self.target.device)]
+        return self._concluded(rows, drafted, [part.tolist() for part in fetch(*found)])
+
+    def _numbers(self, rows: Sequence[RowRound], longest: int) -> list[list[float]]:
+        """Each row's numbers [R, 2γ + 1]: to draw tokens with, to accept them, to draw the next token."""
+        found = [[SPARE] * (2 * longest + 1) for _ in range(self.target.rows)]
+        if self.by_argmax:
+            return found
+        for row in rows:
+            own = found[row.number]
+            if row.chain is not None and self.draft is not None and not self.draft.argmax:
+                own[: row.most] = [row.chain.random() for _ in range(row.most)]
+            own[longest : longest + row.most] = [row.random() for _ in range(row.most)]
+            own[-1] = row.random()
+        return found
+
+    def _proposed(self, rows: Sequence[RowRound], longest: int) -> Drafted | None:
+        """The chains of another drafter, sent to the device; None where there are none."""
+        if not longest or all(row.proposed is None for row in rows):
+            return None
+        device, lines, given = self.target.device, [[NONE] * longest for _ in range(self.target.rows)], None
+        for row in rows:
+            if row.proposed is None:
+                continue
+            lines[row.number][: row.most] = row.proposed.tokens
+            if row.proposed.distributions is not None:
+                q = row.proposed.distributions.to(device)
+                given = q.new_zeros(self.target.rows, longest, q.shape[-1]) if given is None else given
+                given[row.number, : row.most] = q
+        tokens = send(lines, device)
+        return Drafted(tokens, given, torch.zeros(tokens.shape, device=device), {})
+
+    def _verified(
+        self, rows: Sequence[RowRound], drafted: Drafted | None, longest: int, numbers: Sequence[Sequence[float]]
+    ) -> list[Tensor]:
+        """How many tokens each row accepts [R], the tokens after them [R], the target's largest logits [R, γ + 1]."""
+        target, lengths = self.target, self.target.lengths
+        device = target.device
+        context = {row.number: row.context for row in rows}
+        last = [[context[r][-1] if r in context else 0, lengths[r], int(r in context)] for r in range(target.rows)]
+        sent = send(last, device)  # [R, 3]
+        ids, starts, takes = sent[:, :1], sent[:, 1], sent[:, 2]
+        tokens = ids[:, :0] if drafted is None else drafted.tokens.to(device)
+        counts = takes * (1 + (tokens >= 0).sum(-1))
+        ids = torch.cat([ids, tokens.clamp(min=0)], 1)
+        columns = ids.shape[1]
+        logits = target.step(ids, counts, starts, max(lengths) + columns)  # [R, γ + 1, V]
+        read = torch.arange(columns, device=device) < counts[:, None]
+        if self.by_argmax:
+            choices = logits.argmax(-1)
+            largest = logits.gather(-1, choices[..., None])[..., 0].float()
+            accepted = (choices[:, :-1] == tokens).long().cumprod(-1).sum(-1)
+            following = choices.gather(-1, accepted[:, None])[:, 0]
+        else:
+            p, largest = self.sampler.unchecked(logits)
+            q = None if drafted is None or drafted.distributions is None else drafted.distributions.to(p)
+            used = [[*line[longest : longest + columns - 1], line[-1]] for line in numbers]
+            uniforms = send(used, device, torch.float64)
+            accepted, following = verify.draw_rows(self.verifier(p, q, tokens), uniforms)
+        return [accepted, following, largest.float().masked_fill(~read, 0)]
+
+    def _concluded(self, rows: Sequence[RowRound], drafted: Drafted | None, found: Sequence[Any]) -> list[Outcome]:
+        """The outcomes, from what the device gave; nothing is committed where a logit is not finite."""
+        accepted, following, largest = found[:3]
+        tokens, peaks = found[3:] if drafted is not None else ([[]] * self.target.rows, [[]] * self.target.rows)
+        lengths, outcomes = self.target.lengths, []
+        read = {} if self.draft is None else dict(enumerate(self.draft.model.lengths))
+        for row in rows:
+            r, depth = row.number, lengths[row.number] + 1
+            own = [token for token in tokens[r] if token != NONE]
+            if self.draft is not None:
+                require_finite(peaks[r], _place(self.draft.model, depth), empty=True)
+            require_finite(largest[r][: len(own) + 1], _place(self.target, depth))
+            lengths[r] += 1 + accepted[r]
+            if drafted is not None and r in drafted.read:
+                read[r] = drafted.read[r] + max(len(own) - 1, 0)
+            if row.chain is not None and self.draft is not None and self.draft.looks:
+                proposal = row.chain.proposal()
+            else:
+                proposal = row.proposed or Proposal.chain(own)
+            outcomes.append(Outcome(proposal, accepted[r], following[r]))
+        self.target.commit(lengths)
+        if self.draft is not None:
+            self.draft.model.commit([read[r] for r in range(len(read))])
+        return outcomes
+
+
+def _place(model: StaticTorchModel, depth: int) -> Place:
+    """The places of logits [γ] or [γ + 1] of a row, the first of them after `depth` tokens."""
+    return lambda index: f"{model_name(model.model)} after {depth + index} tokens"
+
+
+def rounds_on_device(
+    target: Model, rules: Rules, draft: Model | None, argmax: bool = False, lengths: Sequence[LengthRule] = ()
+) -> DeviceRounds | None:
+    """The rounds of this target on its device, with a draft there or without one; None where the host takes part.
+
+    That is for other models than StaticTorchModel, under a grammar or a repetition penalty, which read the text, under
+    synthetic rates, and on MPS, which has no fp64. `lengths` are the draft's length rules.
+    """
+    places = [model for model in (target, draft) if model is not None]
+    if not all(isinstance(model, StaticTorchModel) and model.device.type != "mps" for model in places):
+        return None
+    if rules.constraint is not None or rules.sampler.repetition_penalty != 1 or rules.verifier not in KNOWN:
+        return None
+    if rules.rates is not None:
+        return None
+    if draft is not None and draft.rows != target.rows:
+        return None
+    assert isinstance(target, StaticTorchModel) and (draft is None or isinstance(draft, StaticTorchModel))
+    return DeviceRounds(target, rules, draft, argmax, any(rule.reads_features for rule in lengths))

@@ -1,0 +1,61 @@
+"""Random tables behind the interface of a model with slots: rounds on the device run on them, by enumeration.
+
+Legend: R rows, m columns of a step, S slots, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from table_model import TableModel
+from torch import Tensor
+
+from distill.models.static.static_model import StaticTorchModel
+from distill.models.torch_logits import TorchLogits
+
+SLOTS = 96
+
+
+class StaticTable(StaticTorchModel):
+    """Rows of one table; what a step writes stays in its slots until another step overwrites it, as in a cache."""
+
+    def __init__(self, table: TableModel, rows: int = 1) -> None:
+        self.table, self.rows, self.device = table, rows, torch.device("cpu")
+        self.vocabulary_size, self.capacity, self.max_leaves = table.vocabulary_size, table.capacity, 0
+        self.model: Any = SimpleNamespace(config=SimpleNamespace(_name_or_path="table"))
+        self.slots = torch.zeros(rows, SLOTS, dtype=torch.long)
+        self._lengths = [0] * rows
+
+    def step(self, ids: Tensor, counts: Tensor, starts: Tensor, most: int, keep: Tensor | int = 0) -> Tensor:
+        columns, found = ids.shape[1], []
+        assert most <= SLOTS and bool((starts + columns <= most).all())
+        for row, start in enumerate(starts.tolist()):
+            self.slots[row, start : start + columns] = ids[row]
+            texts = [self.slots[row, : start + i + 1].tolist() for i in range(columns)]
+            found.append(self.table.table[[self.table.place(text) for text in texts]])
+        logits = torch.stack(found)
+        return logits[:, -keep:] if isinstance(keep, int) and keep else logits
+
+    def extend(
+        self,
+        tokens: Sequence[int],
+        counts: Sequence[int] | None = None,
+        parents: Sequence[int] | None = None,
+        want: Sequence[int] | None = None,
+    ) -> TorchLogits:
+        counts, left, logits = counts or [len(tokens)], list(tokens), []
+        for row, count in enumerate(counts):
+            for _ in range(count):
+                self.slots[row, self._lengths[row]] = left.pop(0)
+                self._lengths[row] += 1
+                text = self.slots[row, : self._lengths[row]].tolist()
+                logits.append(self.table.table[self.table.place(text)])
+        found = torch.stack(logits)
+        return TorchLogits(found if want is None else found[list(want)])
+
+    def rollback(self, lengths: Sequence[int]) -> None:
+        assert all(0 <= new <= old for new, old in zip(lengths, self._lengths, strict=True))
+        self._lengths = list(lengths)
