@@ -195,6 +195,11 @@ def _fit(recipe: Recipe, wanted: Wanted, pair: LoadedPair, prompts: list[list[in
         return _Fitted()
     target, draft, new_tokens = pair.target, pair.draft, recipe.speedup.new_tokens
     most = max(recipe.profile.max_tokens, *(one.most + 1 for one in wanted.configurations))
+    if most + 1 > target.capacity:
+        raise RecipeError(
+            f"the target's context of {target.capacity} leaves no room to time steps of {most} tokens",
+            "give shorter lengths",
+        )
     depth = max(1, min(recipe.profile.depth, target.capacity - most, draft.capacity - 2))
     steps = measure_steps(target, range(1, most + 1), depth, recipe.profile.repeats, target.vocabulary_size)
     own = measure_steps(draft, [1, 2], depth, recipe.profile.repeats, draft.vocabulary_size)
