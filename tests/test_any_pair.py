@@ -366,6 +366,15 @@ def test_fitted_configurations_and_every_kind_of_drafter(place: Path, capsys: Ca
     assert len(found["measurements"]) == 5 and all(row["different"] == 0 for row in found["measurements"])
 
 
+@LLAMA
+def test_texts_that_end_before_the_longest_draft(place: Path, capsys: Capture) -> None:
+    """And steps of 64 tokens that are timed in contexts that the texts do not need."""
+    options = ("--lengths", 63, "--configuration", "{rule: expected-value, length: 63}", "--tokens", 8, "-o", "json")
+    files = {"target": "target.gguf", "draft": "draft.gguf"}
+    found = json.loads(call(place, capsys, "--prompts", place / "plain.txt", *options, "--count", 2, **files))
+    assert [row["different"] for row in found["measurements"]] == [0, 0, 0]
+
+
 def test_sampled_texts_have_a_sampled_base(place: Path, capsys: Capture) -> None:
     options = ("--temperature", 0.8, "--verifier", "block", "--lengths", 2, "-o", "jsonl")
     text = call(place, capsys, "--prompts", place / "plain.txt", *options)

@@ -428,3 +428,26 @@ def test_a_run_records_its_options(copied: Path, opened: list[tuple[str, GgufOpt
     wanted = "target: flash-attn on; draft: ubatch-size 16"
     assert read_json(copied / "speedup.json")["gguf"] == wanted
     assert f"llama.cpp's options, where they are not the defaults: {wanted}." in (copied / "speedup.md").read_text()
+
+
+def test_options_of_the_command_line_win_over_those_of_the_recipe(world: Path) -> None:
+    from distill.commands.gguf_options import merged
+    from distill.recipe import parse_section
+
+    recipe = tiny_recipe(world, "gguf.target.flash_attn=on", "gguf.target.mlock=true", "gguf.draft.ubatch_size=8").gguf
+    given = parse_section(Gguf, {"target": {"cache_type_k": "q8_0", "flash_attn": "off"}})
+    found = merged(recipe, given)
+    assert found.target == GgufOptions(cache_type_k="q8_0", mlock=True) and found.draft == GgufOptions(ubatch_size=8)
+    quantised = parse_section(Gguf, {"target": {"flash_attn": "on", "cache_type_v": "q8_0"}})
+    with pytest.raises(RecipeError, match="needs flash attention"):
+        merged(quantised, parse_section(Gguf, {"target": {"flash_attn": "off"}}))
+
+
+def test_a_run_without_gguf_files_takes_no_options(world: Path, capsys: Capture, tmp_path: Path) -> None:
+    run = Run(tmp_path / "tiny", tiny_recipe(world, "speedup.backends=[pytorch]"))
+    run.folder.mkdir()
+    from distill.recipe import dump_recipe
+
+    (run.folder / "config.yaml").write_text(dump_recipe(run.recipe))
+    assert tiny.call("speedup", run.folder, "-ctk", "q8_0") == 2
+    assert "this run measures no GGUF files" in lines_of(capsys)[1]

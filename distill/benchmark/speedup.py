@@ -196,11 +196,10 @@ def rounding(recipe: Recipe, part: Part, texts: Sequence[TimedText]) -> tuple[fl
     if fine:
         return TORCH_NOISE, 0
     longest = next(text.decoded.tokens for text in texts if text.title == PLAIN.title)
+    pieces = [longest[start : start + length + 1] for length in part.lengths for start in (0, 16)]
+    # A text may end before the longest length.
     noise = max(
-        rounding_noise(part.target, part.prompts[0], longest[start : start + length + 1])
-        for length in part.lengths
-        for start in (0, 16)
-        if len(longest) > start + length
+        (rounding_noise(part.target, part.prompts[0], piece) for piece in pieces if len(piece) > 1), default=0.0
     )
     return noise, max(part.lengths) + 1
 

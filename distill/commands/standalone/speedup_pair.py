@@ -81,11 +81,12 @@ def measure(options: Mapping[str, Any], threads: int | None, gguf: Gguf | None, 
         (one.drawn_nodes or one.nodes or recipe.profile.max_tokens - 1 for one in others if one.drafter == "tree"),
         default=0,
     )
+    longest = max(one.most + 1 for one in wanted.configurations)
     size = max(len(prompt.ids) for prompt in (*asked.measured, *asked.others)) + options["tokens"]
     with load_pair(
         recipe.target,
         None if foreign else draft,
-        tokens=max(size, 2 * recipe.profile.max_tokens),
+        tokens=max(size, 2 * recipe.profile.max_tokens, 2 * longest),
         nodes=nodes,
         threads=threads,
         gguf=gguf,
