@@ -29,7 +29,9 @@ class StaticTable(StaticTorchModel):
         self.slots = torch.zeros(rows, SLOTS, dtype=torch.long)
         self._lengths = [0] * rows
 
-    def step(self, ids: Tensor, counts: Tensor, starts: Tensor, most: int, keep: Tensor | int = 0) -> Tensor:
+    def step(
+        self, ids: Tensor, counts: Tensor, starts: Tensor, most: int, keep: Tensor | int = 0, prompt: bool = False
+    ) -> Tensor:
         columns, found = ids.shape[1], []
         assert most <= SLOTS and bool((starts + columns <= most).all())
         for row, start in enumerate(starts.tolist()):

@@ -68,6 +68,9 @@ def test_a_graph_for_each_number_of_tokens(traced: list[str]) -> None:
     mirror.chain(list(range(10, 20)))
     mirror.chain(list(range(20, 33)), want=[12])
     mirror.chain([5] * 70)
+    mirror.rollback(0)
+    mirror.chain([5, 6, 7])
+    mirror.chain([8])
     assert traced == ["chain_1", "chain_2", "tree_3", "chain_16"]
 
 
@@ -88,6 +91,7 @@ def test_a_cache_that_doubles_is_traced_again(traced: list[str]) -> None:
     assert model.size > before and traced == ["chain_1", "chain_1"]
 
 
+@pytest.mark.slow
 def test_rounds_on_traced_steps(traced: list[str]) -> None:
     """The draft's steps of one and two tokens, the target's of up to three."""
     target = toy("qwen2", layers=1, seed=3).double()

@@ -87,6 +87,11 @@ def test_check_refuses_a_target_that_cannot(world: Path, tmp_path: Path, capsys:
     assert tiny.call("check", world / "recipe.yaml", "pytorch.static=true") == 0
 
 
+def test_tables_say_how_a_pair_decodes() -> None:
+    assert PyTorch().suffix == "" and STATIC.suffix == ", static cache"
+    assert PyTorch(static=True, compile=True, draft_device="cpu").suffix == ", static cache, compiled, draft on cpu"
+
+
 def test_only_static_runs_have_it_in_their_keys(world: Path) -> None:
     """Runs that decode with the growing cache keep the keys that they had before there was another."""
     for name in ("profile", "speedup"):

@@ -63,6 +63,7 @@ def open_part(recipe: Recipe, run: Run, backend: str, grown: bool) -> Iterator[P
         loaded, parameters = _load(recipe, run, backend, grown, scratch)
         with loaded:
             title = f"draft + target grown to {parameters / 1e6:.0f}M" if grown else "draft + target"
+            title += recipe.pytorch.suffix if backend == "pytorch" else ""
             run.say(f"  {title}, {backend}")
             library, name = _library(recipe, loaded)
             pair = PairMeasured(title, backend, grown)

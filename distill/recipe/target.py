@@ -52,6 +52,13 @@ class PyTorch(Section):
             raise ValueError("compile: a cache that grows gives each step another shape; set static, too")
         return self
 
+    @property
+    def suffix(self) -> str:
+        """What tables add to the name of a pair that decodes like this; nothing by default."""
+        names = [("static cache", self.static), ("compiled", self.compile), (f"draft on {self.draft_device}", True)]
+        names = names if self.draft_device is not None else names[:2]
+        return "".join(f", {name}" for name, holds in names if holds)
+
 
 class SamplerSettings(Section):
     """The sampler of the served target; answers, evaluation and decoding use it."""

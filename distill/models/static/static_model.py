@@ -29,7 +29,7 @@ from distill.models.base import (
 )
 from distill.models.finite import Place, place_of
 from distill.models.static.slot_cache import SlotCache, unsupported
-from distill.models.static.steps import LONGEST_STEP, Steps
+from distill.models.static.steps import COARSE, LONGEST_STEP, Steps
 from distill.models.static.transfers import send
 from distill.models.torch_logits import TorchLogits
 from distill.models.torch_model import TorchModel, model_name, shortest_window
@@ -49,11 +49,8 @@ def refusal(model: Any) -> str | None:
         return "it has a recurrent state, which cannot be rolled back"
     if (layer := unsupported(config)) is not None:
         return f"it has layers whose state is no list of keys and values ({layer})"
-    if shortest_window(config) < config.max_position_embeddings:
-        if config.model_type not in WINDOWED:
-            return f"attention windows were tested for {', '.join(WINDOWED)} alone, and it is {config.model_type}"
-        if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
-            return "it has layers with chunked attention"
+    if shortest_window(config) < config.max_position_embeddings and config.model_type not in WINDOWED:
+        return f"attention windows were tested for {', '.join(WINDOWED)} alone, and it is {config.model_type}"
     return None
 
 
@@ -166,20 +163,29 @@ class StaticTorchModel:
             columns = range(longest)
         else:
             keep = send(columns, self.device)
-        logits = self.step(sent[:, :longest], sent[:, -2], sent[:, -1], max(starts) + longest, keep)
+        prompt = not any(self._lengths)
+        logits = self.step(sent[:, :longest], sent[:, -2], sent[:, -1], max(starts) + longest, keep, prompt)
         which = {column: index for index, column in enumerate(columns)}
         return _picked(logits.flatten(0, 1), [row * len(columns) + which[column] for row, column in wanted])
 
     @torch.inference_mode()
-    def step(self, ids: Tensor, counts: Tensor, starts: Tensor, most: int, keep: Tensor | int = 0) -> Tensor:
+    def step(
+        self,
+        ids: Tensor,
+        counts: Tensor,
+        starts: Tensor,
+        most: int,
+        keep: Tensor | int = 0,
+        prompt: bool = False,
+    ) -> Tensor:
         """Logits [R, m, V] of tokens [R, m] on the device. It commits nothing: `commit` says afterwards what counts.
 
         Row r holds counts[r] tokens, then padding; they go to the slots from starts[r] on. `most` is more than any of
         these slots, as the host knows it. `keep` as of transformers: 0 for the logits of all columns, 1 for those of
-        the last, or the columns. Nothing here waits for the device.
+        the last, or the columns. The step of a `prompt` is never compiled. Nothing here waits for the device.
         """
         self._reserve(most)
-        return self._steps.chain(ids, counts, starts, keep)[..., : self.vocabulary_size]
+        return self._steps.chain(ids, counts, starts, keep, prompt)[..., : self.vocabulary_size]
 
     def commit(self, lengths: Sequence[int]) -> None:
         """Count as committed what steps wrote: the rows are `lengths` long."""
@@ -222,10 +228,10 @@ class StaticTorchModel:
 
     def _reserve(self, slots: int) -> None:
         """Let the cache hold `slots` and a step's padding behind them."""
-        needed, most = _rounded(slots + SPARE_NODES), _rounded(self.capacity + SPARE_NODES)
-        if needed > self._cache.size:
+        if slots + COARSE > self._cache.size:
             self._steps.forget()
-            self._cache.grow(max(needed, min(2 * self._cache.size, most)))
+            most = _rounded(self.capacity + SPARE_NODES)
+            self._cache.grow(max(_rounded(slots + SPARE_NODES), min(2 * self._cache.size, most)))
 
     @torch.inference_mode()
     def keep(self, paths: Sequence[Sequence[int]]) -> None:

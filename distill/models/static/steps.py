@@ -10,6 +10,7 @@ from __future__ import annotations
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -46,23 +47,22 @@ class Steps:
         self.window = window if window < config.max_position_embeddings else 0
         kinds = set(getattr(config, "layer_types", None) or ()) if self.window else set()
         self.kinds = sorted(kinds) if len(kinds) > 1 else []  # where they differ, each kind has a mask of its own
-        if len(kinds) == 1 and kinds == {"full_attention"}:
-            self.window = 0
         self._graphs: dict[tuple[str, int, int], _Graph] = {}
 
     def forget(self) -> None:
         """Drop the compiled steps: the cache that they wrote to is another one now."""
         self._graphs.clear()
 
-    def chain(self, ids: Tensor, counts: Tensor, starts: Tensor, keep: Tensor | int) -> Tensor:
+    def chain(self, ids: Tensor, counts: Tensor, starts: Tensor, keep: Tensor | int, prompt: bool = False) -> Tensor:
         """Logits [R, m, V] (1 or fewer columns with `keep`) of tokens [R, m]; see `StaticTorchModel.step`."""
         columns = ids.shape[1]
-        wide = self._columns(columns)
+        wide = columns if prompt else self._columns(columns)
         # Logits of the last column alone, where it is a token's: the head of two tokens costs more than that of one.
         kept = keep if wide == columns > 1 else 0
         ids = torch.nn.functional.pad(ids, (0, wide - columns)) if wide > columns else ids
         self.cache.slots = starts[:, None] + torch.arange(wide, device=starts.device)
-        logits = self._run("chain", wide, kept, ids, counts, starts)
+        run = self._chain if prompt else partial(self._run, "chain", wide)
+        logits = run(kept, ids, counts, starts)
         if wide == columns:
             return logits
         return logits[:, :columns] if isinstance(keep, int) and not keep else logits[:, columns - 1 : columns]

@@ -1,0 +1,65 @@
+"""Rounds on a GPU: the texts of the CPU, and no wait for the device but the one transfer of a round."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from test_device_rounds import DRAFTS, MODELS, finished
+from toys import random_prompts
+
+from distill.models.static.static_model import StaticTorchModel
+from distill.models.torch_model import TorchModel
+from distill.sampler import Sampler
+from distill.speculative.decode import Decoded, Rules, decode, plain
+from distill.speculative.draft import ModelDrafter
+from distill.speculative.lengths import Fixed
+from distill.speculative.on_device import device_round
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no CUDA device"),
+]
+
+
+@pytest.fixture
+def strict(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Any wait but those of `fetch` is an error of torch, once `set_sync_debug_mode` says so."""
+    true_fetch = device_round.fetch
+
+    def fetch(*tensors: torch.Tensor) -> list[torch.Tensor]:
+        before = torch.cuda.get_sync_debug_mode()
+        torch.cuda.set_sync_debug_mode("default")
+        try:
+            return true_fetch(*tensors)
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+
+    monkeypatch.setattr(device_round, "fetch", fetch)
+    yield
+    torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("draft_device", ["cuda", "cpu"])
+def test_rounds_wait_once(compiled: bool, temperature: float, draft_device: str, strict: None) -> None:
+    target: Any = StaticTorchModel(copy.deepcopy(MODELS["qwen2"]).cuda(), compiled=compiled)
+    draft: Any = StaticTorchModel(copy.deepcopy(DRAFTS["qwen2"]).to(draft_device), compiled=compiled)
+    prompt = random_prompts(1, 61, seed=4)[0]
+    for repeat in range(3):  # graphs are compiled, then recorded, then replayed
+        rules = Rules(Sampler(temperature), "token" if temperature else "greedy", random=random.Random(1).random)
+        result = Decoded()
+        rounds = decode(target, ModelDrafter(draft, Fixed(3), rules.sampler, rules.random), prompt, 24, rules, result)
+        next(rounds)
+        # A chain that a CPU drafted is copied to the target's device, for which CUDA waits.
+        if repeat == 2 and draft_device == "cuda":
+            torch.cuda.set_sync_debug_mode("error")
+        finished(rounds)
+        torch.cuda.set_sync_debug_mode("default")
+        if not temperature:
+            assert result.tokens == plain(TorchModel(MODELS["qwen2"]), prompt, 24).tokens
