@@ -469,8 +469,8 @@ def _objects(base: Any) -> Strategy:
 
 
 def read_configuration(world: World, found: bytes) -> Readers:
-    from distill.export.gguf_head import write_head
-    from distill.export.model_fields import add_model_fields, rope_tensors
+    from distill.export.head.gguf_head import write_head
+    from distill.export.head.model_fields import add_model_fields, rope_tensors
     from distill.export.model_shape import read_shape
     from distill.models.hugging_face import load_config
     from distill.models.loaded import context_of

@@ -240,14 +240,14 @@ def test_command_checks_and_says_so(
 
     from distill.export import writer
 
-    real = writer.export_gguf
+    real = writer.export_files
 
     def other(*given: Any, **options: Any) -> Any:
         report = real(*given, **options)
         build("qwen2", {"initializer_range": 0.3}, tmp_path / "model", tokenizer)
         return report
 
-    with mock.patch.object(writer, "export_gguf", other):
+    with mock.patch.object(writer, "export_files", other):
         assert tiny.call(*arguments, "--overwrite") == 2
     assert "KL" in capsys.readouterr().err
 

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 
 from distill.errors import DataError
 from distill.export.check_texts import check_texts
-from distill.export.gguf_head import write_head
+from distill.export.head.gguf_head import write_head
 from distill.export.parity import as_llama_reads
 from distill.export.tokenizer import add_tokenizer, read_tokenizer
 from distill.export.tokens.pieces_file import read_pieces

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,33 +19,28 @@ K_BLOCK = 256
 
 
 def quantise_file(
-    write: Callable[[Path], object],
+    exact: Path,
     output: Path,
     outtype: str,
     tensor_types: Sequence[tuple[str, str]] = (),
     importance: Mapping[str, Floats] | None = None,
 ) -> int:
-    """Let `write` fill an exact GGUF file beside `output` and quantise that into `output`.
+    """Quantise the GGUF file `exact` into `output`.
 
     Returns the number of matrices whose rows do not fit blocks of 256 where the type has such blocks. Raises DataError
     when llama.cpp refuses, RunError when the disk is full.
     """
     llama = library()
     matrix = importance or {}
-    exact = output.with_name(f".{output.name}.{os.getpid()}.exact.gguf")
 
     def quantise(path: Path) -> None:
         _quantise(llama, exact, path, outtype, tensor_types, matrix)
 
-    try:
-        write_atomically(exact, write)
-        write_atomically(output, quantise, several=True)
-        if "k" not in outtype and outtype != "iq4_xs":
-            return 0
-        shapes = open_head(output).shapes
-        return sum(len(shape) > 1 and shape[0] % K_BLOCK > 0 for shape in shapes.values())
-    finally:
-        exact.unlink(missing_ok=True)
+    write_atomically(output, quantise, several=True)
+    if "k" not in outtype and outtype != "iq4_xs":
+        return 0
+    shapes = open_head(output).shapes
+    return sum(len(shape) > 1 and shape[0] % K_BLOCK > 0 for shape in shapes.values())
 
 
 def _quantise(

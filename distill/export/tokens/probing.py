@@ -62,7 +62,7 @@ def find_pre_type(path: Path, tokenizer: Tokenizer, tokens: list[str], types: li
 def _write_vocabulary(path: Path, pre: str, tokens: list[str], types: list[int], merges: list[str]) -> None:
     import gguf
 
-    from distill.export.gguf_head import write_head
+    from distill.export.head.gguf_head import write_head
 
     writer = gguf.GGUFWriter(path=None, arch="llama")
     writer.add_tokenizer_model("gpt2")
