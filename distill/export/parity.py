@@ -11,13 +11,13 @@ import torch
 from distill.divergences import forward_kl
 from distill.errors import DataError
 from distill.export.model_shape import Shape, read_shape
+from distill.export.tokens.probing import as_llama_reads
 from distill.models.finite import place_of, require_finite
 from distill.models.gguf.model import GgufModel
 from distill.models.hugging_face import load_model, load_tokenizer
 from distill.models.torch_model import model_name
 from distill.results.export_results import Parity
 from distill.texts import first_difference
-from distill.vocabulary.byte_map import SPACE
 
 WINDOW = 256
 # By bits: the most mean KL (nats) and the least agreement of argmaxes that rounding to a type explains. A wrong tensor,
@@ -100,18 +100,6 @@ def _compare_ids(tokenizer: Any, quantised: GgufModel, texts: list[str]) -> tupl
         if position is not None:
             mismatches.append((index, position))
     return mismatches, normalized
-
-
-def as_llama_reads(tokenizer: Any, text: str) -> str:
-    """The text that llama.cpp has to be given for the ids of Hugging Face: it never normalises.
-
-    Where Metaspace puts a space before a text that begins with none, llama.cpp puts one before every text.
-    """
-    name = type(tokenizer.normalizer).__name__
-    if name in ("NFC", "NFD", "NFKC", "NFKD"):
-        return str(tokenizer.normalizer.normalize_str(text))
-    spaced = type(tokenizer.pre_tokenizer).__name__ == "Metaspace" and tokenizer.pre_tokenizer.prepend_scheme != "never"
-    return text[1:] if spaced and text[:1] in (" ", SPACE) else text
 
 
 class _Found(NamedTuple):
