@@ -10,6 +10,7 @@ import pytest
 import tiny
 import torch
 from test_export import held_out_texts, needs_llama, reference, some_ids, train_tokenizer
+from test_gguf_reference import script
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from distill.errors import DataError
@@ -31,49 +32,17 @@ SIZES: dict[str, Any] = {
     "initializer_range": 0.15,
 }
 GEMMA = {"head_dim": 32, "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 32}
-FACTORS = {"short_factor": [1.0 + 0.1 * i for i in range(8)], "long_factor": [1.0 + i for i in range(8)]}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("mistral", {"sliding_window": None, "head_dim": 32}),
     "gemma": ("gemma", {"head_dim": 32, "hidden_act": "gelu_pytorch_tanh"}),
     "gemma2": ("gemma2", GEMMA | {"sliding_window": 16, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 8.0}),
     "gemma3": ("gemma3_text", GEMMA | {"sliding_window": 16, "num_hidden_layers": 7}),
     "phi3": ("phi3", {"original_max_position_embeddings": 512}),
-    "phi3-long": (
-        "phi3",
-        {
-            "max_position_embeddings": 4096,
-            "original_max_position_embeddings": 512,
-            "rope_parameters": {
-                "rope_type": "longrope",
-                "rope_theta": 10000.0,
-                "original_max_position_embeddings": 512,
-                **FACTORS,
-            },
-        },
-    ),
+    "phi3-long": ("phi3", script.longrope(16)),
+    "phi3-partial": ("phi3", script.longrope(12, partial_rotary_factor=0.75)),
     "smollm3": ("smollm3", {"num_hidden_layers": 5}),
-    "granite": (
-        "granite",
-        {
-            "attention_multiplier": 0.1,
-            "embedding_multiplier": 3.0,
-            "residual_multiplier": 0.5,
-            "logits_scaling": 2.0,
-            "tie_word_embeddings": True,
-        },
-    ),
-    "qwen3-yarn": (
-        "qwen3",
-        {
-            "head_dim": 32,
-            "rope_parameters": {
-                "rope_type": "yarn",
-                "rope_theta": 10000.0,
-                "factor": 4.0,
-                "original_max_position_embeddings": 128,
-            },
-        },
-    ),
+    "granite": ("granite", script.GRANITE | {"logits_scaling": 2.0}),  # less flat
+    "qwen3-yarn": ("qwen3", {"head_dim": 32, "rope_parameters": script.YARN}),
 }
 
 
@@ -120,6 +89,8 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "gemma order": ("gemma3_text", {"layer_types": ["full_attention"] * 2}, "every 6th layer"),
     "smollm3 order": ("smollm3", {"no_rope_layers": [1, 0]}, "position-free"),
     "longrope": ("qwen2", {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, "longrope"),
+    "partial rotation": ("qwen2", {"partial_rotary_factor": 0.5}, "8 of 16 dimensions"),
+    "odd rotation": ("phi3", {"partial_rotary_factor": 0.95}, "15 of 16 dimensions"),
     "activation": ("gemma", {"hidden_activation": "relu"}, "relu"),
     "granite scale": ("granite", {"logits_scaling": 0}, "logits_scaling"),
 }
