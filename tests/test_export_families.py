@@ -16,9 +16,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 from distill.errors import DataError
 from distill.export.importance import importance_of
 from distill.export.model_shape import read_shape
-from distill.export.parity import compare, faults_of
-from distill.export.writer import export_gguf
+from distill.export.parity import Source, compare, faults_of
+from distill.export.writer import export_files, export_gguf
 from distill.models.gguf.model import GgufModel
+from distill.recipe.outtypes import OUTTYPES
 
 SIZES: dict[str, Any] = {
     "hidden_size": 64,
@@ -122,21 +123,47 @@ def wide(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenize
     return folder
 
 
+# Types of one construction, by rising bits; iq4_xs and iq4_nl round weights to the same 16 values.
+RISING = (
+    ("q2_k", "q3_k_s", "q3_k_m", "q3_k_l", "q4_k_s", "q4_k_m", "q5_k_s", "q5_k_m", "q6_k"),
+    ("q3_k_l", "iq4_xs", "q5_k_s"),
+    ("q3_k_l", "iq4_nl", "q5_k_s"),
+    ("q4_0", "q5_0", "q8_0", "f16"),
+    ("q4_1", "q5_1", "q8_0", "bf16", "f32"),
+)
+
+
+def kl_by_type(folder: Path, place: Path, texts: list[str], positions: int) -> dict[str, float]:
+    """The KL of every type, each loaded in llama.cpp; all are written in one pass."""
+    source, found = Source.open(folder), dict[str, float]()
+    for report in export_files(folder, {place / f"{outtype}.gguf": outtype for outtype in OUTTYPES}):
+        assert report.bytes == report.path.stat().st_size and report.fallback_tensors == 0
+        parity = compare(source, report.path, texts, positions)
+        assert faults_of(parity, report.outtype) == [], report.outtype
+        assert parity.kl is not None
+        found[report.outtype] = parity.kl
+    assert {path.name for path in place.iterdir()} == {f"{outtype}.gguf" for outtype in OUTTYPES}
+    return found
+
+
 @needs_llama
-def test_kl_falls_as_bits_rise(wide: Path) -> None:
-    texts = [text[:800] for text in held_out_texts()[:2]]
-    found = {}
-    for outtype in ("q2_k", "q3_k_m", "q4_k_m", "q5_k_m", "q6_k", "q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "iq4_nl"):
-        path = wide.parent / f"{outtype}.gguf"
-        report = export_gguf(wide, path, outtype)
-        assert report.bytes == path.stat().st_size and report.fallback_tensors == 0
-        parity = compare(wide, path, texts, 200)
-        assert faults_of(parity, outtype) == [], outtype
-        found[outtype] = parity.kl
-    for family in (("q2_k", "q3_k_m", "q4_k_m", "q5_k_m", "q6_k"), ("q4_0", "q5_0", "q8_0"), ("q4_1", "q5_1", "q8_0")):
+def test_kl_falls_as_bits_rise(wide: Path, tmp_path: Path) -> None:
+    """In two layers, the K-types of one number hardly differ."""
+    found = kl_by_type(wide, tmp_path, [text[:800] for text in held_out_texts()[:2]], 200)
+    for family in (("q2_k", "q3_k_m", "q4_k_m", "q5_k_m", "q6_k"), *RISING[-2:]):
         values = [found[outtype] for outtype in family]
-        assert values == sorted(values, reverse=True), found
-    assert {path.name for path in wide.parent.iterdir()} == {"model", *(f"{outtype}.gguf" for outtype in found)}
+        assert values == sorted(values, reverse=True), (family, found)
+
+
+@needs_llama
+@pytest.mark.slow
+def test_kl_of_the_demo_target_falls_as_bits_rise(tmp_path: Path) -> None:
+    text = (tiny.ROOT / "data" / "test" / "chunk.py").read_text()
+    found = kl_by_type(tiny.ROOT / "data" / "demo-target", tmp_path, [text], 512)
+    assert {outtype for family in RISING for outtype in family} == set(OUTTYPES)
+    for family in RISING:
+        values = [found[outtype] for outtype in family]
+        assert values == sorted(values, reverse=True), (family, found)
 
 
 @needs_llama
