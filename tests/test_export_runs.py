@@ -118,6 +118,36 @@ def test_a_type_that_cannot_hold_the_weights_leaves_no_file_of_any(model: Path, 
     assert list((tmp_path / "out").iterdir()) == []
 
 
+@needs_llama
+@pytest.mark.parametrize(("free", "message"), [(0, "the disk is full"), (2**30, "cannot write")])
+def test_a_disk_that_fails_under_the_quantiser(
+    free: int, message: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """llama.cpp says "iostream error" for every fault of the disk; here files end at 50 kB."""
+    import resource
+    import shutil as system
+    from collections import namedtuple
+
+    from distill.errors import RunError
+    from distill.export import quantise
+
+    real, limits = quantise._quantise, resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def limited(*given: Any) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))
+        try:
+            real(*given)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+    monkeypatch.setattr(quantise, "_quantise", limited)
+    usage = namedtuple("usage", "total used free")(2**30, 0, free)
+    monkeypatch.setattr(system, "disk_usage", lambda _: usage)
+    with pytest.raises(RunError, match=message):
+        export_gguf(model, tmp_path / "m.gguf", "q4_k_m")
+    assert list(tmp_path.iterdir()) == []
+
+
 def curve(model: str, seconds: list[float], backend: str = "gguf") -> MeasuredCurve:
     tokens = list(range(1, len(seconds) + 1))
     return MeasuredCurve(model, backend, "f16", 64, 5, tokens, seconds, seconds, seconds)

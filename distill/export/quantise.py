@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from distill.models.gguf.library import ERRORS, last_errors, library
 
 # Blocks of 256 values; where a tensor's rows do not divide, llama.cpp takes another type for it.
 K_BLOCK = 256
+WRITE_FAULT, ALMOST_NONE = "iostream error", 2**20  # llama.cpp's words, and bytes left on a disk that is full
 
 
 def quantise_file(
@@ -69,6 +72,9 @@ def _quantise(
         parameters.imatrix = entries
     ERRORS.clear()
     if llama.llama_model_quantize(os.fsencode(source), os.fsencode(path), ctypes.byref(parameters)):
+        if WRITE_FAULT in last_errors():  # which does not say what the fault was
+            full = shutil.disk_usage(path.parent).free < ALMOST_NONE
+            raise OSError(errno.ENOSPC if full else errno.EIO, os.strerror(errno.ENOSPC if full else errno.EIO))
         raise DataError(f"llama.cpp cannot quantise to {outtype}: {last_errors()}", "see the types in docs/export.md")
 
 
