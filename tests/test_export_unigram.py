@@ -13,6 +13,7 @@ import pytest
 from test_export import HARD_TEXTS, held_out_texts, needs_llama
 from test_export_families import build
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from toys import replacements
 from transformers import PreTrainedTokenizerFast
 
 from distill.errors import DataError
@@ -29,20 +30,11 @@ SPECIAL = ["<pad>", "</s>", "<unk>"]
 TEXTS = [*PROBE, *NASTY, *HARD_TEXTS[2:5], *HARD_TEXTS[6:], PROSE, "a</s>b<pad>c"]
 
 
-def replacements(table: dict[str, str]) -> bytes:
-    """A `precompiled_charsmap` for single-byte keys: a double array (Darts) and the replacements behind it."""
-    units, texts = [0] * 1024, b""
-    units[0] = 256 << 10  # the root's children lie at 256 ^ byte
-    for index, (key, value) in enumerate(table.items()):
-        (byte,) = key.encode()
-        child, leaf = 256 ^ byte, 512 + index
-        units[child] = (child ^ leaf) << 10 | 1 << 8 | byte
-        units[leaf] = len(texts) | 1 << 31
-        texts += value.encode() + b"\0"
-    return struct.pack("<I", 4 * len(units)) + struct.pack("<1024I", *units) + texts
-
-
 CHARSMAP = replacements({"\n": " ", "\r": " ", "\t": " ", "\f": " ", "`": "'"})
+
+
+def precompiled(table: bytes) -> dict[str, Any]:
+    return {"type": "Precompiled", "precompiled_charsmap": base64.b64encode(table).decode()}
 
 
 def steps(kind: str) -> tuple[Any, Any]:
@@ -184,15 +176,43 @@ def test_unigram_that_cannot_be_exported(change: dict[str, Any], message: str, t
 
 def test_a_damaged_table_of_replacements(tmp_path: Path) -> None:
     """llama.cpp would throw, or read past the table's end."""
-    from distill.export.tokens.unigram import charsmap_of
+    from distill.vocabulary.charsmap import table_of
 
     path = tmp_path / "tokenizer.json"
-    for table in (b"", b"\1", struct.pack("<I", 10**6) + b"abc", CHARSMAP[:100], struct.pack("<I", 2**31) + b"a" * 99):
-        part = {"type": "Precompiled", "precompiled_charsmap": base64.b64encode(table).decode()}
+    units = struct.unpack_from("<1024I", CHARSMAP, 4)
+    outside = struct.pack("<1024I", 4000 << 10, *units[1:])  # the root's children
+    child, leaf = 256 ^ ord("\n"), 512
+    elsewhere = struct.pack("<1024I", *units[:leaf], 10**6, *units[leaf + 1 :])  # a replacement
+    below = struct.pack("<1024I", *units[:child], (child ^ 1020) << 10 | 10, *units[child + 1 :])  # no leaf, no fault
+    head, texts = CHARSMAP[:4], CHARSMAP[4 + 4096 :]
+    assert units[child] & 256 and table_of(path, precompiled(head + below + texts))
+    damaged = (b"\1", struct.pack("<I", 10**6) + b"abc", CHARSMAP[:100], struct.pack("<I", 2**31) + b"a" * 99)
+    for table in (b"", *damaged, head + outside + texts, head + elsewhere + texts, CHARSMAP[:-1]):
+        part = precompiled(table)
         if table:
             with pytest.raises(DataError, match="table of replacements"):
-                charsmap_of(path, [part])
+                table_of(path, part)
         else:
-            assert charsmap_of(path, [part]) == b""
+            assert table_of(path, part) == b""
     with pytest.raises(DataError, match="base64"):
-        charsmap_of(path, [{"type": "Precompiled", "precompiled_charsmap": "é"}])
+        table_of(path, {"type": "Precompiled", "precompiled_charsmap": "é"})
+
+
+def test_a_damaged_table_is_told_before_tokenizers_reads_it(tmp_path: Path) -> None:
+    """tokenizers panics, or ends the process for want of memory."""
+    from distill.models.hugging_face import load_tokenizer
+    from distill.vocabulary import Vocabulary
+    from distill.vocabulary.encoding import open_tokenizer
+
+    train("t5").save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    path = tmp_path / "tokenizer.json"
+    content = json.loads(path.read_text())
+    for table in (b"\0" * 9, struct.pack("<I", 10**9) + CHARSMAP[4:]):
+        content["normalizer"] = {"type": "Sequence", "normalizers": [precompiled(table)]}
+        path.write_text(json.dumps(content))
+        for read in (lambda: open_tokenizer(path), lambda: load_tokenizer(str(tmp_path))):
+            with pytest.raises(DataError, match="table of replacements"):
+                read()
+        with pytest.raises(DataError, match="table of replacements"):
+            Vocabulary.read(tmp_path)

@@ -6,8 +6,6 @@ spaces merged or not, a space before the text or not. Which of these is the toke
 
 from __future__ import annotations
 
-import base64
-import binascii
 import itertools
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,6 +15,7 @@ from distill.errors import DataError
 from distill.export.tokens.pieces_file import Piece
 from distill.export.tokens.probing import same_ids
 from distill.export.tokens.spaced_pieces import parts_of
+from distill.vocabulary.charsmap import table_of
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -73,7 +72,7 @@ def find_spacing(
         for part in parts:
             if part.get("type") not in known:
                 raise DataError(f"{path}: {kind} {part.get('type')!r} cannot be exported", hint=HINT)
-    charsmap = charsmap_of(path, normalizers)
+    charsmap = _charsmap(path, normalizers)
     for prefix, merge in itertools.product((True, False), repeat=2):
         spacing = Spacing(prefix, merge, charsmap)
 
@@ -104,20 +103,9 @@ def add_spacing(writer: Any, spacing: Spacing) -> None:
         writer.add_precompiled_charsmap(spacing.charsmap)
 
 
-def charsmap_of(path: Path, normalizers: list[dict[str, Any]]) -> bytes:
-    """The table of replacements, b"" where there is none; raises DataError for a damaged one.
-
-    It is a length, that many bytes of a double array, and replacements that end with NUL.
-    """
-    found = [part.get("precompiled_charsmap") for part in normalizers if part.get("type") == "Precompiled"]
-    if len(found) > 1:
-        raise DataError(f"{path}: a tokenizer with {len(found)} tables of replacements cannot be exported", hint=HINT)
-    again = "copy the tokenizer again"
-    try:
-        table = base64.b64decode(found[0] or "", validate=True) if found else b""
-    except (binascii.Error, ValueError, TypeError):
-        raise DataError(f"{path} is damaged: its table of replacements is no base64", again) from None
-    size = int.from_bytes(table[:4], "little")
-    if table and (size % 4 or size + 4 >= len(table) or table[-1:] != b"\0"):
-        raise DataError(f"{path} is damaged: its table of replacements is cut short", again)
-    return table
+def _charsmap(path: Path, normalizers: list[dict[str, Any]]) -> bytes:
+    """The table of replacements, b"" where there is none."""
+    tables = [table_of(path, part) for part in normalizers if part.get("type") == "Precompiled"]
+    if len(tables) > 1:
+        raise DataError(f"{path}: a tokenizer with {len(tables)} tables of replacements cannot be exported", hint=HINT)
+    return tables[0] if tables else b""
