@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import io
 import json
@@ -469,8 +470,8 @@ def _objects(base: Any) -> Strategy:
 
 
 def read_configuration(world: World, found: bytes) -> Readers:
-    from distill.export.gguf_head import write_head
-    from distill.export.model_fields import add_model_fields, rope_tensors
+    from distill.export.head.gguf_head import write_head
+    from distill.export.head.model_fields import add_model_fields, rope_tensors
     from distill.export.model_shape import read_shape
     from distill.models.hugging_face import load_config
     from distill.models.loaded import context_of
@@ -538,11 +539,30 @@ def tokenizer_files(world: World) -> Strategy:
         (2, st.tuples(st.just("tokenizer.json"), Tree(content, (*TOKENIZER_PARTS, "model")).files())),
         (3, st.tuples(st.just("tokenizer.json"), Tree(content, TOKENIZER_PARTS).files())),
         (2, st.tuples(st.just("tokenizer.json"), Tree(pieces).files())),
+        (2, st.tuples(st.just("tokenizer.json"), unigram_files(content))),
         (1, st.tuples(st.just("tokenizer.json"), st.sampled_from([dumped(padded), dumped(words)]))),
         (2, st.tuples(st.just("tokenizer_config.json"), Tree(more).files())),
         (1, st.tuples(st.just("special_tokens_map.json"), Tree(special).files())),
         (1, st.tuples(st.just("chat_template.jinja"), template)),
     )
+
+
+def unigram_files(content: dict[str, Any]) -> Strategy:
+    """Unigram tokenizers that can be exported, edited anywhere or in the bytes of their table of replacements."""
+    from toys import replacements
+
+    table = replacements({"\n": " ", "\t": " "})
+    names = ["<unk>", *(token["content"] for token in content["added_tokens"]), "▁", "▁a", "b", "e", "in"]
+    model = {"type": "Unigram", "unk_id": 0, "vocab": [[name, -float(at)] for at, name in enumerate(names)]}
+    added = [{**token, "id": at} for at, token in enumerate(content["added_tokens"], 1)]
+    spaces = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": True}
+    parts: dict[str, Any] = {"model": model, "added_tokens": added, "pre_tokenizer": spaces, "decoder": spaces}
+
+    def whole(found: bytes) -> dict[str, Any]:
+        normalizer = {"type": "Precompiled", "precompiled_charsmap": base64.b64encode(found).decode()}
+        return {**content, **parts, "normalizer": normalizer, "post_processor": None}
+
+    return weighted((1, Tree(whole(table)).files()), (1, edited_bytes(table).map(lambda found: dumped(whole(found)))))
 
 
 def read_tokenizers(world: World, found: tuple[str, bytes]) -> Readers:

@@ -45,6 +45,7 @@ class Case(NamedTuple):
     dtype: str = "bfloat16"
 
 
+# Parts of configurations that tests/test_export_families.py takes too.
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 500000.0,
@@ -53,6 +54,29 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 128}
+GRANITE = {
+    "attention_multiplier": 0.25,
+    "embedding_multiplier": 12.0,
+    "residual_multiplier": 0.22,
+    "logits_scaling": 8.0,
+    "tie_word_embeddings": True,
+}
+
+
+def longrope(rotated: int, **more: Any) -> dict[str, Any]:
+    """A Phi-3 with long context: frequencies divided by one list of factors up to 512 positions, by another beyond."""
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "original_max_position_embeddings": 512,
+        "short_factor": [1.0 + 0.01 * index for index in range(rotated // 2)],
+        "long_factor": [1.0 + 0.5 * index for index in range(rotated // 2)],
+    }
+    sizes = {"max_position_embeddings": 4096, "original_max_position_embeddings": 512}
+    return {**sizes, "rope_parameters": rope | more}
+
+
 GEMMA = {"head_dim": 16, "hidden_activation": "gelu_pytorch_tanh", "hidden_act": "gelu_pytorch_tanh"}
 CASES = {
     "qwen2": Case("qwen2", "qwen2.5", {"tie_word_embeddings": True, "max_position_embeddings": 32768}),
@@ -66,33 +90,28 @@ CASES = {
         "gemma3_text", "gemma", GEMMA | {"sliding_window": 32, "query_pre_attn_scalar": 16, "num_hidden_layers": 7}
     ),
     "phi-3": Case("phi3", "phi-3", {"pad_token_id": 32000, "original_max_position_embeddings": 512}, "float32"),
-    "phi-3-long": Case(
-        "phi3",
-        "phi-3",
-        {
-            "pad_token_id": 32000,
-            "max_position_embeddings": 4096,
-            "original_max_position_embeddings": 512,
-            "rope_parameters": {
-                "rope_type": "longrope",
-                "rope_theta": 10000.0,
-                "original_max_position_embeddings": 512,
-                "short_factor": [1.0 + 0.01 * index for index in range(8)],
-                "long_factor": [1.0 + 0.5 * index for index in range(8)],
-            },
-        },
-    ),
+    "phi-3-long": Case("phi3", "phi-3", {"pad_token_id": 32000, **longrope(16)}),
+    "phi-3-partial": Case("phi3", "phi-3", {"pad_token_id": 32000, **longrope(12, partial_rotary_factor=0.75)}),
     "smollm3": Case("smollm3", "llama-3", {"tie_word_embeddings": True, "num_hidden_layers": 4}),
-    "granite": Case(
-        "granite",
+    "granite": Case("granite", "gpt-2", GRANITE),
+    # SmolLM 2: a tied llama with three heads to a group; its own pre-tokenizer is tested in tests/test_export.py.
+    "smollm2": Case(
+        "llama",
         "gpt-2",
         {
-            "attention_multiplier": 0.25,
-            "embedding_multiplier": 12.0,
-            "residual_multiplier": 0.22,
-            "logits_scaling": 8.0,
+            "hidden_size": 72,
+            "num_attention_heads": 9,
+            "num_key_value_heads": 3,
             "tie_word_embeddings": True,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 100000.0},
+            "rms_norm_eps": 1e-5,
         },
+    ),
+    "qwen2-yarn": Case("qwen2", "qwen2.5", {"rope_parameters": YARN, "tie_word_embeddings": True}),
+    "qwen3-yarn": Case(
+        "qwen3",
+        "qwen2.5",
+        {"head_dim": 32, "rope_parameters": YARN | {"attention_factor": 1.2, "beta_fast": 16.0, "beta_slow": 2.0}},
     ),
 }
 COMMON = {

@@ -10,14 +10,16 @@ import pytest
 import tiny
 import torch
 from test_export import held_out_texts, needs_llama, reference, some_ids, train_tokenizer
+from test_gguf_reference import script
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from distill.errors import DataError
 from distill.export.importance import importance_of
 from distill.export.model_shape import read_shape
-from distill.export.parity import compare, faults_of
-from distill.export.writer import export_gguf
+from distill.export.parity import Source, compare, faults_of
+from distill.export.writer import export_files, export_gguf
 from distill.models.gguf.model import GgufModel
+from distill.recipe.outtypes import OUTTYPES
 
 SIZES: dict[str, Any] = {
     "hidden_size": 64,
@@ -31,49 +33,17 @@ SIZES: dict[str, Any] = {
     "initializer_range": 0.15,
 }
 GEMMA = {"head_dim": 32, "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 32}
-FACTORS = {"short_factor": [1.0 + 0.1 * i for i in range(8)], "long_factor": [1.0 + i for i in range(8)]}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("mistral", {"sliding_window": None, "head_dim": 32}),
     "gemma": ("gemma", {"head_dim": 32, "hidden_act": "gelu_pytorch_tanh"}),
     "gemma2": ("gemma2", GEMMA | {"sliding_window": 16, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 8.0}),
     "gemma3": ("gemma3_text", GEMMA | {"sliding_window": 16, "num_hidden_layers": 7}),
     "phi3": ("phi3", {"original_max_position_embeddings": 512}),
-    "phi3-long": (
-        "phi3",
-        {
-            "max_position_embeddings": 4096,
-            "original_max_position_embeddings": 512,
-            "rope_parameters": {
-                "rope_type": "longrope",
-                "rope_theta": 10000.0,
-                "original_max_position_embeddings": 512,
-                **FACTORS,
-            },
-        },
-    ),
+    "phi3-long": ("phi3", script.longrope(16)),
+    "phi3-partial": ("phi3", script.longrope(12, partial_rotary_factor=0.75)),
     "smollm3": ("smollm3", {"num_hidden_layers": 5}),
-    "granite": (
-        "granite",
-        {
-            "attention_multiplier": 0.1,
-            "embedding_multiplier": 3.0,
-            "residual_multiplier": 0.5,
-            "logits_scaling": 2.0,
-            "tie_word_embeddings": True,
-        },
-    ),
-    "qwen3-yarn": (
-        "qwen3",
-        {
-            "head_dim": 32,
-            "rope_parameters": {
-                "rope_type": "yarn",
-                "rope_theta": 10000.0,
-                "factor": 4.0,
-                "original_max_position_embeddings": 128,
-            },
-        },
-    ),
+    "granite": ("granite", script.GRANITE | {"logits_scaling": 2.0}),  # less flat
+    "qwen3-yarn": ("qwen3", {"head_dim": 32, "rope_parameters": script.YARN}),
 }
 
 
@@ -120,6 +90,8 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "gemma order": ("gemma3_text", {"layer_types": ["full_attention"] * 2}, "every 6th layer"),
     "smollm3 order": ("smollm3", {"no_rope_layers": [1, 0]}, "position-free"),
     "longrope": ("qwen2", {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, "longrope"),
+    "partial rotation": ("qwen2", {"partial_rotary_factor": 0.5}, "8 of 16 dimensions"),
+    "odd rotation": ("phi3", {"partial_rotary_factor": 0.95}, "15 of 16 dimensions"),
     "activation": ("gemma", {"hidden_activation": "relu"}, "relu"),
     "granite scale": ("granite", {"logits_scaling": 0}, "logits_scaling"),
 }
@@ -151,21 +123,47 @@ def wide(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenize
     return folder
 
 
+# Types of one construction, by rising bits; iq4_xs and iq4_nl round weights to the same 16 values.
+RISING = (
+    ("q2_k", "q3_k_s", "q3_k_m", "q3_k_l", "q4_k_s", "q4_k_m", "q5_k_s", "q5_k_m", "q6_k"),
+    ("q3_k_l", "iq4_xs", "q5_k_s"),
+    ("q3_k_l", "iq4_nl", "q5_k_s"),
+    ("q4_0", "q5_0", "q8_0", "f16"),
+    ("q4_1", "q5_1", "q8_0", "bf16", "f32"),
+)
+
+
+def kl_by_type(folder: Path, place: Path, texts: list[str], positions: int) -> dict[str, float]:
+    """The KL of every type, each loaded in llama.cpp; all are written in one pass."""
+    source, found = Source.open(folder), dict[str, float]()
+    for report in export_files(folder, {place / f"{outtype}.gguf": outtype for outtype in OUTTYPES}):
+        assert report.bytes == report.path.stat().st_size and report.fallback_tensors == 0
+        parity = compare(source, report.path, texts, positions)
+        assert faults_of(parity, report.outtype) == [], report.outtype
+        assert parity.kl is not None
+        found[report.outtype] = parity.kl
+    assert {path.name for path in place.iterdir()} == {f"{outtype}.gguf" for outtype in OUTTYPES}
+    return found
+
+
 @needs_llama
-def test_kl_falls_as_bits_rise(wide: Path) -> None:
-    texts = [text[:800] for text in held_out_texts()[:2]]
-    found = {}
-    for outtype in ("q2_k", "q3_k_m", "q4_k_m", "q5_k_m", "q6_k", "q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "iq4_nl"):
-        path = wide.parent / f"{outtype}.gguf"
-        report = export_gguf(wide, path, outtype)
-        assert report.bytes == path.stat().st_size and report.fallback_tensors == 0
-        parity = compare(wide, path, texts, 200)
-        assert faults_of(parity, outtype) == [], outtype
-        found[outtype] = parity.kl
-    for family in (("q2_k", "q3_k_m", "q4_k_m", "q5_k_m", "q6_k"), ("q4_0", "q5_0", "q8_0"), ("q4_1", "q5_1", "q8_0")):
+def test_kl_falls_as_bits_rise(wide: Path, tmp_path: Path) -> None:
+    """In two layers, the K-types of one number hardly differ."""
+    found = kl_by_type(wide, tmp_path, [text[:800] for text in held_out_texts()[:2]], 200)
+    for family in (("q2_k", "q3_k_m", "q4_k_m", "q5_k_m", "q6_k"), *RISING[-2:]):
         values = [found[outtype] for outtype in family]
-        assert values == sorted(values, reverse=True), found
-    assert {path.name for path in wide.parent.iterdir()} == {"model", *(f"{outtype}.gguf" for outtype in found)}
+        assert values == sorted(values, reverse=True), (family, found)
+
+
+@needs_llama
+@pytest.mark.slow
+def test_kl_of_the_demo_target_falls_as_bits_rise(tmp_path: Path) -> None:
+    text = (tiny.ROOT / "data" / "test" / "chunk.py").read_text()
+    found = kl_by_type(tiny.ROOT / "data" / "demo-target", tmp_path, [text], 512)
+    assert {outtype for family in RISING for outtype in family} == set(OUTTYPES)
+    for family in RISING:
+        values = [found[outtype] for outtype in family]
+        assert values == sorted(values, reverse=True), (family, found)
 
 
 @needs_llama
@@ -240,14 +238,14 @@ def test_command_checks_and_says_so(
 
     from distill.export import writer
 
-    real = writer.export_gguf
+    real = writer.export_files
 
     def other(*given: Any, **options: Any) -> Any:
         report = real(*given, **options)
         build("qwen2", {"initializer_range": 0.3}, tmp_path / "model", tokenizer)
         return report
 
-    with mock.patch.object(writer, "export_gguf", other):
+    with mock.patch.object(writer, "export_files", other):
         assert tiny.call(*arguments, "--overwrite") == 2
     assert "KL" in capsys.readouterr().err
 

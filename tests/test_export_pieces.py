@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 
 from distill.errors import DataError
 from distill.export.check_texts import check_texts
-from distill.export.gguf_head import write_head
+from distill.export.head.gguf_head import write_head
 from distill.export.parity import as_llama_reads
 from distill.export.tokenizer import add_tokenizer, read_tokenizer
 from distill.export.tokens.pieces_file import read_pieces
@@ -123,11 +123,15 @@ def test_texts_changed_in_other_ways(change: dict[str, Any], message: str, tmp_p
 @needs_llama
 def test_every_probed_name_is_one_of_llama_cpp(tmp_path: Path) -> None:
     """A name that this build lacks would silently never be found."""
-    from distill.export.tokens.probing import _write_vocabulary
+    from distill.export.tokens.probing import add_byte_level
+    from distill.export.tokens.probing import write_vocabulary as write_alone
 
     missing = []
     for name in NAMES:
-        _write_vocabulary(tmp_path / "v.gguf", name, ["a", "b", "ab"], [1, 1, 1], ["a b"])
+        write_alone(
+            tmp_path / "v.gguf",
+            lambda writer, name=name: add_byte_level(writer, name, ["a", "b", "ab"], [1, 1, 1], ["a b"]),
+        )
         try:
             GgufFile(tmp_path / "v.gguf", vocabulary_only=True).close()
         except DataError:

@@ -170,7 +170,11 @@ CASES: dict[str, tuple[dict[str, Any], tuple[bool, bool, bool], str]] = {
     "last": ({"words": changed(len(WORDS) - 1)}, (False, False, True), f"token {len(WORDS) - 1} is"),
     "128 more": ({"words": longer(128)}, (True, True, False), f"{len(WORDS)} in the target and {len(WORDS) + 128} in"),
     "129 more": ({"words": longer(129)}, (True, False, False), f"{len(WORDS)} and {len(WORDS) + 129} differ by more"),
-    "one fewer": ({"words": WORDS[:-1]}, (False, True, False), f"token {len(WORDS) - 1} is 'ĠĊ' in the target and no"),
+    "one fewer": (
+        {"words": WORDS[:-1]},
+        (False, True, False),
+        f"token {len(WORDS) - 1} is ' \\n' in the target and no",
+    ),
     "one more": ({"words": [*WORDS, "more"]}, (False, True, False), f"token {len(WORDS)} is no token in the target an"),
     "add_bos": ({"add_bos_token": True}, (True, False, True), "the draft adds its bos token to a text, the target doe"),
     "add_eos": ({"add_eos_token": True}, (True, False, True), "the draft adds its eos token"),

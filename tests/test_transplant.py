@@ -84,7 +84,7 @@ def test_the_command_says_what_a_transplant_opens(tmp_path: Path, capsys: pytest
     arguments = ("transplant", donor, target, tmp_path / "new", "--text")
     assert tiny.call(*arguments, text) == 0
     said = capsys.readouterr().out
-    assert "of 5 tokens of the text, 40.0% are not in the donor's vocabulary" in said and "('Ġab' 40.0%)" in said
+    assert "of 5 tokens of the text, 40.0% are not in the donor's vocabulary" in said and "(' ab' 40.0%)" in said
     assert tiny.call(*arguments, tmp_path / "nowhere") == 2
     assert "does not exist" in capsys.readouterr().err
 
@@ -228,6 +228,58 @@ def test_every_token_of_the_donor_says_the_bytes(tmp_path: Path) -> None:
         "<odd>": "text",
     }
     assert report["worst"][0]["token"] in ("<unk>", "<odd>") and len(report["worst"][0]["subtokens"]) == 5
+
+
+def test_fill_in_and_turn_markers_meet_by_role(tmp_path: Path) -> None:
+    sides = {
+        "falcon": [">>PREFIX<<", ">>SUFFIX<<", ">>MIDDLE<<", "[INST]", "[/INST]"],
+        "granite": ["<fim_prefix>", "<fim_suffix>", "<fim_middle>", "<|user|>", "<|assistant|>", "<reponame>"],
+        "qwen": ["<|fim_middle|>", "<|fim_prefix|>", "<|fim_suffix|>", "<|repo_name|>"],
+        "codestral": ["[PREFIX]", "[SUFFIX]", "[MIDDLE]", "[INST]", "[/INST]"],
+    }
+    found = {}
+    for name, markers in sides.items():
+        tokenizer = byte_level({})
+        tokenizer.add_special_tokens([*markers, "<end>"])
+        found[name] = Vocabulary.read(save(tokenizer, tmp_path / name, eos_token="<end>"))
+
+    def twins(donor: str, target: str) -> dict[str, str]:
+        ours, theirs = found[donor], found[target]
+        report = describe_subtokens(map_subtokens(ours, theirs), ours, theirs)
+        return {
+            row["token"]: row["subtokens"][0]
+            for row in report["special_tokens"]
+            if row["how"] == "role" and row["token"] != "<end>"
+        }
+
+    three = {">>PREFIX<<": "<fim_prefix>", ">>SUFFIX<<": "<fim_suffix>", ">>MIDDLE<<": "<fim_middle>"}
+    assert twins("granite", "falcon") == three | {"[INST]": "<|user|>", "[/INST]": "<|assistant|>"}
+    assert twins("falcon", "qwen") == {
+        "<|fim_prefix|>": ">>PREFIX<<",
+        "<|fim_suffix|>": ">>SUFFIX<<",
+        "<|fim_middle|>": ">>MIDDLE<<",
+    }
+    assert twins("granite", "qwen")["<|repo_name|>"] == "<reponame>" and len(twins("granite", "qwen")) == 4
+    assert twins("codestral", "falcon")[">>MIDDLE<<"] == "[MIDDLE]" and len(twins("codestral", "falcon")) == 5
+
+
+def test_messages_show_text_and_not_the_letters_of_bytes(tmp_path: Path) -> None:
+    donor = Vocabulary.read(save(byte_level({}), tmp_path / "donor", eos_token="a"))
+    target = Vocabulary.read(bytes_folder(tmp_path / "target"))
+    report = describe_subtokens(map_subtokens(donor, target), donor, target)
+    by_token = {row["token"]: row["subtokens"] for row in report["worst"]}
+    assert by_token[" ab"] == [" ", "ab"]
+    assert by_token["\\xe7\\x91"] == ["\\xe7", "\\x91"]  # no UTF-8 alone
+    assert not any("Ġ" in token for token in by_token)
+    # An override names a token by its text, or as tokenizer.json writes it.
+    for name in (" ab", "Ġab"):
+        of = map_subtokens(donor, target, {name: "b"}).of(target.index["Ġab"])
+        assert of == [donor.index["b"]]
+    with pytest.raises(DataError, match="no token of the target") as raised:
+        map_subtokens(donor, target, {" abc": "ab"})
+    assert raised.value.hint == "did you mean ' ab'?"
+    with pytest.raises(DataError, match="are of one token"):
+        map_subtokens(donor, target, {" ab": "a", "Ġab": "b"})
 
 
 def test_overrides(tmp_path: Path) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -16,8 +18,17 @@ from distill.commands.shared import (
 )
 from distill.errors import DataError, RecipeError
 from distill.files import read_utf8
-from distill.progress import announce, warn
+from distill.progress import announce, note, warn
 from distill.recipe.outtypes import OUTTYPES
+
+if TYPE_CHECKING:
+    from distill.export.head.general_fields import Advice, Origin
+    from distill.export.writer import ExportReport
+    from distill.results.export_results import ExportedFile, Parity
+    from distill.run import Run
+
+POSITIONS = 512  # compared in each check
+USUAL_LENGTH = 4  # drafted where nothing was measured
 
 
 def export_gguf(
@@ -49,48 +60,103 @@ def export_gguf(
         if kind not in OUTTYPES:
             raise RecipeError(f"outtype `{kind}` is unknown", f"use {', '.join(OUTTYPES)}")
     overrides = tuple(_override(value) for value in tensor_type or ())
-    from distill.export.writer import export_gguf as write
+    from distill.export.writer import export_files
 
-    if model is not None and (Path(model) / "config.json").exists():
-        sources, place = {Path(model).resolve().name: Path(model)}, folder or Path(".")
-    else:
-        from distill.models.hugging_face import local_folder
-        from distill.recipe.text.unloaded import REASON
-
-        recipe, run = find_run(model, runs)
-        run_until(recipe, run, "train")
-        run.verify("train", "draft/*")
-        sources = {"draft": run.path("draft")}
-        if recipe.target.load:
-            sources["target"] = local_folder(recipe.target.model)
-        else:
-            print(f"no file of the target is written: {REASON}", file=sys.stderr)
-        place = folder or run.path("gguf", "extra")
-    outputs = {(name, kind): place / f"{name}-{kind}.gguf" for name in sources for kind in kinds}
-    there = [path for path in outputs.values() if path.exists()]
+    job = _find(model, runs)
+    place = folder or job.place
+    outputs = {name: {place / f"{name}-{kind}.gguf": kind for kind in kinds} for name in job.sources}
+    there = [path for paths in outputs.values() for path in paths if path.exists()]
     if there and not overwrite:
         raise DataError(f"{there[0]} exists already", "--overwrite replaces it; --to FOLDER writes elsewhere")
     announce(place)
     faults = []
-    for (name, kind), path in outputs.items():
-        report = write(sources[name], path, kind, tensor_types=overrides, importance=imatrix)
-        line = f"{report.path}  {report.bytes / 1e6:.1f} MB  {report.tensors} tensors"
-        if report.fallback_tensors:
-            line += f", {report.fallback_tensors} in a larger type: their rows do not fit {kind}'s blocks"
-        for left_out in report.notes:
-            warn(f"{path.name}: {left_out}")
-        if check:
-            checked, wrong = _checked(sources[name], path, kind, text)
-            line += f"  {checked}"
-            faults += [f"{path}: {fault}" for fault in wrong]
-        print(line if check else f"{line}  not checked")
-        if target is not None and name != "target":
-            faults += _served(target, path)
+    for name, (source, origin) in job.sources.items():
+        reports = export_files(source, outputs[name], origin, overrides, imatrix)
+        for report, parity in zip(reports, _parities(source, reports, text, check), strict=True):
+            wrong = _faults(report, parity)
+            _print(report, parity)
+            faults += [f"{report.path}: {fault}" for fault in wrong]
+            if target is not None and name != "target":
+                faults += _served(target, report.path, origin.advice)
+            job.files.append(_exported(job.run, name, report, parity, wrong))
+    if job.run is not None:
+        from distill.export.stage import record_extra
+
+        note(f"recorded in {record_extra(job.run, job.files)}")
     if faults:
         raise DataError("; ".join(faults), "the file was written; do not use it for what it does not pass")
 
 
-def _served(target: Path, draft: Path) -> list[str]:
+@dataclass
+class _Job:
+    """The folders to export with what is known of them, the place for the files, and the run that they are of."""
+
+    sources: dict[str, tuple[Path, Origin]]
+    place: Path
+    run: Run | None = None
+    files: list[ExportedFile] = field(default_factory=list)
+
+
+def _find(model: str | None, runs: Path) -> _Job:
+    """What to export: a Hugging Face folder, or draft and target of a run, which is brought up to its draft."""
+    from distill.export.head.general_fields import PLAIN
+
+    if model is not None and (Path(model) / "config.json").exists():
+        return _Job({Path(model).resolve().name: (Path(model), PLAIN)}, Path("."))
+    from distill.export.head.origin import advice_of, advised, origins
+    from distill.models.hugging_face import local_folder
+    from distill.pipeline.running import plan_run
+    from distill.recipe.text.unloaded import REASON
+
+    recipe, run = find_run(model, runs)
+    run_until(recipe, run, "train")
+    run.verify("train", "draft/*")
+    known = origins(recipe, run)
+    settled = frozenset(action.stage.name for action in plan_run(recipe, run) if action.kind == "skip")
+    sources = {"draft": (run.path("draft"), advised(known["draft"], advice_of(run, settled)))}
+    if recipe.target.load:
+        sources["target"] = (local_folder(recipe.target.model), known["target"])
+    else:
+        print(f"no file of the target is written: {REASON}", file=sys.stderr)
+    return _Job(sources, run.path("gguf", "extra"), run)
+
+
+def _faults(report: ExportReport, parity: Parity | None) -> list[str]:
+    if parity is None:
+        return []
+    from distill.export.parity import faults_of
+
+    return faults_of(parity, report.outtype)
+
+
+def _print(report: ExportReport, parity: Parity | None) -> None:
+    line = f"{report.path}  {report.bytes / 1e6:.1f} MB  {report.tensors} tensors"
+    if report.fallback_tensors:
+        line += f", {report.fallback_tensors} in a larger type: their rows do not fit {report.outtype}'s blocks"
+    for left_out in report.notes:
+        warn(f"{report.path.name}: {left_out}")
+    if parity is None:
+        print(f"{line}  not checked")
+        return
+    print(
+        f"{line}  top-1 {parity.top1_agreement:.1%}, KL {parity.kl:.2g} over {parity.positions} positions, "
+        f"{len(parity.tokenizer_mismatches)} of {parity.tokenizer_texts} texts with other ids"
+    )
+
+
+def _exported(
+    run: Run | None, name: str, report: ExportReport, parity: Parity | None, faults: list[str]
+) -> ExportedFile:
+    """A file as a run records it."""
+    from distill.results.export_results import ExportedFile
+
+    path = report.path.resolve()
+    if run is not None and path.is_relative_to(run.folder.resolve()):
+        path = path.relative_to(run.folder.resolve())
+    return ExportedFile(str(path), name, report.outtype, report.bytes, report.fallback_tensors, parity, faults)
+
+
+def _served(target: Path, draft: Path, advice: Advice | None) -> list[str]:
     """Print the command that serves the pair, or return llama.cpp's reason against it."""
     from distill.models.pairs import compare_pair
 
@@ -98,7 +164,9 @@ def _served(target: Path, draft: Path) -> list[str]:
     if report.llama_cpp is not None:
         remedy = report.remedies.get("llama_cpp", "")
         return [f"{draft} does not fit {target} by llama.cpp's rule: {report.llama_cpp} ({remedy})"]
-    print(f"llama-server -m {target} -md {draft} --spec-type draft-simple --spec-draft-n-max 4")
+    length = f"--spec-draft-n-max {USUAL_LENGTH if advice is None else advice.n_max}"
+    floor = "" if advice is None or advice.p_min is None else f" --spec-draft-p-min {advice.p_min:g}"
+    print(f"llama-server -m {target} -md {draft} --spec-type draft-simple {length}{floor}")
     return []
 
 
@@ -109,14 +177,15 @@ def _override(value: str) -> tuple[str, str]:
     return pattern, kind
 
 
-def _checked(source: Path, path: Path, kind: str, text: Path | None) -> tuple[str, list[str]]:
-    """The words of a check, and the faults that it found."""
+def _parities(source: Path, reports: Sequence[ExportReport], text: Path | None, check: bool) -> Iterator[Parity | None]:
+    """The check of each file; the source is loaded once for all of them."""
+    if not check:
+        yield from [None] * len(reports)
+        return
     from distill.export.check_texts import check_texts
-    from distill.export.parity import compare, faults_of
+    from distill.export.parity import Source, compare
 
-    parity = compare(source, path, check_texts(source) if text is None else [read_utf8(text)], 512)
-    words = (
-        f"top-1 {parity.top1_agreement:.1%}, KL {parity.kl:.2g} over {parity.positions} positions, "
-        f"{len(parity.tokenizer_mismatches)} of {parity.tokenizer_texts} texts with other ids"
-    )
-    return words, faults_of(parity, kind)
+    texts = check_texts(source) if text is None else [read_utf8(text)]
+    opened = Source.open(source)
+    for report in reports:
+        yield compare(opened, report.path, texts, POSITIONS)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from distill.commands.shared import DEFAULT_RUNS, RunsOption, prepare
-from distill.errors import RecipeError
+from distill.errors import DataError, RecipeError
 from distill.files import read_utf8
 
 if TYPE_CHECKING:
@@ -102,6 +102,7 @@ def train(
         run_pipeline(found, run, until, redo or (), partial(_print_stage, folder))
         say_whether_training_helped(run)
         say_what_more_would_give(run)
+        require_passed(run, until)
     finally:
         run.close()
 
@@ -178,6 +179,19 @@ def say_what_more_would_give(run: Run) -> None:
     curve = read_result(run.path("training.json"), TrainingSummary).curve
     if curve is not None and curve.doubled is not None:
         run.say(curve.sentence)
+
+
+def require_passed(run: Run, until: str | None) -> None:
+    """Raise DataError, once all stages are done, where a GGUF file of the run did not pass its check."""
+    from distill.pipeline.stages import NAMES
+    from distill.results.export_results import ExportReport
+    from distill.results.serialise import read_result
+
+    if run.done("export") is None or (until is not None and NAMES.index(until) < NAMES.index("export")):
+        return
+    faults = read_result(run.path("gguf", "export.json"), ExportReport).faults
+    if faults:
+        raise DataError("; ".join(faults), f"all stages are done; do not use what did not pass ({run.folder}/gguf)")
 
 
 def _print_stage(folder: Path, stage: str) -> None:

@@ -20,7 +20,8 @@ class Shape:
     """The values of config.json that name, check and describe the tensors; `config` holds them all, with defaults.
 
     `window`: positions that a layer with sliding attention sees, where llama.cpp computes it too; None where there is
-    none. `notes`: what llama.cpp leaves out, for the reader of the export.
+    none. `rotated`: dimensions of a head that its position turns. `notes`: what llama.cpp leaves out, for the reader of
+    the export.
     """
 
     architecture: str
@@ -30,6 +31,7 @@ class Shape:
     heads: int
     kv_heads: int
     head_size: int
+    rotated: int
     mlp: int
     vocabulary: int
     context: int
@@ -103,6 +105,7 @@ def read_shape(folder: Path) -> Shape:
         heads=heads,
         kv_heads=values.number("num_key_value_heads", heads),
         head_size=head_size,
+        rotated=_rotated(values, kind, rope, head_size),
         mlp=values.number("intermediate_size"),
         vocabulary=values.number("vocab_size"),
         context=context,
@@ -136,6 +139,15 @@ def _rope(config: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
     if rope["rope_type"] == "su":  # an older name
         rope["rope_type"] = "longrope"
     return rope, local
+
+
+def _rotated(values: _Config, kind: str, rope: Mapping[str, Any], head_size: int) -> int:
+    """The rotated dimensions of a head, as transformers counts them; llama.cpp turns a part of them in phi3 alone."""
+    share = rope.get("partial_rotary_factor") or values.values.get("partial_rotary_factor") or 1.0
+    rotated = int(head_size * values.real("partial_rotary_factor", share))
+    if rotated != head_size and (kind != "phi3" or rotated % 2 or not 0 < rotated < head_size):
+        values.refuse(f"a rotary embedding of {rotated} of {head_size} dimensions")
+    return rotated
 
 
 def _window(values: _Config, kind: str, context: int, layers: int) -> tuple[int | None, tuple[str, ...]]:
@@ -175,8 +187,6 @@ def _refuse_unsupported(values: _Config, shape: Shape) -> None:
     strange = [key for key in ("mscale", "mscale_all_dim") if rope.get(key) is not None]
     if rope["rope_type"] == "yarn" and (strange or rope.get("truncate") is False):
         values.refuse(f"yarn with {(strange or ['truncate'])[0]}")
-    if (rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0) != 1.0:
-        values.refuse("a partial rotary embedding")
     activation = config.get("hidden_activation") or config.get("hidden_act", shape.family.activation)
     if activation != shape.family.activation:
         values.refuse(f"activation {activation!r}")

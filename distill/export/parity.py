@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -9,14 +10,14 @@ import torch
 
 from distill.divergences import forward_kl
 from distill.errors import DataError
-from distill.export.model_shape import read_shape
+from distill.export.model_shape import Shape, read_shape
+from distill.export.tokens.probing import as_llama_reads
 from distill.models.finite import place_of, require_finite
 from distill.models.gguf.model import GgufModel
 from distill.models.hugging_face import load_model, load_tokenizer
 from distill.models.torch_model import model_name
 from distill.results.export_results import Parity
 from distill.texts import first_difference
-from distill.vocabulary.byte_map import SPACE
 
 WINDOW = 256
 # By bits: the most mean KL (nats) and the least agreement of argmaxes that rounding to a type explains. A wrong tensor,
@@ -25,24 +26,37 @@ LIMITS: dict[int, tuple[float, float]] = {32: (1e-3, 0.97), 16: (0.01, 0.95), 8:
 LIMITS |= {5: (0.4, 0.7), 4: (1.0, 0.5), 3: (3.0, 0.1), 2: (6.0, 0.0)}
 
 
-def compare(folder: Path, gguf: Path, texts: list[str], positions: int) -> Parity:
+@dataclass(frozen=True)
+class Source:
+    """A Hugging Face folder, opened to compare several files with it."""
+
+    folder: Path
+    shape: Shape
+    tokenizer: Any
+    model: Any
+
+    @classmethod
+    def open(cls, folder: Path) -> Source:
+        """Load the model in fp32, and its tokenizer; raises DataError where they cannot be loaded."""
+        shape, tokenizer = read_shape(folder), load_tokenizer(str(folder))
+        return cls(folder, shape, tokenizer, load_model(str(folder), "float32", torch.device("cpu"), trimmed=False))
+
+
+def compare(source: Path | Source, gguf: Path, texts: list[str], positions: int) -> Parity:
     """Compare ids on all `texts` and logits on the first `positions` positions, in windows of at most 256 tokens.
 
     Raises DataError when either model cannot be loaded, the vocabularies differ in size, or the texts hold no position.
     """
-    folder = Path(folder)
-    shape = read_shape(folder)
-    window = min(WINDOW, shape.context)
+    source = source if isinstance(source, Source) else Source.open(Path(source))
+    window = min(WINDOW, source.shape.context)
     with GgufModel(gguf, context=window, batch=window) as quantised:
-        if quantised.head_rows != shape.vocabulary:
+        if quantised.head_rows != source.shape.vocabulary:
             raise DataError(
-                f"{gguf} has {quantised.head_rows} rows, {folder} has {shape.vocabulary}",
+                f"{gguf} has {quantised.head_rows} rows, {source.folder} has {source.shape.vocabulary}",
                 hint="compare a GGUF file with the folder it was exported from",
             )
-        tokenizer = load_tokenizer(str(folder))
-        model = load_model(str(folder), "float32", torch.device("cpu"), trimmed=False)
-        mismatches, normalized = _compare_ids(tokenizer, quantised, texts)
-        found = _compare_logits(tokenizer, model, quantised, texts, positions, window)
+        mismatches, normalized = _compare_ids(source.tokenizer, quantised, texts)
+        found = _compare_logits(source.tokenizer, source.model, quantised, texts, positions, window)
     if not found.differences:
         raise DataError("the texts hold no two consecutive tokens to compare", hint="give longer texts")
     return Parity(
@@ -86,18 +100,6 @@ def _compare_ids(tokenizer: Any, quantised: GgufModel, texts: list[str]) -> tupl
         if position is not None:
             mismatches.append((index, position))
     return mismatches, normalized
-
-
-def as_llama_reads(tokenizer: Any, text: str) -> str:
-    """The text that llama.cpp has to be given for the ids of Hugging Face: it never normalises.
-
-    Where Metaspace puts a space before a text that begins with none, llama.cpp puts one before every text.
-    """
-    name = type(tokenizer.normalizer).__name__
-    if name in ("NFC", "NFD", "NFKC", "NFKD"):
-        return str(tokenizer.normalizer.normalize_str(text))
-    spaced = type(tokenizer.pre_tokenizer).__name__ == "Metaspace" and tokenizer.pre_tokenizer.prepend_scheme != "never"
-    return text[1:] if spaced and text[:1] in (" ", SPACE) else text
 
 
 class _Found(NamedTuple):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
-from collections.abc import Callable, Mapping, Sequence
+import shutil
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,36 +18,32 @@ from distill.models.gguf.library import ERRORS, last_errors, library
 
 # Blocks of 256 values; where a tensor's rows do not divide, llama.cpp takes another type for it.
 K_BLOCK = 256
+WRITE_FAULT, ALMOST_NONE = "iostream error", 2**20  # llama.cpp's words, and bytes left on a disk that is full
 
 
 def quantise_file(
-    write: Callable[[Path], object],
+    exact: Path,
     output: Path,
     outtype: str,
     tensor_types: Sequence[tuple[str, str]] = (),
     importance: Mapping[str, Floats] | None = None,
 ) -> int:
-    """Let `write` fill an exact GGUF file beside `output` and quantise that into `output`.
+    """Quantise the GGUF file `exact` into `output`.
 
     Returns the number of matrices whose rows do not fit blocks of 256 where the type has such blocks. Raises DataError
     when llama.cpp refuses, RunError when the disk is full.
     """
     llama = library()
     matrix = importance or {}
-    exact = output.with_name(f".{output.name}.{os.getpid()}.exact.gguf")
 
     def quantise(path: Path) -> None:
         _quantise(llama, exact, path, outtype, tensor_types, matrix)
 
-    try:
-        write_atomically(exact, write)
-        write_atomically(output, quantise, several=True)
-        if "k" not in outtype and outtype != "iq4_xs":
-            return 0
-        shapes = open_head(output).shapes
-        return sum(len(shape) > 1 and shape[0] % K_BLOCK > 0 for shape in shapes.values())
-    finally:
-        exact.unlink(missing_ok=True)
+    write_atomically(output, quantise, several=True)
+    if "k" not in outtype and outtype != "iq4_xs":
+        return 0
+    shapes = open_head(output).shapes
+    return sum(len(shape) > 1 and shape[0] % K_BLOCK > 0 for shape in shapes.values())
 
 
 def _quantise(
@@ -74,6 +72,9 @@ def _quantise(
         parameters.imatrix = entries
     ERRORS.clear()
     if llama.llama_model_quantize(os.fsencode(source), os.fsencode(path), ctypes.byref(parameters)):
+        if WRITE_FAULT in last_errors():  # which does not say what the fault was
+            full = shutil.disk_usage(path.parent).free < ALMOST_NONE
+            raise OSError(errno.ENOSPC if full else errno.EIO, os.strerror(errno.ENOSPC if full else errno.EIO))
         raise DataError(f"llama.cpp cannot quantise to {outtype}: {last_errors()}", "see the types in docs/export.md")
 
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
-from distill.export.parity import compare, faults_of
-from distill.export.writer import export_gguf
+from distill.export.head.origin import origins
+from distill.export.parity import Source, compare, faults_of
+from distill.export.writer import export_files
 from distill.models.hugging_face import local_folder
 from distill.recipe import Recipe
 from distill.recipe.text.unloaded import REASON
 from distill.results.export_results import ExportedFile, ExportReport
-from distill.results.serialise import write_result
+from distill.results.serialise import read_result, write_result
 from distill.run import Run
 from distill.texts import read_documents_of
 
@@ -18,7 +20,8 @@ from distill.texts import read_documents_of
 def export(recipe: Recipe, run: Run) -> list[Path]:
     """Write gguf/MODEL-OUTTYPE.gguf for draft and target, and gguf/export.json with the parity of each file.
 
-    A target that the recipe never loads is left out.
+    A target that the recipe never loads is left out. The files say nothing that was timed, so that their bytes depend
+    on the models alone; `distill export-gguf RUN` adds the draft length.
     """
     folder = run.path("gguf")
     texts = read_documents_of(run, "test")
@@ -28,19 +31,37 @@ def export(recipe: Recipe, run: Run) -> list[Path]:
         sources["target"] = local_folder(recipe.target.model)
     else:
         run.say(f"  no file of the target is written: {REASON}")
-    for name, source in sources.items():
-        for outtype in recipe.export.outtypes:
-            path = folder / f"{name}-{outtype}.gguf"
-            report = export_gguf(source, path, outtype, f"{recipe.name} {name}")
+    known = origins(recipe, run)
+    for name, folder_of_model in sources.items():
+        outputs = {folder / f"{name}-{outtype}.gguf": outtype for outtype in recipe.export.outtypes}
+        reports = export_files(folder_of_model, outputs, known[name])
+        source = Source.open(folder_of_model)
+        for report in reports:
+            path = report.path
             parity = compare(source, path, texts, recipe.export.parity_positions)
             run.say(
                 f"  {path.name}: {report.bytes / 1e6:.1f} MB, top-1 {parity.top1_agreement:.2%}, mean |d log p| "
                 f"{parity.mean_abs_dlogprob:.5f} over {parity.positions} positions, "
                 f"{len(parity.tokenizer_mismatches)} of {parity.tokenizer_texts} texts tokenized differently"
             )
-            for fault in (*report.notes, *faults_of(parity, outtype)):
-                run.say(f"  {path.name}: {fault}")
+            faults = faults_of(parity, report.outtype)
+            for fault in (*report.notes, *faults):
+                run.say(f"  {path.name}: {fault}", warning=True)
             place = str(path.relative_to(run.folder))
-            files.append(ExportedFile(place, name, outtype, report.bytes, report.fallback_tensors, parity))
+            files.append(
+                ExportedFile(place, name, report.outtype, report.bytes, report.fallback_tensors, parity, faults)
+            )
     write_result(folder / "export.json", ExportReport(run.command, files))
     return [folder]
+
+
+def record_extra(run: Run, files: Sequence[ExportedFile]) -> Path:
+    """Add the files of `distill export-gguf RUN` to gguf/extra/export.json, in place of earlier ones at their paths.
+
+    gguf/export.json is an artifact of the stage and stays as it is.
+    """
+    path = run.path("gguf", "extra", "export.json")
+    new = {file.path for file in files}
+    old = read_result(path, ExportReport).files if path.exists() else []
+    write_result(path, ExportReport(run.command, [*(file for file in old if file.path not in new), *files]))
+    return path

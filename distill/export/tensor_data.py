@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cache
+from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 import numpy as np
@@ -25,27 +25,52 @@ REPORTED_VALUES = 2**28  # below, a file is written too fast for lines of progre
 EXPONENTS = {"F16": 0x7C00, "BF16": 0x7F80}  # all set: infinity or NaN
 
 
-class _Part(NamedTuple):
-    """Rows of a tensor, and the byte of the file where they go."""
+class Output(NamedTuple):
+    """A file that is written: the type and the bytes of each tensor, in order."""
 
-    tensor: GgufTensor
+    file: BinaryIO
+    types: list[GGMLQuantizationType]
+    sizes: list[int]
+
+
+class _Place(NamedTuple):
+    """Where rows go: the file, its type for them, and their first byte."""
+
+    descriptor: int
     kind: GGMLQuantizationType
-    first: int
-    rows: int
-    place: int
+    first_byte: int
 
 
-def write_tensors(
-    file: BinaryIO, tensors: list[GgufTensor], types: list[GGMLQuantizationType], sizes: list[int]
-) -> None:
-    """Write the tensors from the file's position on, each padded to GGUF's alignment.
+class _Part:
+    """Rows of a tensor, read once for all the files that they are written to."""
 
-    Raises DataError for values that are not finite or too large for their type, OSError for a full disk.
+    def __init__(self, tensor: GgufTensor, first: int, rows: int, places: list[_Place]) -> None:
+        self.tensor, self.first, self.rows, self.places = tensor, first, rows, places
+
+    @cached_property
+    def floats(self) -> Floats:
+        return np.ascontiguousarray(self.tensor.read(self.first, self.rows))
+
+    @cached_property
+    def bits(self) -> NDArray[np.uint16] | None:
+        return None if self.tensor.bits is None else self.tensor.bits(self.first, self.rows)
+
+    def forget(self) -> None:
+        """Free the rows; parts that are done still wait in a list."""
+        for name in ("floats", "bits"):
+            self.__dict__.pop(name, None)
+
+
+def write_tensors(tensors: list[GgufTensor], outputs: Sequence[Output]) -> None:
+    """Write the tensors to each file from its position on, each padded to GGUF's alignment.
+
+    Raises DataError for values that are not finite or too large for a type, OSError for a full disk.
     """
-    start = file.tell()
-    parts = list(_parts(tensors, types, sizes, start))
-    os.ftruncate(file.fileno(), start + sum(_padded(size) for size in sizes))
-    values = sum(part.rows * _width(part.tensor) for part in parts)
+    starts = [output.file.tell() for output in outputs]
+    parts = list(_parts(tensors, outputs, starts))
+    for output, start in zip(outputs, starts, strict=True):
+        os.ftruncate(output.file.fileno(), start + sum(_padded(size) for size in output.sizes))
+    values = len(outputs) * sum(part.rows * _width(part.tensor) for part in parts)
     progress = Progress("million values", max(1, values // 10**6)) if values > REPORTED_VALUES else None
     workers = min(4, os.cpu_count() or 1)
     done = 0
@@ -53,7 +78,8 @@ def write_tensors(
         waiting: deque[tuple[Future[None], int]] = deque()
         try:
             for part in parts:
-                waiting.append((pool.submit(_write_part, file.fileno(), part), part.rows * _width(part.tensor)))
+                count = len(outputs) * part.rows * _width(part.tensor)
+                waiting.append((pool.submit(_write_part, part), count))
                 while len(waiting) > (2 * workers if part is not parts[-1] else 0):
                     future, count = waiting.popleft()
                     future.result()
@@ -75,45 +101,47 @@ def _width(tensor: GgufTensor) -> int:
     return int(np.prod(tensor.shape[1:], dtype=np.int64))
 
 
-def _parts(
-    tensors: list[GgufTensor], types: list[GGMLQuantizationType], sizes: list[int], start: int
-) -> Iterator[_Part]:
-    for tensor, kind, size in zip(tensors, types, sizes, strict=True):
+def _parts(tensors: list[GgufTensor], outputs: Sequence[Output], starts: list[int]) -> Iterator[_Part]:
+    starts = list(starts)
+    for index, tensor in enumerate(tensors):
         rows = tensor.shape[0]
         step = rows if tensor.whole else max(1, PART_VALUES // _width(tensor))
         for first in range(0, rows, step):
-            yield _Part(tensor, kind, first, min(step, rows - first), start + first * (size // rows))
-        start += _padded(size)
+            places = [
+                _Place(output.file.fileno(), output.types[index], start + first * (output.sizes[index] // rows))
+                for output, start in zip(outputs, starts, strict=True)
+            ]
+            yield _Part(tensor, first, min(step, rows - first), places)
+        starts = [start + _padded(output.sizes[index]) for output, start in zip(outputs, starts, strict=True)]
 
 
-def _write_part(descriptor: int, part: _Part) -> None:
-    data = _convert(part).data.cast("B")
-    place = part.place
-    while data:
-        written = os.pwrite(descriptor, data, place)
-        data, place = data[written:], place + written
+def _write_part(part: _Part) -> None:
+    for place in part.places:
+        data, at = _convert(part, place.kind).data.cast("B"), place.first_byte
+        while data:
+            written = os.pwrite(place.descriptor, data, at)
+            data, at = data[written:], at + written
+    part.forget()
 
 
-def _convert(part: _Part) -> NDArray[Any]:
+def _convert(part: _Part, kind: GGMLQuantizationType) -> NDArray[Any]:
     import gguf
     from gguf import quants
 
-    tensor, kind = part.tensor, part.kind
-    if tensor.bits is not None and kind.name in EXPONENTS:
-        stored = tensor.bits(part.first, part.rows)
+    stored = part.bits if kind.name in EXPONENTS else None
+    if stored is not None:
         exponent = EXPONENTS[kind.name]
-        if tensor.dtype == kind.name:
+        if part.tensor.dtype == kind.name:
             found = stored
         elif kind is gguf.GGMLQuantizationType.F16:
             found = _bf16_as_f16()[stored]
         else:
-            found = _as_bf16(tensor.read(part.first, part.rows))
+            found = _as_bf16(part.floats)
         # One look at the result: what is not finite there is told apart on the long way.
         if not ((found & exponent) == exponent).any():
             return found
-    array = np.ascontiguousarray(tensor.read(part.first, part.rows))
-    _require_range(tensor.name, array, kind)
-    return np.ascontiguousarray(quants.quantize(array, kind)).view(np.uint8)
+    _require_range(part.tensor.name, part.floats, kind)
+    return np.ascontiguousarray(quants.quantize(part.floats, kind)).view(np.uint8)
 
 
 @cache

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from distill.errors import DataError
 from distill.export.families import OUTER_NAMES, QKV
-from distill.export.model_fields import rope_tensors
+from distill.export.head.model_fields import rope_tensors
 from distill.export.model_shape import Shape
 from distill.faults import reading
 from distill.models.tensor_files import Stored, stored_tensors

@@ -1,4 +1,4 @@
-"""A Hugging Face tokenizer (byte-level BPE, SentencePiece BPE) as llama.cpp's tokenizer.ggml.* keys."""
+"""A Hugging Face tokenizer (byte-level BPE, SentencePiece BPE and Unigram) as llama.cpp's tokenizer.ggml.* keys."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from distill.export.tokens.byte_level import merges_of, pre_type, refuse_normali
 from distill.export.tokens.pieces_file import Piece, read_pieces
 from distill.export.tokens.probing import find_pre_type
 from distill.export.tokens.spaced_pieces import pieces_of_merges, space_prefix
+from distill.export.tokens.unigram import Spacing, add_spacing, find_spacing, unigram_pieces
 from distill.files import read_utf8
 from distill.models.config_file import read_config
 from distill.vocabulary.byte_map import SPACE
@@ -33,7 +34,9 @@ ADDED_SCORE, PADDING_SCORE = -1000.0, -10000.0  # the converter's, for tokens th
 class GgufTokenizer:
     """The values of the tokenizer.ggml.* keys; `types` are gguf.TokenType values, one per token.
 
-    `ids`: role (bos, eos, unk, sep, pad, cls, mask) to id. `scores` are of SentencePiece, `merges` of byte-level BPE.
+    `model` is llama.cpp's name: gpt2 (byte-level BPE), llama (SentencePiece BPE) or t5 (Unigram). `ids`: role (bos,
+    eos, unk, sep, pad, cls, mask) to id. `scores` are of SentencePiece, `merges` of byte-level BPE, `spacing` of
+    Unigram.
     """
 
     model: str
@@ -48,6 +51,7 @@ class GgufTokenizer:
     add_space_prefix: bool | None
     chat_template: str | list[dict[str, str]] | None
     padding_tokens: int
+    spacing: Spacing | None = None
 
     @property
     def eos(self) -> int:
@@ -67,41 +71,47 @@ def read_tokenizer(folder: Path, vocabulary: int, architecture: str = "") -> Ggu
     settings = tokenizer_settings(folder)
     config = read_config(folder) if (folder / "config.json").exists() else {}
     model = content["model"]
-    spaced = bool(model.get("byte_fallback")) and model.get("type") == "BPE"
-    if not spaced:
+    kind = "t5" if model.get("type") == "Unigram" else "llama" if _is_spaced(model) else "gpt2"
+    if kind == "gpt2":
         refuse_other_models(path, model)
     tokenizer = open_tokenizer(path)  # which also proves the forms of the parts that are read below
     stated = settings.get("add_prefix_space")
     prefix = stated if architecture in STATES_PREFIX and isinstance(stated, bool) else None
     merges: list[str] = []
-    if spaced:
+    if kind == "llama":
         behaves = space_prefix(path, content, tokenizer)
         prefix = None if prefix is None and behaves else behaves
         pieces = read_pieces(folder / "tokenizer.model", model["vocab"]) or pieces_of_merges(content)
+    elif kind == "t5":
+        pieces = unigram_pieces(path, model)
     else:
         refuse_normalizer(path, content)
         pieces = {number: Piece._make((token, 0.0, NORMAL)) for token, number in model["vocab"].items()}
         merges = merges_of(path, model)
+    spaced = kind != "gpt2"
     _refuse_flags(path, content, spaced)
     listed, padding = _tokens(path, content, pieces, vocabulary, spaced)
     tokens = [piece.text for piece in listed]
     types = [piece.kind for piece in listed]
-    pre = (
-        "default"
-        if spaced
-        else pre_type(path, content, tokenizer) or find_pre_type(path, tokenizer, tokens, types, merges)
-    )
+    pre, spacing = "default", None
+    if kind == "gpt2":
+        pre = pre_type(path, content, tokenizer) or find_pre_type(path, tokenizer, tokens, types, merges)
+    elif kind == "t5":
+        spacing = find_spacing(path, content, tokenizer, listed, model["unk_id"])
+        prefix = spacing.space_prefix
     numbers = {token: index for index, token in enumerate(tokens)}
     ids: dict[str, int | None] = {role: named_id(role, settings, config, numbers, vocabulary) for role in NAMED_ROLES}
     if architecture == "gemma" and numbers.get(GEMMA_TURN_END[1]) == GEMMA_TURN_END[0]:
         ids["eot"] = GEMMA_TURN_END[0]
+    if kind == "t5":
+        ids["unk"] = model["unk_id"]  # llama.cpp would take 2
     eos = ids["eos"]
     if eos is None:
         # Without it llama.cpp would take token 11 for the end of text.
         raise DataError(f"{folder} names no end-of-text token", hint='set "eos_token" in tokenizer_config.json')
     add_bos, add_eos, ids["bos"] = _text_ends(path, tokenizer, ids["bos"], eos)
     return GgufTokenizer(
-        model="llama" if spaced else "gpt2",
+        model=kind,
         pre=pre,
         tokens=tokens,
         types=types,
@@ -113,7 +123,12 @@ def read_tokenizer(folder: Path, vocabulary: int, architecture: str = "") -> Ggu
         add_space_prefix=prefix,
         chat_template=_chat_template(folder, settings),
         padding_tokens=padding,
+        spacing=spacing,
     )
+
+
+def _is_spaced(model: Mapping[str, Any]) -> bool:
+    return bool(model.get("byte_fallback")) and model.get("type") == "BPE"
 
 
 def add_tokenizer(writer: Any, tokenizer: GgufTokenizer) -> None:
@@ -130,7 +145,9 @@ def add_tokenizer(writer: Any, tokenizer: GgufTokenizer) -> None:
         getattr(writer, f"add_{role}_token_id")(number)
     writer.add_add_bos_token(tokenizer.add_bos)
     writer.add_add_eos_token(tokenizer.add_eos)
-    if tokenizer.add_space_prefix is not None:
+    if tokenizer.spacing is not None:
+        add_spacing(writer, tokenizer.spacing)
+    elif tokenizer.add_space_prefix is not None:
         writer.add_add_space_prefix(tokenizer.add_space_prefix)
     if tokenizer.chat_template is not None:
         writer.add_chat_template(tokenizer.chat_template)

@@ -1,24 +1,28 @@
-"""Write a Hugging Face folder as one GGUF file, whole or not at all."""
+"""Write a Hugging Face folder as GGUF files, each whole or not at all."""
 
 from __future__ import annotations
 
+import contextlib
+import os
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO
 
 import numpy as np
 
 from distill.errors import DataError
-from distill.export.general_fields import add_general_fields
-from distill.export.gguf_head import write_head
+from distill.export.head.general_fields import PLAIN, Origin, add_general_fields
+from distill.export.head.gguf_head import write_head
+from distill.export.head.model_fields import add_model_fields
 from distill.export.importance import importance_of
-from distill.export.model_fields import add_model_fields
 from distill.export.model_shape import Shape, read_shape
 from distill.export.quantise import quantise_file
-from distill.export.tensor_data import write_tensors
+from distill.export.tensor_data import Output, write_tensors
 from distill.export.tensors import GgufTensor, read_tensors
 from distill.export.tokenizer import GgufTokenizer, add_tokenizer, read_tokenizer
 from distill.files import write_atomically
+from distill.models.gguf.library import library
 from distill.recipe.outtypes import DIRECT, OUTTYPES
 
 if TYPE_CHECKING:
@@ -46,34 +50,82 @@ def export_gguf(
     tensor_types: tuple[tuple[str, str], ...] = (),
     importance: Path | None = None,
 ) -> ExportReport:
-    """Write the model in `folder` to the GGUF file `output` in one of OUTTYPES; see docs/export.md.
+    """Write the model in `folder` to one GGUF file; see `export_files`."""
+    return export_files(folder, {output: outtype}, Origin(source_model_name), tensor_types, importance)[0]
 
-    Vectors stay f32. `tensor_types` (pattern, type) and `importance`, the file of a matrix or a text to measure one on,
-    leave the type to llama.cpp's quantiser. Raises DataError when the model cannot be exported, RunError when the file
-    cannot be written; a file that stood at `output` is then intact.
+
+def export_files(
+    folder: Path,
+    outputs: Mapping[Path, str],
+    origin: Origin = PLAIN,
+    tensor_types: tuple[tuple[str, str], ...] = (),
+    importance: Path | None = None,
+) -> list[ExportReport]:
+    """Write the model in `folder` to GGUF files, `outputs` by path, each in one of OUTTYPES; see docs/export.md.
+
+    Each tensor is read once for all types that are written here. llama.cpp's quantiser reads one exact file, which is
+    one of the outputs where its type is asked for. Vectors stay f32. `tensor_types` (pattern, type) and `importance`,
+    the file of a matrix or a text to measure one on, leave every type to llama.cpp's quantiser. Raises DataError when
+    the model cannot be exported, RunError when a file cannot be written; a file that stood in its place is then intact.
     """
-    if outtype not in OUTTYPES:
-        raise DataError(f"outtype {outtype!r} is unknown", hint=f"use one of {', '.join(OUTTYPES)}")
-    folder, output = Path(folder), Path(output)
+    for outtype in outputs.values():
+        if outtype not in OUTTYPES:
+            raise DataError(f"outtype {outtype!r} is unknown", hint=f"use one of {', '.join(OUTTYPES)}")
+    folder = Path(folder)
     if not folder.is_dir():
         raise DataError(f"{folder} is not a folder", hint="give a Hugging Face model folder")
+    model = _read(folder, origin)
+    adjusted = bool(tensor_types) or importance is not None
+    left = {path: kind for path, kind in outputs.items() if adjusted or kind not in DIRECT}
+    direct = {path: kind for path, kind in outputs.items() if path not in left}
+    matrix = None if importance is None else importance_of(importance, folder)
+    if left:
+        library()  # or its absence is told before anything is written
+    counts: dict[Path, int] = {}
+    exact_type = _lossless(model.tensors)
+    exact = next((path for path, kind in direct.items() if kind == exact_type), None)
+    with contextlib.ExitStack() as stack:
+        written = dict(direct)
+        if left and exact is None:
+            first = next(iter(left))
+            exact = first.with_name(f".{first.name}.{os.getpid()}.exact.gguf")
+            stack.callback(exact.unlink, missing_ok=True)
+            written[exact] = exact_type
+        _write_together(list(written), [], lambda paths: _write(model, dict(zip(paths, written.values(), strict=True))))
+        for path, kind in direct.items():
+            counts[path] = sum(_is_fallback(one, _tensor_type(one, kind), kind) for one in model.tensors)
+        for path, kind in left.items():
+            assert exact is not None
+            counts[path] = quantise_file(exact, path, kind, tensor_types, matrix)
+    size, notes = len(model.tensors), model.shape.notes
+    return [ExportReport(path, kind, path.stat().st_size, size, counts[path], notes) for path, kind in outputs.items()]
+
+
+@dataclass(frozen=True)
+class _Model:
+    """All that is written of a folder, read but for the tensors' data."""
+
+    folder: Path
+    origin: Origin
+    shape: Shape
+    tokenizer: GgufTokenizer
+    tensors: list[GgufTensor]
+
+
+def _read(folder: Path, origin: Origin) -> _Model:
     shape = read_shape(folder)
     tokenizer = read_tokenizer(folder, shape.vocabulary, shape.architecture)
-    tensors = read_tensors(folder, shape)
-    by_llama = outtype not in DIRECT or tensor_types or importance is not None
-    written = _lossless(tensors) if by_llama else outtype
-    types = [_tensor_type(tensor, written) for tensor in tensors]
+    return _Model(folder, origin, shape, tokenizer, read_tensors(folder, shape))
 
-    def write(path: Path) -> None:
-        _write(path, folder, written, source_model_name, shape, tokenizer, tensors, types)
 
-    fallback = sum(_is_fallback(tensor, kind, written) for tensor, kind in zip(tensors, types, strict=True))
-    if by_llama:
-        matrix = None if importance is None else importance_of(importance, folder)
-        fallback = quantise_file(write, output, outtype, tensor_types, matrix)
-    else:
-        write_atomically(output, write, several=True)
-    return ExportReport(output, outtype, output.stat().st_size, len(types), fallback, shape.notes)
+def _write_together(paths: list[Path], open_ones: list[Path], write: Callable[[list[Path]], object]) -> None:
+    """Let `write` fill a temporary file for each path at a time; none is renamed before all are whole."""
+    if len(open_ones) == len(paths):
+        if paths:
+            write(open_ones)
+        return
+    path = paths[len(open_ones)]
+    write_atomically(path, lambda place: _write_together(paths, [*open_ones, place], write), several=True)
 
 
 def _lossless(tensors: list[GgufTensor]) -> str:
@@ -95,29 +147,31 @@ def _is_fallback(tensor: GgufTensor, kind: GGMLQuantizationType, outtype: str) -
     return len(tensor.shape) > 1 and kind.name != outtype.upper()
 
 
-def _write(
-    path: Path,
-    folder: Path,
-    outtype: str,
-    name: str | None,
-    shape: Shape,
-    tokenizer: GgufTokenizer,
-    tensors: list[GgufTensor],
-    types: list[GGMLQuantizationType],
-) -> None:
+def _write(model: _Model, types: Mapping[Path, str]) -> None:
+    """Write a file of each type: the heads first, then every tensor to all of them."""
+    with contextlib.ExitStack() as stack:
+        outputs = []
+        for path, outtype in types.items():
+            kinds = [_tensor_type(tensor, outtype) for tensor in model.tensors]
+            sizes = [_bytes(tensor.shape, kind) for tensor, kind in zip(model.tensors, kinds, strict=True)]
+            file = stack.enter_context(path.open("wb"))
+            _add_head(file, model, outtype, kinds, sizes)
+            file.flush()
+            outputs.append(Output(file, kinds, sizes))
+        write_tensors(model.tensors, outputs)
+
+
+def _add_head(file: BinaryIO, model: _Model, outtype: str, kinds: list[GGMLQuantizationType], sizes: list[int]) -> None:
     import gguf
 
-    writer = gguf.GGUFWriter(path=None, arch=shape.architecture)
+    writer = gguf.GGUFWriter(path=None, arch=model.shape.architecture)
     try:
-        add_general_fields(writer, folder, name, outtype, sum(int(np.prod(tensor.shape)) for tensor in tensors))
-        add_model_fields(writer, shape)
-        add_tokenizer(writer, tokenizer)
-        sizes = [_bytes(tensor.shape, kind) for tensor, kind in zip(tensors, types, strict=True)]
-        with path.open("wb") as file:
-            rows = [(one.name, one.shape, kind, size) for one, kind, size in zip(tensors, types, sizes, strict=True)]
-            write_head(file, writer, rows)
-            file.flush()
-            write_tensors(file, tensors, types, sizes)
+        parameters = sum(int(np.prod(tensor.shape)) for tensor in model.tensors)
+        add_general_fields(writer, model.folder, model.origin, outtype, parameters)
+        add_model_fields(writer, model.shape)
+        add_tokenizer(writer, model.tokenizer)
+        rows = [(one.name, one.shape, *found) for one, *found in zip(model.tensors, kinds, sizes, strict=True)]
+        write_head(file, writer, rows)
     finally:
         writer.close()
 

@@ -17,6 +17,8 @@ from distill.models.whole.intact import quiet, require_own_type, require_possibl
 from distill.processes import process_count
 from distill.recipe import Target, is_path
 from distill.results.cut_results import ModelSizes
+from distill.vocabulary.charsmap import require_tables
+from distill.vocabulary.encoding import is_panic
 
 SMALL_FILES = ["*.json", "*.jinja", "*.txt", "tokenizer.model"]  # of a model on the hub: all but its weights
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -177,12 +179,18 @@ def load_tokenizer(reference: str) -> Any:
     from transformers import AutoTokenizer
 
     check_folder(reference)
+    require_tables(Path(reference) / "tokenizer.json")
     try:
         found = AutoTokenizer.from_pretrained(reference)
         encode(found, "a")  # some settings of a wrong kind are noticed only in use
         return found
     except Exception as error:  # transformers and tokenizers raise many kinds for faulty files
         raise _explained(reference, error) from error
+    except BaseException as error:
+        if not is_panic(error):
+            raise
+        fault = f"the tokenizer of {reference} cannot be loaded: its parts do not fit together"
+        raise DataError(fault, "copy the tokenizer again") from None
 
 
 def load_config(reference: str) -> Any:

@@ -7,10 +7,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from distill.errors import PairError
+from distill.files import is_utf8
 from distill.models.metadata import VocabularyMetadata
+from distill.vocabulary.byte_map import SPACE, from_mapped
 
 LLAMA_CPP_SIZE_DIFFERENCE = 128  # llama.cpp's SPEC_VOCAB_MAX_SIZE_DIFFERENCE
 LLAMA_CPP_FIRST_ID = 5  # SPEC_VOCAB_CHECK_START_TOKEN_ID: token strings are compared from this id up
+BYTE_LEVEL = "BPE"  # the kind of a vocabulary, as metadata.py names it
 LONGEST_SHOWN = 40  # characters of a token in a message
 
 TRANSPLANT = "transplant the target's vocabulary into the draft: cut.transplant in a recipe, or `distill transplant`"
@@ -88,20 +91,38 @@ def _described(role: str, metadata: VocabularyMetadata) -> str:
     return f"{role} {metadata.reference}: {', '.join(parts)}"
 
 
+def _decoded(token: str, kind: str) -> str:
+    """The text that a token stands for, instead of the letters by which byte-level BPE writes bytes."""
+    if kind == BYTE_LEVEL and is_utf8(token):
+        data = from_mapped(token)
+    else:
+        data = token.replace(SPACE, " ").encode("utf-8", "surrogateescape")
+    return data.decode("utf-8", "backslashreplace")
+
+
 def _shown(token: str | None) -> str:
     if token is None:
         return "no token"
     return repr(token) if len(token) <= LONGEST_SHOWN else repr(token[:LONGEST_SHOWN]) + "…"
 
 
-def _differences(first: int, last: int, target: Callable[[int], str | None], draft: Callable[[int], str | None]) -> str:
+Tokens = Callable[[VocabularyMetadata, int], str | None]
+
+
+def _differences(first: int, last: int, target: VocabularyMetadata, draft: VocabularyMetadata, of: Tokens) -> str:
     """The first id in [first, last) with different strings, and the number of differences; empty without any."""
-    found = [index for index in range(first, last) if target(index) != draft(index)]
+    found = [index for index in range(first, last) if of(target, index) != of(draft, index)]
     if not found:
         return ""
     index = found[0]
     more = f" (the first of {len(found)} differences)" if len(found) > 1 else ""
-    return f"token {index} is {_shown(target(index))} in the target and {_shown(draft(index))} in the draft{more}"
+    written = [of(side, index) for side in (target, draft)]
+    texts = [
+        None if token is None else _decoded(token, side.kind)
+        for token, side in zip(written, (target, draft), strict=True)
+    ]
+    ours, theirs = map(_shown, written if texts[0] == texts[1] else texts)  # the same text, written in two ways
+    return f"token {index} is {ours} in the target and {theirs} in the draft{more}"
 
 
 Verdict = tuple[str, str] | None  # the reason against, and the next step
@@ -110,7 +131,7 @@ Verdict = tuple[str, str] | None  # the reason against, and the next step
 def distill_rule(target: VocabularyMetadata, draft: VocabularyMetadata) -> Verdict:
     """Our decoder: every id that is a token and no padding in one model is the same string in both."""
     last = max(target.rows, draft.rows)
-    different = _differences(0, last, target.real, draft.real)
+    different = _differences(0, last, target, draft, VocabularyMetadata.real)
     return (different, TRANSPLANT) if different else None
 
 
@@ -132,7 +153,7 @@ def llama_cpp_rule(target: VocabularyMetadata, draft: VocabularyMetadata) -> Ver
         reason = f"vocabulary sizes {target.rows} and {draft.rows} differ by more than {LLAMA_CPP_SIZE_DIFFERENCE}"
         return reason, f"give the draft {target.rows} rows too: {TRANSPLANT}"
     last = min(target.rows, draft.rows)
-    different = _differences(LLAMA_CPP_FIRST_ID, last, target.tokens.__getitem__, draft.tokens.__getitem__)
+    different = _differences(LLAMA_CPP_FIRST_ID, last, target, draft, lambda side, index: side.tokens[index])
     return (different, TRANSPLANT) if different else None
 
 

@@ -102,9 +102,9 @@ def _evaluation_limit(evaluation: EvaluationReport) -> str:
 
 
 def _export_limits(export: ExportReport) -> list[str]:
-    sentences = []
+    sentences = [f"{fault}." for fault in export.faults]
     for file in export.files:
-        if file.parity and file.parity.tokenizer_mismatches:
+        if file.parity and file.parity.tokenizer_mismatches and not file.faults:  # results of older versions
             sentences.append(
                 f"{file.path}: llama.cpp and the Hugging Face tokenizer disagree on "
                 f"{len(file.parity.tokenizer_mismatches)} of {file.parity.tokenizer_texts} texts."

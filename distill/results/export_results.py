@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,11 @@ class Parity:
 
 @dataclass(frozen=True)
 class ExportedFile:
-    """One GGUF file: `path` within the run, `model` draft or target, tensors that another type
-    holds because theirs did not fit."""
+    """One GGUF file: `path` within the run (elsewhere: absolute), `model` draft or target, tensors that another type
+    holds because theirs did not fit.
+
+    `parity` is None for a file that was not checked (--no-check); `faults` is what the check found wrong.
+    """
 
     path: str
     model: str
@@ -35,11 +38,17 @@ class ExportedFile:
     bytes: int
     fallback_tensors: int
     parity: Parity | None
+    faults: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class ExportReport:
-    """gguf/export.json."""
+    """gguf/export.json, and gguf/extra/export.json for the files of `distill export-gguf RUN`."""
 
     command: str
     files: list[ExportedFile]
+
+    @property
+    def faults(self) -> list[str]:
+        """What the checks found wrong, with the file's name before it."""
+        return [f"{file.path}: {fault}" for file in self.files for fault in file.faults]

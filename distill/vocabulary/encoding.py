@@ -13,12 +13,18 @@ from typing import TYPE_CHECKING, Any
 from distill.errors import DataError, DistillError
 from distill.faults import reading
 from distill.vocabulary.byte_map import SPACE, to_mapped
+from distill.vocabulary.charsmap import require_tables
 from distill.vocabulary.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 REPLACEMENT = "\ufffd"  # stands for a byte that a vocabulary cannot write
+
+
+def is_panic(error: BaseException) -> bool:
+    """Whether an exception is a panic of tokenizers' Rust code, which is no Exception of Python's."""
+    return type(error).__name__ == "PanicException"
 
 
 def open_tokenizer(path: Path) -> Tokenizer:
@@ -30,13 +36,14 @@ def open_tokenizer(path: Path) -> Tokenizer:
 
     try:
         with reading(path):
+            require_tables(path)
             found = Tokenizer.from_file(str(path))
     except DistillError:
         raise
     except Exception as error:  # tokenizers raises the bare class for every kind of damage
         raise DataError(f"{path} cannot be loaded: {error}", "copy the tokenizer again") from None
     except BaseException as error:  # a panic of its Rust code
-        if type(error).__name__ != "PanicException":
+        if not is_panic(error):
             raise
         raise DataError(f"{path} cannot be loaded: its parts do not fit together", "copy the tokenizer again") from None
     found.no_truncation()

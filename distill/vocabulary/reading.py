@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from distill.errors import DataError
 from distill.files import has_form, kind_of, read_object
 from distill.vocabulary.byte_map import SPACE, from_mapped
+from distill.vocabulary.charsmap import require_tables
 from distill.vocabulary.roles import NAMED_ROLES, content_of, roles_in
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -82,6 +83,7 @@ def tokenizer_content(path: Path) -> dict[str, Any]:
         raise DataError(f"{path} is damaged: a merge is a pair of tokens", hint)
     ids = [*(words.values() if isinstance(words, dict) else ()), *(token["id"] for token in content["added_tokens"])]
     _require_dense(path, ids)
+    require_tables(path, content)
     return content
 
 

@@ -19,6 +19,8 @@ MARKERS: dict[str, tuple[str, ...]] = {
         "<|EOT|>",
         "<|endofturn|>",
         "<|end_of_turn|>",
+        "<end_of_utterance>",
+        "<turn|>",
     ),
     "turn_start": (
         "<|im_start|>",
@@ -28,14 +30,28 @@ MARKERS: dict[str, tuple[str, ...]] = {
         "<|header_start|>",
         "<|start_of_role|>",
         "<|start|>",
+        "<|turn>",
     ),
-    "header_end": ("<|end_header_id|>", "<|header_end|>", "<|end_of_role|>", "<|message|>"),
-    "system": ("<|system|>", "<|SYSTEM_TOKEN|>"),
-    "user": ("<|user|>", "<|USER_TOKEN|>", "<｜User｜>", "<|User|>"),
-    "assistant": ("<|assistant|>", "<|CHATBOT_TOKEN|>", "<｜Assistant｜>", "<|Assistant|>"),
-    "fim_prefix": ("<|fim_prefix|>", "<fim_prefix>", "<fim-prefix>", "<｜fim▁begin｜>", "▁<PRE>"),
-    "fim_suffix": ("<|fim_suffix|>", "<fim_suffix>", "<fim-suffix>", "<｜fim▁hole｜>", "▁<SUF>"),
-    "fim_middle": ("<|fim_middle|>", "<fim_middle>", "<fim-middle>", "<｜fim▁end｜>", "▁<MID>"),
+    "header_end": ("<|end_header_id|>", "<|header_end|>", "<|end_of_role|>", "<|message|>", "<|im_sep|>"),
+    "system": ("<|system|>", "<|SYSTEM_TOKEN|>", "[SYSTEM_PROMPT]"),
+    "user": ("<|user|>", "<|USER_TOKEN|>", "<｜User｜>", "<|User|>", "[INST]"),
+    "assistant": ("<|assistant|>", "<|CHATBOT_TOKEN|>", "<｜Assistant｜>", "<|Assistant|>", "[/INST]"),
+    # Fill in the middle: Qwen, StarCoder and Granite, SantaCoder, DeepSeek, CodeLlama, Falcon, Codestral, GLM.
+    "fim_prefix": (
+        *("<|fim_prefix|>", "<fim_prefix>", "<fim-prefix>", "<｜fim▁begin｜>", "▁<PRE>", "<PRE>"),
+        *(">>PREFIX<<", "[PREFIX]", "<|code_prefix|>", "<|prefix|>"),
+    ),
+    "fim_suffix": (
+        *("<|fim_suffix|>", "<fim_suffix>", "<fim-suffix>", "<｜fim▁hole｜>", "▁<SUF>", "<SUF>"),
+        *(">>SUFFIX<<", "[SUFFIX]", "<|code_suffix|>", "<|suffix|>"),
+    ),
+    "fim_middle": (
+        *("<|fim_middle|>", "<fim_middle>", "<fim-middle>", "<｜fim▁end｜>", "▁<MID>", "<MID>"),
+        *(">>MIDDLE<<", "[MIDDLE]", "<|code_middle|>", "<|middle|>"),
+    ),
+    "fim_pad": ("<|fim_pad|>", "<fim_pad>", "<fim-pad>"),
+    "repository": ("<|repo_name|>", "<repo_name>", "<reponame>", "<|fim_repo|>", "<fim-repo>", "<REPO>"),
+    "file": ("<|file_sep|>", "<file_sep>"),
 }
 # Of several roles of one token the first counts. Markers come before the roles that a tokenizer's settings name: eos is
 # often the end of a turn.

@@ -78,6 +78,18 @@ class Vocabulary:
         """The bytes of `ids`, one after the other; none for an id without a token."""
         return b"".join(self.bytes_of[number] or b"" for number in ids if 0 <= number < self.size)
 
+    def shown(self, number: int) -> str:
+        """A token for a message: the text it stands for, and not the letters by which byte-level BPE writes bytes.
+
+        Bytes that are no UTF-8 alone are written as \\xNN.
+        """
+        data = self.bytes_of[number]
+        return f"[{number}]" if data is None else data.decode("utf-8", "backslashreplace")
+
+    def find(self, text: str) -> int | None:
+        """The token of this string in tokenizer.json, or else of this text; None where there is none."""
+        return self.index.get(text, self.by_bytes.get(text.encode()))
+
     def is_named(self, number: int) -> bool:
         """Whether a token is special or added: and so found in a text by its name."""
         return self.kinds[number] in ("special", "added")

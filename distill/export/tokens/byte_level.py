@@ -35,7 +35,9 @@ IGNORES_MERGES = {"llama-bpe"}
 SAME_BUT_MERGING = {"llama-bpe": "dbrx"}
 
 
-SUPPORTED = "supported: byte-level BPE with a split that llama.cpp has, and SentencePiece BPE"
+SUPPORTED = (
+    "supported: byte-level BPE with a split that llama.cpp has, SentencePiece BPE, and Unigram without byte fallback"
+)
 
 
 def refuse_other_models(path: Path, model: Mapping[str, Any]) -> None:

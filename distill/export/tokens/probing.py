@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from distill.errors import DataError
+from distill.vocabulary.byte_map import SPACE
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -33,43 +35,74 @@ def find_pre_type(path: Path, tokenizer: Tokenizer, tokens: list[str], types: li
 
     Raises DataError when there is none, or llama-cpp-python is not installed.
     """
-    from distill.models.gguf.file import GgufFile
+    for name in NAMES:
 
-    normalizer = tokenizer.normalizer
-    texts = [normalizer.normalize_str(text) if normalizer is not None else text for text in PROBE]
-    expected = [tokenizer.encode(text, add_special_tokens=False).ids for text in PROBE]
-    with tempfile.TemporaryDirectory() as place:
-        for name in NAMES:
-            file = Path(place) / "vocabulary.gguf"
-            _write_vocabulary(file, name, tokens, types, merges)
-            try:
-                found = GgufFile(file, vocabulary_only=True)
-            except DataError as error:
-                if "llama-cpp-python" in str(error):
-                    raise
-                continue  # this build does not have it
-            try:
-                if all(found.tokenize(text, True) == ids for text, ids in zip(texts, expected, strict=True)):
-                    return name
-            finally:
-                found.close()
+        def add(writer: Any, name: str = name) -> None:
+            add_byte_level(writer, name, tokens, types, merges)
+
+        if same_ids(tokenizer, add):
+            return name
     raise DataError(
         f"{path}: llama.cpp has no pre-tokenizer that splits text like this one",
         hint="export to another format, or ask llama.cpp for it (convert_hf_to_gguf_update.py)",
     )
 
 
-def _write_vocabulary(path: Path, pre: str, tokens: list[str], types: list[int], merges: list[str]) -> None:
-    import gguf
+def same_ids(tokenizer: Tokenizer, add: Callable[[Any], None]) -> bool:
+    """Whether llama.cpp gives the tokenizer's ids for all of PROBE, with the vocabulary that `add` writes.
 
-    from distill.export.gguf_head import write_head
+    False for a vocabulary that this build of llama.cpp does not load. Raises DataError without llama-cpp-python.
+    """
+    from distill.models.gguf.file import GgufFile
 
-    writer = gguf.GGUFWriter(path=None, arch="llama")
+    with tempfile.TemporaryDirectory() as place:
+        path = Path(place) / "vocabulary.gguf"
+        write_vocabulary(path, add)
+        try:
+            found = GgufFile(path, vocabulary_only=True)
+        except DataError as error:
+            if "llama-cpp-python" in str(error):
+                raise
+            return False
+        try:
+            return all(
+                found.tokenize(as_llama_reads(tokenizer, text), True)
+                == tokenizer.encode(text, add_special_tokens=False).ids
+                for text in PROBE
+            )
+        finally:
+            found.close()
+
+
+def as_llama_reads(tokenizer: Any, text: str) -> str:
+    """The text that llama.cpp has to be given for the ids of Hugging Face: it never normalises by Unicode's forms.
+
+    Where Metaspace puts a space before a text that begins with none, llama.cpp puts one before every text.
+    """
+    name = type(tokenizer.normalizer).__name__
+    if name in ("NFC", "NFD", "NFKC", "NFKD"):
+        return str(tokenizer.normalizer.normalize_str(text))
+    spaced = type(tokenizer.pre_tokenizer).__name__ == "Metaspace" and tokenizer.pre_tokenizer.prepend_scheme != "never"
+    return text[1:] if spaced and text[:1] in (" ", SPACE) else text
+
+
+def add_byte_level(writer: Any, pre: str, tokens: list[str], types: list[int], merges: list[str]) -> None:
+    """Write the keys of a byte-level BPE to a gguf.GGUFWriter."""
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(pre)
     writer.add_token_list(tokens)
     writer.add_token_types(types)
     writer.add_token_merges(merges)
+
+
+def write_vocabulary(path: Path, add: Callable[[Any], None]) -> None:
+    """Write a GGUF file that holds a vocabulary alone: the keys that `add` gives to a gguf.GGUFWriter."""
+    import gguf
+
+    from distill.export.head.gguf_head import write_head
+
+    writer = gguf.GGUFWriter(path=None, arch="llama")
+    add(writer)
     with path.open("wb") as file:
         write_head(file, writer, [])
     writer.close()

@@ -25,8 +25,8 @@ def space_prefix(path: Path, content: Mapping[str, Any], tokenizer: Tokenizer) -
     for key in ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "ignore_merges"):
         if model.get(key):
             raise DataError(f"{path}: BPE with {key} = {model[key]!r} cannot be exported", hint=HINT)
-    normalizers = _parts(content.get("normalizer"), "normalizers")
-    splits = _parts(content.get("pre_tokenizer"), "pretokenizers")
+    normalizers = parts_of(content.get("normalizer"), "normalizers")
+    splits = parts_of(content.get("pre_tokenizer"), "pretokenizers")
     for part in normalizers:
         replaces = part.get("type") == "Replace" and part.get("pattern") == {"String": " "}
         if not (replaces and part.get("content") == SPACE) and part != {"type": "Prepend", "prepend": SPACE}:
@@ -41,10 +41,11 @@ def space_prefix(path: Path, content: Mapping[str, Any], tokenizer: Tokenizer) -
     return tokenizer.encode("a", add_special_tokens=False).tokens[0].startswith(SPACE)
 
 
-def _parts(part: Any, key: str) -> list[dict[str, Any]]:
+def parts_of(part: Any, key: str) -> list[dict[str, Any]]:
+    """A normalizer or pre-tokenizer as the list of its steps; `key` is where a sequence holds them."""
     if part is None:
         return []
-    return [inner for one in part[key] for inner in _parts(one, key)] if part.get("type") == "Sequence" else [part]
+    return [inner for one in part[key] for inner in parts_of(one, key)] if part.get("type") == "Sequence" else [part]
 
 
 def pieces_of_merges(content: Mapping[str, Any]) -> dict[int, Piece]:

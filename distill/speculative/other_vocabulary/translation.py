@@ -70,7 +70,7 @@ def transplant_gain(
     shared, total = shared_tokens(target, draft), sum(counts.values())
     left = sorted(((count, -i) for i, count in counts.items() if i not in shared and count), reverse=True)
     gain = sum(count for count, _ in left) / total if total else 0.0
-    missing = [(target.tokens[-i], count / total) for count, i in left[:worst]]
+    missing = [(target.shown(-i), count / total) for count, i in left[:worst]]
     return {"shared": len(shared), "mass": 1 - gain if total else 0.0, "gain": gain, "missing": missing}
 
 

@@ -85,15 +85,22 @@ def require_bytes(donor: Vocabulary) -> None:
 
 
 def check_overrides(target: Vocabulary, overrides: Mapping[str, str]) -> None:
-    """Raise DataError for an override of a token that the target does not have, or by an empty text."""
+    """Raise DataError for an override of a token that the target does not have, or by an empty text.
+
+    A token is named by its text, or as tokenizer.json writes it.
+    """
     for token, text in overrides.items():
-        if token not in target.index:
-            named = [t for t, kind in zip(target.tokens, target.kinds, strict=True) if t and kind != "normal"]
+        if target.find(token) is None:
+            numbers = [number for number, found in enumerate(target.tokens) if found is not None]
+            named = [target.shown(number) for number in numbers if target.kinds[number] != "normal"]
             near = difflib.get_close_matches(token, named, 1, 0.5) or difflib.get_close_matches(
-                token, [t for t in target.index if abs(len(t) - len(token)) < 3], 1, 0.5
+                token, [one for one in map(target.shown, numbers) if abs(len(one) - len(token)) < 3], 1, 0.5
             )
             hint = f"did you mean {near[0]!r}?" if near else "see the tokens in its tokenizer.json"
             raise DataError(f"the override {token!r} is no token of the target {target.folder}", hint)
+        twin = next((other for other in overrides if other != token and target.find(other) == target.find(token)), None)
+        if twin is not None:
+            raise DataError(f"the overrides {token!r} and {twin!r} are of one token", "leave one of them out")
         if not text:
             raise DataError(
                 f"the override of {token!r} is empty", "give the text whose donor tokens replace it, such as '</s>'"
@@ -132,7 +139,8 @@ class _Mapper:
     """Finds the donor ids of one target id after the other."""
 
     def __init__(self, donor: Vocabulary, target: Vocabulary, overrides: Mapping[str, str]) -> None:
-        self.donor, self.target, self.overrides = donor, target, overrides
+        self.donor, self.target = donor, target
+        self.overrides = {target.find(token): text for token, text in overrides.items()}
         self.encoder = Encoder(donor)
         # Of several roles of one token the last pair counts; a role comes before a stand-in.
         self.roles = stand_ins(target.roles, donor.roles) | dict(role_counterparts(target.roles, donor.roles))
@@ -143,8 +151,8 @@ class _Mapper:
         token, data = self.target.tokens[number], self.target.bytes_of[number]
         if token is None or data is None:
             return _Row(UNUSED, [])
-        if token in self.overrides:
-            return _Row(OVERRIDE, self._overridden(token))
+        if number in self.overrides:
+            return _Row(OVERRIDE, self._overridden(number))
         named, special = self.target.is_named(number), self.target.kinds[number] == "special"
         if named and number in self.roles:
             return _Row(ROLE, [self.roles[number]])
@@ -155,11 +163,12 @@ class _Mapper:
         ids, exact = self._subtokens(data)
         return _Row(TEXT if special else MEAN, ids, exact)
 
-    def _overridden(self, token: str) -> list[int]:
-        ids = self.encoder.marked_text(self.overrides[token])
+    def _overridden(self, number: int) -> list[int]:
+        text = self.overrides[number]
+        ids = self.encoder.marked_text(text)
         if not ids:
             raise DataError(
-                f"the override of {token!r} by {self.overrides[token]!r} gives no donor tokens",
+                f"the override of {self.target.shown(number)!r} by {text!r} gives no donor tokens",
                 "give text that the donor's tokenizer keeps",
             )
         return ids
@@ -188,9 +197,9 @@ def describe_subtokens(subtokens: Subtokens, donor: Vocabulary, target: Vocabula
     def shown(row: int) -> dict[str, Any]:
         return {
             "id": row,
-            "token": target.tokens[row],
+            "token": target.shown(row),
             "how": ORIGINS[subtokens.origin[row]],
-            "subtokens": [donor.tokens[subtoken] for subtoken in subtokens.of(row)],
+            "subtokens": [donor.shown(subtoken) for subtoken in subtokens.of(row)],
         }
 
     by_name = (OVERRIDE, ROLE, SAME)

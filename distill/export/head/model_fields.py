@@ -29,7 +29,7 @@ def add_model_fields(writer: Any, shape: Shape) -> None:
     if shape.family.llama_keys:
         writer.add_vocab_size(shape.vocabulary)
     if shape.family.llama_keys or shape.architecture == "phi3":
-        writer.add_rope_dimension_count(shape.head_size)
+        writer.add_rope_dimension_count(shape.rotated)
     if shape.architecture not in ("gemma", "gemma2") or shape.rope_theta != DEFAULT_THETA:
         writer.add_rope_freq_base(shape.rope_theta)
     if shape.local_theta is not None and shape.architecture == "gemma3":
@@ -101,9 +101,9 @@ def rope_tensors(shape: Shape) -> dict[str, NDArray[np.float32]]:
             numbers = isinstance(values, list) and all(
                 isinstance(one, int | float) and abs(one) < 1e30 for one in values
             )
-            if not numbers or len(values or ()) != shape.head_size // 2:
+            if not numbers or len(values or ()) != shape.rotated // 2:
                 raise DataError(
-                    f"config.json: {kind}_factor of longrope must hold {shape.head_size // 2} numbers", CORRECT
+                    f"config.json: {kind}_factor of longrope must hold {shape.rotated // 2} numbers", CORRECT
                 )
             found[f"rope_factors_{kind}.weight"] = np.array(values, dtype=np.float32)
         return found

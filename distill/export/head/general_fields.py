@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,35 @@ STRING, ARRAY, INTEGERS = 8, 9, (4, 5)  # gguf.GGUFValueType: texts, lists, and 
 FILE_TYPES = {"f32": "ALL_F32"}  # others are MOSTLY_ and the type's name
 
 
-def add_general_fields(writer: Any, folder: Path, name: str | None, outtype: str, parameters: int) -> None:
+@dataclass(frozen=True)
+class Advice:
+    """How to draft: tokens a round at most, and llama.cpp's p_min, None where no floor was tried."""
+
+    n_max: int
+    p_min: float | None = None
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What the files of a model's folder do not say. What they do say wins, except for the name.
+
+    `base_model` and `datasets` are hub names; `licence` is that of the base model.
+    """
+
+    name: str | None = None
+    recipe: str | None = None
+    base_model: str | None = None
+    licence: str | None = None
+    datasets: tuple[str, ...] = ()
+    advice: Advice | None = None
+
+
+PLAIN = Origin()  # nothing but what the folder's files say
+
+
+def add_general_fields(writer: Any, folder: Path, origin: Origin, outtype: str, parameters: int) -> None:
     """Write the keys to a gguf.GGUFWriter: those that the gguf package reads from the folder's model card, config.json,
-    generation_config.json and name, as llama.cpp's converter does; `distill.version` is ours.
+    generation_config.json and name, as llama.cpp's converter does, what `origin` adds to them, and keys of our own.
 
     Raises DataError for a model card whose head is no YAML, or holds values that GGUF has no place for.
     """
@@ -23,9 +50,10 @@ def add_general_fields(writer: Any, folder: Path, name: str | None, outtype: str
 
     folder = folder.resolve()
     try:
-        found = gguf.Metadata.load(None, folder, name, parameters)
+        found = gguf.Metadata.load(None, folder, origin.name, parameters)
         if found.name is None:
             found.name = folder.name
+        _complete(found, origin)
         if found.size_label is None and parameters > 0:
             found.size_label = gguf.size_label(parameters, parameters, 0, 0)
         writer.add_type(gguf.GGUFType.MODEL)
@@ -41,6 +69,27 @@ def add_general_fields(writer: Any, folder: Path, name: str | None, outtype: str
     writer.add_file_type(int(gguf.LlamaFileType[file_type]))
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     writer.add_string("distill.version", distill.__version__)
+    if origin.recipe is not None:
+        writer.add_string("distill.recipe", origin.recipe)
+    if origin.advice is not None:
+        writer.add_uint32("distill.draft.n_max", origin.advice.n_max)
+        if origin.advice.p_min is not None:
+            writer.add_float32("distill.draft.p_min", origin.advice.p_min)
+
+
+def _complete(found: Any, origin: Origin) -> None:
+    """Fill what the model card leaves out, in the words that the gguf package makes of such a card."""
+    import gguf
+
+    card: dict[str, Any] = {
+        "license": origin.licence,
+        "datasets": list(origin.datasets),
+        "base_model": origin.base_model,
+    }
+    made = gguf.Metadata.apply_metadata_heuristic(gguf.Metadata(), {key: value for key, value in card.items() if value})
+    for key in ("license", "datasets", "base_models"):
+        if not getattr(found, key):
+            setattr(found, key, getattr(made, key))
 
 
 def _require_forms(folder: Path, writer: Any) -> None:

@@ -51,6 +51,8 @@ def _field(field: Any) -> list[bytes]:
     if field.type != ARRAY:
         value = _text(field.value) if field.type == STRING else struct.pack(f"<{CODES[field.type]}", field.value)
         return [struct.pack("<I", field.type), value]
+    if isinstance(field.value, bytes):
+        return [struct.pack("<IIQ", ARRAY, gguf.GGUFValueType.UINT8, len(field.value)), field.value]
     kind = field.sub_type if field.sub_type is not None else gguf.GGUFValueType.get_type(field.value[0])
     head = struct.pack("<IIQ", ARRAY, kind, len(field.value))
     if kind == STRING:

@@ -1,0 +1,269 @@
+"""GGUF files of runs: what the head says of their origin, what is recorded of the check, and the exit status."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+from test_export import needs_llama
+from test_gguf_reference import script
+
+from distill.export import writer as writing
+from distill.export.head.general_fields import Advice, Origin
+from distill.export.head.origin import FLOORS, advice_of, origins
+from distill.export.writer import export_files, export_gguf
+from distill.recipe import load_recipe
+from distill.results.export_results import ExportReport
+from distill.results.profile_results import MeasuredCurve, ProfileReport
+from distill.results.serialise import read_result, write_result
+from distill.results.speedup_results import SpeedupReport
+from distill.results.training_results import EvaluatedWeights, TrainingSummary
+from distill.run import Run
+
+
+def fields_of(path: Path) -> Mapping[str, Any]:
+    return {key: value[-1] for key, value in script.GgufFile(path).fields.items()}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model") / "target"
+    tiny.build_model(folder)
+    return folder
+
+
+def test_origin_in_the_head(model: Path, tmp_path: Path) -> None:
+    origin = Origin("demo draft", "demo", "Org/Base-1B", "mit", ("Org/text",), Advice(6, 0.25))
+    export_files(model, {tmp_path / "m.gguf": "f16"}, origin)
+    found = fields_of(tmp_path / "m.gguf")
+    assert found["general.name"] == "demo draft" and found["general.license"] == "mit"
+    assert found["general.base_model.0.repo_url"] == "https://huggingface.co/Org/Base-1B"
+    assert found["general.dataset.0.repo_url"] == "https://huggingface.co/Org/text"
+    assert found["general.size_label"].endswith("K") and found["distill.recipe"] == "demo"
+    assert (found["distill.draft.n_max"], found["distill.draft.p_min"]) == (6, 0.25)
+    export_gguf(model, tmp_path / "plain.gguf", "f16")
+    ours = {key for key in fields_of(tmp_path / "plain.gguf") if key.startswith("distill.")}
+    assert ours == {"distill.version"}
+
+
+def test_a_model_card_comes_first(model: Path, tmp_path: Path) -> None:
+    shutil.copytree(model, tmp_path / "m")
+    (tmp_path / "m" / "README.md").write_text("---\nlicense: apache-2.0\nbase_model: Own/Base\n---\n")
+    export_files(tmp_path / "m", {tmp_path / "m.gguf": "f16"}, Origin(base_model="Org/Other", licence="mit"))
+    found = fields_of(tmp_path / "m.gguf")
+    assert found["general.license"] == "apache-2.0" and found["general.base_model.0.name"] == "Base"
+    assert found["general.base_model.count"] == 1
+
+
+def test_several_types_read_each_tensor_once(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kinds = ("f32", "q8_0", "q4_0")
+    for kind in kinds:
+        export_gguf(model, tmp_path / "alone" / f"{kind}.gguf", kind)
+    reads: list[str] = []
+    real = writing.read_tensors
+
+    def counted(*given: Any) -> Any:
+        def watch(one: Any) -> Any:
+            return lambda first, count: (reads.append(f"{one.name} {first}"), one.read(first, count))[1]
+
+        return [replace(one, read=watch(one)) for one in real(*given)]
+
+    monkeypatch.setattr(writing, "read_tensors", counted)
+    reports = export_files(model, {tmp_path / "all" / f"{kind}.gguf": kind for kind in kinds})
+    assert len(reads) == len(set(reads)) > 20
+    assert [report.outtype for report in reports] == list(kinds)
+    assert tiny.contents(tmp_path / "all") == tiny.contents(tmp_path / "alone")
+
+
+@needs_llama
+@pytest.mark.parametrize("first", ["f32", "f16"])
+def test_the_quantiser_reads_one_exact_file(
+    first: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The source is fp32: an f32 output is the exact file itself, an f16 output is not."""
+    kinds = (first, "q4_k_m", "q5_k_m")
+    for kind in kinds:
+        export_gguf(model, tmp_path / "alone" / f"{kind}.gguf", kind)
+    sources = []
+    real = writing.quantise_file
+
+    def watched(exact: Path, *more: Any) -> int:
+        sources.append(exact.name)
+        return real(exact, *more)
+
+    monkeypatch.setattr(writing, "quantise_file", watched)
+    export_files(model, {tmp_path / "all" / f"{kind}.gguf": kind for kind in kinds})
+    assert len(set(sources)) == 1 and len(sources) == 2
+    assert (sources[0] == "f32.gguf") == (first == "f32")
+    assert tiny.contents(tmp_path / "all") == tiny.contents(tmp_path / "alone")
+
+
+def test_a_type_that_cannot_hold_the_weights_leaves_no_file_of_any(model: Path, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    from distill.errors import DataError
+
+    shutil.copytree(model, tmp_path / "m")
+    weights = load_file(tmp_path / "m" / "model.safetensors")
+    weights["model.layers.1.mlp.up_proj.weight"][0, 0] = 1e6
+    save_file(weights, tmp_path / "m" / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(DataError, match="too large for F16"):
+        export_files(tmp_path / "m", {tmp_path / "out" / f"{kind}.gguf": kind for kind in ("f32", "f16")})
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+@needs_llama
+@pytest.mark.parametrize(("free", "message"), [(0, "the disk is full"), (2**30, "cannot write")])
+def test_a_disk_that_fails_under_the_quantiser(
+    free: int, message: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """llama.cpp says "iostream error" for every fault of the disk; here files end at 50 kB."""
+    import resource
+    import shutil as system
+    from collections import namedtuple
+
+    from distill.errors import RunError
+    from distill.export import quantise
+
+    real, limits = quantise._quantise, resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def limited(*given: Any) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))
+        try:
+            real(*given)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+    monkeypatch.setattr(quantise, "_quantise", limited)
+    usage = namedtuple("usage", "total used free")(2**30, 0, free)
+    monkeypatch.setattr(system, "disk_usage", lambda _: usage)
+    with pytest.raises(RunError, match=message):
+        export_gguf(model, tmp_path / "m.gguf", "q4_k_m")
+    assert list(tmp_path.iterdir()) == []
+
+
+def curve(model: str, seconds: list[float], backend: str = "gguf") -> MeasuredCurve:
+    tokens = list(range(1, len(seconds) + 1))
+    return MeasuredCurve(model, backend, "f16", 64, 5, tokens, seconds, seconds, seconds)
+
+
+def test_advice_from_costs_and_validation_acceptance(tmp_path: Path, world: Path) -> None:
+    run = Run(tmp_path, load_recipe(world / "recipe.yaml"))
+    costs = [curve("target", [10.0, 10.5, 11.0, 11.5, 12.0]), curve("target", [1.0, 9.0, 9.0, 9.0, 9.0], "pytorch")]
+    draft = [curve("draft", [0.5, 0.6]), curve("draft", [0.9, 1.0], "pytorch")]
+    write_result(run.path("profile.json"), ProfileReport("distill", {}, [*costs, *draft]))
+
+    def summary(acceptance: float | None) -> TrainingSummary:
+        best = None if acceptance is None else EvaluatedWeights(8, acceptance)
+        return TrainingSummary(8, 1, [], best, None)
+
+    # Expected tokens 1 + a + a² + …, seconds T(γ + 1) + γ D: at .9, S = 1.73, 2.26, 2.65, 2.93; at .02 none pays.
+    for acceptance, expected in ((0.9, Advice(4)), (0.3, Advice(1)), (0.02, None), (None, None)):
+        write_result(run.path("training.json"), summary(acceptance))
+        assert advice_of(run, frozenset({"profile", "train"})) == expected, acceptance
+    assert advice_of(run, frozenset({"train"})) is None
+
+
+def measured(configuration: str, length: int | None, speedup: float, **more: Any) -> dict[str, Any]:
+    values = {"pair": "target", "backend": "gguf", "grown": False, "configuration": configuration, "length": length}
+    values |= {"drafter": "draft", "rule": "fixed", "verifier": "greedy", "sampler": None, "tokens": 9, "seconds": 1.0}
+    values |= {"tokens_per_second": 9.0, "plain_tokens_per_second": 9.0, "tokens_per_round": 2.0, "acceptance": 0.5}
+    values |= {"speedup": speedup, "speedup_low": speedup, "speedup_high": speedup, "predicted": None}
+    values |= {"identical": 1, "excused": 0, "different": 0, "lossy": None}
+    return values | more
+
+
+def test_advice_from_measured_speedups(tmp_path: Path, world: Path) -> None:
+    from distill.recipe.configuration import Configuration
+
+    recipe = load_recipe(world / "recipe.yaml")
+    floor = Configuration(rule="p_min", p_min=0.6, length=12)
+    with_floor = recipe.model_copy(update={"speedup": recipe.speedup.model_copy(update={"configurations": (floor,)})})
+    plain = measured("plain", 0, 1.0, drafter=None)
+    lengths = [measured(f"draft, γ = {n}", n, speed) for n, speed in ((2, 1.2), (4, 1.5), (8, 1.1))]
+    grown = measured("draft, γ = 8", 8, 3.0, grown=True)
+    other = measured("draft, γ = 6", 6, 2.0, backend="pytorch")
+    ruled = {"rule": "p_min"}
+    cases: list[tuple[Any, list[dict[str, Any]], Advice | None]] = [
+        (recipe, [*lengths, grown, other], Advice(4)),
+        (recipe, [other], Advice(6)),
+        (recipe, [measured("draft, γ = 2", 2, 0.8), grown], None),
+        (with_floor, [*lengths, measured(floor.title, None, 1.6, **ruled)], Advice(12, 0.6)),
+        (with_floor, [*lengths, measured(floor.title, None, 1.4, **ruled)], Advice(4, 0.0)),
+    ]
+    for settings, rows, expected in cases:
+        run = Run(tmp_path, settings)
+        part = {"measurements": [plain, *rows], "chosen": None, "plain_reference": None, "noise": None}
+        pair = {"pair": "target", "backend": "gguf", "grown": False}
+        part["chosen"] = {**pair, "length": 4, "speedup": 1, "speedup_low": 1, "speedup_high": 1}
+        part["chosen"] |= {"tokens_per_second": 1.0}
+        part["plain_reference"] = {**pair, "library": "x", "plain_tokens_per_second": 1.0}
+        part["plain_reference"] |= {"library_tokens_per_second": 1.0, "ratio": 1.0}
+        part["noise"] = {**pair, "largest_logit_difference": 0.0}
+        report = {"command": "", "machine": {}, "prompts": 1, "new_tokens": 1, "sampler": {}, "parts": [part]}
+        (tmp_path / "speedup.json").write_text(json.dumps(report))
+        read_result(tmp_path / "speedup.json", SpeedupReport)
+        assert advice_of(run, frozenset({"speedup", "profile", "train"})) == expected
+    assert set(FLOORS) == {"p_min", "p_min-after"}
+
+
+def test_origins_of_a_run(tmp_path: Path, world: Path) -> None:
+    recipe = load_recipe(world / "recipe.yaml")
+    shutil.copytree(world / "target", tmp_path / "donor")
+    (tmp_path / "donor" / "README.md").write_text("---\nlicense: apache-2.0\n---\n")
+    recipe = recipe.model_copy(update={"cut": recipe.cut.model_copy(update={"donor": str(tmp_path / "donor")})})
+    found = origins(recipe, Run(tmp_path, recipe, silent=True))
+    assert found["draft"] == Origin("tiny draft", "tiny", None, "apache-2.0")
+    assert found["target"] == Origin("tiny target")
+    (tmp_path / "donor" / "README.md").write_text("---\nlicense: [\n---\n")  # the run must not end here
+    assert origins(recipe, Run(tmp_path, recipe, silent=True))["draft"].licence is None
+
+
+@needs_llama
+def test_the_command_records_its_files(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    name, runs = "tiny", copied.parent
+    stage = tiny.contents(copied / "gguf")
+    assert tiny.call("export-gguf", name, "--runs", runs, "--outtype", "f16", "--outtype", "q8_0") == 0
+    path = copied / "gguf" / "extra" / "export.json"
+    files = {file.path: file for file in read_result(path, ExportReport).files}
+    assert set(files) == {
+        f"gguf/extra/{model}-{kind}.gguf" for model in ("draft", "target") for kind in ("f16", "q8_0")
+    }
+    assert all(file.parity is not None and file.faults == [] for file in files.values())
+    assert tiny.call("export-gguf", name, "--runs", runs, "--outtype", "f16", "--no-check", "--overwrite") == 0
+    assert capsys.readouterr().out.count("not checked") == 2
+    again = {file.path: file for file in read_result(path, ExportReport).files}
+    assert {name for name, file in again.items() if file.parity is None} == {
+        "gguf/extra/draft-f16.gguf",
+        "gguf/extra/target-f16.gguf",
+    }
+    assert again["gguf/extra/draft-q8_0.gguf"] == files["gguf/extra/draft-q8_0.gguf"]
+    assert {name: digest for name, digest in tiny.contents(copied / "gguf").items() if "extra" not in name} == stage
+    found = fields_of(copied / "gguf" / "extra" / "draft-f16.gguf")
+    assert found["general.name"] == "tiny draft" and found["distill.recipe"] == "tiny"
+    assert "distill.draft.n_max" not in fields_of(copied / "gguf" / "draft-f16.gguf")
+
+
+@needs_llama
+def test_a_check_that_fails_is_in_the_run_and_the_status(
+    copied: Path, world: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from distill.export import parity
+
+    monkeypatch.setattr(parity, "LIMITS", {16: (-1.0, 0.0)})
+    arguments = ("train", world / "recipe.yaml", "--runs", copied.parent)
+    before = json.loads((copied / "stages" / "speedup.json").read_text())["time"]
+    assert tiny.call(*arguments, "--redo", "export", "--until", "speedup") == 2
+    assert "draft-f16.gguf: the mean KL is" in capsys.readouterr().err
+    assert len(read_result(copied / "gguf" / "export.json", ExportReport).faults) == 2
+    assert "the mean KL is" in (copied / "log.txt").read_text()
+    assert json.loads((copied / "stages" / "speedup.json").read_text())["time"] >= before  # the stages after it run
+    monkeypatch.undo()
+    assert tiny.call(*arguments, "--until", "export") == 2  # until the file is made again
+    assert tiny.call(*arguments, "--until", "eval") == 0
