@@ -206,6 +206,15 @@ def test_advice_from_measured_speedups(tmp_path: Path, world: Path) -> None:
         part["plain_reference"] = {**pair, "library": "x", "plain_tokens_per_second": 1.0}
         part["plain_reference"] |= {"library_tokens_per_second": 1.0, "ratio": 1.0}
         part["noise"] = {**pair, "largest_logit_difference": 0.0}
+        part["costs"] = {
+            **pair,
+            "token": 1.0,
+            "lengths": [1],
+            "verify": [1.2],
+            "target_prompt": 0.5,
+            "draft_prompt": 0.1,
+        }
+        part["costs"] |= {"by_argmax": [0.1] * 3, "by_distribution": [0.2] * 3}
         report = {"command": "", "machine": {}, "prompts": 1, "new_tokens": 1, "sampler": {}, "parts": [part]}
         (tmp_path / "speedup.json").write_text(json.dumps(report))
         read_result(tmp_path / "speedup.json", SpeedupReport)
