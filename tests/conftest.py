@@ -41,3 +41,32 @@ def copied(finished: Path, tmp_path: Path) -> Path:
     """A copy of the finished run that a test may change; its folder of runs is the parent."""
     shutil.copytree(finished, tmp_path / "runs" / "tiny")
     return tmp_path / "runs" / "tiny"
+
+
+# The files that take longest, with which test.sh begins: else one process is left with them while the other has none.
+LONG = (
+    "test_training",
+    "test_resume",
+    "test_faults",
+    "test_server_answers",
+    "test_gguf_reference",
+    "test_any_pair",
+    "test_gguf_options",
+    "test_device_rounds",
+    "test_unloaded",
+    "test_rehearsal",
+    "test_rounds",
+    "test_decode",
+    "test_configurations",
+    "test_stream",
+    "test_other_vocabulary",
+    "test_speculative",
+    "test_cli",
+    "test_samples",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the files of LONG."""
+    places = {name: place for place, name in enumerate(LONG)}
+    items.sort(key=lambda item: places.get(item.path.stem, len(LONG)))

@@ -172,6 +172,7 @@ def test_group_lasso_narrows_the_draft(begun: Path, world: Path, tmp_path: Path)
     assert model.config.intermediate_size == 96 and model.model.layers[0].mlp.down_proj.in_features == 96
 
 
+@pytest.mark.slow
 def test_unstructured_sparsity_is_in_the_report(begun: Path, world: Path, tmp_path: Path) -> None:
     train = {"steps": 30, "sparsity": {"method": "unstructured", "share": 0.4, "ramp": 0.5}}
     status, run = run_with(begun, world, tmp_path, "report", train=train, speedup={"prompts": 2, "lengths": [2]})

@@ -160,6 +160,16 @@ def speedup_rows(pair: str, grown: bool, backend: str, peak: float) -> list[dict
     return rows
 
 
+PAID: dict[str, Any] = {
+    "token": 0.027,
+    "lengths": [1, 2],
+    "verify": [0.03, 0.04],
+    "target_prompt": 0.01,
+    "draft_prompt": 0.001,
+}
+PAID |= {"by_argmax": [0.002] * 3, "by_distribution": [0.003] * 3}
+
+
 def speedup_part(
     pair: str, grown: bool, backend: str, peak: float, library: tuple[float, float, float], **others: Any
 ) -> dict[str, Any]:
@@ -171,6 +181,7 @@ def speedup_part(
         "chosen": {**label, **times, "length": 4, "tokens_per_second": 36.44 * peak},
         "plain_reference": {**label, "library": "transformers generate", **dict(zip(names, library, strict=True))},
         "noise": {**label, "largest_logit_difference": 1e-4},
+        "costs": {**label, **PAID},
         **others,
     }
 

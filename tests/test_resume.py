@@ -274,6 +274,7 @@ def test_metrics_with_a_torn_last_line(world: Path, copied: Path) -> None:
     assert tiny.call("report", "tiny", "--runs", copied.parent) == 0
 
 
+@pytest.mark.slow
 def test_a_grown_part_is_kept_when_the_other_is_lost(
     world: Path, copied: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

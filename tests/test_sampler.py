@@ -190,7 +190,8 @@ def test_top_p_of_the_likeliest_is_that_of_all(seed: int, size: int, spread: flo
     values, order = probabilities.sort(dim=-1, descending=True, stable=True)
     dropped = values.cumsum(-1) - values >= top_p
     expected = torch.zeros_like(dropped).scatter(-1, order, dropped)
-    assert torch.equal(_outside(probabilities, top_p), expected)
+    assert torch.equal(_outside(probabilities, top_p, looks=True), expected)
+    assert torch.equal(_outside(probabilities, top_p, looks=False), expected)
     assert torch.equal(Sampler(top_p=top_p).probabilities(logits), logits.masked_fill(expected, -math.inf).softmax(-1))
 
 

@@ -123,6 +123,7 @@ def test_accelerate_launch_goes_on_where_one_process_was_stopped(
     assert largest_difference(run, whole) < 2e-5
 
 
+@pytest.mark.slow
 def test_a_compiled_body_changes_nothing_but_rounding(
     world: Path, ready: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -534,6 +535,7 @@ def test_signals_save_and_say_how_to_go_on(
     assert int(saved[0].name.removeprefix("step-")) == metrics(tmp_path / "tiny")[-1]["step"]
 
 
+@pytest.mark.slow
 def test_a_signal_to_one_process_stops_all_and_one_process_goes_on(
     world: Path, ready: Path, whole: Path, tmp_path: Path
 ) -> None:
@@ -772,6 +774,7 @@ def test_fsdp_is_of_version_2_and_rounds_only_weights(monkeypatch: pytest.Monkey
         make_accelerator(recipe, run)
 
 
+@pytest.mark.slow
 def test_a_batch_that_processes_cannot_share_is_refused(world: Path, ready: Path, tmp_path: Path) -> None:
     shutil.copytree(ready, tmp_path / "tiny")
     result = two_processes(world, tmp_path, "train.batch=3")

@@ -89,7 +89,11 @@ class Fixed(Rule):
     """Always the same length; 0 is plain decoding."""
 
     length: int
-    reads_features = False
+
+    @property
+    def reads_features(self) -> bool:  # type: ignore[override]
+        """False; a rule made from this one is taken to read them."""
+        return type(self) is not Fixed
 
     def limit(self) -> int:
         """The length."""
@@ -100,7 +104,6 @@ class Fixed(Rule):
 class ProbabilityFloor(Fixed):
     """Draft while the draft's largest probability is at least p_min, read before the draw: lossless for every draft."""
 
-    reads_features = True
     p_min: float
 
     def go_on(self, position: int, features: Features) -> bool:
@@ -112,7 +115,6 @@ class ProbabilityFloor(Fixed):
 class LossyProbabilityFloor(Fixed):
     """Drop a drawn token whose own probability is below p_min, as llama.cpp does: lossy for sampled drafts."""
 
-    reads_features = True
     p_min: float
     anticipates = True
 
@@ -129,7 +131,6 @@ class LossyProbabilityFloor(Fixed):
 class StartContinue(Fixed):
     """Two floors on the top probability: `start` for the first position, `more` for the later ones."""
 
-    reads_features = True
     start: float
     more: float
 
@@ -142,10 +143,14 @@ class StartContinue(Fixed):
 class PlusMinus(Rule):
     """Two longer after a draft that was accepted whole, one shorter after any other (transformers' heuristic)."""
 
-    reads_features = False
     length: int = 5
     least: int = 1
     most: int = 16
+
+    @property
+    def reads_features(self) -> bool:  # type: ignore[override]
+        """False; a rule made from this one is taken to read them."""
+        return type(self) is not PlusMinus
 
     def limit(self) -> int:
         """The length as it stands."""
@@ -165,7 +170,6 @@ class AcceptedRatio(Rule):
     `base + rise·length`, at most 0.95.
     """
 
-    reads_features = False
     length: int = 4
     base: float = 0.4
     rise: float = 0.03
@@ -174,6 +178,11 @@ class AcceptedRatio(Rule):
     most: int = 16
     _drafted: float = field(default=0.0, init=False)
     _accepted: float = field(default=0.0, init=False)
+
+    @property
+    def reads_features(self) -> bool:  # type: ignore[override]
+        """False; a rule made from this one is taken to read them."""
+        return type(self) is not AcceptedRatio
 
     def limit(self) -> int:
         """The length as it stands."""
@@ -197,7 +206,6 @@ class Entropy(Fixed):
     arXiv 2410.18351: the floor moves by `step` so that the share accepted approaches `wanted`, both smoothed.
     """
 
-    reads_features = True
     floor: float = 0.4
     scale: float = 0.2
     wanted: float = 0.9
@@ -229,7 +237,6 @@ class BetaFilter(Fixed):
     cell's older counts by `keep`. Position j is judged only if it was drafted and reached.
     """
 
-    reads_features = True
     floor: float = 0.3
     bins: int = 8
     weight: float = 4.0
