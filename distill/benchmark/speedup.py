@@ -35,7 +35,6 @@ from distill.models.hugging_face import load_tokenizer
 from distill.recipe import Recipe
 from distill.recipe.configuration import PLAIN
 from distill.recipe.measuring import fixed_length
-from distill.results.evaluation_results import EvaluationReport
 from distill.results.serialise import read_result, write_result
 from distill.results.speedup_results import (
     ChosenLength,
@@ -215,7 +214,7 @@ def _rows(
     choices: Sequence[Choice],
 ) -> list[Measurement]:
     """The measurements, with predictions for fixed lengths and for chosen trees."""
-    accepted = _accepted_by_position(run)
+    accepted = _accepted_by_position(run, len(part.prompts))
     chosen = {choice.title: choice for choice in choices}
     prompt = round(sum(map(len, part.prompts)) / len(part.prompts))
     rows = measurements(texts, prepared, identities, part.pair, recipe.eval.resamples, recipe.eval.confidence)
@@ -231,10 +230,22 @@ def _rows(
     return found
 
 
-def _accepted_by_position(run: Run) -> list[float]:
-    """Acceptance at positions 1.. from the evaluation, as far as positions were reached; none before it has run."""
-    path = run.path("eval.json")
-    return read_result(path, EvaluationReport).accepted_by_position() if path.exists() else []
+def _accepted_by_position(run: Run, prompts: int) -> list[float]:
+    """Acceptance at positions 1.. (given reached) of the first test prompts, as the evaluation decoded them.
+
+    None before the evaluation has run.
+    """
+    path = run.path("rounds.parquet")
+    if not path.exists():
+        return []
+    import pyarrow.parquet
+
+    wanted = [("draft", "=", "after"), ("prompt", "<", prompts)]
+    rounds = pyarrow.parquet.read_table(path, columns=["drafted", "accepted"], filters=wanted).to_pylist()
+    rates: list[float] = []
+    while reached := [r["accepted"] for r in rounds if r["drafted"] > len(rates) <= r["accepted"]]:
+        rates.append(sum(accepted > len(rates) for accepted in reached) / len(reached))
+    return rates
 
 
 def _samples(

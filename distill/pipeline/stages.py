@@ -293,7 +293,7 @@ STAGES = (
             ("export", "gguf/*.gguf"),
             ("corpus", "corpus/prompts-test.jsonl"),
             ("answers", "answers/prompts-test.jsonl"),
-            ("eval", "eval.json"),
+            ("eval", "rounds.parquet"),
         ),
         ("speedup", "speedup.json", "speedup.md"),
         ("target",),

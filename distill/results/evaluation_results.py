@@ -166,15 +166,6 @@ class EvaluationReport:
         if not all(self.domains.values()):
             raise ValueError("a domain without drafts")
 
-    def accepted_by_position(self, draft: str = "after") -> list[float]:
-        """Acceptance at positions 1.. of one draft, as far as positions were reached."""
-        rates = []
-        for row in self.positions.get(draft, []):
-            if not row.drafted:
-                break
-            rates.append(row.rate.mean)
-        return rates
-
     @property
     def sampler_words(self) -> str:
         """The sampler's settings in a row."""
