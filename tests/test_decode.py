@@ -330,7 +330,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 @needs_llama
-@pytest.mark.parametrize("pad_single", [False, True])
+@pytest.mark.parametrize("pad_single", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_gguf_speculative_is_plain(files: tuple[Path, Path], pad_single: bool) -> None:
     """Every γ, 30 prompts, 100 tokens; with pad_single bit for bit, without it up to measured rounding ties."""
     with (

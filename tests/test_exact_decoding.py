@@ -366,6 +366,7 @@ def not_renormalised(p: Tensor, q: Tensor | None, tokens: Tensor) -> NodeVerdict
     return NodeVerdict(torch.cat([p[..., :0], *chances], -1), _remainder(p, torch.zeros_like(p), whole))
 
 
+@pytest.mark.slow
 def test_mistakes_in_trees_show(monkeypatch: pytest.MonkeyPatch) -> None:
     for wrong, distinct in ((Dropping, False), (Lying, True)):
 

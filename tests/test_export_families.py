@@ -202,6 +202,7 @@ def test_type_of_single_tensors_and_importance(wide: Path, tmp_path: Path) -> No
         assert not [path for path in tmp_path.iterdir() if "bad" in path.name]
 
 
+@pytest.mark.slow
 @needs_llama
 def test_importance_measured_on_a_text(tmp_path: Path) -> None:
     demo, kl = tiny.ROOT / "data" / "demo-target", []

@@ -208,6 +208,7 @@ def test_fresh_moves_the_old_run_aside(world: Path, copied: Path, capsys: pytest
     assert not (copied / "answers").exists()
 
 
+@pytest.mark.slow
 def test_a_changed_eval_key_reruns_its_consumers_only(
     world: Path, copied: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

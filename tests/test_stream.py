@@ -331,6 +331,7 @@ def test_check_refuses_trees_of_a_sliding_target(world: Path, tmp_path: Path, ca
     assert "takes no trees" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_sentencepiece_keeps_its_spaces(tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every configuration prints the bytes of the whole text behind the prompt, up to a stop string inside a word."""
     if not (SHARED / "llama-2").is_dir():

@@ -498,7 +498,9 @@ def test_the_last_checkpoints_stay_past_a_million_steps(tmp_path: Path) -> None:
     assert newest is not None and load_checkpoint(newest, model, optimizer)["step"] == 1_000_001
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)]
+)
 def test_signals_save_and_say_how_to_go_on(
     world: Path, ready: Path, tmp_path: Path, number: signal.Signals, status: int
 ) -> None:
@@ -829,6 +831,7 @@ def test_fsdp_with_muon_is_refused_before_the_first_stage(
 # ── several processes with sharded weights ──
 
 
+@pytest.mark.slow
 def test_sharded_weights_give_the_gradients_of_whole_ones(tmp_path: Path) -> None:
     """FSDP2 over two CPU processes: the head is whole inside the module's forward, and nothing but rounding changes."""
     program = tiny.ROOT / "tests" / "sharded_step.py"

@@ -289,6 +289,7 @@ def test_settings_of_trees_that_are_refused() -> None:
     assert not Configuration(drafter="tree", nodes=3).chosen and all(one.chosen and one.priced for one in CHOSEN)
 
 
+@pytest.mark.slow
 def test_the_stage_chooses_trees_on_its_own_curves(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Shipped and grown, in both backends: what is chosen is recorded, told, bounded by the curve, and lossless."""
     config = copied / "config.yaml"
