@@ -273,7 +273,8 @@ def _verify(target: Model, context: Sequence[int], proposal: Proposal, rules: Ru
         if rules.rates is not None:
             count = len(_by_rates(proposal, rules.rates, rules.random))
             token = choices[count]
-        target.rollback([depth + 1 + count])
+        if count < len(proposal.tokens):
+            target.rollback([depth + 1 + count])
         return list(range(count)), token
     # The last token is node 0 of the pending tree, and the parent of the proposal's roots.
     logits = target.extend(tokens, parents=[ROOT, *(parent + 1 for parent in proposal.parents)])
