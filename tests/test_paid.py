@@ -187,3 +187,18 @@ def test_steps_of_other_sizes_change_no_text(pair: tuple[Any, Any]) -> None:
     assert len(full.extend([2, 3])) == 2 and full.lengths == [10]  # no room to pad
     assert "steps of 2 padded to 4" in cheap.describe("target")
     assert CheapestSteps(target, {1: 1.0, 2: 1.1}).describe("target") == ""
+
+
+def test_small_contexts_and_drafts_without_tokens_end(pair: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A context with room for one long round a text; a draft whose logits are empty has none."""
+    clock = [0.0]
+    for module in MODULES:
+        monkeypatch.setattr(f"distill.speculative.{module}.time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    small = TableModel(7, seed=3, capacity=12)
+    target, draft = Clocked(small, clock, 10.0, 1.5), Clocked(small.near(0.4, seed=5), clock, 2.0, 0.25)
+    paid = measure_paid(target, draft, [[1, 2, 3]], range(1, 9), repeats=2)
+    assert dict(paid.verify) == pytest.approx({n: 10 + 1.5 * n for n in range(1, 9)})
+    empty = TableModel(7, seed=3, capacity=400)
+    empty.table[:] = -torch.inf
+    with pytest.raises(DataError, match="proposes fewer tokens than it is asked for"):
+        measure_paid(pair[0], Clocked(empty, clock, 2.0, 0.25), [[1, 2, 3]], [2], repeats=1)

@@ -18,8 +18,9 @@ from distill.commands.shared import (
     local_reference,
     numbers,
     prepare,
+    require_drafts,
 )
-from distill.errors import DataError, PairError, RecipeError, RunError
+from distill.errors import DataError, RecipeError, RunError
 from distill.files import read_utf8, require_path
 
 if TYPE_CHECKING:
@@ -190,7 +191,6 @@ def _pytorch(settings: PyTorch, static: bool | None, compile: bool | None, draft
 
 def _standalone_pair(target: str | None, draft: str | None, configuration: Configuration) -> tuple[str, str | None]:
     """Target and draft of the command line; the draft may be left out where nobody asks it."""
-    from distill.models.pairs import require_pair
     from distill.recipe.configuration import OTHER_VOCABULARY
 
     foreign = configuration.drafter in OTHER_VOCABULARY
@@ -202,18 +202,7 @@ def _standalone_pair(target: str | None, draft: str | None, configuration: Confi
         )
     target, draft = local_reference(target), None if draft is None else local_reference(draft)
     if draft is not None:
-        if target.endswith(".gguf") != draft.endswith(".gguf"):
-            raise RecipeError(
-                f"{target} and {draft} would run in two engines", "give two GGUF files, or two Hugging Face folders"
-            )
-        if not foreign:
-            try:
-                require_pair(target, draft)
-            except PairError as error:
-                if target.endswith(".gguf"):
-                    raise
-                hint = "draft text instead, which any tokenizer can: --drafter string; or transplant the vocabulary"
-                raise PairError(error.what, f"{hint} (`distill transplant`)") from None
+        require_drafts(target, draft, foreign)
     return target, draft
 
 

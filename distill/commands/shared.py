@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from distill.errors import DataError, RecipeError, RunError
+from distill.errors import DataError, PairError, RecipeError, RunError
 from distill.faults import reading
 from distill.files import read_utf8, require_path
 from distill.progress import is_verbose, note
@@ -65,6 +65,26 @@ def find_run(name: str | None, runs: Path) -> tuple[Recipe, Run]:
         note(f"run: {folder}")
     recipe = load_recipe(folder / "config.yaml")
     return recipe, Run(folder, recipe)
+
+
+def require_drafts(target: str, draft: str, foreign: bool) -> None:
+    """Raise RecipeError for models of two engines and, unless the draft may have another vocabulary (`foreign`),
+    PairError for a draft that does not fit; references as `local_reference` gives them."""
+    from distill.models.pairs import require_pair
+
+    if target.endswith(".gguf") != draft.endswith(".gguf"):
+        raise RecipeError(
+            f"{target} and {draft} would run in two engines", "give two GGUF files, or two Hugging Face folders"
+        )
+    if foreign:
+        return
+    try:
+        require_pair(target, draft)
+    except PairError as error:
+        if target.endswith(".gguf"):
+            raise
+        hint = "draft text instead, which any tokenizer can: --drafter string; or transplant the vocabulary"
+        raise PairError(error.what, f"{hint} (`distill transplant`)") from None
 
 
 def prepare(threads: int | None) -> None:

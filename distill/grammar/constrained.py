@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from distill.grammar.constraint import Constraint, State
-from distill.models.base import ROOT, Model, PendingTree, check_call, check_counts, check_rollback
+from distill.models.base import ROOT, AroundModel, Model, PendingTree, check_call, check_counts, check_rollback
 from distill.models.finite import Place
 from distill.models.torch_logits import TorchLogits
 from distill.speculative.draft import Drafter
@@ -23,39 +23,21 @@ from distill.speculative.proposal import Features, Proposal
 RUN = 64  # forced tokens of a round at most: as many as every backend takes in one call
 
 
-class Constrained:
+class Constrained(AroundModel):
     """A model under a constraint; tokens that its cache lacks are read with the next call that needs them.
 
     One row. Call `Constraint.begin` before the first tokens of a text, which are its prompt.
     """
 
-    rows = 1
-
     def __init__(self, model: Model, constraint: Constraint) -> None:
-        if model.rows != 1:
-            raise ValueError(f"a grammar follows one text at a time, this model keeps {model.rows}")
-        self.model, self.constraint = model, constraint
+        super().__init__(model)
+        self.constraint = constraint
         self._context: list[int] = []
         self._states: list[State] = []  # after each committed token from the prompt's last one on
         self._tree = PendingTree()
         self._nodes: list[tuple[int, State]] = []  # the tokens of the tree, and the states after them
         self._read: dict[int, int] = {}  # nodes that the model has read, to its numbers for them
         self._dtype: torch.dtype | None = None
-
-    @property
-    def vocabulary_size(self) -> int:
-        """V of the model."""
-        return self.model.vocabulary_size
-
-    @property
-    def capacity(self) -> int:
-        """That of the model."""
-        return self.model.capacity
-
-    @property
-    def max_leaves(self) -> int:
-        """Those of the model."""
-        return self.model.max_leaves
 
     @property
     def lengths(self) -> list[int]:
@@ -188,10 +170,6 @@ class Constrained:
     def reset(self) -> None:
         """Forget all tokens."""
         self.rollback([0])
-
-    def close(self) -> None:
-        """Close the model."""
-        self.model.close()
 
 
 class Forced:

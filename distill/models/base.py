@@ -127,6 +127,36 @@ class Model(Protocol):
         ...
 
 
+class AroundModel:
+    """What a model of one row that drives another passes on; ValueError for one of several rows."""
+
+    rows = 1
+
+    def __init__(self, model: Model) -> None:
+        if model.rows != 1:
+            raise ValueError(f"{type(self).__name__} follows one text at a time, this model keeps {model.rows}")
+        self.model = model
+
+    @property
+    def vocabulary_size(self) -> int:
+        """V of the model."""
+        return self.model.vocabulary_size
+
+    @property
+    def capacity(self) -> int:
+        """That of the model."""
+        return self.model.capacity
+
+    @property
+    def max_leaves(self) -> int:
+        """Those of the model."""
+        return self.model.max_leaves
+
+    def close(self) -> None:
+        """Close the model."""
+        self.model.close()
+
+
 ROOT = -1
 SPARE_NODES = 64  # nodes of a tree that any model with trees holds in addition to `capacity` tokens
 

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from distill.commands.gguf_options import require_used
-from distill.commands.shared import local_reference, numbers, prepare, print_table
-from distill.errors import DataError, PairError, RecipeError
+from distill.commands.shared import local_reference, numbers, prepare, print_table, require_drafts
+from distill.errors import DataError, RecipeError
 from distill.files import require_path
 
 if TYPE_CHECKING:
@@ -138,7 +138,6 @@ def _configurations(options: Mapping[str, Any]) -> tuple[tuple[Configuration, ..
 
 def _check_draft(target: str, draft: str | None, configurations: tuple[Configuration, ...]) -> bool:
     """Whether the draft is of another vocabulary; errors for a draft that is missing, unused or does not fit."""
-    from distill.models.pairs import require_pair
 
     foreign = [one for one in configurations if one.foreign]
     native = [one for one in configurations if one.asks_the_draft]
@@ -153,22 +152,11 @@ def _check_draft(target: str, draft: str | None, configurations: tuple[Configura
         return False
     if not foreign and not native:
         raise RecipeError("no configuration asks the draft", "leave --draft out")
-    if target.endswith(".gguf") != draft.endswith(".gguf"):
-        raise RecipeError(
-            f"{target} and {draft} would run in two engines", "give two GGUF files, or two Hugging Face folders"
-        )
+    require_drafts(target, draft, bool(foreign))
     if foreign and target.endswith(".gguf"):
         raise DataError(
             f"drafter {foreign[0].drafter} reads both tokenizers from Hugging Face folders", "give two of those"
         )
-    if not foreign:
-        try:
-            require_pair(target, draft)
-        except PairError as error:
-            if target.endswith(".gguf"):
-                raise
-            hint = "draft text instead, which any tokenizer can: --drafter string; or transplant the vocabulary"
-            raise PairError(error.what, f"{hint} (`distill transplant`)") from None
     return bool(foreign)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from distill.models.base import Logits, Model
+from distill.models.base import AroundModel, Logits, Model
 
 WORTH = 0.9  # of T(m): what replaces one step must be cheaper than this, or noise in the curve would choose
 
@@ -31,35 +31,16 @@ def cheapest_sizes(seconds: Mapping[int, float], whole: bool) -> dict[int, tuple
     return found
 
 
-class CheapestSteps:
+class CheapestSteps(AroundModel):
     """A model of one row whose chains of m tokens are committed the cheapest way that `seconds`, T(m) by m, shows.
 
     Logits are those of the model, up to the rounding of steps of other sizes. Trees pass unchanged.
     """
 
-    rows = 1
-
     def __init__(self, model: Model, seconds: Mapping[int, float]) -> None:
-        if model.rows != 1:
-            raise ValueError(f"one row is stepped at a time, this model keeps {model.rows}")
-        self.model = model
+        super().__init__(model)
         self.padded = {m: sizes[0] for m, sizes in cheapest_sizes(seconds, whole=True).items()}
         self.last_only = cheapest_sizes(seconds, whole=False)
-
-    @property
-    def vocabulary_size(self) -> int:
-        """V of the model."""
-        return self.model.vocabulary_size
-
-    @property
-    def capacity(self) -> int:
-        """That of the model."""
-        return self.model.capacity
-
-    @property
-    def max_leaves(self) -> int:
-        """Those of the model."""
-        return self.model.max_leaves
 
     @property
     def lengths(self) -> list[int]:
@@ -107,10 +88,6 @@ class CheapestSteps:
     def reset(self) -> None:
         """See `Model`."""
         self.model.reset()
-
-    def close(self) -> None:
-        """See `Model`."""
-        self.model.close()
 
     def describe(self, name: str) -> str:
         """What is done otherwise than at once, for a log; empty where nothing is."""

@@ -123,8 +123,9 @@ class Timer(Rule):
         """Keep the round."""
         taken = [after - before for before, after in itertools.pairwise(self._marks)]
         wanted, mode = self.order[self._turn % len(self.order)]
-        self.rounds.append((drafted if drafted == wanted else -1, mode, taken, self._read))
-        self._turn += 1
+        whole = drafted == wanted
+        self.rounds.append((drafted if whole else -1, mode, taken, self._read))
+        self._turn += whole  # the next text begins with a length that this one had no room for
 
 
 def measure_paid(
@@ -155,6 +156,11 @@ def measure_paid(
     both: list[float] = []
     passes = 0
     while not alone or any(len(found) < repeats for found in rounds.values()):
+        if passes > 2 * repeats * len(order):  # each text has room for one round at least
+            raise DataError(
+                f"the draft proposes fewer tokens than it is asked for: rounds of {timer.limit()} could not be timed",
+                "check its weights: its logits may be empty",
+            )
         prompt = prompts[passes % len(prompts)][: max(1, capacity - tokens)]
         limit = room_for(target, draft, len(prompt), tokens)
         if not passes:  # lazily made buffers and kernels are not to be timed
