@@ -410,3 +410,25 @@ def test_gguf_never_says_padding(tmp_path: Path) -> None:
         logits = quantised.extend(prompt).full()
         expected = model(torch.tensor([prompt])).logits[0, :, :real]
         torch.testing.assert_close(logits, expected, rtol=1e-2, atol=2e-2)  # the cache is f16
+
+
+@needs_llama
+def test_after_a_signal_a_new_text_begins_in_an_empty_cache(
+    files: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with GgufModel(files[0], context=32, threads=1) as model, GgufModel(files[0], context=32, threads=1) as fresh:
+        expected = fresh.extend([5, 3, 8]).full()
+        step = model._context.decode_few
+
+        def interrupted(*arguments: Any) -> Any:
+            step(*arguments)
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(model._context, "decode_few", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            model.extend([9, 9, 9, 9])
+        monkeypatch.undo()
+        assert model.lengths == [0] and torch.equal(model.extend([5, 3, 8]).full(), expected)
+        model._length = 0  # the signal came after llama.cpp's step and before our count of it
+        model.rollback([0])
+        assert torch.equal(model.extend([5, 3, 8]).full(), expected)

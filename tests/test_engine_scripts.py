@@ -12,9 +12,11 @@ import numpy
 import pytest
 import tiny
 
+from distill.benchmark.pair.watch import Step, Watch
 from distill.files import read_json, write_json
 from distill.speculative.calibration import Power, Recorded
 from distill.speculative.costs.curve import StepCosts
+from distill.speculative.decode import Decoded, Round, decode
 from distill.speculative.lengths import Fixed
 from distill.speculative.proposal import Features
 
@@ -106,3 +108,87 @@ def test_optimal_stopping_counts_its_chain(monkeypatch: pytest.MonkeyPatch) -> N
     assert chain.moves.sum(1) == pytest.approx(1) and chain.accept[top] == pytest.approx(0.995, abs=1e-3)
     assert chain.moves[-1, top] > 0.99 and chain.moves[top, 0] > 0.99  # the third position was never reached
     assert chain.moves[0] == pytest.approx(1 / (top + 1))
+
+
+def test_shares_of_the_bound_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = script("benchmark_engine", monkeypatch)
+    # Three rounds of two and a last one that the limit cut short; the first is accepted whole.
+    rounds = [Round(8, 2, 2, 10.0), Round(11, 2, 1, 8.0), Round(13, 2, 0, 8.0), Round(14, 1, 1, 5.0)]
+    result = Decoded([0] * 9, [], rounds, prefill_seconds=4.0, seconds=31.0)
+    steps = [Step(8, 3, 0.0, 20.0)], [Step(8, 1, 0.0, 7.0), Step(0, 8, 0.0, 99.0)]  # a prompt does not count
+    found = engine.text_shares(Watch(*steps), result, (6.0, 7.5), 2, 5.0)
+    assert found["share"] == 18 / 26 and found["with_two"] == 19.5 / 26 and found["alone"] == 15 / 26
+    assert found["tokens_per_round"] == 6 / 3 and found["round"] == 26 / 3
+    assert found["overhead"] == 31 / 4 - 27 / 4
+    assert found["rate"] == 8 / 31 and found["whole_rate"] == 9 / 35
+
+
+def test_shares_of_a_tiny_run_and_their_resuming(
+    copied: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine = script("benchmark_engine", monkeypatch)
+    monkeypatch.setattr(engine, "CAPACITY", 64)
+    arguments = ["--case", "pytorch-own-demo", "--case", "gguf-own-same", "--lengths", "1,2", "--repeats", "1"]
+    arguments += [
+        "--tokens",
+        "10",
+        "--prompt-tokens",
+        "6",
+        "--threads",
+        "1",
+        "--rule-tokens",
+        "9",
+        "--rule-repeats",
+        "1",
+    ]
+    monkeypatch.setattr(sys, "argv", ["x", str(copied), "--to", str(tmp_path / "engine.json"), *arguments])
+    engine.main()
+    printed = capsys.readouterr().out
+    rows = [line.split(" | ") for line in printed.splitlines() if line.startswith(("| pytorch", "| gguf"))]
+    assert [row[3] for row in rows if not row[3].startswith("rule")] == ["1", "2", "1", "2"]
+    assert [row[3].endswith("1 texts of 9") for row in rows] == [False, False, True, False, False, True]
+    same = [float(row[4]) for row in rows[3:5]]
+    assert same == [2.0, 3.0]  # the target drafting for itself is accepted whole
+    assert all(0 < float(row[5]) <= float(row[6]) for row in rows if not row[3].startswith("rule"))
+    monkeypatch.setattr(engine, "measure_case", None)  # finished cases are kept
+    engine.main()
+    assert capsys.readouterr().out == printed
+
+
+@pytest.mark.parametrize("backend", ["pytorch", pytest.param("static", marks=pytest.mark.slow), "gguf"])
+def test_the_soak_goes_on_where_it_stopped_and_finds_faults(
+    backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    soak = script("soak", monkeypatch)
+    monkeypatch.setattr(soak, "NOTED", 5)
+    monkeypatch.setattr(soak, "LOOKED_AT", 2)
+    arguments = ["soak", "--backend", backend, "--to", str(tmp_path / "soak.json"), "--prompts"]
+    monkeypatch.setattr(sys, "argv", [*arguments, "10"])
+    soak.main()
+    kept = read_json(tmp_path / "soak.json")
+    assert kept["next"] == 10 and len(kept["memory"]) == 1 and kept["counts"]["looked at"] > 0
+    monkeypatch.setattr(sys, "argv", [*arguments, "15"])
+    soak.main()
+    assert f"{backend}: 15 prompts" in capsys.readouterr().out
+    kept = read_json(tmp_path / "soak.json")
+    assert kept["next"] == 15 and [len(one) for one in kept["memory"]] == [2, 1]
+
+    # A decoder that loses the last token of a text, and a cache that holds another text than it says, are found.
+    def shorter(*given: Any) -> Any:
+        yield from decode(*given)
+        given[5].tokens.pop()
+
+    monkeypatch.setattr(soak, "decode", shorter)
+    monkeypatch.setattr(sys, "argv", [*arguments, "20"])
+    with pytest.raises(AssertionError, match="tokens instead of"):
+        soak.main()
+
+    def other(target: Any, *given: Any) -> Any:
+        yield from decode(target, *given)
+        held = target.lengths[0]
+        target.rollback([0])
+        target.extend([7] * held, want=[held - 1])
+
+    monkeypatch.setattr(soak, "decode", other)
+    with pytest.raises(AssertionError, match="the cache has drifted"):
+        soak.main()

@@ -105,10 +105,10 @@ def _measured(model: str, depths: list[int], most: int, repeats: int, threads: i
     import torch
 
     from distill.models.hugging_face import load_model, pick_device
-    from distill.models.torch_model import TorchModel
+    from distill.models.loaded import torch_decoder
 
     torch.set_num_threads(thread_count(threads))
     place = local_reference(model)
     return measure_curve(
-        TorchModel(load_model(place, "float32", pick_device("auto"))), model, "pytorch", depths, most, repeats
+        torch_decoder(load_model(place, "float32", pick_device("auto"))), model, "pytorch", depths, most, repeats
     )

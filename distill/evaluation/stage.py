@@ -16,7 +16,7 @@ from distill.evaluation.measure import measure_blocks, position_acceptance, summ
 from distill.files import write_atomically, write_text
 from distill.models.hugging_face import end_ids, load_model, load_target, load_tokenizer, pick_device, real_tokens
 from distill.models.kept import read_kept
-from distill.models.torch_model import TorchModel
+from distill.models.loaded import torch_decoder
 from distill.packing import Packed, pack
 from distill.progress import Progress
 from distill.recipe import Evaluate, Recipe
@@ -61,7 +61,7 @@ def decode_rounds(
     vocabulary: int | None = None,
 ) -> list[list[Round]]:
     """Greedy speculative decoding of every prompt; the rounds of each."""
-    first, second = TorchModel(target, vocabulary), TorchModel(draft, vocabulary)
+    first, second = torch_decoder(target, vocabulary), torch_decoder(draft, vocabulary)
     progress = Progress(title, len(prompts))
     rounds = []
     for prompt in prompts:

@@ -49,12 +49,16 @@ class KeptHead(torch.nn.Module):
     def __init__(self, head: torch.nn.Linear, kept: Tensor) -> None:
         super().__init__()
         self.rows = head.weight.shape[0]
+        self.product: torch.nn.Module | None = None  # what multiplies instead of torch's own product
         self.register_buffer("kept", kept.to(head.weight.device), persistent=False)
         self.register_buffer("weight", head.weight.detach()[kept.to(head.weight.device)].clone(), persistent=False)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Logits [..., V] of hidden states [..., H]."""
-        kept_logits = torch.nn.functional.linear(hidden, self.weight)
+        if self.product is not None:
+            kept_logits = self.product(hidden)
+        else:
+            kept_logits = torch.nn.functional.linear(hidden, self.weight)
         logits = kept_logits.new_full((*kept_logits.shape[:-1], self.rows), -torch.inf)
         return logits.index_copy_(-1, self.kept, kept_logits)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any, Literal
 
 from distill.errors import DataError, RecipeError
 from distill.models.base import Model
+from distill.models.cpu.prepacked import prepacked
 from distill.models.gguf.build import require_possible
 from distill.models.gguf.file import GgufFile
 from distill.models.gguf.file_head import open_head
@@ -27,7 +29,7 @@ from distill.models.hugging_face import (
     real_tokens,
 )
 from distill.models.metadata import VocabularyMetadata
-from distill.models.torch_model import TorchModel
+from distill.models.torch_model import TorchModel, model_name
 from distill.recipe import Gguf, GgufOptions, PyTorch, Target
 from distill.vocabulary import Vocabulary
 
@@ -107,7 +109,7 @@ def load_pair(
     if is_gguf(target.model):
         if pytorch != GROWING:
             raise RecipeError(
-                f"{target.model} runs in llama.cpp, and static, compile and draft_device are settings of PyTorch",
+                f"{target.model} runs in llama.cpp; static, compile, draft_device and prepack are settings of PyTorch",
                 "leave them out, or give Hugging Face folders",
             )
         return _load_files(target.model, draft, tokens, nodes, threads, gguf or Gguf())
@@ -126,7 +128,10 @@ def torch_decoder(
     Ids from `vocabulary` on are padding. `tokens` are those that a text is expected to hold.
     """
     if not pytorch.static:
-        return TorchModel(model, vocabulary)
+        own, reason = prepacked(model) if pytorch.prepack else (model, "")
+        if reason:
+            print(f"{model_name(model)}: {reason}", file=sys.stderr)
+        return TorchModel(own, vocabulary)
     from distill.models.static.static_model import StaticTorchModel
 
     return StaticTorchModel(model, vocabulary, size=tokens, compiled=pytorch.compile)

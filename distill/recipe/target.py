@@ -45,6 +45,11 @@ class PyTorch(Section):
         "recorded as graphs",
     )
     draft_device: str | None = Field(None, description="the draft's device; null: the target's")
+    prepack: bool = Field(
+        True,
+        description="on a CPU: lay the weights of linear layers out once as oneDNN's kernels for few tokens read them; "
+        "takes their memory a second time, and is left out, with a message, where half of the free memory is less",
+    )
 
     @model_validator(mode="after")
     def _compiled_steps_are_static(self) -> PyTorch:
@@ -55,8 +60,12 @@ class PyTorch(Section):
     @property
     def suffix(self) -> str:
         """What tables add to the name of a pair that decodes like this; nothing by default."""
-        names = [("static cache", self.static), ("compiled", self.compile), (f"draft on {self.draft_device}", True)]
-        names = names if self.draft_device is not None else names[:2]
+        names = [
+            ("static cache", self.static),
+            ("compiled", self.compile),
+            (f"draft on {self.draft_device}", self.draft_device is not None),
+            ("not prepacked", not self.prepack),
+        ]
         return "".join(f", {name}" for name, holds in names if holds)
 
 

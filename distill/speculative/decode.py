@@ -17,7 +17,7 @@ from distill.grammar.constrained import Constrained
 from distill.grammar.constraint import Constraint
 from distill.models.base import Logits, Model
 from distill.sampler import Sampler
-from distill.speculative.draft import Drafter, ModelDrafter
+from distill.speculative.draft import NOTHING, Drafter, ModelDrafter
 from distill.speculative.lengths import Fixed
 from distill.speculative.on_device.device_draft import RowRound
 from distill.speculative.on_device.device_round import rounds_on_device
@@ -27,6 +27,7 @@ from distill.speculative.stop_strings import Stop
 from distill.speculative.verify import CHAINS, TREES, Random, draw_chain, draw_token, refusal, walk
 
 GREEDY = Sampler(temperature=0)
+ONLY = (0,)  # the logits of a lone token
 SYNTHETIC = "acceptance is synthetic: drawn at given rates, not decided by the target"
 
 
@@ -187,14 +188,15 @@ def plain(
     prefilled = time.perf_counter()
     result.prefill_seconds = prefilled - started
     _, ended = add_tokens(result, [token], 0, rules)
-    only = [0]
     # The largest logit is read from the device as it is; a distribution would be copied whole.
     rounds = None if rules.by_argmax else rounds_on_device(target, rules, None)
     while len(result.tokens) < limit and not ended and target.lengths[0] < target.capacity:
         if rounds is not None:
             token = rounds.run([RowRound(0, [token], rules.random)])[0].token
+        elif rules.by_argmax:
+            token = target.extend([token], want=ONLY).argmax()[0]
         else:
-            token = next_token(target.extend([token], want=only), [*prompt, *result.tokens], rules)
+            token = next_token(target.extend([token], want=ONLY), [*prompt, *result.tokens], rules)
         _, ended = add_tokens(result, [token], 0, rules)
     result.seconds = time.perf_counter() - prefilled
     return result
@@ -238,7 +240,7 @@ def decode(
         if rounds is not None:
             proposal, accepted, token = round_of_text(rounds, drafter, context, most, rules)
         else:
-            proposal = drafter.propose(context, most, rules.ends) if most > 0 else Proposal.chain([])
+            proposal = drafter.propose(context, most, rules.ends) if most > 0 else NOTHING
             accepted, token = _verify(target, context, proposal, rules)
         new = [*(proposal.tokens[node] for node in accepted), token]
         certain, ended = add_tokens(result, new, len(accepted), rules)
@@ -256,6 +258,8 @@ def _verify(target: Model, context: Sequence[int], proposal: Proposal, rules: Ru
 
     The target is left with everything committed but that token.
     """
+    if not proposal.tokens and rules.by_argmax:  # of small models, all that follows takes a thirtieth of a step
+        return [], target.extend(context[-1:], want=ONLY).argmax()[0]
     tokens = [context[-1], *proposal.tokens]
     depth = target.lengths[0]
     # Without siblings, distinct and token are the same.

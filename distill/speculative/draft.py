@@ -23,6 +23,7 @@ from distill.speculative.trees.tree import features_of
 from distill.speculative.verify import Random, draw_token
 
 NONE = -1  # no token: the draft's logits are −∞ everywhere
+NOTHING = Proposal.chain([])
 
 
 class Drafter(Protocol):
@@ -189,6 +190,8 @@ class ModelDrafter:
 
     def propose(self, context: Sequence[int], limit: int, ends: Collection[int]) -> Proposal:
         """A chain, one step of the model for each token."""
+        if self.rule.limit() <= 0:
+            return NOTHING
         chain = ChainDraft(self.rule, self.random, self.argmax, limit, ends)
         by_argmax = largest_logit_decides(self.argmax, self.sampler, [self.rule])
         read = 0
@@ -217,7 +220,8 @@ class ModelDrafter:
 
     def accepted(self, proposal: Proposal, count: int, length: int, seconds: float) -> None:
         """Forget the rejected tokens (the last drafted one was never read) and let the rule learn."""
-        self.model.rollback([min(self.model.lengths[0], length - 1)])
+        if proposal.tokens or self.model.lengths[0] >= length:  # a rule may have dropped tokens that were read
+            self.model.rollback([min(self.model.lengths[0], length - 1)])
         if self._late:
             self.rule.caught_up(self._late)
         self.rule.observe(len(proposal.tokens), count, proposal.features, seconds - self._late)

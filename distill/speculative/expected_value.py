@@ -13,6 +13,7 @@ from distill.speculative.costs.curve import StepCosts
 from distill.speculative.lengths import Rule
 from distill.speculative.proposal import Features
 
+LONGEST_REST = 1024  # tokens of plain decoding before another try
 PRIOR = 2.0  # tokens that the usual acceptance counts for, beside those of the round
 
 
@@ -30,8 +31,9 @@ class ExpectedValue(Rule):
     The rule decodes plainly for `probe` tokens after `patience` rounds in which nothing was worth submitting, or when
     the rounds together lost `allowance` tokens' time against plain decoding, and more than chance explains: `doubt`
     times the root of the sum of their squared losses. Then it tries again. It gives up after `tries` rounds or a
-    quarter of the allowance, unless a round drafts something or the loss is made up for. `usual`, `allowance` and
-    `doubt` were chosen on validation traces: with 24 tokens and no doubt, pairs that cannot gain lost up to a tenth.
+    quarter of the allowance, unless a round drafts something or the loss is made up for. While drafting has lost more
+    than it gained in the whole text, each loss doubles the time of plain decoding. `usual`, `allowance` and `doubt`
+    were chosen on validation traces: with 24 tokens and no doubt, pairs that cannot gain lost up to a tenth.
     """
 
     costs: StepCosts
@@ -56,11 +58,13 @@ class ExpectedValue(Rule):
     _idle: int = field(default=0, init=False)
     _loss: float = field(default=0.0, init=False)
     _squares: float = field(default=0.0, init=False)  # of the rounds' losses since there was none
+    _gained: float = field(default=0.0, init=False)  # tokens' time that drafting has gained in all
     _whole: bool = field(default=False, init=False)  # the last round was accepted whole
     _plain: int = field(default=0, init=False)  # tokens of plain decoding left
+    _rest: int = field(init=False)  # tokens of plain decoding after the next time it gives up
 
     def __post_init__(self) -> None:
-        self._usual = self.usual
+        self._usual, self._rest = self.usual, self.probe
         self._tokens, self._seconds = 16.0, 16.0 * self.costs.target[0]
         self.rate = self._tokens / self._seconds
 
@@ -128,6 +132,7 @@ class ExpectedValue(Rule):
     def caught_up(self, seconds: float) -> None:
         """Reading what was decoded without the draft has to be made up for, too."""
         self._loss += seconds / self.costs.target[0]
+        self._gained -= seconds / self.costs.target[0]
 
     def observe(self, drafted: int, accepted: int, features: Sequence[Features], seconds: float) -> None:
         """Learn λ, the usual acceptance and the calibration; switch to plain decoding, or back from it."""
@@ -145,8 +150,13 @@ class ExpectedValue(Rule):
         self._idle = 0 if drafted else self._idle + 1
         lost = seconds / self.costs.target[0] - tokens
         self._loss, self._squares = max(self._loss + lost, 0.0), self._squares + lost * lost
+        self._gained -= lost
         if self._loss == 0:
             self._squares = 0.0
-        if self._idle >= self.patience or self._loss >= max(self.allowance, self.doubt * self._squares**0.5):
-            self._plain, self._idle = self.probe, max(self.patience - self.tries, 0)
+        if self._gained > 0:
+            self._rest = self.probe
+        lossy = self._loss >= max(self.allowance, self.doubt * self._squares**0.5)
+        if lossy or self._idle >= self.patience:
+            self._plain, self._idle = self._rest if lossy else self.probe, max(self.patience - self.tries, 0)
+            self._rest = min(2 * self._rest, LONGEST_REST) if lossy else self._rest
             self._loss, self._squares = 0.75 * self.allowance, 0.0

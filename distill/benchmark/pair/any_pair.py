@@ -309,9 +309,9 @@ def _batches(
 ) -> list[BatchFigures]:
     if not wanted.batches:
         return []
-    assert pair.hugging_face is not None and isinstance(pair.target, TorchModel)
+    assert isinstance(pair.target, TorchModel) and isinstance(pair.draft, TorchModel)
     return measure_batches(
-        pair.hugging_face,
+        (pair.target.model, pair.draft.model),  # prepacked where they are
         pair.target.vocabulary_size,
         prompts,
         wanted.batches,

@@ -82,9 +82,12 @@ class GgufContext:
         The common case, a step or a verification, without the bookkeeping that costs a tenth of a small step.
         """
         count = len(tokens)
-        self._token[:count] = tokens
-        self._position[:count] = self._ascending[start : start + count]
-        self._output[:count] = not last_only
+        if count == 1:
+            self._token[0], self._position[0] = tokens[0], start
+        else:
+            self._token[:count] = tokens
+            self._position[:count] = self._ascending[start : start + count]
+            self._output[: count - 1] = not last_only
         self._output[count - 1] = 1
         self._run(count, count, start)
         asked = 1 if last_only else count

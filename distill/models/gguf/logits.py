@@ -39,10 +39,10 @@ class GgufLogits:
     def argmax(self, empty: int | None = None) -> list[int]:
         """The best id of each row, the smallest id on ties; `empty` where a row is −∞ everywhere."""
         rows = self._rows()
-        best = rows.argmax(axis=1)
-        largest: list[float] = rows[np.arange(len(rows)), best].tolist()
+        # Few calls of numpy: between the steps of a large model each is read from memory again.
+        ids: list[int] = rows.argmax(axis=1).tolist() if len(rows) > 1 else [int(row.argmax()) for row in rows]
+        largest: list[float] = [rows.item(row, token) for row, token in enumerate(ids)]
         require_finite(largest, self.place, empty is not None)
-        ids: list[int] = best.tolist()
         if empty is None:
             return ids
         return [token if value > -math.inf else empty for token, value in zip(ids, largest, strict=True)]

@@ -14,7 +14,6 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from distill.errors import DataError
 from distill.models.base import check_call, check_counts, check_rollback, check_tokens, check_want
 from distill.models.finite import place_of
 from distill.models.gguf.branches import Branches
@@ -188,7 +187,7 @@ class GgufModel:
         self.generation += 1
         try:
             rows = self._context.decode_few(tokens, self._length, last_only)
-        except DataError:
+        except BaseException:
             self._context.withdraw(0, self._length)
             raise
         self._length += len(tokens)
@@ -227,7 +226,8 @@ class GgufModel:
         length = check_rollback(lengths, self._length)
         if len(self._branches):
             self._branches.drop(self._length)
-        if length < self._length:
+        # A signal may have come between llama.cpp's step and our count of it: a new text begins in an empty cache.
+        if length < self._length or length == 0:
             self._context.remove(0, length)
             self._length = length
             self._branches.shorten(length)

@@ -11,6 +11,7 @@ from typing import Any
 from distill.errors import DataError
 from distill.models.base import Model
 from distill.models.batched import BatchedTorchModel
+from distill.models.cpu.prepacked import prepacked
 from distill.models.hugging_face import end_ids, load_target, pick_device, real_tokens, text_folder
 from distill.recipe import Recipe
 from distill.sampler import Sampler
@@ -73,7 +74,9 @@ class TorchWriter:
         if not refilled:
             return
         try:
-            batched = BatchedTorchModel(self.model, self.batch, self.vocabulary)
+            fast, reason = prepacked(self.model) if recipe.pytorch.prepack else (self.model, "")
+            self.notes += filter(None, [reason])
+            batched = BatchedTorchModel(fast, self.batch, self.vocabulary)
         except ValueError as error:
             if recipe.answers.repetition_penalty != 1:
                 raise DataError(
