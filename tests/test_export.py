@@ -485,8 +485,8 @@ def test_top_breaks_ties_by_id(exported: Path) -> None:
 
     with GgufModel(exported.parent / "f32.gguf", context=8) as gguf:
         rows = np.array([[0, 2, 1, 2, 1, 1, 0], [5, 5, 5, 5, 5, 5, 5]], dtype=np.float32)
-        assert GgufLogits(gguf, rows).top(4)[0].tolist() == [[1, 3, 2, 4], [0, 1, 2, 3]]
-        assert GgufLogits(gguf, rows).top(7)[0].tolist() == [[1, 3, 2, 4, 5, 0, 6], [0, 1, 2, 3, 4, 5, 6]]
+        assert GgufLogits(gguf, rows, [1, 2]).top(4)[0].tolist() == [[1, 3, 2, 4], [0, 1, 2, 3]]
+        assert GgufLogits(gguf, rows, [1, 2]).top(7)[0].tolist() == [[1, 3, 2, 4, 5, 0, 6], [0, 1, 2, 3, 4, 5, 6]]
 
 
 @needs_llama

@@ -92,7 +92,7 @@ def test_temperatures_that_are_none(temperature: float) -> None:
 
 
 class Files:
-    generation = 0
+    generation, path = 0, "model"
 
 
 @pytest.mark.parametrize("wrong", WRONG)
@@ -102,12 +102,14 @@ def test_an_argmax_is_checked(engine: str, wrong: str) -> None:
         if engine == "torch":
             return TorchLogits(torch.tensor(rows), lambda row: f"model after {row} tokens")
         values = numpy.array(rows, dtype=numpy.float32)
-        return GgufLogits(Files(), values, lambda row: f"model after {row} tokens")  # type: ignore[arg-type]
+        return GgufLogits(Files(), values, range(len(rows)))  # type: ignore[arg-type]
 
     bad = logits([[-INF, 1.0, 0.0], WRONG[wrong]])
     for read in (bad.argmax, lambda: bad.top(1), lambda: bad.top(2)):
         with pytest.raises(DataError, match="model after 1 tokens"):
             read()
+    with pytest.raises(DataError, match="model after 0 tokens"):  # a lone row
+        logits([WRONG[wrong]]).argmax()
     assert logits([[-INF, 1.0, 1.0]]).argmax() == [1]
     if wrong == "all -inf":
         assert bad.argmax(-1) == [1, -1]

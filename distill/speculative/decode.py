@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -31,8 +32,7 @@ ONLY = (0,)  # the logits of a lone token
 SYNTHETIC = "acceptance is synthetic: drawn at given rates, not decided by the target"
 
 
-@dataclass(frozen=True)
-class Round:
+class Round(NamedTuple):
     """One round: tokens in the target's context before it, drafted, accepted, and seconds."""
 
     depth: int
@@ -230,11 +230,22 @@ def decode(
     context = [*prompt, first]
     certain, ended = add_tokens(result, [first], 0, rules)
     yielded, rounds = 0, rounds_of_text(target, drafter, rules)
+    # A rule that rests is asked directly: where steps are short, all that a round does otherwise would show.
+    resting = drafter.rule if type(drafter) is ModelDrafter and rules.by_argmax and rounds is None else None
     while len(result.tokens) < limit and not ended and target.lengths[0] < target.capacity:
         yield result.tokens[yielded:certain]
         yielded = certain
         round_started = time.perf_counter()
         depth = target.lengths[0]
+        if resting is not None and resting.limit() == 0:
+            token = target.extend(context[-1:], want=ONLY).argmax()[0]
+            certain, ended = add_tokens(result, [token], 0, rules)
+            context.append(token)
+            seconds = time.perf_counter() - round_started
+            resting.observe(0, 0, (), seconds)
+            result.seconds += seconds
+            result.rounds.append(Round(depth, 0, 0, seconds))
+            continue
         # No more than can still be used: the round emits one token beyond those accepted.
         most = min(limit - len(result.tokens) - 1, target.capacity - depth - 1, drafter.room(depth + 1))
         if rounds is not None:

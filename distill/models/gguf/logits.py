@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from distill.models.finite import Place, require_finite
+from distill.models.finite import Place, place_of, require_finite
 
 if TYPE_CHECKING:
     from distill.models.gguf.model import GgufModel
@@ -22,14 +22,19 @@ if TYPE_CHECKING:
 class GgufLogits:
     """Logits [n, V] as a view of llama.cpp's own buffer; see `distill.models.base.Logits`."""
 
-    def __init__(self, model: GgufModel, rows: NDArray[np.float32], place: Place | None = None) -> None:
+    def __init__(self, model: GgufModel, rows: NDArray[np.float32], lengths: Sequence[int]) -> None:
         self._model = model
         self._generation = model.generation
         self._array = rows
-        self.place = place
+        self._lengths = lengths  # of the texts that the rows follow
 
     def __len__(self) -> int:
         return len(self._array)
+
+    @property
+    def place(self) -> Place:
+        """The file and the position of each row; made when a message needs it."""
+        return place_of(str(self._model.path), self._lengths)
 
     def _rows(self) -> NDArray[np.float32]:
         if self._generation != self._model.generation:
@@ -39,8 +44,12 @@ class GgufLogits:
     def argmax(self, empty: int | None = None) -> list[int]:
         """The best id of each row, the smallest id on ties; `empty` where a row is −∞ everywhere."""
         rows = self._rows()
-        # Few calls of numpy: between the steps of a large model each is read from memory again.
-        ids: list[int] = rows.argmax(axis=1).tolist() if len(rows) > 1 else [int(row.argmax()) for row in rows]
+        if len(rows) == 1:
+            # As few calls as can be: between the steps of a large model each is fetched from memory again.
+            best = int(rows.argmax())
+            if -math.inf < rows.item(best) < math.inf:
+                return [best]
+        ids: list[int] = rows.argmax(axis=1).tolist()
         largest: list[float] = [rows.item(row, token) for row, token in enumerate(ids)]
         require_finite(largest, self.place, empty is not None)
         if empty is None:

@@ -15,7 +15,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distill.models.base import check_call, check_counts, check_rollback, check_tokens, check_want
-from distill.models.finite import place_of
 from distill.models.gguf.branches import Branches
 from distill.models.gguf.context import FEW, GgufContext
 from distill.models.gguf.file import GgufFile
@@ -163,7 +162,7 @@ class GgufModel:
         return self._logits(rows, lengths if want is None else [lengths[index] for index in want])
 
     def _logits(self, rows: NDArray[np.float32], lengths: Sequence[int]) -> GgufLogits:
-        return GgufLogits(self, rows, place_of(str(self.path), lengths))
+        return GgufLogits(self, rows, lengths)
 
     def _decode_nodes(
         self, tokens: Sequence[int], depths: Sequence[int], through: list[list[int]], want: Sequence[int] | None
