@@ -78,6 +78,25 @@ def test_each_part_of_a_round_is_found(pair: tuple[Any, Any]) -> None:
     assert (costs.draft, costs.draft_two) == pytest.approx((2, 2.25))
 
 
+class Building(Clocked):
+    """A model that takes 3 seconds more for a step of another size than the last one had."""
+
+    def extend(self, tokens: Sequence[int], *rest: Any, **named: Any) -> Any:
+        self._clock[0] += 3.0 * (len(tokens) != (self.steps or [0])[-1])
+        return super().extend(tokens, *rest, **named)
+
+
+def test_a_round_like_the_last_one_is_cheaper(pair: tuple[Any, Any]) -> None:
+    plainly, draft = pair
+    target = Building(plainly._model, plainly._clock, 10.0, 1.5)
+    paid = measure_paid(target, draft, [[1, 2, 3, 4, 5], [6, 5, 4, 3, 2]], [2, 4], repeats=6)
+    assert dict(paid.settled) == pytest.approx({n: 10 + 1.5 * n for n in (1, 2, 3, 4)})
+    assert dict(paid.verify) == pytest.approx({n: 13 + 1.5 * n for n in (1, 2, 3, 4)})
+    # Fixed lengths are predicted from the one, rules reckon with the other.
+    assert paid.round_seconds(4, 0.0) == pytest.approx(16 + 4 * 2)
+    assert paid.step_costs().target[4] == pytest.approx(19)
+
+
 @pytest.mark.parametrize("length", [1, 3, 5])
 def test_the_prediction_is_what_a_request_takes(pair: tuple[Any, Any], length: int) -> None:
     target, draft = pair

@@ -41,7 +41,9 @@ class DraftSteps:
 class PaidCosts:
     """Median seconds of a pair's requests.
 
-    `token`: of plain decoding; `verify[n]`: of a round of n drafted tokens without its draft steps. `by_argmax`: draft
+    `token`: of plain decoding; `verify[n]`: of a round of n drafted tokens without its draft steps, where the round
+    before drafted another number, and `settled[n]` where it drafted as many: llama.cpp then has its graph still. Both
+    are equal where no such round was timed. `by_argmax`: draft
     steps whose largest logit alone decides, as those of fixed lengths; `by_distribution`: those whose distribution is
     made and read. `target_prompt`, `draft_prompt`: of reading a token of the prompt.
     """
@@ -52,6 +54,7 @@ class PaidCosts:
     by_distribution: DraftSteps
     target_prompt: float
     draft_prompt: float
+    settled: Mapping[int, float] = field(default_factory=dict)
 
     def step_costs(self) -> StepCosts:
         """What length rules and trees reckon with, up to the first length that was not timed.
@@ -69,7 +72,7 @@ class PaidCosts:
         """Of a round of fixed `length` > 0, a share `whole` of which follow a round that was accepted whole."""
         steps = self.by_argmax
         first = steps.first + whole * (steps.first_two - steps.first)
-        return self.verify[length] + first + (length - 1) * steps.later
+        return self.settled.get(length, self.verify[length]) + first + (length - 1) * steps.later
 
     def predicted_speedup(self, length: int, accepted: Sequence[float], prompt: int, new: int) -> float:
         """Speed of a fixed `length` > 0 over plain decoding, for `new` tokens after `prompt` tokens that both read.
@@ -131,8 +134,8 @@ class Timer(Rule):
 def measure_paid(
     target: Model, draft: Model, prompts: Sequence[Sequence[int]], lengths: Sequence[int], repeats: int
 ) -> PaidCosts:
-    """Decode the prompts greedily, plainly and with rounds of all lengths in mixed order, until each length was timed
-    `repeats` times; 1, 2 and 3 are timed in any case.
+    """Decode the prompts greedily, plainly and with rounds of all lengths in mixed order, two of each in a row, until
+    each length was timed `repeats` times; 1, 2 and 3 are timed in any case.
 
     Texts go on behind end tokens and are begun again when the prompts are used up. A prompt that leaves too little room
     is shortened. Raises DataError for contexts that have no room for a round.
@@ -144,12 +147,13 @@ def measure_paid(
             f"a context of {capacity} tokens has no room to time rounds of {wanted[-1]} drafted tokens",
             "draft fewer tokens, or give models of a larger context",
         )
-    order = [(n, mode) for n in wanted for mode in (False, True)]
-    random.Random(0).shuffle(order)  # a slow spell of the machine hits all lengths
+    draws = random.Random(0)  # in mixed order a slow spell of the machine hits all lengths
+    order = [(n, mode) for n in draws.sample(wanted, len(wanted)) for mode in draws.sample((False, True), 2)]
     rules = Rules(GREEDY, "greedy")
     timer = Timer(draft, order)
     drafter = ModelDrafter(draft, timer, GREEDY, rules.random)
-    rounds: dict[int, list[tuple[float, bool, str]]] = {n: [] for n in wanted}  # seconds beside the steps seen
+    # Seconds beside the steps seen, how its draft's steps were, and whether the round before had the same length.
+    rounds: dict[int, list[tuple[float, bool, str, bool]]] = {n: [] for n in wanted}
     steps: dict[tuple[bool, str], list[float]] = {}
     alone: list[float] = []
     reading: list[float] = []
@@ -174,21 +178,29 @@ def measure_paid(
         result = _round_after_round(target, drafter, prompt, limit, rules)
         reading.append(single.prefill_seconds / len(prompt))
         both.append(result.prefill_seconds / len(prompt))
-        for (drafted, mode, taken, read), done in zip(timer.rounds, result.rounds, strict=True):
+        lengths_before = [0, *(drafted for drafted, *_ in timer.rounds)]
+        timed = zip(timer.rounds, result.rounds, lengths_before, strict=False)
+        for (drafted, mode, taken, read), done, before in timed:
             if drafted < 1:
                 continue
             kind = {1: "first", 2: "first_two"}.get(done.depth + 1 - read, "other") if read >= 0 else "nothing"
-            rounds[drafted].append((done.seconds - sum(taken), mode, kind if drafted == 1 else "later"))
+            own_kind = kind if drafted == 1 else "later"
+            rounds[drafted].append((done.seconds - sum(taken), mode, own_kind, before == drafted))
             if taken:
                 steps.setdefault((mode, kind), []).append(taken[0])
                 steps.setdefault((mode, "later"), []).extend(taken[1:])
     own = statistics.median(reading)
     drafts = {mode: _steps(steps, mode) for mode in (False, True)}
-    verify = {}
+    verify, settled = {}, {}
     for n, found in rounds.items():
-        # Of a round's steps all but the last were seen; that one takes as long as the median of its kind.
-        unseen = [(seconds, {"nothing": 0.0, **asdict(drafts[mode])}.get(kind)) for seconds, mode, kind in found]
-        verify[n] = statistics.median([seconds - last for seconds, last in unseen if last is not None])
+        beside: dict[bool, list[float]] = {False: [], True: []}
+        for seconds, mode, kind, same in found:
+            # Of a round's steps all but the last were seen; that one takes as long as the median of its kind.
+            last = {"nothing": 0.0, **asdict(drafts[mode])}.get(kind)
+            if last is not None:
+                beside[same].append(seconds - last)
+        verify[n] = statistics.median(beside[False] or beside[True])
+        settled[n] = statistics.median(beside[True] or beside[False])
     return PaidCosts(
         token=statistics.median(alone),
         verify=verify,
@@ -196,6 +208,7 @@ def measure_paid(
         by_distribution=drafts[True],
         target_prompt=own,
         draft_prompt=max(statistics.median(both) - own, 0.0),
+        settled=settled,
     )
 
 
