@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from distill.errors import RecipeError
 from distill.recipe.gguf import Gguf, GgufOptions
 
-LLAMA_SERVER = "the llama-server of llama-cpp-python 0.3.36"  # the build on which these options were run
+LLAMA_SERVER = "the llama-server of llama-cpp-python 0.3.36's sources"  # the build on which these options were run
 VLLM = "0.33.0"  # the version whose sources these options were read in; vLLM was not run
 DRAFT_TYPE = "draft-simple"  # of --spec-type: a plain draft model; without it the server loads the draft for nothing
 
@@ -36,7 +36,7 @@ OF_DRAFT = {
     "threads": "--spec-draft-threads",
     "threads_batch": "--spec-draft-threads-batch",
 }
-N_MAX, P_MIN = "--spec-draft-n-max", "--spec-draft-p-min"
+SPEC_TYPE, N_MAX, P_MIN = "--spec-type", "--spec-draft-n-max", "--spec-draft-p-min"
 
 
 def pair_arguments(target: str, draft: str | None, n_max: int, p_min: float | None = None) -> list[str]:
@@ -44,7 +44,7 @@ def pair_arguments(target: str, draft: str | None, n_max: int, p_min: float | No
     if draft is None:
         return ["-m", target]
     floor = [] if p_min is None else [P_MIN, f"{p_min:g}"]
-    return ["-m", target, "-md", draft, "--spec-type", DRAFT_TYPE, N_MAX, str(n_max), *floor]
+    return ["-m", target, "-md", draft, SPEC_TYPE, DRAFT_TYPE, N_MAX, str(n_max), *floor]
 
 
 def option_arguments(gguf: Gguf, drafts: bool = True) -> list[str]:

@@ -149,7 +149,7 @@ def file_differences(target: Path, draft: Path, made: tuple[Path, Path] | None =
                 "the target's file",
                 f"{target} ({_named(ours)})",
                 f"{made[0]} ({_named(origin_of(made[0]))})",
-                "the draft was trained on the run's target: serve that, or refresh the draft on this one",
+                "serve the run's target, or refresh the draft on this one: it has learnt the text of the run's",
             )
         )
     recipes = [one.get("distill.recipe") for one in (theirs, ours)]
