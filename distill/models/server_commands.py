@@ -36,6 +36,7 @@ OF_DRAFT = {
     "threads": "--spec-draft-threads",
     "threads_batch": "--spec-draft-threads-batch",
 }
+TAKEN = ("flash_attn", "ubatch_size", "tensor_split", "mmap", "mlock")  # by a draft from its target
 SPEC_TYPE, N_MAX, P_MIN = "--spec-type", "--spec-draft-n-max", "--spec-draft-p-min"
 
 
@@ -53,7 +54,12 @@ def option_arguments(gguf: Gguf, drafts: bool = True) -> list[str]:
     Raises RecipeError for those that the server has no option for.
     """
     found = _arguments("target", gguf.target, OF_TARGET)
-    return found + _arguments("draft", gguf.draft, OF_DRAFT) if drafts else found
+    if not drafts:
+        return found
+    # The server's draft takes these from its target, so that they are no options of its own where both are the same.
+    same = {name: None for name in TAKEN if getattr(gguf.draft, name) == getattr(gguf.target, name)}
+    own = gguf.draft.model_dump(exclude_defaults=True, exclude=set(same))
+    return found + _arguments("draft", gguf.draft.model_construct(**own), OF_DRAFT)
 
 
 def _arguments(role: str, options: GgufOptions, names: dict[str, str]) -> list[str]:
@@ -66,8 +72,8 @@ def _arguments(role: str, options: GgufOptions, names: dict[str, str]) -> list[s
         raise RecipeError(f"llama-server has no {spelt}: its draft takes the target's", "leave it out")
     found = []
     for name, value in given.items():
-        shown = ",".join(f"{one:g}" if isinstance(one, float) else str(one) for one in value)
-        found += [names[name], shown if isinstance(value, list) else str(value)]
+        parts = value if isinstance(value, list) else [value]
+        found += [names[name], ",".join(f"{one:g}" if isinstance(one, float) else str(one) for one in parts)]
     # One option in llama.cpp; --no-mmap and --mlock, as other programs of it have, are gone from its server.
     mode = {(None, True): "mlock", (True, True): "mmap+mlock", (True, False): "mmap", (False, False): "none"}
     if mmap is False and mlock:

@@ -223,7 +223,7 @@ def note_template(wanted: Wanted, client: LlamaClient, found: Findings) -> None:
     except (ServingError, ValueError):
         found.notes.append("the server renders no conversation, so templates were not compared")
         return
-    advice = "serve with the target's own template: leave --chat-template out, and --jinja on"
+    advice = "serve with the target's own template: leave --chat-template out (it takes Jinja: a name is taken as text)"
     difference = template_difference(ours, theirs, advice)
     parts = template_parts(ours)
     if difference is None or parts is None:

@@ -188,7 +188,8 @@ def template_difference(ours: str, theirs: str, advice: str) -> Difference | Non
     """Whether two templates render the probing conversation alike."""
     if ours == theirs:
         return None
-    return Difference("the chat template", _shown(theirs), _shown(ours), advice)
+    lost = "" if PROBE in theirs else ", which leaves the user's message out"
+    return Difference("the chat template", _shown(theirs) + lost, _shown(ours), advice)
 
 
 def _shown(text: str) -> str:

@@ -59,6 +59,13 @@ def decode_files(
 
 
 def our_text(result: Decoded) -> OurText:
-    """A decoded text in the form of a server's."""
-    drafted, accepted = sum(r.drafted for r in result.rounds), sum(r.accepted for r in result.rounds)
+    """A decoded text with the counts that llama-server has for it.
+
+    Tokens behind the end of a text are drafted, and not accepted. Nor is a drafted end token, unless it is the last of
+    its round (common_sampler_sample_and_accept_n): it counts as the target's own.
+    """
+    drafted, accepted = sum(r.drafted for r in result.rounds), sum(result.from_draft)
+    last = next((place for place, drawn in enumerate(reversed(result.from_draft)) if not drawn), 0)
+    if last and last < result.rounds[-1].drafted and result.rounds[-1].accepted >= last:
+        accepted -= 1
     return OurText(result.tokens, TextCounts(len(result.tokens), drafted, accepted), result.seconds)
