@@ -35,6 +35,7 @@ SOURCES = os.environ.get("DISTILL_VLLM_SOURCES", "")
 # (vllm/engine/arg_utils.py).
 VLLM_FIELDS = {"method", "model", "num_speculative_tokens", "draft_tensor_parallel_size"}
 VLLM_OPTIONS = {"--speculative-config", "--tensor-parallel-size"}
+VLLM_ADVISED = {"--max-model-len", "--max-logprobs"}  # in remedies of `distill check`, and in the documents
 
 
 def options(**roles: Any) -> Gguf:
@@ -119,7 +120,7 @@ def test_vllm_has_them_in_its_sources() -> None:
     }
     assert fields >= VLLM_FIELDS and '"draft_model"' in ast.unparse(tree).replace("'", '"')
     options_there = (folder / "engine" / "arg_utils.py").read_text(encoding="utf-8")
-    assert all(f'"{option}"' in options_there for option in VLLM_OPTIONS)
+    assert all(f'"{option}"' in options_there for option in VLLM_OPTIONS | VLLM_ADVISED)
     metrics = (folder / "v1" / "spec_decode" / "metrics.py").read_text(encoding="utf-8")
     for name in ("num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_accepted_tokens_per_pos"):
         assert f'"vllm:spec_decode_{name}"' in metrics

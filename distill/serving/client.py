@@ -162,10 +162,10 @@ class Http:
                 f"{self.url} did not answer within {self.seconds:g} s",
                 "ask for fewer --tokens, or wait longer (--reply-seconds)",
             ) from None
-        except (httpx2.TransportError, httpx2.DecodingError) as error:
-            raise self._broken(error) from None
         except (httpx2.InvalidURL, httpx2.UnsupportedProtocol):
             raise RecipeError(f"{self.url} is no address of a server", "such as http://127.0.0.1:8080") from None
+        except (httpx2.TransportError, httpx2.DecodingError) as error:
+            raise self._broken(error) from None
 
     def _broken(self, error: Exception) -> ServingError:
         for _ in range(20):  # a process that was killed is known to be dead a moment later
