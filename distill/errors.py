@@ -48,3 +48,7 @@ class RunError(DistillError):
 
 class EndpointError(DistillError):
     """A server did not return the target's text or distributions as requested."""
+
+
+class ServingError(DistillError):
+    """A server under test did not start, stopped, refused, or does not draft."""

@@ -16,7 +16,18 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-STAGES = {"corpus", "target", "surgery", "training", "evaluation", "export", "benchmark", "report", "generate"}
+STAGES = {
+    "corpus",
+    "target",
+    "surgery",
+    "training",
+    "evaluation",
+    "export",
+    "benchmark",
+    "serving",
+    "report",
+    "generate",
+}
 LAYERS = (
     {"commands", "__main__"},
     {"pipeline"},

@@ -213,8 +213,8 @@ def test_settings_follow_from_the_curve() -> None:
 
 def test_no_draft_is_the_advice_where_nothing_pays() -> None:
     found = {s.name: s for s in settings(glm(), [0.3] * 15, 0.1, 0)}
-    assert found["--spec-draft-n-max"].value == "0" and "plain decoding" in found["--spec-draft-n-max"].why
-    assert "--spec-draft-p-min" not in found
+    assert found["--spec-type"].value == "none" and "plain decoding" in found["--spec-type"].why
+    assert not {"--spec-draft-n-max", "--spec-draft-p-min"} & set(found)
 
 
 def test_look_ahead_and_floor_by_hand() -> None:

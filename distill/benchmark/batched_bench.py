@@ -14,6 +14,7 @@ from typing import Any
 
 from distill.errors import DataError
 from distill.files import has_form, parse_object
+from distill.models.server_commands import N_MAX, P_MIN, SPEC_TYPE
 from distill.speculative.costs.curve import CostCurve, StepCosts, predicted_speedup
 
 NOTE = (
@@ -125,13 +126,14 @@ def settings(curve: CostCurve, accepted: Sequence[float], draft: float, depth: i
     ]
     if best == 0:
         why = f"No length beats plain decoding: {_best_drafting(speeds)}. Decode without the draft."
-        return [*found, Setting("--spec-draft-n-max", "0", why)]
+        # Not --spec-draft-n-max 0: llama-server drafts a token all the same, and aborts at the first request.
+        return [*found, Setting(SPEC_TYPE, "none", why)]
     floor = probability_floor(costs, accepted, best, speeds[best])
     return [
         *found,
-        Setting("--spec-draft-n-max", str(best), f"The fixed length of greatest predicted speed, {speeds[best]:.2f}×."),
+        Setting(N_MAX, str(best), f"The fixed length of greatest predicted speed, {speeds[best]:.2f}×."),
         Setting(
-            "--spec-draft-p-min",
+            P_MIN,
             f"{floor:.2f}",
             f"Below this probability a token costs more time than it saves at {speeds[best]:.2f}× "
             "(in llama.cpp lossless at temperature 0, or when the draft takes its best token).",

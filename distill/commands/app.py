@@ -22,6 +22,7 @@ from distill.commands.profile import profile
 from distill.commands.report import report
 from distill.commands.runs import list_runs
 from distill.commands.speedup import speedup
+from distill.commands.standalone.serve_check import serve_check
 from distill.commands.train import train
 from distill.commands.transplant import transplant
 from distill.errors import DistillError, RecipeError
@@ -48,6 +49,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "export-gguf": export_gguf,
     "transplant": transplant,
     "cut": cut,
+    "serve-check": serve_check,
     "report": report,
     "runs": list_runs,
 }
@@ -77,8 +79,10 @@ def options(
     set_console(quiet, verbose)
 
 
+PASSED_ON = {"serve-check": {"allow_extra_args": True}}  # what stands behind --
+
 for name, command in COMMANDS.items():
-    app.command(name)(command)
+    app.command(name, context_settings=PASSED_ON.get(name))(command)
 
 # Recent versions of typer raise the exceptions of a click of their own, older ones those of the package click.
 ClickException: Any = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")

@@ -159,14 +159,14 @@ def _exported(
 def _served(target: Path, draft: Path, advice: Advice | None) -> list[str]:
     """Print the command that serves the pair, or return llama.cpp's reason against it."""
     from distill.models.pairs import compare_pair
+    from distill.models.server_commands import llama_server
 
     report = compare_pair(str(target), str(draft))
     if report.llama_cpp is not None:
         remedy = report.remedies.get("llama_cpp", "")
         return [f"{draft} does not fit {target} by llama.cpp's rule: {report.llama_cpp} ({remedy})"]
-    length = f"--spec-draft-n-max {USUAL_LENGTH if advice is None else advice.n_max}"
-    floor = "" if advice is None or advice.p_min is None else f" --spec-draft-p-min {advice.p_min:g}"
-    print(f"llama-server -m {target} -md {draft} --spec-type draft-simple {length}{floor}")
+    length, floor = (USUAL_LENGTH, None) if advice is None else (advice.n_max, advice.p_min)
+    print(llama_server(str(target), str(draft), length, floor))
     return []
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import shlex
-
+from distill.models.server_commands import LLAMA_SERVER, VLLM, llama_server, transformers, vllm
 from distill.report.markup import block
 from distill.report.text import clean
 from distill.results.run_results import RunResults
@@ -37,9 +35,10 @@ def how_to_use(results: RunResults) -> str:
             "llama.cpp:",
             block("sh", _llama_cpp(results, best.get("gguf", length))),
             "vLLM:",
-            block("sh", _vllm(results, length)),
-            f"{origin} The options are those of recent releases; the figures above were not measured with these "
-            "commands.",
+            _vllm(results, length),
+            f"{origin} llama-server's options were run with {LLAMA_SERVER}, vLLM's were read in the sources of {VLLM} "
+            "and not run; on several GPUs vLLM splits the draft as the target. The figures above are of distill's own "
+            "decoder: `distill serve-check RUN --server PATH` measures the pair on your server.",
         ]
     )
 
@@ -50,42 +49,25 @@ def _preference(one: Measurement) -> tuple[bool, float]:
 
 
 def _transformers(results: RunResults, length: int) -> str:
-    target, draft = clean(results.target.path), clean(results.draft.path)
     same = results.target.vocabulary == results.draft.vocabulary
-    extra = "" if same else ", tokenizer=tokenizer, assistant_tokenizer=assistant_tokenizer"
-    lines = [
-        "from transformers import AutoModelForCausalLM, AutoTokenizer",
-        "",
-        f"tokenizer = AutoTokenizer.from_pretrained({target!r})",
-        f"target = AutoModelForCausalLM.from_pretrained({target!r})",
-        f"draft = AutoModelForCausalLM.from_pretrained({draft!r})",
-    ]
-    if not same:
-        lines += [
-            "# the two vocabularies differ in size, so transformers needs both tokenizers",
-            f"assistant_tokenizer = AutoTokenizer.from_pretrained({draft!r})",
-        ]
-    lines += [
-        f"draft.generation_config.num_assistant_tokens = {length}",
-        'draft.generation_config.num_assistant_tokens_schedule = "constant"',
-        'inputs = tokenizer("def fibonacci(n):", return_tensors="pt")',
-        f"output = target.generate(**inputs, assistant_model=draft{extra}, max_new_tokens=128)",
-        "print(tokenizer.decode(output[0], skip_special_tokens=True))",
-    ]
-    return "\n".join(lines)
+    return transformers(clean(results.target.path), clean(results.draft.path), length, same)
 
 
 def _llama_cpp(results: RunResults, length: int) -> str:
-    def path(model: str) -> str:
-        files = results.export.files if results.export else []
-        return shlex.quote(clean(next((file.path for file in files if file.model == model), f"{model}.gguf")))
+    files = results.export.files if results.export else []
 
-    return f"llama-server -m {path('target')} -md {path('draft')} --spec-type draft-simple --spec-draft-n-max {length}"
+    def path(model: str) -> str:
+        return clean(next((file.path for file in files if file.model == model), f"{model}.gguf"))
+
+    return llama_server(path("target"), path("draft"), length)
 
 
 def _vllm(results: RunResults, length: int) -> str:
-    config = {"method": "draft_model", "model": clean(results.draft.path), "num_speculative_tokens": length}
-    return (
-        f"vllm serve {shlex.quote(clean(results.target.path))} \\\n"
-        f"  --speculative-config {shlex.quote(json.dumps(config, ensure_ascii=False))}"
-    )
+    """A block, or the reason why vLLM does not take the pair."""
+    if results.target.vocabulary != results.draft.vocabulary:
+        return (
+            f"vLLM does not take this pair: it asks for the same number of rows, and the target has "
+            f"{results.target.vocabulary:,}, the draft {results.draft.vocabulary:,}. A transplant gives the draft the "
+            "target's rows."
+        )
+    return block("sh", vllm(clean(results.target.path), clean(results.draft.path), length))

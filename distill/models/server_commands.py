@@ -1,0 +1,131 @@
+"""The commands that serve a pair, for llama-server, vLLM and transformers: all that `distill` prints or runs.
+
+tests/test_server_commands.py holds llama-server's options to a real server, and vLLM's to the sources of a version.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Sequence
+
+from distill.errors import RecipeError
+from distill.recipe.gguf import Gguf, GgufOptions
+
+LLAMA_SERVER = "the llama-server of llama-cpp-python 0.3.36's sources"  # the build on which these options were run
+VLLM = "0.33.0"  # the version whose sources these options were read in; vLLM was not run
+DRAFT_TYPE = "draft-simple"  # of --spec-type: a plain draft model; without it the server loads the draft for nothing
+
+# llama-server's option for each of GgufOptions; those of a draft where it has one.
+OF_TARGET = {
+    "n_gpu_layers": "--n-gpu-layers",
+    "device": "--device",
+    "tensor_split": "--tensor-split",
+    "flash_attn": "--flash-attn",
+    "cache_type_k": "--cache-type-k",
+    "cache_type_v": "--cache-type-v",
+    "threads": "--threads",
+    "threads_batch": "--threads-batch",
+    "ubatch_size": "--ubatch-size",
+}
+OF_DRAFT = {
+    "n_gpu_layers": "--spec-draft-ngl",
+    "device": "--spec-draft-device",
+    "cache_type_k": "--spec-draft-type-k",
+    "cache_type_v": "--spec-draft-type-v",
+    "threads": "--spec-draft-threads",
+    "threads_batch": "--spec-draft-threads-batch",
+}
+TAKEN = ("flash_attn", "ubatch_size", "tensor_split", "mmap", "mlock")  # by a draft from its target
+SPEC_TYPE, N_MAX, P_MIN = "--spec-type", "--spec-draft-n-max", "--spec-draft-p-min"
+
+
+def pair_arguments(target: str, draft: str | None, n_max: int, p_min: float | None = None) -> list[str]:
+    """llama-server's arguments for a pair; `p_min` None leaves the server's own (0), `draft` None decodes plainly."""
+    if draft is None:
+        return ["-m", target]
+    floor = [] if p_min is None else [P_MIN, f"{p_min:g}"]
+    return ["-m", target, "-md", draft, SPEC_TYPE, DRAFT_TYPE, N_MAX, str(n_max), *floor]
+
+
+def option_arguments(gguf: Gguf, drafts: bool = True) -> list[str]:
+    """llama-server's arguments for llama.cpp's options of both models, without a draft the target's alone.
+
+    Raises RecipeError for those that the server has no option for.
+    """
+    found = _arguments("target", gguf.target, OF_TARGET)
+    if not drafts:
+        return found
+    # The server's draft takes these from its target, so that they are no options of its own where both are the same.
+    same = {name: None for name in TAKEN if getattr(gguf.draft, name) == getattr(gguf.target, name)}
+    own = gguf.draft.model_dump(exclude_defaults=True, exclude=set(same))
+    return found + _arguments("draft", gguf.draft.model_construct(**own), OF_DRAFT)
+
+
+def _arguments(role: str, options: GgufOptions, names: dict[str, str]) -> list[str]:
+    given = options.given()
+    mmap, mlock = given.pop("mmap", None), given.pop("mlock", False)
+    unknown = [name for name in given if name not in names] + ["mmap"] * (role == "draft" and mmap is not None)
+    unknown += ["mlock"] * (role == "draft" and mlock)
+    if unknown:
+        spelt = f"--{unknown[0].replace('_', '-')}-{role}"
+        raise RecipeError(f"llama-server has no {spelt}: its draft takes the target's", "leave it out")
+    found = []
+    for name, value in given.items():
+        parts = value if isinstance(value, list) else [value]
+        found += [names[name], ",".join(f"{one:g}" if isinstance(one, float) else str(one) for one in parts)]
+    # One option in llama.cpp; --no-mmap and --mlock, as other programs of it have, are gone from its server.
+    mode = {(None, True): "mlock", (True, True): "mmap+mlock", (True, False): "mmap", (False, False): "none"}
+    if mmap is False and mlock:
+        raise RecipeError("llama-server cannot read a file without mapping it and lock it too", "leave one of them out")
+    return [*found, "--load-mode", mode[mmap, mlock]] if (mmap, mlock) in mode else found
+
+
+def llama_server(
+    target: str,
+    draft: str | None,
+    n_max: int,
+    p_min: float | None = None,
+    further: Sequence[str] = (),
+    cut: bool = False,
+) -> str:
+    """The command that serves two GGUF files; with `cut` on two lines."""
+    shown = shlex.join(["llama-server", *pair_arguments(target, draft, n_max, p_min), *further])
+    return shown.replace(" --spec-type", " \\\n  --spec-type") if cut else shown
+
+
+def vllm(target: str, draft: str, length: int, ranks: int = 1) -> str:
+    """The command that serves two Hugging Face folders on `ranks` GPUs, of which vLLM asks the same for both models."""
+    config = {"method": "draft_model", "model": draft, "num_speculative_tokens": length}
+    split = f" --tensor-parallel-size {ranks}" if ranks > 1 else ""
+    if ranks > 1:
+        config["draft_tensor_parallel_size"] = ranks
+    return (
+        f"vllm serve {shlex.quote(target)}{split} \\\n"
+        f"  --speculative-config {shlex.quote(json.dumps(config, ensure_ascii=False))}"
+    )
+
+
+def transformers(target: str, draft: str, length: int, same_vocabulary: bool) -> str:
+    """Python that continues a text with two Hugging Face folders."""
+    extra = "" if same_vocabulary else ", tokenizer=tokenizer, assistant_tokenizer=assistant_tokenizer"
+    lines = [
+        "from transformers import AutoModelForCausalLM, AutoTokenizer",
+        "",
+        f"tokenizer = AutoTokenizer.from_pretrained({target!r})",
+        f"target = AutoModelForCausalLM.from_pretrained({target!r})",
+        f"draft = AutoModelForCausalLM.from_pretrained({draft!r})",
+    ]
+    if not same_vocabulary:
+        lines += [
+            "# the two vocabularies differ in size, so transformers needs both tokenizers",
+            f"assistant_tokenizer = AutoTokenizer.from_pretrained({draft!r})",
+        ]
+    lines += [
+        f"draft.generation_config.num_assistant_tokens = {length}",
+        'draft.generation_config.num_assistant_tokens_schedule = "constant"',
+        'inputs = tokenizer("def fibonacci(n):", return_tensors="pt")',
+        f"output = target.generate(**inputs, assistant_model=draft{extra}, max_new_tokens=128)",
+        "print(tokenizer.decode(output[0], skip_special_tokens=True))",
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,182 @@
+"""The fastest n_max and p_min on validation prompts, by successive halving, then confirmed on others.
+
+llama-server takes both at its start alone, so each pair of them is a server of its own. One runs at a time, as the
+memory of a real target wants it; the servers of a round are visited in one order and then in the reverse, so that a
+machine that becomes slower meanwhile is no advantage.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+
+from distill.intervals import Interval
+from distill.models.server_commands import llama_server, option_arguments
+from distill.progress import Progress
+from distill.results.serving_results import ChosenSettings, ConfirmedSettings, TriedSettings
+from distill.serving.client import Client, Reply
+from distill.serving.llama_server import LlamaServer
+from distill.serving.replaying import Replayed, warm
+
+N_MAX = range(1, 9)
+P_MIN = (0.0, 0.5, 0.75)
+PLAIN = (0, 0.0)  # n_max and p_min of plain decoding
+SHARES = (0.25, 0.5, 1.0)  # of the prompts in each round of halving
+KEPT = (12, 5)  # settings that draft, after the first and the second round; plain decoding stays in all of them
+FINALISTS = 3
+LEAST = 2  # prompts of a round
+OF_SETTINGS = {"--spec-draft-n-max", "--spec-draft-p-min", "--draft-p-min"}
+
+Settings = tuple[int, float]
+Opened = Callable[[LlamaServer], AbstractContextManager[Client]]
+
+
+@dataclass
+class Candidate:
+    """One pair of settings with its replies so far, `texts[prompt][visit]`."""
+
+    settings: Settings
+    texts: list[list[Reply]] = field(default_factory=list)
+    rounds: int = 0
+
+    @property
+    def replayed(self) -> Replayed:
+        """All replies, by prompt."""
+        return Replayed(self.texts)
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second over all of them."""
+        return self.rate_of(len(self.texts))
+
+    def rate_of(self, prompts: int) -> float:
+        """Tokens per second on the first prompts, which all candidates of a round have read as often.
+
+        Of a prompt the fastest reply counts: what else runs on the machine makes replies slower, never faster, and for
+        seconds at a time, so that a sum would drop the settings that it met.
+        """
+        fastest = [min(replies, key=lambda reply: reply.seconds) for replies in self.texts[:prompts]]
+        return sum(reply.count for reply in fastest) / sum(reply.seconds for reply in fastest)
+
+
+def grid() -> list[Settings]:
+    """Plain decoding and every pair of settings."""
+    return [PLAIN, *((n, p) for n in N_MAX for p in P_MIN)]
+
+
+def with_settings(server: LlamaServer, settings: Settings) -> LlamaServer:
+    """The server for one request at a time with these settings, those among the user's own arguments left out."""
+    n_max, p_min = settings
+    drop = {place + step for place, one in enumerate(server.further) if one in OF_SETTINGS for step in (0, 1)}
+    further = tuple(one for place, one in enumerate(server.further) if place not in drop)
+    one = replace(server, n_max=n_max, p_min=p_min, parallel=1, further=further)
+    return one.plain if settings == PLAIN else one
+
+
+def visit(
+    candidates: Sequence[Candidate],
+    server: LlamaServer,
+    prompts: Sequence[Sequence[int]],
+    limit: int,
+    opened: Opened,
+    title: str,
+) -> None:
+    """Every candidate on these prompts twice: in one order, and in the reverse."""
+    progress = Progress(title, 2 * len(candidates))
+    for one in candidates:
+        one.rounds += 1
+        one.texts += [[] for _ in range(len(prompts) - len(one.texts))]
+    for order in (candidates, candidates[::-1]):
+        for one in order:
+            with opened(with_settings(server, one.settings)) as client:
+                warm(client, prompts)
+                for place, prompt in enumerate(prompts):
+                    one.texts[place].append(client.complete(prompt, limit))
+            progress.step()
+
+
+def choose(
+    server: LlamaServer,
+    validation: Sequence[Sequence[int]],
+    held_out: Sequence[Sequence[int]],
+    limit: int,
+    opened: Opened,
+    whole_grid: bool = False,
+) -> ChosenSettings:
+    """The settings that were fastest on `validation`, with their speed on `held_out` beside that of the finalists, or
+    of the whole grid."""
+    started = time.monotonic()
+    tried = [Candidate(settings) for settings in grid()]
+    alive = tried
+    sizes = [0] * len(tried)
+    for number, share in enumerate(SHARES):
+        size = min(len(validation), max(LEAST, round(share * len(validation))))
+        visit(alive, server, validation[:size], limit, opened, f"settings, round {number + 1} of {len(SHARES)}")
+        for one in alive:
+            sizes[tried.index(one)] = size
+        drafting = sorted((one for one in alive if one.settings != PLAIN), key=lambda one: -one.rate_of(size))
+        plain = next(one for one in alive if one.settings == PLAIN)
+        alive = [plain, *drafting[: KEPT[number] if number < len(KEPT) else None]]
+    best = max(alive, key=lambda one: one.rate)
+    ranked = sorted(alive, key=lambda one: -one.rate)
+    finalists = [one.settings for one in ranked[:FINALISTS]]
+    if whole_grid:
+        finalists = grid()
+    rivals = [Candidate(one) for one in dict.fromkeys([best.settings, PLAIN, *finalists])]
+    visit(rivals, server, held_out, limit, opened, "settings, held-out prompts")
+    own = rivals[0].replayed
+    confirmed = [ConfirmedSettings(*one.settings, one.rate, own.over(one.replayed)) for one in rivals]
+    return ChosenSettings(
+        n_max=best.settings[0],
+        p_min=best.settings[1],
+        tried=[
+            TriedSettings(*one.settings, one.rounds, size, one.rate_of(size))
+            for one, size in zip(tried, sizes, strict=True)
+        ],
+        confirmed=confirmed,
+        sentence=_sentence(best.settings, confirmed),
+        command=_command(server, best.settings),
+        seconds=time.monotonic() - started,
+    )
+
+
+def named(settings: Settings) -> str:
+    """Settings in words."""
+    return "plain decoding" if settings == PLAIN else f"n_max {settings[0]}, p_min {settings[1]:g}"
+
+
+def _sentence(best: Settings, confirmed: Sequence[ConfirmedSettings]) -> str:
+    plain = next(one for one in confirmed if (one.n_max, one.p_min) == PLAIN)
+    fastest = max(confirmed, key=lambda one: one.tokens_per_second)
+    if best == PLAIN:
+        text = "Plain decoding was the fastest on the validation prompts: serve this target without the draft here."
+        if fastest.against.high >= 1:
+            return text
+        return (
+            f"{text} But {named((fastest.n_max, fastest.p_min))} is faster on the held-out prompts, over which plain "
+            f"decoding has {_ratio(fastest.against)}: give more validation prompts, more --tokens, and a quiet machine."
+        )
+    text = (
+        f"{named(best)}: the fastest on the validation prompts, {_ratio(plain.against)} plain decoding on held-out ones"
+    )
+    if (fastest.n_max, fastest.p_min) == best:
+        return f"{text}, where nothing that was tried is faster."
+    rival = named((fastest.n_max, fastest.p_min))
+    within = "within the interval" if fastest.against.high >= 1 else "beyond the interval: give more validation prompts"
+    return f"{text}; the fastest there is {rival}, over which it has {_ratio(fastest.against)}, {within}."
+
+
+def _ratio(found: Interval) -> str:
+    return f"{found.mean:.3f}× [{found.low:.3f}, {found.high:.3f}]"
+
+
+def _command(server: LlamaServer, settings: Settings) -> str:
+    """The command that serves with these settings, with the user's own options."""
+    one = with_settings(server, settings)
+    drafts = one.draft is not None
+    further = [*option_arguments(one.gguf, drafts), *one.further]
+    if not drafts:
+        return llama_server(str(one.target), None, 0, None, further)
+    return llama_server(str(one.target), str(one.draft), one.n_max, one.p_min or None, further)

@@ -1,0 +1,246 @@
+"""Requests to a server under test: one greedy completion at a time, streamed and timed, and one message for each fault.
+
+Nothing here sends a request again: a failed one is a finding, not noise.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import httpx2
+
+from distill.errors import RecipeError, ServingError
+from distill.files import parse_object
+
+CONNECT_SECONDS = 10.0
+SHOWN = 300  # characters of a server's message
+CONNECTIONS = 64
+
+
+@dataclass(frozen=True)
+class Reply:
+    """One completion: its tokens (none where the server gives no ids) and their count, seconds until the first of them
+    and until the end, as this client saw them. `drafted` and `accepted` are the server's counts for this request, None
+    where it gives none; `cached` are the tokens of the prompt that it did not compute again, `later_seconds` those that
+    it took for all tokens behind the first, by its own clock.
+    """
+
+    tokens: list[int]
+    count: int
+    first_seconds: float
+    seconds: float
+    drafted: int | None = None
+    accepted: int | None = None
+    cached: int = 0
+    later_seconds: float | None = None
+
+
+@dataclass(frozen=True)
+class Totals:
+    """A server's counters of speculation since its start: rounds that drafted, drafted and accepted tokens, and those
+    accepted at each drafted position."""
+
+    rounds: int
+    drafted: int
+    accepted: int
+    by_position: tuple[int, ...] = ()
+
+    def since(self, before: Totals) -> Totals:
+        """What was counted after `before`."""
+        known = [*before.by_position, *[0] * len(self.by_position)]
+        positions = tuple(now - then for now, then in zip(self.by_position, known, strict=False))
+        return Totals(
+            self.rounds - before.rounds, self.drafted - before.drafted, self.accepted - before.accepted, positions
+        )
+
+
+class Client(Protocol):
+    """A server that continues token ids greedily."""
+
+    kind: str
+    url: str
+
+    def complete(self, ids: Sequence[int], limit: int) -> Reply:
+        """Up to `limit` tokens after these, from a cold cache."""
+        ...
+
+    def totals(self) -> Totals | None:
+        """The counters of speculation; None where the server shows none."""
+        ...
+
+    def close(self) -> None:
+        """Free the connections."""
+        ...
+
+
+class Http:
+    """Requests to one address; threads may share it.
+
+    `seconds` are those that a reply may take. `death` says how the server's process ended and shows its last lines,
+    None while it runs or where it is not ours. `key` names the environment variable that holds the server's key.
+    """
+
+    def __init__(
+        self, url: str, seconds: float, key: str | None = None, death: Callable[[], str | None] = lambda: None
+    ) -> None:
+        self.url, self.seconds, self.death = url.rstrip("/").removesuffix("/v1"), seconds, death
+        self._key = _secret(key)
+        headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
+        try:
+            # A connection for each request: llama-server closes those that streamed, without a word, and one that is
+            # taken again then breaks.
+            self.client = httpx2.Client(
+                base_url=self.url,
+                headers=headers,
+                trust_env=False,
+                timeout=httpx2.Timeout(seconds, connect=min(CONNECT_SECONDS, seconds)),
+                limits=httpx2.Limits(max_connections=CONNECTIONS, max_keepalive_connections=0),
+            )
+        except httpx2.InvalidURL:
+            raise RecipeError(f"{url} is no address of a server", "such as http://127.0.0.1:8080") from None
+
+    def get(self, path: str) -> httpx2.Response:
+        """A reply of any status; ServingError where none comes."""
+        return self._guarded(lambda: self.client.get(path))
+
+    def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        """The JSON object that the server replies with; ServingError for anything else."""
+        response = self._guarded(lambda: self.client.post(path, json=body))
+        if response.status_code != 200:
+            raise self._refused(path, response.status_code, response.content)
+        found = parse_object(response.content)
+        if isinstance(found, str):
+            raise ServingError(
+                f"{self.url}{path} replied with no JSON object: {found}", "is this the server's address?"
+            )
+        return found
+
+    def stream(self, path: str, body: dict[str, Any]) -> tuple[list[dict[str, Any]], float, float]:
+        """The events of a streamed reply, seconds until the first and until the end.
+
+        Events are parsed after the last one, so that this client costs the server little time on the same machine.
+        """
+        return self._guarded(lambda: self._stream(path, body))
+
+    def _stream(self, path: str, body: dict[str, Any]) -> tuple[list[dict[str, Any]], float, float]:
+        parts: list[bytes] = []
+        started = time.perf_counter()
+        first = 0.0
+        with self.client.stream("POST", path, json=body) as response:
+            if response.status_code != 200:
+                raise self._refused(path, response.status_code, response.read())
+            for part in response.iter_raw():
+                first = first or time.perf_counter() - started
+                parts.append(part)
+        seconds = time.perf_counter() - started
+        events = []
+        for line in b"".join(parts).splitlines():
+            name, colon, value = line.partition(b": ")
+            if not colon or value.strip() == b"[DONE]" or name not in (b"data", b"error"):
+                continue
+            event = parse_object(value)
+            if isinstance(event, str):
+                raise ServingError(f"{self.url}{path} sent an event that is no JSON object: {event}", "see its log")
+            if name == b"error" or "error" in event:
+                raise self._refused(path, 200, value)
+            events.append(event)
+        if not events:
+            raise ServingError(f"{self.url}{path} ended a streamed reply without an event", "see the server's log")
+        return events, first, seconds
+
+    def _guarded(self, send: Callable[[], Any]) -> Any:
+        try:
+            return send()
+        except httpx2.ConnectTimeout:
+            raise ServingError(f"{self.url} cannot be reached", "start the server, or correct --url") from None
+        except httpx2.TimeoutException:
+            raise ServingError(
+                f"{self.url} did not answer within {self.seconds:g} s",
+                "ask for fewer --tokens, or wait longer (--reply-seconds)",
+            ) from None
+        except (httpx2.InvalidURL, httpx2.UnsupportedProtocol):
+            raise RecipeError(f"{self.url} is no address of a server", "such as http://127.0.0.1:8080") from None
+        except (httpx2.TransportError, httpx2.DecodingError) as error:
+            raise self._broken(error) from None
+
+    def _broken(self, error: Exception) -> ServingError:
+        for _ in range(20):  # a process that was killed is known to be dead a moment later
+            death = self.death()
+            if death is not None:
+                return ServingError(f"the server died under a request: {death}", "see why in its last lines")
+            time.sleep(0.01)
+        if isinstance(error, httpx2.ConnectError):
+            return ServingError(f"{self.url} cannot be reached", "start the server, or correct --url")
+        return ServingError(
+            f"{self.url} broke the connection under a request", "see the server's log: it may have died"
+        )
+
+    def _refused(self, path: str, status: int, content: bytes) -> ServingError:
+        found = parse_object(content)
+        error: Any = None if isinstance(found, str) else found.get("error", found.get("message", found))
+        if isinstance(error, dict):
+            error = error.get("message", error)
+        text = " ".join(str(error or content.decode("utf-8", "replace")).split())[:SHOWN] or "no message"
+        if self._key:
+            text = text.replace(self._key, "***")
+        hint = "see the server's log"
+        if status in (401, 403):
+            hint = "name the environment variable that holds its key: --key NAME"
+        elif status == 404:
+            hint = "is this the address of llama-server or vLLM (--url), and its --kind?"
+        elif "context" in text or "max_model_len" in text:
+            hint = "give shorter prompts, fewer --tokens, or start the server with a larger context"
+        return ServingError(f"{self.url}{path} refused a request (status {status}): {text}", hint)
+
+    def close(self) -> None:
+        """Free the connections."""
+        self.client.close()
+
+
+def _secret(variable: str | None) -> str:
+    value = "" if variable is None else os.environ.get(variable, "").strip()
+    if variable is not None and not (value and value.isascii() and value.isprintable()):
+        raise RecipeError(f"--key: the environment variable {variable} holds no key", f"export {variable}=…")
+    return value
+
+
+def counters(text: str) -> dict[str, dict[str, float]]:
+    """Prometheus text: of each metric its sum over all labels, by the label `position` ("" without one)."""
+    found: dict[str, dict[str, float]] = {}
+    for line in text.splitlines():
+        name, _, rest = line.partition("{") if "{" in line else line.partition(" ")
+        if line.startswith("#") or not rest:
+            continue
+        labels, _, value = rest.rpartition("}") if "{" in line else ("", "", rest)
+        position = next(
+            (part.split("=")[1].strip('"') for part in labels.split(",") if part.startswith("position=")), ""
+        )
+        try:
+            number = float(value.split()[0])
+        except (ValueError, IndexError):
+            continue
+        own = found.setdefault(name, {})
+        own[position] = own.get(position, 0.0) + number
+    return found
+
+
+def totals_of(text: str, prefix: str) -> Totals | None:
+    """The counters of speculation in Prometheus text, which llama-server and vLLM name alike but for their prefix."""
+    found = counters(text)
+
+    def whole(name: str) -> int | None:
+        values = found.get(f"{prefix}:spec_decode_num_{name}_total")
+        return None if values is None else int(sum(values.values()))
+
+    rounds, drafted, accepted = whole("drafts"), whole("draft_tokens"), whole("accepted_tokens")
+    if rounds is None or drafted is None or accepted is None:
+        return None
+    places = found.get(f"{prefix}:spec_decode_num_accepted_tokens_per_pos_total", {})
+    numbers = {int(place): int(value) for place, value in places.items() if place.isdecimal()}
+    return Totals(
+        rounds, drafted, accepted, tuple(numbers.get(place, 0) for place in range(max(numbers, default=-1) + 1))
+    )

@@ -1,0 +1,213 @@
+"""One GGUF pair on the same prompts: our decoder beside a build's llama-server and llama-speculative-simple, greedy.
+
+    bash scripts/build_llama_cpp.sh
+    python scripts/benchmark_llama_cpp.py --llama-bin build/llama.cpp/bin --target T.gguf --draft D.gguf --prompts FILE
+
+--prompts are files of a run's corpus (prompts-test.jsonl: token ids), or any file that `distill speedup --prompts`
+takes. All programs draft up to --n-max tokens with p_min 0 and the same threads; every prompt goes to each of them in
+turn, --repeats times. Speeds are of the tokens behind the first: each program's own clock, so that neither a process's
+start nor the reading of the prompt counts. llama-speculative-simple takes text: prompts whose ids do not come back from
+their text are left out, and counted; it also drafts the first token behind the prompt, which the others do not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from distill.benchmark.pair.asked import read_asked, sources_of
+from distill.errors import DataError, DistillError
+from distill.files import parse_object
+from distill.machine import machine, thread_count
+from distill.models.base import Model
+from distill.models.gguf.file import GgufFile
+from distill.models.loaded import LoadedPair, context_of, load_pair
+from distill.recipe import Chat, Corpus, Target, parse_section
+from distill.serving.counts import TextCounts, acceptance, speed_ratio
+from distill.serving.llama_client import LlamaClient
+from distill.serving.llama_server import LlamaServer, require_binary, started
+from distill.serving.ours import ServerDrafter, our_text
+from distill.speculative.decode import GREEDY, Decoded, Rules, decode, plain
+from distill.speculative.lengths import Fixed
+
+START_SECONDS, REPLY_SECONDS = 300.0, 600.0
+DECODED = re.compile(r"decoded\s+(\d+) tokens in\s+([\d.]+) seconds")
+COUNTED = re.compile(r"n_(drafted|accept)\s*=\s*(\d+)")
+
+
+@dataclass
+class Program:
+    """What one program did with each prompt: tokens behind the first, its own seconds, and the counts of each text."""
+
+    name: str
+    run: Callable[[int], tuple[float, float, TextCounts]]
+    tokens: list[float] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    counts: list[TextCounts] = field(default_factory=list)
+
+    def measure(self, place: int) -> None:
+        """Continue one prompt; the repeats of a prompt are added up."""
+        tokens, seconds, counts = self.run(place)
+        if place == len(self.tokens):
+            self.tokens.append(0.0)
+            self.seconds.append(0.0)
+            self.counts.append(counts)
+        self.tokens[place] += tokens
+        self.seconds[place] += seconds
+
+
+def read_prompts(path: Path, target: Path, count: int, size: int, room: int) -> list[list[int]]:
+    """Token ids: a run's own, or those of any file by the rules of `distill speedup`."""
+    lines = path.read_bytes().splitlines() if path.suffix == ".jsonl" else []
+    found = [line for line in map(parse_object, lines) if not isinstance(line, str)]
+    if found and all("ids" in line for line in found):
+        return [line["ids"] for line in found if len(line["ids"]) <= room][:count]
+    asked = read_asked(str(target), Corpus(sources=sources_of([path])), Chat(), count, 0, size, room)
+    return [prompt.ids for prompt in asked.measured]
+
+
+def with_texts(target: Path, prompts: list[list[int]]) -> list[tuple[list[int], str]]:
+    """The prompts whose text gives the same ids again."""
+    file = GgufFile(target, vocabulary_only=True)
+    try:
+        found = []
+        for ids in prompts:
+            with contextlib.suppress(UnicodeDecodeError):
+                text = file.detokenize(ids).decode()
+                if "\0" not in text and file.tokenize(text, parse_special=True) == ids:
+                    found.append((ids, text))
+    finally:
+        file.close()
+    return found
+
+
+def plainly(target: Model, ends: list[int], prompt: list[int], limit: int) -> tuple[float, float, TextCounts]:
+    result = plain(target, prompt, limit, ends)
+    return len(result.tokens) - 1, result.seconds, TextCounts(len(result.tokens), 0, 0)
+
+
+def speculatively(pair: LoadedPair, prompt: list[int], limit: int, n_max: int) -> tuple[float, float, TextCounts]:
+    result = Decoded()
+    drafter = ServerDrafter(pair.draft, Fixed(n_max), GREEDY, lambda: 0.0)
+    for _ in decode(pair.target, drafter, prompt, limit, Rules(ends=pair.ends), result):
+        pass
+    text = our_text(result)
+    return text.counts.later, text.seconds, text.counts
+
+
+def on_server(client: LlamaClient, prompt: list[int], limit: int) -> tuple[float, float, TextCounts]:
+    reply = client.complete(prompt, limit)
+    counts = TextCounts(reply.count, reply.drafted or 0, reply.accepted or 0)
+    return counts.later, reply.later_seconds or 0.0, counts
+
+
+def simple(command: list[str], text: str) -> tuple[float, float, TextCounts]:
+    """One process; its `decoded` line is of all tokens, the first drafted like the others."""
+    done = subprocess.run([*command, "-p", text], capture_output=True, text=True, errors="replace", check=False)
+    output = done.stdout + done.stderr
+    decoded, counted = DECODED.search(output), dict(COUNTED.findall(output))
+    if done.returncode or decoded is None or set(counted) != {"drafted", "accept"}:
+        last = "\n".join(output.splitlines()[-8:])
+        raise DataError(f"{shlex.join(command)} ended with status {done.returncode}:\n{last}", "see its own message")
+    tokens, accepted = int(decoded[1]), int(counted["accept"])
+    # One more than its tokens: the formula takes the first as the prompt's.
+    return tokens, float(decoded[2]), TextCounts(tokens + 1, int(counted["drafted"]), accepted)
+
+
+def table(programs: list[Program], base: Program) -> str:
+    """Markdown: speed with its ratio to our decoder's, acceptance, tokens per round."""
+    lines = ["| program | tokens/s | ÷ distill's | accepted ÷ drafted | tokens per round |", "|---|---|---|---|---|"]
+    for one in programs:
+        ratio = speed_ratio(one.tokens, one.seconds, base.tokens, base.seconds)
+        interval = "" if one is base else f"{ratio.mean:.2f} [{ratio.low:.2f}, {ratio.high:.2f}]"
+        cells = [one.name, f"{sum(one.tokens) / sum(one.seconds):,.0f}", interval]
+        if any(count.drafted for count in one.counts):
+            found = acceptance(one.name, one.counts)
+            rate, each = found.rate, found.tokens_per_round
+            cells.append(f"{found.accepted} ÷ {found.drafted} = {rate.mean:.1%} [{rate.low:.1%}, {rate.high:.1%}]")
+            cells.append(f"{each.mean:.2f} [{each.low:.2f}, {each.high:.2f}]")
+        else:
+            cells += ["", ""]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def measure(arguments: argparse.Namespace) -> str:
+    server = require_binary(arguments.llama_bin / "llama-server")
+    speculative_simple = require_binary(arguments.llama_bin / "llama-speculative-simple")
+    threads = thread_count(arguments.threads)
+    target, draft, tokens = arguments.target, arguments.draft, arguments.tokens
+    context = min(one for one in (context_of(str(target)), context_of(str(draft)), arguments.context) if one)
+    room = context - tokens - arguments.n_max - 2
+    asked = read_prompts(arguments.prompts, target, arguments.count, arguments.prompt_tokens, room)
+    prompts = with_texts(target, asked)
+    if len(prompts) < 2:
+        raise DataError(f"{arguments.prompts}: {len(prompts)} of {len(asked)} prompts can be used", "give others")
+    command = [str(speculative_simple), "-m", str(target), "-md", str(draft), "--spec-type", "draft-simple"]
+    command += ["--spec-draft-n-max", str(arguments.n_max), "-n", str(tokens - 1), "--temp", "0", "--no-escape"]
+    command += ["--ctx-size", str(context), "--threads", str(threads)]
+    settings = LlamaServer(server, target, draft, arguments.n_max, threads=threads, context=context)
+    place = parse_section(Target, {"model": str(target)})
+    with contextlib.ExitStack() as stack:
+        clients = []
+        for one in (settings.plain, settings):
+            running = stack.enter_context(started(one, START_SECONDS))
+            clients.append(LlamaClient(running.url, REPLY_SECONDS, death=running.death))
+            stack.callback(clients[-1].close)
+        pair = stack.enter_context(load_pair(place, str(draft), tokens=context, threads=threads))
+        base = Program("distill, plain", lambda place: plainly(pair.target, pair.ends, prompts[place][0], tokens))
+        drafts = Program("distill", lambda place: speculatively(pair, prompts[place][0], tokens, arguments.n_max))
+        programs = [
+            base,
+            Program("llama-server, plain", lambda place: on_server(clients[0], prompts[place][0], tokens)),
+            drafts,
+            Program("llama-server", lambda place: on_server(clients[1], prompts[place][0], tokens)),
+            Program("llama-speculative-simple", lambda place: simple(command, prompts[place][1])),
+        ]
+        for one in programs:
+            one.run(0)  # a throw-away text each
+        for repeat in range(arguments.repeats):
+            for number in range(len(prompts)):
+                turn = (repeat + number) % len(programs)
+                for one in programs[turn:] + programs[:turn]:
+                    one.measure(number)
+    found = machine()
+    head = (
+        f"`python scripts/{Path(__file__).name} {shlex.join(sys.argv[1:])}`, {datetime.date.today()}; "
+        f"{found['cpu']}, {threads} threads; {len(prompts)} prompts × {tokens} tokens × {arguments.repeats} repeats, "
+        f"n_max {arguments.n_max}; {len(asked) - len(prompts)} prompts left out: their text gives other ids."
+    )
+    return f"{head}\n\n{table(programs, drafts)}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--llama-bin", type=Path, required=True, help="folder of llama-server and llama-speculative-simple"
+    )
+    parser.add_argument("--target", type=Path, required=True)
+    parser.add_argument("--draft", type=Path, required=True)
+    parser.add_argument("--prompts", type=Path, required=True)
+    parser.add_argument("--count", type=int, default=12)
+    parser.add_argument("--prompt-tokens", type=int, default=64)
+    parser.add_argument("--tokens", type=int, default=96)
+    parser.add_argument("--n-max", type=int, default=4)
+    parser.add_argument("--context", type=int, default=4096)
+    parser.add_argument("--threads", type=int)
+    parser.add_argument("--repeats", type=int, default=3)
+    try:
+        print(measure(parser.parse_args()))
+    except DistillError as error:
+        sys.exit(f"benchmark_llama_cpp: {error}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,195 @@
+"""A real llama-server: DISTILL_LLAMA_BIN names the folder of a build (scripts/build_llama_cpp.sh), else all is skipped.
+
+DISTILL_LLAMA_BIN=build/llama.cpp/bin pytest -m slow tests/test_real_server.py
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import served_pairs
+import tiny
+
+from distill.errors import ServingError
+from distill.models.server_commands import OF_DRAFT, OF_TARGET, llama_server, option_arguments, pair_arguments
+from distill.recipe import Gguf, parse_section
+from distill.serving.check import Conversation, Wanted, check_started, opened
+from distill.serving.choose import choose
+from distill.serving.llama_client import LlamaClient
+from distill.serving.llama_server import LlamaServer, started
+from distill.texts import Prompt
+
+FOLDER = os.environ.get("DISTILL_LLAMA_BIN", "")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not FOLDER, reason="DISTILL_LLAMA_BIN names no build of llama.cpp"),
+]
+LIMIT = 48
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return served_pairs.build(tmp_path_factory.mktemp("pairs"))
+
+
+@pytest.fixture
+def settings(pairs: dict[str, Path]) -> LlamaServer:
+    server = Path(FOLDER) / "llama-server"
+    return LlamaServer(server, pairs["target"], pairs["draft"], n_max=4, threads=1, context=512)
+
+
+@pytest.fixture(scope="module")
+def conversation(pairs: dict[str, Path]) -> Iterator[Conversation]:
+    from distill.benchmark.pair.asked import GgufTokenizer
+    from distill.corpus.chat_template import ChatTemplate
+    from distill.recipe import Chat
+
+    with ExitStack() as stack:
+        tokenizer = GgufTokenizer(str(pairs["target"]), stack)
+        template = ChatTemplate(tokenizer, Chat())
+        yield Conversation(
+            lambda messages: template.text(messages, None),
+            lambda ids: tokenizer.file.detokenize(list(ids)).decode("utf-8", "replace"),
+        )
+
+
+@pytest.fixture(scope="module")
+def prompts(pairs: dict[str, Path], conversation: Conversation) -> list[Prompt]:
+    """Conversations about code of the test split."""
+    from distill.models.gguf.file import GgufFile
+
+    texts = [path.read_text(encoding="utf-8") for path in sorted((tiny.ROOT / "data" / "test").rglob("*.py"))]
+    asked = [text[start : start + 160] for text in texts for start in (400, 1600)][:8]
+    file = GgufFile(pairs["target"], vocabulary_only=True)
+    rendered = [conversation.render([{"role": "user", "content": text}]) for text in asked]
+    found = [Prompt(str(place), file.tokenize(text, parse_special=True)) for place, text in enumerate(rendered)]
+    file.close()
+    return found
+
+
+def wanted(prompts: list[Prompt], **changes: Any) -> Wanted:
+    return Wanted(prompts, LIMIT, **({"repeats": 1, "concurrency": (1,), "seconds": (60.0, 120.0)} | changes))
+
+
+def explained(found: Any) -> list[str]:
+    return [one.what for one in found.differences if one.explains]
+
+
+def test_the_server_accepts_what_our_decoder_accepts(settings: LlamaServer, prompts: list[Prompt]) -> None:
+    found = check_started(wanted(prompts, concurrency=(1, 4)), settings)
+    server, ours = found.acceptance
+    assert server.drafted > 100 and abs(server.rate.mean - ours.rate.mean) < 0.02
+    assert ours.rate.low <= server.rate.mean <= ours.rate.high
+    assert server.by_position is not None and len(server.by_position) == 4
+    assert not found.differences and "as predicted" in found.sentences[0]
+    assert found.same_texts >= found.texts - 1
+    assert {one.concurrency for one in found.speeds} == {1, 4}
+
+
+def test_a_quantised_cache_of_the_draft_is_named(
+    settings: LlamaServer, pairs: dict[str, Path], prompts: list[Prompt]
+) -> None:
+    outliers = replace(settings, draft=pairs["outliers"])
+    kept = check_started(wanted(prompts), outliers)
+    assert "as predicted" in kept.sentences[0]
+    found = check_started(wanted(prompts), replace(outliers, further=("-ctkd", "q4_0")))
+    assert explained(found) == ["the type of the draft's cached keys"]
+    assert found.acceptance[0].rate.mean < 0.6 * kept.acceptance[0].rate.mean
+
+
+def test_a_floor_of_probability_is_named(settings: LlamaServer, prompts: list[Prompt]) -> None:
+    found = check_started(wanted(prompts), replace(settings, p_min=0.75))
+    assert explained(found) == ["p_min, the least probability of a drafted token"]
+    assert found.acceptance[0].rate.mean > found.acceptance[1].rate.mean  # of fewer tokens, more
+
+
+def test_a_draft_of_another_target_is_named(
+    settings: LlamaServer, pairs: dict[str, Path], prompts: list[Prompt]
+) -> None:
+    made = (pairs["target"], pairs["draft"])
+    found = check_started(wanted(prompts, made=made), replace(settings, draft=pairs["other"]))
+    assert explained(found) == ["the draft's file"]
+
+
+def test_another_template_is_named(
+    settings: LlamaServer, pairs: dict[str, Path], prompts: list[Prompt], conversation: Conversation
+) -> None:
+    chat = replace(settings, draft=pairs["chat"])
+    asked = wanted(prompts, conversation=conversation)
+    assert not check_started(asked, chat).differences
+    found = check_started(asked, replace(chat, further=("--chat-template", served_pairs.OTHER_TEMPLATE)))
+    assert explained(found) == ["the chat template"]
+
+
+def test_a_draft_that_does_not_fit_is_not_used_in_silence(settings: LlamaServer, tmp_path: Path) -> None:
+    from distill.export.writer import export_gguf
+
+    tiny.build_model(tmp_path / "small", 1)
+    export_gguf(tmp_path / "small", tmp_path / "small.gguf", "f16")
+    with (
+        pytest.raises(ServingError, match=r"without its draft: [\s\S]*transplant"),
+        opened(replace(settings, draft=tmp_path / "small.gguf"), (60.0, 60.0)),
+    ):
+        pass
+
+
+def test_a_killed_server_is_one_message(settings: LlamaServer, prompts: list[Prompt]) -> None:
+    with started(settings, 60) as running:
+        client = LlamaClient(running.url, 60, death=running.death)
+        assert client.complete(prompts[0].ids, 8).count == 8
+        running.process.send_signal(signal.SIGKILL)
+        with pytest.raises(ServingError, match=r"signal 9|cannot be reached"):
+            client.complete(prompts[0].ids, 8)
+
+
+def test_refusals_of_the_real_program(settings: LlamaServer, prompts: list[Prompt]) -> None:
+    for further, message in (
+        (("--nonsense", "1"), r"invalid argument: --nonsense[\s\S]*does not know"),
+        (("--draft-max", "4"), r"has been removed[\s\S]*no longer has that option"),
+    ):
+        with pytest.raises(ServingError, match=message), started(replace(settings, further=further), 60):
+            pass
+    with pytest.raises(ServingError, match=r"failed to load"), started(replace(settings, target=Path("none.gguf")), 60):
+        pass
+    with started(replace(settings, context=256), 60) as running:
+        client = LlamaClient(running.url, 60)
+        with pytest.raises(ServingError, match=r"context[\s\S]*shorter prompts"):
+            client.complete(prompts[0].ids * 8, 8)
+
+
+def test_settings_are_chosen(settings: LlamaServer, prompts: list[Prompt], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("distill.serving.choose.N_MAX", range(1, 4))
+    ids = [prompt.ids for prompt in prompts]
+    found = choose(settings, ids[:4], ids[4:], 24, lambda one: opened(one, (60.0, 60.0)))
+    assert len(found.tried) == 10 and found.confirmed[0].against.mean == 1.0
+    assert all(one.tokens_per_second > 0 for one in found.tried)
+
+
+def test_every_printed_option_is_known_to_the_server() -> None:
+    """Options are parsed before the model is looked for: a file that is not there is all that may be wrong."""
+    gguf = parse_section(
+        Gguf,
+        {
+            "target": {"n_gpu_layers": 0, "flash_attn": "on", "cache_type_k": "q8_0", "cache_type_v": "q8_0"}
+            | {"threads": 1, "threads_batch": 1, "ubatch_size": 64, "mlock": True, "mmap": True},
+            "draft": {"n_gpu_layers": 0, "flash_attn": "on", "cache_type_k": "q4_0", "cache_type_v": "q4_0"}
+            | {"threads": 1, "threads_batch": 1, "ubatch_size": 64, "mlock": True, "mmap": True},
+        },
+    )
+    arguments = pair_arguments("none.gguf", "none.gguf", 4, 0.5) + option_arguments(gguf)
+    devices = [OF_TARGET["device"], "none", OF_DRAFT["device"], "none", OF_TARGET["tensor_split"], "3,1"]
+    program = str(Path(FOLDER) / "llama-server")
+    done = subprocess.run([program, *arguments, *devices], capture_output=True, text=True, check=False, timeout=120)
+    assert "failed to load model" in done.stdout + done.stderr and "invalid argument" not in done.stdout + done.stderr
+    assert llama_server("a", "b", 4).split()[1:] == pair_arguments("a", "b", 4)
+    for arguments in (["--spec-type", "none"], ["--ctx-size", "512"], ["--load-mode", "none"]):
+        done = subprocess.run([program, "-m", "none.gguf", *arguments], capture_output=True, text=True, check=False)
+        assert "failed to load model" in done.stdout + done.stderr

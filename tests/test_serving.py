@@ -1,0 +1,533 @@
+"""The user's server under test: processes, requests, counts, whole checks, on servers with the real formats."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import fake_llama_server
+import pytest
+import tiny
+from vllm_serving import VERSION, VllmServing
+
+from distill.errors import RecipeError, ServingError
+from distill.results.serialise import read_result
+from distill.results.serving_results import ServeReport
+from distill.serving import check
+from distill.serving.addresses import Addresses, check_addresses
+from distill.serving.check import Conversation, Wanted, check_started, opened
+from distill.serving.choose import PLAIN, choose, grid, with_settings
+from distill.serving.client import Http, Reply, Totals, totals_of
+from distill.serving.counts import TextCounts, acceptance, rise_of_tokens, speed_ratio
+from distill.serving.differences import option_differences
+from distill.serving.llama_client import LlamaClient
+from distill.serving.llama_server import LlamaServer, free_port, require_binary, started
+from distill.serving.ours import OurText
+from distill.serving.vllm import VllmClient, kind_of_server
+from distill.texts import Prompt
+
+LLAMA = pytest.mark.skipif(
+    not __import__("importlib.util").util.find_spec("llama_cpp"), reason="needs llama-cpp-python"
+)
+PROMPTS = [[place + 10, 3, 4, 20 * (place % 3)] for place in range(6)]
+LIMIT = 24
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """The GGUF files of a tiny pair."""
+    from distill.export.writer import export_gguf
+
+    folder = tmp_path_factory.mktemp("files")
+    for name, layers in (("target", 3), ("draft", 1)):
+        tiny.build_model(folder / f"{name}-model", layers)
+        export_gguf(folder / f"{name}-model", folder / f"{name}.gguf", "f16")
+    return folder / "target.gguf", folder / "draft.gguf"
+
+
+@pytest.fixture
+def settings(files: tuple[Path, Path], tmp_path: Path) -> LlamaServer:
+    return LlamaServer(fake_llama_server.install(tmp_path), *files, n_max=4)
+
+
+def wanted(**changes: Any) -> Wanted:
+    prompts = [Prompt(str(place), ids) for place, ids in enumerate(PROMPTS)]
+    return Wanted(prompts, LIMIT, **({"repeats": 1, "concurrency": (1, 3), "seconds": (20.0, 20.0)} | changes))
+
+
+def alive(pid: int) -> bool:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, 0)
+        return Path(f"/proc/{pid}/stat").read_text().split(")")[1].split()[0] != "Z" if os.name == "posix" else True
+    return False
+
+
+def gone(pid: int) -> bool:
+    """Whether a process ends within seconds."""
+    for _ in range(200):
+        if not alive(pid):
+            return True
+        time.sleep(0.02)
+    return False
+
+
+# The process.
+
+
+def test_a_server_runs_as_long_as_its_block(settings: LlamaServer) -> None:
+    with started(settings, 20) as running:
+        client = LlamaClient(running.url, 20, death=running.death)
+        reply = client.complete([1, 2, 3], 8)
+        assert reply.count == 8 and len(reply.tokens) == 8 and client.drafts() is True
+        assert reply.drafted and reply.accepted is not None and 0 < reply.first_seconds <= reply.seconds
+        pid = running.process.pid
+        with pytest.raises(KeyError), started(settings.plain, 20) as other:
+            assert LlamaClient(other.url, 20).drafts() is False and other.url != running.url
+            raise KeyError
+        assert gone(other.process.pid) and alive(pid)
+    assert gone(pid)
+
+
+def test_a_server_that_does_not_listen_to_a_signal_is_killed(
+    settings: LlamaServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE", "stubborn")
+    monkeypatch.setattr("distill.serving.llama_server.STOP_SECONDS", 0.2)
+    with started(settings, 20) as running:
+        pass
+    assert running.process.returncode == -signal.SIGKILL
+
+
+@pytest.mark.parametrize(
+    ("fault", "further", "message"),
+    [
+        ("exits", (), r"ended at once \(status 1\)[\s\S]*failed to load model[\s\S]*damaged"),
+        ("", ("--nonsense", "1"), r"invalid argument: --nonsense[\s\S]*does not know --nonsense"),
+        ("never healthy", (), r"was not healthy after 1 s[\s\S]*load_model[\s\S]*--start-seconds"),
+    ],
+)
+def test_a_server_that_does_not_start(
+    settings: LlamaServer, monkeypatch: pytest.MonkeyPatch, fault: str, further: tuple[str, ...], message: str
+) -> None:
+    monkeypatch.setenv("FAKE", fault)
+    with pytest.raises(ServingError, match=message), started(replace(settings, further=further), 1):
+        pass
+
+
+def test_a_port_in_use(settings: LlamaServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ServingError, match="another program listens"), started(replace(settings, port=port), 10):
+            pass
+        # A free one that is taken before the server binds it: the next is tried.
+        ports = iter([port, free_port()])
+        monkeypatch.setattr("distill.serving.llama_server.free_port", lambda: next(ports))
+        with started(settings, 10) as running:
+            assert not running.url.endswith(f":{port}")
+
+
+def test_programs_that_are_none(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match="no such program"):
+        require_binary(tmp_path / "nothing")
+    with pytest.raises(RecipeError, match="no such program"):
+        require_binary(Path("no-llama-server-of-this-name"))
+    (tmp_path / "text").write_text("words")
+    for path in (tmp_path, tmp_path / "text"):
+        with pytest.raises(RecipeError, match=r"can be run"):
+            require_binary(path)
+    (tmp_path / "text").chmod(0o755)
+    (tmp_path / "text").write_bytes(b"\x7fELF damaged")
+    broken = LlamaServer(tmp_path / "text", Path("a"))
+    with pytest.raises(ServingError, match="cannot be started"), started(broken, 5):
+        pass
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Linux ties a child to its parent")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_no_server_outlives_the_command(settings: LlamaServer, tmp_path: Path, number: int) -> None:
+    program = (
+        "import sys, time\nfrom pathlib import Path\nfrom distill.interruption import handled\n"
+        "from distill.serving.llama_server import LlamaServer, started\n"
+        f"with handled(), started(LlamaServer(Path({str(settings.binary)!r}), Path('t')), 20):\n"
+        "    print('up', flush=True)\n    time.sleep(60)\n"
+    )
+    pids = tmp_path / "pids"
+    process = subprocess.Popen(
+        [sys.executable, "-c", program],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env=os.environ | {"FAKE_PID": str(pids)},
+    )
+    assert process.stdout is not None and process.stdout.readline() == b"up\n"
+    process.send_signal(number)
+    process.wait(20)
+    process.stdout.close()
+    assert gone(int(pids.read_text()))
+
+
+def test_a_plain_server_gets_no_option_of_a_draft(settings: LlamaServer) -> None:
+    further = ("-ctkd", "q4_0", "--spec-draft-p-split", "0.2", "-ub", "64", "--no-spec-draft-backend-sampling")
+    one = replace(settings, further=further, p_min=0.5)
+    assert one.served[-len(further) :] == list(further) and "--spec-draft-p-min" in one.served
+    assert one.plain.served == ["-m", str(one.target), "-ub", "64", "--no-spec-draft-backend-sampling"]
+
+
+# Requests.
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("refuses", r"status 400\): request \(160 tokens\) exceeds[\s\S]*larger context"),
+        ("killed", r"died under a request:[\s\S]*signal 9[\s\S]*out of memory"),
+        ("slow", r"did not answer within 1 s[\s\S]*--reply-seconds"),
+        ("fails later", r"compute error"),
+        ("no timings", r"gives no timings"),
+        ("warm", r"took 5 tokens of a prompt from its cache"),
+        ("draft-less", r"without its draft[\s\S]*vocabs are not compatible"),
+    ],
+)
+def test_each_fault_is_one_message(
+    settings: LlamaServer, monkeypatch: pytest.MonkeyPatch, fault: str, message: str
+) -> None:
+    monkeypatch.setenv("FAKE", fault)
+    with pytest.raises(ServingError, match=message) as caught:
+        check_started(wanted(seconds=(20.0, 1.0)), settings)
+    assert caught.value.hint and "Traceback" not in str(caught.value)
+
+
+def test_addresses_where_nobody_answers() -> None:
+    url = f"http://127.0.0.1:{free_port()}"
+    with pytest.raises(ServingError, match=r"cannot be reached[\s\S]*--url"):
+        kind_of_server(url, 2, None)
+    for wrong in ("127.0.0.1:80", "ftp://x"):
+        with pytest.raises(RecipeError, match="no address of a server"):
+            Http(wrong, 1).get("/props")
+    with pytest.raises(RecipeError, match="holds no key"):
+        Http(url, 1, "NO_SUCH_VARIABLE_HERE")
+
+
+# Counts.
+
+
+def test_rounds_follow_from_tokens_and_accepted_ones() -> None:
+    assert TextCounts(10, 8, 5).rounds == 4  # the prompt's token, then 9, of which 5 were accepted
+    assert TextCounts(1, 0, 0).rounds == 0 and TextCounts(1, 0, 0).later == 0
+    assert TextCounts(3, 8, 5).rounds == 1  # ended within its first round
+    found = acceptance("x", [TextCounts(10, 8, 5), TextCounts(5, 8, 1)], Totals(4, 16, 6, (3, 2, 1, 0)))
+    assert found.rate.mean == 6 / 16 and found.tokens_per_round.mean == 13 / 7
+    assert found.by_position == [0.75, 0.5, 0.25, 0.0] and found.rate.low < found.rate.mean < found.rate.high
+    rise = rise_of_tokens([TextCounts(9, 8, 0)] * 3, [TextCounts(9, 8, 4)] * 3)
+    assert rise.mean == rise.low == rise.high == 1.0  # 8 tokens in 8 rounds, then in 4
+    assert speed_ratio([10, 10], [1, 2], [10, 10], [2, 4]).mean == pytest.approx(2)
+    assert math.isnan(speed_ratio([], [], [], []).mean)
+
+
+def test_counters_of_both_servers() -> None:
+    llama = (
+        "# HELP llamacpp:spec_decode_num_drafts_total x\nllamacpp:spec_decode_num_draft_tokens_total 48\n"
+        "llamacpp:spec_decode_num_accepted_tokens_total 18\nllamacpp:spec_decode_num_drafts_total 12\n"
+        'llamacpp:spec_decode_num_accepted_tokens_per_pos_total{position="0"} 8\n'
+        'llamacpp:spec_decode_num_accepted_tokens_per_pos_total{position="1"} 4\n'
+    )
+    found = totals_of(llama, "llamacpp")
+    assert found == Totals(12, 48, 18, (8, 4))
+    assert found.since(Totals(2, 8, 3)) == Totals(10, 40, 15, (8, 4))
+    serving = VllmServing()
+    serving.count([4, 2, 0])
+    assert totals_of(serving.metrics(), "vllm") == Totals(3, 12, 6, (2, 2, 1, 1))
+    assert totals_of(VllmServing(length=0).metrics(), "vllm") is None
+    assert totals_of("nonsense {\nllamacpp:spec_decode_num_drafts_total x\n", "llamacpp") is None
+
+
+# Whole checks of a llama-server. Our decoder is replaced by what the server does with its own defaults.
+
+
+def server_texts(prompts: Sequence[Sequence[int]], limit: int, n_max: int) -> list[OurText]:
+    state = fake_llama_server.Server({"-md": "d", "--spec-draft-n-max": str(n_max)}, "")
+    found = []
+    for prompt in prompts:
+        tokens, drafted, accepted, _ = state.text(list(prompt), limit)
+        found.append(OurText(tokens, TextCounts(limit, drafted, accepted), 1.0))
+    return found
+
+
+@pytest.fixture
+def ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check, "decode_files", lambda t, d, ids, limit, n_max, *_: server_texts(ids, limit, n_max))
+
+
+@pytest.mark.usefixtures("ours")
+def test_a_server_that_does_as_predicted(settings: LlamaServer) -> None:
+    found = check_started(wanted(predicted=0.5), settings)
+    own, reference = found.acceptance
+    assert (own.drafted, own.accepted) == (reference.drafted, reference.accepted) and own.accepted > 0
+    assert own.by_position is not None and len(own.by_position) == 4
+    assert own.by_position == sorted(own.by_position, reverse=True)
+    assert found.same_texts == found.texts == len(PROMPTS) and not found.differences
+    assert "as predicted" in found.sentences[0] and "50.0%" in found.sentences[0]
+    assert [(one.configuration, one.concurrency) for one in found.speeds] == [
+        *(("plain", 1), ("n_max 4", 1)),
+        *(("plain", 3), ("n_max 4", 3)),
+    ]
+    assert all(one.tokens_per_second > 0 and one.first_seconds[0] > 0 for one in found.speeds)
+    assert found.speeds[0].requests == len(PROMPTS) and found.speeds[2].requests >= 6
+    assert found.build == "b1-0c1e570"
+
+
+@pytest.mark.usefixtures("ours")
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        ({"further": ("-ctkd", "q4_0")}, "cached keys is q4_0, not f16"),
+        ({"p_min": 0.75}, "p_min, the least probability of a drafted token is 0.75, not 0"),
+    ],
+)
+def test_the_option_that_costs_acceptance_is_named(settings: LlamaServer, change: dict[str, Any], what: str) -> None:
+    found = check_started(wanted(concurrency=(1,)), replace(settings, **change))
+    assert "It lacks" in found.sentences[0]
+    explained = [sentence for sentence in found.sentences if sentence.startswith("EXPLAINED")]
+    assert len(explained) == 1 and what in explained[0] and "leave --spec-draft" in explained[0]
+    (difference,) = found.differences
+    assert difference.explains and difference.loss.low > 0
+    assert not any("not explained" in sentence for sentence in found.sentences)
+
+
+@pytest.mark.usefixtures("ours")
+def test_what_costs_nothing_is_no_cause_and_the_rest_is_named(settings: LlamaServer) -> None:
+    found = check_started(wanted(concurrency=(1,)), replace(settings, further=("--cache-type-k", "q8_0")))
+    assert found.sentences[1].startswith("No cause: the type of the target's cached keys is q8_0")
+    worse = replace(found, differences=[])
+    from distill.intervals import Interval
+    from distill.serving.findings import sentences
+
+    assert any("are not explained" in one and "b1-0c1e570" in one for one in sentences(worse, Interval(1.0, 0.8, 1.2)))
+
+
+def test_the_environment_and_aliases_set_options_too(settings: LlamaServer) -> None:
+    assert not option_differences(settings, {})
+    (found,) = option_differences(settings, {"LLAMA_ARG_SPEC_DRAFT_CACHE_TYPE_V": "q4_0"})
+    assert found[0].found == "q4_0" and found[1].further == ("--spec-draft-type-v", "f16")
+    given = replace(settings, further=("--cache-type-k-draft", "q8_0", "--draft-p-min", "0.50"))
+    assert [one.found for one, _ in option_differences(given, {})] == ["q8_0", "0.50"]
+    assert not option_differences(replace(settings, p_min=0.0, further=("-ctkd", "f16")), {})
+
+
+@pytest.mark.usefixtures("ours")
+def test_another_template_is_measured(settings: LlamaServer) -> None:
+    before, behind = fake_llama_server.TEMPLATES["chatml"]
+    conversation = Conversation(
+        lambda messages: before + messages[0]["content"] + behind,
+        lambda ids: before + "ask " + "".join(map(chr, [97 + one % 26 for one in ids])) + behind,
+    )
+    same = check_started(wanted(concurrency=(1,), conversation=conversation), settings)
+    assert not same.differences and len(same.acceptance) == 2
+    other = replace(settings, further=("--chat-template", "llama2"))
+    found = check_started(wanted(concurrency=(1,), conversation=conversation), other)
+    assert (
+        found.acceptance[1].source == "distill, the same files"
+        and "through its own template" in found.acceptance[2].source
+    )
+    assert [one.what for one in found.differences] == ["the chat template"]
+    assert "[INST]" in found.differences[0].found and found.differences[0].explains
+    plain_texts = replace(conversation, text=lambda ids: "def f(x):")
+    unmeasured = check_started(wanted(concurrency=(1,), conversation=plain_texts), other)
+    assert math.isnan(unmeasured.differences[0].loss.mean) and "was not measured" in unmeasured.notes[0]
+
+
+def test_files_of_another_run_are_measured(
+    settings: LlamaServer, files: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = tmp_path / "other.gguf"
+    other.write_bytes(files[1].read_bytes())
+
+    def decoded(target: Path, draft: Path, ids: Any, limit: int, n_max: int, *_: Any) -> list[OurText]:
+        found = server_texts(ids, limit, n_max)
+        better = [replace(one, counts=replace(one.counts, accepted=one.counts.accepted + 4)) for one in found]
+        return better if draft == files[1] else found
+
+    monkeypatch.setattr(check, "decode_files", decoded)
+    found = check_started(wanted(concurrency=(1,), made=files), replace(settings, draft=other))
+    assert [one.source for one in found.acceptance[1:]] == ["distill, the same files", "distill, the run's own files"]
+    assert found.differences[0].what == "the draft's file" and found.differences[0].explains
+    assert "It lacks" in found.sentences[0]
+
+
+# Settings.
+
+
+class Paced:
+    """A server whose speed is a function of its settings."""
+
+    kind, url = "paced", "http://paced"
+
+    def __init__(self, rate: float) -> None:
+        self.rate = rate
+
+    def complete(self, ids: Sequence[int], limit: int) -> Reply:
+        return Reply([1] * limit, limit, 0.001, limit / self.rate)
+
+    def totals(self) -> None:
+        return None
+
+    def close(self) -> None: ...
+
+
+@pytest.mark.parametrize(("best", "whole"), [((3, 0.0), False), ((8, 0.75), True), ((1, 0.5), False), (PLAIN, False)])
+def test_the_fastest_settings_are_found(settings: LlamaServer, best: tuple[int, float], whole: bool) -> None:
+    visited: list[LlamaServer] = []
+
+    @contextlib.contextmanager
+    def paced(one: LlamaServer) -> Iterator[Paced]:
+        visited.append(one)
+        own = PLAIN if one.draft is None else (one.n_max, one.p_min or 0.0)
+        yield Paced(100.0 - 3 * abs(own[0] - best[0]) - 4 * abs(own[1] - best[1]))
+
+    further = ("--spec-draft-n-max", "5", "-ub", "64", "--draft-p-min", "0.3")
+    found = choose(replace(settings, further=further), PROMPTS, PROMPTS[::-1], 8, paced, whole)  # type: ignore[arg-type]
+    assert (found.n_max, found.p_min) == best and len(found.tried) == len(grid()) == 25
+    assert len(found.confirmed) == (25 if whole else len({*[(c.n_max, c.p_min) for c in found.confirmed]}))
+    assert found.confirmed[0].against.mean == 1.0
+    assert all(one.against.mean >= 1.0 for one in found.confirmed)
+    assert all("--draft-p-min" not in one.served and one.parallel == 1 for one in visited)
+    if best == PLAIN:
+        assert "without the draft" in found.sentence and "-md" not in found.command
+    else:
+        assert f"--spec-draft-n-max {best[0]}" in found.command and "-ub 64" in found.command
+        assert ("--spec-draft-p-min" in found.command) == (best[1] > 0)
+    rounds = {(one.n_max, one.p_min): one.rounds for one in found.tried}
+    assert rounds[PLAIN] == 3 and sorted(rounds.values()).count(1) == 12
+
+
+def test_settings_become_options(settings: LlamaServer) -> None:
+    assert with_settings(settings, PLAIN).draft is None
+    one = with_settings(replace(settings, parallel=8), (7, 0.5))
+    assert one.served[-4:] == ["--spec-draft-n-max", "7", "--spec-draft-p-min", "0.5"] and one.parallel == 1
+
+
+# Servers that run already.
+
+
+def test_a_running_pair_of_llama_servers(settings: LlamaServer) -> None:
+    with started(settings, 20) as draft, started(settings.plain, 20) as plain:
+        found = check_addresses(wanted(), Addresses(draft.url, plain.url))
+        assert found.server == "llama-server" and found.n_max == 4 and found.speeds[1].speedup.mean > 0
+        assert len(found.acceptance) == 1 and not found.differences
+        alone = check_addresses(wanted(concurrency=(1,)), Addresses(draft.url))
+        assert any("--plain-url" in sentence for sentence in alone.sentences)
+        with pytest.raises(ServingError, match=r"drafts, and was given as the plain"):
+            check_addresses(wanted(), Addresses(draft.url, draft.url))
+        with pytest.raises(ServingError, match=r"without a draft: it says so"):
+            check_addresses(wanted(), Addresses(plain.url))
+        large = replace(wanted(), prompts=[Prompt("a", [1, 4000]), Prompt("b", [2, 3])])
+        with pytest.raises(ServingError, match=r"400 tokens, and the prompts have token 4000"):
+            check_addresses(large, Addresses(draft.url))
+    with started(replace(settings, p_min=0.75), 20) as early:
+        found = check_addresses(wanted(concurrency=(1,)), Addresses(early.url))
+        assert [one.what for one in found.differences] == ["p_min, by the drafted tokens of a mean round"]
+
+
+def test_a_running_vllm() -> None:
+    with VllmServing().running() as draft, VllmServing(length=0).running() as plain:
+        assert kind_of_server(draft.url + "/v1", 5, None) == "vllm"
+        found = check_addresses(wanted(), Addresses(draft.url, plain.url))
+    assert found.server == "vllm" and found.build == VERSION and found.n_max == 4
+    own = found.acceptance[0]
+    bodies = draft.bodies[1 : 1 + len(PROMPTS)]
+    assert own.drafted == 4 * len(PROMPTS) * (own.drafted // (4 * len(PROMPTS))) and 0 < own.accepted < own.drafted
+    assert own.by_position is not None and len(own.by_position) == 4
+    assert len({body["cache_salt"] for body in draft.bodies}) == len(draft.bodies)
+    assert bodies[0]["prompt"] == PROMPTS[0] and bodies[0]["temperature"] == 0 and bodies[0]["max_tokens"] == LIMIT
+    assert found.same_texts == found.texts == len(PROMPTS)
+    assert [one.concurrency for one in found.speeds] == [1, 1, 3, 3]
+
+
+@pytest.mark.parametrize(
+    ("serving", "message"),
+    [
+        (VllmServing(length=0), r"without a draft"),
+        (VllmServing(fault="refuses"), r"status 400\): This model's maximum context length[\s\S]*shorter prompts"),
+        (VllmServing(fault="slow"), r"did not answer within 1 s"),
+        (VllmServing(fault="two models"), r"serves 2 models[\s\S]*--model"),
+        (VllmServing(fault="fails later"), r"EngineCore died"),
+        (VllmServing(key="secret"), r"status 401[\s\S]*--key"),
+    ],
+)
+def test_each_fault_of_vllm_is_one_message(serving: VllmServing, message: str) -> None:
+    with serving.running(), pytest.raises(ServingError, match=message):
+        check_addresses(wanted(seconds=(5.0, 1.0)), Addresses(serving.url))
+
+
+def test_a_key_is_sent_and_never_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SERVER_KEY", "sk-hidden-1")
+    with VllmServing(key="sk-hidden-1").running() as serving:
+        client = VllmClient(serving.url, 5, "SERVER_KEY")
+        assert client.complete([1, 2], 8).drafted
+    with VllmServing(key="another").running() as serving:
+        client = VllmClient(serving.url, 5, "SERVER_KEY")
+        with pytest.raises(ServingError, match=r"Bearer \*\*\*"):
+            client.complete([1, 2], 8)
+
+
+# The command.
+
+
+@LLAMA
+def test_the_whole_command(
+    settings: LlamaServer, files: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"text": tiny.document(seed)}) + "\n" for seed in range(4)))
+    pair = ("--target", files[0], "--draft", files[1], "--prompts", prompts, "--server", settings.binary)
+    small = ("--count", 3, "--tokens", 12, "--prompt-tokens", 8, "--repeats", 1, "--concurrency", "1,2", "--no-choose")
+    assert tiny.call("serve-check", *pair, *small, "--to", tmp_path / "found.json", "--", "-ctkd", "q4_0") == 0
+    out = capsys.readouterr().out
+    assert "| llama-server, its own counts |" in out and "| distill, the same files |" in out and "q4_0" in out
+    found = read_result(tmp_path / "found.json", ServeReport)
+    assert found.prompts == 3 and found.draft == str(files[1]) and "-ctkd q4_0" in found.served
+    for output in ("jsonl", "csv"):
+        assert tiny.call("serve-check", *pair, *small, "-o", output) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert len(lines) > 8 and "tokens per round" in "".join(lines)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "needs a server"),
+        (("--server", "a", "--url", "b"), "one of them"),
+        (("--server", "a", "--plain-url", "b"), "runs already"),
+        (("--url", "http://a", "--cache-type-k-draft", "q4_0"), "start it with them"),
+        (("--url", "http://a", "--kind", "sglang"), "llama-server or vllm"),
+        (("--server", "a", "--target", "t.gguf"), "--target and --draft"),
+        (("--server", "a", "--target", "t.gguf", "--draft", "d.gguf"), "--prompts"),
+        (("--server", "a", "--", "--spec-draft-n-max", "8"), "give --n-max"),
+        (("--server", "a", "--server-option", "-np 4"), "give --concurrency"),
+        (("--server", "a", "--concurrency", "1,900"), "from 1 to 64"),
+        (("--server", "a", "-o", "xml"), "unknown"),
+        (("--server", "a", "--to", "/no/such/folder/x"), "no folder"),
+    ],
+)
+def test_options_that_do_not_go_together(
+    arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert tiny.call("serve-check", *arguments) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_server_that_opens_and_closes(settings: LlamaServer) -> None:
+    with opened(settings, (20.0, 20.0)) as client:
+        assert client.vocabulary_size() == 400 and client.properties()["build_info"] == "b1-0c1e570"

@@ -1,0 +1,154 @@
+"""A server with vLLM 0.33.0's /v1/models, streamed /v1/completions, /metrics and /version, on loopback, no model.
+
+Formats from its sources: CompletionStreamResponse of entrypoints/openai/completion/protocol.py, with the usage in a
+last chunk without choices; the counters of v1/spec_decode/metrics.py with the labels model_name and engine of
+v1/metrics/loggers.py and, by position, a further one, names ending in _total as prometheus_client writes them; and
+entrypoints/serve/instrumentator.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+VERSION = "0.33.0"
+
+
+class VllmServing:
+    """`length` drafted tokens a round (0: no draft), of which every round accepts the next count of `accepts`.
+
+    Counters rise `lag` seconds after the reply, as they are written by another task. `fault` names what goes wrong.
+    """
+
+    def __init__(
+        self, length: int = 4, accepts: tuple[int, ...] = (4, 2, 0), lag: float = 0.02, fault: str = "", key: str = ""
+    ) -> None:
+        self.length, self.accepts, self.lag, self.fault, self.key = length, accepts, lag, fault, key
+        self.rounds = self.accepted = self.drafted = 0
+        self.positions = [0] * length
+        self.bodies: list[dict[str, Any]] = []
+        self.lock = threading.Lock()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def completion(self, body: dict[str, Any]) -> list[dict[str, Any]]:
+        limit, prompt = body["max_tokens"], body["prompt"]
+        assert isinstance(prompt, list) and body["stream"] and body["stream_options"] == {"include_usage": True}
+        assert not {"@", "/", "\\"} & set(body["cache_salt"]) and len(body["cache_salt"]) <= 128
+        head = {"id": "cmpl-1", "object": "text_completion", "created": 1, "model": body["model"]}
+        events, made, counts = [], 0, []
+        while made < limit:
+            count = 0
+            if made and self.length and limit - made > 1:
+                count = min(self.accepts[len(counts) % len(self.accepts)], limit - made - 1)
+                counts.append(count)
+            ids = [(sum(prompt) + place) % 97 for place in range(made, made + count + 1)]
+            made += count + 1
+            choice = {"index": 0, "text": "x", "logprobs": None, "finish_reason": None, "stop_reason": None}
+            choice |= {"prompt_token_ids": None, "token_ids": ids if body["return_token_ids"] else None}
+            events.append(head | {"choices": [choice], "usage": None})
+        usage = {"prompt_tokens": len(prompt), "total_tokens": len(prompt) + made, "completion_tokens": made}
+        events.append(head | {"choices": [], "usage": usage})
+        threading.Timer(self.lag, self.count, [counts]).start()
+        return events
+
+    def count(self, counts: list[int]) -> None:
+        with self.lock:
+            self.rounds += len(counts)
+            self.drafted += self.length * len(counts)
+            self.accepted += sum(counts)
+            for accepted in counts:
+                for place in range(accepted):
+                    self.positions[place] += 1
+
+    def metrics(self) -> str:
+        labels = 'engine="0",model_name="org/target,v2"'
+        lines = ["# HELP vllm:num_requests_running Number of requests in model execution batches."]
+        lines += ["# TYPE vllm:num_requests_running gauge", f"vllm:num_requests_running{{{labels}}} 0.0"]
+        with self.lock:
+            found = {"drafts": self.rounds, "draft_tokens": self.drafted, "accepted_tokens": self.accepted}
+            positions = list(self.positions)
+        for name, value in found.items() if self.length else ():
+            full = f"vllm:spec_decode_num_{name}"
+            lines += [f"# HELP {full}_total Number.", f"# TYPE {full}_total counter"]
+            lines += [f"{full}_total{{{labels}}} {value:.1f}", f"{full}_created{{{labels}}} 1.7e+09"]
+        for place, value in enumerate(positions):
+            name = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
+            lines.append(f'{name}{{engine="0",model_name="org/target,v2",position="{place}"}} {value:.1f}')
+        return "\n".join(lines) + "\n"
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[VllmServing]:
+        server = ThreadingHTTPServer(("127.0.0.1", 0), type("Bound", (Handler,), {"owner": self}))
+        server.daemon_threads = True
+        self.port = server.server_address[1]
+        thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
+        thread.start()
+        try:
+            yield self
+        finally:
+            server.shutdown()
+            server.server_close()
+            thread.join()
+
+
+class Handler(BaseHTTPRequestHandler):
+    owner: VllmServing
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *arguments: object) -> None:
+        pass
+
+    def reply(self, status: int, value: Any) -> None:
+        data = value.encode() if isinstance(value, str) else json.dumps(value).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def do_GET(self) -> None:
+        if self.path == "/version":
+            self.reply(200, {"version": VERSION})
+        elif self.path == "/metrics":
+            self.reply(200, self.owner.metrics())
+        elif self.path == "/v1/models":
+            entry = {"id": "org/target", "object": "model", "created": 1, "owned_by": "vllm", "max_model_len": 4096}
+            self.reply(200, {"object": "list", "data": [entry] * (2 if self.owner.fault == "two models" else 1)})
+        else:
+            self.reply(404, {"detail": "Not Found"})
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.owner.bodies.append(body)
+        if self.owner.key and self.headers.get("Authorization") != f"Bearer {self.owner.key}":
+            self.reply(401, {"error": f"Unauthorized: {self.headers.get('Authorization')}"})
+        elif self.owner.fault == "refuses":
+            message = "This model's maximum context length is 64 tokens. However, you requested 96 output tokens"
+            error = {"message": message, "type": "BadRequestError", "param": "input_tokens", "code": 400}
+            self.reply(400, {"error": error})
+        elif self.owner.fault == "slow":
+            time.sleep(3)
+        else:
+            self.stream(body)
+
+    def stream(self, body: dict[str, Any]) -> None:
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream; charset=utf-8")
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+        events = [json.dumps(event) for event in self.owner.completion(body)]
+        if self.owner.fault == "fails later":
+            events[2:] = [
+                json.dumps({"error": {"message": "EngineCore died", "type": "InternalServerError", "code": 500}})
+            ]
+        for event in [*events, "[DONE]"]:
+            data = f"data: {event}\n\n".encode()
+            self.wfile.write(f"{len(data):x}\r\n".encode() + data + b"\r\n")
+        self.wfile.write(b"0\r\n\r\n")
