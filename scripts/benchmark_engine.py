@@ -279,7 +279,7 @@ def measure_case(
         single = plain(big, prompts[repeat % len(prompts)], options.tokens)
         steps = plain_steps(big, [*prompts[repeat % len(prompts)], *single.tokens][:depth])
         if repeat:
-            plains.append(statistics.median(steps) * (len(single.tokens) - 1) / single.seconds)
+            plains.append(statistics.fmean(steps) * (len(single.tokens) - 1) / single.seconds)
             singles.append(len(single.tokens) / (single.prefill_seconds + single.seconds))
         say(f"  {repeat} of {options.repeats}")
     predicted = predicted_speedups(costs, texts, len(prompts[0]), options.tokens)
@@ -296,8 +296,8 @@ def measure_case(
 
 
 def bare_rounds(target: Model, draft: Model, context: Sequence[int], length: int) -> tuple[float, float]:
-    """Medians of bare rounds, whose draft first reads one token and two, at the end of `context` without its last
-    tokens, which they take."""
+    """Means of bare rounds, whose draft first reads one token and two, at the end of `context` without its last tokens,
+    which they take. Means, because the texts' own seconds are sums: a busy moment counts in both."""
     read = list(context[: len(context) - length - 1])
     for model in (target, draft):
         shared = min(model.lengths[0], len(read))
@@ -305,7 +305,7 @@ def bare_rounds(target: Model, draft: Model, context: Sequence[int], length: int
         if shared < len(read):
             model.extend(read[shared:], want=[len(read) - shared - 1])
     both = [[bare_round(target, draft, read, length, first) for first in (1, 2)] for _ in range(BARE)]
-    return statistics.median(one for one, _ in both), statistics.median(two for _, two in both)
+    return statistics.fmean(one for one, _ in both), statistics.fmean(two for _, two in both)
 
 
 def plain_steps(model: Model, context: Sequence[int]) -> list[float]:
