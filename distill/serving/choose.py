@@ -1,12 +1,13 @@
 """The fastest n_max and p_min on validation prompts, by successive halving, then confirmed on others.
 
 llama-server takes both at its start alone, so each pair of them is a server of its own. One runs at a time, as the
-memory of a real target wants it; the servers of a round are visited in one order and then in the reverse, so that a
-machine that becomes slower meanwhile is no advantage.
+memory of a real target wants it; the servers of a round are visited in a random order and then in its reverse, and few
+of them twice so, that no spell of the machine is an advantage.
 """
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -27,6 +28,7 @@ SHARES = (0.25, 0.5, 1.0)  # of the prompts in each round of halving
 KEPT = (12, 5)  # settings that draft, after the first and the second round; plain decoding stays in all of them
 FINALISTS = 3
 LEAST = 2  # prompts of a round
+FEW = 6  # candidates that are visited four times
 OF_SETTINGS = {"--spec-draft-n-max", "--spec-draft-p-min", "--draft-p-min"}
 
 Settings = tuple[int, float]
@@ -42,9 +44,9 @@ class Candidate:
     rounds: int = 0
 
     @property
-    def replayed(self) -> Replayed:
-        """All replies, by prompt."""
-        return Replayed(self.texts)
+    def fastest(self) -> Replayed:
+        """The fastest reply to each prompt."""
+        return Replayed([[min(replies, key=lambda reply: reply.seconds)] for replies in self.texts])
 
     @property
     def rate(self) -> float:
@@ -57,8 +59,8 @@ class Candidate:
         Of a prompt the fastest reply counts: what else runs on the machine makes replies slower, never faster, and for
         seconds at a time, so that a sum would drop the settings that it met.
         """
-        fastest = [min(replies, key=lambda reply: reply.seconds) for replies in self.texts[:prompts]]
-        return sum(reply.count for reply in fastest) / sum(reply.seconds for reply in fastest)
+        fastest = self.fastest.texts[:prompts]
+        return sum(reply.count for (reply,) in fastest) / sum(reply.seconds for (reply,) in fastest)
 
 
 def grid() -> list[Settings]:
@@ -83,12 +85,16 @@ def visit(
     opened: Opened,
     title: str,
 ) -> None:
-    """Every candidate on these prompts twice: in one order, and in the reverse."""
-    progress = Progress(title, 2 * len(candidates))
+    """Every candidate on these prompts: in a random order and in its reverse, and twice so where they are FEW."""
+    draws, orders = random.Random(len(candidates)), list[list[Candidate]]()
+    for _ in range(2 if len(candidates) <= FEW else 1):
+        order = draws.sample(candidates, len(candidates))
+        orders += [order, order[::-1]]
+    progress = Progress(title, len(orders) * len(candidates))
     for one in candidates:
         one.rounds += 1
         one.texts += [[] for _ in range(len(prompts) - len(one.texts))]
-    for order in (candidates, candidates[::-1]):
+    for order in orders:
         for one in order:
             with opened(with_settings(server, one.settings)) as client:
                 warm(client, prompts)
@@ -126,8 +132,8 @@ def choose(
         finalists = grid()
     rivals = [Candidate(one) for one in dict.fromkeys([best.settings, PLAIN, *finalists])]
     visit(rivals, server, held_out, limit, opened, "settings, held-out prompts")
-    own = rivals[0].replayed
-    confirmed = [ConfirmedSettings(*one.settings, one.rate, own.over(one.replayed)) for one in rivals]
+    own = rivals[0].fastest
+    confirmed = [ConfirmedSettings(*one.settings, one.rate, own.over(one.fastest)) for one in rivals]
     return ChosenSettings(
         n_max=best.settings[0],
         p_min=best.settings[1],
