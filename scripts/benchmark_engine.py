@@ -10,10 +10,10 @@ end tokens. T(n + 1) and D are bare rounds: the same calls of both models in the
 nothing read or decided between them, timed directly after each text; n draft steps of one token each. After a round
 that was accepted whole a draft has two tokens to read, which no decoder can avoid: `with two` counts them.
 
-`predicted` is the speedup over plain decoding that measure_paid's costs of validation prompts and the acceptance by
-position of these texts predict, over the one measured, prompts included. The last row of a case is the expected-value
-rule with those costs (and, of the run's draft, its calibration): its speed over plain decoding's, prompts included,
-texts of --rule-tokens, in turns.
+`predicted` is the speedup over plain decoding that costs of validation prompts, timed between these texts, and the
+acceptance by position of these texts predict, over the one measured, prompts included. The last row of a case is the
+expected-value rule with costs timed before (and, of the run's draft, its calibration): its speed over plain decoding's,
+prompts included, texts of --rule-tokens, in turns.
 
 `alone` is the share of the bound that steps of one model repeated by itself give, whose weights stay in cache;
 `overhead` is what a round takes beyond the calls of both models; `plain` is the share that plain decoding attains of
@@ -54,7 +54,7 @@ from distill.run import Run
 from distill.speculative.calibration import Calibration, Power
 from distill.speculative.costs.cheapest import CheapestSteps
 from distill.speculative.costs.curve import measure_steps
-from distill.speculative.costs.paid import PaidCosts, measure_paid
+from distill.speculative.costs.paid import PaidCosts, PaidMeter, measure_paid
 from distill.speculative.decode import GREEDY, Decoded, Rules, decode, plain
 from distill.speculative.draft import ModelDrafter
 from distill.speculative.expected_value import ExpectedValue
@@ -255,12 +255,14 @@ def measure_case(
     for line in filter(None, (big.describe("target"), small.describe("draft"))):
         say(f"  {line}")
     costs = measure_paid(big, small, others, lengths, 9)
+    meter = PaidMeter(big, small, others, lengths, (False,))
     found: dict[int, list[Measured]] = {length: [] for length in lengths}
     texts: dict[int, list[Decoded]] = {length: [] for length in lengths}
     plains: list[float] = []
     singles: list[float] = []
     for repeat in range(options.repeats + 1):  # the first one warms up
         turn = repeat % len(lengths)
+        meter.text()
         for length in [*lengths[turn:], *lengths[:turn]]:
             prompt = prompts[repeat % len(prompts)]
             with watched(case.target, case.draft) as watch:
@@ -282,7 +284,8 @@ def measure_case(
             plains.append(statistics.fmean(steps) * (len(single.tokens) - 1) / single.seconds)
             singles.append(len(single.tokens) / (single.prefill_seconds + single.seconds))
         say(f"  {repeat} of {options.repeats}")
-    predicted = predicted_speedups(costs, texts, len(prompts[0]), options.tokens)
+    meter.until(1)
+    predicted = predicted_speedups(meter.costs(), texts, len(prompts[0]), options.tokens)
     rows: list[Measured] = [
         {"length": length, "repeats": len(all_of)}
         | {key: statistics.median([one[key] for one in all_of]) for key in all_of[0] if all(key in o for o in all_of)}

@@ -12,9 +12,11 @@ import signal
 import sys
 import threading
 import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from loopback import LoopbackHandler, server_of
 
 SOURCE = Path(__file__)
 TEMPLATES = {"chatml": ("<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n"), "llama2": ("[INST] ", " [/INST]")}
@@ -27,6 +29,7 @@ EVERY = 4  # of four drafted tokens that may be accepted, one is refused at each
 
 def install(folder: Path) -> Path:
     """The program, to be started as a llama-server."""
+    (folder / "loopback.py").write_text(SOURCE.with_name("loopback.py").read_text(encoding="utf-8"), encoding="utf-8")
     path = folder / "llama-server"
     path.write_text(f"#!{sys.executable} -S\n" + SOURCE.read_text(encoding="utf-8"), encoding="utf-8")
     path.chmod(0o755)
@@ -108,22 +111,11 @@ class Server:
         return "\n".join(lines) + "\n"
 
 
-class Handler(BaseHTTPRequestHandler):
-    server_state: Server
-    protocol_version = "HTTP/1.1"
-
-    def log_message(self, *arguments: object) -> None:
-        pass
-
-    def reply(self, status: int, value: Any) -> None:
-        data = value.encode() if isinstance(value, str) else json.dumps(value).encode()
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
+class Handler(LoopbackHandler):
+    owner: Server
 
     def do_GET(self) -> None:
-        state = self.server_state
+        state = self.owner
         before, behind = TEMPLATES[state.options.get("--chat-template", "chatml")]
         if self.path == "/health":
             if state.fault == "never healthy":
@@ -143,8 +135,8 @@ class Handler(BaseHTTPRequestHandler):
             self.reply(404, {"error": {"message": "File Not Found", "type": "not_found_error", "code": 404}})
 
     def do_POST(self) -> None:
-        state = self.server_state
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        state = self.owner
+        body = self.body()
         before, behind = TEMPLATES[state.options.get("--chat-template", "chatml")]
         if self.path == "/tokenize":
             self.reply(200, {"tokens": [5, *(ord(letter) % 199 for letter in body["content"])]})
@@ -159,7 +151,7 @@ class Handler(BaseHTTPRequestHandler):
             self.reply(404, {"error": {"message": "File Not Found", "type": "not_found_error", "code": 404}})
 
     def completion(self, body: dict[str, Any], number: int) -> None:
-        state = self.server_state
+        state = self.owner
         if state.fault == "refuses":
             message = "request (160 tokens) exceeds the available context size (128 tokens), try increasing it"
             error = {"code": 400, "message": message, "type": "exceed_context_size_error", "n_ctx": 128}
@@ -167,20 +159,18 @@ class Handler(BaseHTTPRequestHandler):
             return
         if state.fault == "slow" and number > 1:
             time.sleep(30)
-        self.send_response(200)
-        self.send_header("Content-Type", "text/event-stream")
-        self.send_header("Transfer-Encoding", "chunked")
-        self.end_headers()
+        self.stream(self.events(body, number))
+        self.close_connection = True  # as llama-server does, without a word
+
+    def events(self, body: dict[str, Any], number: int) -> Iterator[str]:
+        state = self.owner
         for place, event in enumerate(state.complete(body)):
             if state.fault == "killed" and number > 2 and place == 3:
                 print("0.01.000 E srv  update_slots: decode failed: out of memory", flush=True)
                 os.kill(os.getpid(), signal.SIGKILL)
             name = "error" if state.fault == "fails later" and place == 2 else "data"
             value = {"message": "compute error", "code": 500} if name == "error" else event
-            data = f"{name}: {json.dumps(value)}\n\n".encode()
-            self.wfile.write(f"{len(data):x}\r\n".encode() + data + b"\r\n")
-        self.wfile.write(b"0\r\n\r\n")
-        self.close_connection = True  # as llama-server does, without a word
+            yield f"{name}: {json.dumps(value)}"
 
 
 def main() -> None:
@@ -199,15 +189,11 @@ def main() -> None:
     if fault == "stubborn":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
-        place = ("127.0.0.1", int(options["--port"]))
-        server = ThreadingHTTPServer(place, type("Bound", (Handler,), {"server_state": state}))
+        server = server_of(Handler, state, int(options["--port"]))
     except OSError:
-        print(
-            f"0.00.040 E srv  start: couldn't bind HTTP server socket, hostname: {place[0]}, port: {place[1]}",
-            flush=True,
-        )
+        where = f"hostname: 127.0.0.1, port: {options['--port']}"
+        print(f"0.00.040 E srv  start: couldn't bind HTTP server socket, {where}", flush=True)
         sys.exit(1)
-    server.daemon_threads = True
     server.serve_forever(0.02)
 
 

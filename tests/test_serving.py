@@ -412,6 +412,26 @@ def test_the_fastest_settings_are_found(settings: LlamaServer, best: tuple[int, 
     assert rounds[PLAIN] == 3 and sorted(rounds.values()).count(1) == 12
 
 
+def test_luck_on_the_whole_grid_does_not_judge(settings: LlamaServer) -> None:
+    """Settings that are fast while the grid is measured, and not when they are measured again."""
+    visits: dict[tuple[int, float], int] = {}
+    grid_is_over = 50 + 26 + 24 + 50  # visits of the three rounds and of the grid
+
+    @contextlib.contextmanager
+    def paced(one: LlamaServer) -> Iterator[Paced]:
+        own = PLAIN if one.draft is None else (one.n_max, one.p_min or 0.0)
+        number = sum(visits.values())
+        visits[own] = visits.get(own, 0) + 1
+        lucky = own == (2, 0.75) and 100 <= number < grid_is_over
+        yield Paced(150.0 if lucky else 100.0 - 3 * abs(own[0] - 6) - 4 * abs(own[1] - 0.5))
+
+    found = choose(settings, PROMPTS, PROMPTS[::-1], 8, paced, True)  # type: ignore[arg-type]
+    assert (found.n_max, found.p_min) == (6, 0.5) and "nothing that was tried is faster" in found.sentence
+    again = {(one.n_max, one.p_min): one for one in found.confirmed[: (sum(visits.values()) - grid_is_over) // 4]}
+    assert {(6, 0.5), (2, 0.75), PLAIN} <= set(again) and again[2, 0.75].against.low > 1
+    assert len(found.confirmed) == len({(one.n_max, one.p_min) for one in found.confirmed}) == 25
+
+
 def test_settings_become_options(settings: LlamaServer) -> None:
     assert with_settings(settings, PLAIN).draft is None
     one = with_settings(replace(settings, parallel=8), (7, 0.5))

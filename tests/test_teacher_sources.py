@@ -226,7 +226,7 @@ def test_faults_that_pass_lose_nothing(target: Path, model: Any, tmp_path: Path,
         teacher(recipe, run)
     faults = [None, "429", "500", None, "cut", "wrong JSON", "408", "slow", "503", "429", None, "cut"]
     with VllmServer(model, max_logprobs=64, faults=faults).running() as bad:
-        recipe, faulty = served(tmp_path / "bad", target, bad, timeout=0.4)
+        recipe, faulty = served(tmp_path / "bad", target, bad, timeout=1.5)
         teacher(recipe, faulty)
         count = len(bad.requests)
     wanted, found = tiny.contents(run.path("teacher")), tiny.contents(faulty.path("teacher"))

@@ -8,14 +8,13 @@ by number of POST requests, or one fault for all of them.
 from __future__ import annotations
 
 import contextlib
-import json
 import threading
 import time
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import torch
+from loopback import LoopbackHandler, running
 
 KEY = "sk-secret-0123456789"
 
@@ -98,36 +97,12 @@ class VllmServer:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[VllmServer]:
-        server = ThreadingHTTPServer(("127.0.0.1", 0), type("Bound", (Handler,), {"owner": self}))
-        server.daemon_threads = True
-        self.port = server.server_address[1]
-        thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
-        thread.start()
-        try:
+        with running(Handler, self) as self.port:
             yield self
-        finally:
-            server.shutdown()
-            server.server_close()
-            thread.join()
 
 
-class Handler(BaseHTTPRequestHandler):
-    """The requests of one connection; `owner` is the server that they belong to."""
-
+class Handler(LoopbackHandler):
     owner: VllmServer
-    protocol_version = "HTTP/1.1"
-
-    def log_message(self, *arguments: object) -> None:
-        pass
-
-    def reply(self, status: int, value: Any, **headers: str) -> None:
-        data = value if isinstance(value, bytes) else json.dumps(value).encode()
-        self.send_response(status)
-        for name, content in headers.items():
-            self.send_header(name.replace("_", "-"), content)
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
 
     def refused(self) -> bool:
         if self.owner.key is None or self.headers.get("Authorization") == f"Bearer {self.owner.key}":
@@ -144,7 +119,7 @@ class Handler(BaseHTTPRequestHandler):
             self.reply(404, {"detail": "Not Found"})
 
     def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        body = self.body()
         if self.refused():
             return
         with self.owner.lock:
@@ -171,7 +146,7 @@ class Handler(BaseHTTPRequestHandler):
         elif fault == "wrong JSON":
             self.reply(200, b"<html>try again</html>")
         elif fault == "slow":
-            time.sleep(0.6)
+            time.sleep(2.0)
             self.close_connection = True
         elif fault == "redirect":
             self.reply(307, b"", Location="http://127.0.0.1:1/v1/completions")

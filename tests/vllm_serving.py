@@ -13,8 +13,9 @@ import json
 import threading
 import time
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+
+from loopback import LoopbackHandler, running
 
 VERSION = "0.33.0"
 
@@ -86,32 +87,12 @@ class VllmServing:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[VllmServing]:
-        server = ThreadingHTTPServer(("127.0.0.1", 0), type("Bound", (Handler,), {"owner": self}))
-        server.daemon_threads = True
-        self.port = server.server_address[1]
-        thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
-        thread.start()
-        try:
+        with running(Handler, self) as self.port:
             yield self
-        finally:
-            server.shutdown()
-            server.server_close()
-            thread.join()
 
 
-class Handler(BaseHTTPRequestHandler):
+class Handler(LoopbackHandler):
     owner: VllmServing
-    protocol_version = "HTTP/1.1"
-
-    def log_message(self, *arguments: object) -> None:
-        pass
-
-    def reply(self, status: int, value: Any) -> None:
-        data = value.encode() if isinstance(value, str) else json.dumps(value).encode()
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
 
     def do_GET(self) -> None:
         if self.path == "/version":
@@ -125,7 +106,7 @@ class Handler(BaseHTTPRequestHandler):
             self.reply(404, {"detail": "Not Found"})
 
     def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        body = self.body()
         self.owner.bodies.append(body)
         if self.owner.key and self.headers.get("Authorization") != f"Bearer {self.owner.key}":
             self.reply(401, {"error": f"Unauthorized: {self.headers.get('Authorization')}"})
@@ -136,19 +117,12 @@ class Handler(BaseHTTPRequestHandler):
         elif self.owner.fault == "slow":
             time.sleep(3)
         else:
-            self.stream(body)
+            self.stream(self.events(body))
 
-    def stream(self, body: dict[str, Any]) -> None:
-        self.send_response(200)
-        self.send_header("Content-Type", "text/event-stream; charset=utf-8")
-        self.send_header("Transfer-Encoding", "chunked")
-        self.end_headers()
+    def events(self, body: dict[str, Any]) -> list[str]:
         events = [json.dumps(event) for event in self.owner.completion(body)]
         if self.owner.fault == "fails later":
             events[2:] = [
                 json.dumps({"error": {"message": "EngineCore died", "type": "InternalServerError", "code": 500}})
             ]
-        for event in [*events, "[DONE]"]:
-            data = f"data: {event}\n\n".encode()
-            self.wfile.write(f"{len(data):x}\r\n".encode() + data + b"\r\n")
-        self.wfile.write(b"0\r\n\r\n")
+        return [f"data: {event}" for event in [*events, "[DONE]"]]

@@ -41,8 +41,12 @@ def time_texts(
     new_tokens: int,
     prepared: Sequence[Prepared],
     progress_title: str,
+    between: Callable[[], None] = lambda: None,
 ) -> list[TimedText]:
-    """Decode every prompt by every configuration; their order turns from prompt to prompt."""
+    """Decode every prompt by every configuration; their order turns from prompt to prompt.
+
+    `between` is called before each prompt and after the last.
+    """
     # One throw-away text each: lazily made buffers and kernels are not to be measured.
     for one in prepared:
         one.decode(target, one.make() if one.make else None, prompts[0], min(8, new_tokens))
@@ -51,6 +55,7 @@ def time_texts(
     texts: list[TimedText] = []
     progress = Progress(progress_title, len(prompts))
     for index, prompt in enumerate(prompts):
+        between()
         limit = room_for(target, draft, len(prompt), new_tokens)
         turn = index % len(order)
         for one, drafter in order[turn:] + order[:turn]:
@@ -58,6 +63,7 @@ def time_texts(
             decoded = one.decode(target, drafter, prompt, limit)
             texts.append(TimedText(index, one.title, time.perf_counter() - started, decoded))
         progress.step()
+    between()
     return texts
 
 

@@ -12,11 +12,16 @@ from distill.speculative.costs.paid import PaidCosts
 
 @dataclass(frozen=True)
 class Costs:
-    """Measured seconds: T(m) by m and D(1) of one model's steps alone, and what rounds of both pay."""
+    """Measured seconds: T(m) by m and D(1) of one model's steps alone, and what rounds of both pay.
+
+    `paid` was measured before any text was timed, for the rules and trees that read it; `during` between the texts that
+    the prediction is compared with, of fixed lengths alone.
+    """
 
     target: Mapping[int, float]
     draft: float
     paid: PaidCosts
+    during: PaidCosts
 
     @property
     def of_rounds(self) -> StepCosts:
@@ -53,7 +58,7 @@ def explain(costs: Costs, sweep: Sequence[Measurement], chosen: ChosenLength) ->
         f"would give {bound:.2f}x; with {best.tokens_per_round or 0:.2f} tokens a round it gave {best.speedup:.2f}x "
         "over the whole request, prompt included."
     ]
-    alone, paid = costs.target[length + 1] + length * costs.draft, costs.paid.round_seconds(length, 0.0)
+    alone, paid = costs.target[length + 1] + length * costs.draft, costs.during.round_seconds(length, 0.0)
     sentences.append(
         f"{where}: a round of {length} drafted tokens pays {paid * 1e3:.2f} ms; its steps, timed with one model "
         f"alone, take {alone * 1e3:.2f} ms. The rest goes to two models taking turns, reading logits and rolling back."

@@ -51,7 +51,7 @@ from distill.speculative.calibration import Calibration
 from distill.speculative.configured import check_configurations, require_trees
 from distill.speculative.costs.cheapest import CheapestSteps
 from distill.speculative.costs.curve import measure_steps
-from distill.speculative.costs.paid import measure_paid
+from distill.speculative.costs.paid import PaidMeter, measure_paid
 
 REFERENCE_PROMPTS = {False: 4, True: 2}  # by grown: a grown target takes a minute for each pair of runs
 TREE_ROUNDS = 2, 5  # prompts, and rounds after each that are timed with trees of every size
@@ -106,9 +106,13 @@ def measure_part(recipe: Recipe, run: Run, part: Part) -> SpeedupPart:
     trees = {choice.title: choice.tree for choice in choices}
     others = prepare_others(recipe, part.configurations, draft, part.loaded.ends, costs.of_rounds, fitted, trees)
     prepared = [*sweep, *others]
-    texts = time_texts(
-        target, draft, part.prompts, recipe.speedup.new_tokens, prepared, f"{part.pair.backend}, prompts"
-    )
+    # Costs of the same minutes as the texts: the machine does not stay the same from one minute to the next.
+    validation = validation_prompts(run, recipe.answers.prompt_tokens, PAID_PROMPTS)
+    meter = PaidMeter(target, draft, validation, part.lengths, (False,))
+    title = f"{part.pair.backend}, prompts"
+    texts = time_texts(target, draft, part.prompts, recipe.speedup.new_tokens, prepared, title, meter.text)
+    meter.until(1)
+    costs = replace(costs, during=meter.costs())
     noise, together = rounding(recipe, part, texts)
     identities = judge_identity(target, part.prompts, texts, prepared, noise, together)
     rows = _rows(recipe, run, part, texts, prepared, identities, costs, choices)
@@ -162,7 +166,7 @@ def _measure_costs(recipe: Recipe, run: Run, part: Part) -> tuple[Part, Costs]:
     texts = validation_prompts(run, recipe.answers.prompt_tokens, PAID_PROMPTS)
     paid = measure_paid(part.target, part.draft, texts, lengths, profile.repeats)
     seconds = {m: steps[padded.get(m, m)][0] for m in steps}
-    return part, Costs(seconds, own[1][0], paid)
+    return part, Costs(seconds, own[1][0], paid, paid)
 
 
 def _fastest(steps: Mapping[int, tuple[float, float, float]]) -> dict[int, float]:
@@ -221,7 +225,7 @@ def _rows(
     found = []
     for row in rows:
         if row.length and row.length <= len(accepted):
-            predicted = costs.paid.predicted_speedup(row.length, accepted, prompt, recipe.speedup.new_tokens)
+            predicted = costs.during.predicted_speedup(row.length, accepted, prompt, recipe.speedup.new_tokens)
             row = replace(row, predicted=predicted)
         if row.configuration in chosen:
             choice = chosen[row.configuration]

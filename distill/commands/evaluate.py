@@ -86,7 +86,7 @@ def _evaluate_standalone(
         raise RecipeError(
             "a pair without a run needs --target, --draft and --text", "or name a run: `distill runs` lists them"
         )
-    from distill.recipe import Corpus, Source, Target
+    from distill.recipe import Corpus, PyTorch, Source, Target
 
     references = local_reference(target), local_reference(draft)
     for reference in references:
@@ -106,6 +106,7 @@ def _evaluate_standalone(
         for path in text
     ]
     command = "distill " + " ".join(sys.argv[1:])
-    with load_pair(Target(model=references[0]), references[1]) as pair:
+    unpacked = PyTorch(prepack=False)  # evaluate_pair lays out the layers of the models that it decodes with
+    with load_pair(Target(model=references[0]), references[1], pytorch=unpacked) as pair:
         sampler = Sampler(temperature=temperature)
         return evaluate_standalone(pair, Corpus(sources=tuple(sources)), sampler, prompts, kl, acceptance, command)

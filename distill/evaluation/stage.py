@@ -14,9 +14,10 @@ from distill.evaluation.from_store import evaluate_stored
 from distill.evaluation.markdown import as_markdown
 from distill.evaluation.measure import measure_blocks, position_acceptance, summarise, tokens_per_round
 from distill.files import write_atomically, write_text
+from distill.models.base import Model
 from distill.models.hugging_face import end_ids, load_model, load_target, load_tokenizer, pick_device, real_tokens
 from distill.models.kept import read_kept
-from distill.models.loaded import torch_decoder
+from distill.models.loaded import growing_decoder
 from distill.packing import Packed, pack
 from distill.progress import Progress
 from distill.recipe import Evaluate, Recipe
@@ -52,21 +53,19 @@ def continue_all(
 
 
 def decode_rounds(
-    target: Any,
-    draft: Any,
+    target: Model,
+    draft: Model,
     prompts: Sequence[Sequence[int]],
     settings: Evaluate,
     ends: Sequence[int],
     title: str,
-    vocabulary: int | None = None,
 ) -> list[list[Round]]:
     """Greedy speculative decoding of every prompt; the rounds of each."""
-    first, second = torch_decoder(target, vocabulary), torch_decoder(draft, vocabulary)
     progress = Progress(title, len(prompts))
     rounds = []
     for prompt in prompts:
-        limit = room_for(first, second, len(prompt), settings.new_tokens)
-        rounds.append(speculative(first, second, prompt, limit, settings.length, ends).rounds)
+        limit = room_for(target, draft, len(prompt), settings.new_tokens)
+        rounds.append(speculative(target, draft, prompt, limit, settings.length, ends).rounds)
         progress.step()
     return rounds
 
@@ -83,22 +82,24 @@ def evaluate_pair(
     command: str,
     acceptance: bool = True,
     classes: Sequence[str] = (),
+    prepack: bool = True,
 ) -> tuple[EvaluationReport, dict[str, list[list[Round]]]]:
     """All measures between a target and its drafts, and the decoded rounds of each draft (none without `acceptance`).
 
     Divergences are measured on the blocks of each domain. `classes` names that of each prompt, none of them empty in
-    domain `answers`.
+    domain `answers`. `prepack` is PyTorch's setting for the decoded rounds.
     """
     accuracy = settings.resamples, settings.confidence
     divergences, sums = {}, {}
     for domain, blocks in domains.items():
         found = sums[domain] = measure_blocks(target, drafts, blocks, sampler, vocabulary)
         divergences[domain] = {name: summarise(*found[name], *accuracy) for name in drafts}
-    rounds = {
-        name: decode_rounds(target, draft, prompts, settings, ends, f"rounds {name}, prompts", vocabulary)
-        for name, draft in drafts.items()
-        if acceptance
-    }
+    rounds = {}
+    if acceptance:
+        big = growing_decoder(target, vocabulary, prepack)
+        for name, draft in drafts.items():
+            small = growing_decoder(draft, vocabulary, prepack)
+            rounds[name] = decode_rounds(big, small, prompts, settings, ends, f"rounds {name}, prompts")
     report = EvaluationReport(
         command=command,
         sampler=sampler.describe(),
@@ -199,6 +200,7 @@ def evaluate(recipe: Recipe, run: Run) -> list[Path]:
         ends,
         run.command,
         classes=[prompt.kind for prompt in prompts] if all(texts) else (),
+        prepack=recipe.pytorch.prepack,
     )
     write_rounds(run.path("rounds.parquet"), rounds)
     return [*_written(run, report), run.path("rounds.parquet")]

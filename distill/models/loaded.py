@@ -128,13 +128,18 @@ def torch_decoder(
     Ids from `vocabulary` on are padding. `tokens` are those that a text is expected to hold.
     """
     if not pytorch.static:
-        own, reason = prepacked(model) if pytorch.prepack else (model, "")
-        if reason:
-            print(f"{model_name(model)}: {reason}", file=sys.stderr)
-        return TorchModel(own, vocabulary)
+        return growing_decoder(model, vocabulary, pytorch.prepack)
     from distill.models.static.static_model import StaticTorchModel
 
     return StaticTorchModel(model, vocabulary, size=tokens, compiled=pytorch.compile)
+
+
+def growing_decoder(model: Any, vocabulary: int | None = None, prepack: bool = True) -> TorchModel:
+    """`torch_decoder` with a growing cache, whatever the recipe says: to count or time steps, nothing is compiled."""
+    own, reason = prepacked(model) if prepack else (model, "")
+    if reason:
+        print(f"{model_name(model)}: {reason}", file=sys.stderr)
+    return TorchModel(own, vocabulary)
 
 
 def pair_of_models(

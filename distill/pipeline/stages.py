@@ -110,6 +110,7 @@ def _search_settings(recipe: Recipe) -> tuple[str, ...]:
         *("seed", "train", "sampler", "profile", "speedup.outtype", "corpus.block", "threads"),
         *("target.dtype", "target.quantise"),
         *_gguf(recipe, "target", "draft"),
+        *(() if recipe.pytorch.prepack else ("pytorch.prepack",)),  # the default names no run's key
     )
 
 
@@ -229,6 +230,7 @@ STAGES = (
         (("cut", "cut/config.json"),),
         ("profile.json",),
         ("target",),
+        version=2,  # 2: linear layers prepacked
         more=_timed_pairs,
     ),
     Stage(
@@ -297,7 +299,7 @@ STAGES = (
         ),
         ("speedup", "speedup.json", "speedup.md"),
         ("target",),
-        version=4,  # 4: costs as rounds pay them
+        version=5,  # 4: costs as rounds pay them; 5: linear layers prepacked, costs between the texts
         more=_timed_pairs,
     ),
     Stage(

@@ -13,13 +13,17 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 
-from distill.intervals import Interval
+import numpy
+from numpy.typing import NDArray
+
+from distill.intervals import Interval, percentiles
 from distill.models.server_commands import llama_server, option_arguments
 from distill.progress import Progress
 from distill.results.serving_results import ChosenSettings, ConfirmedSettings, TriedSettings
 from distill.serving.client import Client, Reply
+from distill.serving.counts import CONFIDENCE, RESAMPLES
 from distill.serving.llama_server import LlamaServer
-from distill.serving.replaying import Replayed, warm
+from distill.serving.replaying import warm
 
 N_MAX = range(1, 9)
 P_MIN = (0.0, 0.5, 0.75)
@@ -44,11 +48,6 @@ class Candidate:
     rounds: int = 0
 
     @property
-    def fastest(self) -> Replayed:
-        """The fastest reply to each prompt."""
-        return Replayed([[min(replies, key=lambda reply: reply.seconds)] for replies in self.texts])
-
-    @property
     def rate(self) -> float:
         """Tokens per second over all of them."""
         return self.rate_of(len(self.texts))
@@ -59,8 +58,26 @@ class Candidate:
         Of a prompt the fastest reply counts: what else runs on the machine makes replies slower, never faster, and for
         seconds at a time, so that a sum would drop the settings that it met.
         """
-        fastest = self.fastest.texts[:prompts]
-        return sum(reply.count for (reply,) in fastest) / sum(reply.seconds for (reply,) in fastest)
+        fastest = [min(replies, key=lambda reply: reply.seconds) for replies in self.texts[:prompts]]
+        return sum(reply.count for reply in fastest) / sum(reply.seconds for reply in fastest)
+
+    def over(self, base: Candidate) -> Interval:
+        """Its speed over another's, of the same prompts; resampled are the prompts and the replies to each of them."""
+        if base is self:
+            return Interval(1.0, 1.0, 1.0)
+        draws = numpy.random.default_rng(0)
+        places = draws.integers(0, len(self.texts), size=(RESAMPLES, len(self.texts)))  # both meet the same prompts
+        own, other = self._resampled(places, draws), base._resampled(places, draws)
+        return percentiles(self.rate / base.rate, own / other, CONFIDENCE)
+
+    def _resampled(self, places: NDArray[numpy.int64], draws: numpy.random.Generator) -> NDArray[numpy.float64]:
+        """Rates [R] on the prompts of `places` [R, P], of replies drawn anew for each."""
+        seconds = numpy.array([[reply.seconds for reply in replies] for replies in self.texts])
+        counts = numpy.array([replies[0].count for replies in self.texts])
+        visits = draws.integers(0, seconds.shape[1], size=(*places.shape, seconds.shape[1]))
+        fastest = numpy.take_along_axis(seconds[places], visits, axis=2).min(axis=2)
+        rates: NDArray[numpy.float64] = counts[places].sum(axis=1) / fastest.sum(axis=1)
+        return rates
 
 
 def grid() -> list[Settings]:
@@ -132,8 +149,15 @@ def choose(
         finalists = grid()
     rivals = [Candidate(one) for one in dict.fromkeys([best.settings, PLAIN, *finalists])]
     visit(rivals, server, held_out, limit, opened, "settings, held-out prompts")
-    own = rivals[0].fastest
-    confirmed = [ConfirmedSettings(*one.settings, one.rate, own.over(one.fastest)) for one in rivals]
+    confirmed, others = _beside_the_first(rivals), list[ConfirmedSettings]()
+    if whole_grid:
+        # The fastest of many is in part the luckiest, so that those of the grid are judged by new replies.
+        ranked = sorted(rivals, key=lambda one: -one.rate)
+        again = dict.fromkeys([best.settings, PLAIN, *(one.settings for one in ranked[:FINALISTS])])
+        judged = [Candidate(one) for one in again]
+        visit(judged, server, held_out, limit, opened, "settings, the fastest again")
+        others = [one for one in confirmed if (one.n_max, one.p_min) not in again]
+        confirmed = _beside_the_first(judged)
     return ChosenSettings(
         n_max=best.settings[0],
         p_min=best.settings[1],
@@ -141,11 +165,16 @@ def choose(
             TriedSettings(*one.settings, one.rounds, size, one.rate_of(size))
             for one, size in zip(tried, sizes, strict=True)
         ],
-        confirmed=confirmed,
+        confirmed=[*confirmed, *others],
         sentence=_sentence(best.settings, confirmed),
         command=_command(server, best.settings),
         seconds=time.monotonic() - started,
     )
+
+
+def _beside_the_first(candidates: Sequence[Candidate]) -> list[ConfirmedSettings]:
+    first = candidates[0]
+    return [ConfirmedSettings(*one.settings, one.rate, first.over(one)) for one in candidates]
 
 
 def named(settings: Settings) -> str:

@@ -152,6 +152,12 @@ class Http:
             raise ServingError(f"{self.url}{path} ended a streamed reply without an event", "see the server's log")
         return events, first, seconds
 
+    def object(self, path: str) -> dict[str, Any]:
+        """The JSON object at a path; empty where there is none."""
+        response = self.get(path)
+        found = parse_object(response.content) if response.status_code == 200 else {}
+        return {} if isinstance(found, str) else found
+
     def _guarded(self, send: Callable[[], Any]) -> Any:
         try:
             return send()

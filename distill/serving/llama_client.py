@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from distill.errors import ServingError
-from distill.files import parse_object
 from distill.serving.client import Http, Reply, Totals, totals_of
 
 # Every sampler that could make greedy decoding another text is switched off: a server may have defaults of its own.
@@ -61,7 +60,7 @@ class LlamaClient:
 
     def properties(self) -> dict[str, Any]:
         """/props: the build, the chat template, the model's path and the context of a request; empty where refused."""
-        return self._object("/props")
+        return self.http.object("/props")
 
     def drafts(self) -> bool | None:
         """Whether its slots speculate; None where it does not say."""
@@ -76,7 +75,7 @@ class LlamaClient:
 
     def vocabulary_size(self) -> int | None:
         """Tokens of its model; None where it does not say."""
-        listed = self._object("/v1/models").get("data")
+        listed = self.http.object("/v1/models").get("data")
         first = listed[0] if isinstance(listed, list) and listed and isinstance(listed[0], dict) else {}
         meta = first.get("meta")
         size = meta.get("n_vocab") if isinstance(meta, dict) else None
@@ -91,11 +90,6 @@ class LlamaClient:
     def rendered(self, messages: list[dict[str, str]]) -> str:
         """A conversation through the server's chat template."""
         return str(self.http.post("/apply-template", {"messages": messages}).get("prompt", ""))
-
-    def _object(self, path: str) -> dict[str, Any]:
-        response = self.http.get(path)
-        found = parse_object(response.content) if response.status_code == 200 else {}
-        return {} if isinstance(found, str) else found
 
     def close(self) -> None:
         """Free the connections."""

@@ -40,7 +40,7 @@ class VllmClient:
         self.model = model or self._only_model()
 
     def _only_model(self) -> str:
-        listed = self._object("/v1/models").get("data")
+        listed = self.http.object("/v1/models").get("data")
         names = (
             [str(one["id"]) for one in listed if isinstance(one, dict) and "id" in one]
             if isinstance(listed, list)
@@ -99,16 +99,11 @@ class VllmClient:
 
     def version(self) -> str:
         """/version; empty where there is none."""
-        return str(self._object("/version").get("version", ""))
+        return str(self.http.object("/version").get("version", ""))
 
     def drafts(self) -> bool:
         """Whether it speculates: its counters exist then alone."""
         return self.totals() is not None
-
-    def _object(self, path: str) -> dict[str, Any]:
-        response = self.http.get(path)
-        found = parse_object(response.content) if response.status_code == 200 else {}
-        return {} if isinstance(found, str) else found
 
     def close(self) -> None:
         """Free the connections."""

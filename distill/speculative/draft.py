@@ -23,7 +23,7 @@ from distill.speculative.trees.tree import features_of
 from distill.speculative.verify import Random, draw_token
 
 NONE = -1  # no token: the draft's logits are −∞ everywhere
-NOTHING = Proposal.chain([])
+NOTHING = Proposal.chain([])  # shared by all rounds: nobody changes a proposal once it is made
 
 
 class Drafter(Protocol):

@@ -24,11 +24,11 @@ from distill.models.base import Model
 from distill.models.gguf.model import GgufModel
 from distill.models.hugging_face import local_folder, text_folder
 from distill.models.kept import KeptHead
-from distill.models.loaded import torch_decoder
+from distill.models.loaded import growing_decoder
 from distill.models.tokenizer_files import copy_tokenizer
 from distill.packing import Packed
 from distill.progress import Progress
-from distill.recipe import Cut, PyTorch, Recipe
+from distill.recipe import Cut, Recipe
 from distill.results.cut_results import Priced, SearchReport
 from distill.results.serialise import as_json, read_result, write_result
 from distill.run import Run
@@ -145,7 +145,7 @@ def price_vocabulary(
         distributions.vocabulary,
         lambda part: scored_logits(healed, part),
     )
-    seconds = _steps(recipe, _decoder(recipe, target), range(1, longest + 2))
+    seconds = _steps(recipe, growing_decoder(target, prepack=recipe.pytorch.prepack), range(1, longest + 2))
     costs = {m: seconds[m - 1] for m in range(1, longest + 2)}
     tried = []
     full = healed.lm_head
@@ -153,7 +153,7 @@ def price_vocabulary(
         kept = keep(counts, order, size)
         healed.lm_head = full if size == len(order) else KeptHead(full, torch.tensor(kept.ids))
         mass = min(kept.mass.values())
-        step = _steps(recipe, _decoder(recipe, healed), [1])[0]
+        step = _steps(recipe, growing_decoder(healed, prepack=recipe.pytorch.prepack), [1])[0]
         length, rate = best_length(costs, step, whole * mass, longest)
         tried.append(
             {
@@ -170,11 +170,6 @@ def price_vocabulary(
     return int(best["size"]), tried
 
 
-def _decoder(recipe: Recipe, model: Any) -> Model:
-    """A model whose steps cost what they will cost in decoding; nothing is compiled for a candidate."""
-    return torch_decoder(model, pytorch=PyTorch(prepack=recipe.pytorch.prepack))
-
-
 def _steps(recipe: Recipe, model: Model, counts: Sequence[int]) -> list[float]:
     """Median seconds of steps of `counts` tokens at the recipe's depth."""
     depth = min(recipe.profile.depth, model.capacity - max(counts))
@@ -187,7 +182,7 @@ def _target_seconds(recipe: Recipe, target: Any, longest: int) -> list[float]:
     assert settings is not None
     counts = range(1, longest + 2)
     if settings.backend == "pytorch":
-        return _steps(recipe, _decoder(recipe, target), counts)
+        return _steps(recipe, growing_decoder(target, prepack=recipe.pytorch.prepack), counts)
     with tempfile.TemporaryDirectory() as temporary:
         path = Path(temporary) / "target.gguf"
         export_gguf(local_folder(recipe.target.model), path, recipe.speedup.outtype)
@@ -210,7 +205,7 @@ def _measure(
         accepted = acceptance(
             target, distributions.blocks, sampler, distributions.vocabulary, lambda part: scored_logits(model, part)
         )
-        return [(name, accepted, _steps(recipe, _decoder(recipe, model), [1])[0])]
+        return [(name, accepted, _steps(recipe, growing_decoder(model, prepack=recipe.pytorch.prepack), [1])[0])]
     found = []
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)

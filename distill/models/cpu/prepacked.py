@@ -49,7 +49,7 @@ def works(dtype: torch.dtype) -> bool:
     expected = torch.nn.functional.linear(x, weight, bias)
     try:
         found = PrepackedLinear(weight, bias)(x)
-    except (AttributeError, RuntimeError, NotImplementedError):  # a build without these operators
+    except (AttributeError, RuntimeError):  # a build without these operators; any other fault is one of ours
         return False
     return float((found - expected).abs().max()) <= CLOSE[dtype] * float(expected.abs().max())
 

@@ -26,6 +26,7 @@ from distill.speculative.proposal import Features
 TOKENS = 96  # decoded after a prompt, so that rounds are timed at the depths of requests
 PLAIN_TOKENS = 32  # of them decoded plainly, too
 WARM_UP = 8
+IN_A_ROW = 3
 
 
 @dataclass(frozen=True)
@@ -131,94 +132,127 @@ class Timer(Rule):
         self._turn += whole  # the next text begins with a length that this one had no room for
 
 
-def measure_paid(
-    target: Model, draft: Model, prompts: Sequence[Sequence[int]], lengths: Sequence[int], repeats: int
-) -> PaidCosts:
-    """Decode the prompts greedily, plainly and with rounds of all lengths in mixed order, two of each in a row, until
-    each length was timed `repeats` times; 1, 2 and 3 are timed in any case.
+class PaidMeter:
+    """Times the parts of rounds on greedy texts, plain ones and ones with rounds of all lengths in mixed order.
 
-    Texts go on behind end tokens and are begun again when the prompts are used up. A prompt that leaves too little room
-    is shortened. Raises DataError for contexts that have no room for a round.
+    Two rounds or more in a row have the same length; 3 is timed in any case, for the draft's steps. `modes` are the
+    ways to draft that are timed: without distributions, with them. Texts go on behind end tokens; a prompt that leaves
+    too little room is shortened. Raises DataError for contexts that have no room for a round.
     """
-    wanted = sorted({1, 2, 3, *lengths} - {0})
-    capacity, tokens = min(target.capacity, draft.capacity), max(TOKENS, 2 * wanted[-1] + 2)
-    if capacity < wanted[-1] + 4:
-        raise DataError(
-            f"a context of {capacity} tokens has no room to time rounds of {wanted[-1]} drafted tokens",
-            "draft fewer tokens, or give models of a larger context",
-        )
-    draws = random.Random(0)  # in mixed order a slow spell of the machine hits all lengths
-    order = [(n, mode) for n in draws.sample(wanted, len(wanted)) for mode in draws.sample((False, True), 2)]
-    rules = Rules(GREEDY, "greedy")
-    timer = Timer(draft, order)
-    drafter = ModelDrafter(draft, timer, GREEDY, rules.random)
-    # Seconds beside the steps seen, how its draft's steps were, and whether the round before had the same length.
-    rounds: dict[int, list[tuple[float, bool, str, bool]]] = {n: [] for n in wanted}
-    steps: dict[tuple[bool, str], list[float]] = {}
-    alone: list[float] = []
-    reading: list[float] = []
-    both: list[float] = []
-    passes = 0
-    while not alone or any(len(found) < repeats for found in rounds.values()):
-        if passes > 2 * repeats * len(order):  # each text has room for one round at least
+
+    def __init__(
+        self,
+        target: Model,
+        draft: Model,
+        prompts: Sequence[Sequence[int]],
+        lengths: Sequence[int],
+        modes: Sequence[bool] = (False, True),
+    ) -> None:
+        wanted = sorted({3, *lengths} - {0})
+        capacity, tokens = min(target.capacity, draft.capacity), max(TOKENS, 2 * wanted[-1] + 2)
+        if capacity < wanted[-1] + 4:
             raise DataError(
-                f"the draft proposes fewer tokens than it is asked for: rounds of {timer.limit()} could not be timed",
-                "check its weights: its logits may be empty",
+                f"a context of {capacity} tokens has no room to time rounds of {wanted[-1]} drafted tokens",
+                "draft fewer tokens, or give models of a larger context",
             )
-        prompt = prompts[passes % len(prompts)][: max(1, capacity - tokens)]
-        limit = room_for(target, draft, len(prompt), tokens)
-        if not passes:  # lazily made buffers and kernels are not to be timed
+        self._models, self._tokens = (target, draft), tokens
+        self._prompts = [prompt[: max(1, capacity - tokens)] for prompt in prompts]
+        draws = random.Random(0)  # in mixed order a slow spell of the machine hits all lengths
+        order = [(n, mode) for n in draws.sample(wanted, len(wanted)) for mode in draws.sample(modes, len(modes))]
+        # Where there is one way to draft, a length comes several times in a row, too.
+        self._order = order if len(modes) > 1 else [one for one in order for _ in range(IN_A_ROW)]
+        self._rules = Rules(GREEDY, "greedy")
+        self._timer = Timer(draft, self._order)
+        self._drafter = ModelDrafter(draft, self._timer, GREEDY, self._rules.random)
+        # Seconds beside the steps seen, how its draft's steps were, and whether the round before had the same length.
+        self._rounds: dict[int, list[tuple[float, bool, str, bool]]] = {n: [] for n in wanted}
+        self._steps: dict[tuple[bool, str], list[float]] = {}
+        self._alone: list[float] = []
+        self._reading: list[float] = []
+        self._both: list[float] = []
+        self._passes = 0
+
+    @property
+    def least(self) -> int:
+        """How often the length that was timed least was timed."""
+        return min(map(len, self._rounds.values())) if self._alone else 0
+
+    def text(self) -> None:
+        """Time one text; the prompts are taken in turn."""
+        target, draft = self._models
+        prompt = self._prompts[self._passes % len(self._prompts)]
+        limit = room_for(target, draft, len(prompt), self._tokens)
+        if not self._passes:  # lazily made buffers and kernels are not to be timed
             plain(target, prompt, min(limit, WARM_UP))
-            _round_after_round(target, drafter, prompt, min(limit, WARM_UP), rules)
-            timer.rounds.clear()
-        passes += 1
+            self._decode(prompt, min(limit, WARM_UP))
+        self._passes += 1
         single = plain(target, prompt, min(limit, PLAIN_TOKENS))
-        alone.append(single.seconds / (len(single.tokens) - 1))
-        timer.rounds.clear()
-        result = _round_after_round(target, drafter, prompt, limit, rules)
-        reading.append(single.prefill_seconds / len(prompt))
-        both.append(result.prefill_seconds / len(prompt))
-        lengths_before = [0, *(drafted for drafted, *_ in timer.rounds)]
-        timed = zip(timer.rounds, result.rounds, lengths_before, strict=False)
+        self._alone.append(single.seconds / (len(single.tokens) - 1))
+        self._timer.rounds.clear()
+        result = self._decode(prompt, limit)
+        self._reading.append(single.prefill_seconds / len(prompt))
+        self._both.append(result.prefill_seconds / len(prompt))
+        lengths_before = [0, *(drafted for drafted, *_ in self._timer.rounds)]
+        timed = zip(self._timer.rounds, result.rounds, lengths_before, strict=False)
         for (drafted, mode, taken, read), done, before in timed:
             if drafted < 1:
                 continue
             kind = {1: "first", 2: "first_two"}.get(done.depth + 1 - read, "other") if read >= 0 else "nothing"
             own_kind = kind if drafted == 1 else "later"
-            rounds[drafted].append((done.seconds - sum(taken), mode, own_kind, before == drafted))
+            self._rounds[drafted].append((done.seconds - sum(taken), mode, own_kind, before == drafted))
             if taken:
-                steps.setdefault((mode, kind), []).append(taken[0])
-                steps.setdefault((mode, "later"), []).extend(taken[1:])
-    own = statistics.median(reading)
-    drafts = {mode: _steps(steps, mode) for mode in (False, True)}
-    verify, settled = {}, {}
-    for n, found in rounds.items():
-        beside: dict[bool, list[float]] = {False: [], True: []}
-        for seconds, mode, kind, same in found:
-            # Of a round's steps all but the last were seen; that one takes as long as the median of its kind.
-            last = {"nothing": 0.0, **asdict(drafts[mode])}.get(kind)
-            if last is not None:
-                beside[same].append(seconds - last)
-        verify[n] = statistics.median(beside[False] or beside[True])
-        settled[n] = statistics.median(beside[True] or beside[False])
-    return PaidCosts(
-        token=statistics.median(alone),
-        verify=verify,
-        by_argmax=drafts[False],
-        by_distribution=drafts[True],
-        target_prompt=own,
-        draft_prompt=max(statistics.median(both) - own, 0.0),
-        settled=settled,
-    )
+                self._steps.setdefault((mode, kind), []).append(taken[0])
+                self._steps.setdefault((mode, "later"), []).extend(taken[1:])
+
+    def until(self, repeats: int) -> None:
+        """Time texts until each length was timed `repeats` times; DataError for a draft that proposes too little."""
+        while self.least < repeats:
+            if self._passes > 2 * repeats * len(self._order):  # each text has room for one round at least
+                raise DataError(
+                    "the draft proposes fewer tokens than it is asked for: rounds of "
+                    f"{self._timer.limit()} could not be timed",
+                    "check its weights: its logits may be empty",
+                )
+            self.text()
+
+    def _decode(self, prompt: Sequence[int], limit: int) -> Decoded:
+        result = Decoded()
+        for _ in decode(self._models[0], self._drafter, prompt, limit, self._rules, result):
+            pass
+        return result
+
+    def costs(self) -> PaidCosts:
+        """The medians of all texts so far."""
+        own = statistics.median(self._reading)
+        drafts = {mode: _steps(self._steps, mode) for mode in (False, True)}
+        verify, settled = {}, {}
+        for n, found in self._rounds.items():
+            beside: dict[bool, list[float]] = {False: [], True: []}
+            for seconds, mode, kind, same in found:
+                # Of a round's steps all but the last were seen; that one takes as long as the median of its kind.
+                last = {"nothing": 0.0, **asdict(drafts[mode])}.get(kind)
+                if last is not None:
+                    beside[same].append(seconds - last)
+            verify[n] = statistics.median(beside[False] or beside[True])
+            settled[n] = statistics.median(beside[True] or beside[False])
+        return PaidCosts(
+            token=statistics.median(self._alone),
+            verify=verify,
+            by_argmax=drafts[False],
+            by_distribution=drafts[True],
+            target_prompt=own,
+            draft_prompt=max(statistics.median(self._both) - own, 0.0),
+            settled=settled,
+        )
 
 
-def _round_after_round(
-    target: Model, drafter: ModelDrafter, prompt: Sequence[int], limit: int, rules: Rules
-) -> Decoded:
-    result = Decoded()
-    for _ in decode(target, drafter, prompt, limit, rules, result):
-        pass
-    return result
+def measure_paid(
+    target: Model, draft: Model, prompts: Sequence[Sequence[int]], lengths: Sequence[int], repeats: int
+) -> PaidCosts:
+    """The costs once each length, and 1, 2 and 3, were timed `repeats` times; raises as PaidMeter."""
+    meter = PaidMeter(target, draft, prompts, sorted({1, 2, *lengths}))
+    meter.until(repeats)
+    return meter.costs()
 
 
 def _steps(taken: Mapping[tuple[bool, str], Sequence[float]], mode: bool) -> DraftSteps:
