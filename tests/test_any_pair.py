@@ -314,9 +314,12 @@ def call(place: Path, capsys: Capture, *arguments: Any, target: str = "target", 
     return found.out
 
 
-def test_a_pair_of_folders(place: Path, capsys: Capture, tmp_path: Path) -> None:
+@pytest.mark.parametrize("engine", [(), ("--static", "--draft-device", "cpu")])
+def test_a_pair_of_folders(engine: tuple[str, ...], place: Path, capsys: Capture, tmp_path: Path) -> None:
+    """Also with static caches, whose rounds drive both models past `extend`."""
     out = tmp_path / "measured.json"
     more = ("--configuration", "{drafter: tree, nodes: 4, length: 2, calibration: none}", "--batch", "1,2", "--to", out)
+    more = (*more, *engine)
     text = call(place, capsys, "--prompts", place / "texts.jsonl", "--lengths", "1,3", *more)
     found = read_result(out, PairSpeedup)
     assert [row.configuration for row in found.measurements] == [
@@ -338,6 +341,8 @@ def test_a_pair_of_folders(place: Path, capsys: Capture, tmp_path: Path) -> None
     assert found.batches[0].tokens_per_round == pytest.approx(found.measurements[1].tokens_per_round or 0)
     assert "drafter tree drafts for one text at a time" in text and "| even | draft, γ = 3 |" in text
     assert "| attained |" in text and "A round costs" in text and f"`{found.command}`" in text
+    assert ("PyTorch's settings" in text) == bool(engine)
+    assert found.pytorch == ("static cache, draft on cpu" if engine else "")
     assert "SYNTHETIC" not in text and not list(tmp_path.glob("runs"))
 
 
@@ -448,6 +453,12 @@ def test_synthetic_figures_are_labelled_wherever_they_are_printed(place: Path, c
         (["--dtype", "int8"], "there is no dtype 'int8'"),
         (["--to", "{}/nowhere/x.json"], "there is no folder {}/nowhere"),
         (["-ngl", "4"], "PyTorch runs {}/target"),
+        (["--compile"], "set static, too"),
+        (["--static", "--draft-device", "nowhere"], "device `nowhere` cannot be used"),
+        (
+            ["--target", "{}/target.gguf", "--draft", "{}/draft.gguf", "--static"],
+            "--static: {}/target.gguf runs in llama.cpp",
+        ),
         (["--again"], "--again was given for a pair of models"),
         (["-o", "xml"], "output format `xml` is unknown"),
     ],

@@ -174,8 +174,14 @@ def test_profile(copied: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert said.count("\n| 8 |") == 3 == said.count("\n| 16 |") and "GGML_BATCH_COSTS=" in said
     saved = json.loads((tmp_path / "c.json").read_text())
     assert saved["depths"] == [8, 16] and len(saved["seconds"][0]) == 3
+    assert tiny.call("profile", copied / "draft", *options[:-2], "--static", "--dtype", "bfloat16") == 0
+    assert "draft, static cache, pytorch" in capsys.readouterr().out
     for arguments, words in (
         ((), "expected a model or --batched-bench LOG"),
+        (("--batched-bench", tmp_path / "c.json", "--static"), "options of PyTorch do nothing with --batched-bench"),
+        ((copied / "draft", "--compile"), "set static, too"),
+        ((copied / "draft", "--dtype", "int8"), "there is no dtype 'int8'"),
+        ((copied / "nothing.gguf", "--static"), "runs in llama.cpp, not in PyTorch"),
         ((copied / "draft", "--depths", "x"), "expected numbers separated by commas"),
         ((copied / "draft", "--depths", "9999"), "no room"),
         ((copied / "nothing.gguf",), "there is no file"),

@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from scipy.optimize import isotonic_regression
 from table_model import TableModel
 
 from distill.errors import DataError
 from distill.speculative.costs.cheapest import CheapestSteps, cheapest_sizes
-from distill.speculative.costs.paid import measure_paid
+from distill.speculative.costs.paid import measure_paid, rising
 from distill.speculative.decode import Decoded, Rules, decode, plain
 from distill.speculative.draft import ModelDrafter
 from distill.speculative.expected_value import ExpectedValue
@@ -112,6 +113,13 @@ def test_the_prediction_is_what_a_request_takes(pair: tuple[Any, Any], length: i
     reached = [[one for one in rounds if one.accepted >= position] for position in range(length + 1)]
     accepted = [len(after) / len(before) for before, after in itertools.pairwise(reached)]
     assert paid.predicted_speedup(length, accepted, len(prompt), new) == pytest.approx(measured, rel=0.02)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_noise_is_pooled_as_scipy_pools_it(seed: int) -> None:
+    chance = random.Random(seed)
+    values = [chance.choice([1.0, 2.0, chance.random()]) + place * chance.random() for place in range(1 + seed)]
+    assert rising(values) == pytest.approx(isotonic_regression(values).x)
 
 
 def test_contexts_without_room_are_refused(pair: tuple[Any, Any]) -> None:

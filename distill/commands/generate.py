@@ -10,7 +10,10 @@ import typer
 
 from distill.commands.gguf_options import require_used, takes_gguf_options
 from distill.commands.shared import (
+    COMPILE_HELP,
     DEFAULT_RUNS,
+    DRAFT_DEVICE_HELP,
+    STATIC_HELP,
     RunsOption,
     ThreadsOption,
     find_run,
@@ -18,6 +21,7 @@ from distill.commands.shared import (
     local_reference,
     numbers,
     prepare,
+    pytorch_settings,
     require_drafts,
 )
 from distill.errors import DataError, RecipeError, RunError
@@ -25,7 +29,7 @@ from distill.files import read_utf8, require_path
 
 if TYPE_CHECKING:
     from distill.generate.stream import Request
-    from distill.recipe import Configuration, Gguf, PyTorch
+    from distill.recipe import Configuration, Gguf
     from distill.run import Run
 
 LENGTH = 4  # tokens drafted a round where no option says
@@ -95,21 +99,17 @@ def generate(
         bool | None,
         typer.Option(
             "--static/--no-static",
-            help="PyTorch: caches of fixed size, and rounds that stay on the device (docs/decoding.md). Off if left "
-            "out, or as the run's recipe says.",
+            help=f"{STATIC_HELP} Off if left out, or as the run's recipe says.",
         ),
     ] = None,
     compile: Annotated[
         bool | None,
         typer.Option(
             "--compile/--no-compile",
-            help="With --static: compile the step of each number of tokens, 10 to 30 s each. Off if left out, or as "
-            "the run's recipe says.",
+            help=f"{COMPILE_HELP} Off if left out, or as the run's recipe says.",
         ),
     ] = None,
-    draft_device: Annotated[
-        str | None, typer.Option("--draft-device", help="PyTorch: the draft's device; the target's if left out.")
-    ] = None,
+    draft_device: Annotated[str | None, typer.Option("--draft-device", help=DRAFT_DEVICE_HELP)] = None,
     threads: ThreadsOption = None,
     runs: RunsOption = DEFAULT_RUNS,
     gguf: Gguf | None = None,
@@ -135,7 +135,8 @@ def generate(
         settings = recipe.pytorch
         model = str(found.path("draft").resolve())
     require_used(gguf, place.model, model if configuration.asks_the_draft else None)
-    pytorch = _pytorch(settings, static, compile, draft_device)
+    given = {"static": static, "compile": compile, "draft_device": draft_device}
+    pytorch = pytorch_settings(settings, place.model, **given)
     prepare(threads)
     from distill.generate.stream import Request, stream
     from distill.sampler import Sampler
@@ -179,14 +180,6 @@ def _configuration(
             asked["nodes"] = min(2 * int(asked["length"]), 63)
     asked["sampler"] = "recipe" if temperature > 0 else "greedy"
     return parse_section(Configuration, asked)
-
-
-def _pytorch(settings: PyTorch, static: bool | None, compile: bool | None, draft_device: str | None) -> PyTorch:
-    """The settings with what the options say instead; RecipeError for --compile without --static."""
-    from distill.recipe import PyTorch, parse_section
-
-    given: dict[str, Any] = {"static": static, "compile": compile, "draft_device": draft_device}
-    return parse_section(PyTorch, settings.model_dump() | {k: v for k, v in given.items() if v is not None})
 
 
 def _standalone_pair(target: str | None, draft: str | None, configuration: Configuration) -> tuple[str, str | None]:

@@ -8,12 +8,24 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from distill.commands.gguf_options import require_used, takes_gguf_options
-from distill.commands.shared import FormatOption, ThreadsOption, finite, local_reference, numbers, print_table
+from distill.commands.shared import (
+    COMPILE_HELP,
+    DTYPE_HELP,
+    PREPACK_HELP,
+    STATIC_HELP,
+    FormatOption,
+    ThreadsOption,
+    finite,
+    local_reference,
+    numbers,
+    print_table,
+    pytorch_settings,
+)
 from distill.errors import DataError, RecipeError
 from distill.progress import announce
 
 if TYPE_CHECKING:
-    from distill.recipe import Gguf
+    from distill.recipe import Gguf, PyTorch, Target
 
 
 @takes_gguf_options("target")
@@ -26,6 +38,10 @@ def profile(
     ] = "64,512",
     most: Annotated[int, typer.Option("--most", min=2, max=64, help="Measure steps of 1 to this many tokens.")] = 64,
     repeats: Annotated[int, typer.Option(min=5, help="Repeats per step; the median counts.")] = 7,
+    dtype: Annotated[str, typer.Option("--dtype", help=DTYPE_HELP)] = "float32",
+    static: Annotated[bool | None, typer.Option("--static/--no-static", help=STATIC_HELP)] = None,
+    compile: Annotated[bool | None, typer.Option("--compile/--no-compile", help=COMPILE_HELP)] = None,
+    prepack: Annotated[bool | None, typer.Option("--prepack/--no-prepack", help=PREPACK_HELP)] = None,
     threads: ThreadsOption = None,
     out: Annotated[Path | None, typer.Option("--out", help="Also save the curve to this JSON file.")] = None,
     batched_bench: Annotated[
@@ -57,12 +73,20 @@ def profile(
     if batched_bench is not None:
         if gguf is not None:
             raise RecipeError("options of llama.cpp do nothing with --batched-bench", "leave them out")
+        if (static, compile, prepack, dtype) != (None, None, None, "float32"):
+            raise RecipeError("options of PyTorch do nothing with --batched-bench", "leave them out")
         from distill.benchmark.batched_bench import import_curve
 
         curve = import_curve(batched_bench)
     else:
         assert model is not None
-        curve = _measured(model, numbers(depths, "--depths", int), most, repeats, threads, gguf)
+        from distill.recipe import PyTorch, Target, parse_section
+
+        if model.endswith(".gguf") and dtype != "float32":
+            raise RecipeError(f"--dtype {dtype} is for folders; a GGUF file has types of its own", "leave it out")
+        pytorch = pytorch_settings(PyTorch(), model, static=static, compile=compile, prepack=prepack)
+        place = parse_section(Target, {"model": model, "dtype": dtype})
+        curve = _measured(place, numbers(depths, "--depths", int), most, repeats, threads, gguf, pytorch)
     if out is not None:
         from distill.speculative.costs.curve import save_cost_curve
 
@@ -88,10 +112,19 @@ def profile(
     print_table(rows, "\n".join(lines), rows, output)
 
 
-def _measured(model: str, depths: list[int], most: int, repeats: int, threads: int | None, gguf: Gguf | None) -> Any:
+def _measured(
+    place: Target,
+    depths: list[int],
+    most: int,
+    repeats: int,
+    threads: int | None,
+    gguf: Gguf | None,
+    pytorch: PyTorch,
+) -> Any:
     from distill.machine import thread_count
     from distill.speculative.costs.curve import measure_curve
 
+    model, room = place.model, max(depths) + most
     if model.endswith(".gguf"):
         from distill.models.gguf.model import GgufModel
         from distill.recipe import GgufOptions
@@ -99,7 +132,7 @@ def _measured(model: str, depths: list[int], most: int, repeats: int, threads: i
         if not Path(model).is_file():
             raise DataError(f"there is no file {model}", "give a GGUF file or a Hugging Face folder")
         options = GgufOptions() if gguf is None else gguf.target
-        with GgufModel(model, context=max(depths) + most, threads=threads, options=options) as quantised:
+        with GgufModel(model, context=room, threads=threads, options=options) as quantised:
             return measure_curve(quantised, model, "gguf", depths, most, repeats)
     require_used(gguf, model, None)
     import torch
@@ -108,7 +141,6 @@ def _measured(model: str, depths: list[int], most: int, repeats: int, threads: i
     from distill.models.loaded import torch_decoder
 
     torch.set_num_threads(thread_count(threads))
-    place = local_reference(model)
-    return measure_curve(
-        torch_decoder(load_model(place, "float32", pick_device("auto"))), model, "pytorch", depths, most, repeats
-    )
+    loaded = load_model(local_reference(model), place.dtype, pick_device("auto"))
+    decoder = torch_decoder(loaded, None, pytorch, room)
+    return measure_curve(decoder, model + pytorch.suffix, "pytorch", depths, most, repeats)

@@ -18,7 +18,7 @@ from distill.files import read_utf8, require_path
 from distill.progress import is_verbose, note
 
 if TYPE_CHECKING:
-    from distill.recipe import Recipe
+    from distill.recipe import PyTorch, Recipe
     from distill.run import Run
 
 RunsOption = Annotated[Path, typer.Option("--runs", help="Folder that holds the run directories.")]
@@ -40,6 +40,11 @@ ThreadsOption = Annotated[
     int | None,
     typer.Option("--threads", min=1, max=4096, help="CPU threads; by default OMP_NUM_THREADS, else all cores."),
 ]
+STATIC_HELP = "PyTorch: caches of fixed size, and rounds that stay on the device (docs/decoding.md)."
+COMPILE_HELP = "With --static: compile the step of each number of tokens, 10 to 30 s each."
+DRAFT_DEVICE_HELP = "PyTorch: the draft's device; the target's if left out."
+PREPACK_HELP = "PyTorch on a CPU: linear layers laid out once for steps of few tokens; takes their memory again."
+DTYPE_HELP = "Type of folders: float32, bfloat16, float16."
 DEFAULT_RUNS = Path("runs")
 Number = TypeVar("Number", int, float, int | None, float | None)
 LARGEST = 2**63 - 1  # the largest number that an option takes
@@ -65,6 +70,20 @@ def find_run(name: str | None, runs: Path) -> tuple[Recipe, Run]:
         note(f"run: {folder}")
     recipe = load_recipe(folder / "config.yaml")
     return recipe, Run(folder, recipe)
+
+
+def pytorch_settings(settings: PyTorch, model: str, **given: bool | str | None) -> PyTorch:
+    """The settings with what options say instead, None where they say nothing.
+
+    Raises RecipeError for settings that do not go together, and for any of a GGUF file, which they do not concern.
+    """
+    from distill.recipe import PyTorch, parse_section
+
+    wanted = {name: value for name, value in given.items() if value is not None}
+    if wanted and model.endswith(".gguf"):
+        names = ", ".join("--" + name.replace("_", "-") for name in wanted)
+        raise RecipeError(f"{names}: {model} runs in llama.cpp, not in PyTorch", "leave them out, or give folders")
+    return parse_section(PyTorch, settings.model_dump() | wanted)
 
 
 def require_drafts(target: str, draft: str, foreign: bool) -> None:

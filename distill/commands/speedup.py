@@ -9,7 +9,12 @@ import typer
 
 from distill.commands.gguf_options import merged, takes_gguf_options
 from distill.commands.shared import (
+    COMPILE_HELP,
     DEFAULT_RUNS,
+    DRAFT_DEVICE_HELP,
+    DTYPE_HELP,
+    PREPACK_HELP,
+    STATIC_HELP,
     FormatOption,
     RunArgument,
     RunsOption,
@@ -107,7 +112,11 @@ def speedup(
             "whatever the target says.",
         ),
     ] = None,
-    dtype: Annotated[str, pair_option("--dtype", help="Type of folders: float32, bfloat16, float16.")] = "float32",
+    dtype: Annotated[str, pair_option("--dtype", help=DTYPE_HELP)] = "float32",
+    static: Annotated[bool | None, pair_option("--static/--no-static", help=STATIC_HELP)] = None,
+    compile: Annotated[bool | None, pair_option("--compile/--no-compile", help=COMPILE_HELP)] = None,
+    draft_device: Annotated[str | None, pair_option("--draft-device", help=DRAFT_DEVICE_HELP)] = None,
+    prepack: Annotated[bool | None, pair_option("--prepack/--no-prepack", help=PREPACK_HELP)] = None,
     library: Annotated[
         bool, pair_option("--library", help="Also time the library's own plain generation (a GGUF file loads twice).")
     ] = False,

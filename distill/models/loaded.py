@@ -131,15 +131,21 @@ def torch_decoder(
         return growing_decoder(model, vocabulary, pytorch.prepack)
     from distill.models.static.static_model import StaticTorchModel
 
-    return StaticTorchModel(model, vocabulary, size=tokens, compiled=pytorch.compile)
+    own = model if pytorch.compile else _packed(model, pytorch.prepack)  # compiled steps choose their own layouts
+    return StaticTorchModel(own, vocabulary, size=tokens, compiled=pytorch.compile)
 
 
 def growing_decoder(model: Any, vocabulary: int | None = None, prepack: bool = True) -> TorchModel:
     """`torch_decoder` with a growing cache, whatever the recipe says: to count or time steps, nothing is compiled."""
+    return TorchModel(_packed(model, prepack), vocabulary)
+
+
+def _packed(model: Any, prepack: bool) -> Any:
+    """The model with prepacked layers, or as it is, with a message where memory is short."""
     own, reason = prepacked(model) if prepack else (model, "")
     if reason:
         print(f"{model_name(model)}: {reason}", file=sys.stderr)
-    return TorchModel(own, vocabulary)
+    return own
 
 
 def pair_of_models(

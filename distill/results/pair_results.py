@@ -81,9 +81,10 @@ class BatchFigures:
 class PairSpeedup:
     """A pair that no recipe made, on the user's own prompts.
 
-    `synthetic` are given acceptance rates by position, None where the target decided; `classes` counts prompts.
-    `dropped` are records left out, by reason. `library` is the library's own plain generation: name, our tokens per
-    second and its, and the median of their ratios over prompts.
+    `synthetic` are given acceptance rates by position, None where the target decided; `classes` counts prompts. `gguf`
+    and `pytorch` name the engine's settings that are not the defaults. `dropped` are records left out, by reason.
+    `library` is the library's own plain generation: name, our tokens per second and its, and the median of their ratios
+    over prompts.
     """
 
     command: str
@@ -109,3 +110,4 @@ class PairSpeedup:
     synthetic: list[float] | None = None
     calibration: dict[str, Any] | None = None
     library: dict[str, float] | None = None
+    pytorch: str = ""

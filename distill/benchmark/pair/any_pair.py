@@ -49,7 +49,9 @@ from distill.benchmark.tree_choice import Choice, choose_trees
 from distill.errors import RecipeError
 from distill.machine import machine
 from distill.models.base import Model
+from distill.models.batched import BatchedTorchModel
 from distill.models.loaded import LoadedPair
+from distill.models.static.static_model import StaticTorchModel
 from distill.models.torch_model import TorchModel
 from distill.recipe import Configuration, Recipe
 from distill.recipe.configuration import OTHER_VOCABULARY, PLAIN
@@ -177,6 +179,7 @@ def measure_pair(
         synthetic=None if wanted.rates is None else list(wanted.rates),
         calibration=fitted.table,
         library=library,
+        pytorch=recipe.pytorch.suffix.removeprefix(", "),
     )
 
 
@@ -309,10 +312,17 @@ def _batches(
 ) -> list[BatchFigures]:
     if not wanted.batches:
         return []
-    assert isinstance(pair.target, TorchModel) and isinstance(pair.draft, TorchModel)
+
+    def rows_of(model: Model, rows: int) -> Model:
+        """A model of `rows` texts with the weights of the pair's, prepacked where they are."""
+        if isinstance(model, StaticTorchModel):
+            size, compiled = model.size, recipe.pytorch.compile
+            return StaticTorchModel(model.model, model.vocabulary_size, rows, size, compiled)
+        assert isinstance(model, TorchModel)
+        return BatchedTorchModel(model.model, rows, model.vocabulary_size)
+
     return measure_batches(
-        (pair.target.model, pair.draft.model),  # prepacked where they are
-        pair.target.vocabulary_size,
+        lambda rows: (rows_of(pair.target, rows), rows_of(pair.draft, rows)),
         prompts,
         wanted.batches,
         prepared,

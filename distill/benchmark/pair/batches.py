@@ -9,11 +9,9 @@ import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
 
 from distill.benchmark.prepared import Prepared
 from distill.models.base import Model
-from distill.models.batched import BatchedTorchModel
 from distill.progress import Progress
 from distill.results.pair_results import BatchFigures
 from distill.speculative.batch import decode_batch, plain_batch
@@ -38,8 +36,7 @@ def batched(one: Prepared) -> str | None:
 
 
 def measure_batches(
-    models: tuple[Any, Any],
-    vocabulary: int,
+    models: Callable[[int], tuple[Model, Model]],
     prompts: Sequence[Sequence[int]],
     sizes: Sequence[int],
     prepared: Sequence[Prepared],
@@ -50,13 +47,13 @@ def measure_batches(
 ) -> list[BatchFigures]:
     """Every batched configuration at each size B, over groups of B prompts; the last prompts that fill none are left.
 
-    `models` are those of transformers. Each group is decoded plainly and by each configuration in turn.
+    `models` makes target and draft of B rows. Each group is decoded plainly and by each configuration in turn.
     """
     able = [one for one in prepared if one.make is not None and batched(one) is None]
     found: list[BatchFigures] = []
     for size in sizes if able else ():
         groups = [prompts[start : start + size] for start in range(0, len(prompts) - size + 1, size)]
-        target, draft = (BatchedTorchModel(model, size, vocabulary) for model in models)
+        target, draft = models(size)
         runs, bases = _runs(able, target, draft, costs, fitted)
         seconds: dict[str, float] = dict.fromkeys(runs, 0.0)
         texts: dict[str, list[Decoded]] = {title: [] for title in runs}

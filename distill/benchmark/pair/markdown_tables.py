@@ -47,6 +47,8 @@ def _head(report: PairSpeedup) -> list[str]:
         )
     if report.gguf:
         lines.append(f"llama.cpp's options, where they are not the defaults: {report.gguf}.")
+    if report.pytorch:
+        lines.append(f"PyTorch's settings, where they are not the defaults: {report.pytorch}.")
     if report.dropped:
         left = ", ".join(f"{count} {reason}" for reason, count in report.dropped.items())
         lines.append(f"Left out of the files: {left}.")

@@ -11,8 +11,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from torch import Tensor
+
 from distill.benchmark.prepared import Prepared
 from distill.models.base import Model
+from distill.models.static.static_model import StaticTorchModel
 from distill.speculative.decode import Decoded
 from distill.speculative.draft import Drafter
 
@@ -61,19 +64,29 @@ def watched(target: Model, draft: Model) -> Iterator[Watch]:
         yield watch
     finally:
         for model, _ in models:
-            del vars(model)["extend"]
+            del vars(model)[_calls(model)]
+
+
+def _calls(model: Model) -> str:
+    """The method through which all steps of a model go: rounds on a device drive static models past `extend`."""
+    return "step" if isinstance(model, StaticTorchModel) else "extend"
 
 
 def _note_steps(model: Any, steps: list[Step]) -> None:
-    extend = model.extend
+    call = getattr(model, _calls(model))
 
-    def noted(tokens: Sequence[int], *arguments: Any, **named: Any) -> Any:
+    def noted(tokens: Any, *arguments: Any, **named: Any) -> Any:
         depth, started = model.lengths[0], time.perf_counter()
-        found = extend(tokens, *arguments, **named)
-        steps.append(Step(depth, len(tokens), started, time.perf_counter() - started))
+        found = call(tokens, *arguments, **named)
+        steps.append(Step(depth, _count(tokens), started, time.perf_counter() - started))
         return found
 
-    model.extend = noted
+    setattr(model, _calls(model), noted)
+
+
+def _count(tokens: Sequence[int] | Tensor) -> int:
+    """Tokens of a step: a list of them, or columns [R, m] on a device."""
+    return tokens.shape[1] if isinstance(tokens, Tensor) else len(tokens)
 
 
 @dataclass(frozen=True)

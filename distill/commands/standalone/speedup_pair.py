@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from distill.commands.gguf_options import require_used
-from distill.commands.shared import local_reference, numbers, prepare, print_table, require_drafts
+from distill.commands.shared import local_reference, numbers, prepare, print_table, pytorch_settings, require_drafts
 from distill.errors import DataError, RecipeError
 from distill.files import require_path
 
@@ -90,6 +90,7 @@ def measure(options: Mapping[str, Any], threads: int | None, gguf: Gguf | None, 
         nodes=nodes,
         threads=threads,
         gguf=gguf,
+        pytorch=recipe.pytorch,
     ) as pair:
         reader = None
         if foreign:
@@ -163,9 +164,10 @@ def _check_draft(target: str, draft: str | None, configurations: tuple[Configura
 def _recipe(options: Mapping[str, Any], target: str, threads: int | None, gguf: Gguf | None) -> Recipe:
     """The settings of the measurement, in the form that all measuring code reads."""
     from distill.benchmark.pair.asked import sources_of
-    from distill.recipe import Corpus, Gguf, Profile, Recipe, SamplerSettings, Speedup, Target, parse_section
+    from distill.recipe import Corpus, Gguf, Profile, PyTorch, Recipe, SamplerSettings, Speedup, Target, parse_section
 
     place = parse_section(Target, {"model": target, "dtype": options["dtype"]})
+    pytorch = {name: options[name] for name in ("static", "compile", "draft_device", "prepack")}
     sampled = {name: options[name] for name in ("temperature", "top_k", "top_p", "min_p")}
     return Recipe(
         name="pair",
@@ -183,6 +185,7 @@ def _recipe(options: Mapping[str, Any], target: str, threads: int | None, gguf: 
             allow_lossy=options["allow_lossy"],
         ),
         gguf=gguf or Gguf(),
+        pytorch=pytorch_settings(PyTorch(), target, **pytorch),
     )
 
 

@@ -29,6 +29,18 @@ WARM_UP = 8
 IN_A_ROW = 3
 
 
+def rising(values: Sequence[float]) -> list[float]:
+    """The values that never fall and are nearest to these in squares (pool adjacent violators, Ayer et al. 1955)."""
+    pools: list[tuple[float, int]] = []  # means, and of how many values
+    for value in values:
+        mean, count = value, 1
+        while pools and pools[-1][0] > mean:
+            before, many = pools.pop()
+            mean, count = (before * many + mean * count) / (many + count), many + count
+        pools.append((mean, count))
+    return [mean for mean, count in pools for _ in range(count)]
+
+
 @dataclass(frozen=True)
 class DraftSteps:
     """Seconds of a draft's steps: the first of a round, with one token and with two to read, and a later one."""
@@ -60,14 +72,15 @@ class PaidCosts:
     def step_costs(self) -> StepCosts:
         """What length rules and trees reckon with, up to the first length that was not timed.
 
-        What the first draft step costs beyond the others is the round's overhead.
+        What the first draft step costs beyond the others is the round's overhead. Rounds of more tokens are taken to
+        cost no less (a shorter one could always be padded), which few repeats show only up to noise: see `rising`.
         """
         steps = self.by_distribution
         verified: list[float] = []
         while len(verified) + 1 in self.verify:
             verified.append(self.verify[len(verified) + 1])
         two = steps.later + max(steps.first_two - steps.first, 0.0)
-        return StepCosts((self.token, *verified), steps.later, two, max(steps.first - steps.later, 0.0))
+        return StepCosts((self.token, *rising(verified)), steps.later, two, max(steps.first - steps.later, 0.0))
 
     def round_seconds(self, length: int, whole: float) -> float:
         """Of a round of fixed `length` > 0, a share `whole` of which follow a round that was accepted whole."""
