@@ -255,7 +255,7 @@ def measure_case(
     for line in filter(None, (big.describe("target"), small.describe("draft"))):
         say(f"  {line}")
     costs = measure_paid(big, small, others, lengths, 9)
-    meter = PaidMeter(big, small, others, lengths, (False,))
+    meter = PaidMeter(big, small, others, lengths, (False,), options.tokens)
     found: dict[int, list[Measured]] = {length: [] for length in lengths}
     texts: dict[int, list[Decoded]] = {length: [] for length in lengths}
     plains: list[float] = []

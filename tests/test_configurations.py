@@ -194,6 +194,7 @@ def test_sampled_configurations_stand_beside_sampled_plain_decoding(pair: tuple[
         next(decode(target, one.make(), [1, 2], 4, one.rules, Decoded()))
 
 
+@pytest.mark.slow  # test_rounds.py enumerates the same every day
 def test_lossy_is_lossy_and_lossless_is_lossless() -> None:
     """The second token's counts: p_min-after leaves the target's distribution, the rule that looks before the draw does
     not."""

@@ -50,6 +50,15 @@ def as_results(values: dict[str, Any]) -> RunResults:
     return found
 
 
+@pytest.fixture
+def without_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests of the words: drawing the pictures takes most of a page's time."""
+    monkeypatch.setattr(
+        "matplotlib.figure.Figure.savefig",
+        lambda _, file, **named: file.write('<svg viewBox="0 0 1 1"><g id="x"/></svg>'),
+    )
+
+
 def build_page(values: dict[str, Any]) -> str:
     return pages.build_page(as_results(values))
 
@@ -427,6 +436,7 @@ def test_page_is_whole_and_fetches_nothing() -> None:
     assert checker.tags["h1"] == 1 and checker.tags["h2"] == 12
 
 
+@pytest.mark.usefixtures("without_pictures")
 def test_page_holds_the_numbers() -> None:
     words = " ".join("".join(checked(build_page(make_metadata())).words).split())
     for figure in (
@@ -465,6 +475,7 @@ def test_page_holds_the_numbers() -> None:
         assert figure in words, figure
 
 
+@pytest.mark.usefixtures("without_pictures")
 def test_every_table_says_its_command() -> None:
     page = build_page(make_metadata())
     assert page.count("<table>") == len(re.findall(r'</table></div><p class="command">distill ', page)) > 8
@@ -487,6 +498,7 @@ def test_grown_targets_are_labelled() -> None:
     assert "enlarged without changing" in build_page(results)
 
 
+@pytest.mark.usefixtures("without_pictures")
 def test_the_outcome_of_a_replay_is_shown() -> None:
     results = make_metadata()
     results["training"] = {
@@ -525,6 +537,7 @@ def test_the_outcome_of_a_replay_is_shown() -> None:
     assert "Replay" not in shown(None)
 
 
+@pytest.mark.usefixtures("without_pictures")
 def test_the_learning_curve_is_shown() -> None:
     """What twice the tokens would give at most or at least, or the reason why that is not known."""
     results = make_metadata()
@@ -551,6 +564,7 @@ def test_the_learning_curve_is_shown() -> None:
     assert "plot-learning" in page and "The line is" not in page
 
 
+@pytest.mark.usefixtures("without_pictures")
 def test_a_training_that_did_not_help_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """In the report, on the card, and at the end of the command."""
     best = {"step": 0, "acceptance": 0.4, "tokens_per_round": 2.0, "rounds": 9}
@@ -643,6 +657,7 @@ def test_a_page_without_matplotlib_says_so(monkeypatch: pytest.MonkeyPatch) -> N
     assert "<svg" not in page and "pip install &#x27;distill[report]&#x27;" in page and "1.91×" in page
 
 
+@pytest.mark.usefixtures("without_pictures")
 def test_a_repeated_step_counts_once_and_long_runs_are_averaged() -> None:
     metrics = make_metadata()["steps"]
     again = training_steps([*metrics, metrics[-1] | {"loss": 0.125}])
@@ -658,6 +673,7 @@ def test_plots_take_the_page_colour_and_are_the_same_each_time() -> None:
     assert "currentColor" in drawn and plots.INK not in drawn and drawn.startswith("<svg ") and drawn.endswith("</svg>")
 
 
+@pytest.mark.usefixtures("without_pictures")
 def test_a_doubted_cost_curve_is_named() -> None:
     results = make_metadata()
     assert "something else was running" not in build_page(results)
@@ -665,6 +681,7 @@ def test_a_doubted_cost_curve_is_named() -> None:
     assert "something else was running (distill train RECIPE --redo profile)" in build_page(results)
 
 
+@pytest.mark.usefixtures("without_pictures")
 def test_limits_follow_the_results() -> None:
     results = make_metadata()
     page = build_page(results)
@@ -723,6 +740,7 @@ def test_results_are_not_changed() -> None:
     assert results == before
 
 
+@pytest.mark.usefixtures("without_pictures")
 def test_every_configuration_shows_its_distribution() -> None:
     results = make_metadata()
     rows = results["speedup"]["parts"][0]["measurements"]

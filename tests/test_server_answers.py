@@ -58,7 +58,7 @@ def write(world: Path, folder: Path, prompts: int, *overrides: str) -> tuple[Rec
 # ── a server that misbehaves ──
 
 
-@pytest.mark.parametrize("takes_ids", [True, False])
+@pytest.mark.parametrize("takes_ids", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_every_fault_that_passes_loses_nothing(
     world: Path, tokenizer: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], takes_ids: bool
 ) -> None:

@@ -423,6 +423,7 @@ raise AssertionError("left, and still here")
 """
 
 
+@pytest.mark.slow
 def test_two_processes_make_one_store(folders: dict[str, Path], tmp_path: Path) -> None:
     recipe, run = begin(tmp_path / "one", folders["qwen2"], mass=0.8)
     teacher(recipe, run)

@@ -101,7 +101,7 @@ def recipe_values(world: Path) -> dict[str, Any]:
         },
         "eval": {"prompts": 6, "new_tokens": 12, "file_blocks": 4, "length": 3, "resamples": 100},
         "export": {"outtypes": ["f16"], "parity_positions": 200},
-        "speedup": {"lengths": [1, 3], "prompts": 4, "new_tokens": 12},
+        "speedup": {"lengths": [1, 3], "prompts": 4, "new_tokens": 12, "calibration_prompts": 6},
     }
 
 

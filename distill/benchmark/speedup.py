@@ -108,7 +108,7 @@ def measure_part(recipe: Recipe, run: Run, part: Part) -> SpeedupPart:
     prepared = [*sweep, *others]
     # Costs of the same minutes as the texts: the machine does not stay the same from one minute to the next.
     validation = validation_prompts(run, recipe.answers.prompt_tokens, PAID_PROMPTS)
-    meter = PaidMeter(target, draft, validation, part.lengths, (False,))
+    meter = PaidMeter(target, draft, validation, part.lengths, (False,), recipe.speedup.new_tokens)
     title = f"{part.pair.backend}, prompts"
     texts = time_texts(target, draft, part.prompts, recipe.speedup.new_tokens, prepared, title, meter.text)
     meter.until(1)
@@ -164,7 +164,7 @@ def _measure_costs(recipe: Recipe, run: Run, part: Part) -> tuple[Part, Costs]:
         for line in filter(None, (big.describe("target"), small.describe("draft"))):
             run.say(f"    {line}")
     texts = validation_prompts(run, recipe.answers.prompt_tokens, PAID_PROMPTS)
-    paid = measure_paid(part.target, part.draft, texts, lengths, profile.repeats)
+    paid = measure_paid(part.target, part.draft, texts, lengths, profile.repeats, recipe.speedup.new_tokens)
     seconds = {m: steps[padded.get(m, m)][0] for m in steps}
     return part, Costs(seconds, own[1][0], paid, paid)
 

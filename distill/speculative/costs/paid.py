@@ -149,8 +149,9 @@ class PaidMeter:
     """Times the parts of rounds on greedy texts, plain ones and ones with rounds of all lengths in mixed order.
 
     Two rounds or more in a row have the same length; 3 is timed in any case, for the draft's steps. `modes` are the
-    ways to draft that are timed: without distributions, with them. Texts go on behind end tokens; a prompt that leaves
-    too little room is shortened. Raises DataError for contexts that have no room for a round.
+    ways to draft that are timed: without distributions, with them. Texts are of `tokens` new tokens, or of as many as
+    two rounds may make; they go on behind end tokens, and a prompt that leaves too little room is shortened. Raises
+    DataError for contexts that have no room for a round.
     """
 
     def __init__(
@@ -160,9 +161,10 @@ class PaidMeter:
         prompts: Sequence[Sequence[int]],
         lengths: Sequence[int],
         modes: Sequence[bool] = (False, True),
+        tokens: int = TOKENS,
     ) -> None:
         wanted = sorted({3, *lengths} - {0})
-        capacity, tokens = min(target.capacity, draft.capacity), max(TOKENS, 2 * wanted[-1] + 2)
+        capacity, tokens = min(target.capacity, draft.capacity), max(tokens, 2 * wanted[-1] + 2)
         if capacity < wanted[-1] + 4:
             raise DataError(
                 f"a context of {capacity} tokens has no room to time rounds of {wanted[-1]} drafted tokens",
@@ -260,10 +262,15 @@ class PaidMeter:
 
 
 def measure_paid(
-    target: Model, draft: Model, prompts: Sequence[Sequence[int]], lengths: Sequence[int], repeats: int
+    target: Model,
+    draft: Model,
+    prompts: Sequence[Sequence[int]],
+    lengths: Sequence[int],
+    repeats: int,
+    tokens: int = TOKENS,
 ) -> PaidCosts:
     """The costs once each length, and 1, 2 and 3, were timed `repeats` times; raises as PaidMeter."""
-    meter = PaidMeter(target, draft, prompts, sorted({1, 2, *lengths}))
+    meter = PaidMeter(target, draft, prompts, sorted({1, 2, *lengths}), tokens=min(tokens, TOKENS))
     meter.until(repeats)
     return meter.costs()
 
