@@ -15,6 +15,7 @@ class LoopbackHandler(BaseHTTPRequestHandler):
 
     owner: Any
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # else a body waits 40 ms for the client to acknowledge its headers
 
     def log_message(self, *arguments: object) -> None:
         pass

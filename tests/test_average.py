@@ -64,7 +64,7 @@ def whole(world: Path, ready: Path, tmp_path_factory: pytest.TempPathFactory, re
     return request.param, run
 
 
-@pytest.mark.parametrize("killed_at", [7, 9])
+@pytest.mark.parametrize("killed_at", [pytest.param(7, marks=pytest.mark.slow), 9])
 def test_resumed_is_uninterrupted_bit_for_bit(
     world: Path, ready: Path, whole: tuple[str, Path], tmp_path: Path, killed_at: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -218,6 +218,38 @@ def test_eval_of_a_standalone_pair(
     assert 0 < report["domains"]["files"]["draft"]["acceptance_sampling"]["mean"] < 1
 
 
+def test_eval_of_gguf_files_is_that_of_their_folders(
+    world: Path, finished: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    folders = {"target": world / "target", "draft": finished / "draft"}
+    for folder in folders.values():
+        assert tiny.call("export-gguf", folder, "--outtype", "f32", "--to", tmp_path) == 0
+    files = {name: tmp_path / f"{folder.name}-f32.gguf" for name, folder in folders.items()}
+    text = ("--text", world / "corpus" / "test", "--text", world / "corpus" / "validation" / "part1_0.py")
+    more = ("--prompts", "4", "--temperature", "0", "--threads", "1", "-o", "json")
+    found = []
+    for pair in (folders, files):
+        capsys.readouterr()
+        assert tiny.call("eval", "--target", pair["target"], "--draft", pair["draft"], *text, *more) == 0
+        found.append(strict(capsys.readouterr().out))
+    assert [set(one["domains"]) for one in found] == [{"answers", "files"}] * 2
+    for domain in ("answers", "files"):
+        torch, gguf = (one["domains"][domain]["draft"] for one in found)
+        assert torch["tokens"] == gguf["tokens"] > 100
+        for name in set(torch) - {"tokens", "prompts"}:
+            assert gguf[name]["mean"] == pytest.approx(torch[name]["mean"], rel=2e-3, abs=2e-3), (domain, name)
+    assert (
+        found[0]["positions"] == found[1]["positions"] and found[0]["tokens_per_round"] == found[1]["tokens_per_round"]
+    )
+    # One folder and one file, options of the other engine, and of a run.
+    assert tiny.call("eval", "--target", folders["target"], "--draft", files["draft"], *text) == 2
+    assert "two engines" in capsys.readouterr().err
+    assert tiny.call("eval", "--target", folders["target"], "--draft", folders["draft"], *text, "-ngl", "1") == 2
+    assert "PyTorch runs" in capsys.readouterr().err
+    assert tiny.call("eval", "tiny", "--runs", finished.parent, "-ngl", "1") == 2
+    assert "a run is evaluated in PyTorch" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [

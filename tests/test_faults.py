@@ -305,7 +305,16 @@ def test_full_disk_and_read_only_folder_at_every_stage(
         assert tiny.contents(tmp_path / "tiny" / name) == tiny.contents(trained / name), name
 
 
-@pytest.mark.parametrize("part", ["target-f16.gguf", "export.json", "speedup.json", "report.html", "draft/README.md"])
+@pytest.mark.parametrize(
+    "part",
+    [
+        "target-f16.gguf",
+        "export.json",
+        pytest.param("speedup.json", marks=pytest.mark.slow),
+        "report.html",
+        "draft/README.md",
+    ],
+)
 def test_full_disk_after_training(
     world: Path, copied: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, part: str
 ) -> None:

@@ -174,7 +174,7 @@ def test_parts_share_a_schedule_and_a_replay_has_its_own(schedule: str) -> None:
 @pytest.mark.parametrize(
     ("overrides", "killed_at"),
     [
-        ((*MUON, PARTS, *REPLAY), 5),
+        pytest.param((*MUON, PARTS, *REPLAY), 5, marks=pytest.mark.slow),
         ((*MUON, PARTS, *REPLAY), 9),
         ((*MUON, "train.schedule=wsd", "train.decay=0.5", "train.embedding_steps=5"), 3),
         (("train.schedule=wsd", "train.embedding_steps=5"), 3),

@@ -335,12 +335,12 @@ def test_the_same_vocabulary_drafts_as_ever(
 
 TARGET, DRAFT = ["a", "b", "c", "ab"], ["b", "d", "a", "ba"]  # two shared; ab and ba are text of both
 SAMPLED = [
-    ("intersection", "token", Sampler(0.9), False),
+    pytest.param("intersection", "token", Sampler(0.9), False, marks=pytest.mark.slow),
     ("intersection", "block", Sampler(1.2, top_k=3, top_p=0.9), False),
     ("intersection", "match", Sampler(1.0, repetition_penalty=1.5), True),
-    ("string", "match", Sampler(0.9), False),
+    pytest.param("string", "match", Sampler(0.9), False, marks=pytest.mark.slow),
     ("string", "token", Sampler(1.2, top_k=3, top_p=0.9), False),
-    ("string", "block", Sampler(1.0), False),
+    pytest.param("string", "block", Sampler(1.0), False, marks=pytest.mark.slow),
 ]
 
 

@@ -226,6 +226,7 @@ def test_every_kind(kind: str) -> None:
     assert sampled(kind, WARM, 1_500) > 1e-3 / TESTS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "chain"), CROSS)
 def test_every_kind_under_every_sampler(kind: str, chain: str) -> None:
     assert sampled(kind, SAMPLERS[chain], 200) > 1e-3 / TESTS
@@ -288,7 +289,9 @@ LOSSY: dict[str, tuple[str, Make]] = {
 }
 
 
-@pytest.mark.parametrize("name", LOSSY)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * name.endswith("tree, another q")) for name in LOSSY]
+)
 def test_lossy_drafts_are_rejected(name: str) -> None:
     verifier, make = LOSSY[name]
     # What a tree drew first is accepted most often, whatever it says it was drawn from.

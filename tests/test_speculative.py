@@ -135,7 +135,11 @@ SAMPLERS = {
 }
 
 
-@pytest.mark.parametrize("sampler", SAMPLERS)
+# The rounds themselves are enumerated every day (test_verify.py, test_rounds.py, test_exact_decoding.py).
+EVERY_DAY = [pytest.param(name, marks=[pytest.mark.slow] * (name != "truncated")) for name in SAMPLERS]
+
+
+@pytest.mark.parametrize("sampler", EVERY_DAY)
 @pytest.mark.parametrize("case", CASES)
 def test_samples_follow_the_distribution(case: str, sampler: str) -> None:
     verifier, make = CASES[case]

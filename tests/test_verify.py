@@ -271,7 +271,16 @@ def test_trees_follow_the_target(name: str, kind: str, shape: str) -> None:
         assert tree_difference(TREES[name], kind, sampler, shape) < EXACT
 
 
-@pytest.mark.parametrize(("name", "kind"), [*TREE_PAIRS, ("token", "distinct"), ("distinct", "sampled")])
+EVERY_DAY = [("token", "sampled"), ("distinct", "distinct"), ("token", "distinct")]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        pytest.param(*pair, marks=[pytest.mark.slow] * (pair not in EVERY_DAY))
+        for pair in (*TREE_PAIRS, ("token", "distinct"), ("distinct", "sampled"))
+    ],
+)
 def test_seven_nodes_of_four_tokens(name: str, kind: str) -> None:
     """Where siblings do not exhaust the vocabulary; 4^7 draws of a tree."""
     sampler = Sampler()

@@ -12,12 +12,12 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import httpx2
 import tiny
+from loopback import LoopbackHandler, running
 
 from distill.files import write_text
 from distill.recipe import Recipe, load_recipe
@@ -63,50 +63,21 @@ class BadServer:
         self.names = ["tiny"]
         self.most = self._now = 0
         self._lock = threading.Lock()
-        outer = self
-
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-
-            def do_GET(self) -> None:
-                outer.send(self, 200, {"data": [{"id": name} for name in outer.names]})
-
-            def do_POST(self) -> None:
-                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-                    outer.post(self, body)
-
-            def log_message(self, *_: Any) -> None:
-                pass
-
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.server.daemon_threads = True
-        self.url = f"http://127.0.0.1:{self.server.server_address[1]}/v1"
-        self._thread = threading.Thread(target=self.server.serve_forever, args=(0.02,), daemon=True)
+        self._running = contextlib.ExitStack()
 
     def __enter__(self) -> BadServer:
-        self._thread.start()
+        self.url = f"http://127.0.0.1:{self._running.enter_context(running(Handler, self))}/v1"
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.server.shutdown()
-        self.server.server_close()
+        self._running.close()
 
     def text(self, prompt: Any) -> str:
         """The answer to a prompt, a function of its text."""
         shown = self.tokenizer.decode(prompt) if isinstance(prompt, list) else prompt
         return TEXTS[hashlib.sha256(shown.encode()).digest()[0] % len(TEXTS)]
 
-    def send(self, handler: BaseHTTPRequestHandler, status: int, value: Any, **headers: str) -> None:
-        data = value if isinstance(value, bytes) else json.dumps(value).encode()
-        handler.send_response(status)
-        for name, content in headers.items():
-            handler.send_header(name.replace("_", "-"), content)
-        handler.send_header("Content-Length", str(len(data)))
-        handler.end_headers()
-        handler.wfile.write(data)
-
-    def post(self, handler: BaseHTTPRequestHandler, body: dict[str, Any]) -> None:
+    def post(self, handler: LoopbackHandler, body: dict[str, Any]) -> None:
         prompt = body["messages"] if "messages" in body else body["prompt"]
         if body["max_tokens"] == 1 and len(body) == 5:  # the question whether ids are taken
             kind = "ok" if self.takes_ids or isinstance(prompt, str) else "500"
@@ -125,7 +96,7 @@ class BadServer:
             with self._lock:
                 self._now -= 1
 
-    def reply(self, handler: BaseHTTPRequestHandler, body: dict[str, Any], prompt: Any, kind: str) -> None:
+    def reply(self, handler: LoopbackHandler, body: dict[str, Any], prompt: Any, kind: str) -> None:
         if kind == "cut":
             handler.wfile.write(b"HTTP/1.1 200 OK\r\nContent-Length: 500\r\n\r\n{")
             handler.wfile.flush()
@@ -133,18 +104,18 @@ class BadServer:
             handler.close_connection = True
         elif kind == "slow":
             time.sleep(1.5)
-            self.send(handler, 200, self.completion(body, prompt, "ok"))
+            handler.reply(200, self.completion(body, prompt, "ok"))
         elif kind == "a moment":
             time.sleep(0.02)
-            self.send(handler, 200, self.completion(body, prompt, "ok"))
+            handler.reply(200, self.completion(body, prompt, "ok"))
         elif kind == "no json":
-            self.send(handler, 200, b"<html>busy</html>")
+            handler.reply(200, b"<html>busy</html>")
         elif kind == "429":
-            self.send(handler, 429, {"error": {"message": "slow down"}}, Retry_After="0")
+            handler.reply(429, {"error": {"message": "slow down"}}, Retry_After="0")
         elif kind.isdigit():
-            self.send(handler, int(kind), {"error": {"message": f"no: {handler.headers.get('Authorization')}"}})
+            handler.reply(int(kind), {"error": {"message": f"no: {handler.headers.get('Authorization')}"}})
         else:
-            self.send(handler, 200, self.completion(body, prompt, kind))
+            handler.reply(200, self.completion(body, prompt, kind))
 
     def completion(self, body: dict[str, Any], prompt: Any, kind: str) -> dict[str, Any]:
         from distill.models.hugging_face import encode
@@ -164,6 +135,17 @@ class BadServer:
             "choices": [] if kind == "no choice" else [choice],
             "usage": {"prompt_tokens": count + (kind == "other tokens"), "completion_tokens": len(new) + 1},
         }
+
+
+class Handler(LoopbackHandler):
+    owner: BadServer
+
+    def do_GET(self) -> None:
+        self.reply(200, {"data": [{"id": name} for name in self.owner.names]})
+
+    def do_POST(self) -> None:
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            self.owner.post(self, self.body())
 
 
 @contextlib.contextmanager

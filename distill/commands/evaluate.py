@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from distill.commands.gguf_options import require_used, takes_gguf_options
 from distill.commands.shared import (
     DEFAULT_RUNS,
     DraftOption,
@@ -25,12 +26,14 @@ from distill.commands.shared import (
     print_table,
     run_until,
 )
-from distill.errors import DataError, RecipeError
+from distill.errors import RecipeError
 
 if TYPE_CHECKING:
+    from distill.recipe import Gguf
     from distill.results.evaluation_results import EvaluationReport
 
 
+@takes_gguf_options("target", "draft")
 def evaluate(
     run: RunArgument = None,
     kl: Annotated[
@@ -50,6 +53,7 @@ def evaluate(
     threads: ThreadsOption = None,
     runs: RunsOption = DEFAULT_RUNS,
     output: FormatOption = "md",
+    gguf: Gguf | None = None,
 ) -> None:
     """Measure a target and its draft: divergences and acceptance, with intervals. Both by default."""
     kl, acceptance = (kl, acceptance) if kl or acceptance else (True, True)
@@ -59,8 +63,10 @@ def evaluate(
     from distill.results.serialise import as_json, read_result
 
     if target or draft:
-        report = _evaluate_standalone(target, draft, text, temperature, prompts, kl, acceptance, threads)
+        report = _evaluate_standalone(target, draft, text, temperature, prompts, kl, acceptance, threads, gguf)
     else:
+        if gguf is not None:
+            raise RecipeError("a run is evaluated in PyTorch", "leave llama.cpp's options out, or give GGUF files")
         recipe, found = find_run(run, runs)
         run_until(recipe, found, "eval", threads=threads)
         report = read_result(found.path("eval.json"), EvaluationReport)
@@ -81,6 +87,7 @@ def _evaluate_standalone(
     kl: bool,
     acceptance: bool,
     threads: int | None,
+    gguf: Gguf | None,
 ) -> EvaluationReport:
     if target is None or draft is None or not text:
         raise RecipeError(
@@ -89,9 +96,7 @@ def _evaluate_standalone(
     from distill.recipe import Corpus, PyTorch, Source, Target
 
     references = local_reference(target), local_reference(draft)
-    for reference in references:
-        if reference.endswith(".gguf"):
-            raise DataError(f"{reference}: GGUF files cannot be evaluated yet", "give the Hugging Face folders")
+    require_used(gguf, *references)
     prepare(threads)
     from distill.evaluation.standalone import evaluate_standalone
     from distill.models.loaded import load_pair
@@ -106,7 +111,12 @@ def _evaluate_standalone(
         for path in text
     ]
     command = "distill " + " ".join(sys.argv[1:])
-    unpacked = PyTorch(prepack=False)  # evaluate_pair lays out the layers of the models that it decodes with
-    with load_pair(Target(model=references[0]), references[1], pytorch=unpacked) as pair:
-        sampler = Sampler(temperature=temperature)
-        return evaluate_standalone(pair, Corpus(sources=tuple(sources)), sampler, prompts, kl, acceptance, command)
+    corpus, sampler = Corpus(sources=tuple(sources)), Sampler(temperature=temperature)
+    in_torch = not references[0].endswith(".gguf")
+    # evaluate_pair lays out the layers of the models that it decodes with.
+    pytorch = PyTorch(prepack=False) if in_torch else PyTorch()
+    size = None if in_torch else corpus.block
+    with load_pair(
+        Target(model=references[0]), references[1], tokens=size, threads=threads, gguf=gguf, pytorch=pytorch
+    ) as pair:
+        return evaluate_standalone(pair, corpus, sampler, prompts, kl, acceptance, command)

@@ -27,10 +27,10 @@ RunArgument = Annotated[
 ]
 FormatOption = Annotated[str, typer.Option("--output", "-o", help="Format: md, json, jsonl or csv.")]
 TargetOption = Annotated[
-    str | None, typer.Option("--target", help="Standalone pair: target as Hugging Face folder or hub name.")
+    str | None, typer.Option("--target", help="Standalone pair: target as Hugging Face folder, hub name or GGUF file.")
 ]
 DraftOption = Annotated[
-    str | None, typer.Option("--draft", help="Standalone pair: draft as Hugging Face folder or hub name.")
+    str | None, typer.Option("--draft", help="Standalone pair: draft, of the same kind as the target.")
 ]
 TextOption = Annotated[
     list[Path] | None,

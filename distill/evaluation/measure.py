@@ -67,14 +67,12 @@ def measure_blocks(
 
     Raises DataError for blocks that do not number their documents.
     """
-    if blocks.first is None:
-        raise DataError("these blocks do not number their documents", "make them again: `--redo corpus`")
     device = next(target.parameters()).device
     sums: dict[str, dict[int, numpy.ndarray]] = {name: {} for name in drafts}
     counts: dict[int, int] = {}
     for start in range(0, len(blocks), batch):
         part = blocks.take(slice(start, start + batch))
-        units = list(_units(part))
+        units = list(scored_documents(part))
         for _, number, here in units:
             counts[number] = counts.get(number, 0) + int(here.sum())
         expected = target(**packed_inputs(target, part)).logits
@@ -100,10 +98,11 @@ def _require_finite(logits: Tensor, part: Packed, model: Any) -> None:
         require_finite(largest.tolist(), place_of(model_name(model), lengths))
 
 
-def _units(part: Packed) -> Iterator[tuple[int, int, Tensor]]:
+def scored_documents(part: Packed) -> Iterator[tuple[int, int, Tensor]]:
     """Each document of each block that has scored positions: the block's index, the document's number among all
-    documents, and those positions [S], boolean."""
-    assert part.first is not None
+    documents, and those positions [S], boolean. Raises DataError for blocks that do not number their documents."""
+    if part.first is None:
+        raise DataError("these blocks do not number their documents", "make them again: `--redo corpus`")
     for block in range(len(part)):
         for document in range(int(part.documents[block].max()) + 1):
             here = part.mask[block] & (part.documents[block] == document)

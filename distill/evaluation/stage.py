@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,8 @@ from distill.sampler import Sampler
 from distill.speculative.decode import Round, room_for, speculative
 from distill.speculative.sample import continue_prompts
 from distill.texts import prompt_seed, read_prompts
+
+Sums = dict[str, tuple[numpy.ndarray, numpy.ndarray]]  # what `measure_blocks` found, by draft
 
 
 def continue_all(
@@ -89,22 +91,33 @@ def evaluate_pair(
     Divergences are measured on the blocks of each domain. `classes` names that of each prompt, none of them empty in
     domain `answers`. `prepack` is PyTorch's setting for the decoded rounds.
     """
-    accuracy = settings.resamples, settings.confidence
-    divergences, sums = {}, {}
-    for domain, blocks in domains.items():
-        found = sums[domain] = measure_blocks(target, drafts, blocks, sampler, vocabulary)
-        divergences[domain] = {name: summarise(*found[name], *accuracy) for name in drafts}
+    sums = {name: measure_blocks(target, drafts, blocks, sampler, vocabulary) for name, blocks in domains.items()}
     rounds = {}
     if acceptance:
         big = growing_decoder(target, vocabulary, prepack)
         for name, draft in drafts.items():
             small = growing_decoder(draft, vocabulary, prepack)
             rounds[name] = decode_rounds(big, small, prompts, settings, ends, f"rounds {name}, prompts")
+    return as_report(sums, rounds, sampler, settings, command, classes), rounds
+
+
+def as_report(
+    sums: Mapping[str, Sums],
+    rounds: dict[str, list[list[Round]]],
+    sampler: Sampler,
+    settings: Evaluate,
+    command: str,
+    classes: Sequence[str] = (),
+) -> EvaluationReport:
+    """The report of what `measure_blocks` found in each domain and of the decoded rounds of each draft."""
+    accuracy = settings.resamples, settings.confidence
     report = EvaluationReport(
         command=command,
         sampler=sampler.describe(),
         length=settings.length,
-        domains=divergences,
+        domains={
+            domain: {name: summarise(*own, *accuracy) for name, own in found.items()} for domain, found in sums.items()
+        },
         positions={name: position_acceptance(own, settings.length, *accuracy) for name, own in rounds.items()},
         tokens_per_round={name: tokens_per_round(own, *accuracy) for name, own in rounds.items()},
     )
@@ -112,12 +125,12 @@ def evaluate_pair(
         report = replace(
             report, classes=by_class(classes, sums["answers"], rounds, report.acceptance_measure, accuracy)
         )
-    return report, rounds
+    return report
 
 
 def by_class(
     classes: Sequence[str],
-    sums: dict[str, tuple[numpy.ndarray, numpy.ndarray]],
+    sums: Sums,
     rounds: dict[str, list[list[Round]]],
     measure: str,
     accuracy: tuple[int, float],

@@ -1,14 +1,17 @@
-"""Evaluation of any two Hugging Face models on given texts, without a recipe or a run."""
+"""Evaluation of any two models on given texts, without a recipe or a run: Hugging Face folders, or GGUF files."""
 
 from __future__ import annotations
 
 import functools
 import random
+from collections.abc import Callable, Sequence
 
 from distill.corpus.prompts import cut_prompts
 from distill.corpus.sources import read_documents
 from distill.errors import DataError
-from distill.evaluation.stage import continue_all, evaluate_pair
+from distill.evaluation.by_decoding import continue_texts, measure_texts
+from distill.evaluation.stage import as_report, continue_all, decode_rounds, evaluate_pair
+from distill.models.gguf.model import GgufModel
 from distill.models.hugging_face import encode
 from distill.models.loaded import LoadedPair
 from distill.packing import Packed, pack
@@ -31,14 +34,11 @@ def evaluate_standalone(
 ) -> EvaluationReport:
     """The report of `evaluate_pair` for a loaded pair on the test documents of `corpus`.
 
-    Raises DataError for GGUF files, and where the texts give fewer than 4 prompts.
+    Raises DataError where the texts give fewer than 4 prompts.
     """
-    if pair.hugging_face is None:
-        raise DataError(f"{pair.reference}: GGUF files cannot be evaluated yet", "give the Hugging Face folders")
-    target, draft = pair.hugging_face
     settings = Evaluate()
     vocabulary = min(pair.target.vocabulary_size, pair.draft.vocabulary_size)
-    to_ids = functools.partial(encode, pair.tokenizer)
+    to_ids = _tokenizer(pair)
     documents, _ = read_documents(corpus, needed=("test",))
     stride = 4 * (PROMPT_TOKENS + settings.new_tokens)
     found = cut_prompts(documents, to_ids, prompts, PROMPT_TOKENS, stride, SEED)
@@ -47,17 +47,29 @@ def evaluate_standalone(
             f"the texts give {len(found)} prompts of {PROMPT_TOKENS} tokens", "give more or longer texts (4 at least)"
         )
     ids = [prompt.ids for prompt in found]
-    block = min(corpus.block, target.config.max_position_embeddings, draft.config.max_position_embeddings)
+    block = min(corpus.block, pair.target.capacity, pair.draft.capacity)
     domains: dict[str, Packed] = {}
     if divergence:
         seeds = [prompt_seed(SEED, prompt.id) for prompt in found]
         room = min(settings.new_tokens, block - PROMPT_TOKENS)
-        texts = continue_all(target, ids, sampler, room, seeds, pair.ends, BATCH, vocabulary)
+        texts = _continued(pair, ids, sampler, room, seeds, vocabulary)
         domains["answers"] = pack(((p + t, len(p)) for p, t in zip(ids, texts, strict=True)), block, False)
         order = list(documents)
         random.Random(SEED).shuffle(order)
         files = pack(((to_ids(document.text), 1) for document in order), block, True)
         domains["files"] = files.take(slice(0, settings.file_blocks))
+    if pair.hugging_face is None:
+        drafts = {"draft": pair.draft}
+        sums = {
+            name: measure_texts(pair.target, drafts, blocks, sampler, vocabulary, name)
+            for name, blocks in domains.items()
+        }
+        title = "rounds, prompts"
+        rounds = (
+            {"draft": decode_rounds(pair.target, pair.draft, ids, settings, pair.ends, title)} if acceptance else {}
+        )
+        return as_report(sums, rounds, sampler, settings, command)
+    target, draft = pair.hugging_face
     report, _ = evaluate_pair(
         target,
         {"draft": draft},
@@ -71,3 +83,24 @@ def evaluate_standalone(
         acceptance,
     )
     return report
+
+
+def _tokenizer(pair: LoadedPair) -> Callable[[str], list[int]]:
+    if pair.hugging_face is not None:
+        return functools.partial(encode, pair.tokenizer)
+    assert isinstance(pair.target, GgufModel)
+    return pair.target.tokenize
+
+
+def _continued(
+    pair: LoadedPair,
+    prompts: Sequence[list[int]],
+    sampler: Sampler,
+    limit: int,
+    seeds: Sequence[int],
+    vocabulary: int,
+) -> list[list[int]]:
+    """The target's own continuations, each drawn with its own seed."""
+    if pair.hugging_face is None:
+        return continue_texts(pair.target, prompts, sampler, limit, seeds, pair.ends)
+    return continue_all(pair.hugging_face[0], prompts, sampler, limit, seeds, pair.ends, BATCH, vocabulary)
