@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy
 import pytest
@@ -11,9 +14,11 @@ from test_configurations import recipe_with
 from test_measure import Scripted, counting, rounds_of
 from toys import random_prompts, toy
 
+from distill.benchmark import speedup
 from distill.benchmark.compare import TimedText, choose_length, judge_identity, measurements, speed_ratio, time_texts
 from distill.benchmark.identity import Identity, is_tie
 from distill.benchmark.prepared import Prepared, prepare_sweep
+from distill.evaluation.stage import write_rounds
 from distill.models.torch_model import TorchModel
 from distill.recipe.measuring import fixed_length
 from distill.results.speedup_results import PairMeasured
@@ -119,3 +124,16 @@ def test_every_configuration_decodes_every_prompt() -> None:
     for t in texts:
         room = min(9, 30 - len(prompts[t.prompt]))
         assert t.decoded.tokens == [(prompts[t.prompt][-1] + 1 + i) % 10 for i in range(room)] and t.seconds > 0
+
+
+def test_acceptance_is_that_of_the_texts_that_are_timed(tmp_path: Path) -> None:
+    """Of the trained draft, of the prompts that are timed, and no deeper than they go."""
+    rounds = [
+        [Round(3, 2, 2, 0.1), Round(6, 2, 0, 0.1), Round(7, 2, 0, 0.1)],  # a prompt of 2: 5 new tokens end before 7
+        [Round(5, 2, 1, 0.1), Round(7, 1, 1, 0.1)],  # a prompt of 4
+        [Round(2, 2, 2, 0.1)] * 9,  # a prompt that is not timed
+    ]
+    write_rounds(tmp_path / "rounds.parquet", {"before": [[Round(3, 2, 2, 0.1)]], "after": rounds})
+    run: Any = SimpleNamespace(path=tmp_path.joinpath)
+    assert speedup._accepted_by_position(run, [[1, 2], [1, 2, 3, 4]], 5) == pytest.approx([3 / 4, 1 / 2])
+    assert speedup._accepted_by_position(run, [[1, 2]], 9) == pytest.approx([1 / 3, 1])

@@ -218,7 +218,7 @@ def _rows(
     choices: Sequence[Choice],
 ) -> list[Measurement]:
     """The measurements, with predictions for fixed lengths and for chosen trees."""
-    accepted = _accepted_by_position(run, len(part.prompts))
+    accepted = _accepted_by_position(run, part.prompts, recipe.speedup.new_tokens)
     chosen = {choice.title: choice for choice in choices}
     prompt = round(sum(map(len, part.prompts)) / len(part.prompts))
     rows = measurements(texts, prepared, identities, part.pair, recipe.eval.resamples, recipe.eval.confidence)
@@ -234,18 +234,21 @@ def _rows(
     return found
 
 
-def _accepted_by_position(run: Run, prompts: int) -> list[float]:
+def _accepted_by_position(run: Run, prompts: Sequence[Sequence[int]], new_tokens: int) -> list[float]:
     """Acceptance at positions 1.. (given reached) of the first test prompts, as the evaluation decoded them.
 
-    None before the evaluation has run.
+    Its texts may be longer than those timed here, whose `new_tokens` alone count: acceptance differs by depth. None
+    before the evaluation has run.
     """
     path = run.path("rounds.parquet")
     if not path.exists():
         return []
     import pyarrow.parquet
 
-    wanted = [("draft", "=", "after"), ("prompt", "<", prompts)]
-    rounds = pyarrow.parquet.read_table(path, columns=["drafted", "accepted"], filters=wanted).to_pylist()
+    wanted = [("draft", "=", "after"), ("prompt", "<", len(prompts))]
+    columns = ["prompt", "depth", "drafted", "accepted"]
+    found = pyarrow.parquet.read_table(path, columns=columns, filters=wanted).to_pylist()
+    rounds = [r for r in found if r["depth"] < len(prompts[r["prompt"]]) + new_tokens]
     rates: list[float] = []
     while reached := [r["accepted"] for r in rounds if r["drafted"] > len(rates) <= r["accepted"]]:
         rates.append(sum(accepted > len(rates) for accepted in reached) / len(reached))
