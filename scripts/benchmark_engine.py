@@ -11,9 +11,9 @@ nothing read or decided between them, timed directly after each text; n draft st
 that was accepted whole a draft has two tokens to read, which no decoder can avoid: `with two` counts them.
 
 `predicted` is the speedup over plain decoding that costs of validation prompts, timed between these texts, and the
-acceptance by position of these texts predict, over the one measured, prompts included. The last row of a case is the
-expected-value rule with costs timed before (and, of the run's draft, its calibration): its speed over plain decoding's,
-prompts included, texts of --rule-tokens, in turns.
+acceptance by position of a text predict, over the one measured, prompts included: the median over texts. The last row
+of a case is the expected-value rule with costs timed before (and, of the run's draft, its calibration): its speed over
+plain decoding's, prompts included, texts of --rule-tokens, in turns.
 
 `alone` is the share of the bound that steps of one model repeated by itself give, whose weights stay in cache;
 `overhead` is what a round takes beyond the calls of both models; `plain` is the share that plain decoding attains of
@@ -186,15 +186,12 @@ def speculative_simple(
     return float(found[1]) if found else None
 
 
-def predicted_speedups(costs: PaidCosts, texts: dict[int, list[Decoded]], prompt: int, tokens: int) -> dict[int, float]:
-    """The speedup predicted for each length from costs and the acceptance by position of its own texts."""
-    found = {}
-    for length, own in texts.items():
-        rounds = [r for one in own for r in one.rounds if r.drafted == length]
-        reached = [sum(r.accepted >= position for r in rounds) for position in range(length + 1)]
-        rates = [reached[i + 1] / reached[i] if reached[i] else 0.0 for i in range(length)]
-        found[length] = costs.predicted_speedup(length, rates, prompt, tokens)
-    return found
+def predicted_speedup(costs: PaidCosts, text: Decoded, length: int, prompt: int, tokens: int) -> float:
+    """The speedup predicted for one text from costs and its own acceptance by position."""
+    rounds = [r for r in text.rounds if r.drafted == length]
+    reached = [sum(r.accepted >= position for r in rounds) for position in range(length + 1)]
+    rates = [reached[i + 1] / reached[i] if reached[i] else 0.0 for i in range(length)]
+    return costs.predicted_speedup(length, rates, prompt, tokens)
 
 
 def measure_rule(
@@ -285,7 +282,7 @@ def measure_case(
             singles.append(len(single.tokens) / (single.prefill_seconds + single.seconds))
         say(f"  {repeat} of {options.repeats}")
     meter.until(1)
-    predicted = predicted_speedups(meter.costs(), texts, len(prompts[0]), options.tokens)
+    during = meter.costs()
     rows: list[Measured] = [
         {"length": length, "repeats": len(all_of)}
         | {key: statistics.median([one[key] for one in all_of]) for key in all_of[0] if all(key in o for o in all_of)}
@@ -293,7 +290,11 @@ def measure_case(
     ]
     for row in rows:
         row["speedup"] = row["whole_rate"] / statistics.median(singles)
-        row["predicted"] = predicted[row["length"]] / row["speedup"]
+        # Text by text: acceptance differs more from text to text than medians of it and of speeds agree.
+        row["predicted"] = statistics.median(
+            predicted_speedup(during, text, row["length"], len(prompts[0]), options.tokens) * single / one["whole_rate"]
+            for text, one, single in zip(texts[row["length"]], found[row["length"]], singles, strict=True)
+        )
     rule = measure_rule(big, small, prompts, costs, case.calibration, options)
     return {"plain": statistics.median(plains), "rows": rows, "rule": rule, "curve": curve, "draft_curve": own}
 
