@@ -123,8 +123,8 @@ def opened(run: Run, engine: str, size: str, pair: str, scratch: Path, threads: 
 def cheapest(model: Model, depth: int, most: int) -> tuple[CheapestSteps, dict[int, float]]:
     """The model with its steps given the cheapest way, and its curve: the fastest of seven repeats."""
     found = measure_steps(model, range(1, most + 1), depth, 7, model.vocabulary_size)
-    seconds = {m: low for m, (_, low, _) in found.items()}
-    return CheapestSteps(model, seconds), seconds
+    seconds, medians = ({m: taken[which] for m, taken in found.items()} for which in (1, 0))
+    return CheapestSteps(model, seconds, medians), seconds
 
 
 def bare_round(target: Model, draft: Model, context: Sequence[int], length: int, first: int) -> float:

@@ -214,6 +214,8 @@ def test_steps_of_other_sizes_change_no_text(pair: tuple[Any, Any]) -> None:
     assert len(full.extend([2, 3])) == 2 and full.lengths == [10]  # no room to pad
     assert "steps of 2 padded to 4" in cheap.describe("target")
     assert CheapestSteps(target, {1: 1.0, 2: 1.1}).describe("target") == ""
+    lucky = CheapestSteps(target, jagged, {m: 9.0 if m != 7 else 5.0 for m in jagged})  # 4 was fast once, 7 always
+    assert lucky.padded == {5: 7, 6: 7} and lucky.last_only == {6: (7,)}
 
 
 def test_small_contexts_and_drafts_without_tokens_end(pair: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:

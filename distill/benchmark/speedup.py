@@ -158,8 +158,7 @@ def _measure_costs(recipe: Recipe, run: Run, part: Part) -> tuple[Part, Costs]:
     padded: dict[int, int] = {}
     # Rounds on a device drive the models themselves, whose steps are compiled by size.
     if part.pair.backend != "pytorch" or not recipe.pytorch.static:
-        # The fastest repeats choose: other programs can make a step slower, never faster.
-        big, small = CheapestSteps(target, _fastest(steps)), CheapestSteps(draft, _fastest(own))
+        big, small = CheapestSteps(target, *_curves(steps)), CheapestSteps(draft, *_curves(own))
         padded, part = big.padded, replace(part, target=big, draft=small)
         for line in filter(None, (big.describe("target"), small.describe("draft"))):
             run.say(f"    {line}")
@@ -169,8 +168,9 @@ def _measure_costs(recipe: Recipe, run: Run, part: Part) -> tuple[Part, Costs]:
     return part, Costs(seconds, own[1][0], paid, paid)
 
 
-def _fastest(steps: Mapping[int, tuple[float, float, float]]) -> dict[int, float]:
-    return {m: lowest for m, (_, lowest, _) in steps.items()}
+def _curves(steps: Mapping[int, tuple[float, float, float]]) -> tuple[dict[int, float], dict[int, float]]:
+    """The fastest repeats and the medians."""
+    return {m: lowest for m, (_, lowest, _) in steps.items()}, {m: median for m, (median, _, _) in steps.items()}
 
 
 def _choose_trees(

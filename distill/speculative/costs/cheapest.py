@@ -34,13 +34,21 @@ def cheapest_sizes(seconds: Mapping[int, float], whole: bool) -> dict[int, tuple
 class CheapestSteps(AroundModel):
     """A model of one row whose chains of m tokens are committed the cheapest way that `seconds`, T(m) by m, shows.
 
-    Logits are those of the model, up to the rounding of steps of other sizes. Trees pass unchanged.
+    `seconds` may be the fastest of several repeats, as other programs can only slow a step down; `medians` of the same
+    repeats then keep one lucky repeat among many sizes from deciding. Logits are those of the model, up to the rounding
+    of steps of other sizes. Trees pass unchanged.
     """
 
-    def __init__(self, model: Model, seconds: Mapping[int, float]) -> None:
+    def __init__(self, model: Model, seconds: Mapping[int, float], medians: Mapping[int, float] | None = None) -> None:
         super().__init__(model)
-        self.padded = {m: sizes[0] for m, sizes in cheapest_sizes(seconds, whole=True).items()}
-        self.last_only = cheapest_sizes(seconds, whole=False)
+
+        def chosen(whole: bool) -> dict[int, tuple[int, ...]]:
+            """The cheapest ways, less those that `medians` do not bear out."""
+            found, other = cheapest_sizes(seconds, whole), seconds if medians is None else medians
+            return {m: sizes for m, sizes in found.items() if sum(other[size] for size in sizes) < WORTH * other[m]}
+
+        self.padded = {m: sizes[0] for m, sizes in chosen(whole=True).items()}
+        self.last_only = chosen(whole=False)
 
     @property
     def lengths(self) -> list[int]:
