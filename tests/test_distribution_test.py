@@ -175,7 +175,7 @@ def test_profile(copied: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str
     saved = json.loads((tmp_path / "c.json").read_text())
     assert saved["depths"] == [8, 16] and len(saved["seconds"][0]) == 3
     assert tiny.call("profile", copied / "draft", *options[:-2], "--static", "--dtype", "bfloat16") == 0
-    assert "draft, static cache, pytorch" in capsys.readouterr().out
+    assert "draft, static cache, bfloat16, pytorch" in capsys.readouterr().out
     for arguments, words in (
         ((), "expected a model or --batched-bench LOG"),
         (("--batched-bench", tmp_path / "c.json", "--static"), "options of PyTorch do nothing with --batched-bench"),

@@ -26,7 +26,7 @@ from distill.commands.shared import (
     print_table,
     run_until,
 )
-from distill.errors import RecipeError
+from distill.errors import DataError, RecipeError
 
 if TYPE_CHECKING:
     from distill.recipe import Gguf
@@ -97,6 +97,9 @@ def _evaluate_standalone(
 
     references = local_reference(target), local_reference(draft)
     require_used(gguf, *references)
+    for path in text:
+        if not path.exists():
+            raise DataError(f"--text {path}: there is no such file or folder", "correct its path")
     prepare(threads)
     from distill.evaluation.standalone import evaluate_standalone
     from distill.models.loaded import load_pair

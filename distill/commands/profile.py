@@ -143,4 +143,5 @@ def _measured(
     torch.set_num_threads(thread_count(threads))
     loaded = load_model(local_reference(model), place.dtype, pick_device("auto"))
     decoder = torch_decoder(loaded, None, pytorch, room)
-    return measure_curve(decoder, model + pytorch.suffix, "pytorch", depths, most, repeats)
+    title = model + pytorch.suffix + ("" if place.dtype == "float32" else f", {place.dtype}")
+    return measure_curve(decoder, title, "pytorch", depths, most, repeats)
