@@ -29,11 +29,13 @@ from distill.serving.addresses import Addresses, check_addresses
 from distill.serving.check import Conversation, Wanted, check_started, opened
 from distill.serving.choose import PLAIN, choose, grid, with_settings
 from distill.serving.client import Http, Reply, Totals, totals_of
-from distill.serving.counts import TextCounts, acceptance, rise_of_tokens, speed_ratio
+from distill.serving.counts import TextCounts, acceptance, counted, rise_of_tokens, speed_ratio
 from distill.serving.differences import option_differences
 from distill.serving.llama_client import LlamaClient
 from distill.serving.llama_server import LlamaServer, free_port, require_binary, started
 from distill.serving.ours import OurText
+from distill.serving.replaying import Replayed
+from distill.serving.serving_tables import _percent, _shown
 from distill.serving.vllm import VllmClient, kind_of_server
 from distill.texts import Prompt
 
@@ -62,7 +64,7 @@ def settings(files: tuple[Path, Path], tmp_path: Path) -> LlamaServer:
 
 
 def wanted(**changes: Any) -> Wanted:
-    prompts = [Prompt(str(place), ids) for place, ids in enumerate(PROMPTS)]
+    prompts = changes.pop("prompts", None) or [Prompt(str(place), ids) for place, ids in enumerate(PROMPTS)]
     return Wanted(prompts, LIMIT, **({"repeats": 1, "concurrency": (1, 3), "seconds": (20.0, 20.0)} | changes))
 
 
@@ -430,6 +432,23 @@ def test_luck_on_the_whole_grid_does_not_judge(settings: LlamaServer) -> None:
     again = {(one.n_max, one.p_min): one for one in found.confirmed[: (sum(visits.values()) - grid_is_over) // 4]}
     assert {(6, 0.5), (2, 0.75), PLAIN} <= set(again) and again[2, 0.75].against.low > 1
     assert len(found.confirmed) == len({(one.n_max, one.p_min) for one in found.confirmed}) == 25
+
+
+def test_one_prompt_has_no_interval() -> None:
+    """A class of two prompts beside one of one: its figures without bounds, in the table too."""
+    kinds = ["many", "one", "many"]
+    prompts = [Prompt(str(place), [1, 2], label=kind) for place, kind in enumerate(kinds)]
+    plainly, drafting = (
+        Replayed([[Reply([1] * 6, 6, 0.1, seconds + place, 8, 2 + place)] for place in range(3)]) for seconds in (2, 1)
+    )
+    texts = counted(drafting.first)
+    found = check.Findings({check.PLAIN: plainly, "draft": drafting}, [], texts, [], [], [])
+    many, one = check.by_class(wanted(prompts=prompts), found)
+    assert (many.name, many.prompts, one.name, one.prompts) == ("many", 2, "one", 1)
+    assert many.rate.mean == pytest.approx(6 / 16) and many.rate.low < many.rate.high
+    assert one.rate.mean == pytest.approx(3 / 8) and one.speedup.mean == pytest.approx(3 / 2)
+    assert all(math.isnan(figure.low) for figure in (one.rate, one.tokens_per_round, one.speedup))
+    assert _percent(one.rate) == "37.5%" and _shown(one.speedup) == "1.50"
 
 
 def test_settings_become_options(settings: LlamaServer) -> None:

@@ -5,6 +5,7 @@ Legend: τ tokens per round.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -265,7 +266,11 @@ def shared(wanted: Wanted, clients: Mapping[str, Client], title: str) -> list[Se
 
 
 def by_class(wanted: Wanted, found: Findings) -> list[ServedClass]:
-    """The figures of each class of prompts, where there are several."""
+    """The figures of each class of prompts, where there are several; without intervals for a class of one prompt."""
+
+    def shown(interval: Interval, prompts: int) -> Interval:
+        return interval if prompts > 1 else replace(interval, low=math.nan, high=math.nan)
+
     names = [prompt.kind or prompt.source or "prompts" for prompt in wanted.prompts]
     drafts, base = found.replayed["draft"], found.replayed.get(PLAIN)
     classes = []
@@ -276,7 +281,8 @@ def by_class(wanted: Wanted, found: Findings) -> list[ServedClass]:
         rise = Interval(*[float("nan")] * 3)
         if base is not None:
             rise = some.over(Replayed([base.texts[place] for place in places]))
-        classes.append(ServedClass(name, len(places), own.rate, own.tokens_per_round, rise))
+        figures = (shown(one, len(places)) for one in (own.rate, own.tokens_per_round, rise))
+        classes.append(ServedClass(name, len(places), *figures))
     return classes
 
 

@@ -110,6 +110,8 @@ def _shown(found: Interval) -> str:
 
 
 def _percent(found: Interval) -> str:
+    if math.isnan(found.low) and not math.isnan(found.mean):
+        return f"{found.mean:.1%}"
     return "" if math.isnan(found.mean) else f"{found.mean:.1%} [{found.low:.1%}, {found.high:.1%}]"
 
 
