@@ -311,7 +311,7 @@ def test_full_disk_and_read_only_folder_at_every_stage(
         "target-f16.gguf",
         "export.json",
         pytest.param("speedup.json", marks=pytest.mark.slow),
-        "report.html",
+        pytest.param("report.html", marks=pytest.mark.slow),
         "draft/README.md",
     ],
 )

@@ -176,7 +176,9 @@ def test_parts_share_a_schedule_and_a_replay_has_its_own(schedule: str) -> None:
     [
         pytest.param((*MUON, PARTS, *REPLAY), 5, marks=pytest.mark.slow),
         ((*MUON, PARTS, *REPLAY), 9),
-        ((*MUON, "train.schedule=wsd", "train.decay=0.5", "train.embedding_steps=5"), 3),
+        pytest.param(
+            (*MUON, "train.schedule=wsd", "train.decay=0.5", "train.embedding_steps=5"), 3, marks=pytest.mark.slow
+        ),
         (("train.schedule=wsd", "train.embedding_steps=5"), 3),
         ((*MUON, "train.adapter={rank: 4, dropout: 0.2}", "train.acceptance=null"), 5),
         ((*MUON, "train.steps=12", "train.sparsity={mlp_width: 32, ramp: 0.9}"), 7),

@@ -116,7 +116,10 @@ def dead(layer: Any) -> list[int]:
 KINDS = ("qwen2", "llama with biases")
 
 
-@pytest.mark.parametrize("kind, trimmed", [("qwen2", False), ("llama with biases", False), ("llama with biases", True)])
+@pytest.mark.parametrize(
+    "kind, trimmed",
+    [("qwen2", False), pytest.param("llama with biases", False, marks=pytest.mark.slow), ("llama with biases", True)],
+)
 def test_the_lasso_from_the_ramp_to_the_cut(kind: str, trimmed: bool) -> None:
     run = Training(kind, trimmed=trimmed)
     lasso, before_freeze = run.penalty, []
