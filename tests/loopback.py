@@ -27,14 +27,14 @@ class LoopbackHandler(BaseHTTPRequestHandler):
 
     def reply(self, status: int, value: Any, **headers: str) -> None:
         """Bytes and texts as they are, anything else as JSON; `Retry_After="0"` is the header Retry-After."""
-        data = json.dumps(value) if not isinstance(value, str | bytes) else value
+        text = value if isinstance(value, str | bytes) else json.dumps(value)
+        data = text.encode() if isinstance(text, str) else text
         self.send_response(status)
-        for name, content in headers.items():
-            self.send_header(name.replace("_", "-"), content)
-        content = data.encode() if isinstance(data, str) else data
-        self.send_header("Content-Length", str(len(content)))
+        for name, header in headers.items():
+            self.send_header(name.replace("_", "-"), header)
+        self.send_header("Content-Length", str(len(data)))
         self.end_headers()
-        self.wfile.write(content)
+        self.wfile.write(data)
 
     def stream(self, events: Iterable[str]) -> None:
         """Server-sent events, a chunk each."""

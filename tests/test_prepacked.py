@@ -14,6 +14,7 @@ from distill.models.cpu import prepacked as module
 from distill.models.cpu.prepacked import PrepackedLinear, prepacked, works
 from distill.models.kept import KeptHead
 from distill.models.loaded import torch_decoder
+from distill.models.static.static_model import StaticTorchModel
 from distill.models.torch_model import TorchModel
 from distill.recipe import PyTorch
 
@@ -64,6 +65,18 @@ def test_decoding_steps_give_the_logits_of_the_model(kind: str) -> None:
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
     shared = {parameter.data_ptr() for parameter in model.parameters()}
     assert all(parameter.data_ptr() in shared for parameter in fast.model.parameters())
+
+
+def test_static_caches_decode_with_them_unless_compiled() -> None:
+    model = toy("llama")
+    fast = torch_decoder(model, pytorch=PyTorch(static=True), tokens=40)
+    assert isinstance(fast, StaticTorchModel) and not linear_layers(fast.model)
+    plain = TorchModel(model)
+    for tokens in ([3, 1, 4, 1, 5], [9], [2, 6]):
+        torch.testing.assert_close(fast.extend(tokens).full(), plain.extend(tokens).full(), atol=1e-4, rtol=1e-4)
+    for settings in (PyTorch(static=True, compile=True), PyTorch(static=True, prepack=False)):
+        left = torch_decoder(model, pytorch=settings, tokens=40)
+        assert isinstance(left, StaticTorchModel) and left.model is model
 
 
 def test_trimmed_heads_and_rows_of_batches() -> None:

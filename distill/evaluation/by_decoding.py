@@ -50,10 +50,10 @@ def measure_texts(
     sums: dict[str, dict[int, numpy.ndarray]] = {name: {} for name in drafts}
     counts: dict[int, int] = {}
     found = list(scored_documents(blocks))
+    assert blocks.first is not None  # scored_documents has looked
     progress = Progress(f"logits of texts, {domain}", len(found))
     for block, number, here in found:
-        document = number - int(blocks.first[block]) if blocks.first is not None else 0
-        own = blocks.documents[block] == document
+        own = blocks.documents[block] == number - int(blocks.first[block])
         ids, scored = blocks.ids[block][own].tolist(), here[own]
         counts[number] = counts.get(number, 0) + int(scored.sum())
         for model in (target, *drafts.values()):

@@ -67,7 +67,11 @@ def serve_check(
         typer.Option("--choose/--no-choose", help="Find the fastest n_max and p_min on validation prompts (--server)."),
     ] = True,
     whole_grid: Annotated[
-        bool, typer.Option("--whole-grid", help="Then measure every n_max and p_min on the held-out prompts too.")
+        bool,
+        typer.Option(
+            "--whole-grid",
+            help="Then measure every n_max and p_min on the held-out prompts too, and the fastest again.",
+        ),
     ] = False,
     count: Annotated[int, typer.Option("--count", min=2, callback=finite, help="Prompts, at most.")] = 12,
     tokens: Annotated[
