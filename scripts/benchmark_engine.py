@@ -3,6 +3,7 @@
     python scripts/benchmark_engine.py runs/demo --to engine.json                      # all cases; resumes by case
     python scripts/benchmark_engine.py runs/demo --to engine.json --llama-bin DIR      # beside llama-speculative-simple
     python scripts/benchmark_engine.py runs/demo --to engine.json --case gguf-145M-demo --lengths 2,4
+    python scripts/benchmark_engine.py runs/demo --to engine.json --part rows --repeats 15   # no peers, no rule
 
 A case is an engine, the size of the target (the run's own, or grown without changing its text) and a pair: `demo`, the
 run's draft, or `same`, the target drafting for itself, which is accepted whole. Everything is greedy and goes on behind
@@ -13,25 +14,29 @@ that was accepted whole a draft has two tokens to read, which no decoder can avo
 `predicted` is the speedup over plain decoding that costs of validation prompts, timed between these texts, and the
 acceptance by position of a text predict, over the one measured, prompts included: the median over texts. The last row
 of a case is the expected-value rule with costs timed before (and, of the run's draft, its calibration): its speed over
-plain decoding's, prompts included, texts of --rule-tokens, in turns.
+plain decoding's, prompts included, texts of --rule-tokens, in turns, with a 95 % interval over texts.
 
 `alone` is the share of the bound that steps of one model repeated by itself give, whose weights stay in cache;
 `overhead` is what a round takes beyond the calls of both models; `plain` is the share that plain decoding attains of
 1 ÷ T(1); `peer` is our tokens a second, prompt included, over transformers' assisted generation (PyTorch) or over the
-decoding of llama-speculative-simple with the same files, prompt and length (GGUF, prompt left out).
+decoding of llama-speculative-simple with the same files, prompt and length (GGUF, prompt left out), in turns.
+
+The parts of a case are measured one after another: `rows` (all but what follows, with nothing between their texts, as
+machines drift), `peers` and `rule`. A part that is in the file is kept.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import random
 import re
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -52,9 +57,8 @@ from distill.recipe import load_recipe
 from distill.recipe.configuration import CALIBRATION
 from distill.run import Run
 from distill.speculative.calibration import Calibration, Power
-from distill.speculative.costs.cheapest import CheapestSteps
-from distill.speculative.costs.curve import measure_steps
-from distill.speculative.costs.paid import PaidCosts, PaidMeter, measure_paid
+from distill.speculative.costs.cheapest import CheapestPair, cheapest_pair
+from distill.speculative.costs.paid import PaidCosts, PaidMeter, accepted_by_position, measure_paid
 from distill.speculative.decode import GREEDY, Decoded, Rules, decode, plain
 from distill.speculative.draft import ModelDrafter
 from distill.speculative.expected_value import ExpectedValue
@@ -69,6 +73,8 @@ CURVE = 12  # m = 1..CURVE of the curves that choose how steps are given
 BARE = 12  # bare rounds after a text
 PAID = 4  # validation prompts that costs are taken from
 Measured = dict[str, Any]
+Say = Callable[[str], None]
+Prompts = Sequence[list[int]]
 
 
 @dataclass
@@ -82,9 +88,22 @@ class Case:
     calibration: Calibration = field(default_factory=Power)
 
 
+@dataclass
+class Bench:
+    """What every part of a case is measured with; costs are taken from the `others`, figures from the `prompts`."""
+
+    case: Case
+    cheapest: CheapestPair
+    prompts: Prompts
+    others: Prompts
+    options: Any
+    say: Say
+
+
 @contextmanager
-def opened(run: Run, engine: str, size: str, pair: str, scratch: Path, threads: int) -> Iterator[Case]:
+def opened(run: Run, name: str, scratch: Path, threads: int) -> Iterator[Case]:
     """The models of a case; grown ones are written to `scratch` once."""
+    engine, size, pair = name.split("-")
     recipe = load_recipe(run.path("config.yaml"))
     device = torch.device("cpu")
     draft_folder, grown = run.path("draft"), SIZES[size]
@@ -118,13 +137,6 @@ def opened(run: Run, engine: str, size: str, pair: str, scratch: Path, threads: 
     finally:
         case.target.close()
         case.draft.close()
-
-
-def cheapest(model: Model, depth: int, most: int) -> tuple[CheapestSteps, dict[int, float]]:
-    """The model with its steps given the cheapest way, and its curve: the fastest of seven repeats."""
-    found = measure_steps(model, range(1, most + 1), depth, 7, model.vocabulary_size)
-    seconds, medians = ({m: taken[which] for m, taken in found.items()} for which in (1, 0))
-    return CheapestSteps(model, seconds, medians), seconds
 
 
 def bare_round(target: Model, draft: Model, context: Sequence[int], length: int, first: int) -> float:
@@ -188,34 +200,37 @@ def speculative_simple(
 
 def predicted_speedup(costs: PaidCosts, text: Decoded, length: int, prompt: int, tokens: int) -> float:
     """The speedup predicted for one text from costs and its own acceptance by position."""
-    rounds = [r for r in text.rounds if r.drafted == length]
-    reached = [sum(r.accepted >= position for r in rounds) for position in range(length + 1)]
-    rates = [reached[i + 1] / reached[i] if reached[i] else 0.0 for i in range(length)]
+    rates = accepted_by_position([(r.drafted, r.accepted) for r in text.rounds])
     return costs.predicted_speedup(length, rates, prompt, tokens)
 
 
-def measure_rule(
-    target: Model,
-    draft: Model,
-    prompts: Sequence[list[int]],
-    costs: PaidCosts,
-    calibration: Calibration,
-    options: Any,
-) -> Measured:
+def measure_rule(bench: Bench) -> Measured:
     """The expected-value rule beside plain decoding, prompts included: the median of paired ratios."""
-    ratios, drafted = [], 0
+    target, draft, options, prompts = bench.cheapest.target, bench.cheapest.draft, bench.options, bench.prompts
+    costs = measure_paid(target, draft, bench.others, options.lengths, 9).step_costs()
+    ratios, drafted, tokens = [], 0, options.rule_tokens
     for repeat in range(options.rule_repeats + 1):  # the first one warms up
         prompt = prompts[repeat % len(prompts)]
         tokens = min(options.rule_tokens, CAPACITY - len(prompt) - 1)
         seconds = {}
         for ruled in (True, False) if repeat % 2 else (False, True):
-            rule = ExpectedValue(costs.step_costs(), copy.deepcopy(calibration))
+            rule = ExpectedValue(costs, copy.deepcopy(bench.case.calibration))
             one = speculate(target, draft, prompt, rule, tokens) if ruled else plain(target, prompt, tokens)
             seconds[ruled] = one.prefill_seconds + one.seconds
             drafted += sum(r.drafted for r in one.rounds) if repeat else 0
         if repeat:
             ratios.append(seconds[False] / seconds[True])
-    return {"ratio": statistics.median(ratios), "ratios": ratios, "drafted": drafted, "tokens": tokens}
+    draws = random.Random(0)
+    resampled = sorted(statistics.median(draws.choices(ratios, k=len(ratios))) for _ in range(1000))
+    interval = [resampled[25], resampled[974]]
+    bench.say(f"  rule: {statistics.median(ratios):.3f}")
+    return {
+        "ratio": statistics.median(ratios),
+        "interval": interval,
+        "ratios": ratios,
+        "drafted": drafted,
+        "tokens": tokens,
+    }
 
 
 def text_shares(watch: Watch, result: Decoded, bare: tuple[float, float], length: int, alone: float) -> Measured:
@@ -237,66 +252,76 @@ def text_shares(watch: Watch, result: Decoded, bare: tuple[float, float], length
     }
 
 
-def measure_case(
-    case: Case,
-    prompts: Sequence[list[int]],
-    others: Sequence[list[int]],
-    lengths: Sequence[int],
-    options: Any,
-    say: Any,
-) -> Measured:
-    """All lengths in mixed order, `repeats` times; medians over the repeats. Costs are taken from the other prompts."""
+def opened_steps(case: Case, prompts: Prompts, lengths: Sequence[int], options: Any) -> CheapestPair:
+    """The models of a case with their steps given the cheapest way, in the middle of a text."""
     depth = len(prompts[0]) + options.tokens // 2
-    big, curve = cheapest(case.target, depth, max(CURVE, max(lengths) + 1))
-    small, own = cheapest(case.draft, depth, CURVE)
-    for line in filter(None, (big.describe("target"), small.describe("draft"))):
-        say(f"  {line}")
-    costs = measure_paid(big, small, others, lengths, 9)
-    meter = PaidMeter(big, small, others, lengths, (False,), options.tokens)
+    return cheapest_pair(case.target, case.draft, max(CURVE, max(lengths) + 1), depth, 7)
+
+
+def measure_rows(bench: Bench) -> Measured:
+    """All lengths in mixed order, `repeats` times; medians over the repeats. Costs are taken from the other prompts."""
+    case, cheapest, prompts, options = bench.case, bench.cheapest, bench.prompts, bench.options
+    lengths, big, small = options.lengths, cheapest.target, cheapest.draft
+    depth = len(prompts[0]) + options.tokens // 2
+    curve, own = (
+        {m: fastest for m, (_, fastest, _) in steps.items()} for steps in (cheapest.target_steps, cheapest.draft_steps)
+    )
+    meter = PaidMeter(big, small, bench.others, lengths, (False,), options.tokens)
     found: dict[int, list[Measured]] = {length: [] for length in lengths}
     texts: dict[int, list[Decoded]] = {length: [] for length in lengths}
     plains: list[float] = []
     singles: list[float] = []
     for repeat in range(options.repeats + 1):  # the first one warms up
         turn = repeat % len(lengths)
+        prompt = prompts[repeat % len(prompts)]
         meter.text()
         for length in [*lengths[turn:], *lengths[:turn]]:
-            prompt = prompts[repeat % len(prompts)]
             with watched(case.target, case.draft) as watch:
                 result = speculate(big, small, prompt, Fixed(length), options.tokens)
                 one = Watch(list(watch.target), list(watch.draft))
             bare = bare_rounds(big, small, [*prompt, *result.tokens][: depth + length], length)
-            alone = curve[length + 1] + length * own[1]
-            row = text_shares(one, result, bare, length, alone) | peers(case, prompt, length, options)
-            if "peer_seconds" in row:
-                row["peer"] = row["whole_rate"] * row["peer_seconds"] / options.tokens
-            elif "peer_rate" in row:
-                row["peer"] = row["rate"] / row["peer_rate"]
             if repeat:
-                found[length].append(row)
+                found[length].append(text_shares(one, result, bare, length, curve[length + 1] + length * own[1]))
                 texts[length].append(result)
-        single = plain(big, prompts[repeat % len(prompts)], options.tokens)
-        steps = plain_steps(big, [*prompts[repeat % len(prompts)], *single.tokens][:depth])
+        single = plain(big, prompt, options.tokens)
+        steps = plain_steps(big, [*prompt, *single.tokens][:depth])
         if repeat:
             plains.append(statistics.fmean(steps) * (len(single.tokens) - 1) / single.seconds)
             singles.append(len(single.tokens) / (single.prefill_seconds + single.seconds))
-        say(f"  {repeat} of {options.repeats}")
+        bench.say(f"  {repeat} of {options.repeats}")
     meter.until(1)
-    during = meter.costs()
+    costs = meter.costs()
     rows: list[Measured] = [
         {"length": length, "repeats": len(all_of)}
-        | {key: statistics.median([one[key] for one in all_of]) for key in all_of[0] if all(key in o for o in all_of)}
+        | {key: statistics.median([one[key] for one in all_of]) for key in all_of[0]}
         for length, all_of in found.items()
     ]
     for row in rows:
         row["speedup"] = row["whole_rate"] / statistics.median(singles)
         # Text by text: acceptance differs more from text to text than medians of it and of speeds agree.
         row["predicted"] = statistics.median(
-            predicted_speedup(during, text, row["length"], len(prompts[0]), options.tokens) * single / one["whole_rate"]
+            predicted_speedup(costs, text, row["length"], len(prompts[0]), options.tokens) * single / one["whole_rate"]
             for text, one, single in zip(texts[row["length"]], found[row["length"]], singles, strict=True)
         )
-    rule = measure_rule(big, small, prompts, costs, case.calibration, options)
-    return {"plain": statistics.median(plains), "rows": rows, "rule": rule, "curve": curve, "draft_curve": own}
+    return {"plain": statistics.median(plains), "rows": rows, "curve": curve, "draft_curve": own}
+
+
+def measure_peers(bench: Bench) -> Measured:
+    """Our speed over the other decoder's, by length: medians over the repeats."""
+    cheapest, prompts, options = bench.cheapest, bench.prompts, bench.options
+    ratios: dict[int, list[float]] = {length: [] for length in options.lengths}
+    for repeat in range(options.peer_repeats + 1):  # the first one warms up
+        prompt = prompts[repeat % len(prompts)]
+        for length in options.lengths:
+            own = speculate(cheapest.target, cheapest.draft, prompt, Fixed(length), options.tokens)
+            peer = peers(bench.case, prompt, length, options)
+            whole_rate = len(own.tokens) / (own.seconds + own.prefill_seconds)
+            if repeat and "peer_seconds" in peer:
+                ratios[length].append(whole_rate * peer["peer_seconds"] / options.tokens)
+            elif repeat and "peer_rate" in peer:
+                ratios[length].append((len(own.tokens) - 1) / own.seconds / peer["peer_rate"])
+        bench.say(f"  peers, {repeat} of {options.peer_repeats}")
+    return {str(length): statistics.median(found) for length, found in ratios.items() if found}
 
 
 def bare_rounds(target: Model, draft: Model, context: Sequence[int], length: int) -> tuple[float, float]:
@@ -337,6 +362,9 @@ def peers(case: Case, prompt: Sequence[int], length: int, options: Any) -> Measu
     return {} if rate is None else {"peer_rate": rate}
 
 
+PARTS = {"rows": measure_rows, "peers": measure_peers, "rule": measure_rule}
+
+
 def table(cases: dict[str, Measured]) -> str:
     """The table of docs/benchmarks.md."""
     lines = [
@@ -345,17 +373,19 @@ def table(cases: dict[str, Measured]) -> str:
         "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for name, case in cases.items():
-        engine, size, pair = name.split("-")
-        for row in case["rows"]:
-            peer = f"{row['peer']:.2f}" if "peer" in row else "–"
+        named, ratios = " | ".join(name.split("-")), case.get("peers", {})
+        for row in case["rows"]["rows"] if "rows" in case else ():
+            peer = f"{ratios[str(row['length'])]:.2f}" if str(row["length"]) in ratios else "–"
             shares = f"{row['share']:.3f} | {row['with_two']:.3f} | {row['alone']:.3f} | {1e3 * row['overhead']:.2f}"
             lines.append(
-                f"| {engine} | {size} | {pair} | {row['length']} | {row['tokens_per_round']:.2f} | {shares} | {peer} | "
-                f"{case['plain']:.3f} | {row['speedup']:.2f} | {row['predicted']:.2f} |"
+                f"| {named} | {row['length']} | {row['tokens_per_round']:.2f} | {shares} | {peer} | "
+                f"{case['rows']['plain']:.3f} | {row['speedup']:.2f} | {row['predicted']:.2f} |"
             )
-        rule = case["rule"]
-        drafted = f"{rule['drafted']} drafted, {len(rule['ratios'])} texts of {rule['tokens']}"
-        lines.append(f"| {engine} | {size} | {pair} | rule: {drafted} | | | | | | | | {rule['ratio']:.3f} | |")
+        if "rule" in case:
+            rule = case["rule"]
+            drafted = f"{rule['drafted']} drafted, {len(rule['ratios'])} texts of {rule['tokens']}"
+            low, high = rule["interval"]
+            lines.append(f"| {named} | rule: {drafted} | | | | | | | | {rule['ratio']:.3f} [{low:.3f}, {high:.3f}] | |")
     return "\n".join(lines)
 
 
@@ -364,17 +394,18 @@ def main() -> None:
     parser.add_argument("run", type=Path)
     parser.add_argument("--to", type=Path, required=True, help="JSON file of the results; finished cases are kept")
     parser.add_argument("--case", action="append", help="such as gguf-145M-demo; repeatable (default: all)")
-    parser.add_argument("--lengths", default="1,2,3,4,5,6,7,8")
+    parser.add_argument("--part", action="append", choices=PARTS, help="repeatable (default: all)")
+    parser.add_argument("--lengths", default="1,2,3,4,5,6,7,8", type=lambda text: [int(one) for one in text.split(",")])
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--prompt-tokens", type=int, default=64)
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--peer-repeats", type=int, default=5)
     parser.add_argument("--rule-tokens", type=int, default=256)
-    parser.add_argument("--rule-repeats", type=int, default=10)
+    parser.add_argument("--rule-repeats", type=int, default=30)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--llama-bin", type=Path, help="folder with llama-speculative-simple")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    lengths = [int(length) for length in options.lengths.split(",")]
     folder = options.run.resolve()
     run = Run(folder, load_recipe(folder / "config.yaml"))
     prompts = [one.ids[: options.prompt_tokens] for one in read_prompts(run, "test")]
@@ -388,13 +419,20 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory() as scratch:
         for name in names:
-            if name in found["cases"]:
+            done = found["cases"].setdefault(name, {})
+            missing = [part for part in options.part or PARTS if part not in done]
+            if not missing:
                 continue
             say(name)
-            with opened(run, *name.split("-"), Path(scratch), options.threads) as case:
-                found["cases"][name] = measure_case(case, prompts, others, lengths, options, say)
-            found |= {"machine": machine(), "command": sys.argv}
-            write_json(options.to, found)
+            with opened(run, name, Path(scratch), options.threads) as case:
+                cheapest = opened_steps(case, prompts, options.lengths, options)
+                for line in cheapest.describe():
+                    say(f"  {line}")
+                bench = Bench(case, cheapest, prompts, others, options, say)
+                for part in missing:
+                    done[part] = PARTS[part](bench)
+                    found |= {"machine": machine(), "command": sys.argv}
+                    write_json(options.to, found)
     print(table(found["cases"]))
 
 

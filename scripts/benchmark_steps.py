@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from distill.machine import machine
+from distill.models.hugging_face import recompute_activations
 from distill.models.packed.packed_forward import hidden_states
 from distill.packing import Packed
 from distill.target.distributions import CompactTeacher, Teacher
@@ -169,7 +170,7 @@ def main() -> None:
     for kind in options.kinds:
         draft = build(draft_shape, device, torch.float32).train()
         if options.checkpointing:
-            draft.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            recompute_activations(draft)
         learner = Learner(draft, Columns(vocabulary, None, device), options.chunk, 4)
         optimizer = torch.optim.AdamW(parameter_groups(draft, 0.0), lr=1e-5, fused=cuda)
         if cuda:

@@ -15,10 +15,10 @@ import tiny
 from table_model import TableModel
 
 from distill.benchmark.compare import TimedText
-from distill.benchmark.pair.any_pair import Wanted
 from distill.benchmark.pair.asked import read_asked, sources_of
 from distill.benchmark.pair.figures import by_class, by_depth, round_figures
 from distill.benchmark.pair.reasons import reasons
+from distill.benchmark.pair.wanted import Wanted
 from distill.benchmark.pair.watch import Step, Text, Watch, watched
 from distill.benchmark.prepared import Prepared
 from distill.errors import DataError
@@ -344,6 +344,10 @@ def test_a_pair_of_folders(engine: tuple[str, ...], place: Path, capsys: Capture
     assert ("PyTorch's settings" in text) == bool(engine)
     assert found.pytorch == ("static cache, draft on cpu" if engine else "")
     assert "SYNTHETIC" not in text and not list(tmp_path.glob("runs"))
+    # Fixed lengths are predicted in both caches; of a growing one, the machine decides which steps are padded.
+    assert [row.predicted is not None for row in found.measurements] == [False, True, True, False]
+    assert all((row.predicted or 1) > 0 for row in found.measurements)
+    assert "Predicted, for fixed lengths" in text and not (engine and found.steps_given)
 
 
 @LLAMA
@@ -353,7 +357,7 @@ def test_a_pair_of_gguf_files(place: Path, capsys: Capture) -> None:
     found = json.loads(call(place, capsys, "--prompts", place / "chat.jsonl", "--lengths", 2, *options, **files))
     assert found["backend"] == "gguf" and found["gguf"] == "target: cache-type-k f32; draft: flash-attn on"
     row = found["measurements"][1]
-    assert row["different"] == 0 and row["tokens_per_round"] >= 1
+    assert row["different"] == 0 and row["tokens_per_round"] >= 1 and row["predicted"] > 0
     assert found["library"]["ratio"] > 0 and found["chosen"]["length"] in (0, 2)
 
 

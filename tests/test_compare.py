@@ -135,5 +135,5 @@ def test_acceptance_is_that_of_the_texts_that_are_timed(tmp_path: Path) -> None:
     ]
     write_rounds(tmp_path / "rounds.parquet", {"before": [[Round(3, 2, 2, 0.1)]], "after": rounds})
     run: Any = SimpleNamespace(path=tmp_path.joinpath)
-    assert speedup._accepted_by_position(run, [[1, 2], [1, 2, 3, 4]], 5) == pytest.approx([3 / 4, 1 / 2])
-    assert speedup._accepted_by_position(run, [[1, 2]], 9) == pytest.approx([1 / 3, 1])
+    assert speedup._evaluated_rounds(run, [[1, 2], [1, 2, 3, 4]], 5) == [[(2, 2), (2, 0)], [(2, 1), (1, 1)]]
+    assert speedup._evaluated_rounds(run, [[1, 2]], 9) == [[(2, 2), (2, 0), (2, 0)]]

@@ -11,6 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from toys import CLASSES, toy
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
+from distill.models.hugging_face import recompute_activations
 from distill.models.packed import packed_forward
 from distill.models.packed.document_attention import attend_within, document_segments
 from distill.models.packed.packed_forward import hidden_states, separation
@@ -53,7 +54,7 @@ def test_as_with_a_mask(kind: str, checkpointing: bool, monkeypatch: pytest.Monk
     """Documents shorter and longer than a window, of one token, and padding between two blocks."""
     model = toy(kind, **MODELS[kind])
     if checkpointing:
-        model.activation_checkpointing_enable()
+        recompute_activations(model)
         model.train()
     packed = blocks(7, 3, 12, 1, 5, 33, 2, 40, 21)
     expected, gradients = states(model, packed, 10**6, monkeypatch)

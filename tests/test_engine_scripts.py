@@ -128,19 +128,9 @@ def test_shares_of_a_tiny_run_and_their_resuming(
 ) -> None:
     engine = script("benchmark_engine", monkeypatch)
     monkeypatch.setattr(engine, "CAPACITY", 64)
-    arguments = ["--case", "pytorch-own-demo", "--case", "gguf-own-same", "--lengths", "1,2", "--repeats", "1"]
-    arguments += [
-        "--tokens",
-        "10",
-        "--prompt-tokens",
-        "6",
-        "--threads",
-        "1",
-        "--rule-tokens",
-        "9",
-        "--rule-repeats",
-        "1",
-    ]
+    cases = "--case pytorch-own-demo --case gguf-own-same --lengths 1,2 --repeats 1 --peer-repeats 1 --tokens 10"
+    rest = "--prompt-tokens 6 --threads 1 --rule-tokens 9 --rule-repeats 1"
+    arguments = f"{cases} {rest}".split()
     monkeypatch.setattr(sys, "argv", ["x", str(copied), "--to", str(tmp_path / "engine.json"), *arguments])
     engine.main()
     printed = capsys.readouterr().out
@@ -149,10 +139,17 @@ def test_shares_of_a_tiny_run_and_their_resuming(
     assert [row[3].endswith("1 texts of 9") for row in rows] == [False, False, True, False, False, True]
     same = [float(row[4]) for row in rows[3:5]]
     assert same == [2.0, 3.0]  # the target drafting for itself is accepted whole
-    assert all(0 < float(row[5]) <= float(row[6]) for row in rows if not row[3].startswith("rule"))
-    monkeypatch.setattr(engine, "measure_case", None)  # finished cases are kept
+    lengths = [row for row in rows if not row[3].startswith("rule")]
+    assert all(0 < float(row[5]) <= float(row[6]) for row in lengths)
+    # transformers' assisted generation is the peer of the one; of the other none was asked for.
+    assert [float(row[9]) > 0 if row[0].endswith("pytorch") else row[9] == "\u2013" for row in lengths] == [True] * 4
+    kept = read_json(tmp_path / "engine.json")
+    del kept["cases"]["gguf-own-same"]["rule"]
+    write_json(tmp_path / "engine.json", kept)
+    monkeypatch.setattr(engine, "PARTS", engine.PARTS | {"rows": None, "peers": None})  # finished parts are kept
     engine.main()
-    assert capsys.readouterr().out == printed
+    again = capsys.readouterr().out.splitlines()
+    assert again[:-1] == printed.splitlines()[:-1] and "1 texts of 9" in again[-1]
 
 
 @pytest.mark.parametrize("backend", ["pytorch", pytest.param("static", marks=pytest.mark.slow), "gguf"])

@@ -249,6 +249,26 @@ def test_plain_decoding_and_its_probes() -> None:
     assert rule.limit() == 0
 
 
+def test_rested_tokens_count_as_rounds_of_one() -> None:
+    def rested(told_once: bool) -> ExpectedValue:
+        rule = ExpectedValue(StepCosts((1.0, 1.1, 1.2), 0.1, 0.1), patience=1, probe=40, memory=30.0)
+        tell(rule, 0, 0, 1.1)
+        assert rule.resting() == 40 and rule.limit() == 0
+        if told_once:
+            rule.rested(7, 7 * 1.3)
+            rule.rested(30, 30 * 1.2)
+        else:
+            for second in [1.3] * 7 + [1.2] * 30:
+                tell(rule, 0, 0, second)
+        assert rule.resting() == 3
+        rule.rested(3, 3.0)
+        assert rule.resting() == 0 and rule.limit() == 2
+        return rule
+
+    assert rested(True).rate == pytest.approx(rested(False).rate, rel=1e-12)
+    assert Fixed(0).resting() == 0  # a rule that never drafts has nothing to be told either
+
+
 def test_overhead_and_the_two_token_step_are_weighed_before_drafting() -> None:
     def starts(draft_two: float, overhead: float, whole: bool) -> bool:
         rule = ExpectedValue(StepCosts((1.0, 1.5), 0.2, draft_two, overhead), hope=1.0, memory=1e9)

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from table_model import TableModel
 
 from distill.speculative.calibration import Power
-from distill.speculative.decode import walk_greedy
 from distill.speculative.proposal import ROOT, Features, Proposal
 from distill.speculative.trees.shape import RankTally, Shape, ShapeTable, choose_shape, expected_accepted
 from distill.speculative.trees.tree import (
@@ -28,7 +27,7 @@ from distill.speculative.trees.tree import (
     spread,
     top_tree,
 )
-from distill.speculative.verify import TREES, walk
+from distill.speculative.verify import TREES, walk, walk_greedy
 
 torch.set_num_threads(1)
 

@@ -49,13 +49,12 @@ from distill.run import Run
 from distill.sampler import Sampler
 from distill.speculative.calibration import Calibration
 from distill.speculative.configured import check_configurations, require_trees
-from distill.speculative.costs.cheapest import CheapestSteps
-from distill.speculative.costs.curve import measure_steps
-from distill.speculative.costs.paid import PaidMeter, measure_paid
+from distill.speculative.costs.cheapest import cheapest_pair
+from distill.speculative.costs.paid import PaidMeter, accepted_by_position, measure_paid
+from distill.speculative.costs.shorter_rounds import shorter_rounds
 
 REFERENCE_PROMPTS = {False: 4, True: 2}  # by grown: a grown target takes a minute for each pair of runs
 TREE_ROUNDS = 2, 5  # prompts, and rounds after each that are timed with trees of every size
-DRAFT_STEPS = range(1, 5)  # sizes that a draft's step of 1 or 2 tokens may be padded to
 PAID_PROMPTS = 4  # of validation text, on which rounds are timed
 
 
@@ -153,24 +152,17 @@ def _measure_costs(recipe: Recipe, run: Run, part: Part) -> tuple[Part, Costs]:
         most = max([most, *(one.most for one in part.configurations if one.priced), *trees])
         lengths = [*range(1, most + 1)]
     depth = min(profile.depth, min(target.capacity, draft.capacity) - most - 1)
-    steps = measure_steps(target, range(1, most + 2), depth, profile.repeats, target.vocabulary_size)
-    own = measure_steps(draft, DRAFT_STEPS, depth, profile.repeats, draft.vocabulary_size)
-    padded: dict[int, int] = {}
+    cheapest = cheapest_pair(target, draft, most + 1, depth, profile.repeats)
+    steps, padded = cheapest.target_steps, dict[int, int]()
     # Rounds on a device drive the models themselves, whose steps are compiled by size.
     if part.pair.backend != "pytorch" or not recipe.pytorch.static:
-        big, small = CheapestSteps(target, *_curves(steps)), CheapestSteps(draft, *_curves(own))
-        padded, part = big.padded, replace(part, target=big, draft=small)
-        for line in filter(None, (big.describe("target"), small.describe("draft"))):
+        padded, part = cheapest.target.padded, replace(part, target=cheapest.target, draft=cheapest.draft)
+        for line in cheapest.describe():
             run.say(f"    {line}")
     texts = validation_prompts(run, recipe.answers.prompt_tokens, PAID_PROMPTS)
     paid = measure_paid(part.target, part.draft, texts, lengths, profile.repeats, recipe.speedup.new_tokens)
     seconds = {m: steps[padded.get(m, m)][0] for m in steps}
-    return part, Costs(seconds, own[1][0], paid, paid)
-
-
-def _curves(steps: Mapping[int, tuple[float, float, float]]) -> tuple[dict[int, float], dict[int, float]]:
-    """The fastest repeats and the medians."""
-    return {m: lowest for m, (_, lowest, _) in steps.items()}, {m: median for m, (median, _, _) in steps.items()}
+    return part, Costs(seconds, cheapest.draft_steps[1][0], paid, paid)
 
 
 def _choose_trees(
@@ -218,12 +210,13 @@ def _rows(
     choices: Sequence[Choice],
 ) -> list[Measurement]:
     """The measurements, with predictions for fixed lengths and for chosen trees."""
-    accepted = _accepted_by_position(run, part.prompts, recipe.speedup.new_tokens)
+    evaluated = _evaluated_rounds(run, part.prompts, recipe.speedup.new_tokens)
     chosen = {choice.title: choice for choice in choices}
     prompt = round(sum(map(len, part.prompts)) / len(part.prompts))
     rows = measurements(texts, prepared, identities, part.pair, recipe.eval.resamples, recipe.eval.confidence)
     found = []
     for row in rows:
+        accepted = accepted_by_position([one for own in evaluated for one in shorter_rounds(own, row.length or 0)])
         if row.length and row.length <= len(accepted):
             predicted = costs.during.predicted_speedup(row.length, accepted, prompt, recipe.speedup.new_tokens)
             row = replace(row, predicted=predicted)
@@ -234,8 +227,8 @@ def _rows(
     return found
 
 
-def _accepted_by_position(run: Run, prompts: Sequence[Sequence[int]], new_tokens: int) -> list[float]:
-    """Acceptance at positions 1.. (given reached) of the first test prompts, as the evaluation decoded them.
+def _evaluated_rounds(run: Run, prompts: Sequence[Sequence[int]], new_tokens: int) -> list[list[tuple[int, int]]]:
+    """The evaluation's rounds (drafted, accepted) of each of the first test prompts, in order.
 
     Its texts may be longer than those timed here, whose `new_tokens` alone count: acceptance differs by depth. None
     before the evaluation has run.
@@ -248,11 +241,11 @@ def _accepted_by_position(run: Run, prompts: Sequence[Sequence[int]], new_tokens
     wanted = [("draft", "=", "after"), ("prompt", "<", len(prompts))]
     columns = ["prompt", "depth", "drafted", "accepted"]
     found = pyarrow.parquet.read_table(path, columns=columns, filters=wanted).to_pylist()
-    rounds = [r for r in found if r["depth"] < len(prompts[r["prompt"]]) + new_tokens]
-    rates: list[float] = []
-    while reached := [r["accepted"] for r in rounds if r["drafted"] > len(rates) <= r["accepted"]]:
-        rates.append(sum(accepted > len(rates) for accepted in reached) / len(reached))
-    return rates
+    rounds: list[list[tuple[int, int]]] = [[] for _ in prompts]
+    for r in sorted(found, key=lambda r: (r["prompt"], r["depth"])):
+        if r["depth"] < len(prompts[r["prompt"]]) + new_tokens:
+            rounds[r["prompt"]].append((r["drafted"], r["accepted"]))
+    return rounds
 
 
 def _samples(

@@ -297,3 +297,11 @@ def offline() -> Iterator[None]:
         yield
     finally:
         constants.HF_HUB_OFFLINE = before
+
+
+def recompute_activations(model: Any) -> None:
+    """Let a model of transformers compute the activations of its layers again in the backward pass (checkpointing)."""
+    if hasattr(model, "activation_checkpointing_enable"):
+        model.activation_checkpointing_enable()
+    else:  # transformers 5.17
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

@@ -299,7 +299,7 @@ STAGES = (
         ),
         ("speedup", "speedup.json", "speedup.md"),
         ("target",),
-        version=5,  # 4: costs as rounds pay them; 5: linear layers prepacked, costs between the texts
+        version=6,  # 4: costs as rounds pay them; 5: linear layers prepacked, costs between the texts; 6: whole rounds
         more=_timed_pairs,
     ),
     Stage(

@@ -84,7 +84,7 @@ class PairSpeedup:
     `synthetic` are given acceptance rates by position, None where the target decided; `classes` counts prompts. `gguf`
     and `pytorch` name the engine's settings that are not the defaults. `dropped` are records left out, by reason.
     `library` is the library's own plain generation: name, our tokens per second and its, and the median of their ratios
-    over prompts.
+    over prompts. `steps_given` says, model by model, which steps were padded or split because that is cheaper.
     """
 
     command: str
@@ -111,3 +111,4 @@ class PairSpeedup:
     calibration: dict[str, Any] | None = None
     library: dict[str, float] | None = None
     pytorch: str = ""
+    steps_given: list[str] = field(default_factory=list)

@@ -110,7 +110,7 @@ class PlainReference(PairMeasured):
 
 @dataclass(frozen=True)
 class RoundCosts(PairMeasured):
-    """Median seconds as rounds pay them: of a token of plain decoding; of rounds of the `lengths` drafted without their
+    """Seconds as rounds pay them: of a token of plain decoding; of rounds of the `lengths` drafted without their
     draft steps (`verify`); of draft steps (first of a round with one token to read, with two, later ones), where the
     largest logit decides and where distributions are read; of reading a token of the prompt."""
 

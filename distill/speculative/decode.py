@@ -7,7 +7,7 @@ V vocabulary.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -18,17 +18,26 @@ from distill.grammar.constrained import Constrained
 from distill.grammar.constraint import Constraint
 from distill.models.base import Logits, Model
 from distill.sampler import Sampler
-from distill.speculative.draft import NOTHING, Drafter, ModelDrafter
-from distill.speculative.lengths import Fixed
+from distill.speculative.draft import NOTHING, ONLY, Drafter, ModelDrafter
+from distill.speculative.lengths import Fixed, LengthRule
 from distill.speculative.on_device.device_draft import RowRound
 from distill.speculative.on_device.device_round import rounds_on_device
 from distill.speculative.on_device.one_text import round_of_text, rounds_of_text
 from distill.speculative.proposal import ROOT, Proposal
 from distill.speculative.stop_strings import Stop
-from distill.speculative.verify import CHAINS, TREES, Random, draw_chain, draw_token, refusal, walk
+from distill.speculative.verify import (
+    CHAINS,
+    TREES,
+    Random,
+    draw_chain,
+    draw_token,
+    refusal,
+    verify_greedy,
+    walk,
+    walk_greedy,
+)
 
 GREEDY = Sampler(temperature=0)
-ONLY = (0,)  # the logits of a lone token
 SYNTHETIC = "acceptance is synthetic: drawn at given rates, not decided by the target"
 
 
@@ -109,28 +118,6 @@ def require_lossless(drafter: Drafter, rules: Rules) -> None:
         raise DataError(
             f"verifier {rules.verifier} would change the target's distribution: {reason}", "or allow it as lossy"
         )
-
-
-def verify_greedy(choices: Sequence[int], proposal: Sequence[int]) -> int:
-    """How many proposed tokens are accepted, from the target's best tokens [γ + 1] at each position."""
-    for index, token in enumerate(proposal):
-        if choices[index] != token:
-            return index
-    return len(proposal)
-
-
-def walk_greedy(choices: Sequence[int], proposal: Proposal) -> tuple[list[int], int]:
-    """The accepted nodes of a tree and the token after them, from the target's best tokens [n + 1] as of `walk`.
-
-    It does what `walk` does with the greedy verifier, without distributions [n + 1, V].
-    """
-    children, path = proposal.children(), [ROOT]
-    while True:
-        token = choices[path[-1] + 1]
-        below = next((node for node in children.get(path[-1], []) if proposal.tokens[node] == token), None)
-        if below is None:
-            return path[1:], token
-        path.append(below)
 
 
 def room_for(target: Model, draft: Model, prompt: int, limit: int) -> int:
@@ -230,22 +217,15 @@ def decode(
     context = [*prompt, first]
     certain, ended = add_tokens(result, [first], 0, rules)
     yielded, rounds = 0, rounds_of_text(target, drafter, rules)
-    # A rule that rests is asked directly: where steps are short, all that a round does otherwise would show.
     resting = drafter.rule if type(drafter) is ModelDrafter and rules.by_argmax and rounds is None else None
     while len(result.tokens) < limit and not ended and target.lengths[0] < target.capacity:
         yield result.tokens[yielded:certain]
         yielded = certain
+        if resting is not None and resting.resting():
+            yielded, certain, ended = yield from _rest(target, resting, context, limit, rules, result, yielded)
+            continue
         round_started = time.perf_counter()
         depth = target.lengths[0]
-        if resting is not None and resting.limit() == 0:
-            token = target.extend(context[-1:], want=ONLY).argmax()[0]
-            certain, ended = add_tokens(result, [token], 0, rules)
-            context.append(token)
-            seconds = time.perf_counter() - round_started
-            resting.observe(0, 0, (), seconds)
-            result.seconds += seconds
-            result.rounds.append(Round(depth, 0, 0, seconds))
-            continue
         # No more than can still be used: the round emits one token beyond those accepted.
         most = min(limit - len(result.tokens) - 1, target.capacity - depth - 1, drafter.room(depth + 1))
         if rounds is not None:
@@ -262,6 +242,35 @@ def decode(
         result.seconds += seconds
         result.rounds.append(Round(depth, len(proposal.tokens), len(accepted), seconds))
     yield result.tokens[yielded:]
+
+
+def _rest(
+    target: Model, rule: LengthRule, context: list[int], limit: int, rules: Rules, result: Decoded, yielded: int
+) -> Generator[list[int], None, tuple[int, int, bool]]:
+    """Plain steps for as long as the rule rests or until the text ends; yields as `decode`, but for the last step.
+
+    The rule is told once at the end: where steps are short, all that a round does otherwise would show. Returns how
+    many tokens were yielded, how many are certain, and whether the text ended.
+    """
+    left, depth, first = rule.resting(), target.lengths[0], len(result.rounds)
+    left = min(left, limit - len(result.tokens), target.capacity - depth)
+    try:
+        while True:
+            started = time.perf_counter()
+            token = target.extend(context[-1:], want=ONLY).argmax()[0]
+            certain, ended = add_tokens(result, [token], 0, rules)
+            context.append(token)
+            seconds = time.perf_counter() - started
+            result.seconds += seconds
+            result.rounds.append(Round(depth, 0, 0, seconds))
+            depth, left = depth + 1, left - 1
+            if ended or not left:
+                return yielded, certain, ended
+            yield result.tokens[yielded:certain]
+            yielded = certain
+    finally:
+        rested = result.rounds[first:]
+        rule.rested(len(rested), sum(one.seconds for one in rested))
 
 
 def _verify(target: Model, context: Sequence[int], proposal: Proposal, rules: Rules) -> tuple[list[int], int]:
@@ -321,14 +330,6 @@ def _distributions(logits: Logits, context: Sequence[int], proposal: Proposal, r
     return rules.sampler.distributions(logits, histories)
 
 
-def speculative_rounds(
-    target: Model, draft: Model, prompt: Sequence[int], limit: int, length: int, ends: Collection[int], result: Decoded
-) -> Iterator[list[int]]:
-    """Greedy decoding with a fixed draft length, round by round; see `speculative`."""
-    rules = Rules(ends=ends)
-    return decode(target, ModelDrafter(draft, Fixed(length), rules.sampler, rules.random), prompt, limit, rules, result)
-
-
 def speculative(
     target: Model, draft: Model, prompt: Sequence[int], limit: int, length: int, ends: Collection[int] = ()
 ) -> Decoded:
@@ -337,7 +338,8 @@ def speculative(
     The tokens are those of `plain`, except where the target's two best logits lie within the rounding difference
     between batches of one and of several tokens.
     """
-    result = Decoded()
-    for _ in speculative_rounds(target, draft, prompt, limit, length, ends, result):
+    rules, result = Rules(ends=ends), Decoded()
+    drafter = ModelDrafter(draft, Fixed(length), rules.sampler, rules.random)
+    for _ in decode(target, drafter, prompt, limit, rules, result):
         pass
     return result

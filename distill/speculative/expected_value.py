@@ -134,13 +134,28 @@ class ExpectedValue(Rule):
         self._loss += seconds / self.costs.target[0]
         self._gained -= seconds / self.costs.target[0]
 
+    def resting(self) -> int:
+        """The tokens of plain decoding left."""
+        return self._plain
+
+    def rested(self, tokens: int, seconds: float) -> None:
+        """Learn λ, as from so many rounds of a token each that took equally long."""
+        each = 0.5 ** (1 / self.memory)
+        self._learn_rate(tokens, seconds, (1 - each**tokens) / ((1 - each) * max(tokens, 1)))
+        self._whole = False
+        self._plain -= tokens
+
+    def _learn_rate(self, tokens: int, seconds: float, weight: float = 1.0) -> None:
+        keep = 0.5 ** (tokens / self.memory)
+        self._tokens = keep * self._tokens + weight * tokens
+        self._seconds = keep * self._seconds + weight * seconds
+        self.rate = self._tokens / self._seconds
+
     def observe(self, drafted: int, accepted: int, features: Sequence[Features], seconds: float) -> None:
         """Learn λ, the usual acceptance and the calibration; switch to plain decoding, or back from it."""
         tokens = accepted + 1
         self._whole = accepted == drafted > 0
-        keep = 0.5 ** (tokens / self.memory)
-        self._tokens, self._seconds = keep * self._tokens + tokens, keep * self._seconds + seconds
-        self.rate = self._tokens / self._seconds
+        self._learn_rate(tokens, seconds)
         if self._plain > 0:
             self._plain -= tokens
             return

@@ -58,6 +58,14 @@ class LengthRule(Protocol):
         """The draft has read text that was decoded without it; `observe` is not told of these seconds."""
         ...
 
+    def resting(self) -> int:
+        """How many tokens will be decoded plainly before the rule has anything to decide; 0 where it has now."""
+        ...
+
+    def rested(self, tokens: int, seconds: float) -> None:
+        """That many tokens, at most `resting()`, were decoded plainly; in place of `observe` of each."""
+        ...
+
 
 class Rule:
     """A rule that drafts up to a limit and learns nothing; the other rules override what differs."""
@@ -81,6 +89,13 @@ class Rule:
         """Nothing to learn."""
 
     def caught_up(self, seconds: float) -> None:
+        """Nothing to learn."""
+
+    def resting(self) -> int:
+        """0: it is asked every round."""
+        return 0
+
+    def rested(self, tokens: int, seconds: float) -> None:
         """Nothing to learn."""
 
 

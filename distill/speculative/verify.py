@@ -10,7 +10,7 @@ accepts where u < h, so that a token of probability 0 is never accepted.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -325,3 +325,25 @@ def refusal(verifier: str, kind: str, temperature: float, tree: bool = False) ->
     if not tree and kind == "distinct":
         return None  # a chain has no siblings
     return _REFUSED.get((verifier, kind))
+
+
+def verify_greedy(choices: Sequence[int], proposal: Sequence[int]) -> int:
+    """How many proposed tokens are accepted, from the target's best tokens [γ + 1] at each position."""
+    for index, token in enumerate(proposal):
+        if choices[index] != token:
+            return index
+    return len(proposal)
+
+
+def walk_greedy(choices: Sequence[int], proposal: Proposal) -> tuple[list[int], int]:
+    """The accepted nodes of a tree and the token after them, from the target's best tokens [n + 1] as of `walk`.
+
+    It does what `walk` does with the greedy verifier, without distributions [n + 1, V].
+    """
+    children, path = proposal.children(), [ROOT]
+    while True:
+        token = choices[path[-1] + 1]
+        below = next((node for node in children.get(path[-1], []) if proposal.tokens[node] == token), None)
+        if below is None:
+            return path[1:], token
+        path.append(below)

@@ -15,30 +15,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distill.errors import DataError, RecipeError, RunError
-from distill.models.hugging_face import end_ids, load_config, load_model, load_target, load_tokenizer, pick_device
+from distill.errors import RecipeError, RunError
+from distill.models.hugging_face import end_ids, load_config, load_target, load_tokenizer, pick_device
 from distill.models.kept import read_kept
 from distill.packing import Packed
 from distill.processes import agree, process_count
 from distill.recipe import Recipe, Train
 from distill.run import Run
 from distill.sampler import Sampler
-from distill.target.distributions import LogitForm, logit_form
 from distill.target.online import OnlineTarget
 from distill.target.source import TeacherSource, open_teacher, require_fit
 from distill.target.store import read_manifest
 from distill.texts import Prompt, read_prompts
-from distill.training.adapters import attach, load_base
 from distill.training.average import WeightAverage
 from distill.training.checkpoint import whole_weights
 from distill.training.choice.acceptance import Judge, counts, judge_for, rates, speaking
 from distill.training.choice.alpha import StoredAnswers
+from distill.training.loading import load_draft
 from distill.training.optimizer import make_optimizer
 from distill.training.penalty import Penalty, penalty_of
 from distill.training.plan import (
     REPLAY,
     PlannedPart,
-    check_adapter,
     check_hidden_states,
     last_step,
     planned,
@@ -270,34 +268,6 @@ def exact_outside(policy: Any) -> Any:
     return replace(policy, reduce_dtype=torch.float32, output_dtype=None, cast_forward_inputs=False)
 
 
-def require_plain_logits(config: Any) -> None:
-    """Raise DataError for a draft of a configuration that caps or scales its logits."""
-    if logit_form(config) != LogitForm():
-        raise DataError(
-            f"the draft, a {config.model_type}, caps or scales its logits, which the losses do not support",
-            "choose a donor of another architecture, such as qwen2, qwen3 or llama",
-        )
-
-
-def _load_draft(recipe: Recipe, run: Run, device: torch.device) -> Any:
-    """The cut donor, whole head included, with adapters where the recipe asks for them."""
-    settings, init = recipe.train, run.path("cut")
-    if settings.adapter is None:
-        draft = load_model(str(init), "float32", device, trimmed=False)
-    else:
-        check_adapter(settings)
-        draft = attach(load_base(init, settings.adapter, device), settings.adapter, recipe.seed)
-    require_plain_logits(draft.config)
-    if settings.checkpointing:
-        if hasattr(draft, "activation_checkpointing_enable"):
-            draft.activation_checkpointing_enable()
-        else:  # transformers before 5.2x
-            draft.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    if settings.compile:
-        draft.model.compile()
-    return draft
-
-
 def check_sharded(settings: Train) -> None:
     """Raise RecipeError for settings that FSDP excludes."""
     if settings.sparsity is not None or settings.adapter is not None:
@@ -327,7 +297,7 @@ def set_up(recipe: Recipe, run: Run) -> Training:
     for part in parts:
         part.loss.require_columns(manifest["vocabulary"] if kept is None else len(kept))
     settings.require_judges(len(read_prompts(run, "validation")))
-    draft = _load_draft(recipe, run, device)
+    draft = load_draft(recipe, run, device)
     target = load_target(recipe.target, device) if recipe.teacher.kind == "online" else None
     source = open_teacher(run, recipe, device, target)
     penalty = penalty_of(draft, settings.model_copy(update={"steps": parts[-1].end}))

@@ -6,21 +6,12 @@ Legend: γ or n drafted tokens of a round, T target, D draft.
 from __future__ import annotations
 
 import random
-import tempfile
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from distill.benchmark.calibrate import (
-    calibrate,
-    load_calibrations,
-    load_ranks,
-    record_rounds,
-    save_calibration,
-    tally_ranks,
-)
 from distill.benchmark.compare import (
     TimedText,
     choose_length,
@@ -31,7 +22,7 @@ from distill.benchmark.compare import (
 )
 from distill.benchmark.libraries import llama_generation, transformers_generation
 from distill.benchmark.pair.asked import Asked
-from distill.benchmark.pair.batches import batched, measure_batches
+from distill.benchmark.pair.batches import batched, measure_batches, with_rows
 from distill.benchmark.pair.figures import (
     by_class,
     by_depth,
@@ -40,71 +31,32 @@ from distill.benchmark.pair.figures import (
     time_steps,
     typical_depth,
 )
+from distill.benchmark.pair.pair_fitting import Fitted, fit
+from distill.benchmark.pair.predictions import Predictions
 from distill.benchmark.pair.reasons import reasons
+from distill.benchmark.pair.wanted import Wanted
 from distill.benchmark.pair.watch import Watch, Watched, watched
 from distill.benchmark.part import Part
 from distill.benchmark.prepared import Prepared, prepare, prepare_others
-from distill.benchmark.speedup import PAID_PROMPTS, TREE_ROUNDS, rounding
-from distill.benchmark.tree_choice import Choice, choose_trees
+from distill.benchmark.speedup import rounding
 from distill.errors import RecipeError
 from distill.machine import machine
 from distill.models.base import Model
-from distill.models.batched import BatchedTorchModel
 from distill.models.loaded import LoadedPair
-from distill.models.static.static_model import StaticTorchModel
-from distill.models.torch_model import TorchModel
+from distill.progress import Progress
 from distill.recipe import Configuration, Recipe
 from distill.recipe.configuration import OTHER_VOCABULARY, PLAIN
 from distill.results.pair_results import BatchFigures, PairSpeedup
 from distill.results.speedup_results import Measurement, PairMeasured
 from distill.sampler import Sampler
-from distill.speculative.calibration import Calibration
-from distill.speculative.configured import NO_COSTS, Tree, configured_sampler, require_trees
-from distill.speculative.costs.curve import StepCosts
-from distill.speculative.costs.paid import measure_paid
+from distill.speculative.configured import Tree, configured_sampler, require_trees
+from distill.speculative.costs.cheapest import DRAFT_STEPS, CheapestPair, cheapest_pair
 from distill.speculative.decode import SYNTHETIC, Rules
 from distill.speculative.other_vocabulary.drafters import Reader
 from distill.speculative.other_vocabulary.opening import other_vocabulary_drafter
 from distill.speculative.verify import refusal
 
 REFERENCE_PROMPTS = 2
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """What is measured: the sweep (one configuration a length), other configurations, and batch sizes.
-
-    `rates` are synthetic acceptance rates, None where the target decides. `library` times the library's own plain
-    generation too, which loads a GGUF file a second time. `lossy` allows what changes the target's distribution.
-    """
-
-    sweep: tuple[Configuration, ...]
-    others: tuple[Configuration, ...]
-    batches: tuple[int, ...] = ()
-    rates: tuple[float, ...] | None = None
-    library: bool = False
-    command: str = ""
-    lossy: bool = False
-
-    @property
-    def configurations(self) -> tuple[Configuration, ...]:
-        """All that draft."""
-        return *self.sweep, *self.others
-
-    @property
-    def fitted(self) -> bool:
-        """Whether some configuration reads what is measured on other prompts beforehand."""
-        return any(one.learns or one.chosen or one.priced for one in self.configurations)
-
-
-@dataclass(frozen=True)
-class _Fitted:
-    """What was measured on the other prompts."""
-
-    costs: StepCosts = NO_COSTS
-    calibrations: dict[str, Calibration] | None = None
-    table: dict[str, object] | None = None
-    choices: tuple[Choice, ...] = ()
 
 
 def measure_pair(
@@ -119,21 +71,39 @@ def measure_pair(
 
     `recipe` holds the settings: sampler, seed, speedup, profile and intervals; it is of no run.
     """
-    draft: Model = pair.draft if reader is None else reader.model
+    loaded, steps_given = pair, list[str]()
     if any(one.drafter == "tree" for one in wanted.configurations):
         require_trees(pair.target, pair.draft)
+    if not recipe.pytorch.static:  # rounds on a device drive the models themselves, whose steps are compiled by size
+        cheapest = _cheapest(recipe, wanted, pair, asked)
+        pair = replace(pair, target=cheapest.target, draft=cheapest.draft)
+        steps_given = cheapest.describe()
+    draft: Model = pair.draft if reader is None else reader.model
     ends = [] if wanted.rates is not None else pair.ends
-    fitted = _fit(recipe, wanted, pair, [prompt.ids for prompt in asked.others])
+    fitted = fit(recipe, wanted, pair, [prompt.ids for prompt in asked.others])
     prompts = [prompt.ids for prompt in asked.measured]
     with watched(pair.target, draft) as watch:
         prepared = _prepared(recipe, wanted, pair, reader, ends, fitted, watch)
+        others = [prompt.ids for prompt in asked.others] or prompts  # costs are not of a text
+        predictions = Predictions(pair.target, pair.draft, others, recipe.speedup.new_tokens, prepared, wanted.rates)
         # Room for both, which of a draft of another vocabulary its reader sees to.
         texts = time_texts(
-            pair.target, pair.draft, prompts, recipe.speedup.new_tokens, prepared, f"{pair.backend}, prompts"
+            pair.target,
+            pair.draft,
+            prompts,
+            recipe.speedup.new_tokens,
+            prepared,
+            f"{pair.backend}, prompts",
+            partial(predictions.text, watch),
         )
+        predictions.finish(watch)
         for own in watch.texts.values():
             del own[0]  # the throw-away text
     rows = _rows(recipe, wanted, pair, prompts, texts, prepared, fitted)
+    rows = [
+        row if row.predicted is not None else replace(row, predicted=predictions.speedup(one.title, watch))
+        for one, row in zip(prepared, rows, strict=True)
+    ]
     has_draft = draft is not pair.target
     steps = time_steps(watch, pair.target, draft if has_draft else None, typical_depth(watch), recipe.profile.repeats)
     waits = pair.hugging_face is None or pair.hugging_face[0].device.type == "cpu"
@@ -154,6 +124,7 @@ def measure_pair(
     best = max((row for row in rows if not row.is_plain), key=lambda row: row.speedup, default=rows[0])
     reading = prompt_seconds(watch.texts, PLAIN.title), prompt_seconds(watch.texts, _title(prepared, rows, best))
     able = [one for one in prepared if one.make is not None]
+    refusals = [] if predictions.refused is None else [f"No speedup is predicted: {predictions.refused}."]
     library = _library(recipe, pair, prompts) if wanted.library else None
     return PairSpeedup(
         command=wanted.command,
@@ -173,14 +144,26 @@ def measure_pair(
         steps=steps,
         by_class=[replace(one, configuration=names[one.configuration]) for one in classes],
         by_depth=[replace(one, configuration=names[one.configuration]) for one in by_depth(watch, prepared)],
-        reasons=reasons(steps, rows, rounds, chosen, reading, wanted.rates is not None),
-        batches=_batches(recipe, wanted, pair, prompts, able, fitted),
+        reasons=[*reasons(steps, rows, rounds, chosen, reading, wanted.rates is not None), *refusals],
+        batches=_batches(recipe, wanted, loaded, prompts, able, fitted),
         not_batched=[f"`{one.title}`: {why}" for one in able if wanted.batches and (why := batched(one)) is not None],
         synthetic=None if wanted.rates is None else list(wanted.rates),
         calibration=fitted.table,
         library=library,
         pytorch=recipe.pytorch.suffix.removeprefix(", "),
+        steps_given=steps_given,
     )
+
+
+def _cheapest(recipe: Recipe, wanted: Wanted, pair: LoadedPair, asked: Asked) -> CheapestPair:
+    """The pair with its steps given the cheapest way, at the middle of the texts that will be timed."""
+    most = max(one.most for one in wanted.configurations) + 1
+    prompts = [len(prompt.ids) for prompt in asked.measured]
+    depth = sum(prompts) // len(prompts) + recipe.speedup.new_tokens // 2
+    room = min(pair.target.capacity, pair.draft.capacity) - max(most, max(DRAFT_STEPS))
+    repeats = recipe.profile.repeats
+    progress = Progress(f"{pair.backend}, steps", (repeats + 1) * (1 if pair.draft is pair.target else 2))
+    return cheapest_pair(pair.target, pair.draft, most, max(1, min(depth, room)), repeats, progress)
 
 
 def _name(pair: LoadedPair) -> PairMeasured:
@@ -192,46 +175,13 @@ def _title(prepared: Sequence[Prepared], rows: Sequence[Measurement], row: Measu
     return prepared[list(rows).index(row)].title
 
 
-def _fit(recipe: Recipe, wanted: Wanted, pair: LoadedPair, prompts: list[list[int]]) -> _Fitted:
-    """Costs, calibrations and trees, measured on prompts that no figure is of."""
-    if not wanted.fitted:
-        return _Fitted()
-    target, draft, new_tokens = pair.target, pair.draft, recipe.speedup.new_tokens
-    most = max(recipe.profile.max_tokens - 1, *(one.most for one in wanted.configurations))
-    paid = measure_paid(target, draft, prompts[:PAID_PROMPTS], range(1, most + 1), recipe.profile.repeats)
-    costs = paid.step_costs()
-    if not any(one.learns or one.chosen for one in wanted.configurations):
-        return _Fitted(costs)
-    rules = Rules(ends=pair.ends)
-    recorded = record_rounds(target, draft, prompts, new_tokens, rules)
-    table = calibrate(recorded, wanted.command, tally_ranks(draft, prompts, recorded, rules))
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "calibration.json"
-        save_calibration(path, table)
-        calibrations, ranks = load_calibrations(path), load_ranks(path)
-    texts = [(prompt, recorder.tokens) for prompt, recorder in zip(prompts, recorded, strict=True)]
-    choices = choose_trees(
-        recipe,
-        wanted.others,
-        target,
-        draft,
-        texts,
-        TREE_ROUNDS,
-        pair.ends,
-        costs,
-        calibrations,
-        ranks.rates(),
-    )
-    return _Fitted(costs, calibrations, table | {"split": "prompts of the same files"}, tuple(choices))
-
-
 def _prepared(
     recipe: Recipe,
     wanted: Wanted,
     pair: LoadedPair,
     reader: Reader | None,
     ends: Sequence[int],
-    fitted: _Fitted,
+    fitted: Fitted,
     watch: Watch,
 ) -> list[Prepared]:
     """Plain decoding, the sweep and all other configurations, watched; with synthetic rates where they are wanted."""
@@ -279,7 +229,7 @@ def _rows(
     prompts: list[list[int]],
     texts: Sequence[TimedText],
     prepared: Sequence[Prepared],
-    fitted: _Fitted,
+    fitted: Fitted,
 ) -> list[Measurement]:
     """The measurements, in the order of `prepared`; text that synthetic rates made is compared with none."""
     lengths = tuple(one.most for one in wanted.sweep) or (4,)
@@ -308,21 +258,14 @@ def _batches(
     pair: LoadedPair,
     prompts: list[list[int]],
     prepared: Sequence[Prepared],
-    fitted: _Fitted,
+    fitted: Fitted,
 ) -> list[BatchFigures]:
     if not wanted.batches:
         return []
 
-    def rows_of(model: Model, rows: int) -> Model:
-        """A model of `rows` texts with the weights of the pair's, prepacked where they are."""
-        if isinstance(model, StaticTorchModel):
-            size, compiled = model.size, recipe.pytorch.compile
-            return StaticTorchModel(model.model, model.vocabulary_size, rows, size, compiled)
-        assert isinstance(model, TorchModel)
-        return BatchedTorchModel(model.model, rows, model.vocabulary_size)
-
+    compiled = recipe.pytorch.compile
     return measure_batches(
-        lambda rows: (rows_of(pair.target, rows), rows_of(pair.draft, rows)),
+        lambda rows: (with_rows(pair.target, rows, compiled), with_rows(pair.draft, rows, compiled)),
         prompts,
         wanted.batches,
         prepared,

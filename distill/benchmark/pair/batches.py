@@ -12,6 +12,9 @@ from functools import partial
 
 from distill.benchmark.prepared import Prepared
 from distill.models.base import Model
+from distill.models.batched import BatchedTorchModel
+from distill.models.static.static_model import StaticTorchModel
+from distill.models.torch_model import TorchModel
 from distill.progress import Progress
 from distill.results.pair_results import BatchFigures
 from distill.speculative.batch import decode_batch, plain_batch
@@ -33,6 +36,14 @@ def batched(one: Prepared) -> str | None:
     if configuration.length_rule == "p_min-after":
         return "a rule that drops drawn tokens drafts for one text at a time"
     return None if configuration.verified_by in CHAINS else f"verifier {configuration.verified_by} is for trees"
+
+
+def with_rows(model: Model, rows: int, compiled: bool) -> Model:
+    """A model of `rows` texts with the weights of a PyTorch model of one, prepacked where they are."""
+    if isinstance(model, StaticTorchModel):
+        return StaticTorchModel(model.model, model.vocabulary_size, rows, model.size, compiled)
+    assert isinstance(model, TorchModel)
+    return BatchedTorchModel(model.model, rows, model.vocabulary_size)
 
 
 def measure_batches(

@@ -49,6 +49,8 @@ def _head(report: PairSpeedup) -> list[str]:
         lines.append(f"llama.cpp's options, where they are not the defaults: {report.gguf}.")
     if report.pytorch:
         lines.append(f"PyTorch's settings, where they are not the defaults: {report.pytorch}.")
+    if report.steps_given:
+        lines.append(f"Steps given otherwise than at once, because that is cheaper: {'; '.join(report.steps_given)}.")
     if report.dropped:
         left = ", ".join(f"{count} {reason}" for reason, count in report.dropped.items())
         lines.append(f"Left out of the files: {left}.")
@@ -74,6 +76,11 @@ def _configurations(report: PairSpeedup) -> list[str]:
             f"| {_number(row.acceptance, '.1%')} | {gain} | {_number(row.predicted, '.2f')} "
             f"| {'' if row.is_plain else text} | {distribution} |"
         )
+    if any(row.length and row.predicted is not None for row in report.measurements):
+        lines += [
+            "",
+            "Predicted, for fixed lengths: from costs timed between these texts and the acceptance counted in them.",
+        ]
     return lines
 
 

@@ -76,9 +76,11 @@ def _note_steps(model: Any, steps: list[Step]) -> None:
     call = getattr(model, _calls(model))
 
     def noted(tokens: Any, *arguments: Any, **named: Any) -> Any:
-        depth, started = model.lengths[0], time.perf_counter()
+        # What watching takes is the model's time rather than the round's own: between steps it would show more.
+        started = time.perf_counter()
+        depth, count = model.lengths[0], _count(tokens)
         found = call(tokens, *arguments, **named)
-        steps.append(Step(depth, _count(tokens), started, time.perf_counter() - started))
+        steps.append(Step(depth, count, started, time.perf_counter() - started))
         return found
 
     setattr(model, _calls(model), noted)

@@ -13,7 +13,7 @@ from distill.errors import DataError, RecipeError
 from distill.files import require_path
 
 if TYPE_CHECKING:
-    from distill.benchmark.pair.any_pair import Wanted
+    from distill.benchmark.pair.wanted import Wanted
     from distill.recipe import Configuration, Gguf, Recipe
 
 REPEATS = 7  # of timed steps
@@ -41,9 +41,10 @@ def measure(options: Mapping[str, Any], threads: int | None, gguf: Gguf | None, 
     recipe = _recipe(options, target, threads, gguf)
     batches = _batches(options, target)
     prepare(threads)
-    from distill.benchmark.pair.any_pair import Wanted, measure_pair
+    from distill.benchmark.pair.any_pair import measure_pair
     from distill.benchmark.pair.asked import read_asked
     from distill.benchmark.pair.markdown_tables import as_markdown, flat_rows
+    from distill.benchmark.pair.wanted import Wanted
     from distill.models.loaded import context_of, load_pair
     from distill.results.serialise import as_json, write_result
     from distill.speculative.configured import check_configurations

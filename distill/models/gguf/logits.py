@@ -43,12 +43,13 @@ class GgufLogits:
 
     def argmax(self, empty: int | None = None) -> list[int]:
         """The best id of each row, the smallest id on ties; `empty` where a row is −∞ everywhere."""
-        rows = self._rows()
-        if len(rows) == 1:
+        rows = self._array
+        if len(rows) == 1 and self._generation == self._model.generation:
             # As few calls as can be: between the steps of a large model each is fetched from memory again.
             best = int(rows.argmax())
             if -math.inf < rows.item(best) < math.inf:
                 return [best]
+        rows = self._rows()
         ids: list[int] = rows.argmax(axis=1).tolist()
         largest: list[float] = [rows.item(row, token) for row, token in enumerate(ids)]
         require_finite(largest, self.place, empty is not None)

@@ -8,8 +8,11 @@ Legend: m tokens of a step, T(m) its seconds.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from distill.models.base import AroundModel, Logits, Model
+from distill.progress import Progress
+from distill.speculative.costs.curve import measure_steps
 
 WORTH = 0.9  # of T(m): what replaces one step must be cheaper than this, or noise in the curve would choose
 
@@ -105,3 +108,42 @@ class CheapestSteps(AroundModel):
             f"{m} as {first} + {second} where the last logits alone are read" for m, (first, second) in split.items()
         ]
         return f"{name}: steps of {', '.join(choices)}" if choices else ""
+
+
+DRAFT_STEPS = range(1, 5)  # sizes that a draft's step of 1 or 2 tokens may be padded to
+
+
+@dataclass(frozen=True)
+class CheapestPair:
+    """A pair whose steps are given the cheapest way, and T(m), D(m) at once: median, fastest and slowest of repeats."""
+
+    target: CheapestSteps
+    draft: CheapestSteps
+    target_steps: dict[int, tuple[float, float, float]]
+    draft_steps: dict[int, tuple[float, float, float]]
+
+    def describe(self) -> list[str]:
+        """What is done otherwise than at once, a line for each model that has any."""
+        models = {"target": self.target} | ({} if self.draft is self.target else {"draft": self.draft})
+        return [line for name, model in models.items() if (line := model.describe(name))]
+
+
+def cheapest_pair(
+    target: Model, draft: Model, most: int, depth: int, repeats: int, progress: Progress | None = None
+) -> CheapestPair:
+    """Time the steps of both models at a depth, the target's of up to `most` tokens; they are left at that depth.
+
+    A draft that is the target itself is given its steps.
+    """
+    found = measure_steps(target, range(1, most + 1), depth, repeats, target.vocabulary_size, progress)
+    big = CheapestSteps(target, *_fastest_and_medians(found))
+    if draft is target:
+        return CheapestPair(big, big, found, {m: seconds for m, seconds in found.items() if m in DRAFT_STEPS})
+    own = measure_steps(draft, DRAFT_STEPS, depth, repeats, draft.vocabulary_size, progress)
+    return CheapestPair(big, CheapestSteps(draft, *_fastest_and_medians(own)), found, own)
+
+
+def _fastest_and_medians(
+    steps: Mapping[int, tuple[float, float, float]],
+) -> tuple[dict[int, float], dict[int, float]]:
+    return {m: fastest for m, (_, fastest, _) in steps.items()}, {m: median for m, (median, _, _) in steps.items()}

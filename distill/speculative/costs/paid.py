@@ -18,15 +18,15 @@ from dataclasses import asdict, dataclass, field
 from distill.errors import DataError
 from distill.models.base import Model
 from distill.speculative.costs.curve import StepCosts
-from distill.speculative.decode import GREEDY, Decoded, Rules, decode, plain, room_for
+from distill.speculative.decode import GREEDY, Decoded, Round, Rules, decode, plain, room_for
 from distill.speculative.draft import ModelDrafter
 from distill.speculative.lengths import Rule
 from distill.speculative.proposal import Features
 
 TOKENS = 96  # decoded after a prompt, so that rounds are timed at the depths of requests
-PLAIN_TOKENS = 32  # of them decoded plainly, too
 WARM_UP = 8
-IN_A_ROW = 3
+IN_A_ROW = 4  # rounds of a length, more of short ones, which take longer to settle
+FAR = 3  # times the median: what took longer was held up by something else
 
 
 def rising(values: Sequence[float]) -> list[float]:
@@ -41,6 +41,23 @@ def rising(values: Sequence[float]) -> list[float]:
     return [mean for mean, count in pools for _ in range(count)]
 
 
+def typical(seconds: Sequence[float]) -> float:
+    """The mean without what lies FAR above the median: of many rounds the sum is paid, not the median."""
+    most = FAR * statistics.median(seconds)
+    return statistics.fmean(one for one in seconds if one <= most)
+
+
+def accepted_by_position(rounds: Sequence[tuple[int, int]]) -> list[float]:
+    """Acceptance at each position, given that it was reached, from rounds of (drafted, accepted) tokens.
+
+    It ends before the first position that no round reached.
+    """
+    rates: list[float] = []
+    while reached := [accepted for drafted, accepted in rounds if drafted > len(rates) <= accepted]:
+        rates.append(sum(accepted > len(rates) for accepted in reached) / len(reached))
+    return rates
+
+
 @dataclass(frozen=True)
 class DraftSteps:
     """Seconds of a draft's steps: the first of a round, with one token and with two to read, and a later one."""
@@ -52,13 +69,14 @@ class DraftSteps:
 
 @dataclass(frozen=True)
 class PaidCosts:
-    """Median seconds of a pair's requests.
+    """Seconds of a pair's requests: of parts of rounds the medians, else means (see `typical`).
 
     `token`: of plain decoding; `verify[n]`: of a round of n drafted tokens without its draft steps, where the round
-    before drafted another number, and `settled[n]` where it drafted as many: llama.cpp then has its graph still. Both
-    are equal where no such round was timed. `by_argmax`: draft
-    steps whose largest logit alone decides, as those of fixed lengths; `by_distribution`: those whose distribution is
-    made and read. `target_prompt`, `draft_prompt`: of reading a token of the prompt.
+    before drafted another number. `by_argmax`: draft steps whose largest logit alone decides, as those of fixed
+    lengths; `by_distribution`: those whose distribution is made and read. `target_prompt`, `draft_prompt`: of reading a
+    token of the prompt. `settled[n]`: of whole rounds of n tokens drafted by argmax after two rounds of as many, the
+    last of which was not accepted whole, or was: steps of a size that a model has just taken are cheaper (llama.cpp has
+    their graph still), so that a fixed length costs other than its parts. Without n where no such round was timed.
     """
 
     token: float
@@ -67,7 +85,7 @@ class PaidCosts:
     by_distribution: DraftSteps
     target_prompt: float
     draft_prompt: float
-    settled: Mapping[int, float] = field(default_factory=dict)
+    settled: Mapping[int, tuple[float, float]] = field(default_factory=dict)
 
     def step_costs(self) -> StepCosts:
         """What length rules and trees reckon with, up to the first length that was not timed.
@@ -84,9 +102,12 @@ class PaidCosts:
 
     def round_seconds(self, length: int, whole: float) -> float:
         """Of a round of fixed `length` > 0, a share `whole` of which follow a round that was accepted whole."""
+        if length in self.settled:
+            after_less, after_whole = self.settled[length]
+            return after_less + whole * (after_whole - after_less)
         steps = self.by_argmax
         first = steps.first + whole * (steps.first_two - steps.first)
-        return self.settled.get(length, self.verify[length]) + first + (length - 1) * steps.later
+        return self.verify[length] + first + (length - 1) * steps.later
 
     def predicted_speedup(self, length: int, accepted: Sequence[float], prompt: int, new: int) -> float:
         """Speed of a fixed `length` > 0 over plain decoding, for `new` tokens after `prompt` tokens that both read.
@@ -175,12 +196,14 @@ class PaidMeter:
         draws = random.Random(0)  # in mixed order a slow spell of the machine hits all lengths
         order = [(n, mode) for n in draws.sample(wanted, len(wanted)) for mode in draws.sample(modes, len(modes))]
         # Where there is one way to draft, a length comes several times in a row, too.
-        self._order = order if len(modes) > 1 else [one for one in order for _ in range(IN_A_ROW)]
+        self._order = order if len(modes) > 1 else [one for one in order for _ in range(IN_A_ROW + IN_A_ROW // one[0])]
         self._rules = Rules(GREEDY, "greedy")
         self._timer = Timer(draft, self._order)
         self._drafter = ModelDrafter(draft, self._timer, GREEDY, self._rules.random)
         # Seconds beside the steps seen, how its draft's steps were, and whether the round before had the same length.
         self._rounds: dict[int, list[tuple[float, bool, str, bool]]] = {n: [] for n in wanted}
+        # Seconds of those by argmax that follow two like them, by whether the last was accepted whole.
+        self._settled: dict[int, dict[bool, list[float]]] = {n: {False: [], True: []} for n in wanted}
         self._steps: dict[tuple[bool, str], list[float]] = {}
         self._alone: list[float] = []
         self._reading: list[float] = []
@@ -201,20 +224,23 @@ class PaidMeter:
             plain(target, prompt, min(limit, WARM_UP))
             self._decode(prompt, min(limit, WARM_UP))
         self._passes += 1
-        single = plain(target, prompt, min(limit, PLAIN_TOKENS))
+        # Both of one length, because the first steps after a prompt cost more, and in turn, because machines drift.
+        single = plain(target, prompt, limit)
         self._alone.append(single.seconds / (len(single.tokens) - 1))
         self._timer.rounds.clear()
         result = self._decode(prompt, limit)
         self._reading.append(single.prefill_seconds / len(prompt))
         self._both.append(result.prefill_seconds / len(prompt))
-        lengths_before = [0, *(drafted for drafted, *_ in self._timer.rounds)]
-        timed = zip(self._timer.rounds, result.rounds, lengths_before, strict=False)
-        for (drafted, mode, taken, read), done, before in timed:
+        before = [Round(0, 0, 0, 0.0)] * 2
+        for (drafted, mode, taken, read), done in zip(self._timer.rounds, result.rounds, strict=False):
+            (first, last), before = before, [before[1], done]
             if drafted < 1:
                 continue
+            if first.drafted == last.drafted == drafted and not mode:
+                self._settled[drafted][last.accepted == drafted].append(done.seconds)
             kind = {1: "first", 2: "first_two"}.get(done.depth + 1 - read, "other") if read >= 0 else "nothing"
             own_kind = kind if drafted == 1 else "later"
-            self._rounds[drafted].append((done.seconds - sum(taken), mode, own_kind, before == drafted))
+            self._rounds[drafted].append((done.seconds - sum(taken), mode, own_kind, last.drafted == drafted))
             if taken:
                 self._steps.setdefault((mode, kind), []).append(taken[0])
                 self._steps.setdefault((mode, "later"), []).extend(taken[1:])
@@ -237,10 +263,10 @@ class PaidMeter:
         return result
 
     def costs(self) -> PaidCosts:
-        """The medians of all texts so far."""
-        own = statistics.median(self._reading)
+        """Those of all texts so far."""
+        own = typical(self._reading)
         drafts = {mode: _steps(self._steps, mode) for mode in (False, True)}
-        verify, settled = {}, {}
+        verify = {}
         for n, found in self._rounds.items():
             beside: dict[bool, list[float]] = {False: [], True: []}
             for seconds, mode, kind, same in found:
@@ -249,16 +275,26 @@ class PaidMeter:
                 if last is not None:
                     beside[same].append(seconds - last)
             verify[n] = statistics.median(beside[False] or beside[True])
-            settled[n] = statistics.median(beside[True] or beside[False])
         return PaidCosts(
-            token=statistics.median(self._alone),
+            token=typical(self._alone),
             verify=verify,
             by_argmax=drafts[False],
             by_distribution=drafts[True],
             target_prompt=own,
-            draft_prompt=max(statistics.median(self._both) - own, 0.0),
-            settled=settled,
+            draft_prompt=max(typical(self._both) - own, 0.0),
+            settled=self._whole_rounds(drafts[False].first_two - drafts[False].first),
         )
+
+    def _whole_rounds(self, two: float) -> dict[int, tuple[float, float]]:
+        """`PaidCosts.settled`; a kind not seen costs `two`, a second token of the draft's step, less or more."""
+        found = {}
+        for n, seen in self._settled.items():
+            less, whole = (typical(seen[kind]) if seen[kind] else None for kind in (False, True))
+            if less is not None:
+                found[n] = less, less + two if whole is None else whole
+            elif whole is not None:
+                found[n] = whole - two, whole
+        return found
 
 
 def measure_paid(

@@ -1,0 +1,69 @@
+"""What configurations of any pair read from other prompts: costs, calibrations and chosen trees."""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from distill.benchmark.calibrate import (
+    calibrate,
+    load_calibrations,
+    load_ranks,
+    record_rounds,
+    save_calibration,
+    tally_ranks,
+)
+from distill.benchmark.pair.wanted import Wanted
+from distill.benchmark.speedup import PAID_PROMPTS, TREE_ROUNDS
+from distill.benchmark.tree_choice import Choice, choose_trees
+from distill.models.loaded import LoadedPair
+from distill.recipe import Recipe
+from distill.speculative.calibration import Calibration
+from distill.speculative.configured import NO_COSTS
+from distill.speculative.costs.curve import StepCosts
+from distill.speculative.costs.paid import measure_paid
+from distill.speculative.decode import Rules
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """What was measured on the other prompts."""
+
+    costs: StepCosts = NO_COSTS
+    calibrations: dict[str, Calibration] | None = None
+    table: dict[str, object] | None = None
+    choices: tuple[Choice, ...] = ()
+
+
+def fit(recipe: Recipe, wanted: Wanted, pair: LoadedPair, prompts: list[list[int]]) -> Fitted:
+    """Costs, calibrations and trees, measured on prompts that no figure is of."""
+    if not wanted.fitted:
+        return Fitted()
+    target, draft, new_tokens = pair.target, pair.draft, recipe.speedup.new_tokens
+    most = max(recipe.profile.max_tokens - 1, *(one.most for one in wanted.configurations))
+    paid = measure_paid(target, draft, prompts[:PAID_PROMPTS], range(1, most + 1), recipe.profile.repeats)
+    costs = paid.step_costs()
+    if not any(one.learns or one.chosen for one in wanted.configurations):
+        return Fitted(costs)
+    rules = Rules(ends=pair.ends)
+    recorded = record_rounds(target, draft, prompts, new_tokens, rules)
+    table = calibrate(recorded, wanted.command, tally_ranks(draft, prompts, recorded, rules))
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "calibration.json"
+        save_calibration(path, table)
+        calibrations, ranks = load_calibrations(path), load_ranks(path)
+    texts = [(prompt, recorder.tokens) for prompt, recorder in zip(prompts, recorded, strict=True)]
+    choices = choose_trees(
+        recipe,
+        wanted.others,
+        target,
+        draft,
+        texts,
+        TREE_ROUNDS,
+        pair.ends,
+        costs,
+        calibrations,
+        ranks.rates(),
+    )
+    return Fitted(costs, calibrations, table | {"split": "prompts of the same files"}, tuple(choices))
