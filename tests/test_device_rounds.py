@@ -245,7 +245,10 @@ def least_p(model: Any, draft: Any, verifier: str, prompt: list[int], samples: i
     return float(chi2.sf(float(((found - pooled) ** 2 / pooled).sum()), len(pooled) - 1))
 
 
-@pytest.mark.parametrize(("kind", "verifier", "argmax"), [("qwen2", "token", False), ("gemma3", "block", False)])
+@pytest.mark.parametrize(
+    ("kind", "verifier", "argmax"),
+    [pytest.param("qwen2", "token", False, marks=pytest.mark.slow), ("gemma3", "block", False)],
+)
 def test_sampled_texts_follow_the_models_distribution(
     kind: str, verifier: str, argmax: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

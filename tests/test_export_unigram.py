@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import functools
 import json
 import struct
 from pathlib import Path
@@ -49,6 +50,7 @@ def steps(kind: str) -> tuple[Any, Any]:
     return None, pre_tokenizers.Metaspace(prepend_scheme=kind)
 
 
+@functools.cache
 def train(kind: str) -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(models.Unigram())
     normalizer, tokenizer.pre_tokenizer = steps(kind)

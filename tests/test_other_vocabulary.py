@@ -337,7 +337,7 @@ TARGET, DRAFT = ["a", "b", "c", "ab"], ["b", "d", "a", "ba"]  # two shared; ab a
 SAMPLED = [
     pytest.param("intersection", "token", Sampler(0.9), False, marks=pytest.mark.slow),
     ("intersection", "block", Sampler(1.2, top_k=3, top_p=0.9), False),
-    ("intersection", "match", Sampler(1.0, repetition_penalty=1.5), True),
+    pytest.param("intersection", "match", Sampler(1.0, repetition_penalty=1.5), True, marks=pytest.mark.slow),
     pytest.param("string", "match", Sampler(0.9), False, marks=pytest.mark.slow),
     ("string", "token", Sampler(1.2, top_k=3, top_p=0.9), False),
     pytest.param("string", "block", Sampler(1.0), False, marks=pytest.mark.slow),
@@ -607,10 +607,17 @@ def test_contexts_that_do_not_fit(kind: str, tmp_path: Path) -> None:
     assert drafter.propose(Encoder(both[0]).text("aéb".encode()), 4, ()).tokens != []
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("theirs", ["merged", "shuffled", "spaces"])
-@pytest.mark.parametrize("more", [-9, -1, 7])
-@pytest.mark.parametrize("sampler", [Sampler(0), Sampler(1.5)])
+# Every pair of two settings every day, all of them together with the slow tests.
+ROWS = [
+    pytest.param(kind, theirs, more, Sampler(1.5 * warm), marks=[pytest.mark.slow] * bool((a + b + c + warm) % 3))
+    for a, kind in enumerate(KINDS)
+    for b, theirs in enumerate(("merged", "shuffled", "spaces"))
+    for c, more in enumerate((-9, -1, 7))
+    for warm in (0, 1)
+]
+
+
+@pytest.mark.parametrize(("kind", "theirs", "more", "sampler"), ROWS)
 def test_rows_are_not_those_of_the_tokenizer(
     kind: str, theirs: str, more: int, sampler: Sampler, tmp_path: Path
 ) -> None:

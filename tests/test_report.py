@@ -481,6 +481,14 @@ def test_every_table_says_its_command() -> None:
     assert page.count("<table>") == len(re.findall(r'</table></div><p class="command">distill ', page)) > 8
 
 
+def test_grown_targets_are_labelled_in_pictures() -> None:
+    results = make_metadata()
+    results["speedup"] = json.loads(json.dumps(results["speedup"]).replace("grown target", "big"))
+    measured = as_results(results).speedup
+    assert measured is not None and "(grown)" in plots.speedup_by_length(measured.sweep, "pytorch")
+
+
+@pytest.mark.usefixtures("without_pictures")
 def test_grown_targets_are_labelled() -> None:
     results = make_metadata()
     page = build_page(results)
@@ -491,8 +499,6 @@ def test_grown_targets_are_labelled() -> None:
     labelled = [bare[at:].startswith(' <span class="grown">grown</span>') for at in places]
     assert sum(not one for one in labelled) == 1  # the sentence in the limits, which says grown in the name itself
     results["speedup"] = json.loads(json.dumps(results["speedup"]).replace("grown target", "big"))
-    measured = as_results(results).speedup
-    assert measured is not None and "(grown)" in plots.speedup_by_length(measured.sweep, "pytorch")
     assert "**(grown)**" in build_card(results)
     assert "[grown] (pytorch) reaches only 90.0 %" in build_page(results)
     assert "enlarged without changing" in build_page(results)
@@ -611,6 +617,7 @@ def test_hostile_text_stays_text() -> None:
     assert "<script>alert('x')</script>" in "".join(checker.words)
 
 
+@pytest.mark.usefixtures("without_pictures")
 @pytest.mark.parametrize("absent", [[name] for name in OPTIONAL] + [list(OPTIONAL)])
 def test_stages_that_have_not_run_are_named(absent: list[str]) -> None:
     results = make_metadata()
