@@ -1,8 +1,10 @@
 """Length rules measured on this machine, beside the simulation on its own curve: a part of benchmark_lengths.py.
 
-Every rule decodes the same prompts of three classes, the same number of tokens of each, in turn with plain decoding;
-the simulation replays the same texts at the measured T(m), D(1), D(2) and round overhead. Speeds exclude
-the prompt. A rule's measured speed is exactly
+Every rule decodes the same prompts of three classes, the same number of tokens of each, in turn with plain decoding,
+steps given the cheapest way, as a run's speedup stage does; adaptive rules read costs that were timed before. The
+simulation replays the same texts at what rounds of validation prompts, timed between these texts, paid: T(m), D(1),
+D(2) and round overhead, for rules that read no features without the draft's distributions. Speeds exclude the prompt.
+A rule's measured speed is exactly
 
     simulated · (tokens per round, measured ÷ simulated) · (plain step ÷ T(1)) · (round's seconds, simulated ÷ measured)
 
@@ -33,8 +35,9 @@ from distill.progress import Progress
 from distill.recipe import load_recipe
 from distill.run import Run
 from distill.speculative.calibration import Calibration
+from distill.speculative.costs.cheapest import cheapest_pair
 from distill.speculative.costs.curve import StepCosts
-from distill.speculative.costs.paid import measure_paid
+from distill.speculative.costs.paid import PaidCosts, PaidMeter
 from distill.speculative.decode import GREEDY, Decoded, Rules, decode, plain
 from distill.speculative.draft import ModelDrafter
 from distill.speculative.expected_value import ExpectedValue
@@ -109,10 +112,17 @@ def texts_of(run: Run, data: Path, count: int, tokens: int) -> list[Text]:
     return [text for turn in zip(*found.values(), strict=True) for text in turn]
 
 
-def price(run: Run, target: Model, draft: Model, repeats: int) -> StepCosts:
-    """What rounds of this pair pay on this machine, on validation text."""
+def meter_for(run: Run, target: Model, draft: Model) -> PaidMeter:
+    """What times the rounds of this pair on this machine, on validation text."""
     texts = validation_prompts(run, run.recipe.answers.prompt_tokens, 3)
-    return measure_paid(target, draft, texts, range(1, simulation.AHEAD + 1), repeats).step_costs()
+    return PaidMeter(target, draft, texts, range(1, simulation.AHEAD + 1))
+
+
+def costs_of(paid: PaidCosts, features: bool) -> StepCosts:
+    """What rounds paid whose rule reads features, for which the draft makes distributions, or none."""
+    steps = paid.by_distribution if features else paid.by_argmax
+    costs = replace(paid, by_distribution=steps).step_costs()
+    return replace(costs, target=costs.target[: simulation.AHEAD])
 
 
 def calibration_for(run: Run) -> Calibration:
@@ -139,12 +149,14 @@ def rules_of(costs: StepCosts, calibration: Calibration) -> dict[str, Callable[[
 
 @dataclass
 class Clock:
-    """One rule's figures for one text: tokens after the first, seconds after the prompt, rounds, their curve price."""
+    """One rule's figures for one text: tokens after the first, seconds after the prompt, rounds, their curve price, and
+    the tokens drafted in each."""
 
     tokens: int
     seconds: float
     rounds: int
     at_prices: float = 0.0
+    drafted: tuple[int, ...] = ()
 
 
 def measure(
@@ -152,11 +164,14 @@ def measure(
     draft: Model,
     texts: Sequence[Text],
     tokens: int,
-    costs: StepCosts,
     rules: dict[str, Callable[[], LengthRule]],
     title: str,
+    between: Callable[[float], None],
 ) -> dict[str, list[Clock]]:
-    """Every text by plain decoding and by each rule, in an order that turns; a rule keeps what it learns."""
+    """Every text by plain decoding and by each rule, in an order that turns; a rule keeps what it learns.
+
+    After each text `between` is told which share of all is done.
+    """
     drafters = {name: ModelDrafter(draft, make(), GREEDY, lambda: 0.0) for name, make in rules.items()}
     names = [PLAIN, *drafters]
 
@@ -176,10 +191,17 @@ def measure(
         turn = index % len(names)
         for name in names[turn:] + names[:turn]:
             done = run(name, drafters.get(name), text.prompt, tokens)
-            at_prices = sum(costs.round_seconds(r.drafted) if r.drafted else costs.target[0] for r in done.rounds)
-            found[name].append(Clock(len(done.tokens) - 1, done.seconds, len(done.rounds), at_prices))
+            drafted = tuple(one.drafted for one in done.rounds)
+            found[name].append(Clock(len(done.tokens) - 1, done.seconds, len(done.rounds), 0.0, drafted))
+        between((index + 1) / len(texts))
         progress.step()
     return found
+
+
+def priced(clocks: Sequence[Clock], costs: StepCosts) -> list[Clock]:
+    """The same figures, with what rounds of these lengths cost."""
+    prices = [[costs.round_seconds(n) if n else costs.target[0] for n in clock.drafted] for clock in clocks]
+    return [replace(clock, at_prices=sum(own)) for clock, own in zip(clocks, prices, strict=True)]
 
 
 def simulate(texts: Sequence[Text], costs: StepCosts, make: Callable[[], LengthRule]) -> list[Clock]:
@@ -303,11 +325,23 @@ def main(arguments: argparse.Namespace) -> None:
             if (grown and arguments.pairs == "shipped") or (not grown and arguments.pairs == "grown"):
                 continue
             with pairs(run, backend, grown) as (target, draft):
-                costs = price(run, target, draft, arguments.repeats)
-                costs = replace(costs, target=costs.target[: simulation.AHEAD])
-                rules = rules_of(costs, calibration)
                 title = f"{'grown' if grown else 'shipped'} target, {backend}"
-                measured = measure(target, draft, texts, arguments.tokens, costs, rules, f"{title}, texts")
-            simulated = {name: simulate(texts, costs, make) for name, make in rules.items()}
-            print(report(title, texts, costs, measured, simulated), flush=True)
+                cheapest = cheapest_pair(target, draft, simulation.AHEAD, DEPTH, arguments.repeats)
+                pair = cheapest.target, cheapest.draft
+                before = meter_for(run, *pair)
+                before.until(arguments.repeats)
+                rules = rules_of(costs_of(before.costs(), True), calibration)
+                meter = meter_for(run, *pair)
+
+                def between(share: float, meter: PaidMeter = meter) -> None:
+                    meter.until(round(share * arguments.repeats))
+
+                measured = measure(*pair, texts, arguments.tokens, rules, f"{title}, texts", between)
+            costs = {name: costs_of(meter.costs(), make().reads_features) for name, make in rules.items()}
+            simulated = {name: simulate(texts, costs[name], make) for name, make in rules.items()}
+            measured |= {name: priced(measured[name], prices) for name, prices in costs.items()}
+            print(report(title, texts, costs["expected value"], measured, simulated), flush=True)
+            print(
+                "".join(f"- Steps given otherwise than at once: {line}.\n" for line in cheapest.describe()), flush=True
+            )
     print(f"\nTook {time.monotonic() - started:.0f} s.")

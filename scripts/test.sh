@@ -14,4 +14,6 @@ fi
 # One process per core, one thread each: torch threads of several processes get in each other's way.
 processes="${TEST_PROCESSES:-$(nproc 2>/dev/null || echo 2)}"
 export OMP_NUM_THREADS=1  # only now, because nproc reads it too
+# Tests start some hundred processes, each of which would compile the package again where this is set.
+unset PYTHONDONTWRITEBYTECODE
 .venv/bin/pytest -n "$processes" --dist loadfile --no-loadscope-reorder "$@"

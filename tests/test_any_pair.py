@@ -377,8 +377,8 @@ def test_fitted_configurations_and_every_kind_of_drafter(place: Path, capsys: Ca
 
 @LLAMA
 def test_texts_that_end_before_the_longest_draft(place: Path, capsys: Capture) -> None:
-    """And steps of 64 tokens that are timed in contexts that the texts do not need."""
-    options = ("--lengths", 63, "--configuration", "{rule: expected-value, length: 63}", "--tokens", 8, "-o", "json")
+    """And steps of 32 tokens that are timed in contexts that the texts do not need."""
+    options = ("--lengths", 31, "--configuration", "{rule: expected-value, length: 31}", "--tokens", 8, "-o", "json")
     files = {"target": "target.gguf", "draft": "draft.gguf"}
     found = json.loads(call(place, capsys, "--prompts", place / "plain.txt", *options, "--count", 2, **files))
     assert [row["different"] for row in found["measurements"]] == [0, 0, 0]

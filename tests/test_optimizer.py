@@ -181,7 +181,9 @@ def test_parts_share_a_schedule_and_a_replay_has_its_own(schedule: str) -> None:
         ),
         (("train.schedule=wsd", "train.embedding_steps=5"), 3),
         ((*MUON, "train.adapter={rank: 4, dropout: 0.2}", "train.acceptance=null"), 5),
-        ((*MUON, "train.steps=12", "train.sparsity={mlp_width: 32, ramp: 0.9}"), 7),
+        pytest.param(
+            (*MUON, "train.steps=12", "train.sparsity={mlp_width: 32, ramp: 0.9}"), 7, marks=pytest.mark.slow
+        ),  # with AdamW: test_sparsity.py
     ],
 )
 def test_resumed_is_uninterrupted_bit_for_bit(

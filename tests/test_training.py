@@ -452,8 +452,8 @@ def test_a_lost_draft_is_written_again_with_the_same_weights(
     [
         ("consider", 4, 4, signal.SIGTERM),
         ("enter_replay", 8, 9, signal.SIGINT),
-        ("one_step", 9, 10, signal.SIGINT),
-        ("one_step", 9, 10, signal.SIGTERM),
+        pytest.param("one_step", 9, 10, signal.SIGINT, marks=pytest.mark.slow),
+        pytest.param("one_step", 9, 10, signal.SIGTERM, marks=pytest.mark.slow),
     ],
 )
 def test_a_signal_is_never_forgotten(
@@ -786,7 +786,15 @@ def test_a_batch_that_processes_cannot_share_is_refused(world: Path, ready: Path
 # ── adapters ──
 
 
-@pytest.mark.parametrize(("base", "outer"), [("null", False), ("null", True), ("int8", False), ("int4", False)])
+@pytest.mark.parametrize(
+    ("base", "outer"),
+    [
+        ("null", False),
+        pytest.param("null", True, marks=pytest.mark.slow),
+        ("int8", False),
+        pytest.param("int4", False, marks=pytest.mark.slow),
+    ],
+)
 def test_an_adapter_is_trained_resumed_and_merged(
     world: Path, ready: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, base: str, outer: bool
 ) -> None:
