@@ -308,7 +308,7 @@ def test_every_byte_its_own_token_accepts_all(tmp_path: Path) -> None:
         (Sampler(1.0), "match", True),
     ],
 )
-@pytest.mark.parametrize("rule", [Fixed(4), ProbabilityFloor(6, 0.05)])
+@pytest.mark.parametrize("rule", [pytest.param(Fixed(4), marks=pytest.mark.slow), ProbabilityFloor(6, 0.05)])
 def test_the_same_vocabulary_drafts_as_ever(
     sampler: Sampler, verifier: str, argmax: bool, rule: LengthRule, tmp_path: Path
 ) -> None:

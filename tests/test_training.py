@@ -650,7 +650,9 @@ def test_memory_that_runs_out_while_files_are_loaded_is_no_damage(
             ("after step 4", "train.acceptance.new_tokens (now 8)", "target.shard"),
             ("train.acceptance.new_tokens=9", "--redo", "train"),
         ),
-        (replay, "decode_all", 1, ("after step 8", "train.replay.new_tokens (now 16)"), ()),
+        pytest.param(
+            *(replay, "decode_all", 1, ("after step 8", "train.replay.new_tokens (now 16)"), ()), marks=pytest.mark.slow
+        ),
         (replay, "decode_all", 2, ("after step 10", "train.replay.new_tokens (now 16)"), ()),
         (Training, "online", 1, ("after step 8", "target.quantise"), ()),
         (loop, "write_draft", 1, ("while the draft was written, after step 10", "the same command"), ()),
