@@ -2,9 +2,9 @@
 
 Every rule decodes the same prompts of three classes, the same number of tokens of each, in turn with plain decoding,
 steps given the cheapest way, as a run's speedup stage does; adaptive rules read costs that were timed before. The
-simulation replays the same texts at what rounds of validation prompts, timed between these texts, paid: T(m), D(1),
-D(2) and round overhead, for rules that read no features without the draft's distributions. Speeds exclude the prompt.
-A rule's measured speed is exactly
+simulation replays the same texts at what rounds of validation prompts of the same classes, timed between these texts,
+paid: T(m), D(1), D(2) and round overhead, for rules that read no features without the draft's distributions. Speeds
+exclude the prompt. A rule's measured speed is exactly
 
     simulated · (tokens per round, measured ÷ simulated) · (plain step ÷ T(1)) · (round's seconds, simulated ÷ measured)
 
@@ -112,10 +112,12 @@ def texts_of(run: Run, data: Path, count: int, tokens: int) -> list[Text]:
     return [text for turn in zip(*found.values(), strict=True) for text in turn]
 
 
-def meter_for(run: Run, target: Model, draft: Model) -> PaidMeter:
-    """What times the rounds of this pair on this machine, on validation text."""
-    texts = validation_prompts(run, run.recipe.answers.prompt_tokens, 3)
-    return PaidMeter(target, draft, texts, range(1, simulation.AHEAD + 1))
+def validation_texts(run: Run, data: Path) -> list[list[int]]:
+    """A validation prompt of each class: those of copied text are long, and deeper rounds cost more."""
+    from distill.models.hugging_face import encode, load_tokenizer
+
+    tokenizer = load_tokenizer(run.recipe.target.model)
+    return [ids for _, ids in simulation.prompts_of(data / "validation", lambda text: encode(tokenizer, text), 1)]
 
 
 def costs_of(paid: PaidCosts, features: bool) -> StepCosts:
@@ -317,7 +319,7 @@ def main(arguments: argparse.Namespace) -> None:
 
     torch.set_num_threads(thread_count(run.recipe.threads))
     texts = texts_of(run, arguments.data, arguments.prompts, arguments.tokens)
-    calibration = calibration_for(run)
+    calibration, others = calibration_for(run), validation_texts(run, arguments.data)
     count = sum(len(text.trace) for text in texts)
     print(f"{len(texts)} test texts, {count} positions, {arguments.tokens} tokens of each decoded.", flush=True)
     for backend in arguments.backends:
@@ -328,10 +330,10 @@ def main(arguments: argparse.Namespace) -> None:
                 title = f"{'grown' if grown else 'shipped'} target, {backend}"
                 cheapest = cheapest_pair(target, draft, simulation.AHEAD, DEPTH, arguments.repeats)
                 pair = cheapest.target, cheapest.draft
-                before = meter_for(run, *pair)
+                before = PaidMeter(*pair, others, range(1, simulation.AHEAD + 1))
                 before.until(arguments.repeats)
                 rules = rules_of(costs_of(before.costs(), True), calibration)
-                meter = meter_for(run, *pair)
+                meter = PaidMeter(*pair, others, range(1, simulation.AHEAD + 1))
 
                 def between(share: float, meter: PaidMeter = meter) -> None:
                     meter.until(round(share * arguments.repeats))
