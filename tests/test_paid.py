@@ -21,7 +21,7 @@ from distill.errors import DataError
 from distill.recipe import Configuration
 from distill.recipe.configuration import PLAIN
 from distill.speculative.costs.cheapest import CheapestSteps, cheapest_sizes
-from distill.speculative.costs.paid import PaidMeter, accepted_by_position, measure_paid, rising
+from distill.speculative.costs.paid import PaidMeter, accepted_by_position, measure_paid, prompts_as_long, rising
 from distill.speculative.costs.shorter_rounds import shorter_rounds
 from distill.speculative.decode import GREEDY, SYNTHETIC, Decoded, Rules, decode, plain
 from distill.speculative.draft import ModelDrafter
@@ -32,10 +32,12 @@ MODULES = ("costs.paid", "decode", "draft")
 
 
 class Clocked:
-    """A model whose step of m tokens takes `first` + `more`·(m − 1) seconds of the clock."""
+    """A model whose step of m tokens takes `first` + `more`·(m − 1) seconds of the clock, and `deeper` for each token
+    that is cached."""
 
     rows = 1
     max_leaves = 0
+    deeper = 0.0
 
     def __init__(self, model: TableModel, clock: list[float], first: float, more: float) -> None:
         self._model, self._clock, self._first, self._more = model, clock, first, more
@@ -47,7 +49,7 @@ class Clocked:
         return self._model.lengths
 
     def extend(self, tokens: Sequence[int], *rest: Any, **named: Any) -> Any:
-        self._clock[0] += self._first + self._more * (len(tokens) - 1)
+        self._clock[0] += self._first + self._more * (len(tokens) - 1) + self.deeper * self.lengths[0]
         self.steps.append(len(tokens))
         return self._model.extend(tokens, *rest, **named)
 
@@ -160,7 +162,7 @@ def test_texts_take_what_is_predicted_between_them(
     prompts = [[2, 4, 6, 1, 3, 5], [1, 2, 3, 4, 5, 6], [3, 3, 3, 1, 1, 2]]
     with watched(*pair) as watch:
         watched_ones = [Watched.of(one, watch) for one in prepared]
-        predictions = Predictions(*pair, prompts, 300, watched_ones, rates)
+        predictions = Predictions(*pair, prompts, prompts, 300, watched_ones, rates)
         texts = time_texts(*pair, prompts, 300, watched_ones, "prompts", lambda: predictions.text(watch))
         predictions.finish(watch)
     for own in watch.texts.values():
@@ -174,13 +176,50 @@ def test_texts_take_what_is_predicted_between_them(
     assert len(watch.texts[PLAIN.title][0].target) == 299  # the steps between the texts are not theirs
 
 
+def test_prompts_as_long() -> None:
+    others = [[1, 2, 3], [4], [5, 6]]
+    assert prompts_as_long(others, [3, 3], 2) == [[1, 2, 3], [2, 3, 4]]
+    found = prompts_as_long(others, [9, 1, 5], 3)
+    assert [len(one) for one in found] == [1, 5, 9]
+    assert found == [[3], [5, 6, 1, 2, 3, 4][-5:], [1, 2, 3, 4, 5, 6, 1, 2, 3, 4, 5, 6][-9:]]
+
+
+def test_costs_are_those_of_the_prompts_depths(pair: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where attention makes a step twice as dear, costs of short prompts would predict something else."""
+    for module in ("compare", "pair.watch"):
+        clock = SimpleNamespace(perf_counter=lambda: pair[0]._clock[0])
+        monkeypatch.setattr(f"distill.benchmark.{module}.time", clock)
+    pair[0].deeper, pair[1].deeper = 0.01, 0.02
+    draws = random.Random(2)
+    others, prompts = [[1, 2, 3]], [[draws.randrange(7) for _ in range(length)] for length in (120, 200)]
+    fixed = Prepared(
+        Configuration(length=3), Rules(), lambda: ModelDrafter(pair[1], Fixed(3), GREEDY, Rules().random), length=3
+    )
+    with watched(*pair) as watch:
+        both = [Watched.of(one, watch) for one in (Prepared(PLAIN, Rules(), None), fixed)]
+        predictions = Predictions(*pair, prompts, others, 150, both)
+        texts = time_texts(*pair, prompts, 150, both, "prompts", lambda: predictions.text(watch))
+        predictions.finish(watch)
+    for own in watch.texts.values():
+        del own[0]
+    plainly, drafted = (totals(texts, one.title)[1].sum() for one in both)
+    measured = plainly / drafted
+    assert predictions.speedup(fixed.title, watch) == pytest.approx(measured, rel=0.03)
+    shallow = PaidMeter(*pair, others, [3], (False,), 150)
+    shallow.until(4)
+    accepted = accepted_by_position(
+        [(r.drafted, r.accepted) for t in watch.texts[fixed.title] for r in t.decoded.rounds]
+    )
+    assert shallow.costs().predicted_speedup(3, accepted, 160, 150) > 1.08 * measured
+
+
 def test_a_pair_without_room_is_not_predicted(pair: tuple[Any, Any]) -> None:
     for model in pair:
         model.capacity = 12
     fixed = Prepared(
         Configuration(length=9), Rules(), lambda: ModelDrafter(pair[1], Fixed(9), GREEDY, Rules().random), length=9
     )
-    predictions = Predictions(*pair, [[1, 2]], 8, [fixed])
+    predictions = Predictions(*pair, [[1, 2]], [[1, 2]], 8, [fixed])
     predictions.text(Watch())
     predictions.finish(Watch())
     assert predictions.speedup(fixed.title, Watch()) is None

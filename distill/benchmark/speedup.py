@@ -50,12 +50,17 @@ from distill.sampler import Sampler
 from distill.speculative.calibration import Calibration
 from distill.speculative.configured import check_configurations, require_trees
 from distill.speculative.costs.cheapest import cheapest_pair
-from distill.speculative.costs.paid import PaidMeter, accepted_by_position, measure_paid
+from distill.speculative.costs.paid import (
+    PROMPTS,
+    PaidMeter,
+    accepted_by_position,
+    measure_paid,
+    prompts_as_long,
+)
 from distill.speculative.costs.shorter_rounds import shorter_rounds
 
 REFERENCE_PROMPTS = {False: 4, True: 2}  # by grown: a grown target takes a minute for each pair of runs
 TREE_ROUNDS = 2, 5  # prompts, and rounds after each that are timed with trees of every size
-PAID_PROMPTS = 4  # of validation text, on which rounds are timed
 
 
 def speedup(recipe: Recipe, run: Run) -> list[Path]:
@@ -106,8 +111,9 @@ def measure_part(recipe: Recipe, run: Run, part: Part) -> SpeedupPart:
     others = prepare_others(recipe, part.configurations, draft, part.loaded.ends, costs.of_rounds, fitted, trees)
     prepared = [*sweep, *others]
     # Costs of the same minutes as the texts: the machine does not stay the same from one minute to the next.
-    validation = validation_prompts(run, recipe.answers.prompt_tokens, PAID_PROMPTS)
-    meter = PaidMeter(target, draft, validation, part.lengths, (False,), recipe.speedup.new_tokens)
+    meter = PaidMeter(
+        target, draft, _paid_prompts(recipe, run, part), part.lengths, (False,), recipe.speedup.new_tokens
+    )
     title = f"{part.pair.backend}, prompts"
     texts = time_texts(target, draft, part.prompts, recipe.speedup.new_tokens, prepared, title, meter.text)
     meter.until(1)
@@ -159,10 +165,16 @@ def _measure_costs(recipe: Recipe, run: Run, part: Part) -> tuple[Part, Costs]:
         padded, part = cheapest.target.padded, replace(part, target=cheapest.target, draft=cheapest.draft)
         for line in cheapest.describe():
             run.say(f"    {line}")
-    texts = validation_prompts(run, recipe.answers.prompt_tokens, PAID_PROMPTS)
-    paid = measure_paid(part.target, part.draft, texts, lengths, profile.repeats, recipe.speedup.new_tokens)
+    texts, new_tokens = _paid_prompts(recipe, run, part), recipe.speedup.new_tokens
+    paid = measure_paid(part.target, part.draft, texts, lengths, profile.repeats, new_tokens)
     seconds = {m: steps[padded.get(m, m)][0] for m in steps}
     return part, Costs(seconds, cheapest.draft_steps[1][0], paid, paid)
+
+
+def _paid_prompts(recipe: Recipe, run: Run, part: Part) -> list[list[int]]:
+    """Validation text as long as the prompts of the part."""
+    texts = validation_prompts(run, recipe.answers.prompt_tokens, PROMPTS)
+    return prompts_as_long(texts, [len(prompt) for prompt in part.prompts])
 
 
 def _choose_trees(

@@ -80,12 +80,13 @@ def measure_pair(
         steps_given = cheapest.describe()
     draft: Model = pair.draft if reader is None else reader.model
     ends = [] if wanted.rates is not None else pair.ends
-    fitted = fit(recipe, wanted, pair, [prompt.ids for prompt in asked.others])
     prompts = [prompt.ids for prompt in asked.measured]
+    fitted = fit(recipe, wanted, pair, [prompt.ids for prompt in asked.others], [len(prompt) for prompt in prompts])
     with watched(pair.target, draft) as watch:
         prepared = _prepared(recipe, wanted, pair, reader, ends, fitted, watch)
         others = [prompt.ids for prompt in asked.others] or prompts  # costs are not of a text
-        predictions = Predictions(pair.target, pair.draft, others, recipe.speedup.new_tokens, prepared, wanted.rates)
+        new_tokens = recipe.speedup.new_tokens
+        predictions = Predictions(pair.target, pair.draft, prompts, others, new_tokens, prepared, wanted.rates)
         # Room for both, which of a draft of another vocabulary its reader sees to.
         texts = time_texts(
             pair.target,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,14 +16,14 @@ from distill.benchmark.calibrate import (
     tally_ranks,
 )
 from distill.benchmark.pair.wanted import Wanted
-from distill.benchmark.speedup import PAID_PROMPTS, TREE_ROUNDS
+from distill.benchmark.speedup import TREE_ROUNDS
 from distill.benchmark.tree_choice import Choice, choose_trees
 from distill.models.loaded import LoadedPair
 from distill.recipe import Recipe
 from distill.speculative.calibration import Calibration
 from distill.speculative.configured import NO_COSTS
 from distill.speculative.costs.curve import StepCosts
-from distill.speculative.costs.paid import measure_paid
+from distill.speculative.costs.paid import measure_paid, prompts_as_long
 from distill.speculative.decode import Rules
 
 
@@ -36,13 +37,17 @@ class Fitted:
     choices: tuple[Choice, ...] = ()
 
 
-def fit(recipe: Recipe, wanted: Wanted, pair: LoadedPair, prompts: list[list[int]]) -> Fitted:
-    """Costs, calibrations and trees, measured on prompts that no figure is of."""
+def fit(recipe: Recipe, wanted: Wanted, pair: LoadedPair, prompts: list[list[int]], lengths: Sequence[int]) -> Fitted:
+    """Costs, calibrations and trees, measured on prompts that no figure is of.
+
+    Costs are taken behind prompts of `lengths` tokens, those of the prompts that are measured.
+    """
     if not wanted.fitted:
         return Fitted()
     target, draft, new_tokens = pair.target, pair.draft, recipe.speedup.new_tokens
     most = max(recipe.profile.max_tokens - 1, *(one.most for one in wanted.configurations))
-    paid = measure_paid(target, draft, prompts[:PAID_PROMPTS], range(1, most + 1), recipe.profile.repeats)
+    texts_as_long = prompts_as_long(prompts, lengths)
+    paid = measure_paid(target, draft, texts_as_long, range(1, most + 1), recipe.profile.repeats)
     costs = paid.step_costs()
     if not any(one.learns or one.chosen for one in wanted.configurations):
         return Fitted(costs)

@@ -11,14 +11,15 @@ from distill.benchmark.pair.watch import Watch
 from distill.benchmark.prepared import Prepared
 from distill.errors import DataError
 from distill.models.base import Model
-from distill.speculative.costs.paid import PaidCosts, PaidMeter, accepted_by_position
+from distill.speculative.costs.paid import PaidCosts, PaidMeter, accepted_by_position, prompts_as_long
 
 
 class Predictions:
     """Times rounds of both models between the texts of those configurations whose speedup can be predicted.
 
     These are greedy chains of a fixed length, drafted by a model of the target's vocabulary. `rates` are synthetic
-    acceptance rates, None where the texts' own counts. `refused` is why nothing is predicted, None where something is.
+    acceptance rates, None where the texts' own counts. Rounds are timed behind `others`, made as long as the prompts.
+    `refused` is why nothing is predicted, None where something is.
     """
 
     def __init__(
@@ -26,6 +27,7 @@ class Predictions:
         target: Model,
         draft: Model,
         prompts: Sequence[Sequence[int]],
+        others: Sequence[Sequence[int]],
         new_tokens: int,
         prepared: Sequence[Prepared],
         rates: Sequence[float] | None = None,
@@ -38,7 +40,8 @@ class Predictions:
         self._meter: PaidMeter | None = None
         if self._wanted:
             try:
-                self._meter = PaidMeter(target, draft, prompts, [*self._wanted.values()], (False,), new_tokens)
+                texts = prompts_as_long(others, [len(prompt) for prompt in prompts])
+                self._meter = PaidMeter(target, draft, texts, [*self._wanted.values()], (False,), new_tokens)
             except DataError as error:
                 self.refused = error.what
 

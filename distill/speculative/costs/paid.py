@@ -23,6 +23,7 @@ from distill.speculative.draft import ModelDrafter
 from distill.speculative.lengths import Rule
 from distill.speculative.proposal import Features
 
+PROMPTS = 4  # behind which rounds are timed
 TOKENS = 96  # decoded after a prompt, so that rounds are timed at the depths of requests
 WARM_UP = 8
 IN_A_ROW = 4  # rounds of a length, more of short ones, which take longer to settle
@@ -295,6 +296,22 @@ class PaidMeter:
             elif whole is not None:
                 found[n] = whole - two, whole
         return found
+
+
+def prompts_as_long(others: Sequence[Sequence[int]], lengths: Sequence[int], count: int = PROMPTS) -> list[list[int]]:
+    """`count` prompts for a meter, as long as the quantiles of `lengths`, because deeper rounds cost more.
+
+    Each ends as one of `others` does, in turn; a short one stands behind the others before it.
+    """
+    ordered, found = sorted(lengths), list[list[int]]()
+    for index in range(count):
+        size, text = ordered[len(ordered) * (2 * index + 1) // (2 * count)], list[int]()
+        for back in itertools.count():
+            text = [*others[(index - back) % len(others)], *text]
+            if len(text) >= size:
+                break
+        found.append(text[-size:])
+    return found
 
 
 def measure_paid(
