@@ -376,9 +376,11 @@ def test_fitted_configurations_and_every_kind_of_drafter(place: Path, capsys: Ca
 
 
 @LLAMA
-def test_texts_that_end_before_the_longest_draft(place: Path, capsys: Capture) -> None:
-    """And steps of 32 tokens that are timed in contexts that the texts do not need."""
-    options = ("--lengths", 31, "--configuration", "{rule: expected-value, length: 31}", "--tokens", 8, "-o", "json")
+@pytest.mark.parametrize("length", [31, pytest.param(63, marks=pytest.mark.slow)])
+def test_texts_that_end_before_the_longest_draft(place: Path, capsys: Capture, length: int) -> None:
+    """And steps of one more token that are timed in contexts that the texts do not need."""
+    rule = f"{{rule: expected-value, length: {length}}}"
+    options = ("--lengths", length, "--configuration", rule, "--tokens", 8, "-o", "json")
     files = {"target": "target.gguf", "draft": "draft.gguf"}
     found = json.loads(call(place, capsys, "--prompts", place / "plain.txt", *options, "--count", 2, **files))
     assert [row["different"] for row in found["measurements"]] == [0, 0, 0]

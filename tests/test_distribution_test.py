@@ -50,7 +50,7 @@ def test_p_values_of_one_distribution_are_spread_and_of_two_are_small() -> None:
 def test_a_lossless_pair_and_one_that_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     target, draft, sampler = TableModel(5, 1), TableModel(5, 2), Sampler(1.0)
     prompts = [[0, 1], [3, 4, 2]]
-    table = tested.verify_distribution(target, draft, prompts, sampler, 80, 0)
+    table = tested.verify_distribution(target, draft, prompts, sampler, 150, 0)
     assert table.lossless and len(table.tests) == 2 * len(tested.CONFIGURATIONS) and table.greedy.different == 0
     assert "Lossless" in tested.distribution_markdown(table) and table.skipped == []
     assert all(row.drafted_per_round >= (6 if "tree" in row.configuration else 2) for row in table.tests)
@@ -69,7 +69,7 @@ def test_a_lossless_pair_and_one_that_is_not(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(tested, "CONFIGURATIONS", {"token": tested.CONFIGURATIONS["token"]})
     monkeypatch.setattr(tested, "make_drafter", lambda one, d, s, r: Sharper(d, Fixed(3), s, r))
-    table = tested.verify_distribution(target, draft, prompts, sampler, 450, 0)
+    table = tested.verify_distribution(target, draft, prompts, sampler, 700, 0)
     assert not table.lossless and min(row.p for row in table.tests) < 1e-6
     assert "NOT lossless" in tested.distribution_markdown(table)
 

@@ -214,10 +214,11 @@ FORKS: dict[str, tuple[int, Make]] = {
         ("static", "token", Sampler()),
         ("best-first", "distinct", Sampler(1.3, top_p=0.9)),
         ("best-first", "greedy", Sampler()),
-        ("best-first", "greedy", Sampler(0.0)),
-        ("best-first, calibrated", "match", Sampler(0.0)),
-        ("static", "token", Sampler(0.0)),
-        ("best-first", "distinct", Sampler(0.0)),
+        *[
+            pytest.param(name, verifier, Sampler(0.0), marks=[pytest.mark.slow] * bool((a + b) % 3))
+            for a, name in enumerate(BEST)
+            for b, verifier in enumerate(TREES)
+        ],
     ],
     ids=str,
 )

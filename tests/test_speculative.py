@@ -170,6 +170,17 @@ def test_a_token_dropped_after_its_draw_is_refused() -> None:
     assert len(text(target, drafter, Rules(served, "token", random=random.random), 3, lossy=True)) == 3
 
 
+@pytest.mark.slow
+def test_a_token_dropped_after_its_draw_changes_the_distribution() -> None:
+    """The lossy twin is seen by the test above when it is asked for."""
+    served, draws = Sampler(1.0), random.Random(3).random
+    target, draft = TableModel(V, 11), TableModel(V, 12)
+    drafter = ModelDrafter(draft, LossyProbabilityFloor(3, 0.3), served, draws)
+    rules = Rules(served, "token", random=draws)
+    counts = Counter(text(target, drafter, rules, 3, lossy=True) for _ in range(3 * SAMPLES))
+    assert p_value(counts, exact_distribution(target, served, 3)) < 1e-6
+
+
 def test_pairs_that_cannot_be() -> None:
     target, draft = TableModel(V, 1), TableModel(V, 2)
     sampled = ModelDrafter(draft, Fixed(2), Sampler(1.0), random.random)
