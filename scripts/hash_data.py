@@ -19,3 +19,5 @@ if __name__ == "__main__":
         files = [path for path in (DATA / split).rglob("*.py") if path.is_file()]
         size = sum(path.stat().st_size for path in files)
         print(f"| `{split}/`, {len(files)} files | {size:,} | `{reference_digest(str(DATA / split))}` (whole folder) |")
+    questions = DATA / "questions.jsonl"
+    print(f"| `{questions.name}` | {questions.stat().st_size:,} | `{file_digest(questions)}` |")
