@@ -419,5 +419,18 @@ def test_a_bug_is_one_line_and_its_traceback_a_file(
     assert str(file) in found and "Traceback" in file.read_text() and "app.py:" in found
 
 
+def test_a_bug_in_a_checkout_named_distill_is_placed_in_the_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its tests and its .venv lie below a folder of the package's name; the place is still a line of the package."""
+    outside: dict[str, Any] = {}
+    exec(compile("def fail(**_): raise KeyError(1)", str(tmp_path / "distill" / "tests" / "a.py"), "exec"), outside)
+    monkeypatch.setattr(application, "app", outside["fail"])
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    assert tiny.call("runs") == 1
+    found = capsys.readouterr().err
+    assert "KeyError: 1 (app.py:" in found and "a.py" in next(tmp_path.glob("*.txt")).read_text()
+
+
 def test_distill_errors_are_never_bugs() -> None:
     assert issubclass(RecipeError, DistillError) and SamplerSettings().temperature == 1

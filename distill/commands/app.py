@@ -8,11 +8,12 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from distill import __version__
+import distill
 from distill.commands.check import check
 from distill.commands.cut import cut
 from distill.commands.evaluate import evaluate
@@ -57,7 +58,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        print(f"distill {__version__}")
+        print(f"distill {distill.__version__}")
         raise typer.Exit
 
 
@@ -79,6 +80,8 @@ def options(
     set_console(quiet, verbose)
 
 
+# How the files of this package begin. A folder named distill says nothing: a checkout is one, with its tests and .venv.
+PACKAGE = f"{Path(distill.__file__).parent}{os.sep}"
 PASSED_ON = {"serve-check": {"allow_extra_args": True}}  # what stands behind --
 
 for name, command in COMMANDS.items():
@@ -163,7 +166,7 @@ def _require_text(arguments: Sequence[str]) -> None:
 def _bug(error: Exception) -> str:
     """What a user sees of an exception that nobody expected: one line; the traceback goes to a file that it names."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if f"{os.sep}distill{os.sep}" in frame.filename] or frames
+    own = [frame for frame in frames if frame.filename.startswith(PACKAGE)] or frames
     place = f" ({os.path.basename(own[-1].filename)}:{own[-1].lineno})" if own else ""
     words = " ".join(str(error).encode("utf-8", "backslashreplace").decode().split())[:300]
     line = f"distill: this is a bug in distill: {type(error).__name__}: {words}{place}; please report it"
