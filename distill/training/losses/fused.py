@@ -23,6 +23,9 @@ from distill.training.losses.settings import STATISTICS, LossSettings, LossSums
 
 CACHED = 2**20  # entries of a block for each thread of a processor: 4 MB in fp32
 STREAMED = 2**24  # entries of a block on an accelerator, which needs large kernels
+# The last chunk of a batch has another number of rows at every step. On a processor oneDNN compiles products for each
+# and keeps them, 5 MB apiece in bf16: so chunks are filled up with zeros to a multiple of so many rows.
+ROWS = 64
 
 
 @dataclass(frozen=True)
@@ -57,20 +60,23 @@ def _positions(
     wanted = any(gradient is not None for gradient in gradients)
     rows = head[:columns].to(kind)
     shift = None if bias is None else bias[:columns].to(kind)
-    buffer = torch.empty(min(scoring.chunk, count), columns, dtype=kind, device=hidden.device)
+    unit = ROWS if hidden.device.type == "cpu" else 1
+    buffer = torch.empty(min(scoring.chunk, _filled(count, unit)), columns, dtype=kind, device=hidden.device)
     threads = torch.get_num_threads()
     size = max(1, (CACHED * threads if hidden.device.type == "cpu" else STREAMED) // columns)
     values = torch.empty(count, len(STATISTICS) + len(settings.losses), dtype=wide, device=hidden.device)
     for start in range(0, count, scoring.chunk):
         here = slice(start, min(start + scoring.chunk, count))
-        part = hidden[here].to(kind)
-        logits = buffer[: len(part)]
+        scored = here.stop - start
+        logits = buffer[: _filled(scored, unit)]  # of a chunk of less than `unit` rows: the whole buffer
+        part = torch.nn.functional.pad(hidden[here].to(kind), (0, 0, 0, len(logits) - scored))
         torch.mm(part, rows.T, out=logits)
+        logits[scored:] = 0
         if shift is not None:
-            logits += shift
+            logits[:scored] += shift
         target = teacher.chunk(here, settings.temperature)
-        for first in range(0, len(part), size):
-            block = slice(first, min(first + size, len(part)))
+        for first in range(0, scored, size):
+            block = slice(first, min(first + size, scored))
             at = slice(start + block.start, start + block.stop)
             labels, weights = scoring.labels[at], scoring.weights[at]
             values[at], gradient = score_block(
@@ -80,12 +86,16 @@ def _positions(
                 logits[block] = gradient
         del target
         if d_hidden is not None:
-            d_hidden[here] = logits @ rows
+            d_hidden[here] = (logits @ rows)[:scored]
         if d_head is not None:
             _add_product(d_head[:columns], logits, part)
         if d_bias is not None:
             d_bias[:columns] += logits.sum(0, dtype=wide)
     return values
+
+
+def _filled(count: int, unit: int) -> int:
+    return -(-count // unit) * unit
 
 
 def _add_product(total: Tensor, gradient: Tensor, hidden: Tensor) -> None:

@@ -1,0 +1,83 @@
+"""Memory of what runs for hours on a CPU: oneDNN's cache of primitives is bounded, and few shapes come into it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from test_scripts import script
+
+import distill
+from distill.target.distributions import DenseTeacher
+from distill.training.losses import fused
+from distill.training.losses.settings import LossSettings
+
+VARIABLE = "ONEDNN_PRIMITIVE_CACHE_CAPACITY"
+SHAPES = """
+import torch, distill, os
+for _ in range(2):
+    print("round", flush=True)
+    for rows in range(8, SHAPES + 8):  # a few rows are multiplied without oneDNN
+        torch.ones(rows, 32, dtype=torch.bfloat16) @ torch.ones(32, 32, dtype=torch.bfloat16)
+"""
+
+
+def compiled(shapes: int, **environment: str) -> tuple[int, int]:
+    """Primitives that oneDNN compiled in a first and in a second round over so many shapes; torch is imported first."""
+    kept = {name: value for name, value in os.environ.items() if not name.endswith("PRIMITIVE_CACHE_CAPACITY")}
+    command = [sys.executable, "-c", SHAPES.replace("SHAPES", str(shapes))]
+    settings = {**kept, "ONEDNN_VERBOSE": "2", "PYTHONPATH": str(tiny.ROOT), **environment}
+    result = subprocess.run(command, env=settings, capture_output=True, text=True, timeout=120, check=True)
+    first, second = (part.count("create:cache_miss") for part in result.stdout.split("round")[1:])
+    if not first:
+        pytest.skip("torch multiplies bf16 without oneDNN here")
+    return first, second
+
+
+def test_shapes_beyond_the_capacity_are_forgotten() -> None:
+    assert compiled(200) == (200, 0)  # what decoding needs stays
+    first, second = compiled(300)
+    assert first == 300 and second > 0
+
+
+@pytest.mark.parametrize("name", [VARIABLE, "DNNL_PRIMITIVE_CACHE_CAPACITY"])
+def test_the_users_capacity_counts(name: str) -> None:
+    assert compiled(300, **{name: "400"}) == (300, 0)
+    assert compiled(20, **{name: "5"}) == (20, 20)
+
+
+def test_processes_started_from_here_inherit_it() -> None:
+    assert distill.__version__ and (VARIABLE in os.environ or "DNNL_PRIMITIVE_CACHE_CAPACITY" in os.environ)
+
+
+def test_a_batchs_number_of_positions_makes_few_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    multiply, rows = torch.mm, set()
+
+    def recorded(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> Any:
+        rows.add(len(left))
+        return multiply(left, right, out=out)
+
+    monkeypatch.setattr(torch, "mm", recorded)
+    generator = torch.Generator().manual_seed(0)
+    head = torch.randn(11, 8, generator=generator, requires_grad=True)
+    for count in range(1, 500, 7):
+        hidden = torch.randn(count, 8, generator=generator)
+        teacher = DenseTeacher(hidden, head.detach(), 11)
+        labels = torch.zeros(count, dtype=torch.long)
+        fused.head_loss(hidden, head, teacher, labels, LossSettings({"jsd": 1.0}), None, 256)
+    assert rows == {64, 128, 192, 256}
+
+
+def test_the_benchmark_at_toy_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = script("benchmark_memory", monkeypatch)
+    small = "--steps 3 --every 2 --batch 2 --block 64 --layers 1 --vocabulary 300 --threads 1 --dtype bfloat16"
+    with tiny.one_thread():
+        for work in ("training", "answers"):
+            found = list(measured.measure(measured.parse([*small.split(), "--one", work])))
+            assert [line["step"] for line in found] == [2, 3]
+            assert all(line["peak"] >= line["resident"] / 2 > 1e7 and line["seconds"] > 0 for line in found)
