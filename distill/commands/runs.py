@@ -50,12 +50,12 @@ def _stages(config: Path) -> list[str]:
     """The stages of a run; the usual ones where its recipe cannot be read."""
     from distill.pipeline.stages import NAMES
     from distill.recipe import load_recipe
-    from distill.recipe.text.unloaded import HELD_OUT, left_out
+    from distill.recipe.text.unloaded import HELD_OUT, QUESTIONS, left_out
 
     try:
         absent = set(left_out(load_recipe(config)))
     except DistillError:
-        absent = set(HELD_OUT)
+        absent = {*HELD_OUT, QUESTIONS}
     return [name for name in NAMES if name not in absent]
 
 

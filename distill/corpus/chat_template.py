@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import takewhile
 from typing import Any
 
 from distill.errors import DataError, RecipeError
@@ -17,6 +18,8 @@ from distill.recipe import Chat
 
 Message = Mapping[str, Any]
 OPENING, CLOSING = "<think>", "</think>"
+MARKS = "MARKER of a message", "Other marker"  # in place of a user's message, to find what is written around it
+WORDS = "How", "What", "a", "1", "\u00e9", "\u4f60", "-", '"'  # beginnings of messages
 
 
 @dataclass(frozen=True)
@@ -26,6 +29,16 @@ class Rendered:
     prompt: list[int]
     answer: list[int]
     text: str
+
+
+@dataclass(frozen=True)
+class UserHeader:
+    """What a template writes before a user's message, as text and as the token ids that every message leaves as they
+    are; and the text behind the message that ends it, None where that is an end token of the model."""
+
+    text: str
+    ids: list[int]
+    end: str | None
 
 
 class ChatTemplate:
@@ -80,6 +93,47 @@ class ChatTemplate:
     def prompt(self, messages: Sequence[Message], thinking: bool | None = None, tools: Any = None) -> list[int]:
         """Token ids of the messages and of the beginning of an answer."""
         return encode(self.tokenizer, self.text(messages, thinking, tools))
+
+    @cached_property
+    def special(self) -> set[int]:
+        """The ids of special tokens, and of added ones that are more than white space."""
+        added = {number for text, number in self.tokenizer.get_added_vocab().items() if text.strip(" \t\r\n▁")}
+        return added | set(self.tokenizer.all_special_ids)
+
+    def user_header(
+        self, before: Sequence[Message], ends: Sequence[int], thinking: bool | None = None, tools: Any = None
+    ) -> UserHeader:
+        """The beginning of a user's message after these messages: a model that continues it writes a user's message.
+
+        `ends` are the model's end tokens. Raises ValueError, with the reason, for a template that it cannot be found
+        in.
+        """
+        found = set()
+        for mark in MARKS:
+            text = self.text([*before, {"role": "user", "content": mark}], thinking, tools)
+            header, there, behind = text.partition(mark)
+            if not there:
+                raise ValueError("it does not write a user's message as it is")
+            found.add((header, behind))
+        if len(found) > 1:
+            raise ValueError("what it writes around a user's message depends on the message")
+        header, behind = found.pop()
+        if not header.replace(self.tokenizer.bos_token or "", "").strip():
+            raise ValueError("it writes nothing before a user's message")
+        # A header may end within what the tokenizer writes as one token, such as a space and a word.
+        texts = [header.rstrip(" "), *(header + word for word in WORDS)]
+        columns = zip(*(encode(self.tokenizer, text) for text in texts), strict=False)
+        ids = [column[0] for column in takewhile(lambda column: len(set(column)) == 1, columns)]
+        return UserHeader(header, ids, self._end_of_user(behind, ends))
+
+    def _end_of_user(self, behind: str, ends: Sequence[int]) -> str | None:
+        """The text that ends a user's message, from the text behind it: a special token, or the rest of the line."""
+        following = encode(self.tokenizer, behind.lstrip())[:1]
+        if not following or following[0] in ends:
+            return None
+        if following[0] in self.special:
+            return str(self.tokenizer.convert_ids_to_tokens(following)[0])
+        return behind.strip().splitlines()[0]
 
     @cached_property
     def end(self) -> list[int]:

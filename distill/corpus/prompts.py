@@ -68,23 +68,33 @@ class ChatPrompts:
             return None
         return bool(answer.get("reasoning_content")) or CLOSING in str(answer["content"])
 
+    def system(self, name: str) -> list[dict[str, Any]]:
+        """The system prompt of the recipe that the seed draws for a name, as messages: one, or none."""
+        prompts = self.template.settings.system
+        if not prompts:
+            return []
+        return [{"role": "system", "content": prompts[int(_share(self.seed, name, "system") * len(prompts))]}]
+
+    def thinking(self, name: str) -> bool | None:
+        """Whether the seed draws thinking for a name; None where the recipe leaves it to the template."""
+        share = self.template.settings.thinking
+        return None if share is None else _share(self.seed, name, "thinking") < share
+
     def describe(self, document: Document) -> dict[str, Any]:
         """What renders a conversation: its messages up to the first question, further turns, thinking and tools."""
         assert document.messages is not None
         settings: Chat = self.template.settings
         roles = [one["role"] for one in document.messages]
-        first = roles.index("user")
+        # Where the target wrote the answers itself, its last question is asked behind them; else it answers each.
+        first = len(roles) - 1 - roles[::-1].index("user") if document.own else roles.index("user")
         head = list(document.messages[: first + 1])
-        if settings.system and "system" not in roles:
-            drawn = int(_share(self.seed, document.name, "system") * len(settings.system))
-            head = [{"role": "system", "content": settings.system[drawn]}, *head]
+        if "system" not in roles:
+            head = [*self.system(document.name), *head]
         rest = document.messages[first + 1 :]
         # What a tool returned answers a call that this target may not make: the conversation ends before it.
         known = next((at for at, one in enumerate(rest) if one["role"] == "tool"), len(rest))
         turns = [one["content"] for one in rest[:known] if one["role"] == "user"][: settings.turns - 1]
-        thinking = None
-        if settings.thinking is not None:
-            thinking = _share(self.seed, document.name, "thinking") < settings.thinking
+        thinking = self.thinking(document.name)
         return {
             "messages": head,
             "turns": turns,

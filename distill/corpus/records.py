@@ -23,7 +23,7 @@ def read_records(source: Source, paths: list[Path]) -> Iterator[Record]:
     if source.kind == "hub":
         yield from _hub(source)
         return
-    read = {"jsonl": _jsonl, "csv": _csv, "parquet": _parquet}[source.kind]
+    read = {"jsonl": _jsonl, "csv": _csv, "parquet": _parquet, "target": _jsonl}[source.kind]
     for path in paths:
         empty = True
         try:

@@ -25,7 +25,7 @@ class Document:
     """A text, its name within its source, the split it belongs to, and the source's own name.
 
     A conversation has its `messages`, which end with a question or an answer; its text is then the questions alone.
-    `label` is the class that reports show.
+    `label` is the class that reports show. `own`: the target wrote the conversation, its answers included.
     """
 
     name: str
@@ -34,6 +34,7 @@ class Document:
     source: str = ""
     messages: Messages | None = None
     label: str = ""
+    own: bool = False
 
     @property
     def plain_text(self) -> str:
@@ -53,6 +54,21 @@ def source_path(source: Source) -> Path:
     if source.kind != "tree" and path.is_dir():
         raise DataError(f"corpus source {path} is a folder, but its kind is {source.kind}", "use kind: tree")
     return path
+
+
+def with_questions(corpus: Corpus, folder: Path) -> Corpus:
+    """The corpus with the files of stage `questions`, which lie in `folder`, as the paths of sources of kind target."""
+    files = (str(folder / name) for name in question_files(corpus))
+    sources = tuple(
+        source.model_copy(update={"path": next(files), "form": "messages"}) if source.kind == "target" else source
+        for source in corpus.sources
+    )
+    return corpus.model_copy(update={"sources": sources})
+
+
+def question_files(corpus: Corpus) -> list[str]:
+    """The names of the files that hold the questions of a corpus's sources of kind target, in their order."""
+    return [f"target{'' if not number else f'-{number + 1}'}.jsonl" for number in range(len(corpus.asked))]
 
 
 def _tree(source: Source, dropped: Counter[str]) -> Iterator[tuple[str, str]]:
@@ -201,7 +217,8 @@ def read_documents(corpus: Corpus, needed: tuple[Split, ...] = SPLITS) -> tuple[
                     name = f"{origin}/{name}#{content.hex()[:8]}"
                 names.add(name)
                 texts.add(content)
-                documents.append(Document(name, split, text, origin, one.messages, one.label))
+                own = source.kind == "target"
+                documents.append(Document(name, split, text, origin, one.messages, one.label, own))
     require_splits(documents, dropped, needed)
     return documents, dropped
 

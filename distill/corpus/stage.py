@@ -12,13 +12,13 @@ from typing import Any
 
 from distill.corpus.chat_template import ChatTemplate
 from distill.corpus.prompts import ChatPrompts, cut_prompts
-from distill.corpus.sources import Document, read_documents
+from distill.corpus.sources import Document, read_documents, with_questions
 from distill.corpus.splits import SPLITS, Split
 from distill.errors import DataError
 from distill.files import write_atomically, write_json, write_text
 from distill.models.hugging_face import encode, end_ids, load_config, load_tokenizer
 from distill.packing import Packed, concatenate, pack
-from distill.recipe import Recipe
+from distill.recipe import Corpus, Recipe
 from distill.run import Run
 from distill.texts import Prompt, count_texts
 
@@ -36,10 +36,11 @@ def corpus(recipe: Recipe, run: Run) -> list[Path]:
     folder = run.path("corpus")
     tokenizer = load_tokenizer(recipe.target.model)
     ends = end_ids(load_config(recipe.target.model), tokenizer)
-    documents, dropped = read_documents(recipe.corpus)
+    sources = with_questions(recipe.corpus, run.path("questions"))
+    documents, dropped = read_documents(sources)
     to_ids = functools.partial(encode, tokenizer)
     chat = chat_prompts(recipe, tokenizer, documents)
-    weights = weights_of(recipe)
+    weights = weights_of(sources)
     # Text is capped: train by corpus.tokens, the other splits by the most that scoring and evaluation use.
     limits = {
         "train": recipe.corpus.tokens,
@@ -95,10 +96,10 @@ def chat_prompts(recipe: Recipe, tokenizer: Any, documents: list[Document]) -> C
     return ChatPrompts(ChatTemplate(tokenizer, recipe.chat), most, recipe.seed)
 
 
-def weights_of(recipe: Recipe) -> dict[str, float] | None:
+def weights_of(corpus: Corpus) -> dict[str, float] | None:
     """The sources' shares of the prompts by name; None where none has a weight."""
     found: dict[str, float] = {}
-    for source in recipe.corpus.sources:
+    for source in corpus.sources:
         if source.weight is None:
             return None
         name = Path(source.path).name

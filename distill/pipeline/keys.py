@@ -123,10 +123,16 @@ def _changes(old: Parts, new: Parts, contents: Contents | None, prefix: str = ""
 
 
 def _setting(recipe: Recipe, dotted: str, ignores: Sequence[str] = ()) -> Any:
-    """The value of a recipe key, without the keys below it that `ignores` names; None below a section that is off."""
+    """The value of a recipe key, without the keys below it that `ignores` names; None below a section that is off.
+
+    Below a list of sections, it is the list of the values in those that have the key.
+    """
     value: Any = recipe.model_dump(mode="json")
     for part in dotted.split("."):
-        value = None if value is None else value[part]
+        if isinstance(value, list):  # of sections: the key in those that have it
+            value = [item[part] for item in value if part in item]
+        else:
+            value = None if value is None else value[part]
     return _without(value, dotted, ignores)
 
 
@@ -159,7 +165,8 @@ def _content(name: str, recipe: Recipe, contents: Contents) -> tuple[str, Any]:
             return model_digest(source.path)
         return [model_digest(str(path)) for path in source_files(source)]
 
-    return "corpus.sources (content)", [source_digest(source) for source in recipe.corpus.sources]
+    read = [source for source in recipe.corpus.sources if source.kind != "target"]  # whose questions are an input
+    return "corpus.sources (content)", [source_digest(source) for source in read]
 
 
 def _artifacts_digest(run: Run, stage: str, pattern: str) -> str | None:

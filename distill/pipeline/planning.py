@@ -11,7 +11,7 @@ from distill.files import digest, read_json
 from distill.pipeline.keys import Contents, Parts, begun_path, difference, key_parts, recorded_parts
 from distill.pipeline.stages import NAMES, STAGES, Stage, consumers, find_stage, require_part
 from distill.recipe import Recipe
-from distill.recipe.text.unloaded import left_out
+from distill.recipe.text.unloaded import left_out, not_run
 from distill.run import Run
 
 Kind = Literal["skip", "run", "resume", "redo", "mend", "wait", "refuse", "leave"]
@@ -97,7 +97,7 @@ class Planner:
         actions: list[Action] = []
         for stage in STAGES[: last + 1]:
             if stage.name in absent:
-                if not self.recipe.target.load:  # a run that has all usual stages need not hear of others
+                if stage.name in not_run(self.recipe):  # a run that has all usual stages need not hear of others
                     actions.append(Action(stage, "leave", (absent[stage.name],)))
                 continue
             action = self._look_ahead(stage) or self._decide_or_wait(stage, actions)

@@ -9,8 +9,16 @@ from pathlib import Path
 from typing import Any
 
 from distill.errors import RunError
+from distill.pipeline.conditional import (
+    load_setting,
+    question_settings,
+    search_settings,
+    teacher_settings,
+    timed_pairs,
+    writer_settings,
+)
 from distill.recipe import REACHING, Recipe
-from distill.recipe.gguf import CHANGES_LOGITS
+from distill.recipe.corpus import OF_TARGET
 from distill.recipe.text.unloaded import left_out
 from distill.run import Run
 from distill.target.traffic import PIN as TRAFFIC
@@ -68,57 +76,6 @@ TEACHER_REACHING = tuple(f"teacher.server.{name}" for name in REACHING)
 WRITER_REACHING = tuple(f"answers.writer.{name}" for name in ("gguf", "missing", *REACHING))
 
 
-def _gguf(recipe: Recipe, *roles: str, only: Sequence[str] = ()) -> tuple[str, ...]:
-    """llama.cpp's options of these models that differ from their defaults (with `only`, of those); the defaults name
-    nothing, so that keys are those of runs that had no such options."""
-    return tuple(
-        f"gguf.{role}.{name}"
-        for role in roles
-        for name in getattr(recipe.gguf, role).given()
-        if name in only or not only
-    )
-
-
-def _timed_files(recipe: Recipe) -> tuple[str, ...]:
-    """The options under which GGUF files are timed; none where none is."""
-    return _gguf(recipe, "target", "draft") if "gguf" in recipe.speedup.backends else ()
-
-
-def _timed_pairs(recipe: Recipe) -> tuple[str, ...]:
-    """How both backends decode, for the stages that time them; the defaults of PyTorch name no run's key."""
-    pytorch = () if recipe.pytorch == type(recipe.pytorch)() else ("pytorch",)
-    return *_timed_files(recipe), *pytorch
-
-
-def _writer_settings(recipe: Recipe) -> tuple[str, ...]:
-    """The options that change what a GGUF file of the target writes; the others change rounding alone."""
-    writer = recipe.answers.writer
-    return () if writer is None or writer.gguf is None else _gguf(recipe, "target", only=CHANGES_LOGITS)
-
-
-def _teacher_settings(recipe: Recipe) -> tuple[str, ...]:
-    """The options that change the distributions of the teacher's GGUF file; the others change rounding alone."""
-    return () if recipe.teacher.gguf is None else _gguf(recipe, "target", only=CHANGES_LOGITS)
-
-
-def _search_settings(recipe: Recipe) -> tuple[str, ...]:
-    """The settings that measuring cuts depends on, beside section cut; none where no cut is measured."""
-    by_price = recipe.cut.trim is not None and recipe.cut.trim.size is None and recipe.cut.trim.by == "price"
-    if recipe.cut.search is None and not by_price:
-        return ()
-    return (
-        *("seed", "train", "sampler", "profile", "speedup.outtype", "corpus.block", "threads"),
-        *("target.dtype", "target.quantise"),
-        *_gguf(recipe, "target", "draft"),
-        *(() if recipe.pytorch.prepack else ("pytorch.prepack",)),  # the default names no run's key
-    )
-
-
-def _load_setting(recipe: Recipe) -> tuple[str, ...]:
-    """The setting that the target is not loaded, for the stages that do less then; it names no other run's key."""
-    return () if recipe.target.load else ("target.load",)
-
-
 # What a held-out text does not depend on: the count and the limits of the train answers, and how they are grouped.
 TRAIN_ANSWERS = tuple(
     f"answers.{name}"
@@ -140,11 +97,30 @@ def _held_out(split: str, function: str, settings: tuple[str, ...]) -> Stage:
         (split,),
         ("target", "writer", "gguf"),
         ignores=(*WRITER_REACHING, *TEACHER_REACHING, *TRAIN_ANSWERS, "teacher.mass"),
-        more=lambda recipe: (*_writer_settings(recipe), *_teacher_settings(recipe)),
+        more=lambda recipe: (*writer_settings(recipe), *teacher_settings(recipe)),
     )
 
 
 STAGES = (
+    Stage(
+        "questions",
+        "distill.target.questions.stage:questions",
+        (
+            "seed",
+            *(f"corpus.sources.{name}" for name in OF_TARGET),
+            *(f"chat.{name}" for name in ("system", "thinking", "thinking_argument", "arguments", "tools")),
+            *(f"answers.{name}" for name in ("writer", "batch", "group")),
+            "target.dtype",
+            "target.quantise",
+        ),
+        (),
+        ("questions",),
+        ("target", "writer"),
+        precious=True,
+        ignores=WRITER_REACHING,
+        more=question_settings,
+        together=True,
+    ),
     Stage(
         "corpus",
         "distill.corpus.stage:corpus",
@@ -163,7 +139,7 @@ STAGES = (
             "speedup.prompts",
             "speedup.grown_prompts",
         ),
-        (),
+        (("questions", "questions/target*.jsonl"),),
         ("corpus",),
         ("target", "sources"),
         version=2,  # 2: text-test.safetensors numbers its documents; the other files are those of version 1
@@ -181,8 +157,8 @@ STAGES = (
         ignores=WRITER_REACHING,
         # Held-out answers of served traffic are kept only where the target cannot be asked itself.
         more=lambda recipe: (
-            *_writer_settings(recipe),
-            *(() if recipe.answers.traffic is None else _load_setting(recipe)),
+            *writer_settings(recipe),
+            *(() if recipe.answers.traffic is None else load_setting(recipe)),
         ),
         pins=((TRAFFIC, pin_traffic),),
         together=True,
@@ -197,7 +173,7 @@ STAGES = (
         precious=True,
         version=2,
         ignores=TEACHER_REACHING,
-        more=_teacher_settings,
+        more=teacher_settings,
         together=True,
     ),
     _held_out(
@@ -220,7 +196,7 @@ STAGES = (
         ("target", "donor"),
         version=2,
         ignores=(*ROUNDING, "cut.allow_full_size"),
-        more=_search_settings,
+        more=search_settings,
         pins=(("parent (content)", lambda recipe, run: run.parent()),),
     ),
     Stage(
@@ -231,7 +207,7 @@ STAGES = (
         ("profile.json",),
         ("target",),
         version=2,  # 2: linear layers prepacked
-        more=_timed_pairs,
+        more=timed_pairs,
     ),
     Stage(
         "train",
@@ -272,7 +248,7 @@ STAGES = (
         (("train", "draft/*"), ("corpus", "corpus/documents-test.jsonl")),
         ("gguf",),
         ("target",),
-        more=_load_setting,
+        more=load_setting,
     ),
     Stage(
         "speedup",
@@ -300,7 +276,7 @@ STAGES = (
         ("speedup", "speedup.json", "speedup.md"),
         ("target",),
         version=6,  # 4: costs as rounds pay them; 5: linear layers prepacked, costs between the texts; 6: whole rounds
-        more=_timed_pairs,
+        more=timed_pairs,
     ),
     Stage(
         "report",

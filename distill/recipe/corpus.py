@@ -7,23 +7,59 @@ import re
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import (
+    Field,
+    SerializerFunctionWrapHandler,
+    ValidationInfo,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
 
 from distill.files import is_utf8
 from distill.recipe.section import Section
+from distill.recipe.target import HOTTEST
+
+# The keys that sources of kind target alone have, and those that they lack.
+OF_TARGET = ("questions", "tokens", "temperature", "top_p", "turns")
+OF_FILES = ("path", "pattern", "form", "field", "fields", "given", "subset", "hub_split", "exclude")
+MOST_TURNS = 16
 
 
 class Source(Section):
     """One source of text."""
 
-    kind: Literal["tree", "text", "jsonl", "csv", "parquet", "hub"] = Field(
+    kind: Literal["tree", "text", "jsonl", "csv", "parquet", "hub", "target"] = Field(
         description="tree: each matching file below a folder is a document; text: a file is one document, or "
         "is cut into pieces of at least 16,384 characters that are, where it is longer than 32,768; "
-        "jsonl, csv, parquet: each line or row is a record; hub: a data set by its hub name (through `datasets`)"
+        "jsonl, csv, parquet: each line or row is a record; hub: a data set by its hub name (through `datasets`); "
+        "target: no data, but questions that the target itself writes behind the user header of its chat template"
     )
     path: str = Field(
-        description="folder, file or hub name; `python:stdlib` is the library of the running interpreter; of text, "
-        "jsonl, csv and parquet also a pattern of files, such as logs/*.jsonl"
+        "",
+        validate_default=True,
+        description="folder, file or hub name, required but for kind target; `python:stdlib` is the library of the "
+        "running interpreter; of text, jsonl, csv and parquet also a pattern of files, such as logs/*.jsonl",
+    )
+    questions: int | None = Field(
+        None,
+        ge=1,
+        le=10_000_000,
+        description="target: questions wanted, required; the target is asked until so many are usable, at most three "
+        "times as often",
+    )
+    tokens: int = Field(
+        96, ge=4, description="target: most tokens of a question, its end included; a longer one is dropped"
+    )
+    temperature: float = Field(1.0, gt=0, le=HOTTEST, description="target: temperature that questions are drawn at")
+    top_p: float = Field(0.99, gt=0, le=1, description="target: top-p that questions are drawn with; 1: off")
+    turns: int = Field(
+        1,
+        ge=1,
+        le=MOST_TURNS,
+        description="target: user's turns of a conversation at most; above 1, the target answers its question with the "
+        "served sampler, and writes the user's next turn behind that",
     )
     pattern: str = Field("**/*.py", description="tree: pattern of the files")
     form: Literal["auto", "text", "prompt", "messages", "conversations", "turns"] = Field(
@@ -58,6 +94,33 @@ class Source(Section):
     keep: tuple[Literal["train", "validation", "test"], ...] = Field(
         ("train", "validation", "test"), description="documents of other splits are dropped and counted"
     )
+
+    @field_validator("path")
+    @classmethod
+    def _path_is_given_or_not_needed(cls, value: str, info: ValidationInfo) -> str:
+        if info.data.get("kind") == "target":
+            if value:
+                raise ValueError("a source of kind target reads no file or data set: leave path out")
+        elif not value:
+            raise PydanticCustomError("missing", "Field required")
+        return value
+
+    @model_validator(mode="after")
+    def _only_keys_of_its_kind(self) -> Source:
+        foreign = OF_FILES if self.kind == "target" else OF_TARGET
+        given = [name for name in foreign if name in self.model_fields_set]
+        if given:
+            other = "files and data sets" if self.kind == "target" else "kind target"
+            raise ValueError(f"{', '.join(given)}: for {other} alone, and this source is of kind {self.kind}")
+        if self.kind == "target" and self.questions is None:
+            raise ValueError("questions is missing: the number of questions that the target is to write")
+        return self
+
+    @model_serializer(mode="wrap")
+    def _keys_of_its_kind(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        # A key that a kind lacks is not written: the keys of stages, and config.yaml, name what is read alone.
+        foreign = OF_FILES if self.kind == "target" else OF_TARGET
+        return {name: value for name, value in write(self).items() if name not in foreign}
 
     @field_validator("pattern")
     @classmethod
@@ -111,3 +174,8 @@ class Corpus(Section):
         if len({source.weight is None for source in value}) > 1:
             raise ValueError("give every source a weight, or none")
         return value
+
+    @property
+    def asked(self) -> tuple[Source, ...]:
+        """The sources whose questions the target itself writes."""
+        return tuple(source for source in self.sources if source.kind == "target")

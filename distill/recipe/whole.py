@@ -64,6 +64,7 @@ class Recipe(Section):
                 f"answers.prompt_tokens + answers.new_tokens = {self.answers.prompt_tokens + self.answers.new_tokens} "
                 f"does not fit corpus.block = {self.corpus.block}"
             )
+        self._can_ask_the_target()
         if not self.target.load:
             needing = list(faults(self))
             if needing:
@@ -73,3 +74,18 @@ class Recipe(Section):
         if self.speedup.grown is not None and self.target.quantise is not None:
             raise ValueError("speedup.grown needs the target's own weights, which target.quantise replaces")
         return self
+
+    def _can_ask_the_target(self) -> None:
+        """Raise ValueError where sources of kind target ask for what the writer or section chat does not give."""
+        asked = self.corpus.asked
+        if asked and self.answers.writer is not None and self.answers.writer.api == "chat":
+            raise ValueError(
+                "corpus.sources of kind target continue the beginning of a prompt, and answers.writer.api chat sends "
+                "whole messages: use api: completions"
+            )
+        most = max((source.turns for source in asked), default=1)
+        if most > self.chat.turns:
+            raise ValueError(
+                f"corpus.sources: turns is {most}, and chat.turns lets the target answer {self.chat.turns}: raise "
+                "chat.turns, or lower turns"
+            )

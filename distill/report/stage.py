@@ -9,7 +9,7 @@ from typing import TypeVar
 from distill.files import read_json, write_text
 from distill.machine import machine
 from distill.recipe import Recipe
-from distill.recipe.text.unloaded import HELD_OUT, left_out
+from distill.recipe.text.unloaded import HELD_OUT, not_run
 from distill.report.card import build_card
 from distill.report.page import build_page
 from distill.results.cut_results import CutReport, ModelSizes, SearchReport, SparsityReport
@@ -19,7 +19,7 @@ from distill.results.profile_results import ProfileReport
 from distill.results.run_results import Machine, Parent, RunResults
 from distill.results.serialise import from_json, read_result
 from distill.results.speedup_results import SpeedupReport
-from distill.results.text_results import AnswerTexts, CorpusTexts
+from distill.results.text_results import AnswerTexts, CorpusTexts, QuestionTexts
 from distill.results.training_results import TrainingSummary, evaluated_weights, training_steps
 from distill.run import Run, now
 
@@ -58,13 +58,14 @@ def gather(recipe: Recipe, run: Run) -> RunResults:
         steps=training_steps(lines),
         evaluated=evaluated_weights(lines),
         training=found(TrainingSummary, "training.json"),
+        questions=found(QuestionTexts, "questions", "summary.json"),
         corpus=found(CorpusTexts, "corpus", "summary.json"),
         answers=found(AnswerTexts, "answers", "manifest.json"),
         profile=found(ProfileReport, "profile.json"),
         evaluation=found(EvaluationReport, "eval.json"),
         export=found(ExportReport, "gguf", "export.json"),
         speedup=found(SpeedupReport, "speedup.json"),
-        left_out={} if recipe.target.load else left_out(recipe),
+        left_out=not_run(recipe),
         held_out={
             split: texts for split in HELD_OUT if (texts := found(AnswerTexts, split, "summary.json")) is not None
         },

@@ -10,7 +10,7 @@ from distill.results.evaluation_results import EvaluationReport
 from distill.results.export_results import ExportReport
 from distill.results.profile_results import ProfileReport
 from distill.results.speedup_results import SpeedupReport
-from distill.results.text_results import AnswerTexts, CorpusTexts
+from distill.results.text_results import AnswerTexts, CorpusTexts, QuestionTexts
 from distill.results.training_results import Evaluation, TrainingStep, TrainingSummary
 
 
@@ -61,6 +61,7 @@ class RunResults:
     steps: list[TrainingStep] = field(default_factory=list)
     evaluated: list[Evaluation] = field(default_factory=list)
     training: TrainingSummary | None = None
+    questions: QuestionTexts | None = None
     corpus: CorpusTexts | None = None
     answers: AnswerTexts | None = None
     profile: ProfileReport | None = None

@@ -1,4 +1,4 @@
-"""The texts of a run: corpus/summary.json and answers/manifest.json as dataclasses."""
+"""The texts of a run: the summaries of stages questions, corpus and answers as dataclasses."""
 
 from __future__ import annotations
 
@@ -35,6 +35,44 @@ class CorpusTexts:
     train: SplitTexts
     validation: SplitTexts
     test: SplitTexts
+
+
+@dataclass(frozen=True)
+class AskedQuestions:
+    """The questions that the target wrote for one source of kind target.
+
+    Of `asked` texts `usable` were left, of which the first `kept` are used, where `wanted` were; `dropped` counts the
+    others by reason. `turns` counts conversations by their user's turns, `dropped_turns` further turns by reason.
+    `median_tokens` and `most_tokens` are the lengths that half and nine tenths of the questions do not exceed,
+    `distinct` the shares of different 1-, 2- and 3-grams of words among all, `repeated` the share of texts asked for
+    that repeat others or nearly do.
+    """
+
+    file: str
+    header: str
+    temperature: float
+    top_p: float
+    tokens: int
+    wanted: int
+    asked: int
+    usable: int
+    kept: int
+    dropped: dict[str, int]
+    turns: dict[str, int]
+    dropped_turns: dict[str, int]
+    median_tokens: float
+    most_tokens: float
+    distinct: list[float]
+    repeated: float
+    examples: list[str]
+
+
+@dataclass(frozen=True)
+class QuestionTexts:
+    """questions/summary.json: what wrote the questions, and those of each source of kind target."""
+
+    writer: str
+    sources: list[AskedQuestions] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

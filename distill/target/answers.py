@@ -51,20 +51,26 @@ def write_answers(
     share: tuple[int, int],
     stage: str = "answers",
     name: str = "train",
+    what: str = "answers, prompts",
+    idle: bool = False,
 ) -> int:
-    """Write this process's share of the answers to prompts, as STAGE/NAME-NNNNN.jsonl; the number of all files."""
+    """Write this process's share of the answers to prompts, as STAGE/NAME-NNNNN.jsonl; the number of all files.
+
+    `what` is counted in the progress. With `idle`, there may be more processes than groups.
+    """
     groups = groups_of(_distinct(prompts), recipe.answers.group_size, run.path(stage), name)
-    mine = processes.share_of(groups, share, "groups of prompts", "answers.group")
+    index, count = share
+    mine = groups[index::count] if idle else processes.share_of(groups, share, "groups of prompts", "answers.group")
     missing = [group for group in mine if not group.path.exists()]
     for group in mine:
         if group.path.exists():
             group.journal.unlink(missing_ok=True)  # a kill after the file was written leaves its journal
-    whose = f" of process {share[0]}" if share[1] > 1 else ""
+    whose = f" of process {index}" if count > 1 else ""
     if len(missing) < len(mine):
         run.say(f"  resuming: {len(mine) - len(missing)} of {len(mine)} groups{whose} exist")
     if missing:
         writer = open_writer(recipe, load_tokenizer(recipe.target.model), load_config(recipe.target.model))
-        _write(recipe, run, rules, mine, missing, writer, whose)
+        _write(recipe, run, rules, mine, missing, writer, f"{what}{whose}")
     return len(groups)
 
 
@@ -117,12 +123,12 @@ def _distinct(prompts: list[Prompt]) -> list[Prompt]:
 
 
 def _write(
-    recipe: Recipe, run: Run, rules: Rules, mine: list[Group], missing: list[Group], writer: Writer, whose: str
+    recipe: Recipe, run: Run, rules: Rules, mine: list[Group], missing: list[Group], writer: Writer, what: str
 ) -> None:
     """Write the missing groups: all at once where each reply stands for itself, else one after the other."""
     total = sum(len(group.prompts) for group in mine)
     done = total - sum(len(group.prompts) for group in missing)
-    work = _Work(rules, writer, Progress(f"answers, prompts{whose}", total, done))
+    work = _Work(rules, writer, Progress(what, total, done))
     try:
         for part in [missing] if writer.by_prompt else [[group] for group in missing]:
             work.write(part)
@@ -130,7 +136,7 @@ def _write(
         work.settle(run, total, 0.0 if settings is None else settings.missing)
     finally:
         for line in writer.close():
-            run.say(f"  answers: {line}")
+            run.say(f"  {what.partition(',')[0]}: {line}")
 
 
 class _Work:
@@ -220,11 +226,11 @@ def _finish(recipe: Recipe, run: Run, share: tuple[int, int], groups: int) -> li
             f"short by the limit{listed}"
         )
         manifest = {"format": 2, **target_metadata(recipe), "sampler": recipe.sampler.model_dump(mode="json")}
-        write_json(folder / "manifest.json", manifest | {"writer": _writer_kind(recipe), "groups": groups} | counts)
+        write_json(folder / "manifest.json", manifest | {"writer": writer_kind(recipe), "groups": groups} | counts)
     return [folder]
 
 
-def _writer_kind(recipe: Recipe) -> str:
+def writer_kind(recipe: Recipe) -> str:
     """What wrote the answers, without addresses."""
     settings = recipe.answers.writer
     return "transformers" if settings is None else "gguf" if settings.gguf is not None else f"server, {settings.api}"

@@ -1,4 +1,6 @@
-"""Runs that never load the target's weights (`target.load: false`): what a recipe must give and leave out for them."""
+"""Runs that never load the target's weights (`target.load: false`): what a recipe must give and leave out for them;
+and the stages that not every run has.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +11,22 @@ if TYPE_CHECKING:
     from distill.recipe.whole import Recipe
 
 REASON = "the target's weights are not loaded (target.load: false)"
+QUESTIONS = "questions"  # the stage in which the target writes questions
 TIMED = ("profile", "speedup")  # stages that time the target
 HELD_OUT = ("validation", "test")  # stages that take the place of the target where it would be run on held-out texts
 
 
 def left_out(recipe: Recipe) -> dict[str, str]:
     """The stages that a recipe's run does not have, each with the reason."""
+    unasked = {} if recipe.corpus.asked else {QUESTIONS: "its corpus has no source of kind target"}
     if recipe.target.load:
-        return dict.fromkeys(HELD_OUT, "its target is loaded and runs on held-out texts itself")
-    return dict.fromkeys(TIMED, REASON)
+        return unasked | dict.fromkeys(HELD_OUT, "its target is loaded and runs on held-out texts itself")
+    return unasked | not_run(recipe)
+
+
+def not_run(recipe: Recipe) -> dict[str, str]:
+    """Those of them that runs have as a rule, so that a user should hear of each."""
+    return {} if recipe.target.load else dict.fromkeys(TIMED, REASON)
 
 
 def faults(recipe: Recipe) -> Iterator[str]:
@@ -27,6 +36,8 @@ def faults(recipe: Recipe) -> Iterator[str]:
         yield "target.quantise and target.shard are for loaded weights: leave them out"
     if answers.prompts and answers.writer is None:
         yield "answers.writer must name a GGUF file or servers that write the answers"
+    elif recipe.corpus.asked and answers.writer is None:
+        yield "answers.writer must name a GGUF file or servers that write the questions of corpus.sources"
     if teacher.kind != "compact":
         yield f"teacher.kind {teacher.kind} needs the weights: use compact"
     elif teacher.gguf is None and teacher.server is None:

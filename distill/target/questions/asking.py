@@ -1,0 +1,118 @@
+"""What a corpus source of kind target asks: the user headers that questions are written behind, samplers and limits."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from distill.corpus.chat_template import ChatTemplate, UserHeader
+from distill.corpus.prompts import ChatPrompts
+from distill.errors import DataError, RecipeError
+from distill.models.hugging_face import end_ids, load_config, load_tokenizer
+from distill.recipe import Recipe, SamplerSettings, Source
+from distill.target.answers import rules_of
+
+MOST_ASKED = 3  # times as many texts as questions are wanted are asked for at most
+
+
+@dataclass
+class Conversation:
+    """What a numbered text begins: the messages so far, and whether the template is rendered with thinking on."""
+
+    id: str
+    messages: list[dict[str, Any]]
+    thinking: bool | None
+    texts: list[str] = field(default_factory=list)  # the user's
+
+    def add(self, text: str) -> None:
+        """Append a message of the user."""
+        self.messages = [*self.messages, {"role": "user", "content": text}]
+        self.texts = [*self.texts, text]
+
+
+class Asking:
+    """What one source asks of the target: headers, samplers and limits.
+
+    Raises DataError or RecipeError where the target has no template, where its user header cannot be found, and where
+    the questions would not fit a block.
+    """
+
+    def __init__(self, recipe: Recipe, source: Source, number: int) -> None:
+        self.recipe, self.source, self.number = recipe, source, number
+        tokenizer = load_tokenizer(recipe.target.model)
+        if not tokenizer.chat_template:
+            raise DataError(
+                "corpus.sources of kind target need the target's chat template, and its tokenizer has none",
+                "take an instruct model as target, give its folder a chat_template.jinja, or use other sources",
+            )
+        self.template = ChatTemplate(tokenizer, recipe.chat)
+        self.chat = ChatPrompts(self.template, recipe.corpus.block - recipe.answers.new_tokens, recipe.seed)
+        self.ends = end_ids(load_config(recipe.target.model), tokenizer)
+        self.rules = rules_of(recipe, tokenizer)
+        self._headers: dict[str, UserHeader] = {}
+        self._require_room()
+
+    def _require_room(self) -> None:
+        """Raise RecipeError where a question of the most tokens is too long to be answered in a block."""
+        most, room = self.source.tokens, min(self.chat.most, self.rules.room)
+        before = [[{"role": "system", "content": text}] for text in self.recipe.chat.system] or [[]]
+        for system in before:
+            self.header(system, None)
+        template, tools = self.template, self.recipe.chat.tools
+        around = max(len(template.prompt([*one, {"role": "user", "content": "a"}], None, tools)) for one in before)
+        if around + most > room:
+            raise RecipeError(
+                f"a question of corpus.sources may have {most} tokens, with {around} of the template around it: "
+                f"corpus.block has room for {room} before answers.new_tokens",
+                "raise corpus.block, or lower tokens of the source, or answers.new_tokens",
+            )
+
+    def begin(self, number: int) -> Conversation:
+        """The conversation of a numbered text, with the system prompt and the thinking that the seed draws for it."""
+        name = f"question-{self.number}-{number:07d}"
+        return Conversation(name, self.chat.system(name), self.chat.thinking(name))
+
+    def header(self, messages: list[dict[str, Any]], thinking: bool | None) -> UserHeader:
+        """The user header behind messages; DataError, with the reason, where it cannot be found."""
+        name = json.dumps([messages, thinking])
+        if name in self._headers:
+            return self._headers[name]
+        try:
+            found = self.template.user_header(messages, self.ends, thinking, self.template.settings.tools)
+        except ValueError as error:
+            raise DataError(
+                f"the target's chat template has no user header that questions could be written behind: {error}",
+                "use other corpus.sources than kind: target",
+            ) from error
+        if len(messages) < 2:  # the same for many conversations
+            self._headers[name] = found
+        return found
+
+    def writing(self, ends: Sequence[str]) -> Recipe:
+        """The recipe of a writer of questions, which end before each of the texts `ends`, too."""
+        own = {"stop": tuple(ends), "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+        return self.recipe.model_copy(
+            update={
+                "sampler": SamplerSettings(temperature=self.source.temperature, top_p=self.source.top_p),
+                "answers": self.recipe.answers.model_copy(update=own),
+            }
+        )
+
+
+def describe(recipe: Recipe) -> list[str]:
+    """What each source of kind target will ask, for `distill check`; loads no weights. Raises as `Asking` does."""
+    lines = []
+    for number, source in enumerate(recipe.corpus.asked):
+        asking = Asking(recipe, source, number)
+        header = asking.header(asking.begin(0).messages, None)
+        turns = f", up to {source.turns} user's turns each" if source.turns > 1 else ""
+        lines += [
+            f"questions: {source.questions} of the target's own, from at most {MOST_ASKED * (source.questions or 0)} "
+            f"texts of at most {source.tokens} tokens, at temperature {source.temperature:g} and top-p "
+            f"{source.top_p:g}{turns}",
+            f"written behind the template's user header ({len(header.ids)} tokens): {header.text!r}"
+            + ("" if header.end is None else f", up to {header.end!r}"),
+        ]
+    return lines

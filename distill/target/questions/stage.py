@@ -1,0 +1,239 @@
+"""Stage `questions`: the target writes the questions that it will be asked.
+
+An instruct model that continues the user header of its chat template writes a message of the kind that it was trained
+to answer (Magpie, arXiv 2406.08464). The texts are numbered, and each has its own system prompt and random numbers.
+They are asked for in rounds until enough of them are usable; the first usable ones count, whatever the rounds.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from distill import processes
+from distill.corpus.sources import question_files
+from distill.errors import DataError, printable
+from distill.files import write_text
+from distill.models.hugging_face import encode
+from distill.recipe import Recipe
+from distill.results.serialise import write_result
+from distill.results.text_results import AskedQuestions, QuestionTexts
+from distill.run import Run
+from distill.target.answers import write_answers, writer_kind
+from distill.target.groups import Rules
+from distill.target.questions.asking import MOST_ASKED, Asking, Conversation
+from distill.target.questions.usable import ALIKE, EQUAL, distinct, fault, lengths, repeats
+from distill.texts import Answer, Prompt, drop_reason, read_answers
+
+EXPECTED, LEAST_EXPECTED, SPARE = 0.8, 1 / MOST_ASKED, 1.1  # share of usable texts; more are asked for, to be sure
+EXAMPLES, MOST_SHOWN = 3, 500  # and characters of each
+SUMMARY = "summary.json"
+
+
+def questions(recipe: Recipe, run: Run, share: tuple[int, int] | None = None) -> list[Path]:
+    """Write the conversations of each source of kind target to questions/target.jsonl (target-2.jsonl, …), and
+    summary.json.
+
+    Texts are asked for as stage `answers` asks for answers, and resumed as those are; `share` as there.
+    """
+    share = share or (processes.process_index(), processes.process_count())
+    found = []
+    for number, (source, name) in enumerate(zip(recipe.corpus.asked, question_files(recipe.corpus), strict=True)):
+        asking = Asking(recipe, source, number)
+        conversations, summary = _ask(asking, run, share, name)
+        if share[0] == 0:
+            lines = [json.dumps({"messages": one.messages}) for one in conversations]
+            write_text(run.path("questions", name), "\n".join(lines) + "\n")
+            _say(run, summary)
+        found.append(summary)
+    if share[0] == 0:
+        write_result(run.path("questions", SUMMARY), QuestionTexts(writer_kind(recipe), found))
+    processes.barrier()
+    return [run.path("questions")]
+
+
+def _ask(asking: Asking, run: Run, share: tuple[int, int], name: str) -> tuple[list[Conversation], AskedQuestions]:
+    """The conversations of a source, and what is known about them."""
+    wanted = asking.source.questions
+    assert wanted is not None
+    begun: list[Conversation] = []
+    reasons: list[str] = []
+    usable: list[Conversation] = []
+    repeated: Counter[str] = Counter()
+    number = 0
+    while len(usable) < wanted and len(begun) < MOST_ASKED * wanted:
+        count = _next(asking.recipe.answers.batch, wanted, len(usable), len(begun))
+        fresh, number = [asking.begin(place) for place in range(len(begun), len(begun) + count)], number + 1
+        for one, (text, reason) in zip(
+            fresh, _write_turn(asking, run, share, fresh, f"asked-{asking.number}-round-{number}"), strict=True
+        ):
+            one.add(text)
+            reasons.append(reason)
+        begun += fresh
+        usable, repeated = _new(begun, reasons)
+    dropped = Counter(filter(None, reasons)) + repeated
+    if not usable:
+        raise DataError(
+            f"the target wrote no usable question in {len(begun)} texts: {_listed(dropped)}",
+            "raise tokens of this corpus source (and use --redo questions), or use other sources: the target may be "
+            "no instruct model",
+        )
+    kept = usable[:wanted]
+    dropped_turns: Counter[str] = Counter()
+    going = kept
+    for turn in range(2, asking.source.turns + 1):
+        going = _go_on(asking, run, share, going, f"asked-{asking.number}-turn-{turn}", dropped_turns)
+    return kept, _summary(asking, name, len(begun), kept, dropped, dropped_turns)
+
+
+def _next(batch: int, wanted: int, usable: int, asked: int) -> int:
+    """How many texts the next round asks for: as many as the share of usable ones suggests, in whole batches."""
+    rate = max(LEAST_EXPECTED, usable / asked) if asked else EXPECTED
+    count = math.ceil(SPARE * (wanted - usable) / rate / batch) * batch
+    return min(count, MOST_ASKED * wanted - asked)
+
+
+def _write_turn(
+    asking: Asking, run: Run, share: tuple[int, int], conversations: Sequence[Conversation], name: str
+) -> list[tuple[str, str]]:
+    """The target's next user's message of each conversation, with the reason why it is not usable, else nothing."""
+    headers = [asking.header(one.messages, one.thinking) for one in conversations]
+    recipe = asking.writing(sorted({header.end for header in headers if header.end is not None}))
+    rules = replace(asking.rules, new_tokens=asking.source.tokens, keep_truncated=True)
+    prompts = [
+        Prompt(f"{one.id}/{len(one.texts) + 1}", header.ids, "target")
+        for one, header in zip(conversations, headers, strict=True)
+    ]
+    found = []
+    answers = _written(recipe, run, prompts, rules, share, name, "texts")
+    for one, answer in zip(conversations, answers, strict=True):
+        text = rules.text_of(answer.answer).strip()
+        found.append((text, fault(asking.template, one.messages, answer, text, one.thinking)))
+    return found
+
+
+def _written(
+    recipe: Recipe, run: Run, prompts: list[Prompt], rules: Rules, share: tuple[int, int], name: str, what: str
+) -> list[Answer]:
+    """What the target writes behind prompts, in their order; each process takes its share and reads all."""
+    write_answers(recipe, run, prompts, rules, share, "questions", name, f"questions, {what}", idle=True)
+    processes.barrier()
+    found = read_answers(run, name, "questions")
+    if [one.id for one in found] != [prompt.id for prompt in prompts]:
+        raise DataError(
+            f"{run.path('questions')} holds other texts than were asked for",
+            "make it again with `distill train RECIPE --redo questions`",
+        )
+    return found
+
+
+def _new(begun: Sequence[Conversation], reasons: Sequence[str]) -> tuple[list[Conversation], Counter[str]]:
+    """The conversations whose question is usable and repeats none before it; those that do, by reason."""
+    sound = [one for one, reason in zip(begun, reasons, strict=True) if not reason]
+    verdicts = repeats([one.texts[0] for one in sound])
+    usable = [one for one, verdict in zip(sound, verdicts, strict=True) if not verdict]
+    return usable, Counter(filter(None, verdicts))
+
+
+def _go_on(
+    asking: Asking,
+    run: Run,
+    share: tuple[int, int],
+    conversations: Sequence[Conversation],
+    name: str,
+    dropped: Counter[str],
+) -> list[Conversation]:
+    """Let the target answer each conversation and write the user's next turn; those that have it now.
+
+    The others stay as they were, and are counted in `dropped`.
+    """
+    recipe, template, tools = asking.recipe, asking.template, asking.recipe.chat.tools
+    prompts = [
+        Prompt(f"{one.id}/{len(one.texts)}/answer", template.prompt(one.messages, one.thinking, tools), "target")
+        for one in conversations
+    ]
+    answered = []
+    answers = _written(recipe, run, prompts, asking.rules, share, f"{name}-answers", "answers")
+    for one, answer in zip(conversations, answers, strict=True):
+        reason = drop_reason(answer) or ("" if answer.ended else "truncated")
+        if reason:  # a user would not go on after such an answer
+            dropped[f"answer: {reason}"] += 1
+            continue
+        message = {"role": "assistant", "content": asking.rules.text_of(answer.answer)}
+        answered.append((one, replace(one, messages=[*one.messages, message])))
+    going = []
+    texts = _write_turn(asking, run, share, [longer for _, longer in answered], f"{name}-texts")
+    for (one, longer), (text, reason) in zip(answered, texts, strict=True):
+        reason = reason or (EQUAL if text in one.texts else "")
+        if not reason:
+            longer.add(text)
+            ids = template.prompt(longer.messages, one.thinking, tools)
+            reason = "no room in the block" if len(ids) > asking.chat.most else ""
+        if reason:
+            dropped[reason] += 1
+            continue
+        one.messages, one.texts = longer.messages, longer.texts
+        going.append(one)
+    return going
+
+
+def _summary(
+    asking: Asking,
+    name: str,
+    asked: int,
+    kept: Sequence[Conversation],
+    dropped: Counter[str],
+    dropped_turns: Counter[str],
+) -> AskedQuestions:
+    source, texts = asking.source, [one.texts[0] for one in kept]
+    middle, most = lengths([len(encode(asking.template.tokenizer, text)) for text in texts])
+    turns = Counter(len(one.texts) for one in kept)
+    return AskedQuestions(
+        file=name,
+        header=asking.header(asking.begin(0).messages, None).text,
+        temperature=source.temperature,
+        top_p=source.top_p,
+        tokens=source.tokens,
+        wanted=source.questions or 0,
+        asked=asked,
+        usable=asked - dropped.total(),
+        kept=len(kept),
+        dropped=dict(sorted(dropped.items())),
+        turns={str(number): turns[number] for number in sorted(turns)},
+        dropped_turns=dict(sorted(dropped_turns.items())),
+        median_tokens=middle,
+        most_tokens=most,
+        distinct=[round(distinct(texts, length), 4) for length in (1, 2, 3)],
+        repeated=round((dropped[EQUAL] + dropped[ALIKE]) / asked, 4),
+        examples=[text[:MOST_SHOWN] for text in texts[:EXAMPLES]],
+    )
+
+
+def _say(run: Run, found: AskedQuestions) -> None:
+    """Write what is known about a source's questions to the log."""
+    few = found.kept < found.wanted
+    left = f"; dropped: {_listed(found.dropped)}" if found.dropped else ""
+    run.say(
+        f"  {'warning: only ' if few else ''}{found.kept} of {found.wanted} questions: {found.usable} of {found.asked} "
+        f"texts that the target wrote are usable{left}",
+        warning=few,
+    )
+    words, pairs, triples = (f"{100 * share:.0f} %" for share in found.distinct)
+    run.say(
+        f"  their tokens: median {found.median_tokens:g}, nine tenths at most {found.most_tokens:g}; different among "
+        f"all words {words}, 2-grams {pairs}, 3-grams {triples}; texts that repeat others: {100 * found.repeated:.1f} %"
+    )
+    if len(found.turns) > 1 or found.dropped_turns:
+        turns = ", ".join(f"{count} of {number}" for number, count in found.turns.items())
+        over = f"; conversations that end early: {_listed(found.dropped_turns)}" if found.dropped_turns else ""
+        run.say(f"  user's turns: {turns}{over}")
+    for text in found.examples:
+        run.say(f"  such as: {printable(' '.join(text.split()))}")
+
+
+def _listed(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{count} {reason}" for reason, count in sorted(counts.items())) or "none"
