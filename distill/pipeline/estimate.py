@@ -60,15 +60,10 @@ def _blocks(recipe: Recipe, short: Recipe, run: Run) -> float:
 def _seconds(stage: Rehearsed, recipe: Recipe, short: Recipe, run: Run) -> tuple[float, float]:
     """The low and the high bound of a stage's seconds."""
     fixed, loop = stage.seconds - stage.loop_seconds, stage.loop_seconds
-    if stage.stage == "answers":
-        prompts = _ratio(recipe.answers.prompts, short.answers.prompts)
-        if recipe.answers.writer is not None:  # text by text, or as many at once as the servers take
-            served = min(short.answers.prompts, recipe.answers.writer.concurrency)
-            return fixed + prompts * loop * served / recipe.answers.writer.concurrency, fixed + prompts * loop
-        size = recipe.answers.batch
-        batches = _ratio(math.ceil(recipe.answers.prompts / size), math.ceil(short.answers.prompts / size))
-        # A batch of many prompts takes as long as one of few where the device is not busy, else longer in proportion.
-        return fixed + batches * loop, fixed + max(prompts, batches) * loop
+    if stage.stage in ("questions", "answers"):
+        counts = [_questions(one) if stage.stage == "questions" else one.answers.prompts for one in (recipe, short)]
+        low, high = _written(recipe, *counts)
+        return fixed + low * loop, fixed + high * loop
     if stage.stage == "teacher":
         return (fixed + _blocks(recipe, short, run) * loop,) * 2
     if stage.stage == "test":
@@ -98,6 +93,21 @@ def _seconds(stage: Rehearsed, recipe: Recipe, short: Recipe, run: Run) -> tuple
         more = configurations * max(1.0, _ratio(recipe.speedup.prompts, short.speedup.prompts))
         return fixed + more * loop, more * stage.seconds
     return stage.seconds, stage.seconds
+
+
+def _questions(recipe: Recipe) -> int:
+    return sum(source.questions or 0 for source in recipe.corpus.asked)
+
+
+def _written(recipe: Recipe, whole: int, part: int) -> tuple[float, float]:
+    """How many times longer the target writes `whole` texts than `part`, from a low to a high bound."""
+    texts = _ratio(whole, part)
+    if recipe.answers.writer is not None:  # text by text, or as many at once as the servers take
+        return texts * min(part, recipe.answers.writer.concurrency) / recipe.answers.writer.concurrency, texts
+    size = recipe.answers.batch
+    batches = _ratio(math.ceil(whole / size), math.ceil(part / size))
+    # A batch of many prompts takes as long as one of few where the device is not busy, else longer in proportion.
+    return batches, max(texts, batches)
 
 
 def _training(stage: Rehearsed, recipe: Recipe, run: Run) -> float:
@@ -136,6 +146,8 @@ def _sizes(found: Expected, recipe: Recipe, short: Recipe, run: Run) -> Expected
         more = 0 if recipe.answers.writer is not None else _more_rows(recipe, rows)
         grown = _with_memory(found, more)
         return replace(grown, disk_bytes=_scaled(found, _ratio(recipe.answers.prompts, short.answers.prompts)))
+    if found.stage == "questions":
+        return replace(found, disk_bytes=_scaled(found, _ratio(_questions(recipe), _questions(short))))
     if found.stage == "teacher":
         return replace(found, disk_bytes=_scaled(found, _blocks(recipe, short, run)))
     if found.stage == "train":

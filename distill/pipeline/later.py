@@ -38,6 +38,8 @@ def check_corpus(recipe: Recipe, offline: bool) -> tuple[list[str], list[str], l
     documents: list[Document] = []
     dropped: Counter[str] | None = None
     for source in corpus.sources:
+        if source.kind == "target":
+            continue  # check_questions
         if source.kind == "hub" and offline:
             unread.append(f"data set {source.path}")
             continue
@@ -50,6 +52,8 @@ def check_corpus(recipe: Recipe, offline: bool) -> tuple[list[str], list[str], l
         dropped = left_out if dropped is None else dropped + left_out
         rest = "".join(f", {count} dropped: {reason}" for reason, count in left_out.items())
         lines.append(f"corpus source {source.path}: {len(found)} documents{'' if whole else ' and more'}{rest}")
+    if corpus.asked:
+        return lines + _check_shares(recipe, documents), unread, documents
     if not unread and dropped is not None:
         require_splits(documents, dropped)
         held_out = sum(document.split == "test" for document in documents)
@@ -59,6 +63,37 @@ def check_corpus(recipe: Recipe, offline: bool) -> tuple[list[str], list[str], l
                 "narrow to be believed"
             )
     return lines, unread, documents
+
+
+def _check_shares(recipe: Recipe, documents: list[Document]) -> list[str]:
+    """A warning for each split that may get too few documents from the target's questions, which a hash divides."""
+    from distill.corpus.splits import SPLITS
+
+    corpus, lines = recipe.corpus, []
+    parts = {"validation": corpus.validation, "test": corpus.test, "train": 1 - corpus.validation - corpus.test}
+    for split in SPLITS:
+        count = float(sum(document.split == split for document in documents))
+        for source in corpus.asked:
+            if split in source.keep:
+                count += (source.questions or 0) * (
+                    parts[split] if source.split == "by-name" else source.split == split
+                )
+        if count < FEW_DOCUMENTS and recipe.answers.traffic is None:
+            lines.append(
+                f"warning: about {count:.1f} documents go to the {split} split; raise questions, or corpus.{split}"
+                if split != "train"
+                else f"warning: about {count:.1f} documents go to the train split; raise questions"
+            )
+    return lines
+
+
+def check_questions(recipe: Recipe) -> list[str]:
+    """The target's template has a user header that questions can be written behind, and a block has room for them."""
+    if not recipe.corpus.asked:
+        return []
+    from distill.target.questions.asking import describe
+
+    return describe(recipe)
 
 
 def check_traffic(recipe: Recipe) -> list[str]:

@@ -20,6 +20,7 @@ from distill.pipeline.later import (
     check_draft,
     check_export,
     check_gguf,
+    check_questions,
     check_static,
     check_teacher,
     check_trackers,
@@ -28,7 +29,7 @@ from distill.pipeline.later import (
 )
 from distill.pipeline.stages import NAMES, require_part
 from distill.recipe import Recipe, is_path
-from distill.recipe.text.unloaded import REASON, left_out
+from distill.recipe.text.unloaded import REASON, not_run
 
 
 @dataclass
@@ -60,7 +61,7 @@ def preflight(
     if inputs:
         lines, found.skipped, documents = check_corpus(recipe, offline)
         found.lines += lines
-    if inputs and last >= NAMES.index("answers"):
+    if inputs and (last >= NAMES.index("answers") or recipe.corpus.asked):
         lines, unasked = check_writer(recipe, offline)
         found.lines += lines
         found.skipped += unasked
@@ -84,7 +85,7 @@ def preflight(
         check_disk,
     ]
     if inputs:
-        checks += [check_traffic, partial(check_chat, documents=documents)]
+        checks += [check_traffic, check_questions, partial(check_chat, documents=documents)]
     if last >= NAMES.index("export"):
         checks.append(check_export)
     checks.append(check_gguf)
@@ -112,7 +113,7 @@ def check_unloaded(recipe: Recipe) -> list[str]:
         return []
     return [
         f"target: no weights of {recipe.target.model} are read or downloaded, only its tokenizer and config.json",
-        f"not run: {', '.join(left_out(recipe))}, decoded rounds, the target's GGUF files: {REASON}",
+        f"not run: {', '.join(not_run(recipe))}, decoded rounds, the target's GGUF files: {REASON}",
     ]
 
 

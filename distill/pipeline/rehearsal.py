@@ -25,6 +25,7 @@ from distill.run import Run
 from distill.target.traffic import first_lines
 
 PROMPTS, STEPS, LINES = 4, 3, 32
+QUESTIONS, HELD_OUT = 48, 0.25  # of the target's own, and the share of them for validation and for test
 RESULT = "rehearsal.json"
 SUFFIX = "-rehearsal"
 
@@ -59,9 +60,7 @@ def shortened(recipe: Recipe, runs: Path) -> Recipe:
     return recipe.model_copy(
         update={
             "name": name,
-            "corpus": _changed(
-                recipe.corpus, tokens=min(recipe.corpus.tokens, recipe.teacher.batch * recipe.corpus.block)
-            ),
+            "corpus": _shortened_corpus(recipe),
             "answers": _changed(recipe.answers, prompts=min(PROMPTS, recipe.answers.prompts), traffic=traffic),
             "cut": _changed(cut, search=search, score_blocks=min(2, cut.score_blocks)),
             "profile": _changed(recipe.profile, repeats=5),
@@ -86,6 +85,20 @@ def shortened(recipe: Recipe, runs: Path) -> Recipe:
             ),
         }
     )
+
+
+def _shortened_corpus(recipe: Recipe) -> Any:
+    """Fewer tokens, and fewer questions of the target's own: of those, a larger share is held out, so that each split
+    has some."""
+    corpus = recipe.corpus
+    values: dict[str, Any] = {"tokens": min(corpus.tokens, recipe.teacher.batch * corpus.block)}
+    if corpus.asked:
+        values["sources"] = tuple(
+            source if source.questions is None else _changed(source, questions=min(QUESTIONS, source.questions))
+            for source in corpus.sources
+        )
+        values |= {name: max(HELD_OUT, getattr(corpus, name)) for name in ("validation", "test")}
+    return _changed(corpus, **values)
 
 
 def rehearse(recipe: Recipe, short: Recipe, run: Run) -> str:
