@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from distill.report.html import Html, as_list, as_table
-from distill.report.text import NOTHING, number
+from distill.report.text import NOTHING, number, percent
 from distill.results.run_results import RunResults
-from distill.results.text_results import TextCount
+from distill.results.text_results import QuestionTexts, TextCount
 
 
 def texts(results: RunResults) -> Html:
@@ -39,7 +39,36 @@ def texts(results: RunResults) -> Html:
             f"Held out ({split}): {number(texts.answers)} answers of {number(texts.answer_tokens)} tokens, whose "
             f"distributions are stored and not learnt from{out}."
         )
+    if results.questions is not None:
+        parts.append(_questions(results.questions, results.command))
     return Html("".join(parts) + (as_list(notes) if notes else ""))
+
+
+def _questions(found: QuestionTexts, command: str) -> Html:
+    """The questions that the target wrote itself: how many, how varied, some of them, and what was left out."""
+    heads = [
+        "self-asked questions",
+        *("wanted", "texts written", "usable", "used", "median tokens", "90th percentile"),
+        *("different words", "2-grams", "3-grams", "repeats"),
+    ]
+    rows: list[list[object]] = [
+        [
+            f"{one.file}, T {one.temperature:g}, top-p {one.top_p:g}",
+            *map(number, (one.wanted, one.asked, one.usable, one.kept)),
+            *(number(length, 1) for length in (one.median_tokens, one.most_tokens)),
+            *map(percent, (*one.distinct, one.repeated)),
+        ]
+        for one in found.sources
+    ]
+    notes = [f"Questions by {found.writer}, for instance: “{text}”" for one in found.sources for text in one.examples]
+    for one in found.sources:
+        if one.dropped:
+            notes.append(f"Texts left out of {one.file}: {_listed(one.dropped)}.")
+        if len(one.turns) > 1 or one.dropped_turns:
+            turns = ", ".join(f"{number(count)} of {turn}" for turn, count in one.turns.items())
+            over = f"; ended early: {_listed(one.dropped_turns)}" if one.dropped_turns else ""
+            notes.append(f"User's turns of the conversations in {one.file}: {turns}{over}.")
+    return Html(as_table(heads, rows, command) + as_list(notes))
 
 
 def _by_class(counts: Iterable[TextCount]) -> dict[str, TextCount]:
