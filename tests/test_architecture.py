@@ -1,4 +1,4 @@
-"""The order of imports (commands → pipeline → stages → engine → floor), sizes of files and folders, and names.
+"""The order of imports (commands → pipeline → stages → engine → floor), sizes of files, and names.
 
 docs/architecture.md explains the order and the words.
 """
@@ -9,7 +9,6 @@ import ast
 import re
 import subprocess
 import sys
-from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -54,7 +53,7 @@ ALLOWED = {
     ("training", "target"),
 }
 
-MOST_LINES, MOST_MODULES = 350, 14
+MOST_LINES = 350
 # Words that the glossary of docs/architecture.md replaces; they stay out of identifiers, keys, labels and options.
 RETIRED = {
     *("law", "laws", "lawful", "said", "says", "saying", "sayings", "bare", "fact", "facts", "selection"),
@@ -171,34 +170,13 @@ def test_light_file_imports_nothing_heavy(name: str) -> None:
 # ── sizes ──
 
 
-def test_files_and_folders_are_small() -> None:
+def test_files_are_small() -> None:
     long = {
         f"{path.relative_to(ROOT)}:lines {lines}, at most {MOST_LINES}"
         for path in FILES
         if (lines := path.read_text(encoding="utf-8").count("\n")) > MOST_LINES
     }
-    modules = defaultdict(list)
-    for path in FILES:
-        if path.name != "__init__.py":
-            modules[path.parent.relative_to(ROOT)].append(path.name)
-    crowded = {
-        f"{folder}:modules {len(names)}, at most {MOST_MODULES}"
-        for folder, names in modules.items()
-        if len(names) > MOST_MODULES
-    }
-    assert not without_remaining(long | crowded)
-
-
-def test_a_module_name_is_used_once() -> None:
-    """Apart from each stage's entry, recipe sections and commands, which are called like what they configure or run."""
-    places = defaultdict(list)
-    for path in FILES:
-        folder = path.relative_to(ROOT / "distill").parts[0]
-        if path.name not in ("__init__.py", "stage.py") and folder not in ("recipe", "commands"):
-            places[path.name].append(str(path.parent.relative_to(ROOT)))
-    assert not without_remaining(
-        {f"{name}:name in {', '.join(where)}" for name, where in places.items() if len(where) > 1}
-    )
+    assert not without_remaining(long)
 
 
 # ── circles ──

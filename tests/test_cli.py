@@ -241,9 +241,10 @@ def test_eval_of_gguf_files_is_that_of_their_folders(
     assert (
         found[0]["positions"] == found[1]["positions"] and found[0]["tokens_per_round"] == found[1]["tokens_per_round"]
     )
-    # One folder and one file, options of the other engine, and of a run.
-    assert tiny.call("eval", "--target", folders["target"], "--draft", files["draft"], *text) == 2
-    assert "two engines" in capsys.readouterr().err
+    # One folder and one file: the file is imported. Options of the other engine, and of a run.
+    assert tiny.call("eval", "--target", folders["target"], "--draft", files["draft"], *text, *more) == 0
+    mixed = strict(capsys.readouterr().out)
+    assert mixed["domains"] == found[0]["domains"] and mixed["positions"] == found[0]["positions"]
     assert tiny.call("eval", "--target", folders["target"], "--draft", folders["draft"], *text, "-ngl", "1") == 2
     assert "PyTorch runs" in capsys.readouterr().err
     assert tiny.call("eval", "tiny", "--runs", finished.parent, "-ngl", "1") == 2

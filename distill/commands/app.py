@@ -19,6 +19,7 @@ from distill.commands.cut import cut
 from distill.commands.evaluate import evaluate
 from distill.commands.export import export_gguf
 from distill.commands.generate import generate
+from distill.commands.import_gguf import import_gguf
 from distill.commands.profile import profile
 from distill.commands.report import report
 from distill.commands.runs import list_runs
@@ -48,6 +49,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "speedup": speedup,
     "profile": profile,
     "export-gguf": export_gguf,
+    "import-gguf": import_gguf,
     "transplant": transplant,
     "cut": cut,
     "serve-check": serve_check,

@@ -96,17 +96,19 @@ def _evaluate_standalone(
     from distill.recipe import Corpus, PyTorch, Source, Target
 
     references = local_reference(target), local_reference(draft)
-    require_used(gguf, *references)
     for path in text:
         if not path.exists():
             raise DataError(f"--text {path}: there is no such file or folder", "correct its path")
     prepare(threads)
     from distill.evaluation.standalone import evaluate_standalone
+    from distill.models.imported.importing import one_engine
     from distill.models.loaded import load_pair
     from distill.models.pairs import require_pair
     from distill.sampler import Sampler
 
     require_pair(*references)
+    references = one_engine(*references)
+    require_used(gguf, *references)
     sources = [
         Source(kind="tree", path=str(path.resolve()), pattern="**/*", split="test")
         if path.is_dir()

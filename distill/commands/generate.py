@@ -119,6 +119,7 @@ def generate(
     levels = None if widths is None else tuple(numbers(widths, "--widths", int, "3,2,1"))
     configuration = _configuration(drafter, length, rule, p_min, levels, verifier, temperature)
     wanted = _grammar(regex, json_schema, grammar)
+    from distill.models.imported.importing import one_engine
     from distill.recipe import PyTorch, Target
 
     settings = PyTorch()
@@ -131,9 +132,9 @@ def generate(
         if not found.path("draft", "config.json").exists():
             raise RunError(f"{found.folder} has no trained draft yet", "run `distill train` on its recipe")
         found.verify("train", "draft/*")
-        place, device, threads = recipe.target, recipe.device, threads or recipe.threads
-        settings = recipe.pytorch
-        model = str(found.path("draft").resolve())
+        device, threads, settings = recipe.device, threads or recipe.threads, recipe.pytorch
+        big, model = one_engine(recipe.target.model, str(found.path("draft").resolve()))
+        place = recipe.target.model_copy(update={"model": big})
     require_used(gguf, place.model, model if configuration.asks_the_draft else None)
     given = {"static": static, "compile": compile, "draft_device": draft_device}
     pytorch = pytorch_settings(settings, place.model, **given)
@@ -194,9 +195,7 @@ def _standalone_pair(target: str | None, draft: str | None, configuration: Confi
             f"drafter {configuration.drafter} needs a draft", "give --draft, or use --drafter lookup or --length 0"
         )
     target, draft = local_reference(target), None if draft is None else local_reference(draft)
-    if draft is not None:
-        require_drafts(target, draft, foreign)
-    return target, draft
+    return (target, None) if draft is None else require_drafts(target, draft, foreign)
 
 
 def _with_measured(request: Request, run: Run) -> Request:

@@ -86,17 +86,16 @@ def pytorch_settings(settings: PyTorch, model: str, **given: bool | str | None) 
     return parse_section(PyTorch, settings.model_dump() | wanted)
 
 
-def require_drafts(target: str, draft: str, foreign: bool) -> None:
-    """Raise RecipeError for models of two engines and, unless the draft may have another vocabulary (`foreign`),
-    PairError for a draft that does not fit; references as `local_reference` gives them."""
+def require_drafts(target: str, draft: str, foreign: bool) -> tuple[str, str]:
+    """The pair in one engine: a GGUF file beside a folder is imported. References as `local_reference` gives them.
+
+    Raises PairError for a draft that does not fit, unless it may have another vocabulary (`foreign`).
+    """
+    from distill.models.imported.importing import one_engine
     from distill.models.pairs import require_pair
 
-    if target.endswith(".gguf") != draft.endswith(".gguf"):
-        raise RecipeError(
-            f"{target} and {draft} would run in two engines", "give two GGUF files, or two Hugging Face folders"
-        )
     if foreign:
-        return
+        return one_engine(target, draft)
     try:
         require_pair(target, draft)
     except PairError as error:
@@ -104,6 +103,7 @@ def require_drafts(target: str, draft: str, foreign: bool) -> None:
             raise
         hint = "draft text instead, which any tokenizer can: --drafter string; or transplant the vocabulary"
         raise PairError(error.what, f"{hint} (`distill transplant`)") from None
+    return one_engine(target, draft)
 
 
 def prepare(threads: int | None) -> None:

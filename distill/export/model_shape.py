@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from distill.errors import DataError
-from distill.export.families import FAMILIES, Family
 from distill.models.config_file import read_config
+from distill.models.gguf.families import FAMILIES, Family
 
 CORRECT = "correct config.json"
 EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size", "num_experts_per_tok")

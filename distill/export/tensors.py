@@ -15,10 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distill.errors import DataError
-from distill.export.families import OUTER_NAMES, QKV
 from distill.export.head.model_fields import rope_tensors
 from distill.export.model_shape import Shape
 from distill.faults import reading
+from distill.models.gguf.families import OUTER_NAMES, QKV
 from distill.models.tensor_files import Stored, stored_tensors
 
 LAYER_PATTERN = re.compile(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)")

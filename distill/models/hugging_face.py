@@ -1,4 +1,8 @@
-"""Models and tokenizers in the Hugging Face format: loading them, their files and sizes, and their devices."""
+"""Models and tokenizers in the Hugging Face format: loading them, their files and sizes, and their devices.
+
+A GGUF file is such a model too: every function here that takes a reference reads it from the folder that it is imported
+to (distill/models/imported).
+"""
 
 from __future__ import annotations
 
@@ -12,6 +16,7 @@ import torch
 
 from distill.errors import DataError, DistillError, RunError
 from distill.models.config_file import HINT, read_config
+from distill.models.imported.importing import folder_of, is_gguf
 from distill.models.tensor_files import weight_files
 from distill.models.whole.intact import quiet, require_own_type, require_possible, require_whole
 from distill.processes import process_count
@@ -40,6 +45,9 @@ def pick_device(name: str) -> torch.device:
 
 def check_folder(reference: str) -> None:
     """Raise DataError when a reference is a path without a model folder."""
+    if is_gguf(reference):
+        folder_of(reference, weights=False)
+        return
     if is_path(reference) and not (Path(reference) / "config.json").is_file():
         state = "has no config.json" if Path(reference).is_dir() else "does not exist"
         raise DataError(f"model folder {reference} {state}", "give a Hugging Face model folder or a hub name")
@@ -116,6 +124,7 @@ def load_weights(reference: str, dtype: torch.dtype, **options: Any) -> Any:
     """
     from transformers import AutoModelForCausalLM
 
+    reference = _place(reference, weights=True)
     config = load_config(reference)
     require_own_type(reference, config)
     require_possible(reference, config)
@@ -157,7 +166,7 @@ def load_model(
     except Exception as error:  # transformers raises many kinds for faulty files
         raise _explained(reference, error) from error
     model = (model if options else model.to(device)).eval()
-    kept = read_kept(Path(reference)) if trimmed else None
+    kept = read_kept(Path(reference)) if trimmed and not is_gguf(reference) else None
     return model if kept is None else trim_head(model, kept["kept"])
 
 
@@ -179,6 +188,7 @@ def load_tokenizer(reference: str) -> Any:
     from transformers import AutoTokenizer
 
     check_folder(reference)
+    reference = _place(reference)
     require_tables(Path(reference) / "tokenizer.json")
     try:
         found = AutoTokenizer.from_pretrained(reference)
@@ -198,6 +208,7 @@ def load_config(reference: str) -> Any:
     from transformers import AutoConfig, PretrainedConfig
 
     check_folder(reference)
+    reference = _place(reference)
     if is_path(reference):
         read_config(Path(reference))
     try:
@@ -245,8 +256,18 @@ def describe_model(reference: str, model: Any) -> ModelSizes:
     )
 
 
+def _place(reference: str, weights: bool = False) -> str:
+    """A reference as transformers takes it: of a GGUF file, the folder that it is imported to."""
+    return str(folder_of(reference, weights)) if is_gguf(reference) else reference
+
+
 def local_folder(reference: str) -> Path:
-    """The folder of a model: itself when it is a path, else its snapshot in the hub's cache (fetched if need be)."""
+    """The folder of a model: itself when it is a path, else its snapshot in the hub's cache (fetched if need be).
+
+    Of a GGUF file, the folder that it is imported to, with its weights.
+    """
+    if is_gguf(reference):
+        return folder_of(reference)
     if Path(reference).is_dir():
         return Path(reference)
     check_folder(reference)
@@ -260,7 +281,9 @@ def local_folder(reference: str) -> Path:
 
 def text_folder(reference: str) -> Path:
     """The folder of a model's tokenizer and configuration: itself when it is a path, else those small files from the
-    hub, without the weights."""
+    hub, without the weights; of a GGUF file, the folder that it is imported to."""
+    if is_gguf(reference):
+        return folder_of(reference, weights=False)
     if is_path(reference):
         check_folder(reference)
         return Path(reference)
@@ -273,7 +296,12 @@ def text_folder(reference: str) -> Path:
 
 
 def local_snapshot(reference: str) -> Path | None:
-    """The folder of a model if it is on this machine, as a folder or with its weights in the hub's cache; else None."""
+    """The folder of a model if it is on this machine, as a folder or with its weights in the hub's cache; else None.
+
+    Of a GGUF file, that of its small files, whether the weights are imported or not.
+    """
+    if is_gguf(reference):
+        return folder_of(reference, weights=False)
     if Path(reference).is_dir():
         return Path(reference)
     check_folder(reference)

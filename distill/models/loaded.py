@@ -28,6 +28,7 @@ from distill.models.hugging_face import (
     pick_device,
     real_tokens,
 )
+from distill.models.imported.importing import is_gguf, one_engine
 from distill.models.metadata import VocabularyMetadata
 from distill.models.torch_model import TorchModel, model_name
 from distill.recipe import Gguf, GgufOptions, PyTorch, Target
@@ -35,11 +36,6 @@ from distill.vocabulary import Vocabulary
 
 GROWING = PyTorch()  # a cache that grows, as transformers makes it
 BATCH = 512  # tokens that llama.cpp takes at once
-
-
-def is_gguf(reference: str) -> bool:
-    """Whether a model is named by a GGUF file."""
-    return reference.endswith(".gguf")
 
 
 @dataclass(frozen=True)
@@ -96,16 +92,16 @@ def load_pair(
 ) -> LoadedPair:
     """Load two Hugging Face folders (or hub names), or two GGUF files; only the target where `draft` is None.
 
-    The draft of a folder is loaded in the target's type. `pytorch` says how folders decode. `tokens` is the context
-    wanted (None: the target's own for GGUF files, unknown for a static cache), of which each gets no more than it was
-    made for. For GGUF files, `nodes` are the most nodes of a tree, `gguf` llama.cpp's options of each, and `threads`
-    CPU threads where those name none. Raises RecipeError for one of each kind and for options that are not possible,
-    DataError for a model that cannot be loaded, or cannot decode as asked.
+    A GGUF file beside a folder is imported, and both decode in PyTorch. The draft of a folder is loaded in the target's
+    type. `pytorch` says how folders decode. `tokens` is the context wanted (None: the target's own for GGUF files,
+    unknown for a static cache), of which each gets no more than it was made for. For GGUF files, `nodes` are the most
+    nodes of a tree, `gguf` llama.cpp's options of each, and `threads` CPU threads where those name none. Raises
+    RecipeError for options that are not possible, DataError for a model that cannot be loaded, or cannot decode as
+    asked.
     """
-    if draft is not None and is_gguf(target.model) != is_gguf(draft):
-        raise RecipeError(
-            f"{target.model} and {draft} would run in two engines", "give two GGUF files, or two Hugging Face folders"
-        )
+    if draft is not None:
+        big_reference, draft = one_engine(target.model, draft)
+        target = target.model_copy(update={"model": big_reference})
     if is_gguf(target.model):
         if pytorch != GROWING:
             raise RecipeError(

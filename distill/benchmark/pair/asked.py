@@ -18,7 +18,7 @@ from distill.files import require_path
 from distill.models.gguf.file import GgufFile
 from distill.models.gguf.file_head import open_head
 from distill.models.hugging_face import encode, load_tokenizer
-from distill.models.loaded import is_gguf
+from distill.models.imported.importing import is_gguf
 from distill.recipe import Chat, Corpus, Source
 from distill.texts import Prompt
 

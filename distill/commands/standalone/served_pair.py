@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from distill.commands.shared import find_run, local_reference, require_drafts
+from distill.commands.shared import find_run, local_reference
 from distill.errors import DataError, RecipeError, RunError
 
 if TYPE_CHECKING:
@@ -44,7 +44,6 @@ def pair_files(
     """The files of the pair; a run's own where none are named. RunError for a run without GGUF files."""
     given = [None if one is None else Path(_gguf(one)) for one in (target, draft)]
     if name is None and given[0] is not None and given[1] is not None:
-        require_drafts(str(given[0]), str(given[1]), foreign=True)
         return PairFiles(given[0], given[1])
     from distill.results.export_results import ExportReport
     from distill.results.serialise import read_result

@@ -29,6 +29,8 @@ def measure(options: Mapping[str, Any], threads: int | None, gguf: Gguf | None, 
     draft = None if options["draft"] is None else local_reference(options["draft"])
     sweep, others = _configurations(options)
     foreign = _check_draft(target, draft, (*sweep, *others))
+    if draft is not None:
+        target, draft = require_drafts(target, draft, foreign)
     require_used(gguf, target, draft)
     if options["to"] is not None:
         require_path(options["to"], "--to")
@@ -154,7 +156,6 @@ def _check_draft(target: str, draft: str | None, configurations: tuple[Configura
         return False
     if not foreign and not native:
         raise RecipeError("no configuration asks the draft", "leave --draft out")
-    require_drafts(target, draft, bool(foreign))
     if foreign and target.endswith(".gguf"):
         raise DataError(
             f"drafter {foreign[0].drafter} reads both tokenizers from Hugging Face folders", "give two of those"

@@ -11,29 +11,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from distill.errors import DataError
+from distill.vocabulary.splits import IGNORE_MERGES, STEPS
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-QWEN2 = CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}" + REST
-LLAMA3 = CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}" + REST
-QWEN35 = (
-    CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-# The steps of a pre-tokenizer, written by `_steps`, and llama.cpp's name for them.
-PRE_TYPES: dict[tuple[str, ...], str] = {
-    ("gpt-2",): "gpt-2",
-    (f"split {QWEN2}", "bytes"): "qwen2",
-    (f"split {LLAMA3}", "bytes"): "llama-bpe",
-    (f"split {QWEN35}", "bytes"): "qwen35",
-    ("digits", "gpt-2"): "smollm",
-}
-# Of these names only llama-bpe takes a word that is itself a token, without merging.
-IGNORES_MERGES = {"llama-bpe"}
+# llama.cpp's first name for a split. A split that comes with both ways of merging has a name for each.
+PRE_TYPES = {steps: names[0] for steps, names in STEPS.items()}
 SAME_BUT_MERGING = {"llama-bpe": "dbrx"}
-
 
 SUPPORTED = (
     "supported: byte-level BPE with a split that llama.cpp has, SentencePiece BPE, and Unigram without byte fallback"
@@ -93,7 +78,7 @@ def pre_type(path: Path, content: Mapping[str, Any], tokenizer: Tokenizer) -> st
             raise DataError(f"{path}: llama.cpp has no pre-tokenizer that maps bytes more than once", hint=SUPPORTED)
         return None
     ignores = bool(content["model"].get("ignore_merges"))
-    if ignores == (pre in IGNORES_MERGES) or _merges_reach_every_token(content, tokenizer):
+    if ignores == (pre in IGNORE_MERGES) or _merges_reach_every_token(content, tokenizer):
         return pre
     if pre in SAME_BUT_MERGING:
         return SAME_BUT_MERGING[pre]

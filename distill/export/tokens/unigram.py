@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 NORMAL, UNKNOWN = 1, 2
 HINT = "supported: Unigram without byte fallback, with its spaces as ▁ and no normaliser but a table of replacements"
-NORMALIZERS = ("Precompiled", "Replace", "Strip")  # what they do to spaces is found out
+NORMALIZERS = ("Precompiled", "Replace", "Strip", "Prepend")  # what they do to spaces is found out
 SPLITS = ("Metaspace", "WhitespaceSplit")
 
 

@@ -18,6 +18,9 @@ class FileHead:
 
     gguf.GGUFReader makes arrays of every string, seconds for a real vocabulary, and can read on past the end of a
     damaged file. Format: ggml's docs/gguf.md, versions 2 and 3.
+
+    `shapes`, `kinds` and `offsets` are of the tensors by name: lengths with the fastest first, the number of a
+    gguf.GGMLQuantizationType, and the first byte behind `start`, where the tensors' data begins.
     """
 
     def __init__(self, data: mmap.mmap) -> None:
@@ -31,17 +34,20 @@ class FileHead:
         tensors, keys = self.number("Q"), self.number("Q")
         self.values = {self.text().decode("utf-8", "replace"): self.value(self.number("I")) for _ in range(keys)}
         self.shapes: dict[str, list[int]] = {}
+        self.kinds: dict[str, int] = {}
+        self.offsets: dict[str, int] = {}
         end = 0
         for _ in range(tensors):
             name = self.text().decode("utf-8", "replace")
             shape = list(self.numbers("Q", self.number("I")))
             kind, offset = self.number("I"), self.number("Q")
-            self.shapes[name] = shape
+            self.shapes[name], self.kinds[name], self.offsets[name] = shape, kind, offset
             end = max(end, offset + _tensor_bytes(shape, kind))
         align = self.values.get("general.alignment", 32)
         if not isinstance(align, int) or align < 1:
             raise ValueError(f"general.alignment is {align!r}")
         self.require(-self.at % align + end if tensors else 0)
+        self.start = self.at + -self.at % align
 
     def require(self, count: int) -> None:
         """Raise ValueError when fewer than `count` bytes are left."""

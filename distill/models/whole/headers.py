@@ -7,6 +7,7 @@ from typing import Any
 
 from distill.errors import DataError
 from distill.models.hugging_face import load_config, local_snapshot
+from distill.models.imported.importing import check_import, is_gguf
 from distill.models.tensor_files import stored_tensors, torch_type
 from distill.models.whole.intact import is_quantised, quiet, require_own_type, require_whole
 
@@ -17,6 +18,8 @@ def check_weights(reference: str) -> str:
     The names and shapes go through transformers' own loader, on the meta device, so that renamed and fused layouts are
     understood. Raises DataError as `require_whole` does; where headers prove nothing, the line says so.
     """
+    if is_gguf(reference):
+        return check_import(reference)
     folder = local_snapshot(reference)
     unproven = f"tensors of {reference}: not checked before they are loaded,"
     if folder is None:

@@ -1,0 +1,357 @@
+"""GGUF files imported as folders: tensors to the bit, ids of llama.cpp, logits of both engines, clear refusals."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from test_export import BUILDERS, HARD_TEXTS, SHARED, held_out_texts, needs_llama, some_ids, train_tokenizer
+from test_export import build as build_plain
+from test_export_families import FAMILIES, build
+from test_export_unigram import train as train_unigram
+from test_gguf_reference import TOKENIZERS, needs_tokenizers, script
+from tokenizers import Tokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+
+from distill.errors import DataError
+from distill.export.tokenizer import add_tokenizer
+from distill.export.tokenizer import read_tokenizer as read_exported
+from distill.export.tokens.probing import PROBE, add_byte_level, write_vocabulary
+from distill.export.writer import export_gguf
+from distill.models import hugging_face
+from distill.models.gguf.file import GgufFile
+from distill.models.gguf.file_head import open_head
+from distill.models.gguf.model import GgufModel
+from distill.models.imported.importing import folder_of, read_import, write_import
+from distill.models.imported.keys import Keys
+from distill.models.imported.tokenizer import read_tokenizer
+from distill.models.loaded import load_pair
+from distill.recipe import Target
+from distill.recipe.outtypes import DIRECT, OUTTYPES
+from distill.vocabulary.splits import PRE_STEPS
+
+TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    found = train_tokenizer(size=512)
+    found.chat_template = TEMPLATE
+    return found
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("DISTILL_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def imported(path: Path, out: Path) -> dict[str, torch.Tensor]:
+    write_import(read_import(path), out)
+    return load_file(out / "model.safetensors")
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: one for part in folder.glob("*.safetensors") for name, one in load_file(part).items()}
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(torch.int16 if tensor.element_size() == 2 else torch.int32)
+
+
+CASES: dict[str, Any] = {
+    **{name: None for name in BUILDERS},
+    **FAMILIES,
+    "qwen3-plain": ("qwen3", {"head_dim": 32}),
+    "llama-old-rope": ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 2e4, "factor": 4.0}}),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        *((name, torch.float32) for name in CASES),
+        *(("llama-biases", dtype) for dtype in (torch.float16, torch.bfloat16)),
+        *(("gemma2", dtype) for dtype in (torch.float16, torch.bfloat16)),
+        *(("phi3-long", dtype) for dtype in (torch.float16, torch.bfloat16)),
+    ],
+)
+def test_every_family_comes_back(
+    name: str, dtype: torch.dtype, tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    """Weights to the bit, and a config.json under which transformers computes the same logits."""
+    if CASES[name] is None:
+        build_plain(name, tmp_path / "model", tokenizer, dtype=dtype)
+    else:
+        build(*CASES[name], tmp_path / "model", tokenizer).to(dtype).save_pretrained(tmp_path / "model")
+    outtype = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}[dtype]
+    export_gguf(tmp_path / "model", tmp_path / "m.gguf", outtype)
+    before, after = weights(tmp_path / "model"), imported(tmp_path / "m.gguf", tmp_path / "back")
+    assert before.keys() == after.keys()
+    for tensor, one in before.items():
+        shifted = name.startswith("gemma") and tensor.endswith("norm.weight")
+        if shifted:  # the exporter adds one: digits below 2^-24 of it are gone
+            assert (after[tensor].float() - one.float()).abs().max() <= 2**-23
+        else:
+            assert after[tensor].dtype == one.dtype, tensor
+            assert torch.equal(bits(after[tensor]), bits(one)), tensor
+    old, new = (AutoConfig.from_pretrained(tmp_path / place) for place in ("model", "back"))
+    if dtype == torch.float32:
+        ids = torch.tensor([some_ids(len(tokenizer), 90)])
+        logits = [
+            AutoModelForCausalLM.from_pretrained(tmp_path / place, attn_implementation="eager", dtype=dtype)
+            .eval()(ids)
+            .logits
+            for place in ("model", "back")
+        ]
+        exact = not name.startswith("gemma") and old.model_type == new.model_type
+        assert (logits[0] - logits[1]).abs().max() <= (0 if exact else 2e-4), (old, new)
+
+
+@needs_llama
+@pytest.mark.parametrize("outtype", OUTTYPES)
+def test_every_type_is_dequantised_as_the_gguf_package_does(
+    outtype: str, tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    import gguf
+
+    wide = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
+    build("llama", wide, tmp_path / "model", tokenizer)
+    export_gguf(tmp_path / "model", tmp_path / "m.gguf", outtype)
+    found = imported(tmp_path / "m.gguf", tmp_path / "back")
+    names = {
+        "token_embd.weight": "model.embed_tokens.weight",
+        "blk.1.ffn_down.weight": "model.layers.1.mlp.down_proj.weight",
+    }
+    names["blk.0.attn_v.weight"] = "model.layers.0.self_attn.v_proj.weight"
+    names["blk.1.attn_k.weight"] = "model.layers.1.self_attn.k_proj.weight"
+    reader = {tensor.name: tensor for tensor in gguf.GGUFReader(tmp_path / "m.gguf").tensors}
+    kinds = set()
+    for name, own in names.items():
+        kinds.add(reader[name].tensor_type.name)
+        expected = gguf.quants.dequantize(reader[name].data, reader[name].tensor_type).astype(np.float32)
+        if "attn_k" in name:  # heads of 64: neighbours (0, 1) were (0, 32)
+            expected = expected.reshape(2, 32, 2, 256).swapaxes(1, 2).reshape(128, 256)
+        assert np.array_equal(found[own].float().numpy(), expected)
+    assert outtype in DIRECT or any(kind[0] in "QI" for kind in kinds)
+
+
+@needs_llama
+def test_logits_agree_with_llama_cpp_on_the_file(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    build("llama", {"hidden_size": 256, "head_dim": 64}, tmp_path / "model", tokenizer)
+    export_gguf(tmp_path / "model", tmp_path / "m.gguf", "f32")
+    imported(tmp_path / "m.gguf", tmp_path / "back")
+    ids = some_ids(len(tokenizer), 120)
+    with torch.no_grad():
+        own = AutoModelForCausalLM.from_pretrained(tmp_path / "back")(torch.tensor([ids])).logits[0].log_softmax(-1)
+    with GgufModel(tmp_path / "m.gguf", context=128, threads=1) as gguf:
+        theirs = gguf.extend(ids).full().log_softmax(-1)
+    own = own[:, : theirs.shape[1]].log_softmax(-1)
+    assert (theirs.exp() * (theirs - own)).sum(-1).max() < 1e-3
+    assert own.std() > 0.2
+
+
+def read_back(path: Path) -> Tokenizer:
+    found = read_tokenizer(Keys(path, open_head(path)))
+    return Tokenizer.from_str(json.dumps(found.content))
+
+
+def add_context(writer: Any) -> None:
+    writer.add_context_length(512)
+    writer.add_eos_token_id(0)
+
+
+@needs_llama
+@pytest.mark.parametrize("pre", sorted(PRE_STEPS))
+def test_ids_of_each_pre_tokenizer_are_those_of_llama_cpp(pre: str, tmp_path: Path) -> None:
+    """A vocabulary under each name: our tokenizer splits and merges as llama.cpp does, on hostile texts too."""
+    content = json.loads(train_tokenizer(None, size=700).backend_tokenizer.to_str())
+    vocabulary = content["model"]["vocab"]
+    tokens = [token for token, _ in sorted(vocabulary.items(), key=lambda item: item[1])]
+    merges = [" ".join(merge) for merge in content["model"]["merges"]]
+
+    def add(writer: Any) -> None:
+        add_byte_level(writer, pre, tokens, [1] * len(tokens), merges)
+        add_context(writer)
+
+    write_vocabulary(tmp_path / "v.gguf", add)
+    try:
+        file = GgufFile(tmp_path / "v.gguf", vocabulary_only=True)
+    except DataError:
+        pytest.skip(f"this build of llama.cpp does not know {pre}")
+    own = read_back(tmp_path / "v.gguf")
+    try:
+        for text in [*PROBE, *HARD_TEXTS, *held_out_texts()[::7]]:
+            text = text.replace("\0", "")
+            assert own.encode(text, add_special_tokens=False).ids == file.tokenize(text), text[:200]
+    finally:
+        file.close()
+
+
+@needs_llama
+@needs_tokenizers
+@pytest.mark.parametrize("name", ["llama-2", "phi-3", "gemma"])
+def test_ids_of_sentencepiece(name: str, tmp_path: Path) -> None:
+    folder = tmp_path / "m"
+    folder.mkdir()
+    rows = script.build_tokenizer(name, TOKENIZERS, folder) + 5
+    exported = read_exported(folder, rows, "llama")
+
+    def add(writer: Any) -> None:
+        writer.add_context_length(512)
+        add_tokenizer(writer, exported)
+
+    write_vocabulary(tmp_path / "v.gguf", add)
+    own, file = read_back(tmp_path / "v.gguf"), GgufFile(tmp_path / "v.gguf", vocabulary_only=True)
+    special = [token["content"] for token in json.loads((folder / "tokenizer.json").read_text())["added_tokens"]]
+    texts = [*PROBE, *HARD_TEXTS[1:], *held_out_texts()[::5], f"a{special[-1]}b {special[0]} c"]
+    try:
+        for text in texts:
+            text = text.replace("\0", "")
+            assert own.encode(text, add_special_tokens=False).ids == file.tokenize(text, parse_special=True), text[:99]
+        ids = own.encode("def f(x):\n  return 'é 你 👩'", add_special_tokens=False).ids
+        assert own.decode(ids, skip_special_tokens=False) == "def f(x):\n  return 'é 你 👩'"
+        assert own.encode("a").ids[0] == exported.ids["bos"]
+    finally:
+        file.close()
+
+
+@needs_llama
+@pytest.mark.parametrize("kind", ["t5", "always", "never"])
+def test_ids_of_unigram(kind: str, tmp_path: Path) -> None:
+    tokenizer = train_unigram(kind)
+    tokenizer.save_pretrained(tmp_path)
+    exported = read_exported(tmp_path, len(tokenizer) + 3, "llama")
+
+    def add(writer: Any) -> None:
+        writer.add_context_length(512)
+        add_tokenizer(writer, exported)
+
+    write_vocabulary(tmp_path / "v.gguf", add)
+    own, file = read_back(tmp_path / "v.gguf"), GgufFile(tmp_path / "v.gguf", vocabulary_only=True)
+    (tmp_path / "again").mkdir()
+    own.save(str(tmp_path / "again" / "tokenizer.json"))
+    (tmp_path / "again" / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+    again = read_exported(tmp_path / "again", len(tokenizer) + 3, "llama")  # what was imported can be exported
+    assert (again.spacing, again.tokens, again.scores) == (exported.spacing, exported.tokens, exported.scores)
+    try:
+        for text in [*PROBE, "a  b   c", " x ", "one</s>two", "naïve ½ Ⅷ"]:
+            text = " ".join(text.split()) if kind == "t5" else text.replace("\u3000", " ")
+            assert own.encode(text, add_special_tokens=False).ids == file.tokenize(text, parse_special=True), text[:99]
+    finally:
+        file.close()
+
+
+@needs_llama
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("llama-2", "gpt-2"),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen2.5", "llama-3", "deepseek-llm")),
+    ],
+)
+def test_real_tokenizers_come_back(name: str, tmp_path: Path) -> None:
+    source = SHARED / "tokenizers" / name
+    if not source.is_dir():
+        pytest.skip(f"{source} is not here; set DISTILL_SHARED")
+    rows = len(AutoTokenizer.from_pretrained(source))
+    exported = read_exported(source, rows, "llama")
+
+    def add(writer: Any) -> None:
+        writer.add_context_length(512)
+        add_tokenizer(writer, exported)
+
+    write_vocabulary(tmp_path / "v.gguf", add)
+    before, after = Tokenizer.from_file(str(source / "tokenizer.json")), read_back(tmp_path / "v.gguf")
+    for text in [*HARD_TEXTS[2:6], HARD_TEXTS[7], *PROBE, *held_out_texts()[::6]]:
+        text = text.lstrip(" ") if name == "llama-2" else text  # docs/export.md: llama.cpp's space before every text
+        assert before.encode(text, add_special_tokens=False).ids == after.encode(text, add_special_tokens=False).ids
+    assert before.encode("a").ids == after.encode("a").ids
+
+
+def test_template_and_ends_come_back(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    """The folder renders chats alike; the end of a turn ends an answer beside eos, because the template writes it."""
+    build("llama", {}, tmp_path / "model", tokenizer)
+    tokenizer.save_pretrained(tmp_path / "model")
+    export_gguf(tmp_path / "model", tmp_path / "m.gguf", "f16")
+    found = read_import(tmp_path / "m.gguf")
+    write_import(found, tmp_path / "back")
+    old, new = (AutoTokenizer.from_pretrained(tmp_path / place) for place in ("model", "back"))
+    chat = [{"role": "user", "content": "Hi  there\n"}, {"role": "assistant", "content": "<|im_end|>"}]
+    texts = [one.apply_chat_template(chat, tokenize=False) for one in (old, new)]
+    assert texts[0] == texts[1] and "<|im_start|>user" in texts[0]
+    assert old(texts[0])["input_ids"] == new(texts[0])["input_ids"]
+    config = AutoConfig.from_pretrained(tmp_path / "back")
+    ends = hugging_face.end_ids(config, new)
+    assert [new.convert_ids_to_tokens(end) for end in ends] == ["<|endoftext|>", "<|im_end|>"]
+    assert hugging_face.real_tokens(config, new) == len(tokenizer) < config.vocab_size
+
+
+def test_a_file_is_a_model_wherever_a_folder_is(
+    tmp_path: Path, cache: Path, tokenizer: PreTrainedTokenizerFast, capsys: pytest.CaptureFixture[str]
+) -> None:
+    build("llama", {}, tmp_path / "model", tokenizer)
+    export_gguf(tmp_path / "model", tmp_path / "m.gguf", "f32")
+    file = str(tmp_path / "m.gguf")
+    assert len(hugging_face.load_tokenizer(file)) == len(tokenizer)
+    assert hugging_face.load_config(file).model_type == "llama"
+    assert not list(cache.rglob("model.safetensors"))  # only its small files were needed
+    model = hugging_face.load_model(file, "float32", torch.device("cpu"))
+    assert "importing m.gguf" in capsys.readouterr().err
+    ids = torch.tensor([some_ids(len(tokenizer), 20)])
+    folder = hugging_face.load_model(str(tmp_path / "model"), "float32", torch.device("cpu"))
+    with torch.no_grad():
+        assert torch.equal(model(ids).logits, folder(ids).logits)
+    # Beside a folder it decodes in PyTorch.
+    with load_pair(Target(model=file), str(tmp_path / "model")) as pair:
+        assert pair.backend == "pytorch"
+    # Another content under the same name is another folder.
+    first = folder_of(file)
+    build("llama", {"num_hidden_layers": 3}, tmp_path / "model", tokenizer)
+    export_gguf(tmp_path / "model", tmp_path / "m.gguf", "f32")
+    assert folder_of(file) != first and hugging_face.load_config(file).num_hidden_layers == 3
+
+
+def replaced(path: Path, out: Path, old: bytes, new: bytes) -> Path:
+    data = path.read_bytes()
+    assert data.count(old) >= 1
+    out.write_bytes(data.replace(old, new, 1))
+    return out
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        (b"qwen2", b"qwenX", "pre-tokenizer 'qwenX' is not known"),
+        (b"general.architecture" + struct.pack("<IQ", 8, 5) + b"llama",
+         b"general.architecture" + struct.pack("<IQ", 8, 5) + b"mamba", "architecture 'mamba' cannot be imported"),
+        (b"blk.1.attn_q.weight", b"blk.1.attn_x.weight", "tensor blk.1.attn_x.weight has no place"),
+        (b"blk.1.attn_q.weight", b"blk.7.attn_q.weight", "tensor blk.7.attn_q.weight has no place"),
+        (b"tokenizer.ggml.model" + struct.pack("<IQ", 8, 4) + b"gpt2",
+         b"tokenizer.ggml.model" + struct.pack("<IQ", 8, 4) + b"bert", "of the kind 'bert'"),
+        (b"token_embd.weight", b"token_embx.weight", "no matrix token_embd.weight"),
+    ],
+)  # fmt: skip
+def test_what_is_unknown_is_refused_by_name(
+    old: bytes, new: bytes, message: str, tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    build("llama", {}, tmp_path / "model", tokenizer)
+    export_gguf(tmp_path / "model", tmp_path / "m.gguf", "f16")
+    with pytest.raises(DataError, match=message):
+        read_import(replaced(tmp_path / "m.gguf", tmp_path / "x.gguf", old, new))
+
+
+def test_a_file_cut_short_leaves_no_folder(tmp_path: Path, cache: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    build("llama", {}, tmp_path / "model", tokenizer)
+    export_gguf(tmp_path / "model", tmp_path / "m.gguf", "f16")
+    data = (tmp_path / "m.gguf").read_bytes()
+    (tmp_path / "m.gguf").write_bytes(data[: len(data) - 500])
+    with pytest.raises(DataError, match="it ends after"):
+        folder_of(str(tmp_path / "m.gguf"))
+    assert not cache.exists() or not list(cache.rglob("config.json"))
