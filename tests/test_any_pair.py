@@ -437,7 +437,6 @@ def test_synthetic_figures_are_labelled_wherever_they_are_printed(place: Path, c
         (["--prompts", "{}/keys.jsonl"], "line 1 has no text in field `text` (it has: a)"),
         ([], "a pair without a run needs --target and --prompts"),
         (["--draft", "{}/other"], "--drafter string"),
-        (["--draft", "{}/draft.gguf"], "draft.gguf cannot be read"),
         (["--draft", "{}/nothing"], "nothing"),
         (["--drafter", "lookup"], "no configuration asks the draft"),
         (["--lengths", "0"], "nothing is to be measured but plain decoding"),
