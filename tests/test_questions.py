@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import subprocess
 import sys
@@ -494,11 +493,10 @@ def test_a_killed_stage_goes_on(asked: Path, talking: Path, tmp_path: Path) -> N
 
 @pytest.mark.slow
 def test_two_processes_write_the_same_files(asked: Path, talking: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "2", "--num_machines", "1"]
-    command += ["--cpu", "--mixed_precision", "no", "--dynamo_backend", "no", "--module", "distill", "train"]
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", "recipes/accelerate/ddp.yaml"]
+    command += ["--num_processes", "2", "--main_process_port", "0", "-m", "distill", "train"]
     command += [str(talking / "recipe.yaml"), "--runs", str(tmp_path), "--until", "corpus"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    found = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+    found = subprocess.run(command, cwd=tiny.ROOT, capture_output=True, text=True, timeout=300)
     assert found.returncode == 0, found.stderr
     assert "of process 0" in found.stderr
     for folder in ("questions", "corpus"):
