@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from distill import MOST_PRIMITIVES, PRIMITIVES
 from distill.commands.gguf_options import require_used, takes_gguf_options
 from distill.commands.shared import (
     COMPILE_HELP,
@@ -124,6 +126,10 @@ def _measured(
     from distill.machine import thread_count
     from distill.speculative.costs.curve import measure_curve
 
+    if os.environ.get(PRIMITIVES) == MOST_PRIMITIVES:
+        # Sizes take turns, and each has primitives of its own: up to 64 of them would push one another out, and every
+        # step would be timed with the compilation of its own. The process ends with the command.
+        os.environ[PRIMITIVES] = str(2 * int(MOST_PRIMITIVES))
     model, room = place.model, max(depths) + most
     if model.endswith(".gguf"):
         from distill.models.gguf.model import GgufModel

@@ -24,7 +24,7 @@ from distill.training.losses.settings import STATISTICS, LossSettings, LossSums
 CACHED = 2**20  # entries of a block for each thread of a processor: 4 MB in fp32
 STREAMED = 2**24  # entries of a block on an accelerator, which needs large kernels
 # The last chunk of a batch has another number of rows at every step. On a processor oneDNN compiles products for each
-# and keeps them, 5 MB apiece in bf16: so chunks are filled up with zeros to a multiple of so many rows.
+# and keeps them, in bf16 20 MB a step: so chunks are filled up with zeros to a multiple of so many rows.
 ROWS = 64
 
 
