@@ -25,7 +25,7 @@ from distill.run import Run
 from distill.target.traffic import first_lines
 
 PROMPTS, STEPS, LINES = 4, 3, 32
-QUESTIONS, HELD_OUT = 48, 0.25  # of the target's own, and the share of them for validation and for test
+QUESTIONS, HELD_OUT = 48, 0.25  # of the target's own at least, and the share of them for validation and for test
 RESULT = "rehearsal.json"
 SUFFIX = "-rehearsal"
 
@@ -93,8 +93,13 @@ def _shortened_corpus(recipe: Recipe) -> Any:
     corpus = recipe.corpus
     values: dict[str, Any] = {"tokens": min(corpus.tokens, recipe.teacher.batch * corpus.block)}
     if corpus.asked:
+        most = QUESTIONS
+        if recipe.train.replay is not None:  # refused where too few validation prompts are left to judge it
+            acceptance = recipe.train.acceptance
+            judged = PROMPTS + (0 if acceptance is None else acceptance.prompts)
+            most = max(most, round(2 * judged / HELD_OUT))
         values["sources"] = tuple(
-            source if source.questions is None else _changed(source, questions=min(QUESTIONS, source.questions))
+            source if source.questions is None else _changed(source, questions=min(most, source.questions))
             for source in corpus.sources
         )
         values |= {name: max(HELD_OUT, getattr(corpus, name)) for name in ("validation", "test")}
