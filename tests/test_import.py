@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tiny
 import torch
 from safetensors.torch import load_file
 from test_export import BUILDERS, HARD_TEXTS, SHARED, held_out_texts, needs_llama, some_ids, train_tokenizer
@@ -32,7 +33,7 @@ from distill.models.imported.importing import folder_of, read_import, write_impo
 from distill.models.imported.keys import Keys
 from distill.models.imported.tokenizer import read_tokenizer
 from distill.models.loaded import load_pair
-from distill.recipe import Target
+from distill.recipe import Target, load_recipe
 from distill.recipe.outtypes import DIRECT, OUTTYPES
 from distill.vocabulary.splits import PRE_STEPS
 
@@ -355,3 +356,73 @@ def test_a_file_cut_short_leaves_no_folder(tmp_path: Path, cache: Path, tokenize
     with pytest.raises(DataError, match="it ends after"):
         folder_of(str(tmp_path / "m.gguf"))
     assert not cache.exists() or not list(cache.rglob("config.json"))
+
+
+@needs_llama
+def test_a_run_of_a_file(world: Path, finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A recipe whose target is a GGUF file makes the draft that its folder makes, and times the file itself."""
+    export_gguf(world / "target", tmp_path / "served.gguf", "f32")
+    values = tiny.recipe_values(world)
+    for source in values["corpus"]["sources"]:
+        source["path"] = str(world / source["path"])
+    values["target"]["model"] = "./served.gguf"
+    recipe = tiny.write_recipe(tmp_path / "recipe.yaml", values)
+    assert tiny.call("check", recipe) == 0
+    assert "tensors fit its metadata" in capsys.readouterr().out
+    with tiny.one_thread():
+        assert tiny.call("train", recipe, "--runs", tmp_path / "runs") == 0
+    printed = capsys.readouterr()
+    run = tmp_path / "runs" / "tiny"
+    assert tiny.digest(run / "draft" / "model.safetensors") == tiny.digest(finished / "draft" / "model.safetensors")
+    files = json.loads((run / "gguf" / "export.json").read_text())["files"]
+    assert [(Path(file["path"]).name, file["outtype"]) for file in files] == [
+        ("draft-f16.gguf", "f16"),
+        ("served.gguf", "f32"),
+    ]
+    assert files[1]["parity"]["kl"] < 1e-3 and not files[1]["faults"]
+    assert not (run / "gguf" / "target-f16.gguf").exists()
+    speedup = (run / "speedup.json").read_text()
+    assert '"draft + target"' in speedup and '"draft + target, target f32, draft f16"' in speedup
+    assert "served.gguf" in (run / "report.html").read_text()
+    assert "draft + target, target f32, draft f16" in printed.out + printed.err
+    # The file may also be the donor of another vocabulary's draft, be cut, and be exported to another type.
+    text = world / "corpus" / "test" / "part2_0.py"
+    more = ("--text", text, "--layers", 2)
+    assert (
+        tiny.call("cut", tmp_path / "served.gguf", tmp_path / "cut", *more, "--text", text.with_name("part2_1.py")) == 0
+    )
+    assert tiny.call("export-gguf", tmp_path / "served.gguf", "--outtype", "q8_0", "--to", tmp_path / "out") == 0
+    assert (tmp_path / "out" / "served-q8_0.gguf").exists()
+
+
+def test_a_file_that_is_never_loaded_answers_itself(world: Path, tmp_path: Path) -> None:
+    values = tiny.recipe_values(world) | {"target": {"model": "./served.gguf", "load": False}}
+    for source in values["corpus"]["sources"]:
+        source["path"] = str(world / source["path"])
+    values["cut"] |= {"donor": "./donor"}
+    recipe = load_recipe(tiny.write_recipe(tmp_path / "recipe.yaml", values))
+    file = str(tmp_path / "served.gguf")
+    assert recipe.answers.writer is not None and recipe.answers.writer.gguf == file
+    assert recipe.teacher.gguf == file
+    values["teacher"]["gguf"] = "./other.gguf"
+    recipe = load_recipe(tiny.write_recipe(tmp_path / "recipe.yaml", values))
+    assert recipe.teacher.gguf == str(tmp_path / "other.gguf")
+
+
+def test_the_command(tmp_path: Path, tokenizer: PreTrainedTokenizerFast, capsys: pytest.CaptureFixture[str]) -> None:
+    build("llama", {}, tmp_path / "model", tokenizer)
+    export_gguf(tmp_path / "model", tmp_path / "m.gguf", "q8_0")
+    assert tiny.call("import-gguf", tmp_path / "m.gguf", tmp_path / "half", "--dtype", "bfloat16") == 0
+    printed = capsys.readouterr().out
+    assert "Q8_0 dequantised" in printed and "an answer ends with <|endoftext|>, <|im_end|>" in printed
+    assert {one.dtype for one in weights(tmp_path / "half").values()} == {torch.bfloat16}
+    for arguments, message in (
+        (("m.gguf", "half"), "half is not empty"),
+        (("model", "x"), "cannot be read"),
+        (("nothing.gguf", "x"), "cannot be read"),
+        (("m.gguf", "x", "--dtype", "int4"), "--dtype int4 is unknown"),
+    ):
+        places = [tmp_path / name for name in arguments[:2]]
+        assert tiny.call("import-gguf", *places, *arguments[2:]) == 2
+        assert message in capsys.readouterr().err
+    assert not (tmp_path / "x").exists()

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from distill.benchmark.libraries import llama_generation, transformers_generation
+from distill.export.target_file import own_file
 from distill.export.writer import export_gguf
 from distill.faults import faults_explained
 from distill.models.base import Model
@@ -22,6 +23,7 @@ from distill.models.hugging_face import (
     load_tokenizer,
     pick_device,
 )
+from distill.models.imported.importing import file_type
 from distill.models.loaded import LoadedPair, load_pair, pair_of_models
 from distill.recipe import Configuration, Gguf, Recipe, Target
 from distill.results.speedup_results import PairMeasured
@@ -64,6 +66,8 @@ def open_part(recipe: Recipe, run: Run, backend: str, grown: bool) -> Iterator[P
         with loaded:
             title = f"draft + target grown to {parameters / 1e6:.0f}M" if grown else "draft + target"
             title += recipe.pytorch.suffix if backend == "pytorch" else ""
+            if backend == "gguf" and not grown and (own := own_file(recipe)) is not None:
+                title += f", target {file_type(own)}, draft {settings.outtype}"
             run.say(f"  {title}, {backend}")
             library, name = _library(recipe, loaded)
             pair = PairMeasured(title, backend, grown)
@@ -75,7 +79,7 @@ def open_part(recipe: Recipe, run: Run, backend: str, grown: bool) -> Iterator[P
 def _load(recipe: Recipe, run: Run, backend: str, grown: bool, scratch: Path) -> tuple[LoadedPair, int]:
     """The pair of a part, and the parameters of a grown target (0 for the target as it is)."""
     settings, draft, parameters = recipe.speedup, str(run.path("draft")), 0
-    target_file = run.path("gguf", f"target-{settings.outtype}.gguf")
+    served = own_file(recipe) or run.path("gguf", f"target-{settings.outtype}.gguf")
     if grown:
         assert settings.grown is not None
         device = pick_device(recipe.device)
@@ -90,11 +94,11 @@ def _load(recipe: Recipe, run: Run, backend: str, grown: bool, scratch: Path) ->
             scratch.mkdir(parents=True, exist_ok=True)
             big.save_pretrained(scratch / "grown")
             tokenizer.save_pretrained(scratch / "grown")
-        target_file = scratch / "grown.gguf"
-        export_gguf(scratch / "grown", target_file, settings.outtype, f"{recipe.name} target, grown")
+        served = scratch / "grown.gguf"
+        export_gguf(scratch / "grown", served, settings.outtype, f"{recipe.name} target, grown")
     elif backend == "pytorch":
         return load_pair(recipe.target, draft, device=recipe.device, pytorch=recipe.pytorch), parameters
-    files = Target(model=str(target_file)), str(run.path("gguf", f"draft-{settings.outtype}.gguf"))
+    files = Target(model=str(served)), str(run.path("gguf", f"draft-{settings.outtype}.gguf"))
     nodes = min(_largest_tree(recipe, grown), MOST_LEAVES)
     options = Gguf(target=recipe.gguf_options("target"), draft=recipe.gguf_options("draft"))
     pair = load_pair(*files, tokens=recipe.corpus.block, nodes=nodes, gguf=options)

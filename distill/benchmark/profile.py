@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
+from distill.export.target_file import target_file
 from distill.export.writer import export_gguf
 from distill.machine import machine
 from distill.models.base import Model
@@ -58,12 +59,15 @@ def profile(recipe: Recipe, run: Run) -> list[Path]:
             curves.append(profile_entry(model, title, "pytorch", recipe.target.dtype, settings))
         if "gguf" in recipe.speedup.backends:
             with tempfile.TemporaryDirectory() as temporary:
-                path = Path(temporary) / "model.gguf"
-                export_gguf(folder, path, recipe.speedup.outtype)
+                path, kind = Path(temporary) / "model.gguf", str(recipe.speedup.outtype)
+                if own:
+                    path, kind = target_file(recipe, path)
+                else:
+                    export_gguf(folder, path, kind)
                 room, options = settings.depth + settings.max_tokens, recipe.gguf_options("target" if own else "draft")
                 with GgufModel(path, context=room, options=options) as quantised:
                     named = (recipe.gguf.target if own else recipe.gguf.draft).described()
-                    curves.append(profile_entry(quantised, title, "gguf", recipe.speedup.outtype, settings, named))
+                    curves.append(profile_entry(quantised, title, "gguf", kind, settings, named))
     for curve in curves:
         first = curve.seconds[0]
         run.say(

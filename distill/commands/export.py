@@ -14,6 +14,7 @@ from distill.commands.shared import (
     DEFAULT_RUNS,
     RunsOption,
     find_run,
+    local_reference,
     run_until,
 )
 from distill.errors import DataError, RecipeError
@@ -100,11 +101,14 @@ class _Job:
 def _find(model: str | None, runs: Path) -> _Job:
     """What to export: a Hugging Face folder, or draft and target of a run, which is brought up to its draft."""
     from distill.export.head.general_fields import PLAIN
+    from distill.models.hugging_face import local_folder
+    from distill.models.imported.importing import is_gguf
 
     if model is not None and (Path(model) / "config.json").exists():
         return _Job({Path(model).resolve().name: (Path(model), PLAIN)}, Path("."))
+    if model is not None and is_gguf(model):
+        return _Job({Path(model).stem: (local_folder(local_reference(model)), PLAIN)}, Path("."))
     from distill.export.head.origin import advice_of, advised, origins
-    from distill.models.hugging_face import local_folder
     from distill.pipeline.running import plan_run
     from distill.recipe.text.unloaded import REASON
 
@@ -114,7 +118,9 @@ def _find(model: str | None, runs: Path) -> _Job:
     known = origins(recipe, run)
     settled = frozenset(action.stage.name for action in plan_run(recipe, run) if action.kind == "skip")
     sources = {"draft": (run.path("draft"), advised(known["draft"], advice_of(run, settled)))}
-    if recipe.target.load:
+    if is_gguf(recipe.target.model):
+        note(f"the target is served as it is: {recipe.target.model}")
+    elif recipe.target.load:
         sources["target"] = (local_folder(recipe.target.model), known["target"])
     else:
         print(f"no file of the target is written: {REASON}", file=sys.stderr)

@@ -80,8 +80,8 @@ def faults_of(parity: Parity, outtype: str) -> list[str]:
             f"{len(parity.tokenizer_mismatches)} of {parity.tokenizer_texts} texts have other token ids, the first at "
             f"token {token} of text {text}"
         )
-    bits = {"f32": 32, "f16": 16, "bf16": 16}.get(outtype) or int(next(filter(str.isdigit, outtype)))
-    most, least = LIMITS[bits]
+    bits = {"f32": 32, "f16": 16, "bf16": 16}.get(outtype) or int(next(filter(str.isdigit, outtype), "2"))
+    most, least = LIMITS[min(LIMITS, key=lambda known: abs(known - bits))]
     if not (parity.kl or 0.0) <= most:
         faults.append(f"the mean KL is {parity.kl:.3g} nats, more than {most} for {outtype}")
     # Flat distributions change their first token at a KL near 0.

@@ -7,8 +7,12 @@ from pathlib import Path
 
 from distill.export.head.origin import origins
 from distill.export.parity import Source, compare, faults_of
+from distill.export.target_file import own_file
+from distill.export.writer import ExportReport as Written
 from distill.export.writer import export_files
+from distill.models.gguf.file_head import open_head
 from distill.models.hugging_face import local_folder
+from distill.models.imported.importing import file_type
 from distill.recipe import Recipe
 from distill.recipe.text.unloaded import REASON
 from distill.results.export_results import ExportedFile, ExportReport
@@ -20,21 +24,27 @@ from distill.texts import read_documents_of
 def export(recipe: Recipe, run: Run) -> list[Path]:
     """Write gguf/MODEL-OUTTYPE.gguf for draft and target, and gguf/export.json with the parity of each file.
 
-    A target that the recipe never loads is left out. The files say nothing that was timed, so that their bytes depend
+    A target that the recipe never loads is left out. One that is a GGUF file is not written again: its own file is
+    compared with the folder that it is imported to. The files say nothing that was timed, so that their bytes depend
     on the models alone; `distill export-gguf RUN` adds the draft length.
     """
     folder = run.path("gguf")
     texts = read_documents_of(run, "test")
     files: list[ExportedFile] = []
     sources = {"draft": run.path("draft")}
+    own = own_file(recipe)
     if recipe.target.load:
         sources["target"] = local_folder(recipe.target.model)
     else:
         run.say(f"  no file of the target is written: {REASON}")
     known = origins(recipe, run)
     for name, folder_of_model in sources.items():
-        outputs = {folder / f"{name}-{outtype}.gguf": outtype for outtype in recipe.export.outtypes}
-        reports = export_files(folder_of_model, outputs, known[name])
+        if name == "target" and own is not None:
+            tensors = len(open_head(own).shapes)
+            reports = [Written(own, file_type(own), own.stat().st_size, tensors, 0)]
+        else:
+            outputs = {folder / f"{name}-{outtype}.gguf": outtype for outtype in recipe.export.outtypes}
+            reports = export_files(folder_of_model, outputs, known[name])
         source = Source.open(folder_of_model)
         for report in reports:
             path = report.path
@@ -47,7 +57,7 @@ def export(recipe: Recipe, run: Run) -> list[Path]:
             faults = faults_of(parity, report.outtype)
             for fault in (*report.notes, *faults):
                 run.say(f"  {path.name}: {fault}", warning=True)
-            place = str(path.relative_to(run.folder))
+            place = str(path.relative_to(run.folder) if path != own else path)
             files.append(
                 ExportedFile(place, name, report.outtype, report.bytes, report.fallback_tensors, parity, faults)
             )

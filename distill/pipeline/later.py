@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from distill.errors import DataError, DistillError, RecipeError
 from distill.machine import faster_type
-from distill.recipe import Recipe, is_path
+from distill.recipe import Recipe
 
 if TYPE_CHECKING:
     from distill.corpus.sources import Document
@@ -251,7 +251,7 @@ def check_export(recipe: Recipe) -> list[str]:
         if not written:
             folder: Path | None = text_folder(model)
         else:
-            folder = local_snapshot(model) if not is_path(model) else Path(model)
+            folder = local_snapshot(model)
         if folder is None:
             lines.append(f"export of {model}: not checked, its files are not on this machine yet")
             continue

@@ -55,7 +55,9 @@ class Search(Section):
 class Cut(Section):
     """The donor and its cuts, made in this order: transplant, layers, widths, head."""
 
-    donor: str = Field("target", description="`target` (the target itself), a folder, or a hub name, as target.model")
+    donor: str = Field(
+        "target", description="`target` (the target itself), or a folder, hub name or GGUF file, as target.model"
+    )
     transplant: Transplant | None = Field(None, description="for a donor with another vocabulary; null: off")
     rows: Literal["target", "donor"] = Field(
         "target",

@@ -151,6 +151,24 @@ def _resolve_paths(raw: dict[str, Any], base: Path) -> None:
         require_path(source["path"], where)
         if source.get("kind") != "hub" and source["path"] != "python:stdlib":
             source["path"] = _absolute(source["path"], base, where)
+    _ask_the_file(raw)
+
+
+def _ask_the_file(raw: dict[str, Any]) -> None:
+    """A target that is a GGUF file and never loaded writes its answers and distributions itself, through llama.cpp,
+    unless the recipe names another writer or teacher."""
+    target = raw.get("target")
+    if not isinstance(target, dict) or target.get("load") is not False:
+        return
+    model = target.get("model")
+    if not isinstance(model, str) or not model.endswith(".gguf"):
+        return
+    answers = raw.setdefault("answers", {})
+    if isinstance(answers, dict) and answers.get("writer") is None:
+        answers["writer"] = {"gguf": model}
+    teacher = raw.setdefault("teacher", {})
+    if isinstance(teacher, dict) and teacher.get("gguf") is None and teacher.get("server") is None:
+        teacher["gguf"] = model
 
 
 def _is_index(part: str, length: int) -> bool:

@@ -17,13 +17,16 @@ HOTTEST = 100  # largest temperature; above it, every distribution is uniform
 class Target(Section):
     """The large model that the draft is for."""
 
-    model: str = Field(description="folder (`./name` for a relative one), or hub name; an existing folder wins")
+    model: str = Field(
+        description="folder (`./name` for a relative one), hub name, or GGUF file, which is imported; what exists here "
+        "wins over a hub name"
+    )
     dtype: Literal["float32", "bfloat16", "float16"] = Field("float32", description="type that it runs in")
     load: bool = Field(
         True,
         description="false: never load or download its weights; its tokenizer and config.json are read. Servers or "
-        "GGUF files give its answers and distributions (answers.writer, teacher), and what needs the weights is not "
-        "run",
+        "GGUF files give its answers and distributions (answers.writer, teacher; of a GGUF file, the file itself where "
+        "the recipe names no other), and what needs the weights is not run",
     )
     quantise: Literal["int8", "int4"] | None = Field(
         None, description="load its weights in 8 or 4 bits with bitsandbytes; null: not quantised"

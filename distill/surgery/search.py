@@ -18,11 +18,12 @@ import torch
 from torch import Tensor
 
 from distill import divergences
+from distill.export.target_file import target_file
 from distill.export.writer import export_gguf
 from distill.files import read_json, write_json, write_text
 from distill.models.base import Model
 from distill.models.gguf.model import GgufModel
-from distill.models.hugging_face import local_folder, text_folder
+from distill.models.hugging_face import text_folder
 from distill.models.kept import KeptHead
 from distill.models.loaded import growing_decoder
 from distill.models.tokenizer_files import copy_tokenizer
@@ -184,8 +185,7 @@ def _target_seconds(recipe: Recipe, target: Any, longest: int) -> list[float]:
     if settings.backend == "pytorch":
         return _steps(recipe, growing_decoder(target, prepack=recipe.pytorch.prepack), counts)
     with tempfile.TemporaryDirectory() as temporary:
-        path = Path(temporary) / "target.gguf"
-        export_gguf(local_folder(recipe.target.model), path, recipe.speedup.outtype)
+        path, _ = target_file(recipe, Path(temporary) / "target.gguf")
         with _open(recipe, path, "target") as model:
             return _steps(recipe, model, counts)
 

@@ -57,7 +57,7 @@ def pair_files(
     files = read_result(path, ExportReport).files
     own: dict[str, Path] = {}
     for file in files:
-        if outtype in (None, file.outtype):
+        if outtype in (None, file.outtype) or Path(file.path).is_absolute():  # a target that is its own file
             own.setdefault(file.model, run.folder / file.path)
     if outtype is not None and "draft" not in own:
         kinds = ", ".join(dict.fromkeys(file.outtype for file in files))

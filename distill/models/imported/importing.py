@@ -45,6 +45,19 @@ def is_gguf(reference: str) -> bool:
     return reference.endswith(".gguf")
 
 
+def file_type(path: Path) -> str:
+    """The type that a GGUF file names for its weights, such as q4_k_m, or that of most of its matrices."""
+    import gguf
+
+    head = open_head(path)
+    try:
+        name = gguf.LlamaFileType(head.values["general.file_type"]).name
+        return name.removeprefix("MOSTLY_").removeprefix("ALL_").lower()
+    except (KeyError, ValueError):
+        kinds = Counter(head.kinds[name] for name, shape in head.shapes.items() if len(shape) > 1)
+        return gguf.GGMLQuantizationType(kinds.most_common(1)[0][0]).name.lower() if kinds else "unknown"
+
+
 def one_engine(target: str, draft: str) -> tuple[str, str]:
     """The references of a pair that decodes in one engine: a GGUF file beside a folder is imported, for PyTorch.
 
