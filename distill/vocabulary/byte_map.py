@@ -9,6 +9,9 @@ from __future__ import annotations
 SPACE = "▁"
 # Bytes that no valid UTF-8 holds; real vocabularies leave them out without losing a text.
 NEVER_IN_UTF8 = frozenset({0xC0, 0xC1, *range(0xF5, 0x100)})
+# Bytes that texts hardly hold, and real vocabularies lack (SmolLM2's eight of them): control characters but tab, line
+# feed and carriage return, and what begins characters of planes that Unicode has not assigned.
+RARE = frozenset({*range(0x09), 0x0B, 0x0C, *range(0x0E, 0x20), 0x7F, 0xF1, 0xF2})
 
 
 def _byte_map() -> tuple[str, ...]:

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from distill.errors import DataError
 from distill.surgery.vocabulary.mixture import Mixture, offsets_of
 from distill.vocabulary import Vocabulary
+from distill.vocabulary.byte_map import RARE
 from distill.vocabulary.encoding import Encoder
 from distill.vocabulary.roles import role_counterparts, stand_ins
 
@@ -31,7 +32,7 @@ WORST = 10  # rows with most subtokens that are described
 class Subtokens:
     """Donor ids of every target id: offsets [R + 1], ids [P]; origin [R] indexes ORIGINS.
 
-    `unwritable` target ids hold bytes that UTF-8 never uses and that the donor has no token for; U+FFFD stands in.
+    `unwritable` target ids hold bytes that the donor has no token for (RARE, or never used by UTF-8); U+FFFD stands in.
     """
 
     offsets: NDArray[numpy.int64]
@@ -74,8 +75,8 @@ class Subtokens:
 
 
 def require_bytes(donor: Vocabulary) -> None:
-    """Raise DataError for a donor that lacks tokens for single bytes: some tokens could not be written in it."""
-    missing = donor.missing_bytes
+    """Raise DataError for a donor that lacks tokens for bytes of ordinary texts: it could not write some tokens."""
+    missing = [byte for byte in donor.missing_bytes if byte not in RARE]
     if missing:
         shown = ", ".join(f"{byte:#04x}" for byte in missing[:6]) + (", ..." if len(missing) > 6 else "")
         raise DataError(
