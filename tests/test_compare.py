@@ -137,3 +137,5 @@ def test_acceptance_is_that_of_the_texts_that_are_timed(tmp_path: Path) -> None:
     run: Any = SimpleNamespace(path=tmp_path.joinpath)
     assert speedup._evaluated_rounds(run, [[1, 2], [1, 2, 3, 4]], 5) == [[(2, 2), (2, 0)], [(2, 1), (1, 1)]]
     assert speedup._evaluated_rounds(run, [[1, 2]], 9) == [[(2, 2), (2, 0), (2, 0)]]
+    write_rounds(tmp_path / "rounds.parquet", {"before": [[]], "after": [[]]})  # texts that ended at once
+    assert speedup._evaluated_rounds(run, [[1, 2]], 9) == [[]]

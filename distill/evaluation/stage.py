@@ -167,7 +167,10 @@ def write_rounds(path: Path, rounds: dict[str, list[list[Round]]]) -> None:
         for prompt, own in enumerate(prompts)
         for r in own
     ]
-    table = pyarrow.Table.from_pylist(rows)
+    whole = pyarrow.int64()
+    kinds = {"draft": pyarrow.string(), "prompt": whole, "depth": whole, "drafted": whole, "accepted": whole}
+    # Named columns, so that a table without a round has them too.
+    table = pyarrow.Table.from_pylist(rows, pyarrow.schema({**kinds, "seconds": pyarrow.float64()}))
     write_atomically(path, lambda temporary: pyarrow.parquet.write_table(table, temporary))
 
 
