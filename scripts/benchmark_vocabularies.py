@@ -180,9 +180,11 @@ def main() -> None:
             model, started = with_vocabulary(donor, RULES[rule](found)), time.monotonic()
             if (name, rule, 0) not in done:
                 record(name, rule, 0, model, tokenizer, 0.0)
-            blocks, _ = blocks_of(tokenizer, given, max([0, *heals]))
+            if not heals:
+                continue
+            blocks, _ = blocks_of(tokenizer, given, heals[-1])
             torch.manual_seed(0)
-            for step in heal(model, blocks, max([0, *heals]), options.rate):
+            for step in heal(model, blocks, heals[-1], options.rate):
                 if step in heals:
                     model.eval()
                     record(name, rule, step, model, tokenizer, time.monotonic() - started)
