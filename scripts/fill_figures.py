@@ -49,22 +49,20 @@ def _without_command(path: Path) -> str:
 
 def _acceptances(evaluation: str) -> str:
     """The acceptances of eval.md on the target's own text: its table head and the rows that begin with the word."""
-    answers = evaluation[evaluation.index("**answers**") : evaluation.index("**files**")]
+    answers = evaluation[evaluation.index("**answers**") :].split("\n**", 1)[0]
     rows = [line for line in answers.splitlines() if line.startswith("|")]
     return "\n".join([*rows[:2], *(row for row in rows[2:] if row.startswith("| acceptance,"))])
 
 
 def _speedups(report: SpeedupReport) -> str:
-    """The speedup of each pair by each backend: with a fixed draft length, and with lengths that `RULE` chooses."""
+    """The speedup of each pair by each backend: with a fixed draft length, with lengths that `RULE` chooses, and with
+    tokens that are looked up."""
     rows: dict[tuple[str, str], dict[str, Measurement]] = {}
     for measurement in report.measurements:
-        if measurement.length == LENGTH:
-            kind = f"{LENGTH} tokens a round, as servers draft"
-        elif measurement.rule == RULE and measurement.sampler is None:
-            kind = "adaptive length"
-        else:
-            continue
-        rows.setdefault((measurement.pair, kind), {}).setdefault(measurement.backend, measurement)
+        kind = _kind(measurement)
+        if kind is not None:  # the target's and the draft's type of GGUF files stand behind the pair's name
+            pair = measurement.pair.split(", target ")[0]
+            rows.setdefault((pair, kind), {}).setdefault(measurement.backend, measurement)
     backends = [name for name in BACKENDS if any(name in row for row in rows.values())]
     lines = [
         "| speedup over plain decoding, greedy | " + " | ".join(BACKENDS[name] for name in backends) + " |",
@@ -78,6 +76,19 @@ def _speedups(report: SpeedupReport) -> str:
         cells = [_interval(row[name]) if name in row else "" for name in backends]
         lines.append(f"| {title}, {prompts} prompts: {kind} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
+
+
+def _kind(one: Measurement) -> str | None:
+    """What the headline calls a configuration; None for one that it leaves out."""
+    if one.sampler is not None:
+        return None
+    if one.length == LENGTH:
+        return f"{LENGTH} tokens a round, as servers draft"
+    if one.drafter == "lookup":
+        return "repeated text looked up, no draft"
+    if one.rule == RULE:
+        return "adaptive length, repeated text looked up" if one.drafter == "lookup+draft" else "adaptive length"
+    return None
 
 
 def _interval(measurement: Measurement) -> str:
