@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from distill.errors import DataError
+from distill.models.cpu.shapes import filled
 
 EMPTY = -1e4  # log of a tail that holds nothing: finite, so that 0 · log stays 0
 
@@ -149,7 +150,8 @@ class DenseTeacher:
         """See `Teacher`; any temperature."""
         head = self.head[: self.vocabulary]
         bias = None if self.bias is None else self.bias[: self.vocabulary]
-        logits = self.form.apply(torch.nn.functional.linear(self.hidden[rows].to(head.dtype), head, bias))
+        hidden = self.hidden[rows].to(head.dtype)
+        logits = self.form.apply(torch.nn.functional.linear(filled(hidden), head, bias)[: len(hidden)])
         logs = (logits / temperature if temperature != 1 else logits).log_softmax(-1)
         if self.kept is None:
             return TeacherChunk(None, logs, logs.new_full(logs.shape[:1], EMPTY))

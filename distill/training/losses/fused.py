@@ -17,15 +17,13 @@ import torch
 from torch import Tensor
 
 from distill.errors import DataError
+from distill.models.cpu.shapes import filled_count
 from distill.target.distributions import Teacher, TeacherChunk
 from distill.training.losses.block import score_block
 from distill.training.losses.settings import STATISTICS, LossSettings, LossSums
 
 CACHED = 2**20  # entries of a block for each thread of a processor: 4 MB in fp32
 STREAMED = 2**24  # entries of a block on an accelerator, which needs large kernels
-# The last chunk of a batch has another number of rows at every step. On a processor oneDNN compiles products for each
-# and keeps them, in bf16 20 MB a step: so chunks are filled up with zeros to a multiple of so many rows.
-ROWS = 64
 
 
 @dataclass(frozen=True)
@@ -60,15 +58,15 @@ def _positions(
     wanted = any(gradient is not None for gradient in gradients)
     rows = head[:columns].to(kind)
     shift = None if bias is None else bias[:columns].to(kind)
-    unit = ROWS if hidden.device.type == "cpu" else 1
-    buffer = torch.empty(min(scoring.chunk, _filled(count, unit)), columns, dtype=kind, device=hidden.device)
+    # The last chunk of a batch has another number of rows at every step.
+    buffer = torch.empty(min(scoring.chunk, filled_count(count, hidden)), columns, dtype=kind, device=hidden.device)
     threads = torch.get_num_threads()
     size = max(1, (CACHED * threads if hidden.device.type == "cpu" else STREAMED) // columns)
     values = torch.empty(count, len(STATISTICS) + len(settings.losses), dtype=wide, device=hidden.device)
     for start in range(0, count, scoring.chunk):
         here = slice(start, min(start + scoring.chunk, count))
         scored = here.stop - start
-        logits = buffer[: _filled(scored, unit)]  # of a chunk of less than `unit` rows: the whole buffer
+        logits = buffer[: filled_count(scored, hidden)]  # of a chunk of fewer rows: the whole buffer
         part = torch.nn.functional.pad(hidden[here].to(kind), (0, 0, 0, len(logits) - scored))
         torch.mm(part, rows.T, out=logits)
         logits[scored:] = 0
@@ -92,10 +90,6 @@ def _positions(
         if d_bias is not None:
             d_bias[:columns] += logits.sum(0, dtype=wide)
     return values
-
-
-def _filled(count: int, unit: int) -> int:
-    return -(-count // unit) * unit
 
 
 def _add_product(total: Tensor, gradient: Tensor, hidden: Tensor) -> None:
