@@ -5,7 +5,7 @@
 
 The donor's rows are mixed into rows for each vocabulary, and the model is measured on texts that it is not healed on:
 right after, and after steps of ordinary next-token training on other texts (half of each kind). Peers' rules use the
-same donor tokens for every row; ours takes the last one for the input and their front-loaded mean for the head. Bits
+same donor tokens for every row; ours takes the last one for the input and their mean for the head. Bits
 per byte compare models of different vocabularies. Rows of --out that are there are not measured again.
 """
 
@@ -44,11 +44,11 @@ def first(found: Subtokens) -> Mixture:
 
 # By name: the mixtures of the input embedding and of the head.
 RULES = {
-    "ours: last, front-loaded mean": lambda found: (found.last(), found.front_loaded(0.5)),
+    "last, front-loaded mean": lambda found: (found.last(), found.front_loaded(0.5)),
     "mean of subtokens": lambda found: (found.front_loaded(1.0), found.front_loaded(1.0)),
     "last subtoken": lambda found: (found.last(), found.last()),
     "first subtoken": lambda found: (first(found), first(found)),
-    "last, mean": lambda found: (found.last(), found.front_loaded(1.0)),
+    "ours: last, mean": lambda found: (found.last(), found.front_loaded(1.0)),
     "mean, front-loaded mean": lambda found: (found.front_loaded(1.0), found.front_loaded(0.5)),
 }
 

@@ -26,8 +26,13 @@ def transplant(
         str, typer.Option("--method", help="subtokens or pursuit, for tokens without a copy.")
     ] = "subtokens",
     decay: Annotated[
-        float, typer.Option("--decay", callback=finite, help="Weight of each subtoken relative to the one before.")
-    ] = 0.5,
+        float,
+        typer.Option(
+            "--decay",
+            callback=finite,
+            help="In the head: weight of each subtoken relative to the one before; 1: their mean.",
+        ),
+    ] = 1.0,
     dtype: Annotated[
         str | None, typer.Option("--dtype", help="float32, bfloat16 or float16; by default as stored.")
     ] = None,

@@ -22,7 +22,11 @@ class Transplant(Section):
         {}, description="target token, such as a turn marker: text whose donor tokens initialise it"
     )
     decay: float = Field(
-        0.5, gt=0, le=1, description="subtokens: in the head, weight of each subtoken relative to the previous one"
+        1.0,
+        gt=0,
+        le=1,
+        description="subtokens: in the head, weight of each subtoken relative to the previous one; 1: their mean, "
+        "which loses least (docs/benchmarks.md)",
     )
 
 

@@ -47,7 +47,7 @@ def transplant(
     overrides: Mapping[str, str] | None = None,
     method: Literal["subtokens", "pursuit"] = "subtokens",
     dtype: str | None = None,
-    decay: float = 0.5,
+    decay: float = 1.0,
     atoms: int = 64,
     device: str = "auto",
     shard_bytes: int = SHARD_BYTES,
