@@ -24,9 +24,9 @@ from distill.texts import read_documents_of
 def export(recipe: Recipe, run: Run) -> list[Path]:
     """Write gguf/MODEL-OUTTYPE.gguf for draft and target, and gguf/export.json with the parity of each file.
 
-    A target that the recipe never loads is left out. One that is a GGUF file is not written again: its own file is
-    compared with the folder that it is imported to. The files say nothing that was timed, so that their bytes depend
-    on the models alone; `distill export-gguf RUN` adds the draft length.
+    A target that the recipe never loads is left out. One that is a GGUF file is not written again: where files are
+    asked for, its own file is compared with the folder that it is imported to. The files say nothing that was timed, so
+    that their bytes depend on the models alone; `distill export-gguf RUN` adds the draft length.
     """
     folder = run.path("gguf")
     texts = read_documents_of(run, "test")
@@ -41,7 +41,8 @@ def export(recipe: Recipe, run: Run) -> list[Path]:
     for name, folder_of_model in sources.items():
         if name == "target" and own is not None:
             tensors = len(open_head(own).shapes)
-            reports = [Written(own, file_type(own), own.stat().st_size, tensors, 0)]
+            found = Written(own, file_type(own), own.stat().st_size, tensors, 0)
+            reports = [found] if recipe.export.outtypes else []  # without types, llama.cpp may be missing
         else:
             outputs = {folder / f"{name}-{outtype}.gguf": outtype for outtype in recipe.export.outtypes}
             reports = export_files(folder_of_model, outputs, known[name])
