@@ -6,8 +6,9 @@
     python scripts/benchmark_learning.py runs/demo --to learning/ --table --base adamw
 
 RUN is a run that has cut/ (`distill train recipes/demo.yaml --until cut`); its corpus, answers, teacher and cut are
-used as they are. A configuration is a name and overrides, in which @X is X times the rate of the training; what it
-does not name is AdamW, a cosine and no average, hidden states or parts, and for the rest the run's recipe. Each is
+used as they are, but a configuration that names a key of `cut` makes a cut of its own. A configuration is a name and
+overrides, in which @X is X times the rate of the training; what it does not name is AdamW, a cosine and no average,
+hidden states or parts, and for the rest the run's recipe; with --of-recipe all else is as the recipe has it. Each is
 trained by stage `train` itself, for the same steps on the same blocks in the same order, in a process of its own,
 whose peak memory is recorded; nothing but the last weights, or their average, is taken. A stopped training goes on
 from its last checkpoint.
@@ -87,20 +88,28 @@ def overrides_of(text: str, rate: float) -> list[str]:
 def recipe_of(options: Any, text: str, rate: float, seed: int) -> Recipe:
     """The run's recipe for one training; raises RecipeError for overrides that cannot be."""
     length = [f"train.steps={options.steps}", f"train.batch={options.batch}", f"train.rate={rate}", f"seed={seed}"]
-    return load_recipe(options.run / "config.yaml", [*PLAIN, *length, *overrides_of(text, rate)])
+    common = ["train.acceptance=null"] if options.of_recipe else PLAIN
+    return load_recipe(options.run / "config.yaml", [*common, *length, *overrides_of(text, rate)])
 
 
 def train(source: Path, folder: Path, recipe: Recipe) -> None:
     """Stage `train` in a run directory that shares everything before it with the run `source`."""
+    from distill.surgery.stage import cut
     from distill.training.loop import train as stage
 
     folder.mkdir(parents=True, exist_ok=True)
+    cuts = recipe.cut != load_recipe(source / "config.yaml").cut
     for name in SHARED:
+        if cuts and name == "cut":
+            continue
         if (source / name).exists() and not (folder / name).exists():
             (folder / name).symlink_to((source / name).resolve(), target_is_directory=True)
     torch.set_num_threads(recipe.threads or torch.get_num_threads())
     with open(folder / "progress.txt", "a", encoding="utf-8") as log, contextlib.redirect_stderr(log):
-        stage(recipe, Run(folder, recipe))
+        run = Run(folder, recipe)
+        if cuts and not (folder / "cut" / "config.json").exists():
+            cut(recipe, run)
+        stage(recipe, run)
 
 
 def train_apart(source: Path, folder: Path, recipe: Recipe) -> None:
@@ -230,6 +239,7 @@ def main() -> None:
     parser.add_argument("--to", type=Path, default=Path("learning"))
     parser.add_argument("--only", nargs="+", metavar="NAME", help=f"of {'; '.join(CONFIGURATIONS)}, or of --add")
     parser.add_argument("--add", action="append", metavar="NAME: a.b=c", help="one more configuration")
+    parser.add_argument("--of-recipe", action="store_true", help="what a configuration does not name is the recipe's")
     parser.add_argument("--base", default="adamw", help="which the others are compared with")
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--batch", type=int, default=4)

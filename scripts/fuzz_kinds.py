@@ -630,6 +630,22 @@ def read_gguf_heads(world: World, found: bytes) -> Readers:
     return [lambda: VocabularyMetadata.read(path), lambda: context_of(path)]
 
 
+def read_imports(world: World, found: bytes) -> Readers:
+    """The whole import: configuration, tokenizer, chat template and weights, written as a folder and loaded."""
+    from distill.models.hugging_face import load_config, load_tokenizer
+    from distill.models.imported.importing import read_import, write_import
+
+    path, out = world.put("model.gguf", found), world.place / "imported"
+
+    def whole() -> None:
+        shutil.rmtree(out, ignore_errors=True)
+        write_import(read_import(path), out)
+        load_config(str(out))
+        load_tokenizer(str(out))
+
+    return [whole]
+
+
 def read_gguf(world: World, found: bytes) -> Readers:
     """llama.cpp itself: the vocabulary alone as for a prompt, then the model, a text and its bytes."""
     from distill.models.gguf.llama_grammar import token_bytes_and_ends
@@ -1096,6 +1112,7 @@ KINDS = [
     Kind("tokenizer files", 3, tokenizer_files, read_tokenizers),
     Kind("tokenizers in transformers", 0.3, tokenizer_files, read_slow_tokenizers, batch=50),
     Kind("GGUF heads", 12, gguf_files, read_gguf_heads),
+    Kind("GGUF imports", 1, gguf_files, read_imports, batch=100),
     Kind("GGUF in llama.cpp", 0.5, gguf_files, read_gguf, isolated=True, batch=50),
     Kind("teacher shards", 1, shards, read_shards, batch=100),
     Kind("checkpoints", 1, checkpoint_files, read_checkpoints, batch=100),

@@ -48,7 +48,7 @@ def test_every_configuration_starts_from_adamw(script: Any, tmp_path: Path) -> N
     recipe = load_recipe(tiny.ROOT / "recipes" / "demo.yaml", ["train.parts=[{name: a, share: 1.0}]"])
     assert recipe.train.optimizer == "muon" and recipe.train.hidden_states is not None
     (tmp_path / "config.yaml").write_text(dump_recipe(recipe))
-    options = SimpleNamespace(run=tmp_path, steps=30, batch=2)
+    options = SimpleNamespace(run=tmp_path, steps=30, batch=2, of_recipe=False)
     for name, text in script.CONFIGURATIONS.items():
         train = script.recipe_of(options, text, 1e-3, 0).train
         assert train.optimizer == ("muon" if "muon" in name else "adamw") and not train.parts

@@ -419,6 +419,34 @@ def test_too_few_are_told_and_none_refused(
         questions(recipe, run)
 
 
+def test_questions_begin_with_an_opening_drawn_for_each(talking: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    """The target continues the opening, and what it adds is checked together with it."""
+    openings = ["Translate into French:", "List the names in this text:\n\n"]
+    more = [f"corpus.sources.0.openings={json.dumps(openings)}", "corpus.sources.0.turns=2", "corpus.block=256"]
+    recipe, run = worlds.begin(talking, tmp_path, "corpus.sources.0.questions=24", *more)
+    tokenizer = load_tokenizer(recipe.target.model)
+    script = scripted(monkeypatch, recipe, lambda request: "" if request.seed % 5 == 0 else " " + sentence(request))
+    questions(recipe, run)
+    begun = [one for one in script.asked if one.id.endswith("/1")]
+    written = [tokenizer.decode(one.ids).partition("<|im_start|>user\n")[2] for one in begun]
+    assert set(written) == set(openings), "nothing but the opening stands behind the header"
+    again = [tokenizer.decode(one.ids) for one in script.asked if one.id.endswith("/2")]
+    assert again and not any(text.endswith(tuple(openings)) for text in again), "a later turn is free"
+    found = [next(one["content"] for one in messages if one["role"] == "user") for messages in lines_of(run)]
+    by_opening = {opening: [text for text in found if text.startswith(opening)] for opening in openings}
+    assert sum(map(len, by_opening.values())) == len(found) == 24 and all(by_opening.values())
+    assert all(text.endswith("?") for text in found), "an opening with nothing behind it is no question"
+    assert summary_of(run).dropped[WORDLESS] > 0
+
+
+@pytest.mark.parametrize(
+    ("opening", "fault"), [("Translate ", "ends in a space"), (" \n", "has no words"), ("", "has no words")]
+)
+def test_an_opening_that_cannot_be_continued_is_refused(opening: str, fault: str) -> None:
+    with pytest.raises(RecipeError, match=fault):
+        recipe_of({**ASKING, "openings": ["How", opening]})
+
+
 # ── the same file ──
 
 

@@ -101,12 +101,17 @@ class ChatTemplate:
         return added | set(self.tokenizer.all_special_ids)
 
     def user_header(
-        self, before: Sequence[Message], ends: Sequence[int], thinking: bool | None = None, tools: Any = None
+        self,
+        before: Sequence[Message],
+        ends: Sequence[int],
+        thinking: bool | None = None,
+        tools: Any = None,
+        opening: str = "",
     ) -> UserHeader:
         """The beginning of a user's message after these messages: a model that continues it writes a user's message.
 
-        `ends` are the model's end tokens. Raises ValueError, with the reason, for a template that it cannot be found
-        in.
+        `ends` are the model's end tokens; `opening` is what the message begins with. Raises ValueError, with the
+        reason, for a template that it cannot be found in.
         """
         found = set()
         for mark in MARKS:
@@ -120,6 +125,7 @@ class ChatTemplate:
         header, behind = found.pop()
         if not header.replace(self.tokenizer.bos_token or "", "").strip():
             raise ValueError("it writes nothing before a user's message")
+        header += opening
         # A header may end within what the tokenizer writes as one token, such as a space and a word.
         texts = [header.rstrip(" "), *(header + word for word in WORDS)]
         columns = zip(*(encode(self.tokenizer, text) for text in texts), strict=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from distill.corpus.chat_template import CLOSING, ChatTemplate
@@ -73,7 +73,11 @@ class ChatPrompts:
         prompts = self.template.settings.system
         if not prompts:
             return []
-        return [{"role": "system", "content": prompts[int(_share(self.seed, name, "system") * len(prompts))]}]
+        return [{"role": "system", "content": self.draw(name, "system", prompts)}]
+
+    def draw(self, name: str, what: str, choices: Sequence[str]) -> str:
+        """One of the texts, as the seed draws it for a name and a purpose."""
+        return choices[int(_share(self.seed, name, what) * len(choices))]
 
     def thinking(self, name: str) -> bool | None:
         """Whether the seed draws thinking for a name; None where the recipe leaves it to the template."""

@@ -70,7 +70,7 @@ def _bounds(found: Bounds) -> str:
 def _classes(report: EvaluationReport) -> list[str]:
     """A row for each class of prompts."""
     drafts = list(report.classes[0].acceptance)
-    rounds = [draft for draft in drafts if report.classes[0].tokens_per_round]
+    rounds = [draft for draft in drafts if draft in report.classes[0].tokens_per_round]
     heads = [*drafts, *(f"{draft}, tokens per round" for draft in rounds)]
     lines = [f"**By class of prompt**: {MEASURES[report.acceptance_measure]}", "", *_head("class (prompts)", heads)]
     for one in report.classes:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -82,21 +82,21 @@ def evaluate_pair(
     vocabulary: int,
     ends: Sequence[int],
     command: str,
-    acceptance: bool = True,
+    decoded: Collection[str] = (),
     classes: Sequence[str] = (),
     prepack: bool = True,
 ) -> tuple[EvaluationReport, dict[str, list[list[Round]]]]:
-    """All measures between a target and its drafts, and the decoded rounds of each draft (none without `acceptance`).
+    """All measures between a target and its drafts, and the rounds of those that are `decoded` with it.
 
     Divergences are measured on the blocks of each domain. `classes` names that of each prompt, none of them empty in
     domain `answers`. `prepack` is PyTorch's setting for the decoded rounds.
     """
     sums = {name: measure_blocks(target, drafts, blocks, sampler, vocabulary) for name, blocks in domains.items()}
     rounds = {}
-    if acceptance:
+    if decoded:
         big = growing_decoder(target, vocabulary, prepack)
-        for name, draft in drafts.items():
-            small = growing_decoder(draft, vocabulary, prepack)
+        for name in decoded:
+            small = growing_decoder(drafts[name], vocabulary, prepack)
             rounds[name] = decode_rounds(big, small, prompts, settings, ends, f"rounds {name}, prompts")
     return as_report(sums, rounds, sampler, settings, command, classes), rounds
 
@@ -215,6 +215,8 @@ def evaluate(recipe: Recipe, run: Run) -> list[Path]:
         vocabulary,
         ends,
         run.command,
+        # A cut draft gets next to nothing accepted, and takes minutes to say so.
+        decoded=["after"],
         classes=[prompt.kind for prompt in prompts] if all(texts) else (),
         prepack=recipe.pytorch.prepack,
     )

@@ -80,7 +80,7 @@ def evaluate_standalone(
         vocabulary,
         pair.ends,
         command,
-        acceptance,
+        decoded=["draft"] if acceptance else [],
     )
     return report
 

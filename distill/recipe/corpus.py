@@ -22,7 +22,7 @@ from distill.recipe.section import Section
 from distill.recipe.target import HOTTEST
 
 # The keys that sources of kind target alone have, and those that they lack.
-OF_TARGET = ("questions", "tokens", "temperature", "top_p", "turns")
+OF_TARGET = ("questions", "openings", "tokens", "temperature", "top_p", "turns")
 OF_FILES = ("path", "pattern", "form", "field", "fields", "given", "subset", "hub_split", "exclude")
 MOST_TURNS = 16
 
@@ -49,8 +49,15 @@ class Source(Section):
         description="target: questions wanted, required; the target is asked until so many are usable, at most three "
         "times as often",
     )
+    openings: tuple[str, ...] = Field(
+        (),
+        description="target: what its questions begin with, such as `Translate into English:`; one is drawn by the "
+        "seed for each, and the target goes on behind it",
+    )
     tokens: int = Field(
-        96, ge=4, description="target: most tokens of a question, its end included; a longer one is dropped"
+        96,
+        ge=4,
+        description="target: most tokens that it writes of a question, the end included; a longer one is dropped",
     )
     temperature: float = Field(1.0, gt=0, le=HOTTEST, description="target: temperature that questions are drawn at")
     top_p: float = Field(0.99, gt=0, le=1, description="target: top-p that questions are drawn with; 1: off")
@@ -103,6 +110,16 @@ class Source(Section):
                 raise ValueError("a source of kind target reads no file or data set: leave path out")
         elif not value:
             raise PydanticCustomError("missing", "Field required")
+        return value
+
+    @field_validator("openings")
+    @classmethod
+    def _openings_can_be_continued(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for text in value:
+            if not text.strip() or not is_utf8(text):
+                raise ValueError(f"{text!r} is no opening of a question: it has no words")
+            if text.endswith(" "):  # a word's token holds the space before it, so nothing usual could follow
+                raise ValueError(f"{text!r} ends in a space, which belongs to the next word: leave it out")
         return value
 
     @model_validator(mode="after")

@@ -30,7 +30,6 @@ from distill.results.evaluation_results import (
     ClassResult,
     Divergences,
     EvaluationReport,
-    PositionAcceptance,
     StoredMeasures,
 )
 from distill.results.export_results import ExportedFile, ExportReport
@@ -39,25 +38,20 @@ from distill.results.speedup_results import Sample, SpeedupReport
 
 
 def positions(evaluation: EvaluationReport) -> Html:
-    """Acceptance by position, before and after the training."""
-    before, after = ({row.position: row for row in evaluation.positions.get(side, [])} for side in SIDES)
-    places = sorted(before.keys() | after.keys())
-    if not places and evaluation.stored is not None:
+    """Acceptance of the trained draft by position."""
+    rows = evaluation.positions.get("after", [])
+    if not rows and evaluation.stored is not None:
         return Html(f'<p class="notrun">No rounds were decoded: {as_text(REASON)}.</p>')
-    if not places:
+    if not rows:
         return Html('<p class="notrun">No acceptance by position was measured (<code>eval --acceptance</code>).</p>')
-
-    def cells(row: PositionAcceptance | None) -> list[object]:
-        return [number(row.drafted), number(row.accepted), interval(row.rate, rate=True)] if row else [NOTHING] * 3
-
     plot = as_plot(
-        lambda: plots.acceptance_by_position(evaluation.positions),
+        lambda: plots.acceptance_by_position(rows),
         "The share accepted of the tokens drafted at each position; bars are intervals. A token behind a rejected "
         "one was never reached and is not counted.",
     )
     table = as_table(
-        ["position", "drafted before", "accepted", "rate", "drafted after", "accepted", "rate"],
-        [[place, *cells(before.get(place)), *cells(after.get(place))] for place in places],
+        ["position", "drafted", "accepted", "rate"],
+        [[row.position, number(row.drafted), number(row.accepted), interval(row.rate, rate=True)] for row in rows],
         evaluation.command,
     )
     return Html(as_plots(plot) + table)

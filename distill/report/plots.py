@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,7 @@ from distill.errors import DataError
 from distill.intervals import Interval, ratio_interval
 from distill.report.text import clean, known
 from distill.results.cut_results import SearchReport
-from distill.results.evaluation_results import MEASURES, SIDES, PositionAcceptance
+from distill.results.evaluation_results import MEASURES, PositionAcceptance
 from distill.results.profile_results import MeasuredCurve
 from distill.results.speedup_results import Measurement
 from distill.results.training_results import STORED, Evaluation, LearningCurve, TrainingStep
@@ -97,13 +97,12 @@ def block_length(steps: Sequence[TrainingStep]) -> int:
     return max(1, -(-len(steps) // POINTS))
 
 
-def acceptance_by_position(positions: Mapping[str, Sequence[PositionAcceptance]]) -> str:
-    """Acceptance rate of the 1st, 2nd, … drafted token, before and after training, with intervals."""
-    with _figure("plot-positions", "Acceptance rate by position in the draft, before and after") as (axes, done):
-        for index, side in enumerate(SIDES):
-            rows = [row for row in positions.get(side, []) if row.drafted and known(row.rate.mean)]
-            if rows:
-                _measured(axes, 1 - index, side, [row.position for row in rows], [row.rate for row in rows])
+def acceptance_by_position(positions: Sequence[PositionAcceptance]) -> str:
+    """Acceptance rate of the 1st, 2nd, … drafted token, with intervals."""
+    with _figure("plot-positions", "Acceptance rate by position in the draft") as (axes, done):
+        rows = [row for row in positions if row.drafted and known(row.rate.mean)]
+        if rows:
+            _measured(axes, 0, "draft", [row.position for row in rows], [row.rate for row in rows])
         axes.set(xlabel="position in the draft", ylabel="acceptance rate", ylim=(0, 1))
         _whole_ticks(axes)
     return done[0]

@@ -127,7 +127,7 @@ def sources(keys: Keys, head: FileHead, family: Family, config: Mapping[str, Any
         turned = family.interleaved and part in QKV - {"self_attn.v_proj"}
         heads = config["num_attention_heads" if part.endswith("q_proj") else "num_key_value_heads"] if turned else 0
         shift = family.norm_shift if own.endswith("norm.weight") else 0.0
-        kind, start = _kind(keys, name, head.kinds[name]), head.start + head.offsets[name]
+        kind, start = _kind(keys, name, head.kinds[name], shape[-1]), head.start + head.offsets[name]
         found[own] = Source(keys.path, name, kind, start, shape, heads, shift)
     _require_all(keys, family, config, found)
     return dict(sorted(found.items(), key=lambda item: _place(item[0])))
@@ -145,7 +145,7 @@ def _shapes(family: Family, config: Mapping[str, Any]) -> dict[str, tuple[int, .
     return outer | {part: tuple(sizes[letter] for letter in letters) for part, (_, letters) in family.parts.items()}
 
 
-def _kind(keys: Keys, name: str, number: int) -> GGMLQuantizationType:
+def _kind(keys: Keys, name: str, number: int, width: int) -> GGMLQuantizationType:
     import gguf
 
     try:
@@ -154,6 +154,11 @@ def _kind(keys: Keys, name: str, number: int) -> GGMLQuantizationType:
         keys.refuse(f"{name} has the type {number}, which the gguf package does not know", "pip install -U gguf")
     if kind.name not in BYTES and kind not in gguf.quants._type_traits:
         keys.refuse(f"{name} is {kind.name}, which the gguf package cannot dequantise", "quantise it to another type")
+    block = gguf.GGML_QUANT_SIZES[kind][0]
+    if width % block:
+        keys.refuse(
+            f"{name} is {kind.name}, in blocks of {block} values, and its rows have {width}", "copy the file again"
+        )
     return kind
 
 

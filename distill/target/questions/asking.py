@@ -10,10 +10,11 @@ from typing import Any
 from distill.corpus.chat_template import ChatTemplate, UserHeader
 from distill.corpus.prompts import ChatPrompts
 from distill.errors import DataError, RecipeError
-from distill.models.hugging_face import end_ids, load_config, load_tokenizer
+from distill.models.hugging_face import encode, end_ids, load_config, load_tokenizer
 from distill.recipe import Recipe, SamplerSettings, Source
 from distill.target.answers import rules_of
 
+OPENINGS = 4  # are shown
 MOST_ASKED = 3  # times as many texts as questions are wanted are asked for at most
 
 
@@ -24,6 +25,7 @@ class Conversation:
     id: str
     messages: list[dict[str, Any]]
     thinking: bool | None
+    opening: str = ""  # of the user's first message
     texts: list[str] = field(default_factory=list)  # the user's
 
     def add(self, text: str) -> None:
@@ -56,10 +58,12 @@ class Asking:
 
     def _require_room(self) -> None:
         """Raise RecipeError where a question of the most tokens is too long to be answered in a block."""
-        most, room = self.source.tokens, min(self.chat.most, self.rules.room)
+        openings = [len(encode(self.template.tokenizer, text)) for text in self.source.openings]
+        most, room = self.source.tokens + max(openings, default=0), min(self.chat.most, self.rules.room)
         before = [[{"role": "system", "content": text}] for text in self.recipe.chat.system] or [[]]
         for system in before:
-            self.header(system, None)
+            for opening in ("", *self.source.openings):
+                self.header(system, None, opening)
         template, tools = self.template, self.recipe.chat.tools
         around = max(len(template.prompt([*one, {"role": "user", "content": "a"}], None, tools)) for one in before)
         if around + most > room:
@@ -72,15 +76,18 @@ class Asking:
     def begin(self, number: int) -> Conversation:
         """The conversation of a numbered text, with the system prompt and the thinking that the seed draws for it."""
         name = f"question-{self.number}-{number:07d}"
-        return Conversation(name, self.chat.system(name), self.chat.thinking(name))
+        openings = self.source.openings
+        opening = self.chat.draw(name, "opening", openings) if openings else ""
+        return Conversation(name, self.chat.system(name), self.chat.thinking(name), opening)
 
-    def header(self, messages: list[dict[str, Any]], thinking: bool | None) -> UserHeader:
-        """The user header behind messages; DataError, with the reason, where it cannot be found."""
-        name = json.dumps([messages, thinking])
+    def header(self, messages: list[dict[str, Any]], thinking: bool | None, opening: str = "") -> UserHeader:
+        """The user header behind messages, with the message's opening; DataError, with the reason, where it cannot be
+        found."""
+        name = json.dumps([messages, thinking, opening])
         if name in self._headers:
             return self._headers[name]
         try:
-            found = self.template.user_header(messages, self.ends, thinking, self.template.settings.tools)
+            found = self.template.user_header(messages, self.ends, thinking, self.template.settings.tools, opening)
         except ValueError as error:
             raise DataError(
                 f"the target's chat template has no user header that questions could be written behind: {error}",
@@ -115,4 +122,8 @@ def describe(recipe: Recipe) -> list[str]:
             f"written behind the template's user header ({len(header.ids)} tokens): {header.text!r}"
             + ("" if header.end is None else f", up to {header.end!r}"),
         ]
+        if source.openings:
+            shown = ", ".join(repr(text) for text in source.openings[:OPENINGS])
+            more = len(source.openings) - OPENINGS
+            lines.append(f"they begin with one of: {shown}" + (f" and {more} more" if more > 0 else ""))
     return lines

@@ -26,7 +26,7 @@ from distill.run import Run
 from distill.target.answers import write_answers, writer_kind
 from distill.target.groups import Rules
 from distill.target.questions.asking import MOST_ASKED, Asking, Conversation
-from distill.target.questions.usable import ALIKE, EQUAL, distinct, fault, lengths, repeats
+from distill.target.questions.usable import ALIKE, EQUAL, WORDLESS, distinct, fault, lengths, repeats, words
 from distill.texts import Answer, Prompt, drop_reason, read_answers
 
 EXPECTED, LEAST_EXPECTED, SPARE = 0.8, 1 / MOST_ASKED, 1.1  # share of usable texts; more are asked for, to be sure
@@ -101,7 +101,10 @@ def _write_turn(
     asking: Asking, run: Run, share: tuple[int, int], conversations: Sequence[Conversation], name: str
 ) -> list[tuple[str, str]]:
     """The target's next user's message of each conversation, with the reason why it is not usable, else nothing."""
-    headers = [asking.header(one.messages, one.thinking) for one in conversations]
+    openings = ["" if one.texts else one.opening for one in conversations]
+    headers = [
+        asking.header(one.messages, one.thinking, opening) for one, opening in zip(conversations, openings, strict=True)
+    ]
     recipe = asking.writing(sorted({header.end for header in headers if header.end is not None}))
     rules = replace(asking.rules, new_tokens=asking.source.tokens, keep_truncated=True)
     prompts = [
@@ -110,9 +113,11 @@ def _write_turn(
     ]
     found = []
     answers = _written(recipe, run, prompts, rules, share, name, "texts")
-    for one, answer in zip(conversations, answers, strict=True):
-        text = rules.text_of(answer.answer).strip()
-        found.append((text, fault(asking.template, one.messages, answer, text, one.thinking)))
+    for one, opening, answer in zip(conversations, openings, answers, strict=True):
+        # Decoded together: what a token means can depend on there being one before it.
+        text = rules.text_of([*encode(asking.template.tokenizer, opening), *answer.answer]).strip()
+        reason = fault(asking.template, one.messages, answer, text, one.thinking)
+        found.append((text, reason or (WORDLESS if not words(text[len(opening) :]) else "")))
     return found
 
 
