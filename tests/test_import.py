@@ -338,7 +338,8 @@ def replaced(path: Path, out: Path, old: bytes, new: bytes) -> Path:
          b"tokenizer.ggml.model" + struct.pack("<IQ", 8, 4) + b"bert", "of the kind 'bert'"),
         (b"token_embd.weight", b"token_embx.weight", "no matrix token_embd.weight"),
         (b"blk.1.attn_q.weight" + struct.pack("<IQQI", 2, 64, 64, 1),
-         b"blk.1.attn_q.weight" + struct.pack("<IQQI", 2, 64, 64, 10), "is Q2_K, in blocks of 256 values, .* rows have 64"),
+         b"blk.1.attn_q.weight" + struct.pack("<IQQI", 2, 64, 64, 10),
+         "is Q2_K, in blocks of 256 values, .* rows have 64"),
     ],
 )  # fmt: skip
 def test_what_is_unknown_is_refused_by_name(

@@ -149,6 +149,21 @@ def test_faults_that_do_not_pass(world: Path, tokenizer: Any, tmp_path: Path, ki
         assert server.asked.total() < 13, "none is asked twice"
 
 
+def test_prompts_that_a_wrong_setting_refused_are_asked_again(world: Path, tokenizer: Any, tmp_path: Path) -> None:
+    """A server that takes none of the first requests is set up wrongly: nothing was answered, and nothing is dropped."""
+    refusing = {"on": True}
+    with BadServer(tokenizer, lambda *_: "400" if refusing["on"] else "ok") as server:
+        recipe, run = begin(world, tmp_path, 24, served(server.url, concurrency=3), "answers.group=4")
+        with pytest.raises(EndpointError, match="the last 8 requests brought no answer"):
+            answers(recipe, run)
+        refusing["on"] = False
+        answers(recipe, run)
+        assert read_json(run.path("answers", "manifest.json"))["dropped"] == {}
+        assert len(answer_lines(run)) == 24
+        for body in server.bodies:  # llama.cpp's -1 for the whole text is refused by some of its servers
+            assert 0 <= body.get("repeat_last_n", 0) < 2**31
+
+
 def test_some_refused_prompts_are_dropped_and_counted(world: Path, tokenizer: Any, tmp_path: Path) -> None:
     def behave(prompt: Any, attempt: int) -> str:
         return {3: "400", 4: "other tokens", 5: "empty text", 6: "length"}.get(len(prompt), "ok")

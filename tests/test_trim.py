@@ -6,6 +6,8 @@ import copy
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy
 import pytest
@@ -25,12 +27,13 @@ from distill.surgery.vocabulary.trim import (
     always_kept,
     check_size,
     count_tokens,
+    expected_shares,
     keep,
     rank_tokens,
     sizes_between,
     smallest_size,
 )
-from distill.target.distributions import CompactTeacher
+from distill.target.distributions import CompactTeacher, DenseTeacher
 from distill.target.store import EMPTY, compress
 from distill.texts import Answer
 from distill.training.losses.fused import head_loss
@@ -198,6 +201,40 @@ def test_sizes_cover_every_domain() -> None:
     assert set(forced) <= set(less.ids) and kept.ids == sorted(set(kept.ids)) and len(kept.ids) == found
     everything = keep(counts, order, size)
     assert everything.mass == {"code": 1.0, "prose": 1.0} and everything.ids == list(range(size))
+
+
+@pytest.mark.parametrize("kind", ["dense", "compact"])
+def test_expected_shares_are_the_mean_distribution(kind: str) -> None:
+    """Against softmax in fp64; blocks weigh by their scored positions, and an unwritten token has its share."""
+    draw = numpy.random.default_rng(0)
+    scored, vocabulary, width = [3, 0, 300, 17], 40, 6
+    head, states = draw.normal(size=(vocabulary, width)), [draw.normal(size=(count, width)) for count in scored]
+    logits = numpy.concatenate(states) @ head.T
+    exact = numpy.exp(logits) / numpy.exp(logits).sum(-1, keepdims=True)
+
+    def teacher(index: torch.Tensor, _: torch.device) -> DenseTeacher | CompactTeacher:
+        hidden = torch.tensor(states[int(index)], dtype=torch.float32)
+        dense = DenseTeacher(hidden, torch.tensor(head, dtype=torch.float32), vocabulary)
+        if kind == "dense" or not len(hidden):
+            return dense
+        found = compress(dense.chunk(slice(0, len(hidden))).log_probabilities, 8, vocabulary)
+        return CompactTeacher(found.ids, found.log_probabilities, {1.0: found.log_tail}, vocabulary)
+
+    mask = torch.zeros(4, 300, dtype=torch.bool)
+    for block, count in enumerate(scored):
+        mask[block, :count] = True
+    source: Any = SimpleNamespace(packed=SimpleNamespace(mask=mask), blocks=4, vocabulary=vocabulary, teacher=teacher)
+    found = expected_shares(source, torch.device("cpu"), 10**9)
+    if kind == "compact":
+        top = numpy.argsort(-exact, axis=-1)[:, 8:]
+        numpy.put_along_axis(exact, top, 0, axis=-1)
+    numpy.testing.assert_allclose(found, exact.mean(0), atol=1e-6)
+    fewer = expected_shares(source, torch.device("cpu"), 160)  # every second block: 3 and 300 positions
+    numpy.testing.assert_allclose(fewer, exact[:303].mean(0), atol=1e-6)
+    counts = {"answers": numpy.eye(vocabulary, dtype=numpy.int64)[5]}
+    likeliest = int(numpy.argmax(numpy.delete(found, 5)))
+    assert rank_tokens(counts, [], found)[:2] == [5, likeliest + (likeliest >= 5)]
+    assert rank_tokens(counts, [7], found)[:2] == [7, 5]
 
 
 def test_sizes_between() -> None:

@@ -55,8 +55,13 @@ class ServerWriter:
     # ── the loop ──
 
     def write(self, waiting: deque[Request]) -> Generator[Reply, None, None]:
-        """See `distill.target.writers.writing.Writer`. Raises EndpointError where no reply can be used."""
+        """See `distill.target.writers.writing.Writer`. Raises EndpointError where no reply can be used.
+
+        Until there is an answer, faults are held back: a server that refuses the first requests is set up wrongly, and
+        these are asked again by the next command.
+        """
         answered = faults = number = running = 0
+        held: list[Reply] = []
         asked: SimpleQueue[tuple[Request, int] | None] = SimpleQueue()
         replies: SimpleQueue[Reply | BaseException] = SimpleQueue()
         # Not a ThreadPoolExecutor: the interpreter waits for its threads, and a request may hang for minutes.
@@ -82,7 +87,11 @@ class ServerWriter:
                 else:
                     answered, faults = answered + 1, 0
                 self._require_answers(reply, answered, faults)
-                yield reply
+                held.append(reply)
+                if answered:
+                    yield from held
+                    held.clear()
+            yield from held
         finally:
             for _ in threads:
                 asked.put(None)
@@ -151,7 +160,7 @@ class ServerWriter:
             "frequency_penalty": answers.frequency_penalty,
             "repetition_penalty": answers.repetition_penalty,  # vLLM, SGLang
             "repeat_penalty": answers.repetition_penalty,  # llama-server, llama-cpp-python
-            "repeat_last_n": -1,  # llama-server: over the whole text
+            "repeat_last_n": len(request.ids) + request.limit,  # llama-server: over the whole text; some refuse −1
             "seed": request.seed % LARGEST_SEED,
             "stream": False,
             "n": 1,
