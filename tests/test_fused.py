@@ -58,12 +58,13 @@ def test_teachers_of_the_house(name: str, kind: str, trimmed: int | None) -> Non
     """A compact store, at the temperature it holds, and hidden states times a head, at any; whole and trimmed."""
     for temperature in (1.0, 0.7):
         settings = LossSettings({name: 1.0}, temperature=temperature, hinge_k=3)
-        for k in (5, V, None):
-            problem = Problem(k, kind, seed=20, padding=2, trimmed=trimmed)
+        for k in (5, V, None, "with log_sums"):
+            problem = Problem(k if isinstance(k, int) else None, kind, seed=20, padding=2, trimmed=trimmed)
             teacher: CompactTeacher | DenseTeacher
-            if k is None:  # the target's hidden states are its logits, and its head one row per token
-                head = torch.cat([torch.eye(V), torch.ones(3, V)])
-                teacher = DenseTeacher(problem.teacher.logits.float(), head, V)
+            if not isinstance(k, int):  # the target's hidden states are its logits, and its head one row per token
+                head, logits = torch.cat([torch.eye(V), torch.ones(3, V)]), problem.teacher.logits.float()
+                sums = logits.logsumexp(-1)
+                teacher = DenseTeacher(logits, head, V, log_sums=None if k is None else lambda sums=sums: sums)
             else:
                 teacher = compact(problem, k, (1.0, 0.7))
             if problem.teacher.kept is not None:

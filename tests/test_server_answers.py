@@ -150,7 +150,7 @@ def test_faults_that_do_not_pass(world: Path, tokenizer: Any, tmp_path: Path, ki
 
 
 def test_prompts_that_a_wrong_setting_refused_are_asked_again(world: Path, tokenizer: Any, tmp_path: Path) -> None:
-    """A server that takes none of the first requests is set up wrongly: nothing was answered, and nothing is dropped."""
+    """A server that takes none of the first requests is set up wrongly: nothing was answered, nothing is dropped."""
     refusing = {"on": True}
     with BadServer(tokenizer, lambda *_: "400" if refusing["on"] else "ok") as server:
         recipe, run = begin(world, tmp_path, 24, served(server.url, concurrency=3), "answers.group=4")

@@ -260,6 +260,28 @@ def test_a_bias_of_the_head_is_kept(folders: dict[str, Path], tmp_path: Path) ->
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=3e-5)
 
 
+def test_a_trimmed_head_reads_an_exact_store_without_its_other_columns(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    """The kept tokens' probabilities and the mass of the others are those of the whole distributions, in any order."""
+    _, run = made(tmp_path / "run", folders["qwen2"], kind="exact")
+    cpu, index = torch.device("cpu"), torch.tensor([2, 0, 1, 2])
+    kept = torch.arange(3, TeacherStore(run).vocabulary, 5)
+    store = TeacherStore(run)
+    whole = store.teacher(index, cpu)
+    rows = slice(4, len(whole) - 3)
+    logs = whole.chunk(rows).log_probabilities.double()
+    found = whole.restrict(kept).chunk(rows)
+    torch.testing.assert_close(found.log_probabilities.double(), logs[:, kept], rtol=0, atol=1e-5)
+    others = torch.ones(store.vocabulary, dtype=torch.bool)
+    others[kept] = False
+    torch.testing.assert_close(found.log_tail.double().exp(), logs[:, others].exp().sum(-1), rtol=0, atol=1e-5)
+    fresh = TeacherStore(run)
+    fresh.teacher(torch.tensor([1]), cpu).restrict(kept).chunk(slice(0, 1))
+    again = fresh.teacher(index, cpu).restrict(kept).chunk(rows)
+    assert torch.equal(again.log_probabilities, found.log_probabilities) and torch.equal(again.log_tail, found.log_tail)
+
+
 def test_types_of_an_exact_store(folders: dict[str, Path], tmp_path: Path) -> None:
     recipe, run = made(tmp_path / "a", folders["qwen2"], kind="exact", dtype="bfloat16")
     store = TeacherStore(run)

@@ -45,14 +45,17 @@ from distill.surgery.vocabulary.transplant import transplant
 from distill.surgery.vocabulary.transplant_plan import check_transplant
 from distill.surgery.vocabulary.trim import (
     Kept,
+    Shares,
     always_kept,
     check_size,
     count_tokens,
+    expected_shares,
     keep,
     rank_tokens,
     require_counts,
     smallest_size,
 )
+from distill.target.store import TeacherStore
 from distill.texts import Answer, drop_reason, read_answers
 from distill.vocabulary import Vocabulary
 
@@ -284,10 +287,17 @@ def judged_blocks(recipe: Recipe, run: Run, answers: list[Answer]) -> Packed:
     return found.take(slice(0, recipe.cut.score_blocks))
 
 
+def stored_shares(run: Run, recipe: Recipe) -> Shares | None:
+    """The tokens' shares by the stored distributions; None for an online teacher, which stores none."""
+    if recipe.teacher.kind == "online":
+        return None
+    return expected_shares(TeacherStore(run), pick_device(recipe.device))
+
+
 def trim(
     recipe: Recipe, run: Run, model: Any, target: Any, distributions: TargetDistributions, answers: list[Answer]
 ) -> tuple[Kept, dict[str, Any], Change]:
-    """Choose the kept tokens by counts of the target's own text; the model itself stays whole."""
+    """Choose the kept tokens by the target's own text and its distributions there; the model itself stays whole."""
     settings = recipe.cut.trim
     assert settings is not None
     vocabulary = distributions.vocabulary
@@ -295,7 +305,7 @@ def trim(
     forced = [index for index in always_kept(tokens) if index < vocabulary]
     counts = count_tokens(answers, vocabulary)
     require_counts(counts)
-    order = rank_tokens(counts, forced)
+    order = rank_tokens(counts, forced, stored_shares(run, recipe))
     check_size(settings.size, len(forced), vocabulary, recipe.teacher.top_k)
     least = max(len(forced), recipe.teacher.top_k + 1)
     metadata: dict[str, Any] = {"forced": len(forced), "by": settings.by if settings.size is None else "size"}

@@ -7,7 +7,7 @@ entries, C columns of the draft's head (V, or the kept tokens of a trimmed head)
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -128,7 +128,11 @@ def logit_form(config: Any) -> LogitForm:
 @dataclass(frozen=True)
 class DenseTeacher:
     """Distributions from hidden states [N, H] after the final norm and the target's head [V', H], its first V rows
-    tokens."""
+    tokens.
+
+    `log_sums` gives the log of Σ exp over all logits [N]: with it, the distributions over the kept columns of a trimmed
+    head take the product with these columns alone.
+    """
 
     hidden: Tensor
     head: Tensor
@@ -136,6 +140,7 @@ class DenseTeacher:
     form: LogitForm = LogitForm()
     bias: Tensor | None = None
     kept: Tensor | None = field(default=None, repr=False)
+    log_sums: Callable[[], Tensor] | None = field(default=None, repr=False)
 
     def __len__(self) -> int:
         return len(self.hidden)
@@ -148,16 +153,24 @@ class DenseTeacher:
     @torch.no_grad()
     def chunk(self, rows: slice, temperature: float = 1.0) -> TeacherChunk:
         """See `Teacher`; any temperature."""
-        head = self.head[: self.vocabulary]
-        bias = None if self.bias is None else self.bias[: self.vocabulary]
-        hidden = self.hidden[rows].to(head.dtype)
-        logits = self.form.apply(torch.nn.functional.linear(filled(hidden), head, bias)[: len(hidden)])
+        if self.kept is not None and self.log_sums is not None and temperature == 1:
+            spoken = self.logits(rows, self.kept) - self.log_sums()[rows].unsqueeze(-1)
+            others = torch.log1p(-spoken.exp().sum(-1).clamp(max=1))
+            return TeacherChunk(None, spoken, others.clamp(min=EMPTY))
+        logits = self.logits(rows)
         logs = (logits / temperature if temperature != 1 else logits).log_softmax(-1)
         if self.kept is None:
             return TeacherChunk(None, logs, logs.new_full(logs.shape[:1], EMPTY))
         spoken = logs[:, self.kept]
         logs[:, self.kept] = -math.inf
         return TeacherChunk(None, spoken, logs.logsumexp(-1).clamp(min=EMPTY))
+
+    def logits(self, rows: slice, columns: Tensor | None = None) -> Tensor:
+        """The logits of some positions, of all tokens or of the `columns`, in fp32."""
+        taken = slice(self.vocabulary) if columns is None else columns
+        head, bias = self.head[taken], None if self.bias is None else self.bias[taken]
+        hidden = self.hidden[rows].to(head.dtype)
+        return self.form.apply(torch.nn.functional.linear(filled(hidden), head, bias)[: len(hidden)])
 
     def restrict(self, kept: Tensor) -> DenseTeacher:
         """See `Teacher`."""

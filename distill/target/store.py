@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,7 @@ MANIFEST: dict[Any, Any] = {
     **dict.fromkeys(("kind", "target", "target_digest", "tokenizer_digest", "dtype"), str),
     **{"vocabulary": int, "sampler": dict, "shard_blocks": [int], "quantise": object},
 }
+SUMMED = 256  # positions whose logits [256, V] are held at once
 FAINT = 1e-30  # sums of exponentials below this have lost bits in fp32
 PACKED_BYTES = 4 + 2 + 4 + 1  # a position's id, document, position and mask
 TYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -148,6 +150,7 @@ class TeacherStore:
         parts = [Packed(*(shard.get_tensor(name) for name in names)) for shard in self._shards]
         self.packed = concatenate([replace(part, documents=part.documents.int()) for part in parts])
         self._head: Head | None = None
+        self._sums: dict[int, Tensor] = {}  # by block
         if self.manifest["kind"] == "exact":
             found = _open(run, stage, head_path(self.folder))
             bias = found.get_tensor("bias") if "bias" in found.keys() else None  # noqa: SIM118 - a handle, no mapping
@@ -198,7 +201,22 @@ class TeacherStore:
         if self._head.weight.device != device:
             self._head = self._head.to(device)
         (hidden,) = self._scored(("hidden",), index)
-        return self._head.teacher(hidden.to(device))
+        return replace(self._head.teacher(hidden.to(device)), log_sums=partial(self._sums_of, index, device))
+
+    @torch.no_grad()
+    def _sums_of(self, index: Tensor, device: torch.device) -> Tensor:
+        """The log of Σ exp over the logits [N] at the scored positions of the blocks at `index`.
+
+        Computed when a block is first asked for, and block by block: a resumed training finds the same numbers.
+        """
+        for block in {*index.tolist()} - self._sums.keys():
+            (hidden,) = self._scored(("hidden",), torch.tensor([block]))
+            assert self._head is not None
+            own = self._head.teacher(hidden.to(device))
+            starts = range(0, len(own), SUMMED)
+            parts = [own.logits(slice(start, start + SUMMED)).logsumexp(-1) for start in starts]
+            self._sums[block] = torch.cat([hidden.new_zeros(0, dtype=torch.float32), *(part.cpu() for part in parts)])
+        return torch.cat([self._sums[block] for block in index.tolist()]).to(device)
 
 
 def _holds(shard: Any, manifest: dict[str, Any]) -> bool:
