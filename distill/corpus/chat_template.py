@@ -125,9 +125,12 @@ class ChatTemplate:
         header, behind = found.pop()
         if not header.replace(self.tokenizer.bos_token or "", "").strip():
             raise ValueError("it writes nothing before a user's message")
-        header += opening
-        # A header may end within what the tokenizer writes as one token, such as a space and a word.
+        # A header may end within what the tokenizer writes as one token, such as a space and a word; an opening goes on
+        # as it stands, but for line ends, which some tokenizers write otherwise where a word follows.
         texts = [header.rstrip(" "), *(header + word for word in WORDS)]
+        if opening:
+            header += opening
+            texts = [header + word for word in WORDS[:2]] if opening[-1].isspace() else [header]
         columns = zip(*(encode(self.tokenizer, text) for text in texts), strict=False)
         ids = [column[0] for column in takewhile(lambda column: len(set(column)) == 1, columns)]
         return UserHeader(header, ids, self._end_of_user(behind, ends))

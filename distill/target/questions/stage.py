@@ -113,11 +113,12 @@ def _write_turn(
     ]
     found = []
     answers = _written(recipe, run, prompts, rules, share, name, "texts")
-    for one, opening, answer in zip(conversations, openings, answers, strict=True):
-        # Decoded together: what a token means can depend on there being one before it.
-        text = rules.text_of([*encode(asking.template.tokenizer, opening), *answer.answer]).strip()
+    for one, header, answer in zip(conversations, headers, answers, strict=True):
+        # The opening as it was asked with: its last tokens may have been left for the target to write.
+        opening = header.ids[len(asking.header(one.messages, one.thinking).ids) :]
+        text = rules.text_of([*opening, *answer.answer]).strip()
         reason = fault(asking.template, one.messages, answer, text, one.thinking)
-        found.append((text, reason or (WORDLESS if not words(text[len(opening) :]) else "")))
+        found.append((text, reason or (WORDLESS if not words(rules.text_of(answer.answer)) else "")))
     return found
 
 
