@@ -23,6 +23,7 @@ from distill.report import card as cards
 from distill.report import page as pages
 from distill.report import plots
 from distill.report.markup import words as escaped
+from distill.report.text import placeless
 from distill.results.run_results import RunResults
 from distill.results.serialise import from_json
 from distill.results.training_results import training_steps
@@ -775,3 +776,22 @@ def test_a_file_of_another_form_is_refused() -> None:
     del results["speedup"]["parts"][0]["measurements"][0]["verifier"]
     with pytest.raises(DataError, match=r"measurements\.0\.verifier"):
         as_results(results)
+
+
+@pytest.mark.parametrize(
+    ("given", "shown"),
+    [
+        ("/home/maker/models/a.gguf", "a.gguf"),
+        ("/home/my maker/models/big target/", "big target"),
+        ("org/name", "org/name"),
+        ("./draft", "./draft"),
+        (
+            "distill train r/demo.yaml target.model=/opt/x/a.gguf --runs /tmp/r 'b=/q/w.e'",
+            "distill train r/demo.yaml target.model=a.gguf --runs r 'b=w.e'",
+        ),
+        ("https://host/v1/models and 3/4 of a/b/c", "https://host/v1/models and 3/4 of a/b/c"),
+        ({"a": ["/x/y", 3, None], "b": {"c": "/"}}, {"a": ["y", 3, None], "b": {"c": "/"}}),
+    ],
+)
+def test_no_folder_of_the_makers_machine_is_shown(given: Any, shown: Any) -> None:
+    assert placeless(given) == shown

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from html import escape
 
 from distill.errors import DataError
-from distill.report.text import clean
+from distill.report.text import clean, placeless
 
 
 class Html(str):
@@ -47,7 +47,7 @@ def as_table(
     body = "".join(line("td", cells, classes[at] if classes else "") for at, cells in enumerate(rows))
     return Html(
         f'<div class="scroll"><table><thead>{line("th", headers)}</thead><tbody>{body}</tbody></table></div>'
-        f'<p class="command">{as_text(command)}</p>'
+        f'<p class="command">{as_text(placeless(command))}</p>'
     )
 
 

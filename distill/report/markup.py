@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
-from distill.report.text import clean
+from distill.report.text import clean, placeless
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
@@ -34,7 +34,7 @@ def table(headers: Sequence[str], rows: Iterable[Sequence[str]], command: object
     """A table with its command below."""
     lines = [f"| {' | '.join(headers)} |", "|" + "---|" * len(headers)]
     lines += [f"| {' | '.join(row)} |" for row in rows]
-    return "\n".join(lines) + f"\n\n{block('sh', ' '.join(clean(command).split()))}"
+    return "\n".join(lines) + f"\n\n{block('sh', ' '.join(clean(placeless(command)).split()))}"
 
 
 def _longest_fence(text: str) -> int:

@@ -12,6 +12,7 @@ from distill.recipe import Recipe
 from distill.recipe.text.unloaded import HELD_OUT, not_run
 from distill.report.card import build_card
 from distill.report.page import build_page
+from distill.report.text import placeless
 from distill.results.cut_results import CutReport, ModelSizes, SearchReport, SparsityReport
 from distill.results.evaluation_results import EvaluationReport
 from distill.results.export_results import ExportReport
@@ -42,7 +43,7 @@ def gather(recipe: Recipe, run: Run) -> RunResults:
     starts = read_json(history, [{"argv": [str]}]) if history.exists() else []
     argv = starts[0]["argv"][1:] if starts else []
     parent, lines = run.parent(), run.metrics()
-    return RunResults(
+    results = RunResults(
         name=recipe.name,
         date=now(),
         command="distill " + " ".join(argv),
@@ -69,6 +70,26 @@ def gather(recipe: Recipe, run: Run) -> RunResults:
         held_out={
             split: texts for split in HELD_OUT if (texts := found(AnswerTexts, split, "summary.json")) is not None
         },
+    )
+    return _named(results)
+
+
+def _named(results: RunResults) -> RunResults:
+    """The results with models and files by their names: page and card are read elsewhere than they are made."""
+
+    def named(model: ModelSizes) -> ModelSizes:
+        return replace(model, path=placeless(model.path))
+
+    export = results.export
+    if export is not None:
+        export = replace(export, files=[replace(file, path=placeless(file.path)) for file in export.files])
+    return replace(
+        results,
+        command=placeless(results.command),
+        config=placeless(results.config),
+        target=named(results.target),
+        donor=results.donor and named(results.donor),
+        export=export,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from typing import Any, TypeGuard
 
@@ -12,6 +13,7 @@ from distill.results.speedup_results import Measurement
 
 NOTHING = "–"
 
+_ABSOLUTE = re.compile(r"(?<![^\s='\"\[,])/(?:[^\s/'\",\]]+/)+([^\s/'\",\]]+)")  # within a command
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ufffe\uffff]")
 
 
@@ -19,6 +21,19 @@ def clean(value: object) -> str:
     """Text that is safe to print: control characters and lone surrogates become visible signs."""
     text = str(value).replace("\r\n", "\n").encode("utf-8", "replace").decode("utf-8")
     return _CONTROL.sub(lambda match: chr(0x2400 + ord(match[0])) if ord(match[0]) < 32 else "\ufffd", text)
+
+
+def placeless(value: Any) -> Any:
+    """Text without the folders of this machine: absolute paths become their last name; in lists and dicts too."""
+    if isinstance(value, dict):
+        return {key: placeless(one) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [placeless(one) for one in value]
+    if not isinstance(value, str):
+        return value
+    if os.path.isabs(value):
+        return os.path.basename(os.path.normpath(value)) or value
+    return _ABSOLUTE.sub(lambda match: match[1], value)
 
 
 def known(value: Any) -> TypeGuard[float]:
