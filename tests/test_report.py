@@ -771,6 +771,23 @@ def test_every_configuration_shows_its_distribution() -> None:
     assert card.count("| γ |") == 1 and "1.37×" in card  # the fastest length is that of the sweep alone
 
 
+def test_the_first_card_is_the_fastest_lossless_greedy_way() -> None:
+    """Of all that was tried on a pair and backend; what is sampled or changes the distribution is no rival."""
+    results = make_metadata()
+    rows = results["speedup"]["parts"][0]["measurements"]
+    sampled = {"sampler": {"temperature": 0.8}, "identical": None, "excused": None, "different": None}
+    fast = {"speedup": 9.0, "speedup_low": 8.5, "speedup_high": 9.5}
+    rows += [
+        other(rows[1], "draft, sampled", "draft", **sampled, **fast),
+        other(rows[1], "dropped drafts", "draft", lossy="drafts are dropped", **fast),
+        other(rows[1], "a tree", "tree", speedup=4.25, speedup_low=4.0, speedup_high=4.5),
+    ]
+    words = " ".join(" ".join(checked(build_page(results)).words).split())
+    pair = [row for row in rows if (row["pair"], row["backend"]) == (rows[1]["pair"], rows[1]["backend"])]
+    tried = sum(row["drafter"] is not None for row in pair)
+    assert f"4.25× [4.00, 4.50] faster fastest of the {tried} ways tried, a tree, {rows[1]['backend']};" in words
+
+
 def test_a_file_of_another_form_is_refused() -> None:
     results = make_metadata()
     del results["speedup"]["parts"][0]["measurements"][0]["verifier"]

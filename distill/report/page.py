@@ -139,7 +139,7 @@ def _headlines(results: RunResults) -> Html:
     """The best speedups and the acceptance of every domain, as cards."""
     cards, commands, missing = [], [], []
     if results.speedup:
-        cards += [_speedup_card(results.speedup, one) for one in results.speedup.fastest]
+        cards += [_speedup_card(results.speedup, one) for one in results.speedup.best]
         commands.append(results.speedup.command)
     else:
         missing.append("speedup")
@@ -157,11 +157,15 @@ def _speedup_card(report: SpeedupReport, one: Measurement) -> str:
     plain = report.plain_beside(one)
     rates = f"{number(plain.tokens_per_second, 1)} → " if plain else ""
     bounds = speedup_bounds(one)
+    tried = sum(
+        not other.is_plain and (other.pair, other.backend) == (one.pair, one.backend) for other in report.measurements
+    )
     return (
         f'<div class="card"><div class="name">{badged(one.pair, one.pair in report.grown_pairs)}</div>'
         f'<div class="figure">{one.speedup:.2f}×{f" <small>{bounds.strip()}</small>" if bounds else ""}</div>'
-        f'<p class="{LEVEL[one.verdict]}">{one.verdict}</p><p class="soft">best of the draft lengths tried, '
-        f"γ = {one.length}, {as_text(one.backend)}; {rates}{number(one.tokens_per_second, 1)} tokens/s</p></div>"
+        f'<p class="{LEVEL[one.verdict]}">{one.verdict}</p><p class="soft">fastest of the '
+        f"{tried} ways tried, {as_text(one.configuration)}, {as_text(one.backend)}; "
+        f"{rates}{number(one.tokens_per_second, 1)} tokens/s</p></div>"
     )
 
 

@@ -6,6 +6,7 @@ A `Configuration` (distill/recipe/configuration.py) is one way to decode; a `Mea
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -187,6 +188,16 @@ class SpeedupPart:
     samples: list[Sample] = field(default_factory=list)
 
 
+def _fastest(measurements: Iterable[Measurement]) -> list[Measurement]:
+    """The fastest of each pair and backend."""
+    best: dict[tuple[str, str], Measurement] = {}
+    for one in measurements:
+        key = (one.pair, one.backend)
+        if math.isfinite(one.speedup) and (key not in best or one.speedup > best[key].speedup):
+            best[key] = one
+    return list(best.values())
+
+
 @dataclass(frozen=True)
 class SpeedupReport:
     """speedup.json: every part in order, with the command and the machine; `calibration` as in calibration.json.
@@ -221,12 +232,13 @@ class SpeedupReport:
     @property
     def fastest(self) -> list[Measurement]:
         """The fastest fixed length of each pair and backend, in the order of the table."""
-        best: dict[tuple[str, str], Measurement] = {}
-        for one in self.sweep:
-            key = (one.pair, one.backend)
-            if one.length and math.isfinite(one.speedup) and (key not in best or one.speedup > best[key].speedup):
-                best[key] = one
-        return list(best.values())
+        return _fastest(one for one in self.sweep if one.length)
+
+    @property
+    def best(self) -> list[Measurement]:
+        """The fastest way of each pair and backend to the target's greedy text, in the order of the table."""
+        greedy = (one for one in self.measurements if one.sampler is None and one.lossy is None)
+        return _fastest(one for one in greedy if not one.is_plain)
 
     def plain_beside(self, measurement: Measurement) -> Measurement | None:
         """The plain greedy run of the same pair and backend."""
