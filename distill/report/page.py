@@ -157,9 +157,7 @@ def _speedup_card(report: SpeedupReport, one: Measurement) -> str:
     plain = report.plain_beside(one)
     rates = f"{number(plain.tokens_per_second, 1)} → " if plain else ""
     bounds = speedup_bounds(one)
-    tried = sum(
-        not other.is_plain and (other.pair, other.backend) == (one.pair, one.backend) for other in report.measurements
-    )
+    tried = sum((other.pair, other.backend) == (one.pair, one.backend) for other in report.rivals)
     return (
         f'<div class="card"><div class="name">{badged(one.pair, one.pair in report.grown_pairs)}</div>'
         f'<div class="figure">{one.speedup:.2f}×{f" <small>{bounds.strip()}</small>" if bounds else ""}</div>'

@@ -237,8 +237,13 @@ class SpeedupReport:
     @property
     def best(self) -> list[Measurement]:
         """The fastest way of each pair and backend to the target's greedy text, in the order of the table."""
+        return _fastest(self.rivals)
+
+    @property
+    def rivals(self) -> list[Measurement]:
+        """All ways to the target's greedy text but plain decoding."""
         greedy = (one for one in self.measurements if one.sampler is None and one.lossy is None)
-        return _fastest(one for one in greedy if not one.is_plain)
+        return [one for one in greedy if not one.is_plain]
 
     def plain_beside(self, measurement: Measurement) -> Measurement | None:
         """The plain greedy run of the same pair and backend."""
