@@ -103,7 +103,7 @@ def measure(arguments: argparse.Namespace, block: int) -> dict[str, float]:
     device = torch.device(arguments.device)
     torch.set_num_threads(arguments.threads)
     if arguments.mask:
-        packed_forward.LONG[device.type] = 10**9
+        packed_forward.LONG = 10**9
     model = draft(arguments, device)
     learner = Learner(model, Columns(arguments.vocabulary, None, device), arguments.chunk, 4)
     optimizer = torch.optim.AdamW(learner.parameters(), lr=1e-5)

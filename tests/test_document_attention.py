@@ -38,7 +38,7 @@ def blocks(*lengths: int, width: int = 40) -> Packed:
 
 def states(model: Any, packed: Packed, long: int, monkeypatch: pytest.MonkeyPatch) -> tuple[Tensor, list[Tensor]]:
     """Hidden states at all positions of documents, and the gradients of a function of them."""
-    monkeypatch.setitem(packed_forward.LONG, "cpu", long)
+    monkeypatch.setattr(packed_forward, "LONG", long)
     given = separation(model, packed.documents, torch.device("cpu"))
     first = next(iter(given.values())) if isinstance(given, dict) else given
     assert (first.dtype == torch.int32) is (long == 1)
@@ -85,7 +85,7 @@ def test_segments_are_no_mask_for_others() -> None:
 
 
 def test_masks_stay_where_they_are_cheap_or_needed() -> None:
-    short, long = blocks(7, width=64).documents, blocks(7, width=packed_forward.LONG["cpu"]).documents
+    short, long = blocks(7, width=64).documents, blocks(7, width=packed_forward.LONG).documents
     cpu = torch.device("cpu")
     assert separation(toy("qwen2"), short, cpu).dtype == torch.bool
     assert separation(toy("qwen2"), long, cpu).dtype == torch.int32
@@ -119,7 +119,7 @@ def test_memory_grows_with_the_block(monkeypatch: pytest.MonkeyPatch) -> None:
     """Per token, eight times the block takes no more; with a mask it takes several times as much."""
     model = toy("qwen2", max_position_embeddings=4096)
     for long, least, most in ((1, 0.9, 1.02), (10**6, 1.5, 100)):
-        monkeypatch.setitem(packed_forward.LONG, "cpu", long)
+        monkeypatch.setattr(packed_forward, "LONG", long)
         each = [
             saved_bytes(model, blocks(width // 2, width // 4, width // 4, width=width)) / width for width in (256, 2048)
         ]
@@ -128,7 +128,7 @@ def test_memory_grows_with_the_block(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_documents_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """The states of a document do not depend on what is packed beside it."""
-    monkeypatch.setitem(packed_forward.LONG, "cpu", 1)
+    monkeypatch.setattr(packed_forward, "LONG", 1)
     model, packed = toy("mistral", sliding_window=4), blocks(11, 9, 18, 30)
     with torch.no_grad():
         found = hidden_states(model, packed)

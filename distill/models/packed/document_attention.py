@@ -10,7 +10,6 @@ Legend: n blocks, S positions per block, h heads, d their size, L positions of a
 
 from __future__ import annotations
 
-from collections import defaultdict
 from functools import cache
 from typing import Any
 
@@ -18,9 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-# Positions of a block from which on documents attend one by one, by kind of device; below, one masked product is
-# quicker.
-LONG = defaultdict(lambda: 2048, cpu=512)
+LONG = 2048  # positions of a block from which on documents attend one by one; below, one masked product is quicker
 
 
 def document_segments(documents: Tensor, window: int | None) -> Tensor:

@@ -34,7 +34,7 @@ def separation(model: Any, documents: Tensor, device: torch.device) -> Any:
     kinds = _kinds(config)
     compiled = getattr(model.base_model, "_compiled_call_impl", None) is not None  # lists of segments break its graphs
     plain = config._attn_implementation == "sdpa" and kinds <= {"full_attention", "sliding_attention"} and not compiled
-    if documents.shape[1] < LONG[device.type] or not plain:
+    if documents.shape[1] < LONG or not plain:
         return document_masks(model, documents.to(device))
     register()
     found = {
