@@ -195,7 +195,9 @@ class Train(Section):
         description="muon: for the matrices of the layers, with AdamW for embeddings, head, norms and biases; its "
         "steps are as large as AdamW's at the same rate; FSDP needs adamw",
     )
-    rate: float = Field(5e-5, gt=0, le=10, description="peak learning rate; a draft of few of its donor's layers wants 1e-3 or more")
+    rate: float = Field(
+        5e-5, gt=0, le=10, description="peak learning rate; a draft of few of its donor's layers wants 1e-3 or more"
+    )
     matrix_rate: float | None = Field(
         None,
         gt=0,

@@ -15,6 +15,7 @@ from distill.report.text import (
     known,
     number,
     percent,
+    placeless,
     significant,
     size,
 )
@@ -271,7 +272,7 @@ def samples(speedup: SpeedupReport) -> Html:
         "<p><mark>Marked and underlined</mark>: drafted and accepted. Unmarked: the target's own. Pale: the prompt.</p>"
     )
     parts = [_sample(sample, is_grown(sample.pair, speedup.grown_pairs)) for sample in speedup.samples]
-    return Html(legend + "".join(parts) + f'<p class="command">{as_text(speedup.command)}</p>')
+    return Html(legend + "".join(parts) + f'<p class="command">{as_text(placeless(speedup.command))}</p>')
 
 
 def _sample(sample: Sample, grown: bool) -> str:

@@ -12,7 +12,16 @@ from distill.report.html import Html, as_code, as_list, as_table, as_text, badge
 from distill.report.limits import limits
 from distill.report.speedups import speedup
 from distill.report.style import CSS
-from distill.report.text import interval, machine_words, number, percent, size, software_words, speedup_bounds
+from distill.report.text import (
+    interval,
+    machine_words,
+    number,
+    percent,
+    placeless,
+    size,
+    software_words,
+    speedup_bounds,
+)
 from distill.report.texts_read import texts
 from distill.results.cut_results import ModelSizes
 from distill.results.evaluation_results import MEASURES, SIDES, Divergences, EvaluationReport
@@ -149,7 +158,7 @@ def _headlines(results: RunResults) -> Html:
     else:
         missing.append("eval")
     shown = f'<div class="cards">{"".join(cards)}</div>' if cards else ""
-    listed = "".join(f'<p class="command">{as_text(command)}</p>' for command in dict.fromkeys(commands))
+    listed = "".join(f'<p class="command">{as_text(placeless(command))}</p>' for command in dict.fromkeys(commands))
     return Html(shown + listed + "".join(not_run(name, results.left_out.get(name)) for name in missing))
 
 
