@@ -361,15 +361,20 @@ def test_a_file_cut_short_leaves_no_folder(tmp_path: Path, cache: Path, tokenize
     assert not cache.exists() or not list(cache.rglob("config.json"))
 
 
-@needs_llama
-def test_a_run_of_a_file(world: Path, finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A recipe whose target is a GGUF file makes the draft that its folder makes, and times the file itself."""
-    export_gguf(world / "target", tmp_path / "served.gguf", "f32")
+def recipe_of_a_file(world: Path, folder: Path) -> Path:
+    """The world's recipe with its target as the GGUF file served.gguf in this folder."""
+    export_gguf(world / "target", folder / "served.gguf", "f32")
     values = tiny.recipe_values(world)
     for source in values["corpus"]["sources"]:
         source["path"] = str(world / source["path"])
     values["target"]["model"] = "./served.gguf"
-    recipe = tiny.write_recipe(tmp_path / "recipe.yaml", values)
+    return tiny.write_recipe(folder / "recipe.yaml", values)
+
+
+@needs_llama
+def test_a_run_of_a_file(world: Path, finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A recipe whose target is a GGUF file makes the draft that its folder makes, and times the file itself."""
+    recipe = recipe_of_a_file(world, tmp_path)
     assert tiny.call("check", recipe) == 0
     assert "tensors fit its metadata" in capsys.readouterr().out
     with tiny.one_thread():
@@ -402,12 +407,7 @@ def test_a_run_of_a_file_needs_no_llama_cpp(
     world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The demo's settings on a machine without compilers: PyTorch alone, to the report."""
-    export_gguf(world / "target", tmp_path / "served.gguf", "f32")
-    values = tiny.recipe_values(world)
-    for source in values["corpus"]["sources"]:
-        source["path"] = str(world / source["path"])
-    values["target"]["model"] = "./served.gguf"
-    recipe = tiny.write_recipe(tmp_path / "recipe.yaml", values)
+    recipe = recipe_of_a_file(world, tmp_path)
     monkeypatch.setitem(sys.modules, "llama_cpp", None)
     alone = ("speedup.backends=[pytorch]", "export.outtypes=[]")
     with tiny.one_thread():

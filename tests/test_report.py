@@ -798,12 +798,12 @@ def test_a_file_of_another_form_is_refused() -> None:
 @pytest.mark.parametrize(
     ("given", "shown"),
     [
-        ("/home/maker/models/a.gguf", "a.gguf"),
-        ("/home/my maker/models/big target/", "big target"),
+        ("/where/models/a.gguf", "a.gguf"),
+        ("/where it/models/big target/", "big target"),
         ("org/name", "org/name"),
         ("./draft", "./draft"),
         (
-            "distill train r/demo.yaml target.model=/opt/x/a.gguf --runs /tmp/r 'b=/q/w.e'",
+            "distill train r/demo.yaml target.model=/where/x/a.gguf --runs /where/r 'b=/q/w.e'",
             "distill train r/demo.yaml target.model=a.gguf --runs r 'b=w.e'",
         ),
         ("https://host/v1/models and 3/4 of a/b/c", "https://host/v1/models and 3/4 of a/b/c"),

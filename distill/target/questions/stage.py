@@ -113,10 +113,10 @@ def _write_turn(
     ]
     found = []
     answers = _written(recipe, run, prompts, rules, share, name, "texts")
-    for one, header, answer in zip(conversations, headers, answers, strict=True):
+    for one, header, opening, answer in zip(conversations, headers, openings, answers, strict=True):
         # The opening as it was asked with: its last tokens may have been left for the target to write.
-        opening = header.ids[len(asking.header(one.messages, one.thinking).ids) :]
-        text = rules.text_of([*opening, *answer.answer]).strip()
+        begun = header.ids[len(asking.header(one.messages, one.thinking).ids) :] if opening else []
+        text = rules.text_of([*begun, *answer.answer]).strip()
         reason = fault(asking.template, one.messages, answer, text, one.thinking)
         found.append((text, reason or (WORDLESS if not words(rules.text_of(answer.answer)) else "")))
     return found
