@@ -28,7 +28,7 @@ from torch import Tensor
 
 from distill.models.packed import packed_forward
 from distill.packing import Packed, pack
-from distill.target.distributions import CompactTeacher
+from distill.teacher.distributions import CompactTeacher
 from distill.training.losses.settings import LossSettings
 from distill.training.plan import PlannedPart
 from distill.training.step import Columns, Learner

@@ -44,7 +44,7 @@ from distill.packing import Packed
 from distill.progress import Progress
 from distill.recipe import load_recipe
 from distill.run import Run
-from distill.target.source import open_teacher
+from distill.teacher.source import open_teacher
 from distill.texts import read_prompts
 from distill.training.optimizer import parameter_groups
 from distill.training.rate import cosine

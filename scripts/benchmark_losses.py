@@ -34,7 +34,7 @@ from distill.models.hugging_face import end_ids, load_model, load_tokenizer, pic
 from distill.recipe import Recipe, load_recipe
 from distill.run import Run
 from distill.sampler import Sampler
-from distill.target.source import open_teacher
+from distill.teacher.source import open_teacher
 from distill.texts import Prompt, prompt_seed, read_prompts
 from distill.training.losses.settings import LossSettings
 from distill.training.optimizer import parameter_groups

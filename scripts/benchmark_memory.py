@@ -39,7 +39,7 @@ from distill.machine import machine
 from distill.models.batched import BatchedTorchModel
 from distill.models.cpu.prepacked import prepacked
 from distill.packing import Packed, pack
-from distill.target.distributions import CompactTeacher
+from distill.teacher.distributions import CompactTeacher
 from distill.training.losses.settings import LossSettings
 from distill.training.plan import PlannedPart
 from distill.training.step import Columns, Learner

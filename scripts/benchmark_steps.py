@@ -26,8 +26,7 @@ from distill.machine import machine
 from distill.models.hugging_face import recompute_activations
 from distill.models.packed.packed_forward import hidden_states
 from distill.packing import Packed
-from distill.target.distributions import CompactTeacher, Teacher
-from distill.target.head import Head
+from distill.teacher.distributions import CompactTeacher, Head, Teacher
 from distill.training.losses.settings import LossSettings
 from distill.training.optimizer import parameter_groups
 from distill.training.plan import PlannedPart

@@ -26,8 +26,8 @@ from distill.packing import Packed, epoch_order, pack
 from distill.recipe import parse_recipe
 from distill.run import Run
 from distill.target.logprobs.entries import ModelReader, compact_distributions
-from distill.target.store import FORMAT, PACKED_BYTES, TeacherStore, shard_path
 from distill.target.teacher import save_shard, shard_tensors
+from distill.teacher.store import FORMAT, PACKED_BYTES, TeacherStore, shard_path
 
 
 def random_model(arguments: argparse.Namespace) -> Any:

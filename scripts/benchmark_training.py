@@ -26,8 +26,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import kl_div
 
-from distill.target.distributions import CompactTeacher, DenseTeacher
-from distill.target.store import compress
+from distill.teacher.distributions import CompactTeacher, DenseTeacher
+from distill.teacher.store import compress
 from distill.training.losses.fused import head_loss
 from distill.training.losses.settings import LossSettings
 

@@ -24,7 +24,7 @@ from distill.recipe import load_recipe
 from distill.run import Run
 from distill.sampler import Sampler
 from distill.surgery.vocabulary.trim import always_kept, expected_shares, rank_tokens
-from distill.target.store import TeacherStore
+from distill.teacher.store import TeacherStore
 from distill.vocabulary import Vocabulary
 
 HELD_OUT = 30

@@ -190,7 +190,7 @@ def corpora(world: World) -> Strategy:
 
 
 def read_corpus(world: World, found: bytes) -> Readers:
-    from distill.corpus.sources import read_documents
+    from distill.documents.sources import read_documents
 
     path = str(world.put("texts.jsonl", found))
     plain = str(world.put("text.txt", found))
@@ -690,8 +690,8 @@ def read_shards(world: World, found: tuple[tuple[str, bytes], bool]) -> Readers:
     import torch
 
     from distill.models.hugging_face import load_config
-    from distill.target.source import require_fit
-    from distill.target.store import TeacherStore
+    from distill.teacher.source import require_fit
+    from distill.teacher.store import TeacherStore
 
     (name, data), recorded = found
     run = world.run
@@ -927,7 +927,7 @@ def text_folders(world: World) -> Strategy:
 
 def read_text_folder(world: World, found: dict[str, bytes | str]) -> Readers:
     from distill.commands.shared import read_texts
-    from distill.corpus.sources import read_documents
+    from distill.documents.sources import read_documents
 
     folder = world.place / "texts"
     shutil.rmtree(folder, ignore_errors=True)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from distill import divergences
-from distill.target.distributions import EMPTY, TeacherChunk
+from distill.teacher.distributions import EMPTY, TeacherChunk
 from distill.training.losses.settings import LossSettings
 
 N, H, V = 17, 8, 29

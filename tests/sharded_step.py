@@ -22,7 +22,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from distill.packing import pack
 from distill.processes import leave
 from distill.recipe import Average
-from distill.target.head import Head
+from distill.teacher.distributions import Head
 from distill.training.average import WeightAverage
 from distill.training.losses.settings import LossSettings
 from distill.training.plan import PlannedPart

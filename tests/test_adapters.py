@@ -17,8 +17,8 @@ from distill.errors import RecipeError, RunError
 from distill.models.hugging_face import load_model
 from distill.packing import Packed, pack
 from distill.recipe import Adapter, Train
-from distill.target.distributions import CompactTeacher
-from distill.target.store import compress
+from distill.teacher.distributions import CompactTeacher
+from distill.teacher.store import compress
 from distill.training import adapters
 from distill.training.adapters import (
     adapted,

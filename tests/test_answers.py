@@ -11,7 +11,7 @@ from toys import KINDS, random_prompts, toy
 
 from distill.sampler import Sampler
 from distill.speculative.sample import continue_prompts
-from distill.target.store import EMPTY, compress
+from distill.teacher.store import EMPTY, compress
 from distill.texts import is_looping
 
 torch.set_num_threads(1)

@@ -15,11 +15,11 @@ import pytest
 import tiny
 from transformers import AutoTokenizer
 
-from distill.corpus.chat_template import ChatTemplate, next_prompt
-from distill.corpus.conversations import form_of, read_conversation
-from distill.corpus.prompts import ChatPrompts, cut_prompts
-from distill.corpus.sources import Document, read_documents
 from distill.corpus.stage import pack_given
+from distill.documents.chat_template import ChatTemplate, next_prompt
+from distill.documents.conversations import form_of, read_conversation
+from distill.documents.prompts import ChatPrompts, cut_prompts
+from distill.documents.sources import Document, read_documents
 from distill.errors import DataError, RecipeError
 from distill.models.hugging_face import encode, load_tokenizer
 from distill.recipe import Chat, Corpus, Source, load_recipe

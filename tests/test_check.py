@@ -11,8 +11,7 @@ import pytest
 import tiny
 import torch
 
-from distill.corpus.pieces import PIECE, cut_text
-from distill.corpus.sources import read_documents
+from distill.documents.sources import PIECE, cut_text, read_documents
 from distill.errors import RecipeError
 from distill.pipeline import later
 from distill.recipe import Corpus, Source
@@ -142,7 +141,7 @@ def test_the_first_records_of_a_hub_data_set(world: Path, capsys: Capture, monke
         asked.append(source.path)
         yield from ((f"record {number}", {"content": f"text {number}"}) for number in range(1, 100))
 
-    monkeypatch.setattr("distill.corpus.records._hub", records)
+    monkeypatch.setattr("distill.documents.records._hub", records)
     override = "corpus.sources=[{kind: hub, path: some/data, field: FIELD}]"
     assert tiny.call("check", world / "recipe.yaml", "--offline", override.replace("FIELD", "text")) == 0
     assert not asked and "not checked: data set some/data (--offline)" in capsys.readouterr().out

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from distill import divergences
-from distill.target.store import compress
+from distill.teacher.store import compress
 
 torch.set_num_threads(1)
 

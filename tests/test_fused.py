@@ -11,8 +11,8 @@ from distributions import KINDS, N, Problem, V, near
 from torch import Tensor
 
 from distill.errors import DataError
-from distill.target.distributions import CompactTeacher, DenseTeacher, Teacher
-from distill.target.store import compress
+from distill.teacher.distributions import CompactTeacher, DenseTeacher, Teacher
+from distill.teacher.store import compress
 from distill.training.losses.fused import head_loss
 from distill.training.losses.settings import LOSSES, LossSettings, LossSums
 

@@ -17,8 +17,7 @@ from distill.errors import RecipeError
 from distill.models.packed.packed_forward import hidden_states
 from distill.packing import Packed, pack
 from distill.recipe import Train, load_recipe, parse_section
-from distill.target.distributions import CompactTeacher
-from distill.target.head import Head
+from distill.teacher.distributions import CompactTeacher, Head
 from distill.training.losses.settings import LossSettings
 from distill.training.losses.states import state_error, target_states
 from distill.training.plan import PlannedPart, check_hidden_states, check_training, part_at, planned, pull_of

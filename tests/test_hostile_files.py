@@ -38,8 +38,8 @@ from distill.run import Run
 from distill.speculative.costs.curve import load_cost_curve, load_costs
 from distill.surgery.change import read_changes
 from distill.surgery.vocabulary.transplant_plan import check_transplant
-from distill.target.store import read_manifest
 from distill.target.teacher import stored_entries
+from distill.teacher.store import read_manifest
 from distill.training.checkpoint import checkpoints, load_checkpoint
 from distill.vocabulary import Vocabulary
 from distill.vocabulary.encoding import added_around, open_tokenizer

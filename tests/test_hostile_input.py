@@ -16,7 +16,7 @@ from pydantic import TypeAdapter
 
 from distill.commands import app as application
 from distill.commands.shared import find_run, local_reference, numbers, prepare, read_texts
-from distill.corpus.sources import read_documents
+from distill.documents.sources import read_documents
 from distill.errors import DataError, DistillError, RecipeError
 from distill.files import parse_object, read_json
 from distill.intervals import paired_ratio_interval, ratio_interval

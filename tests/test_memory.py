@@ -13,7 +13,7 @@ import torch
 from test_scripts import script
 
 import distill
-from distill.target.distributions import DenseTeacher
+from distill.teacher.distributions import DenseTeacher
 from distill.training.losses import fused
 from distill.training.losses.settings import LossSettings
 

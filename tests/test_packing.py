@@ -12,9 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from toys import toy
 
-from distill.corpus.prompts import cut_prompts
-from distill.corpus.sources import Document, read_documents
-from distill.corpus.splits import split_of
+from distill.documents.prompts import cut_prompts
+from distill.documents.sources import Document, read_documents, split_of
 from distill.errors import DataError
 from distill.packing import PADDING, Packed, attention_mask, concatenate, epoch_order, pack
 from distill.recipe import Corpus, Source

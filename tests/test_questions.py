@@ -18,10 +18,9 @@ import tiny
 from killed_runs import run_jobs
 from writing_worlds import BadServer
 
-from distill.corpus.chat_template import ChatTemplate
-from distill.corpus.sources import read_documents, with_questions
-from distill.corpus.splits import split_of
 from distill.corpus.stage import corpus
+from distill.documents.chat_template import ChatTemplate
+from distill.documents.sources import read_documents, split_of, with_questions
 from distill.errors import DataError, RecipeError
 from distill.files import read_json
 from distill.models.hugging_face import encode, load_tokenizer

@@ -37,13 +37,11 @@ from distill.packing import Packed, attention_mask, pack
 from distill.recipe import Recipe, parse_recipe
 from distill.run import Run
 from distill.target.answers import answers
-from distill.target.distributions import CompactTeacher, LogitForm, TeacherChunk, logit_form
-from distill.target.head import Head, require_head
 from distill.target.logprobs.entries import ModelReader, mean_masses
-from distill.target.online import OnlineTarget
-from distill.target.source import open_teacher, require_fit
-from distill.target.store import TeacherStore, bytes_per_position
 from distill.target.teacher import teacher, training_blocks
+from distill.teacher.distributions import CompactTeacher, Head, LogitForm, TeacherChunk, logit_form, require_head
+from distill.teacher.source import OnlineTarget, open_teacher, require_fit
+from distill.teacher.store import TeacherStore, bytes_per_position
 
 torch.set_num_threads(1)
 

@@ -31,8 +31,8 @@ from distill.target import endpoint
 from distill.target.logprobs.entries import scored_documents
 from distill.target.logprobs.gguf_reader import GgufReader
 from distill.target.logprobs.server_reader import MOST_PADDING, log_tails
-from distill.target.store import TeacherStore
 from distill.target.teacher import teacher, training_blocks
+from distill.teacher.store import TeacherStore
 
 torch.set_num_threads(1)
 

@@ -15,7 +15,7 @@ import pytest
 import tiny
 import torch
 
-from distill.corpus.splits import split_of
+from distill.documents.sources import split_of
 from distill.models.hugging_face import encode, load_tokenizer
 from distill.recipe import Chat, Recipe, Traffic, load_recipe, parse_recipe
 from distill.target.traffic import Line, begins_with, encode_line, measure, parse_line, sort_lines, unfinished_line

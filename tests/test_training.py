@@ -29,7 +29,7 @@ from distill.models.hugging_face import load_model
 from distill.packing import pack
 from distill.recipe import Replay, Train, parse_recipe, parse_section
 from distill.sampler import Sampler
-from distill.target.head import Head
+from distill.teacher.distributions import Head
 from distill.texts import Prompt
 from distill.training import finish as finish_module
 from distill.training import loop

@@ -33,8 +33,8 @@ from distill.surgery.vocabulary.trim import (
     sizes_between,
     smallest_size,
 )
-from distill.target.distributions import CompactTeacher, DenseTeacher
-from distill.target.store import EMPTY, compress
+from distill.teacher.distributions import CompactTeacher, DenseTeacher
+from distill.teacher.store import EMPTY, compress
 from distill.texts import Answer
 from distill.training.losses.fused import head_loss
 from distill.training.losses.settings import LossSettings

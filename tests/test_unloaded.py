@@ -27,9 +27,9 @@ from distill.pipeline.stages import STAGES
 from distill.recipe import Recipe, Target, load_recipe, parse_recipe
 from distill.run import Run
 from distill.sampler import Sampler
-from distill.target.distributions import TeacherChunk
-from distill.target.held_out import held_out
-from distill.target.store import TeacherStore, compress
+from distill.teacher.distributions import TeacherChunk
+from distill.teacher.held_out import held_out
+from distill.teacher.store import TeacherStore, compress
 from distill.training.choice.alpha import accepted
 
 torch.set_num_threads(1)

@@ -10,10 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from distill.corpus.chat_template import ChatTemplate
-from distill.corpus.prompts import ChatPrompts, cut_prompts
-from distill.corpus.sources import Document, read_documents, with_questions
-from distill.corpus.splits import SPLITS, Split
+from distill.documents.chat_template import ChatTemplate
+from distill.documents.prompts import ChatPrompts, cut_prompts
+from distill.documents.sources import SPLITS, Document, Split, read_documents, with_questions
 from distill.errors import DataError
 from distill.files import write_atomically, write_json, write_text
 from distill.models.hugging_face import encode, end_ids, load_config, load_tokenizer

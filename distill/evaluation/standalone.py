@@ -6,8 +6,8 @@ import functools
 import random
 from collections.abc import Callable, Sequence
 
-from distill.corpus.prompts import cut_prompts
-from distill.corpus.sources import read_documents
+from distill.documents.prompts import cut_prompts
+from distill.documents.sources import read_documents
 from distill.errors import DataError
 from distill.evaluation.by_decoding import continue_texts, measure_texts
 from distill.evaluation.stage import as_report, continue_all, decode_rounds, evaluate_pair

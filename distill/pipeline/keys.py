@@ -8,7 +8,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from distill.corpus.sources import source_files
+from distill.documents.sources import source_files
 from distill.files import digest, file_digests, has_form, joint_digest, parse_object, read_json, write_json
 from distill.pipeline.stages import Stage
 from distill.recipe import Recipe, Source

@@ -18,7 +18,7 @@ from distill.machine import faster_type
 from distill.recipe import Recipe
 
 if TYPE_CHECKING:
-    from distill.corpus.sources import Document
+    from distill.documents.sources import Document
 
 MOST_DOCUMENTS, MOST_RECORDS, MOST_LINES = 1000, 20, 1000  # read of a local source, a hub data set and a traffic file
 SCORED = "⟦", "⟧"  # around the tokens that a draft learns from
@@ -32,7 +32,7 @@ def check_corpus(recipe: Recipe, offline: bool) -> tuple[list[str], list[str], l
     Raises DataError for a source that is missing, empty or without the field that it names; where all sources were read
     to their ends, also for a corpus without a needed split.
     """
-    from distill.corpus.sources import UNREAD, read_documents, require_splits
+    from distill.documents.sources import UNREAD, read_documents, require_splits
 
     corpus, lines, unread = recipe.corpus, [], []
     documents: list[Document] = []
@@ -67,7 +67,7 @@ def check_corpus(recipe: Recipe, offline: bool) -> tuple[list[str], list[str], l
 
 def _check_shares(recipe: Recipe, documents: list[Document]) -> list[str]:
     """A warning for each split that may get too few documents from the target's questions, which a hash divides."""
-    from distill.corpus.splits import SPLITS
+    from distill.documents.sources import SPLITS
 
     corpus, lines = recipe.corpus, []
     parts = {"validation": corpus.validation, "test": corpus.test, "train": 1 - corpus.validation - corpus.test}

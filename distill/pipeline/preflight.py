@@ -172,7 +172,7 @@ def _held_out_positions(recipe: Recipe) -> int:
 def check_disk(recipe: Recipe) -> list[str]:
     """The teacher's distributions fit the disk."""
     from distill.models.hugging_face import load_config
-    from distill.target.store import bytes_per_position
+    from distill.teacher.store import bytes_per_position
 
     hidden = load_config(recipe.target.model).get_text_config().hidden_size
     answer = recipe.answers.prompt_tokens + recipe.answers.new_tokens

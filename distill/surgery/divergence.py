@@ -16,9 +16,9 @@ from distill.models.packed.packed_forward import hidden_states
 from distill.packing import Packed
 from distill.recipe import Recipe
 from distill.run import Run
-from distill.target.distributions import TeacherChunk
-from distill.target.held_out import held_out
-from distill.target.store import TeacherStore, compress
+from distill.teacher.distributions import TeacherChunk
+from distill.teacher.held_out import held_out
+from distill.teacher.store import TeacherStore, compress
 
 STORED = 256  # entries per position: nearly the whole distribution, at a small part of its size
 

@@ -38,7 +38,7 @@ from distill.speculative.costs.curve import measure_steps
 from distill.surgery.divergence import TargetDistributions, scored_logits
 from distill.surgery.price import as_markdown, best_length, explain, pareto, price
 from distill.surgery.vocabulary.trim import Counts, keep, sizes_between
-from distill.target.source import open_teacher
+from distill.teacher.source import open_teacher
 from distill.training.adapters import adapted
 from distill.training.plan import first_part
 from distill.training.step import heal

@@ -55,7 +55,7 @@ from distill.surgery.vocabulary.trim import (
     require_counts,
     smallest_size,
 )
-from distill.target.store import TeacherStore
+from distill.teacher.store import TeacherStore
 from distill.texts import Answer, drop_reason, read_answers
 from distill.vocabulary import Vocabulary
 

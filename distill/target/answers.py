@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from distill import processes
-from distill.corpus.chat_template import ChatTemplate, next_prompt
+from distill.documents.chat_template import ChatTemplate, next_prompt
 from distill.errors import DataError, EndpointError
 from distill.files import write_json
 from distill.models.hugging_face import end_ids, load_config, load_tokenizer
@@ -18,9 +18,9 @@ from distill.progress import Progress
 from distill.recipe import Recipe
 from distill.run import Run
 from distill.target.groups import Conversation, Group, NextPrompt, Rules, groups_of
-from distill.target.source import target_metadata
 from distill.target.traffic import write_traffic
 from distill.target.writers.writing import Writer, open_writer
+from distill.teacher.source import target_metadata
 from distill.texts import Prompt, Reply, Request, count_texts, drop_reason, read_answers, read_prompts
 
 

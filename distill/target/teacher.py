@@ -31,10 +31,10 @@ from distill.packing import Packed, concatenate, pack
 from distill.progress import Progress
 from distill.recipe import Recipe
 from distill.run import Run
-from distill.target.head import Head, require_head
 from distill.target.logprobs.entries import ModelReader, Reader, compact_distributions, mean_masses
-from distill.target.source import target_metadata
-from distill.target.store import FORMAT, block_tensors, bytes_per_position, head_path, shard_path
+from distill.teacher.distributions import Head, require_head
+from distill.teacher.source import target_metadata
+from distill.teacher.store import FORMAT, block_tensors, bytes_per_position, head_path, shard_path
 from distill.texts import drop_reason, read_answers
 
 Distributions = Callable[[Packed], dict[str, Tensor]]

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from distill.corpus.splits import split_of
+from distill.documents.sources import split_of
 from distill.errors import DataError
 from distill.faults import reading
 from distill.files import names_of, parse_object, read_json, write_json, write_text
@@ -165,7 +165,7 @@ def parse_line(raw: bytes, settings: Traffic, number: int) -> Line | str:
 
 def encode_line(line: Line, tokenizer: Any, end: int | None, chat: Chat) -> tuple[list[int], list[int]] | str:
     """Token ids of prompt and answer, encoded separately as they were when served; or the line's fault."""
-    from distill.corpus.chat_template import ChatTemplate
+    from distill.documents.chat_template import ChatTemplate
     from distill.models.hugging_face import encode
 
     if isinstance(line.prompt, str):

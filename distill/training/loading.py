@@ -10,7 +10,7 @@ from distill.errors import DataError
 from distill.models.hugging_face import load_model, recompute_activations
 from distill.recipe import Recipe
 from distill.run import Run
-from distill.target.distributions import LogitForm, logit_form
+from distill.teacher.distributions import LogitForm, logit_form
 from distill.training.adapters import attach, load_base
 from distill.training.plan import check_adapter
 

@@ -23,9 +23,8 @@ from distill.processes import agree, process_count
 from distill.recipe import Recipe, Train
 from distill.run import Run
 from distill.sampler import Sampler
-from distill.target.online import OnlineTarget
-from distill.target.source import TeacherSource, open_teacher, require_fit
-from distill.target.store import read_manifest
+from distill.teacher.source import OnlineTarget, TeacherSource, open_teacher, require_fit
+from distill.teacher.store import read_manifest
 from distill.texts import Prompt, read_prompts
 from distill.training.average import WeightAverage
 from distill.training.checkpoint import whole_weights

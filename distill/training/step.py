@@ -16,8 +16,8 @@ from distill.errors import DataError
 from distill.models.packed.packed_forward import hidden_states
 from distill.packing import Packed, epoch_order
 from distill.recipe import Train
-from distill.target.distributions import CompactTeacher, Teacher
-from distill.target.source import TeacherSource
+from distill.teacher.distributions import CompactTeacher, Teacher
+from distill.teacher.source import TeacherSource
 from distill.training.losses.fused import head_loss, position_statistics
 from distill.training.losses.settings import LossSums
 from distill.training.losses.states import NAME as STATES

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from distill.corpus.chat_template import ChatTemplate
-from distill.corpus.prompts import ChatPrompts, cut_prompts
-from distill.corpus.sources import read_documents
+from distill.documents.chat_template import ChatTemplate
+from distill.documents.prompts import ChatPrompts, cut_prompts
+from distill.documents.sources import read_documents
 from distill.errors import DataError
 from distill.files import require_path
 from distill.models.gguf.file import GgufFile

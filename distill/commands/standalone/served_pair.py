@@ -94,7 +94,7 @@ def pair_prompts(
 ) -> AskedPrompts:
     """Test prompts, and validation prompts where settings are chosen: the run's own, or those of files."""
     from distill.benchmark.pair.asked import GgufTokenizer, read_asked, sources_of
-    from distill.corpus.chat_template import ChatTemplate
+    from distill.documents.chat_template import ChatTemplate
     from distill.models.loaded import context_of
     from distill.recipe import Chat, Corpus
     from distill.serving.check import Conversation

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from distill.errors import DataError, RecipeError
-from distill.target.source import TeacherSource
+from distill.teacher.source import TeacherSource
 from distill.texts import Answer
 from distill.vocabulary import Vocabulary
 

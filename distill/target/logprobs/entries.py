@@ -14,7 +14,7 @@ from torch import Tensor
 
 from distill.models.packed.packed_forward import packed_inputs
 from distill.packing import Packed
-from distill.target.store import compress, log_tail_at
+from distill.teacher.store import compress, log_tail_at
 
 ROWS = 512  # positions whose logits are read at once
 CACHED = 2**20  # cells of logits, 4 MB

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from distill.corpus.chat_template import ChatTemplate, UserHeader
-from distill.corpus.prompts import ChatPrompts
+from distill.documents.chat_template import ChatTemplate, UserHeader
+from distill.documents.prompts import ChatPrompts
 from distill.errors import DataError, RecipeError
 from distill.models.hugging_face import encode, end_ids, load_config, load_tokenizer
 from distill.recipe import Recipe, SamplerSettings, Source

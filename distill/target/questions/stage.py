@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from distill import processes
-from distill.corpus.sources import question_files
+from distill.documents.sources import question_files
 from distill.errors import DataError, printable
 from distill.files import write_text
 from distill.models.hugging_face import encode

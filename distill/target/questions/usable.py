@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from statistics import median
 
-from distill.corpus.chat_template import ChatTemplate, Message
+from distill.documents.chat_template import ChatTemplate, Message
 from distill.models.hugging_face import encode
 from distill.texts import Answer, is_looping
 

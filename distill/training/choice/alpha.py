@@ -16,9 +16,9 @@ from distill.models.packed.packed_forward import hidden_states
 from distill.recipe import Recipe
 from distill.results.training_results import STORED
 from distill.run import Run
-from distill.target.distributions import TeacherChunk
-from distill.target.held_out import held_out
-from distill.target.store import TeacherStore
+from distill.teacher.distributions import TeacherChunk
+from distill.teacher.held_out import held_out
+from distill.teacher.store import TeacherStore
 from distill.training.plan import Verifying
 
 

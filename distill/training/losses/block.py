@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from distill.target.distributions import TeacherChunk
+from distill.teacher.distributions import TeacherChunk
 from distill.training.losses import bucket
 from distill.training.losses.settings import LossSettings
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from distill.divergences import LEAST_ACCEPTANCE
-from distill.target.distributions import EMPTY, TeacherChunk
+from distill.teacher.distributions import EMPTY, TeacherChunk
 from distill.training.losses.settings import LossSettings
 
 Term = tuple[Tensor, Callable[[], Tensor]]  # a loss [r], and its gradient [r, M], computed on demand

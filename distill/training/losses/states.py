@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from distill.target.distributions import DenseTeacher, Teacher
+from distill.teacher.distributions import DenseTeacher, Teacher
 
 NAME = "hidden_states"
 

@@ -10,14 +10,17 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
-from distill.corpus.conversations import Messages, fingerprint, form_of, questions, read_conversation
-from distill.corpus.pieces import PIECE, cut_text
-from distill.corpus.records import read_records
-from distill.corpus.splits import SPLITS, Split, split_of
+from distill.documents.conversations import Messages, fingerprint, form_of, questions, read_conversation
+from distill.documents.records import read_records
 from distill.errors import DataError
 from distill.files import names_of, read_utf8
 from distill.recipe import Corpus, Source
+
+Split = Literal["train", "validation", "test"]
+SPLITS: tuple[Split, ...] = ("train", "validation", "test")
+PIECE = 16_384  # characters, some 4,000 tokens: several blocks, and hundreds of pieces in a book or a log
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,18 @@ class Document:
     def plain_text(self) -> str:
         """Its text without roles and templates."""
         return self.text if self.messages is None else "\n\n".join(one["content"] for one in self.messages)
+
+
+def split_of(name: str, validation: float, test: float) -> Split:
+    """Split of the document called `name`, the same on every machine and in every version of the corpus.
+
+    `validation` and `test` are the fractions of names (0 to 1) that go to those splits. Only the name is
+    hashed, never the text or its rank, so a document that changes or moves among others keeps its split.
+    """
+    point = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") / 2**64
+    if point < test:
+        return "test"
+    return "validation" if point < test + validation else "train"
 
 
 def source_path(source: Source) -> Path:
@@ -121,6 +136,22 @@ def _texts_of(source: Source) -> Iterator[_Found]:
         parts = list(cut_text(text))
         for part in parts:
             yield _Found(path.name if len(parts) == 1 else f"{path.name}#{fingerprint(part)}", part)
+
+
+def cut_text(text: str, size: int = PIECE) -> Iterator[str]:
+    """The text in pieces of `size` to 2 · `size` characters, each from a paragraph on where there are any, else a line.
+
+    A text of at most 2 · `size` characters is one piece. Cuts depend on the text before them alone: a file that grows
+    keeps its pieces but the last.
+    """
+    start = 0
+    while len(text) - start > 2 * size:
+        window = start + size, start + 2 * size
+        blank, line = text.find("\n\n", *window), text.find("\n", *window)
+        end = blank + 2 if blank >= 0 else line + 1 if line >= 0 else window[1]
+        yield text[start:end]
+        start = end
+    yield text[start:]
 
 
 def _question(text: str, name: str, source: Source) -> _Found:

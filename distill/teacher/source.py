@@ -11,12 +11,12 @@ from torch import Tensor
 from distill.errors import DataError
 from distill.files import digest, reference_digest
 from distill.models.hugging_face import load_target, load_tokenizer
+from distill.models.packed.packed_forward import hidden_states
 from distill.packing import Packed
 from distill.recipe import Recipe
 from distill.run import Run
-from distill.target.distributions import Teacher
-from distill.target.online import OnlineTarget
-from distill.target.store import TeacherStore
+from distill.teacher.distributions import Head, Teacher, require_head
+from distill.teacher.store import TeacherStore
 
 REDO = "make it again with `distill train RECIPE --redo teacher`, or go back to the recipe that it was made with"
 
@@ -32,6 +32,32 @@ class TeacherSource(Protocol):
     def teacher(self, index: Tensor, device: torch.device) -> Teacher:
         """The distributions of the N positions that packed.mask scores in the blocks at `index` [b], block by block."""
         ...
+
+
+class OnlineTarget:
+    """A loaded target on packed blocks; raises DataError where its head and hidden states do not give its logits."""
+
+    def __init__(self, model: Any, packed: Packed, manifest: dict[str, Any], batch: int) -> None:
+        self.model, self.packed, self.manifest, self.batch = model, packed, manifest, batch
+        self.blocks = len(packed)
+        self.vocabulary: int = manifest["vocabulary"]
+        self._head = Head.of(model, self.vocabulary)
+        require_head(model, self._head, packed)
+
+    @torch.no_grad()
+    def teacher(self, index: Tensor, device: torch.device) -> Teacher:
+        """The distributions of the N scored positions of the blocks at `index` [b], block by block, on a device.
+
+        The target takes `batch` blocks at once; its logits exist only chunk by chunk.
+        """
+        states = []
+        for start in range(0, len(index), self.batch):
+            part = self.packed.take(index[start : start + self.batch])
+            found = hidden_states(self.model, part)
+            states.append(found[part.mask.to(found.device)].to(device))
+        if self._head.weight.device != device:
+            self._head = self._head.to(device)
+        return self._head.teacher(torch.cat(states))
 
 
 def open_teacher(run: Run, recipe: Recipe, device: torch.device, model: Any = None) -> TeacherSource:

@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from distill.corpus.chat_template import CLOSING, ChatTemplate
-from distill.corpus.sources import Document
+from distill.documents.chat_template import CLOSING, ChatTemplate
+from distill.documents.sources import Document
 from distill.recipe import Chat
 from distill.texts import Prompt
 

@@ -32,8 +32,7 @@ from distill.packing import Packed, concatenate
 from distill.recipe import TeacherStore as Settings
 from distill.results.serialise import from_json
 from distill.run import Run, verify_artifact
-from distill.target.distributions import EMPTY, CompactTeacher, LogitForm, Teacher, TeacherChunk
-from distill.target.head import Head
+from distill.teacher.distributions import EMPTY, CompactTeacher, Head, LogitForm, Teacher, TeacherChunk
 
 FORMAT = 2
 # The form of manifest.json for every kind of store.
