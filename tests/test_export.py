@@ -33,7 +33,7 @@ from distill.export.parity import compare
 from distill.export.tensors import permute_for_llama, read_tensors
 from distill.export.writer import export_gguf
 from distill.models.gguf.model import GgufModel
-from distill.recipe.outtypes import OUTTYPES
+from distill.recipe.gguf import OUTTYPES
 from distill.texts import first_difference
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -19,7 +19,7 @@ from distill.export.model_shape import read_shape
 from distill.export.parity import Source, compare, faults_of
 from distill.export.writer import export_files, export_gguf
 from distill.models.gguf.model import GgufModel
-from distill.recipe.outtypes import OUTTYPES
+from distill.recipe.gguf import OUTTYPES
 
 SIZES: dict[str, Any] = {
     "hidden_size": 64,

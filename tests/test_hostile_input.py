@@ -21,7 +21,7 @@ from distill.errors import DataError, DistillError, RecipeError
 from distill.files import parse_object, read_json
 from distill.intervals import paired_ratio_interval, ratio_interval
 from distill.recipe import Corpus, Recipe, SamplerSettings, Section, Source, Traffic, load_recipe, parse_recipe
-from distill.recipe.mistakes import WORDS
+from distill.recipe.section import WORDS
 from distill.run import Run
 from distill.sampler import Sampler
 from distill.target.traffic import parse_line

@@ -37,7 +37,7 @@ from distill.models.imported.keys import Keys
 from distill.models.imported.tokenizer import read_tokenizer
 from distill.models.loaded import load_pair
 from distill.recipe import Target, load_recipe
-from distill.recipe.outtypes import DIRECT, OUTTYPES
+from distill.recipe.gguf import DIRECT, OUTTYPES
 from distill.vocabulary.splits import PRE_STEPS
 
 TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"

@@ -151,7 +151,7 @@ def _reword(error: Any) -> None:
     cause = error.__cause__
     if not hasattr(cause, "errors"):
         return
-    from distill.recipe.mistakes import WORDS, shown
+    from distill.recipe.section import WORDS, shown
 
     fault = cause.errors()[0]
     words = WORDS[fault["type"]](fault.get("ctx", {})) if fault["type"] in WORDS else "cannot be used here"

@@ -20,7 +20,7 @@ from distill.commands.shared import (
 from distill.errors import DataError, RecipeError
 from distill.files import read_utf8
 from distill.progress import announce, note, warn
-from distill.recipe.outtypes import OUTTYPES
+from distill.recipe.gguf import OUTTYPES
 
 if TYPE_CHECKING:
     from distill.export.head.general_fields import Advice, Origin
@@ -110,7 +110,7 @@ def _find(model: str | None, runs: Path) -> _Job:
         return _Job({Path(model).stem: (local_folder(local_reference(model)), PLAIN)}, Path("."))
     from distill.export.head.origin import advice_of, advised, origins
     from distill.pipeline.running import plan_run
-    from distill.recipe.text.unloaded import REASON
+    from distill.recipe.recipe import REASON
 
     recipe, run = find_run(model, runs)
     run_until(recipe, run, "train")

@@ -50,7 +50,7 @@ def _stages(config: Path) -> list[str]:
     """The stages of a run; the usual ones where its recipe cannot be read."""
     from distill.pipeline.stages import NAMES
     from distill.recipe import load_recipe
-    from distill.recipe.text.unloaded import HELD_OUT, QUESTIONS, left_out
+    from distill.recipe.recipe import HELD_OUT, QUESTIONS, left_out
 
     try:
         absent = set(left_out(load_recipe(config)))

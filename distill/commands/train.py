@@ -148,7 +148,7 @@ def _move_aside(run: Run) -> None:
 
 def _check(recipe: Recipe, run: Run, until: str | None) -> None:
     from distill.pipeline.preflight import preflight
-    from distill.recipe.text.unloaded import HELD_OUT
+    from distill.recipe.recipe import HELD_OUT
 
     stages = ["teacher", *(HELD_OUT if not recipe.target.load else [])]  # those that read the teacher's source
     unread = any(run.done(name) is None for name in stages)

@@ -21,7 +21,7 @@ from distill.models.loaded import growing_decoder
 from distill.packing import Packed, pack
 from distill.progress import Progress
 from distill.recipe import Evaluate, Recipe
-from distill.recipe.text.unloaded import REASON
+from distill.recipe.recipe import REASON
 from distill.results.evaluation_results import ClassResult, EvaluationReport
 from distill.results.serialise import write_result
 from distill.run import Run

@@ -14,7 +14,7 @@ from distill.models.gguf.file_head import open_head
 from distill.models.hugging_face import local_folder
 from distill.models.imported.importing import file_type
 from distill.recipe import Recipe
-from distill.recipe.text.unloaded import REASON
+from distill.recipe.recipe import REASON
 from distill.results.export_results import ExportedFile, ExportReport
 from distill.results.serialise import read_result, write_result
 from distill.run import Run

@@ -23,7 +23,7 @@ from distill.export.tensors import GgufTensor, read_tensors
 from distill.export.tokenizer import GgufTokenizer, add_tokenizer, read_tokenizer
 from distill.files import write_atomically
 from distill.models.gguf.library import library
-from distill.recipe.outtypes import DIRECT, OUTTYPES
+from distill.recipe.gguf import DIRECT, OUTTYPES
 
 if TYPE_CHECKING:
     from gguf import GGMLQuantizationType

@@ -12,7 +12,7 @@ from distill.documents.sources import source_files
 from distill.files import digest, file_digests, has_form, joint_digest, parse_object, read_json, write_json
 from distill.pipeline.stages import Stage
 from distill.recipe import Recipe, Source
-from distill.recipe.text.unloaded import left_out
+from distill.recipe.recipe import left_out
 from distill.run import Run
 
 Parts = dict[str, Any]  # the settings and digests that a key is the hash of, by name

@@ -11,7 +11,7 @@ from distill.files import digest, read_json
 from distill.pipeline.keys import Contents, Parts, begun_path, difference, key_parts, recorded_parts
 from distill.pipeline.stages import NAMES, STAGES, Stage, consumers, find_stage, require_part
 from distill.recipe import Recipe
-from distill.recipe.text.unloaded import left_out, not_run
+from distill.recipe.recipe import left_out, not_run
 from distill.run import Run
 
 Kind = Literal["skip", "run", "resume", "redo", "mend", "wait", "refuse", "leave"]

@@ -29,7 +29,7 @@ from distill.pipeline.later import (
 )
 from distill.pipeline.stages import NAMES, require_part
 from distill.recipe import Recipe, is_path
-from distill.recipe.text.unloaded import REASON, not_run
+from distill.recipe.recipe import REASON, not_run
 
 
 @dataclass

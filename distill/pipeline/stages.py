@@ -19,7 +19,7 @@ from distill.pipeline.conditional import (
 )
 from distill.recipe import REACHING, Recipe
 from distill.recipe.corpus import OF_TARGET
-from distill.recipe.text.unloaded import left_out
+from distill.recipe.recipe import left_out
 from distill.run import Run
 from distill.target.traffic import PIN as TRAFFIC
 from distill.target.traffic import pin_traffic

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from distill.recipe.outtypes import OutType
+from distill.recipe.gguf import OutType
 from distill.recipe.section import Section
 
 

@@ -1,4 +1,4 @@
-"""Recipe section: how llama.cpp opens the GGUF files of target and draft, under llama.cpp's own names."""
+"""GGUF files: their number formats, and the recipe section on how llama.cpp opens them, under llama.cpp's names."""
 
 from __future__ import annotations
 
@@ -9,6 +9,13 @@ from pydantic import Field, field_validator, model_validator
 from distill.machine import MOST_THREADS
 from distill.recipe.section import Section
 
+# The number formats of the files that `distill` writes: the first ones itself, the others by llama.cpp's quantiser.
+Direct = Literal["f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1"]
+OutType = Literal[
+    Direct, "q2_k", "q3_k_s", "q3_k_m", "q3_k_l", "q4_k_s", "q4_k_m", "q5_k_s", "q5_k_m", "q6_k", "iq4_nl", "iq4_xs"
+]
+DIRECT: tuple[str, ...] = get_args(Direct)
+OUTTYPES: tuple[str, ...] = get_args(OutType)
 CacheType = Literal["f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl"]
 CACHE_TYPES: tuple[str, ...] = get_args(CacheType)
 NO_DEVICE = "none"

@@ -11,8 +11,8 @@ import yaml
 
 from distill.errors import RecipeError
 from distill.files import is_utf8, kind_of, require_path
-from distill.recipe.mistakes import parse_section, shown
-from distill.recipe.whole import Recipe
+from distill.recipe.recipe import Recipe
+from distill.recipe.section import parse_section, shown
 
 KINDS = tuple(f"tag:yaml.org,2002:{kind}" for kind in ("str", "int", "float", "bool", "null", "seq", "map"))
 DEEPEST, MOST = 60, 100_000  # levels of nesting and values of a recipe, repeated ones included
@@ -126,24 +126,28 @@ def resolve_model(reference: str, base: Path, where: str = "the model") -> str:
     return place if is_path(reference) or os.path.exists(place) else reference
 
 
+# The keys that hold a path or a model, and how each is resolved.
+PATHS = {
+    **dict.fromkeys(("target.model", "cut.donor"), resolve_model),
+    **dict.fromkeys(("answers.traffic.path", "answers.writer.gguf", "teacher.gguf"), _absolute),
+}
+
+
+def _section(raw: Any, dotted: str) -> dict[str, Any]:
+    """A section of a raw recipe; an empty one where it is missing or no mapping, which parsing then reports."""
+    for name in dotted.split("."):
+        raw = raw.get(name) if isinstance(raw, dict) else None
+    return raw if isinstance(raw, dict) else {}
+
+
 def _resolve_paths(raw: dict[str, Any], base: Path) -> None:
     """Make every path absolute; relative paths start at the recipe's folder."""
-    for section, key in (("target", "model"), ("cut", "donor")):
-        part = raw.get(section)
-        if isinstance(part, dict) and isinstance(part.get(key), str) and (key, part[key]) != ("donor", "target"):
-            part[key] = resolve_model(part[key], base, f"{section}.{key}")
-    answers = raw.get("answers")
-    traffic = answers.get("traffic") if isinstance(answers, dict) else None
-    if isinstance(traffic, dict) and isinstance(traffic.get("path"), str):
-        traffic["path"] = _absolute(traffic["path"], base, "answers.traffic.path")
-    writer = answers.get("writer") if isinstance(answers, dict) else None
-    if isinstance(writer, dict) and isinstance(writer.get("gguf"), str):
-        writer["gguf"] = _absolute(writer["gguf"], base, "answers.writer.gguf")
-    teacher = raw.get("teacher")
-    if isinstance(teacher, dict) and isinstance(teacher.get("gguf"), str):
-        teacher["gguf"] = _absolute(teacher["gguf"], base, "teacher.gguf")
-    corpus = raw.get("corpus")
-    sources = corpus.get("sources") if isinstance(corpus, dict) else None
+    for name, resolve in PATHS.items():
+        dotted, _, key = name.rpartition(".")
+        section = _section(raw, dotted)
+        if isinstance(section.get(key), str) and (name, section[key]) != ("cut.donor", "target"):
+            section[key] = resolve(section[key], base, name)
+    sources = _section(raw, "corpus").get("sources")
     for index, source in enumerate(sources if isinstance(sources, list) else []):
         if not (isinstance(source, dict) and isinstance(source.get("path"), str)):
             continue
@@ -157,11 +161,9 @@ def _resolve_paths(raw: dict[str, Any], base: Path) -> None:
 def _ask_the_file(raw: dict[str, Any]) -> None:
     """A target that is a GGUF file and never loaded writes its answers and distributions itself, through llama.cpp,
     unless the recipe names another writer or teacher."""
-    target = raw.get("target")
-    if not isinstance(target, dict) or target.get("load") is not False:
-        return
+    target = _section(raw, "target")
     model = target.get("model")
-    if not isinstance(model, str) or not model.endswith(".gguf"):
+    if target.get("load") is not False or not isinstance(model, str) or not model.endswith(".gguf"):
         return
     answers = raw.setdefault("answers", {})
     if isinstance(answers, dict) and answers.get("writer") is None:

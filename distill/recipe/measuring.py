@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import Field, field_validator, model_validator
 
 from distill.recipe.configuration import OTHER_VOCABULARY, PLAIN, Configuration
-from distill.recipe.outtypes import OutType
+from distill.recipe.gguf import OutType
 from distill.recipe.section import Section
 
 

@@ -7,9 +7,7 @@ from typing import Literal
 from pydantic import Field, field_validator, model_validator
 
 from distill.recipe.section import Section
-from distill.recipe.text.servers import Servers
-from distill.recipe.text.traffic import Traffic
-from distill.recipe.text.writer import Writer
+from distill.recipe.servers import TeacherServer, Writer
 
 HOTTEST = 100  # largest temperature; above it, every distribution is uniform
 
@@ -81,6 +79,20 @@ class SamplerSettings(Section):
     min_p: float = Field(0.0, ge=0, lt=1, description="0: off")
 
 
+class Traffic(Section):
+    """A jsonl file of served prompts and the target's answers, which may grow while it is read.
+
+    A line is `{"prompt": …, "answer": …}` or `{"messages": […]}`. The last of the messages is the assistant's answer;
+    the others are formatted with the chat template of the target's tokenizer. An answer ends with the target's end
+    token, unless the line has a `finish_reason` other than `stop`. A hash of the prompt chooses its split, with the
+    shares of the corpus: the draft learns from answers to train prompts and is measured on prompts of the other splits.
+    """
+
+    path: str = Field(description="the jsonl file")
+    prompt_field: str = Field("prompt", description="field with the prompt, exactly as it was sent to the target")
+    answer_field: str = Field("answer", description="field with the target's answer")
+
+
 class Answers(Section):
     """The target's own text: its continuations of train prompts."""
 
@@ -138,24 +150,6 @@ class Answers(Section):
                         f"{name}: {where} has none; use repetition_penalty, or a server (answers.writer.urls)"
                     )
         return self
-
-
-class TeacherServer(Servers):
-    """Servers of the target that return log-probabilities of prompts, as vLLM's /v1/completions does.
-
-    They hold at temperature 1, whatever sampler the server uses. vLLM has to be started with `--max-logprobs`
-    `teacher.top_k`, and up to 32 more where the head has padding rows: `distill check` prints the number.
-    """
-
-    urls: tuple[str, ...] = Field(
-        min_length=1, description="base URLs of servers of the same model, such as http://localhost:8000/v1"
-    )
-    model: str = Field(min_length=1, description="its name on the servers, as /v1/models lists it")
-    prompts: Literal["ids", "text"] = Field(
-        "ids",
-        description="send token ids, or text where the server takes nothing else; documents whose text gives other ids "
-        "are then left out and counted",
-    )
 
 
 class TeacherStore(Section):

@@ -6,7 +6,7 @@ from typing import Any
 
 import yaml
 
-from distill.recipe.text.unloaded import REASON
+from distill.recipe.recipe import REASON
 from distill.report.limits import limits
 from distill.report.markup import HUB_NAME, code, table, words
 from distill.report.text import (

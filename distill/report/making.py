@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from distill.recipe.text.unloaded import REASON
+from distill.recipe.recipe import REASON
 from distill.report import plots
 from distill.report.html import Html, as_list, as_plot, as_plots, as_table, as_text, not_run
 from distill.report.text import known, number, percent, significant, size

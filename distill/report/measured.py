@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from distill.intervals import Interval
-from distill.recipe.text.unloaded import REASON
+from distill.recipe.recipe import REASON
 from distill.report import plots
 from distill.report.html import Html, as_bad, as_code, as_list, as_plot, as_plots, as_table, as_text, badged
 from distill.report.text import (

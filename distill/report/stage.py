@@ -9,7 +9,7 @@ from typing import TypeVar
 from distill.files import read_json, write_text
 from distill.machine import machine
 from distill.recipe import Recipe
-from distill.recipe.text.unloaded import HELD_OUT, not_run
+from distill.recipe.recipe import HELD_OUT, not_run
 from distill.report.card import build_card
 from distill.report.page import build_page
 from distill.report.text import placeless

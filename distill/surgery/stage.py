@@ -29,7 +29,7 @@ from distill.models.pairs import require_pair
 from distill.models.tokenizer_files import copy_tokenizer
 from distill.packing import Packed, pack
 from distill.recipe import Cut, Recipe
-from distill.recipe.text.unloaded import REASON
+from distill.recipe.recipe import REASON
 from distill.results.cut_results import Change, CutReport, ModelSizes
 from distill.results.serialise import write_result
 from distill.run import Run

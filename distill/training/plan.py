@@ -9,7 +9,7 @@ from typing import Literal
 from distill.errors import RecipeError
 from distill.models.hugging_face import load_config
 from distill.recipe import Loss, Recipe, Train
-from distill.recipe.text.unloaded import REASON
+from distill.recipe.recipe import REASON
 from distill.training.losses.settings import LossSettings
 from distill.training.losses.weights import TokenWeights
 from distill.training.rate import rate_at

@@ -1,7 +1,8 @@
-"""A whole recipe, with the checks that span several sections."""
+"""A whole recipe, with the checks that span several sections, and the stages that not every recipe's run has."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Literal
 
 from pydantic import Field, model_validator
@@ -13,8 +14,12 @@ from distill.recipe.gguf import ON_CPU, Gguf, GgufOptions
 from distill.recipe.measuring import Evaluate, Export, Profile, Speedup
 from distill.recipe.section import LARGEST, Section
 from distill.recipe.target import Answers, PyTorch, SamplerSettings, Target, TeacherStore
-from distill.recipe.text.unloaded import faults
 from distill.recipe.training import Train
+
+REASON = "the target's weights are not loaded (target.load: false)"
+QUESTIONS = "questions"  # the stage in which the target writes questions
+TIMED = ("profile", "speedup")  # stages that time the target
+HELD_OUT = ("validation", "test")  # stages that take the place of the target where it would be run on held-out texts
 
 
 class Recipe(Section):
@@ -66,7 +71,7 @@ class Recipe(Section):
             )
         self._can_ask_the_target()
         if not self.target.load:
-            needing = list(faults(self))
+            needing = list(self._weights_needed())
             if needing:
                 raise ValueError(f"target.load is false: {'; '.join(needing)}")
         elif "gguf" in self.speedup.backends and self.speedup.outtype not in self.export.outtypes:
@@ -89,3 +94,46 @@ class Recipe(Section):
                 f"corpus.sources: turns is {most}, and chat.turns lets the target answer {self.chat.turns}: raise "
                 "chat.turns, or lower turns"
             )
+
+    def _weights_needed(self) -> Iterator[str]:
+        """Everything that needs the target's weights where `target.load` is false, each with the remedy."""
+        answers, teacher, cut, train = self.answers, self.teacher, self.cut, self.train
+        if self.target.quantise is not None or self.target.shard:
+            yield "target.quantise and target.shard are for loaded weights: leave them out"
+        if answers.prompts and answers.writer is None:
+            yield "answers.writer must name a GGUF file or servers that write the answers"
+        elif self.corpus.asked and answers.writer is None:
+            yield "answers.writer must name a GGUF file or servers that write the questions of corpus.sources"
+        if teacher.kind != "compact":
+            yield f"teacher.kind {teacher.kind} needs the weights: use compact"
+        elif teacher.gguf is None and teacher.server is None:
+            yield "teacher.gguf or teacher.server must give the distributions"
+        if self.donor_model == self.target.model:
+            yield "cut.donor is the target itself: name another model"
+        if cut.transplant is not None and cut.transplant.method == "pursuit":
+            yield "cut.transplant.method pursuit reads the target's embeddings: use subtokens"
+        if cut.search is not None:
+            yield "cut.search times the target: give cut.layers and cut.mlp_width instead"
+        if cut.trim is not None and cut.trim.size is None and cut.trim.by == "price":
+            yield "cut.trim.by price times the target: use mass, or give a size"
+        if train.acceptance is None:
+            yield "train.acceptance is null: cuts and weights are chosen on its validation prompts; give it"
+        elif train.acceptance.worth is not None:
+            yield "train.acceptance.worth reads the target's distributions on decoded texts: leave it out"
+        if train.replay is not None:
+            yield "train.replay decodes with the target: leave it out"
+        if train.hidden_states is not None:
+            yield "train.hidden_states reads the target's hidden states: leave it out"
+
+
+def left_out(recipe: Recipe) -> dict[str, str]:
+    """The stages that a recipe's run does not have, each with the reason."""
+    unasked = {} if recipe.corpus.asked else {QUESTIONS: "its corpus has no source of kind target"}
+    if recipe.target.load:
+        return unasked | dict.fromkeys(HELD_OUT, "its target is loaded and runs on held-out texts itself")
+    return unasked | not_run(recipe)
+
+
+def not_run(recipe: Recipe) -> dict[str, str]:
+    """Those of them that runs have as a rule, so that a user should hear of each."""
+    return {} if recipe.target.load else dict.fromkeys(TIMED, REASON)
