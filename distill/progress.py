@@ -52,6 +52,10 @@ def warn(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
+class Caution(str):
+    """A line of a check that a user should see even where the check passed."""
+
+
 def announce(place: Path) -> None:
     """Say where the command writes, before it does; once for each place."""
     if place not in _console.announced:

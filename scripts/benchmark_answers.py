@@ -28,8 +28,8 @@ from distill.export.writer import export_gguf  # noqa: E402
 from distill.machine import machine, thread_count  # noqa: E402
 from distill.models.hugging_face import encode, load_config, load_tokenizer  # noqa: E402
 from distill.recipe import Recipe, parse_recipe  # noqa: E402
+from distill.target.groups import open_writer  # noqa: E402
 from distill.target.writers.local import TorchWriter  # noqa: E402
-from distill.target.writers.writing import open_writer  # noqa: E402
 from distill.texts import Request  # noqa: E402
 
 TARGET = ROOT / "data" / "demo-target"

@@ -213,7 +213,7 @@ def read_traffic(world: World, found: bytes) -> Readers:
     settings = Traffic(path=str(path))
 
     def whole() -> None:
-        sort_lines(world.recipe, read_lines(settings, pin), world.tokenizer, 0)
+        sort_lines(world.recipe, read_lines(settings, pin), world.tokenizer)
         assert begins_with(path, pin)
         unfinished_line(pin)
 
@@ -607,7 +607,7 @@ def read_slow_tokenizers(world: World, found: tuple[str, bytes]) -> Readers:
         tokenizer = load_tokenizer(str(world.model))
         encode(tokenizer, "def alpha(): é\n")
         real_tokens(config, tokenizer)
-        encode_line(Line(1, [{"role": "user", "content": "alpha"}], "beta", True), tokenizer, 0, Chat())
+        encode_line(Line(1, [{"role": "user", "content": "alpha"}], "beta", True), tokenizer, Chat())
 
     return [whole]
 

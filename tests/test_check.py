@@ -13,7 +13,7 @@ import torch
 
 from distill.documents.sources import PIECE, cut_text, read_documents
 from distill.errors import RecipeError
-from distill.pipeline import later
+from distill.pipeline import preflight
 from distill.recipe import Corpus, Source
 from distill.training.trackers import require_trackers
 
@@ -103,9 +103,9 @@ def test_a_target_that_gguf_cannot_hold(world: Path, tmp_path: Path, capsys: Cap
 
 
 def test_without_llama_cpp(world: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = later.importlib.util.find_spec
+    real = preflight.importlib.util.find_spec
     monkeypatch.setattr(
-        later.importlib.util, "find_spec", lambda name, *rest: None if name == "llama_cpp" else real(name, *rest)
+        preflight.importlib.util, "find_spec", lambda name, *rest: None if name == "llama_cpp" else real(name, *rest)
     )
     said = refused(world, tmp_path, capsys, lambda v, f: None, "train")
     assert "llama-cpp-python is not installed" in said and "speedup.backends=[pytorch]" in said

@@ -91,7 +91,7 @@ def recipe_of(source: dict[str, Any], **more: Any) -> Recipe:
 
 def scripted(monkeypatch: pytest.MonkeyPatch, recipe: Recipe, text: Callable[[Request], str | list[int]]) -> Any:
     script = worlds.Script(recipe, text)
-    monkeypatch.setattr("distill.target.answers.open_writer", script.opened)
+    monkeypatch.setattr("distill.target.groups.open_writer", script.opened)
     return script
 
 

@@ -15,8 +15,7 @@ import tiny
 
 from distill.errors import RunError
 from distill.pipeline.estimate import expect
-from distill.pipeline.memory_watch import MemoryWatch
-from distill.pipeline.rehearsal import RESULT, rehearse, shortened
+from distill.pipeline.rehearsal import RESULT, MemoryWatch, rehearse, shortened
 from distill.progress import Progress, watched
 from distill.recipe import load_recipe
 from distill.results.rehearsal_results import Rehearsal, Rehearsed

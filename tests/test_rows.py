@@ -14,7 +14,7 @@ from distill import machine
 from distill.machine import faster_type
 from distill.models.hugging_face import real_tokens
 from distill.models.pairs import compare_pair
-from distill.pipeline import later
+from distill.pipeline.preflight import check_device
 from distill.recipe import parse_recipe
 from distill.surgery.change import size_of
 from distill.surgery.vocabulary.rows import match_rows
@@ -101,7 +101,7 @@ def test_types_that_a_processor_computes_slowly(processor: str, monkeypatch: pyt
         "train": {"dtype": "bfloat16"},
         "corpus": {"sources": [{"kind": "text", "path": "/t"}]},
     }
-    lines = [line for line in later.check_device(parse_recipe(values, "test")) if "warning" in line]
+    lines = [line for line in check_device(parse_recipe(values, "test")) if "warning" in line]
     wanted = [
         f"warning: this CPU has no instructions for {dtype} and computes it slowly: {key}={expected[dtype]} is faster"
         for key, dtype in (("target.dtype", "float16"), ("train.dtype", "bfloat16"))
@@ -109,7 +109,7 @@ def test_types_that_a_processor_computes_slowly(processor: str, monkeypatch: pyt
     ]
     assert lines == wanted
     fast = parse_recipe(values | {"target": {"model": "m"}, "train": {}}, "test")
-    assert later.check_device(fast) == ["device: cpu"]
+    assert check_device(fast) == ["device: cpu"]
 
 
 def test_features_are_read_from_the_system(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -346,10 +346,7 @@ def test_an_altered_parent_is_refused(world: Path, log: Path, runs: Path, capsys
 
 
 @pytest.mark.parametrize("size", [0, 1, 7, 8, 9, 30])
-def test_measure_counts_whole_lines(tmp_path: Path, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    import distill.target.traffic
-
-    monkeypatch.setattr(distill.target.traffic, "PIECE", 4)  # lines go over the borders of pieces
+def test_measure_counts_whole_lines(tmp_path: Path, size: int) -> None:
     path = tmp_path / "x"
     text = b"one\n\nthree\nfour and more\nfive"[:size]
     path.write_bytes(text)
@@ -390,20 +387,20 @@ def test_messages_go_through_the_chat_template(world: Path) -> None:
     line = parse_line(json.dumps({"messages": messages}).encode(), SETTINGS, 1)
     assert isinstance(line, Line) and line.prompt == messages[:1] and line.answer == " + 1" and line.ended
     tokenizer.chat_template = None
-    assert "no chat template" in str(encode_line(line, tokenizer, 0, Chat()))
+    assert "no chat template" in str(encode_line(line, tokenizer, Chat()))
     tokenizer.chat_template = (
         "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
         "{% if add_generation_prompt %}<assistant>{% endif %}"
     )
     expected = encode(tokenizer, "<user>total\n<assistant>"), [*encode(tokenizer, " + 1"), tokenizer.eos_token_id]
-    assert encode_line(line, tokenizer, 0, Chat()) == expected
+    assert encode_line(line, tokenizer, Chat()) == expected
     tokenizer.chat_template = "{{ raise_exception('no users') }}"
-    assert "refuses it (no users)" in str(encode_line(line, tokenizer, 0, Chat()))
+    assert "refuses it (no users)" in str(encode_line(line, tokenizer, Chat()))
     other = parse_line(
         b'{"q": "a", "a": "b", "finish_reason": "length"}', Traffic(path="", prompt_field="q", answer_field="a"), 2
     )
     assert isinstance(other, Line) and not other.ended
-    assert encode_line(other, tokenizer, 0, Chat()) == (encode(tokenizer, "a"), encode(tokenizer, "b"))
+    assert encode_line(other, tokenizer, Chat()) == (encode(tokenizer, "a"), encode(tokenizer, "b"))
 
 
 def test_long_prompts_and_answers(world: Path) -> None:
@@ -412,7 +409,7 @@ def test_long_prompts_and_answers(world: Path) -> None:
     tokenizer = load_tokenizer(str(world / "target"))
     text = tiny.document(3)
     lines = [Line(number, text[:length], text, True) for number, length in enumerate((20, 60, 200, 2000))]
-    found = sort_lines(recipe, lines, tokenizer, 0)
+    found = sort_lines(recipe, lines, tokenizer)
     for answer in found.train:
         assert len(answer.prompt) + len(answer.answer) == 64
     lengths = {line.name: len(encode(tokenizer, str(line.prompt))) for line in lines}

@@ -25,9 +25,8 @@ from distill.speculative.sample import continue_prompts
 from distill.speculative.stop_strings import stop_before
 from distill.target import answers as stage
 from distill.target.answers import answers
-from distill.target.groups import groups_of
+from distill.target.groups import groups_of, open_writer
 from distill.target.writers.local import GgufWriter, TorchWriter
-from distill.target.writers.writing import open_writer
 from distill.texts import Answer, Prompt, Reply, Request, drop_reason, read_answers
 
 torch.set_num_threads(1)

@@ -8,95 +8,115 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from distill.progress import duration
 from distill.recipe import Recipe
+from distill.recipe.target import TYPE_BYTES
 from distill.results.rehearsal_results import Expected, Rehearsed
 from distill.results.training_results import ACCEPTANCE_STAGE, AVERAGE_STAGE, CURVE_STAGE
 from distill.run import Run
 from distill.target.traffic import SOURCE, measure
 from distill.texts import read_answers
 
-FLOAT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-
 
 def expect(recipe: Recipe, short: Recipe, run: Run, measured: Sequence[Rehearsed]) -> list[Expected]:
     """What each measured stage takes in the whole run; the recipe was shortened to `short` and rehearsed in `run`."""
-    found = []
-    for stage in measured:
-        low, high = _seconds(stage, recipe, short, run)
-        same = Expected(stage.stage, low, high, stage.memory_bytes, stage.device_bytes, stage.disk_bytes)
-        found.append(_sizes(same, recipe, short, run))
-    return found
+    return [_expected(stage, recipe, short, run) for stage in measured]
 
 
-def _positions(recipe: Recipe, run: Run) -> float:
-    """Positions that the teacher reads, answers counted at the mean length of those rehearsed in `run`."""
-    found = read_answers(run, "train")
-    lengths = {
-        served: [len(one.prompt) + len(one.answer) for one in found if (one.source == SOURCE) == served]
-        for served in (False, True)
+def _expected(stage: Rehearsed, recipe: Recipe, short: Recipe, run: Run) -> Expected:
+    fixed, loop = stage.seconds - stage.loop_seconds, stage.loop_seconds
+    if stage.stage == "train":
+        bounds = [_training(stage, recipe, run)] * 2
+    else:
+        bounds = [outside * fixed + inside * loop for outside, inside in _growth(stage.stage, recipe, short, run)]
+    memory, device = stage.memory_bytes, stage.device_bytes
+    rows = {
+        "answers": min(recipe.answers.batch, recipe.answers.prompts) - short.answers.prompts,
+        "eval": min(recipe.answers.batch, recipe.eval.prompts) - short.eval.prompts,
+    }.get(stage.stage, 0)
+    if rows > 0 and not (stage.stage == "answers" and recipe.answers.writer is not None):
+        more = rows * _row_bytes(recipe)
+        memory, device = (memory, device + more) if device else (memory + more, device)
+    if stage.stage == "train":
+        disk = stage.disk_bytes * (1 + recipe.train.keep) // 2
+    else:
+        disk = round(max(1.0, _disk_growth(stage.stage, recipe, short, run)) * stage.disk_bytes)
+    return Expected(stage.stage, *bounds, memory, device, disk)
+
+
+def _growth(stage: str, recipe: Recipe, short: Recipe, run: Run) -> tuple[tuple[float, float], tuple[float, float]]:
+    """By which a stage's seconds outside and inside its loops are multiplied: of the low bound, and of the high one."""
+
+    def grown(count: Callable[[Recipe], float]) -> float:
+        return _ratio(count(recipe), count(short))
+
+    if stage in ("questions", "answers"):
+        low, high = _written(recipe, *(map(_questions if stage == "questions" else _prompts, (recipe, short))))
+        return (1, low), (1, high)
+    if stage == "teacher":
+        return ((1, grown(lambda one: _positions(one, run))),) * 2
+    if stage == "test":
+        return ((1, grown(lambda one: one.eval.prompts)),) * 2
+    if stage == "cut":
+        blocks = grown(lambda one: one.cut.score_blocks)
+        search, rehearsed = recipe.cut.search, short.cut.search
+        if search is None or rehearsed is None:
+            return (1, 1), (blocks, blocks)
+        cuts = len(search.layers) * max(1, len(search.mlp_width))
+        return (1, cuts), (blocks, cuts * _ratio(search.heal_steps, rehearsed.heal_steps))
+    if stage == "profile":
+        repeats = grown(lambda one: one.profile.repeats + 1)
+        return (1, 1), (repeats, repeats)
+    if stage == "eval":
+        prompts = grown(lambda one: one.eval.prompts)
+        more = max(prompts, grown(lambda one: one.eval.file_blocks))
+        return (1, prompts), (more, more)
+    if stage == "speedup":
+        more = grown(lambda one: 1 + len(one.speedup.lengths) + len(one.speedup.configurations))
+        more *= max(1.0, grown(lambda one: one.speedup.prompts))
+        return (1, more), (more, more)
+    return (1, 1), (1, 1)
+
+
+def _disk_growth(stage: str, recipe: Recipe, short: Recipe, run: Run) -> float:
+    """By which the size of a stage's artifacts is multiplied."""
+    counts: dict[str, Callable[[Recipe], float]] = {
+        "questions": _questions,
+        "corpus": lambda one: one.corpus.tokens,
+        "answers": _prompts,
+        "teacher": lambda one: _positions(one, run),
     }
-    traffic = recipe.answers.traffic
-    lines = measure(Path(traffic.path))["lines"] if traffic is not None else 0
-    counts = {False: recipe.answers.prompts, True: lines}
-    return recipe.corpus.tokens + sum(counts[served] * fmean(own) for served, own in lengths.items() if own)
+    return _ratio(counts[stage](recipe), counts[stage](short)) if stage in counts else 1.0
 
 
 def _ratio(whole: float, part: float) -> float:
     return whole / part if part else 1.0
 
 
-def _blocks(recipe: Recipe, short: Recipe, run: Run) -> float:
-    """How many times more positions the teacher reads in the whole run."""
-    return _ratio(_positions(recipe, run), _positions(short, run))
-
-
-def _seconds(stage: Rehearsed, recipe: Recipe, short: Recipe, run: Run) -> tuple[float, float]:
-    """The low and the high bound of a stage's seconds."""
-    fixed, loop = stage.seconds - stage.loop_seconds, stage.loop_seconds
-    if stage.stage in ("questions", "answers"):
-        counts = [_questions(one) if stage.stage == "questions" else one.answers.prompts for one in (recipe, short)]
-        low, high = _written(recipe, *counts)
-        return fixed + low * loop, fixed + high * loop
-    if stage.stage == "teacher":
-        return (fixed + _blocks(recipe, short, run) * loop,) * 2
-    if stage.stage == "test":
-        return (fixed + _ratio(recipe.eval.prompts, short.eval.prompts) * loop,) * 2
-    if stage.stage == "cut":
-        factor = _ratio(recipe.cut.score_blocks, short.cut.score_blocks)
-        cuts = 1
-        if recipe.cut.search is not None and short.cut.search is not None:
-            cuts = len(recipe.cut.search.layers) * max(1, len(recipe.cut.search.mlp_width))
-            heal = _ratio(recipe.cut.search.heal_steps, short.cut.search.heal_steps)
-            return fixed + cuts * loop, factor * fixed + cuts * heal * loop
-        return stage.seconds, factor * stage.seconds
-    if stage.stage == "profile":
-        return stage.seconds, _ratio(recipe.profile.repeats + 1, short.profile.repeats + 1) * stage.seconds
-    if stage.stage == "train":
-        return (_training(stage, recipe, run),) * 2
-    if stage.stage == "eval":
-        more = max(
-            _ratio(recipe.eval.prompts, short.eval.prompts), _ratio(recipe.eval.file_blocks, short.eval.file_blocks)
-        )
-        return fixed + _ratio(recipe.eval.prompts, short.eval.prompts) * loop, more * stage.seconds
-    if stage.stage == "speedup":
-        configurations = _ratio(
-            1 + len(recipe.speedup.lengths) + len(recipe.speedup.configurations),
-            1 + len(short.speedup.lengths) + len(short.speedup.configurations),
-        )
-        more = configurations * max(1.0, _ratio(recipe.speedup.prompts, short.speedup.prompts))
-        return fixed + more * loop, more * stage.seconds
-    return stage.seconds, stage.seconds
-
-
 def _questions(recipe: Recipe) -> int:
     return sum(source.questions or 0 for source in recipe.corpus.asked)
+
+
+def _prompts(recipe: Recipe) -> int:
+    return recipe.answers.prompts
+
+
+def _positions(recipe: Recipe, run: Run) -> float:
+    """Positions that the teacher reads, answers counted at the mean length of those rehearsed in `run`."""
+    total = float(recipe.corpus.tokens)
+    traffic, answers = recipe.answers.traffic, read_answers(run, "train")
+    for served in (False, True):
+        lengths = [len(one.prompt) + len(one.answer) for one in answers if (one.source == SOURCE) == served]
+        count = recipe.answers.prompts
+        if served:
+            count = 0 if traffic is None else measure(Path(traffic.path))["lines"]
+        total += count * fmean(lengths) if lengths else 0
+    return total
 
 
 def _written(recipe: Recipe, whole: int, part: int) -> tuple[float, float]:
@@ -137,46 +157,16 @@ def _training(stage: Rehearsed, recipe: Recipe, run: Run) -> float:
     return rest + sum(counts[kind] * pace for kind, pace in paces.items())
 
 
-def _sizes(found: Expected, recipe: Recipe, short: Recipe, run: Run) -> Expected:
-    """With memory and disk where they grow with the recipe's counts."""
-    if found.stage == "corpus":
-        return replace(found, disk_bytes=_scaled(found, _ratio(recipe.corpus.tokens, short.corpus.tokens)))
-    if found.stage == "answers":
-        rows = min(recipe.answers.batch, recipe.answers.prompts) - short.answers.prompts
-        more = 0 if recipe.answers.writer is not None else _more_rows(recipe, rows)
-        grown = _with_memory(found, more)
-        return replace(grown, disk_bytes=_scaled(found, _ratio(recipe.answers.prompts, short.answers.prompts)))
-    if found.stage == "questions":
-        return replace(found, disk_bytes=_scaled(found, _ratio(_questions(recipe), _questions(short))))
-    if found.stage == "teacher":
-        return replace(found, disk_bytes=_scaled(found, _blocks(recipe, short, run)))
-    if found.stage == "train":
-        return replace(found, disk_bytes=found.disk_bytes * (1 + recipe.train.keep) // 2)
-    if found.stage == "eval":
-        return _with_memory(found, _more_rows(recipe, min(recipe.answers.batch, recipe.eval.prompts) - 4))
-    return found
-
-
-def _scaled(found: Expected, factor: float) -> int:
-    return round(max(1.0, factor) * found.disk_bytes)
-
-
-def _with_memory(found: Expected, more: int) -> Expected:
-    if found.device_bytes:
-        return replace(found, device_bytes=found.device_bytes + more)
-    return replace(found, memory_bytes=found.memory_bytes + more)
-
-
-def _more_rows(recipe: Recipe, rows: int) -> int:
-    """Bytes of keys, values and fp32 probabilities of so many more prompts in a batch of the target."""
+def _row_bytes(recipe: Recipe) -> int:
+    """Bytes of keys, values and fp32 probabilities of one more prompt in a batch of the target."""
     from distill.models.hugging_face import load_config
 
     config = load_config(recipe.target.model).get_text_config()
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     tokens = recipe.answers.prompt_tokens + recipe.answers.new_tokens
-    cache = 2 * config.num_hidden_layers * heads * head * FLOAT_BYTES[recipe.target.dtype] * tokens
-    return max(0, rows) * (cache + 4 * 4 * config.vocab_size)
+    cache = 2 * config.num_hidden_layers * heads * head * TYPE_BYTES[recipe.target.dtype] * tokens
+    return int(cache + 4 * 4 * config.vocab_size)
 
 
 def as_markdown(measured: Sequence[Rehearsed], expected: Sequence[Expected]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from distill.documents.sources import source_files
 from distill.files import digest, file_digests, has_form, joint_digest, parse_object, read_json, write_json
 from distill.pipeline.stages import Stage
 from distill.recipe import Recipe, Source
+from distill.recipe.gguf import CHANGES_LOGITS
 from distill.recipe.recipe import left_out
 from distill.run import Run
 
@@ -72,7 +73,8 @@ def recorded_parts(run: Run, stage: Stage) -> Parts | None:
 def key_parts(stage: Stage, recipe: Recipe, run: Run, contents: Contents) -> Parts:
     """Everything that a stage's key is the hash of."""
     parts: Parts = {"version": stage.version}
-    for name in dict.fromkeys((*stage.settings, *stage.more(recipe))):
+    conditional = CONDITIONAL[stage.name](recipe) if stage.name in CONDITIONAL else ()
+    for name in dict.fromkeys((*stage.settings, *conditional)):
         parts[name] = _setting(recipe, name, stage.ignores)
     began = recorded_parts(run, stage) or {}
     for name, look in stage.pins:
@@ -175,3 +177,91 @@ def _artifacts_digest(run: Run, stage: str, pattern: str) -> str | None:
     if record is None:
         return None
     return digest({file: entry["sha256"] for file, entry in record["artifacts"].items() if fnmatch(file, pattern)})
+
+
+# ── settings in some recipes' keys alone ──
+
+
+def _gguf(recipe: Recipe, *roles: str, only: Sequence[str] = ()) -> tuple[str, ...]:
+    """llama.cpp's options of these models that differ from their defaults (with `only`, of those); the defaults name
+    nothing, so that keys are those of runs that had no such options."""
+    return tuple(
+        f"gguf.{role}.{name}"
+        for role in roles
+        for name in getattr(recipe.gguf, role).given()
+        if name in only or not only
+    )
+
+
+def _timed_files(recipe: Recipe) -> tuple[str, ...]:
+    """The options under which GGUF files are timed; none where none is."""
+    return _gguf(recipe, "target", "draft") if "gguf" in recipe.speedup.backends else ()
+
+
+def _timed_pairs(recipe: Recipe) -> tuple[str, ...]:
+    """How both backends decode, for the stages that time them; the defaults of PyTorch name no run's key."""
+    pytorch = () if recipe.pytorch == type(recipe.pytorch)() else ("pytorch",)
+    return *_timed_files(recipe), *pytorch
+
+
+def _writer_settings(recipe: Recipe) -> tuple[str, ...]:
+    """The options that change what a GGUF file of the target writes; the others change rounding alone."""
+    writer = recipe.answers.writer
+    return () if writer is None or writer.gguf is None else _gguf(recipe, "target", only=CHANGES_LOGITS)
+
+
+def _teacher_settings(recipe: Recipe) -> tuple[str, ...]:
+    """The options that change the distributions of the teacher's GGUF file; the others change rounding alone."""
+    return () if recipe.teacher.gguf is None else _gguf(recipe, "target", only=CHANGES_LOGITS)
+
+
+def _search_settings(recipe: Recipe) -> tuple[str, ...]:
+    """The settings that measuring cuts depends on, beside section cut; none where no cut is measured."""
+    by_price = recipe.cut.trim is not None and recipe.cut.trim.size is None and recipe.cut.trim.by == "price"
+    if recipe.cut.search is None and not by_price:
+        return ()
+    return (
+        *("seed", "train", "sampler", "profile", "speedup.outtype", "corpus.block", "threads"),
+        *("target.dtype", "target.quantise"),
+        *_gguf(recipe, "target", "draft"),
+        *(() if recipe.pytorch.prepack else ("pytorch.prepack",)),  # the default names no run's key
+    )
+
+
+def _load_setting(recipe: Recipe) -> tuple[str, ...]:
+    """The setting that the target is not loaded, for the stages that do less then; it names no other run's key."""
+    return () if recipe.target.load else ("target.load",)
+
+
+def _question_settings(recipe: Recipe) -> tuple[str, ...]:
+    """What the target's questions depend on for some recipes only: further turns are written behind its answers."""
+    further = any(source.turns > 1 for source in recipe.corpus.asked)
+    answers = ("new_tokens", "stop", "repetition_penalty", "presence_penalty", "frequency_penalty")
+    return (
+        *_writer_settings(recipe),
+        *(("sampler", "corpus.block", *(f"answers.{name}" for name in answers)) if further else ()),
+    )
+
+
+def _answer_settings(recipe: Recipe) -> tuple[str, ...]:
+    """Held-out answers of served traffic are kept only where the target cannot be asked itself."""
+    return *_writer_settings(recipe), *(() if recipe.answers.traffic is None else _load_setting(recipe))
+
+
+def _held_out_settings(recipe: Recipe) -> tuple[str, ...]:
+    return *_writer_settings(recipe), *_teacher_settings(recipe)
+
+
+# Settings that are part of a stage's key for some recipes only, by stage. Where a recipe has the defaults they name
+# nothing, so that keys are those of runs that had no such settings.
+CONDITIONAL: dict[str, Callable[[Recipe], tuple[str, ...]]] = {
+    "questions": _question_settings,
+    "answers": _answer_settings,
+    "teacher": _teacher_settings,
+    "validation": _held_out_settings,
+    "test": _held_out_settings,
+    "cut": _search_settings,
+    "profile": _timed_pairs,
+    "export": _load_setting,
+    "speedup": _timed_pairs,
+}

@@ -1,33 +1,28 @@
-"""Preflight: every check before the first stage of what a recipe asks of its inputs, models and disk.
+"""Preflight: what a recipe asks of its inputs, models, packages and disk, checked before the first stage.
 
-Each check returns lines to print and raises a DistillError where the recipe asks for more than there is. No check loads
-weights.
+Each check asks the very code that would refuse later, loads no weights, and returns lines to print. It raises a
+DistillError where the recipe asks for more than there is.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import shutil
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 
-from distill.errors import RecipeError, RunError
-from distill.pipeline.later import (
+from distill.errors import DistillError, RecipeError, RunError
+from distill.machine import faster_type
+from distill.pipeline.stages import NAMES, require_part
+from distill.pipeline.text_checks import (
     check_chat,
     check_corpus,
-    check_device,
-    check_draft,
-    check_export,
-    check_gguf,
     check_questions,
-    check_static,
     check_teacher,
-    check_trackers,
     check_traffic,
     check_writer,
 )
-from distill.pipeline.stages import NAMES, require_part
+from distill.progress import Caution
 from distill.recipe import Recipe, is_path
 from distill.recipe.recipe import REASON, not_run
 
@@ -42,7 +37,7 @@ class Preflight:
     @property
     def warnings(self) -> list[str]:
         """Those lines that a user should see even when everything passed."""
-        return [line for line in self.lines if "does not fit" in line or "warning" in line or "LOSSY" in line]
+        return [line for line in self.lines if isinstance(line, Caution)]
 
 
 def preflight(
@@ -57,64 +52,79 @@ def preflight(
     found = Preflight()
     if until is not None:
         require_part(recipe, [until])
-    last = NAMES.index(until) if until is not None else len(NAMES)
+    ahead = NAMES if until is None else NAMES[: NAMES.index(until) + 1]
     if inputs:
-        lines, found.skipped, documents = check_corpus(recipe, offline)
-        found.lines += lines
-    if inputs and (last >= NAMES.index("answers") or recipe.corpus.asked):
-        lines, unasked = check_writer(recipe, offline)
-        found.lines += lines
-        found.skipped += unasked
-    remote = [model for model in dict.fromkeys([recipe.target.model, recipe.donor_model]) if not is_path(model)]
-    if last >= NAMES.index("train"):
-        found.lines += check_trackers(recipe)
+        found.lines, found.skipped, documents = check_corpus(recipe, offline)
+        if "answers" in ahead or recipe.corpus.asked:
+            lines, unasked = check_writer(recipe, offline)
+            found.lines += lines
+            found.skipped += unasked
+    if "train" in ahead:
+        from distill.training.trackers import require_trackers
+
+        require_trackers(recipe.train.trackers)
     found.lines += check_device(recipe)
-    found.lines += check_unloaded(recipe)
+    if not recipe.target.load:
+        found.lines += [
+            f"target: no weights of {recipe.target.model} are read or downloaded, only its tokenizer and config.json",
+            f"not run: {', '.join(not_run(recipe))}, decoded rounds, the target's GGUF files: {REASON}",
+        ]
+    remote = [model for model in dict.fromkeys([recipe.target.model, recipe.donor_model]) if not is_path(model)]
     if remote and offline:
         found.skipped += [f"model {model}" for model in remote]
         found.skipped.append("pair rules, sizes and the cut, which need those models' configurations")
         return found
-    checks: list[Callable[[Recipe], list[str]]] = [
-        check_stages,
-        check_size,
-        check_pair,
-        check_weights_of_models,
-        check_context,
-        check_draft,
-        check_static,
-        check_disk,
-    ]
-    if inputs:
-        checks += [check_traffic, check_questions, partial(check_chat, documents=documents)]
-    if last >= NAMES.index("export"):
-        checks.append(check_export)
-    checks.append(check_gguf)
-    for check in checks:
+    for check in (check_stages, check_pair, check_weights_of_models, check_draft, check_static, check_disk):
         found.lines += check(recipe)
-    if teacher and last >= NAMES.index("teacher"):
+    if inputs:
+        found.lines += check_traffic(recipe) + check_questions(recipe) + check_chat(recipe, documents)
+    if "export" in ahead:
+        found.lines += check_export(recipe)
+    found.lines += check_gguf(recipe)
+    if teacher and "teacher" in ahead:
         found.lines += check_teacher(recipe, offline)
     return found
 
 
-def check_stages(recipe: Recipe) -> list[str]:
-    """The settings of cut, training and speedup are possible with these models."""
-    from distill.speculative.configured import check_configurations, check_trees
-    from distill.surgery.stage import check_cut
-    from distill.training.plan import check_training
+def check_device(recipe: Recipe) -> list[str]:
+    """The device exists, holds the target as asked, and suits the processes of this command; with a warning for each
+    type that this processor has no instructions for."""
+    from distill.models.hugging_face import check_placement, pick_device
+    from distill.training.setup import require_processes
 
-    lines = check_cut(recipe) + check_training(recipe) + check_configurations(recipe)
-    check_trees(recipe, recipe.donor_model)
+    device = pick_device(recipe.device)
+    if recipe.pytorch.draft_device is not None:
+        pick_device(recipe.pytorch.draft_device)
+    check_placement(recipe.target.quantise, device, recipe.target.shard)
+    require_processes(recipe, device)
+    if recipe.train.adapter is not None and recipe.train.adapter.base is not None:
+        from distill.training.adapters import require_quantisation
+
+        require_quantisation(device, recipe.train.adapter.base)
+    lines = [f"device: {device}"]
+    for key, dtype in (("target.dtype", recipe.target.dtype), ("train.dtype", recipe.train.dtype)):
+        faster = faster_type(dtype) if device.type == "cpu" else None
+        if faster is not None:
+            slow = f"this CPU has no instructions for {dtype} and computes it slowly"
+            lines.append(Caution(f"warning: {slow}: {key}={faster} is faster"))
     return lines
 
 
-def check_unloaded(recipe: Recipe) -> list[str]:
-    """What a run does and leaves out where it never loads the target."""
-    if recipe.target.load:
-        return []
-    return [
-        f"target: no weights of {recipe.target.model} are read or downloaded, only its tokenizer and config.json",
-        f"not run: {', '.join(not_run(recipe))}, decoded rounds, the target's GGUF files: {REASON}",
-    ]
+def check_stages(recipe: Recipe) -> list[str]:
+    """The settings of cut, training and speedup are possible with these models, and the draft costs less than its
+    target or is allowed to cost as much."""
+    from distill.models.hugging_face import load_config
+    from distill.speculative.configured import check_configurations, check_trees
+    from distill.surgery.size import check_smaller
+    from distill.surgery.stage import check_cut
+    from distill.training.plan import check_training
+
+    lines = check_cut(recipe) + check_training(recipe)
+    lines += map(Caution, check_configurations(recipe))  # what it names is lossy
+    check_trees(recipe, recipe.donor_model)
+    if not recipe.cut.allow_full_size:
+        check_smaller(recipe, load_config(recipe.target.model), load_config(recipe.donor_model))
+    return lines
 
 
 def check_pair(recipe: Recipe) -> list[str]:
@@ -125,30 +135,25 @@ def check_pair(recipe: Recipe) -> list[str]:
     from distill.models.pairs import compare_pair
 
     pair = compare_pair(recipe.target.model, recipe.donor_model, same_rows=recipe.cut.rows == "target")
-    return pair.lines() if recipe.cut.transplant is None else [f"context: {pair.context or 'fits'}"]
-
-
-def check_size(recipe: Recipe) -> list[str]:
-    """The draft costs less than its target, or is allowed to cost as much."""
-    from distill.models.hugging_face import load_config
-    from distill.surgery.size import check_smaller
-
-    if not recipe.cut.allow_full_size:
-        check_smaller(recipe, load_config(recipe.target.model), load_config(recipe.donor_model))
-    return []
+    if recipe.cut.transplant is not None:
+        return [f"context: {pair.context or 'fits'}"]
+    troubles = {f"{rule}: {verdict}" for rule, verdict, _ in pair.table() if verdict != "fits"}
+    return [Caution(line) if line in troubles else line for line in pair.lines()]
 
 
 def check_weights_of_models(recipe: Recipe) -> list[str]:
     """The weights of target and donor hold the tensors that their config.json asks for; a target that is not loaded
-    needs none."""
+    needs none. A block of the corpus fits the target's context."""
     from distill.models.whole.headers import check_weights
 
     read = dict.fromkeys([*([recipe.target.model] if recipe.target.load else []), recipe.donor_model])
-    return [check_weights(model) for model in read]
+    lines = [check_weights(model) for model in read]
+    check_context(recipe)
+    return lines
 
 
-def check_context(recipe: Recipe) -> list[str]:
-    """A block of the corpus fits the target's context."""
+def check_context(recipe: Recipe) -> None:
+    """Raise RecipeError where a block of the corpus does not fit the target's context."""
     from distill.models.loaded import context_of
 
     context = context_of(recipe.target.model)
@@ -156,17 +161,50 @@ def check_context(recipe: Recipe) -> list[str]:
         raise RecipeError(
             f"corpus.block is {recipe.corpus.block}, the target's context {context}", "lower corpus.block"
         )
+
+
+def check_draft(recipe: Recipe) -> list[str]:
+    """The losses take the draft's logits and vocabulary, and its layers have the names that adapters ask for."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from distill.models.hugging_face import load_config, load_tokenizer, real_tokens
+    from distill.training.adapters import layer_names
+    from distill.training.loading import require_plain_logits
+    from distill.training.plan import planned
+
+    config = load_config(recipe.donor_model)
+    require_plain_logits(config)
+    trim = recipe.cut.trim
+    if trim is None or trim.size is None:
+        target = load_config(recipe.target.model).get_text_config()
+        columns = real_tokens(target, load_tokenizer(recipe.target.model))
+    else:
+        columns = trim.size
+    for part in planned(recipe.train, recipe.sampler.temperature, recipe.corpus.block):
+        part.loss.require_columns(columns)
+    if recipe.train.adapter is not None:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+        layer_names(model, recipe.train.adapter.targets)
     return []
 
 
-def _held_out_positions(recipe: Recipe) -> int:
-    """Positions of the held-out stores at most; 0 where the target itself is run on held-out texts."""
-    acceptance, test = recipe.train.acceptance, recipe.eval
-    if recipe.target.load or acceptance is None:
-        return 0
-    answers = acceptance.prompts * acceptance.new_tokens + test.prompts * test.new_tokens
-    prompts = (acceptance.prompts + test.prompts) * recipe.answers.prompt_tokens
-    return answers + prompts + (recipe.cut.score_blocks + test.file_blocks) * recipe.corpus.block
+def check_static(recipe: Recipe) -> list[str]:
+    """Target and donor can decode with a static cache where the recipe asks for one."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from distill.models.hugging_face import load_config
+
+    if not recipe.pytorch.static or "pytorch" not in recipe.speedup.backends:
+        return []
+    from distill.models.static.static_model import require_static
+
+    for reference in dict.fromkeys([recipe.target.model, recipe.donor_model]):
+        with torch.device("meta"):  # its layers and its attention, without weights
+            require_static(AutoModelForCausalLM.from_config(load_config(reference)), reference)
+    return []
 
 
 def check_disk(recipe: Recipe) -> list[str]:
@@ -175,8 +213,12 @@ def check_disk(recipe: Recipe) -> list[str]:
     from distill.teacher.store import bytes_per_position
 
     hidden = load_config(recipe.target.model).get_text_config().hidden_size
-    answer = recipe.answers.prompt_tokens + recipe.answers.new_tokens
-    positions = recipe.corpus.tokens + recipe.answers.prompts * answer + _held_out_positions(recipe)
+    answers, acceptance, test = recipe.answers, recipe.train.acceptance, recipe.eval
+    positions = recipe.corpus.tokens + answers.prompts * (answers.prompt_tokens + answers.new_tokens)
+    if not recipe.target.load and acceptance is not None:  # the held-out stores at most
+        for count, tokens in ((acceptance.prompts, acceptance.new_tokens), (test.prompts, test.new_tokens)):
+            positions += count * (answers.prompt_tokens + tokens)
+        positions += (recipe.cut.score_blocks + test.file_blocks) * recipe.corpus.block
     store = positions * bytes_per_position(recipe.teacher, hidden, recipe.target.dtype)
     free = shutil.disk_usage(Path.cwd()).free
     if store > free:
@@ -185,3 +227,67 @@ def check_disk(recipe: Recipe) -> list[str]:
             "lower corpus.tokens, answers.prompts or teacher.top_k, or store nothing with teacher.kind: online",
         )
     return [f"disk: the teacher store needs about {store / 1e6:.0f} MB, {free / 1e9:.0f} GB are free here"]
+
+
+def check_export(recipe: Recipe) -> list[str]:
+    """Target and draft can be written as GGUF, and llama.cpp is here to read them, where the recipe asks for files."""
+    from distill.export.model_shape import read_shape
+    from distill.export.tokenizer import read_tokenizer
+    from distill.models.hugging_face import load_config, local_snapshot, text_folder
+    from distill.surgery.grow import check_growth
+
+    load = recipe.target.load
+    if load and recipe.speedup.grown is not None:
+        check_growth(load_config(recipe.target.model), recipe.speedup.grown.layers)
+    if not recipe.export.outtypes and not (load and "gguf" in recipe.speedup.backends):
+        return []
+    without = "train without GGUF files: export.outtypes=[] speedup.backends=[pytorch]"
+    for package, name in (("gguf", "gguf"), ("llama_cpp", "llama-cpp-python")):
+        if importlib.util.find_spec(package) is None:
+            raise RecipeError(
+                f"export.outtypes and speedup.backends ask for GGUF files, and {name} is not installed",
+                f"pip install 'distill[llama]'; or {without}",
+            )
+    lines = []
+    for model in dict.fromkeys([recipe.target.model, recipe.donor_model]):
+        written = load or model != recipe.target.model  # the draft has the target's tokenizer in any case
+        folder = local_snapshot(model) if written else text_folder(model)
+        if folder is None:
+            lines.append(f"export of {model}: not checked, its files are not on this machine yet")
+            continue
+        try:
+            rows = read_shape(folder).vocabulary if written else load_config(model).get_text_config().vocab_size
+            if model == recipe.target.model:  # whose tokenizer the draft has
+                read_tokenizer(folder, rows)
+        except DistillError as error:
+            raise type(error)(f"export: {error.what}", f"{error.hint}; or {without}") from error
+    return lines
+
+
+def check_gguf(recipe: Recipe) -> list[str]:
+    """The build of llama.cpp, and that it can do what section gguf asks; nothing where no GGUF file is opened."""
+    writer, search = recipe.answers.writer, recipe.cut.search
+    timed = recipe.target.load and "gguf" in recipe.speedup.backends
+    timed = timed or (search is not None and search.backend == "gguf")
+    target = timed or recipe.teacher.gguf is not None or (writer is not None and writer.gguf is not None)
+    opened = {"target": target, "draft": timed}
+    given = [role for role in ("draft", "target") if getattr(recipe.gguf, role).given()]
+    for role in given:
+        if not opened[role]:
+            raise RecipeError(
+                f"gguf.{role} has options, and this recipe opens no GGUF file of the {role}",
+                "leave them out, or measure GGUF files: speedup.backends=[gguf]",
+            )
+    if not target or importlib.util.find_spec("llama_cpp") is None:
+        return []  # stages that need the library say so
+    from distill.models.gguf.build import describe_build, require_build, require_cache_types
+    from distill.models.hugging_face import load_config
+
+    for role, model in (("target", recipe.target.model), ("draft", recipe.donor_model)):
+        options = recipe.gguf_options("target" if role == "target" else "draft")
+        require_build(options, f"gguf.{role}")
+        config = load_config(model).get_text_config()
+        size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        require_cache_types(options, size, size, f"gguf.{role}")
+    lines = [describe_build()]
+    return [*lines, f"llama.cpp's options: {recipe.gguf.described()}"] if given else lines

@@ -6,7 +6,10 @@ repeats. estimate.py says from its figures what the whole run will take.
 
 from __future__ import annotations
 
+import gc
 import shutil
+import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +17,6 @@ from distill.errors import RunError
 from distill.faults import faults_explained
 from distill.files import write_atomically, write_text
 from distill.pipeline.estimate import as_markdown, expect, verdicts
-from distill.pipeline.memory_watch import MemoryWatch
 from distill.pipeline.running import run_pipeline
 from distill.pipeline.stages import find_stage
 from distill.progress import Progress, watched
@@ -27,6 +29,7 @@ from distill.target.traffic import first_lines
 PROMPTS, STEPS, LINES = 4, 3, 32
 QUESTIONS, HELD_OUT = 48, 0.25  # of the target's own at least, and the share of them for validation and for test
 RESULT = "rehearsal.json"
+INTERVAL = 0.02  # seconds between samples of memory: a model's load or a batch lasts longer
 SUFFIX = "-rehearsal"
 
 
@@ -154,3 +157,49 @@ def _measured(run: Run, name: str, loops: list[Progress], memory: tuple[int, int
         path = run.path(place)
         disk += sum(file.stat().st_size for file in (path.rglob("*") if path.is_dir() else [path]) if file.is_file())
     return Rehearsed(name, record.get("seconds", 0.0), sum(loop.seconds for loop in loops), *memory, disk)
+
+
+class MemoryWatch:
+    """Peak memory of this process, sampled by a thread within a `with` block; of accelerators from torch's counters."""
+
+    def __init__(self) -> None:
+        import psutil
+
+        self._process = psutil.Process()
+        self._peak = 0
+        self._lock = threading.Lock()  # a sample taken before `take` must not be noted after it
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._sample, daemon=True)
+
+    def __enter__(self) -> MemoryWatch:
+        self._thread.start()
+        self.take()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _sample(self) -> None:
+        while not self._over.wait(INTERVAL):
+            with self._lock:
+                self._peak = max(self._peak, self._process.memory_info().rss)
+
+    def take(self) -> tuple[int, int]:
+        """Bytes of the process and of all accelerators at their peaks since the last call; frees what is not used."""
+        with self._lock:
+            found = max(self._peak, self._process.memory_info().rss), _device_peak()
+            gc.collect()
+            self._peak = 0
+        return found
+
+
+def _device_peak() -> int:
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_available():
+        return 0
+    total = 0
+    for index in range(torch.cuda.device_count()):
+        total += int(torch.cuda.max_memory_reserved(index))
+        torch.cuda.reset_peak_memory_stats(index)
+    return total

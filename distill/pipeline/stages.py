@@ -9,14 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from distill.errors import RunError
-from distill.pipeline.conditional import (
-    load_setting,
-    question_settings,
-    search_settings,
-    teacher_settings,
-    timed_pairs,
-    writer_settings,
-)
 from distill.recipe import REACHING, Recipe
 from distill.recipe.corpus import OF_TARGET
 from distill.recipe.recipe import left_out
@@ -31,7 +23,7 @@ class Stage:
 
     name: as in the recipe's sections and on the command line.
     function: `module:name`.
-    settings: dotted recipe keys that are part of the key.
+    settings: dotted recipe keys that are part of the key (keys.CONDITIONAL adds those of some recipes).
     inputs: (stage, pattern of artifact names) whose digests are part of the key.
     writes: files and folders of the run directory.
     models: `target`, `donor`, `writer` and `gguf` (GGUF files of answers and teacher) and `sources`, whose contents are
@@ -40,7 +32,6 @@ class Stage:
     version: of the format of the artifacts.
     passing: prefixes of settings that do not change anything that a precious stage reads.
     ignores: settings that change results by rounding at most and are left out of the key.
-    more: settings that are part of the key for some recipes only.
     pins: state outside the recipe, by name, which is recorded when the stage begins and does not change afterwards;
         None is left out of the key.
     together: all processes of the command take part; in other stages, the main process alone.
@@ -56,7 +47,6 @@ class Stage:
     version: int = 1
     passing: tuple[str, ...] = ()
     ignores: tuple[str, ...] = ()
-    more: Callable[[Recipe], tuple[str, ...]] = lambda recipe: ()
     pins: tuple[tuple[str, Callable[[Recipe, Run], Any]], ...] = ()
     together: bool = False
 
@@ -97,7 +87,6 @@ def _held_out(split: str, function: str, settings: tuple[str, ...]) -> Stage:
         (split,),
         ("target", "writer", "gguf"),
         ignores=(*WRITER_REACHING, *TEACHER_REACHING, *TRAIN_ANSWERS, "teacher.mass"),
-        more=lambda recipe: (*writer_settings(recipe), *teacher_settings(recipe)),
     )
 
 
@@ -118,7 +107,6 @@ STAGES = (
         ("target", "writer"),
         precious=True,
         ignores=WRITER_REACHING,
-        more=question_settings,
         together=True,
     ),
     Stage(
@@ -155,11 +143,6 @@ STAGES = (
         precious=True,
         version=2,  # 2: prompts in groups, the longest first
         ignores=WRITER_REACHING,
-        # Held-out answers of served traffic are kept only where the target cannot be asked itself.
-        more=lambda recipe: (
-            *writer_settings(recipe),
-            *(() if recipe.answers.traffic is None else load_setting(recipe)),
-        ),
         pins=((TRAFFIC, pin_traffic),),
         together=True,
     ),
@@ -173,7 +156,6 @@ STAGES = (
         precious=True,
         version=2,
         ignores=TEACHER_REACHING,
-        more=teacher_settings,
         together=True,
     ),
     _held_out(
@@ -196,7 +178,6 @@ STAGES = (
         ("target", "donor"),
         version=2,
         ignores=(*ROUNDING, "cut.allow_full_size"),
-        more=search_settings,
         pins=(("parent (content)", lambda recipe, run: run.parent()),),
     ),
     Stage(
@@ -207,7 +188,6 @@ STAGES = (
         ("profile.json",),
         ("target",),
         version=2,  # 2: linear layers prepacked
-        more=timed_pairs,
     ),
     Stage(
         "train",
@@ -248,7 +228,6 @@ STAGES = (
         (("train", "draft/*"), ("corpus", "corpus/documents-test.jsonl")),
         ("gguf",),
         ("target",),
-        more=load_setting,
     ),
     Stage(
         "speedup",
@@ -276,7 +255,6 @@ STAGES = (
         ("speedup", "speedup.json", "speedup.md"),
         ("target",),
         version=6,  # 4: costs as rounds pay them; 5: linear layers prepacked, costs between the texts; 6: whole rounds
-        more=timed_pairs,
     ),
     Stage(
         "report",

@@ -10,6 +10,7 @@ from distill.recipe.section import Section
 from distill.recipe.servers import TeacherServer, Writer
 
 HOTTEST = 100  # largest temperature; above it, every distribution is uniform
+TYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 class Target(Section):

@@ -1,4 +1,4 @@
-"""Prompts in fixed groups, one file of answers each, and the journal of a group that is being written.
+"""Prompts put to a writer in fixed groups: one file of answers each, and the journal of a group that is being written.
 
 Groups are a pure function of the prompts, so the files do not depend on the order of replies, on kills or on the number
 of processes.
@@ -7,13 +7,24 @@ of processes.
 from __future__ import annotations
 
 import json
+import time
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
+from distill import processes
+from distill.errors import DataError, EndpointError
 from distill.faults import faults_explained
 from distill.files import has_form, parse_object, write_text
-from distill.texts import Answer, Prompt, Reply, Request, is_looping, prompt_seed
+from distill.models.hugging_face import end_ids, load_config, load_tokenizer
+from distill.progress import Progress
+from distill.recipe import Recipe
+from distill.run import Run
+from distill.target.writers.writing import Writer
+from distill.texts import Answer, Prompt, Reply, Request, drop_reason, is_looping, prompt_seed
 
 REPLY = {"id": str, "ids": [int], "ended": bool, "dropped": str}  # the form of a line of a journal
 
@@ -49,6 +60,28 @@ class Rules:
         return Request(name, ids, prompt_seed(self.seed, name), limit, messages, chat.get("arguments") or {})
 
 
+def rules_of(recipe: Recipe, tokenizer: Any, next_prompt: NextPrompt | None = None) -> Rules:
+    """The rules of requests and answers; DataError where the target's context is too short for the recipe."""
+    config = load_config(recipe.target.model)
+    context: int = config.get_text_config().max_position_embeddings
+    settings = recipe.answers
+    if settings.new_tokens > context - settings.prompt_tokens:
+        raise DataError(
+            f"the target's context leaves {context - settings.prompt_tokens} tokens after a prompt of "
+            f"{settings.prompt_tokens}",
+            "lower answers.new_tokens",
+        )
+    ends = set(end_ids(config, tokenizer))
+
+    def text_of(ids: Sequence[int]) -> str:
+        kept = [token for token in ids if token not in ends]
+        text: str = tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return text
+
+    room = min(recipe.corpus.block, context)
+    return Rules(recipe.seed, settings.new_tokens, room, settings.keep_truncated, text_of, next_prompt)
+
+
 @dataclass
 class Conversation:
     """A prompt and its answers so far; a prompt without further turns has one."""
@@ -73,7 +106,7 @@ class Conversation:
     def take(self, request: Request, reply: Reply, rules: Rules) -> Request | None:
         """Add the answer of a reply; the next request of the conversation, None where it is over."""
         answer = self._add(request, reply, rules)
-        if rules.next_prompt is None or not answer.ended or answer.dropped or answer.looping or len(answer.answer) < 2:
+        if rules.next_prompt is None or not answer.ended or drop_reason(answer):
             return None  # a user would not go on after such an answer
         self.texts.append(rules.text_of(answer.answer))
         ids = rules.next_prompt(self.prompt, list(self.texts))
@@ -154,3 +187,139 @@ def groups_of(prompts: Sequence[Prompt], size: int, folder: Path, name: str = "t
         )
         for group, start in enumerate(range(0, len(order), size))
     ]
+
+
+def write_answers(
+    recipe: Recipe,
+    run: Run,
+    prompts: list[Prompt],
+    rules: Rules,
+    share: tuple[int, int],
+    stage: str = "answers",
+    name: str = "train",
+    what: str = "answers, prompts",
+    idle: bool = False,
+) -> int:
+    """Write this process's share of the answers to prompts, as STAGE/NAME-NNNNN.jsonl; the number of all files.
+
+    `what` is counted in the progress. With `idle`, there may be more processes than groups. Raises DataError where two
+    prompts have one name, by which replies find their prompts.
+    """
+    twice = [name for name, count in Counter(prompt.id for prompt in prompts).items() if count > 1]
+    if twice:
+        raise DataError(
+            f"{len(twice)} prompts have the name of another one, such as {twice[0]}",
+            "make them again with `distill train RECIPE --redo corpus`",
+        )
+    groups = groups_of(prompts, recipe.answers.group_size, run.path(stage), name)
+    index, count = share
+    mine = groups[index::count] if idle else processes.share_of(groups, share, "groups of prompts", "answers.group")
+    missing = [group for group in mine if not group.path.exists()]
+    for group in mine:
+        if group.path.exists():
+            group.journal.unlink(missing_ok=True)  # a kill after the file was written leaves its journal
+    whose = f" of process {index}" if count > 1 else ""
+    if len(missing) < len(mine):
+        run.say(f"  resuming: {len(mine) - len(missing)} of {len(mine)} groups{whose} exist")
+    if missing:
+        _Work(recipe, run, rules, f"{what}{whose}", mine).write(missing)
+    return len(groups)
+
+
+class _Work:
+    """Conversations under way: which one a reply belongs to, and those that stay without one."""
+
+    def __init__(self, recipe: Recipe, run: Run, rules: Rules, what: str, groups: Sequence[Group]) -> None:
+        self.run, self.rules, self.what = run, rules, what
+        self.writer = open_writer(recipe, load_tokenizer(recipe.target.model), load_config(recipe.target.model))
+        self.allowed = 0.0 if recipe.answers.writer is None else recipe.answers.writer.missing
+        self.total = sum(len(group.prompts) for group in groups)
+        self.unanswered: list[tuple[Conversation, Request, Reply]] = []
+        self.tokens, self.started = 0, time.monotonic()
+
+    def write(self, missing: list[Group]) -> None:
+        """Write the missing groups: all at once where each reply stands for itself, else one after the other."""
+        self.progress = Progress(self.what, self.total, self.total - sum(len(group.prompts) for group in missing))
+        try:
+            for part in [missing] if self.writer.by_prompt else [[group] for group in missing]:
+                self._write(part)
+            self._settle()
+        finally:
+            for line in self.writer.close():
+                self.run.say(f"  {self.what.partition(',')[0]}: {line}")
+
+    def _write(self, groups: Sequence[Group]) -> None:
+        """Ask for everything that the journals of the groups lack, and write each group with its last reply."""
+        waiting: deque[Request] = deque()
+        asked: dict[str, tuple[Conversation, Request]] = {}
+        for group in groups:
+            known = group.known() if self.writer.by_prompt else {}
+            for number, prompt in group.prompts:
+                conversation = Conversation(number, prompt, group)
+                group.conversations.append(conversation)
+                request = conversation.begin(self.rules, known)
+                if request is not None:
+                    group.open += 1
+                    waiting.append(request)
+                    asked[request.id] = conversation, request
+            done = len(group.prompts) - group.open
+            if done:
+                self.progress.step(done)
+            if not group.open:
+                group.finish()
+        with closing(self.writer.write(waiting)) as replies:
+            for reply in replies:
+                conversation, request = asked.pop(reply.id)
+                if not reply.lasting:
+                    self.unanswered.append((conversation, request, reply))
+                    continue
+                if self.writer.by_prompt:
+                    conversation.group.note(reply)
+                following = self._take(conversation, request, reply)
+                if following is not None:
+                    waiting.append(following)
+                    asked[following.id] = conversation, following
+
+    def _take(self, conversation: Conversation, request: Request, reply: Reply) -> Request | None:
+        self.tokens += len(reply.ids)
+        following = conversation.take(request, reply, self.rules)
+        if following is None:
+            conversation.group.open -= 1
+            rate = self.tokens / max(1e-9, time.monotonic() - self.started)
+            self.progress.step(note=f"{rate:.0f} tokens/s")
+            if not conversation.group.open:
+                conversation.group.finish()
+        return following
+
+    def _settle(self) -> None:
+        """Drop the prompts without a reply; EndpointError where those are more than the allowed share of all."""
+        left = self.unanswered
+        if left and len(left) > self.allowed * self.total:
+            reasons = Counter(reply.dropped for _, _, reply in left)
+            listed = ", ".join(f"{count} × {reason}" for reason, count in sorted(reasons.items()))
+            listed += f"; the first: {left[0][2].detail}" if left[0][2].detail else ""
+            raise EndpointError(
+                f"{len(left)} of {self.total} prompts have no reply after all attempts: {listed}",
+                "the same command asks for these alone; answers.writer.missing lets a share of prompts go without",
+            )
+        for conversation, request, reply in left:
+            self._take(conversation, request, reply)
+
+
+def open_writer(recipe: Recipe, tokenizer: Any, config: Any) -> Writer:
+    """The writer of a recipe's answers, ready to write.
+
+    `config` is the target's. Raises DataError or PairError for a model that cannot be used, EndpointError for a server.
+    """
+    settings = recipe.answers.writer
+    if settings is None:
+        from distill.target.writers.local import TorchWriter
+
+        return TorchWriter(recipe, tokenizer)
+    if settings.gguf is not None:
+        from distill.target.writers.local import GgufWriter
+
+        return GgufWriter(recipe, tokenizer, config)
+    from distill.target.writers.server import ServerWriter
+
+    return ServerWriter(recipe, tokenizer, config)

@@ -15,7 +15,7 @@ from distill.files import write_json
 from distill.models.hugging_face import load_tokenizer
 from distill.recipe import Recipe
 from distill.run import Run
-from distill.target.answers import rules_of, write_answers
+from distill.target.groups import rules_of, write_answers
 from distill.target.teacher import write_store
 from distill.teacher.held_out import ANSWERS, Split, held_out, served_answers, sizes
 from distill.texts import Prompt, count_texts, read_prompts

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +29,6 @@ PIN = "traffic (content)"  # the entry in the answers stage's key that identifie
 SOURCE = "traffic"
 PINNED = {"path": str, "bytes": int, "lines": int, "sha256": str, "start": int, "start_line": int}  # form of a pin
 LINES_PER_FILE = 2048
-PIECE = 2**20
 
 
 @dataclass(frozen=True)
@@ -60,67 +61,53 @@ def pin_traffic(recipe: Recipe, run: Run) -> dict[str, Any] | None:
     return {"path": str(path), **found, "start": known["bytes"], "start_line": known["lines"]}
 
 
-def measure(path: Path) -> dict[str, Any]:
-    """Bytes, lines and sha256 of the whole lines of a file; a last line without its newline does not count."""
-    total, hashed, tail, lines = 0, hashlib.sha256(), b"", 0
-    for piece in _pieces(path, None):
-        *whole, rest = (tail + piece).rpartition(b"\n")
-        text = b"".join(whole)
-        hashed.update(text)
-        total, lines, tail = total + len(text), lines + text.count(b"\n"), rest
-    return {"bytes": total, "lines": lines, "sha256": hashed.hexdigest()}
-
-
-def unfinished_line(pin: dict[str, Any]) -> str | None:
-    """A sentence on text after the pinned lines that has no newline yet and is not read; None where there is none."""
-    path, rest = Path(pin["path"]), b""
+def _whole_lines(path: Path) -> Iterator[bytes]:
+    """The lines of a file but a last one without its newline; raises DataError when it cannot be read."""
     try:
         with open(path, "rb") as handle:
-            handle.seek(pin["bytes"])
-            while (piece := handle.read(PIECE)) and b"\n" not in piece:
-                rest = rest or piece.strip()
-    except OSError:
-        return None
-    if piece or not rest:
-        return None
-    return (
-        f"line {pin['lines'] + 1} of {path} has no newline at its end and was not read: end it, then --refresh reads it"
-    )
-
-
-def begins_with(path: Path, pin: dict[str, Any]) -> bool:
-    """Whether a file still begins with its pinned part."""
-    hashed = hashlib.sha256()
-    for piece in _pieces(path, pin["bytes"]):
-        hashed.update(piece)
-    return hashed.hexdigest() == pin["sha256"]
-
-
-def _pieces(path: Path, size: int | None) -> Iterator[bytes]:
-    """The first `size` bytes of a file (None: all), piece by piece; raises DataError when it cannot be read."""
-    try:
-        with open(path, "rb") as handle:
-            left = size
-            while piece := handle.read(PIECE if left is None else min(PIECE, left)):
-                left = None if left is None else left - len(piece)
-                yield piece
+            yield from (line for line in handle if line.endswith(b"\n"))
     except OSError as error:
         raise DataError(
             f"traffic file {path} cannot be read: {error.strerror}", "correct answers.traffic.path"
         ) from error
 
 
+def measure(path: Path, most: float = math.inf) -> dict[str, Any]:
+    """Bytes, lines and sha256 of the whole lines within the first `most` bytes of a file; a last line without its
+    newline does not count."""
+    total, lines, hashed = 0, 0, hashlib.sha256()
+    for line in _whole_lines(path):
+        if total + len(line) > most:
+            break
+        hashed.update(line)
+        total, lines = total + len(line), lines + 1
+    return {"bytes": total, "lines": lines, "sha256": hashed.hexdigest()}
+
+
+def begins_with(path: Path, pin: dict[str, Any]) -> bool:
+    """Whether a file still begins with its pinned part."""
+    return bool(measure(path, pin["bytes"])["sha256"] == pin["sha256"])
+
+
+def unfinished_line(pin: dict[str, Any]) -> str | None:
+    """A sentence on text after the pinned lines that has no newline yet and is not read; None where there is none."""
+    path = Path(pin["path"])
+    try:
+        with open(path, "rb") as handle:
+            handle.seek(pin["bytes"])
+            rest = handle.readline()
+    except OSError:
+        return None
+    if rest.endswith(b"\n") or not rest.strip():
+        return None
+    return (
+        f"line {pin['lines'] + 1} of {path} has no newline at its end and was not read: end it, then --refresh reads it"
+    )
+
+
 def first_lines(path: Path, count: int) -> bytes:
     """The first `count` lines of a file as they stand; raises DataError when it cannot be read."""
-    found: list[bytes] = []
-    left = count
-    for piece in _pieces(path, None):
-        whole = piece.split(b"\n")[:-1]
-        if len(whole) >= left:
-            return b"".join([*found, *(line + b"\n" for line in whole[:left])])
-        left -= len(whole)
-        found.append(piece)
-    return b"".join(found)
+    return b"".join(islice(_whole_lines(path), count))
 
 
 def read_lines(settings: Traffic, pin: dict[str, Any]) -> Iterator[Line | str]:
@@ -163,12 +150,13 @@ def parse_line(raw: bytes, settings: Traffic, number: int) -> Line | str:
     return Line(number, prompt, answer, ended)
 
 
-def encode_line(line: Line, tokenizer: Any, end: int | None, chat: Chat) -> tuple[list[int], list[int]] | str:
+def encode_line(line: Line, tokenizer: Any, chat: Chat) -> tuple[list[int], list[int]] | str:
     """Token ids of prompt and answer, encoded separately as they were when served; or the line's fault."""
     from distill.documents.chat_template import ChatTemplate
     from distill.models.hugging_face import encode
 
     if isinstance(line.prompt, str):
+        end = tokenizer.eos_token_id
         ids, ends = encode(tokenizer, line.prompt), [] if end is None else [end]
     elif not tokenizer.chat_template:
         return "messages, but the target's tokenizer has no chat template"
@@ -195,8 +183,13 @@ class Sorted:
     too_long: int = 0
     cut: int = 0
 
+    @property
+    def first_fault(self) -> str:
+        """The first bad line, for messages that count them."""
+        return f", first {self.bad[0]}" if self.bad else ""
 
-def sort_lines(recipe: Recipe, lines: Iterable[Line | str], tokenizer: Any, end: int | None) -> Sorted:
+
+def sort_lines(recipe: Recipe, lines: Iterable[Line | str], tokenizer: Any) -> Sorted:
     """Encode lines and divide them among the splits by the names of their prompts.
 
     Answers are cut where the block ends. A prompt that leaves them no room is left out, and so is a held-out prompt
@@ -204,7 +197,7 @@ def sort_lines(recipe: Recipe, lines: Iterable[Line | str], tokenizer: Any, end:
     """
     found = Sorted()
     for line in lines:
-        ids = line if isinstance(line, str) else encode_line(line, tokenizer, end, recipe.chat)
+        ids = line if isinstance(line, str) else encode_line(line, tokenizer, recipe.chat)
         if isinstance(line, str) or isinstance(ids, str):
             found.bad.append(line if isinstance(line, str) else f"line {line.number}: {ids}")
             continue
@@ -229,7 +222,7 @@ def sort_lines(recipe: Recipe, lines: Iterable[Line | str], tokenizer: Any, end:
     return found
 
 
-def write_traffic(recipe: Recipe, run: Run, tokenizer: Any, end: int | None) -> None:
+def write_traffic(recipe: Recipe, run: Run, tokenizer: Any) -> None:
     """Write answers/train-traffic-NNNNN.jsonl, prompts-validation.jsonl, prompts-test.jsonl and traffic.json.
 
     Does nothing where they exist. Raises DataError when the file no longer begins with the pinned part, or when no line
@@ -239,8 +232,7 @@ def write_traffic(recipe: Recipe, run: Run, tokenizer: Any, end: int | None) -> 
     assert settings is not None
     folder = run.path("answers")
     path = folder / "traffic.json"
-    written = read_json(path, {"files": [str]}) if path.exists() else {"files": [None]}
-    if all(name is not None and (folder / name).exists() for name in written["files"]):
+    if path.exists() and all((folder / name).exists() for name in read_json(path, {"files": [str]})["files"]):
         return
     pin = read_json(run.path("stages", "answers.begun.json"), {PIN: PINNED})[PIN]
     if not begins_with(Path(pin["path"]), pin):
@@ -249,39 +241,32 @@ def write_traffic(recipe: Recipe, run: Run, tokenizer: Any, end: int | None) -> 
             f"{pin['path']} no longer begins with the {pin['lines']} lines that this run pinned; was it rotated?",
             f"{again} reads it as it is then",
         )
-    found = sort_lines(recipe, read_lines(settings, pin), tokenizer, end)
-    held_out = {"validation": list(found.validation.values()), "test": list(found.test.values())}
-    summary = {
-        "train": len(found.train),
-        **{split: len(prompts) for split, prompts in held_out.items()},
-        "bad": len(found.bad),
-        "too_long": found.too_long,
-        "cut": found.cut,
-    }
+    found = sort_lines(recipe, read_lines(settings, pin), tokenizer)
     if not found.train:
         require_answers(found, pin, _unpin(run))
-    unfinished = unfinished_line(pin)
-    files = [f"prompts-{split}.jsonl" for split in held_out]
+    held_out = {"validation": found.validation, "test": found.test}
+    files: dict[str, Sequence[Answer | Prompt]] = {
+        f"prompts-{split}.jsonl": list(prompts.values()) for split, prompts in held_out.items()
+    }
     for number, start in enumerate(range(0, len(found.train), LINES_PER_FILE)):
-        files.append(f"train-traffic-{number:05d}.jsonl")
-        _write_jsonl(folder / files[-1], found.train[start : start + LINES_PER_FILE])
-    for split, prompts in held_out.items():
-        _write_jsonl(folder / f"prompts-{split}.jsonl", prompts)
-        if not recipe.target.load:  # what the target has answered need not be asked again
-            files.append(f"traffic-{split}-00000.jsonl")
-            _write_jsonl(folder / files[-1], [found.answers[prompt.id] for prompt in prompts])
-    write_json(folder / "traffic.json", {**pin, **summary, "files": files})
-    where = f"lines {pin['start_line'] + 1} to {pin['lines']}"
-    first = f", first {found.bad[0]}" if found.bad else ""
+        files[f"train-traffic-{number:05d}.jsonl"] = found.train[start : start + LINES_PER_FILE]
+    if not recipe.target.load:  # what the target has answered need not be asked again
+        for split, prompts in held_out.items():
+            files[f"traffic-{split}-00000.jsonl"] = [found.answers[name] for name in prompts]
+    for name, rows in files.items():
+        write_text(folder / name, "".join(json.dumps(asdict(row)) + "\n" for row in rows))
+    counts = {"train": len(found.train), "validation": len(found.validation), "test": len(found.test)}
+    counts |= {"bad": len(found.bad), "too_long": found.too_long, "cut": found.cut}
+    write_json(path, {**pin, **counts, "files": list(files)})
     run.say(
-        f"  traffic, {where}: {len(found.train)} answers to learn from, {len(found.validation)} validation and "
-        f"{len(found.test)} test prompts"
+        f"  traffic, lines {pin['start_line'] + 1} to {pin['lines']}: {len(found.train)} answers to learn from, "
+        f"{len(found.validation)} validation and {len(found.test)} test prompts"
     )
     if found.too_long or found.cut:
         run.say(f"  traffic: {found.too_long} prompts left out and {found.cut} answers cut to fit corpus.block")
     if found.bad:
-        run.say(f"  traffic: {len(found.bad)} bad lines left out{first}")
-    if unfinished:
+        run.say(f"  traffic: {len(found.bad)} bad lines left out{found.first_fault}")
+    if unfinished := unfinished_line(pin):
         run.say(f"  traffic: {unfinished}")
 
 
@@ -289,11 +274,10 @@ def require_answers(found: Sorted, pin: dict[str, Any], again: str) -> None:
     """Raise DataError where none of the pinned lines can be learnt from; the command `again` reads the file again."""
     if found.train:
         return
-    first = f", first {found.bad[0]}" if found.bad else ""
     unfinished = "; the last line has no newline at its end and was not read" if unfinished_line(pin) else ""
     raise DataError(
         f"{pin['path']} has no answer in lines {pin['start_line'] + 1} to {pin['lines']}: {len(found.bad)} bad "
-        f"lines{first}; {found.too_long} too long for corpus.block; "
+        f"lines{found.first_fault}; {found.too_long} too long for corpus.block; "
         f"{len(found.validation) + len(found.test)} prompts of other splits{unfinished}",
         f"correct the file, or set answers.traffic.prompt_field and answer_field; then {again} reads it again",
     )
@@ -305,7 +289,3 @@ def _unpin(run: Run) -> str:
         return "`distill train RECIPE --redo answers`"
     run.path("stages", "answers.begun.json").unlink()
     return "the same command"
-
-
-def _write_jsonl(path: Path, rows: Sequence[Answer | Prompt]) -> None:
-    write_text(path, "".join(json.dumps(asdict(row)) + "\n" for row in rows))

@@ -30,6 +30,7 @@ from distill.files import has_form, read_json
 from distill.models.finite import require_finite
 from distill.packing import Packed, concatenate
 from distill.recipe import TeacherStore as Settings
+from distill.recipe.target import TYPE_BYTES
 from distill.results.serialise import from_json
 from distill.run import Run, verify_artifact
 from distill.teacher.distributions import EMPTY, CompactTeacher, Head, LogitForm, Teacher, TeacherChunk
@@ -43,7 +44,6 @@ MANIFEST: dict[Any, Any] = {
 SUMMED = 256  # positions whose logits [256, V] are held at once
 FAINT = 1e-30  # sums of exponentials below this have lost bits in fp32
 PACKED_BYTES = 4 + 2 + 4 + 1  # a position's id, document, position and mask
-TYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def redo(stage: str) -> str:

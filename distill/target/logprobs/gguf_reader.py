@@ -8,40 +8,25 @@ from typing import Any
 
 from torch import Tensor
 
-from distill.errors import DataError, PairError
+from distill.errors import DataError
 from distill.files import reference_digest
 from distill.models.gguf.model import GgufModel
-from distill.models.metadata import VocabularyMetadata
 from distill.packing import Packed
 from distill.recipe import GgufOptions
 from distill.recipe.gguf import CHANGES_LOGITS
 from distill.target.logprobs.entries import ROWS, Entries, entries_of, scored_documents
+from distill.target.writers.writing import require_gguf
 
 
-def require_gguf(path: str, target: str, block: int) -> str:
-    """A line about a GGUF file that holds the target; loads no weights.
-
-    Raises PairError where an id is not the same token as in the target's tokenizer, DataError for a file that cannot be
-    read or whose context is shorter than a block.
-    """
+def require_teacher_file(path: str, target: str, block: int) -> str:
+    """A line about the teacher's GGUF file; raises as `require_gguf`, and DataError for a context shorter than a
+    block."""
     if not path.endswith(".gguf"):
         raise DataError(f"teacher.gguf: {path} is not the name of a GGUF file", "give a file that ends in .gguf")
-    ours, theirs = VocabularyMetadata.read(target), VocabularyMetadata.read(path)
-    rows = range(max(ours.rows, theirs.rows))
-    differing = [index for index in rows if ours.real(index) != theirs.real(index)]
-    if differing:
-        index = differing[0]
-        shown = [
-            repr(token[:40]) if token is not None else "no token" for token in (theirs.real(index), ours.real(index))
-        ]
-        raise PairError(
-            f"teacher.gguf: {path} has another vocabulary than the target {target}: token {index} is {shown[0]} there "
-            f"and {shown[1]} in the target's tokenizer ({len(differing)} ids differ)",
-            "give the target's own GGUF file, or the target.model that this file was made from",
-        )
-    if theirs.context is not None and theirs.context < block:
-        raise DataError(f"corpus.block is {block}, the context of {path} {theirs.context}", "lower corpus.block")
-    return f"teacher: {path}, {theirs.architecture}, has the target's {theirs.real_tokens} tokens"
+    found = require_gguf(target, path, "teacher.gguf")
+    if found.context is not None and found.context < block:
+        raise DataError(f"corpus.block is {block}, the context of {path} {found.context}", "lower corpus.block")
+    return f"teacher: {path}, {found.architecture}, has the target's {found.real_tokens} tokens"
 
 
 class GgufReader:
@@ -52,7 +37,7 @@ class GgufReader:
     """
 
     def __init__(self, path: str, target: str, block: int, vocabulary: int, options: GgufOptions) -> None:
-        require_gguf(path, target, block)
+        require_teacher_file(path, target, block)
         self.vocabulary = vocabulary
         capacity = max(block, 2)
         self.model = GgufModel(path, context=capacity, batch=min(ROWS, capacity), pad_single=True, options=options)

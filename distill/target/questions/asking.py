@@ -12,7 +12,7 @@ from distill.documents.prompts import ChatPrompts
 from distill.errors import DataError, RecipeError
 from distill.models.hugging_face import encode, end_ids, load_config, load_tokenizer
 from distill.recipe import Recipe, SamplerSettings, Source
-from distill.target.answers import rules_of
+from distill.target.groups import rules_of
 
 OPENINGS = 4  # are shown
 MOST_ASKED = 3  # times as many texts as questions are wanted are asked for at most

@@ -23,8 +23,8 @@ from distill.recipe import Recipe
 from distill.results.serialise import write_result
 from distill.results.text_results import AskedQuestions, QuestionTexts
 from distill.run import Run
-from distill.target.answers import write_answers, writer_kind
-from distill.target.groups import Rules
+from distill.target.answers import writer_kind
+from distill.target.groups import Rules, write_answers
 from distill.target.questions.asking import MOST_ASKED, Asking, Conversation
 from distill.target.questions.usable import ALIKE, EQUAL, WORDLESS, distinct, fault, lengths, repeats, words
 from distill.texts import Answer, Prompt, drop_reason, read_answers

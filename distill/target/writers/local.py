@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Generator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from distill.errors import DataError
@@ -18,6 +17,7 @@ from distill.sampler import Sampler
 from distill.speculative.refill import refill
 from distill.speculative.sample import continue_prompts
 from distill.speculative.stop_strings import Stop, stop_before, token_bytes
+from distill.target.writers.writing import require_gguf
 from distill.texts import Reply, Request
 
 
@@ -111,20 +111,6 @@ class TorchWriter:
         return [*self.notes, *([] if self.rows is None else self.rows.close())]
 
 
-def require_gguf(target: str, path: str) -> None:
-    """Raise DataError unless a file is a GGUF whose tokens are the target's."""
-    from distill.models.pairs import compare_pair
-
-    if not Path(path).is_file():
-        raise DataError(f"answers.writer.gguf: there is no file {path}", "export the target with distill export-gguf")
-    against = compare_pair(target, path).distill
-    if against is not None:
-        raise DataError(
-            f"answers.writer.gguf: {path} has other tokens than {target}: {against}",
-            "give a GGUF file of the same target, or set target.model to the model that it was made from",
-        )
-
-
 class GgufWriter(_Refilled):
     """A GGUF file of the target in llama.cpp, text by text."""
 
@@ -135,7 +121,7 @@ class GgufWriter(_Refilled):
 
         settings = recipe.answers.writer
         assert settings is not None and settings.gguf is not None
-        require_gguf(recipe.target.model, settings.gguf)
+        require_gguf(recipe.target.model, settings.gguf, "answers.writer.gguf")
         # A prompt is at most as long as the block leaves room for, whatever its turn in a conversation.
         context = max(2, recipe.corpus.block)
         model = GgufModel(settings.gguf, context=context, options=recipe.gguf_options("target"))

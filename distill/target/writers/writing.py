@@ -1,15 +1,16 @@
-"""The protocol of a writer, and the writer that a recipe asks for."""
+"""The protocol of a writer, and the check of a GGUF file that stands for the target."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator
-from typing import Any, Protocol
+from collections.abc import Generator
+from pathlib import Path
+from typing import Protocol
 
-from distill.recipe import Recipe
+from distill.errors import DataError, PairError
+from distill.models.metadata import VocabularyMetadata
+from distill.models.pairs import compare_pair
 from distill.texts import Reply, Request
-
-Say = Callable[[str], None]
 
 
 class Writer(Protocol):
@@ -30,36 +31,18 @@ class Writer(Protocol):
         ...
 
 
-def open_writer(recipe: Recipe, tokenizer: Any, config: Any) -> Writer:
-    """The writer of a recipe's answers, ready to write.
+def require_gguf(target: str, path: str, setting: str) -> VocabularyMetadata:
+    """What a GGUF file, which a recipe's `setting` names, says of its vocabulary; loads no weights.
 
-    `config` is the target's. Raises DataError or PairError for a model that cannot be used, EndpointError for a server.
+    Raises DataError for a file that cannot be read, PairError where an id is not the same token as in the target's
+    tokenizer.
     """
-    settings = recipe.answers.writer
-    if settings is None:
-        from distill.target.writers.local import TorchWriter
-
-        return TorchWriter(recipe, tokenizer)
-    if settings.gguf is not None:
-        from distill.target.writers.local import GgufWriter
-
-        return GgufWriter(recipe, tokenizer, config)
-    from distill.target.writers.server import ServerWriter
-
-    return ServerWriter(recipe, tokenizer, config)
-
-
-def check_writer(recipe: Recipe) -> list[str]:
-    """The file is a GGUF of the recipe's target, or each server answers and serves its model; lines to print."""
-    settings = recipe.answers.writer
-    if settings is None:
-        return []
-    if settings.gguf is not None:
-        from distill.target.writers.local import require_gguf
-
-        require_gguf(recipe.target.model, settings.gguf)
-        return [f"answers: written by {settings.gguf}, which has the target's tokens"]
-    from distill.target.endpoint import Endpoint
-
-    with Endpoint(settings.model_copy(update={"retries": 0}), "answers.writer") as endpoint:
-        return [f"answers: {url} serves {model}" for url, model, _ in endpoint.served()]
+    if not Path(path).is_file():
+        raise DataError(f"{setting}: there is no file {path}", "export the target with distill export-gguf")
+    pair = compare_pair(target, path)
+    if pair.distill is not None:
+        raise PairError(
+            f"{setting}: {path} has other tokens than {target}: {pair.distill}",
+            "give a GGUF file of the same target, or set target.model to the model that it was made from",
+        )
+    return pair.draft
