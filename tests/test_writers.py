@@ -239,7 +239,7 @@ def test_each_turn_is_an_answer_of_its_own(world: Path, tmp_path: Path, monkeypa
         return [*prompt.ids, 40 + len(texts)] if len(texts) <= turns else None
 
     echo = Echo(0)
-    monkeypatch.setattr(stage, "open_writer", lambda *_: echo)
+    monkeypatch.setattr("distill.target.groups.open_writer", lambda *_: echo)
     monkeypatch.setattr(stage, "_further_turns", lambda *_: following)
     answers(recipe, run)
     found = [(one.id, one.prompt[-1]) for one in read_answers(run, "train") if one.id.startswith("p2")]
@@ -253,7 +253,7 @@ def test_each_turn_is_an_answer_of_its_own(world: Path, tmp_path: Path, monkeypa
 
 def test_a_turn_that_does_not_fit_the_block_is_not_asked(world: Path, tmp_path: Path, monkeypatch: Any) -> None:
     recipe, run = begin(world, tmp_path, 2)
-    monkeypatch.setattr(stage, "open_writer", lambda *_: Echo(0))
+    monkeypatch.setattr("distill.target.groups.open_writer", lambda *_: Echo(0))
     monkeypatch.setattr(stage, "_further_turns", lambda *_: lambda prompt, texts: [7] * recipe.corpus.block)
     answers(recipe, run)
     assert [line["id"] for line in answer_lines(run)] in (["p0", "p1"], ["p1", "p0"])

@@ -190,16 +190,18 @@ class ChatTemplate:
         return written.rpartition(end)[0] if end and end in written else written
 
 
-def next_prompt(template: ChatTemplate, chat: Mapping[str, Any], answers: Sequence[str]) -> list[int] | None:
-    """The prompt of the next turn after so many answers; None after the last.
-
-    `chat` is a Prompt's: messages up to the first question, further `turns` of the user, `thinking` and `tools`. Raises
-    ValueError for messages that the template refuses.
-    """
-    turns = chat["turns"]
-    if len(answers) > len(turns):
-        return None
+def messages_after(chat: Mapping[str, Any], answers: Sequence[str]) -> list[dict[str, Any]]:
+    """The messages up to the question that follows so many answers; `chat` is a Prompt's: messages up to the first
+    question, further `turns` of the user, `thinking` and `tools`."""
     messages = list(chat["messages"])
-    for answer, turn in zip(answers, turns, strict=False):
+    for answer, turn in zip(answers, chat.get("turns") or [], strict=False):
         messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": turn}]
-    return template.prompt(messages, chat.get("thinking"), chat.get("tools"))
+    return messages
+
+
+def next_prompt(template: ChatTemplate, chat: Mapping[str, Any], answers: Sequence[str]) -> list[int] | None:
+    """The prompt of the next turn after so many answers; None after the last. ValueError for messages that the template
+    refuses."""
+    if len(answers) > len(chat["turns"]):
+        return None
+    return template.prompt(messages_after(chat, answers), chat.get("thinking"), chat.get("tools"))

@@ -8,7 +8,7 @@ import re
 import sysconfig
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -86,30 +86,6 @@ def question_files(corpus: Corpus) -> list[str]:
     return [f"target{'' if not number else f'-{number + 1}'}.jsonl" for number in range(len(corpus.asked))]
 
 
-def _tree(source: Source, dropped: Counter[str]) -> Iterator[tuple[str, str]]:
-    root = source_path(source)
-    for path in sorted(root.glob(source.pattern)):
-        name = path.relative_to(root)
-        if not path.is_file() or set(source.exclude) & set(name.parts):
-            continue
-        try:
-            yield name.as_posix(), path.read_text(encoding="utf-8")
-        except UnicodeDecodeError:
-            dropped["not UTF-8"] += 1
-        except OSError as error:
-            raise DataError(f"{path} cannot be read: {error.strerror}", "exclude it, or correct it") from error
-
-
-@dataclass(frozen=True)
-class _Found:
-    """A document before its split is known."""
-
-    name: str
-    text: str
-    messages: Messages | None = None
-    label: str = ""
-
-
 def source_files(source: Source) -> list[Path]:
     """The files of a source that is no tree and no hub data set: one, or all that match its path.
 
@@ -124,18 +100,6 @@ def source_files(source: Source) -> list[Path]:
     if not found:
         raise DataError(f"corpus source {source.path} matches no file", "correct corpus.sources in the recipe")
     return found
-
-
-def _texts_of(source: Source) -> Iterator[_Found]:
-    """Text files: documents of their own, or in pieces that are, named by content as records are."""
-    for path in source_files(source):
-        text = read_utf8(path)
-        if source.form == "prompt":
-            yield _question(text, path.name, source)
-            continue
-        parts = list(cut_text(text))
-        for part in parts:
-            yield _Found(path.name if len(parts) == 1 else f"{path.name}#{fingerprint(part)}", part)
 
 
 def cut_text(text: str, size: int = PIECE) -> Iterator[str]:
@@ -154,46 +118,73 @@ def cut_text(text: str, size: int = PIECE) -> Iterator[str]:
     yield text[start:]
 
 
-def _question(text: str, name: str, source: Source) -> _Found:
-    """A whole text as a user's message."""
-    return _Found(name, text, ({"role": "user", "content": text},), source.label or "")
+def _document(
+    corpus: Corpus, source: Source, name: str, text: str, messages: Messages | None = None, label: str = ""
+) -> Document:
+    """A document of a source, in the split that its name or the source gives it."""
+    split = split_of(name, corpus.validation, corpus.test) if source.split == "by-name" else source.split
+    return Document(name, split, text, Path(source.path).name, messages, label, source.kind == "target")
 
 
-def _records(source: Source, dropped: Counter[str]) -> Iterator[_Found]:
+def _files(corpus: Corpus, source: Source, dropped: Counter[str]) -> Iterator[Document]:
+    """Files of a tree, and text files: documents of their own, or in pieces that are, named by content as records
+    are; with form prompt, each is a user's message."""
+    root = source_path(source) if source.kind == "tree" else None
+    for path in source_files(source) if root is None else sorted(root.glob(source.pattern)):
+        if root is None:
+            name, text = path.name, read_utf8(path)
+        else:
+            place = path.relative_to(root)
+            if not path.is_file() or set(source.exclude) & set(place.parts):
+                continue
+            try:
+                name, text = place.as_posix(), path.read_text(encoding="utf-8")
+            except UnicodeDecodeError:
+                dropped["not UTF-8"] += 1
+                continue
+            except OSError as error:
+                raise DataError(f"{path} cannot be read: {error.strerror}", "exclude it, or correct it") from error
+        if source.form == "prompt":
+            yield _document(corpus, source, name, text, ({"role": "user", "content": text},), source.label or "")
+            continue
+        parts = list(cut_text(text)) if root is None else [text]
+        for part in parts:
+            yield _document(corpus, source, name if len(parts) == 1 else f"{name}#{fingerprint(part)}", part)
+
+
+def _records(corpus: Corpus, source: Source, dropped: Counter[str]) -> Iterator[Document]:
     """Records as texts or conversations; those that are neither are counted in `dropped`."""
     origin = Path(source.path).name
     for place, record in read_records(source, [] if source.kind == "hub" else source_files(source)):
         form = form_of(record, source)
         label = source.label or record.get(source.fields.get("label", "category"))
-        label = label if isinstance(label, str) else ""
-        if form == "text":
-            text = record.get(source.field)
-            if isinstance(text, str):
-                # Named by its content, so that a growing or reordered file keeps every document in its split.
-                yield _Found(f"{origin}#{fingerprint(text)}", text, label=label)
-                continue
-        elif form is not None:
-            messages = read_conversation(record, form, source)
+        messages: Messages | str | None = None
+        if form == "text" and isinstance(record.get(source.field), str):
+            text = record[source.field]
+        elif form not in (None, "text"):
+            messages = read_conversation(record, str(form), source)
             if isinstance(messages, str):
                 dropped[messages] += 1
                 continue
             if not source.given:
                 messages = tuple(one for one in messages if one["role"] in ("system", "user"))
-            asked = questions(messages)
-            yield _Found(f"{origin}#{fingerprint(asked)}", asked, messages, label)
-            continue
-        raise DataError(
-            f"{source.path}: {place} has no text in field `{source.field}` (it has: {names_of(record)})",
-            "set `field` or `form` and `fields` of this corpus source",
-        )
+            text = questions(messages)
+        else:
+            raise DataError(
+                f"{source.path}: {place} has no text in field `{source.field}` (it has: {names_of(record)})",
+                "set `field` or `form` and `fields` of this corpus source",
+            )
+        # Named by its content, so that a growing or reordered file keeps every document in its split.
+        name = f"{origin}#{fingerprint(text)}"
+        yield _document(corpus, source, name, text, messages, label if isinstance(label, str) else "")
 
 
-def _texts(source: Source, dropped: Counter[str]) -> Iterator[_Found]:
+def _read_source(corpus: Corpus, source: Source, dropped: Counter[str]) -> Iterator[Document]:
     """A source's documents; raises DataError where it has none at all."""
     before, files, found = dropped.total(), 0, False
-    for one in _all_texts(source, dropped):
-        files, found = files + 1, found or bool(one.text.strip())
-        yield one
+    for document in (_files if source.kind in ("tree", "text") else _records)(corpus, source, dropped):
+        files, found = files + 1, found or bool(document.text.strip())
+        yield document
     if not found:
         tree, other = source.kind == "tree", dropped.total() - before
         excluded = f" outside {', '.join(source.exclude)}" if tree and source.exclude else ""
@@ -204,16 +195,6 @@ def _texts(source: Source, dropped: Counter[str]) -> Iterator[_Found]:
             f"corpus source {source.path} has {what}{why if other else ''}",
             "correct its pattern" if none else "correct it, or leave it out",
         )
-
-
-def _all_texts(source: Source, dropped: Counter[str]) -> Iterator[_Found]:
-    if source.kind == "tree":
-        for name, text in _tree(source, dropped):
-            yield _question(text, name, source) if source.form == "prompt" else _Found(name, text)
-    elif source.kind == "text":
-        yield from _texts_of(source)
-    else:
-        yield from _records(source, dropped)
 
 
 UNREAD = "beyond corpus.max_documents (rest of a source unread)"  # a reason for dropped documents
@@ -229,27 +210,23 @@ def read_documents(corpus: Corpus, needed: tuple[Split, ...] = SPLITS) -> tuple[
     names: set[str] = set()
     texts: set[bytes] = set()
     for source in corpus.sources:
-        for taken, one in enumerate(_texts(source, dropped)):
+        for taken, one in enumerate(_read_source(corpus, source, dropped)):
             if taken >= corpus.max_documents:
                 dropped[UNREAD] += 1
                 break
-            name, text = one.name, one.text
-            split: Split = split_of(name, corpus.validation, corpus.test) if source.split == "by-name" else source.split
-            content = hashlib.sha256(text.encode()).digest()
-            if not text.strip():
+            content = hashlib.sha256(one.text.encode()).digest()
+            if not one.text.strip():
                 dropped["empty"] += 1
-            elif split not in source.keep:
-                dropped[f"of split {split}, not kept"] += 1
+            elif one.split not in source.keep:
+                dropped[f"of split {one.split}, not kept"] += 1
             elif content in texts:
                 dropped["duplicate"] += 1
             else:
-                origin = Path(source.path).name
-                if name in names:  # another text of that name, from another source
-                    name = f"{origin}/{name}#{content.hex()[:8]}"
-                names.add(name)
+                if one.name in names:  # another text of that name, from another source
+                    one = replace(one, name=f"{one.source}/{one.name}#{content.hex()[:8]}")
+                names.add(one.name)
                 texts.add(content)
-                own = source.kind == "target"
-                documents.append(Document(name, split, text, origin, one.messages, one.label, own))
+                documents.append(one)
     require_splits(documents, dropped, needed)
     return documents, dropped
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from distill import processes
+from distill.documents.chat_template import messages_after
 from distill.errors import DataError, EndpointError
 from distill.faults import faults_explained
 from distill.files import has_form, parse_object, write_text
@@ -54,10 +55,8 @@ class Rules:
         chat = prompt.chat
         if chat is None:
             return Request(name, ids, prompt_seed(self.seed, name), limit)
-        messages = list(chat["messages"])
-        for text, turn in zip(texts, chat.get("turns") or [], strict=False):
-            messages += [{"role": "assistant", "content": text}, {"role": "user", "content": turn}]
-        return Request(name, ids, prompt_seed(self.seed, name), limit, messages, chat.get("arguments") or {})
+        arguments = chat.get("arguments") or {}
+        return Request(name, ids, prompt_seed(self.seed, name), limit, messages_after(chat, texts), arguments)
 
 
 def rules_of(recipe: Recipe, tokenizer: Any, next_prompt: NextPrompt | None = None) -> Rules:

@@ -78,60 +78,44 @@ def write_store(
 
     `all_entries`: of a compact store, teacher.top_k entries a position, whatever teacher.mass says.
     """
-    with contextlib.ExitStack() as opened:
-        return _write_store(recipe, run, blocks, share, run.path(stage), all_entries, opened)
-
-
-def _write_store(
-    recipe: Recipe,
-    run: Run,
-    blocks: Packed,
-    share: tuple[int, int],
-    folder: Path,
-    all_entries: bool,
-    opened: contextlib.ExitStack,
-) -> list[Path]:
-    """`write_store` into a folder; what it opens is closed with `opened`."""
-    main, settings = share[0] == 0, recipe.teacher
+    main, settings, folder = share[0] == 0, recipe.teacher, run.path(stage)
     config = load_config(recipe.target.model)
     vocabulary = real_tokens(config.get_text_config(), load_tokenizer(recipe.target.model))
     size = settings.shard_blocks
-    parts = [(number, slice(start, start + size)) for number, start in enumerate(range(0, len(blocks), size))]
+    parts = [(shard_path(folder, at // size), slice(at, at + size)) for at in range(0, len(blocks), size)]
     mine = processes.share_of(parts, share, "teacher shards", "teacher.shard_blocks")
     # A server is sent a whole shard at once, so that it always has requests waiting.
     batch = settings.batch if settings.server is None else size
-    blocks, metadata, distributions = _maker(recipe, run, blocks, vocabulary, main, all_entries, opened)
-    if main:
-        each = bytes_per_position(
-            settings, config.get_text_config().hidden_size, recipe.target.dtype, metadata.get("k")
-        )
-        run.say(
-            f"  {int(blocks.mask.sum())} scored positions in {len(blocks)} blocks; the store takes "
-            f"{blocks.ids.numel() * each / 1e6:.0f} MB in {len(parts)} shards"
-        )
-    progress = Progress(f"{folder.name}, shards" + (f" of process {share[0]}" if share[1] > 1 else ""), len(mine))
-    for number, part in mine:
-        path = shard_path(folder, number)
-        if _is_whole(path):
-            progress.step(note="(exists)")
-            continue
-        save_shard(path, shard_tensors(blocks.take(part), distributions, batch))
-        progress.step()
-    if share[1] > 1:
-        processes.barrier()
-    if main:
-        manifest = {
-            "format": FORMAT,
-            "kind": settings.kind,
-            **metadata,
-            "vocabulary": vocabulary,
-            **target_metadata(recipe),
-            "sampler": read_json(run.path("answers", "manifest.json"), {"sampler": dict})["sampler"],
-            "shard_blocks": [len(blocks.ids[part]) for _, part in parts],
-            "sha256": [_checksum(shard_path(folder, number)) for number, _ in parts],
-            "scored_positions": int(blocks.mask.sum()),
-        }
-        write_json(folder / "manifest.json", manifest)
+    with contextlib.ExitStack() as opened:
+        blocks, metadata, distributions = _maker(recipe, run, blocks, vocabulary, main, all_entries, opened)
+        if main:
+            hidden = config.get_text_config().hidden_size
+            each = bytes_per_position(settings, hidden, recipe.target.dtype, metadata.get("k"))
+            run.say(
+                f"  {int(blocks.mask.sum())} scored positions in {len(blocks)} blocks; the store takes "
+                f"{blocks.ids.numel() * each / 1e6:.0f} MB in {len(parts)} shards"
+            )
+        progress = Progress(f"{stage}, shards" + (f" of process {share[0]}" if share[1] > 1 else ""), len(mine))
+        for path, part in mine:
+            whole = _is_whole(path)
+            if not whole:
+                save_shard(path, shard_tensors(blocks.take(part), distributions, batch))
+            progress.step(note="(exists)" if whole else "")
+        if share[1] > 1:
+            processes.barrier()
+        if main:
+            manifest = {
+                "format": FORMAT,
+                "kind": settings.kind,
+                **metadata,
+                "vocabulary": vocabulary,
+                **target_metadata(recipe),
+                "sampler": read_json(run.path("answers", "manifest.json"), {"sampler": dict})["sampler"],
+                "shard_blocks": [len(blocks.ids[part]) for _, part in parts],
+                "sha256": [_checksum(path) for path, _ in parts],
+                "scored_positions": int(blocks.mask.sum()),
+            }
+            write_json(folder / "manifest.json", manifest)
     return [folder]
 
 
@@ -258,20 +242,21 @@ def save_shard(path: Path, tensors: dict[str, Tensor]) -> None:
     write_json(path.with_suffix(".json"), {"sha256": file_digest(path)})
 
 
+def _receipt(path: Path) -> str | None:
+    """The checksum on a file's receipt; None where the file or its receipt is missing."""
+    receipt = path.with_suffix(".json")
+    return read_json(receipt, {"sha256": str})["sha256"] if path.exists() and receipt.exists() else None
+
+
 def _is_whole(path: Path) -> bool:
     """Whether a file exists with the checksum of its receipt."""
-    receipt = path.with_suffix(".json")
-    return path.exists() and receipt.exists() and _receipt(receipt) == file_digest(path)
+    found = _receipt(path)
+    return found is not None and found == file_digest(path)
 
 
 def _checksum(path: Path) -> str:
     """The checksum on a file's receipt; raises RunError when another process did not write it."""
-    receipt = path.with_suffix(".json")
-    if not (path.exists() and receipt.exists()):
+    found = _receipt(path)
+    if found is None:
         raise RunError(f"{path} was not written by the process it was assigned to", "run the same command again")
-    return _receipt(receipt)
-
-
-def _receipt(path: Path) -> str:
-    found: str = read_json(path, {"sha256": str})["sha256"]
     return found
