@@ -18,13 +18,22 @@ MOST_ID = 2**31 - 1  # token ids are stored as int32
 PROMPT = {"id": str, "ids": [int]}
 CHAT = {"messages": [{"role": str, "content": str}], "turns": [str]}  # of a prompt that has a conversation
 ANSWER = {"id": str, "prompt": [int], "answer": [int], "looping": bool}
+# Fields that a line may lack, as those of older versions do.
+FURTHER: dict[str, Any] = {
+    "source": str,
+    "label": str,
+    "mode": str,
+    "dropped": str,
+    "ended": bool,
+    "number": int | None,
+}
 
 
 @dataclass(frozen=True)
 class Prompt:
     """The origin of a prompt (`name@character`, and the corpus source) and its token ids.
 
-    Of a conversation, `chat` has what renders its further turns (see corpus/chat_template.next_prompt). `label` is the
+    Of a conversation, `chat` has what renders its further turns (see documents/chat_template.next_prompt). `label` is the
     class of text that reports show.
     """
 
@@ -144,8 +153,8 @@ def prompt_seed(seed: int, prompt_id: str) -> int:
 
 
 def _fits(record: dict[str, Any], form: dict[str, Any]) -> bool:
-    """Whether a line has the fields of its form, text as its source if it names one, and ids that a tensor can hold."""
-    if not has_form(record, form) or not isinstance(record.get("source", ""), str):
+    """Whether a line has the fields of its form, those of FURTHER that it has, and ids that a tensor can hold."""
+    if not has_form(record, form) or not has_form(record, {name: FURTHER[name] for name in FURTHER if name in record}):
         return False
     ids = [record[name] for name, kind in form.items() if kind == [int]]
     return all(min(one) >= 0 and max(one) <= MOST_ID for one in ids if one)
@@ -189,21 +198,8 @@ def read_answers(run: Run, name: str, stage: str = "answers") -> list[Answer]:
     """
     paths = sorted(run.path(stage).glob(f"{name}-*.jsonl"))
     lines = [line for path in paths for line in _read_lines(path, stage, ANSWER)]
-    found = [
-        Answer(
-            line["id"],
-            line["prompt"],
-            line["answer"],
-            line["looping"],
-            line.get("source", ""),
-            line.get("ended") is not False,
-            line.get("label") or "",
-            line["number"] if isinstance(line.get("number"), int) else None,
-            line.get("dropped") or "",
-            line.get("mode") or "",
-        )
-        for line in lines
-    ]
+    names = (*ANSWER, *FURTHER)
+    found = [Answer(**{name: line[name] for name in names if name in line}) for line in lines]
     return sorted(found, key=lambda one: (one.number is None, one.number or 0))
 
 

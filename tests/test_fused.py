@@ -1,4 +1,4 @@
-"""The head's loss on what is really stored: fp16 entries, teachers of target/distributions.py, trims, drafts that are
+"""The head's loss on what is really stored: fp16 entries, teachers of teacher/distributions.py, trims, drafts that are
 sure."""
 
 from __future__ import annotations

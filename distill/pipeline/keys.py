@@ -148,27 +148,25 @@ def _without(value: Any, dotted: str, ignores: Sequence[str]) -> Any:
 
 def _content(name: str, recipe: Recipe, contents: Contents) -> tuple[str, Any]:
     """Label and digest of the target, the donor, files of writer and teacher, or the sources; None without one."""
-    model_digest = contents.digest
-    if name == "target":
-        return "target.model", model_digest(recipe.target.model)
-    if name == "gguf":
-        return "teacher.gguf (content)", model_digest(recipe.teacher.gguf) if recipe.teacher.gguf else None
-    if name == "donor":
-        return "cut.donor (content)", model_digest(recipe.donor_model)
-    if name == "writer":
-        writer = recipe.answers.writer
-        path = None if writer is None else writer.gguf
-        return "answers.writer.gguf (content)", None if path is None else model_digest(path)
+    if name == "sources":  # but for questions of the target's own, which are an input
+        read = (source for source in recipe.corpus.sources if source.kind != "target")
+        return "corpus.sources (content)", [_source_digest(source, contents) for source in read]
+    writer = recipe.answers.writer
+    label, reference = {
+        "target": ("target.model", recipe.target.model),
+        "donor": ("cut.donor (content)", recipe.donor_model),
+        "gguf": ("teacher.gguf (content)", recipe.teacher.gguf),
+        "writer": ("answers.writer.gguf (content)", None if writer is None else writer.gguf),
+    }[name]
+    return label, None if reference is None else contents.digest(reference)
 
-    def source_digest(source: Source) -> Any:
-        if source.path == "python:stdlib":
-            return sys.version.split()[0]
-        if source.kind in ("hub", "tree") or Path(source.path).exists():
-            return model_digest(source.path)
-        return [model_digest(str(path)) for path in source_files(source)]
 
-    read = [source for source in recipe.corpus.sources if source.kind != "target"]  # whose questions are an input
-    return "corpus.sources (content)", [source_digest(source) for source in read]
+def _source_digest(source: Source, contents: Contents) -> Any:
+    if source.path == "python:stdlib":
+        return sys.version.split()[0]
+    if source.kind in ("hub", "tree") or Path(source.path).exists():
+        return contents.digest(source.path)
+    return [contents.digest(str(path)) for path in source_files(source)]
 
 
 def _artifacts_digest(run: Run, stage: str, pattern: str) -> str | None:

@@ -33,61 +33,57 @@ INTERVAL = 0.02  # seconds between samples of memory: a model's load or a batch 
 SUFFIX = "-rehearsal"
 
 
-def _changed(section: Any, **values: Any) -> Any:
-    return section.model_copy(update=values)
+def _with(section: Any, values: dict[str, Any]) -> Any:
+    """A section with these values at dotted keys; what lies in a section that is off is left out."""
+    if section is None:
+        return None
+    own = {key: value for key, value in values.items() if "." not in key}
+    for name in dict.fromkeys(key.partition(".")[0] for key in values if "." in key):
+        inner = {key.removeprefix(f"{name}."): value for key, value in values.items() if key.startswith(f"{name}.")}
+        own[name] = _with(getattr(section, name), inner)
+    return section.model_copy(update=own)
 
 
 def shortened(recipe: Recipe, runs: Path) -> Recipe:
     """The recipe of a rehearsal in the folder `runs`."""
     name = recipe.name[: 100 - len(SUFFIX)] + SUFFIX
-    train, cut, speedup, traffic = recipe.train, recipe.cut, recipe.speedup, recipe.answers.traffic
-    if traffic is not None:
-        traffic = _changed(traffic, path=str((runs / name / "traffic.jsonl").resolve()))
-    search = cut.search
-    if search is not None:  # the largest cut: it takes the most memory
-        search = _changed(
-            search,
-            layers=(max(search.layers),),
-            mlp_width=search.mlp_width and (max(search.mlp_width),),
-            heal_steps=min(STEPS, search.heal_steps),
-            outtypes=search.outtypes[:1],
-        )
+    train, cut, speedup = recipe.train, recipe.cut, recipe.speedup
     steps = max(STEPS, len(train.parts))
     each = max(1, STEPS // max(1, len(train.parts)))
-    replay = train.replay
-    if replay is not None:
-        replay = _changed(replay, prompts=min(PROMPTS, replay.prompts), steps=1, judges=PROMPTS)
-    acceptance = train.acceptance
-    if acceptance is not None:
-        acceptance = _changed(acceptance, every=steps, patience=None, worth=None)
-    return recipe.model_copy(
-        update={
-            "name": name,
-            "corpus": _shortened_corpus(recipe),
-            "answers": _changed(recipe.answers, prompts=min(PROMPTS, recipe.answers.prompts), traffic=traffic),
-            "cut": _changed(cut, search=search, score_blocks=min(2, cut.score_blocks)),
-            "profile": _changed(recipe.profile, repeats=5),
-            "train": _changed(
-                train,
-                steps=steps,
-                parts=tuple(_changed(part, share=None, tokens=None, steps=each) for part in train.parts),
-                embedding_steps=min(1, train.embedding_steps),
-                save_every=steps,
-                acceptance=acceptance,
-                replay=replay,
-                trackers=(),
-            ),
-            "eval": _changed(recipe.eval, prompts=PROMPTS, file_blocks=min(PROMPTS, recipe.eval.file_blocks)),
-            "speedup": _changed(
-                speedup,
-                prompts=2,
-                grown_prompts=2,
-                calibration_prompts=2,
-                lengths=(max(speedup.lengths),),
-                grown_lengths=(max(speedup.grown_lengths),),
-            ),
+    values: dict[str, Any] = {
+        "name": name,
+        "corpus": _shortened_corpus(recipe),
+        "answers.prompts": min(PROMPTS, recipe.answers.prompts),
+        "answers.traffic.path": str((runs / name / "traffic.jsonl").resolve()),
+        "cut.score_blocks": min(2, cut.score_blocks),
+        "profile.repeats": 5,
+        "train.steps": steps,
+        "train.parts": tuple(_with(part, {"share": None, "tokens": None, "steps": each}) for part in train.parts),
+        "train.embedding_steps": min(1, train.embedding_steps),
+        "train.save_every": steps,
+        "train.acceptance.every": steps,
+        "train.acceptance.patience": None,
+        "train.acceptance.worth": None,
+        "train.replay.steps": 1,
+        "train.replay.judges": PROMPTS,
+        "train.trackers": (),
+        "eval.prompts": PROMPTS,
+        "eval.file_blocks": min(PROMPTS, recipe.eval.file_blocks),
+        **{f"speedup.{count}": 2 for count in ("prompts", "grown_prompts", "calibration_prompts")},
+        "speedup.lengths": (max(speedup.lengths),),
+        "speedup.grown_lengths": (max(speedup.grown_lengths),),
+    }
+    if train.replay is not None:
+        values["train.replay.prompts"] = min(PROMPTS, train.replay.prompts)
+    if cut.search is not None:  # the largest cut: it takes the most memory
+        values |= {
+            "cut.search.layers": (max(cut.search.layers),),
+            "cut.search.mlp_width": cut.search.mlp_width and (max(cut.search.mlp_width),),
+            "cut.search.heal_steps": min(STEPS, cut.search.heal_steps),
+            "cut.search.outtypes": cut.search.outtypes[:1],
         }
-    )
+    found: Recipe = _with(recipe, values)
+    return found
 
 
 def _shortened_corpus(recipe: Recipe) -> Any:
@@ -102,11 +98,11 @@ def _shortened_corpus(recipe: Recipe) -> Any:
             judged = PROMPTS + (0 if acceptance is None else acceptance.prompts)
             most = max(most, round(2 * judged / HELD_OUT))
         values["sources"] = tuple(
-            source if source.questions is None else _changed(source, questions=min(most, source.questions))
+            source if source.questions is None else _with(source, {"questions": min(most, source.questions)})
             for source in corpus.sources
         )
         values |= {name: max(HELD_OUT, getattr(corpus, name)) for name in ("validation", "test")}
-    return _changed(corpus, **values)
+    return _with(corpus, values)
 
 
 def rehearse(recipe: Recipe, short: Recipe, run: Run) -> str:
