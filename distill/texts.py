@@ -33,7 +33,7 @@ FURTHER: dict[str, Any] = {
 class Prompt:
     """The origin of a prompt (`name@character`, and the corpus source) and its token ids.
 
-    Of a conversation, `chat` has what renders its further turns (see documents/chat_template.next_prompt). `label` is the
+    Of a conversation, `chat` has what renders its further turns (see documents/chat_template.py). `label` is the
     class of text that reports show.
     """
 

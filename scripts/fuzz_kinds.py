@@ -706,7 +706,7 @@ def read_shards(world: World, found: tuple[tuple[str, bytes], bool]) -> Readers:
 
     def store() -> None:
         opened = TeacherStore(run)
-        require_fit(opened.manifest, world.recipe, load_config(str(run.path("cut"))), (1.0,))
+        require_fit(opened.manifest, world.recipe, load_config(str(run.path("cut"))))
         every = torch.arange(opened.blocks)
         opened.distributions(every)
         teacher = opened.teacher(every, torch.device("cpu"))

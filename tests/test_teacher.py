@@ -34,7 +34,7 @@ from distill.files import file_digest, read_json, write_json, write_text
 from distill.models.hugging_face import load_model, quantisation
 from distill.models.packed.packed_forward import document_masks
 from distill.packing import Packed, attention_mask, pack
-from distill.recipe import Recipe, parse_recipe
+from distill.recipe import Recipe, Target, parse_recipe
 from distill.run import Run
 from distill.target.answers import answers
 from distill.target.logprobs.entries import ModelReader, mean_masses
@@ -465,32 +465,15 @@ def test_two_processes_make_one_store(folders: dict[str, Path], tmp_path: Path) 
     assert tiny.contents(both.path("teacher")) == tiny.contents(run.path("teacher"))
 
 
-def changed(recipe: Recipe, **sections: dict[str, Any]) -> Recipe:
-    """A recipe with some settings of some sections changed."""
-    parts = {name: getattr(recipe, name).model_copy(update=values) for name, values in sections.items()}
-    return recipe.model_copy(update=parts)
-
-
 def test_what_does_not_fit_is_refused(folders: dict[str, Path], tmp_path: Path) -> None:
     recipe, run = made(tmp_path / "run", folders["qwen2"], temperatures=[1.0, 2.0])
     manifest = open_teacher(run, recipe, CPU).manifest
     config = LlamaConfig(vocab_size=ROWS)
     require_fit(manifest, recipe, config)
-    require_fit(manifest, recipe, config, (1.0, 2.0))
-    with pytest.raises(DataError, match=r"at temperature 0\.5, 3, and the teacher store holds 1, 2"):
-        require_fit(manifest, recipe, config, (0.5, 1.0, 3.0))
     with pytest.raises(DataError, match=rf"cover {len(toy_vocabulary())} tokens, the draft has 200"):
         require_fit(manifest, recipe, LlamaConfig(vocab_size=200))
-    with pytest.raises(DataError, match=r"another sampler .*temperature 1\.0 -> 0\.7\)[\s\S]*--redo answers"):
-        require_fit(manifest, changed(recipe, sampler={"temperature": 0.7}), config)
     with pytest.raises(DataError, match=r"target .*qwen2, the recipe has .*granite[\s\S]*--redo teacher"):
-        require_fit(manifest, changed(recipe, target={"model": str(folders["granite"])}), config)
-    with pytest.raises(DataError, match=r"target\.dtype float32, the recipe has bfloat16"):
-        require_fit(manifest, changed(recipe, target={"dtype": "bfloat16"}), config)
-    with pytest.raises(DataError, match=r"target\.quantise None, the recipe has int8"):
-        require_fit(manifest, changed(recipe, target={"quantise": "int8"}), config)
-    with pytest.raises(DataError, match="the teacher is compact, the recipe asks for online"):
-        require_fit(manifest, changed(recipe, teacher={"kind": "online"}), config)
+        require_fit(manifest, recipe.model_copy(update={"target": Target(model=str(folders["granite"]))}), config)
     hub = {"target_digest": manifest["target_digest"], "tokenizer_digest": "of another revision"}
     with pytest.raises(DataError, match=r"tokenizer .* with other content"):
         require_fit(manifest | hub, recipe, config)
@@ -512,8 +495,7 @@ def test_the_sampler_is_that_of_the_answers(folders: dict[str, Path], tmp_path: 
     hot = recipe.sampler.model_copy(update={"temperature": 1.3}).model_dump(mode="json")
     write_json(run.path("answers", "manifest.json"), {"sampler": hot})
     finish(run, teacher(recipe, run))
-    with pytest.raises(DataError, match=r"temperature 1\.3 -> 1\.0"):
-        require_fit(TeacherStore(run).manifest, recipe, LlamaConfig(vocab_size=ROWS))
+    assert TeacherStore(run).manifest["sampler"] == hot
 
 
 def test_the_manifest(folders: dict[str, Path], tmp_path: Path) -> None:

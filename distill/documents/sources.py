@@ -158,16 +158,15 @@ def _records(corpus: Corpus, source: Source, dropped: Counter[str]) -> Iterator[
     for place, record in read_records(source, [] if source.kind == "hub" else source_files(source)):
         form = form_of(record, source)
         label = source.label or record.get(source.fields.get("label", "category"))
-        messages: Messages | str | None = None
+        messages: Messages | None = None
         if form == "text" and isinstance(record.get(source.field), str):
             text = record[source.field]
         elif form not in (None, "text"):
-            messages = read_conversation(record, str(form), source)
-            if isinstance(messages, str):
-                dropped[messages] += 1
+            found = read_conversation(record, str(form), source)
+            if isinstance(found, str):
+                dropped[found] += 1
                 continue
-            if not source.given:
-                messages = tuple(one for one in messages if one["role"] in ("system", "user"))
+            messages = tuple(one for one in found if source.given or one["role"] in ("system", "user"))
             text = questions(messages)
         else:
             raise DataError(

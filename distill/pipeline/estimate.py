@@ -31,9 +31,9 @@ def expect(recipe: Recipe, short: Recipe, run: Run, measured: Sequence[Rehearsed
 def _expected(stage: Rehearsed, recipe: Recipe, short: Recipe, run: Run) -> Expected:
     fixed, loop = stage.seconds - stage.loop_seconds, stage.loop_seconds
     if stage.stage == "train":
-        bounds = [_training(stage, recipe, run)] * 2
+        low = high = _training(stage, recipe, run)
     else:
-        bounds = [outside * fixed + inside * loop for outside, inside in _growth(stage.stage, recipe, short, run)]
+        low, high = (outside * fixed + inside * loop for outside, inside in _growth(stage.stage, recipe, short, run))
     memory, device = stage.memory_bytes, stage.device_bytes
     rows = {
         "answers": min(recipe.answers.batch, recipe.answers.prompts) - short.answers.prompts,
@@ -46,7 +46,7 @@ def _expected(stage: Rehearsed, recipe: Recipe, short: Recipe, run: Run) -> Expe
         disk = stage.disk_bytes * (1 + recipe.train.keep) // 2
     else:
         disk = round(max(1.0, _disk_growth(stage.stage, recipe, short, run)) * stage.disk_bytes)
-    return Expected(stage.stage, *bounds, memory, device, disk)
+    return Expected(stage.stage, low, high, memory, device, disk)
 
 
 def _growth(stage: str, recipe: Recipe, short: Recipe, run: Run) -> tuple[tuple[float, float], tuple[float, float]]:

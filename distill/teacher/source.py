@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any, Protocol
 
 import torch
@@ -85,50 +84,18 @@ def target_metadata(recipe: Recipe) -> dict[str, Any]:
     }
 
 
-def require_fit(
-    manifest: dict[str, Any], recipe: Recipe, draft_config: Any, temperatures: Iterable[float] = (1.0,)
-) -> None:
-    """Raise DataError when a teacher is not of the recipe's target, tokenizer, sampler or kind, covers more tokens
-    than the draft has, or lacks one of the `temperatures` at which losses will ask for its distributions."""
+def require_fit(manifest: dict[str, Any], recipe: Recipe, draft_config: Any) -> None:
+    """Raise DataError when a teacher is not of the recipe's target and tokenizer as they are now, or covers more tokens
+    than the draft has. The settings that it was made with are part of its stage's key."""
     metadata = target_metadata(recipe)
-    names = {
-        "target_digest": "target",
-        "tokenizer_digest": "tokenizer",
-        "dtype": "target.dtype",
-        "quantise": "target.quantise",
-    }
-    for key, name in names.items():
+    for key, name in (("target_digest", "target"), ("tokenizer_digest", "tokenizer")):
         if manifest[key] != metadata[key]:
-            was, now = (manifest["target"], metadata["target"]) if "digest" in key else (manifest[key], metadata[key])
+            was, now = manifest["target"], metadata["target"]
             other = " with other content" if was == now else ""
             raise DataError(f"the teacher was made with {name} {was}{other}, the recipe has {now}", REDO)
-    if manifest["kind"] != recipe.teacher.kind:
-        raise DataError(f"the teacher is {manifest['kind']}, the recipe asks for {recipe.teacher.kind}", REDO)
-    sampler = recipe.sampler.model_dump(mode="json")
-    if manifest["sampler"] != sampler:
-        changed = [
-            f"{key} {manifest['sampler'].get(key)} -> {value}"
-            for key, value in sampler.items()
-            if manifest["sampler"].get(key) != value
-        ]
-        raise DataError(
-            f"the target wrote the answers under another sampler than the recipe's ({', '.join(changed)})",
-            "write them again with `distill train RECIPE --redo answers`, or go back to the sampler they came from",
-        )
     if manifest["vocabulary"] > draft_config.vocab_size:
         raise DataError(
             f"the teacher's distributions cover {manifest['vocabulary']} tokens, "
             f"the draft has {draft_config.vocab_size}",
             "give the draft the target's vocabulary (cut.transplant), or make the teacher again (--redo teacher)",
-        )
-    if manifest["kind"] != "compact":
-        return
-    stored = manifest["temperatures"]
-    lacking = [value for value in temperatures if value not in stored]
-    if lacking:
-        raise DataError(
-            f"the losses ask for distributions at temperature {', '.join(f'{value:g}' for value in lacking)}, "
-            f"and the teacher store holds {', '.join(f'{value:g}' for value in stored)}: "
-            "the mass of its tail is unknown at others",
-            "add it to teacher.temperatures, or use teacher.kind exact or online; then --redo teacher",
         )

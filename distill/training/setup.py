@@ -40,7 +40,6 @@ from distill.training.plan import (
     last_step,
     planned,
     protocol_of,
-    temperatures,
 )
 from distill.training.step import Columns, Learner, batch_blocks, split_blocks
 from distill.training.trackers import require_trackers, start_trackers
@@ -289,7 +288,7 @@ def set_up(recipe: Recipe, run: Run) -> Training:
     parts = planned(settings, recipe.sampler.temperature, recipe.corpus.block)
     manifest, trim = read_manifest(run.path("teacher")), read_kept(run.path("cut"))
     config = load_config(str(run.path("cut")))
-    require_fit(manifest, recipe, config, temperatures(parts))
+    require_fit(manifest, recipe, config)
     width = load_config(recipe.target.model).get_text_config().hidden_size
     check_hidden_states(settings, manifest["kind"], config.hidden_size, width)
     kept = trim["kept"] if trim else None
