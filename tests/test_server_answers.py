@@ -26,8 +26,7 @@ from distill.recipe import Writer as WriterSettings
 from distill.run import Run
 from distill.target import endpoint
 from distill.target.answers import answers
-from distill.target.writers.rejoin import texts_of
-from distill.target.writers.server import ServerWriter
+from distill.target.writers.server import ServerWriter, texts_of
 from distill.texts import Request, read_answers
 
 
@@ -324,15 +323,15 @@ def test_chat_requests_and_replies(world: Path, tokenizer: Any, tmp_path: Path) 
         ids = Tagged()("a b c d")["input_ids"]
         request = Request("r", ids, 1, 20, [{"role": "user", "content": "hello"}], {"enable_thinking": False})
         replies.append(({"content": "yes it is"}, 4))
-        reply = writer._ask(request, 0)
+        reply = writer._ask(request)
         assert reply.ended and Tagged().decode(reply.ids[:-1]) == "yes it is" and not reply.dropped
         assert server.bodies[-1]["messages"] == request.messages
         assert server.bodies[-1]["chat_template_kwargs"] == {"enable_thinking": False}
         thinking = {"content": "yes", "reasoning_content": "hm hm"}
         replies.append((thinking, len(Tagged()("<think>\nhm hm\n</think>\n\nyes")["input_ids"]) + 1))
-        assert "</think>" in Tagged().decode(writer._ask(request, 0).ids[:-1])
+        assert "</think>" in Tagged().decode(writer._ask(request).ids[:-1])
         replies.append(({"content": "yes", "reasoning_content": "hm"}, 40))
-        assert "cannot be rejoined" in writer._ask(request, 0).dropped
+        assert "cannot be rejoined" in writer._ask(request).dropped
         writer.close()
 
 

@@ -11,11 +11,13 @@ import itertools
 import os
 import random
 import threading
-from collections import Counter
-from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Generator, Sequence
+from contextlib import closing
+from queue import SimpleQueue
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeVar, cast
 
 import httpx2
 
@@ -26,6 +28,7 @@ from distill.recipe import Servers
 CONNECT_SECONDS = 10.0
 FIRST_DELAY, LONGEST_DELAY, LONGEST_ASKED = 0.5, 60.0, 600.0  # seconds
 AGAIN = {408, 425, 429}  # and 5xx
+PARTING_SECONDS = 2.0  # for requests under way when the work ends early
 SHOWN = 300  # characters of a server's message
 
 Check = Callable[[dict[str, Any]], str | None]  # the fault of a reply that is to be asked for again
@@ -94,14 +97,13 @@ class Endpoint:
 
     # ── requests ──
 
-    def post(self, path: str, body: dict[str, Any], check: Check = _accept, first: int | None = None) -> dict[str, Any]:
-        """The JSON object that a server replies with; attempt i goes to URL number `first` + i (None: each in turn).
+    def post(self, path: str, body: dict[str, Any], check: Check = _accept) -> dict[str, Any]:
+        """The JSON object that a server replies with; requests begin at each URL in turn, further attempts at the next.
 
         Raises Refused, Unanswered after `retries` further attempts, and EndpointError where no request can succeed: a
         wrong key, an address without this API.
         """
-        start = next(self._turns) if first is None else first
-        urls = self.settings.urls
+        start, urls = next(self._turns), self.settings.urls
         places = [f"{urls[(start + number) % len(urls)]}/{path}" for number in range(len(urls))]
         return self._repeated(places, lambda place: self._client.post(place, json=body), check)
 
@@ -176,19 +178,50 @@ class Endpoint:
             error = error.get("message", error)
         return self._shown(str(error) if error else response.text) or "no message"
 
-    def each(self, function: Callable[[Item], Found], items: Sequence[Item]) -> list[Found]:
-        """function(item) of each item, at most `concurrency` at a time; the first error ends all."""
-        with ThreadPoolExecutor(max_workers=self.settings.concurrency) as pool:
-            work = [pool.submit(function, item) for item in items]
-            try:
-                done, _ = wait(work, return_when=FIRST_EXCEPTION)
-                for future in done:
-                    future.result()
-            except BaseException:
+    def stream(self, ask: Callable[[Item], Found], waiting: deque[Item]) -> Generator[Found, None, None]:
+        """ask(item) of each item that waits, in any order, `concurrency` at a time; more may be appended meanwhile.
+
+        The first error ends all: no request is sent again, and those under way are left after a moment.
+        """
+        asked: SimpleQueue[Item | None] = SimpleQueue()
+        replies: SimpleQueue[tuple[Found | None, BaseException | None]] = SimpleQueue()
+
+        def work() -> None:
+            while (item := asked.get()) is not None:
+                try:
+                    replies.put((ask(item), None))
+                except BaseException as error:
+                    replies.put((None, error))
+
+        # Not a ThreadPoolExecutor: the interpreter waits for its threads, and a request may hang for minutes.
+        threads = [threading.Thread(target=work, daemon=True) for _ in range(self.settings.concurrency)]
+        for thread in threads:
+            thread.start()
+        running = 0
+        try:
+            while waiting or running:
+                while waiting and running < len(threads):
+                    asked.put(waiting.popleft())
+                    running += 1
+                found, error = replies.get()
+                running -= 1
+                if error is not None:
+                    raise error
+                yield cast(Found, found)
+        finally:
+            for _ in threads:
+                asked.put(None)
+            if running:
                 self.stop()
-                pool.shutdown(wait=False, cancel_futures=True)
-                raise
-        return [future.result() for future in work]
+            deadline = time.monotonic() + PARTING_SECONDS
+            for thread in threads:
+                thread.join(max(0.0, deadline - time.monotonic()))
+
+    def each(self, ask: Callable[[Item], Found], items: Sequence[Item]) -> list[Found]:
+        """ask(item) of each item, in their order; the first error ends all."""
+        with closing(self.stream(lambda at: (at, ask(items[at])), deque(range(len(items))))) as replies:
+            found = dict(replies)
+        return [found[at] for at in range(len(items))]
 
     def summary(self) -> str:
         """A sentence on the requests so far."""

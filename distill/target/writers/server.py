@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import time
+import json
 from collections import Counter, deque
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
+from contextlib import closing
 from dataclasses import replace
-from queue import SimpleQueue
-from threading import Lock, Thread
+from threading import Lock
 from typing import Any
 
 from distill.errors import DataError, EndpointError
@@ -15,16 +15,16 @@ from distill.files import has_form
 from distill.models.hugging_face import encode, end_ids, real_tokens
 from distill.recipe import Recipe
 from distill.target.endpoint import Endpoint, Refused, Unanswered
-from distill.target.writers.rejoin import texts_of
 from distill.texts import Reply, Request, shown_fault
 
 MOST_FAULTS = 8  # replies without one answer, after which it is the settings that are wrong
-PARTING_SECONDS = 2.0  # for requests under way when the work ends early
 LARGEST_SEED = 2**31
 STOPPED = ("stop", "tool_calls")
 UNREADABLE = "a reply without a finished choice"
 REJOIN = "a chat reply that cannot be rejoined to the target's own text"
 OTHER_PROMPT = "the server read other tokens than the prompt's"
+THINK, THOUGHT = "<think>", "</think>"  # as in Qwen3 and DeepSeek-R1
+CALL, CALLED = "<tool_call>", "</tool_call>"  # Hermes, Qwen
 
 
 class ServerWriter:
@@ -60,27 +60,12 @@ class ServerWriter:
         Until there is an answer, faults are held back: a server that refuses the first requests is set up wrongly, and
         these are asked again by the next command.
         """
-        answered = faults = number = running = 0
+        if waiting and self.takes_ids is None:
+            self.takes_ids = self._probe(waiting[0])
+        answered = faults = 0
         held: list[Reply] = []
-        asked: SimpleQueue[tuple[Request, int] | None] = SimpleQueue()
-        replies: SimpleQueue[Reply | BaseException] = SimpleQueue()
-        # Not a ThreadPoolExecutor: the interpreter waits for its threads, and a request may hang for minutes.
-        threads = [
-            Thread(target=self._work, args=(asked, replies), daemon=True) for _ in range(self.settings.concurrency)
-        ]
-        for thread in threads:
-            thread.start()
-        try:
-            while waiting or running:
-                if waiting and self.takes_ids is None:
-                    self.takes_ids = self._probe(waiting[0])
-                while waiting and running < self.settings.concurrency:
-                    asked.put((waiting.popleft(), number))
-                    number, running = number + 1, running + 1
-                reply = replies.get()
-                running -= 1
-                if isinstance(reply, BaseException):
-                    raise reply
+        with closing(self.endpoint.stream(self._ask, waiting)) as replies:
+            for reply in replies:
                 if reply.dropped:
                     faults += 1
                     self.first_faults.setdefault(reply.dropped, reply.detail)
@@ -91,25 +76,7 @@ class ServerWriter:
                 if answered:
                     yield from held
                     held.clear()
-            yield from held
-        finally:
-            for _ in threads:
-                asked.put(None)
-            if running:
-                self.endpoint.stop()
-            deadline = time.monotonic() + PARTING_SECONDS
-            for thread in threads:
-                thread.join(max(0.0, deadline - time.monotonic()))
-
-    def _work(
-        self, asked: SimpleQueue[tuple[Request, int] | None], replies: SimpleQueue[Reply | BaseException]
-    ) -> None:
-        """Answer requests until there is None; errors go to the thread that waits for the replies."""
-        while (item := asked.get()) is not None:
-            try:
-                replies.put(self._ask(*item))
-            except BaseException as error:
-                replies.put(error)
+        yield from held
 
     def _require_answers(self, reply: Reply, answered: int, faults: int) -> None:
         """Raise EndpointError where requests fail one after another: none would bring an answer."""
@@ -133,12 +100,12 @@ class ServerWriter:
                 return False
         return True
 
-    def _ask(self, request: Request, number: int) -> Reply:
+    def _ask(self, request: Request) -> Reply:
         """The reply to one request; runs in a thread of the pool."""
         try:
             if self.settings.api == "chat":
-                return self._chat(request, number)
-            return self._complete(request, number)
+                return self._chat(request)
+            return self._complete(request)
         except Refused as error:
             return Reply(request.id, [], False, f"refused by the server ({error})", error.detail)
         except Unanswered as error:
@@ -170,14 +137,14 @@ class ServerWriter:
         }
         return body | ({"stop": list(answers.stop)} if answers.stop else {})
 
-    def _complete(self, request: Request, number: int) -> Reply:
+    def _complete(self, request: Request) -> Reply:
         read = request if self.takes_ids else self._as_text(request)
         if read.limit < 1 or not read.ids:
             fault = "no room in the block" if read.ids else "a prompt whose tokens are no text"
             return Reply(request.id, [], False, fault)
         text = self._text(read.ids)
         body = self._body(read) | {"prompt": read.ids if self.takes_ids else text, "add_special_tokens": False}
-        found = self.endpoint.post("completions", body, self._fault, number)
+        found = self.endpoint.post("completions", body, self._fault)
         if not self._read_prompt(found, read.ids):
             return Reply(request.id, [], False, OTHER_PROMPT)
         choice = found["choices"][0]
@@ -192,7 +159,7 @@ class ServerWriter:
         ids = encode(self.tokenizer, self._text(request.ids))
         return replace(request, ids=ids, limit=request.limit - max(0, len(ids) - len(request.ids)))
 
-    def _chat(self, request: Request, number: int) -> Reply:
+    def _chat(self, request: Request) -> Reply:
         if request.messages is None:
             raise DataError(
                 "answers.writer.api is chat, and the prompts are no chats",
@@ -201,7 +168,7 @@ class ServerWriter:
         body = self._body(request) | {"messages": request.messages}
         if request.arguments:
             body["chat_template_kwargs"] = request.arguments
-        found = self.endpoint.post("chat/completions", body, self._fault, number)
+        found = self.endpoint.post("chat/completions", body, self._fault)
         if not self._read_prompt(found, request.ids):
             return Reply(request.id, [], False, OTHER_PROMPT)
         choice = found["choices"][0]
@@ -302,3 +269,52 @@ class ServerWriter:
             listed = ", ".join(f"{count} × {reason}" for reason, count in sorted(failed.items()))
             lines.insert(0, f"{failed.total()} requests were sent again: {listed}")
         return lines + [f"{what}, the first: {detail}" for what, detail in self.first_faults.items() if detail]
+
+
+# ── chat replies ──
+
+
+def texts_of(message: dict[str, Any], prompt: str) -> Iterator[str]:
+    """The texts that a server may have made this chat message of, the likeliest first; none for one without text.
+
+    Servers take thinking, content and tool calls apart and may change white space, so a text counts as the target's own
+    only where it has as many tokens as the server says that it generated.
+    `prompt` is the rendered prompt: where it opens the thinking itself, the text does not.
+    """
+    content = message.get("content") or ""
+    thinking = message.get("reasoning_content") or message.get("reasoning") or ""
+    calls = [_call(call) for call in message.get("tool_calls") or []]
+    if not all(isinstance(part, str) for part in (content, thinking, *calls)):
+        return
+    called = "\n".join(f"{CALL}\n{call}\n{CALLED}" for call in calls if call is not None)
+    if called:
+        content = f"{content.rstrip()}\n{called}" if content.strip() else called
+    if not thinking:
+        if content:
+            yield content
+        return
+    opened = THINK in prompt and prompt.rstrip().endswith(THINK)
+    # Servers keep the line breaks around thinking and content, or strip them.
+    for begin, end, rest in (
+        ("", "", ""),
+        ("\n", "\n", "\n\n"),
+        ("", "\n", "\n\n"),
+        ("\n", "\n", "\n"),
+        ("", "", "\n\n"),
+    ):
+        before = "" if opened else f"{THINK}{begin}"
+        yield f"{before}{thinking}{end}{THOUGHT}{rest if content else ''}{content}"
+
+
+def _call(call: Any) -> str | None:
+    """The JSON of a tool call as Hermes-style templates write it; None for one of another form."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        return None
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except ValueError:
+            return None
+    return json.dumps({"name": function["name"], "arguments": arguments}, ensure_ascii=False)
