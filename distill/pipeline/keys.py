@@ -191,15 +191,10 @@ def _gguf(recipe: Recipe, *roles: str, only: Sequence[str] = ()) -> tuple[str, .
     )
 
 
-def _timed_files(recipe: Recipe) -> tuple[str, ...]:
-    """The options under which GGUF files are timed; none where none is."""
-    return _gguf(recipe, "target", "draft") if "gguf" in recipe.speedup.backends else ()
-
-
 def _timed_pairs(recipe: Recipe) -> tuple[str, ...]:
     """How both backends decode, for the stages that time them; the defaults of PyTorch name no run's key."""
-    pytorch = () if recipe.pytorch == type(recipe.pytorch)() else ("pytorch",)
-    return *_timed_files(recipe), *pytorch
+    files = _gguf(recipe, "target", "draft") if "gguf" in recipe.speedup.backends else ()
+    return files if recipe.pytorch == type(recipe.pytorch)() else (*files, "pytorch")
 
 
 def _writer_settings(recipe: Recipe) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from distill import processes
@@ -43,8 +43,7 @@ def questions(recipe: Recipe, run: Run, share: tuple[int, int] | None = None) ->
     share = share or (processes.process_index(), processes.process_count())
     found = []
     for number, (source, name) in enumerate(zip(recipe.corpus.asked, question_files(recipe.corpus), strict=True)):
-        asking = Asking(recipe, source, number)
-        conversations, summary = _ask(asking, run, share, name)
+        conversations, summary = _Questions(Asking(recipe, source, number), run, share).ask(name)
         if share[0] == 0:
             lines = [json.dumps({"messages": one.messages}) for one in conversations]
             write_text(run.path("questions", name), "\n".join(lines) + "\n")
@@ -56,38 +55,118 @@ def questions(recipe: Recipe, run: Run, share: tuple[int, int] | None = None) ->
     return [run.path("questions")]
 
 
-def _ask(asking: Asking, run: Run, share: tuple[int, int], name: str) -> tuple[list[Conversation], AskedQuestions]:
-    """The conversations of a source, and what is known about them."""
-    wanted = asking.source.questions
-    assert wanted is not None
-    begun: list[Conversation] = []
-    reasons: list[str] = []
-    usable: list[Conversation] = []
-    repeated: Counter[str] = Counter()
-    number = 0
-    while len(usable) < wanted and len(begun) < MOST_ASKED * wanted:
-        count = _next(asking.recipe.answers.batch, wanted, len(usable), len(begun))
-        fresh, number = [asking.begin(place) for place in range(len(begun), len(begun) + count)], number + 1
-        for one, (text, reason) in zip(
-            fresh, _write_turn(asking, run, share, fresh, f"asked-{asking.number}-round-{number}"), strict=True
-        ):
-            one.add(text)
-            reasons.append(reason)
-        begun += fresh
-        usable, repeated = _new(begun, reasons)
-    dropped = Counter(filter(None, reasons)) + repeated
-    if not usable:
-        raise DataError(
-            f"the target wrote no usable question in {len(begun)} texts: {_listed(dropped)}",
-            "raise tokens of this corpus source (and use --redo questions), or use other sources: the target may be "
-            "no instruct model",
-        )
-    kept = usable[:wanted]
-    dropped_turns: Counter[str] = Counter()
-    going = kept
-    for turn in range(2, asking.source.turns + 1):
-        going = _go_on(asking, run, share, going, f"asked-{asking.number}-turn-{turn}", dropped_turns)
-    return kept, _summary(asking, name, len(begun), kept, dropped, dropped_turns)
+@dataclass(frozen=True)
+class _Questions:
+    """The questions of one source, as they are written in a run; `share` as of stage `questions`."""
+
+    asking: Asking
+    run: Run
+    share: tuple[int, int]
+
+    def ask(self, name: str) -> tuple[list[Conversation], AskedQuestions]:
+        """The conversations of a source, and what is known about them."""
+        asking = self.asking
+        wanted = asking.source.questions
+        assert wanted is not None
+        begun: list[Conversation] = []
+        reasons: list[str] = []
+        usable: list[Conversation] = []
+        repeated: Counter[str] = Counter()
+        number = 0
+        while len(usable) < wanted and len(begun) < MOST_ASKED * wanted:
+            count = _next(asking.recipe.answers.batch, wanted, len(usable), len(begun))
+            fresh, number = [asking.begin(place) for place in range(len(begun), len(begun) + count)], number + 1
+            for one, (text, reason) in zip(
+                fresh, self._write_turn(fresh, f"asked-{asking.number}-round-{number}"), strict=True
+            ):
+                one.add(text)
+                reasons.append(reason)
+            begun += fresh
+            usable, repeated = _new(begun, reasons)
+        dropped = Counter(filter(None, reasons)) + repeated
+        if not usable:
+            raise DataError(
+                f"the target wrote no usable question in {len(begun)} texts: {_listed(dropped)}",
+                "raise tokens of this corpus source (and use --redo questions), or use other sources: the target may "
+                "be no instruct model",
+            )
+        kept = usable[:wanted]
+        dropped_turns: Counter[str] = Counter()
+        going = kept
+        for turn in range(2, asking.source.turns + 1):
+            going = self._go_on(going, f"asked-{asking.number}-turn-{turn}", dropped_turns)
+        return kept, _summary(asking, name, len(begun), kept, dropped, dropped_turns)
+
+    def _write_turn(self, conversations: Sequence[Conversation], name: str) -> list[tuple[str, str]]:
+        """The target's next user's message of each conversation, with the reason why it is not usable, else nothing."""
+        asking = self.asking
+        openings = ["" if one.texts else one.opening for one in conversations]
+        headers = [
+            asking.header(one.messages, one.thinking, opening)
+            for one, opening in zip(conversations, openings, strict=True)
+        ]
+        recipe = asking.writing(sorted({header.end for header in headers if header.end is not None}))
+        rules = replace(asking.rules, new_tokens=asking.source.tokens, keep_truncated=True)
+        prompts = [
+            Prompt(f"{one.id}/{len(one.texts) + 1}", header.ids, "target")
+            for one, header in zip(conversations, headers, strict=True)
+        ]
+        found = []
+        answers = self._written(recipe, prompts, rules, name, "texts")
+        for one, header, opening, answer in zip(conversations, headers, openings, answers, strict=True):
+            # The opening as it was asked with: its last tokens may have been left for the target to write.
+            begun = header.ids[len(asking.header(one.messages, one.thinking).ids) :] if opening else []
+            text = rules.text_of([*begun, *answer.answer]).strip()
+            reason = fault(asking.template, one.messages, answer, text, one.thinking)
+            found.append((text, reason or (WORDLESS if not words(rules.text_of(answer.answer)) else "")))
+        return found
+
+    def _written(self, recipe: Recipe, prompts: list[Prompt], rules: Rules, name: str, what: str) -> list[Answer]:
+        """What the target writes behind prompts, in their order; each process takes its share and reads all."""
+        write_answers(recipe, self.run, prompts, rules, self.share, "questions", name, f"questions, {what}", idle=True)
+        processes.barrier()
+        found = read_answers(self.run, name, "questions")
+        if [one.id for one in found] != [prompt.id for prompt in prompts]:
+            raise DataError(
+                f"{self.run.path('questions')} holds other texts than were asked for",
+                "make it again with `distill train RECIPE --redo questions`",
+            )
+        return found
+
+    def _go_on(self, conversations: Sequence[Conversation], name: str, dropped: Counter[str]) -> list[Conversation]:
+        """Let the target answer each conversation and write the user's next turn; those that have it now.
+
+        The others stay as they were, and are counted in `dropped`.
+        """
+        asking = self.asking
+        recipe, template, tools = asking.recipe, asking.template, asking.recipe.chat.tools
+        prompts = [
+            Prompt(f"{one.id}/{len(one.texts)}/answer", template.prompt(one.messages, one.thinking, tools), "target")
+            for one in conversations
+        ]
+        answered = []
+        answers = self._written(recipe, prompts, asking.rules, f"{name}-answers", "answers")
+        for one, answer in zip(conversations, answers, strict=True):
+            reason = drop_reason(answer) or ("" if answer.ended else "truncated")
+            if reason:  # a user would not go on after such an answer
+                dropped[f"answer: {reason}"] += 1
+                continue
+            message = {"role": "assistant", "content": asking.rules.text_of(answer.answer)}
+            answered.append((one, replace(one, messages=[*one.messages, message])))
+        going = []
+        texts = self._write_turn([longer for _, longer in answered], f"{name}-texts")
+        for (one, longer), (text, reason) in zip(answered, texts, strict=True):
+            reason = reason or (EQUAL if text in one.texts else "")
+            if not reason:
+                longer.add(text)
+                ids = template.prompt(longer.messages, one.thinking, tools)
+                reason = "no room in the block" if len(ids) > asking.chat.most else ""
+            if reason:
+                dropped[reason] += 1
+                continue
+            one.messages, one.texts = longer.messages, longer.texts
+            going.append(one)
+        return going
 
 
 def _next(batch: int, wanted: int, usable: int, asked: int) -> int:
@@ -97,94 +176,12 @@ def _next(batch: int, wanted: int, usable: int, asked: int) -> int:
     return min(count, MOST_ASKED * wanted - asked)
 
 
-def _write_turn(
-    asking: Asking, run: Run, share: tuple[int, int], conversations: Sequence[Conversation], name: str
-) -> list[tuple[str, str]]:
-    """The target's next user's message of each conversation, with the reason why it is not usable, else nothing."""
-    openings = ["" if one.texts else one.opening for one in conversations]
-    headers = [
-        asking.header(one.messages, one.thinking, opening) for one, opening in zip(conversations, openings, strict=True)
-    ]
-    recipe = asking.writing(sorted({header.end for header in headers if header.end is not None}))
-    rules = replace(asking.rules, new_tokens=asking.source.tokens, keep_truncated=True)
-    prompts = [
-        Prompt(f"{one.id}/{len(one.texts) + 1}", header.ids, "target")
-        for one, header in zip(conversations, headers, strict=True)
-    ]
-    found = []
-    answers = _written(recipe, run, prompts, rules, share, name, "texts")
-    for one, header, opening, answer in zip(conversations, headers, openings, answers, strict=True):
-        # The opening as it was asked with: its last tokens may have been left for the target to write.
-        begun = header.ids[len(asking.header(one.messages, one.thinking).ids) :] if opening else []
-        text = rules.text_of([*begun, *answer.answer]).strip()
-        reason = fault(asking.template, one.messages, answer, text, one.thinking)
-        found.append((text, reason or (WORDLESS if not words(rules.text_of(answer.answer)) else "")))
-    return found
-
-
-def _written(
-    recipe: Recipe, run: Run, prompts: list[Prompt], rules: Rules, share: tuple[int, int], name: str, what: str
-) -> list[Answer]:
-    """What the target writes behind prompts, in their order; each process takes its share and reads all."""
-    write_answers(recipe, run, prompts, rules, share, "questions", name, f"questions, {what}", idle=True)
-    processes.barrier()
-    found = read_answers(run, name, "questions")
-    if [one.id for one in found] != [prompt.id for prompt in prompts]:
-        raise DataError(
-            f"{run.path('questions')} holds other texts than were asked for",
-            "make it again with `distill train RECIPE --redo questions`",
-        )
-    return found
-
-
 def _new(begun: Sequence[Conversation], reasons: Sequence[str]) -> tuple[list[Conversation], Counter[str]]:
     """The conversations whose question is usable and repeats none before it; those that do, by reason."""
     sound = [one for one, reason in zip(begun, reasons, strict=True) if not reason]
     verdicts = repeats([one.texts[0] for one in sound])
     usable = [one for one, verdict in zip(sound, verdicts, strict=True) if not verdict]
     return usable, Counter(filter(None, verdicts))
-
-
-def _go_on(
-    asking: Asking,
-    run: Run,
-    share: tuple[int, int],
-    conversations: Sequence[Conversation],
-    name: str,
-    dropped: Counter[str],
-) -> list[Conversation]:
-    """Let the target answer each conversation and write the user's next turn; those that have it now.
-
-    The others stay as they were, and are counted in `dropped`.
-    """
-    recipe, template, tools = asking.recipe, asking.template, asking.recipe.chat.tools
-    prompts = [
-        Prompt(f"{one.id}/{len(one.texts)}/answer", template.prompt(one.messages, one.thinking, tools), "target")
-        for one in conversations
-    ]
-    answered = []
-    answers = _written(recipe, run, prompts, asking.rules, share, f"{name}-answers", "answers")
-    for one, answer in zip(conversations, answers, strict=True):
-        reason = drop_reason(answer) or ("" if answer.ended else "truncated")
-        if reason:  # a user would not go on after such an answer
-            dropped[f"answer: {reason}"] += 1
-            continue
-        message = {"role": "assistant", "content": asking.rules.text_of(answer.answer)}
-        answered.append((one, replace(one, messages=[*one.messages, message])))
-    going = []
-    texts = _write_turn(asking, run, share, [longer for _, longer in answered], f"{name}-texts")
-    for (one, longer), (text, reason) in zip(answered, texts, strict=True):
-        reason = reason or (EQUAL if text in one.texts else "")
-        if not reason:
-            longer.add(text)
-            ids = template.prompt(longer.messages, one.thinking, tools)
-            reason = "no room in the block" if len(ids) > asking.chat.most else ""
-        if reason:
-            dropped[reason] += 1
-            continue
-        one.messages, one.texts = longer.messages, longer.texts
-        going.append(one)
-    return going
 
 
 def _summary(
