@@ -12,6 +12,8 @@ from distill.documents.sources import Document
 from distill.recipe import Chat
 from distill.texts import Prompt
 
+Candidate = tuple[int, bytes, Document, int]  # number of the part, its rank by the seed, its document and offset
+
 CHARACTERS_PER_TOKEN = 8  # more than any prompt needs; it bounds the text that is encoded for a prompt
 
 
@@ -124,7 +126,7 @@ def cut_prompts(
     prompts already cover many documents. A later part starts at a line, at least `stride` characters after the last.
     With `weights`, sources take turns in these proportions as long as each has some left.
     """
-    candidates: list[tuple[int, bytes, Document, int]] = []
+    candidates: list[Candidate] = []
     for document in documents:
         if document.messages is not None:
             candidates.append((0, _rank(seed, document.name, 0), document, 0))
@@ -153,11 +155,9 @@ def cut_prompts(
     return prompts
 
 
-def _mixed(
-    candidates: list[tuple[int, bytes, Document, int]], weights: Mapping[str, float]
-) -> list[tuple[int, bytes, Document, int]]:
+def _mixed(candidates: list[Candidate], weights: Mapping[str, float]) -> list[Candidate]:
     """Candidates in an order in which each source has its share of every beginning; weight 0 leaves a source out."""
-    waiting: dict[str, list[tuple[int, bytes, Document, int]]] = {}
+    waiting: dict[str, list[Candidate]] = {}
     for candidate in candidates:
         if weights[candidate[2].source] > 0:
             waiting.setdefault(candidate[2].source, []).append(candidate)

@@ -157,7 +157,7 @@ def check_writer(recipe: Recipe, offline: bool) -> tuple[list[str], list[str]]:
         return [], [f"server {url}" for url in settings.urls]
     from distill.target.endpoint import Endpoint
 
-    with Endpoint(settings.model_copy(update={"retries": 0}), "answers.writer") as endpoint:
+    with contextlib.closing(Endpoint(settings.model_copy(update={"retries": 0}), "answers.writer")) as endpoint:
         return [f"answers: {url} serves {model}" for url, model, _ in endpoint.served()], []
 
 

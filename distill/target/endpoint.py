@@ -16,8 +16,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from queue import SimpleQueue
-from types import TracebackType
-from typing import Any, Self, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import httpx2
 
@@ -281,12 +280,6 @@ class Endpoint:
         """`stop`, and free the connections; safe to call twice."""
         self.stop()
         self._client.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.close()
 
 
 def delay_seconds(attempt: int, asked: float | None) -> float:

@@ -93,7 +93,7 @@ class ServerWriter:
             return False
         body = {"model": self.model, "prompt": request.ids, "max_tokens": 1, "temperature": 0, "stream": False}
         once = Endpoint(self.settings.model_copy(update={"retries": min(1, self.settings.retries)}), "answers.writer")
-        with once:
+        with closing(once):
             try:
                 once.post("completions", body, lambda found: None)
             except (Refused, Unanswered):  # llama-cpp-python fails with status 500
