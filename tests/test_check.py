@@ -14,7 +14,7 @@ import torch
 from distill.documents.sources import PIECE, cut_text, read_documents
 from distill.errors import RecipeError
 from distill.pipeline import preflight
-from distill.recipe import Corpus, Source
+from distill.recipe import Corpus, Source, load_recipe
 from distill.training.trackers import require_trackers
 
 Capture = pytest.CaptureFixture[str]
@@ -131,6 +131,9 @@ def test_what_a_check_says_of_the_corpus(world: Path, tmp_path: Path, capsys: Ca
         one["path"] = lines_of(tmp_path, f"{number}.txt", f"text of file {number}")
     assert tiny.call("check", world / "recipe.yaml", f"corpus.sources={json.dumps(few)}") == 0
     assert "warning: the test split has 1 documents" in capsys.readouterr().out
+    found = preflight.preflight(load_recipe(world / "recipe.yaml", [f"corpus.sources={json.dumps(few)}"]))
+    assert len(found.lines) > 5, "of which a training shows the warning alone"
+    assert [line.partition(";")[0] for line in found.warnings] == ["warning: the test split has 1 documents"]
 
 
 def test_the_first_records_of_a_hub_data_set(world: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
