@@ -95,7 +95,7 @@ def sparsity(report: SparsityReport, command: str) -> list[Table]:
     details = report.details
     if details.by_layer is not None:
         layers = [[str(layer), percent(share)] for layer, share in enumerate(details.by_layer)]
-        tensors = [[Cell(name), percent(share)] for name, share in (details.by_tensor or {}).items()]
+        tensors: list[Row] = [[Cell(name), percent(share)] for name, share in (details.by_tensor or {}).items()]
         return [Table(["layer", "zero weights"], layers, command), Table(["tensor", "zero weights"], tensors, command)]
     figures = zip(details.removed_zero_share or [], details.lambda_by_layer or [], strict=True)
     rows = [[str(layer), percent(share), significant(strength)] for layer, (share, strength) in enumerate(figures)]

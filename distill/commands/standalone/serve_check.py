@@ -143,12 +143,12 @@ def serve_check(
     prepare(threads)
     from distill.machine import thread_count
     from distill.results.serialise import as_json, write_result
-    from distill.serving.check import Wanted
-    from distill.serving.serving_tables import as_markdown, flat_rows
+    from distill.serving.check import CheckSettings, check_addresses, check_started
+    from distill.serving.markdown import as_markdown, flat_rows
 
     with ExitStack() as stack:
         found = pair_prompts(files, prompts, count, prompt_tokens, tokens + length + 2, choose and url is None, stack)
-        wanted = Wanted(
+        wanted = CheckSettings(
             prompts=found.measured,
             limit=tokens,
             repeats=repeats,
@@ -163,7 +163,7 @@ def serve_check(
             command=shlex.join(["distill", *sys.argv[1:]]),
         )
         if url is not None:
-            from distill.serving.addresses import Addresses, check_addresses
+            from distill.serving.opening import Addresses
 
             pair = None if files.target is None or files.draft is None else (files.target, files.draft)
             places = Addresses(url, plain_url, kind, key, model, pair, n_max, thread_count(threads))
@@ -171,7 +171,6 @@ def serve_check(
         else:
             assert server is not None and files.target is not None
             from distill.recipe import Gguf as Options
-            from distill.serving.check import check_started
             from distill.serving.llama_server import LlamaServer, require_binary
 
             longest = max(len(ids) for ids in (*wanted.ids, *wanted.choosing))

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import httpx2
 
@@ -56,25 +56,6 @@ class Totals:
         return Totals(
             self.rounds - before.rounds, self.drafted - before.drafted, self.accepted - before.accepted, positions
         )
-
-
-class Client(Protocol):
-    """A server that continues token ids greedily."""
-
-    kind: str
-    url: str
-
-    def complete(self, ids: Sequence[int], limit: int) -> Reply:
-        """Up to `limit` tokens after these, from a cold cache."""
-        ...
-
-    def totals(self) -> Totals | None:
-        """The counters of speculation; None where the server shows none."""
-        ...
-
-    def close(self) -> None:
-        """Free the connections."""
-        ...
 
 
 class Http:
