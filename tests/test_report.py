@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import yaml
 
-from distill.commands.train import say_whether_training_helped
+from distill.commands.train import say_outcome
 from distill.errors import DataError
 from distill.recipe import Recipe
 from distill.report import card as cards
@@ -574,7 +574,7 @@ def test_a_training_that_did_not_help_is_named(tmp_path: Path, capsys: pytest.Ca
     (tmp_path / "stages" / "train.json").write_text(json.dumps(record))
     (tmp_path / "training.json").write_text(json.dumps(results["training"]))
     run = Run(tmp_path, Recipe.model_construct())
-    say_whether_training_helped(run)
+    say_outcome(run)
     assert words in capsys.readouterr().err
     for other_training in (
         {**results["training"], "best": {**best, "step": 5}},
@@ -590,7 +590,7 @@ def test_a_training_that_did_not_help_is_named(tmp_path: Path, capsys: pytest.Ca
         results["training"] = other_training
         assert words not in build_page(results) and words not in build_card(results)
         (tmp_path / "training.json").write_text(json.dumps(other_training))
-        say_whether_training_helped(run)
+        say_outcome(run)
         assert words not in capsys.readouterr().err
 
 

@@ -38,13 +38,11 @@ LENGTH = 4  # tokens drafted a round where no option says
 @takes_gguf_options("target", "draft")
 def generate(
     prompt: Annotated[str, typer.Argument(help="Text to continue; - reads it from standard input.")],
-    run: Annotated[str | None, typer.Option("--run", help="Run name or folder; the newest run if left out.")] = None,
+    run: Annotated[str | None, typer.Option(help="Run name or folder; the newest run if left out.")] = None,
     target: Annotated[
-        str | None, typer.Option("--target", help="Without a run: Hugging Face folder, hub name or GGUF file.")
+        str | None, typer.Option(help="Without a run: Hugging Face folder, hub name or GGUF file.")
     ] = None,
-    draft: Annotated[
-        str | None, typer.Option("--draft", help="Without a run: a draft of the same kind as the target.")
-    ] = None,
+    draft: Annotated[str | None, typer.Option(help="Without a run: a draft of the same kind as the target.")] = None,
     length: Annotated[
         int | None,
         typer.Option(min=0, max=63, help=f"Tokens drafted a round, at most; 0 decodes plainly. {LENGTH} if left out."),
@@ -57,59 +55,44 @@ def generate(
     repetition_penalty: Annotated[float, typer.Option(min=0.01, max=100, callback=finite, help="1: off.")] = 1.0,
     seed: Annotated[int, typer.Option(min=0, callback=finite, help="Seed of the sampler.")] = 0,
     verifier: Annotated[
-        str | None, typer.Option("--verifier", help="greedy, match, token, block, or for drawn trees distinct.")
+        str | None, typer.Option(help="greedy, match, token, block, or for drawn trees distinct.")
     ] = None,
     drafter: Annotated[
         str | None,
         typer.Option(
-            "--drafter",
             help="draft (the default), lookup (n-gram lookup in the text), lookup+draft, tree (of the best tokens, or "
             "drawn: --widths), none; for a draft of another vocabulary: intersection (the tokens both share) or string "
-            "(its text).",
+            "(its text)."
         ),
     ] = None,
     widths: Annotated[
-        str | None, typer.Option("--widths", help="--drafter tree: drawn, with this many children a node: 3,2,1.")
+        str | None, typer.Option(help="--drafter tree: drawn, with this many children a node: 3,2,1.")
     ] = None,
     rule: Annotated[
         str | None,
         typer.Option(
-            "--rule",
             help="How many tokens to draft, --length at most: fixed (the default), p_min, p_min-after, start-continue, "
-            "plus-minus, ratio, entropy, beta or expected-value (docs/recipes.md).",
+            "plus-minus, ratio, entropy, beta or expected-value (docs/recipes.md)."
         ),
     ] = None,
     p_min: Annotated[
-        float | None,
-        typer.Option("--p-min", min=0.0001, max=1, callback=finite, help="--rule p_min, p_min-after: the floor."),
+        float | None, typer.Option(min=0.0001, max=1, callback=finite, help="--rule p_min, p_min-after: the floor.")
     ] = None,
     allow_lossy: Annotated[
         bool,
         typer.Option("--allow-lossy", help="Allow configurations that change the target's distribution; says LOSSY."),
     ] = False,
-    stop: Annotated[list[str] | None, typer.Option("--stop", help="End before this text; may be repeated.")] = None,
-    regex: Annotated[str | None, typer.Option("--regex", help="The whole new text must match this.")] = None,
-    json_schema: Annotated[
-        Path | None, typer.Option("--json-schema", help="A file; the new text is JSON that follows it.")
-    ] = None,
-    grammar: Annotated[
-        Path | None, typer.Option("--grammar", help="A file in GBNF or Lark; the new text follows it.")
-    ] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be repeated.")] = None,
+    regex: Annotated[str | None, typer.Option(help="The whole new text must match this.")] = None,
+    json_schema: Annotated[Path | None, typer.Option(help="A file; the new text is JSON that follows it.")] = None,
+    grammar: Annotated[Path | None, typer.Option(help="A file in GBNF or Lark; the new text follows it.")] = None,
     static: Annotated[
-        bool | None,
-        typer.Option(
-            "--static/--no-static",
-            help=f"{STATIC_HELP} Off if left out, or as the run's recipe says.",
-        ),
+        bool | None, typer.Option(help=f"{STATIC_HELP} Off if left out, or as the run's recipe says.")
     ] = None,
     compile: Annotated[
-        bool | None,
-        typer.Option(
-            "--compile/--no-compile",
-            help=f"{COMPILE_HELP} Off if left out, or as the run's recipe says.",
-        ),
+        bool | None, typer.Option(help=f"{COMPILE_HELP} Off if left out, or as the run's recipe says.")
     ] = None,
-    draft_device: Annotated[str | None, typer.Option("--draft-device", help=DRAFT_DEVICE_HELP)] = None,
+    draft_device: Annotated[str | None, typer.Option(help=DRAFT_DEVICE_HELP)] = None,
     threads: ThreadsOption = None,
     runs: RunsOption = DEFAULT_RUNS,
     gguf: Gguf | None = None,

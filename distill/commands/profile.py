@@ -25,6 +25,7 @@ from distill.commands.shared import (
 )
 from distill.errors import DataError, RecipeError
 from distill.progress import announce
+from distill.results.tables import markdown_table
 
 if TYPE_CHECKING:
     from distill.recipe import Gguf, PyTorch, Target
@@ -35,33 +36,24 @@ def profile(
     model: Annotated[
         str | None, typer.Argument(metavar="MODEL", help="Hugging Face folder, hub name or GGUF file.")
     ] = None,
-    depths: Annotated[
-        str, typer.Option("--depths", help="Tokens already in the cache, separated by commas.")
-    ] = "64,512",
-    most: Annotated[int, typer.Option("--most", min=2, max=64, help="Measure steps of 1 to this many tokens.")] = 64,
+    depths: Annotated[str, typer.Option(help="Tokens already in the cache, separated by commas.")] = "64,512",
+    most: Annotated[int, typer.Option(min=2, max=64, help="Measure steps of 1 to this many tokens.")] = 64,
     repeats: Annotated[int, typer.Option(min=5, help="Repeats per step; the median counts.")] = 7,
-    dtype: Annotated[str, typer.Option("--dtype", help=DTYPE_HELP)] = "float32",
-    static: Annotated[bool | None, typer.Option("--static/--no-static", help=STATIC_HELP)] = None,
-    compile: Annotated[bool | None, typer.Option("--compile/--no-compile", help=COMPILE_HELP)] = None,
-    prepack: Annotated[bool | None, typer.Option("--prepack/--no-prepack", help=PREPACK_HELP)] = None,
+    dtype: Annotated[str, typer.Option(help=DTYPE_HELP)] = "float32",
+    static: Annotated[bool | None, typer.Option(help=STATIC_HELP)] = None,
+    compile: Annotated[bool | None, typer.Option(help=COMPILE_HELP)] = None,
+    prepack: Annotated[bool | None, typer.Option(help=PREPACK_HELP)] = None,
     threads: ThreadsOption = None,
-    out: Annotated[Path | None, typer.Option("--out", help="Also save the curve to this JSON file.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Also save the curve to this JSON file.")] = None,
     batched_bench: Annotated[
-        Path | None,
-        typer.Option("--batched-bench", help="Read a llama-batched-bench log (jsonl) instead of measuring."),
+        Path | None, typer.Option(help="Read a llama-batched-bench log (jsonl) instead of measuring.")
     ] = None,
     acceptance: Annotated[
         str | None,
-        typer.Option(
-            "--acceptance",
-            help="Acceptance rates by position, separated by commas; also print llama.cpp settings for them.",
-        ),
+        typer.Option(help="Acceptance rates by position, separated by commas; also print llama.cpp settings for them."),
     ] = None,
     draft_cost: Annotated[
-        float,
-        typer.Option(
-            "--draft-cost", min=0, callback=finite, help="With --acceptance: cost of a draft step, in units of T(1)."
-        ),
+        float, typer.Option(min=0, callback=finite, help="With --acceptance: cost of a draft step, in units of T(1).")
     ] = 0.05,
     output: FormatOption = "md",
     gguf: Gguf | None = None,
@@ -102,8 +94,8 @@ def profile(
     lines = [f"{curve.model}, {curve.backend}; T(m) of m tokens at a depth, in {curve.unit}", ""]
     if curve.note:
         lines[1:1] = ["", f"Note: {curve.note}."]
-    lines += ["| depth | m | T(m) | T(m) / T(1) |", "|--:|--:|--:|--:|"]
-    lines += [f"| {r['depth']} | {r['tokens']} | {r['seconds']:.6g} | {r['relative']:.3f} |" for r in rows]
+    shown = [[str(r["depth"]), str(r["tokens"]), f"{r['seconds']:.6g}", f"{r['relative']:.3f}"] for r in rows]
+    lines.append(markdown_table(["depth", "m", "T(m)", "T(m) / T(1)"], shown, "r"))
     if acceptance is not None:
         from distill.benchmark.batched_bench import settings
 
@@ -115,13 +107,7 @@ def profile(
 
 
 def _measured(
-    place: Target,
-    depths: list[int],
-    most: int,
-    repeats: int,
-    threads: int | None,
-    gguf: Gguf | None,
-    pytorch: PyTorch,
+    place: Target, depths: list[int], most: int, repeats: int, threads: int | None, gguf: Gguf | None, pytorch: PyTorch
 ) -> Any:
     from distill.machine import thread_count
     from distill.speculative.costs.curve import measure_curve
