@@ -34,15 +34,7 @@ from distill.serving.http import Http, Reply, Totals, totals_of
 from distill.serving.llama_server import LlamaServer, free_port, require_binary, started
 from distill.serving.markdown import Reference, _percent, _shown, sentences
 from distill.serving.opening import Addresses, opened
-from distill.serving.replaying import (
-    OurText,
-    Replayed,
-    TextCounts,
-    acceptance,
-    counted,
-    rise_of_tokens,
-    speed_ratio,
-)
+from distill.serving.replaying import OurText, Replayed, TextCounts, acceptance, counted, rise_of_tokens, speed_ratio
 from distill.texts import Prompt
 
 LLAMA = pytest.mark.skipif(
