@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from distill.commands.shared import DEFAULT_RUNS, RunsOption, find_run, local_reference, run_until
+from distill.commands import shared
 from distill.errors import DataError, RecipeError
 from distill.files import read_utf8
 from distill.progress import announce, note, warn
@@ -44,7 +44,7 @@ def export_gguf(
     ] = None,
     check: Annotated[bool, typer.Option("--check/--no-check", help="Compare each file with its source.")] = True,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace files that are there.")] = False,
-    runs: RunsOption = DEFAULT_RUNS,
+    runs: shared.RunsOption = shared.DEFAULT_RUNS,
 ) -> None:
     """Write GGUF files of a run's draft and target, or of any folder of a supported family (docs/export.md)."""
     kinds = outtype or ["f16", "q8_0"]
@@ -99,13 +99,13 @@ def _find(model: str | None, runs: Path) -> _Job:
     if model is not None and (Path(model) / "config.json").exists():
         return _Job({Path(model).resolve().name: (Path(model), PLAIN)}, Path("."))
     if model is not None and is_gguf(model):
-        return _Job({Path(model).stem: (local_folder(local_reference(model)), PLAIN)}, Path("."))
+        return _Job({Path(model).stem: (local_folder(shared.local_reference(model)), PLAIN)}, Path("."))
     from distill.export.head.origin import advice_of, advised, origins
     from distill.pipeline.running import plan_run
     from distill.recipe.text.unloaded import REASON
 
-    recipe, run = find_run(model, runs)
-    run_until(recipe, run, "train")
+    recipe, run = shared.find_run(model, runs)
+    shared.run_until(recipe, run, "train")
     run.verify("train", "draft/*")
     known = origins(recipe, run)
     settled = frozenset(action.stage.name for action in plan_run(recipe, run) if action.kind == "skip")

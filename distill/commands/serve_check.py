@@ -13,22 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from distill.commands import shared
 from distill.commands.gguf_options import takes_gguf_options
-from distill.commands.shared import (
-    DEFAULT_RUNS,
-    FormatOption,
-    RunArgument,
-    RunsOption,
-    ThreadsOption,
-    find_run,
-    finite,
-    local_reference,
-    numbers,
-    prepare,
-    print_table,
-    require_format,
-    require_place,
-)
 from distill.errors import DataError, RecipeError, RunError
 
 if TYPE_CHECKING:
@@ -48,20 +34,20 @@ OWN |= {"--model": "--target", "-md": "--draft", "--spec-draft-model": "--draft"
 OWN |= {"-np": "--concurrency", "--parallel": "--concurrency"}
 
 
-def pair_option(*names: str, **settings: Any) -> Any:
+def pair_option(**settings: Any) -> Any:
     """An option of the pair, in a group of its own in the help."""
-    return typer.Option(*names, rich_help_panel=PAIR, **settings)
+    return typer.Option(rich_help_panel=PAIR, **settings)
 
 
-def served_option(*names: str, **settings: Any) -> Any:
+def served_option(**settings: Any) -> Any:
     """An option of servers that run already."""
-    return typer.Option(*names, rich_help_panel=SERVED, **settings)
+    return typer.Option(rich_help_panel=SERVED, **settings)
 
 
 @takes_gguf_options("target", "draft")
 def serve_check(
     context: typer.Context,
-    run: RunArgument = None,
+    run: shared.RunArgument = None,
     server: Annotated[
         Path | None, typer.Option(help="llama-server, which is started with the draft and without.")
     ] = None,
@@ -70,7 +56,7 @@ def serve_check(
         typer.Option(min=1, max=64, help="Tokens drafted a round, at most; by default 4, or what a server says."),
     ] = None,
     p_min: Annotated[
-        float | None, typer.Option(min=0, max=1, callback=finite, help="Least probability of a drafted token.")
+        float | None, shared.number_option(min=0, max=1, help="Least probability of a drafted token.")
     ] = None,
     choose: Annotated[
         bool,
@@ -83,8 +69,8 @@ def serve_check(
             help="Then measure every n_max and p_min on the held-out prompts too, and the fastest again.",
         ),
     ] = False,
-    count: Annotated[int, typer.Option(min=2, callback=finite, help="Prompts, at most.")] = 12,
-    tokens: Annotated[int, typer.Option(min=8, callback=finite, help="New tokens after each prompt, at most.")] = 96,
+    count: Annotated[int, shared.number_option(min=2, help="Prompts, at most.")] = 12,
+    tokens: Annotated[int, shared.number_option(min=8, help="New tokens after each prompt, at most.")] = 96,
     concurrency: Annotated[
         str, typer.Option(help="Requests at once, separated by commas; 1 is always measured.")
     ] = "1,4,16",
@@ -93,15 +79,15 @@ def serve_check(
     server_option: Annotated[
         list[str] | None, typer.Option(help="Further arguments of llama-server, such as '-ub 256'; or after --.")
     ] = None,
-    start_seconds: Annotated[float, typer.Option(min=1, callback=finite, help="A server is healthy by then.")] = 300.0,
-    reply_seconds: Annotated[float, typer.Option(min=1, callback=finite, help="A reply is complete by then.")] = 300.0,
+    start_seconds: Annotated[float, shared.number_option(min=1, help="A server is healthy by then.")] = 300.0,
+    reply_seconds: Annotated[float, shared.number_option(min=1, help="A reply is complete by then.")] = 300.0,
     target: Annotated[Path | None, pair_option(help="The target's GGUF file.")] = None,
     draft: Annotated[Path | None, pair_option(help="The draft's GGUF file.")] = None,
     prompts: Annotated[
         list[Path] | None, pair_option(help="File or folder with prompts, as of `distill speedup`; may be repeated.")
     ] = None,
     prompt_tokens: Annotated[
-        int, pair_option(min=2, callback=finite, help="Tokens of a prompt that is cut from text.")
+        int, pair_option(min=2, callback=shared.finite, help="Tokens of a prompt that is cut from text.")
     ] = 64,
     url: Annotated[str | None, served_option(help="The server with the draft, such as http://127.0.0.1:8080.")] = None,
     plain_url: Annotated[str | None, served_option(help="The same without the draft.")] = None,
@@ -109,13 +95,13 @@ def serve_check(
     key: Annotated[str | None, served_option(help="Environment variable that holds the servers' key.")] = None,
     model: Annotated[str | None, served_option(help="vLLM: the model's name, where it serves several.")] = None,
     to: Annotated[Path | None, typer.Option(help="Also write all figures to this file, as JSON.")] = None,
-    threads: ThreadsOption = None,
-    runs: RunsOption = DEFAULT_RUNS,
-    output: FormatOption = "md",
+    threads: shared.ThreadsOption = None,
+    runs: shared.RunsOption = shared.DEFAULT_RUNS,
+    output: shared.FormatOption = "md",
     gguf: Gguf | None = None,
 ) -> None:
     """Test a pair on your own llama-server or vLLM: speed, acceptance by the server's counts, and what explains it."""
-    require_format(output)
+    shared.require_format(output)
     if (server is None) == (url is None):
         raise RecipeError(
             "serve-check needs a server: its program or its address", "give --server PATH or --url URL, one of them"
@@ -124,13 +110,13 @@ def serve_check(
     if run is not None and run.startswith("-"):  # behind --, without a run
         further, run = [run, *further], None
     _check_options(context.params | {"run": run}, gguf, [*further, *(server_option or ())])
-    require_place(to)
-    counts = sorted({1, *numbers(concurrency, "--concurrency", int, "1,4,16")})
+    shared.require_place(to)
+    counts = sorted({1, *shared.numbers(concurrency, "--concurrency", int, "1,4,16")})
     if counts[0] < 1 or counts[-1] > 64:
         raise RecipeError(f"--concurrency {concurrency}: from 1 to 64 requests", "for instance 1,4,16")
     files = _pair_files(run, runs, target, draft, outtype, required=server is not None)
     length = n_max or USUAL_LENGTH
-    prepare(threads)
+    shared.prepare(threads)
     from distill.machine import thread_count
     from distill.recipe import Gguf as Options
     from distill.results.serialise import as_json, write_result
@@ -181,7 +167,7 @@ def serve_check(
             report = check_started(settings, started)
     if to is not None:
         write_result(to, report)
-    print_table(flat_rows(report), as_markdown(report), as_json(report), output)
+    shared.print_table(flat_rows(report), as_markdown(report), as_json(report), output)
 
 
 def _check_options(given: Mapping[str, Any], gguf: Gguf | None, further: Sequence[str]) -> None:
@@ -227,7 +213,7 @@ def _pair_files(
     from distill.results.export_results import ExportReport
     from distill.results.serialise import read_result
 
-    _, run = find_run(name, runs)
+    _, run = shared.find_run(name, runs)
     path = run.path("gguf", "export.json")
     if not path.exists():
         if required:
@@ -248,7 +234,7 @@ def _pair_files(
 
 
 def _gguf(path: Path) -> str:
-    reference = local_reference(str(path))
+    reference = shared.local_reference(str(path))
     if not reference.endswith(".gguf"):
         raise RecipeError(f"{path} is no GGUF file", "llama-server serves those: `distill export-gguf` writes them")
     return reference

@@ -216,6 +216,11 @@ def finite(value: Number) -> Number:
     return value
 
 
+def number_option(*names: str, **settings: Any) -> Any:
+    """An option that takes a number, which must be finite."""
+    return typer.Option(*names, callback=finite, **settings)
+
+
 def local_reference(reference: str) -> str:
     """A model as the command line names it (`recipe.resolve_model`); paths start at the working directory."""
     from distill.recipe import resolve_model

@@ -7,24 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from distill.commands import shared
 from distill.commands.gguf_options import merged, takes_gguf_options
-from distill.commands.shared import (
-    COMPILE_HELP,
-    DEFAULT_RUNS,
-    DRAFT_DEVICE_HELP,
-    DTYPE_HELP,
-    PREPACK_HELP,
-    STATIC_HELP,
-    FormatOption,
-    RunArgument,
-    RunsOption,
-    ThreadsOption,
-    find_run,
-    finite,
-    print_table,
-    require_format,
-    run_until,
-)
 from distill.errors import RecipeError
 
 if TYPE_CHECKING:
@@ -41,7 +25,7 @@ def pair_option(*names: str, **settings: Any) -> Any:
 @takes_gguf_options("target", "draft")
 def speedup(
     context: typer.Context,
-    run: RunArgument = None,
+    run: shared.RunArgument = None,
     again: Annotated[bool, typer.Option("--again", help="Measure anew instead of showing what was measured.")] = False,
     verify_distribution: Annotated[
         bool,
@@ -65,11 +49,13 @@ def speedup(
             "prompt or messages, which go through the target's chat template; other files: text, cut into prompts."
         ),
     ] = None,
-    count: Annotated[int, pair_option(min=2, callback=finite, help="Prompts, at most.")] = 12,
+    count: Annotated[int, pair_option(min=2, callback=shared.finite, help="Prompts, at most.")] = 12,
     prompt_tokens: Annotated[
-        int, pair_option(min=2, callback=finite, help="Tokens of a prompt that is cut from text.")
+        int, pair_option(min=2, callback=shared.finite, help="Tokens of a prompt that is cut from text.")
     ] = 64,
-    tokens: Annotated[int, pair_option(min=8, callback=finite, help="New tokens after each prompt, at most.")] = 96,
+    tokens: Annotated[
+        int, pair_option(min=8, callback=shared.finite, help="New tokens after each prompt, at most.")
+    ] = 96,
     lengths: Annotated[str, pair_option(help="Draft lengths swept, separated by commas; 0: none.")] = "1,2,4,8",
     drafter: Annotated[
         str,
@@ -88,11 +74,11 @@ def speedup(
         ),
     ] = None,
     temperature: Annotated[
-        float, pair_option(min=0, max=100, callback=finite, help="Above 0: the sweep is sampled.")
+        float, pair_option(min=0, max=100, callback=shared.finite, help="Above 0: the sweep is sampled.")
     ] = 0.0,
-    top_k: Annotated[int, pair_option(min=0, callback=finite, help="0: off.")] = 0,
-    top_p: Annotated[float, pair_option(min=0.0001, max=1, callback=finite, help="1: off.")] = 1.0,
-    min_p: Annotated[float, pair_option(min=0, max=0.9999, callback=finite, help="0: off.")] = 0.0,
+    top_k: Annotated[int, pair_option(min=0, callback=shared.finite, help="0: off.")] = 0,
+    top_p: Annotated[float, pair_option(min=0.0001, max=1, callback=shared.finite, help="1: off.")] = 1.0,
+    min_p: Annotated[float, pair_option(min=0, max=0.9999, callback=shared.finite, help="0: off.")] = 0.0,
     batch: Annotated[
         str | None, pair_option(help="Also so many texts at once, separated by commas; folders only.")
     ] = None,
@@ -103,28 +89,28 @@ def speedup(
             "whatever the target says."
         ),
     ] = None,
-    dtype: Annotated[str, pair_option(help=DTYPE_HELP)] = "float32",
-    static: Annotated[bool | None, pair_option(help=STATIC_HELP)] = None,
-    compile: Annotated[bool | None, pair_option(help=COMPILE_HELP)] = None,
-    draft_device: Annotated[str | None, pair_option(help=DRAFT_DEVICE_HELP)] = None,
-    prepack: Annotated[bool | None, pair_option(help=PREPACK_HELP)] = None,
+    dtype: Annotated[str, pair_option(help=shared.DTYPE_HELP)] = "float32",
+    static: Annotated[bool | None, pair_option(help=shared.STATIC_HELP)] = None,
+    compile: Annotated[bool | None, pair_option(help=shared.COMPILE_HELP)] = None,
+    draft_device: Annotated[str | None, pair_option(help=shared.DRAFT_DEVICE_HELP)] = None,
+    prepack: Annotated[bool | None, pair_option(help=shared.PREPACK_HELP)] = None,
     library: Annotated[
         bool, pair_option("--library", help="Also time the library's own plain generation (a GGUF file loads twice).")
     ] = False,
-    seed: Annotated[int, pair_option(min=0, callback=finite, help="Seed of all draws.")] = 0,
+    seed: Annotated[int, pair_option(min=0, callback=shared.finite, help="Seed of all draws.")] = 0,
     to: Annotated[
         Path | None, pair_option(help="Also write everything that was measured to this file, as JSON.")
     ] = None,
-    threads: ThreadsOption = None,
-    runs: RunsOption = DEFAULT_RUNS,
-    output: FormatOption = "md",
+    threads: shared.ThreadsOption = None,
+    runs: shared.RunsOption = shared.DEFAULT_RUNS,
+    output: shared.FormatOption = "md",
     gguf: Gguf | None = None,
 ) -> None:
     """Plain against speculative decoding, end to end: of a run's draft and target, or of any pair on your prompts."""
     pair = target is not None or draft is not None or bool(prompts)
     of_pair = _pair_options(context, pair)
     if pair:
-        require_format(output)
+        shared.require_format(output)
         from distill.commands.standalone.speedup_pair import measure
 
         options = {name: context.params[name] for name in of_pair} | {"allow_lossy": allow_lossy}
@@ -134,17 +120,17 @@ def speedup(
     from distill.results.speedup_results import SpeedupReport
     from distill.run import Run
 
-    recipe, found = find_run(run, runs)
+    recipe, found = shared.find_run(run, runs)
     if verify_distribution:
         if gguf is not None:
             raise RecipeError("--verify-distribution decodes in PyTorch", "leave llama.cpp's options out")
-        run_until(recipe, found, "train", threads=threads)
+        shared.run_until(recipe, found, "train", threads=threads)
         found.verify("train", "draft/*")
         from distill.benchmark.distribution_test import distribution_markdown, verify_run_distribution
 
         tested = verify_run_distribution(recipe, found, samples)
         rows = [as_json(test) for test in tested.tests]
-        print_table(rows, distribution_markdown(tested), as_json(tested) | {"lossless": tested.lossless}, output)
+        shared.print_table(rows, distribution_markdown(tested), as_json(tested) | {"lossless": tested.lossless}, output)
         raise typer.Exit(0 if tested.lossless else 1)
     changes: dict[str, Any] = {} if threads is None else {"threads": threads}
     if allow_lossy:
@@ -155,11 +141,11 @@ def speedup(
         changes["gguf"] = merged(recipe.gguf, gguf)
     recipe = recipe.model_copy(update=changes)
     found = Run(found.folder, recipe)
-    run_until(recipe, found, "speedup", redo=["speedup"] if again else [])
+    shared.run_until(recipe, found, "speedup", redo=["speedup"] if again else [])
     report = read_result(found.path("speedup.json"), SpeedupReport)
     from distill.benchmark.table import as_markdown, flat_rows
 
-    print_table(flat_rows(report), as_markdown(report), as_json(report), output)
+    shared.print_table(flat_rows(report), as_markdown(report), as_json(report), output)
 
 
 def _pair_options(context: typer.Context, pair: bool) -> list[str]:

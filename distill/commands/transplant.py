@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from distill.commands.shared import finite, local_reference, read_texts
+from distill.commands.shared import local_reference, number_option, read_texts
 from distill.errors import DataError, RecipeError
 from distill.progress import announce
 
@@ -22,10 +22,7 @@ def transplant(
     ] = None,
     method: Annotated[str, typer.Option(help="subtokens or pursuit, for tokens without a copy.")] = "subtokens",
     decay: Annotated[
-        float,
-        typer.Option(
-            callback=finite, help="In the head: weight of each subtoken relative to the one before; 1: their mean."
-        ),
+        float, number_option(help="In the head: weight of each subtoken relative to the one before; 1: their mean.")
     ] = 1.0,
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; by default as stored.")] = None,
     rows: Annotated[int | None, typer.Option(help="Embedding rows, for a TARGET without config.json.")] = None,
