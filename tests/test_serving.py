@@ -25,7 +25,7 @@ from distill.errors import RecipeError, ServingError
 from distill.intervals import Interval
 from distill.results.serialise import read_result
 from distill.results.serving_results import ServeReport
-from distill.serving import check
+from distill.serving import replaying
 from distill.serving.check import CheckSettings, Conversation, by_class, check_addresses, check_started
 from distill.serving.choose import PLAIN, choose, grid, with_settings
 from distill.serving.clients import LlamaClient, VllmClient, kind_of_server
@@ -267,7 +267,7 @@ def server_texts(prompts: Sequence[Sequence[int]], limit: int, n_max: int) -> li
 
 @pytest.fixture
 def ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(check, "decode_files", lambda t, d, ids, limit, n_max, *_: server_texts(ids, limit, n_max))
+    monkeypatch.setattr(replaying, "decode_files", lambda t, d, ids, limit, n_max, *_: server_texts(ids, limit, n_max))
 
 
 @pytest.mark.usefixtures("ours")
@@ -357,7 +357,7 @@ def test_files_of_another_run_are_measured(
         better = [replace(one, counts=replace(one.counts, accepted=one.counts.accepted + 4)) for one in found]
         return better if draft == files[1] else found
 
-    monkeypatch.setattr(check, "decode_files", decoded)
+    monkeypatch.setattr(replaying, "decode_files", decoded)
     found = check_started(wanted(concurrency=(1,), made=files), replace(settings, draft=other))
     assert [one.source for one in found.acceptance[1:]] == ["distill, the same files", "distill, the run's own files"]
     assert found.differences[0].what == "the draft's file" and found.differences[0].explains

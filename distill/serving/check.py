@@ -24,33 +24,12 @@ from distill.results.serving_results import (
     ServedSpeed,
     ServeReport,
 )
+from distill.serving import differences, replaying
 from distill.serving.choose import choose
 from distill.serving.clients import Client, LlamaClient
-from distill.serving.differences import (
-    PROBE,
-    differences_from_run,
-    differences_in_pair,
-    early_ends,
-    measured,
-    option_differences,
-    template_difference,
-    template_parts,
-)
 from distill.serving.llama_server import LlamaServer
 from distill.serving.markdown import Reference, sentences
 from distill.serving.opening import DRAFT, PLAIN, Addresses, connected, opened, require_vocabulary
-from distill.serving.replaying import (
-    Replayed,
-    TextCounts,
-    acceptance,
-    alone_speed,
-    counted,
-    decode_files,
-    interleaved,
-    rise_of_tokens,
-    shared_speeds,
-    warm,
-)
 from distill.texts import Prompt
 
 
@@ -99,8 +78,8 @@ class Findings:
 
     server: LlamaServer
     build: str
-    replayed: dict[str, Replayed]
-    texts: list[TextCounts]
+    replayed: dict[str, replaying.Replayed]
+    texts: list[replaying.TextCounts]
     files: tuple[Path, Path] | None = None
     acceptance: list[ServedAcceptance] = field(default_factory=list)
     reference: Reference | None = None
@@ -120,8 +99,8 @@ def check_started(settings: CheckSettings, server: LlamaServer) -> ServeReport:
         }
         found = _replay(settings, clients, many, (server.target, server.draft))
         _compare(settings, clients, found)
-    for difference, without in option_differences(many, os.environ):
-        found.differences.append(measured(difference, _loss(settings, without, found)))
+    for difference, without in differences.option_differences(many, os.environ):
+        found.differences.append(differences.measured(difference, _loss(settings, without, found)))
     choice = None
     if settings.choosing:
         choice = choose(
@@ -144,7 +123,7 @@ def check_addresses(settings: CheckSettings, places: Addresses) -> ServeReport:
         target, draft = places.files or (Path(places.model or places.url), Path("?"))
         server = LlamaServer(Path(kind), target, draft, n_max=places.n_max or 0, threads=places.threads)
         found = _replay(settings, clients, server, places.files)
-        _compare(settings, clients, found, early_ends(clients[DRAFT].totals(), found.server.n_max))
+        _compare(settings, clients, found, differences.early_ends(clients[DRAFT].totals(), found.server.n_max))
     return report(settings, found, kind)
 
 
@@ -157,24 +136,24 @@ def _replay(
     """
     ids, drafting = settings.ids, clients[DRAFT]
     for client in clients.values():
-        warm(client, ids)
+        replaying.warm(client, ids)
     before = drafting.totals()
     title = f"{len(clients)} servers, one request at a time"
-    replayed = interleaved(clients, ids, settings.limit, settings.repeats, title)
+    replayed = replaying.interleaved(clients, ids, settings.limit, settings.repeats, title)
     after = drafting.totals()
     totals = None if before is None or after is None else after.since(before)
-    texts = counted(replayed[DRAFT].first)
+    texts = replaying.counted(replayed[DRAFT].first)
     if not any(text.drafted for text in texts):
         raise ServingError(
             f"{drafting.url} drafted nothing: it serves without a draft",
             "start it with the draft (llama-server: -md FILE --spec-type draft-simple; vLLM: --speculative-config)",
         )
-    own = acceptance(f"{drafting.kind}, its own counts", texts, totals)
+    own = replaying.acceptance(f"{drafting.kind}, its own counts", texts, totals)
     server = replace(server, n_max=server.n_max or len(own.by_position or ()))
     found = Findings(server, drafting.build(), replayed, texts, files, [own])
     base = replayed.get(PLAIN)
-    found.speeds = [] if base is None else [alone_speed(PLAIN, base, None)]
-    found.speeds.append(alone_speed(DRAFT, replayed[DRAFT], base))
+    found.speeds = [] if base is None else [replaying.alone_speed(PLAIN, base, None)]
+    found.speeds.append(replaying.alone_speed(DRAFT, replayed[DRAFT], base))
     return found
 
 
@@ -191,14 +170,14 @@ def _compare(
         client.alone = False
     for count in settings.concurrency:
         if count > 1:
-            found.speeds += shared_speeds(clients, settings.ids, settings.limit, count, settings.repeats)
+            found.speeds += replaying.shared_speeds(clients, settings.ids, settings.limit, count, settings.repeats)
 
 
 def _decode_ours(settings: CheckSettings, files: tuple[Path, Path], found: Findings) -> None:
     """Add what our decoder accepts with the served files and, where they are others, with the run's own, and how the
     files differ, with the loss."""
-    from_run = differences_from_run(files, settings.made)
-    in_pair = differences_in_pair(files, settings.made is None)
+    from_run = differences.from_run(files, settings.made)
+    in_pair = differences.in_pair(files, settings.made is None)
     length, ids = found.server.n_max, settings.ids
     if not length:
         found.differences += from_run + in_pair
@@ -206,10 +185,10 @@ def _decode_ours(settings: CheckSettings, files: tuple[Path, Path], found: Findi
         return
 
     def decode(which: str, pair: tuple[Path, Path]) -> list[list[int]]:
-        texts = decode_files(*pair, ids, settings.limit, length, found.server.threads)
+        texts = replaying.decode_files(*pair, ids, settings.limit, length, found.server.threads)
         counts = [text.counts for text in texts]
-        found.acceptance.append(acceptance(f"distill, {which}", counts))
-        found.reference = Reference(which, found.acceptance[-1], counts, rise_of_tokens(found.texts, counts))
+        found.acceptance.append(replaying.acceptance(f"distill, {which}", counts))
+        found.reference = Reference(which, found.acceptance[-1], counts, replaying.rise_of_tokens(found.texts, counts))
         return [text.tokens for text in texts]
 
     served = decode("the same files", files)
@@ -220,8 +199,8 @@ def _decode_ours(settings: CheckSettings, files: tuple[Path, Path], found: Findi
         assert settings.made is not None and found.reference is not None
         with_served = found.reference.counts
         decode("the run's own files", settings.made)
-        loss = rise_of_tokens(with_served, found.reference.counts)
-        from_run = [measured(one, loss) for one in from_run]
+        loss = replaying.rise_of_tokens(with_served, found.reference.counts)
+        from_run = [differences.measured(one, loss) for one in from_run]
     found.differences += from_run + in_pair
 
 
@@ -230,20 +209,20 @@ def _loss(settings: CheckSettings, without: LlamaServer, found: Findings) -> Int
     note(f"without a difference: {' '.join(without.further)}")
     with opened(replace(without, parallel=1), settings.seconds) as client:
         replies = [client.complete(prompt, settings.limit) for prompt in settings.ids]
-    return rise_of_tokens(found.texts, counted(replies))
+    return replaying.rise_of_tokens(found.texts, replaying.counted(replies))
 
 
 def _compare_template(settings: CheckSettings, client: LlamaClient, found: Findings) -> None:
     """Add the difference of the server's chat template from the pair's own, and what it costs on conversations."""
     if settings.conversation is None:
         return
-    messages = [{"role": "user", "content": PROBE}]
+    messages = [{"role": "user", "content": differences.PROBE}]
     try:
         ours, theirs = settings.conversation.render(messages), client.rendered(messages)
     except (ServingError, ValueError):
         found.notes.append("the server renders no conversation, so templates were not compared")
         return
-    difference, parts = template_difference(ours, theirs), template_parts(ours)
+    difference, parts = differences.template_difference(ours, theirs), differences.template_parts(ours)
     if difference is None or parts is None:
         return
     conversations = {}  # the user's message of each prompt that is a conversation of one, by the prompt's place
@@ -259,22 +238,22 @@ def _compare_template(settings: CheckSettings, client: LlamaClient, found: Findi
     for text in conversations.values():
         rendered = client.rendered([{"role": "user", "content": text}])
         replies.append(client.complete(client.tokenize(rendered), settings.limit))
-    texts = counted(replies)
-    found.acceptance.append(acceptance(f"{client.kind}, through its own template", texts))
-    loss = rise_of_tokens(texts, [found.texts[place] for place in conversations])
-    found.differences.append(measured(difference, loss))
+    texts = replaying.counted(replies)
+    found.acceptance.append(replaying.acceptance(f"{client.kind}, through its own template", texts))
+    loss = replaying.rise_of_tokens(texts, [found.texts[place] for place in conversations])
+    found.differences.append(differences.measured(difference, loss))
 
 
 def by_class(
-    prompts: Sequence[Prompt], texts: Sequence[TextCounts], replayed: Mapping[str, Replayed]
+    prompts: Sequence[Prompt], texts: Sequence[replaying.TextCounts], replayed: Mapping[str, replaying.Replayed]
 ) -> list[ServedClass]:
     """The figures of each class of prompts, where there are several; without intervals for a class of one prompt."""
     names = [prompt.kind or prompt.source or "prompts" for prompt in prompts]
     classes = []
     for name in dict.fromkeys(names) if len(set(names)) > 1 else ():
         places = [place for place, one in enumerate(names) if one == name]
-        some = {key: Replayed([one.texts[place] for place in places]) for key, one in replayed.items()}
-        own = acceptance(name, [texts[place] for place in places])
+        some = {key: replaying.Replayed([one.texts[place] for place in places]) for key, one in replayed.items()}
+        own = replaying.acceptance(name, [texts[place] for place in places])
         rise = some[DRAFT].over(some[PLAIN]) if PLAIN in some else UNKNOWN
         figures = [own.rate, own.tokens_per_round, rise]
         if len(places) == 1:

@@ -114,7 +114,7 @@ def origin_of(path: Path) -> dict[str, str]:
     return {key: values[key].decode("utf-8", "replace") for key in keys if isinstance(values.get(key), bytes)}
 
 
-def differences_from_run(files: tuple[Path, Path], made: tuple[Path, Path] | None) -> list[Difference]:
+def from_run(files: tuple[Path, Path], made: tuple[Path, Path] | None) -> list[Difference]:
     """Where the served target and draft are not those of the run (`made`)."""
     if made is None:
         return []
@@ -135,7 +135,7 @@ def differences_from_run(files: tuple[Path, Path], made: tuple[Path, Path] | Non
     ]
 
 
-def differences_in_pair(files: tuple[Path, Path], ask_recipes: bool) -> list[Difference]:
+def in_pair(files: tuple[Path, Path], ask_recipes: bool) -> list[Difference]:
     """Where target and draft do not belong together: by the recipes that wrote them, where no run is known
     (`ask_recipes`), and by their vocabularies."""
     found = []

@@ -255,12 +255,7 @@ class OurText:
 
 
 def decode_files(
-    target: Path,
-    draft: Path,
-    prompts: Sequence[Sequence[int]],
-    limit: int,
-    n_max: int,
-    threads: int | None,
+    target: Path, draft: Path, prompts: Sequence[Sequence[int]], limit: int, n_max: int, threads: int | None
 ) -> list[OurText]:
     """Each prompt continued greedily with up to `n_max` drafted tokens a round, from cold caches."""
     place = parse_section(Target, {"model": str(target)})
