@@ -8,7 +8,8 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Mapping
+import shutil
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -113,36 +114,66 @@ _MANY_DIGITS = re.compile(rb"[0-9]{19}")
 LARGEST = 2**63 - 1  # the largest integer in an artifact; tokenizers have larger ones (model_max_length)
 
 
-def write_atomically(path: Path, write: Callable[[Path], object], *, several: bool = False) -> None:
-    """Let `write` fill a temporary file, fsync it and rename it to `path`; readers never see half a file.
-
-    With `several`, more than one process may write `path` at a time. Raises RunError when the disk is full or the
-    folder cannot be written; an old file then stays intact.
-    """
+@contextlib.contextmanager
+def _replacing(path: Path, temporary: Path) -> Iterator[None]:
+    """Remove what was begun under the temporary name where the block fails; RunError for a fault of the disk."""
     check()
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp" if several else f".{path.name}.tmp")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write(temporary)
-        with open(temporary, "rb") as handle:
-            os.fsync(handle.fileno())
-        os.replace(temporary, path)
-        _sync_folder(path.parent)
+        yield
     except BaseException as error:
         with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
+            if temporary.is_dir():
+                shutil.rmtree(temporary, ignore_errors=True)
+            else:
+                temporary.unlink(missing_ok=True)
         fault = system_error(error, writing=True)
         if fault is None:
             raise
         raise explain_write_fault(path, fault) from error
 
 
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
+def _fsync(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def write_atomically(path: Path, write: Callable[[Path], object], *, several: bool = False) -> None:
+    """Let `write` fill a temporary file, fsync it and rename it to `path`; readers never see half a file.
+
+    With `several`, more than one process may write `path` at a time. Raises RunError when the disk is full or the
+    folder cannot be written; an old file then stays intact.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp" if several else f".{path.name}.tmp")
+    with _replacing(path, temporary):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write(temporary)
+        _fsync(temporary)
+        os.replace(temporary, path)
+        _fsync(path.parent)
+
+
+def write_folder(path: Path, write: Callable[[Path], object]) -> None:
+    """Let `write` fill a temporary folder and rename it to `path`, replacing an old folder."""
+    temporary, old = path.with_name(f".{path.name}.tmp"), path.with_name(f".{path.name}.old")
+    with _replacing(path, temporary):
+        for stale in (temporary, old):
+            if stale.exists():
+                shutil.rmtree(stale)
+        temporary.mkdir(parents=True)
+        write(temporary)
+        for file in temporary.rglob("*"):
+            if file.is_file():
+                _fsync(file)
+        if path.exists():
+            os.replace(path, old)
+        os.replace(temporary, path)
+        _fsync(path.parent)
+        if old.exists():
+            shutil.rmtree(old)
 
 
 def write_text(path: Path, text: str) -> None:
@@ -177,50 +208,33 @@ def copy_file(source: Path, destination: Path) -> None:
             copy.write(piece)
 
 
-def write_folder(path: Path, write: Callable[[Path], object]) -> None:
-    """Let `write` fill a temporary folder and rename it to `path`, replacing an old folder."""
-    import shutil
-
-    check()
-    temporary = path.with_name(f".{path.name}.tmp")
-    old = path.with_name(f".{path.name}.old")
+def _read(path: Path, missing: tuple[str, str], unreadable: str, damaged: str, largest: int | None = None) -> Any:
+    """The value of a JSON file; DataError for one that is missing (its words and remedy), unreadable or damaged."""
     try:
-        for stale in (temporary, old):
-            if stale.exists():
-                shutil.rmtree(stale)
-        temporary.mkdir(parents=True)
-        write(temporary)
-        for file in temporary.rglob("*"):
-            if file.is_file():
-                with open(file, "rb") as handle:
-                    os.fsync(handle.fileno())
-        if path.exists():
-            os.replace(path, old)
-        os.replace(temporary, path)
-        _sync_folder(path.parent)
-        if old.exists():
-            shutil.rmtree(old)
-    except BaseException as error:
-        shutil.rmtree(temporary, ignore_errors=True)
-        fault = system_error(error, writing=True)
-        if fault is None:
-            raise
-        raise explain_write_fault(path, fault) from error
+        return parse_json(path.read_bytes(), largest)
+    except FileNotFoundError:
+        raise DataError(f"{path} {missing[0]}", missing[1]) from None
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}", unreadable) from error
+    except ValueError as error:
+        raise DataError(f"{path} is damaged: {error}", damaged) from error
 
 
 def read_json(path: Path, form: Any = None) -> Any:
     """Read a JSON artifact; raises DataError when it is missing, damaged or not of this form (see `has_form`)."""
     again = "delete it and run `distill train` again"
-    try:
-        found = parse_json(path.read_bytes(), LARGEST)
-    except FileNotFoundError:
-        raise DataError(f"{path} is missing", "run `distill train` on its recipe again") from None
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}", "correct its permissions, or the disk") from error
-    except ValueError as error:
-        raise DataError(f"{path} is damaged: {error}", again) from error
+    absent = ("is missing", "run `distill train` on its recipe again")
+    found = _read(path, absent, "correct its permissions, or the disk", again, LARGEST)
     if form is not None and not has_form(found, form):
         raise DataError(f"{path} is damaged: it does not hold what this version writes", again)
+    return found
+
+
+def read_object(path: Path, hint: str = "copy the folder again") -> dict[str, Any]:
+    """Read the JSON object in a file of a model folder; raises DataError when it is missing, damaged or no object."""
+    found = _read(path, ("does not exist", "give a whole Hugging Face folder"), hint, hint)
+    if not isinstance(found, dict):
+        raise DataError(f"{path} is damaged: a JSON object is needed, got {kind_of(found)}", hint)
     return found
 
 
@@ -238,21 +252,6 @@ def has_form(value: Any, form: Any) -> bool:
         every = [has_form(inner, form[...]) for inner in value.values()] if ... in form else []
         return all(every) and all(name in value and has_form(value[name], inner) for name, inner in named.items())
     return isinstance(value, form) and (form is not int or not isinstance(value, bool))
-
-
-def read_object(path: Path, hint: str = "copy the folder again") -> dict[str, Any]:
-    """Read the JSON object in a file of a model folder; raises DataError when it is missing, damaged or no object."""
-    try:
-        found = parse_json(path.read_bytes())
-    except FileNotFoundError:
-        raise DataError(f"{path} does not exist", "give a whole Hugging Face folder") from None
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}", hint) from None
-    except ValueError as error:
-        raise DataError(f"{path} is damaged: {error}", hint) from None
-    if not isinstance(found, dict):
-        raise DataError(f"{path} is damaged: a JSON object is needed, got {kind_of(found)}", hint)
-    return found
 
 
 def file_digest(path: Path) -> str:

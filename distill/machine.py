@@ -28,24 +28,20 @@ def machine() -> dict[str, Any]:
     """Processor, cores, memory, GPU (if torch is loaded and sees one) and versions."""
     import psutil
 
-    cpu = platform.processor() or platform.machine()
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                cpu = line.partition(":")[2].strip()
-                break
-    gpu = None
     torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_available():
-        gpu = torch.cuda.get_device_name(0)
+    gpu = torch.cuda.get_device_name(0) if torch is not None and torch.cuda.is_available() else None
+    versions = {}
+    for name in PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[name] = importlib.metadata.version(name)
     return {
-        "cpu": cpu,
+        "cpu": _described("model name") or platform.processor() or platform.machine(),
         "cores": usable_cores(),
         "memory_bytes": psutil.virtual_memory().total,
         "gpu": gpu,
         "platform": platform.platform(),
         "python": platform.python_version(),
-        **versions(),
+        **versions,
     }
 
 
@@ -69,22 +65,20 @@ def thread_count(threads: int | None = None) -> int:
     return int(wanted)
 
 
-def versions() -> dict[str, str]:
-    """Installed versions of the packages that figures depend on."""
-    found = {}
-    for name in PACKAGES:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    return found
+def _described(*names: str) -> str | None:
+    """What /proc/cpuinfo says of the first processor under one of these names; None where it does not."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            name, _, value = line.partition(":")
+            if name.strip() in names:
+                return value.strip()
+    return None
 
 
 def cpu_features() -> set[str] | None:
     """The features that /proc/cpuinfo lists; None where it does not exist or lists none."""
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.partition(":")[0].strip() in ("flags", "Features"):  # x86, ARM
-                return set(line.partition(":")[2].split())
-    return None
+    found = _described("flags", "Features")  # x86, ARM
+    return None if found is None else set(found.split())
 
 
 def faster_type(dtype: str) -> str | None:

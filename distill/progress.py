@@ -31,11 +31,6 @@ def set_console(quiet: bool, verbose: bool) -> None:
     _console = _Console(quiet, verbose)
 
 
-def is_quiet() -> bool:
-    """Whether progress stays off stderr."""
-    return _console.quiet
-
-
 def is_verbose() -> bool:
     """Whether the libraries' log lines go to stderr, and the traceback of a bug."""
     return _console.verbose
@@ -111,7 +106,7 @@ class Progress:
         check()
         self.done += units
         self.stepped = moment = time.monotonic()
-        if not is_quiet() and (moment - self.last >= self.every or self.done >= self.total):
+        if not _console.quiet and (moment - self.last >= self.every or self.done >= self.total):
             self.last = moment
             left = (
                 f"{duration(self.eta_seconds())} left"

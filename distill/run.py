@@ -27,6 +27,7 @@ from distill.recipe import Recipe, dump_recipe
 
 PARENT = {"generation": int, "run": str, "digest": str, "files": {...: str}}  # the form of parent.json
 READ = {"path": str, "bytes": int, "lines": int, "sha256": str}  # the form of a part of a traffic file
+WRITE_AGAIN = "delete it and run `distill train` on the recipe again, which makes it again, or copy the run again"
 RECORD = {  # the form of stages/NAME.json
     "key": str,
     "inputs": {},
@@ -245,7 +246,7 @@ class Run:
 _verified: set[tuple[str, int, int, str]] = set()  # path, size, time of change, checksum
 
 
-def _verify_file(path: Path, expected: str) -> None:
+def _verify_file(path: Path, expected: str, hint: str = WRITE_AGAIN) -> None:
     state = path.stat() if path.is_file() else None
     seen = None if state is None else (str(path), state.st_size, state.st_mtime_ns, expected)
     if seen is not None and seen in _verified:
@@ -254,7 +255,7 @@ def _verify_file(path: Path, expected: str) -> None:
         raise DataError(
             f"{path} is {'missing' if seen is None else 'damaged'}: "
             "its checksum is not the one recorded when it was written",
-            "delete it and run `distill train` on the recipe again, which makes it again, or copy the run again",
+            hint,
         )
     _verified.add(seen)
 
@@ -265,8 +266,4 @@ def verify_artifact(run: Run, stage: str, path: Path) -> None:
     name = path.relative_to(run.folder).as_posix()
     if record is None or name not in record["artifacts"]:
         raise DataError(f"{path} was not written by a finished `{stage}` stage", "run `distill train` again")
-    if not path.is_file() or file_digest(path) != record["artifacts"][name]["sha256"]:
-        raise DataError(
-            f"{path} is damaged: its checksum is not the one recorded when it was written",
-            f"make it again: `distill train RECIPE --redo {stage}`",
-        )
+    _verify_file(path, record["artifacts"][name]["sha256"], f"make it again: `distill train RECIPE --redo {stage}`")

@@ -31,10 +31,9 @@ from distill.models.base import Model
 from distill.models.gguf.file import GgufFile
 from distill.models.loaded import LoadedPair, context_of, load_pair
 from distill.recipe import Chat, Corpus, Target, parse_section
-from distill.serving.counts import TextCounts, acceptance, speed_ratio
-from distill.serving.llama_client import LlamaClient
+from distill.serving.clients import LlamaClient
 from distill.serving.llama_server import LlamaServer, require_binary, started
-from distill.serving.ours import ServerDrafter, our_text
+from distill.serving.replaying import ServerDrafter, TextCounts, acceptance, our_text, speed_ratio
 from distill.speculative.decode import GREEDY, Decoded, Rules, decode, plain
 from distill.speculative.lengths import Fixed
 
@@ -100,7 +99,7 @@ def speculatively(pair: LoadedPair, prompt: list[int], limit: int, n_max: int) -
     for _ in decode(pair.target, drafter, prompt, limit, Rules(ends=pair.ends), result):
         pass
     text = our_text(result)
-    return text.counts.later, text.seconds, text.counts
+    return text.counts.later, result.seconds, text.counts
 
 
 def on_server(client: LlamaClient, prompt: list[int], limit: int) -> tuple[float, float, TextCounts]:

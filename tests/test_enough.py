@@ -14,7 +14,7 @@ import torch
 import toys
 from trainings import interrupted_after, largest_difference, metrics, trained
 
-from distill.commands.train import say_what_more_would_give
+from distill.commands.train import say_outcome
 from distill.errors import RecipeError
 from distill.intervals import Interval, percentiles
 from distill.recipe import Train, load_recipe, parse_section
@@ -231,7 +231,7 @@ def test_the_command_says_what_twice_the_tokens_would_give(
     summary = read_result(run / "training.json", TrainingSummary)
     known = replace(curve, doubled=Interval(0.6, 0.58, 0.62), unknown=None)
     write_result(run / "training.json", replace(summary, curve=known))
-    say_what_more_would_give(Run(run, load_recipe(run / "config.yaml")))
+    say_outcome(Run(run, load_recipe(run / "config.yaml")))
     assert "Twice the tokens would give at most 0.620 expected acceptance" in capsys.readouterr().err
     points = {line["step"]: line["expected_acceptance"] for line in metrics(run, "curve")}
     assert sorted(points) == [1, 2, 3, 4, 6, 8]

@@ -31,7 +31,7 @@ from distill.pipeline.rehearsal import QUESTIONS, shortened
 from distill.pipeline.running import plan_run
 from distill.pipeline.stages import STAGES, find_stage
 from distill.recipe import Chat, Recipe, load_recipe, parse_recipe
-from distill.report.texts_read import texts
+from distill.report.sections import texts
 from distill.results.rehearsal_results import Rehearsed
 from distill.results.run_results import RunResults
 from distill.results.serialise import read_result

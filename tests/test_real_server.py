@@ -21,10 +21,11 @@ import tiny
 from distill.errors import ServingError
 from distill.models.server_commands import OF_DRAFT, OF_TARGET, llama_server, option_arguments, pair_arguments
 from distill.recipe import Gguf, parse_section
-from distill.serving.check import Conversation, Wanted, check_started, opened
+from distill.serving.check import CheckSettings, Conversation, check_started
 from distill.serving.choose import choose
-from distill.serving.llama_client import LlamaClient
+from distill.serving.clients import LlamaClient
 from distill.serving.llama_server import LlamaServer, started
+from distill.serving.opening import opened
 from distill.texts import Prompt
 
 FOLDER = os.environ.get("DISTILL_LLAMA_BIN", "")
@@ -75,8 +76,8 @@ def prompts(pairs: dict[str, Path], conversation: Conversation) -> list[Prompt]:
     return found
 
 
-def wanted(prompts: list[Prompt], **changes: Any) -> Wanted:
-    return Wanted(prompts, LIMIT, **({"repeats": 1, "concurrency": (1,), "seconds": (60.0, 120.0)} | changes))
+def wanted(prompts: list[Prompt], **changes: Any) -> CheckSettings:
+    return CheckSettings(prompts, LIMIT, **({"repeats": 1, "concurrency": (1,), "seconds": (60.0, 120.0)} | changes))
 
 
 def explained(found: Any) -> list[str]:

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import yaml
 
-from distill.commands.train import say_whether_training_helped
+from distill.commands.train import say_outcome
 from distill.errors import DataError
 from distill.recipe import Recipe
 from distill.report import card as cards
@@ -201,10 +201,28 @@ def other(row: dict[str, Any], configuration: str, drafter: str | None, **values
     return row | {"configuration": configuration, "length": None, "drafter": drafter, "rule": drafter, **values}
 
 
+def model(path: str, parameters: int, layers: int, hidden: int, mlp: int, size: int) -> dict[str, Any]:
+    sizes = {"parameters": parameters, "layers": layers, "hidden": hidden, "mlp": mlp, "bytes": size}
+    return {"path": path, "architecture": "LlamaForCausalLM", "vocabulary": 49152, **sizes}
+
+
+def exported(
+    name: str, outtype: str, size: int, figures: tuple[float, float, float], mismatches: list[tuple[int, int]]
+) -> dict[str, Any]:
+    parity = dict(zip(("top1_agreement", "mean_abs_dlogprob", "max_abs_dlogprob"), figures, strict=True))
+    texts = {"tokenizer_normalized": 0, "tokenizer_texts": 512, "tokenizer_mismatches": mismatches}
+    file = {"path": f"gguf/{name}-{outtype}.gguf", "model": name, "outtype": outtype, "bytes": size}
+    return {**file, "fallback_tensors": 0, "parity": {"positions": 2048, **parity, **texts}}
+
+
+def sample(label: dict[str, Any], prompt: str, *segments: tuple[str, str]) -> dict[str, Any]:
+    parts = [{"text": text, "kind": kind} for text, kind in segments]
+    return {**label, "configuration": "draft, γ = 4", "prompt": prompt, "segments": parts}
+
+
 def make_metadata() -> dict[str, Any]:
     noise = random.Random(7)
     small, large = "small 14M target", "grown target ×4 & <draft>"
-    model = {"architecture": "LlamaForCausalLM", "vocabulary": 49152}
     metrics = [
         {
             "stage": "train",
@@ -223,13 +241,12 @@ def make_metadata() -> dict[str, Any]:
         for step in range(1, 901)
     ]
     text = [
-        {"text": "def ", "kind": "target"},
-        {"text": "fibonacci(n: int) -> int:\n    if n <", "kind": "accepted"},
-        {"text": " 2", "kind": "target"},
-        {"text": ":\n        return n\n    return ", "kind": "accepted"},
-        {"text": "fibonacci", "kind": "target"},
-        {"text": "(n - 1) + fibonacci(n - 2)\n", "kind": "accepted"},
+        *(("def ", "target"), ("fibonacci(n: int) -> int:\n    if n <", "accepted"), (" 2", "target")),
+        *((":\n        return n\n    return ", "accepted"), ("fibonacci", "target")),
+        ("(n - 1) + fibonacci(n - 2)\n", "accepted"),
     ]
+    on_torch = {"pair": small, "grown": False, "backend": "pytorch"}
+    on_file = {"pair": large, "grown": True, "backend": "gguf"}
     return {
         "name": "demo",
         "date": "2026-11-21T14:31:00+00:00",
@@ -245,33 +262,9 @@ def make_metadata() -> dict[str, Any]:
             "platform": "Linux-6.1-x86_64",
         },
         "config": {"name": "demo", "cut": {"layers": 2, "mlp": 384}, "train": {"steps": 900, "loss": "forward_kl"}},
-        "target": model
-        | {
-            "path": "models/target",
-            "parameters": 134_515_008,
-            "layers": 30,
-            "hidden": 576,
-            "mlp": 1536,
-            "bytes": 269_060_552,
-        },
-        "donor": model
-        | {
-            "path": "example/donor-30m",
-            "parameters": 31_408_640,
-            "layers": 12,
-            "hidden": 320,
-            "mlp": 960,
-            "bytes": 62_830_111,
-        },
-        "draft": model
-        | {
-            "path": "runs/demo/draft",
-            "parameters": 18_203_456,
-            "layers": 2,
-            "hidden": 320,
-            "mlp": 384,
-            "bytes": 36_421_777,
-        },
+        "target": model("models/target", 134_515_008, 30, 576, 1536, 269_060_552),
+        "donor": model("example/donor-30m", 31_408_640, 12, 320, 960, 62_830_111),
+        "draft": model("runs/demo/draft", 18_203_456, 2, 320, 384, 36_421_777),
         "steps": metrics,
         "profile": {
             "command": "distill train recipes/demo.yaml",
@@ -298,38 +291,8 @@ def make_metadata() -> dict[str, Any]:
         "export": {
             "command": "distill export-gguf demo",
             "files": [
-                {
-                    "path": "gguf/draft-q4_k_m.gguf",
-                    "model": "draft",
-                    "outtype": "q4_k_m",
-                    "bytes": 13_204_512,
-                    "fallback_tensors": 0,
-                    "parity": {
-                        "tokenizer_normalized": 0,
-                        "positions": 2048,
-                        "top1_agreement": 0.9619,
-                        "mean_abs_dlogprob": 0.0413,
-                        "max_abs_dlogprob": 0.917,
-                        "tokenizer_texts": 512,
-                        "tokenizer_mismatches": [(3, 17)],
-                    },
-                },
-                {
-                    "path": "gguf/target-f16.gguf",
-                    "model": "target",
-                    "outtype": "f16",
-                    "bytes": 269_311_040,
-                    "fallback_tensors": 0,
-                    "parity": {
-                        "tokenizer_normalized": 0,
-                        "positions": 2048,
-                        "top1_agreement": 0.9995,
-                        "mean_abs_dlogprob": 0.00031,
-                        "max_abs_dlogprob": 0.0042,
-                        "tokenizer_texts": 512,
-                        "tokenizer_mismatches": [],
-                    },
-                },
+                exported("draft", "q4_k_m", 13_204_512, (0.9619, 0.0413, 0.917), [(3, 17)]),
+                exported("target", "f16", 269_311_040, (0.9995, 0.00031, 0.0042), []),
             ],
         },
         "speedup": {
@@ -345,16 +308,7 @@ def make_metadata() -> dict[str, Any]:
                     "pytorch",
                     1.374,
                     (35.21, 36.44, 1.0349),
-                    samples=[
-                        {
-                            "pair": small,
-                            "grown": False,
-                            "backend": "pytorch",
-                            "configuration": "draft, γ = 4",
-                            "prompt": "# fibonacci\n",
-                            "segments": text,
-                        }
-                    ],
+                    samples=[sample(on_torch, "# fibonacci\n", *text)],
                 ),
                 speedup_part(large, True, "pytorch", 1.912, (12.5, 11.25, 0.9)),
                 speedup_part(
@@ -364,16 +318,7 @@ def make_metadata() -> dict[str, Any]:
                     0.843,
                     (36.0, 36.44, 1.0122),
                     explanations=["On gguf a step over five tokens costs 1.9 × one token, so no draft can win."],
-                    samples=[
-                        {
-                            "pair": large,
-                            "grown": True,
-                            "backend": "gguf",
-                            "configuration": "draft, γ = 4",
-                            "prompt": EVIL,
-                            "segments": [{"text": EVIL, "kind": "accepted"}, {"text": EVIL, "kind": "target"}],
-                        }
-                    ],
+                    samples=[sample(on_file, EVIL, (EVIL, "accepted"), (EVIL, "target"))],
                 ),
             ],
         },
@@ -440,39 +385,14 @@ def test_page_is_whole_and_fetches_nothing() -> None:
 @pytest.mark.usefixtures("without_pictures")
 def test_page_holds_the_numbers() -> None:
     words = " ".join("".join(checked(build_page(make_metadata())).words).split())
-    for figure in (
-        "134,515,008",
-        "18,203,456",
-        "269,060,552",
-        "49,152",
-        "1.91×",
-        "[1.84, 1.97]",
-        "1.37×",
-        "0.84×",
-        "faster than plain",
-        "slower than plain",
-        "74.7 % [73.5, 75.9]",
-        "53.7 %",
-        "0.801 [0.789, 0.813]",
-        "-0.630",
-        "48,213",
-        "21.4",
-        "[20.5, 22.5]",
-        "36.44",
-        "35.21",
-        "103.5 %",
-        "90.0 %",
-        "13,204,512",
-        "96.2 %",
-        "0.0413",
-        "7,372,800 tokens",
-        "AMD EPYC 7B13",
-        "2.9.1+cpu",
-        "temperature 0.8",
-        "distill speedup demo",
-        "distill eval demo --kl --acceptance",
-        "no draft can win",
-    ):
+    figures = """
+        134,515,008 | 18,203,456 | 269,060,552 | 49,152 | 1.91× | [1.84, 1.97] | 1.37× | 0.84×
+        faster than plain | slower than plain | 74.7 % [73.5, 75.9] | 53.7 % | 0.801 [0.789, 0.813] | -0.630
+        48,213 | 21.4 | [20.5, 22.5] | 36.44 | 35.21 | 103.5 % | 90.0 % | 13,204,512 | 96.2 % | 0.0413
+        7,372,800 tokens | AMD EPYC 7B13 | 2.9.1+cpu | temperature 0.8 | distill speedup demo
+        distill eval demo --kl --acceptance | no draft can win
+    """
+    for figure in re.split(r" \| |\n *", figures.strip()):
         assert figure in words, figure
 
 
@@ -482,27 +402,17 @@ def test_every_table_says_its_command() -> None:
     assert page.count("<table>") == len(re.findall(r'</table></div><p class="command">distill ', page)) > 8
 
 
-def test_grown_targets_are_labelled_in_pictures() -> None:
-    results = make_metadata()
-    results["speedup"] = json.loads(json.dumps(results["speedup"]).replace("grown target", "big"))
-    measured = as_results(results).speedup
-    assert measured is not None and "(grown)" in plots.speedup_by_length(measured.sweep, "pytorch")
-
-
 @pytest.mark.usefixtures("without_pictures")
 def test_grown_targets_are_labelled() -> None:
     results = make_metadata()
-    page = build_page(results)
-    name = "grown target ×4 &amp; &lt;draft&gt;"
-    places = [at.end() for at in re.finditer(re.escape(name), re.sub(r"<svg.*?</svg>", "", page, flags=re.S))]
-    bare = re.sub(r"<svg.*?</svg>", "", page, flags=re.S)
-    assert len(places) >= 8 + 1 + 1 + 1
-    labelled = [bare[at:].startswith(' <span class="grown">grown</span>') for at in places]
-    assert sum(not one for one in labelled) == 1  # the sentence in the limits, which says grown in the name itself
     results["speedup"] = json.loads(json.dumps(results["speedup"]).replace("grown target", "big"))
-    assert "**(grown)**" in build_card(results)
-    assert "[grown] (pytorch) reaches only 90.0 %" in build_page(results)
-    assert "enlarged without changing" in build_page(results)
+    name = "big ×4 &amp; &lt;draft&gt;"
+    page = build_page(results)
+    places = [at.end() for at in re.finditer(re.escape(name), page)]
+    labelled = [page[at:].startswith(' <span class="grown">grown</span>') for at in places]
+    assert len(places) == 1 + 8 + 1 + 1 + 1 and labelled[:-1] == [True] * 11  # the last is a sentence of the limits
+    assert "**(grown)**" in build_card(results) and "enlarged without changing" in page
+    assert "(pytorch) reaches only 90.0 %" in page
 
 
 @pytest.mark.usefixtures("without_pictures")
@@ -584,7 +494,7 @@ def test_a_training_that_did_not_help_is_named(tmp_path: Path, capsys: pytest.Ca
     (tmp_path / "stages" / "train.json").write_text(json.dumps(record))
     (tmp_path / "training.json").write_text(json.dumps(results["training"]))
     run = Run(tmp_path, Recipe.model_construct())
-    say_whether_training_helped(run)
+    say_outcome(run)
     assert words in capsys.readouterr().err
     for other_training in (
         {**results["training"], "best": {**best, "step": 5}},
@@ -600,7 +510,7 @@ def test_a_training_that_did_not_help_is_named(tmp_path: Path, capsys: pytest.Ca
         results["training"] = other_training
         assert words not in build_page(results) and words not in build_card(results)
         (tmp_path / "training.json").write_text(json.dumps(other_training))
-        say_whether_training_helped(run)
+        say_outcome(run)
         assert words not in capsys.readouterr().err
 
 
@@ -707,20 +617,13 @@ def test_card_front_matter_and_numbers() -> None:
     head = yaml.safe_load(card.split("---\n")[1])
     assert head["library_name"] == "transformers" and head["base_model"] == "example/donor-30m"
     assert "speculative-decoding" in head["tags"]
-    for figure in (
-        "1.91× [1.84, 1.97]",
-        "74.7 % [73.5, 75.9]",
-        "18,203,456",
-        "slower than plain",
-        "96.2 %",
-        "assistant_model=draft",
-        "-md gguf/draft-q4_k_m.gguf --spec-type draft-simple --spec-draft-n-max 4",
-        '"num_speculative_tokens": 4',
-        '"method": "draft_model"',
-        "distill speedup demo",
-        "No GPU took part",
-        "99.95 %",
-    ):
+    figures = """
+        1.91× [1.84, 1.97] | 74.7 % [73.5, 75.9] | 18,203,456 | slower than plain | 96.2 %
+        assistant_model=draft | -md gguf/draft-q4_k_m.gguf --spec-type draft-simple --spec-draft-n-max 4
+        "num_speculative_tokens": 4 | "method": "draft_model" | distill speedup demo | No GPU took part
+        99.95 %
+    """
+    for figure in re.split(r" \| |\n *", figures.strip()):
         assert figure in card, figure
 
 

@@ -22,21 +22,19 @@ import tiny
 from vllm_serving import VERSION, VllmServing
 
 from distill.errors import RecipeError, ServingError
+from distill.intervals import Interval
 from distill.results.serialise import read_result
 from distill.results.serving_results import ServeReport
-from distill.serving import check
-from distill.serving.addresses import Addresses, check_addresses
-from distill.serving.check import Conversation, Wanted, check_started, opened
+from distill.serving import replaying
+from distill.serving.check import CheckSettings, Conversation, by_class, check_addresses, check_started
 from distill.serving.choose import PLAIN, choose, grid, with_settings
-from distill.serving.client import Http, Reply, Totals, totals_of
-from distill.serving.counts import TextCounts, acceptance, counted, rise_of_tokens, speed_ratio
+from distill.serving.clients import LlamaClient, VllmClient, kind_of_server
 from distill.serving.differences import option_differences
-from distill.serving.llama_client import LlamaClient
+from distill.serving.http import Http, Reply, Totals, totals_of
 from distill.serving.llama_server import LlamaServer, free_port, require_binary, started
-from distill.serving.ours import OurText
-from distill.serving.replaying import Replayed
-from distill.serving.serving_tables import _percent, _shown
-from distill.serving.vllm import VllmClient, kind_of_server
+from distill.serving.markdown import Reference, _percent, _shown, sentences
+from distill.serving.opening import Addresses, opened
+from distill.serving.replaying import OurText, Replayed, TextCounts, acceptance, counted, rise_of_tokens, speed_ratio
 from distill.texts import Prompt
 
 LLAMA = pytest.mark.skipif(
@@ -63,9 +61,9 @@ def settings(files: tuple[Path, Path], tmp_path: Path) -> LlamaServer:
     return LlamaServer(fake_llama_server.install(tmp_path), *files, n_max=4)
 
 
-def wanted(**changes: Any) -> Wanted:
+def wanted(**changes: Any) -> CheckSettings:
     prompts = changes.pop("prompts", None) or [Prompt(str(place), ids) for place, ids in enumerate(PROMPTS)]
-    return Wanted(prompts, LIMIT, **({"repeats": 1, "concurrency": (1, 3), "seconds": (20.0, 20.0)} | changes))
+    return CheckSettings(prompts, LIMIT, **({"repeats": 1, "concurrency": (1, 3), "seconds": (20.0, 20.0)} | changes))
 
 
 def alive(pid: int) -> bool:
@@ -132,11 +130,11 @@ def test_a_port_in_use(settings: LlamaServer, monkeypatch: pytest.MonkeyPatch) -
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        with pytest.raises(ServingError, match="another program listens"), started(replace(settings, port=port), 10):
-            pass
-        # A free one that is taken before the server binds it: the next is tried.
-        ports = iter([port, free_port()])
+        # A free one that is taken before the server binds it: the next is tried, and a third one.
+        ports = iter([*[port] * 3, port, free_port()])
         monkeypatch.setattr("distill.serving.llama_server.free_port", lambda: next(ports))
+        with pytest.raises(ServingError, match="another program listens"), started(settings, 10):
+            pass
         with started(settings, 10) as running:
             assert not running.url.endswith(f":{port}")
 
@@ -263,13 +261,13 @@ def server_texts(prompts: Sequence[Sequence[int]], limit: int, n_max: int) -> li
     found = []
     for prompt in prompts:
         tokens, drafted, accepted, _ = state.text(list(prompt), limit)
-        found.append(OurText(tokens, TextCounts(limit, drafted, accepted), 1.0))
+        found.append(OurText(tokens, TextCounts(limit, drafted, accepted)))
     return found
 
 
 @pytest.fixture
 def ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(check, "decode_files", lambda t, d, ids, limit, n_max, *_: server_texts(ids, limit, n_max))
+    monkeypatch.setattr(replaying, "decode_files", lambda t, d, ids, limit, n_max, *_: server_texts(ids, limit, n_max))
 
 
 @pytest.mark.usefixtures("ours")
@@ -313,10 +311,8 @@ def test_what_costs_nothing_is_no_cause_and_the_rest_is_named(settings: LlamaSer
     found = check_started(wanted(concurrency=(1,)), replace(settings, further=("--cache-type-k", "q8_0")))
     assert found.sentences[1].startswith("No cause: the type of the target's cached keys is q8_0")
     worse = replace(found, differences=[])
-    from distill.intervals import Interval
-    from distill.serving.findings import sentences
-
-    assert any("are not explained" in one and "b1-0c1e570" in one for one in sentences(worse, Interval(1.0, 0.8, 1.2)))
+    reference = Reference("the same files", found.acceptance[1], [], Interval(1.0, 0.8, 1.2))
+    assert any("are not explained" in one and "b1-0c1e570" in one for one in sentences(worse, reference))
 
 
 def test_the_environment_and_aliases_set_options_too(settings: LlamaServer) -> None:
@@ -361,7 +357,7 @@ def test_files_of_another_run_are_measured(
         better = [replace(one, counts=replace(one.counts, accepted=one.counts.accepted + 4)) for one in found]
         return better if draft == files[1] else found
 
-    monkeypatch.setattr(check, "decode_files", decoded)
+    monkeypatch.setattr(replaying, "decode_files", decoded)
     found = check_started(wanted(concurrency=(1,), made=files), replace(settings, draft=other))
     assert [one.source for one in found.acceptance[1:]] == ["distill, the same files", "distill, the run's own files"]
     assert found.differences[0].what == "the draft's file" and found.differences[0].explains
@@ -442,8 +438,7 @@ def test_one_prompt_has_no_interval() -> None:
         Replayed([[Reply([1] * 6, 6, 0.1, seconds + place, 8, 2 + place)] for place in range(3)]) for seconds in (2, 1)
     )
     texts = counted(drafting.first)
-    found = check.Findings({check.PLAIN: plainly, "draft": drafting}, [], texts, [], [], [])
-    many, one = check.by_class(wanted(prompts=prompts), found)
+    many, one = by_class(prompts, texts, {"plain": plainly, "draft": drafting})
     assert (many.name, many.prompts, one.name, one.prompts) == ("many", 2, "one", 1)
     assert many.rate.mean == pytest.approx(6 / 16) and many.rate.low < many.rate.high
     assert one.rate.mean == pytest.approx(3 / 8) and one.speedup.mean == pytest.approx(3 / 2)
@@ -569,4 +564,4 @@ def test_options_that_do_not_go_together(
 
 def test_a_server_that_opens_and_closes(settings: LlamaServer) -> None:
     with opened(settings, (20.0, 20.0)) as client:
-        assert client.vocabulary_size() == 400 and client.properties()["build_info"] == "b1-0c1e570"
+        assert client.vocabulary_size() == 400 and client.build() == "b1-0c1e570"

@@ -23,8 +23,8 @@ from distill.commands.import_gguf import import_gguf
 from distill.commands.profile import profile
 from distill.commands.report import report
 from distill.commands.runs import list_runs
+from distill.commands.serve_check import serve_check
 from distill.commands.speedup import speedup
-from distill.commands.standalone.serve_check import serve_check
 from distill.commands.train import train
 from distill.commands.transplant import transplant
 from distill.errors import DistillError, RecipeError

@@ -22,14 +22,12 @@ def check(
         bool, typer.Option("--offline", help="Open no connection; skip checks that need a model hub, and list them.")
     ] = False,
     target: Annotated[
-        str | None, typer.Option("--target", help="Standalone pair: target as Hugging Face folder, hub name or GGUF.")
+        str | None, typer.Option(help="Standalone pair: target as Hugging Face folder, hub name or GGUF.")
     ] = None,
     draft: Annotated[
-        str | None, typer.Option("--draft", help="Standalone pair: draft as Hugging Face folder, hub name or GGUF.")
+        str | None, typer.Option(help="Standalone pair: draft as Hugging Face folder, hub name or GGUF.")
     ] = None,
-    context: Annotated[
-        int | None, typer.Option("--context", min=1, help="Standalone pair: tokens of context to be served.")
-    ] = None,
+    context: Annotated[int | None, typer.Option(min=1, help="Standalone pair: tokens of context to be served.")] = None,
 ) -> None:
     """Check a recipe, or a target and a draft, in seconds.
 

@@ -16,25 +16,19 @@ def cut(
     source: Annotated[str, typer.Argument(metavar="MODEL", help="Model folder or hub name.")],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write.")],
     text: Annotated[
-        list[Path] | None, typer.Option("--text", help="Text file or folder of text files to score the cuts on.")
+        list[Path] | None, typer.Option(help="Text file or folder of text files to score the cuts on.")
     ] = None,
-    target: Annotated[
-        str | None, typer.Option("--target", help="Model to measure KL to; by default the uncut model.")
-    ] = None,
-    layers: Annotated[int | None, typer.Option("--layers", help="Number of layers to keep.")] = None,
+    target: Annotated[str | None, typer.Option(help="Model to measure KL to; by default the uncut model.")] = None,
+    layers: Annotated[int | None, typer.Option(help="Number of layers to keep.")] = None,
     layer_rule: Annotated[
-        str, typer.Option("--layer-rule", help="Which layers go: auto, greedy, influence, angular or last-but-one.")
+        str, typer.Option(help="Which layers go: auto, greedy, influence, angular or last-but-one.")
     ] = "auto",
-    drop_layers: Annotated[
-        str | None, typer.Option("--drop-layers", help="Layers to drop, by number: 14-21 or 3,7.")
-    ] = None,
-    mlp_width: Annotated[int | None, typer.Option("--mlp-width", help="MLP neurons to keep per layer.")] = None,
-    mlp_rule: Annotated[
-        str, typer.Option("--mlp-rule", help="Which neurons stay: activation, magnitude or first.")
-    ] = "activation",
+    drop_layers: Annotated[str | None, typer.Option(help="Layers to drop, by number: 14-21 or 3,7.")] = None,
+    mlp_width: Annotated[int | None, typer.Option(help="MLP neurons to keep per layer.")] = None,
+    mlp_rule: Annotated[str, typer.Option(help="Which neurons stay: activation, magnitude or first.")] = "activation",
     repair: Annotated[bool, typer.Option("--repair/--no-repair", help="Repair narrowed MLPs by least squares.")] = True,
-    kv_heads: Annotated[int | None, typer.Option("--kv-heads", help="KV heads to keep.")] = None,
-    hidden: Annotated[int | None, typer.Option("--hidden", help="Hidden size to keep.")] = None,
+    kv_heads: Annotated[int | None, typer.Option(help="KV heads to keep.")] = None,
+    hidden: Annotated[int | None, typer.Option(help="Hidden size to keep.")] = None,
 ) -> None:
     """Remove layers, MLP neurons, KV groups or hidden dimensions from a model.
 

@@ -9,23 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from distill.commands import shared
 from distill.commands.gguf_options import require_used, takes_gguf_options
-from distill.commands.shared import (
-    DEFAULT_RUNS,
-    DraftOption,
-    FormatOption,
-    RunArgument,
-    RunsOption,
-    TargetOption,
-    TextOption,
-    ThreadsOption,
-    find_run,
-    finite,
-    local_reference,
-    prepare,
-    print_table,
-    run_until,
-)
 from distill.errors import DataError, RecipeError
 
 if TYPE_CHECKING:
@@ -35,7 +20,7 @@ if TYPE_CHECKING:
 
 @takes_gguf_options("target", "draft")
 def evaluate(
-    run: RunArgument = None,
+    run: shared.RunArgument = None,
     kl: Annotated[
         bool,
         typer.Option("--kl", help="KL in both directions, total variation, agreement, acceptance by each verifier."),
@@ -43,16 +28,16 @@ def evaluate(
     acceptance: Annotated[
         bool, typer.Option("--acceptance", help="Acceptance by position, from decoded rounds.")
     ] = False,
-    target: TargetOption = None,
-    draft: DraftOption = None,
-    text: TextOption = None,
+    target: shared.TargetOption = None,
+    draft: shared.DraftOption = None,
+    text: shared.TextOption = None,
     temperature: Annotated[
-        float, typer.Option(min=0, max=100, callback=finite, help="Without a run: the sampler's temperature.")
+        float, shared.number_option(min=0, max=100, help="Without a run: the sampler's temperature.")
     ] = 1.0,
     prompts: Annotated[int, typer.Option(min=4, help="Without a run: prompts taken from the text.")] = 32,
-    threads: ThreadsOption = None,
-    runs: RunsOption = DEFAULT_RUNS,
-    output: FormatOption = "md",
+    threads: shared.ThreadsOption = None,
+    runs: shared.RunsOption = shared.DEFAULT_RUNS,
+    output: shared.FormatOption = "md",
     gguf: Gguf | None = None,
 ) -> None:
     """Measure a target and its draft: divergences and acceptance, with intervals. Both by default."""
@@ -67,15 +52,15 @@ def evaluate(
     else:
         if gguf is not None:
             raise RecipeError("a run is evaluated in PyTorch", "leave llama.cpp's options out, or give GGUF files")
-        recipe, found = find_run(run, runs)
-        run_until(recipe, found, "eval", threads=threads)
+        recipe, found = shared.find_run(run, runs)
+        shared.run_until(recipe, found, "eval", threads=threads)
         report = read_result(found.path("eval.json"), EvaluationReport)
     if not kl:
         stored = None if report.stored is None else replace(report.stored, bounds={})
         report = replace(report, domains={}, stored=stored)
     if not acceptance:
         report = replace(report, positions={}, tokens_per_round={})
-    print_table(without_nan(flat_rows(report)), as_markdown(report), as_json(report), output)
+    shared.print_table(without_nan(flat_rows(report)), as_markdown(report), as_json(report), output)
 
 
 def _evaluate_standalone(
@@ -95,11 +80,11 @@ def _evaluate_standalone(
         )
     from distill.recipe import Corpus, PyTorch, Source, Target
 
-    references = local_reference(target), local_reference(draft)
+    references = shared.local_reference(target), shared.local_reference(draft)
     for path in text:
         if not path.exists():
             raise DataError(f"--text {path}: there is no such file or folder", "correct its path")
-    prepare(threads)
+    shared.prepare(threads)
     from distill.evaluation.standalone import evaluate_standalone
     from distill.models.imported.importing import one_engine
     from distill.models.loaded import load_pair

@@ -10,13 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from distill.commands.shared import (
-    DEFAULT_RUNS,
-    RunsOption,
-    find_run,
-    local_reference,
-    run_until,
-)
+from distill.commands import shared
 from distill.errors import DataError, RecipeError
 from distill.files import read_utf8
 from distill.progress import announce, note, warn
@@ -35,25 +29,22 @@ USUAL_LENGTH = 4  # drafted where nothing was measured
 def export_gguf(
     model: Annotated[str | None, typer.Argument(metavar="[RUN|MODEL]", help="Run, or Hugging Face folder.")] = None,
     outtype: Annotated[
-        list[str] | None,
-        typer.Option("--outtype", help=f"{', '.join(OUTTYPES[:-1])} or {OUTTYPES[-1]}; may be repeated."),
+        list[str] | None, typer.Option(help=f"{', '.join(OUTTYPES[:-1])} or {OUTTYPES[-1]}; may be repeated.")
     ] = None,
     folder: Annotated[Path | None, typer.Option("--to", help="Folder for the files (a run: its gguf folder).")] = None,
     tensor_type: Annotated[
-        list[str] | None,
-        typer.Option("--tensor-type", help="PATTERN=TYPE, such as token_embd=q4_0: another type for some tensors."),
+        list[str] | None, typer.Option(help="PATTERN=TYPE, such as token_embd=q4_0: another type for some tensors.")
     ] = None,
     imatrix: Annotated[
-        Path | None,
-        typer.Option("--imatrix", help="Importance matrix of llama-imatrix (GGUF), or a text to measure one on."),
+        Path | None, typer.Option(help="Importance matrix of llama-imatrix (GGUF), or a text to measure one on.")
     ] = None,
-    text: Annotated[Path | None, typer.Option("--text", help="Check on this text instead of built-in ones.")] = None,
+    text: Annotated[Path | None, typer.Option(help="Check on this text instead of built-in ones.")] = None,
     target: Annotated[
-        Path | None, typer.Option("--target", help="The target's GGUF file, by which the draft will be served.")
+        Path | None, typer.Option(help="The target's GGUF file, by which the draft will be served.")
     ] = None,
     check: Annotated[bool, typer.Option("--check/--no-check", help="Compare each file with its source.")] = True,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace files that are there.")] = False,
-    runs: RunsOption = DEFAULT_RUNS,
+    runs: shared.RunsOption = shared.DEFAULT_RUNS,
 ) -> None:
     """Write GGUF files of a run's draft and target, or of any folder of a supported family (docs/export.md)."""
     kinds = outtype or ["f16", "q8_0"]
@@ -61,6 +52,7 @@ def export_gguf(
         if kind not in OUTTYPES:
             raise RecipeError(f"outtype `{kind}` is unknown", f"use {', '.join(OUTTYPES)}")
     overrides = tuple(_override(value) for value in tensor_type or ())
+    from distill.export.parity import faults_of
     from distill.export.writer import export_files
 
     job = _find(model, runs)
@@ -74,7 +66,7 @@ def export_gguf(
     for name, (source, origin) in job.sources.items():
         reports = export_files(source, outputs[name], origin, overrides, imatrix)
         for report, parity in zip(reports, _parities(source, reports, text, check), strict=True):
-            wrong = _faults(report, parity)
+            wrong = [] if parity is None else faults_of(parity, report.outtype)
             _print(report, parity)
             faults += [f"{report.path}: {fault}" for fault in wrong]
             if target is not None and name != "target":
@@ -107,13 +99,13 @@ def _find(model: str | None, runs: Path) -> _Job:
     if model is not None and (Path(model) / "config.json").exists():
         return _Job({Path(model).resolve().name: (Path(model), PLAIN)}, Path("."))
     if model is not None and is_gguf(model):
-        return _Job({Path(model).stem: (local_folder(local_reference(model)), PLAIN)}, Path("."))
+        return _Job({Path(model).stem: (local_folder(shared.local_reference(model)), PLAIN)}, Path("."))
     from distill.export.head.origin import advice_of, advised, origins
     from distill.pipeline.running import plan_run
     from distill.recipe.recipe import REASON
 
-    recipe, run = find_run(model, runs)
-    run_until(recipe, run, "train")
+    recipe, run = shared.find_run(model, runs)
+    shared.run_until(recipe, run, "train")
     run.verify("train", "draft/*")
     known = origins(recipe, run)
     settled = frozenset(action.stage.name for action in plan_run(recipe, run) if action.kind == "skip")
@@ -125,14 +117,6 @@ def _find(model: str | None, runs: Path) -> _Job:
     else:
         print(f"no file of the target is written: {REASON}", file=sys.stderr)
     return _Job(sources, run.path("gguf", "extra"), run)
-
-
-def _faults(report: ExportReport, parity: Parity | None) -> list[str]:
-    if parity is None:
-        return []
-    from distill.export.parity import faults_of
-
-    return faults_of(parity, report.outtype)
 
 
 def _print(report: ExportReport, parity: Parity | None) -> None:

@@ -8,22 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from distill.commands import shared
 from distill.commands.gguf_options import require_used, takes_gguf_options
-from distill.commands.shared import (
-    COMPILE_HELP,
-    DEFAULT_RUNS,
-    DRAFT_DEVICE_HELP,
-    STATIC_HELP,
-    RunsOption,
-    ThreadsOption,
-    find_run,
-    finite,
-    local_reference,
-    numbers,
-    prepare,
-    pytorch_settings,
-    require_drafts,
-)
 from distill.errors import DataError, RecipeError, RunError
 from distill.files import read_utf8, require_path
 
@@ -38,85 +24,68 @@ LENGTH = 4  # tokens drafted a round where no option says
 @takes_gguf_options("target", "draft")
 def generate(
     prompt: Annotated[str, typer.Argument(help="Text to continue; - reads it from standard input.")],
-    run: Annotated[str | None, typer.Option("--run", help="Run name or folder; the newest run if left out.")] = None,
+    run: Annotated[str | None, typer.Option(help="Run name or folder; the newest run if left out.")] = None,
     target: Annotated[
-        str | None, typer.Option("--target", help="Without a run: Hugging Face folder, hub name or GGUF file.")
+        str | None, typer.Option(help="Without a run: Hugging Face folder, hub name or GGUF file.")
     ] = None,
-    draft: Annotated[
-        str | None, typer.Option("--draft", help="Without a run: a draft of the same kind as the target.")
-    ] = None,
+    draft: Annotated[str | None, typer.Option(help="Without a run: a draft of the same kind as the target.")] = None,
     length: Annotated[
         int | None,
         typer.Option(min=0, max=63, help=f"Tokens drafted a round, at most; 0 decodes plainly. {LENGTH} if left out."),
     ] = None,
-    tokens: Annotated[int, typer.Option(min=1, callback=finite, help="New tokens at most.")] = 128,
-    temperature: Annotated[float, typer.Option(min=0, max=100, callback=finite, help="0 is greedy.")] = 0.0,
-    top_k: Annotated[int, typer.Option(min=0, callback=finite, help="0: off.")] = 0,
-    top_p: Annotated[float, typer.Option(min=0.0001, max=1, callback=finite, help="1: off.")] = 1.0,
-    min_p: Annotated[float, typer.Option(min=0, max=0.9999, callback=finite, help="0: off.")] = 0.0,
-    repetition_penalty: Annotated[float, typer.Option(min=0.01, max=100, callback=finite, help="1: off.")] = 1.0,
-    seed: Annotated[int, typer.Option(min=0, callback=finite, help="Seed of the sampler.")] = 0,
+    tokens: Annotated[int, shared.number_option(min=1, help="New tokens at most.")] = 128,
+    temperature: Annotated[float, shared.number_option(min=0, max=100, help="0 is greedy.")] = 0.0,
+    top_k: Annotated[int, shared.number_option(min=0, help="0: off.")] = 0,
+    top_p: Annotated[float, shared.number_option(min=0.0001, max=1, help="1: off.")] = 1.0,
+    min_p: Annotated[float, shared.number_option(min=0, max=0.9999, help="0: off.")] = 0.0,
+    repetition_penalty: Annotated[float, shared.number_option(min=0.01, max=100, help="1: off.")] = 1.0,
+    seed: Annotated[int, shared.number_option(min=0, help="Seed of the sampler.")] = 0,
     verifier: Annotated[
-        str | None, typer.Option("--verifier", help="greedy, match, token, block, or for drawn trees distinct.")
+        str | None, typer.Option(help="greedy, match, token, block, or for drawn trees distinct.")
     ] = None,
     drafter: Annotated[
         str | None,
         typer.Option(
-            "--drafter",
             help="draft (the default), lookup (n-gram lookup in the text), lookup+draft, tree (of the best tokens, or "
             "drawn: --widths), none; for a draft of another vocabulary: intersection (the tokens both share) or string "
-            "(its text).",
+            "(its text)."
         ),
     ] = None,
     widths: Annotated[
-        str | None, typer.Option("--widths", help="--drafter tree: drawn, with this many children a node: 3,2,1.")
+        str | None, typer.Option(help="--drafter tree: drawn, with this many children a node: 3,2,1.")
     ] = None,
     rule: Annotated[
         str | None,
         typer.Option(
-            "--rule",
             help="How many tokens to draft, --length at most: fixed (the default), p_min, p_min-after, start-continue, "
-            "plus-minus, ratio, entropy, beta or expected-value (docs/recipes.md).",
+            "plus-minus, ratio, entropy, beta or expected-value (docs/recipes.md)."
         ),
     ] = None,
     p_min: Annotated[
-        float | None,
-        typer.Option("--p-min", min=0.0001, max=1, callback=finite, help="--rule p_min, p_min-after: the floor."),
+        float | None, shared.number_option(min=0.0001, max=1, help="--rule p_min, p_min-after: the floor.")
     ] = None,
     allow_lossy: Annotated[
         bool,
         typer.Option("--allow-lossy", help="Allow configurations that change the target's distribution; says LOSSY."),
     ] = False,
-    stop: Annotated[list[str] | None, typer.Option("--stop", help="End before this text; may be repeated.")] = None,
-    regex: Annotated[str | None, typer.Option("--regex", help="The whole new text must match this.")] = None,
-    json_schema: Annotated[
-        Path | None, typer.Option("--json-schema", help="A file; the new text is JSON that follows it.")
-    ] = None,
-    grammar: Annotated[
-        Path | None, typer.Option("--grammar", help="A file in GBNF or Lark; the new text follows it.")
-    ] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be repeated.")] = None,
+    regex: Annotated[str | None, typer.Option(help="The whole new text must match this.")] = None,
+    json_schema: Annotated[Path | None, typer.Option(help="A file; the new text is JSON that follows it.")] = None,
+    grammar: Annotated[Path | None, typer.Option(help="A file in GBNF or Lark; the new text follows it.")] = None,
     static: Annotated[
-        bool | None,
-        typer.Option(
-            "--static/--no-static",
-            help=f"{STATIC_HELP} Off if left out, or as the run's recipe says.",
-        ),
+        bool | None, typer.Option(help=f"{shared.STATIC_HELP} Off if left out, or as the run's recipe says.")
     ] = None,
     compile: Annotated[
-        bool | None,
-        typer.Option(
-            "--compile/--no-compile",
-            help=f"{COMPILE_HELP} Off if left out, or as the run's recipe says.",
-        ),
+        bool | None, typer.Option(help=f"{shared.COMPILE_HELP} Off if left out, or as the run's recipe says.")
     ] = None,
-    draft_device: Annotated[str | None, typer.Option("--draft-device", help=DRAFT_DEVICE_HELP)] = None,
-    threads: ThreadsOption = None,
-    runs: RunsOption = DEFAULT_RUNS,
+    draft_device: Annotated[str | None, typer.Option(help=shared.DRAFT_DEVICE_HELP)] = None,
+    threads: shared.ThreadsOption = None,
+    runs: shared.RunsOption = shared.DEFAULT_RUNS,
     gguf: Gguf | None = None,
 ) -> None:
     """Continue a prompt, streamed, with the draft's accepted tokens marked (green on a terminal)."""
     text = _standard_input() if prompt == "-" else prompt
-    levels = None if widths is None else tuple(numbers(widths, "--widths", int, "3,2,1"))
+    levels = None if widths is None else tuple(shared.numbers(widths, "--widths", int, "3,2,1"))
     configuration = _configuration(drafter, length, rule, p_min, levels, verifier, temperature)
     wanted = _grammar(regex, json_schema, grammar)
     from distill.models.imported.importing import one_engine
@@ -128,7 +97,7 @@ def generate(
         place, device = Target(model=pair[0]), "auto"
         model, found = pair[1], None
     else:
-        recipe, found = find_run(run, runs)
+        recipe, found = shared.find_run(run, runs)
         if not found.path("draft", "config.json").exists():
             raise RunError(f"{found.folder} has no trained draft yet", "run `distill train` on its recipe")
         found.verify("train", "draft/*")
@@ -137,8 +106,8 @@ def generate(
         place = recipe.target.model_copy(update={"model": big})
     require_used(gguf, place.model, model if configuration.asks_the_draft else None)
     given = {"static": static, "compile": compile, "draft_device": draft_device}
-    pytorch = pytorch_settings(settings, place.model, **given)
-    prepare(threads)
+    pytorch = shared.pytorch_settings(settings, place.model, **given)
+    shared.prepare(threads)
     from distill.generate.stream import Request, stream
     from distill.sampler import Sampler
 
@@ -194,8 +163,8 @@ def _standalone_pair(target: str | None, draft: str | None, configuration: Confi
         raise RecipeError(
             f"drafter {configuration.drafter} needs a draft", "give --draft, or use --drafter lookup or --length 0"
         )
-    target, draft = local_reference(target), None if draft is None else local_reference(draft)
-    return (target, None) if draft is None else require_drafts(target, draft, foreign)
+    target, draft = shared.local_reference(target), None if draft is None else shared.local_reference(draft)
+    return (target, None) if draft is None else shared.require_drafts(target, draft, foreign)
 
 
 def _with_measured(request: Request, run: Run) -> Request:

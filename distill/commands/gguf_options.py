@@ -15,20 +15,20 @@ if TYPE_CHECKING:
     from distill.recipe import Gguf
 
 PANEL = "llama.cpp's options, for GGUF files"
-# Name, kind, short names and help of each option. `threads` is an option of the commands themselves.
-OPTIONS: tuple[tuple[str, Any, tuple[str, ...], str], ...] = (
-    ("n_gpu_layers", int, ("-ngl",), "Layers on GPUs; all where llama.cpp was built for one."),
-    ("device", str, ("-dev",), "GPUs, such as CUDA0,CUDA1; none: the CPU alone."),
-    ("tensor_split", str, ("-ts",), "Share of the layers for each GPU, such as 3,1."),
-    ("flash_attn", str, ("-fa",), "on, off (the default) or auto."),
-    ("cache_type_k", str, ("-ctk",), "Type of the cached keys: f32, f16 (the default), bf16, q8_0, q5_1, q5_0, …"),
-    ("cache_type_v", str, ("-ctv",), "Type of the cached values; quantised ones need --flash-attn on."),
-    ("threads_batch", int, ("-tb",), "CPU threads of steps of several tokens; as --threads if left out."),
-    ("ubatch_size", int, ("-ub",), "Tokens computed at once (micro-batch)."),
-    ("mmap", bool, (), "Map the file into memory, or read it."),
-    ("mlock", bool, (), "Keep the weights in RAM."),
+# Name, kind, short name of the target's and of the draft's, help. `threads` is an option of the commands themselves.
+OPTIONS: tuple[tuple[str, Any, str, str, str], ...] = (
+    ("n_gpu_layers", int, "-ngl", "-ngld", "Layers on GPUs; all where llama.cpp was built for one."),
+    ("device", str, "-dev", "-devd", "GPUs, such as CUDA0,CUDA1; none: the CPU alone."),
+    ("tensor_split", str, "-ts", "", "Share of the layers for each GPU, such as 3,1."),
+    ("flash_attn", str, "-fa", "", "on, off (the default) or auto."),
+    ("cache_type_k", str, "-ctk", "-ctkd", "Type of the cached keys: f32, f16 (the default), bf16, q8_0, q5_1, …"),
+    ("cache_type_v", str, "-ctv", "-ctvd", "Type of the cached values; quantised ones need --flash-attn on."),
+    ("threads_batch", int, "-tb", "-tbd", "CPU threads of steps of several tokens; as --threads if left out."),
+    ("ubatch_size", int, "-ub", "", "Tokens computed at once (micro-batch)."),
+    ("mmap", bool, "", "", "Map the file into memory, or read it."),
+    ("mlock", bool, "", "", "Keep the weights in RAM."),
 )
-SHORT_OF_DRAFT = {"-ngl": "-ngld", "-dev": "-devd", "-ctk": "-ctkd", "-ctv": "-ctvd", "-tb": "-tbd"}  # llama.cpp's
+OF_DRAFT = (*OPTIONS, ("threads", int, "", "-td", "CPU threads of the draft."))
 LISTS: dict[str, type] = {"device": str, "tensor_split": float}
 
 
@@ -37,8 +37,8 @@ def takes_gguf_options(*roles: str) -> Callable[[Callable[..., None]], Callable[
 
     The argument is a `distill.recipe.Gguf`, or None where none of the options was given.
     """
-    options = [_option(role, *option, "draft" in roles) for role in roles for option in OPTIONS]
-    options += [_option("draft", "threads", int, ("-td",), "CPU threads of the draft.")] * ("draft" in roles)
+    twice = "draft" in roles
+    options = [_option(role, *one, twice) for role in roles for one in (OF_DRAFT if role == "draft" else OPTIONS)]
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         signature = inspect.signature(command, eval_str=True, locals={"Gguf": Any})
@@ -58,25 +58,15 @@ def takes_gguf_options(*roles: str) -> Callable[[Callable[..., None]], Callable[
 
 
 def _option(
-    role: str, name: str, kind: Any, short: tuple[str, ...], words: str, twice: bool = False
+    role: str, name: str, kind: Any, short: str, short_of_draft: str, words: str, twice: bool
 ) -> inspect.Parameter:
     draft = role == "draft"
-    spelt = name.replace("_", "-") + ("-draft" if draft else "")
-    if name == "mmap":
-        names: tuple[str, ...] = (f"--{spelt}/--no-{spelt}",)
-    elif kind is bool:
-        names = (f"--{spelt}",)
-    elif draft:
-        names = (
-            f"--{spelt}",
-            *(SHORT_OF_DRAFT.get(one, one) for one in short if one in SHORT_OF_DRAFT or one == "-td"),
-        )
-    else:
-        names = (f"--{spelt}", *short)
-    if name == "n_gpu_layers" and twice:
+    if twice and name == OPTIONS[0][0]:
         words += " This and each option below is also --NAME-draft, for the draft."
+    spelt = name.replace("_", "-") + ("-draft" if draft else "")
+    names = [f"--{spelt}/--no-{spelt}" if name == "mmap" else f"--{spelt}", short_of_draft if draft else short]
     # A group of their own, in which the draft's, the same once more, are not shown.
-    info = typer.Option(*names, help=words, rich_help_panel=PANEL, hidden=draft)
+    info = typer.Option(*filter(None, names), help=words, rich_help_panel=PANEL, hidden=draft)
     return inspect.Parameter(
         f"gguf_{role}_{name}", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, info]
     )

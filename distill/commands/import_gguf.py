@@ -19,9 +19,8 @@ def import_gguf(
     dtype: Annotated[
         str | None,
         typer.Option(
-            "--dtype",
             help="Type of all weights: float32, bfloat16 or float16; if left out, floats as they are and quantised "
-            "weights in float32, which loses nothing.",
+            "weights in float32, which loses nothing."
         ),
     ] = None,
 ) -> None:

@@ -9,22 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from distill import MOST_PRIMITIVES, PRIMITIVES
+from distill.commands import shared
 from distill.commands.gguf_options import require_used, takes_gguf_options
-from distill.commands.shared import (
-    COMPILE_HELP,
-    DTYPE_HELP,
-    PREPACK_HELP,
-    STATIC_HELP,
-    FormatOption,
-    ThreadsOption,
-    finite,
-    local_reference,
-    numbers,
-    print_table,
-    pytorch_settings,
-)
 from distill.errors import DataError, RecipeError
 from distill.progress import announce
+from distill.results.tables import markdown_table
 
 if TYPE_CHECKING:
     from distill.recipe import Gguf, PyTorch, Target
@@ -35,35 +24,26 @@ def profile(
     model: Annotated[
         str | None, typer.Argument(metavar="MODEL", help="Hugging Face folder, hub name or GGUF file.")
     ] = None,
-    depths: Annotated[
-        str, typer.Option("--depths", help="Tokens already in the cache, separated by commas.")
-    ] = "64,512",
-    most: Annotated[int, typer.Option("--most", min=2, max=64, help="Measure steps of 1 to this many tokens.")] = 64,
+    depths: Annotated[str, typer.Option(help="Tokens already in the cache, separated by commas.")] = "64,512",
+    most: Annotated[int, typer.Option(min=2, max=64, help="Measure steps of 1 to this many tokens.")] = 64,
     repeats: Annotated[int, typer.Option(min=5, help="Repeats per step; the median counts.")] = 7,
-    dtype: Annotated[str, typer.Option("--dtype", help=DTYPE_HELP)] = "float32",
-    static: Annotated[bool | None, typer.Option("--static/--no-static", help=STATIC_HELP)] = None,
-    compile: Annotated[bool | None, typer.Option("--compile/--no-compile", help=COMPILE_HELP)] = None,
-    prepack: Annotated[bool | None, typer.Option("--prepack/--no-prepack", help=PREPACK_HELP)] = None,
-    threads: ThreadsOption = None,
-    out: Annotated[Path | None, typer.Option("--out", help="Also save the curve to this JSON file.")] = None,
+    dtype: Annotated[str, typer.Option(help=shared.DTYPE_HELP)] = "float32",
+    static: Annotated[bool | None, typer.Option(help=shared.STATIC_HELP)] = None,
+    compile: Annotated[bool | None, typer.Option(help=shared.COMPILE_HELP)] = None,
+    prepack: Annotated[bool | None, typer.Option(help=shared.PREPACK_HELP)] = None,
+    threads: shared.ThreadsOption = None,
+    out: Annotated[Path | None, typer.Option(help="Also save the curve to this JSON file.")] = None,
     batched_bench: Annotated[
-        Path | None,
-        typer.Option("--batched-bench", help="Read a llama-batched-bench log (jsonl) instead of measuring."),
+        Path | None, typer.Option(help="Read a llama-batched-bench log (jsonl) instead of measuring.")
     ] = None,
     acceptance: Annotated[
         str | None,
-        typer.Option(
-            "--acceptance",
-            help="Acceptance rates by position, separated by commas; also print llama.cpp settings for them.",
-        ),
+        typer.Option(help="Acceptance rates by position, separated by commas; also print llama.cpp settings for them."),
     ] = None,
     draft_cost: Annotated[
-        float,
-        typer.Option(
-            "--draft-cost", min=0, callback=finite, help="With --acceptance: cost of a draft step, in units of T(1)."
-        ),
+        float, shared.number_option(min=0, help="With --acceptance: cost of a draft step, in units of T(1).")
     ] = 0.05,
-    output: FormatOption = "md",
+    output: shared.FormatOption = "md",
     gguf: Gguf | None = None,
 ) -> None:
     """Measure the cost curve of one model on this machine.
@@ -86,9 +66,9 @@ def profile(
 
         if model.endswith(".gguf") and dtype != "float32":
             raise RecipeError(f"--dtype {dtype} is for folders; a GGUF file has types of its own", "leave it out")
-        pytorch = pytorch_settings(PyTorch(), model, static=static, compile=compile, prepack=prepack)
+        pytorch = shared.pytorch_settings(PyTorch(), model, static=static, compile=compile, prepack=prepack)
         place = parse_section(Target, {"model": model, "dtype": dtype})
-        curve = _measured(place, numbers(depths, "--depths", int), most, repeats, threads, gguf, pytorch)
+        curve = _measured(place, shared.numbers(depths, "--depths", int), most, repeats, threads, gguf, pytorch)
     if out is not None:
         from distill.speculative.costs.curve import save_cost_curve
 
@@ -102,26 +82,20 @@ def profile(
     lines = [f"{curve.model}, {curve.backend}; T(m) of m tokens at a depth, in {curve.unit}", ""]
     if curve.note:
         lines[1:1] = ["", f"Note: {curve.note}."]
-    lines += ["| depth | m | T(m) | T(m) / T(1) |", "|--:|--:|--:|--:|"]
-    lines += [f"| {r['depth']} | {r['tokens']} | {r['seconds']:.6g} | {r['relative']:.3f} |" for r in rows]
+    shown = [[str(r["depth"]), str(r["tokens"]), f"{r['seconds']:.6g}", f"{r['relative']:.3f}"] for r in rows]
+    lines.append(markdown_table(["depth", "m", "T(m)", "T(m) / T(1)"], shown, "r"))
     if acceptance is not None:
         from distill.benchmark.batched_bench import settings
 
-        rates = numbers(acceptance, "--acceptance", float)
+        rates = shared.numbers(acceptance, "--acceptance", float)
         if not all(0 <= rate <= 1 for rate in rates):
             raise RecipeError(f"--acceptance {acceptance}: rates must lie between 0 and 1", "for instance 0.8,0.75,0.7")
         lines += ["", *(str(setting) for setting in settings(curve, rates, draft_cost, curve.depths[0]))]
-    print_table(rows, "\n".join(lines), rows, output)
+    shared.print_table(rows, "\n".join(lines), rows, output)
 
 
 def _measured(
-    place: Target,
-    depths: list[int],
-    most: int,
-    repeats: int,
-    threads: int | None,
-    gguf: Gguf | None,
-    pytorch: PyTorch,
+    place: Target, depths: list[int], most: int, repeats: int, threads: int | None, gguf: Gguf | None, pytorch: PyTorch
 ) -> Any:
     from distill.machine import thread_count
     from distill.speculative.costs.curve import measure_curve
@@ -147,7 +121,7 @@ def _measured(
     from distill.models.loaded import torch_decoder
 
     torch.set_num_threads(thread_count(threads))
-    loaded = load_model(local_reference(model), place.dtype, pick_device("auto"))
+    loaded = load_model(shared.local_reference(model), place.dtype, pick_device("auto"))
     decoder = torch_decoder(loaded, None, pytorch, room)
     title = model + pytorch.suffix + ("" if place.dtype == "float32" else f", {place.dtype}")
     return measure_curve(decoder, title, "pytorch", depths, most, repeats)

@@ -12,14 +12,13 @@ import typer
 
 from distill.commands.shared import DEFAULT_RUNS, FormatOption, RunsOption, print_table
 from distill.errors import DistillError, RecipeError, RunError
+from distill.results.tables import markdown_table
 
 
 def list_runs(
     runs: RunsOption = DEFAULT_RUNS,
     output: FormatOption = "md",
-    delete: Annotated[
-        str | None, typer.Option("--delete", metavar="NAME", help="Delete this run and everything in it.")
-    ] = None,
+    delete: Annotated[str | None, typer.Option(metavar="NAME", help="Delete this run and everything in it.")] = None,
     yes: Annotated[bool, typer.Option("--yes", help="With --delete: do not ask.")] = False,
 ) -> None:
     """List the runs with their finished stages, last change and size on disk; or delete one."""
@@ -41,9 +40,8 @@ def list_runs(
         rows.append({"run": folder.name, "state": state, "changed": changed, "megabytes": round(size / 1e6, 1)})
     if not rows:
         raise RunError(f"there are no runs in {runs.resolve()}", "make one with `distill train RECIPE`")
-    lines = ["| run | state | changed | MB |", "|---|---|---|--:|"]
-    lines += [f"| {r['run']} | {r['state']} | {r['changed']} | {r['megabytes']} |" for r in rows]
-    print_table(rows, "\n".join(lines), rows, output)
+    shown = [[str(value) for value in row.values()] for row in rows]
+    print_table(rows, markdown_table(["run", "state", "changed", "MB"], shown, "lllr"), rows, output)
 
 
 def _stages(config: Path) -> list[str]:

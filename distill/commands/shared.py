@@ -33,8 +33,7 @@ DraftOption = Annotated[
     str | None, typer.Option("--draft", help="Standalone pair: draft, of the same kind as the target.")
 ]
 TextOption = Annotated[
-    list[Path] | None,
-    typer.Option("--text", help="Standalone pair: text file or folder to take prompts from."),
+    list[Path] | None, typer.Option("--text", help="Standalone pair: text file or folder to take prompts from.")
 ]
 ThreadsOption = Annotated[
     int | None,
@@ -144,8 +143,23 @@ def run_until(recipe: Recipe, run: Run, stage: str, redo: Sequence[str] = (), th
         run.close()
 
 
+def require_format(output: str) -> None:
+    """Raise RecipeError for a format that `print_table` does not write."""
+    if output not in ("md", "json", "jsonl", "csv"):
+        raise RecipeError(f"output format `{output}` is unknown", "use -o md, json, jsonl or csv")
+
+
+def require_place(to: Path | None) -> None:
+    """Raise an error for a file of --to that cannot be written, before hours of measuring."""
+    if to is not None:
+        require_path(to, "--to")
+        if not to.resolve().parent.is_dir():
+            raise DataError(f"there is no folder {to.resolve().parent}", "make it, or correct --to")
+
+
 def print_table(rows: list[dict[str, Any]], markdown: str, value: Any, output: str) -> None:
     """Print results to stdout as `output` says: md, json, jsonl or csv; raises RecipeError for another format."""
+    require_format(output)
     if output == "md":
         print(markdown, end="" if markdown.endswith("\n") else "\n")
     elif output == "json":
@@ -153,15 +167,13 @@ def print_table(rows: list[dict[str, Any]], markdown: str, value: Any, output: s
     elif output == "jsonl":
         for row in rows:
             print(json.dumps(row, ensure_ascii=False))
-    elif output == "csv":
+    else:
         text = io.StringIO()
         if rows:
             writer = csv.DictWriter(text, list(rows[0]))
             writer.writeheader()
             writer.writerows(rows)
         print(text.getvalue(), end="")
-    else:
-        raise RecipeError(f"output format `{output}` is unknown", "use -o md, json, jsonl or csv")
 
 
 def read_texts(paths: list[Path]) -> list[str]:
@@ -202,6 +214,11 @@ def finite(value: Number) -> Number:
     if value is not None and not abs(value) <= LARGEST:
         raise typer.BadParameter("the number must be finite and below 2^63")
     return value
+
+
+def number_option(*names: str, **settings: Any) -> Any:
+    """An option that takes a number, which must be finite."""
+    return typer.Option(*names, callback=finite, **settings)
 
 
 def local_reference(reference: str) -> str:

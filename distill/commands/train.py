@@ -6,7 +6,7 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -23,9 +23,9 @@ def train(
     recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help="Recipe file.")],
     overrides: Annotated[list[str] | None, typer.Argument(metavar="a.b=c", help="Override recipe keys.")] = None,
     runs: RunsOption = DEFAULT_RUNS,
-    until: Annotated[str | None, typer.Option("--until", help="Stop after this stage.")] = None,
+    until: Annotated[str | None, typer.Option(help="Stop after this stage.")] = None,
     redo: Annotated[
-        list[str] | None, typer.Option("--redo", help="Run this stage, and the stages that depend on it, again.")
+        list[str] | None, typer.Option(help="Run this stage, and the stages that depend on it, again.")
     ] = None,
     fresh: Annotated[
         bool, typer.Option("--fresh", help="Start anew; an old run of this name is moved aside, never deleted.")
@@ -50,6 +50,8 @@ def train(
     Finished stages are skipped. After an interruption the same command resumes.
     """
     from distill.pipeline.planning import require_allowed
+    from distill.pipeline.refresh import finish_refresh, plan_refresh
+    from distill.pipeline.refresh import refresh as start_refresh
     from distill.pipeline.running import follow_main, plan_run, run_pipeline
     from distill.pipeline.stages import find_stage
     from distill.processes import is_main
@@ -81,7 +83,8 @@ def train(
     if refresh and (fresh or redo or dry_run):
         raise RecipeError("--refresh starts a new run and cannot be combined with --fresh, --redo or --dry-run")
     run = Run(folder, found)
-    parent = _planned_refresh(found, run, refresh)
+    finish_refresh(folder)  # one that was killed
+    parent = plan_refresh(found, run) if refresh else None
     if dry_run:
         plan = plan_run(found, run, until, redo or ())
         for action in plan:
@@ -95,13 +98,12 @@ def train(
     # Before the run folder is touched: a cut that cannot be made must not cost the answers.
     _check(found, run, until)
     if parent is not None:
-        _start_refresh(run, parent)
+        print(f"the old run is now {start_refresh(run, parent)}", file=sys.stderr)
     try:
         run.open(read_utf8(recipe))
         prepare(found.threads)
         run_pipeline(found, run, until, redo or (), partial(_print_stage, folder))
-        say_whether_training_helped(run)
-        say_what_more_would_give(run)
+        say_outcome(run)
         require_passed(run, until)
     finally:
         run.close()
@@ -119,20 +121,6 @@ def _rehearse(whole: Recipe, short: Recipe, run: Run) -> None:
         run.close()
     print(table)
     print(f"{run.folder} holds the rehearsal; `distill runs --delete {run.folder.name}` removes it", file=sys.stderr)
-
-
-def _planned_refresh(recipe: Recipe, run: Run, wanted: bool) -> dict[str, Any] | None:
-    """The parent.json of a refreshed run; None where no refresh is wanted. Finishes a refresh that was killed."""
-    from distill.pipeline.refresh import finish_refresh, plan_refresh
-
-    finish_refresh(run.folder)
-    return plan_refresh(recipe, run) if wanted else None
-
-
-def _start_refresh(run: Run, parent: dict[str, Any]) -> None:
-    from distill.pipeline.refresh import refresh
-
-    print(f"the old run is now {refresh(run, parent)}", file=sys.stderr)
 
 
 def _move_aside(run: Run) -> None:
@@ -157,28 +145,19 @@ def _check(recipe: Recipe, run: Run, until: str | None) -> None:
         print(line, file=sys.stderr)
 
 
-def say_whether_training_helped(run: Run) -> None:
-    """Write a line where the weights from before the first step are the draft."""
+def say_outcome(run: Run) -> None:
+    """Write a line where the weights from before the first step are the draft, and one on what twice the tokens would
+    give, where the learning curve tells; else the report says why."""
     from distill.results.serialise import read_result
     from distill.results.training_results import TrainingSummary
 
     if run.done("train") is None:
         return
-    warning = read_result(run.path("training.json"), TrainingSummary).warning
-    if warning is not None:
-        run.say(f"{warning}\n  train longer, or change train.rate or train.loss", warning=True)
-
-
-def say_what_more_would_give(run: Run) -> None:
-    """Write a line on what twice the tokens would give, where the learning curve tells; else the report says why."""
-    from distill.results.serialise import read_result
-    from distill.results.training_results import TrainingSummary
-
-    if run.done("train") is None:
-        return
-    curve = read_result(run.path("training.json"), TrainingSummary).curve
-    if curve is not None and curve.doubled is not None:
-        run.say(curve.sentence)
+    training = read_result(run.path("training.json"), TrainingSummary)
+    if training.warning is not None:
+        run.say(f"{training.warning}\n  train longer, or change train.rate or train.loss", warning=True)
+    if training.curve is not None and training.curve.doubled is not None:
+        run.say(training.curve.sentence)
 
 
 def require_passed(run: Run, until: str | None) -> None:

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from distill.commands.shared import finite, local_reference, read_texts
+from distill.commands.shared import local_reference, number_option, read_texts
 from distill.errors import DataError, RecipeError
 from distill.progress import announce
 
@@ -18,31 +18,18 @@ def transplant(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="New folder.")],
     override: Annotated[
         list[str] | None,
-        typer.Option(
-            "--override", metavar="TOKEN=TEXT", help="Make a target token's row from the donor tokens of TEXT."
-        ),
+        typer.Option(metavar="TOKEN=TEXT", help="Make a target token's row from the donor tokens of TEXT."),
     ] = None,
-    method: Annotated[
-        str, typer.Option("--method", help="subtokens or pursuit, for tokens without a copy.")
-    ] = "subtokens",
+    method: Annotated[str, typer.Option(help="subtokens or pursuit, for tokens without a copy.")] = "subtokens",
     decay: Annotated[
-        float,
-        typer.Option(
-            "--decay",
-            callback=finite,
-            help="In the head: weight of each subtoken relative to the one before; 1: their mean.",
-        ),
+        float, number_option(help="In the head: weight of each subtoken relative to the one before; 1: their mean.")
     ] = 1.0,
-    dtype: Annotated[
-        str | None, typer.Option("--dtype", help="float32, bfloat16 or float16; by default as stored.")
-    ] = None,
-    rows: Annotated[
-        int | None, typer.Option("--rows", help="Embedding rows, for a TARGET without config.json.")
-    ] = None,
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; by default as stored.")] = None,
+    rows: Annotated[int | None, typer.Option(help="Embedding rows, for a TARGET without config.json.")] = None,
     text: Annotated[
         list[Path] | None,
         typer.Option(
-            "--text", help="Text written by the target: reports the share that DONOR cannot draft without a transplant."
+            help="Text written by the target: reports the share that DONOR cannot draft without a transplant."
         ),
     ] = None,
 ) -> None:

@@ -6,35 +6,23 @@ from typing import Any
 
 import yaml
 
+from distill.models.server_commands import LLAMA_SERVER, VLLM, llama_server, transformers, vllm
 from distill.recipe.recipe import REASON
+from distill.report import draft_tables, measured_tables
 from distill.report.limits import limits
-from distill.report.markup import HUB_NAME, code, table, words
-from distill.report.text import (
-    clean,
-    interval,
-    is_grown,
-    machine_words,
-    number,
-    percent,
-    significant,
-    size,
-    software_words,
-    speedup_interval,
-)
-from distill.report.usage import how_to_use
-from distill.results.evaluation_results import (
-    CEILING,
-    MEASURES,
-    RATES,
-    SAMPLED,
-    SAMPLED_MEANS,
-    SIDES,
-    EvaluationReport,
-)
-from distill.results.export_results import ExportedFile, ExportReport
+from distill.report.markup import HUB_NAME, block, bullets, code, table, words
+from distill.report.text import clean, machine_words, number, significant, size, software_words
+from distill.results.evaluation_results import EvaluationReport
 from distill.results.run_results import RunResults
-from distill.results.speedup_results import Measurement, SpeedupReport
+from distill.results.speedup_results import SLOWER, SpeedupReport
 from distill.results.training_results import STORED, trained_tokens
+
+FALLBACK_LENGTH = 4
+SPECULATION_LOSES = (
+    "On the machine above, speculation was slower than plain decoding with every draft length tried: do not use this "
+    "pair there. The commands are for other machines."
+)
+PARITY = "Each file in llama.cpp against its Hugging Face model:"
 
 
 def build_card(results: RunResults) -> str:
@@ -51,11 +39,13 @@ def build_card(results: RunResults) -> str:
         "### Speedup",
         _speedup(results.speedup) if results.speedup else _not_run("speedup", results),
         "### GGUF files",
-        _gguf(results.export) if results.export else _not_run("export", results),
+        f"{PARITY}\n\n{table(measured_tables.files(results.export))}"
+        if results.export
+        else _not_run("export", results),
         "## How to use it",
-        how_to_use(results),
+        _usage(results),
         "## Limits",
-        "\n".join(f"- {words(sentence)}" for sentence in limits(results)),
+        bullets(limits(results)),
     ]
     return "\n\n".join(parts) + "\n"
 
@@ -76,10 +66,6 @@ def _not_run(stage: str, results: RunResults) -> str:
     if stage in results.left_out:
         return f"The stage `{stage}` was not run: {results.left_out[stage]}."
     return f"The stage `{stage}` has not run."
-
-
-def _pair(name: str, grown: set[str]) -> str:
-    return words(name) + (" **(grown)**" if is_grown(name, grown) else "")
 
 
 def _purpose(results: RunResults) -> str:
@@ -118,137 +104,78 @@ def _making(results: RunResults) -> str:
     return (
         f"{start} and trained to match the target with `distill`, recipe {code(recipe)}, finished "
         f"{words(results.date)}, on {words(place)}; {words(software_words(machine))}.\n\n"
-        f"{trained}\n\n{_models(results)}"
+        f"{trained}\n\n{table(draft_tables.models(results))}"
     )
-
-
-def _models(results: RunResults) -> str:
-    models = {"target": results.target, "donor": results.donor, "draft": results.draft}
-    rows = [
-        [
-            name,
-            code(model.path),
-            words(model.architecture),
-            number(model.parameters),
-            number(model.layers),
-            number(model.hidden),
-            number(model.mlp),
-            number(model.vocabulary),
-            number(model.bytes),
-        ]
-        for name, model in models.items()
-        if model is not None
-    ]
-    heads = ["", "path", "architecture", "parameters", "layers", "hidden", "MLP", "vocabulary", "bytes"]
-    return table(heads, rows, results.command)
 
 
 def _acceptance(evaluation: EvaluationReport) -> str:
-    parts = [
-        "Before is the draft as cut, after is this draft; brackets hold intervals; sampler: "
-        + words(evaluation.sampler_words)
-        + "."
-    ]
+    sampler = words(evaluation.sampler_words)
+    parts = [f"Before is the draft as cut, after is this draft; brackets hold intervals; sampler: {sampler}."]
     if evaluation.stored is not None:
-        parts.append("\n".join(f"- {words(sentence)}" for sentence in evaluation.stored.sentences))
-    for domain, drafts in evaluation.domains.items():
-        sides = [drafts.get(side) for side in SIDES]
-        rows = [
-            [label, *(interval(side.measure(name) if side else None, name in RATES) for side in sides)]
-            for name, label in MEASURES.items()
-            if name != CEILING
-        ]
-        counts = [f"{number(side and side.tokens)} ({number(side and side.prompts)})" for side in sides]
-        rows.append(["tokens (prompts)", *counts])
-        parts.append(f"**{words(domain)}**\n\n" + table(["", *SIDES], rows, evaluation.command))
-    if evaluation.stored is not None:
-        sampled = [interval(evaluation.stored.sampled.get(side), True) for side in SIDES]
-        parts.append(f"{SAMPLED_MEANS}\n\n" + table(["", *SIDES], [[SAMPLED, *sampled]], evaluation.command))
-    return "\n\n".join(parts)
+        parts.append(bullets(evaluation.stored.sentences))
+    return "\n\n".join([*parts, *map(table, measured_tables.divergences(evaluation))])
 
 
 def _speedup(report: SpeedupReport) -> str:
-    heads = [
-        "pair",
-        "backend",
-        "γ",
-        "plain, tokens/s",
-        "speculative, tokens/s",
-        "acceptance",
-        "tokens per round",
-        "speedup",
-        "",
-        "identical / excused / different",
-    ]
-    found = (
+    parts = [
         "End to end, compared with plain decoding of the same target. Each row is the fastest of the draft lengths "
-        "tried:\n\n" + table(heads, [_fastest_row(report, one) for one in report.fastest], report.command)
-    )
-    others = [one for one in report.others if not one.is_plain]
-    if not others:
-        return found
-    heads = ["pair", "backend", "configuration", "speedup", "", "tokens per round", "distribution"]
-    rows = [
-        [
-            _pair(one.pair, report.grown_pairs),
-            words(one.backend),
-            words(one.configuration),
-            speedup_interval(one),
-            one.verdict,
-            number(one.tokens_per_round),
-            words(one.distribution),
+        "tried:",
+        table(measured_tables.fastest(report)),
+    ]
+    others = measured_tables.others(report, plain=False)
+    if others.rows:
+        parts += [
+            "Other configurations, each beside plain decoding under the same sampler, with the distribution that the "
+            "text follows:",
+            table(others),
         ]
-        for one in others
-    ]
+    return "\n\n".join(parts)
+
+
+def _usage(results: RunResults) -> str:
+    """One command for each server or library, with the draft length that was fastest."""
+    target, draft = clean(results.target.path), clean(results.draft.path)
+    same = results.target.vocabulary == results.draft.vocabulary
+    fastest = results.speedup.fastest if results.speedup else []
+    # The last of a backend stays: the real target after a grown one, then the fastest.
+    ranked = sorted(fastest, key=lambda one: (not one.grown, one.speedup))
+    best = {one.backend: one.length or FALLBACK_LENGTH for one in ranked}
+    length = best.get("pytorch", max(best.values(), default=FALLBACK_LENGTH))
+    origin = (
+        "The draft lengths shown were the fastest on the machine above; measure on yours."
+        if best
+        else "No draft length was measured; the one shown is only a starting point."
+    )
+    slower = fastest and all(one.verdict == SLOWER for one in fastest if not one.grown)
+    warning = [SPECULATION_LOSES] if slower else []
+    return "\n\n".join(
+        [
+            *warning,
+            "transformers:",
+            block("python", transformers(target, draft, length, same)),
+            "llama.cpp:",
+            block("sh", _llama_cpp(results, best.get("gguf", length))),
+            "vLLM:",
+            block("sh", vllm(target, draft, length)) if same else _not_for_vllm(results),
+            f"{origin} llama-server's options were run with {LLAMA_SERVER}, vLLM's were read in the sources of {VLLM} "
+            "and not run; on several GPUs vLLM splits the draft as the target. The figures above are of distill's own "
+            "decoder: `distill serve-check RUN --server PATH` measures the pair on your server.",
+        ]
+    )
+
+
+def _llama_cpp(results: RunResults, length: int) -> str:
+    files = results.export.files if results.export else []
+
+    def path(model: str) -> str:
+        return clean(next((file.path for file in files if file.model == model), f"{model}.gguf"))
+
+    return llama_server(path("target"), path("draft"), length)
+
+
+def _not_for_vllm(results: RunResults) -> str:
     return (
-        f"{found}\n\nOther configurations, each beside plain decoding under the same sampler, with the distribution "
-        f"that the text follows:\n\n{table(heads, rows, report.command)}"
+        f"vLLM does not take this pair: it asks for the same number of rows, and the target has "
+        f"{results.target.vocabulary:,}, the draft {results.draft.vocabulary:,}. A transplant gives the draft the "
+        "target's rows."
     )
-
-
-def _fastest_row(report: SpeedupReport, one: Measurement) -> list[str]:
-    plain = report.plain_beside(one)
-    return [
-        _pair(one.pair, report.grown_pairs),
-        words(one.backend),
-        str(one.length),
-        number(plain.tokens_per_second if plain else None),
-        number(one.tokens_per_second),
-        percent(one.acceptance),
-        number(one.tokens_per_round),
-        speedup_interval(one),
-        one.verdict,
-        f"{number(one.identical)} / {number(one.excused)} / {number(one.different)}",
-    ]
-
-
-def _gguf(export: ExportReport) -> str:
-    heads = [
-        "file",
-        "model",
-        "type",
-        "bytes",
-        "positions",
-        MEASURES["top1_agreement"],
-        "mean \\|Δ log p\\|",
-        "max \\|Δ log p\\|",
-        "tokenizer mismatches",
-    ]
-    return "Each file in llama.cpp against its Hugging Face model:\n\n" + table(
-        heads, [_file_row(file) for file in export.files], export.command
-    )
-
-
-def _file_row(file: ExportedFile) -> list[str]:
-    parity = file.parity
-    return [
-        code(file.path),
-        _pair(file.model, set()),
-        words(file.outtype),
-        number(file.bytes),
-        number(parity and parity.positions),
-        percent(parity and parity.top1_agreement),
-        significant(parity and parity.mean_abs_dlogprob),
-        significant(parity and parity.max_abs_dlogprob),
-        f"{number(parity and len(parity.tokenizer_mismatches))} of {number(parity and parity.tokenizer_texts)}",
-    ]

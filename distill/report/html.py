@@ -6,7 +6,12 @@ from collections.abc import Callable, Iterable, Sequence
 from html import escape
 
 from distill.errors import DataError
-from distill.report.text import clean, placeless
+from distill.report.text import clean, pair_cell, placeless
+from distill.results.speedup_results import PairMeasured
+from distill.results.tables import Cell, Row, Table
+
+MARKS = {"": "", "grown": ' <span class="grown">grown</span>', "chosen": " <b>chosen</b>"}
+STYLES = {"": "{}", "code": "<code>{}</code>", "bad": '<span class="bad">{}</span>'}
 
 
 class Html(str):
@@ -17,38 +22,52 @@ def as_text(value: object) -> str:
     return escape(clean(value))
 
 
-def as_cell(value: object) -> str:
-    return value if isinstance(value, Html) else as_text(value)
-
-
 def as_code(value: object) -> Html:
     return Html(f"<code>{as_text(value)}</code>")
 
 
-def as_bad(value: object) -> Html:
-    """A figure or words in the colour of a warning."""
-    return Html(f'<span class="bad">{as_text(value)}</span>')
+def as_paragraph(value: object) -> Html:
+    return Html(f"<p>{as_text(value)}</p>")
 
 
-def as_table(
-    headers: Sequence[object],
-    rows: Iterable[Sequence[object]],
-    command: object,
-    words: int = 1,
-    classes: Sequence[str] = (),
-) -> Html:
-    """A table with its command below; the first `words` columns are text, the others figures."""
+def as_command(command: object) -> Html:
+    """The command that measured what stands above."""
+    return Html(f'<p class="command">{as_text(placeless(command))}</p>')
 
-    def line(tag: str, cells: Sequence[object], name: str = "") -> str:
-        kinds = [' class="text"' if 0 < at < words else "" for at in range(len(cells))]
+
+def as_cell(cell: Cell | str) -> str:
+    if isinstance(cell, str):
+        return as_text(cell)
+    small = f"{'<br>' if cell.below else ' '}<small>{as_text(cell.small)}</small>" if cell.small else ""
+    return STYLES[cell.style].format(as_text(cell.text)) + MARKS[cell.mark] + small
+
+
+def as_pair(one: PairMeasured) -> str:
+    """The name of a pair, with a badge if its target was grown."""
+    return as_cell(pair_cell(one))
+
+
+def as_table(table: Table) -> Html:
+    """A table under its title and note, with its command below."""
+
+    def line(tag: str, cells: Row, name: str = "") -> str:
+        kinds = [' class="text"' if 0 < at < table.words else "" for at in range(len(cells))]
         inner = "".join(f"<{tag}{kind}>{as_cell(cell)}</{tag}>" for kind, cell in zip(kinds, cells, strict=True))
         return f'<tr class="{name}">{inner}</tr>' if name else f"<tr>{inner}</tr>"
 
-    body = "".join(line("td", cells, classes[at] if classes else "") for at, cells in enumerate(rows))
+    classes = table.classes or [""] * len(table.rows)
+    body = "".join(line("td", cells, name) for cells, name in zip(table.rows, classes, strict=True))
+    title = f"<h3>{as_text(table.title)}</h3>" if table.title else ""
     return Html(
-        f'<div class="scroll"><table><thead>{line("th", headers)}</thead><tbody>{body}</tbody></table></div>'
-        f'<p class="command">{as_text(placeless(command))}</p>'
+        title
+        + (as_paragraph(table.note) if table.note else "")
+        + f'<div class="scroll"><table><thead>{line("th", table.heads)}</thead><tbody>{body}</tbody></table></div>'
+        + as_command(table.command)
     )
+
+
+def as_tables(tables: Iterable[Table]) -> Html:
+    return Html("".join(map(as_table, tables)))
 
 
 def as_plot(draw: Callable[[], str], caption: str) -> Html:
@@ -63,17 +82,22 @@ def as_plots(*drawn: Html) -> Html:
     return Html(f'<div class="plots">{"".join(drawn)}</div>')
 
 
-def as_list(sentences: Iterable[str]) -> Html:
-    return Html("<ul>" + "".join(f"<li>{as_text(sentence)}</li>" for sentence in sentences) + "</ul>")
+def as_list(sentences: Sequence[str]) -> Html:
+    """Sentences as a list; nothing where there are none."""
+    return Html(f"<ul>{''.join(f'<li>{as_text(one)}</li>' for one in sentences)}</ul>" if sentences else "")
+
+
+def as_details(summary: str, inner: str) -> Html:
+    return Html(f"<details><summary>{as_text(summary)}</summary>{inner}</details>")
+
+
+def absent(markup: str) -> Html:
+    """The line in place of results that there are none of."""
+    return Html(f'<p class="notrun">{markup}</p>')
 
 
 def not_run(stage: str, reason: str | None = None) -> Html:
     """The line in place of the results of a stage; `reason` why the run has no such stage."""
     if reason is not None:
-        return Html(f'<p class="notrun">The stage <code>{stage}</code> was not run: {as_text(reason)}.</p>')
-    return Html(f'<p class="notrun">The stage <code>{stage}</code> has not run, so there is nothing to show here.</p>')
-
-
-def badged(shown: object, grown: bool) -> Html:
-    """A name, with a badge if its target was grown."""
-    return Html(as_cell(shown) + (' <span class="grown">grown</span>' if grown else ""))
+        return absent(f"The stage <code>{stage}</code> was not run: {as_text(reason)}.")
+    return absent(f"The stage <code>{stage}</code> has not run, so there is nothing to show here.")

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from distill.report.text import is_grown, known, number, percent
+from distill.report.text import number, percent
 from distill.results.evaluation_results import EvaluationReport
 from distill.results.export_results import ExportReport
 from distill.results.run_results import RunResults
-from distill.results.speedup_results import FASTER, PlainReference, SpeedupReport
+from distill.results.speedup_results import FASTER, SpeedupReport
 
 
 def limits(results: RunResults) -> list[str]:
@@ -30,18 +30,12 @@ def limits(results: RunResults) -> list[str]:
         sentences.append(_evaluation_limit(results.evaluation))
     if results.export:
         sentences += _export_limits(results.export)
-    if _any_grown(results):
+    if results.speedup and any(one.grown for one in results.speedup.measurements):
         sentences.append(
             "A target labelled “grown” is a trained model that was enlarged without changing its output: its text is "
             "real, its cost is that of the larger shape, and its quality is that of the small model."
         )
     return sentences
-
-
-def _any_grown(results: RunResults) -> bool:
-    models = [curve.model for curve in results.profile.curves] if results.profile else []
-    models += [file.model for file in results.export.files] if results.export else []
-    return bool(results.grown_pairs) or any(is_grown(model, set()) for model in models)
 
 
 def _speedup_limits(speedup: SpeedupReport) -> list[str]:
@@ -53,9 +47,7 @@ def _speedup_limits(speedup: SpeedupReport) -> list[str]:
         sentences.append(f"GGUF files were decoded with these options of llama.cpp: {speedup.gguf}.")
     for best in speedup.fastest:
         if best.verdict != FASTER:
-            sentences.append(
-                f"{_labelled(best.pair, speedup)} ({best.backend}) at its best draft length: {best.verdict}."
-            )
+            sentences.append(f"{best.pair} ({best.backend}) at its best draft length: {best.verdict}.")
     different = sum(one.different or 0 for one in speedup.sweep)
     excused = sum(one.excused or 0 for one in speedup.sweep)
     if different:
@@ -69,24 +61,13 @@ def _speedup_limits(speedup: SpeedupReport) -> list[str]:
             "within rounding; they count as excused, not as identical."
         )
     for line in speedup.plain_references:
-        ratio = _plain_over_library(line)
-        if ratio is not None and ratio < 0.95:
+        plain, library = line.plain_tokens_per_second, line.library_tokens_per_second
+        if library and plain / library < 0.95:
             sentences.append(
-                f"The plain run of {_labelled(line.pair, speedup)} ({line.backend}) reaches only {percent(ratio)} of "
-                f"the speed of {line.library}, so the speedup over that library would be smaller."
+                f"The plain run of {line.pair} ({line.backend}) reaches only {percent(plain / library)} of the speed "
+                f"of {line.library}, so the speedup over that library would be smaller."
             )
     return sentences
-
-
-def _labelled(pair: str, speedup: SpeedupReport) -> str:
-    """A pair's name in running text, marked as grown where the name itself does not contain the word."""
-    grown = is_grown(pair, speedup.grown_pairs)
-    return f"{pair} [grown]" if grown and "grown" not in pair.lower() else pair
-
-
-def _plain_over_library(line: PlainReference) -> float | None:
-    plain, library = line.plain_tokens_per_second, line.library_tokens_per_second
-    return plain / library if known(plain) and known(library) and library else None
 
 
 def _evaluation_limit(evaluation: EvaluationReport) -> str:

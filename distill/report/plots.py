@@ -153,11 +153,10 @@ def speedup_by_length(sweep: Sequence[Measurement], backend: str) -> str:
 
 def _pair_line(axes: Axes, index: int, pair: str, line: Sequence[Measurement], label: str | None) -> bool:
     """Draw one pair's speedups by draft length; whether a prediction was drawn too."""
-    grown = any(one.grown for one in line) and "grown" not in pair.lower()
     _measured(
         axes,
         index,
-        f"{pair} (grown)" if grown else pair,
+        pair,
         [one.length or 0 for one in line],
         [Interval(one.speedup, one.speedup_low, one.speedup_high) for one in line],
     )

@@ -43,14 +43,18 @@ def gather(recipe: Recipe, run: Run) -> RunResults:
     starts = read_json(history, [{"argv": [str]}]) if history.exists() else []
     argv = starts[0]["argv"][1:] if starts else []
     parent, lines = run.parent(), run.metrics()
-    results = RunResults(
+    export = found(ExportReport, "gguf", "export.json")
+    if export is not None:
+        export = replace(export, files=[replace(file, path=placeless(file.path)) for file in export.files])
+    # Models and files by their names alone: page and card are read elsewhere than they are made.
+    return RunResults(
         name=recipe.name,
         date=now(),
-        command="distill " + " ".join(argv),
+        command=placeless("distill " + " ".join(argv)),
         machine=from_json(machine(), Machine, "this machine"),
-        config=recipe.model_dump(mode="json"),
-        target=_target_sizes(recipe, cut),
-        donor=cut.donor,
+        config=placeless(recipe.model_dump(mode="json")),
+        target=_named(_target_sizes(recipe, cut)),
+        donor=_named(cut.donor),
         draft=replace(cut.draft, path="draft"),
         cuts=cut.changes,
         parent=None if parent is None else from_json(parent, Parent, "parent.json"),
@@ -64,33 +68,17 @@ def gather(recipe: Recipe, run: Run) -> RunResults:
         answers=found(AnswerTexts, "answers", "manifest.json"),
         profile=found(ProfileReport, "profile.json"),
         evaluation=found(EvaluationReport, "eval.json"),
-        export=found(ExportReport, "gguf", "export.json"),
+        export=export,
         speedup=found(SpeedupReport, "speedup.json"),
         left_out=not_run(recipe),
         held_out={
             split: texts for split in HELD_OUT if (texts := found(AnswerTexts, split, "summary.json")) is not None
         },
     )
-    return _named(results)
 
 
-def _named(results: RunResults) -> RunResults:
-    """The results with models and files by their names: page and card are read elsewhere than they are made."""
-
-    def named(model: ModelSizes) -> ModelSizes:
-        return replace(model, path=placeless(model.path))
-
-    export = results.export
-    if export is not None:
-        export = replace(export, files=[replace(file, path=placeless(file.path)) for file in export.files])
-    return replace(
-        results,
-        command=placeless(results.command),
-        config=placeless(results.config),
-        target=named(results.target),
-        donor=results.donor and named(results.donor),
-        export=export,
-    )
+def _named(model: ModelSizes) -> ModelSizes:
+    return replace(model, path=placeless(model.path))
 
 
 def _target_sizes(recipe: Recipe, cut: CutReport) -> ModelSizes:

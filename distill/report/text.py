@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 import os
 import re
+from collections.abc import Mapping
 from typing import Any, TypeGuard
 
 from distill.intervals import Interval
 from distill.results.run_results import Machine
-from distill.results.speedup_results import Measurement
+from distill.results.speedup_results import Measurement, PairMeasured
+from distill.results.tables import Cell
 
 NOTHING = "–"
 
@@ -101,9 +103,14 @@ def speedup_interval(measurement: Measurement) -> str:
     return f"{measurement.speedup:.2f}×{speedup_bounds(measurement)}"
 
 
-def is_grown(name: str, pairs: set[str]) -> bool:
-    """Whether a name stands for a grown target: one of the grown pairs, or a model that is named so."""
-    return name in pairs or "grown" in name.lower()
+def byte_cell(count: int) -> Cell:
+    """A count of bytes, and its size in small type."""
+    return Cell(number(count), small=size(count))
+
+
+def pair_cell(one: PairMeasured) -> Cell:
+    """The name of a pair, marked if its target was grown."""
+    return Cell(one.pair, mark="grown" if one.grown else "")
 
 
 def machine_words(machine: Machine) -> str:
@@ -114,3 +121,8 @@ def machine_words(machine: Machine) -> str:
 def software_words(machine: Machine) -> str:
     """The versions that figures depend on."""
     return f"Python {machine.python}, torch {machine.torch}, transformers {machine.transformers}"
+
+
+def listed(counts: Mapping[str, int]) -> str:
+    """Counts by reason, in a row."""
+    return ", ".join(f"{number(count)} {reason}" for reason, count in counts.items())

@@ -72,11 +72,6 @@ class RunResults:
     held_out: dict[str, AnswerTexts] = field(default_factory=dict)
 
     @property
-    def grown_pairs(self) -> set[str]:
-        """Names of the measured pairs whose target was grown."""
-        return self.speedup.grown_pairs if self.speedup else set()
-
-    @property
     def stages_not_run(self) -> list[str]:
         """The measuring stages that have not run, and `train` where no step is recorded; none of `left_out`."""
         stages = {

@@ -245,18 +245,6 @@ class SpeedupReport:
         greedy = (one for one in self.measurements if one.sampler is None and one.lossy is None)
         return [one for one in greedy if not one.is_plain]
 
-    def plain_beside(self, measurement: Measurement) -> Measurement | None:
-        """The plain greedy run of the same pair and backend."""
-        for one in self.sweep:
-            if one.is_plain and (one.pair, one.backend) == (measurement.pair, measurement.backend):
-                return one
-        return None
-
-    @property
-    def grown_pairs(self) -> set[str]:
-        """Names of the pairs whose target was grown."""
-        return {measurement.pair for measurement in self.measurements if measurement.grown}
-
     @property
     def plain_references(self) -> list[PlainReference]:
         """Of all parts, in order."""

@@ -1,21 +1,20 @@
 """`distill serve-check`: a pair on the user's own server, with and without its draft, and what explains a shortfall.
 
-Legend: τ tokens per round.
+The servers are started here, or run already. Legend: τ tokens per round.
 """
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from distill.errors import ServingError
-from distill.intervals import Interval
+from distill.intervals import UNKNOWN, Interval
 from distill.machine import machine
-from distill.models.pairs import compare_pair
 from distill.progress import note
 from distill.results.serving_results import (
     ChosenSettings,
@@ -25,26 +24,13 @@ from distill.results.serving_results import (
     ServedSpeed,
     ServeReport,
 )
+from distill.serving import differences, replaying
 from distill.serving.choose import choose
-from distill.serving.client import Client
-from distill.serving.counts import TextCounts, acceptance, counted, rise_of_tokens
-from distill.serving.differences import (
-    PROBE,
-    build_of,
-    file_differences,
-    measured,
-    option_differences,
-    template_difference,
-    template_parts,
-)
-from distill.serving.findings import sentences
-from distill.serving.llama_client import LlamaClient
-from distill.serving.llama_server import LlamaServer, Running, started
-from distill.serving.ours import decode_files
-from distill.serving.replaying import Replayed, alone_speed, interleaved, shared_speeds, warm
+from distill.serving.clients import Client, LlamaClient
+from distill.serving.llama_server import LlamaServer
+from distill.serving.markdown import Reference, sentences
+from distill.serving.opening import DRAFT, PLAIN, Addresses, connected, opened, require_vocabulary
 from distill.texts import Prompt
-
-PLAIN = "plain"
 
 
 @dataclass(frozen=True)
@@ -56,7 +42,7 @@ class Conversation:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class CheckSettings:
     """What is checked: the prompts, how many tokens behind each, and how often.
 
     `made` are the run's own target and draft, where there is a run; `predicted` its acceptance at this draft length.
@@ -71,7 +57,7 @@ class Wanted:
     choosing: Sequence[Sequence[int]] = ()
     whole_grid: bool = False
     made: tuple[Path, Path] | None = None
-    predicted: float = float("nan")
+    predicted: float = math.nan
     conversation: Conversation | None = None
     seconds: tuple[float, float] = (300.0, 300.0)
     left_out: dict[str, int] = field(default_factory=dict)
@@ -85,242 +71,224 @@ class Wanted:
 
 @dataclass
 class Findings:
-    """What was measured so far; `texts` are the counts of the server that drafts, `ours` those of our decoder."""
+    """What was measured so far; `texts` are the counts of the server that drafts, `build` its own word for itself.
 
-    replayed: dict[str, Replayed]
-    acceptance: list[ServedAcceptance]
-    texts: list[TextCounts]
-    reference: list[TextCounts]
-    speeds: list[ServedSpeed]
-    differences: list[Difference]
+    `files` are target and draft, where they are known; `reference` is our decoder with them, or with the run's own.
+    """
+
+    server: LlamaServer
+    build: str
+    replayed: dict[str, replaying.Replayed]
+    texts: list[replaying.TextCounts]
+    files: tuple[Path, Path] | None = None
+    acceptance: list[ServedAcceptance] = field(default_factory=list)
+    reference: Reference | None = None
+    speeds: list[ServedSpeed] = field(default_factory=list)
+    differences: list[Difference] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
 
-def check_started(wanted: Wanted, settings: LlamaServer) -> ServeReport:
+def check_started(settings: CheckSettings, server: LlamaServer) -> ServeReport:
     """Start llama-server with and without the draft and compare them; ServingError for one that fails to serve."""
-    ids = wanted.ids
-    settings = replace(settings, parallel=max(wanted.concurrency))
+    assert server.draft is not None
+    many = replace(server, parallel=max(settings.concurrency))
     with ExitStack() as stack:
-        clients: dict[str, Client] = {}
-        for name, one in ((PLAIN, settings.plain), ("draft", settings)):
-            client = stack.enter_context(opened(one, wanted.seconds))
-            clients[name] = client
-        drafting = clients["draft"]
-        assert isinstance(drafting, LlamaClient)
-        properties = drafting.properties()
-        found = replayed_on(wanted, clients, settings.title)
-        by_file = ours_of(wanted, found, settings)
-        note_template(wanted, drafting, found)
-        found.speeds += shared(wanted, clients, settings.title)
-    found.differences = by_file + found.differences + undone(wanted, settings, found)
+        clients: dict[str, Client] = {
+            name: stack.enter_context(opened(one, settings.seconds))
+            for name, one in ((PLAIN, many.plain), (DRAFT, many))
+        }
+        found = _replay(settings, clients, many, (server.target, server.draft))
+        _compare(settings, clients, found)
+    for difference, without in differences.option_differences(many, os.environ):
+        found.differences.append(differences.measured(difference, _loss(settings, without, found)))
     choice = None
-    if wanted.choosing:
+    if settings.choosing:
         choice = choose(
-            settings, wanted.choosing, ids, wanted.limit, lambda one: opened(one, wanted.seconds), wanted.whole_grid
+            many,
+            settings.choosing,
+            settings.ids,
+            settings.limit,
+            lambda one: opened(one, settings.seconds),
+            settings.whole_grid,
         )
-    served = replace(settings, parallel=1)
-    return report(wanted, found, "llama-server", build_of(properties), served, choice)
+    return report(settings, replace(found, server=replace(server, parallel=1)), "llama-server", choice)
 
 
-@contextmanager
-def opened(settings: LlamaServer, seconds: tuple[float, float]) -> Iterator[LlamaClient]:
-    """A client of a llama-server that runs within the block; ServingError where it has a draft and leaves it unused."""
-    with started(settings, seconds[0]) as running:
-
-        def death() -> str | None:
-            found = running.death()
-            return None if found is None else f"{settings.binary} ended ({found}); its last lines:\n{running.tail()}"
-
-        client = LlamaClient(running.url, seconds[1], death=death)
-        try:
-            if settings.draft is not None and client.drafts() is False:
-                raise unused(settings, running)
-            yield client
-        finally:
-            client.close()
+def check_addresses(settings: CheckSettings, places: Addresses) -> ServeReport:
+    """Compare servers that run; ServingError for one that does not answer, refuses, or does not draft."""
+    with ExitStack() as stack:
+        clients = connected(places, settings.seconds[1], stack)
+        require_vocabulary(clients, settings.ids)
+        kind = clients[DRAFT].kind
+        target, draft = places.files or (Path(places.model or places.url), Path("?"))
+        server = LlamaServer(Path(kind), target, draft, n_max=places.n_max or 0, threads=places.threads)
+        found = _replay(settings, clients, server, places.files)
+        _compare(settings, clients, found, differences.early_ends(clients[DRAFT].totals(), found.server.n_max))
+    return report(settings, found, kind)
 
 
-def unused(settings: LlamaServer, running: Running) -> ServingError:
-    """Why a server runs without the draft that it was given: llama-server says so in its log alone."""
-    reason = None if settings.draft is None else compare_pair(str(settings.target), str(settings.draft)).llama_cpp
-    words = ("draft", "specul", "vocab")
-    lines = [line for line in running.text().splitlines() if " I " not in line and any(word in line for word in words)]
-    shown = "".join(f"\n    {line[:200]}" for line in lines[-4:])
-    what = f": {reason}" if reason else ""
-    return ServingError(
-        f"{settings.binary} serves {settings.target} without its draft{what}{shown}",
-        "transplant the target's vocabulary into the draft (`distill transplant`)" if reason else "see its whole log",
-    )
+def _replay(
+    settings: CheckSettings, clients: Mapping[str, Client], server: LlamaServer, files: tuple[Path, Path] | None
+) -> Findings:
+    """All prompts one at a time on each server: speeds, and the acceptance of the one that drafts.
 
-
-def replayed_on(wanted: Wanted, clients: Mapping[str, Client], title: str) -> Findings:
-    """All prompts one at a time on each server: speeds, and the acceptance of the one that drafts."""
-    ids = wanted.ids
+    A draft length that is not known (n_max 0) is read from the counters, which have a place for each drafted token.
+    """
+    ids, drafting = settings.ids, clients[DRAFT]
     for client in clients.values():
-        warm(client, ids)
-    before = clients["draft"].totals()
-    replayed = interleaved(clients, ids, wanted.limit, wanted.repeats, f"{len(clients)} servers, one request at a time")
-    after = clients["draft"].totals()
+        replaying.warm(client, ids)
+    before = drafting.totals()
+    title = f"{len(clients)} servers, one request at a time"
+    replayed = replaying.interleaved(clients, ids, settings.limit, settings.repeats, title)
+    after = drafting.totals()
     totals = None if before is None or after is None else after.since(before)
-    texts = counted(replayed["draft"].first)
-    drafts = replayed["draft"]
+    texts = replaying.counted(replayed[DRAFT].first)
     if not any(text.drafted for text in texts):
         raise ServingError(
-            f"{clients['draft'].url} drafted nothing: it serves without a draft",
+            f"{drafting.url} drafted nothing: it serves without a draft",
             "start it with the draft (llama-server: -md FILE --spec-type draft-simple; vLLM: --speculative-config)",
         )
+    own = replaying.acceptance(f"{drafting.kind}, its own counts", texts, totals)
+    server = replace(server, n_max=server.n_max or len(own.by_position or ()))
+    found = Findings(server, drafting.build(), replayed, texts, files, [own])
     base = replayed.get(PLAIN)
-    speeds = [] if base is None else [alone_speed(PLAIN, base, None)]
-    speeds.append(alone_speed(title, drafts, base))
-    own = acceptance(f"{clients['draft'].kind}, its own counts", texts, totals)
-    return Findings(replayed, [own], texts, [], speeds, [])
+    found.speeds = [] if base is None else [replaying.alone_speed(PLAIN, base, None)]
+    found.speeds.append(replaying.alone_speed(DRAFT, replayed[DRAFT], base))
+    return found
 
 
-def ours_of(wanted: Wanted, found: Findings, settings: LlamaServer) -> list[Difference]:
-    """Add what our decoder accepts with the served files and, where they are others, with the run's own; returns how
-    the files differ, with the loss of each."""
-    assert settings.draft is not None
-    ids = wanted.ids
-    served = decode_files(settings.target, settings.draft, ids, wanted.limit, settings.n_max, None, settings.threads)
-    texts = [text.counts for text in served]
-    found.acceptance.append(acceptance("distill, the same files", texts))
-    found.reference = texts
-    same = sum(text.tokens == reply.tokens for text, reply in zip(served, found.replayed["draft"].first, strict=True))
+def _compare(
+    settings: CheckSettings, clients: Mapping[str, Client], found: Findings, early: Sequence[Difference] = ()
+) -> None:
+    """Add what our decoder accepts, how files and templates differ, and the speeds of several requests at once."""
+    if found.files is not None:
+        _decode_ours(settings, found.files, found)
+    found.differences += early
+    if isinstance(drafting := clients[DRAFT], LlamaClient):
+        _compare_template(settings, drafting, found)
+    for client in clients.values():
+        client.alone = False
+    for count in settings.concurrency:
+        if count > 1:
+            found.speeds += replaying.shared_speeds(clients, settings.ids, settings.limit, count, settings.repeats)
+
+
+def _decode_ours(settings: CheckSettings, files: tuple[Path, Path], found: Findings) -> None:
+    """Add what our decoder accepts with the served files and, where they are others, with the run's own, and how the
+    files differ, with the loss."""
+    from_run = differences.from_run(files, settings.made)
+    in_pair = differences.in_pair(files, settings.made is None)
+    length, ids = found.server.n_max, settings.ids
+    if not length:
+        found.differences += from_run + in_pair
+        found.notes.append("the server does not say how many tokens it drafts: give --n-max for our decoder's figures")
+        return
+
+    def decode(which: str, pair: tuple[Path, Path]) -> list[list[int]]:
+        texts = replaying.decode_files(*pair, ids, settings.limit, length, found.server.threads)
+        counts = [text.counts for text in texts]
+        found.acceptance.append(replaying.acceptance(f"distill, {which}", counts))
+        found.reference = Reference(which, found.acceptance[-1], counts, replaying.rise_of_tokens(found.texts, counts))
+        return [text.tokens for text in texts]
+
+    served = decode("the same files", files)
+    same = sum(tokens == reply.tokens for tokens, reply in zip(served, found.replayed[DRAFT].first, strict=True))
     if same < len(ids):
         found.notes.append(f"our decoder's text is the server's on {same} of {len(ids)} prompts")
-    differences = file_differences(settings.target, settings.draft, wanted.made)
-    if wanted.made is None or tuple(map(Path.resolve, wanted.made)) == (
-        settings.target.resolve(),
-        settings.draft.resolve(),
-    ):
-        return differences
-    made = decode_files(*wanted.made, ids, wanted.limit, settings.n_max, None, settings.threads)
-    found.reference = [text.counts for text in made]
-    found.acceptance.append(acceptance("distill, the run's own files", found.reference))
-    loss = rise_of_tokens(texts, found.reference)
-    return [measured(one, loss) if one.what.endswith("'s file") else one for one in differences]
+    if from_run:
+        assert settings.made is not None and found.reference is not None
+        with_served = found.reference.counts
+        decode("the run's own files", settings.made)
+        loss = replaying.rise_of_tokens(with_served, found.reference.counts)
+        from_run = [differences.measured(one, loss) for one in from_run]
+    found.differences += from_run + in_pair
 
 
-def undone(wanted: Wanted, settings: LlamaServer, found: Findings) -> list[Difference]:
-    """Each option that differs from the server's default, with what it costs: the prompts are replayed without it."""
-    differing = option_differences(settings, os.environ)
-    return [measured(one, _loss(wanted, without, found)) for one, without in differing]
-
-
-def _loss(wanted: Wanted, without: LlamaServer, found: Findings) -> Interval:
+def _loss(settings: CheckSettings, without: LlamaServer, found: Findings) -> Interval:
+    """The tokens per round that a difference costs: the prompts are replayed on a server without it."""
     note(f"without a difference: {' '.join(without.further)}")
-    with opened(replace(without, parallel=1), wanted.seconds) as client:
-        replies = [client.complete(prompt, wanted.limit) for prompt in wanted.ids]
-    return rise_of_tokens(found.texts, counted(replies))
+    with opened(replace(without, parallel=1), settings.seconds) as client:
+        replies = [client.complete(prompt, settings.limit) for prompt in settings.ids]
+    return replaying.rise_of_tokens(found.texts, replaying.counted(replies))
 
 
-def note_template(wanted: Wanted, client: LlamaClient, found: Findings) -> None:
+def _compare_template(settings: CheckSettings, client: LlamaClient, found: Findings) -> None:
     """Add the difference of the server's chat template from the pair's own, and what it costs on conversations."""
-    if wanted.conversation is None:
+    if settings.conversation is None:
         return
-    messages = [{"role": "user", "content": PROBE}]
+    messages = [{"role": "user", "content": differences.PROBE}]
     try:
-        ours, theirs = wanted.conversation.render(messages), client.rendered(messages)
+        ours, theirs = settings.conversation.render(messages), client.rendered(messages)
     except (ServingError, ValueError):
         found.notes.append("the server renders no conversation, so templates were not compared")
         return
-    advice = "serve with the target's own template: leave --chat-template out (it takes Jinja: a name is taken as text)"
-    difference = template_difference(ours, theirs, advice)
-    parts = template_parts(ours)
+    difference, parts = differences.template_difference(ours, theirs), differences.template_parts(ours)
     if difference is None or parts is None:
         return
-    places = _conversations(wanted, parts)
-    if not places:
+    conversations = {}  # the user's message of each prompt that is a conversation of one, by the prompt's place
+    for place, prompt in enumerate(settings.prompts):
+        text = settings.conversation.text(prompt.ids)
+        if text.startswith(parts[0]) and text.endswith(parts[1]) and len(text) > sum(map(len, parts)):
+            conversations[place] = text[len(parts[0]) : len(text) - len(parts[1])]
+    if not conversations:
         found.notes.append("no prompt is a conversation of one message, so the template's cost was not measured")
         found.differences.append(difference)
         return
     replies = []
-    for text in places.values():
+    for text in conversations.values():
         rendered = client.rendered([{"role": "user", "content": text}])
-        replies.append(client.complete(client.tokenize(rendered), wanted.limit))
-    texts = counted(replies)
-    found.acceptance.append(acceptance(f"{client.kind}, through its own template", texts))
-    loss = rise_of_tokens(texts, [found.texts[place] for place in places])
-    found.differences.append(measured(difference, loss))
+        replies.append(client.complete(client.tokenize(rendered), settings.limit))
+    texts = replaying.counted(replies)
+    found.acceptance.append(replaying.acceptance(f"{client.kind}, through its own template", texts))
+    loss = replaying.rise_of_tokens(texts, [found.texts[place] for place in conversations])
+    found.differences.append(differences.measured(difference, loss))
 
 
-def _conversations(wanted: Wanted, parts: tuple[str, str]) -> dict[int, str]:
-    """The user's message of each prompt that is a conversation of one, by the prompt's place."""
-    assert wanted.conversation is not None
-    found = {}
-    for place, prompt in enumerate(wanted.prompts):
-        text = wanted.conversation.text(prompt.ids)
-        if text.startswith(parts[0]) and text.endswith(parts[1]) and len(text) > sum(map(len, parts)):
-            found[place] = text[len(parts[0]) : len(text) - len(parts[1])]
-    return found
-
-
-def shared(wanted: Wanted, clients: Mapping[str, Client], title: str) -> list[ServedSpeed]:
-    """The speeds of each server with several requests at once."""
-    found = []
-    for count in wanted.concurrency:
-        if count > 1:
-            for one in shared_speeds(clients, wanted.ids, wanted.limit, count, wanted.repeats):
-                found.append(replace(one, configuration=title if one.configuration == "draft" else PLAIN))
-    return found
-
-
-def by_class(wanted: Wanted, found: Findings) -> list[ServedClass]:
+def by_class(
+    prompts: Sequence[Prompt], texts: Sequence[replaying.TextCounts], replayed: Mapping[str, replaying.Replayed]
+) -> list[ServedClass]:
     """The figures of each class of prompts, where there are several; without intervals for a class of one prompt."""
-
-    def shown(interval: Interval, prompts: int) -> Interval:
-        return interval if prompts > 1 else replace(interval, low=math.nan, high=math.nan)
-
-    names = [prompt.kind or prompt.source or "prompts" for prompt in wanted.prompts]
-    drafts, base = found.replayed["draft"], found.replayed.get(PLAIN)
+    names = [prompt.kind or prompt.source or "prompts" for prompt in prompts]
     classes = []
     for name in dict.fromkeys(names) if len(set(names)) > 1 else ():
         places = [place for place, one in enumerate(names) if one == name]
-        own = acceptance(name, [found.texts[place] for place in places])
-        some = Replayed([drafts.texts[place] for place in places])
-        rise = Interval(*[float("nan")] * 3)
-        if base is not None:
-            rise = some.over(Replayed([base.texts[place] for place in places]))
-        figures = (shown(one, len(places)) for one in (own.rate, own.tokens_per_round, rise))
+        some = {key: replaying.Replayed([one.texts[place] for place in places]) for key, one in replayed.items()}
+        own = replaying.acceptance(name, [texts[place] for place in places])
+        rise = some[DRAFT].over(some[PLAIN]) if PLAIN in some else UNKNOWN
+        figures = [own.rate, own.tokens_per_round, rise]
+        if len(places) == 1:
+            figures = [Interval(one.mean, math.nan, math.nan) for one in figures]
         classes.append(ServedClass(name, len(places), *figures))
     return classes
 
 
-def report(
-    wanted: Wanted,
-    found: Findings,
-    server: str,
-    build: str,
-    settings: LlamaServer,
-    choice: ChosenSettings | None = None,
-) -> ServeReport:
+def report(settings: CheckSettings, found: Findings, kind: str, choice: ChosenSettings | None = None) -> ServeReport:
     """Everything that was found."""
-    base, drafts = found.replayed.get(PLAIN), found.replayed["draft"]
-    pairs = [] if base is None else list(zip(base.first, drafts.first, strict=True))
-    same = sum(plain.tokens == draft.tokens for plain, draft in pairs)
+    server, base = found.server, found.replayed.get(PLAIN)
+    pairs = [] if base is None else list(zip(base.first, found.replayed[DRAFT].first, strict=True))
+    title = server.title if server.n_max else DRAFT
     made = ServeReport(
-        command=wanted.command,
+        command=settings.command,
         machine=machine(),
-        server=server,
-        build=build,
-        served=" ".join(settings.served),
-        target=str(settings.target),
-        draft=str(settings.draft or ""),
-        n_max=settings.n_max,
-        p_min=settings.p_min or 0.0,
-        prompts=len(wanted.prompts),
-        new_tokens=wanted.limit,
-        left_out=wanted.left_out,
+        server=kind,
+        build=found.build,
+        served=" ".join(server.served),
+        target=str(server.target),
+        draft=str(server.draft or ""),
+        n_max=server.n_max,
+        p_min=server.p_min or 0.0,
+        prompts=len(settings.prompts),
+        new_tokens=settings.limit,
+        left_out=settings.left_out,
         acceptance=found.acceptance,
-        predicted=wanted.predicted,
-        speeds=found.speeds,
-        classes=by_class(wanted, found),
+        predicted=settings.predicted,
+        speeds=[replace(one, configuration=title) if one.configuration == DRAFT else one for one in found.speeds],
+        classes=by_class(settings.prompts, found.texts, found.replayed),
         differences=found.differences,
-        same_texts=same,
+        same_texts=sum(plain.tokens == draft.tokens for plain, draft in pairs),
         texts=len(pairs),
         sentences=[],
         choice=choice,
         notes=found.notes,
     )
-    short = rise_of_tokens(found.texts, found.reference) if found.reference else None
-    return replace(made, sentences=sentences(made, short))
+    return replace(made, sentences=sentences(made, found.reference))

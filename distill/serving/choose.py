@@ -20,10 +20,10 @@ from distill.intervals import Interval, percentiles
 from distill.models.server_commands import llama_server, option_arguments
 from distill.progress import Progress
 from distill.results.serving_results import ChosenSettings, ConfirmedSettings, TriedSettings
-from distill.serving.client import Client, Reply
-from distill.serving.counts import CONFIDENCE, RESAMPLES
+from distill.serving.clients import Client
+from distill.serving.http import Reply
 from distill.serving.llama_server import LlamaServer
-from distill.serving.replaying import warm
+from distill.serving.replaying import CONFIDENCE, RESAMPLES, warm
 
 N_MAX = range(1, 9)
 P_MIN = (0.0, 0.5, 0.75)
@@ -49,16 +49,12 @@ class Candidate:
 
     @property
     def rate(self) -> float:
-        """Tokens per second over all of them."""
-        return self.rate_of(len(self.texts))
-
-    def rate_of(self, prompts: int) -> float:
-        """Tokens per second on the first prompts, which all candidates of a round have read as often.
+        """Tokens per second, to be compared among candidates of the same round.
 
         Of a prompt the fastest reply counts: what else runs on the machine makes replies slower, never faster, and for
         seconds at a time, so that a sum would drop the settings that it met.
         """
-        fastest = [min(replies, key=lambda reply: reply.seconds) for replies in self.texts[:prompts]]
+        fastest = [min(replies, key=lambda reply: reply.seconds) for replies in self.texts]
         return sum(reply.count for reply in fastest) / sum(reply.seconds for reply in fastest)
 
     def over(self, base: Candidate) -> Interval:
@@ -133,20 +129,15 @@ def choose(
     started = time.monotonic()
     tried = [Candidate(settings) for settings in grid()]
     alive = tried
-    sizes = [0] * len(tried)
     for number, share in enumerate(SHARES):
         size = min(len(validation), max(LEAST, round(share * len(validation))))
         visit(alive, server, validation[:size], limit, opened, f"settings, round {number + 1} of {len(SHARES)}")
-        for one in alive:
-            sizes[tried.index(one)] = size
-        drafting = sorted((one for one in alive if one.settings != PLAIN), key=lambda one: -one.rate_of(size))
+        drafting = sorted((one for one in alive if one.settings != PLAIN), key=lambda one: -one.rate)
         plain = next(one for one in alive if one.settings == PLAIN)
         alive = [plain, *drafting[: KEPT[number] if number < len(KEPT) else None]]
     best = max(alive, key=lambda one: one.rate)
     ranked = sorted(alive, key=lambda one: -one.rate)
-    finalists = [one.settings for one in ranked[:FINALISTS]]
-    if whole_grid:
-        finalists = grid()
+    finalists = grid() if whole_grid else [one.settings for one in ranked[:FINALISTS]]
     rivals = [Candidate(one) for one in dict.fromkeys([best.settings, PLAIN, *finalists])]
     visit(rivals, server, held_out, limit, opened, "settings, held-out prompts")
     confirmed, others = _beside_the_first(rivals), list[ConfirmedSettings]()
@@ -161,10 +152,7 @@ def choose(
     return ChosenSettings(
         n_max=best.settings[0],
         p_min=best.settings[1],
-        tried=[
-            TriedSettings(*one.settings, one.rounds, size, one.rate_of(size))
-            for one, size in zip(tried, sizes, strict=True)
-        ],
+        tried=[TriedSettings(*one.settings, one.rounds, len(one.texts), one.rate) for one in tried],
         confirmed=[*confirmed, *others],
         sentence=_sentence(best.settings, confirmed),
         command=_command(server, best.settings),

@@ -9,15 +9,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
-from distill.intervals import UNKNOWN, Interval
+from distill.intervals import Interval
 from distill.models.gguf.file_head import open_head
 from distill.models.pairs import compare_pair
 from distill.results.serving_results import Difference
+from distill.serving.http import Totals
 from distill.serving.llama_server import LlamaServer
 
 SMALLEST = 0.01  # tokens per round: less is rounding
+FULL = 0.9  # of n_max drafted in a mean round: below, something ends drafts before n_max
 
 
 @dataclass(frozen=True)
@@ -31,20 +32,17 @@ class Option:
     advice: str
 
 
+CACHED = {"k": "keys", "v": "values"}
 OPTIONS = (
-    Option(
-        "the type of the draft's cached keys",
-        ("--spec-draft-type-k", "-ctkd", "--cache-type-k-draft"),
-        "LLAMA_ARG_SPEC_DRAFT_CACHE_TYPE_K",
-        "f16",
-        "leave --spec-draft-type-k out: a draft's cache is small, and quantised keys cost it acceptance",
-    ),
-    Option(
-        "the type of the draft's cached values",
-        ("--spec-draft-type-v", "-ctvd", "--cache-type-v-draft"),
-        "LLAMA_ARG_SPEC_DRAFT_CACHE_TYPE_V",
-        "f16",
-        "leave --spec-draft-type-v out: a draft's cache is small, and quantised values cost it acceptance",
+    *(
+        Option(
+            f"the type of the draft's cached {part}",
+            (f"--spec-draft-type-{k}", f"-ct{k}d", f"--cache-type-{k}-draft"),
+            f"LLAMA_ARG_SPEC_DRAFT_CACHE_TYPE_{k.upper()}",
+            "f16",
+            f"leave --spec-draft-type-{k} out: a draft's cache is small, and quantised {part} cost it acceptance",
+        )
+        for k, part in CACHED.items()
     ),
     Option(
         "p_min, the least probability of a drafted token",
@@ -61,22 +59,17 @@ OPTIONS = (
         "0",
         "leave --spec-draft-n-min out",
     ),
-    Option(
-        "the type of the target's cached keys",
-        ("--cache-type-k", "-ctk"),
-        "LLAMA_ARG_CACHE_TYPE_K",
-        "f16",
-        "the draft learnt from the target with an f16 cache; leave --cache-type-k out where memory allows",
-    ),
-    Option(
-        "the type of the target's cached values",
-        ("--cache-type-v", "-ctv"),
-        "LLAMA_ARG_CACHE_TYPE_V",
-        "f16",
-        "the draft learnt from the target with an f16 cache; leave --cache-type-v out where memory allows",
+    *(
+        Option(
+            f"the type of the target's cached {part}",
+            (f"--cache-type-{k}", f"-ct{k}"),
+            f"LLAMA_ARG_CACHE_TYPE_{k.upper()}",
+            "f16",
+            f"the draft learnt from the target with an f16 cache; leave --cache-type-{k} out where memory allows",
+        )
+        for k, part in CACHED.items()
     ),
 )
-TEMPLATES = ("--chat-template", "--chat-template-file")
 
 
 def option_value(arguments: list[str], environment: Mapping[str, str], option: Option) -> str:
@@ -111,11 +104,6 @@ def measured(difference: Difference, loss: Interval) -> Difference:
     return replace(difference, loss=loss, explains=loss.low > SMALLEST)
 
 
-def without_effect(difference: Difference) -> bool:
-    """Whether a difference was measured, and costs nothing that these prompts show."""
-    return difference.loss is not UNKNOWN and not difference.explains
-
-
 # ── files ──
 
 
@@ -126,34 +114,34 @@ def origin_of(path: Path) -> dict[str, str]:
     return {key: values[key].decode("utf-8", "replace") for key in keys if isinstance(values.get(key), bytes)}
 
 
-def file_differences(target: Path, draft: Path, made: tuple[Path, Path] | None = None) -> list[Difference]:
-    """Where the served files are not those that belong together: `made` are the run's target and draft.
+def from_run(files: tuple[Path, Path], made: tuple[Path, Path] | None) -> list[Difference]:
+    """Where the served target and draft are not those of the run (`made`)."""
+    if made is None:
+        return []
+    remedies = {
+        "draft": "serve the run's own draft, or train this one on this target: a draft of another target has learnt "
+        "other text",
+        "target": "serve the run's target, or refresh the draft on this one: it has learnt the text of the run's",
+    }
+    return [
+        Difference(
+            f"the {role}'s file",
+            f"{files[place]} ({_named(origin_of(files[place]))})",
+            f"{made[place]} ({_named(origin_of(made[place]))})",
+            remedies[role],
+        )
+        for place, role in ((1, "draft"), (0, "target"))
+        if files[place].resolve() != made[place].resolve()
+    ]
 
-    Without a run, the recipe that wrote each file says whether they belong together.
-    """
+
+def in_pair(files: tuple[Path, Path], ask_recipes: bool) -> list[Difference]:
+    """Where target and draft do not belong together: by the recipes that wrote them, where no run is known
+    (`ask_recipes`), and by their vocabularies."""
     found = []
-    theirs, ours = origin_of(draft), origin_of(target)
-    if made is not None and draft.resolve() != made[1].resolve():
-        found.append(
-            Difference(
-                "the draft's file",
-                f"{draft} ({_named(theirs)})",
-                f"{made[1]} ({_named(origin_of(made[1]))})",
-                "serve the run's own draft, or train this one on this target: a draft of another target has learnt "
-                "other text",
-            )
-        )
-    if made is not None and target.resolve() != made[0].resolve():
-        found.append(
-            Difference(
-                "the target's file",
-                f"{target} ({_named(ours)})",
-                f"{made[0]} ({_named(origin_of(made[0]))})",
-                "serve the run's target, or refresh the draft on this one: it has learnt the text of the run's",
-            )
-        )
+    ours, theirs = map(origin_of, files)
     recipes = [one.get("distill.recipe") for one in (theirs, ours)]
-    if made is None and recipes[0] and recipes[1] and recipes[0] != recipes[1]:
+    if ask_recipes and recipes[0] and recipes[1] and recipes[0] != recipes[1]:
         found.append(
             Difference(
                 "the recipe that made the draft",
@@ -162,7 +150,7 @@ def file_differences(target: Path, draft: Path, made: tuple[Path, Path] | None =
                 "serve a draft that was trained on this target: vocabularies may be equal, the text is not",
             )
         )
-    report = compare_pair(str(target), str(draft))
+    report = compare_pair(str(files[0]), str(files[1]))
     if report.llama_cpp is not None:
         advice = report.remedies.get("llama_cpp", "")
         found.append(Difference("the vocabulary", report.llama_cpp, "that of the target", advice))
@@ -184,11 +172,12 @@ def template_parts(rendered: str) -> tuple[str, str] | None:
     return (before, behind) if found else None
 
 
-def template_difference(ours: str, theirs: str, advice: str) -> Difference | None:
+def template_difference(ours: str, theirs: str) -> Difference | None:
     """Whether two templates render the probing conversation alike."""
     if ours == theirs:
         return None
     lost = "" if PROBE in theirs else ", which leaves the user's message out"
+    advice = "serve with the target's own template: leave --chat-template out (it takes Jinja: a name is taken as text)"
     return Difference("the chat template", _shown(theirs) + lost, _shown(ours), advice)
 
 
@@ -196,7 +185,18 @@ def _shown(text: str) -> str:
     return repr(text if len(text) <= 120 else text[:120] + "…")
 
 
-def build_of(properties: Mapping[str, Any]) -> str:
-    """The build that llama-server names."""
-    found = properties.get("build_info")
-    return found if isinstance(found, str) else "a build that does not name itself"
+def early_ends(totals: Totals | None, n_max: int) -> list[Difference]:
+    """A server whose rounds draft fewer tokens than `n_max` (0: not known): it has a floor on their probability."""
+    if totals is None or not totals.rounds or not n_max:
+        return []
+    mean = totals.drafted / totals.rounds
+    if mean >= FULL * n_max - 1 / n_max:
+        return []
+    return [
+        Difference(
+            "p_min, by the drafted tokens of a mean round",
+            f"above 0: {mean:.2f} of {n_max} are drafted",
+            "0",
+            "leave --spec-draft-p-min out of the server's command, unless it is faster here",
+        )
+    ]

@@ -7,6 +7,7 @@ import ctypes
 import os
 import re
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
@@ -36,7 +37,7 @@ class LlamaServer:
     """How a llama-server is started; without `draft` it decodes plainly.
 
     It takes `parallel` requests at once, each with a context of `context` tokens. `further` are arguments of the
-    user's, which come last and so win. `port` None: a free one.
+    user's, which come last and so win.
     """
 
     binary: Path
@@ -49,7 +50,6 @@ class LlamaServer:
     parallel: int = 1
     context: int = 512
     further: tuple[str, ...] = ()
-    port: int | None = None
 
     @property
     def plain(self) -> LlamaServer:
@@ -128,8 +128,6 @@ class Running:
 
 def require_binary(binary: Path) -> Path:
     """The program, found; RecipeError for one that is missing or cannot be run."""
-    import shutil
-
     found = shutil.which(str(binary)) if binary.name == str(binary) else str(binary)
     if found is None or not Path(found).exists():
         raise RecipeError(
@@ -149,11 +147,11 @@ def started(settings: LlamaServer, seconds: float) -> Iterator[Running]:
     """
     with tempfile.TemporaryDirectory(prefix="distill-serve-") as folder:
         for attempt in range(PORTS):
-            port = settings.port or free_port()
+            port = free_port()
             log = Path(folder) / f"server-{attempt}.log"
             running = Running(f"http://{HOST}:{port}", settings, _spawn(settings, port, log), log)
             try:
-                if _wait_healthy(running, seconds, last=settings.port is not None or attempt == PORTS - 1):
+                if _wait_healthy(running, seconds, last=attempt == PORTS - 1):
                     yield running
                     return
             finally:

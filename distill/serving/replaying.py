@@ -1,23 +1,108 @@
-"""Prompts replayed on servers: token ids, greedy, cold caches, the servers in turn, one or several requests at once."""
+"""Prompts replayed on servers and by our own decoder (token ids, greedy, cold caches), and the acceptance counted.
+
+Servers take turns, with one request or several at once. Legend: τ tokens per round.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy
 
 from distill.errors import ServingError
-from distill.intervals import UNKNOWN, Interval
+from distill.intervals import UNKNOWN, Interval, paired_ratio_interval, percentiles, ratio_interval
+from distill.models.loaded import load_pair
 from distill.progress import Progress
-from distill.results.serving_results import ServedSpeed
-from distill.serving.client import Client, Reply
-from distill.serving.counts import speed_ratio
+from distill.recipe import Target, parse_section
+from distill.results.serving_results import ServedAcceptance, ServedSpeed
+from distill.serving.clients import Client
+from distill.serving.http import Reply, Totals
+from distill.speculative.decode import GREEDY, Decoded, Rules, decode
+from distill.speculative.draft import ModelDrafter
+from distill.speculative.lengths import Fixed
+from distill.speculative.proposal import Proposal
 
 WARM_TOKENS = 8
 PASSES = 2  # requests for each that is sent at once, at least
+RESAMPLES, CONFIDENCE = 2000, 0.95
+
+
+# ── counts ──
+
+
+@dataclass(frozen=True)
+class TextCounts:
+    """One text: its tokens, and how many were drafted and accepted.
+
+    The first token comes from the prompt's step. Of every later step one token is the target's own, so the steps are
+    the tokens that were not accepted: llama-server shows no count of steps for a request.
+    """
+
+    tokens: int
+    drafted: int
+    accepted: int
+
+    @property
+    def later(self) -> int:
+        """Tokens behind the first."""
+        return max(0, self.tokens - 1)
+
+    @property
+    def rounds(self) -> int:
+        """Steps of the target behind the prompt. A text that ends within a round accepted more than it has."""
+        return max(min(1, self.later), self.later - self.accepted)
+
+
+def counted(replies: Sequence[Reply]) -> list[TextCounts]:
+    """The counts of replies that have them."""
+    return [TextCounts(reply.count, reply.drafted or 0, reply.accepted or 0) for reply in replies]
+
+
+def acceptance(source: str, texts: Sequence[TextCounts], totals: Totals | None = None) -> ServedAcceptance:
+    """Both rates with their intervals over prompts; `totals` of the same texts give the positions."""
+    drafted, accepted = [text.drafted for text in texts], [text.accepted for text in texts]
+    later, rounds = [text.later for text in texts], [text.rounds for text in texts]
+    positions = None
+    if totals is not None and totals.rounds and totals.by_position:
+        positions = [accepted_there / totals.rounds for accepted_there in totals.by_position]
+    return ServedAcceptance(
+        source=source,
+        prompts=len(texts),
+        drafted=sum(drafted),
+        accepted=sum(accepted),
+        rate=ratio_interval(accepted, drafted, RESAMPLES, CONFIDENCE),
+        tokens_per_round=ratio_interval(later, rounds, RESAMPLES, CONFIDENCE),
+        by_position=positions,
+    )
+
+
+def rise_of_tokens(before: Sequence[TextCounts], after: Sequence[TextCounts]) -> Interval:
+    """τ of `after` less τ of `before`, of the same prompts."""
+    sides = [([text.later for text in side], [text.rounds for text in side]) for side in (before, after)]
+    return paired_ratio_interval(*sides[0], *sides[1], RESAMPLES, CONFIDENCE)
+
+
+def speed_ratio(
+    tokens: Sequence[float], seconds: Sequence[float], base_tokens: Sequence[float], base_seconds: Sequence[float]
+) -> Interval:
+    """Tokens per second over the base's, of the same prompts, which are resampled together; NaN for no prompt."""
+    columns = numpy.array([tokens, seconds, base_tokens, base_seconds], float)
+    if not columns.size or not columns.sum(1).all():
+        return UNKNOWN
+    units = columns.shape[1]
+    drawn = numpy.random.default_rng(0).integers(0, units, size=(RESAMPLES, units))
+    sums = columns[:, drawn].sum(2)
+    sums = sums[:, (sums > 0).all(0)]
+    mean = columns.sum(1)
+    ratio = (mean[0] / mean[1]) / (mean[2] / mean[3])
+    return percentiles(ratio, (sums[0] / sums[1]) / (sums[2] / sums[3]), CONFIDENCE)
+
+
+# ── servers ──
 
 
 @dataclass(frozen=True)
@@ -77,16 +162,13 @@ def _require_cold(client: Client, reply: Reply) -> None:
         )
 
 
-@dataclass(frozen=True)
-class Together:
-    """Requests that shared a server: their replies, and the seconds from the first one's start to the last's end."""
+def together(
+    client: Client, prompts: Sequence[Sequence[int]], limit: int, concurrency: int
+) -> tuple[list[Reply], float]:
+    """Every prompt at least once, `concurrency` requests at a time; prompts are taken again until there are enough.
 
-    replies: list[Reply]
-    seconds: float
-
-
-def together(client: Client, prompts: Sequence[Sequence[int]], limit: int, concurrency: int) -> Together:
-    """Every prompt at least once, `concurrency` requests at a time; prompts are taken again until there are enough."""
+    The replies, and the seconds from the first one's start to the last's end.
+    """
     count = max(len(prompts), PASSES * concurrency)
     work = [prompts[number % len(prompts)] for number in range(count)]
     with ThreadPoolExecutor(max_workers=concurrency) as pool:
@@ -100,7 +182,7 @@ def together(client: Client, prompts: Sequence[Sequence[int]], limit: int, concu
             pool.shutdown(wait=False, cancel_futures=True)
             raise
         seconds = time.perf_counter() - started
-    return Together([future.result() for future in futures], seconds)
+    return [future.result() for future in futures], seconds
 
 
 def alone_speed(title: str, replayed: Replayed, base: Replayed | None) -> ServedSpeed:
@@ -120,28 +202,85 @@ def shared_speeds(
     clients: Mapping[str, Client], prompts: Sequence[Sequence[int]], limit: int, concurrency: int, repeats: int
 ) -> list[ServedSpeed]:
     """The figures of requests that share each server, the servers in turn; speedups over the first of them."""
-    passes: dict[str, list[Together]] = {name: [] for name in clients}
+    replies: dict[str, list[Reply]] = {name: [] for name in clients}
+    seconds = dict.fromkeys(clients, 0.0)
     progress = Progress(f"{concurrency} requests at once", repeats * len(clients))
     order = list(clients)
     for repeat in range(repeats):
         for name in order if repeat % 2 == 0 else order[::-1]:
-            passes[name].append(together(clients[name], prompts, limit, concurrency))
+            own, taken = together(clients[name], prompts, limit, concurrency)
+            replies[name] += own
+            seconds[name] += taken
             progress.step()
-    rates = {name: _rate(own) for name, own in passes.items()}
-    base = rates[order[0]]
-    found = []
-    for name, own in passes.items():
-        replies = [reply for one in own for reply in one.replies]
-        ratio = UNKNOWN if name == order[0] else Interval(rates[name] / base, float("nan"), float("nan"))
-        tokens = sum(reply.count for reply in replies)
-        found.append(ServedSpeed(name, concurrency, len(replies), tokens, rates[name], _latency(replies), ratio))
-    return found
-
-
-def _rate(passes: Sequence[Together]) -> float:
-    return sum(reply.count for one in passes for reply in one.replies) / sum(one.seconds for one in passes)
+    tokens = {name: sum(reply.count for reply in own) for name, own in replies.items()}
+    rates = {name: tokens[name] / seconds[name] for name in clients}
+    return [
+        ServedSpeed(
+            configuration=name,
+            concurrency=concurrency,
+            requests=len(own),
+            tokens=tokens[name],
+            tokens_per_second=rates[name],
+            first_seconds=_latency(own),
+            speedup=UNKNOWN
+            if name == order[0]
+            else Interval(rates[name] / rates[order[0]], float("nan"), float("nan")),
+        )
+        for name, own in replies.items()
+    ]
 
 
 def _latency(replies: Sequence[Reply]) -> tuple[float, float]:
     first = [reply.first_seconds for reply in replies]
     return float(numpy.median(first)), float(numpy.quantile(first, 0.9))
+
+
+# ── our decoder ──
+
+
+class ServerDrafter(ModelDrafter):
+    """A draft that goes on behind an end token, as llama-server's does: its drafted tokens are counted alike."""
+
+    def propose(self, context: Sequence[int], limit: int, ends: Collection[int]) -> Proposal:
+        """A chain, whatever ends a text."""
+        return super().propose(context, limit, ())
+
+
+@dataclass(frozen=True)
+class OurText:
+    """A text of our decoder, with its counts."""
+
+    tokens: list[int]
+    counts: TextCounts
+
+
+def decode_files(
+    target: Path, draft: Path, prompts: Sequence[Sequence[int]], limit: int, n_max: int, threads: int | None
+) -> list[OurText]:
+    """Each prompt continued greedily with up to `n_max` drafted tokens a round, from cold caches."""
+    place = parse_section(Target, {"model": str(target)})
+    room = max(map(len, prompts)) + limit + n_max + 1
+    progress = Progress(f"{draft.name}, our decoder", len(prompts))
+    texts = []
+    with load_pair(place, str(draft), tokens=room, threads=threads) as pair:
+        drafter = ServerDrafter(pair.draft, Fixed(n_max), GREEDY, lambda: 0.0)
+        for prompt in prompts:
+            result = Decoded()
+            for _ in decode(pair.target, drafter, prompt, limit, Rules(ends=pair.ends), result):
+                pass
+            texts.append(our_text(result))
+            progress.step()
+    return texts
+
+
+def our_text(result: Decoded) -> OurText:
+    """A decoded text with the counts that llama-server has for it.
+
+    Tokens behind the end of a text are drafted, and not accepted. Nor is a drafted end token, unless it is the last of
+    its round (common_sampler_sample_and_accept_n): it counts as the target's own.
+    """
+    drafted, accepted = sum(r.drafted for r in result.rounds), sum(result.from_draft)
+    last = next((place for place, drawn in enumerate(reversed(result.from_draft)) if not drawn), 0)
+    if last and last < result.rounds[-1].drafted and result.rounds[-1].accepted >= last:
+        accepted -= 1
+    return OurText(result.tokens, TextCounts(len(result.tokens), drafted, accepted))

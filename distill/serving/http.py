@@ -6,10 +6,12 @@ Nothing here sends a request again: a failed one is a finding, not noise.
 from __future__ import annotations
 
 import os
+import re
 import time
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import httpx2
 
@@ -56,25 +58,6 @@ class Totals:
         return Totals(
             self.rounds - before.rounds, self.drafted - before.drafted, self.accepted - before.accepted, positions
         )
-
-
-class Client(Protocol):
-    """A server that continues token ids greedily."""
-
-    kind: str
-    url: str
-
-    def complete(self, ids: Sequence[int], limit: int) -> Reply:
-        """Up to `limit` tokens after these, from a cold cache."""
-        ...
-
-    def totals(self) -> Totals | None:
-        """The counters of speculation; None where the server shows none."""
-        ...
-
-    def close(self) -> None:
-        """Free the connections."""
-        ...
 
 
 class Http:
@@ -214,39 +197,19 @@ def _secret(variable: str | None) -> str:
     return value
 
 
-def counters(text: str) -> dict[str, dict[str, float]]:
-    """Prometheus text: of each metric its sum over all labels, by the label `position` ("" without one)."""
-    found: dict[str, dict[str, float]] = {}
-    for line in text.splitlines():
-        name, _, rest = line.partition("{") if "{" in line else line.partition(" ")
-        if line.startswith("#") or not rest:
-            continue
-        labels, _, value = rest.rpartition("}") if "{" in line else ("", "", rest)
-        position = next(
-            (part.split("=")[1].strip('"') for part in labels.split(",") if part.startswith("position=")), ""
-        )
-        try:
-            number = float(value.split()[0])
-        except (ValueError, IndexError):
-            continue
-        own = found.setdefault(name, {})
-        own[position] = own.get(position, 0.0) + number
-    return found
-
-
 def totals_of(text: str, prefix: str) -> Totals | None:
-    """The counters of speculation in Prometheus text, which llama-server and vLLM name alike but for their prefix."""
-    found = counters(text)
+    """The counters of speculation in Prometheus text, summed over engines; None where one is missing.
 
-    def whole(name: str) -> int | None:
-        values = found.get(f"{prefix}:spec_decode_num_{name}_total")
-        return None if values is None else int(sum(values.values()))
-
-    rounds, drafted, accepted = whole("drafts"), whole("draft_tokens"), whole("accepted_tokens")
-    if rounds is None or drafted is None or accepted is None:
+    llama-server and vLLM name them alike but for their prefix.
+    """
+    metric = rf"^{prefix}:spec_decode_num_(\w+)_total(?:{{(.*)}})? +(\d+(?:\.\d+)?(?:e\+?\d\d?)?)(?= |$)"
+    sums: dict[str, float] = defaultdict(float)
+    places: dict[int, float] = defaultdict(float)
+    for name, labels, value in re.findall(metric, text, re.MULTILINE):
+        sums[name] += float(value)
+        if name == "accepted_tokens_per_pos" and (place := re.search(r'position="(\d{1,4})"', labels)):
+            places[int(place[1])] += float(value)
+    if not {"drafts", "draft_tokens", "accepted_tokens"} <= set(sums):
         return None
-    places = found.get(f"{prefix}:spec_decode_num_accepted_tokens_per_pos_total", {})
-    numbers = {int(place): int(value) for place, value in places.items() if place.isdecimal()}
-    return Totals(
-        rounds, drafted, accepted, tuple(numbers.get(place, 0) for place in range(max(numbers, default=-1) + 1))
-    )
+    by_position = tuple(int(places.get(place, 0)) for place in range(max(places, default=-1) + 1))
+    return Totals(int(sums["drafts"]), int(sums["draft_tokens"]), int(sums["accepted_tokens"]), by_position)

@@ -1,0 +1,165 @@
+"""The tables on how a draft came about: its models, cuts, training and texts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from distill.report.text import NOTHING, byte_cell, number, percent, significant, size
+from distill.results.cut_results import Change, ModelSizes, Priced, SearchReport, SparsityReport
+from distill.results.evaluation_results import MEASURES
+from distill.results.run_results import RunResults
+from distill.results.tables import Cell, Columns, Row, Table, table_of
+from distill.results.text_results import AskedQuestions, SplitTexts, TextCount
+from distill.results.training_results import TrainedPart, TrainingStep, TrainingSummary
+
+# Rows of the training table: the label, and the figure of a step.
+TRAINED: dict[str, Callable[[TrainingStep], float]] = {
+    "loss": lambda step: step.loss,
+    MEASURES["forward_kl"]: lambda step: step.forward_kl,
+    "cross-entropy, nats": lambda step: step.cross_entropy,
+    MEASURES["top1_agreement"]: lambda step: step.agreement,
+    "learning rate": lambda step: step.rate,
+}
+# Rows of the table of models: the label, and the field of ModelSizes.
+SIZES = {
+    "parameters": "parameters",
+    "layers": "layers",
+    "hidden width": "hidden",
+    "MLP width": "mlp",
+    "vocabulary": "vocabulary",
+    "bytes": "bytes",
+}
+
+
+def models(results: RunResults) -> Table:
+    """Target, donor and draft side by side, and how the draft differs from its donor."""
+    donor, draft = results.donor, results.draft
+    every = {"target": results.target, "donor (before)": donor, "draft (after)": draft}
+    shown = {title: model for title, model in every.items() if model is not None}
+
+    def cell(model: ModelSizes, field: str) -> Cell | str:
+        found: int = getattr(model, field)
+        return byte_cell(found) if field == "bytes" else number(found)
+
+    rows: list[list[Cell | str]] = [
+        ["path", *(Cell(model.path, "code") for model in shown.values())],
+        ["architecture", *(Cell(model.architecture) for model in shown.values())],
+        *([label, *(cell(model, field) for model in shown.values())] for label, field in SIZES.items()),
+    ]
+    if donor is None:
+        return Table(["", *shown], rows, results.command)
+    same = donor.architecture == draft.architecture
+    changes = [_change(getattr(donor, field), getattr(draft, field)) for field in SIZES.values()]
+    for row, change in zip(rows, ["", "same" if same else "changed", *changes], strict=True):
+        row.append(change)
+    return Table(["", *shown, "donor → draft"], rows, results.command)
+
+
+def _change(before: int, after: int) -> str:
+    return percent(after / before - 1) if before and after != before else "same"
+
+
+def cuts(results: RunResults) -> Table:
+    """Sizes and KL after each operation on the donor."""
+    columns: Columns[Change] = {
+        "operation": lambda one: one.operation,
+        "parameters": lambda one: number(one.after.parameters),
+        "bytes per step": lambda one: size(one.after.bytes_per_step),
+        "layers": lambda one: number(one.after.layers),
+        "MLP": lambda one: number(max(one.after.mlp)),
+        "tokens in the head": lambda one: number(one.after.kept_vocabulary),
+        "change": lambda one: percent(one.after.parameters / one.before.parameters - 1),
+        "KL before, nats": lambda one: significant(one.kl_before),
+        "KL after": lambda one: significant(one.kl_after),
+    }
+    return table_of(results.cuts, columns, results.command)
+
+
+def search(report: SearchReport) -> Table:
+    """Every cut tried, the fastest first."""
+    columns: Columns[Priced] = {
+        "cut": lambda one: Cell(one.name, mark="chosen" if one.name == report.chosen else ""),
+        "parameters": lambda one: number(one.parameters),
+        "KL, nats": lambda one: significant(one.kl),
+        "acceptance": lambda one: percent(one.acceptance),
+        "step, ms": lambda one: significant(1e3 * one.draft_seconds),
+        "best γ": lambda one: number(one.length),
+        "predicted tokens/s": lambda one: significant(one.tokens_per_second),
+        "predicted speedup": lambda one: significant(one.speedup),
+    }
+    return table_of(sorted(report.points, key=lambda one: -one.tokens_per_second), columns, report.command)
+
+
+def sparsity(report: SparsityReport, command: str) -> list[Table]:
+    """How a penalty spread over the layers and, for single weights, over the tensors."""
+    details = report.details
+    if details.by_layer is not None:
+        layers = [[str(layer), percent(share)] for layer, share in enumerate(details.by_layer)]
+        tensors: list[Row] = [[Cell(name), percent(share)] for name, share in (details.by_tensor or {}).items()]
+        return [Table(["layer", "zero weights"], layers, command), Table(["tensor", "zero weights"], tensors, command)]
+    figures = zip(details.removed_zero_share or [], details.lambda_by_layer or [], strict=True)
+    rows = [[str(layer), percent(share), significant(strength)] for layer, (share, strength) in enumerate(figures)]
+    return [Table(["layer", "removed neurons that were exactly zero", "mean λ of the ramp"], rows, command)]
+
+
+def parts(training: TrainingSummary, command: str) -> Table:
+    """The parts of the training."""
+    columns: Columns[TrainedPart] = {
+        "part": lambda one: one.name,
+        "steps": lambda one: f"{one.first + 1}–{one.first + one.steps}",
+        "peak rate": lambda one: significant(one.rate),
+        "loss": lambda one: ", ".join(f"{weight:g} {name}" for name, weight in one.loss.items()),
+    }
+    return table_of(training.parts, columns, command, words=4)
+
+
+def ends(steps: list[TrainingStep], command: str) -> Table:
+    """The first and the last step of the training."""
+    first, last = steps[0], steps[-1]
+    rows = [[label, significant(figure(first)), significant(figure(last))] for label, figure in TRAINED.items()]
+    return Table(["", f"step {first.step}", f"step {last.step}"], rows, command)
+
+
+def texts(results: RunResults) -> list[Table]:
+    """The splits of the corpus, and the prompts and answers by class and mode."""
+    corpus, answers = results.corpus, results.answers
+    assert corpus is not None
+    columns: Columns[tuple[str, SplitTexts]] = {
+        "split": lambda one: one[0],
+        "documents": lambda one: number(one[1].documents),
+        "tokens of given text": lambda one: number(one[1].tokens),
+        "prompts": lambda one: number(one[1].prompts),
+    }
+    splits = [("train", corpus.train), ("validation", corpus.validation), ("test", corpus.test)]
+    asked, own = _by_class(corpus.train.asked), {} if answers is None else _by_class(answers.by_class)
+    rows: list[Row] = [
+        [Cell(name), *_counted(asked.get(name)), *_counted(own.get(name))] for name in dict.fromkeys([*asked, *own])
+    ]
+    heads = ["train prompts", "prompts", "their tokens", "answers kept", "their tokens"]
+    return [table_of(splits, columns, results.command), *([Table(heads, rows, results.command)] if rows else [])]
+
+
+def _by_class(counts: Iterable[TextCount]) -> dict[str, TextCount]:
+    return {", ".join(part for part in (one.label, one.mode) if part) or "all": one for one in counts}
+
+
+def _counted(count: TextCount | None) -> list[str]:
+    return [NOTHING, NOTHING] if count is None else [number(count.texts), number(count.tokens)]
+
+
+def questions(sources: list[AskedQuestions], command: str) -> Table:
+    """The questions that the target wrote itself: how many, and how varied."""
+    columns: Columns[AskedQuestions] = {
+        "self-asked questions": lambda one: f"{one.file}, T {one.temperature:g}, top-p {one.top_p:g}",
+        "wanted": lambda one: number(one.wanted),
+        "texts written": lambda one: number(one.asked),
+        "usable": lambda one: number(one.usable),
+        "used": lambda one: number(one.kept),
+        "median tokens": lambda one: number(one.median_tokens, 1),
+        "90th percentile": lambda one: number(one.most_tokens, 1),
+        "different words": lambda one: percent(one.distinct[0]),
+        "2-grams": lambda one: percent(one.distinct[1]),
+        "3-grams": lambda one: percent(one.distinct[2]),
+        "repeats": lambda one: percent(one.repeated),
+    }
+    return table_of(sources, columns, command)

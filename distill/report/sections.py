@@ -1,0 +1,298 @@
+"""The sections of the report page: tables with plots, sentences and samples about them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from distill.recipe.recipe import REASON
+from distill.report import draft_tables, measured_tables, plots
+from distill.report.html import (
+    Html,
+    absent,
+    as_code,
+    as_command,
+    as_details,
+    as_list,
+    as_pair,
+    as_paragraph,
+    as_plot,
+    as_plots,
+    as_table,
+    as_tables,
+    as_text,
+    not_run,
+)
+from distill.report.text import known, listed, number, percent, size
+from distill.results.cut_results import SearchReport
+from distill.results.evaluation_results import EvaluationReport
+from distill.results.export_results import ExportReport
+from distill.results.profile_results import ProfileReport
+from distill.results.run_results import RunResults
+from distill.results.speedup_results import Sample, SpeedupReport
+from distill.results.text_results import QuestionTexts
+from distill.results.training_results import (
+    STORED,
+    LearningCurve,
+    ReplayDecision,
+    TrainingStep,
+    TrainingSummary,
+    trained_tokens,
+)
+
+
+def texts(results: RunResults) -> Html:
+    """What the draft learnt from and was measured on, and everything that was left out."""
+    corpus, answers = results.corpus, results.answers
+    assert corpus is not None
+    notes = [f"Left out of the corpus: {listed(corpus.dropped)}."] if corpus.dropped else []
+    if answers is not None and answers.answers:
+        cut = f"{number(answers.not_ended)} of {number(answers.answers)} answers were cut short by answers.new_tokens."
+        notes.append(f"Answers by {answers.writer or 'the target'}: {cut}")
+        if answers.dropped:
+            notes.append(f"Answers left out: {listed(answers.dropped)}.")
+    for split, held_out in results.held_out.items():
+        out = f"; left out: {listed(held_out.dropped)}" if held_out.dropped else ""
+        notes.append(
+            f"Held out ({split}): {number(held_out.answers)} answers of {number(held_out.answer_tokens)} tokens, whose "
+            f"distributions are stored and not learnt from{out}."
+        )
+    own = Html("") if results.questions is None else _questions(results.questions, results.command)
+    return Html(as_tables(draft_tables.texts(results)) + own + as_list(notes))
+
+
+def _questions(found: QuestionTexts, command: str) -> Html:
+    """The questions that the target wrote itself, some of them, and what was left out."""
+    notes = [f"Questions by {found.writer}, for instance: “{text}”" for one in found.sources for text in one.examples]
+    for one in found.sources:
+        if one.dropped:
+            notes.append(f"Texts left out of {one.file}: {listed(one.dropped)}.")
+        if len(one.turns) > 1 or one.dropped_turns:
+            turns = ", ".join(f"{number(count)} of {turn}" for turn, count in one.turns.items())
+            over = f"; ended early: {listed(one.dropped_turns)}" if one.dropped_turns else ""
+            notes.append(f"User's turns of the conversations in {one.file}: {turns}{over}.")
+    return Html(as_table(draft_tables.questions(found.sources, command)) + as_list(notes))
+
+
+def cuts(results: RunResults) -> Html:
+    """Sizes and KL after each operation on the donor, and the search over cuts where there was one."""
+    return Html(as_table(draft_tables.cuts(results)) + (_search(results.search) if results.search else ""))
+
+
+def _search(search: SearchReport) -> Html:
+    caption = (
+        "Every cut tried: the cost of its step, and its acceptance on the validation split after a short training. "
+        "The line joins the cuts that no other beats in both."
+    )
+    drawing = as_plots(as_plot(partial(plots.search_front, search), caption))
+    return Html(drawing + as_table(draft_tables.search(search)) + as_list(search.explanations))
+
+
+def sparsity(results: RunResults) -> Html:
+    """How the penalty spread over the layers and tensors."""
+    assert results.sparsity is not None
+    return Html(
+        as_paragraph(results.sparsity.sentence) + as_tables(draft_tables.sparsity(results.sparsity, results.command))
+    )
+
+
+def training(results: RunResults) -> Html:
+    """The curves of the training, its first and last step, and the weights that were taken."""
+    steps, evaluated, summary = results.steps, results.evaluated, results.training
+    if not steps:
+        return not_run("train")
+    block = plots.block_length(steps)
+    each = "every step" if block == 1 else f"each point the mean of {block} steps"
+    stored = any(weights.measure == STORED for weights in evaluated)
+    chosen_by = (
+        "α of validation answers on stored distributions; bars show its bounds. No rounds were decoded."
+        if stored
+        else "Acceptance decoded on validation prompts; bars are 95 % intervals."
+    )
+    drawn = [
+        as_plot(partial(plots.loss_curve, steps), f"Loss on training batches, {each}."),
+        as_plot(partial(plots.agreement_curve, steps), f"Agreement on training batches, {each}."),
+        as_plot(partial(plots.validation_curve, evaluated), chosen_by),
+    ]
+    if summary and summary.curve:
+        drawn.append(_learning(summary.curve))
+    parts = (
+        "" if summary is None else as_table(draft_tables.parts(summary, results.command)) + as_list(_outcome(summary))
+    )
+    return Html(
+        as_plots(*drawn) + as_paragraph(_pace(steps)) + parts + as_table(draft_tables.ends(steps, results.command))
+    )
+
+
+def _learning(curve: LearningCurve) -> Html:
+    caption = (
+        "Expected acceptance on texts that the target wrote for validation prompts, the same for all points; bars and "
+        f"band are {percent(curve.confidence)} intervals. "
+    )
+    if curve.line:
+        caption += (
+            f"Longer trainings would give {curve.bound} what the line shows, the end of the fitted curve's interval."
+        )
+    return as_plot(partial(plots.learning_curve, curve), caption)
+
+
+def _pace(steps: list[TrainingStep]) -> str:
+    """One line on the length, speed and memory of the training."""
+    rates = sorted(step.tokens_per_second for step in steps if known(step.tokens_per_second))
+    memory = [step.memory_bytes for step in steps if step.memory_bytes is not None]
+    return (
+        f"{number(len(steps))} steps, {number(trained_tokens(steps))} tokens, median "
+        f"{number(rates[len(rates) // 2] if rates else None, 0)} tokens/s, peak memory "
+        f"{size(max(memory, default=None))}; first step {steps[0].time}, last step {steps[-1].time}."
+    )
+
+
+def _outcome(training: TrainingSummary) -> list[str]:
+    """The weights that were taken, what more would give, and the outcome of a replay."""
+    sentences = []
+    if best := training.best:
+        kind = "averaged weights" if best.averaged else "weights"
+        figures = (
+            f"{best.words}, {REASON}"
+            if best.measure == STORED
+            else f"{percent(best.acceptance)} accepted, {number(best.tokens_per_round)} tokens per round on validation "
+            "prompts"
+        )
+        sentences.append(f"The {kind} of step {number(best.step)} were taken: {figures}.")
+    if training.warning:
+        sentences.append(training.warning)
+    if training.skipped:
+        sentences.append(f"{number(training.skipped)} steps were skipped: they were predicted to add too little.")
+    if training.curve:
+        sentences.append(training.curve.sentence)
+    if training.replay:
+        sentences.append(_replay(training.replay))
+    return sentences
+
+
+def _replay(replay: ReplayDecision) -> str:
+    collected, gain = replay.collected, replay.difference
+    if gain is None:
+        return (
+            f"Replay: nothing was rejected in {number(collected.rounds)} rounds of "
+            f"{number(collected.prompts)} prompts, so there was nothing to learn."
+        )
+    return (
+        f"Replay: trained on {number(collected.rejected)} rejected positions; tokens per round went from "
+        f"{number(replay.before, 3)} to {number(replay.after, 3)} on {number(replay.prompts)} other validation "
+        f"prompts, a difference of {number(gain.mean, 3)} [{number(gain.low, 3)}, {number(gain.high, 3)}]: "
+        f"{'kept' if replay.kept else 'not kept'}."
+    )
+
+
+def positions(evaluation: EvaluationReport) -> Html:
+    """Acceptance of the trained draft by position."""
+    rows = evaluation.positions.get("after", [])
+    if not rows and evaluation.stored is not None:
+        return absent(f"No rounds were decoded: {as_text(REASON)}.")
+    if not rows:
+        return absent("No acceptance by position was measured (<code>eval --acceptance</code>).")
+    caption = (
+        "The share accepted of the tokens drafted at each position; bars are intervals. A token behind a rejected "
+        "one was never reached and is not counted."
+    )
+    plot = as_plot(partial(plots.acceptance_by_position, rows), caption)
+    return Html(as_plots(plot) + as_table(measured_tables.positions(rows, evaluation.command)))
+
+
+def divergence(evaluation: EvaluationReport) -> Html:
+    """Every measure by domain, before and after the training."""
+    words = f"Before is the draft as cut from the donor, after is the trained draft; {evaluation.sampler_words}."
+    stored = as_list(evaluation.stored.sentences) if evaluation.stored else ""
+    return Html(as_paragraph(words) + stored + as_tables(measured_tables.divergences(evaluation)))
+
+
+def cost(profile: ProfileReport) -> Html:
+    """The cost curves of every model."""
+    curves = profile.curves
+    drawn = []
+    for backend in dict.fromkeys(curve.backend for curve in curves):
+        draw: Callable[..., str] = partial(plots.cost_curves, curves, backend)
+        flat = "the same relative to one token. The flatter the curve, the more drafting pays."
+        spans = "time of one step of m tokens; the band spans the interval of the repeats."
+        drawn += [as_plot(draw, f"{backend}: {spans}"), as_plot(partial(draw, relative=True), f"{backend}: {flat}")]
+    doubts = [
+        f"{curve.model}, {curve.backend}: {curve.doubt} (distill train RECIPE --redo profile)."
+        for curve in curves
+        if curve.doubt
+    ]
+    return Html(as_plots(*drawn) + as_table(measured_tables.curves(profile)) + as_list(doubts))
+
+
+def speedup(report: SpeedupReport) -> Html:
+    """Speculative beside plain decoding by draft length, then the other configurations."""
+    caption = "measured with intervals, predicted dashed; 1 is plain decoding of the same target."
+    drawn = [
+        as_plot(partial(plots.speedup_by_length, report.sweep, backend), f"{backend}: {caption}")
+        for backend in dict.fromkeys(one.backend for one in report.sweep)
+    ]
+    note = (
+        f"{number(report.prompts)} prompts, up to {number(report.new_tokens)} new tokens each. The fastest row of each "
+        "pair is bold. The last three columns compare each text with that of the plain run: excused texts diverge at "
+        "a rounding tie."
+    )
+    of_others = (
+        "Other configurations, interleaved with the draft lengths above, each beside the plain run of the same "
+        "sampler. The distribution is the one that the text follows. Sampled texts differ by chance, so none is "
+        "compared with the plain text."
+    )
+    others = as_paragraph(of_others) + as_table(measured_tables.others(report)) if report.others else ""
+    return Html(as_plots(*drawn) + as_paragraph(note) + as_table(measured_tables.sweep(report)) + others)
+
+
+def plain(report: SpeedupReport) -> Html:
+    """The plain decoder beside the library's own generation."""
+    words = (
+        "A speedup means something only beside a plain decoder that is itself fast: the plain run should be "
+        "within 5 % of the library's own generation."
+    )
+    return Html(as_paragraph(words) + as_table(measured_tables.plain_references(report)))
+
+
+def explanations(report: SpeedupReport) -> Html:
+    """The measured causes of the speedups, in sentences."""
+    return as_list(report.explanations) or absent("No explanation was recorded.")
+
+
+def gguf(export: ExportReport) -> Html:
+    """The files, and how closely llama.cpp reproduces their models' distributions and tokens."""
+    mismatches = "".join(
+        f"<li>{as_code(f'{file.path}: text {text}, first different token {token}')}</li>"
+        for file in export.files
+        for text, token in (file.parity.tokenizer_mismatches if file.parity else [])
+    )
+    return Html(
+        as_paragraph("Each file in llama.cpp against its Hugging Face model on the same positions.")
+        + as_table(measured_tables.files(export))
+        + (as_details("Tokenizer mismatches", f"<ul>{mismatches}</ul>") if mismatches else "")
+    )
+
+
+def samples(report: SpeedupReport) -> Html:
+    """Decoded texts, with the draft's tokens marked."""
+    if not report.samples:
+        return absent("No samples were kept.")
+    legend = (
+        "<p><mark>Marked and underlined</mark>: drafted and accepted. Unmarked: the target's own. Pale: the prompt.</p>"
+    )
+    return Html(legend + "".join(map(_sample, report.samples)) + as_command(report.command))
+
+
+def _sample(sample: Sample) -> str:
+    accepted = sum(len(part.text) for part in sample.segments if part.kind == "accepted")
+    written = sum(len(part.text) for part in sample.segments)
+    text = "".join(
+        f"<mark>{as_text(part.text)}</mark>" if part.kind == "accepted" else as_text(part.text)
+        for part in sample.segments
+    )
+    share = f", {percent(accepted / written)} of the characters from the draft" if written else ", nothing written"
+    return (
+        f"<h3>{as_pair(sample)}</h3>"
+        f'<p class="soft">{as_text(sample.backend)}{share}</p>'
+        f'<pre><span class="prompt">{as_text(sample.prompt)}</span>{text}</pre>'
+    )

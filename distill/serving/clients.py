@@ -1,0 +1,227 @@
+"""Servers under test: completions of token ids, with llama-server's own counts, or vLLM's from its /metrics.
+
+vLLM's formats are those of the version in server_commands.VLLM.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from distill.errors import ServingError
+from distill.files import parse_object
+from distill.serving.http import Http, Reply, Totals, totals_of
+
+# Every sampler that could make greedy decoding another text is switched off: a server may have defaults of its own.
+LLAMA_GREEDY: dict[str, Any] = {
+    "temperature": 0,
+    "top_k": 1,
+    "repeat_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "dry_multiplier": 0.0,
+    "mirostat": 0,
+    "seed": 0,
+}
+# A server takes defaults from the model's generation_config.json; greedy decoding of the model alone has none of them.
+VLLM_GREEDY: dict[str, Any] = {
+    "temperature": 0,
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "seed": 0,
+}
+SETTLED_SECONDS, PATIENCE_SECONDS = 0.05, 2.0  # vLLM's counters are written by another task of it than replies
+
+
+class Client(ABC):
+    """A server that continues token ids greedily; threads may share it once `alone` is false.
+
+    While `alone` is true, requests come one at a time. `death` says how its process ended, where that is ours.
+    """
+
+    kind: str
+    prefix: str  # of its metrics
+
+    def __init__(
+        self, url: str, seconds: float, key: str | None = None, death: Callable[[], str | None] = lambda: None
+    ) -> None:
+        self.http = Http(url, seconds, key, death)
+        self.url, self.alone = self.http.url, True
+
+    @abstractmethod
+    def complete(self, ids: Sequence[int], limit: int) -> Reply:
+        """Up to `limit` tokens after these, greedily and from a cold cache."""
+
+    @abstractmethod
+    def drafts(self) -> bool | None:
+        """Whether it speculates; None where it does not say."""
+
+    @abstractmethod
+    def build(self) -> str:
+        """The build or version that it names."""
+
+    def totals(self) -> Totals | None:
+        """Its counters of speculation, summed over engines; None where it shows none."""
+        response = self.http.get("/metrics")
+        return totals_of(response.text, self.prefix) if response.status_code == 200 else None
+
+    def models(self) -> list[dict[str, Any]]:
+        """The models that it lists."""
+        listed = self.http.object("/v1/models").get("data")
+        return [one for one in listed if isinstance(one, dict)] if isinstance(listed, list) else []
+
+    def close(self) -> None:
+        """Free the connections."""
+        self.http.close()
+
+
+class LlamaClient(Client):
+    """A llama-server, started by us (with --metrics) or by the user."""
+
+    kind, prefix = "llama-server", "llamacpp"
+
+    def complete(self, ids: Sequence[int], limit: int) -> Reply:
+        """Up to `limit` tokens, greedily, without the prompt cache."""
+        body = LLAMA_GREEDY | {"prompt": list(ids), "n_predict": limit, "cache_prompt": False, "return_tokens": True}
+        events, first, seconds = self.http.stream("/completion", body | {"stream": True})
+        last = events[-1]
+        timings = last.get("timings")
+        if not isinstance(timings, dict):
+            raise ServingError(f"{self.url} gives no timings with its replies", "llama-server of this year does")
+        tokens = [token for event in events for token in event.get("tokens", ())]
+        count = timings.get("predicted_n", last.get("tokens_predicted", len(tokens)))
+        return Reply(
+            tokens=tokens,
+            count=int(count),
+            first_seconds=first,
+            seconds=seconds,
+            drafted=int(timings.get("draft_n", 0)),
+            accepted=int(timings.get("draft_n_accepted", 0)),
+            cached=max(0, int(timings.get("cache_n", 0))),
+            later_seconds=float(timings.get("predicted_ms", 0)) / 1e3,
+        )
+
+    def build(self) -> str:
+        """The build that /props names."""
+        found = self.http.object("/props").get("build_info")
+        return found if isinstance(found, str) else "a build that does not name itself"
+
+    def drafts(self) -> bool | None:
+        """Whether its slots speculate."""
+        response = self.http.get("/slots")
+        try:
+            found = response.json() if response.status_code == 200 else None
+        except ValueError:
+            return None
+        if isinstance(found, list) and found and isinstance(found[0], dict) and "speculative" in found[0]:
+            return any(slot.get("speculative") is True for slot in found if isinstance(slot, dict))
+        return None
+
+    def vocabulary_size(self) -> int | None:
+        """Tokens of its model; None where it does not say."""
+        meta = next(iter(self.models()), {}).get("meta")
+        size = meta.get("n_vocab") if isinstance(meta, dict) else None
+        return size if isinstance(size, int) else None
+
+    def tokenize(self, text: str) -> list[int]:
+        """The ids of a text as the server reads it, control tokens in it as such."""
+        found = self.http.post("/tokenize", {"content": text, "add_special": False, "parse_special": True})
+        tokens = found.get("tokens")
+        return [token for token in tokens if isinstance(token, int)] if isinstance(tokens, list) else []
+
+    def rendered(self, messages: list[dict[str, str]]) -> str:
+        """A conversation through the server's chat template."""
+        return str(self.http.post("/apply-template", {"messages": messages}).get("prompt", ""))
+
+
+class VllmClient(Client):
+    """A vLLM server that the user started.
+
+    Its counters are the server's, not a request's: while `alone` is true, each reply gets what the counters rose by.
+    """
+
+    kind, prefix = "vllm", "vllm"
+
+    def __init__(self, url: str, seconds: float, key: str | None = None, model: str | None = None) -> None:
+        super().__init__(url, seconds, key)
+        self.model = model or self._only_model()
+
+    def _only_model(self) -> str:
+        names = [str(one["id"]) for one in self.models() if "id" in one]
+        if len(names) != 1:
+            raise ServingError(
+                f"{self.url} serves {len(names)} models: {', '.join(names)[:200]}", "name one: --model NAME"
+            )
+        return names[0]
+
+    def complete(self, ids: Sequence[int], limit: int) -> Reply:
+        """Up to `limit` tokens, greedily; a salt of its own keeps the request out of the prefix cache."""
+        body = VLLM_GREEDY | {
+            "model": self.model,
+            "prompt": list(ids),
+            "max_tokens": limit,
+            "cache_salt": secrets.token_hex(16),
+            "return_token_ids": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        before = self.totals() if self.alone else None
+        events, first, seconds = self.http.stream("/v1/completions", body)
+        tokens = [
+            token for event in events for choice in event.get("choices", ()) for token in choice.get("token_ids") or ()
+        ]
+        usage: dict[str, Any] = next((event["usage"] for event in reversed(events) if event.get("usage")), {})
+        count = int(usage.get("completion_tokens", len(tokens)))
+        cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+        found = None if before is None else self._settled(before).since(before)
+        return Reply(
+            tokens=tokens,
+            count=count,
+            first_seconds=first,
+            seconds=seconds,
+            drafted=None if found is None else found.drafted,
+            accepted=None if found is None else found.accepted,
+            cached=int(cached),
+        )
+
+    def _settled(self, before: Totals) -> Totals:
+        """The counters once they stand still."""
+        deadline, last = time.monotonic() + PATIENCE_SECONDS, before
+        while True:
+            found = self.totals() or before
+            if (found == last and found != before) or time.monotonic() > deadline:
+                return found
+            last = found
+            time.sleep(SETTLED_SECONDS)
+
+    def build(self) -> str:
+        """/version; empty where there is none."""
+        return str(self.http.object("/version").get("version", ""))
+
+    def drafts(self) -> bool:
+        """Whether it speculates: its counters exist then alone."""
+        return self.totals() is not None
+
+
+def kind_of_server(url: str, seconds: float, key: str | None) -> str:
+    """llama-server or vllm, by what only one of them has; ServingError for another server, or none."""
+    http = Http(url, seconds, key)
+    try:
+        properties = parse_object(http.get("/props").content)
+        if not isinstance(properties, str) and "build_info" in properties:
+            return "llama-server"
+        version = parse_object(http.get("/version").content)
+        if not isinstance(version, str) and "version" in version:
+            return "vllm"
+    finally:
+        http.close()
+    raise ServingError(
+        f"{http.url} is neither llama-server nor vLLM, by /props and /version", "name it: --kind, or correct --url"
+    )
