@@ -161,6 +161,12 @@ def print_table(rows: list[dict[str, Any]], markdown: str, value: Any, output: s
             writer.writerows(rows)
         print(text.getvalue(), end="")
     else:
+        require_format(output)
+
+
+def require_format(output: str) -> None:
+    """Raise RecipeError for another format than those of `print_table`."""
+    if output not in ("md", "json", "jsonl", "csv"):
         raise RecipeError(f"output format `{output}` is unknown", "use -o md, json, jsonl or csv")
 
 

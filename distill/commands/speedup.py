@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shlex
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from distill.commands.gguf_options import merged, takes_gguf_options
+from distill.commands.gguf_options import merged, require_used, takes_gguf_options
 from distill.commands.shared import (
     COMPILE_HELP,
     DEFAULT_RUNS,
@@ -21,7 +23,10 @@ from distill.commands.shared import (
     ThreadsOption,
     find_run,
     finite,
+    prepare,
     print_table,
+    pytorch_settings,
+    require_format,
     run_until,
 )
 from distill.errors import RecipeError
@@ -130,20 +135,73 @@ def speedup(
     gguf: Gguf | None = None,
 ) -> None:
     """Plain against speculative decoding, end to end: of a run's draft and target, or of any pair on your prompts."""
-    given = _given(context, target is not None or draft is not None or bool(prompts))
-    if target is not None or draft is not None or prompts:
-        if output not in ("md", "json", "jsonl", "csv"):
-            raise RecipeError(f"output format `{output}` is unknown", "use -o md, json, jsonl or csv")
-        from distill.commands.standalone.speedup_pair import measure
-
-        options = {name: context.params[name] for name in given["pair"]} | {"allow_lossy": allow_lossy}
-        measure(options, threads, gguf, output)
+    pair = target is not None or draft is not None or bool(prompts)
+    _refuse_other_options(context, pair)
+    if not pair:
+        _of_run(run, runs, again, verify_distribution, samples, allow_lossy, threads, gguf, output)
         return
-    _of_run(run, runs, again, verify_distribution, samples, allow_lossy, threads, gguf, output)
+    require_format(output)
+    if target is None or not prompts:
+        raise RecipeError("a pair without a run needs --target and --prompts", "and --draft, where a draft is asked")
+    from distill.benchmark.prompts import sources_of
+    from distill.commands import speedup_pair as options
+    from distill.recipe import Corpus, Gguf, Profile, PyTorch, Recipe, SamplerSettings, Speedup, Target, parse_section
+
+    sampler = SamplerSettings(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    options.require_sampler_used(sampler)
+    asked = options.configurations(lengths, drafter, verifier, configuration or (), temperature > 0)
+    big, small = options.models(target, draft, asked.all)
+    require_used(gguf, big, small)
+    options.require_folder(to)
+    options.require_dtype_used(dtype, big)
+    pytorch = {"static": static, "compile": compile, "draft_device": draft_device, "prepack": prepack}
+    recipe = Recipe(  # the settings of the measurement, in the form that all measuring code reads
+        name="pair",
+        seed=seed,
+        threads=threads,
+        target=parse_section(Target, {"model": big, "dtype": dtype}),
+        corpus=Corpus(sources=sources_of(prompts)),
+        sampler=sampler,
+        profile=Profile(repeats=options.REPEATS),
+        speedup=Speedup(
+            backends=("gguf" if big.endswith(".gguf") else "pytorch",),
+            prompts=count,
+            new_tokens=tokens,
+            configurations=(),
+            allow_lossy=allow_lossy,
+        ),
+        gguf=gguf or Gguf(),
+        pytorch=pytorch_settings(PyTorch(), big, **pytorch),
+    )
+    batches = options.batch_sizes(batch, big)
+    prepare(threads)
+    from distill.benchmark.any_pair import PairRequest, measure_any_pair
+    from distill.benchmark.tables import flat_pair_rows, pair_markdown
+    from distill.results.serialise import as_json, write_result
+    from distill.speculative.configured import check_configurations
+
+    for line in check_configurations(recipe, [one for one in asked.all if not one.foreign], "the options"):
+        print(line, file=sys.stderr)
+    request = PairRequest(
+        names=(target, draft),
+        draft=small,
+        sweep=asked.sweep,
+        others=asked.others,
+        prompt_tokens=prompt_tokens,
+        batches=batches,
+        rates=options.acceptance_rates(synthetic_acceptance),
+        library=library,
+        command=shlex.join(["distill", *sys.argv[1:]]),
+    )
+    options.require_meaning(request)
+    report = measure_any_pair(recipe, request)
+    if to is not None:
+        write_result(to, report)
+    print_table(flat_pair_rows(report), pair_markdown(report), as_json(report), output)
 
 
-def _given(context: typer.Context, pair: bool) -> dict[str, list[str]]:
-    """The options of pairs; RecipeError where some of the other kind were given."""
+def _refuse_other_options(context: typer.Context, pair: bool) -> None:
+    """Raise RecipeError where options of runs were given for a pair, or those of pairs for a run."""
     of_pair = [one.name for one in context.command.params if getattr(one, "rich_help_panel", None) == PAIR]
     of_run = ["run", "again", "verify_distribution", "samples", "runs"]
     for name in of_run if pair else of_pair:
@@ -154,7 +212,6 @@ def _given(context: typer.Context, pair: bool) -> dict[str, list[str]]:
                 f"{option} was given {'for' if pair else 'without'} a pair of models",
                 "a pair is --target, --draft and --prompts; without them a run is measured",
             )
-    return {"pair": [str(name) for name in of_pair]}
 
 
 def _of_run(
@@ -195,6 +252,6 @@ def _of_run(
     found = Run(found.folder, recipe)
     run_until(recipe, found, "speedup", redo=["speedup"] if again else [])
     report = read_result(found.path("speedup.json"), SpeedupReport)
-    from distill.benchmark.table import as_markdown, flat_rows
+    from distill.benchmark.tables import flat_run_rows, run_markdown
 
-    print_table(flat_rows(report), as_markdown(report), as_json(report), output)
+    print_table(flat_run_rows(report), run_markdown(report), as_json(report), output)

@@ -8,9 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy
-
-from distill.intervals import UNKNOWN, Interval, paired_ratio_interval, percentiles, ratio_interval
+from distill.intervals import Interval, paired_ratio_interval, ratio_interval
 from distill.results.serving_results import ServedAcceptance
 from distill.serving.client import Reply, Totals
 
@@ -73,19 +71,3 @@ def rise_of_tokens(before: Sequence[TextCounts], after: Sequence[TextCounts]) ->
     """τ of `after` less τ of `before`, of the same prompts."""
     sides = [([text.later for text in side], [text.rounds for text in side]) for side in (before, after)]
     return paired_ratio_interval(*sides[0], *sides[1], RESAMPLES, CONFIDENCE)
-
-
-def speed_ratio(
-    tokens: Sequence[float], seconds: Sequence[float], base_tokens: Sequence[float], base_seconds: Sequence[float]
-) -> Interval:
-    """Tokens per second over the base's, of the same prompts, which are resampled together; NaN for no prompt."""
-    columns = numpy.array([tokens, seconds, base_tokens, base_seconds], float)
-    if not columns.size or not columns.sum(1).all():
-        return UNKNOWN
-    units = columns.shape[1]
-    drawn = numpy.random.default_rng(0).integers(0, units, size=(RESAMPLES, units))
-    sums = columns[:, drawn].sum(2)
-    sums = sums[:, (sums > 0).all(0)]
-    mean = columns.sum(1)
-    ratio = (mean[0] / mean[1]) / (mean[2] / mean[3])
-    return percentiles(ratio, (sums[0] / sums[1]) / (sums[2] / sums[3]), CONFIDENCE)

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 import numpy
 
 from distill.errors import ServingError
-from distill.intervals import UNKNOWN, Interval
+from distill.intervals import UNKNOWN, Interval, speed_ratio
 from distill.progress import Progress
 from distill.results.serving_results import ServedSpeed
 from distill.serving.client import Client, Reply
-from distill.serving.counts import speed_ratio
+from distill.serving.counts import CONFIDENCE, RESAMPLES
 
 WARM_TOKENS = 8
 PASSES = 2  # requests for each that is sent at once, at least
@@ -43,7 +43,7 @@ class Replayed:
 
     def over(self, base: Replayed) -> Interval:
         """Its speed over another's, of the same prompts."""
-        return speed_ratio(self.tokens, self.seconds, base.tokens, base.seconds)
+        return speed_ratio(self.tokens, self.seconds, base.tokens, base.seconds, RESAMPLES, CONFIDENCE)
 
 
 def warm(client: Client, prompts: Sequence[Sequence[int]]) -> None:

@@ -93,7 +93,7 @@ def pair_prompts(
     stack: ExitStack,
 ) -> AskedPrompts:
     """Test prompts, and validation prompts where settings are chosen: the run's own, or those of files."""
-    from distill.benchmark.pair.asked import GgufTokenizer, read_asked, sources_of
+    from distill.benchmark.prompts import GgufTokenizer, read_user_prompts, sources_of
     from distill.corpus.chat_template import ChatTemplate
     from distill.models.loaded import context_of
     from distill.recipe import Chat, Corpus
@@ -119,7 +119,7 @@ def pair_prompts(
         if files.target is None:
             raise RecipeError("--prompts are encoded with the target's tokenizer", "give its GGUF file: --target")
         corpus = Corpus(sources=sources_of(paths))
-        asked = read_asked(str(files.target), corpus, Chat(), count, SPARE if choosing else 0, size, room)
+        asked = read_user_prompts(str(files.target), corpus, Chat(), count, SPARE if choosing else 0, size, room)
         return AskedPrompts(asked.measured, [one.ids for one in asked.others], asked.dropped, conversation)
     assert files.run is not None
     fitting = {}
