@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from distill.benchmark.batches import measure_batches, not_batched
 from distill.benchmark.calibrate import calibrate_pair
 from distill.benchmark.libraries import plain_reference
-from distill.benchmark.pair import Comparison, measure_pair
+from distill.benchmark.pair import Comparison, largest_tree, measure_pair
 from distill.benchmark.prompts import UserPrompts, read_user_prompts
 from distill.benchmark.rounds import by_class, by_depth
 from distill.errors import RecipeError
@@ -157,14 +157,13 @@ def _read_prompts(recipe: Recipe, request: PairRequest) -> UserPrompts:
 def _open(recipe: Recipe, request: PairRequest, prompts: UserPrompts) -> LoadedPair:
     """Both models, with room for the prompts, their texts and the largest tree; a draft of another vocabulary apart."""
     most = recipe.profile.max_tokens
-    trees = [one for one in request.others if one.drafter == "tree"]
     longest = max(one.most + 1 for one in request.configurations)
     size = max(len(prompt.ids) for prompt in (*prompts.measured, *prompts.others)) + recipe.speedup.new_tokens
     return load_pair(
         recipe.target,
         None if request.foreign else request.draft,
         tokens=max(size, 2 * most, 2 * longest),
-        nodes=max((one.drawn_nodes or one.nodes or most - 1 for one in trees), default=0),
+        nodes=largest_tree(recipe, request.others),
         threads=recipe.threads,
         gguf=recipe.gguf,
         pytorch=recipe.pytorch,

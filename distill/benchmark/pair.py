@@ -46,7 +46,7 @@ class Comparison:
     are timed behind them. `calibrated` is None where no configuration reads it. `evaluated` are rounds (drafted,
     accepted) of each prompt, in order, whose acceptance predicts speedups; None: that of the texts themselves. `rates`
     are synthetic acceptance rates by position, None where the target decides. `reader` is a draft of another
-    vocabulary. With `keeps_costs`, rounds are timed beforehand even where no configuration reads their costs.
+    vocabulary. Of a run (`of_run`), rounds are timed beforehand even where no configuration reads their costs.
     """
 
     label: PairMeasured
@@ -58,7 +58,7 @@ class Comparison:
     evaluated: list[list[tuple[int, int]]] | None = None
     rates: tuple[float, ...] | None = None
     reader: Reader | None = None
-    keeps_costs: bool = False
+    of_run: bool = False
 
     @property
     def configurations(self) -> tuple[Configuration, ...]:
@@ -72,13 +72,14 @@ class ComparedPair:
 
     `noise` is the logit difference below which two tokens count as tied; `paid` are the costs that were timed
     beforehand; `steps_given` says, model by model, which steps were padded or split because that is cheaper.
+    `unpredicted` is why no speedup was predicted.
     """
 
+    comparison: Comparison
     measurements: list[Measurement]
     chosen: ChosenLength | None
     rounds: list[RoundFigures]
     steps: StepFigures
-    explanations: list[str]
     noise: float
     paid: PaidCosts | None
     fitted: Fitted
@@ -86,6 +87,21 @@ class ComparedPair:
     steps_given: list[str]
     prepared: list[Prepared]
     texts: list[TimedText]
+    unpredicted: str | None
+
+    @property
+    def explanations(self) -> list[str]:
+        """Sentences about the fastest configuration, the trees that were chosen, and what could not be predicted."""
+        rows, calibrated = self.measurements, self.comparison.calibrated
+        best = max(range(len(rows)), key=lambda place: (not rows[place].is_plain, rows[place].speedup))
+        reading = tuple(prompt_seconds(self.texts, title) for title in (PLAIN.title, self.prepared[best].title))
+        synthetic = self.comparison.rates is not None
+        found = explain(self.steps, rows, self.rounds, self.chosen, (reading[0], reading[1]), synthetic)
+        if calibrated is not None:
+            found += [choice.sentence(calibrated.of_texts) for choice in self.choices]
+        if self.unpredicted is not None:
+            found.append(f"No speedup is predicted: {self.unpredicted}.")
+        return found
 
 
 def measure_pair(recipe: Recipe, pair: LoadedPair, comparison: Comparison) -> ComparedPair:
@@ -132,13 +148,12 @@ def measure_pair(recipe: Recipe, pair: LoadedPair, comparison: Comparison) -> Co
     if comparison.sweep and comparison.rates is None:
         chosen = choose_length(texts, comparison.sweep, label, resamples, confidence)
     steps = time_steps(texts, pair.target, None if small is pair.target else small, recipe.profile.repeats)
-    rounds = _rounds(pair, prepared, rows, texts, steps)
     return ComparedPair(
+        comparison=comparison,
         measurements=rows,
         chosen=chosen,
-        rounds=rounds,
+        rounds=_rounds(pair, prepared, rows, texts, steps),
         steps=steps,
-        explanations=_explanations(comparison, prepared, rows, texts, rounds, steps, chosen, choices, predictions),
         noise=noise,
         paid=paid,
         fitted=fitted,
@@ -146,7 +161,14 @@ def measure_pair(recipe: Recipe, pair: LoadedPair, comparison: Comparison) -> Co
         steps_given=steps_given,
         prepared=prepared,
         texts=texts,
+        unpredicted=predictions.refused,
     )
+
+
+def largest_tree(recipe: Recipe, configurations: Sequence[Configuration]) -> int:
+    """The most nodes of a tree that these configurations may verify; 0 without trees."""
+    trees = [one for one in configurations if one.drafter == "tree"]
+    return max((one.drawn_nodes or one.nodes or recipe.profile.max_tokens - 1 for one in trees), default=0)
 
 
 def _with_cheapest_steps(recipe: Recipe, pair: LoadedPair, comparison: Comparison) -> tuple[LoadedPair, list[str]]:
@@ -159,7 +181,10 @@ def _with_cheapest_steps(recipe: Recipe, pair: LoadedPair, comparison: Compariso
         most = max(most, profile.max_tokens)
     room = min(pair.target.capacity, pair.draft.capacity) - max(most, *DRAFT_STEPS)
     depth = max(1, min(profile.depth, room))
-    progress = Progress(f"{pair.backend}, steps", (profile.repeats + 1) * (1 if pair.draft is pair.target else 2))
+    progress = None
+    if not comparison.of_run:  # whose estimates take all progress to grow with its prompts
+        models = 1 if pair.draft is pair.target else 2
+        progress = Progress(f"{pair.backend}, steps", (profile.repeats + 1) * models)
     cheapest = cheapest_pair(pair.target, pair.draft, most, depth, profile.repeats, progress)
     return replace(pair, target=cheapest.target, draft=cheapest.draft), cheapest.describe()
 
@@ -175,7 +200,7 @@ def _fit(
     settings, chooses = recipe.profile, any(one.chosen for one in configurations)
     priced = [one.most for one in configurations if one.priced]
     paid, costs = None, NO_COSTS
-    if priced or comparison.keeps_costs:
+    if priced or comparison.of_run:
         lengths = [one.most for one in comparison.sweep]
         if priced:
             longest = max(*lengths, *priced, settings.max_tokens - 1 if chooses else 1)
@@ -214,28 +239,6 @@ def _rounds(
     for row, one in zip(rows, prepared, strict=True):
         own = [text for text in texts if text.title == one.title]
         found.append(round_figures(row.configuration, own, steps, one.configuration.drafter == "tree", waits))
-    return found
-
-
-def _explanations(
-    comparison: Comparison,
-    prepared: Sequence[Prepared],
-    rows: Sequence[Measurement],
-    texts: Sequence[TimedText],
-    rounds: Sequence[RoundFigures],
-    steps: StepFigures,
-    chosen: ChosenLength | None,
-    choices: Sequence[Choice],
-    predictions: Predictions,
-) -> list[str]:
-    """Sentences about the fastest configuration, the trees that were chosen, and what could not be predicted."""
-    best = max(zip(rows, prepared, strict=True), key=lambda pair: (not pair[0].is_plain, pair[0].speedup))[1]
-    reading = prompt_seconds(texts, PLAIN.title), prompt_seconds(texts, best.title)
-    found = explain(steps, rows, rounds, chosen, reading, comparison.rates is not None)
-    if comparison.calibrated is not None:
-        found += [choice.sentence(comparison.calibrated.of_texts) for choice in choices]
-    if predictions.refused is not None:
-        found.append(f"No speedup is predicted: {predictions.refused}.")
     return found
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from distill.benchmark.calibrate import Calibrated, calibrate_run, round_costs, validation_prompts
 from distill.benchmark.compare import TimedText
 from distill.benchmark.libraries import plain_reference
-from distill.benchmark.pair import ComparedPair, Comparison, measure_pair
+from distill.benchmark.pair import ComparedPair, Comparison, largest_tree, measure_pair
 from distill.benchmark.tables import run_markdown
 from distill.export.target_file import own_file
 from distill.export.writer import export_gguf
@@ -96,7 +96,7 @@ def _measure(
         others=settings.grown_configurations if grown else settings.configurations,
         calibrated=calibrated,
         evaluated=_evaluated_rounds(run, prompts, settings.new_tokens),
-        keeps_costs=True,
+        of_run=True,
     )
     found = measure_pair(recipe, pair, comparison)
     assert found.chosen is not None and found.paid is not None  # a run sweeps lengths and keeps its costs
@@ -155,20 +155,13 @@ def _load(recipe: Recipe, run: Run, backend: str, grown: bool, scratch: Path) ->
     elif backend == "pytorch":
         return load_pair(recipe.target, draft, device=recipe.device, pytorch=recipe.pytorch), parameters
     files = Target(model=str(served)), str(run.path("gguf", f"draft-{settings.outtype}.gguf"))
-    nodes = min(_largest_tree(recipe, grown), MOST_LEAVES)
+    trees = settings.grown_configurations if grown else settings.configurations
+    nodes = min(largest_tree(recipe, trees), MOST_LEAVES)
     options = Gguf(target=recipe.gguf_options("target"), draft=recipe.gguf_options("draft"))
     pair = load_pair(*files, tokens=recipe.corpus.block, nodes=nodes, gguf=options)
     # Both backends end their texts with the same tokens: llama.cpp knows some more by their names.
     ends = end_ids(load_config(recipe.target.model), load_tokenizer(recipe.target.model))
     return replace(pair, ends=ends), parameters
-
-
-def _largest_tree(recipe: Recipe, grown: bool) -> int:
-    """The most nodes of a tree that the configurations may verify; 0 without trees."""
-    settings = recipe.speedup
-    configurations = settings.grown_configurations if grown else settings.configurations
-    trees = [one for one in configurations if one.drafter == "tree"]
-    return max((one.drawn_nodes or one.nodes or recipe.profile.max_tokens - 1 for one in trees), default=0)
 
 
 def _evaluated_rounds(run: Run, prompts: Sequence[Sequence[int]], new_tokens: int) -> list[list[tuple[int, int]]]:

@@ -32,11 +32,6 @@ class WatchedModel(AroundModel):
         super().__init__(model)
         self.steps = steps
 
-    @property
-    def lengths(self) -> list[int]:
-        """Committed tokens of the one row."""
-        return self.model.lengths
-
     def extend(
         self,
         tokens: Sequence[int],
@@ -50,18 +45,6 @@ class WatchedModel(AroundModel):
         logits = self.model.extend(tokens, counts, parents, want)
         self.steps.append(Step(depth, len(tokens), started, time.perf_counter() - started))
         return logits
-
-    def keep(self, paths: Sequence[Sequence[int]]) -> None:
-        """See `Model`."""
-        self.model.keep(paths)
-
-    def rollback(self, lengths: Sequence[int]) -> None:
-        """See `Model`."""
-        self.model.rollback(lengths)
-
-    def reset(self) -> None:
-        """See `Model`."""
-        self.model.reset()
 
 
 class WatchedStaticModel(StaticTorchModel):
