@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
+from distill.benchmark.compare import acceptance
 from distill.benchmark.prepared import Fitted, Prepared
 from distill.models.base import Model
 from distill.models.batched import BatchedTorchModel
@@ -119,7 +120,7 @@ def _figures(
     size: int, title: str, texts: dict[str, list[Decoded]], seconds: dict[str, float], base: str
 ) -> BatchFigures:
     rounds = [r for text in texts[title] for r in text.rounds]
-    drafted, accepted = sum(r.drafted for r in rounds), sum(r.accepted for r in rounds)
+    each, accepted = acceptance(rounds)
     tokens, plain = (sum(len(text.tokens) for text in texts[one]) for one in (title, base))
     rate, slow = tokens / seconds[title], plain / seconds[base]
     return BatchFigures(
@@ -128,7 +129,7 @@ def _figures(
         tokens,
         rate,
         slow,
-        (accepted + len(rounds)) / max(len(rounds), 1),
-        accepted / drafted if drafted else None,
+        0.0 if each is None else each,
+        accepted,
         rate / slow,
     )

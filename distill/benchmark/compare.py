@@ -20,7 +20,7 @@ from distill.progress import Progress
 from distill.recipe import Configuration
 from distill.recipe.configuration import PLAIN, PLAIN_SAMPLED
 from distill.results.speedup_results import ChosenLength, Measurement, PairMeasured
-from distill.speculative.decode import Decoded, room_for
+from distill.speculative.decode import Decoded, Round, room_for
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ def _measurement(
     tokens, seconds = totals(texts, one.title)
     base_tokens, base_seconds = totals(texts, base)
     rounds = [r for text in texts if text.title == one.title for r in text.decoded.rounds]
-    drafted = sum(r.drafted for r in rounds)
+    each, accepted = acceptance(rounds)
     ratio = speed_ratio(tokens, seconds, base_tokens, base_seconds, resamples, confidence)
     configuration = one.configuration
     if identity is None and one.title == PLAIN.title:
@@ -149,8 +149,8 @@ def _measurement(
         seconds=float(seconds.sum()),
         tokens_per_second=float(tokens.sum() / seconds.sum()),
         plain_tokens_per_second=float(base_tokens.sum() / base_seconds.sum()),
-        tokens_per_round=sum(r.accepted + 1 for r in rounds) / len(rounds) if rounds else None,
-        acceptance=sum(r.accepted for r in rounds) / drafted if drafted else None,
+        tokens_per_round=each,
+        acceptance=accepted,
         speedup=ratio.mean,
         speedup_low=ratio.low,
         speedup_high=ratio.high,
@@ -160,6 +160,13 @@ def _measurement(
         different=None if identity is None else identity.different,
         lossy=one.lossy,
     )
+
+
+def acceptance(rounds: Sequence[Round]) -> tuple[float | None, float | None]:
+    """Tokens per round (accepted + 1), and accepted ÷ drafted; None where there is no round, or nothing was drafted."""
+    drafted, accepted = sum(r.drafted for r in rounds), sum(r.accepted for r in rounds)
+    each = (accepted + len(rounds)) / len(rounds) if rounds else None
+    return each, accepted / drafted if drafted else None
 
 
 def totals(texts: Sequence[TimedText], title: str) -> tuple[numpy.ndarray, numpy.ndarray]:

@@ -68,9 +68,10 @@ def _costs(
     lines = [
         f"{head}. Fastest: `{best.configuration}`, {best.speedup:.2f}x over the whole request. A round costs "
         f"{wanted:.2f} plain steps ({_parts(found, single)}) and gives {found.tokens:.2f} tokens.",
-        f"If every drafted token were accepted, such rounds would give {most / wanted:.2f}x. Their steps, timed with "
-        f"one model alone, take {found.attained:.0%} of their time; the rest goes to two models taking turns, reading "
-        "logits and rolling back.",
+        f"If every drafted token were accepted, such rounds would give {most / wanted:.2f}x. A round pays "
+        f"{found.seconds * 1e3:.2f} ms; its steps, timed with one model alone, take "
+        f"{found.attained * found.seconds * 1e3:.2f} ms. The rest goes to two models taking turns, reading logits and "
+        "rolling back.",
     ]
     if best.speedup_low <= 1:
         lines.append(_against(best, found, wanted, most, single, (draft or 0.0) / alone, prompts))

@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import replace
 
-from distill.benchmark.compare import TimedText, base_title, totals
+from distill.benchmark.compare import TimedText, acceptance, base_title, totals
 from distill.benchmark.prepared import Prepared
 from distill.intervals import UNKNOWN, Interval, speed_ratio
 from distill.models.base import Model
@@ -54,9 +54,7 @@ def _group(
     rounds: Sequence[Round],
     ratio: Interval | None,
 ) -> GroupFigures:
-    drafted, accepted = sum(r.drafted for r in rounds), sum(r.accepted for r in rounds)
-    each = (accepted + len(rounds)) / len(rounds) if rounds else None
-    share = accepted / drafted if drafted else None
+    each, share = acceptance(rounds)
     speedup, bounds = (None, UNKNOWN) if ratio is None else (ratio.mean, ratio)
     return GroupFigures(group, title, count, tokens, rate, each, share, speedup, bounds.low, bounds.high)
 
