@@ -18,7 +18,7 @@ from distill.intervals import speed_ratio
 from distill.models.base import Model
 from distill.progress import Progress
 from distill.recipe import Configuration
-from distill.recipe.configuration import PLAIN, PLAIN_SAMPLED
+from distill.recipe.configuration import PLAIN
 from distill.results.speedup_results import ChosenLength, Measurement, PairMeasured
 from distill.speculative.decode import Decoded, Round, room_for
 
@@ -106,29 +106,19 @@ def measurements(
     confidence: float,
 ) -> list[Measurement]:
     """The measurement of each configuration, its speedup over the plain run of the same sampler."""
-    titles = [one.title for one in prepared]
-    return [
-        _measurement(texts, one, base_title(one, titles), identities.get(one.title), pair, resamples, confidence)
-        for one in prepared
-    ]
-
-
-def base_title(one: Prepared, titles: Sequence[str]) -> str:
-    """The plain configuration of the same sampler."""
-    return PLAIN_SAMPLED.title if one.sampled and PLAIN_SAMPLED.title in titles else PLAIN.title
+    return [_measurement(texts, one, identities.get(one.title), pair, resamples, confidence) for one in prepared]
 
 
 def _measurement(
     texts: Sequence[TimedText],
     one: Prepared,
-    base: str,
     identity: Identity | None,
     pair: PairMeasured,
     resamples: int,
     confidence: float,
 ) -> Measurement:
     tokens, seconds = totals(texts, one.title)
-    base_tokens, base_seconds = totals(texts, base)
+    base_tokens, base_seconds = totals(texts, one.base)
     rounds = [r for text in texts if text.title == one.title for r in text.decoded.rounds]
     each, accepted = acceptance(rounds)
     ratio = speed_ratio(tokens, seconds, base_tokens, base_seconds, resamples, confidence)

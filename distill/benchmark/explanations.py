@@ -70,8 +70,8 @@ def _costs(
         f"{wanted:.2f} plain steps ({_parts(found, single)}) and gives {found.tokens:.2f} tokens.",
         f"If every drafted token were accepted, such rounds would give {most / wanted:.2f}x. A round pays "
         f"{found.seconds * 1e3:.2f} ms; its steps, timed with one model alone, take "
-        f"{found.attained * found.seconds * 1e3:.2f} ms. The rest goes to two models taking turns, reading logits and "
-        "rolling back.",
+        f"{found.attained * found.seconds * 1e3:.2f} ms. The rest goes to "
+        f"{'two models taking turns, ' if found.draft_steps else ''}reading logits and rolling back.",
     ]
     if best.speedup_low <= 1:
         lines.append(_against(best, found, wanted, most, single, (draft or 0.0) / alone, prompts))

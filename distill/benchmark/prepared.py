@@ -55,6 +55,11 @@ class Prepared:
         """Whether its texts are drawn, so that they are no copies of the greedy text."""
         return self.rules.sampler.temperature > 0
 
+    @property
+    def base(self) -> str:
+        """The title of plain decoding under the same sampler, over which its speedup is."""
+        return PLAIN_SAMPLED.title if self.sampled else PLAIN.title
+
     def decode(self, target: Model, drafter: Drafter | None, prompt: Sequence[int], limit: int) -> Decoded:
         """Decode a prompt from cold caches, by a drafter that `make` gave; plainly without one."""
         if drafter is None:

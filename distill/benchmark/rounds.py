@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import replace
 
-from distill.benchmark.compare import TimedText, acceptance, base_title, totals
+from distill.benchmark.compare import TimedText, acceptance, totals
 from distill.benchmark.prepared import Prepared
 from distill.intervals import UNKNOWN, Interval, speed_ratio
 from distill.models.base import Model
@@ -29,14 +29,13 @@ def by_class(
     confidence: float,
 ) -> list[GroupFigures]:
     """Every configuration on the prompts of each class; none where there is one class only."""
-    titles = [one.title for one in prepared]
     found = []
     for name in dict.fromkeys(classes) if len(set(classes)) > 1 else ():
         numbers = {number: place for place, number in enumerate(n for n, one in enumerate(classes) if one == name)}
         own = [replace(t, prompt=numbers[t.prompt]) for t in texts if t.prompt in numbers]
         for one in prepared:
             tokens, seconds = totals(own, one.title)
-            ratio = speed_ratio(tokens, seconds, *totals(own, base_title(one, titles)), resamples, confidence)
+            ratio = speed_ratio(tokens, seconds, *totals(own, one.base), resamples, confidence)
             if len(numbers) == 1:
                 ratio = Interval(ratio.mean, math.nan, math.nan)
             rounds = [r for t in own if t.title == one.title for r in t.decoded.rounds]
@@ -75,7 +74,7 @@ def _step_seconds(text: TimedText) -> list[tuple[int, float]]:
 
 def by_depth(texts: Sequence[TimedText], prepared: Sequence[Prepared]) -> list[GroupFigures]:
     """Every configuration that drafts, on its rounds at each range of depths, against plain steps there."""
-    titles, found = [one.title for one in prepared], []
+    found = []
     plain: dict[tuple[str, tuple[int, int]], list[float]] = {}
     for text in texts:
         for depth, seconds in () if text.decoded.rounds else _step_seconds(text):
@@ -86,7 +85,7 @@ def by_depth(texts: Sequence[TimedText], prepared: Sequence[Prepared]) -> list[G
             rounds.setdefault(_range(r.depth), []).append(r)
         for span, own in sorted(rounds.items()):
             tokens, taken = sum(r.accepted + 1 for r in own), sum(r.seconds for r in own)
-            steps = plain.get((base_title(one, titles), span))
+            steps = plain.get((one.base, span))
             ratio = None if not steps else Interval(tokens / taken * statistics.fmean(steps), math.nan, math.nan)
             found.append(_group(f"{span[0]}–{span[1] - 1}", one.title, len(own), tokens, tokens / taken, own, ratio))
     return sorted(found, key=lambda figures: int(figures.group.split("–")[0]))
