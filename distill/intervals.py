@@ -72,6 +72,28 @@ def paired_ratio_interval(
     return percentiles(new.sum() / new_weight.sum() - old.sum() / old_weight.sum(), rises, confidence)
 
 
+def speed_ratio(
+    tokens: Sequence[float] | Numbers,
+    seconds: Sequence[float] | Numbers,
+    base_tokens: Sequence[float] | Numbers,
+    base_seconds: Sequence[float] | Numbers,
+    resamples: int,
+    confidence: float,
+) -> Interval:
+    """Tokens per second over the base's on the same U prompts, which are resampled together.
+
+    Resamples without tokens or seconds of either are left out. NaN throughout for no prompt.
+    """
+    columns = [numpy.asarray(column, float) for column in (tokens, seconds, base_tokens, base_seconds)]
+    if not all(column.sum() for column in columns):
+        return UNKNOWN
+    sums = numpy.stack(_resampled(columns, resamples, 0))  # [4, R]
+    sums = sums[:, (sums > 0).all(0)]
+    mean = [column.sum() for column in columns]
+    ratio = (mean[0] / mean[1]) / (mean[2] / mean[3])
+    return percentiles(ratio, (sums[0] / sums[1]) / (sums[2] / sums[3]), confidence)
+
+
 def resampled_means(sums: Numbers, counts: Numbers, resamples: int, seed: int = 0) -> Numbers:
     """The means [R, P] of P measurements, Σ sums [P, U] / Σ counts [U], over the same R draws of U units.
 

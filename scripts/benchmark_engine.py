@@ -45,7 +45,7 @@ from typing import Any
 import torch
 
 from distill.benchmark.calibrate import load_calibrations, validation_prompts
-from distill.benchmark.pair.watch import Watch, watched
+from distill.benchmark.watch import Step, Watch
 from distill.export.writer import export_gguf
 from distill.files import read_json, write_json
 from distill.machine import machine
@@ -233,12 +233,16 @@ def measure_rule(bench: Bench) -> Measured:
     }
 
 
-def text_shares(watch: Watch, result: Decoded, bare: tuple[float, float], length: int, alone: float) -> Measured:
-    """The figures of one text's rounds of the full length; `bare`: those whose draft first reads one token, and two."""
+def text_shares(
+    steps: Sequence[Step], result: Decoded, bare: tuple[float, float], length: int, alone: float
+) -> Measured:
+    """The figures of one text's rounds of the full length, from the steps of both models.
+
+    `bare` are rounds whose draft first reads one token, and two.
+    """
     whole = [r for r in result.rounds if r.drafted == length]
     seconds = sum(r.seconds for r in whole)
     two = sum(r.accepted == length for r in whole[:-1])
-    steps = [s for s in (*watch.target, *watch.draft) if s.depth]  # not those that read the prompt
     called = sum(s.seconds for s in steps) / max(len(result.rounds), 1)
     return {
         "tokens_per_round": sum(r.accepted + 1 for r in whole) / len(whole),
@@ -260,7 +264,7 @@ def opened_steps(case: Case, prompts: Prompts, lengths: Sequence[int], options: 
 
 def measure_rows(bench: Bench) -> Measured:
     """All lengths in mixed order, `repeats` times; medians over the repeats. Costs are taken from the other prompts."""
-    case, cheapest, prompts, options = bench.case, bench.cheapest, bench.prompts, bench.options
+    cheapest, prompts, options = bench.cheapest, bench.prompts, bench.options
     lengths, big, small = options.lengths, cheapest.target, cheapest.draft
     depth = len(prompts[0]) + options.tokens // 2
     curve, own = (
@@ -276,12 +280,12 @@ def measure_rows(bench: Bench) -> Measured:
         prompt = prompts[repeat % len(prompts)]
         meter.text()
         for length in [*lengths[turn:], *lengths[:turn]]:
-            with watched(case.target, case.draft) as watch:
-                result = speculate(big, small, prompt, Fixed(length), options.tokens)
-                one = Watch(list(watch.target), list(watch.draft))
+            watch = Watch()
+            result = speculate(*watch.models(big, small), prompt, Fixed(length), options.tokens)
+            taken = [step for steps in watch.take() for step in steps]
             bare = bare_rounds(big, small, [*prompt, *result.tokens][: depth + length], length)
             if repeat:
-                found[length].append(text_shares(one, result, bare, length, curve[length + 1] + length * own[1]))
+                found[length].append(text_shares(taken, result, bare, length, curve[length + 1] + length * own[1]))
                 texts[length].append(result)
         single = plain(big, prompt, options.tokens)
         steps = plain_steps(big, [*prompt, *single.tokens][:depth])

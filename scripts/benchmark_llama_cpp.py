@@ -23,9 +23,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from distill.benchmark.pair.asked import read_asked, sources_of
+from distill.benchmark.prompts import read_user_prompts, sources_of
 from distill.errors import DataError, DistillError
 from distill.files import parse_object
+from distill.intervals import speed_ratio
 from distill.machine import machine, thread_count
 from distill.models.base import Model
 from distill.models.gguf.file import GgufFile
@@ -33,7 +34,7 @@ from distill.models.loaded import LoadedPair, context_of, load_pair
 from distill.recipe import Chat, Corpus, Target, parse_section
 from distill.serving.clients import LlamaClient
 from distill.serving.llama_server import LlamaServer, require_binary, started
-from distill.serving.replaying import ServerDrafter, TextCounts, acceptance, our_text, speed_ratio
+from distill.serving.replaying import CONFIDENCE, RESAMPLES, ServerDrafter, TextCounts, acceptance, our_text
 from distill.speculative.decode import GREEDY, Decoded, Rules, decode, plain
 from distill.speculative.lengths import Fixed
 
@@ -69,7 +70,7 @@ def read_prompts(path: Path, target: Path, count: int, size: int, room: int) -> 
     found = [line for line in map(parse_object, lines) if not isinstance(line, str)]
     if found and all("ids" in line for line in found):
         return [line["ids"] for line in found if len(line["ids"]) <= room][:count]
-    asked = read_asked(str(target), Corpus(sources=sources_of([path])), Chat(), count, 0, size, room)
+    asked = read_user_prompts(str(target), Corpus(sources=sources_of([path])), Chat(), count, 0, size, room)
     return [prompt.ids for prompt in asked.measured]
 
 
@@ -125,7 +126,7 @@ def table(programs: list[Program], base: Program) -> str:
     """Markdown: speed with its ratio to our decoder's, acceptance, tokens per round."""
     lines = ["| program | tokens/s | ÷ distill's | accepted ÷ drafted | tokens per round |", "|---|---|---|---|---|"]
     for one in programs:
-        ratio = speed_ratio(one.tokens, one.seconds, base.tokens, base.seconds)
+        ratio = speed_ratio(one.tokens, one.seconds, base.tokens, base.seconds, RESAMPLES, CONFIDENCE)
         interval = "" if one is base else f"{ratio.mean:.2f} [{ratio.low:.2f}, {ratio.high:.2f}]"
         cells = [one.name, f"{sum(one.tokens) / sum(one.seconds):,.0f}", interval]
         if any(count.drafted for count in one.counts):

@@ -329,13 +329,17 @@ def _ids(found: Sequence[Any]) -> None:
 
 
 def _special_readers(run: Run, name: str, path: Path) -> Readers:
-    from distill.benchmark.calibrate import curve_costs, load_calibrations, load_ranks, load_texts
+    from distill.benchmark.calibrate import curve_costs, load_calibrations, load_texts, read_ranks
+    from distill.files import read_json
     from distill.models.kept import read_kept
     from distill.speculative.costs.curve import load_cost_curve, load_costs
     from distill.target.teacher import stored_entries
 
     found: dict[str, Readers] = {
-        "speedup/calibration.json": [lambda: load_calibrations(path), lambda: load_ranks(path)],
+        "speedup/calibration.json": [
+            lambda: load_calibrations(path),
+            lambda: read_ranks(read_json(path, {}), str(path)),
+        ],
         "speedup/validation.json": [lambda: load_texts(path)],
         "cut/kept_tokens.json": [lambda: _ids([_Kept((read_kept(path.parent) or {"kept": []})["kept"])])],
         "teacher/entries.json": [lambda: stored_entries(path)],
@@ -358,7 +362,7 @@ def _used(costs: Any) -> None:
 
 def _results(run: Run, name: str) -> Readers:
     """The tables that commands print from results."""
-    from distill.benchmark import table
+    from distill.benchmark import tables
     from distill.evaluation import markdown
     from distill.results.evaluation_results import EvaluationReport, flat_rows
     from distill.results.serialise import read_result
@@ -371,7 +375,7 @@ def _results(run: Run, name: str) -> Readers:
     if name == "eval.json":
         return [partial(printed, EvaluationReport, flat_rows, markdown.as_markdown)]
     if name == "speedup.json":
-        return [partial(printed, SpeedupReport, table.flat_rows, table.as_markdown)]
+        return [partial(printed, SpeedupReport, tables.flat_run_rows, tables.run_markdown)]
     return []
 
 

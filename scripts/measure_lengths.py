@@ -29,7 +29,7 @@ import benchmark_lengths as simulation
 import numpy
 
 from distill.benchmark.calibrate import FITS, load_calibrations, record_rounds, validation_prompts
-from distill.benchmark.compare import speed_ratio
+from distill.intervals import Interval, speed_ratio
 from distill.models.base import Model
 from distill.progress import Progress
 from distill.recipe import load_recipe
@@ -231,7 +231,7 @@ class Counted:
         self.rule.observe(*values)
 
 
-def ratio(mine: Sequence[Clock], base: Sequence[Clock]) -> tuple[float, float, float]:
+def ratio(mine: Sequence[Clock], base: Sequence[Clock]) -> Interval:
     """Speed over the base's with its interval, prompts resampled in pairs."""
     parts = [
         numpy.array([getattr(clock, name) for clock in clocks], float)
@@ -267,10 +267,11 @@ def report(
     for name, own in simulated.items():
         mine = measured[name]
         by_kind = [
-            ratio(*([clocks[i] for i, text in enumerate(texts) if text.kind == kind] for clocks in (mine, base)))[0]
+            ratio(*([clocks[i] for i, text in enumerate(texts) if text.kind == kind] for clocks in (mine, base))).mean
             for kind in kinds
         ]
-        speed, low, high = ratio(mine, base)
+        found = ratio(mine, base)
+        speed, low, high = found.mean, found.low, found.high
         expected = first * total(own, "tokens") / total(own, "seconds")
         per_round = [total(clocks, "tokens") / total(clocks, "rounds") for clocks in (mine, own)]
         seconds = [total(clocks, "seconds") / total(clocks, "rounds") for clocks in (mine, own)]

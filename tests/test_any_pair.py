@@ -13,16 +13,19 @@ from typing import Any
 import pytest
 import tiny
 from table_model import TableModel
+from toys import toy
 
+from distill.benchmark.any_pair import PairRequest
 from distill.benchmark.compare import TimedText
-from distill.benchmark.pair.asked import read_asked, sources_of
-from distill.benchmark.pair.figures import by_class, by_depth, round_figures
-from distill.benchmark.pair.reasons import reasons
-from distill.benchmark.pair.wanted import Wanted
-from distill.benchmark.pair.watch import Step, Text, Watch, watched
+from distill.benchmark.explanations import explain
 from distill.benchmark.prepared import Prepared
+from distill.benchmark.prompts import read_user_prompts, sources_of
+from distill.benchmark.rounds import by_class, by_depth, round_figures
+from distill.benchmark.watch import Step, Watch
 from distill.errors import DataError
+from distill.models.base import ROOT
 from distill.models.hugging_face import load_tokenizer
+from distill.models.static.static_model import StaticTorchModel
 from distill.recipe import Chat, Configuration, Corpus
 from distill.recipe.configuration import PLAIN
 from distill.results.pair_results import PairSpeedup, RoundFigures, StepFigures
@@ -53,9 +56,10 @@ def steps_at(depths: Sequence[int], tokens: Sequence[int], seconds: float, gap: 
     return [Step(d, m, i * (seconds + gap), seconds) for i, (d, m) in enumerate(zip(depths, tokens, strict=True))]
 
 
-PLAIN_TEXT = Text(Decoded(tokens=[1] * 4), steps_at([126, 127, 128], [1, 1, 1], 0.5, 0.25), [])
+PLAIN_TEXT = TimedText(0, "plain", 2.5, Decoded(tokens=[1] * 4), steps_at([126, 127, 128], [1, 1, 1], 0.5, 0.25))
 # Two rounds: 2 drafted and both accepted, then 2 drafted and none; the second begins with two tokens.
-DRAFTED = Text(
+DRAFTED = TimedText(
+    *(0, CHAIN.title, 3.0),
     Decoded(tokens=[1] * 5, rounds=[Round(126, 2, 2, 2.0), Round(129, 2, 0, 1.0)]),
     steps_at([126, 129], [3, 3], 0.75, 0.0),
     steps_at([126, 127, 128, 130], [1, 1, 2, 1], 0.125, 0.0),
@@ -85,7 +89,7 @@ def test_the_seconds_of_a_plain_step_run_to_the_next_one() -> None:
 
 def test_figures_by_depth() -> None:
     one = prepared(CHAIN)
-    found = by_depth(Watch(texts={"plain": [PLAIN_TEXT], one.title: [DRAFTED]}), [prepared(PLAIN), one])
+    found = by_depth([PLAIN_TEXT, DRAFTED], [prepared(PLAIN), one])
     assert [(figures.group, figures.count, figures.tokens) for figures in found] == [("0–127", 1, 3), ("128–255", 1, 1)]
     assert [figures.acceptance for figures in found] == [1.0, 0.0]
     assert found[0].speedup == pytest.approx(3 / 2.0 * 0.75)  # plain steps at 126 and 127 took .75 s each
@@ -132,7 +136,7 @@ def told(speedup: float, low: float, costs: tuple[float, float, float], tokens: 
         RoundFigures(one.title, 9, tokens, 5, 4, sum(costs) / 2, *(part / 2 for part in costs), 1, 1, 1),
     ]
     steps = StepFigures(64, {1: 0.5, 5: 0.6}, {1: draft / 2})
-    return " ".join(reasons(steps, rows, rounds, None, (0.010, 0.018), False))
+    return " ".join(explain(steps, rows, rounds, None, (0.010, 0.018), False))
 
 
 @pytest.mark.parametrize(
@@ -164,22 +168,36 @@ def test_the_reason_why_it_does_not_pay(case: tuple[Any, ...], words: str) -> No
     assert ("does not pay" in said_words) is (case[0] < 1)
 
 
-def test_models_are_watched_for_a_while_alone() -> None:
+def test_every_step_of_both_models_is_noted() -> None:
     target, draft = TableModel(6), TableModel(6, seed=1)
-    with watched(target, draft) as watch:  # type: ignore[arg-type]
-        decoded = speculative(target, draft, [1, 2, 3], 12, 2)  # type: ignore[arg-type]
-        watch.note("x", decoded)
-    assert "extend" not in vars(target) and "extend" not in vars(draft)
-    [text] = watch.texts["x"]
-    assert len(text.target) == len(decoded.rounds)  # but for the prompt
-    assert [step.tokens for step in text.target] == [r.drafted + 1 for r in decoded.rounds]
-    assert [step.depth for step in text.target] == [r.depth for r in decoded.rounds]
-    assert sum(step.seconds for step in text.target) < decoded.seconds
-    with watched(target, target) as watch:  # type: ignore[arg-type]
-        target.rollback([0])
-        target.extend([1, 2])
-        assert [step.tokens for step in watch.target] == [2] and not watch.draft
-    assert "extend" not in vars(target)
+    watch = Watch()
+    decoded = speculative(*watch.models(target, draft), [1, 2, 3], 12, 2)  # type: ignore[arg-type]
+    steps, drafting = watch.take()
+    assert len(steps) == len(decoded.rounds) and drafting  # but for the prompt
+    assert [step.tokens for step in steps] == [r.drafted + 1 for r in decoded.rounds]
+    assert [step.depth for step in steps] == [r.depth for r in decoded.rounds]
+    assert sum(step.seconds for step in steps) < decoded.seconds
+    assert watch.take() == ([], [])
+    big, small = watch.models(target, target)  # type: ignore[arg-type]
+    assert big is small
+    big.rollback([0])
+    big.extend([1, 2])
+    assert [step.tokens for step in watch.target] == [2] and not watch.draft
+
+
+def test_steps_of_static_models_are_noted() -> None:
+    """Chains and trees; either the model or the watched one goes on with a text."""
+    model, watch = StaticTorchModel(toy()), Watch()
+    watched, _ = watch.models(model, model)
+    assert isinstance(watched, StaticTorchModel)
+    watched.extend([1, 2, 3])
+    watched.extend([4, 5], parents=[ROOT, ROOT])
+    watched.keep([[1]])
+    watched.extend([6, 7])
+    assert model.lengths == watched.lengths == [6]
+    assert [(step.depth, step.tokens) for step in watch.target] == [(0, 3), (3, 2), (4, 2)]
+    model.rollback([4])
+    assert watched.lengths == [4] and watch.take()[0][0].depth == 3
 
 
 # Synthetic acceptance.
@@ -263,7 +281,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def asked(place: Path, name: str, target: str = "target", **more: Any) -> Any:
     settings = {"count": 4, "others": 0, "tokens": 16, "room": 200} | more
-    return read_asked(str(place / target), Corpus(sources=sources_of([place / name])), Chat(), **settings)
+    return read_user_prompts(str(place / target), Corpus(sources=sources_of([place / name])), Chat(), **settings)
 
 
 @pytest.mark.parametrize("name", ["chat.csv", "chat.jsonl"])
@@ -488,7 +506,7 @@ def test_options_of_pairs_are_refused_for_a_run(capsys: Capture) -> None:
 
 def test_what_needs_other_prompts() -> None:
     def needs(**settings: Any) -> bool:
-        return Wanted((), (Configuration(**settings),)).fitted
+        return PairRequest(("a", "b"), "b", (), (Configuration(**settings),), 8).fitted
 
     assert needs(rule="expected-value") and needs(rule="expected-value", calibration="none") and needs(drafter="tree")
     assert not needs(length=3) and not needs(drafter="tree", nodes=3, calibration="none")

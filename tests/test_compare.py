@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,10 +16,11 @@ from test_measure import Scripted, counting, rounds_of
 from toys import random_prompts, toy
 
 from distill.benchmark import speedup
-from distill.benchmark.compare import TimedText, choose_length, judge_identity, measurements, speed_ratio, time_texts
+from distill.benchmark.compare import TimedText, choose_length, judge_identity, measurements, time_texts
 from distill.benchmark.identity import Identity, is_tie
-from distill.benchmark.prepared import Prepared, prepare_sweep
+from distill.benchmark.prepared import Fitted, Prepared, prepare_all
 from distill.evaluation.stage import write_rounds
+from distill.intervals import speed_ratio
 from distill.models.torch_model import TorchModel
 from distill.recipe.measuring import fixed_length
 from distill.results.speedup_results import PairMeasured
@@ -58,9 +60,12 @@ def test_speed_ratio_is_paired() -> None:
     """Prompts differ a hundredfold, each gains exactly a half: a paired interval has no width."""
     base = numpy.array([0.1, 1.0, 10.0, 3.0])
     tokens = numpy.array([5.0, 50.0, 500.0, 150.0])
-    assert speed_ratio(tokens, base / 1.5, tokens, base, 300, 0.95) == pytest.approx((1.5, 1.5, 1.5))
+    found = speed_ratio(tokens, base / 1.5, tokens, base, 300, 0.95)
+    assert (found.mean, found.low, found.high) == pytest.approx((1.5, 1.5, 1.5))
     # another number of tokens counts, not seconds alone
-    assert speed_ratio(2 * tokens, base, tokens, base, 300, 0.95)[0] == pytest.approx(2)
+    assert speed_ratio(2 * tokens, base, tokens, base, 300, 0.95).mean == pytest.approx(2)
+    assert speed_ratio([10, 10], [1, 2], [10, 10], [2, 4], 300, 0.95).mean == pytest.approx(2)
+    assert math.isnan(speed_ratio([], [], [], [], 300, 0.95).mean)
 
 
 def test_length_is_chosen_on_even_prompts_and_reported_on_odd_ones() -> None:
@@ -72,15 +77,16 @@ def test_length_is_chosen_on_even_prompts_and_reported_on_odd_ones() -> None:
             timed(prompt, 2, 10, 0.5 if even else 0.8),
             timed(prompt, 4, 10, 0.6 if even else 0.1),
         ]
-    found = choose_length(texts, [2, 4], PAIR, 300, 0.95)
+    sweep = [fixed_length(2), fixed_length(4)]
+    found = choose_length(texts, sweep, PAIR, 300, 0.95)
     assert found.length == 2 and found.speedup == pytest.approx(1.25)
     assert found.speedup_low == pytest.approx(1.25) == found.speedup_high
     slow = [TimedText(t.prompt, t.title, t.seconds * (1 if t.title == PLAIN.title else 3), t.decoded) for t in texts]
-    found = choose_length(slow, [2, 4], PAIR, 300, 0.95)
+    found = choose_length(slow, sweep, PAIR, 300, 0.95)
     assert (found.length, found.speedup) == (0, 1)
     # Uneven prompts only: no resample may be made of prompts that have no text.
     for count in (2, 3, 4, 5):
-        assert choose_length([t for t in texts if t.prompt < count], [2, 4], PAIR, 300, 0.95).length == 2
+        assert choose_length([t for t in texts if t.prompt < count], sweep, PAIR, 300, 0.95).length == 2
 
 
 def test_first_difference() -> None:
@@ -116,7 +122,7 @@ def test_verdicts_on_texts() -> None:
 def test_every_configuration_decodes_every_prompt() -> None:
     target, draft = Scripted(counting, 40, 10), Scripted(counting, 30, 10)
     prompts = [[1, 2], [3], [4, 5, 6] * 8]
-    prepared = prepare_sweep(recipe_with(), [1, 4], draft, ())
+    prepared = prepare_all(recipe_with(), [fixed_length(1), fixed_length(4)], (), draft, (), Fitted())
     texts = time_texts(target, draft, prompts, 9, prepared, "x")
     titles = [one.title for one in prepared]
     assert sorted((t.prompt, t.title) for t in texts) == sorted(itertools.product(range(3), titles))

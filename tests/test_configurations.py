@@ -19,16 +19,17 @@ from distill.benchmark.calibrate import (
     calibrate,
     load_calibrations,
     record_rounds,
-    save_calibration,
 )
 from distill.benchmark.compare import judge_identity, measurements, time_texts
 from distill.benchmark.distribution_test import homogeneity
 from distill.benchmark.identity import Identity
-from distill.benchmark.prepared import prepare_others, prepare_sweep
-from distill.benchmark.table import as_markdown, flat_rows
+from distill.benchmark.prepared import Fitted, prepare_all
+from distill.benchmark.tables import flat_run_rows, run_markdown
 from distill.errors import DataError, RecipeError
+from distill.files import write_json
 from distill.recipe import Configuration, Recipe, dump_recipe, load_recipe, parse_recipe
 from distill.recipe.configuration import PLAIN, PLAIN_SAMPLED, RULES
+from distill.recipe.measuring import fixed_length
 from distill.results.speedup_results import (
     ChosenLength,
     Noise,
@@ -138,8 +139,7 @@ def test_every_greedy_configuration_decodes_the_plain_text(pair: tuple[TableMode
     own = record_rounds(target, draft, random_prompts(6, 12, 2), 40, Rules())
     fitted = {name: fit([one for r in own for one in r.rounds]) for name, fit in FITS.items()}
     recipe, pair_measured = recipe_with(), PairMeasured("a pair", "table", False)
-    prepared = prepare_sweep(recipe, [2], draft, ())
-    prepared += prepare_others(recipe, CONFIGURATIONS, draft, (), COSTS, fitted)
+    prepared = prepare_all(recipe, [fixed_length(2)], CONFIGURATIONS, draft, (), Fitted(COSTS, fitted))
     texts = time_texts(target, draft, prompts, 30, prepared, "prompts")
     identities = judge_identity(target, prompts, texts, prepared, 0)
     assert set(identities) == {"draft, γ = 2", *(one.title for one in CONFIGURATIONS)}
@@ -162,10 +162,10 @@ def test_sampled_configurations_stand_beside_sampled_plain_decoding(pair: tuple[
         Configuration(rule="p_min-after", length=3, p_min=0.4, sampler="recipe"),
     ]
     recipe = recipe_with(configurations=[one.model_dump(exclude_none=True) for one in asked], allow_lossy=True)
-    others = prepare_others(recipe, asked, draft, (), COSTS, {})
+    prepared = prepare_all(recipe, [fixed_length(2)], asked, draft, (), Fitted(COSTS))
+    others = prepared[2:]
     assert [one.title for one in others] == [PLAIN_SAMPLED.title, *(one.title for one in asked)]
     assert [one.lossy is not None for one in others] == [False, False, True]
-    prepared = [*prepare_sweep(recipe, [2], draft, ()), *others]
     texts = time_texts(target, draft, random_prompts(4, 12, 3), 16, prepared, "prompts")
     label = PairMeasured("a pair", "table", False)
     rows = measurements(texts, prepared, {}, label, 100, 0.95)
@@ -182,9 +182,9 @@ def test_sampled_configurations_stand_beside_sampled_plain_decoding(pair: tuple[
         RoundCosts(*names, 1.0, [1], [1.2], [0.1] * 3, [0.2] * 3, 0.5, 0.1),
     )
     report = SpeedupReport("distill speedup", {}, 4, 16, {}, [part])
-    page = as_markdown(report)
+    page = run_markdown(report)
     assert page.count("| LOSSY |") == 1 and f"`{asked[1].title}` is LOSSY: " in page
-    flat = flat_rows(report)
+    flat = flat_run_rows(report)
     assert [row["lossy"] is not None for row in flat] == [False] * 4 + [True]
     assert flat[-1]["distribution"].startswith("LOSSY: ") and flat[0]["distribution"] == "the target's"
     # A lossy configuration that is not marked as one is refused by the decoder itself.
@@ -235,7 +235,7 @@ def test_calibrations_are_saved_and_read_again(tmp_path: Path) -> None:
     table = calibrate(own, "distill speedup")
     assert (table["rounds"], table["judged"], table["prompts"]) == (160, 40 * (4 + 1 + 2 + 2), 40)
     assert table["unfitted"] == {}
-    save_calibration(tmp_path / "calibration.json", table)
+    write_json(tmp_path / "calibration.json", table)
     found = load_calibrations(tmp_path / "calibration.json")
     everything = [one for prompt in own for one in prompt.rounds]
     for name, fit in FITS.items():
@@ -249,7 +249,7 @@ def test_calibrations_are_saved_and_read_again(tmp_path: Path) -> None:
 def test_no_calibration_without_both_outcomes(tmp_path: Path) -> None:
     table = calibrate([recorder((0.9, 4, 4)), recorder((0.9, 4, 4))], "here")
     assert table["fits"] == {} and all("only accepted positions" in why for why in table["unfitted"].values())
-    save_calibration(tmp_path / "calibration.json", table)
+    write_json(tmp_path / "calibration.json", table)
     assert load_calibrations(tmp_path / "calibration.json") == {}
     (tmp_path / "calibration.json").write_text('{"format": 0, "fits": {}}')
     with pytest.raises(DataError, match="holds no calibrations"):

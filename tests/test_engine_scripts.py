@@ -12,7 +12,7 @@ import numpy
 import pytest
 import tiny
 
-from distill.benchmark.pair.watch import Step, Watch
+from distill.benchmark.watch import Step
 from distill.files import read_json, write_json
 from distill.speculative.calibration import Power, Recorded
 from distill.speculative.costs.curve import StepCosts
@@ -115,8 +115,8 @@ def test_shares_of_the_bound_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     # Three rounds of two and a last one that the limit cut short; the first is accepted whole.
     rounds = [Round(8, 2, 2, 10.0), Round(11, 2, 1, 8.0), Round(13, 2, 0, 8.0), Round(14, 1, 1, 5.0)]
     result = Decoded([0] * 9, [], rounds, prefill_seconds=4.0, seconds=31.0)
-    steps = [Step(8, 3, 0.0, 20.0)], [Step(8, 1, 0.0, 7.0), Step(0, 8, 0.0, 99.0)]  # a prompt does not count
-    found = engine.text_shares(Watch(*steps), result, (6.0, 7.5), 2, 5.0)
+    steps = [Step(8, 3, 0.0, 20.0), Step(8, 1, 0.0, 7.0)]
+    found = engine.text_shares(steps, result, (6.0, 7.5), 2, 5.0)
     assert found["share"] == 18 / 26 and found["with_two"] == 19.5 / 26 and found["alone"] == 15 / 26
     assert found["tokens_per_round"] == 6 / 3 and found["round"] == 26 / 3
     assert found["overhead"] == 31 / 4 - 27 / 4

@@ -14,7 +14,7 @@ import tiny
 import torch
 
 from distill.benchmark.batched_bench import import_curve
-from distill.benchmark.calibrate import load_calibrations, load_ranks, load_texts
+from distill.benchmark.calibrate import load_calibrations, load_texts, read_ranks
 from distill.errors import DataError
 from distill.evaluation.markdown import as_markdown
 from distill.export.model_shape import read_shape
@@ -293,7 +293,7 @@ def test_an_embedding_without_lengths(copied: Path) -> None:
     [
         (load_calibrations, {"format": 1, "fits": []}),
         (load_calibrations, {"format": 1, "fits": {"a": {"kind": "Power", "fields": {"exponent": []}}}}),
-        (load_ranks, []),
+        (lambda path: read_ranks(read_json(path, {}), str(path)), []),
         (load_texts, {"texts": {"prompt": 1}}),
         (load_cost_curve, {"format": 1, "model": "m", "backend": "b", "depths": [1], "seconds": [["x"]]}),
         (load_cost_curve, {"format": 1, "model": "m", "backend": "b", "depths": [1], "seconds": [[None]]}),

@@ -13,10 +13,10 @@ import torch
 from scipy.optimize import isotonic_regression
 from table_model import TableModel
 
-from distill.benchmark.compare import time_texts, totals
-from distill.benchmark.pair.predictions import Predictions
-from distill.benchmark.pair.watch import Watch, Watched, watched
+from distill.benchmark.compare import TimedText, time_texts, totals
+from distill.benchmark.predictions import Predictions
 from distill.benchmark.prepared import Prepared
+from distill.benchmark.watch import Watch
 from distill.errors import DataError
 from distill.recipe import Configuration
 from distill.recipe.configuration import PLAIN
@@ -139,41 +139,46 @@ def test_the_prediction_is_what_a_request_takes(pair: tuple[Any, Any], length: i
     assert paid.predicted_speedup(length, accepted, len(prompt), new) == pytest.approx(measured, rel=tolerance)
 
 
+def accepted_of(texts: Sequence[TimedText], one: Prepared) -> list[float]:
+    return accepted_by_position(
+        [(r.drafted, r.accepted) for text in texts if text.title == one.title for r in text.decoded.rounds]
+    )
+
+
 @pytest.mark.parametrize("rates", [None, (0.75, 0.5)])
 def test_texts_take_what_is_predicted_between_them(
     rates: tuple[float, ...] | None, pair: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also with synthetic acceptance; what is no greedy chain of a fixed length is not predicted."""
-    for module in ("compare", "pair.watch"):
+    for module in ("compare", "watch"):
         clock = SimpleNamespace(perf_counter=lambda: pair[0]._clock[0])
         monkeypatch.setattr(f"distill.benchmark.{module}.time", clock)
-    draws = random.Random(1).random
+    draws, watch = random.Random(1).random, Watch()
+    target, draft = watch.models(*pair)
     others = [Configuration(rule="p_min", length=3, p_min=0.5), Configuration(drafter="lookup", length=3)]
     prepared = [
         Prepared(
             one,
             Rules(random=draws, rates=rates if one.drafts else None),
-            (lambda: ModelDrafter(pair[1], Fixed(3), Rules().sampler, draws)) if one.drafts else None,
+            (lambda: ModelDrafter(draft, Fixed(3), Rules().sampler, draws)) if one.drafts else None,
             SYNTHETIC if rates and one.drafts else None,
             one.most if one.drafts else 0,
         )
         for one in (PLAIN, Configuration(length=3), *others)
     ]
     prompts = [[2, 4, 6, 1, 3, 5], [1, 2, 3, 4, 5, 6], [3, 3, 3, 1, 1, 2]]
-    with watched(*pair) as watch:
-        watched_ones = [Watched.of(one, watch) for one in prepared]
-        predictions = Predictions(*pair, prompts, prompts, 300, watched_ones, rates)
-        texts = time_texts(*pair, prompts, 300, watched_ones, "prompts", lambda: predictions.text(watch))
-        predictions.finish(watch)
-    for own in watch.texts.values():
-        del own[0]
+    predictions = Predictions(*pair, prompts, prompts, 300, prepared)
+    texts = time_texts(target, draft, prompts, 300, prepared, "prompts", predictions.text, watch)
+    predictions.finish()
     plainly, fixed = (totals(texts, one.title)[1].sum() for one in prepared[:2])
     # Acceptance of the drawn rates is not quite the rates.
-    predicted = predictions.speedup(prepared[1].title, watch)
+    accepted = accepted_of(texts, prepared[1]) if rates is None else [0.75, 0.5, 0.5]
+    predicted = predictions.speedup(prepared[1].title, accepted)
     assert predicted == pytest.approx(plainly / fixed, rel=0.02 if rates is None else 0.1)
-    assert [predictions.speedup(prepared[which].title, watch) for which in (0, 2, 3)] == [None, None, None]
-    assert all(step.depth >= 6 for text in watch.texts[PLAIN.title] for step in text.target)
-    assert len(watch.texts[PLAIN.title][0].target) == 299  # the steps between the texts are not theirs
+    assert [predictions.speedup(prepared[which].title, accepted) for which in (0, 2, 3)] == [None, None, None]
+    plain_texts = [text for text in texts if text.title == PLAIN.title]
+    assert all(step.depth >= 6 for text in plain_texts for step in text.target)
+    assert len(plain_texts[0].target) == 299  # the steps between the texts are not theirs
 
 
 def test_prompts_as_long() -> None:
@@ -186,7 +191,7 @@ def test_prompts_as_long() -> None:
 
 def test_costs_are_those_of_the_prompts_depths(pair: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Where attention makes a step twice as dear, costs of short prompts would predict something else."""
-    for module in ("compare", "pair.watch"):
+    for module in ("compare", "watch"):
         clock = SimpleNamespace(perf_counter=lambda: pair[0]._clock[0])
         monkeypatch.setattr(f"distill.benchmark.{module}.time", clock)
     pair[0].deeper, pair[1].deeper = 0.01, 0.02
@@ -195,21 +200,16 @@ def test_costs_are_those_of_the_prompts_depths(pair: tuple[Any, Any], monkeypatc
     fixed = Prepared(
         Configuration(length=3), Rules(), lambda: ModelDrafter(pair[1], Fixed(3), GREEDY, Rules().random), length=3
     )
-    with watched(*pair) as watch:
-        both = [Watched.of(one, watch) for one in (Prepared(PLAIN, Rules(), None), fixed)]
-        predictions = Predictions(*pair, prompts, others, 150, both)
-        texts = time_texts(*pair, prompts, 150, both, "prompts", lambda: predictions.text(watch))
-        predictions.finish(watch)
-    for own in watch.texts.values():
-        del own[0]
+    both = [Prepared(PLAIN, Rules(), None), fixed]
+    predictions = Predictions(*pair, prompts, prompts_as_long(others, [120, 200]), 150, both)
+    texts = time_texts(*pair, prompts, 150, both, "prompts", predictions.text)
+    predictions.finish()
     plainly, drafted = (totals(texts, one.title)[1].sum() for one in both)
     measured = plainly / drafted
-    assert predictions.speedup(fixed.title, watch) == pytest.approx(measured, rel=0.03)
+    accepted = accepted_of(texts, fixed)
+    assert predictions.speedup(fixed.title, accepted) == pytest.approx(measured, rel=0.03)
     shallow = PaidMeter(*pair, others, [3], (False,), 150)
     shallow.until(4)
-    accepted = accepted_by_position(
-        [(r.drafted, r.accepted) for t in watch.texts[fixed.title] for r in t.decoded.rounds]
-    )
     assert shallow.costs().predicted_speedup(3, accepted, 160, 150) > 1.08 * measured
 
 
@@ -220,9 +220,9 @@ def test_a_pair_without_room_is_not_predicted(pair: tuple[Any, Any]) -> None:
         Configuration(length=9), Rules(), lambda: ModelDrafter(pair[1], Fixed(9), GREEDY, Rules().random), length=9
     )
     predictions = Predictions(*pair, [[1, 2]], [[1, 2]], 8, [fixed])
-    predictions.text(Watch())
-    predictions.finish(Watch())
-    assert predictions.speedup(fixed.title, Watch()) is None
+    predictions.text()
+    predictions.finish()
+    assert predictions.speedup(fixed.title, [1.0]) is None
     assert predictions.refused is not None and "no room to time rounds of 9" in predictions.refused
 
 

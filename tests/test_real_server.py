@@ -49,7 +49,7 @@ def settings(pairs: dict[str, Path]) -> LlamaServer:
 
 @pytest.fixture(scope="module")
 def conversation(pairs: dict[str, Path]) -> Iterator[Conversation]:
-    from distill.benchmark.pair.asked import GgufTokenizer
+    from distill.benchmark.prompts import GgufTokenizer
     from distill.documents.chat_template import ChatTemplate
     from distill.recipe import Chat
 

@@ -34,7 +34,7 @@ from distill.serving.http import Http, Reply, Totals, totals_of
 from distill.serving.llama_server import LlamaServer, free_port, require_binary, started
 from distill.serving.markdown import Reference, _percent, _shown, sentences
 from distill.serving.opening import Addresses, opened
-from distill.serving.replaying import OurText, Replayed, TextCounts, acceptance, counted, rise_of_tokens, speed_ratio
+from distill.serving.replaying import OurText, Replayed, TextCounts, acceptance, counted, rise_of_tokens
 from distill.texts import Prompt
 
 LLAMA = pytest.mark.skipif(
@@ -232,8 +232,6 @@ def test_rounds_follow_from_tokens_and_accepted_ones() -> None:
     assert found.by_position == [0.75, 0.5, 0.25, 0.0] and found.rate.low < found.rate.mean < found.rate.high
     rise = rise_of_tokens([TextCounts(9, 8, 0)] * 3, [TextCounts(9, 8, 4)] * 3)
     assert rise.mean == rise.low == rise.high == 1.0  # 8 tokens in 8 rounds, then in 4
-    assert speed_ratio([10, 10], [1, 2], [10, 10], [2, 4]).mean == pytest.approx(2)
-    assert math.isnan(speed_ratio([], [], [], []).mean)
 
 
 def test_counters_of_both_servers() -> None:

@@ -20,9 +20,8 @@ from toys import blurred, random_prompts, save_toy, toy, toy_tokenizer
 from transformers import AutoTokenizer
 
 from distill.benchmark.compare import TimedText
-from distill.benchmark.part import Part
-from distill.benchmark.samples import sample_texts
-from distill.benchmark.speedup import measure_part
+from distill.benchmark.pair import Comparison, measure_pair
+from distill.benchmark.speedup import sample_texts
 from distill.errors import DataError, RecipeError
 from distill.export.writer import export_gguf
 from distill.generate.stream import Request, stream
@@ -283,11 +282,9 @@ def test_trees_are_refused_before_anything_is_decoded(folders: Path, capsys: Cap
         (Configuration(drafter="tree", nodes=4, length=3),),
         (Configuration(drafter="tree", shape="static", length=3),),
     ):
-        nothing: Any = None
-        loaded = LoadedPair("pytorch", "p", *models, [])
-        part = Part(PairMeasured("p", "pytorch", False), loaded, *models, [[1, 2]], nothing, "", (2,), configurations)
+        comparison = Comparison(PairMeasured("p", "pytorch", False), [[1, 2]], [[1, 2]], (), configurations)
         with pytest.raises(DataError, match="the target takes no trees"):
-            measure_part(pair_recipe(sliding, draft), nothing, part)
+            measure_pair(pair_recipe(sliding, draft), LoadedPair("pytorch", "p", *models, []), comparison)
 
 
 def test_a_chain_of_a_tree_drafter_needs_no_trees() -> None:

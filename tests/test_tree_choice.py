@@ -22,16 +22,15 @@ from distill.benchmark.calibrate import (
     RANKS,
     Recorder,
     calibrate,
-    load_ranks,
     load_texts,
+    read_ranks,
     record_rounds,
-    save_calibration,
     save_texts,
     tally_ranks,
 )
 from distill.benchmark.compare import judge_identity, time_texts
 from distill.benchmark.identity import Identity
-from distill.benchmark.prepared import prepare_others, prepare_sweep
+from distill.benchmark.prepared import Fitted, prepare_all
 from distill.benchmark.tree_choice import (
     SIZES,
     best_shapes,
@@ -43,7 +42,9 @@ from distill.benchmark.tree_choice import (
     time_rounds,
 )
 from distill.errors import DataError, RecipeError
+from distill.files import read_json, write_json
 from distill.recipe import Configuration, dump_recipe, load_recipe
+from distill.recipe.measuring import fixed_length
 from distill.results.serialise import read_result
 from distill.results.speedup_results import PairMeasured, SpeedupReport
 from distill.sampler import Sampler
@@ -146,7 +147,7 @@ def test_the_number_of_nodes_is_the_best_of_all(values: list[float], draws: rand
         rate = row.tokens / (row.target_seconds + row.other_seconds)
         assert rate == pytest.approx(rates[int(row.nodes)], rel=1e-12)
     assert found.title_with_tree.endswith(f": {found.nodes} node" + "s" * (found.nodes != 1))
-    assert ("nothing is drafted" in found.sentence()) == (found.nodes == 0)
+    assert ("nothing is drafted" in found.sentence("validation text")) == (found.nodes == 0)
 
 
 def test_the_values_are_those_of_the_trees_that_a_text_meets(pair: tuple[TableModel, TableModel]) -> None:
@@ -225,14 +226,11 @@ def test_trees_that_are_chosen_decode_the_plain_text(pair: tuple[TableModel, Tab
     rates = tally_ranks(draft, texts, own, Rules()).rates()
     written = [(text, recorder.tokens) for text, recorder in zip(texts, own, strict=True)]
     # Seconds of steps that are far above what these tables take: every tree then pays, as on a large target.
-    choices = choose_trees(recipe, CHOSEN, target, draft, written, (4, 8), (), COSTS, {}, rates)
+    choices = choose_trees(recipe, CHOSEN, target, draft, written, (), COSTS, {}, rates, (4, 8))
     assert [choice.title for choice in choices] == [one.title for one in CHOSEN]
     assert all(choice.nodes > 1 and choice.speedup > 1 for choice in choices) and choices[3].nodes == 6
     trees: dict[str, Any] = {choice.title: choice.tree for choice in choices}
-    prepared = [
-        *prepare_sweep(recipe, [2], draft, ()),
-        *prepare_others(recipe, CHOSEN, draft, (), COSTS, {}, trees),
-    ]
+    prepared = prepare_all(recipe, [fixed_length(2)], CHOSEN, draft, (), Fitted(COSTS, {}, trees))
     prompts = random_prompts(6, 12, 1)
     decoded = time_texts(target, draft, prompts, 30, prepared, "prompts")
     identities = judge_identity(target, prompts, decoded, prepared, 0)
@@ -243,7 +241,7 @@ def test_trees_that_are_chosen_decode_the_plain_text(pair: tuple[TableModel, Tab
         assert max(drafted) == choice.nodes and drafted.count(choice.nodes) > len(drafted) / 2
         assert sum(r.accepted for r in rounds) > 0.05 * len(rounds)
     # No nodes is plain decoding, and the draft is not asked.
-    nothing = prepare_others(recipe, CHOSEN[:1], draft, (), COSTS, {}, {CHOSEN[0].title: 0})
+    nothing = prepare_all(recipe, (), CHOSEN[:1], draft, (), Fitted(COSTS, {}, {CHOSEN[0].title: 0}))[1:]
     plainly = time_texts(target, draft, prompts[:1], 8, nothing, "prompts")
     assert plainly and all(r.drafted == 0 for text in plainly for r in text.decoded.rounds)
 
@@ -261,16 +259,16 @@ def test_the_tally_counts_ranks_of_what_the_target_wrote(tmp_path: Path, pair: t
             order = draft.table[draft.place(context)].argsort(descending=True).tolist()
             taken[order.index(recorder.tokens[count])] += 1
     assert tally == RankTally([33] * RANKS, taken[:RANKS]) and sum(taken[1:RANKS]) > 0
-    path = tmp_path / "calibration.json"
-    save_calibration(path, calibrate(own, "here", tally))
-    assert load_ranks(path) == tally
-    save_texts(tmp_path / "validation.json", prompts, own)
-    assert load_texts(tmp_path / "validation.json") == [(p, r.tokens) for p, r in zip(prompts, own, strict=True)]
-    save_calibration(path, calibrate(own, "here"))
+    path, written = tmp_path / "calibration.json", [(p, r.tokens) for p, r in zip(prompts, own, strict=True)]
+    write_json(path, calibrate(own, "here", tally))
+    assert read_ranks(read_json(path), "here") == tally
+    save_texts(tmp_path / "validation.json", written)
+    assert load_texts(tmp_path / "validation.json") == written
+    write_json(path, calibrate(own, "here"))
     with pytest.raises(DataError, match="does not hold what this version writes"):
         load_texts(path)
     with pytest.raises(DataError, match="no acceptance by rank"):
-        load_ranks(path)
+        read_ranks(read_json(path), "here")
     # A text that ends with its first token has no place to look at.
     assert tally_ranks(draft, [[1]], [Recorder(4, tokens=[2])], Rules()) == RankTally()
 
@@ -310,7 +308,7 @@ def test_the_stage_chooses_trees_on_its_own_curves(copied: Path, capsys: pytest.
     config.write_text(dump_recipe(recipe))
     assert tiny.call("speedup", "tiny", "--runs", copied.parent) == 0
     page = capsys.readouterr().out
-    ranks = load_ranks(copied / "speedup" / "calibration.json")
+    ranks = read_ranks(read_json(copied / "speedup" / "calibration.json"), "here")
     assert len(ranks.tried) == RANKS and ranks.tried[0] >= sum(ranks.taken) > 0
     report = read_result(copied / "speedup.json", SpeedupReport)
     settings = recipe.speedup

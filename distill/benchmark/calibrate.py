@@ -6,19 +6,19 @@ Legend: γ or n drafted tokens of a round, T target, D draft.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, astuple, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from distill.errors import DataError
 from distill.files import has_form, read_json, write_json
 from distill.models.base import Model
-from distill.models.loaded import load_pair
+from distill.models.loaded import LoadedPair, load_pair
 from distill.packing import Packed
 from distill.recipe import Recipe
 from distill.results.profile_results import ProfileReport
 from distill.results.serialise import from_json, read_result
-from distill.results.speedup_results import RoundCosts, SpeedupPart
+from distill.results.speedup_results import PairMeasured, RoundCosts, SpeedupPart
 from distill.run import Run
 from distill.speculative.calibration import (
     CONTEXT_TERMS,
@@ -46,8 +46,10 @@ from distill.speculative.trees.tree import best_tokens
 from distill.texts import read_prompts
 
 FORMAT = 1
+FORM = {"format": int, "fits": {...: {"kind": str, "fields": dict}}}  # of a calibration.json
 LENGTH = 8  # tokens drafted in every recorded round
 RANKS = 8  # of the draft's best tokens that are tallied
+Text = tuple[list[int], list[int]]  # a prompt, and what the target wrote after it
 KINDS: dict[str, type[Calibration]] = {"Power": Power, "Logistic": Logistic, "Sequential": Sequential}
 FITS: dict[str, Callable[[Sequence[Recorded]], Calibration]] = {
     "power": fit_power,
@@ -162,40 +164,72 @@ def calibrate(own: Sequence[Recorder], command: str, ranks: RankTally | None = N
     return table
 
 
-def calibrate_run(recipe: Recipe, run: Run) -> dict[str, Any] | None:
-    """The table of speedup/calibration.json, fitted on validation text if it is not there yet.
+@dataclass(frozen=True)
+class Calibrated:
+    """What calibration.json holds (`table`), and the texts it was counted on: prompts, and what the target wrote.
 
-    None where no configuration reads it.
+    `source` names the table in errors.
+    """
+
+    table: dict[str, Any]
+    texts: list[Text]
+    source: str = "the calibration"
+
+    @property
+    def of_texts(self) -> str:
+        """The texts, in words."""
+        split = self.table.get("split", "validation")
+        return "validation text" if split == "validation" else f"other {split}"
+
+    @property
+    def calibrations(self) -> dict[str, Calibration]:
+        """By name; DataError for a table that is damaged or of another format."""
+        return read_calibrations(self.table, self.source)
+
+    @property
+    def rates(self) -> list[float]:
+        """The acceptance by rank; DataError where there is none."""
+        return read_ranks(self.table, self.source).rates()
+
+
+def calibrate_pair(
+    pair: LoadedPair, prompts: Sequence[Sequence[int]], new_tokens: int, command: str, split: str
+) -> Calibrated:
+    """Decode the prompts, of this `split`, greedily, and fit every calibration on their rounds."""
+    rules = Rules(GREEDY, "greedy", pair.ends)
+    recorded = record_rounds(pair.target, pair.draft, prompts, new_tokens, rules)
+    table = calibrate(recorded, command, tally_ranks(pair.draft, prompts, recorded, rules))
+    texts = [([*prompt], recorder.tokens) for prompt, recorder in zip(prompts, recorded, strict=True)]
+    return Calibrated(table | {"split": split}, texts)
+
+
+def calibrate_run(recipe: Recipe, run: Run) -> Calibrated | None:
+    """The run's speedup/calibration.json and validation.json, made on validation text if they are not there yet.
+
+    None where no configuration reads them.
     """
     settings = recipe.speedup
     grown = settings.grown_configurations if settings.grown is not None else ()
     if not any(one.learns or one.chosen for one in (*settings.configurations, *grown)):
         return None
-    path = run.path("speedup", "calibration.json")
+    path, texts = run.path("speedup", "calibration.json"), run.path("speedup", "validation.json")
     if not path.exists():
         prompts = validation_prompts(run, recipe.answers.prompt_tokens, settings.calibration_prompts)
         with load_pair(recipe.target, str(run.path("draft")), device=recipe.device, pytorch=recipe.pytorch) as pair:
-            rules = Rules(GREEDY, "greedy", pair.ends)
-            recorded = record_rounds(pair.target, pair.draft, prompts, settings.new_tokens, rules)
-            ranks = tally_ranks(pair.draft, prompts, recorded, rules)
-        save_texts(run.path("speedup", "validation.json"), prompts, recorded)
-        save_calibration(path, calibrate(recorded, run.command, ranks))
-    found: dict[str, Any] = read_json(path)
-    scores = ", ".join(f"{name} {fit['log_loss']:.3f}" for name, fit in found["fits"].items())
-    line = f"log loss {found['uncalibrated']['log_loss']:.3f} uncalibrated, {scores}" if scores else "no calibration"
-    line += "".join(f"; {name} not fitted: {reason}" for name, reason in found["unfitted"].items())
-    run.say(f"  draft probabilities, {found['rounds']} rounds of {found['prompts']} validation texts: {line}")
+            made = calibrate_pair(pair, prompts, settings.new_tokens, run.command, "validation")
+        save_texts(texts, made.texts)
+        write_json(path, made.table)
+    found = Calibrated(read_json(path, FORM), load_texts(texts), str(path))
+    table = found.table
+    scores = ", ".join(f"{name} {fit['log_loss']:.3f}" for name, fit in table["fits"].items())
+    line = f"log loss {table['uncalibrated']['log_loss']:.3f} uncalibrated, {scores}" if scores else "no calibration"
+    line += "".join(f"; {name} not fitted: {reason}" for name, reason in table["unfitted"].items())
+    run.say(f"  draft probabilities, {table['rounds']} rounds of {table['prompts']} validation texts: {line}")
     return found
 
 
-def save_calibration(path: Path, table: Mapping[str, Any]) -> None:
-    """Write what `calibrate` made; see `load_calibrations`."""
-    write_json(path, table)
-
-
-def load_calibrations(path: Path) -> dict[str, Calibration]:
-    """The calibrations of a calibration.json by name; raises DataError when it is damaged or of another format."""
-    table = read_json(path, {"format": int, "fits": {...: {"kind": str, "fields": dict}}})
+def read_calibrations(table: Mapping[str, Any], source: str) -> dict[str, Calibration]:
+    """The calibrations of what `calibrate` made; DataError, which names `source`, for another format."""
     try:
         if table["format"] != FORMAT:
             raise ValueError(f"its format is {table['format']}")
@@ -203,30 +237,36 @@ def load_calibrations(path: Path) -> dict[str, Calibration]:
         for name, fit in table["fits"].items():
             values = {key: tuple(value) if isinstance(value, list) else value for key, value in fit["fields"].items()}
             values.pop("shift", None)  # what is learned online, 0 in a fit
-            found[name] = from_json(values, KINDS[fit["kind"]], str(path))
+            found[name] = from_json(values, KINDS[fit["kind"]], source)
         return found
     except (KeyError, TypeError, ValueError) as error:
-        raise DataError(f"{path} holds no calibrations: {error}", "make it again: `distill speedup --again`") from error
+        raise DataError(
+            f"{source} holds no calibrations: {error}", "make it again: `distill speedup --again`"
+        ) from error
 
 
-def save_texts(path: Path, prompts: Sequence[Sequence[int]], own: Sequence[Recorder]) -> None:
-    """Write the recorded texts as token ids; see `load_texts`."""
-    texts = [{"prompt": [*prompt], "new": recorder.tokens} for prompt, recorder in zip(prompts, own, strict=True)]
-    write_json(path, {"split": "validation", "texts": texts})
+def load_calibrations(path: Path) -> dict[str, Calibration]:
+    """The calibrations of a calibration.json by name; raises DataError when it is damaged or of another format."""
+    return read_calibrations(read_json(path, FORM), str(path))
 
 
-def load_texts(path: Path) -> list[tuple[list[int], list[int]]]:
+def read_ranks(table: Mapping[str, Any], source: str) -> RankTally:
+    """The acceptance by rank of what `calibrate` made; DataError, which names `source`, where there is none."""
+    found: Any = table.get("ranks")
+    if not has_form(found, {"tried": [int], "taken": [int]}) or not found["tried"]:
+        raise DataError(f"{source} holds no acceptance by rank", "make it again: `distill speedup --again`")
+    return RankTally(found["tried"], found["taken"])
+
+
+def save_texts(path: Path, texts: Sequence[Text]) -> None:
+    """Write recorded texts as token ids; see `load_texts`."""
+    write_json(path, {"split": "validation", "texts": [{"prompt": prompt, "new": new} for prompt, new in texts]})
+
+
+def load_texts(path: Path) -> list[Text]:
     """Prompts, and what the target wrote after each; raises DataError when the file is missing or damaged."""
     texts = read_json(path, {"texts": [{"prompt": [int], "new": [int]}]})["texts"]
     return [(text["prompt"], text["new"]) for text in texts]
-
-
-def load_ranks(path: Path) -> RankTally:
-    """The acceptance by rank of a calibration.json; raises DataError when there is none."""
-    found = read_json(path, {}).get("ranks")
-    if not has_form(found, {"tried": [int], "taken": [int]}) or not found["tried"]:
-        raise DataError(f"{path} holds no acceptance by rank", "make it again: `distill speedup --again`")
-    return RankTally(found["tried"], found["taken"])
 
 
 def curve_costs(run: Run, backend: str) -> StepCosts:
@@ -245,8 +285,24 @@ def run_costs(run: Run, backend: str) -> StepCosts:
     return paid_costs(read_result(path, SpeedupPart).costs).step_costs() if path.exists() else curve_costs(run, backend)
 
 
-def paid_costs(found: RoundCosts) -> PaidCosts:
+def round_costs(paid: PaidCosts, pair: PairMeasured) -> RoundCosts:
     """Costs as speedup.json keeps them."""
+    return RoundCosts(
+        pair.pair,
+        pair.backend,
+        pair.grown,
+        paid.token,
+        list(paid.verify),
+        list(paid.verify.values()),
+        list(astuple(paid.by_argmax)),
+        list(astuple(paid.by_distribution)),
+        paid.target_prompt,
+        paid.draft_prompt,
+    )
+
+
+def paid_costs(found: RoundCosts) -> PaidCosts:
+    """The costs of which `round_costs` made these."""
     return PaidCosts(
         found.token,
         dict(zip(found.lengths, found.verify, strict=True)),

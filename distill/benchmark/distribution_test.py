@@ -12,7 +12,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -24,8 +24,7 @@ from distill.recipe import Configuration, Recipe
 from distill.run import Run
 from distill.sampler import Sampler
 from distill.speculative.configured import make_drafter
-from distill.speculative.decode import Decoded, Rules, decode, plain, speculative
-from distill.speculative.draft import Drafter
+from distill.speculative.decode import Decoded, Round, Rules, decode, plain, speculative
 from distill.speculative.verify import Random
 from distill.texts import read_prompts
 
@@ -126,31 +125,21 @@ def verify_distribution(
     tests = []
     for number, prompt in enumerate(short if tested else []):
 
-        def sample(name: str, number: int = number, prompt: list[int] = prompt) -> _Counts:
+        def sample(name: str, number: int = number, prompt: list[int] = prompt) -> tuple[list[Counter[int]], float]:
             draws = random.Random(f"{seed}/{number}/{name}").random
             return _draw(target, draft, prompt, tested.get(name), sampler, draws, samples, progress)
 
-        base = sample("plain")
+        base, _ = sample("plain")
         for name in tested:
-            found = sample(name)
+            found, drafted = sample(name)
             positions = range(1, NEW_TOKENS)
             statistic, freedom, least = min(
-                (homogeneity(base.tokens[i], found.tokens[i]) for i in positions), key=lambda test: test[2]
+                (homogeneity(base[i], found[i]) for i in positions), key=lambda test: test[2]
             )
-            drafted = found.drafted / max(1, found.rounds)
             same = least >= level
             tests.append(PromptTest(number, name, samples, len(positions), statistic, freedom, least, same, drafted))
     greedy = _greedy_identity(target, draft, prompts[:GREEDY_PROMPTS], rounded)
     return DistributionTest(tests, skipped, level, greedy, sampler.describe())
-
-
-@dataclass
-class _Counts:
-    """The tokens seen at every counted position, and what was drafted for them."""
-
-    tokens: list[Counter[int]] = field(default_factory=lambda: [Counter() for _ in range(NEW_TOKENS)])
-    drafted: int = 0
-    rounds: int = 0
 
 
 def _draw(
@@ -162,30 +151,25 @@ def _draw(
     draws: Random,
     samples: int,
     progress: Progress,
-) -> _Counts:
-    """Draw texts by a configuration, plainly without one."""
+) -> tuple[list[Counter[int]], float]:
+    """Draw texts by a configuration, plainly without one: each position's tokens, and the tokens drafted a round."""
     rules = Rules(sampler, "token" if configuration is None else configuration.verified_by, random=draws)
     drafter = None if configuration is None else make_drafter(configuration, draft, sampler, draws)
-    counts = _Counts()
+    counts: list[Counter[int]] = [Counter() for _ in range(NEW_TOKENS)]
+    rounds: list[Round] = []
     for _ in range(samples):
-        decoded = _sample(target, drafter, prompt, rules)
-        for position, token in enumerate(decoded.tokens[:NEW_TOKENS]):
-            counts.tokens[position][token] += 1
-        counts.drafted += sum(one.drafted for one in decoded.rounds)
-        counts.rounds += len(decoded.rounds)
+        text = Decoded()
+        if drafter is None:
+            text = plain(target, prompt, NEW_TOKENS, rules=rules)
+        else:  # whole rounds, until there are enough tokens, or the context ends
+            for _ in decode(target, drafter, prompt, NEW_TOKENS + ROOM, rules, text):
+                if len(text.tokens) >= NEW_TOKENS:
+                    break
+        for count, token in zip(counts, text.tokens, strict=False):
+            count[token] += 1
+        rounds += text.rounds
         progress.step()
-    return counts
-
-
-def _sample(target: Model, drafter: Drafter | None, prompt: list[int], rules: Rules) -> Decoded:
-    """At least NEW_TOKENS tokens, as whole rounds give them; fewer where the context ends."""
-    if drafter is None:
-        return plain(target, prompt, NEW_TOKENS, rules=rules)
-    result = Decoded()
-    for _ in decode(target, drafter, prompt, NEW_TOKENS + ROOM, rules, result):
-        if len(result.tokens) >= NEW_TOKENS:
-            break
-    return result
+    return counts, sum(one.drafted for one in rounds) / max(1, len(rounds))
 
 
 def _greedy_identity(target: Model, draft: Model, prompts: Sequence[Sequence[int]], rounded: bool) -> Identity:

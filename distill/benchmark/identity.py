@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from distill.models.base import Model
+from distill.recipe import Recipe
 from distill.texts import first_difference
 
 TORCH_NOISE = 1e-4  # fp32: logit gaps below this are rounding ties
@@ -90,3 +91,19 @@ def is_tie(
             logits = target.extend(piece, want=[min(asked - start, len(piece) - 1)]).full()[0]
         apart.append(float(logits[text[where]] - logits[other[where]]))
     return 0 <= apart[0] <= max(apart) - min(apart)
+
+
+def tie_noise(
+    recipe: Recipe, backend: str, target: Model, prompt: Sequence[int], text: Sequence[int], lengths: Sequence[int]
+) -> tuple[float, int]:
+    """Below which logit difference two tokens count as tied, and how many tokens at once a tie is read with.
+
+    In fp32 that is agreed; in other types it is measured on the plain `text` behind a prompt, in pieces as long as
+    rounds of these draft `lengths` read them.
+    """
+    if backend == "pytorch" and recipe.target.dtype == "float32" and recipe.target.quantise is None:
+        return TORCH_NOISE, 0
+    pieces = [text[start : start + length + 1] for length in lengths for start in (0, 16)]
+    # A text may end before the longest length.
+    noise = max((rounding_noise(target, prompt, piece) for piece in pieces if len(piece) > 1), default=0.0)
+    return noise, max(lengths) + 1

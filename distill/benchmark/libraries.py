@@ -1,19 +1,65 @@
-"""The libraries' own greedy generation, which the plain decoder is compared with."""
+"""The libraries' own greedy generation beside our plain decoder."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 
 from distill.machine import thread_count
-from distill.recipe import GgufOptions
+from distill.models.base import Model
+from distill.models.loaded import LoadedPair
+from distill.recipe import GgufOptions, Recipe
 from distill.recipe.gguf import NO_DEVICE
+from distill.results.speedup_results import PairMeasured, PlainReference
+from distill.speculative.decode import plain
+
+Library = Callable[[Sequence[int], int], int]  # a library's generation: a prompt and a limit to tokens made
 
 
-def transformers_generation(model: Any, ends: list[int]) -> Callable[[Sequence[int], int], int]:
+def plain_reference(
+    recipe: Recipe, pair: LoadedPair, label: PairMeasured, prompts: Sequence[Sequence[int]]
+) -> PlainReference:
+    """Our plain decoder beside the generation of the library that runs the target; a GGUF file is loaded again."""
+    if pair.hugging_face is not None:
+        name, library = "transformers generate", transformers_generation(pair.hugging_face[0], pair.ends)
+    else:
+        options = recipe.gguf_options("target")
+        name = "llama-cpp-python generate"
+        library = llama_generation(Path(pair.reference), pair.target.capacity, options, pair.ends)
+    medians = compare_library(pair.target, library, prompts, recipe.speedup.new_tokens, pair.ends)
+    return PlainReference(label.pair, label.backend, label.grown, name, *medians)
+
+
+def compare_library(
+    target: Model,
+    library: Library,
+    prompts: Sequence[Sequence[int]],
+    new_tokens: int,
+    ends: Collection[int],
+) -> tuple[float, float, float]:
+    """Tokens per second of our plain decoder and of a library, in turn on the same prompts, and their ratio.
+
+    The ratio is the median over prompts, each with the two orders, so that a slow spell of the machine does not decide.
+    """
+    library(prompts[0], 4)
+    plain(target, prompts[0], 4)
+    speeds: dict[str, list[float]] = {"ours": [], "library": []}
+    for index, prompt in enumerate(prompts):
+        limit = min(new_tokens, target.capacity - len(prompt))
+        for who in ("ours", "library") if index % 2 else ("library", "ours"):
+            started = time.perf_counter()
+            made = len(plain(target, prompt, limit, ends).tokens) if who == "ours" else library(prompt, limit)
+            speeds[who].append(made / (time.perf_counter() - started))
+    ours, theirs = numpy.array(speeds["ours"]), numpy.array(speeds["library"])
+    return float(numpy.median(ours)), float(numpy.median(theirs)), float(numpy.median(ours / theirs))
+
+
+def transformers_generation(model: Any, ends: list[int]) -> Library:
     """The library's own greedy generation; returns how many tokens it made."""
 
     def generate(prompt: Sequence[int], limit: int) -> int:
@@ -32,9 +78,7 @@ def transformers_generation(model: Any, ends: list[int]) -> Callable[[Sequence[i
     return generate
 
 
-def llama_generation(
-    path: Path, context: int, options: GgufOptions, ends: list[int]
-) -> Callable[[Sequence[int], int], int]:
+def llama_generation(path: Path, context: int, options: GgufOptions, ends: list[int]) -> Library:
     """llama-cpp-python's own greedy generation over the same file; returns how many tokens it made.
 
     Under the same options, but for `device`, which that library does not take: it uses all GPUs, or none.

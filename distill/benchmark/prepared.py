@@ -4,19 +4,30 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from distill.models.base import Model
 from distill.recipe import Configuration, Recipe
-from distill.recipe.configuration import PLAIN_SAMPLED
-from distill.recipe.measuring import fixed_length
+from distill.recipe.configuration import PLAIN, PLAIN_SAMPLED
 from distill.sampler import Sampler
 from distill.speculative.calibration import Calibration
 from distill.speculative.configured import NO_COSTS, Tree, configured_sampler, lossy_reason, make_drafter
 from distill.speculative.costs.curve import StepCosts
 from distill.speculative.decode import Decoded, Rules, decode, plain
 from distill.speculative.draft import Drafter
+from distill.speculative.other_vocabulary.drafters import Reader
+from distill.speculative.other_vocabulary.opening import other_vocabulary_drafter
+from distill.speculative.verify import refusal
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """What configurations read that is measured beforehand: costs, calibrations by name, chosen trees by title."""
+
+    costs: StepCosts = NO_COSTS
+    calibrations: Mapping[str, Calibration] = field(default_factory=dict)
+    trees: Mapping[str, Tree] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -44,6 +55,11 @@ class Prepared:
         """Whether its texts are drawn, so that they are no copies of the greedy text."""
         return self.rules.sampler.temperature > 0
 
+    @property
+    def base(self) -> str:
+        """The title of plain decoding under the same sampler, over which its speedup is."""
+        return PLAIN_SAMPLED.title if self.sampled else PLAIN.title
+
     def decode(self, target: Model, drafter: Drafter | None, prompt: Sequence[int], limit: int) -> Decoded:
         """Decode a prompt from cold caches, by a drafter that `make` gave; plainly without one."""
         if drafter is None:
@@ -59,44 +75,38 @@ def prepare(
     configuration: Configuration,
     draft: Model,
     ends: Collection[int],
-    costs: StepCosts = NO_COSTS,
-    fitted: Mapping[str, Calibration] | None = None,
-    tree: Tree | None = None,
+    fitted: Fitted,
+    reader: Reader | None = None,
 ) -> Prepared:
-    """Make a configuration ready under the recipe's seed and sampler.
-
-    `costs` and `fitted` calibrations are for those that read them, `tree` is the one that was chosen for it.
-    """
+    """Make a configuration ready under the recipe's seed and sampler; `reader` is a draft of another vocabulary."""
     sampler = configured_sampler(configuration, recipe.sampler)
     draws = random.Random(f"{recipe.seed}/{configuration.title}").random
     if not configuration.drafts:
         return Prepared(configuration, Rules(sampler, "token" if sampler.temperature else "greedy", ends, draws), None)
     rules = Rules(sampler, configuration.verified_by, ends, draws)
-    make = partial(make_drafter, configuration, draft, sampler, draws, costs, fitted or {}, tree)
+    if configuration.foreign:
+        assert reader is not None
+        make: Callable[[], Drafter] = partial(other_vocabulary_drafter, configuration, reader, sampler, draws)
+        return Prepared(configuration, rules, make, refusal(rules.verifier, make().kind, sampler.temperature))
+    tree = fitted.trees.get(configuration.title)
+    make = partial(make_drafter, configuration, draft, sampler, draws, fitted.costs, fitted.calibrations, tree)
     return Prepared(configuration, rules, make, lossy_reason(configuration, sampler))
 
 
-def prepare_sweep(recipe: Recipe, lengths: Sequence[int], draft: Model, ends: Collection[int]) -> list[Prepared]:
-    """Plain greedy decoding, and greedy drafts of each fixed length."""
-    return [replace(prepare(recipe, fixed_length(n), draft, ends), length=n) for n in (0, *lengths)]
-
-
-def prepare_others(
+def prepare_all(
     recipe: Recipe,
-    configurations: Sequence[Configuration],
+    sweep: Sequence[Configuration],
+    others: Sequence[Configuration],
     draft: Model,
     ends: Collection[int],
-    costs: StepCosts,
-    fitted: Mapping[str, Calibration],
-    trees: Mapping[str, Tree] | None = None,
+    fitted: Fitted,
+    reader: Reader | None = None,
 ) -> list[Prepared]:
-    """Every configuration made ready and, where some are sampled, plain sampling before them, as their base.
+    """Plain greedy decoding, the sweep (a configuration a length), and all others.
 
-    `trees` are those that were chosen, by the configuration's title.
+    Where some of these are sampled, plain sampling stands before them, as their base.
     """
-    sampled = Sampler.of(recipe.sampler).temperature > 0 and any(one.sampler == "recipe" for one in configurations)
-    base = [PLAIN_SAMPLED] if sampled else []
-    return [
-        prepare(recipe, one, draft, ends, costs, fitted, (trees or {}).get(one.title))
-        for one in (*base, *configurations)
-    ]
+    ready = partial(prepare, recipe, draft=draft, ends=ends, fitted=fitted, reader=reader)
+    lengths = [replace(ready(PLAIN), length=0), *(replace(ready(one), length=one.most) for one in sweep)]
+    sampled = Sampler.of(recipe.sampler).temperature > 0 and any(one.sampler == "recipe" for one in others)
+    return [*lengths, *map(ready, [*([PLAIN_SAMPLED] if sampled else []), *others])]

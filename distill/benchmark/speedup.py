@@ -3,64 +3,50 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Mapping, Sequence
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
+from typing import Any
 
-from distill.benchmark.calibrate import (
-    calibrate_run,
-    load_calibrations,
-    load_ranks,
-    load_texts,
-    validation_prompts,
-)
-from distill.benchmark.compare import (
-    TimedText,
-    choose_length,
-    compare_library,
-    judge_identity,
-    measurements,
-    time_texts,
-)
-from distill.benchmark.explain import Costs, explain
-from distill.benchmark.identity import TORCH_NOISE, Identity, rounding_noise
-from distill.benchmark.part import Part, open_part
-from distill.benchmark.prepared import Prepared, prepare_others, prepare_sweep
-from distill.benchmark.samples import sample_texts
-from distill.benchmark.table import as_markdown
-from distill.benchmark.tree_choice import Choice, choose_trees
+from distill.benchmark.calibrate import Calibrated, calibrate_run, round_costs, validation_prompts
+from distill.benchmark.compare import TimedText
+from distill.benchmark.libraries import plain_reference
+from distill.benchmark.pair import ComparedPair, Comparison, largest_tree, measure_pair
+from distill.benchmark.tables import run_markdown
+from distill.export.target_file import own_file
+from distill.export.writer import export_gguf
+from distill.faults import faults_explained
 from distill.files import write_text
 from distill.machine import machine
-from distill.models.hugging_face import load_tokenizer
-from distill.recipe import Recipe
-from distill.recipe.configuration import PLAIN
+from distill.models.gguf.model import MOST_LEAVES
+from distill.models.hugging_face import (
+    describe_model,
+    end_ids,
+    load_config,
+    load_model,
+    load_target,
+    load_tokenizer,
+    pick_device,
+)
+from distill.models.imported.importing import file_type
+from distill.models.loaded import LoadedPair, load_pair, pair_of_models
+from distill.recipe import Gguf, Recipe, Target
 from distill.recipe.measuring import fixed_length
 from distill.results.serialise import read_result, write_result
-from distill.results.speedup_results import (
-    ChosenLength,
-    Measurement,
-    Noise,
-    PlainReference,
-    Sample,
-    SpeedupPart,
-    SpeedupReport,
-)
+from distill.results.speedup_results import Noise, PairMeasured, Sample, Segment, SpeedupPart, SpeedupReport
 from distill.run import Run
 from distill.sampler import Sampler
-from distill.speculative.calibration import Calibration
-from distill.speculative.configured import check_configurations, require_trees
-from distill.speculative.costs.cheapest import cheapest_pair
-from distill.speculative.costs.paid import (
-    PROMPTS,
-    PaidMeter,
-    accepted_by_position,
-    measure_paid,
-    prompts_as_long,
-)
-from distill.speculative.costs.shorter_rounds import shorter_rounds
+from distill.speculative.configured import check_configurations
+from distill.speculative.costs.paid import PROMPTS
+from distill.speculative.stop_strings import Characters
+from distill.surgery.grow import grow
+from distill.texts import read_prompts
 
 REFERENCE_PROMPTS = {False: 4, True: 2}  # by grown: a grown target takes a minute for each pair of runs
-TREE_ROUNDS = 2, 5  # prompts, and rounds after each that are timed with trees of every size
+SAMPLES = 3
 
 
 def speedup(recipe: Recipe, run: Run) -> list[Path]:
@@ -68,7 +54,7 @@ def speedup(recipe: Recipe, run: Run) -> list[Path]:
     settings = recipe.speedup
     for line in check_configurations(recipe):
         run.say(f"  {line}")
-    calibration = calibrate_run(recipe, run)
+    calibrated = calibrate_run(recipe, run)
     parts = []
     for grown in [False, True] if settings.grown is not None else [False]:
         for backend in settings.backends:
@@ -76,8 +62,8 @@ def speedup(recipe: Recipe, run: Run) -> list[Path]:
             if path.exists():
                 run.say(f"  {path.stem}: measured before the interruption")
             else:
-                with open_part(recipe, run, backend, grown) as part:
-                    write_result(path, measure_part(recipe, run, part))
+                with open_pair(recipe, run, backend, grown) as (pair, label):
+                    write_result(path, _measure(recipe, run, pair, label, calibrated))
             parts.append(read_result(path, SpeedupPart))
             gc.collect()
     report = SpeedupReport(
@@ -87,156 +73,95 @@ def speedup(recipe: Recipe, run: Run) -> list[Path]:
         new_tokens=settings.new_tokens,
         sampler=Sampler.of(recipe.sampler).describe(),
         parts=parts,
-        calibration=calibration,
+        calibration=None if calibrated is None else calibrated.table,
         gguf=recipe.gguf.described() if "gguf" in settings.backends else "",
     )
     write_result(run.path("speedup.json"), report)
-    write_text(run.path("speedup.md"), as_markdown(report))
+    write_text(run.path("speedup.md"), run_markdown(report))
     return [run.path("speedup"), run.path("speedup.json"), run.path("speedup.md")]
 
 
-def measure_part(recipe: Recipe, run: Run, part: Part) -> SpeedupPart:
-    """All measurements of one pair: the plain reference, costs, trees, every configuration, and their explanations."""
-    if any(one.drafter == "tree" for one in part.configurations):
-        require_trees(part.target, part.draft)
-    reference = _plain_reference(recipe, part)
-    part, costs = _measure_costs(recipe, run, part)
-    target, draft = part.target, part.draft
-    fitted: dict[str, Calibration] = {}
-    if any(one.learns for one in part.configurations):
-        fitted = load_calibrations(run.path("speedup", "calibration.json"))
-    choices = _choose_trees(recipe, run, part, costs, fitted)
-    sweep = prepare_sweep(recipe, part.lengths, draft, part.loaded.ends)
-    trees = {choice.title: choice.tree for choice in choices}
-    others = prepare_others(recipe, part.configurations, draft, part.loaded.ends, costs.of_rounds, fitted, trees)
-    prepared = [*sweep, *others]
-    # Costs of the same minutes as the texts: the machine does not stay the same from one minute to the next.
-    meter = PaidMeter(
-        target, draft, _paid_prompts(recipe, run, part), part.lengths, (False,), recipe.speedup.new_tokens
+def _measure(
+    recipe: Recipe, run: Run, pair: LoadedPair, label: PairMeasured, calibrated: Calibrated | None
+) -> SpeedupPart:
+    """All measurements of one pair by one backend, on test prompts; their explanations are said, too."""
+    settings, grown = recipe.speedup, label.grown
+    prompts = [prompt.ids for prompt in read_prompts(run, "test")]
+    prompts = prompts[: settings.grown_prompts if grown else settings.prompts]
+    comparison = Comparison(
+        label=label,
+        prompts=prompts,
+        spare_prompts=validation_prompts(run, recipe.answers.prompt_tokens, PROMPTS),
+        sweep=tuple(fixed_length(length) for length in (settings.grown_lengths if grown else settings.lengths)),
+        others=settings.grown_configurations if grown else settings.configurations,
+        calibrated=calibrated,
+        evaluated=_evaluated_rounds(run, prompts, settings.new_tokens),
+        of_run=True,
     )
-    title = f"{part.pair.backend}, prompts"
-    texts = time_texts(target, draft, part.prompts, recipe.speedup.new_tokens, prepared, title, meter.text)
-    meter.until(1)
-    costs = replace(costs, during=meter.costs())
-    noise, together = rounding(recipe, part, texts)
-    identities = judge_identity(target, part.prompts, texts, prepared, noise, together)
-    rows = _rows(recipe, run, part, texts, prepared, identities, costs, choices)
-    chosen = choose_length(texts, part.lengths, part.pair, recipe.eval.resamples, recipe.eval.confidence)
-    explanations = explain(costs, [row for row in rows if row.in_sweep], chosen)
-    explanations += [f"{part.pair.pair}, {part.pair.backend}: {choice.sentence()}" for choice in choices]
-    for sentence in explanations:
+    found = measure_pair(recipe, pair, comparison)
+    assert found.chosen is not None and found.paid is not None  # a run sweeps lengths and keeps its costs
+    explanations = [f"{label.pair}, {label.backend}: {sentence}" for sentence in found.explanations]
+    for sentence in [*found.steps_given, *explanations]:
         run.say(f"    {sentence}")
     return SpeedupPart(
-        measurements=rows,
-        chosen=chosen,
-        plain_reference=reference,
-        noise=Noise(part.pair.pair, part.pair.backend, part.pair.grown, noise),
-        costs=costs.as_result(part.pair),
-        trees=[choice.as_result(part.pair) for choice in choices],
+        measurements=found.measurements,
+        chosen=found.chosen,
+        plain_reference=plain_reference(recipe, pair, label, prompts[: REFERENCE_PROMPTS[grown]]),
+        noise=Noise(label.pair, label.backend, grown, found.noise),
+        costs=round_costs(found.paid, label),
+        trees=[choice.as_result(label) for choice in found.choices],
         explanations=explanations,
-        samples=[] if part.pair.grown else _samples(recipe, part, texts, rows, chosen),
+        samples=[] if grown else _samples(recipe, pair, label, prompts, found),
     )
 
 
-def _plain_reference(recipe: Recipe, part: Part) -> PlainReference:
-    pair, prompts = part.pair, part.prompts[: REFERENCE_PROMPTS[part.pair.grown]]
-    found = compare_library(part.target, part.library, prompts, recipe.speedup.new_tokens, part.loaded.ends)
-    name = part.library_name
-    return PlainReference(pair.pair, pair.backend, pair.grown, name, found.ours, found.library, found.ratio)
+@contextmanager
+def open_pair(recipe: Recipe, run: Run, backend: str, grown: bool) -> Iterator[tuple[LoadedPair, PairMeasured]]:
+    """A pair of the run in one backend, and its name; a grown target is written to a folder removed at the end."""
+    scratch = run.path("speedup", ".scratch")
+    try:
+        loaded, parameters = _load(recipe, run, backend, grown, scratch)
+        with loaded:
+            title = f"draft + target grown to {parameters / 1e6:.0f}M" if grown else "draft + target"
+            title += recipe.pytorch.suffix if backend == "pytorch" else ""
+            if backend == "gguf" and not grown and (own := own_file(recipe)) is not None:
+                title += f", target {file_type(own)}, draft {recipe.speedup.outtype}"
+            run.say(f"  {title}, {backend}")
+            yield loaded, PairMeasured(title, backend, grown)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
 
 
-def _measure_costs(recipe: Recipe, run: Run, part: Part) -> tuple[Part, Costs]:
-    """Time single steps and then, with each given the cheapest way, whole rounds on validation text.
-
-    Rounds of the lengths that the configurations may draft are timed. The part is returned with those steps.
-    """
-    target, draft, profile = part.target, part.draft, recipe.profile
-    most = max(part.lengths)
-    lengths = [*part.lengths]
-    if any(one.priced for one in part.configurations):
-        trees = [profile.max_tokens - 1] if any(one.chosen for one in part.configurations) else []
-        most = max([most, *(one.most for one in part.configurations if one.priced), *trees])
-        lengths = [*range(1, most + 1)]
-    depth = min(profile.depth, min(target.capacity, draft.capacity) - most - 1)
-    cheapest = cheapest_pair(target, draft, most + 1, depth, profile.repeats)
-    steps, padded = cheapest.target_steps, dict[int, int]()
-    # Rounds on a device drive the models themselves, whose steps are compiled by size.
-    if part.pair.backend != "pytorch" or not recipe.pytorch.static:
-        padded, part = cheapest.target.padded, replace(part, target=cheapest.target, draft=cheapest.draft)
-        for line in cheapest.describe():
-            run.say(f"    {line}")
-    texts, new_tokens = _paid_prompts(recipe, run, part), recipe.speedup.new_tokens
-    paid = measure_paid(part.target, part.draft, texts, lengths, profile.repeats, new_tokens)
-    seconds = {m: steps[padded.get(m, m)][0] for m in steps}
-    return part, Costs(seconds, cheapest.draft_steps[1][0], paid, paid)
-
-
-def _paid_prompts(recipe: Recipe, run: Run, part: Part) -> list[list[int]]:
-    """Validation text as long as the prompts of the part."""
-    texts = validation_prompts(run, recipe.answers.prompt_tokens, PROMPTS)
-    return prompts_as_long(texts, [len(prompt) for prompt in part.prompts])
-
-
-def _choose_trees(
-    recipe: Recipe, run: Run, part: Part, costs: Costs, fitted: Mapping[str, Calibration]
-) -> list[Choice]:
-    """Choose the tree of every configuration that leaves it open."""
-    if not any(one.chosen for one in part.configurations):
-        return []
-    return choose_trees(
-        recipe,
-        part.configurations,
-        part.target,
-        part.draft,
-        load_texts(run.path("speedup", "validation.json")),
-        TREE_ROUNDS,
-        part.loaded.ends,
-        costs.of_rounds,
-        fitted,
-        load_ranks(run.path("speedup", "calibration.json")).rates(),
-    )
-
-
-def rounding(recipe: Recipe, part: Part, texts: Sequence[TimedText]) -> tuple[float, int]:
-    """Below which logit difference two tokens count as tied, and how many tokens at once a tie is read with."""
-    fine = part.pair.backend == "pytorch" and recipe.target.dtype == "float32" and recipe.target.quantise is None
-    if fine:
-        return TORCH_NOISE, 0
-    longest = next(text.decoded.tokens for text in texts if text.title == PLAIN.title)
-    pieces = [longest[start : start + length + 1] for length in part.lengths for start in (0, 16)]
-    # A text may end before the longest length.
-    noise = max(
-        (rounding_noise(part.target, part.prompts[0], piece) for piece in pieces if len(piece) > 1), default=0.0
-    )
-    return noise, max(part.lengths) + 1
-
-
-def _rows(
-    recipe: Recipe,
-    run: Run,
-    part: Part,
-    texts: Sequence[TimedText],
-    prepared: Sequence[Prepared],
-    identities: Mapping[str, Identity],
-    costs: Costs,
-    choices: Sequence[Choice],
-) -> list[Measurement]:
-    """The measurements, with predictions for fixed lengths and for chosen trees."""
-    evaluated = _evaluated_rounds(run, part.prompts, recipe.speedup.new_tokens)
-    chosen = {choice.title: choice for choice in choices}
-    prompt = round(sum(map(len, part.prompts)) / len(part.prompts))
-    rows = measurements(texts, prepared, identities, part.pair, recipe.eval.resamples, recipe.eval.confidence)
-    found = []
-    for row in rows:
-        accepted = accepted_by_position([one for own in evaluated for one in shorter_rounds(own, row.length or 0)])
-        if row.length and row.length <= len(accepted):
-            predicted = costs.during.predicted_speedup(row.length, accepted, prompt, recipe.speedup.new_tokens)
-            row = replace(row, predicted=predicted)
-        if row.configuration in chosen:
-            choice = chosen[row.configuration]
-            row = replace(row, configuration=choice.title_with_tree, nodes=choice.nodes, predicted=choice.speedup)
-        found.append(row)
-    return found
+def _load(recipe: Recipe, run: Run, backend: str, grown: bool, scratch: Path) -> tuple[LoadedPair, int]:
+    """The models, and the parameters of a grown target (0 for the target as it is)."""
+    settings, draft, parameters = recipe.speedup, str(run.path("draft")), 0
+    served = own_file(recipe) or run.path("gguf", f"target-{settings.outtype}.gguf")
+    if grown:
+        assert settings.grown is not None
+        device = pick_device(recipe.device)
+        small = load_target(recipe.target, device)
+        big = grow(small.float().cpu(), settings.grown.tile, settings.grown.layers).to(device)
+        parameters = describe_model("", big).parameters
+        tokenizer = load_tokenizer(recipe.target.model)
+        if backend == "pytorch":
+            drafting = load_model(draft, recipe.target.dtype, pick_device(recipe.pytorch.draft_device or recipe.device))
+            return pair_of_models(recipe.target.model, big, drafting, tokenizer, recipe.pytorch), parameters
+        with faults_explained(scratch):
+            scratch.mkdir(parents=True, exist_ok=True)
+            big.save_pretrained(scratch / "grown")
+            tokenizer.save_pretrained(scratch / "grown")
+        served = scratch / "grown.gguf"
+        export_gguf(scratch / "grown", served, settings.outtype, f"{recipe.name} target, grown")
+    elif backend == "pytorch":
+        return load_pair(recipe.target, draft, device=recipe.device, pytorch=recipe.pytorch), parameters
+    files = Target(model=str(served)), str(run.path("gguf", f"draft-{settings.outtype}.gguf"))
+    trees = settings.grown_configurations if grown else settings.configurations
+    nodes = min(largest_tree(recipe, trees), MOST_LEAVES)
+    options = Gguf(target=recipe.gguf_options("target"), draft=recipe.gguf_options("draft"))
+    pair = load_pair(*files, tokens=recipe.corpus.block, nodes=nodes, gguf=options)
+    # Both backends end their texts with the same tokens: llama.cpp knows some more by their names.
+    ends = end_ids(load_config(recipe.target.model), load_tokenizer(recipe.target.model))
+    return replace(pair, ends=ends), parameters
 
 
 def _evaluated_rounds(run: Run, prompts: Sequence[Sequence[int]], new_tokens: int) -> list[list[tuple[int, int]]]:
@@ -261,11 +186,36 @@ def _evaluated_rounds(run: Run, prompts: Sequence[Sequence[int]], new_tokens: in
 
 
 def _samples(
-    recipe: Recipe, part: Part, texts: Sequence[TimedText], rows: Sequence[Measurement], chosen: ChosenLength
+    recipe: Recipe, pair: LoadedPair, label: PairMeasured, prompts: Sequence[Sequence[int]], found: ComparedPair
 ) -> list[Sample]:
     """Texts of the chosen length; of the fastest one where plain decoding was chosen."""
-    fastest = max((row for row in rows if row.length), key=lambda row: row.tokens_per_second)
-    title = fixed_length(chosen.length or fastest.length or 0).title
-    tokenizer = load_tokenizer(recipe.target.model)
-    own = [text for text in texts if text.title == title]
-    return sample_texts(tokenizer, part.loaded.token_bytes, part.prompts, own, part.pair)
+    assert found.chosen is not None
+    fastest = max((row for row in found.measurements if row.length), key=lambda row: row.tokens_per_second)
+    title = fixed_length(found.chosen.length or fastest.length or 0).title
+    own = [text for text in found.texts if text.title == title]
+    return sample_texts(load_tokenizer(recipe.target.model), pair.token_bytes, prompts, own, label)
+
+
+def sample_texts(
+    tokenizer: Any,
+    token_bytes: Callable[[int], bytes],
+    prompts: Sequence[Sequence[int]],
+    texts: Sequence[TimedText],
+    pair: PairMeasured,
+) -> list[Sample]:
+    """The first texts, cut into the draft's accepted tokens and the target's own, for the report.
+
+    A character that several tokens share belongs to the segment of the last of them.
+    """
+    samples = []
+    for text in texts[:SAMPLES]:
+        tokens = list(zip(text.decoded.tokens, text.decoded.from_draft, strict=True))
+        segments, characters = [], Characters()
+        for from_draft, group in groupby(tokens, key=lambda pair: pair[1]):
+            written = "".join(characters.add(token_bytes(token)) for token, _ in group)
+            segments.append(Segment(written, "accepted" if from_draft else "target"))
+        if segments:
+            segments[-1] = Segment(segments[-1].text + characters.finish(), segments[-1].kind)
+        prompt = tokenizer.decode(list(prompts[text.prompt]))
+        samples.append(Sample(pair.pair, pair.backend, pair.grown, text.title, prompt, segments))
+    return samples

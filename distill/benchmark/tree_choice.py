@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
+from distill.benchmark.calibrate import Text
 from distill.models.base import Model
 from distill.recipe import Configuration, Recipe
 from distill.results.speedup_results import ChosenTree, ComparedTree, PairMeasured
@@ -28,7 +29,7 @@ from distill.speculative.trees.tree_drafter import TreeDrafter
 # Trees that are timed; each costs a few texts, and what lies between two of them is hardly faster than both.
 SIZES = (1, 2, 3, 4, 6, 8, 11, 15, 21, 29, 40, 63)
 ROUNDS = 128  # of the draft alone, in which it is seen what values the nodes of trees have
-Text = tuple[list[int], list[int]]  # a prompt, and what the target wrote after it
+TIMED = 2, 5  # prompts, and rounds after each that are timed with trees of every size
 
 
 @dataclass(frozen=True)
@@ -60,16 +61,16 @@ class Choice:
             levels = f" in levels of {', '.join(str(counts[level]) for level in sorted(counts))}"
         return f"{self.title}: {self.nodes} node{'s' if self.nodes != 1 else ''}{levels}"
 
-    def sentence(self) -> str:
-        """The choice and its reason."""
+    def sentence(self, of_texts: str) -> str:
+        """The choice and its reason; `of_texts` names what it was made on."""
         if not self.nodes:
             return (
-                f"`{self.title}`: on validation text no tree size is predicted to be faster than plain decoding, "
+                f"`{self.title}`: on {of_texts} no tree size is predicted to be faster than plain decoding, "
                 "so nothing is drafted."
             )
         return (
-            f"`{self.title_with_tree}`, the fastest by its prediction on validation text: {self.tokens:.2f} tokens in "
-            f"{self.seconds * 1e3:.2f} ms a round, {self.speedup:.2f}x plain decoding after the prompt."
+            f"`{self.title_with_tree}`, the fastest by its prediction on {of_texts}: {self.tokens:.2f} tokens "
+            f"in {self.seconds * 1e3:.2f} ms a round, {self.speedup:.2f}x plain decoding after the prompt."
         )
 
     def as_result(self, pair: PairMeasured) -> ChosenTree:
@@ -196,11 +197,11 @@ def choose_trees(
     target: Model,
     draft: Model,
     texts: Sequence[Text],
-    timed: tuple[int, int],
     ends: Collection[int],
     costs: StepCosts,
     fitted: Mapping[str, Calibration],
     rates: Sequence[float],
+    timed: tuple[int, int] = TIMED,
 ) -> list[Choice]:
     """A choice for each configuration that leaves its tree open, of fewer nodes than `profile.max_tokens`.
 

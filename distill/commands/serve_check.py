@@ -244,7 +244,7 @@ def _conversation(target: Path | None, stack: ExitStack) -> Conversation | None:
     """How the target's own chat template writes messages; None without one."""
     if target is None:
         return None
-    from distill.benchmark.pair.asked import GgufTokenizer
+    from distill.benchmark.prompts import GgufTokenizer
     from distill.documents.chat_template import ChatTemplate
     from distill.recipe import Chat
     from distill.serving.check import Conversation
@@ -275,12 +275,12 @@ Prompts = tuple["list[Prompt]", "list[Prompt]", dict[str, int]]  # measured, for
 
 def _prompts_of_files(files: PairFiles, paths: list[Path], count: int, size: int, spare: int, room: int) -> Prompts:
     """Up to `count` prompts of files; texts are cut into prompts of `size` tokens."""
-    from distill.benchmark.pair.asked import read_asked, sources_of
+    from distill.benchmark.prompts import read_user_prompts, sources_of
     from distill.recipe import Chat, Corpus
 
     if files.target is None:
         raise RecipeError("--prompts are encoded with the target's tokenizer", "give its GGUF file: --target")
-    asked = read_asked(str(files.target), Corpus(sources=sources_of(paths)), Chat(), count, spare, size, room)
+    asked = read_user_prompts(str(files.target), Corpus(sources=sources_of(paths)), Chat(), count, spare, size, room)
     return asked.measured, asked.others, asked.dropped
 
 

@@ -2,13 +2,33 @@
 
 from __future__ import annotations
 
+import shlex
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from distill.commands import shared
-from distill.commands.gguf_options import merged, takes_gguf_options
+from distill.commands.gguf_options import merged, require_used, takes_gguf_options
+from distill.commands.shared import (
+    COMPILE_HELP,
+    DEFAULT_RUNS,
+    DRAFT_DEVICE_HELP,
+    DTYPE_HELP,
+    PREPACK_HELP,
+    STATIC_HELP,
+    FormatOption,
+    RunArgument,
+    RunsOption,
+    ThreadsOption,
+    find_run,
+    finite,
+    prepare,
+    print_table,
+    pytorch_settings,
+    require_format,
+    run_until,
+)
 from distill.errors import RecipeError
 
 if TYPE_CHECKING:
@@ -25,7 +45,7 @@ def pair_option(*names: str, **settings: Any) -> Any:
 @takes_gguf_options("target", "draft")
 def speedup(
     context: typer.Context,
-    run: shared.RunArgument = None,
+    run: RunArgument = None,
     again: Annotated[bool, typer.Option("--again", help="Measure anew instead of showing what was measured.")] = False,
     verify_distribution: Annotated[
         bool,
@@ -40,123 +60,198 @@ def speedup(
         bool,
         typer.Option("--allow-lossy", help="Run configurations that change the target's distribution too (LOSSY)."),
     ] = False,
-    target: Annotated[str | None, pair_option(help="Target: Hugging Face folder, hub name or GGUF file.")] = None,
-    draft: Annotated[str | None, pair_option(help="Draft: of the same kind as the target.")] = None,
+    target: Annotated[
+        str | None, pair_option("--target", help="Target: Hugging Face folder, hub name or GGUF file.")
+    ] = None,
+    draft: Annotated[str | None, pair_option("--draft", help="Draft: of the same kind as the target.")] = None,
     prompts: Annotated[
         list[Path] | None,
         pair_option(
+            "--prompts",
             help="File or folder with prompts; may be repeated. jsonl, csv and parquet: records with text, or with a "
-            "prompt or messages, which go through the target's chat template; other files: text, cut into prompts."
+            "prompt or messages, which go through the target's chat template; other files: text, cut into prompts.",
         ),
     ] = None,
-    count: Annotated[int, pair_option(min=2, callback=shared.finite, help="Prompts, at most.")] = 12,
+    count: Annotated[int, pair_option("--count", min=2, callback=finite, help="Prompts, at most.")] = 12,
     prompt_tokens: Annotated[
-        int, pair_option(min=2, callback=shared.finite, help="Tokens of a prompt that is cut from text.")
+        int, pair_option("--prompt-tokens", min=2, callback=finite, help="Tokens of a prompt that is cut from text.")
     ] = 64,
     tokens: Annotated[
-        int, pair_option(min=8, callback=shared.finite, help="New tokens after each prompt, at most.")
+        int, pair_option("--tokens", min=8, callback=finite, help="New tokens after each prompt, at most.")
     ] = 96,
-    lengths: Annotated[str, pair_option(help="Draft lengths swept, separated by commas; 0: none.")] = "1,2,4,8",
+    lengths: Annotated[
+        str, pair_option("--lengths", help="Draft lengths swept, separated by commas; 0: none.")
+    ] = "1,2,4,8",
     drafter: Annotated[
         str,
         pair_option(
-            help="Who drafts in the sweep: draft, lookup, lookup+draft; of another vocabulary: intersection, string."
+            "--drafter",
+            help="Who drafts in the sweep: draft, lookup, lookup+draft; of another vocabulary: intersection, string.",
         ),
     ] = "draft",
     verifier: Annotated[
-        str | None, pair_option(help="Of the sweep: greedy; with --temperature match, token or block.")
+        str | None, pair_option("--verifier", help="Of the sweep: greedy; with --temperature match, token or block.")
     ] = None,
     configuration: Annotated[
         list[str] | None,
         pair_option(
+            "--configuration",
             help="Another configuration, in the words of a recipe (docs/recipes.md), such as "
-            "'{rule: expected-value, length: 8}' or '{drafter: tree, nodes: 12, calibration: none}'; may be repeated."
+            "'{rule: expected-value, length: 8}' or '{drafter: tree, nodes: 12, calibration: none}'; may be repeated.",
         ),
     ] = None,
     temperature: Annotated[
-        float, pair_option(min=0, max=100, callback=shared.finite, help="Above 0: the sweep is sampled.")
+        float, pair_option("--temperature", min=0, max=100, callback=finite, help="Above 0: the sweep is sampled.")
     ] = 0.0,
-    top_k: Annotated[int, pair_option(min=0, callback=shared.finite, help="0: off.")] = 0,
-    top_p: Annotated[float, pair_option(min=0.0001, max=1, callback=shared.finite, help="1: off.")] = 1.0,
-    min_p: Annotated[float, pair_option(min=0, max=0.9999, callback=shared.finite, help="0: off.")] = 0.0,
+    top_k: Annotated[int, pair_option("--top-k", min=0, callback=finite, help="0: off.")] = 0,
+    top_p: Annotated[float, pair_option("--top-p", min=0.0001, max=1, callback=finite, help="1: off.")] = 1.0,
+    min_p: Annotated[float, pair_option("--min-p", min=0, max=0.9999, callback=finite, help="0: off.")] = 0.0,
     batch: Annotated[
-        str | None, pair_option(help="Also so many texts at once, separated by commas; folders only.")
+        str | None, pair_option("--batch", help="Also so many texts at once, separated by commas; folders only.")
     ] = None,
     synthetic_acceptance: Annotated[
         str | None,
         pair_option(
+            "--synthetic-acceptance",
             help="Test the costs alone: accept drafted tokens at this rate, or at these rates by position (0.8,0.7), "
-            "whatever the target says."
+            "whatever the target says.",
         ),
     ] = None,
-    dtype: Annotated[str, pair_option(help=shared.DTYPE_HELP)] = "float32",
-    static: Annotated[bool | None, pair_option(help=shared.STATIC_HELP)] = None,
-    compile: Annotated[bool | None, pair_option(help=shared.COMPILE_HELP)] = None,
-    draft_device: Annotated[str | None, pair_option(help=shared.DRAFT_DEVICE_HELP)] = None,
-    prepack: Annotated[bool | None, pair_option(help=shared.PREPACK_HELP)] = None,
+    dtype: Annotated[str, pair_option("--dtype", help=DTYPE_HELP)] = "float32",
+    static: Annotated[bool | None, pair_option("--static/--no-static", help=STATIC_HELP)] = None,
+    compile: Annotated[bool | None, pair_option("--compile/--no-compile", help=COMPILE_HELP)] = None,
+    draft_device: Annotated[str | None, pair_option("--draft-device", help=DRAFT_DEVICE_HELP)] = None,
+    prepack: Annotated[bool | None, pair_option("--prepack/--no-prepack", help=PREPACK_HELP)] = None,
     library: Annotated[
         bool, pair_option("--library", help="Also time the library's own plain generation (a GGUF file loads twice).")
     ] = False,
-    seed: Annotated[int, pair_option(min=0, callback=shared.finite, help="Seed of all draws.")] = 0,
+    seed: Annotated[int, pair_option("--seed", min=0, callback=finite, help="Seed of all draws.")] = 0,
     to: Annotated[
-        Path | None, pair_option(help="Also write everything that was measured to this file, as JSON.")
+        Path | None, pair_option("--to", help="Also write everything that was measured to this file, as JSON.")
     ] = None,
-    threads: shared.ThreadsOption = None,
-    runs: shared.RunsOption = shared.DEFAULT_RUNS,
-    output: shared.FormatOption = "md",
+    threads: ThreadsOption = None,
+    runs: RunsOption = DEFAULT_RUNS,
+    output: FormatOption = "md",
     gguf: Gguf | None = None,
 ) -> None:
     """Plain against speculative decoding, end to end: of a run's draft and target, or of any pair on your prompts."""
     pair = target is not None or draft is not None or bool(prompts)
-    of_pair = _pair_options(context, pair)
-    if pair:
-        shared.require_format(output)
-        from distill.commands.standalone.speedup_pair import measure
-
-        options = {name: context.params[name] for name in of_pair} | {"allow_lossy": allow_lossy}
-        measure(options, threads, gguf, output)
+    _refuse_other_options(context, pair)
+    if not pair:
+        _of_run(run, runs, again, verify_distribution, samples, allow_lossy, threads, gguf, output)
         return
+    require_format(output)
+    if target is None or not prompts:
+        raise RecipeError("a pair without a run needs --target and --prompts", "and --draft, where a draft is asked")
+    from distill.benchmark.prompts import sources_of
+    from distill.commands import speedup_pair as options
+    from distill.recipe import Corpus, Gguf, Profile, PyTorch, Recipe, SamplerSettings, Speedup, Target, parse_section
+
+    sampler = SamplerSettings(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    options.require_sampler_used(sampler)
+    asked = options.configurations(lengths, drafter, verifier, configuration or (), temperature > 0)
+    big, small = options.models(target, draft, asked.all)
+    require_used(gguf, big, small)
+    options.require_folder(to)
+    options.require_dtype_used(dtype, big)
+    pytorch = {"static": static, "compile": compile, "draft_device": draft_device, "prepack": prepack}
+    recipe = Recipe(  # the settings of the measurement, in the form that all measuring code reads
+        name="pair",
+        seed=seed,
+        threads=threads,
+        target=parse_section(Target, {"model": big, "dtype": dtype}),
+        corpus=Corpus(sources=sources_of(prompts)),
+        sampler=sampler,
+        profile=Profile(repeats=options.REPEATS),
+        speedup=Speedup(
+            backends=("gguf" if big.endswith(".gguf") else "pytorch",),
+            prompts=count,
+            new_tokens=tokens,
+            configurations=(),
+            allow_lossy=allow_lossy,
+        ),
+        gguf=gguf or Gguf(),
+        pytorch=pytorch_settings(PyTorch(), big, **pytorch),
+    )
+    batches = options.batch_sizes(batch, big)
+    prepare(threads)
+    from distill.benchmark.any_pair import PairRequest, measure_any_pair
+    from distill.benchmark.tables import flat_pair_rows, pair_markdown
+    from distill.results.serialise import as_json, write_result
+    from distill.speculative.configured import check_configurations
+
+    for line in check_configurations(recipe, [one for one in asked.all if not one.foreign], "the options"):
+        print(line, file=sys.stderr)
+    request = PairRequest(
+        names=(target, draft),
+        draft=small,
+        sweep=asked.sweep,
+        others=asked.others,
+        prompt_tokens=prompt_tokens,
+        batches=batches,
+        rates=options.acceptance_rates(synthetic_acceptance),
+        library=library,
+        command=shlex.join(["distill", *sys.argv[1:]]),
+    )
+    options.require_meaning(request)
+    report = measure_any_pair(recipe, request)
+    if to is not None:
+        write_result(to, report)
+    print_table(flat_pair_rows(report), pair_markdown(report), as_json(report), output)
+
+
+def _refuse_other_options(context: typer.Context, pair: bool) -> None:
+    """Raise RecipeError where options of runs were given for a pair, or those of pairs for a run."""
+    of_pair = [one.name for one in context.command.params if getattr(one, "rich_help_panel", None) == PAIR]
+    of_run = ["run", "again", "verify_distribution", "samples", "runs"]
+    for name in of_run if pair else of_pair:
+        source = context.get_parameter_source(str(name))
+        if source is not None and source.name == "COMMANDLINE":
+            option = "a run" if name == "run" else "--" + str(name).replace("_", "-")
+            raise RecipeError(
+                f"{option} was given {'for' if pair else 'without'} a pair of models",
+                "a pair is --target, --draft and --prompts; without them a run is measured",
+            )
+
+
+def _of_run(
+    name: str | None,
+    runs: Path,
+    again: bool,
+    verify_distribution: bool,
+    samples: int,
+    allow_lossy: bool,
+    threads: int | None,
+    gguf: Gguf | None,
+    output: str,
+) -> None:
     from distill.results.serialise import as_json, read_result
     from distill.results.speedup_results import SpeedupReport
     from distill.run import Run
 
-    recipe, found = shared.find_run(run, runs)
+    recipe, found = find_run(name, runs)
     if verify_distribution:
         if gguf is not None:
             raise RecipeError("--verify-distribution decodes in PyTorch", "leave llama.cpp's options out")
-        shared.run_until(recipe, found, "train", threads=threads)
+        run_until(recipe, found, "train", threads=threads)
         found.verify("train", "draft/*")
         from distill.benchmark.distribution_test import distribution_markdown, verify_run_distribution
 
         tested = verify_run_distribution(recipe, found, samples)
         rows = [as_json(test) for test in tested.tests]
-        shared.print_table(rows, distribution_markdown(tested), as_json(tested) | {"lossless": tested.lossless}, output)
+        print_table(rows, distribution_markdown(tested), as_json(tested) | {"lossless": tested.lossless}, output)
         raise typer.Exit(0 if tested.lossless else 1)
-    changes: dict[str, Any] = {} if threads is None else {"threads": threads}
-    if allow_lossy:
-        changes["speedup"] = recipe.speedup.model_copy(update={"allow_lossy": True})
+    if allow_lossy and not recipe.speedup.allow_lossy:
+        recipe = recipe.model_copy(update={"speedup": recipe.speedup.model_copy(update={"allow_lossy": True})})
+    if threads is not None:
+        recipe = recipe.model_copy(update={"threads": threads})
     if gguf is not None:
         if "gguf" not in recipe.speedup.backends:
             raise RecipeError("this run measures no GGUF files (speedup.backends)", "leave llama.cpp's options out")
-        changes["gguf"] = merged(recipe.gguf, gguf)
-    recipe = recipe.model_copy(update=changes)
+        recipe = recipe.model_copy(update={"gguf": merged(recipe.gguf, gguf)})
     found = Run(found.folder, recipe)
-    shared.run_until(recipe, found, "speedup", redo=["speedup"] if again else [])
+    run_until(recipe, found, "speedup", redo=["speedup"] if again else [])
     report = read_result(found.path("speedup.json"), SpeedupReport)
-    from distill.benchmark.table import as_markdown, flat_rows
+    from distill.benchmark.tables import flat_run_rows, run_markdown
 
-    shared.print_table(flat_rows(report), as_markdown(report), as_json(report), output)
-
-
-def _pair_options(context: typer.Context, pair: bool) -> list[str]:
-    """The options of pairs; RecipeError where some of the other kind were given."""
-    of_pair = [str(one.name) for one in context.command.params if getattr(one, "rich_help_panel", None) == PAIR]
-    for name in ["run", "again", "verify_distribution", "samples", "runs"] if pair else of_pair:
-        source = context.get_parameter_source(name)
-        if source is not None and source.name == "COMMANDLINE":
-            option = "a run" if name == "run" else "--" + name.replace("_", "-")
-            raise RecipeError(
-                f"{option} was given {'for' if pair else 'without'} a pair of models",
-                "a pair is --target, --draft and --prompts; without them a run is measured",
-            )
-    return of_pair
+    print_table(flat_run_rows(report), run_markdown(report), as_json(report), output)

@@ -18,7 +18,6 @@ from distill.models.imported.importing import is_gguf
 from distill.models.loaded import GROWING, LoadedPair, context_of, encode_prompt, load_pair
 from distill.progress import note
 from distill.recipe import Configuration, Gguf, PyTorch, Target
-from distill.recipe.configuration import OTHER_VOCABULARY
 from distill.sampler import Sampler
 from distill.speculative.calibration import Calibration
 from distill.speculative.configured import NO_COSTS, make_drafter, require_trees
@@ -26,6 +25,7 @@ from distill.speculative.costs.curve import StepCosts
 from distill.speculative.costs.paid import measure_paid
 from distill.speculative.decode import Decoded, Rules, decode, plain, require_lossless
 from distill.speculative.draft import Drafter
+from distill.speculative.other_vocabulary.drafters import Reader
 from distill.speculative.other_vocabulary.opening import other_vocabulary_drafter, read_with
 from distill.speculative.stop_strings import BytesOf, Characters, stop_before
 from distill.speculative.verify import refusal
@@ -74,7 +74,7 @@ def stream(
     target's distribution. `pytorch` says how folders decode.
     """
     configuration = request.configuration
-    if configuration.drafter in OTHER_VOCABULARY and is_gguf(target.model):
+    if configuration.foreign and is_gguf(target.model):
         raise DataError(
             f"drafter {configuration.drafter} reads both tokenizers from Hugging Face folders", "give two of those"
         )
@@ -89,7 +89,11 @@ def stream(
             print(f"the draft {asked} has a context of {pair.draft.capacity}: beyond it {rest}", file=sys.stderr)
         if configuration.drafter == "tree":
             require_trees(pair.target, pair.draft)
-        _continue(pair, request, target, draft, text, ids, room, device)
+        reader = None
+        if configuration.foreign and draft is not None:
+            place = pair.pytorch.draft_device or device
+            reader = read_with(target, draft, place, pair.target.vocabulary_size, pair.pytorch)
+        _continue(pair, reader, request, text, ids, room)
 
 
 def _room(ids: Sequence[int], limit: int, context: int | None) -> int:
@@ -103,14 +107,7 @@ def _room(ids: Sequence[int], limit: int, context: int | None) -> int:
 
 
 def _continue(
-    pair: LoadedPair,
-    request: Request,
-    target: Target,
-    draft: str | None,
-    text: str,
-    ids: Sequence[int],
-    room: int,
-    device: str,
+    pair: LoadedPair, reader: Reader | None, request: Request, text: str, ids: Sequence[int], room: int
 ) -> None:
     """Decode and print; the grammar, the drafter and the rules are made first, so that nothing is printed before."""
     configuration, draws = request.configuration, random.Random(request.seed).random
@@ -129,7 +126,7 @@ def _continue(
         _show(bytes_of, result, [result.tokens], False)
     else:
         try:
-            drafter = _drafter(pair, request, rules, target, draft, ids, device)
+            drafter = _drafter(pair, reader, request, rules, ids)
             reason = refusal(verifier, drafter.kind, request.sampler.temperature, drafter.tree)
             if not request.lossy:
                 require_lossless(drafter, rules)
@@ -160,25 +157,14 @@ def _constraint(pair: LoadedPair, kind: str, grammar: str) -> Constraint:
     return constraint(kind, grammar, Tokens.of(pair.vocabulary, pair.ends))
 
 
-def _drafter(
-    pair: LoadedPair,
-    request: Request,
-    rules: Rules,
-    target: Target,
-    draft: str | None,
-    ids: Sequence[int],
-    device: str,
-) -> Drafter:
-    """The drafter of the request; the expected-value rule's costs are timed where they were not measured before, on the
-    prompt `ids`.
+def _drafter(pair: LoadedPair, reader: Reader | None, request: Request, rules: Rules, ids: Sequence[int]) -> Drafter:
+    """The drafter of the request; `reader` is a draft of another vocabulary.
 
-    Under a grammar the draft obeys it too, and tokens that the grammar leaves no choice about are drafted for free.
+    The expected-value rule's costs are timed behind the prompt `ids` where they were not measured before. Under a
+    grammar the draft obeys it too, and tokens that the grammar leaves no choice about are drafted for free.
     """
     configuration, grammar = request.configuration, rules.constraint
-    if configuration.drafter in OTHER_VOCABULARY:
-        assert draft is not None
-        place = pair.pytorch.draft_device or device
-        reader = read_with(target, draft, place, pair.target.vocabulary_size, pair.pytorch)
+    if reader is not None:
         return other_vocabulary_drafter(configuration, reader, rules.sampler, rules.random)
     costs = request.costs or NO_COSTS
     if configuration.rule == "expected-value" and request.costs is None:

@@ -152,6 +152,23 @@ class AroundModel:
         """Those of the model."""
         return self.model.max_leaves
 
+    @property
+    def lengths(self) -> list[int]:
+        """Committed tokens of the one row."""
+        return self.model.lengths
+
+    def keep(self, paths: Sequence[Sequence[int]]) -> None:
+        """See `Model`."""
+        self.model.keep(paths)
+
+    def rollback(self, lengths: Sequence[int]) -> None:
+        """See `Model`."""
+        self.model.rollback(lengths)
+
+    def reset(self) -> None:
+        """See `Model`."""
+        self.model.reset()
+
     def close(self) -> None:
         """Close the model."""
         self.model.close()

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from distill.results.serialise import Figure
-from distill.results.speedup_results import ChosenLength, Measurement
+from distill.results.speedup_results import ChosenLength, Measurement, PlainReference
 
 
 @dataclass(frozen=True)
@@ -83,8 +83,8 @@ class PairSpeedup:
 
     `synthetic` are given acceptance rates by position, None where the target decided; `classes` counts prompts. `gguf`
     and `pytorch` name the engine's settings that are not the defaults. `dropped` are records left out, by reason.
-    `library` is the library's own plain generation: name, our tokens per second and its, and the median of their ratios
-    over prompts. `steps_given` says, model by model, which steps were padded or split because that is cheaper.
+    `library` is the library's own plain generation, None where it was not asked for. `steps_given`
+    says, model by model, which steps were padded or split because that is cheaper.
     """
 
     command: str
@@ -109,6 +109,6 @@ class PairSpeedup:
     not_batched: list[str] = field(default_factory=list)
     synthetic: list[float] | None = None
     calibration: dict[str, Any] | None = None
-    library: dict[str, float] | None = None
+    library: PlainReference | None = None
     pytorch: str = ""
     steps_given: list[str] = field(default_factory=list)

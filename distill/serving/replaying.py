@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy
 
 from distill.errors import ServingError
-from distill.intervals import UNKNOWN, Interval, paired_ratio_interval, percentiles, ratio_interval
+from distill.intervals import UNKNOWN, Interval, paired_ratio_interval, ratio_interval, speed_ratio
 from distill.models.loaded import load_pair
 from distill.progress import Progress
 from distill.recipe import Target, parse_section
@@ -86,22 +86,6 @@ def rise_of_tokens(before: Sequence[TextCounts], after: Sequence[TextCounts]) ->
     return paired_ratio_interval(*sides[0], *sides[1], RESAMPLES, CONFIDENCE)
 
 
-def speed_ratio(
-    tokens: Sequence[float], seconds: Sequence[float], base_tokens: Sequence[float], base_seconds: Sequence[float]
-) -> Interval:
-    """Tokens per second over the base's, of the same prompts, which are resampled together; NaN for no prompt."""
-    columns = numpy.array([tokens, seconds, base_tokens, base_seconds], float)
-    if not columns.size or not columns.sum(1).all():
-        return UNKNOWN
-    units = columns.shape[1]
-    drawn = numpy.random.default_rng(0).integers(0, units, size=(RESAMPLES, units))
-    sums = columns[:, drawn].sum(2)
-    sums = sums[:, (sums > 0).all(0)]
-    mean = columns.sum(1)
-    ratio = (mean[0] / mean[1]) / (mean[2] / mean[3])
-    return percentiles(ratio, (sums[0] / sums[1]) / (sums[2] / sums[3]), CONFIDENCE)
-
-
 # ── servers ──
 
 
@@ -128,7 +112,7 @@ class Replayed:
 
     def over(self, base: Replayed) -> Interval:
         """Its speed over another's, of the same prompts."""
-        return speed_ratio(self.tokens, self.seconds, base.tokens, base.seconds)
+        return speed_ratio(self.tokens, self.seconds, base.tokens, base.seconds, RESAMPLES, CONFIDENCE)
 
 
 def warm(client: Client, prompts: Sequence[Sequence[int]]) -> None:

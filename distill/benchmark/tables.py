@@ -1,4 +1,4 @@
-"""The tables of `distill speedup --target A --draft B`."""
+"""The tables of `distill speedup`: of a run, also in its speedup.md, and of any pair."""
 
 from __future__ import annotations
 
@@ -8,11 +8,78 @@ from typing import Any
 
 from distill.results.pair_results import GroupFigures, PairSpeedup
 from distill.results.serialise import as_json
+from distill.results.speedup_results import Measurement, SpeedupReport
 
 
-def as_markdown(report: PairSpeedup) -> str:
+def run_markdown(report: SpeedupReport) -> str:
+    """The tables of speedup.md, which the terminal shows too."""
+    lines = [
+        f"Greedy decoding of up to {report.new_tokens} tokens, distinct test prompts, interleaved, cold caches; "
+        "times include the prompt. Speedup over this decoder's own plain run, intervals by prompt.",
+        "",
+        "| pair | backend | drafted | tok/s | tokens/round | accepted | speedup | predicted | same text |",
+        "|---|---|--:|--:|--:|--:|--:|--:|--:|",
+    ]
+    for row in report.sweep:
+        lines.append(
+            f"| {row.pair} | {row.backend} | {row.length or 'plain'} | {_figures(row)} "
+            f"| {_number(row.predicted, '.2f')} | {'' if row.is_plain else row.same_text} |"
+        )
+    lines += _others(report)
+    heads = "| pair | backend | plain tok/s | library | its tok/s | median of the prompts' ratios |"
+    lines += ["", heads, "|---|---|--:|---|--:|--:|"]
+    for part in report.parts:
+        plain = part.plain_reference
+        lines.append(
+            f"| {plain.pair} | {plain.backend} | {plain.plain_tokens_per_second:.1f} | {plain.library} "
+            f"| {plain.library_tokens_per_second:.1f} | {plain.ratio:.2f} |"
+        )
+    explanations = [f"- {sentence}" for part in report.parts for sentence in part.explanations]
+    lines += ["", *explanations, "", *_footer(report)]
+    return "\n".join(lines) + "\n"
+
+
+def _others(report: SpeedupReport) -> list[str]:
+    """The other configurations, each beside the plain run of its own sampler."""
+    if not report.others:
+        return []
+    lines = [
+        "",
+        "Other configurations, interleaved with the ones above; speedup over the plain run of the same sampler.",
+        "",
+        "| pair | backend | configuration | plain tok/s | tok/s | tokens/round | accepted | speedup | same text "
+        "| distribution |",
+        "|---|---|---|--:|--:|--:|--:|--:|--:|---|",
+    ]
+    for row in report.others:
+        lines.append(
+            f"| {row.pair} | {row.backend} | {row.configuration} | {row.plain_tokens_per_second:.1f} "
+            f"| {_figures(row)} | {row.same_text} | {'LOSSY' if row.lossy else row.distribution} |"
+        )
+    return lines
+
+
+def _footer(report: SpeedupReport) -> list[str]:
+    """Where probabilities were calibrated, why configurations are lossy, and the command."""
+    lines = [f"llama.cpp's options, where they are not the defaults: {report.gguf}.", ""] if report.gguf else []
+    calibration = report.calibration
+    if calibration:
+        none = "".join(f" No fit of {name}: {why}." for name, why in calibration["unfitted"].items())
+        where = f"{calibration['rounds']} rounds of {calibration['prompts']} validation texts"
+        lines += [f"Draft probabilities were calibrated on {where}, costs measured on this machine.{none}", ""]
+    for title, reason in {row.configuration: row.distribution for row in report.others if row.lossy}.items():
+        lines += [f"`{title}` is {reason}", ""]
+    return [*lines, f"`{report.command}`"]
+
+
+def flat_run_rows(report: SpeedupReport) -> list[dict[str, Any]]:
+    """Every measurement as a row with the same columns, for jsonl and csv."""
+    return [as_json(row) | {"distribution": row.distribution} for row in report.measurements]
+
+
+def pair_markdown(report: PairSpeedup) -> str:
     """Everything that was measured, as Markdown."""
-    lines = [*_head(report), "", *_configurations(report), "", *_rounds(report), "", *_steps(report), ""]
+    lines = [*_head(report), "", *_pair_rows(report), "", *_rounds(report), "", *_steps(report), ""]
     for groups, name, over in (
         (report.by_class, "class of prompt", "with the prompts"),
         (report.by_depth, "tokens in the context", "rounds alone"),
@@ -24,8 +91,8 @@ def as_markdown(report: PairSpeedup) -> str:
     if report.library is not None:
         found = report.library
         lines += [
-            f"Plain decoding here: {found['plain']:.1f} tok/s; the library's own generation: {found['library']:.1f} "
-            f"tok/s (median ratio {found['ratio']:.2f}).",
+            f"Plain decoding here: {found.plain_tokens_per_second:.1f} tok/s; the library's own generation: "
+            f"{found.library_tokens_per_second:.1f} tok/s (median ratio {found.ratio:.2f}).",
             "",
         ]
     lines += [*(f"- {sentence}" for sentence in (*report.reasons, *report.not_batched)), "", f"`{report.command}`"]
@@ -61,19 +128,16 @@ def _head(report: PairSpeedup) -> list[str]:
     return [line for one in lines for line in (one, "")][:-1]
 
 
-def _configurations(report: PairSpeedup) -> list[str]:
+def _pair_rows(report: PairSpeedup) -> list[str]:
     lines = [
         "| configuration | tok/s | tokens/round | accepted | speedup | predicted | same text | distribution |",
         "|---|--:|--:|--:|--:|--:|--:|---|",
     ]
     for row in report.measurements:
-        base = row.is_plain and row.speedup == 1
-        gain = "1" if base else f"{row.speedup:.2f} [{row.speedup_low:.2f}, {row.speedup_high:.2f}]"
         text = "synthetic" if report.synthetic is not None and not row.is_plain else row.same_text
         distribution = "synthetic" if report.synthetic is not None and not row.is_plain else row.distribution
         lines.append(
-            f"| {row.configuration} | {row.tokens_per_second:.1f} | {_number(row.tokens_per_round, '.2f')} "
-            f"| {_number(row.acceptance, '.1%')} | {gain} | {_number(row.predicted, '.2f')} "
+            f"| {row.configuration} | {_figures(row)} | {_number(row.predicted, '.2f')} "
             f"| {'' if row.is_plain else text} | {distribution} |"
         )
     if any(row.length and row.predicted is not None for row in report.measurements):
@@ -142,11 +206,7 @@ def _batches(report: PairSpeedup) -> list[str]:
     return lines
 
 
-def _number(value: float | None, form: str) -> str:
-    return "" if value is None else format(value, form)
-
-
-def flat_rows(report: PairSpeedup) -> list[dict[str, Any]]:
+def flat_pair_rows(report: PairSpeedup) -> list[dict[str, Any]]:
     """Every measurement as a row with the same columns, for jsonl and csv, with its rounds' figures."""
     rounds: Sequence[dict[str, Any]] = [as_json(one) for one in report.rounds]
     rows = []
@@ -154,3 +214,14 @@ def flat_rows(report: PairSpeedup) -> list[dict[str, Any]]:
         named = {f"round_{name}": value for name, value in own.items() if name != "configuration"}
         rows.append(as_json(measured) | {"distribution": measured.distribution} | named)
     return rows
+
+
+def _figures(row: Measurement) -> str:
+    """The cells of every table of measurements: tokens per second, tokens per round, accepted, speedup."""
+    gain = "1" if row.is_plain else f"{row.speedup:.2f} [{row.speedup_low:.2f}, {row.speedup_high:.2f}]"
+    each, accepted = _number(row.tokens_per_round, ".2f"), _number(row.acceptance, ".1%")
+    return f"{row.tokens_per_second:.1f} | {each} | {accepted} | {gain}"
+
+
+def _number(value: float | None, form: str) -> str:
+    return "" if value is None else format(value, form)

@@ -27,7 +27,7 @@ SEED = 0  # of the order in which pieces of texts are taken
 
 
 @dataclass(frozen=True)
-class Asked:
+class UserPrompts:
     """Prompts that are measured, others of the same files for what has to be fitted, and what was left out and why."""
 
     measured: list[Prompt]
@@ -56,7 +56,9 @@ def sources_of(paths: list[Path]) -> tuple[Source, ...]:
     return tuple(found)
 
 
-def read_asked(target: str, corpus: Corpus, chat: Chat, count: int, others: int, tokens: int, room: int) -> Asked:
+def read_user_prompts(
+    target: str, corpus: Corpus, chat: Chat, count: int, others: int, tokens: int, room: int
+) -> UserPrompts:
     """Up to `count` prompts, and `others` more of the same files where something has to be fitted.
 
     Conversations go through the target's chat template, up to the first question; plain texts are cut into prompts of
@@ -92,7 +94,7 @@ def read_asked(target: str, corpus: Corpus, chat: Chat, count: int, others: int,
             f"give at least {2 + min(others, 2)}; plain texts are cut into prompts of {size} tokens (--prompt-tokens)",
         )
     spare = min(others, max(len(found) - count, len(found) // 2))
-    return Asked(found[: min(count, len(found) - spare)], found[len(found) - spare :], dict(dropped))
+    return UserPrompts(found[: min(count, len(found) - spare)], found[len(found) - spare :], dict(dropped))
 
 
 class GgufTokenizer:

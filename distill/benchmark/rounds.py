@@ -1,4 +1,4 @@
-"""Figures of watched texts: per class of prompt, per depth, and where the seconds of a round go.
+"""Figures of watched texts: where the seconds of a round go, and speeds per class of prompt and per depth.
 
 Legend: m tokens of a step, n drafted tokens, T target, D draft, τ tokens of a round.
 """
@@ -7,25 +7,18 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 
-import numpy
-
-from distill.benchmark.compare import TimedText, speed_ratio, totals
-from distill.benchmark.pair.watch import Text, Watch
+from distill.benchmark.compare import TimedText, acceptance, totals
 from distill.benchmark.prepared import Prepared
+from distill.intervals import UNKNOWN, Interval, speed_ratio
 from distill.models.base import Model
-from distill.recipe.configuration import PLAIN, PLAIN_SAMPLED
 from distill.results.pair_results import GroupFigures, RoundFigures, StepFigures
 from distill.speculative.costs.curve import measure_steps
 from distill.speculative.decode import Round
 
 FIRST_DEPTH = 128  # tokens at which the second range of depths begins; each later range is twice as long
-
-
-def base_title(one: Prepared, titles: Sequence[str]) -> str:
-    """The plain configuration of the same sampler."""
-    return PLAIN_SAMPLED.title if one.sampled and PLAIN_SAMPLED.title in titles else PLAIN.title
 
 
 def by_class(
@@ -36,18 +29,18 @@ def by_class(
     confidence: float,
 ) -> list[GroupFigures]:
     """Every configuration on the prompts of each class; none where there is one class only."""
-    titles = [one.title for one in prepared]
     found = []
     for name in dict.fromkeys(classes) if len(set(classes)) > 1 else ():
         numbers = {number: place for place, number in enumerate(n for n, one in enumerate(classes) if one == name)}
-        own = [TimedText(numbers[t.prompt], t.title, t.seconds, t.decoded) for t in texts if t.prompt in numbers]
+        own = [replace(t, prompt=numbers[t.prompt]) for t in texts if t.prompt in numbers]
         for one in prepared:
             tokens, seconds = totals(own, one.title)
-            ratio = speed_ratio(tokens, seconds, *totals(own, base_title(one, titles)), resamples, confidence)
-            low, high = ratio[1:] if len(numbers) > 1 else (math.nan, math.nan)
+            ratio = speed_ratio(tokens, seconds, *totals(own, one.base), resamples, confidence)
+            if len(numbers) == 1:
+                ratio = Interval(ratio.mean, math.nan, math.nan)
             rounds = [r for t in own if t.title == one.title for r in t.decoded.rounds]
             rate = float(tokens.sum() / seconds.sum())
-            found.append(_group(name, one.title, len(numbers), int(tokens.sum()), rate, rounds, (ratio[0], low, high)))
+            found.append(_group(name, one.title, len(numbers), int(tokens.sum()), rate, rounds, ratio))
     return found
 
 
@@ -58,13 +51,11 @@ def _group(
     tokens: int,
     rate: float,
     rounds: Sequence[Round],
-    ratio: tuple[float, float, float] | None,
+    ratio: Interval | None,
 ) -> GroupFigures:
-    drafted, accepted = sum(r.drafted for r in rounds), sum(r.accepted for r in rounds)
-    each = (accepted + len(rounds)) / len(rounds) if rounds else None
-    speedup, low, high = ratio or (None, math.nan, math.nan)
-    share = accepted / drafted if drafted else None
-    return GroupFigures(group, title, count, tokens, rate, each, share, speedup, low, high)
+    each, share = acceptance(rounds)
+    speedup, bounds = (None, UNKNOWN) if ratio is None else (ratio.mean, ratio)
+    return GroupFigures(group, title, count, tokens, rate, each, share, speedup, bounds.low, bounds.high)
 
 
 def _range(depth: int) -> tuple[int, int]:
@@ -75,54 +66,51 @@ def _range(depth: int) -> tuple[int, int]:
     return start, 2 * start
 
 
-def _step_seconds(text: Text) -> list[tuple[int, float]]:
+def _step_seconds(text: TimedText) -> list[tuple[int, float]]:
     """Depth and seconds of each plain step, until the next one begins."""
     ends = [step.started for step in text.target[1:]] + [step.started + step.seconds for step in text.target[-1:]]
     return [(step.depth, end - step.started) for step, end in zip(text.target, ends, strict=True)]
 
 
-def by_depth(watch: Watch, prepared: Sequence[Prepared]) -> list[GroupFigures]:
+def by_depth(texts: Sequence[TimedText], prepared: Sequence[Prepared]) -> list[GroupFigures]:
     """Every configuration that drafts, on its rounds at each range of depths, against plain steps there."""
-    titles, found = list(watch.texts), []
-    plain: dict[str, dict[tuple[int, int], list[float]]] = {}
-    for title in titles:
-        for text in watch.texts[title]:
-            for depth, seconds in () if text.decoded.rounds else _step_seconds(text):
-                plain.setdefault(title, {}).setdefault(_range(depth), []).append(seconds)
+    found = []
+    plain: dict[tuple[str, tuple[int, int]], list[float]] = {}
+    for text in texts:
+        for depth, seconds in () if text.decoded.rounds else _step_seconds(text):
+            plain.setdefault((text.title, _range(depth)), []).append(seconds)
     for one in prepared:
         rounds: dict[tuple[int, int], list[Round]] = {}
-        for text in watch.texts[one.title]:
-            for r in text.decoded.rounds:
-                rounds.setdefault(_range(r.depth), []).append(r)
+        for r in (r for text in texts if text.title == one.title for r in text.decoded.rounds):
+            rounds.setdefault(_range(r.depth), []).append(r)
         for span, own in sorted(rounds.items()):
-            tokens, seconds = sum(r.accepted + 1 for r in own), sum(r.seconds for r in own)
-            steps = plain.get(base_title(one, titles), {}).get(span)
-            ratio = None if not steps else (tokens / seconds * statistics.fmean(steps), math.nan, math.nan)
-            found.append(_group(f"{span[0]}–{span[1] - 1}", one.title, len(own), tokens, tokens / seconds, own, ratio))
+            tokens, taken = sum(r.accepted + 1 for r in own), sum(r.seconds for r in own)
+            steps = plain.get((one.base, span))
+            ratio = None if not steps else Interval(tokens / taken * statistics.fmean(steps), math.nan, math.nan)
+            found.append(_group(f"{span[0]}–{span[1] - 1}", one.title, len(own), tokens, tokens / taken, own, ratio))
     return sorted(found, key=lambda figures: int(figures.group.split("–")[0]))
 
 
-def typical_depth(watch: Watch) -> int:
-    """The median depth of all steps of the target."""
-    depths = [step.depth for texts in watch.texts.values() for text in texts for step in text.target]
-    return int(statistics.median(depths)) if depths else 1
-
-
-def time_steps(watch: Watch, target: Model, draft: Model | None, depth: int, repeats: int) -> StepFigures:
-    """T(m) and D(m) with one model alone, for every m that the watched texts came to."""
-    own = [text for texts in watch.texts.values() for text in texts]
-    sizes = {step.tokens for text in own for step in text.target} | {1}
-    drafting = {step.tokens for text in own for step in text.draft} | {1, 2}
+def time_steps(texts: Sequence[TimedText], target: Model, draft: Model | None, repeats: int) -> StepFigures:
+    """T(m) and D(m) with one model alone, for every m that the texts came to, at the median depth of their steps."""
+    depths = [step.depth for text in texts for step in text.target]
+    depth = int(statistics.median(depths)) if depths else 1
 
     def timed(model: Model, counts: set[int]) -> dict[int, float]:
         room = max(1, min(depth, model.capacity - max(counts)))
         found = measure_steps(model, sorted(counts), room, repeats, model.vocabulary_size)
         return {m: seconds[0] for m, seconds in found.items()}
 
-    return StepFigures(depth, timed(target, sizes), {} if draft is None else timed(draft, drafting))
+    return StepFigures(
+        depth,
+        timed(target, {step.tokens for text in texts for step in text.target} | {1}),
+        {} if draft is None else timed(draft, {step.tokens for text in texts for step in text.draft} | {1, 2}),
+    )
 
 
-def round_figures(title: str, texts: Sequence[Text], steps: StepFigures, tree: bool, synchronous: bool) -> RoundFigures:
+def round_figures(
+    title: str, texts: Sequence[TimedText], steps: StepFigures, tree: bool, synchronous: bool
+) -> RoundFigures:
     """Where the seconds of a configuration's rounds went, and how near it came to the bound of its steps.
 
     A chain's draft step after a whole accepted round takes two tokens; the bound counts it as D(1).
@@ -155,6 +143,6 @@ def round_figures(title: str, texts: Sequence[Text], steps: StepFigures, tree: b
     )
 
 
-def prompt_seconds(texts: Mapping[str, Sequence[Text]], title: str) -> float:
+def prompt_seconds(texts: Sequence[TimedText], title: str) -> float:
     """Mean seconds of a prompt and its first token."""
-    return float(numpy.mean([text.decoded.prefill_seconds for text in texts[title]]))
+    return statistics.fmean(text.decoded.prefill_seconds for text in texts if text.title == title)

@@ -14,7 +14,7 @@ from distill.results.speedup_results import ChosenLength, Measurement
 SMALL = 0.05  # of a plain step: what is less is not named as a reason
 
 
-def reasons(
+def explain(
     steps: StepFigures,
     rows: Sequence[Measurement],
     rounds: Sequence[RoundFigures],
@@ -34,18 +34,11 @@ def reasons(
     found = named[best.configuration]
     base = PLAIN_SAMPLED if best.sampler is not None and PLAIN_SAMPLED.title in named else PLAIN
     single = named[base.title].seconds  # a plain step as it was paid
-    wanted = found.seconds / single
-    alone, draft = steps.target[1], steps.draft.get(1)
-    head = f"T(1) = {alone * 1e3:.2f} ms at depth {steps.depth}"
-    if draft is not None:
-        draft /= alone
-        head += f", D = {draft:.2f} T(1)"
-    lines = [
-        f"{head}. Fastest: `{best.configuration}`, {best.speedup:.2f}x over the whole request. A round costs "
-        f"{wanted:.2f} plain steps ({_parts(found, single)}) and gives {found.tokens:.2f} tokens."
-    ]
-    if best.speedup_low <= 1:
-        lines.append(_against(best, found, wanted, single, draft or 0.0, prompts))
+    lines = []
+    if single and found.seconds:
+        lines += _costs(steps, best, found, single, prompts)
+    else:
+        lines.append("The texts end with their first token: no round was timed.")
     if synthetic:
         lines.append("Acceptance is synthetic: these speedups are of the costs alone, no text of this pair has them.")
     elif chosen is not None and chosen.length:
@@ -55,6 +48,33 @@ def reasons(
         )
     elif chosen is not None:
         lines.append("Of the lengths, plain decoding was fastest on the even prompts.")
+    return lines
+
+
+def _costs(
+    steps: StepFigures, best: Measurement, found: RoundFigures, single: float, prompts: tuple[float, float]
+) -> list[str]:
+    """What a round of the fastest configuration costs and gives, and why that does not pay where it does not.
+
+    `single` are the seconds of a plain step.
+    """
+    wanted = found.seconds / single
+    # Tokens of a round in which everything is accepted: of a tree, a node of each level.
+    most = min(found.verified, found.draft_steps + 1) if found.draft_steps else found.verified
+    alone, draft = steps.target[1], steps.draft.get(1)
+    head = f"T(1) = {alone * 1e3:.2f} ms at depth {steps.depth}"
+    if draft is not None:
+        head += f", D = {draft / alone:.2f} T(1)"
+    lines = [
+        f"{head}. Fastest: `{best.configuration}`, {best.speedup:.2f}x over the whole request. A round costs "
+        f"{wanted:.2f} plain steps ({_parts(found, single)}) and gives {found.tokens:.2f} tokens.",
+        f"If every drafted token were accepted, such rounds would give {most / wanted:.2f}x. A round pays "
+        f"{found.seconds * 1e3:.2f} ms; its steps, timed with one model alone, take "
+        f"{found.attained * found.seconds * 1e3:.2f} ms. The rest goes to "
+        f"{'two models taking turns, ' if found.draft_steps else ''}reading logits and rolling back.",
+    ]
+    if best.speedup_low <= 1:
+        lines.append(_against(best, found, wanted, most, single, (draft or 0.0) / alone, prompts))
     return lines
 
 
@@ -73,18 +93,21 @@ def _against(
     best: Measurement,
     found: RoundFigures,
     wanted: float,
+    most: float,
     single: float,
     draft: float,
     prompts: tuple[float, float],
 ) -> str:
     """Why the fastest configuration is not clearly faster than plain decoding: the largest cause first.
 
-    `single` are the seconds of a plain step, `wanted` a round's in such steps, `draft` is D ÷ T(1).
+    `single` are the seconds of a plain step, `wanted` a round's in such steps, `most` its tokens where everything is
+    accepted, `draft` is D ÷ T(1).
     """
-    # Tokens of a round in which everything is accepted: of a tree, a node of each level.
-    most = min(found.verified, found.draft_steps + 1) if found.draft_steps else found.verified
     if found.tokens >= wanted and best.speedup >= 1:
-        return "It is faster, but not by more than these prompts vary: measure more of them (--count)."
+        return (
+            "It is faster, but not by more than these prompts vary: measure more of them (--count; in a recipe, "
+            "speedup.prompts)."
+        )
     if draft >= 1 and found.draft_steps:
         cause = f"the draft is no faster than its target: D is {draft:.2f} T(1)"
     elif most <= wanted:

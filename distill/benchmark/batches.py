@@ -1,0 +1,135 @@
+"""Several texts at once, plain and speculative, in PyTorch.
+
+Legend: B texts of a batch.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from distill.benchmark.compare import acceptance
+from distill.benchmark.prepared import Fitted, Prepared
+from distill.models.base import Model
+from distill.models.batched import BatchedTorchModel
+from distill.models.loaded import LoadedPair
+from distill.models.static.static_model import StaticTorchModel
+from distill.models.torch_model import TorchModel
+from distill.progress import Progress
+from distill.recipe import Recipe
+from distill.results.pair_results import BatchFigures
+from distill.speculative.batch import decode_batch, plain_batch
+from distill.speculative.configured import make_rule
+from distill.speculative.decode import Decoded, Rules
+from distill.speculative.verify import CHAINS, Random
+
+BatchRun = Callable[
+    [Sequence[Sequence[int]], int, Sequence[Random]], list[Decoded]
+]  # prompts, new tokens at most, chance
+
+
+def not_batched(prepared: Sequence[Prepared]) -> list[str]:
+    """A sentence for each configuration that cannot decode several texts at once."""
+    return [f"`{one.title}`: {why}" for one in prepared if one.make is not None and (why := _refusal(one)) is not None]
+
+
+def _refusal(one: Prepared) -> str | None:
+    configuration = one.configuration
+    if configuration.drafter != "draft":
+        return f"drafter {configuration.drafter} drafts for one text at a time"
+    if configuration.length_rule == "p_min-after":
+        return "a rule that drops drawn tokens drafts for one text at a time"
+    return None if configuration.verified_by in CHAINS else f"verifier {configuration.verified_by} is for trees"
+
+
+def measure_batches(
+    recipe: Recipe,
+    pair: LoadedPair,
+    prompts: Sequence[Sequence[int]],
+    sizes: Sequence[int],
+    prepared: Sequence[Prepared],
+    fitted: Fitted,
+) -> list[BatchFigures]:
+    """Every configuration that can at each size B, over groups of B prompts; the last prompts that fill none are left.
+
+    Each group is decoded plainly and by each configuration in turn.
+    """
+    able = [one for one in prepared if one.make is not None and _refusal(one) is None]
+    new_tokens, found = recipe.speedup.new_tokens, list[BatchFigures]()
+    for size in sizes if able else ():
+        groups = [prompts[start : start + size] for start in range(0, len(prompts) - size + 1, size)]
+        target, draft = (_with_rows(model, size, recipe.pytorch.compile) for model in (pair.target, pair.draft))
+        runs, bases = _runs(able, target, draft, fitted)
+        seconds: dict[str, float] = dict.fromkeys(runs, 0.0)
+        texts: dict[str, list[Decoded]] = {title: [] for title in runs}
+        for run in runs.values():  # a throw-away text each
+            run(groups[0], min(8, new_tokens), _randoms(recipe.seed, groups[0]))
+        order = list(runs.items())
+        progress = Progress(f"batches of {size}", len(groups))
+        for index, group in enumerate(groups):
+            turn = index % len(order)
+            limit = min(new_tokens, min(target.capacity, draft.capacity) - max(map(len, group)))
+            for title, run in order[turn:] + order[:turn]:
+                started = time.perf_counter()
+                texts[title] += run(group, limit, _randoms(recipe.seed + index, group))
+                seconds[title] += time.perf_counter() - started
+            progress.step()
+        found += [_figures(size, one.title, texts, seconds, bases[one.title]) for one in able]
+        target.close()
+        draft.close()
+    return found
+
+
+def _with_rows(model: Model, rows: int, compiled: bool) -> Model:
+    """A model of `rows` texts with the weights of a PyTorch model of one, prepacked where they are."""
+    if isinstance(model, StaticTorchModel):
+        return StaticTorchModel(model.model, model.vocabulary_size, rows, model.size, compiled)
+    assert isinstance(model, TorchModel)
+    return BatchedTorchModel(model.model, rows, model.vocabulary_size)
+
+
+def _runs(
+    able: Sequence[Prepared], target: Model, draft: Model, fitted: Fitted
+) -> tuple[dict[str, BatchRun], dict[str, str]]:
+    """How each configuration and its base decode a batch, by title, and the base of each configuration."""
+
+    def plainly(rules: Rules) -> BatchRun:
+        return lambda prompts, limit, randoms: plain_batch(target, prompts, limit, rules, randoms)
+
+    def speculatively(one: Prepared) -> BatchRun:
+        rule = partial(make_rule, one.configuration, fitted.costs, fitted.calibrations)
+        argmax = one.rules.verifier == "match"
+        return lambda prompts, limit, randoms: decode_batch(
+            target, draft, prompts, limit, one.rules, rule, randoms, argmax=argmax
+        )
+
+    bases = {one.title: f"plain under {one.rules.sampler}" for one in able}
+    runs: dict[str, BatchRun] = {}
+    for one in able:
+        runs[bases[one.title]] = plainly(Rules(one.rules.sampler, "token" if one.sampled else "greedy", one.rules.ends))
+    return runs | {one.title: speculatively(one) for one in able}, bases
+
+
+def _randoms(seed: int, group: Sequence[object]) -> list[Random]:
+    return [random.Random(f"{seed}/{row}").random for row in range(len(group))]
+
+
+def _figures(
+    size: int, title: str, texts: dict[str, list[Decoded]], seconds: dict[str, float], base: str
+) -> BatchFigures:
+    rounds = [r for text in texts[title] for r in text.rounds]
+    each, accepted = acceptance(rounds)
+    tokens, plain = (sum(len(text.tokens) for text in texts[one]) for one in (title, base))
+    rate, slow = tokens / seconds[title], plain / seconds[base]
+    return BatchFigures(
+        size,
+        title,
+        tokens,
+        rate,
+        slow,
+        0.0 if each is None else each,
+        accepted,
+        rate / slow,
+    )

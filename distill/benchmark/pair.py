@@ -1,0 +1,290 @@
+"""The measurement of one pair by one backend: plain against speculative decoding on the same prompts.
+
+Stage `speedup` makes it for each pair and backend of a run (speedup.py), `distill speedup --target A --draft B` for any
+two models (any_pair.py). Legend: γ drafted tokens of a round, T target.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from distill.benchmark.calibrate import Calibrated
+from distill.benchmark.compare import TimedText, choose_length, judge_identity, measurements, time_texts
+from distill.benchmark.explanations import explain
+from distill.benchmark.identity import tie_noise
+from distill.benchmark.predictions import Predictions
+from distill.benchmark.prepared import Fitted, Prepared, prepare_all
+from distill.benchmark.rounds import prompt_seconds, round_figures, time_steps
+from distill.benchmark.tree_choice import Choice, choose_trees
+from distill.benchmark.watch import Watch
+from distill.errors import RecipeError
+from distill.models.base import Model
+from distill.models.loaded import LoadedPair
+from distill.progress import Progress
+from distill.recipe import Configuration, Recipe
+from distill.recipe.configuration import PLAIN
+from distill.results.pair_results import RoundFigures, StepFigures
+from distill.results.speedup_results import ChosenLength, Measurement, PairMeasured
+from distill.speculative.calibration import Calibration
+from distill.speculative.configured import NO_COSTS, require_trees
+from distill.speculative.costs.cheapest import DRAFT_STEPS, cheapest_pair
+from distill.speculative.costs.paid import PaidCosts, accepted_by_position, measure_paid, prompts_as_long
+from distill.speculative.costs.shorter_rounds import shorter_rounds
+from distill.speculative.decode import SYNTHETIC
+from distill.speculative.other_vocabulary.drafters import Reader
+
+LONGEST_OF_NONE = 4  # tokens drafted, for which ties are judged where no length is swept
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What is compared with plain decoding, and on which prompts.
+
+    `sweep` are greedy configurations of fixed lengths, `others` any. `spare_prompts` are others than `prompts`: costs
+    are timed behind them. `calibrated` is None where no configuration reads it. `evaluated` are rounds (drafted,
+    accepted) of each prompt, in order, whose acceptance predicts speedups; None: that of the texts themselves. `rates`
+    are synthetic acceptance rates by position, None where the target decides. `reader` is a draft of another
+    vocabulary. Of a run (`of_run`), rounds are timed beforehand even where no configuration reads their costs.
+    """
+
+    label: PairMeasured
+    prompts: list[list[int]]
+    spare_prompts: list[list[int]]
+    sweep: tuple[Configuration, ...]
+    others: tuple[Configuration, ...]
+    calibrated: Calibrated | None = None
+    evaluated: list[list[tuple[int, int]]] | None = None
+    rates: tuple[float, ...] | None = None
+    reader: Reader | None = None
+    of_run: bool = False
+
+    @property
+    def configurations(self) -> tuple[Configuration, ...]:
+        """All that draft."""
+        return *self.sweep, *self.others
+
+
+@dataclass(frozen=True)
+class ComparedPair:
+    """What a comparison gave: its figures, in the order of `prepared`, and all they were computed from.
+
+    `noise` is the logit difference below which two tokens count as tied; `paid` are the costs that were timed
+    beforehand; `steps_given` says, model by model, which steps were padded or split because that is cheaper.
+    `unpredicted` is why no speedup was predicted.
+    """
+
+    comparison: Comparison
+    measurements: list[Measurement]
+    chosen: ChosenLength | None
+    rounds: list[RoundFigures]
+    steps: StepFigures
+    noise: float
+    paid: PaidCosts | None
+    fitted: Fitted
+    choices: list[Choice]
+    steps_given: list[str]
+    prepared: list[Prepared]
+    texts: list[TimedText]
+    unpredicted: str | None
+
+    @property
+    def explanations(self) -> list[str]:
+        """Sentences about the fastest configuration, the trees that were chosen, and what could not be predicted."""
+        rows, calibrated = self.measurements, self.comparison.calibrated
+        best = max(range(len(rows)), key=lambda place: (not rows[place].is_plain, rows[place].speedup))
+        reading = tuple(prompt_seconds(self.texts, title) for title in (PLAIN.title, self.prepared[best].title))
+        synthetic = self.comparison.rates is not None
+        found = explain(self.steps, rows, self.rounds, self.chosen, (reading[0], reading[1]), synthetic)
+        if calibrated is not None:
+            found += [choice.sentence(calibrated.of_texts) for choice in self.choices]
+        if self.unpredicted is not None:
+            found.append(f"No speedup is predicted: {self.unpredicted}.")
+        return found
+
+
+def measure_pair(recipe: Recipe, pair: LoadedPair, comparison: Comparison) -> ComparedPair:
+    """Measure a loaded pair; `recipe` holds the settings: sampler, seed, speedup, profile and intervals.
+
+    Raises RecipeError for a configuration that would change the target's distribution, unless the recipe allows that,
+    and DataError for trees in models that take none and for contexts without room.
+    """
+    if any(one.drafter == "tree" for one in comparison.configurations):
+        require_trees(pair.target, pair.draft)
+    pair, steps_given = _with_cheapest_steps(recipe, pair, comparison)
+    prompts, new_tokens, reader = comparison.prompts, recipe.speedup.new_tokens, comparison.reader
+    spare = prompts_as_long(comparison.spare_prompts, [len(prompt) for prompt in prompts])
+    paid, fitted, choices = _fit(recipe, pair, comparison, spare)
+    small: Model = pair.draft if reader is None else reader.model
+    watch = Watch()
+    target, draft = watch.models(pair.target, small)
+    if reader is not None:
+        reader = copy.copy(reader)
+        reader.model = draft
+    prepared = _prepared(recipe, comparison, pair, draft, reader, fitted)
+    predictions = Predictions(pair.target, pair.draft, prompts, spare, new_tokens, prepared)
+    texts = time_texts(
+        target,
+        draft if reader is None else target,  # a draft of another vocabulary sees to its room itself
+        prompts,
+        new_tokens,
+        prepared,
+        f"{pair.backend}, prompts",
+        predictions.text,
+        watch,
+    )
+    predictions.finish()
+    plain = next(text.decoded.tokens for text in texts if text.title == PLAIN.title)
+    lengths = [one.most for one in comparison.sweep] or [LONGEST_OF_NONE]
+    noise, together = tie_noise(recipe, pair.backend, pair.target, prompts[0], plain, lengths)
+    identities = {}
+    if comparison.rates is None:
+        identities = judge_identity(pair.target, prompts, texts, prepared, noise, together)
+    label, resamples, confidence = comparison.label, recipe.eval.resamples, recipe.eval.confidence
+    rows = measurements(texts, prepared, identities, label, resamples, confidence)
+    rows = [_named(row, one, comparison, texts, choices, predictions) for row, one in zip(rows, prepared, strict=True)]
+    chosen = None
+    if comparison.sweep and comparison.rates is None:
+        chosen = choose_length(texts, comparison.sweep, label, resamples, confidence)
+    steps = time_steps(texts, pair.target, None if small is pair.target else small, recipe.profile.repeats)
+    return ComparedPair(
+        comparison=comparison,
+        measurements=rows,
+        chosen=chosen,
+        rounds=_rounds(pair, prepared, rows, texts, steps),
+        steps=steps,
+        noise=noise,
+        paid=paid,
+        fitted=fitted,
+        choices=choices,
+        steps_given=steps_given,
+        prepared=prepared,
+        texts=texts,
+        unpredicted=predictions.refused,
+    )
+
+
+def largest_tree(recipe: Recipe, configurations: Sequence[Configuration]) -> int:
+    """The most nodes of a tree that these configurations may verify; 0 without trees."""
+    trees = [one for one in configurations if one.drafter == "tree"]
+    return max((one.drawn_nodes or one.nodes or recipe.profile.max_tokens - 1 for one in trees), default=0)
+
+
+def _with_cheapest_steps(recipe: Recipe, pair: LoadedPair, comparison: Comparison) -> tuple[LoadedPair, list[str]]:
+    """The pair with its steps given the cheapest way that its curves show, and what that changes, in words."""
+    if recipe.pytorch.static and pair.backend == "pytorch":
+        return pair, []  # rounds on a device drive the models themselves, whose steps are compiled by size
+    profile = recipe.profile
+    most = max(one.most for one in comparison.configurations) + 1
+    if any(one.chosen for one in comparison.configurations):
+        most = max(most, profile.max_tokens)
+    room = min(pair.target.capacity, pair.draft.capacity) - max(most, *DRAFT_STEPS)
+    depth = max(1, min(profile.depth, room))
+    progress = None
+    if not comparison.of_run:  # whose estimates take all progress to grow with its prompts
+        models = 1 if pair.draft is pair.target else 2
+        progress = Progress(f"{pair.backend}, steps", (profile.repeats + 1) * models)
+    cheapest = cheapest_pair(pair.target, pair.draft, most, depth, profile.repeats, progress)
+    return replace(pair, target=cheapest.target, draft=cheapest.draft), cheapest.describe()
+
+
+def _fit(
+    recipe: Recipe, pair: LoadedPair, comparison: Comparison, spare: Sequence[Sequence[int]]
+) -> tuple[PaidCosts | None, Fitted, list[Choice]]:
+    """What configurations read that no measured prompt may decide: costs of rounds, calibrations, trees.
+
+    Rounds are timed of the lengths that may be drafted, behind `spare` prompts.
+    """
+    configurations, calibrated = comparison.configurations, comparison.calibrated
+    settings, chooses = recipe.profile, any(one.chosen for one in configurations)
+    priced = [one.most for one in configurations if one.priced]
+    paid, costs = None, NO_COSTS
+    if priced or comparison.of_run:
+        lengths = [one.most for one in comparison.sweep]
+        if priced:
+            longest = max(*lengths, *priced, settings.max_tokens - 1 if chooses else 1)
+            lengths = [*range(1, longest + 1)]
+        paid = measure_paid(pair.target, pair.draft, spare, lengths, settings.repeats, recipe.speedup.new_tokens)
+        costs = paid.step_costs()
+    calibrations: Mapping[str, Calibration] = {}
+    if calibrated is not None and any(one.learns for one in configurations):
+        calibrations = calibrated.calibrations
+    if calibrated is None or not chooses:
+        return paid, Fitted(costs, calibrations), []
+    choices = choose_trees(
+        recipe,
+        comparison.others,
+        pair.target,
+        pair.draft,
+        calibrated.texts,
+        pair.ends,
+        costs,
+        calibrations,
+        calibrated.rates,
+    )
+    return paid, Fitted(costs, calibrations, {choice.title: choice.tree for choice in choices}), choices
+
+
+def _rounds(
+    pair: LoadedPair,
+    prepared: Sequence[Prepared],
+    rows: Sequence[Measurement],
+    texts: Sequence[TimedText],
+    steps: StepFigures,
+) -> list[RoundFigures]:
+    """Where the seconds of each configuration's rounds went, under the titles of the rows."""
+    waits = pair.hugging_face is None or pair.hugging_face[0].device.type == "cpu"
+    found = []
+    for row, one in zip(rows, prepared, strict=True):
+        own = [text for text in texts if text.title == one.title]
+        found.append(round_figures(row.configuration, own, steps, one.configuration.drafter == "tree", waits))
+    return found
+
+
+def _prepared(
+    recipe: Recipe, comparison: Comparison, pair: LoadedPair, draft: Model, reader: Reader | None, fitted: Fitted
+) -> list[Prepared]:
+    """Plain decoding, the sweep and all other configurations; with synthetic rates where they are asked for."""
+    ends = [] if comparison.rates is not None else pair.ends
+    found = prepare_all(recipe, comparison.sweep, comparison.others, draft, ends, fitted, reader)
+    refused = next((one for one in found if one.lossy is not None and not recipe.speedup.allow_lossy), None)
+    if refused is not None:
+        raise RecipeError(
+            f"`{refused.title}` would change the target's distribution: {refused.lossy}", "change it, or --allow-lossy"
+        )
+    if comparison.rates is None:
+        return found
+    return [
+        one if one.make is None else replace(one, rules=replace(one.rules, rates=comparison.rates), lossy=SYNTHETIC)
+        for one in found
+    ]
+
+
+def _named(
+    row: Measurement,
+    one: Prepared,
+    comparison: Comparison,
+    texts: Sequence[TimedText],
+    choices: Sequence[Choice],
+    predictions: Predictions,
+) -> Measurement:
+    """The measurement with its prediction, under a title that names a chosen tree and synthetic acceptance."""
+    choice = next((choice for choice in choices if choice.title == one.title), None)
+    if choice is not None:
+        return replace(row, configuration=choice.title_with_tree, nodes=choice.nodes, predicted=choice.speedup)
+    if comparison.rates is not None and not row.is_plain:
+        row = replace(row, configuration=f"{row.configuration} (synthetic acceptance)")
+    return replace(row, predicted=predictions.speedup(one.title, _accepted(comparison, one, texts)))
+
+
+def _accepted(comparison: Comparison, one: Prepared, texts: Sequence[TimedText]) -> list[float]:
+    """The acceptance by position that predicts a configuration's speedup; empty where it is not known."""
+    length = one.length or 0
+    if comparison.rates is not None:
+        return [comparison.rates[min(position, len(comparison.rates) - 1)] for position in range(length)]
+    if comparison.evaluated is None:
+        rounds = [(r.drafted, r.accepted) for t in texts if t.title == one.title for r in t.decoded.rounds]
+        return accepted_by_position(rounds)
+    rates = accepted_by_position([r for own in comparison.evaluated for r in shorter_rounds(own, length)])
+    return rates if len(rates) >= length else []
