@@ -21,9 +21,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from distill.packing import pack
 from distill.processes import leave
-from distill.recipe import Average
 from distill.target.head import Head
-from distill.training.average import WeightAverage
 from distill.training.losses.settings import LossSettings
 from distill.training.plan import PlannedPart
 from distill.training.setup import exact_outside
@@ -80,16 +78,6 @@ def compare(policy: MixedPrecisionPolicy) -> dict[str, Any]:
         parameter.grad /= ranks
     for learner in (sharded, whole):
         torch.optim.SGD(learner.parameters(), lr=0.1).step()
-    averages = [WeightAverage(learner, Average(kind="ema", decay=0.6), 2) for learner in (sharded, whole)]
-    for average, learner in zip(averages, (sharded, whole), strict=True):
-        average.update(1)
-        torch.optim.SGD(learner.parameters(), lr=0.1).step()
-        average.update(2)
-    averaged, expected_average = (average.state_dict() for average in averages)
-    again = WeightAverage(sharded, Average(kind="ema", decay=0.6), 2)
-    again.load_state_dict(averaged, 2)
-    with again.in_place():
-        in_place = {name: p.full_tensor().detach() for name, p in sharded.named_parameters()}
     state = get_model_state_dict(sharded, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     own = expected[rank]
     return {
@@ -98,8 +86,6 @@ def compare(policy: MixedPrecisionPolicy) -> dict[str, Any]:
         "weight_error": max(float((state[name] - value).abs().max()) for name, value in whole.state_dict().items())
         if rank == 0
         else 0.0,
-        "average_error": max(float((averaged[n] - v).abs().max()) for n, v in expected_average.items()),
-        "average_kept": all(torch.equal(value, averaged[name]) for name, value in in_place.items()),
         "log_error": float(((logged - own).abs() / own.abs().clamp(min=1e-6)).max()),
         "log_type": str(logged.dtype),
         "positions": float(logged[0]) - float(own[0]),

@@ -17,7 +17,7 @@ from typing import Any
 from distill.progress import duration
 from distill.recipe import Recipe
 from distill.results.rehearsal_results import Expected, Rehearsed
-from distill.results.training_results import ACCEPTANCE_STAGE, AVERAGE_STAGE, CURVE_STAGE
+from distill.results.training_results import ACCEPTANCE_STAGE, CURVE_STAGE
 from distill.run import Run
 from distill.target.traffic import SOURCE, measure
 from distill.texts import read_answers
@@ -118,7 +118,7 @@ def _training(stage: Rehearsed, recipe: Recipe, run: Run) -> float:
     lines = [line for line in run.metrics() if "seconds" in line]
     own: dict[Any, list[float]] = {
         kind: [float(line["seconds"]) for line in lines if line["stage"] == kind]
-        for kind in ("train", ACCEPTANCE_STAGE, AVERAGE_STAGE, CURVE_STAGE, "checkpoint")
+        for kind in ("train", ACCEPTANCE_STAGE, CURVE_STAGE, "checkpoint")
     }
     parts = planned(recipe.train, recipe.sampler.temperature, recipe.corpus.block)
     steps, trained = parts[-1].end, last_step(parts)
@@ -127,7 +127,6 @@ def _training(stage: Rehearsed, recipe: Recipe, run: Run) -> float:
     counts = {
         "train": steps,
         ACCEPTANCE_STAGE: judged,
-        AVERAGE_STAGE: judged,
         CURVE_STAGE: len(curve_steps(trained, recipe.train) | {*range(every, trained, every)}) if every else 0,
         "checkpoint": math.ceil(steps / recipe.train.save_every),
     }

@@ -13,7 +13,7 @@ from distill.recipe.target import Answers, PyTorch, SamplerSettings, Target, Tea
 from distill.recipe.text.servers import REACHING, Servers
 from distill.recipe.text.traffic import Traffic
 from distill.recipe.text.writer import Writer
-from distill.recipe.training import Acceptance, Average, HiddenStates, Loss, Part, Replay, Sparsity, Train
+from distill.recipe.training import Acceptance, HiddenStates, Loss, Part, Replay, Sparsity, Train
 from distill.recipe.whole import Recipe
 
 __all__ = [
@@ -21,7 +21,6 @@ __all__ = [
     "Acceptance",
     "Adapter",
     "Answers",
-    "Average",
     "Chat",
     "Configuration",
     "Corpus",

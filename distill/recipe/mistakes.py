@@ -47,6 +47,12 @@ WORDS: dict[str, Callable[[Context], str]] = {
     **dict.fromkeys(("dict_type", "model_type", "model_attributes_type", "mapping_type"), lambda c: _SECTION),
 }
 
+# Keys that recipes once had, from the recipe's root, without the numbers of lists: why they are gone, and what to do.
+NO_GAIN = "brought no acceptance where it was measured (docs/benchmarks.md, Tried and left out); leave the key out"
+RETIRED = {
+    "train.average": f"gone: an average of the weights {NO_GAIN}",
+}
+
 
 def shown(value: Any) -> str:
     """A value as a message shows it: short, at few levels, and as YAML writes true, false and null."""
@@ -74,6 +80,9 @@ def _explain(root: type[BaseModel], error: Any) -> str:
     location = ".".join(str(part) for part in error["loc"]) or "recipe"
     location = location if len(location) <= 200 else f"{location[:200]}…"
     if kind == "extra_forbidden":
+        retired = RETIRED.get(".".join(part for part in error["loc"] if isinstance(part, str)))
+        if retired:
+            return f"{location}: {retired}"
         section = _section_at(root, error["loc"])
         names = list(section.model_fields) if section else []
         near = difflib.get_close_matches(str(error["loc"][-1])[:100], names, n=1, cutoff=0.5)

@@ -115,28 +115,6 @@ class Acceptance(Section):
     )
 
 
-class Average(Section):
-    """An average of the weights, one more copy, which is evaluated beside the last weights: the better one is kept.
-
-    Without train.acceptance, the average is taken. A replay starts from what was taken, and is not averaged.
-    """
-
-    kind: Literal["ema", "tail"] = Field(
-        description="ema: exponential, of all steps; tail: the plain mean over the last share of the steps"
-    )
-    decay: float | None = Field(
-        None, gt=0, lt=1, description="ema: what remains of the average at each step, such as 0.99"
-    )
-    share: float | None = Field(None, gt=0, le=1, description="tail: share of the steps, such as 0.2")
-
-    @model_validator(mode="after")
-    def _wants_its_own_number(self) -> Average:
-        wanted, other = ("decay", "share") if self.kind == "ema" else ("share", "decay")
-        if getattr(self, wanted) is None or getattr(self, other) is not None:
-            raise ValueError(f"kind {self.kind} needs {wanted} and no {other}")
-        return self
-
-
 class HiddenStates(Section):
     """A loss on the final hidden state, which the head reads: its squared distance from the target's, relative to that.
 
@@ -249,9 +227,6 @@ class Train(Section):
     acceptance: Acceptance | None = Field(
         Acceptance(), description="choose the best weights; null, or with sparsity: take the last"
     )
-    average: Average | None = Field(
-        None, description="average the weights, as a candidate beside the last ones; null: off"
-    )
     adapter: Adapter | None = Field(None, description="LoRA instead of full training; null: off")
     replay: Replay | None = Field(None, description="an additional last part on rejected positions; null: off")
     sparsity: Sparsity | None = Field(None, description="L1 penalty during training; null: off")
@@ -279,8 +254,6 @@ class Train(Section):
             raise ValueError(f"the parts' shares of train.steps add up to {shares:g}, more than 1")
         if self.sparsity is not None and self.replay is not None:
             raise ValueError("sparsity removes parts of the last weights, and replay may discard those; leave one out")
-        if self.sparsity is not None and self.average is not None:
-            raise ValueError("sparsity takes the last weights, whose zeros an average would fill; leave average out")
         ends_early = [name for name in ("patience", "worth") if getattr(self.acceptance, name, None) is not None]
         if self.sparsity is not None and ends_early:
             raise ValueError(f"sparsity needs all steps; leave acceptance.{ends_early[0]} out")

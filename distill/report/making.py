@@ -185,14 +185,13 @@ def _chosen(training: TrainingSummary, command: str) -> Html:
     ]
     sentences = []
     if best := training.best:
-        kind = "averaged weights" if best.averaged else "weights"
         figures = (
             f"{best.words}, {REASON}"
             if best.measure == STORED
             else f"{percent(best.acceptance)} accepted, {number(best.tokens_per_round)} tokens per round on validation "
             "prompts"
         )
-        sentences.append(f"The {kind} of step {number(best.step)} were taken: {figures}.")
+        sentences.append(f"The weights of step {number(best.step)} were taken: {figures}.")
     if training.warning:
         sentences.append(training.warning)
     if training.skipped:

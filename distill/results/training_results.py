@@ -14,10 +14,8 @@ from distill.results.serialise import Figure, from_json
 # How the acceptance of weights was measured: by decoding, or on stored distributions.
 DECODED, STORED = "decoded rounds", "α on stored distributions"
 
-# The stages of the lines on evaluated weights: the last ones, and their average.
-ACCEPTANCE_STAGE, AVERAGE_STAGE = EVALUATIONS = ("acceptance", "average")
-
-CURVE_STAGE = "curve"  # of the lines on points of the learning curve
+# The stages of the lines on evaluated weights and on points of the learning curve.
+ACCEPTANCE_STAGE, CURVE_STAGE = "acceptance", "curve"
 
 
 @dataclass(frozen=True)
@@ -42,14 +40,12 @@ class EvaluatedWeights:
 
     Decoded: `acceptance` of the drafted tokens that were reached in so many `rounds`. Stored: α at so many `positions`
     of the target's answers, at least `acceptance` and at most `most`, because a store holds the likeliest tokens alone.
-    `averaged` where they are the average of the weights up to this step.
     """
 
     step: int
     acceptance: float
     tokens_per_round: Figure = math.nan
     rounds: int = 0
-    averaged: bool = False
     measure: str = DECODED
     positions: int = 0
     most: Figure = math.nan
@@ -155,7 +151,7 @@ class LearningCurve:
 class TrainingSummary:
     """training.json. `best` is None where no weights were chosen, `replay` where there was none.
 
-    `averaged` where the draft is an average of weights; `skipped` steps of a constant phase were not worth their hours.
+    `skipped` steps of a constant phase were not worth their hours.
     """
 
     steps: int
@@ -163,7 +159,6 @@ class TrainingSummary:
     parts: list[TrainedPart]
     best: EvaluatedWeights | None
     replay: ReplayDecision | None
-    averaged: bool = False
     curve: LearningCurve | None = None
     skipped: int = 0
 
@@ -192,8 +187,8 @@ def training_steps(lines: Iterable[dict[str, Any]]) -> list[TrainingStep]:
 
 def evaluated_weights(lines: Iterable[dict[str, Any]]) -> list[Evaluation]:
     """The evaluations of weights among the lines of metrics.jsonl, in order."""
-    found = {(line["step"], line["stage"]): line for stage in EVALUATIONS for line in _of(lines, stage)}
-    return [from_json(found[key], Evaluation, "metrics.jsonl") for key in sorted(found)]
+    found = {line["step"]: line for line in _of(lines, ACCEPTANCE_STAGE)}
+    return [from_json(found[step], Evaluation, "metrics.jsonl") for step in sorted(found)]
 
 
 def trained_tokens(steps: Iterable[TrainingStep]) -> int:

@@ -149,11 +149,9 @@ def save_checkpoint(
     keep: int,
     state: dict[str, Any],
     main: bool = True,
-    average: Any = None,
 ) -> None:
     """Write checkpoints/step-NNNNNN with `state` and delete all but the newest `keep`; every process must call it."""
     weights, moments = whole_weights(learner), _whole_moments(learner, optimizer)
-    averaged = None if average is None else {"count": average.count, "weights": average.state_dict()}
     if not main:
         return
     folder = run.path("checkpoints")
@@ -161,8 +159,6 @@ def save_checkpoint(
     def write(temporary: Path) -> None:
         torch.save(weights, temporary / "model.pt")
         torch.save(moments, temporary / "optimizer.pt")
-        if averaged is not None:
-            torch.save(averaged, temporary / "average.pt")
         _write_digests(temporary)
         write_json(temporary / "state.json", {**state, "step": step})
 
@@ -177,16 +173,13 @@ def _load(path: Path) -> dict[str, Any]:
     return found
 
 
-def load_checkpoint(path: Path, learner: torch.nn.Module, optimizer: Any, average: Any = None) -> dict[str, Any]:
-    """Restore weights, optimizer and average; the saved state with `step`. Raises DataError for damaged files."""
+def load_checkpoint(path: Path, learner: torch.nn.Module, optimizer: Any) -> dict[str, Any]:
+    """Restore weights and optimizer; the saved state with `step`. Raises DataError for damaged files."""
     try:
         _check_digests(path)
         weights, moments = _load(path / "model.pt"), _load(path / "optimizer.pt")
         _set_weights(learner, weights)
         _set_moments(learner, optimizer, moments)
-        if average is not None:
-            averaged = _load(path / "average.pt")
-            average.load_state_dict(averaged["weights"], averaged["count"])
     except DistillError:
         raise
     except Exception as error:  # torch raises many kinds for a damaged file

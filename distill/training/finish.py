@@ -48,7 +48,6 @@ def _summary(work: Training, decision: Path) -> TrainingSummary:
     # Under a sparsity penalty the last weights stay, however earlier ones were accepted.
     best, source = work.state["best"] if work.penalty is None else None, "the last checkpoint"
     chosen = None if best is None else from_json(best, EvaluatedWeights, source)
-    averaged = work.average is not None if chosen is None else chosen.averaged
     replay = read_result(decision, ReplayDecision) if decision.exists() else None
     return TrainingSummary(
         steps=work.state["step"],
@@ -58,7 +57,6 @@ def _summary(work: Training, decision: Path) -> TrainingSummary:
         ],
         best=chosen,
         replay=replay,
-        averaged=averaged and not (replay is not None and replay.kept),
         curve=learning_curve(work),
         skipped=work.state["skipped"],
     )

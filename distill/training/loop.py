@@ -65,8 +65,6 @@ def train(recipe: Recipe, run: Run) -> list[Path]:
                 figures |= work.penalty.after_step(step, body_rate)
             state["step"], state["rate"] = step + 1, rate / part.rate
             state["tokens"] += figures["tokens"]
-            if work.average is not None and part.name != REPLAY:
-                work.average.update(step + 1)
             report_step(work, part, rate, figures, clock)
             evaluated = evaluation_due(work, part)
             if evaluated:
@@ -93,7 +91,7 @@ def resume(work: Training) -> bool:
     checkpoint = newest_checkpoint(work.run.path("checkpoints"))
     if checkpoint is None:
         return False
-    work.state.update(load_checkpoint(checkpoint, work.learner, work.optimizer, work.average))
+    work.state.update(load_checkpoint(checkpoint, work.learner, work.optimizer))
     if work.penalty is not None:
         work.penalty.load_state_dict(work.state["sparsity"])
     work.run.say(f"  resuming at step {work.state['step']} of {work.steps}")
@@ -105,7 +103,7 @@ def save(work: Training) -> None:
     state, main, began = work.state, work.accelerator.is_main_process, time.monotonic()
     state["sparsity"] = work.penalty.state_dict() if work.penalty is not None else None
     keep = work.settings.keep
-    save_checkpoint(work.run, state["step"], work.learner, work.optimizer, keep, state, main, work.average)
+    save_checkpoint(work.run, state["step"], work.learner, work.optimizer, keep, state, main)
     work.run.record("checkpoint", step=state["step"], seconds=time.monotonic() - began)
 
 

@@ -188,14 +188,13 @@ def check_training(recipe: Recipe) -> list[str]:
     if settings.hidden_states is not None:
         pull, last = settings.hidden_states, round(settings.hidden_states.end * last_step(parts))
         lines.append(f"train: {pull.weight:g} of the loss on hidden states at first, none from step {last} on")
-    chosen = "the last weights are taken" if settings.average is None else "the average of the weights is taken"
+    chosen = "the last weights are taken"
     if settings.acceptance is not None and settings.sparsity is None:
         verifying = protocol_of(settings, recipe.sampler.temperature)
-        candidates = "the weights" if settings.average is None else "the weights, or their average,"
-        chosen = f"{candidates} accepted most on validation prompts are taken ({verifying} verification)"
+        chosen = f"the weights accepted most on validation prompts are taken ({verifying} verification)"
         if not recipe.target.load:
             chosen = (
-                f"{candidates} of the highest α ({verifying} verification) on stored distributions of validation "
+                f"the weights of the highest α ({verifying} verification) on stored distributions of validation "
                 f"answers are taken, no rounds are decoded: {REASON}"
             )
     return [*lines, f"train: {chosen}"]

@@ -27,7 +27,6 @@ from distill.target.online import OnlineTarget
 from distill.target.source import TeacherSource, open_teacher, require_fit
 from distill.target.store import read_manifest
 from distill.texts import Prompt, read_prompts
-from distill.training.average import WeightAverage
 from distill.training.checkpoint import whole_weights
 from distill.training.choice.acceptance import Judge, counts, judge_for, rates, speaking
 from distill.training.choice.alpha import StoredAnswers
@@ -38,7 +37,6 @@ from distill.training.plan import (
     REPLAY,
     PlannedPart,
     check_hidden_states,
-    last_step,
     planned,
     protocol_of,
     temperatures,
@@ -75,7 +73,6 @@ class Training:
     target: Any = None  # of an online teacher; else loaded on first use
     replayed: TeacherSource | None = None
     held_out: StoredAnswers | None = None  # opened on first use, where the target is not loaded
-    average: WeightAverage | None = None
     state: dict[str, Any] = field(default_factory=new_state)
 
     @property
@@ -311,9 +308,6 @@ def set_up(recipe: Recipe, run: Run) -> Training:
     learner, optimizer = accelerator.prepare(learner, optimizer)
     learner.train()
     start_trackers(accelerator, recipe, run)
-    work = Training(
+    return Training(
         recipe, run, accelerator, parts, source, learner, optimizer, penalty, kept, source.vocabulary, spare, target
     )
-    if settings.average is not None:
-        work.average = WeightAverage(learner, settings.average, last_step(parts))
-    return work
