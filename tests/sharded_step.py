@@ -34,7 +34,7 @@ target = toys.toy(seed=5)
 texts = [[3, 9, 4, 8, 2, 7, 5, 1, 2], [11, 6, 14, 12, 1, 4, 3, 7], [1, 2, 3, 4, 5, 6, 7, 8, 9]]
 packed = pack([(ids, 1) for ids in texts], 12, split_long=False)
 states = torch.randn(len(packed), 12, 32, generator=torch.Generator().manual_seed(1))
-part = PlannedPart("x", 0, 1, 1.0, LossSettings({"forward_kl": 0.5, "lk_hybrid": 0.5}), "block-acceptance")
+part = PlannedPart("x", 0, 1, 1.0, LossSettings({"forward_kl": 0.5, "lk_hybrid": 0.5}))
 accelerates = MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16, torch.bfloat16)  # what it makes of bf16
 
 
@@ -60,7 +60,7 @@ def step(learner: Any, rank: int, short: bool) -> tuple[int, Any]:
 def compare(policy: MixedPrecisionPolicy) -> dict[str, Any]:
     """The largest differences of gradients, weights after a step and what is logged; `distance` is of all at once."""
     short = policy.param_dtype is not None
-    whole = Learner(toys.toy(seed=0, tie_word_embeddings=False), Columns(61, None, cpu), 4, 3)
+    whole = Learner(toys.toy(seed=0, tie_word_embeddings=False), Columns(61, None, cpu), 4)
     sharded = copy.deepcopy(whole)
     mesh = init_device_mesh("cpu", (ranks,))
     for layer in sharded.draft.model.layers:

@@ -65,7 +65,7 @@ def store_of(target: Any, blocks: Packed) -> Any:
 
 def loss_of(model: Any, store: Any, index: Tensor) -> Tensor:
     """The mean loss of some blocks."""
-    learner = Learner(model, Columns(V, None, CPU), 64, 4)
+    learner = Learner(model, Columns(V, None, CPU), 64)
     total, sums = learner(store.packed.take(index), store.teacher(index, CPU), PART)
     return total / sums["weight"]
 

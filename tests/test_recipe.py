@@ -146,7 +146,11 @@ def test_null_switches_off_and_the_last_override_wins(small: Path) -> None:
         ("train.loss={forward_kl: 1, forward_kl: 2}", "`forward_kl` is written twice"),
         ("train.stepz=3", "train.stepz: unknown key; did you mean `steps`?"),
         ("trian.steps=3", "trian: unknown key; did you mean `train`?"),
-        ("train.average={kind: ema, decay: 0.9}", "train.average: gone: an average of the weights brought no acceptance"),
+        (
+            "train.average={kind: ema, decay: 0.9}",
+            "train.average: gone: an average of the weights brought no acceptance",
+        ),
+        ("train.parts=[{name: a, steps: 2, weights: uniform}]", "train.parts.0.weights: gone: weighting tokens"),
         ("train.steps=0", "train.steps: must be at least 1 (got 0)"),
         ("train.steps=many", "got 'many'"),
         ("train.loss={forward_kl: 0}", "not all 0"),

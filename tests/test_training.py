@@ -171,7 +171,7 @@ def packed_learner(seed: int = 0) -> tuple[Learner, Any, Any]:
     """A toy draft with its loss, a target's head, and two documents in one block."""
     draft, target = toys.toy(seed=seed), toys.toy(seed=seed + 5)
     blocks = pack([([3, 9, 4, 8, 2, 7, 5], 1), ([11, 6, 14, 12, 1], 1)], 16, split_long=False)
-    return Learner(draft, Columns(61, None, torch.device("cpu")), 4, 3), target, blocks
+    return Learner(draft, Columns(61, None, torch.device("cpu")), 4), target, blocks
 
 
 def gradient_at_embeddings(learner: Learner, target: Any, blocks: Any, document: int) -> torch.Tensor:

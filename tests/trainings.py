@@ -21,7 +21,7 @@ from distill.training.checkpoint import newest_checkpoint
 
 PARTS = (
     "train.parts=[{name: align, share: 0.5, loss: {forward_kl: 0.9, cross_entropy: 0.1}},"
-    " {name: accept, steps: 4, weights: block-acceptance, rate: 0.0005, loss: {lk_hybrid: 0.9, cross_entropy: 0.1}}]"
+    " {name: accept, steps: 4, rate: 0.0005, loss: {lk_hybrid: 0.9, cross_entropy: 0.1}}]"
 )
 REPLAY = (
     "train.replay.prompts=6",

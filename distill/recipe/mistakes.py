@@ -51,6 +51,8 @@ WORDS: dict[str, Callable[[Context], str]] = {
 NO_GAIN = "brought no acceptance where it was measured (docs/benchmarks.md, Tried and left out); leave the key out"
 RETIRED = {
     "train.average": f"gone: an average of the weights {NO_GAIN}",
+    "train.parts.weights": f"gone: weighting tokens {NO_GAIN}",
+    "train.parts.fraction": f"gone: weighting tokens {NO_GAIN}",
 }
 
 

@@ -80,12 +80,6 @@ class Part(Section):
         description="temperature of both distributions in forward_kl, reverse_kl and jsd, whose losses are multiplied "
         "by its square",
     )
-    weights: Literal["uniform", "block-acceptance", "top-fraction"] = Field(
-        "uniform",
-        description="weights of tokens: uniform: equal; block-acceptance: what a token's acceptance adds to the "
-        "expected tokens per round; top-fraction: 1 for the fraction of each block with the largest KL, else 0",
-    )
-    fraction: float = Field(0.5, gt=0, le=1, description="top-fraction: share of tokens with weight 1")
 
     _loss = field_validator("loss")(_weighs_something)
 

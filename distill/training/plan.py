@@ -11,7 +11,6 @@ from distill.models.hugging_face import load_config
 from distill.recipe import Loss, Recipe, Train
 from distill.recipe.text.unloaded import REASON
 from distill.training.losses.settings import LossSettings
-from distill.training.losses.weights import TokenWeights
 from distill.training.rate import rate_at
 
 Verifying = Literal["sampling", "match", "greedy"]
@@ -35,8 +34,6 @@ class PlannedPart:
     steps: int
     rate: float
     loss: LossSettings
-    weights: TokenWeights = "uniform"
-    fraction: float = 1.0
 
     @property
     def end(self) -> int:
@@ -86,8 +83,6 @@ def planned(settings: Train, temperature: float, block: int) -> list[PlannedPart
                     steps,
                     part.rate or settings.rate,
                     loss_settings(settings, part.loss or own, part.temperature),
-                    part.weights,
-                    part.fraction,
                 )
             )
     if settings.replay is not None:

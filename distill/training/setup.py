@@ -299,8 +299,7 @@ def set_up(recipe: Recipe, run: Run) -> Training:
     source = open_teacher(run, recipe, device, target)
     penalty = penalty_of(draft, settings.model_copy(update={"steps": parts[-1].end}))
     optimizer: Any = make_optimizer(draft, settings, penalty.parameters() if penalty else ())
-    length = settings.acceptance.length if settings.acceptance else 4
-    learner = Learner(draft, Columns(source.vocabulary, kept, device), settings.chunk, length)
+    learner = Learner(draft, Columns(source.vocabulary, kept, device), settings.chunk)
     sharded = accelerator.distributed_type == "FSDP"
     if sharded:
         check_sharded(settings)

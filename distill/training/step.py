@@ -18,11 +18,10 @@ from distill.packing import Packed, epoch_order
 from distill.recipe import Train
 from distill.target.distributions import CompactTeacher, Teacher
 from distill.target.source import TeacherSource
-from distill.training.losses.fused import head_loss, position_statistics
+from distill.training.losses.fused import head_loss
 from distill.training.losses.settings import LossSums
 from distill.training.losses.states import NAME as STATES
 from distill.training.losses.states import state_error, target_states
-from distill.training.losses.weights import token_weights
 from distill.training.optimizer import make_optimizer, set_rates
 from distill.training.plan import PlannedPart
 from distill.training.rate import rate_at
@@ -69,16 +68,16 @@ class Columns:
 class Learner(torch.nn.Module):
     """The draft with its loss: the head is used inside `forward`, where sharded weights are whole."""
 
-    def __init__(self, draft: Any, columns: Columns, chunk: int, length: int) -> None:
+    def __init__(self, draft: Any, columns: Columns, chunk: int) -> None:
         super().__init__()
         self.draft = draft
-        self.columns, self.chunk, self.length = columns, chunk, length
+        self.columns, self.chunk = columns, chunk
         self._no_split_modules = getattr(draft, "_no_split_modules", None)  # by which layers FSDP shards
 
     def forward(
         self, blocks: Packed, teacher: Teacher, part: PlannedPart, pull: float = 0.0
     ) -> tuple[Tensor, LossSums]:
-        """Σ w ℓ over the N scored positions, and the sums for the log; divide by Σ w over the whole step.
+        """Σ ℓ over the N scored positions, and the sums for the log; divide by their `weight` over the whole step.
 
         `pull` is the weight of the loss on hidden states.
         """
@@ -88,13 +87,9 @@ class Learner(torch.nn.Module):
         bias = None if getattr(head, "bias", None) is None else self.columns.rows(head.bias)
         teacher = self.columns.teacher(teacher)
         labels = self.columns.labels(blocks.labels().long()[blocks.mask])
-        weights = None
-        if part.weights != "uniform":
-            alpha, divergence = position_statistics(hidden.detach(), weight.detach(), teacher, self.chunk, bias)
-            weights = token_weights(part.weights, alpha, divergence, blocks.mask, self.length, part.fraction)
-        total, sums = head_loss(hidden, weight, teacher, labels, part.loss, weights, self.chunk, bias)
+        total, sums = head_loss(hidden, weight, teacher, labels, part.loss, None, self.chunk, bias)
         if pull:
-            error = state_error(hidden, target_states(teacher, hidden), weights)
+            error = state_error(hidden, target_states(teacher, hidden))
             total, sums = total + pull * error, sums.joined(f"loss/{STATES}", error)
         return total, sums
 
@@ -151,7 +146,7 @@ def heal(
     alone; fp32, one process. `vocabulary` tokens are real.
     """
     device = next(model.parameters()).device
-    learner = Learner(model, Columns(vocabulary, None, device), settings.chunk, 4)
+    learner = Learner(model, Columns(vocabulary, None, device), settings.chunk)
     optimizer = make_optimizer(model, settings)
     model.train()
     losses: list[float] = []

@@ -21,8 +21,8 @@ def target_states(teacher: Teacher, like: Tensor) -> Tensor:
     return teacher.hidden.to(like.device)
 
 
-def state_error(hidden: Tensor, target: Tensor, weights: Tensor | None) -> Tensor:
-    """Σ w ‖h − h*‖² / ‖h*‖² over the positions, in fp32: hidden h and target h* [N, H], weights w [N] (None: 1 each).
+def state_error(hidden: Tensor, target: Tensor) -> Tensor:
+    """Σ ‖h − h*‖² / ‖h*‖² over the positions, in fp32: hidden h and target h* [N, H].
 
     Relative to each position's own state, so that neither the scale of the states nor the split into micro-batches
     counts.
@@ -30,4 +30,4 @@ def state_error(hidden: Tensor, target: Tensor, weights: Tensor | None) -> Tenso
     with torch.autocast(hidden.device.type, enabled=False):
         expected = target.detach().float()
         error = (hidden.float() - expected).square().sum(-1) / expected.square().sum(-1).clamp(min=1e-12)
-        return error.sum() if weights is None else (error * weights).sum()
+        return error.sum()
