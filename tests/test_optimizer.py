@@ -255,6 +255,7 @@ def test_two_processes_change_nothing_but_rounding(world: Path, ready: Path, muo
         ({"schedule": "wsd", "warmup": 0.5, "decay": 0.6}, "take more than all steps"),
         ({"schedule": "linear"}, "known: cosine, wsd"),
         ({"momentum": 1.0}, "momentum"),
+        ({"acceptance": {"patience": 2}, "sparsity": {"mlp_width": 32}}, "sparsity needs all steps"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(values: dict[str, Any], words: str) -> None:

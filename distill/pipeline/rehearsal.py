@@ -56,7 +56,7 @@ def shortened(recipe: Recipe, runs: Path) -> Recipe:
         replay = _changed(replay, prompts=min(PROMPTS, replay.prompts), steps=1, judges=PROMPTS)
     acceptance = train.acceptance
     if acceptance is not None:
-        acceptance = _changed(acceptance, every=steps, patience=None, worth=None)
+        acceptance = _changed(acceptance, every=steps, patience=None)
     return recipe.model_copy(
         update={
             "name": name,

@@ -100,13 +100,6 @@ class Acceptance(Section):
     patience: int | None = Field(
         None, ge=1, description="a part ends after this many evaluations without improvement; null: never early"
     )
-    worth: float | None = Field(
-        None,
-        gt=0,
-        lt=1,
-        description="schedule wsd: the rate falls early, and the training ends, once the rest of the constant phase is "
-        "predicted to add less acceptance than this, such as 0.01; null: never early",
-    )
 
 
 class HiddenStates(Section):
@@ -248,13 +241,8 @@ class Train(Section):
             raise ValueError(f"the parts' shares of train.steps add up to {shares:g}, more than 1")
         if self.sparsity is not None and self.replay is not None:
             raise ValueError("sparsity removes parts of the last weights, and replay may discard those; leave one out")
-        ends_early = [name for name in ("patience", "worth") if getattr(self.acceptance, name, None) is not None]
-        if self.sparsity is not None and ends_early:
-            raise ValueError(f"sparsity needs all steps; leave acceptance.{ends_early[0]} out")
-        if "worth" in ends_early and self.schedule != "wsd":
-            raise ValueError(
-                f"acceptance.worth needs schedule wsd, whose rate can fall at any step; schedule is {self.schedule}"
-            )
+        if self.sparsity is not None and self.acceptance is not None and self.acceptance.patience is not None:
+            raise ValueError("sparsity needs all steps; leave acceptance.patience out")
         return self
 
     def require_judges(self, prompts: int) -> None:

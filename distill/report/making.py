@@ -194,8 +194,6 @@ def _chosen(training: TrainingSummary, command: str) -> Html:
         sentences.append(f"The weights of step {number(best.step)} were taken: {figures}.")
     if training.warning:
         sentences.append(training.warning)
-    if training.skipped:
-        sentences.append(f"{number(training.skipped)} steps were skipped: they were predicted to add too little.")
     if training.curve:
         sentences.append(training.curve.sentence)
     if training.replay:

@@ -149,10 +149,7 @@ class LearningCurve:
 
 @dataclass(frozen=True)
 class TrainingSummary:
-    """training.json. `best` is None where no weights were chosen, `replay` where there was none.
-
-    `skipped` steps of a constant phase were not worth their hours.
-    """
+    """training.json. `best` is None where no weights were chosen, `replay` where there was none."""
 
     steps: int
     processes: int
@@ -160,7 +157,6 @@ class TrainingSummary:
     best: EvaluatedWeights | None
     replay: ReplayDecision | None
     curve: LearningCurve | None = None
-    skipped: int = 0
 
     @property
     def warning(self) -> str | None:

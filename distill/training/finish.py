@@ -58,5 +58,4 @@ def _summary(work: Training, decision: Path) -> TrainingSummary:
         best=chosen,
         replay=replay,
         curve=learning_curve(work),
-        skipped=work.state["skipped"],
     )

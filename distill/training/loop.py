@@ -21,7 +21,7 @@ from distill.recipe import Recipe
 from distill.run import Run
 from distill.training.checkpoint import load_checkpoint, newest_checkpoint, save_checkpoint
 from distill.training.choice.best import consider, end_of, evaluation_due, take_best
-from distill.training.choice.enough import add_point, skip_rest
+from distill.training.choice.enough import add_point
 from distill.training.choice.replay import enter_replay, is_replayed, judge_replay
 from distill.training.choice.stopping import StopRequest
 from distill.training.finish import write_draft
@@ -70,7 +70,7 @@ def train(recipe: Recipe, run: Run) -> list[Path]:
             if evaluated:
                 consider(work)
             add_point(work, part, evaluated)
-            ended = end_of(work, part) or skip_rest(work, part, evaluated)
+            ended = end_of(work, part)
             asked = work.any_process(stop.signal is not None)
             if state["step"] % settings.save_every == 0 or ended or asked:
                 save(work)

@@ -49,9 +49,9 @@ def new_state() -> dict[str, Any]:
     """The state before the first step.
 
     `tokens` counted in the loss; `rate` is the last step's over its part's peak. `curve` holds the points of the
-    learning curve, measured on `texts`; `skipped` steps of a constant phase were not worth their hours.
+    learning curve, measured on `texts`.
     """
-    learning: dict[str, Any] = {"tokens": 0, "rate": 0.0, "texts": None, "curve": [], "skipped": 0}
+    learning: dict[str, Any] = {"tokens": 0, "rate": 0.0, "texts": None, "curve": []}
     return {"step": 0, "best": None, "misses": 0, "sparsity": None, **learning}
 
 

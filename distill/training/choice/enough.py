@@ -1,8 +1,6 @@
-"""How much is enough: points of the learning curve, what twice the tokens would give, and the end of a constant phase
-whose rest is not worth its hours.
+"""How much is enough: points of the learning curve, and what twice the tokens would give.
 
-All follow from the state of the training alone, from no clock and no chance, so that a resumed training has the same
-points and makes the same decision.
+Both follow from the state of the training alone, from no clock and no chance, so that a resumed training has the same.
 """
 
 from __future__ import annotations
@@ -61,32 +59,6 @@ def points_of(work: Training, part: PlannedPart) -> Figures:
     first = max(warm_steps(last_step(work.parts), settings.warmup), settings.embedding_steps)
     points = [point for point in work.state["curve"] if point["part"] == part.name and point["step"] > first]
     return Figures.of(points, [len(text) for text in work.state["texts"] or []])
-
-
-def skip_rest(work: Training, part: PlannedPart, evaluated: bool) -> bool:
-    """Whether the rest of the constant phase was skipped, because it is predicted to add less than `worth`.
-
-    The upper bound of the prediction counts. The rate then falls as it would have at the end, in as many steps.
-    """
-    settings, state = work.settings, work.state
-    if not evaluated or settings.acceptance is None or settings.acceptance.worth is None:
-        return False
-    step, end = state["step"], constant_end(last_step(work.parts), settings.decay)
-    if not part.first <= step < end <= part.end:
-        return False
-    evaluation = work.recipe.eval
-    curves = curves_of(points_of(work, part).at_peak(), evaluation.resamples)
-    if curves is None:
-        return False
-    most = percentiles(0.0, curves.rise(1, end / step)[1:], evaluation.confidence).high
-    if most >= settings.acceptance.worth:
-        return False
-    work.run.say(
-        f"  steps {step + 1} to {end} are skipped: they are predicted to add at most {most:.4f} to the acceptance, "
-        "less than train.acceptance.worth; the rate falls from here"
-    )
-    state["step"], state["skipped"] = end, end - step
-    return True
 
 
 def learning_curve(work: Training) -> LearningCurve | None:
