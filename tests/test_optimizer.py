@@ -146,19 +146,9 @@ def test_the_lasso_reaches_its_width_under_muon(momentum: float) -> None:
 # ── schedules ──
 
 
-def test_warm_up_stable_decay_by_hand() -> None:
-    settings = settings_of(schedule="wsd", steps=100, rate=1.0, warmup=0.1, decay=0.2, final=0.25)
-    rates = [rate_at(step, 100, 1.0, settings) for step in range(100)]
-    assert rates[:10] == pytest.approx([(step + 1) / 10 for step in range(10)])
-    assert rates[10:81] == [1.0] * 71
-    assert rates[80:] == pytest.approx([1 - 0.75 * step / 20 for step in range(20)])
-    assert rates == sorted(rates[:11]) + sorted(rates[11:], reverse=True)
-
-
-@pytest.mark.parametrize("schedule", ["cosine", "wsd"])
-def test_parts_share_a_schedule_and_a_replay_has_its_own(schedule: str) -> None:
+def test_parts_share_a_schedule_and_a_replay_has_its_own() -> None:
     parts = [{"name": "a", "share": 0.5}, {"name": "b", "share": 0.5, "rate": 0.5}]
-    settings = settings_of(schedule=schedule, steps=100, rate=1.0, final=0.0, parts=parts, replay={"steps": 20})
+    settings = settings_of(steps=100, rate=1.0, final=0.0, parts=parts, replay={"steps": 20})
     found = planned(settings, 0.8, 16)
     rates = [rate_of(found, part_at(found, step), step, settings) for step in range(120)]
     alone = [rate_at(step, 100, 1.0, settings) for step in range(100)]
@@ -174,10 +164,8 @@ def test_parts_share_a_schedule_and_a_replay_has_its_own(schedule: str) -> None:
     [
         pytest.param((*MUON, PARTS, *REPLAY), 5, marks=pytest.mark.slow),
         ((*MUON, PARTS, *REPLAY), 9),
-        pytest.param(
-            (*MUON, "train.schedule=wsd", "train.decay=0.5", "train.embedding_steps=5"), 3, marks=pytest.mark.slow
-        ),
-        (("train.schedule=wsd", "train.embedding_steps=5"), 3),
+        pytest.param((*MUON, "train.embedding_steps=5"), 3, marks=pytest.mark.slow),
+        (("train.embedding_steps=5",), 3),
         ((*MUON, "train.adapter={rank: 4, dropout: 0.2}", "train.acceptance=null"), 5),
         pytest.param(
             (*MUON, "train.steps=12", "train.sparsity={mlp_width: 32, ramp: 0.9}"), 7, marks=pytest.mark.slow
@@ -252,8 +240,6 @@ def test_two_processes_change_nothing_but_rounding(world: Path, ready: Path, muo
     [
         ({"optimizer": "lion"}, "known: adamw, muon"),
         ({"optimizer": "adamw", "matrix_rate": 0.01}, "matrix_rate is for optimizer muon; optimizer is adamw"),
-        ({"schedule": "wsd", "warmup": 0.5, "decay": 0.6}, "take more than all steps"),
-        ({"schedule": "linear"}, "known: cosine, wsd"),
         ({"momentum": 1.0}, "momentum"),
         ({"acceptance": {"patience": 2}, "sparsity": {"mlp_width": 32}}, "sparsity needs all steps"),
     ],

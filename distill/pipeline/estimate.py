@@ -127,7 +127,7 @@ def _training(stage: Rehearsed, recipe: Recipe, run: Run) -> float:
     counts = {
         "train": steps,
         ACCEPTANCE_STAGE: judged,
-        CURVE_STAGE: len(curve_steps(trained, recipe.train) | {*range(every, trained, every)}) if every else 0,
+        CURVE_STAGE: len(curve_steps(trained) | {*range(every, trained, every)}) if every else 0,
         "checkpoint": math.ceil(steps / recipe.train.save_every),
     }
     rest = stage.seconds - sum(sum(seconds) for seconds in own.values())

@@ -170,14 +170,8 @@ class Train(Section):
         description="muon: peak rate of the layers' matrices where train.rate is the peak, and in proportion where a "
         "part has its own; null: the same rate",
     )
-    schedule: Literal["cosine", "wsd"] = Field(
-        "cosine",
-        description="of the rate after the warm-up: cosine: a cosine down to `final`; wsd: constant, then a line down "
-        "to `final` over the last share `decay` of the steps",
-    )
     warmup: float = Field(0.03, ge=0, lt=1, description="share of the steps for a linear warm-up")
-    decay: float = Field(0.2, gt=0, le=1, description="wsd: share of the steps in which the rate falls")
-    final: float = Field(0.1, ge=0, le=1, description="the rate decays to this share of its peak")
+    final: float = Field(0.1, ge=0, le=1, description="the rate falls in a cosine to this share of its peak")
     loss: Loss | None = Field(None, description="weights of the losses in a training without parts; null: as in a part")
     hidden_states: HiddenStates | None = Field(
         None, description="also learn the target's final hidden states, in all parts but a replay; null: off"
@@ -229,8 +223,6 @@ class Train(Section):
     def _parts_fit(self) -> Train:
         if self.matrix_rate is not None and self.optimizer != "muon":
             raise ValueError(f"matrix_rate is for optimizer muon; optimizer is {self.optimizer}")
-        if self.schedule == "wsd" and self.warmup + self.decay > 1:
-            raise ValueError(f"warmup {self.warmup:g} and decay {self.decay:g} take more than all steps")
         names = [part.name for part in self.parts]
         if len({*names, "replay"}) <= len(names):
             raise ValueError(f"parts need different names, and `replay` is reserved: got {', '.join(names)}")

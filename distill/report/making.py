@@ -155,9 +155,7 @@ def _learning(curve: LearningCurve) -> Html:
         f"band are {percent(curve.confidence)} intervals. "
     )
     if curve.line:
-        drawn += (
-            f"Longer trainings would give {curve.bound} what the line shows, the end of the fitted curve's interval."
-        )
+        drawn += "Longer trainings would give at most what the line shows, the end of the fitted curve's interval."
     return as_plot(lambda: plots.learning_curve(curve), drawn)
 
 

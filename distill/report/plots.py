@@ -82,7 +82,7 @@ def learning_curve(curve: LearningCurve) -> str:
             tokens, found = [point.tokens for point in curve.line], [point.acceptance for point in curve.line]
             low, high = [one.low for one in found], [one.high for one in found]
             axes.fill_between(tokens, low, high, color=COLOURS[1], alpha=0.2, linewidth=0)
-            axes.plot(tokens, [curve.end(one) for one in found], color=COLOURS[1], label=f"longer, {curve.bound}")
+            axes.plot(tokens, high, color=COLOURS[1], label="longer, at most")
         axes.set(xlabel="tokens", ylabel="expected acceptance")
         axes.set_xscale("log")
         axes.xaxis.set_major_formatter(lambda tokens, _: f"{tokens:,.0f}")  # powers would be shown as their TeX

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from distill.files import has_form
 from distill.intervals import Interval
@@ -121,15 +121,14 @@ class CurvePoint:
 class LearningCurve:
     """Acceptance against tokens; without a prediction, `unknown` says why.
 
-    `doubled` is what the fitted curve gives at twice the tokens, of which one end of the interval is a bound of what a
-    training of twice the tokens would give; `line` is the fitted curve up to there.
+    `doubled` is what the fitted curve gives at twice the tokens; its upper end bounds what a training of twice the tokens
+    would give. `line` is the fitted curve up to there.
     """
 
     confidence: float
     points: list[CurvePoint]
     line: list[CurvePoint] = field(default_factory=list)
     doubled: Interval | None = None
-    bound: Literal["at most", "at least"] = "at most"
     unknown: str | None = None
 
     @property
@@ -138,13 +137,9 @@ class LearningCurve:
         if self.doubled is None:
             return f"What twice the tokens would give cannot be said: {self.unknown}."
         return (
-            f"Twice the tokens would give {self.bound} {self.end(self.doubled):.3f} expected acceptance on validation "
+            f"Twice the tokens would give at most {self.doubled.high:.3f} expected acceptance on validation "
             f"prompts instead of {self.points[-1].acceptance.mean:.3f}."
         )
-
-    def end(self, found: Interval) -> float:
-        """The end of an interval that is the bound."""
-        return found.high if self.bound == "at most" else found.low
 
 
 @dataclass(frozen=True)

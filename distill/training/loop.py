@@ -63,7 +63,7 @@ def train(recipe: Recipe, run: Run) -> list[Path]:
             figures["seconds"] = time.monotonic() - began
             if work.penalty is not None:
                 figures |= work.penalty.after_step(step, body_rate)
-            state["step"], state["rate"] = step + 1, rate / part.rate
+            state["step"] = step + 1
             state["tokens"] += figures["tokens"]
             report_step(work, part, rate, figures, clock)
             evaluated = evaluation_due(work, part)

@@ -8,9 +8,7 @@ from distill.recipe import Train
 
 
 def rate_at(step: int, steps: int, rate: float, settings: Train) -> float:
-    """The rate of step `step` of `steps` (from 0) whose peak is `rate`, by the recipe's schedule."""
-    if settings.schedule == "wsd":
-        return warm_stable_decay(step, steps, rate, settings.warmup, settings.decay, settings.final)
+    """The rate of step `step` of `steps` (from 0) whose peak is `rate`, by the recipe's warm-up and cosine."""
     return cosine(step, steps, rate, settings.warmup, settings.final)
 
 
@@ -23,22 +21,9 @@ def cosine(step: int, steps: int, rate: float, warmup: float, final: float) -> f
     return rate * (final + (1 - final) * 0.5 * (1 + math.cos(math.pi * progress)))
 
 
-def warm_stable_decay(step: int, steps: int, rate: float, warmup: float, decay: float, final: float) -> float:
-    """Linear over the share `warmup`, constant, then linear to `final` · rate over the last share `decay`."""
-    warm, constant = warm_steps(steps, warmup), constant_end(steps, decay)
-    if step < warm:
-        return rate * (step + 1) / warm
-    return rate * (1 - (1 - final) * max(0, step - constant) / (steps - constant))
-
-
 def warm_steps(steps: int, warmup: float) -> int:
     """The steps of the warm-up."""
     return max(1, round(warmup * steps))
-
-
-def constant_end(steps: int, decay: float) -> int:
-    """The step after the last whose rate is the peak, where the rate falls over the last share `decay`."""
-    return steps - max(1, round(decay * steps))
 
 
 def body_share(step: int, steps: int, settings: Train) -> float:

@@ -48,10 +48,9 @@ from distill.training.trackers import require_trackers, start_trackers
 def new_state() -> dict[str, Any]:
     """The state before the first step.
 
-    `tokens` counted in the loss; `rate` is the last step's over its part's peak. `curve` holds the points of the
-    learning curve, measured on `texts`.
+    `tokens` counted in the loss. `curve` holds the points of the learning curve, measured on `texts`.
     """
-    learning: dict[str, Any] = {"tokens": 0, "rate": 0.0, "texts": None, "curve": []}
+    learning: dict[str, Any] = {"tokens": 0, "texts": None, "curve": []}
     return {"step": 0, "best": None, "misses": 0, "sparsity": None, **learning}
 
 

@@ -11,12 +11,11 @@ from dataclasses import replace
 import numpy
 
 from distill.intervals import Interval, percentiles, ratio_interval
-from distill.recipe import Train
 from distill.results.training_results import CURVE_STAGE, CurvePoint, LearningCurve
 from distill.training.choice.fitting import Figures, curves_of
 from distill.training.memory import choosing, memory_explained
 from distill.training.plan import REPLAY, PlannedPart, last_step
-from distill.training.rate import constant_end, warm_steps
+from distill.training.rate import warm_steps
 from distill.training.setup import Training
 
 PER_DOUBLING, DOUBLINGS = 2, 4  # points of the curve, besides the evaluations
@@ -27,26 +26,21 @@ SEEDS = 0.01
 LINE = 9  # points of the drawn line
 
 
-def curve_steps(steps: int, settings: Train) -> set[int]:
-    """The steps after which the curve has points: even in log, with the last one and the last at the peak rate."""
-    found = {round(steps * 2 ** (-number / PER_DOUBLING)) for number in range(PER_DOUBLING * DOUBLINGS + 1)} - {0}
-    return found | ({constant_end(steps, settings.decay)} if settings.schedule == "wsd" else set())
+def curve_steps(steps: int) -> set[int]:
+    """The steps after which the curve has points: even in log, with the last one."""
+    return {round(steps * 2 ** (-number / PER_DOUBLING)) for number in range(PER_DOUBLING * DOUBLINGS + 1)} - {0}
 
 
 def add_point(work: Training, part: PlannedPart, evaluated: bool) -> None:
     """Measure the expected acceptance of the last weights where the curve has a point, and after each evaluation."""
     state, step = work.state, work.state["step"]
-    if (
-        part.name == REPLAY
-        or state["texts"] is None
-        or not (evaluated or step in curve_steps(last_step(work.parts), work.settings))
-    ):
+    if part.name == REPLAY or state["texts"] is None or not (evaluated or step in curve_steps(last_step(work.parts))):
         return
     began = time.monotonic()
     with memory_explained(lambda: choosing(work)):
         expected = work.expected()
     seconds = time.monotonic() - began
-    so_far = {name: state[name] for name in ("step", "tokens", "rate")}
+    so_far = {name: state[name] for name in ("step", "tokens")}
     state["curve"].append({**so_far, "part": part.name, "expected": expected})
     rate = sum(expected) / max(1, sum(map(len, state["texts"])))
     work.run.record(CURVE_STAGE, step=step, tokens=state["tokens"], expected_acceptance=rate, seconds=seconds)
@@ -74,19 +68,16 @@ def learning_curve(work: Training) -> LearningCurve | None:
     ]
     if work.state["curve"][-1]["step"] < part.end:
         return LearningCurve(confidence, shown, unknown="the training ended before its schedule did")
-    return predicted(LearningCurve(confidence, shown), points, work.settings.schedule == "wsd", resamples)
+    return predicted(LearningCurve(confidence, shown), points, resamples)
 
 
-def predicted(curve: LearningCurve, points: Figures, constant: bool, resamples: int) -> LearningCurve:
-    """The curve with a bound of what twice the tokens would give; with the reason where that cannot be said.
+def predicted(curve: LearningCurve, points: Figures, resamples: int) -> LearningCurve:
+    """The curve with an upper bound of what twice the tokens would give; with the reason where that cannot be said.
 
-    The last point is that of the finished training. With a `constant` phase, twice as long a phase adds what the curve
-    through its points rises, and a fall of the rate that takes twice as long adds no less than here: a lower bound.
-    Without one, later points have a lower rate and gain from that too, so that the curve through all points rises
-    faster than finished trainings do: an upper bound. docs/training.md holds trials of both.
+    The last point is that of the finished training. Later points have a lower rate and gain from that too, so that the
+    curve through all points rises faster than finished trainings do. docs/training.md holds trials.
     """
-    used = points.at_peak() if constant else points
-    curves = curves_of(used, resamples)
+    curves = curves_of(points, resamples)
     if curves is None:
         return replace(curve, unknown="there are too few points of the learning curve, or they lie too close together")
     now, whole = curve.points[-1].acceptance.mean, points.tokens[-1]
@@ -100,4 +91,4 @@ def predicted(curve: LearningCurve, points: Figures, constant: bool, resamples: 
     if doubled.high - doubled.low > WIDEST + 2 * SEEDS:
         return replace(curve, unknown=f"the interval is too wide, [{doubled.low:.2f}, {doubled.high:.2f}]")
     line = [CurvePoint(int(tokens), after(tokens)) for tokens in numpy.geomspace(whole, 2 * whole, LINE)]
-    return replace(curve, line=line, doubled=doubled, bound="at least" if constant else "at most")
+    return replace(curve, line=line, doubled=doubled)

@@ -25,25 +25,18 @@ SPAN = 4.0  # least ratio of the last to the first point's x
 
 @dataclass(frozen=True)
 class Figures:
-    """P points [P]: tokens, and the rate of the last step over the peak. For each of U prompts the sum of acceptances
-    [P, U] over its positions [U]."""
+    """P points [P] with their tokens. For each of U prompts the sum of acceptances [P, U] over its positions [U]."""
 
     tokens: Numbers
-    rate: Numbers
     expected: Numbers
     positions: Numbers
 
     @classmethod
     def of(cls, points: Sequence[dict[str, Any]], positions: Sequence[int]) -> Figures:
         """From the points in a training's state."""
-        tokens, rate = (numpy.array([one[name] for one in points], float) for name in ("tokens", "rate"))
+        tokens = numpy.array([one["tokens"] for one in points], float)
         expected = numpy.array([one["expected"] for one in points], float).reshape(len(points), len(positions))
-        return cls(tokens, rate, expected, numpy.array(positions, float))
-
-    def at_peak(self) -> Figures:
-        """The points at the peak rate."""
-        wanted = self.rate > 1 - 1e-9
-        return Figures(self.tokens[wanted], self.rate[wanted], self.expected[wanted], self.positions)
+        return cls(tokens, expected, numpy.array(positions, float))
 
     def means(self, resamples: int) -> Numbers:
         """The mean acceptance at each point, over all prompts and over R draws of them [1 + R, P]."""
