@@ -148,7 +148,7 @@ def test_the_lasso_reaches_its_width_under_muon(momentum: float) -> None:
 
 def test_parts_share_a_schedule_and_a_replay_has_its_own() -> None:
     parts = [{"name": "a", "share": 0.5}, {"name": "b", "share": 0.5, "rate": 0.5}]
-    settings = settings_of(steps=100, rate=1.0, final=0.0, parts=parts, replay={"steps": 20})
+    settings = settings_of(steps=100, rate=1.0, final_rate_share=0.0, parts=parts, replay={"steps": 20})
     found = planned(settings, 0.8, 16)
     rates = [rate_of(found, part_at(found, step), step, settings) for step in range(120)]
     alone = [rate_at(step, 100, 1.0, settings) for step in range(100)]

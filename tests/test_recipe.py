@@ -146,6 +146,8 @@ def test_null_switches_off_and_the_last_override_wins(small: Path) -> None:
         ("train.loss={forward_kl: 1, forward_kl: 2}", "`forward_kl` is written twice"),
         ("train.stepz=3", "train.stepz: unknown key; did you mean `steps`?"),
         ("trian.steps=3", "trian: unknown key; did you mean `train`?"),
+        ("cut.rows=donor", "cut.rows: is now called cut.vocabulary_rows"),
+        ("train.final=0", "train.final: is now called train.final_rate_share"),
         (
             "train.average={kind: ema, decay: 0.9}",
             "train.average: gone: an average of the weights brought no acceptance",

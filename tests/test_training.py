@@ -226,7 +226,7 @@ def test_parts_share_one_curve_and_a_replay_has_its_own() -> None:
             "batch": 2,
             "rate": 1.0,
             "warmup": 0.1,
-            "final": 0.0,
+            "final_rate_share": 0.0,
             "parts": [
                 {"name": "align", "share": 0.7, "loss": {"forward_kl": 1}},
                 {"name": "accept", "tokens": 950, "rate": 0.5},

@@ -124,7 +124,7 @@ def check_pair(recipe: Recipe) -> list[str]:
     """
     from distill.models.pairs import compare_pair
 
-    pair = compare_pair(recipe.target.model, recipe.donor_model, same_rows=recipe.cut.rows == "target")
+    pair = compare_pair(recipe.target.model, recipe.donor_model, same_rows=recipe.cut.vocabulary_rows == "target")
     return pair.lines() if recipe.cut.transplant is None else [f"context: {pair.context or 'fits'}"]
 
 

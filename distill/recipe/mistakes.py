@@ -50,6 +50,8 @@ WORDS: dict[str, Callable[[Context], str]] = {
 # Keys that recipes once had, from the recipe's root, without the numbers of lists: why they are gone, and what to do.
 NO_GAIN = "brought no acceptance where it was measured (docs/benchmarks.md, Tried and left out); leave the key out"
 RETIRED = {
+    "cut.rows": "is now called cut.vocabulary_rows",
+    "train.final": "is now called train.final_rate_share",
     "train.average": f"gone: an average of the weights {NO_GAIN}",
     "train.parts.weights": f"gone: weighting tokens {NO_GAIN}",
     "train.parts.fraction": f"gone: weighting tokens {NO_GAIN}",

@@ -171,7 +171,7 @@ class Train(Section):
         "part has its own; null: the same rate",
     )
     warmup: float = Field(0.03, ge=0, lt=1, description="share of the steps for a linear warm-up")
-    final: float = Field(0.1, ge=0, le=1, description="the rate falls in a cosine to this share of its peak")
+    final_rate_share: float = Field(0.1, ge=0, le=1, description="the rate falls in a cosine to this share of its peak")
     loss: Loss | None = Field(None, description="weights of the losses in a training without parts; null: as in a part")
     hidden_states: HiddenStates | None = Field(
         None, description="also learn the target's final hidden states, in all parts but a replay; null: off"

@@ -121,7 +121,7 @@ class CurvePoint:
 class LearningCurve:
     """Acceptance against tokens; without a prediction, `unknown` says why.
 
-    `doubled` is what the fitted curve gives at twice the tokens; its upper end bounds what a training of twice the tokens
+    `doubled` is what the fitted curve gives at twice the tokens; its upper end bounds what a training of as many
     would give. `line` is the fitted curve up to there.
     """
 

@@ -43,7 +43,7 @@ def check_smaller(recipe: Recipe, target: Any, donor: Any) -> None:
         "hidden size": cut.hidden or draft["hidden size"],
         "MLP width": min(widths),
         "KV heads": cut.kv_heads or draft["KV heads"],
-        "rows": draft["rows"] if cut.rows == "donor" else ours["rows"],
+        "rows": draft["rows"] if cut.vocabulary_rows == "donor" else ours["rows"],
     }
     if all(draft[word] >= ours[word] for word in SHAPE):
         sizes = ", ".join(

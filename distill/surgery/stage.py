@@ -111,7 +111,7 @@ def check_cut(recipe: Recipe) -> list[str]:
     else:
         require_pair(recipe.target.model, donor)
         rows = load_config(recipe.target.model).get_text_config().vocab_size
-        if settings.rows == "target" and rows != config.vocab_size:
+        if settings.vocabulary_rows == "target" and rows != config.vocab_size:
             lines.append(
                 f"rows: the draft gets the target's {rows} rows instead of the donor's {config.vocab_size}, so that "
                 "vLLM takes it too; only padding differs"
@@ -245,7 +245,7 @@ def load_donor(
     if settings is None:
         model = load_model(reference, "float32", device, trimmed=False)
         sizes, changes = describe_model(reference, model), []
-        if recipe.cut.rows == "target":
+        if recipe.cut.vocabulary_rows == "target":
             rows = load_config(recipe.target.model).get_text_config().vocab_size
             changes = match_rows(model, rows, distributions.vocabulary)
         return model, sizes, changes

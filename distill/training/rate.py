@@ -9,7 +9,7 @@ from distill.recipe import Train
 
 def rate_at(step: int, steps: int, rate: float, settings: Train) -> float:
     """The rate of step `step` of `steps` (from 0) whose peak is `rate`, by the recipe's warm-up and cosine."""
-    return cosine(step, steps, rate, settings.warmup, settings.final)
+    return cosine(step, steps, rate, settings.warmup, settings.final_rate_share)
 
 
 def cosine(step: int, steps: int, rate: float, warmup: float, final: float) -> float:
