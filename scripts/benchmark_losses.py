@@ -38,8 +38,7 @@ from distill.target.source import open_teacher
 from distill.texts import Prompt, prompt_seed, read_prompts
 from distill.training.losses.settings import LossSettings
 from distill.training.optimizer import parameter_groups
-from distill.training.plan import PlannedPart
-from distill.training.rate import cosine
+from distill.training.plan import PlannedPart, cosine
 from distill.training.step import Columns, Learner, batch_blocks, on_device
 
 SWITCH = 0.7

@@ -20,16 +20,15 @@ from distill.results.training_results import CurvePoint, LearningCurve, Training
 from distill.run import Run
 from distill.sampler import Sampler
 from distill.texts import Prompt
-from distill.training.choice.acceptance import judge_for
-from distill.training.choice.enough import predicted
-from distill.training.choice.fitting import Figures, curves_of, fit
-from distill.training.rate import cosine
+from distill.training.learning_curve import CurvePoints, curves_of, fit, predicted
+from distill.training.plan import cosine
+from distill.training.validation import ServedTarget
 
 STEPS = numpy.array([12, 18, 25, 35, 50, 71, 100, 141, 160, 200])  # of 200
 COSINE = numpy.array([cosine(step - 1, 200, 1.0, 0.03, 0.1) for step in STEPS])
 
 
-def measured(values: Any, seed: int | None = None, prompts: int = 40, scatter: float = 0.0) -> Figures:
+def measured(values: Any, seed: int | None = None, prompts: int = 40, scatter: float = 0.0) -> CurvePoints:
     """Points at STEPS of these acceptances; with a seed, prompts of unequal level, length and noise, and a scatter of
     the points that all prompts share."""
     random = numpy.random.default_rng(seed)
@@ -38,10 +37,10 @@ def measured(values: Any, seed: int | None = None, prompts: int = 40, scatter: f
     if seed is not None:
         points = points + random.normal(0, 0.08, prompts) + random.normal(0, 0.03, points.shape)
         points = points + scatter * random.standard_t(5, len(points))[:, None]
-    return Figures(1000.0 * STEPS, points * positions, positions)
+    return CurvePoints(1000.0 * STEPS, points * positions, positions)
 
 
-def outlook(points: Figures, resamples: int = 200) -> LearningCurve:
+def outlook(points: CurvePoints, resamples: int = 200) -> LearningCurve:
     now = float(points.expected[-1].sum() / points.positions.sum())
     curve = LearningCurve(0.95, [CurvePoint(int(points.tokens[-1]), Interval(now, now, now))])
     return predicted(curve, points, resamples)
@@ -68,8 +67,8 @@ def test_a_curve_never_falls() -> None:
 def test_too_few_points_or_a_small_span_give_no_curve() -> None:
     points = measured(0.6 - 0.05 * (STEPS / 200) ** -0.5)
     assert curves_of(points, 10) is not None
-    few = Figures(points.tokens[-4:], points.expected[-4:], points.positions)
-    near = Figures(points.tokens[4:9], points.expected[4:9], points.positions)  # 50 to 160
+    few = CurvePoints(points.tokens[-4:], points.expected[-4:], points.positions)
+    near = CurvePoints(points.tokens[4:9], points.expected[4:9], points.positions)  # 50 to 160
     assert curves_of(few, 10) is None and curves_of(near, 10) is None
     found = outlook(few)
     assert found.doubled is None and found.line == [] and "too few points" in found.sentence
@@ -94,9 +93,9 @@ def bounds(c: float, fall: float, scatter: float) -> list[float]:
     return found
 
 
-def before_the_end(points: Figures) -> Figures:
+def before_the_end(points: CurvePoints) -> CurvePoints:
     """Without the last point: the steps 12 to 160."""
-    return Figures(points.tokens[:-1], points.expected[:-1], points.positions)
+    return CurvePoints(points.tokens[:-1], points.expected[:-1], points.positions)
 
 
 @pytest.mark.parametrize(("c", "scatter"), [(0.15, 0.002), (0.5, 0.004)])
@@ -132,10 +131,10 @@ def test_an_interval_that_says_nothing_is_not_printed() -> None:
 def test_expected_acceptance_by_hand(protocol: Any) -> None:
     target, draft = toys.toy(seed=1), toys.toy(seed=2)
     sampler = Sampler(temperature=0.7, top_k=20)
-    judge = judge_for(target, 60, (), sampler, protocol, 0)  # of 61 columns, the last is padding
+    served = ServedTarget.of(target, 60, (), sampler, protocol, 0)  # of 61 columns, the last is padding
     prompts = [Prompt(str(i), ids) for i, ids in enumerate(toys.random_prompts(3, 60, 5))]
     texts = toys.random_prompts(3, 60, 7)
-    found = judge.expected(draft, prompts, texts)
+    found = served.expected(draft, prompts, texts)
     for prompt, text, value in zip(prompts, texts, found, strict=True):
         total = 0.0
         for at in range(len(text)):
@@ -151,7 +150,7 @@ def test_expected_acceptance_by_hand(protocol: Any) -> None:
                 total += float(own.argmax() == other.argmax())
         assert value == pytest.approx(total, abs=1e-4)
     if protocol != "match":
-        assert judge.expected(target, prompts, texts) == pytest.approx([len(text) for text in texts], abs=1e-4)
+        assert served.expected(target, prompts, texts) == pytest.approx([len(text) for text in texts], abs=1e-4)
 
 
 # ── trainings ──

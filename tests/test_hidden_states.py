@@ -20,9 +20,8 @@ from distill.recipe import Train, load_recipe, parse_section
 from distill.target.distributions import CompactTeacher
 from distill.target.head import Head
 from distill.training.losses.settings import LossSettings
-from distill.training.losses.states import state_error, target_states
-from distill.training.plan import PlannedPart, check_hidden_states, check_training, part_at, planned, pull_of
-from distill.training.step import Columns, Learner
+from distill.training.plan import PlannedPart, check_hidden_states, check_training, part_at, planned, states_weight
+from distill.training.step import Columns, Learner, state_error, target_states
 
 EXACT = "teacher.kind=exact"
 PULL = "train.hidden_states={weight: 0.5, end: 0.7}"
@@ -106,11 +105,11 @@ def test_its_weight_falls_in_a_line_to_nothing() -> None:
     values = {"steps": 100, "parts": parts, "replay": {"steps": 10}, "hidden_states": {"weight": 0.4, "end": 0.5}}
     settings = parse_section(Train, values)
     found = planned(settings, 0.8, 16)
-    pulls = [pull_of(found, part_at(found, step), step, settings) for step in range(110)]
+    pulls = [states_weight(found, part_at(found, step), step, settings) for step in range(110)]
     assert pulls[:51] == pytest.approx([0.4 * (1 - step / 50) for step in range(51)])
     assert pulls[50:] == [0.0] * 60
     without = settings.model_copy(update={"hidden_states": None})
-    assert pull_of(found, found[0], 0, without) == 0
+    assert states_weight(found, found[0], 0, without) == 0
 
 
 # ── whole trainings ──

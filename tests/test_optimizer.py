@@ -28,8 +28,7 @@ from distill.recipe import Adapter, Sparsity, Train, parse_section
 from distill.surgery.sparsity.group_lasso import GroupLasso, zero_groups
 from distill.training.adapters import attach
 from distill.training.optimizer import make_optimizer, set_rates
-from distill.training.plan import part_at, planned, rate_of
-from distill.training.rate import rate_at
+from distill.training.plan import cosine, part_at, planned, rate_of
 from distill.training.setup import check_sharded
 
 MUON = ("train.optimizer=muon", "train.matrix_rate=0.004")
@@ -151,9 +150,9 @@ def test_parts_share_a_schedule_and_a_replay_has_its_own() -> None:
     settings = settings_of(steps=100, rate=1.0, final_rate_share=0.0, parts=parts, replay={"steps": 20})
     found = planned(settings, 0.8, 16)
     rates = [rate_of(found, part_at(found, step), step, settings) for step in range(120)]
-    alone = [rate_at(step, 100, 1.0, settings) for step in range(100)]
+    alone = [cosine(step, 100, 1.0, 0.03, 0.0) for step in range(100)]
     assert rates[:100] == pytest.approx([*alone[:50], *(0.5 * rate for rate in alone[50:])])
-    assert rates[100:] == pytest.approx([rate_at(step, 20, 1 / 3, settings) for step in range(20)])
+    assert rates[100:] == pytest.approx([cosine(step, 20, 1 / 3, 0.03, 0.0) for step in range(20)])
 
 
 # ── whole trainings ──

@@ -112,7 +112,7 @@ def _written(recipe: Recipe, whole: int, part: int) -> tuple[float, float]:
 
 def _training(stage: Rehearsed, recipe: Recipe, run: Run) -> float:
     """Seconds of the whole training: steps, evaluations of weights and checkpoints at the pace of those rehearsed."""
-    from distill.training.choice.enough import curve_steps
+    from distill.training.learning_curve import curve_steps
     from distill.training.plan import last_step, planned
 
     lines = [line for line in run.metrics() if "seconds" in line]

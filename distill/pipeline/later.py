@@ -192,8 +192,8 @@ def check_draft(recipe: Recipe) -> list[str]:
 
     from distill.models.hugging_face import load_config, load_tokenizer, real_tokens
     from distill.training.adapters import layer_names
-    from distill.training.loading import require_plain_logits
     from distill.training.plan import planned
+    from distill.training.setup import require_plain_logits
 
     config = load_config(recipe.donor_model)
     require_plain_logits(config)

@@ -11,7 +11,6 @@ from distill.models.hugging_face import load_config
 from distill.recipe import Loss, Recipe, Train
 from distill.recipe.text.unloaded import REASON
 from distill.training.losses.settings import LossSettings
-from distill.training.rate import rate_at
 
 Verifying = Literal["sampling", "match", "greedy"]
 
@@ -108,13 +107,38 @@ def rate_of(parts: list[PlannedPart], part: PlannedPart, step: int, settings: Tr
 
     One curve over all parts, so that a change of loss changes nothing else, and a replay changes no step before it.
     """
-    if part.name == REPLAY:
-        return rate_at(step - part.first, part.steps, part.rate, settings)
-    steps = last_step(parts)
-    return rate_at(step, steps, part.rate, settings)
+    first, steps = (part.first, part.steps) if part.name == REPLAY else (0, last_step(parts))
+    return cosine(step - first, steps, part.rate, settings.warmup, settings.final_rate_share)
 
 
-def pull_of(parts: list[PlannedPart], part: PlannedPart, step: int, settings: Train) -> float:
+def cosine(step: int, steps: int, rate: float, warmup: float, final: float) -> float:
+    """The rate of step `step` of `steps` (from 0): linear over the share `warmup`, then a cosine to `final` · rate."""
+    warm = warm_steps(steps, warmup)
+    if step < warm:
+        return rate * (step + 1) / warm
+    progress = (step - warm) / max(1, steps - warm)
+    return rate * (final + (1 - final) * 0.5 * (1 + math.cos(math.pi * progress)))
+
+
+def warm_steps(steps: int, warmup: float) -> int:
+    """The steps of the warm-up."""
+    return max(1, round(warmup * steps))
+
+
+def body_share(step: int, steps: int, settings: Train) -> float:
+    """The share of the rate for the body (all but embeddings and head): 0 at first, then a warm-up of its own.
+
+    Adam's first steps have full size whatever the gradient; without the warm-up they undo the embeddings' progress.
+    """
+    if step < settings.embedding_steps:
+        return 0.0
+    if not settings.embedding_steps:
+        return 1.0
+    warm = max(10, round(settings.warmup * steps))
+    return min(1.0, (step - settings.embedding_steps + 1) / warm)
+
+
+def states_weight(parts: list[PlannedPart], part: PlannedPart, step: int, settings: Train) -> float:
     """The weight of the loss on hidden states in a step: a line from the first step down to 0; none in a replay."""
     wanted = settings.hidden_states
     if wanted is None or part.name == REPLAY:

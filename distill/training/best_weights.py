@@ -1,5 +1,4 @@
-"""The choice of weights: those whose drafts are accepted most on validation prompts, with the served verification, or
-on stored distributions where the target is not loaded."""
+"""The choice of weights: those whose drafts are accepted most on the validation split are kept and taken at the end."""
 
 from __future__ import annotations
 
@@ -8,9 +7,10 @@ import time
 from distill.results.serialise import from_json
 from distill.results.training_results import ACCEPTANCE_STAGE, EvaluatedWeights
 from distill.training.checkpoint import BEST, load_weights, save_weights
-from distill.training.memory import choosing, memory_explained
+from distill.training.memory import evaluating, memory_explained
 from distill.training.plan import REPLAY, PlannedPart
 from distill.training.setup import Training
+from distill.training.validation import measure_acceptance
 
 
 def evaluation_due(work: Training, part: PlannedPart) -> bool:
@@ -21,11 +21,11 @@ def evaluation_due(work: Training, part: PlannedPart) -> bool:
     return step == part.end or (step - part.first) % settings.every == 0
 
 
-def consider(work: Training) -> None:
-    """Evaluate the present weights and keep them if they are the best so far."""
+def evaluate_weights(work: Training) -> None:
+    """Measure the present weights and keep them if they are the best so far."""
     state, step, began = work.state, work.state["step"], time.monotonic()
-    with memory_explained(lambda: choosing(work)):
-        measured = work.acceptance()
+    with memory_explained(lambda: evaluating(work)):
+        measured = measure_acceptance(work)
     found = {name: value for name, value in measured.items() if not isinstance(value, list)}
     seconds = time.monotonic() - began
     work.run.record(ACCEPTANCE_STAGE, step=step, **measured, tokens=state["tokens"], seconds=seconds)
@@ -37,14 +37,14 @@ def consider(work: Training) -> None:
     state["misses"] = 0 if better else state["misses"] + 1
     if better:
         state["best"] = {"step": step, **found}
-        save_weights(work.run, BEST, work.learner, work.accelerator.is_main_process)
+        save_weights(work.run, BEST, work.learner, work.is_main)
     work.run.say(
         f"  step {step}: {shown.words}"
         + (" (the best so far)" if better else f" (best {best['acceptance']:.3f} at step {best['step']})")
     )
 
 
-def end_of(work: Training, part: PlannedPart) -> bool:
+def part_ended(work: Training, part: PlannedPart) -> bool:
     """Whether the part is over, by its steps or because patience ran out; misses then count from 0 again."""
     settings, state = work.settings.acceptance, work.state
     if state["step"] < part.end:
