@@ -453,7 +453,7 @@ def test_a_lost_draft_is_written_again_with_the_same_weights(
 @pytest.mark.parametrize(
     ("name", "steps", "saved", "number"),
     [
-        ("consider", 4, 4, signal.SIGTERM),
+        ("evaluate_weights", 4, 4, signal.SIGTERM),
         ("enter_replay", 8, 9, signal.SIGINT),
         pytest.param("one_step", 9, 10, signal.SIGINT, marks=pytest.mark.slow),
         pytest.param("one_step", 9, 10, signal.SIGTERM, marks=pytest.mark.slow),

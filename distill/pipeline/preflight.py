@@ -99,7 +99,7 @@ def preflight(
 def check_stages(recipe: Recipe) -> list[str]:
     """The settings of cut, training and speedup are possible with these models."""
     from distill.speculative.configured import check_configurations, check_trees
-    from distill.surgery.stage import check_cut
+    from distill.surgery.checks import check_cut
     from distill.training.plan import check_training
 
     lines = check_cut(recipe) + check_training(recipe) + check_configurations(recipe)
@@ -131,7 +131,7 @@ def check_pair(recipe: Recipe) -> list[str]:
 def check_size(recipe: Recipe) -> list[str]:
     """The draft costs less than its target, or is allowed to cost as much."""
     from distill.models.hugging_face import load_config
-    from distill.surgery.size import check_smaller
+    from distill.surgery.checks import check_smaller
 
     if not recipe.cut.allow_full_size:
         check_smaller(recipe, load_config(recipe.target.model), load_config(recipe.donor_model))

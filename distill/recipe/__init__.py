@@ -1,6 +1,5 @@
 """The recipe: its schema, every default, loading and overrides. No torch, so that `distill check` starts at once."""
 
-from distill.recipe.adapter import Adapter
 from distill.recipe.configuration import Configuration
 from distill.recipe.corpus import Chat, Corpus, Source
 from distill.recipe.cut import Cut, Search, Transplant, Trim
@@ -13,7 +12,7 @@ from distill.recipe.target import Answers, PyTorch, SamplerSettings, Target, Tea
 from distill.recipe.text.servers import REACHING, Servers
 from distill.recipe.text.traffic import Traffic
 from distill.recipe.text.writer import Writer
-from distill.recipe.training import Acceptance, HiddenStates, Loss, Part, Replay, Sparsity, Train
+from distill.recipe.training import Acceptance, Adapter, HiddenStates, Loss, Part, Replay, Sparsity, Train
 from distill.recipe.whole import Recipe
 
 __all__ = [

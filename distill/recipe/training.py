@@ -7,8 +7,28 @@ from typing import Literal
 from pydantic import Field, field_validator, model_validator
 
 from distill.errors import RecipeError
-from distill.recipe.adapter import Adapter
 from distill.recipe.section import Section
+
+
+class Adapter(Section):
+    """LoRA, or QLoRA over a quantised base: for drafts whose full training does not fit the memory. Merged at the end.
+
+    The merged draft has full precision. Where the base was quantised during training, the merged draft differs from the
+    trained one: it lacks the rounding of the base.
+    """
+
+    rank: int = Field(16, ge=1, description="r of the two matrices [out, r] and [r, in] added to each layer")
+    alpha: float = Field(32.0, gt=0, le=1e6, description="their product is multiplied by alpha / rank")
+    dropout: float = Field(0.0, ge=0, lt=1, description="dropout on the input of an adapter during training")
+    targets: tuple[str, ...] = Field(
+        (), description="last names of the layers, such as `q_proj`; empty: all linear layers of the body"
+    )
+    base: Literal["int8", "int4"] | None = Field(
+        None, description="QLoRA: bitsandbytes holds the frozen weights in 8 bits, or in 4 (NF4); null: not quantised"
+    )
+    train_outer: bool = Field(
+        False, description="also train embeddings and head, in full, as a transplanted vocabulary needs"
+    )
 
 
 class Sparsity(Section):
@@ -231,6 +251,12 @@ class Train(Section):
         shares = sum(part.share or 0 for part in self.parts)
         if shares > 1 + 1e-9:
             raise ValueError(f"the parts' shares of train.steps add up to {shares:g}, more than 1")
+        if self.adapter is not None and self.sparsity is not None:
+            raise ValueError("sparsity changes the draft's own weights, which adapters freeze; leave one out")
+        if self.adapter is not None and self.embedding_steps and not self.adapter.train_outer:
+            raise ValueError(
+                "embedding_steps trains embeddings and head alone, which adapters freeze; set adapter.train_outer"
+            )
         if self.sparsity is not None and self.replay is not None:
             raise ValueError("sparsity removes parts of the last weights, and replay may discard those; leave one out")
         if self.sparsity is not None and self.acceptance is not None and self.acceptance.patience is not None:

@@ -12,7 +12,7 @@ from distill.results.serialise import from_json, read_result, write_result
 from distill.results.training_results import EvaluatedWeights, ReplayDecision, TrainedPart, TrainingSummary
 from distill.surgery.change import size_of
 from distill.surgery.sparsity.group_lasso import GroupLasso
-from distill.surgery.sparsity.zeros import sparsity_by_tensor
+from distill.surgery.sparsity.unstructured import sparsity_by_tensor
 from distill.training.adapters import merge
 from distill.training.learning_curve import learning_curve
 from distill.training.setup import Penalty, Training

@@ -156,14 +156,6 @@ def first_part(recipe: Recipe) -> PlannedPart:
     return planned(recipe.train, recipe.sampler.temperature, recipe.corpus.block)[0]
 
 
-def check_adapter(settings: Train) -> None:
-    """Raise RecipeError for an adapter together with settings that exclude it."""
-    if settings.adapter is not None:
-        clash = settings.adapter.clash(settings.sparsity is not None, settings.embedding_steps)
-        if clash:
-            raise RecipeError(f"train.adapter: {clash}")
-
-
 def check_hidden_states(settings: Train, kind: str, draft: int, target: int) -> None:
     """Raise RecipeError for a loss on hidden states that a teacher's kind or the hidden sizes exclude."""
     if settings.hidden_states is None:
@@ -191,7 +183,6 @@ def check_training(recipe: Recipe) -> list[str]:
             "which a compact teacher does not keep",
             "add it to teacher.temperatures, or use teacher.kind exact or online",
         )
-    check_adapter(settings)
     if settings.hidden_states is not None:
         target, donor = (load_config(name).get_text_config() for name in (recipe.target.model, recipe.donor_model))
         check_hidden_states(settings, teacher.kind, recipe.cut.hidden or donor.hidden_size, target.hidden_size)

@@ -31,7 +31,7 @@ from distill.texts import read_prompts
 from distill.training.adapters import attach, load_base
 from distill.training.checkpoint import whole_weights
 from distill.training.optimizer import make_optimizer
-from distill.training.plan import REPLAY, PlannedPart, check_adapter, check_hidden_states, planned, temperatures
+from distill.training.plan import REPLAY, PlannedPart, check_hidden_states, planned, temperatures
 from distill.training.step import Columns, Learner, batch_blocks, split_blocks
 from distill.training.trackers import require_trackers, start_trackers
 
@@ -229,7 +229,6 @@ def load_draft(recipe: Recipe, run: Run, device: torch.device) -> Any:
     if settings.adapter is None:
         draft = load_model(str(init), "float32", device, trimmed=False)
     else:
-        check_adapter(settings)
         draft = attach(load_base(init, settings.adapter, device), settings.adapter, recipe.seed)
     require_plain_logits(draft.config)
     if settings.checkpointing:
