@@ -45,8 +45,9 @@ class UnstructuredL1:
 
     It makes nothing faster in GGUF or on common hardware: zeros are stored and multiplied like any number. It is here
     for measurements. `sparsity` is the zero share asked for; one λ for all matrices follows the schedule of `ramp`,
-    with single weights as groups, so that the spread over layers is left to the training. `trimmed` is as for
-    GroupLasso. Raises RecipeError for settings out of range, DataError for an unknown architecture.
+    with single weights as groups, so that the spread over layers is left to the training. Only the weights that rank
+    among those to go are shrunk, as in GroupLasso. Raises RecipeError for settings out of range, DataError for an
+    unknown architecture.
     """
 
     def __init__(
@@ -57,14 +58,12 @@ class UnstructuredL1:
         sparsity: float,
         start: float = 0.0,
         ramp: float = 0.2,
-        trimmed: bool = True,
     ) -> None:
         self.matrices = block_matrices(model)
         if not 0 < sparsity < 1:
             raise RecipeError(f"sparsity: the zero share wanted is {sparsity}", "ask for a share between 0 and 1")
         self.schedule = plan(steps, start, ramp)
         require_float32(self.parameters())
-        self.trimmed = trimmed
         self.weights = sum(weight.numel() for weight in self.matrices.values())
         self.wanted = max(1, round(sparsity * self.weights))
         self.step = 0
@@ -108,7 +107,7 @@ class UnstructuredL1:
         strength = HAIR * distance / (left * rate) if rate > 0 else 0.0
         for weight in self.matrices.values():
             shrunk = torch.nn.functional.softshrink(weight, rate * strength)
-            weight.copy_(torch.where(weight.abs() <= distance, shrunk, weight) if self.trimmed else shrunk)
+            weight.copy_(torch.where(weight.abs() <= distance, shrunk, weight))
         self.pressed += strength
         return strength
 
@@ -138,7 +137,7 @@ class UnstructuredL1:
             "most_layer": max(by_layer),
             "variation_over_layers": deviation / mean if mean else 0.0,
             "lambda": self.pressed / ramp_steps,
-            "trimmed": self.trimmed,
+            "trimmed": True,
             "faster": False,
         }
 
