@@ -105,7 +105,7 @@ def measure(arguments: argparse.Namespace, block: int) -> dict[str, float]:
     if arguments.mask:
         packed_forward.LONG = 10**9
     model = draft(arguments, device)
-    learner = Learner(model, Columns(arguments.vocabulary, None, device), arguments.chunk, 4)
+    learner = Learner(model, Columns(arguments.vocabulary, None, device), arguments.chunk)
     optimizer = torch.optim.AdamW(learner.parameters(), lr=1e-5)
     short, long = batch(arguments, 64, device), batch(arguments, block, device)
     part = PlannedPart("align", 0, 1, 1e-5, LossSettings({"jsd": 1.0}))

@@ -67,7 +67,7 @@ def cuts(score: Packed, distributions: TargetDistributions) -> dict[str, dict[st
 
     def width(size: int, rule: str, repair: bool = False, sequential: bool = True) -> Cut:
         return lambda model: narrow(
-            model, score, size, score=rule, repair=repair, ridge=RIDGES, loss=distributions.kl, sequential=sequential
+            model, score, size, score=rule, repair=repair, ridges=RIDGES, loss=distributions.kl, sequential=sequential
         )
 
     table: dict[str, dict[str, Cut]] = {}

@@ -47,7 +47,7 @@ from distill.run import Run
 from distill.teacher.source import open_teacher
 from distill.texts import read_prompts
 from distill.training.optimizer import parameter_groups
-from distill.training.rate import cosine
+from distill.training.plan import cosine
 from distill.training.step import batch_blocks
 
 DEFAULTS = (0.5, 0.5)

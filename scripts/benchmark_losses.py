@@ -38,31 +38,28 @@ from distill.teacher.source import open_teacher
 from distill.texts import Prompt, prompt_seed, read_prompts
 from distill.training.losses.settings import LossSettings
 from distill.training.optimizer import parameter_groups
-from distill.training.plan import PlannedPart
-from distill.training.rate import cosine
+from distill.training.plan import PlannedPart, cosine
 from distill.training.step import Columns, Learner, batch_blocks, on_device
 
 SWITCH = 0.7
 KL = {"forward_kl": 1.0}
-Way = tuple[dict[str, float], str, float]  # losses, token weights, β of a JSD
+Way = tuple[dict[str, float], float]  # losses, β of a JSD
 ALONE: dict[str, Way] = {
-    "forward KL": (KL, "uniform", 0.5),
-    "forward KL and 0.1 cross-entropy": ({"forward_kl": 0.9, "cross_entropy": 0.1}, "uniform", 0.5),
-    "JSD(0.1)": ({"jsd": 1.0}, "uniform", 0.1),
-    "JSD(0.5)": ({"jsd": 1.0}, "uniform", 0.5),
-    "reverse KL": ({"reverse_kl": 1.0}, "uniform", 0.5),
-    "cross-entropy": ({"cross_entropy": 1.0}, "uniform", 0.5),
+    "forward KL": (KL, 0.5),
+    "forward KL and 0.1 cross-entropy": ({"forward_kl": 0.9, "cross_entropy": 0.1}, 0.5),
+    "JSD(0.1)": ({"jsd": 1.0}, 0.1),
+    "JSD(0.5)": ({"jsd": 1.0}, 0.5),
+    "reverse KL": ({"reverse_kl": 1.0}, 0.5),
+    "cross-entropy": ({"cross_entropy": 1.0}, 0.5),
 }
 SECOND: dict[str, Way] = {
-    "JSD(0.5)": ({"jsd": 1.0}, "uniform", 0.5),
-    "TV": ({"total_variation": 1.0}, "uniform", 0.5),
-    "NLA": ({"nla": 1.0}, "uniform", 0.5),
-    "LK": ({"lk_hybrid": 1.0}, "uniform", 0.5),
-    "match": ({"match": 1.0}, "uniform", 0.5),
-    "argmax cross-entropy": ({"argmax_cross_entropy": 1.0}, "uniform", 0.5),
-    "top-4 hinge": ({"top_k_hinge": 1.0}, "uniform", 0.5),
-    "KL, block-acceptance weights": (KL, "block-acceptance", 0.5),
-    "KL on the top half": (KL, "top-fraction", 0.5),
+    "JSD(0.5)": ({"jsd": 1.0}, 0.5),
+    "TV": ({"total_variation": 1.0}, 0.5),
+    "NLA": ({"nla": 1.0}, 0.5),
+    "LK": ({"lk_hybrid": 1.0}, 0.5),
+    "match": ({"match": 1.0}, 0.5),
+    "argmax cross-entropy": ({"argmax_cross_entropy": 1.0}, 0.5),
+    "top-4 hinge": ({"top_k_hinge": 1.0}, 0.5),
 }
 METHODS = [*ALONE, *(f"KL, then {name}" for name in SECOND)]
 PROTOCOLS = ("sampling", "match", "greedy")
@@ -108,16 +105,8 @@ def steps_of(
     learner: Learner, optimizer: Any, source: Any, options: Any, seed: int, rate: float, first: int, last: int, way: Way
 ) -> None:
     """Train from step `first` to `last` of one curve."""
-    losses, weights, beta = way
-    part = PlannedPart(
-        "x",
-        0,
-        options.steps,
-        rate,
-        LossSettings(losses, jsd_beta=beta),
-        weights,
-        0.5,  # type: ignore[arg-type]
-    )
+    losses, beta = way
+    part = PlannedPart("x", 0, options.steps, rate, LossSettings(losses, jsd_beta=beta))
     learner.train()
     for step in range(first, last):
         for group in optimizer.param_groups:
@@ -143,7 +132,7 @@ def trainings(options: Any, run: Run, source: Any, seed: int, rate: float, texts
     def fresh() -> tuple[Learner, Any]:
         torch.manual_seed(seed)
         model = load_model(str(run.path("cut")), "float32", torch.device("cpu"), trimmed=False)
-        learner = Learner(model, Columns(source.vocabulary, None, torch.device("cpu")), 1024, 4)
+        learner = Learner(model, Columns(source.vocabulary, None, torch.device("cpu")), 1024)
         return learner, torch.optim.AdamW(parameter_groups(model, 0.0), lr=rate, betas=(0.9, 0.95))
 
     def measure(method: str, learner: Learner, seconds: float) -> None:

@@ -89,7 +89,7 @@ def training(arguments: argparse.Namespace) -> Callable[[int], None]:
     """A function that takes one training step."""
     draft = model(arguments).train()
     draft.config.use_cache = False
-    learner = Learner(draft, Columns(arguments.vocabulary, None, torch.device("cpu")), 512, 4)
+    learner = Learner(draft, Columns(arguments.vocabulary, None, torch.device("cpu")), 512)
     optimizer = torch.optim.AdamW(learner.parameters(), lr=1e-5)
     part = PlannedPart("align", 0, 1, 1e-5, LossSettings({"jsd": 1.0}))
     kind = getattr(torch, arguments.dtype)

@@ -42,7 +42,7 @@ def measure(options: argparse.Namespace, layers: int) -> dict[str, float]:
     """Median seconds of a pass over the tokens and of each optimizer's step, and bytes of each state."""
     device, kind = torch.device(options.device), getattr(torch, options.dtype)
     model = draft(argparse.Namespace(vocabulary=options.vocabulary, layers=layers), device)
-    learner = Learner(model, Columns(options.vocabulary, None, device), options.chunk, 4)
+    learner = Learner(model, Columns(options.vocabulary, None, device), options.chunk)
     shape = argparse.Namespace(vocabulary=options.vocabulary, document=0, k=options.k)
     blocks, teacher = batch(shape, options.tokens, device)
     part = PlannedPart("align", 0, 1, 1e-5, LossSettings({"jsd": 1.0}))

@@ -170,7 +170,7 @@ def main() -> None:
         draft = build(draft_shape, device, torch.float32).train()
         if options.checkpointing:
             recompute_activations(draft)
-        learner = Learner(draft, Columns(vocabulary, None, device), options.chunk, 4)
+        learner = Learner(draft, Columns(vocabulary, None, device), options.chunk)
         optimizer = torch.optim.AdamW(parameter_groups(draft, 0.0), lr=1e-5, fused=cuda)
         if cuda:
             torch.cuda.reset_peak_memory_stats()

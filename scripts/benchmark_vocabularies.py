@@ -27,8 +27,7 @@ from torch import Tensor
 from distill.files import parse_object
 from distill.machine import thread_count
 from distill.models.hugging_face import load_model, load_tokenizer
-from distill.surgery.vocabulary.mixture import Mixture, offsets_of
-from distill.surgery.vocabulary.subtokens import Subtokens, map_subtokens
+from distill.surgery.vocabulary.subtokens import Mixture, Subtokens, map_subtokens, offsets_of
 from distill.vocabulary import Vocabulary
 
 BLOCK = 256  # tokens of a block, measured and trained

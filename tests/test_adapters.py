@@ -16,7 +16,7 @@ from toys import KINDS, toy
 from distill.errors import RecipeError, RunError
 from distill.models.hugging_face import load_model
 from distill.packing import Packed, pack
-from distill.recipe import Adapter, Train
+from distill.recipe import Adapter, Train, parse_section
 from distill.teacher.distributions import CompactTeacher
 from distill.teacher.store import compress
 from distill.training import adapters
@@ -65,7 +65,7 @@ def store_of(target: Any, blocks: Packed) -> Any:
 
 def loss_of(model: Any, store: Any, index: Tensor) -> Tensor:
     """The mean loss of some blocks."""
-    learner = Learner(model, Columns(V, None, CPU), 64, 4)
+    learner = Learner(model, Columns(V, None, CPU), 64)
     total, sums = learner(store.packed.take(index), store.teacher(index, CPU), PART)
     return total / sums["weight"]
 
@@ -205,10 +205,14 @@ def test_targets_are_names_of_the_body() -> None:
 
 
 def test_settings_that_clash() -> None:
-    assert Adapter().clash(sparsity=False, embedding_steps=0) is None
-    assert "sparsity" in (Adapter(train_outer=True).clash(sparsity=True, embedding_steps=0) or "")
-    assert "train_outer" in (Adapter().clash(sparsity=False, embedding_steps=5) or "")
-    assert Adapter(train_outer=True).clash(sparsity=False, embedding_steps=5) is None
+    sparsity = {"mlp_width": 32}
+    for values, words in (
+        ({"adapter": {"train_outer": True}, "sparsity": sparsity}, "sparsity changes the draft's own weights"),
+        ({"adapter": {}, "embedding_steps": 5}, "set adapter.train_outer"),
+    ):
+        with pytest.raises(RecipeError, match=words):
+            parse_section(Train, values)
+    assert parse_section(Train, {"adapter": {"train_outer": True}, "embedding_steps": 5}).adapter is not None
 
 
 def test_a_quantised_base_is_refused_where_it_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,9 +1,7 @@
-"""How much is enough: curves through known points, intervals that cover, expected acceptance, and a training that ends
-early, the same after a resume."""
+"""How much is enough: curves through known points, intervals that cover, and expected acceptance."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,29 +10,25 @@ import numpy
 import pytest
 import torch
 import toys
-from trainings import interrupted_after, largest_difference, metrics, trained
+from trainings import metrics, trained
 
 from distill.commands.train import say_outcome
-from distill.errors import RecipeError
 from distill.intervals import Interval, percentiles
-from distill.recipe import Train, load_recipe, parse_section
+from distill.recipe import load_recipe
 from distill.results.serialise import read_result, write_result
 from distill.results.training_results import CurvePoint, LearningCurve, TrainingSummary
 from distill.run import Run
 from distill.sampler import Sampler
 from distill.texts import Prompt
-from distill.training.choice.acceptance import judge_for
-from distill.training.choice.enough import predicted
-from distill.training.choice.fitting import Figures, curves_of, fit
-from distill.training.rate import cosine, warm_stable_decay
-from distill.training.setup import Training
+from distill.training.learning_curve import CurvePoints, curves_of, fit, predicted
+from distill.training.plan import cosine
+from distill.training.validation import ServedTarget
 
-STEPS = numpy.array([12, 18, 25, 35, 50, 71, 100, 141, 160, 200])  # of 200; wsd's rate falls from 160 on
-WSD = numpy.array([warm_stable_decay(step - 1, 200, 1.0, 0.03, 0.2, 0.0) for step in STEPS])
+STEPS = numpy.array([12, 18, 25, 35, 50, 71, 100, 141, 160, 200])  # of 200
 COSINE = numpy.array([cosine(step - 1, 200, 1.0, 0.03, 0.1) for step in STEPS])
 
 
-def measured(values: Any, rate: Any, seed: int | None = None, prompts: int = 40, scatter: float = 0.0) -> Figures:
+def measured(values: Any, seed: int | None = None, prompts: int = 40, scatter: float = 0.0) -> CurvePoints:
     """Points at STEPS of these acceptances; with a seed, prompts of unequal level, length and noise, and a scatter of
     the points that all prompts share."""
     random = numpy.random.default_rng(seed)
@@ -43,13 +37,13 @@ def measured(values: Any, rate: Any, seed: int | None = None, prompts: int = 40,
     if seed is not None:
         points = points + random.normal(0, 0.08, prompts) + random.normal(0, 0.03, points.shape)
         points = points + scatter * random.standard_t(5, len(points))[:, None]
-    return Figures(1000.0 * STEPS, numpy.asarray(rate), points * positions, positions)
+    return CurvePoints(1000.0 * STEPS, points * positions, positions)
 
 
-def outlook(points: Figures, constant: bool, resamples: int = 200) -> LearningCurve:
+def outlook(points: CurvePoints, resamples: int = 200) -> LearningCurve:
     now = float(points.expected[-1].sum() / points.positions.sum())
     curve = LearningCurve(0.95, [CurvePoint(int(points.tokens[-1]), Interval(now, now, now))])
-    return predicted(curve, points, constant, resamples)
+    return predicted(curve, points, resamples)
 
 
 # ── the curve ──
@@ -71,12 +65,12 @@ def test_a_curve_never_falls() -> None:
 
 
 def test_too_few_points_or_a_small_span_give_no_curve() -> None:
-    points = measured(0.6 - 0.05 * (STEPS / 200) ** -0.5, numpy.ones(len(STEPS)))
+    points = measured(0.6 - 0.05 * (STEPS / 200) ** -0.5)
     assert curves_of(points, 10) is not None
-    few = Figures(points.tokens[-4:], points.rate[-4:], points.expected[-4:], points.positions)
-    near = Figures(points.tokens[4:9], points.rate[4:9], points.expected[4:9], points.positions)  # 50 to 160
+    few = CurvePoints(points.tokens[-4:], points.expected[-4:], points.positions)
+    near = CurvePoints(points.tokens[4:9], points.expected[4:9], points.positions)  # 50 to 160
     assert curves_of(few, 10) is None and curves_of(near, 10) is None
-    found = outlook(few, constant=False)
+    found = outlook(few)
     assert found.doubled is None and found.line == [] and "too few points" in found.sentence
 
 
@@ -85,30 +79,31 @@ def finished(steps: Any, c: float, fall: float, rate: Any) -> Any:
     return 0.75 - 0.15 * (numpy.asarray(steps) / 200) ** -c + fall * (1 - numpy.asarray(rate))
 
 
-def bounds(c: float, fall: float, longer: float, constant: bool, scatter: float) -> list[float]:
-    """Of simulated trainings of 200 steps, by how much the bound lies above what 400 steps with another seed gave
-    (`longer`: what a fall of the rate that takes twice as long adds further)."""
-    rate = WSD if constant else COSINE
-    first, last = (160, 320) if constant else (200, 400)
-    truth = finished(last, c, 0, 1) - finished(first, c, 0, 1) + longer
+def bounds(c: float, fall: float, scatter: float) -> list[float]:
+    """Of simulated trainings of 200 steps, by how much the bound lies above what 400 steps with another seed gave."""
+    truth = finished(400, c, 0, 1) - finished(200, c, 0, 1)
     found = []
     for seed in range(40):
-        curve = outlook(measured(finished(STEPS, c, fall, rate), rate, seed, scatter=scatter), constant)
-        assert curve.doubled is None or curve.bound == ("at least" if constant else "at most")
+        curve = outlook(measured(finished(STEPS, c, fall, COSINE), seed, scatter=scatter))
         if curve.doubled is not None:
-            assert f"{curve.bound} {curve.end(curve.doubled):.3f}" in curve.sentence
+            assert f"at most {curve.doubled.high:.3f}" in curve.sentence
             of_seeds = float(numpy.random.default_rng(1000 + seed).normal(0, 0.0057))
-            found.append(curve.end(curve.doubled) - curve.points[-1].acceptance.mean - truth - of_seeds)
+            found.append(curve.doubled.high - curve.points[-1].acceptance.mean - truth - of_seeds)
     assert len(found) >= 30
     return found
 
 
+def before_the_end(points: CurvePoints) -> CurvePoints:
+    """Without the last point: the steps 12 to 160."""
+    return CurvePoints(points.tokens[:-1], points.expected[:-1], points.positions)
+
+
 @pytest.mark.parametrize(("c", "scatter"), [(0.15, 0.002), (0.5, 0.004)])
 def test_the_interval_of_the_rise_covers(c: float, scatter: float) -> None:
-    """Both ends of the 95 % interval of what a constant phase of twice the length adds."""
+    """Both ends of the 95 % interval of what twice the tokens add at the same rate."""
     truth, hits, widths = finished(320, c, 0, 1) - finished(160, c, 0, 1), 0, []
     for seed in range(50):
-        curves = curves_of(measured(finished(STEPS, c, 0.03, WSD), WSD, seed, scatter=scatter).at_peak(), 200)
+        curves = curves_of(before_the_end(measured(finished(STEPS, c, 0.03, 1), seed, scatter=scatter)), 200)
         assert curves is not None
         rise = curves.rise(1, 2)
         found = percentiles(rise[0], rise[1:], 0.95)
@@ -117,21 +112,15 @@ def test_the_interval_of_the_rise_covers(c: float, scatter: float) -> None:
     assert hits >= 43 and numpy.median(widths) < 0.045
 
 
-def test_a_constant_phase_gives_a_lower_bound_that_holds() -> None:
-    for c, fall, longer in ((0.15, 0.02, 0.0), (0.15, 0.02, 0.01), (0.5, 0.03, 0.0)):
-        found = bounds(c, fall, longer, True, 0.002)
-        assert numpy.mean(numpy.array(found) <= 0) >= 0.92 and numpy.median(found) > -0.04
-
-
 def test_a_cosine_gives_an_upper_bound_that_holds() -> None:
     for c, fall in ((0.15, 0.0), (0.15, 0.04), (0.5, 0.03)):
-        found = bounds(c, fall, 0.0, False, 0.002)
+        found = bounds(c, fall, 0.002)
         assert numpy.mean(numpy.array(found) >= 0) >= 0.92 and numpy.median(found) < 0.05
 
 
 def test_an_interval_that_says_nothing_is_not_printed() -> None:
-    points = measured(finished(STEPS, 0.3, 0, 1), WSD, seed=1, prompts=6, scatter=0.15)
-    found = outlook(points, constant=True)
+    points = measured(finished(STEPS, 0.3, 0, 1), seed=1, prompts=6, scatter=0.15)
+    found = outlook(before_the_end(points))
     assert found.doubled is None and "too wide" in found.sentence
 
 
@@ -142,10 +131,10 @@ def test_an_interval_that_says_nothing_is_not_printed() -> None:
 def test_expected_acceptance_by_hand(protocol: Any) -> None:
     target, draft = toys.toy(seed=1), toys.toy(seed=2)
     sampler = Sampler(temperature=0.7, top_k=20)
-    judge = judge_for(target, 60, (), sampler, protocol, 0)  # of 61 columns, the last is padding
+    served = ServedTarget.of(target, 60, (), sampler, protocol, 0)  # of 61 columns, the last is padding
     prompts = [Prompt(str(i), ids) for i, ids in enumerate(toys.random_prompts(3, 60, 5))]
     texts = toys.random_prompts(3, 60, 7)
-    found = judge.expected(draft, prompts, texts)
+    found = served.expected(draft, prompts, texts)
     for prompt, text, value in zip(prompts, texts, found, strict=True):
         total = 0.0
         for at in range(len(text)):
@@ -161,61 +150,10 @@ def test_expected_acceptance_by_hand(protocol: Any) -> None:
                 total += float(own.argmax() == other.argmax())
         assert value == pytest.approx(total, abs=1e-4)
     if protocol != "match":
-        assert judge.expected(target, prompts, texts) == pytest.approx([len(text) for text in texts], abs=1e-4)
+        assert served.expected(target, prompts, texts) == pytest.approx([len(text) for text in texts], abs=1e-4)
 
 
 # ── trainings ──
-
-WSD_STEPS = ("train.schedule=wsd", "train.steps=40", "train.acceptance.every=2", "train.save_every=4")
-WORTH = "train.acceptance.worth=0.005"
-
-
-def flat_after(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Expected acceptance rises in log up to a step, and is flat from there."""
-
-    def expected(self: Training) -> list[float]:
-        now = min(self.state["step"], step)
-        return [len(text) * (0.3 + 0.1 * float(numpy.log2(now))) for text in self.state["texts"]]
-
-    monkeypatch.setattr(Training, "expected", expected)
-
-
-def steps_of(run: Path) -> list[int]:
-    return [line["step"] for line in metrics(run)]
-
-
-def test_the_constant_phase_ends_when_its_rest_is_not_worth_it(
-    world: Path, ready: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The rate then falls as planned; a training that is interrupted after that, or just before, decides the same."""
-    flat_after(6, monkeypatch)
-    code, whole = trained(world, ready, tmp_path / "whole", *WSD_STEPS, WORTH)
-    assert code == 0 and "are skipped" in capsys.readouterr().err
-    steps = steps_of(whole)
-    stopped = max(step for step in steps if step <= 32)
-    assert stopped < 32 and steps == [*range(1, stopped + 1), *range(33, 41)]
-    rates = {line["step"]: line["rate"] for line in metrics(whole)}
-    assert rates[stopped] == 1e-3 and rates[33] == 1e-3 > rates[34] > rates[40]
-    assert json.loads((whole / "training.json").read_text())["skipped"] == 32 - stopped
-    for step in (stopped, 35):
-        with interrupted_after(step, monkeypatch):
-            assert trained(world, ready, tmp_path / str(step), *WSD_STEPS, WORTH)[0] == 130
-        code, resumed = trained(world, ready, tmp_path / str(step), *WSD_STEPS, WORTH)
-        assert code == 0 and sorted(set(steps_of(resumed))) == steps
-        assert largest_difference(whole, resumed) == 0
-        curves = [read_result(run / "training.json", TrainingSummary).curve for run in (whole, resumed)]
-        assert curves[0] == curves[1]
-
-
-def test_a_training_that_still_learns_goes_on(
-    world: Path, ready: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    flat_after(100, monkeypatch)
-    code, run = trained(world, ready, tmp_path, *WSD_STEPS, WORTH)
-    assert code == 0 and steps_of(run) == list(range(1, 41))
-    summary = read_result(run / "training.json", TrainingSummary)
-    assert summary.skipped == 0 and summary.curve is not None and summary.curve.doubled is not None
-    assert summary.curve.doubled.low == pytest.approx(0.3 + 0.1 * numpy.log2(80) - 0.01, abs=0.01)
 
 
 def test_the_command_says_what_twice_the_tokens_would_give(
@@ -238,11 +176,3 @@ def test_the_command_says_what_twice_the_tokens_would_give(
     assert [point.acceptance.mean for point in curve.points] == pytest.approx(
         [points[step] for step in (2, 3, 4, 6, 8)]
     )
-
-
-def test_worth_needs_a_rate_that_can_fall_at_any_step() -> None:
-    with pytest.raises(RecipeError, match="needs schedule wsd"):
-        parse_section(Train, {"acceptance": {"worth": 0.01}})
-    with pytest.raises(RecipeError, match="sparsity needs all steps"):
-        parse_section(Train, {"schedule": "wsd", "acceptance": {"worth": 0.01}, "sparsity": {"mlp_width": 32}})
-    assert parse_section(Train, {"schedule": "wsd", "acceptance": {"worth": 0.01}}).acceptance is not None

@@ -19,9 +19,8 @@ from distill.packing import Packed, pack
 from distill.recipe import Train, load_recipe, parse_section
 from distill.teacher.distributions import CompactTeacher, Head
 from distill.training.losses.settings import LossSettings
-from distill.training.losses.states import state_error, target_states
-from distill.training.plan import PlannedPart, check_hidden_states, check_training, part_at, planned, pull_of
-from distill.training.step import Columns, Learner
+from distill.training.plan import PlannedPart, check_hidden_states, check_training, part_at, planned, states_weight
+from distill.training.step import Columns, Learner, state_error, target_states
 
 EXACT = "teacher.kind=exact"
 PULL = "train.hidden_states={weight: 0.5, end: 0.7}"
@@ -50,29 +49,25 @@ def data() -> Packed:
 def test_error_and_gradient_by_hand() -> None:
     generator = torch.Generator().manual_seed(0)
     hidden, target = (torch.randn(7, 5, generator=generator) for _ in range(2))
-    weights = torch.rand(7, generator=generator)
     hidden.requires_grad_(True)
-    for w in (weights, None):
-        own = torch.ones(7) if w is None else w
-        gap, size = (hidden - target).detach().double(), target.double().square().sum(-1)
-        found = state_error(hidden, target, w)
-        assert found.item() == pytest.approx(float((own * gap.square().sum(-1) / size).sum()), rel=1e-6)
-        (gradient,) = torch.autograd.grad(found, hidden)
-        torch.testing.assert_close(gradient.double(), 2 * gap * (own / size).unsqueeze(-1), rtol=1e-5, atol=1e-6)
-    assert state_error(hidden, hidden, None).item() == 0
-    assert state_error(3 * hidden, 3 * target, None).item() == pytest.approx(found.item(), rel=1e-5)
+    gap, size = (hidden - target).detach().double(), target.double().square().sum(-1)
+    found = state_error(hidden, target)
+    assert found.item() == pytest.approx(float((gap.square().sum(-1) / size).sum()), rel=1e-6)
+    (gradient,) = torch.autograd.grad(found, hidden)
+    torch.testing.assert_close(gradient.double(), 2 * gap / size.unsqueeze(-1), rtol=1e-5, atol=1e-6)
+    assert state_error(hidden, hidden).item() == 0
+    assert state_error(3 * hidden, 3 * target).item() == pytest.approx(found.item(), rel=1e-5)
 
 
 @pytest.mark.parametrize("kept", [None, list(range(0, 61, 2))])
-@pytest.mark.parametrize("rule", ["uniform", "block-acceptance"])
-def test_it_is_added_to_the_other_losses(kept: list[int] | None, rule: Any) -> None:
-    """Over a whole head and a trimmed one, and with the weights of tokens that the other losses have."""
+def test_it_is_added_to_the_other_losses(kept: list[int] | None) -> None:
+    """Over a whole head and a trimmed one."""
     draft, target, blocks = toys.toy(seed=0), toys.toy(seed=5), data()
-    learner = Learner(draft, Columns(61, kept, torch.device("cpu")), 4, 3)
+    learner = Learner(draft, Columns(61, kept, torch.device("cpu")), 4)
     with torch.no_grad():
         states = hidden_states(target, blocks)[blocks.mask]
     teacher = Head.of(target, 61).teacher(states)
-    part = PlannedPart("x", 0, 1, 1.0, LossSettings({"forward_kl": 1.0}), rule)
+    part = PlannedPart("x", 0, 1, 1.0, LossSettings({"forward_kl": 1.0}))
     gradients, totals, sums = [], [], {}
     for pull in (0.0, 0.5, 2.0):
         learner.zero_grad()
@@ -84,11 +79,7 @@ def test_it_is_added_to_the_other_losses(kept: list[int] | None, rule: Any) -> N
     assert "loss/hidden_states" not in sums[0.0].names and error > 0
     assert totals[1] - totals[0] == pytest.approx(0.5 * error, rel=1e-4)
     assert totals[2] - totals[0] == pytest.approx(2 * error, rel=1e-4)
-    if rule == "uniform":
-        own = hidden_states(draft, blocks)[blocks.mask]
-        assert error == pytest.approx(state_error(own, states, None).item(), rel=1e-5)
-    else:
-        assert error != pytest.approx(state_error(own_states(draft, blocks), states, None).item(), rel=1e-2)
+    assert error == pytest.approx(state_error(own_states(draft, blocks), states).item(), rel=1e-5)
     for name, first in gradients[0].items():  # linear in the weight
         torch.testing.assert_close(gradients[2][name] - first, 4 * (gradients[1][name] - first), rtol=1e-3, atol=1e-4)
     learner.zero_grad()
@@ -105,7 +96,7 @@ def test_a_process_without_blocks_has_no_states() -> None:
     none = torch.empty(0)
     empty = CompactTeacher(none.long().view(0, 1), none.view(0, 1), {1.0: none}, 61)
     hidden = torch.zeros(0, 8)
-    assert state_error(hidden, target_states(empty, hidden), None).item() == 0
+    assert state_error(hidden, target_states(empty, hidden)).item() == 0
 
 
 def test_its_weight_falls_in_a_line_to_nothing() -> None:
@@ -113,11 +104,11 @@ def test_its_weight_falls_in_a_line_to_nothing() -> None:
     values = {"steps": 100, "parts": parts, "replay": {"steps": 10}, "hidden_states": {"weight": 0.4, "end": 0.5}}
     settings = parse_section(Train, values)
     found = planned(settings, 0.8, 16)
-    pulls = [pull_of(found, part_at(found, step), step, settings) for step in range(110)]
+    pulls = [states_weight(found, part_at(found, step), step, settings) for step in range(110)]
     assert pulls[:51] == pytest.approx([0.4 * (1 - step / 50) for step in range(51)])
     assert pulls[50:] == [0.0] * 60
     without = settings.model_copy(update={"hidden_states": None})
-    assert pull_of(found, found[0], 0, without) == 0
+    assert states_weight(found, found[0], 0, without) == 0
 
 
 # ── whole trainings ──

@@ -456,7 +456,7 @@ def test_the_outcome_of_a_replay_is_shown() -> None:
 
 @pytest.mark.usefixtures("without_pictures")
 def test_the_learning_curve_is_shown() -> None:
-    """What twice the tokens would give at most or at least, or the reason why that is not known."""
+    """What twice the tokens would give at most, or the reason why that is not known."""
     results = make_metadata()
     curve: dict[str, Any] = {
         "confidence": 0.95,
@@ -474,8 +474,6 @@ def test_the_learning_curve_is_shown() -> None:
     instead = "expected acceptance on validation prompts instead of 0.600."
     page = said(f"Twice the tokens would give at most 0.660 {instead}")
     assert "plot-learning" in page and "would give at most what the line shows" in page
-    curve["bound"] = "at least"
-    assert "would give at least what the line" in said(f"Twice the tokens would give at least 0.640 {instead}")
     curve |= {"line": [], "doubled": None, "unknown": "there are too few points"}
     page = said("What twice the tokens would give cannot be said: there are too few points.")
     assert "plot-learning" in page and "The line is" not in page

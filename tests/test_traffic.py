@@ -132,7 +132,7 @@ def test_a_replay_decodes_served_prompts(world: Path, log: Path, runs: Path) -> 
 
 def test_replay_prompts_are_spread_over_generated_and_served_ones() -> None:
     from distill.texts import Answer
-    from distill.training.choice.replay import replay_prompts
+    from distill.training.replay import replay_prompts
 
     answers = [Answer(f"file@{n}", [1, n], [9, 9], False) for n in range(60)]
     answers += [Answer(f"traffic#{n % 20}@{n}", [2, n % 20], [9], True, "traffic") for n in range(40)]  # each twice

@@ -31,16 +31,15 @@ from distill.recipe import Replay, Train, parse_recipe, parse_section
 from distill.sampler import Sampler
 from distill.teacher.distributions import Head
 from distill.texts import Prompt
+from distill.training import best_weights, loop, replay
 from distill.training import finish as finish_module
-from distill.training import loop
 from distill.training.checkpoint import load_checkpoint, newest_checkpoint, save_checkpoint
-from distill.training.choice import replay
-from distill.training.choice.acceptance import judge_for, rates, speaking
-from distill.training.choice.replay import decide, pack_rejected, rejected_positions
 from distill.training.losses.settings import LossSettings
 from distill.training.plan import PlannedPart, part_at, planned, protocol_of, rate_of
+from distill.training.replay import compare_rounds, pack_rejected, rejected_positions
 from distill.training.setup import Training, make_accelerator
 from distill.training.step import Columns, Learner
+from distill.training.validation import ServedTarget, decoded_acceptance, served_form
 
 
 @pytest.fixture(scope="module")
@@ -155,7 +154,7 @@ def test_processes_have_as_many_micro_batches_as_each_other(
 
     def blocks(rank: int, ranks: int) -> list[tuple[bool, list[int]]]:
         process = SimpleNamespace(process_index=rank, num_processes=ranks)
-        work: Any = Training(recipe, None, process, parts, source, *[None] * 5, replayed=replayed)  # type: ignore[arg-type]
+        work: Any = Training(recipe, None, process, parts, source, *[None] * 4, replayed=replayed)  # type: ignore[arg-type]
         step = parts[-1].first + 1
         return [(own is replayed, piece.tolist()) for own, piece in work.micro_batches(step, parts[-1])]
 
@@ -171,7 +170,7 @@ def packed_learner(seed: int = 0) -> tuple[Learner, Any, Any]:
     """A toy draft with its loss, a target's head, and two documents in one block."""
     draft, target = toys.toy(seed=seed), toys.toy(seed=seed + 5)
     blocks = pack([([3, 9, 4, 8, 2, 7, 5], 1), ([11, 6, 14, 12, 1], 1)], 16, split_long=False)
-    return Learner(draft, Columns(61, None, torch.device("cpu")), 4, 3), target, blocks
+    return Learner(draft, Columns(61, None, torch.device("cpu")), 4), target, blocks
 
 
 def gradient_at_embeddings(learner: Learner, target: Any, blocks: Any, document: int) -> torch.Tensor:
@@ -226,7 +225,7 @@ def test_parts_share_one_curve_and_a_replay_has_its_own() -> None:
             "batch": 2,
             "rate": 1.0,
             "warmup": 0.1,
-            "final": 0.0,
+            "final_rate_share": 0.0,
             "parts": [
                 {"name": "align", "share": 0.7, "loss": {"forward_kl": 1}},
                 {"name": "accept", "tokens": 950, "rate": 0.5},
@@ -258,7 +257,9 @@ def test_the_best_weights_are_taken_not_the_last(
 ) -> None:
     told = iter([0.3, 0.6, 0.5, 0.4])
     monkeypatch.setattr(
-        Training, "acceptance", lambda self: {"acceptance": next(told), "tokens_per_round": 1.0, "rounds": 1}
+        best_weights,
+        "measure_acceptance",
+        lambda work: {"acceptance": next(told), "tokens_per_round": 1.0, "rounds": 1},
     )
     code, run = trained(world, ready, tmp_path, "train.acceptance.every=3")
     assert code == 0
@@ -276,7 +277,9 @@ def test_a_part_ends_when_patience_has_run_out(
 ) -> None:
     told = iter([0.5, 0.4, 0.3, 0.6, 0.2, 0.1])
     monkeypatch.setattr(
-        Training, "acceptance", lambda self: {"acceptance": next(told), "tokens_per_round": 1.0, "rounds": 1}
+        best_weights,
+        "measure_acceptance",
+        lambda work: {"acceptance": next(told), "tokens_per_round": 1.0, "rounds": 1},
     )
     code, run = trained(
         world, ready, tmp_path, PARTS, "train.acceptance.every=1", "train.acceptance.patience=2", "train.steps=20"
@@ -293,9 +296,9 @@ def test_patience_counts_anew_in_each_part(
     for values in ([0.5, 0.6, 0.4, 0.3, 0.2], [0.5, 0.4, 0.3, 0.2, 0.6]):
         told = iter(values)
         monkeypatch.setattr(
-            Training,
-            "acceptance",
-            lambda self, told=told: {"acceptance": next(told), "tokens_per_round": 1.0, "rounds": 1},
+            best_weights,
+            "measure_acceptance",
+            lambda work, told=told: {"acceptance": next(told), "tokens_per_round": 1.0, "rounds": 1},
         )
         folder = tmp_path / str(values[1])
         code, run = trained(world, ready, folder, PARTS, "train.acceptance.every=2", "train.acceptance.patience=2")
@@ -308,9 +311,9 @@ def test_a_draft_that_is_the_target_is_accepted(protocol: Any) -> None:
     model = toys.toy(seed=3)
     sampler = Sampler(temperature=0.7)
     prompts = [Prompt(str(i), ids) for i, ids in enumerate(toys.random_prompts(6, 61, 4))]
-    judge = judge_for(model, 61, (), sampler, protocol, 0)
-    with speaking(model, None) as draft:
-        found = rates(judge.decode(draft, prompts, 24, 3))
+    served = ServedTarget.of(model, 61, (), sampler, protocol, 0)
+    with served_form(model, None) as draft:
+        found = decoded_acceptance(served.decode(draft, prompts, 24, 3))
     assert not model.training
     if protocol == "match":
         assert 0.2 < found["acceptance"] < 1
@@ -325,8 +328,8 @@ def test_rejected_positions_are_those_where_the_decoder_rejected() -> None:
     """Greedy, so that it can be told from the models alone: accepted tokens are the draft's argmax, these are not."""
     target, draft = toys.toy(seed=1), toys.blurred(toys.toy(seed=1), 2, 0.3)
     prompts = [Prompt(str(i), ids) for i, ids in enumerate(toys.random_prompts(5, 61, 8))]
-    judge = judge_for(target, 61, (), Sampler(), "greedy", 0)
-    texts = judge.decode(draft, prompts, 30, 3)
+    served = ServedTarget.of(target, 61, (), Sampler(), "greedy", 0)
+    texts = served.decode(draft, prompts, 30, 3)
     count = 0
     for prompt, text in zip(prompts, texts, strict=True):
         ids = [*prompt.ids, *text.tokens]
@@ -361,10 +364,10 @@ def test_a_replay_is_kept_only_when_it_shows() -> None:
     draw = random.Random(0)
     before = [text([draw.randrange(3) for _ in range(20)]) for _ in range(12)]
     better = [text([min(4, one.accepted + 1) for one in part.rounds]) for part in before]
-    assert decide(before, better, 500, 0.95)["kept"]
-    assert decide(before, better, 500, 0.95)["difference"]["mean"] == pytest.approx(1.0)
-    assert not decide(before, before, 500, 0.95)["kept"]
-    assert not decide(better, before, 500, 0.95)["kept"]
+    assert compare_rounds(before, better, 500, 0.95)["kept"]
+    assert compare_rounds(before, better, 500, 0.95)["difference"]["mean"] == pytest.approx(1.0)
+    assert not compare_rounds(before, before, 500, 0.95)["kept"]
+    assert not compare_rounds(better, before, 500, 0.95)["kept"]
 
 
 def test_a_replay_says_what_it_found_and_decided(whole: Path) -> None:
@@ -420,7 +423,7 @@ def test_a_replay_that_was_not_judged_is_judged_by_the_next_command(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(loop, "judge_replay", killed)
+        patch.setattr(loop, "decide_on_replay", killed)
         assert trained(world, ready, tmp_path, PARTS, *REPLAY)[0] == 130
     assert (tmp_path / "tiny" / "checkpoints" / "step-000010").exists()
     code, run = trained(world, ready, tmp_path, PARTS, *REPLAY)
@@ -433,8 +436,8 @@ def test_a_replay_that_was_not_judged_is_judged_by_the_next_command(
 def test_a_lost_draft_is_written_again_with_the_same_weights(
     world: Path, ready: Path, tmp_path: Path, kept: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    decide_of = replay.decide
-    monkeypatch.setattr(replay, "decide", lambda *arguments: decide_of(*arguments) | {"kept": kept})
+    compare = replay.compare_rounds
+    monkeypatch.setattr(replay, "compare_rounds", lambda *arguments: compare(*arguments) | {"kept": kept})
     code, run = trained(world, ready, tmp_path, PARTS, *REPLAY)
     before = weights(run)
     for name in ("replayed", "best"):
@@ -450,7 +453,7 @@ def test_a_lost_draft_is_written_again_with_the_same_weights(
 @pytest.mark.parametrize(
     ("name", "steps", "saved", "number"),
     [
-        ("consider", 4, 4, signal.SIGTERM),
+        ("evaluate_weights", 4, 4, signal.SIGTERM),
         ("enter_replay", 8, 9, signal.SIGINT),
         pytest.param("one_step", 9, 10, signal.SIGINT, marks=pytest.mark.slow),
         pytest.param("one_step", 9, 10, signal.SIGTERM, marks=pytest.mark.slow),
@@ -637,15 +640,15 @@ def test_memory_that_runs_out_while_files_are_loaded_is_no_damage(
     [
         (loop, "set_up", 1, ("while the draft was loaded", "train.adapter={base: int4}"), ()),
         (
-            Training,
-            "acceptance",
+            best_weights,
+            "measure_acceptance",
             1,
             ("after step 0", "train.acceptance.prompts (now 2)", "target.quantise=int8"),
             ("train.acceptance.new_tokens=8", "train.acceptance.prompts=2"),
         ),
         (
-            Training,
-            "acceptance",
+            best_weights,
+            "measure_acceptance",
             2,
             ("after step 4", "train.acceptance.new_tokens (now 8)", "target.shard"),
             ("train.acceptance.new_tokens=9", "--redo", "train"),
@@ -863,7 +866,6 @@ def test_sharded_weights_give_the_gradients_of_whole_ones(tmp_path: Path) -> Non
     for found in json.loads((tmp_path / "found.json").read_text()):
         exact, short = found["float32"], found["bfloat16"]
         assert exact["gradient_error"] < 1e-5 and exact["weight_error"] < 1e-5 and exact["log_error"] < 1e-5
-        assert exact["average_error"] < 1e-5 and exact["average_kept"]
         for one in (exact, short):
             assert one["sharded"] and one["passes"] == 2 and one["positions"] == 0
             assert one["log_type"] == "torch.float64"  # what gradients are divided by is counted in it

@@ -30,7 +30,7 @@ from distill.sampler import Sampler
 from distill.teacher.distributions import TeacherChunk
 from distill.teacher.held_out import held_out
 from distill.teacher.store import TeacherStore, compress
-from distill.training.choice.alpha import accepted
+from distill.training.validation import stored_chances
 
 torch.set_num_threads(1)
 
@@ -295,7 +295,7 @@ def test_every_position_lies_within_its_bounds(k: int, trimmed: bool) -> None:
             assert not bool(((low <= other) & (other <= high)).all()), "they do not hold just any value"
             assert k < VOCABULARY - 1 or float((high - low).max()) < 2e-2
     for protocol in ("sampling", "match", "greedy"):
-        low, high = accepted(made_chunk(target, k), draft, protocol)  # type: ignore[arg-type]
+        low, high = stored_chances(made_chunk(target, k), draft, protocol)  # type: ignore[arg-type]
         value = exact[:, METRICS.index(f"acceptance_{protocol}")]
         assert bool((low.double() - 4e-3 <= value).all() and (value <= high.double() + 4e-3).all()), protocol
 

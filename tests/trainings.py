@@ -21,9 +21,8 @@ from distill.training.checkpoint import newest_checkpoint
 
 PARTS = (
     "train.parts=[{name: align, share: 0.5, loss: {forward_kl: 0.9, cross_entropy: 0.1}},"
-    " {name: accept, steps: 4, weights: block-acceptance, rate: 0.0005, loss: {lk_hybrid: 0.9, cross_entropy: 0.1}}]"
+    " {name: accept, steps: 4, rate: 0.0005, loss: {lk_hybrid: 0.9, cross_entropy: 0.1}}]"
 )
-EMA = "train.average={kind: ema, decay: 0.7}"
 REPLAY = (
     "train.replay.prompts=6",
     "train.replay.new_tokens=16",
@@ -80,13 +79,6 @@ def last_weights(run: Path) -> dict[str, torch.Tensor]:
     newest = newest_checkpoint(run / "checkpoints")
     assert newest is not None
     return torch.load(newest / "model.pt", weights_only=True)  # type: ignore[no-any-return]
-
-
-def last_average(run: Path) -> dict[str, torch.Tensor]:
-    """The average of the weights in the newest checkpoint."""
-    newest = newest_checkpoint(run / "checkpoints")
-    assert newest is not None
-    return torch.load(newest / "average.pt", weights_only=True)["weights"]  # type: ignore[no-any-return]
 
 
 def largest_difference(one: Path, other: Path) -> float:

@@ -57,7 +57,7 @@ def cut(
     transformers.utils.logging.disable_progress_bar()
     if is_verbose():
         transformers.utils.logging.set_verbosity_info()
-    from distill.surgery.cut_folder import cut_folder
+    from distill.surgery.cutter import cut_folder
 
     announce(out)
     judge = None if target is None else local_reference(target)

@@ -17,7 +17,7 @@ from distill.progress import duration
 from distill.recipe import Recipe
 from distill.recipe.target import TYPE_BYTES
 from distill.results.rehearsal_results import Expected, Rehearsed
-from distill.results.training_results import ACCEPTANCE_STAGE, AVERAGE_STAGE, CURVE_STAGE
+from distill.results.training_results import ACCEPTANCE_STAGE, CURVE_STAGE
 from distill.run import Run
 from distill.target.traffic import SOURCE, measure
 from distill.texts import read_answers
@@ -132,13 +132,13 @@ def _written(recipe: Recipe, whole: int, part: int) -> tuple[float, float]:
 
 def _training(stage: Rehearsed, recipe: Recipe, run: Run) -> float:
     """Seconds of the whole training: steps, evaluations of weights and checkpoints at the pace of those rehearsed."""
-    from distill.training.choice.enough import curve_steps
+    from distill.training.learning_curve import curve_steps
     from distill.training.plan import last_step, planned
 
     lines = [line for line in run.metrics() if "seconds" in line]
     own: dict[Any, list[float]] = {
         kind: [float(line["seconds"]) for line in lines if line["stage"] == kind]
-        for kind in ("train", ACCEPTANCE_STAGE, AVERAGE_STAGE, CURVE_STAGE, "checkpoint")
+        for kind in ("train", ACCEPTANCE_STAGE, CURVE_STAGE, "checkpoint")
     }
     parts = planned(recipe.train, recipe.sampler.temperature, recipe.corpus.block)
     steps, trained = parts[-1].end, last_step(parts)
@@ -147,8 +147,7 @@ def _training(stage: Rehearsed, recipe: Recipe, run: Run) -> float:
     counts = {
         "train": steps,
         ACCEPTANCE_STAGE: judged,
-        AVERAGE_STAGE: judged,
-        CURVE_STAGE: len(curve_steps(trained, recipe.train) | {*range(every, trained, every)}) if every else 0,
+        CURVE_STAGE: len(curve_steps(trained) | {*range(every, trained, every)}) if every else 0,
         "checkpoint": math.ceil(steps / recipe.train.save_every),
     }
     rest = stage.seconds - sum(sum(seconds) for seconds in own.values())

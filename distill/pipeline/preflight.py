@@ -115,8 +115,7 @@ def check_stages(recipe: Recipe) -> list[str]:
     target or is allowed to cost as much."""
     from distill.models.hugging_face import load_config
     from distill.speculative.configured import check_configurations, check_trees
-    from distill.surgery.size import check_smaller
-    from distill.surgery.stage import check_cut
+    from distill.surgery.checks import check_cut, check_smaller
     from distill.training.plan import check_training
 
     lines = check_cut(recipe) + check_training(recipe)
@@ -134,7 +133,7 @@ def check_pair(recipe: Recipe) -> list[str]:
     """
     from distill.models.pairs import compare_pair
 
-    pair = compare_pair(recipe.target.model, recipe.donor_model, same_rows=recipe.cut.rows == "target")
+    pair = compare_pair(recipe.target.model, recipe.donor_model, same_rows=recipe.cut.vocabulary_rows == "target")
     if recipe.cut.transplant is not None:
         return [f"context: {pair.context or 'fits'}"]
     troubles = {f"{rule}: {verdict}" for rule, verdict, _ in pair.table() if verdict != "fits"}
@@ -170,8 +169,8 @@ def check_draft(recipe: Recipe) -> list[str]:
 
     from distill.models.hugging_face import load_config, load_tokenizer, real_tokens
     from distill.training.adapters import layer_names
-    from distill.training.loading import require_plain_logits
     from distill.training.plan import planned
+    from distill.training.setup import require_plain_logits
 
     config = load_config(recipe.donor_model)
     require_plain_logits(config)

@@ -63,7 +63,6 @@ def shortened(recipe: Recipe, runs: Path) -> Recipe:
         "train.save_every": steps,
         "train.acceptance.every": steps,
         "train.acceptance.patience": None,
-        "train.acceptance.worth": None,
         "train.replay.steps": 1,
         "train.replay.judges": PROMPTS,
         "train.trackers": (),

@@ -1,6 +1,5 @@
 """The recipe: its schema, every default, loading and overrides. No torch, so that `distill check` starts at once."""
 
-from distill.recipe.adapter import Adapter
 from distill.recipe.configuration import Configuration
 from distill.recipe.corpus import Chat, Corpus, Source
 from distill.recipe.cut import Cut, Search, Transplant, Trim
@@ -11,4 +10,4 @@ from distill.recipe.recipe import Recipe
 from distill.recipe.section import Section, parse_section
 from distill.recipe.servers import REACHING, Servers, TeacherServer, Writer
 from distill.recipe.target import Answers, PyTorch, SamplerSettings, Target, TeacherStore, Traffic
-from distill.recipe.training import Acceptance, Average, HiddenStates, Loss, Part, Replay, Sparsity, Train
+from distill.recipe.training import Acceptance, Adapter, HiddenStates, Loss, Part, Replay, Sparsity, Train

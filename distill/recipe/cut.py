@@ -63,7 +63,7 @@ class Cut(Section):
         "target", description="`target` (the target itself), or a folder, hub name or GGUF file, as target.model"
     )
     transplant: Transplant | None = Field(None, description="for a donor with another vocabulary; null: off")
-    rows: Literal["target", "donor"] = Field(
+    vocabulary_rows: Literal["target", "donor"] = Field(
         "target",
         description="rows of embeddings and head: as many as the target's, padding rows appended or removed, which "
         "vLLM asks for; donor: as they are. A transplanted draft has the target's",
@@ -101,6 +101,6 @@ class Cut(Section):
             raise ValueError("search sets the layers; leave layers out")
         if self.search is not None and self.search.mlp_width and self.mlp_width is not None:
             raise ValueError("search.mlp_width sets the widths; leave mlp_width out")
-        if self.transplant is not None and self.rows == "donor":
-            raise ValueError("a transplanted draft has the target's rows; leave rows out")
+        if self.transplant is not None and self.vocabulary_rows == "donor":
+            raise ValueError("a transplanted draft has the target's rows; leave vocabulary_rows out")
         return self

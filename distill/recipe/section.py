@@ -96,6 +96,21 @@ WORDS: dict[str, Callable[[dict[str, Any]], str]] = {
 }
 
 
+# Keys that recipes once had, from the recipe's root, without the numbers of lists: why they are gone, and what to do.
+NO_GAIN = "brought no acceptance where it was measured (docs/benchmarks.md, Tried and left out); leave the key out"
+RETIRED = {
+    "cut.rows": "is now called cut.vocabulary_rows",
+    "train.final": "is now called train.final_rate_share",
+    "train.average": f"gone: an average of the weights {NO_GAIN}",
+    "train.parts.weights": f"gone: weighting tokens {NO_GAIN}",
+    "train.parts.fraction": f"gone: weighting tokens {NO_GAIN}",
+    "train.schedule": f"gone: a constant rate before its fall (wsd) {NO_GAIN}: the rate follows a cosine",
+    "train.decay": f"gone: a constant rate before its fall (wsd) {NO_GAIN}",
+    "train.acceptance.worth": "gone: no training has shown that an early end by the learning curve saves anything "
+    "(docs/benchmarks.md, Tried and left out); leave the key out, or set train.acceptance.patience",
+}
+
+
 def shown(value: Any) -> str:
     """A value as a message shows it: short, at few levels, and as YAML writes true, false and null."""
     if value is None or isinstance(value, bool):
@@ -122,6 +137,9 @@ def _explain(root: type[BaseModel], error: Any) -> str:
     location = ".".join(str(part) for part in error["loc"]) or "recipe"
     location = location if len(location) <= 200 else f"{location[:200]}…"
     if kind == "extra_forbidden":
+        retired = RETIRED.get(".".join(part for part in error["loc"] if isinstance(part, str)))
+        if retired:
+            return f"{location}: {retired}"
         section = _section_at(root, error["loc"])
         names = list(section.model_fields) if section else []
         near = difflib.get_close_matches(str(error["loc"][-1])[:100], names, n=1, cutoff=0.5)

@@ -7,8 +7,28 @@ from typing import Literal
 from pydantic import Field, field_validator, model_validator
 
 from distill.errors import RecipeError
-from distill.recipe.adapter import Adapter
 from distill.recipe.section import Section
+
+
+class Adapter(Section):
+    """LoRA, or QLoRA over a quantised base: for drafts whose full training does not fit the memory. Merged at the end.
+
+    The merged draft has full precision. Where the base was quantised during training, the merged draft differs from the
+    trained one: it lacks the rounding of the base.
+    """
+
+    rank: int = Field(16, ge=1, description="r of the two matrices [out, r] and [r, in] added to each layer")
+    alpha: float = Field(32.0, gt=0, le=1e6, description="their product is multiplied by alpha / rank")
+    dropout: float = Field(0.0, ge=0, lt=1, description="dropout on the input of an adapter during training")
+    targets: tuple[str, ...] = Field(
+        (), description="last names of the layers, such as `q_proj`; empty: all linear layers of the body"
+    )
+    base: Literal["int8", "int4"] | None = Field(
+        None, description="QLoRA: bitsandbytes holds the frozen weights in 8 bits, or in 4 (NF4); null: not quantised"
+    )
+    train_outer: bool = Field(
+        False, description="also train embeddings and head, in full, as a transplanted vocabulary needs"
+    )
 
 
 class Sparsity(Section):
@@ -80,12 +100,6 @@ class Part(Section):
         description="temperature of both distributions in forward_kl, reverse_kl and jsd, whose losses are multiplied "
         "by its square",
     )
-    weights: Literal["uniform", "block-acceptance", "top-fraction"] = Field(
-        "uniform",
-        description="weights of tokens: uniform: equal; block-acceptance: what a token's acceptance adds to the "
-        "expected tokens per round; top-fraction: 1 for the fraction of each block with the largest KL, else 0",
-    )
-    fraction: float = Field(0.5, gt=0, le=1, description="top-fraction: share of tokens with weight 1")
 
     _loss = field_validator("loss")(_weighs_something)
 
@@ -106,35 +120,6 @@ class Acceptance(Section):
     patience: int | None = Field(
         None, ge=1, description="a part ends after this many evaluations without improvement; null: never early"
     )
-    worth: float | None = Field(
-        None,
-        gt=0,
-        lt=1,
-        description="schedule wsd: the rate falls early, and the training ends, once the rest of the constant phase is "
-        "predicted to add less acceptance than this, such as 0.01; null: never early",
-    )
-
-
-class Average(Section):
-    """An average of the weights, one more copy, which is evaluated beside the last weights: the better one is kept.
-
-    Without train.acceptance, the average is taken. A replay starts from what was taken, and is not averaged.
-    """
-
-    kind: Literal["ema", "tail"] = Field(
-        description="ema: exponential, of all steps; tail: the plain mean over the last share of the steps"
-    )
-    decay: float | None = Field(
-        None, gt=0, lt=1, description="ema: what remains of the average at each step, such as 0.99"
-    )
-    share: float | None = Field(None, gt=0, le=1, description="tail: share of the steps, such as 0.2")
-
-    @model_validator(mode="after")
-    def _wants_its_own_number(self) -> Average:
-        wanted, other = ("decay", "share") if self.kind == "ema" else ("share", "decay")
-        if getattr(self, wanted) is None or getattr(self, other) is not None:
-            raise ValueError(f"kind {self.kind} needs {wanted} and no {other}")
-        return self
 
 
 class HiddenStates(Section):
@@ -205,14 +190,8 @@ class Train(Section):
         description="muon: peak rate of the layers' matrices where train.rate is the peak, and in proportion where a "
         "part has its own; null: the same rate",
     )
-    schedule: Literal["cosine", "wsd"] = Field(
-        "cosine",
-        description="of the rate after the warm-up: cosine: a cosine down to `final`; wsd: constant, then a line down "
-        "to `final` over the last share `decay` of the steps",
-    )
     warmup: float = Field(0.03, ge=0, lt=1, description="share of the steps for a linear warm-up")
-    decay: float = Field(0.2, gt=0, le=1, description="wsd: share of the steps in which the rate falls")
-    final: float = Field(0.1, ge=0, le=1, description="the rate decays to this share of its peak")
+    final_rate_share: float = Field(0.1, ge=0, le=1, description="the rate falls in a cosine to this share of its peak")
     loss: Loss | None = Field(None, description="weights of the losses in a training without parts; null: as in a part")
     hidden_states: HiddenStates | None = Field(
         None, description="also learn the target's final hidden states, in all parts but a replay; null: off"
@@ -249,9 +228,6 @@ class Train(Section):
     acceptance: Acceptance | None = Field(
         Acceptance(), description="choose the best weights; null, or with sparsity: take the last"
     )
-    average: Average | None = Field(
-        None, description="average the weights, as a candidate beside the last ones; null: off"
-    )
     adapter: Adapter | None = Field(None, description="LoRA instead of full training; null: off")
     replay: Replay | None = Field(None, description="an additional last part on rejected positions; null: off")
     sparsity: Sparsity | None = Field(None, description="L1 penalty during training; null: off")
@@ -267,8 +243,6 @@ class Train(Section):
     def _parts_fit(self) -> Train:
         if self.matrix_rate is not None and self.optimizer != "muon":
             raise ValueError(f"matrix_rate is for optimizer muon; optimizer is {self.optimizer}")
-        if self.schedule == "wsd" and self.warmup + self.decay > 1:
-            raise ValueError(f"warmup {self.warmup:g} and decay {self.decay:g} take more than all steps")
         names = [part.name for part in self.parts]
         if len({*names, "replay"}) <= len(names):
             raise ValueError(f"parts need different names, and `replay` is reserved: got {', '.join(names)}")
@@ -277,17 +251,16 @@ class Train(Section):
         shares = sum(part.share or 0 for part in self.parts)
         if shares > 1 + 1e-9:
             raise ValueError(f"the parts' shares of train.steps add up to {shares:g}, more than 1")
+        if self.adapter is not None and self.sparsity is not None:
+            raise ValueError("sparsity changes the draft's own weights, which adapters freeze; leave one out")
+        if self.adapter is not None and self.embedding_steps and not self.adapter.train_outer:
+            raise ValueError(
+                "embedding_steps trains embeddings and head alone, which adapters freeze; set adapter.train_outer"
+            )
         if self.sparsity is not None and self.replay is not None:
             raise ValueError("sparsity removes parts of the last weights, and replay may discard those; leave one out")
-        if self.sparsity is not None and self.average is not None:
-            raise ValueError("sparsity takes the last weights, whose zeros an average would fill; leave average out")
-        ends_early = [name for name in ("patience", "worth") if getattr(self.acceptance, name, None) is not None]
-        if self.sparsity is not None and ends_early:
-            raise ValueError(f"sparsity needs all steps; leave acceptance.{ends_early[0]} out")
-        if "worth" in ends_early and self.schedule != "wsd":
-            raise ValueError(
-                f"acceptance.worth needs schedule wsd, whose rate can fall at any step; schedule is {self.schedule}"
-            )
+        if self.sparsity is not None and self.acceptance is not None and self.acceptance.patience is not None:
+            raise ValueError("sparsity needs all steps; leave acceptance.patience out")
         return self
 
     def require_judges(self, prompts: int) -> None:

@@ -59,16 +59,13 @@ def validation_curve(evaluated: Sequence[Evaluation]) -> str:
     with _figure("plot-validation", "Acceptance on validation prompts over training steps") as (axes, done):
         stored = any(weights.measure == STORED for weights in evaluated)
         own = "α on stored distributions" if stored else "accepted of the drafted tokens reached"
-        for averaged, label in enumerate((own, "by the average of the weights")):
-            shown = [weights for weights in evaluated if weights.averaged == averaged]
-            if shown:
-                bounds = [ratio_interval(one.accepted, one.reached, RESAMPLES, CONFIDENCE) for one in shown]
-                ends = [
-                    (one.acceptance, one.most) if stored else (at.low, at.high)
-                    for one, at in zip(shown, bounds, strict=True)
-                ]
-                found = [Interval(one.acceptance, *at) for one, at in zip(shown, ends, strict=True)]
-                _measured(axes, averaged, label, [one.step for one in shown], found)
+        bounds = [ratio_interval(one.accepted, one.reached, RESAMPLES, CONFIDENCE) for one in evaluated]
+        ends = [
+            (one.acceptance, one.most) if stored else (at.low, at.high)
+            for one, at in zip(evaluated, bounds, strict=True)
+        ]
+        found = [Interval(one.acceptance, *at) for one, at in zip(evaluated, ends, strict=True)]
+        _measured(axes, 0, own, [one.step for one in evaluated], found)
         axes.set(xlabel="step", ylabel="α, stored" if stored else "acceptance, decoded")
     return done[0]
 
@@ -85,7 +82,7 @@ def learning_curve(curve: LearningCurve) -> str:
             tokens, found = [point.tokens for point in curve.line], [point.acceptance for point in curve.line]
             low, high = [one.low for one in found], [one.high for one in found]
             axes.fill_between(tokens, low, high, color=COLOURS[1], alpha=0.2, linewidth=0)
-            axes.plot(tokens, [curve.end(one) for one in found], color=COLOURS[1], label=f"longer, {curve.bound}")
+            axes.plot(tokens, high, color=COLOURS[1], label="longer, at most")
         axes.set(xlabel="tokens", ylabel="expected acceptance")
         axes.set_xscale("log")
         axes.xaxis.set_major_formatter(lambda tokens, _: f"{tokens:,.0f}")  # powers would be shown as their TeX

@@ -130,9 +130,7 @@ def _learning(curve: LearningCurve) -> Html:
         f"band are {percent(curve.confidence)} intervals. "
     )
     if curve.line:
-        caption += (
-            f"Longer trainings would give {curve.bound} what the line shows, the end of the fitted curve's interval."
-        )
+        caption += "Longer trainings would give at most what the line shows, the end of the fitted curve's interval."
     return as_plot(partial(plots.learning_curve, curve), caption)
 
 
@@ -151,18 +149,15 @@ def _outcome(training: TrainingSummary) -> list[str]:
     """The weights that were taken, what more would give, and the outcome of a replay."""
     sentences = []
     if best := training.best:
-        kind = "averaged weights" if best.averaged else "weights"
         figures = (
             f"{best.words}, {REASON}"
             if best.measure == STORED
             else f"{percent(best.acceptance)} accepted, {number(best.tokens_per_round)} tokens per round on validation "
             "prompts"
         )
-        sentences.append(f"The {kind} of step {number(best.step)} were taken: {figures}.")
+        sentences.append(f"The weights of step {number(best.step)} were taken: {figures}.")
     if training.warning:
         sentences.append(training.warning)
-    if training.skipped:
-        sentences.append(f"{number(training.skipped)} steps were skipped: they were predicted to add too little.")
     if training.curve:
         sentences.append(training.curve.sentence)
     if training.replay:

@@ -111,10 +111,6 @@ class Priced:
     speedup: float
     drafting: float
 
-    def as_json(self) -> dict[str, Any]:
-        """For the search's files."""
-        return asdict(self)
-
 
 @dataclass(frozen=True)
 class SearchReport:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from distill.files import has_form
 from distill.intervals import Interval
@@ -14,10 +14,8 @@ from distill.results.serialise import Figure, from_json
 # How the acceptance of weights was measured: by decoding, or on stored distributions.
 DECODED, STORED = "decoded rounds", "α on stored distributions"
 
-# The stages of the lines on evaluated weights: the last ones, and their average.
-ACCEPTANCE_STAGE, AVERAGE_STAGE = EVALUATIONS = ("acceptance", "average")
-
-CURVE_STAGE = "curve"  # of the lines on points of the learning curve
+# The stages of the lines on evaluated weights and on points of the learning curve.
+ACCEPTANCE_STAGE, CURVE_STAGE = "acceptance", "curve"
 
 
 @dataclass(frozen=True)
@@ -42,14 +40,12 @@ class EvaluatedWeights:
 
     Decoded: `acceptance` of the drafted tokens that were reached in so many `rounds`. Stored: α at so many `positions`
     of the target's answers, at least `acceptance` and at most `most`, because a store holds the likeliest tokens alone.
-    `averaged` where they are the average of the weights up to this step.
     """
 
     step: int
     acceptance: float
     tokens_per_round: Figure = math.nan
     rounds: int = 0
-    averaged: bool = False
     measure: str = DECODED
     positions: int = 0
     most: Figure = math.nan
@@ -125,15 +121,14 @@ class CurvePoint:
 class LearningCurve:
     """Acceptance against tokens; without a prediction, `unknown` says why.
 
-    `doubled` is what the fitted curve gives at twice the tokens, of which one end of the interval is a bound of what a
-    training of twice the tokens would give; `line` is the fitted curve up to there.
+    `doubled` is what the fitted curve gives at twice the tokens; its upper end bounds what a training of as many
+    would give. `line` is the fitted curve up to there.
     """
 
     confidence: float
     points: list[CurvePoint]
     line: list[CurvePoint] = field(default_factory=list)
     doubled: Interval | None = None
-    bound: Literal["at most", "at least"] = "at most"
     unknown: str | None = None
 
     @property
@@ -142,30 +137,21 @@ class LearningCurve:
         if self.doubled is None:
             return f"What twice the tokens would give cannot be said: {self.unknown}."
         return (
-            f"Twice the tokens would give {self.bound} {self.end(self.doubled):.3f} expected acceptance on validation "
+            f"Twice the tokens would give at most {self.doubled.high:.3f} expected acceptance on validation "
             f"prompts instead of {self.points[-1].acceptance.mean:.3f}."
         )
-
-    def end(self, found: Interval) -> float:
-        """The end of an interval that is the bound."""
-        return found.high if self.bound == "at most" else found.low
 
 
 @dataclass(frozen=True)
 class TrainingSummary:
-    """training.json. `best` is None where no weights were chosen, `replay` where there was none.
-
-    `averaged` where the draft is an average of weights; `skipped` steps of a constant phase were not worth their hours.
-    """
+    """training.json. `best` is None where no weights were chosen, `replay` where there was none."""
 
     steps: int
     processes: int
     parts: list[TrainedPart]
     best: EvaluatedWeights | None
     replay: ReplayDecision | None
-    averaged: bool = False
     curve: LearningCurve | None = None
-    skipped: int = 0
 
     @property
     def warning(self) -> str | None:
@@ -192,8 +178,8 @@ def training_steps(lines: Iterable[dict[str, Any]]) -> list[TrainingStep]:
 
 def evaluated_weights(lines: Iterable[dict[str, Any]]) -> list[Evaluation]:
     """The evaluations of weights among the lines of metrics.jsonl, in order."""
-    found = {(line["step"], line["stage"]): line for stage in EVALUATIONS for line in _of(lines, stage)}
-    return [from_json(found[key], Evaluation, "metrics.jsonl") for key in sorted(found)]
+    found = {line["step"]: line for line in _of(lines, ACCEPTANCE_STAGE)}
+    return [from_json(found[step], Evaluation, "metrics.jsonl") for step in sorted(found)]
 
 
 def trained_tokens(steps: Iterable[TrainingStep]) -> int:

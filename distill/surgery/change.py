@@ -1,7 +1,7 @@
 """The record of an operation on a model: its sizes and its divergence from the target, before and after.
 
 Every operation of this room makes a model folder from a model folder and returns Changes: `transplant.transplant`
-streams files, `cut_folder.cut_folder` cuts a loaded model.
+streams files, `cutter.cut_folder` cuts a loaded model.
 """
 
 from __future__ import annotations

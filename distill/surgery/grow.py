@@ -18,15 +18,6 @@ from torch import Tensor
 from distill.errors import DataError
 
 
-def _tile_rows(weight: Tensor, tile: int) -> Tensor:
-    return weight.repeat(tile, *[1] * (weight.ndim - 1))
-
-
-def _tile_columns(weight: Tensor, tile: int) -> Tensor:
-    """Columns repeated, divided by `tile`: the same sum over a tiled input."""
-    return weight.repeat(1, tile) / tile
-
-
 def check_growth(config: Any, layers: int) -> None:
     """Raise DataError for a model that cannot be grown to so many layers, from its configuration alone."""
     if config.model_type != "qwen2" or not config.tie_word_embeddings:
@@ -68,8 +59,8 @@ def grow(model: Any, tile: int, layers: int) -> Any:
             kind = name.removeprefix(template)
             if kind.endswith(("layernorm.weight", ".bias")):
                 grown = value.repeat(tile)
-            else:  # both dimensions of every matrix are tiled
-                grown = _tile_rows(_tile_columns(value, tile), tile)
+            else:  # both dimensions of every matrix; divided by `tile`, it gives the same sum over a tiled input
+                grown = value.repeat(tile, tile) / tile
                 if source is None and kind in ("self_attn.o_proj.weight", "mlp.down_proj.weight"):
                     grown = torch.zeros_like(grown)
             new[f"model.layers.{place}.{kind}"] = grown

@@ -38,7 +38,7 @@ from distill.speculative.costs.curve import measure_steps
 from distill.surgery.divergence import TargetDistributions, scored_logits
 from distill.surgery.price import as_markdown, best_length, explain, pareto, price
 from distill.surgery.vocabulary.trim import Counts, keep, sizes_between
-from distill.teacher.source import open_teacher
+from distill.teacher.source import TeacherSource, open_teacher
 from distill.training.adapters import adapted
 from distill.training.plan import first_part
 from distill.training.step import heal
@@ -75,21 +75,10 @@ def search(recipe: Recipe, run: Run, donor: Any, target: Any, distributions: Tar
         if not path.exists():
             model = copy.deepcopy(donor)
             cut(model, recipe.cut.model_copy(update=choice | {"search": None}))
-            with adapted(model, recipe.train.adapter, recipe.seed):  # healed as it will be trained
-                part = first_part(recipe)
-                heal(model, source, recipe.train, part, settings.heal_steps, recipe.seed, source.vocabulary)
-            kl = distributions.kl(model)
+            _heal(recipe, model, source, settings.heal_steps)
+            parameters, kl = sum(p.numel() for p in model.parameters()), distributions.kl(model)
             found = [
-                price(
-                    label,
-                    choice,
-                    sum(p.numel() for p in model.parameters()),
-                    kl,
-                    accepted,
-                    costs,
-                    draft_seconds,
-                    settings.max_length,
-                )
+                price(label, choice, parameters, kl, accepted, costs, draft_seconds, settings.max_length)
                 for label, accepted, draft_seconds in _measure(recipe, model, target, distributions, name)
             ]
             write_json(path, [as_json(point) for point in found])
@@ -136,17 +125,9 @@ def price_vocabulary(
     longest = recipe.cut.search.max_length if recipe.cut.search else 16
     healed = copy.deepcopy(model)
     steps = recipe.cut.search.heal_steps if recipe.cut.search else 60
-    source = open_teacher(run, recipe, next(model.parameters()).device, target)
-    with adapted(healed, recipe.train.adapter, recipe.seed):
-        heal(healed, source, recipe.train, first_part(recipe), steps, recipe.seed, source.vocabulary)
-    whole = acceptance(
-        target,
-        distributions.blocks,
-        Sampler.of(recipe.sampler),
-        distributions.vocabulary,
-        lambda part: scored_logits(healed, part),
-    )
-    seconds = _steps(recipe, growing_decoder(target, prepack=recipe.pytorch.prepack), range(1, longest + 2))
+    _heal(recipe, healed, open_teacher(run, recipe, next(model.parameters()).device, target), steps)
+    whole = acceptance(recipe, target, distributions, lambda part: scored_logits(healed, part))
+    seconds = _pytorch_steps(recipe, target, range(1, longest + 2))
     costs = {m: seconds[m - 1] for m in range(1, longest + 2)}
     tried = []
     full = healed.lm_head
@@ -154,7 +135,7 @@ def price_vocabulary(
         kept = keep(counts, order, size)
         healed.lm_head = full if size == len(order) else KeptHead(full, torch.tensor(kept.ids))
         mass = min(kept.mass.values())
-        step = _steps(recipe, growing_decoder(healed, prepack=recipe.pytorch.prepack), [1])[0]
+        step = _pytorch_steps(recipe, healed, [1])[0]
         length, rate = best_length(costs, step, whole * mass, longest)
         tried.append(
             {
@@ -171,6 +152,17 @@ def price_vocabulary(
     return int(best["size"]), tried
 
 
+def _heal(recipe: Recipe, model: Any, source: TeacherSource, steps: int) -> None:
+    """Train a cut for a few steps, with adapters where the draft will be trained with them."""
+    with adapted(model, recipe.train.adapter, recipe.seed):
+        heal(model, source, recipe.train, first_part(recipe), steps, recipe.seed, source.vocabulary)
+
+
+def _pytorch_steps(recipe: Recipe, model: Any, counts: Sequence[int]) -> list[float]:
+    """`_steps` of a loaded model, in PyTorch."""
+    return _steps(recipe, growing_decoder(model, prepack=recipe.pytorch.prepack), counts)
+
+
 def _steps(recipe: Recipe, model: Model, counts: Sequence[int]) -> list[float]:
     """Median seconds of steps of `counts` tokens at the recipe's depth."""
     depth = min(recipe.profile.depth, model.capacity - max(counts))
@@ -183,7 +175,7 @@ def _target_seconds(recipe: Recipe, target: Any, longest: int) -> list[float]:
     assert settings is not None
     counts = range(1, longest + 2)
     if settings.backend == "pytorch":
-        return _steps(recipe, growing_decoder(target, prepack=recipe.pytorch.prepack), counts)
+        return _pytorch_steps(recipe, target, counts)
     with tempfile.TemporaryDirectory() as temporary:
         path, _ = target_file(recipe, Path(temporary) / "target.gguf")
         with _open(recipe, path, "target") as model:
@@ -200,12 +192,9 @@ def _measure(
     """Name, acceptance and D of a healed cut: one, or one per GGUF type."""
     settings = recipe.cut.search
     assert settings is not None
-    sampler = Sampler.of(recipe.sampler)
     if settings.backend == "pytorch":
-        accepted = acceptance(
-            target, distributions.blocks, sampler, distributions.vocabulary, lambda part: scored_logits(model, part)
-        )
-        return [(name, accepted, _steps(recipe, growing_decoder(model, prepack=recipe.pytorch.prepack), [1])[0])]
+        accepted = acceptance(recipe, target, distributions, lambda part: scored_logits(model, part))
+        return [(name, accepted, _pytorch_steps(recipe, model, [1])[0])]
     found = []
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
@@ -215,22 +204,21 @@ def _measure(
             path = folder / f"{outtype}.gguf"
             export_gguf(folder, path, outtype)
             with _open(recipe, path, "draft") as quantised:
-                logits_of = functools.partial(gguf_logits, quantised)
-                accepted = acceptance(target, distributions.blocks, sampler, distributions.vocabulary, logits_of)
+                accepted = acceptance(recipe, target, distributions, functools.partial(gguf_logits, quantised))
                 found.append((f"{name}, {outtype}", accepted, _steps(recipe, quantised, [1])[0]))
     return found
 
 
 @torch.inference_mode()
 def acceptance(
+    recipe: Recipe,
     target: Any,
-    blocks: Packed,
-    sampler: Sampler,
-    vocabulary: int,
+    distributions: TargetDistributions,
     logits_of: Callable[[Packed], Tensor],
     batch: int = 2,
 ) -> float:
-    """Mean Σ min(p, q) over the scored positions of the blocks, both distributions through the sampler."""
+    """Mean Σ min(p, q) over the scored positions of the blocks, both distributions through the recipe's sampler."""
+    blocks, vocabulary, sampler = distributions.blocks, distributions.vocabulary, Sampler.of(recipe.sampler)
     total, count = 0.0, 0
     for start in range(0, len(blocks), batch):
         part = blocks.take(slice(start, start + batch))

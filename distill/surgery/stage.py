@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from distill.errors import DataError, RecipeError
-from distill.files import write_folder, write_json
+from distill.errors import DataError
+from distill.files import copy_file, file_digest, write_folder, write_json
 from distill.models.hugging_face import (
     describe_model,
     load_config,
@@ -28,21 +26,17 @@ from distill.models.kept import write_kept
 from distill.models.pairs import require_pair
 from distill.models.tokenizer_files import copy_tokenizer
 from distill.packing import Packed, pack
-from distill.recipe import Cut, Recipe
+from distill.recipe import Recipe
 from distill.recipe.recipe import REASON
 from distill.results.cut_results import Change, CutReport, ModelSizes
 from distill.results.serialise import write_result
 from distill.run import Run
-from distill.surgery.change import RECORD, require_supported, size_of
-from distill.surgery.cuts.attention import check_kv_heads, drop_kv_groups
-from distill.surgery.cuts.hidden import check_hidden, narrow_hidden
-from distill.surgery.cuts.layers import check_layers, choose_layers, keep_layers, parse_layers
-from distill.surgery.cuts.width import check_width, narrow
+from distill.surgery.change import RECORD, size_of
+from distill.surgery.checks import reader_of
+from distill.surgery.cutter import Cutter
 from distill.surgery.divergence import TargetDistributions
-from distill.surgery.inherit import inherit
 from distill.surgery.vocabulary.rows import match_rows
 from distill.surgery.vocabulary.transplant import transplant
-from distill.surgery.vocabulary.transplant_plan import check_transplant
 from distill.surgery.vocabulary.trim import (
     Kept,
     Shares,
@@ -59,134 +53,6 @@ from distill.teacher.store import TeacherStore
 from distill.texts import Answer, drop_reason, read_answers
 from distill.vocabulary import Vocabulary
 
-GREEDY_LAYERS = 28  # greedy removal costs layers × removals passes over the blocks
-RIDGES = (1e-4, 1e-3, 1e-2)  # of the least-squares repair; the one of least KL on validation text is taken
-
-
-def donor_reference(recipe: Recipe) -> str:
-    """The name of the model that the draft is cut from."""
-    return recipe.target.model if recipe.cut.donor == "target" else recipe.cut.donor
-
-
-def _read_by(method: str) -> Callable[[str], Path]:
-    """What fetches the files of a target that a transplant reads: its weights for a pursuit alone."""
-    return local_folder if method == "pursuit" else text_folder
-
-
-def check_shape(config: Any, settings: Cut) -> None:
-    """Raise RecipeError for cuts that a model of this configuration does not allow, with the possible ones."""
-    drop, heads, hidden = settings.drop_layers, settings.kv_heads, settings.hidden
-    checks: list[tuple[str, Callable[[], object]]] = []
-    if settings.search is not None:
-        checks += [("search.layers", partial(check_layers, config, count)) for count in settings.search.layers]
-        checks += [("search.mlp_width", partial(check_width, config, width)) for width in settings.search.mlp_width]
-    if settings.layers is not None:
-        checks.append(("layers", partial(check_layers, config, settings.layers)))
-    if drop is not None:
-        checks.append(("drop_layers", partial(parse_layers, drop, config.num_hidden_layers)))
-    if settings.mlp_width is not None:
-        checks.append(("mlp_width", partial(check_width, config, settings.mlp_width)))
-    if heads is not None:
-        checks.append(("kv_heads", partial(check_kv_heads, config, heads)))
-    if hidden is not None:
-        checks.append(("hidden", partial(check_hidden, config, hidden)))
-    for key, check in checks:
-        try:
-            check()
-        except RecipeError as error:
-            raise RecipeError(f"cut.{key}: {error.what}", error.hint) from None
-
-
-def check_cut(recipe: Recipe) -> list[str]:
-    """The planned draft, in lines to print; raises for an impossible donor or cut. Loads no weights."""
-    settings, donor = recipe.cut, donor_reference(recipe)
-    config = load_config(donor)
-    require_supported(config.model_type)
-    lines = []
-    if settings.transplant is not None:
-        target = _read_by(settings.transplant.method)(recipe.target.model)
-        folders = (local_folder(donor), target)
-        check_transplant(*folders, settings.transplant.overrides, method=settings.transplant.method)
-        lines.append(f"transplant: {donor} gets the vocabulary of {recipe.target.model}")
-    else:
-        require_pair(recipe.target.model, donor)
-        rows = load_config(recipe.target.model).get_text_config().vocab_size
-        if settings.rows == "target" and rows != config.vocab_size:
-            lines.append(
-                f"rows: the draft gets the target's {rows} rows instead of the donor's {config.vocab_size}, so that "
-                "vLLM takes it too; only padding differs"
-            )
-    check_shape(config, settings)
-    if settings.trim is not None:
-        vocabulary = Vocabulary.read(text_folder(recipe.target.model))
-        check_size(settings.trim.size, len(always_kept(vocabulary)), vocabulary.size, recipe.teacher.top_k)
-    sparsity, full = recipe.train.sparsity, settings.mlp_width or config.intermediate_size
-    if sparsity is not None and sparsity.mlp_width is not None and not 0 < sparsity.mlp_width < full:
-        raise RecipeError(
-            f"train.sparsity.mlp_width is {sparsity.mlp_width}; training starts with {full} neurons a layer",
-            f"ask for a multiple of 32 below that, for instance {max(32, full // 2 // 32 * 32)}",
-        )
-    if settings.search is not None:
-        widths = list(settings.search.mlp_width) or [full]
-        return [*lines, f"search: layers {list(settings.search.layers)}, MLP {widths}"]
-    layers = config.num_hidden_layers
-    kept = settings.layers or layers
-    if settings.drop_layers is not None:
-        kept = layers - len(parse_layers(settings.drop_layers, layers))
-    return [*lines, f"cut: {layers} layers -> {kept}, MLP {config.intermediate_size} -> {full}"]
-
-
-class Cutter:
-    """Applies the cuts of a recipe to loaded models and records each change."""
-
-    def __init__(self, blocks: Packed, distributions: TargetDistributions) -> None:
-        self.blocks, self.distributions = blocks, distributions
-        self.changes: list[Change] = []
-
-    def __call__(self, model: Any, settings: Cut) -> None:
-        """Cut a model in place: layers, KV groups, hidden size, MLP width."""
-        self.changes = []
-        if settings.layers is not None or settings.drop_layers is not None:
-            self._apply("layers", model, lambda: self._layers(model, settings))
-        heads, hidden = settings.kv_heads, settings.hidden
-        if heads is not None:
-            self._apply("KV groups", model, lambda: drop_kv_groups(model, self.blocks, heads))
-        if hidden is not None:
-            self._apply("hidden size", model, lambda: narrow_hidden(model, self.blocks, hidden))
-        if settings.mlp_width is not None:
-            self._apply("MLP width", model, lambda: self._width(model, settings))
-
-    def _apply(self, name: str, model: Any, cut: Callable[[], dict[str, Any]]) -> None:
-        before = size_of(model)
-        kl_before = self.changes[-1].kl_after if self.changes else self.distributions.kl(model)
-        details = cut()
-        self.changes.append(Change(name, before, size_of(model), kl_before, self.distributions.kl(model), details))
-
-    def _layers(self, model: Any, settings: Cut) -> dict[str, Any]:
-        rule: str = settings.layer_rule
-        if settings.drop_layers is not None:
-            rule = "explicit"
-        elif rule == "auto":
-            rule = "greedy" if model.config.num_hidden_layers <= GREEDY_LAYERS else "influence"
-        kept, report = choose_layers(
-            model, settings.layers, rule, blocks=self.blocks, loss=self.distributions.kl, drop=settings.drop_layers
-        )
-        keep_layers(model, kept)
-        return {"rule": rule, "kept": kept, **report}
-
-    def _width(self, model: Any, settings: Cut) -> dict[str, Any]:
-        assert settings.mlp_width is not None
-        details = narrow(
-            model,
-            self.blocks,
-            settings.mlp_width,
-            score=settings.mlp_rule,
-            repair=settings.mlp_repair,
-            ridge=RIDGES,
-            loss=self.distributions.kl,
-        )
-        return {name: value for name, value in details.items() if name != "neurons"}  # thousands of numbers
-
 
 def cut(recipe: Recipe, run: Run) -> list[Path]:
     """Make the draft's starting weights: cut/, which `from_pretrained` loads, with the target's tokenizer."""
@@ -196,7 +62,7 @@ def cut(recipe: Recipe, run: Run) -> list[Path]:
     settings = recipe.cut
     device = pick_device(recipe.device)
     if settings.transplant is None:
-        require_pair(recipe.target.model, donor_reference(recipe))
+        require_pair(recipe.target.model, recipe.donor_model)
     target, answers = None, read_answers(run, "train")
     if recipe.target.load:
         target = load_target(recipe.target, device)
@@ -236,23 +102,55 @@ def cut(recipe: Recipe, run: Run) -> list[Path]:
     return [run.path("cut"), *([report] if report.exists() and any(report.iterdir()) else [])]
 
 
+def inherit(run: Run, parent: dict[str, Any]) -> list[Path]:
+    """The start of a refreshed run: its parent's draft is copied to cut/ (weights, tokenizer, kept tokens), uncut.
+
+    Raises DataError when the parent's draft is missing or has changed since the refresh began.
+    """
+    from transformers import AutoModelForCausalLM
+
+    name = f"{parent['run']}/draft"
+    source = run.folder.parent / parent["run"] / "draft"
+    for file, expected in parent["files"].items():
+        if not (source / file).is_file() or file_digest(source / file) != expected:
+            raise DataError(
+                f"{source / file} is missing or is not the one that this run goes on from",
+                f"put the folder {source.parent} back as it was",
+            )
+    config = load_config(str(source))
+    with torch.device("meta"):  # sizes alone
+        sizes = describe_model(name, AutoModelForCausalLM.from_config(config))
+
+    def save(place: Path) -> None:
+        for file in parent["files"]:
+            if file != "sparsity.json":  # of the training that made it
+                (place / file).parent.mkdir(parents=True, exist_ok=True)
+                copy_file(source / file, place / file)
+        context = getattr(config, "max_position_embeddings", None)
+        write_result(place / "cut.json", CutReport(sizes, replace(sizes, path="cut"), [], context))
+
+    write_folder(run.path("cut"), save)
+    run.say(f"  generation {parent['generation']}: starts from {name}, without cuts")
+    return [run.path("cut")]
+
+
 def load_donor(
     recipe: Recipe, run: Run, device: torch.device, distributions: TargetDistributions
 ) -> tuple[Any, ModelSizes, list[Change]]:
     """The donor, loaded whole, transplanted where the recipe asks for it, with the rows that it asks for; its original
     sizes; its changes so far."""
-    reference, settings = donor_reference(recipe), recipe.cut.transplant
+    reference, settings = recipe.donor_model, recipe.cut.transplant
     if settings is None:
         model = load_model(reference, "float32", device, trimmed=False)
         sizes, changes = describe_model(reference, model), []
-        if recipe.cut.rows == "target":
+        if recipe.cut.vocabulary_rows == "target":
             rows = load_config(recipe.target.model).get_text_config().vocab_size
             changes = match_rows(model, rows, distributions.vocabulary)
         return model, sizes, changes
     folder = run.path("search", "transplant")
     change = transplant(
         local_folder(reference),
-        _read_by(settings.method)(recipe.target.model),
+        reader_of(settings.method)(recipe.target.model),
         folder,
         overrides=settings.overrides,
         method=settings.method,

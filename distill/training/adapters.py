@@ -17,7 +17,7 @@ import torch
 
 from distill.errors import RecipeError, RunError
 from distill.models.hugging_face import check_folder, load_model, load_weights
-from distill.recipe.adapter import Adapter
+from distill.recipe import Adapter
 
 NAME = "draft"  # of the one adapter, in peft's dictionaries
 UNQUANTISED = "use train.adapter.base=null, which keeps the base as it is"

@@ -5,8 +5,10 @@ A step's random numbers are a pure function of seed and step, so weights, optimi
 
 from __future__ import annotations
 
+import contextlib
 import re
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -149,11 +151,9 @@ def save_checkpoint(
     keep: int,
     state: dict[str, Any],
     main: bool = True,
-    average: Any = None,
 ) -> None:
     """Write checkpoints/step-NNNNNN with `state` and delete all but the newest `keep`; every process must call it."""
     weights, moments = whole_weights(learner), _whole_moments(learner, optimizer)
-    averaged = None if average is None else {"count": average.count, "weights": average.state_dict()}
     if not main:
         return
     folder = run.path("checkpoints")
@@ -161,8 +161,6 @@ def save_checkpoint(
     def write(temporary: Path) -> None:
         torch.save(weights, temporary / "model.pt")
         torch.save(moments, temporary / "optimizer.pt")
-        if averaged is not None:
-            torch.save(averaged, temporary / "average.pt")
         _write_digests(temporary)
         write_json(temporary / "state.json", {**state, "step": step})
 
@@ -177,24 +175,26 @@ def _load(path: Path) -> dict[str, Any]:
     return found
 
 
-def load_checkpoint(path: Path, learner: torch.nn.Module, optimizer: Any, average: Any = None) -> dict[str, Any]:
-    """Restore weights, optimizer and average; the saved state with `step`. Raises DataError for damaged files."""
-    try:
+def load_checkpoint(path: Path, learner: torch.nn.Module, optimizer: Any) -> dict[str, Any]:
+    """Restore weights and optimizer; the saved state with `step`. Raises DataError for damaged files."""
+    with _damage_explained(f"checkpoint {path} is damaged", f"delete {path} to go on from the one before"):
         _check_digests(path)
         weights, moments = _load(path / "model.pt"), _load(path / "optimizer.pt")
         _set_weights(learner, weights)
         _set_moments(learner, optimizer, moments)
-        if average is not None:
-            averaged = _load(path / "average.pt")
-            average.load_state_dict(averaged["weights"], averaged["count"])
-    except DistillError:
-        raise
-    except Exception as error:  # torch raises many kinds for a damaged file
-        raise DataError(
-            f"checkpoint {path} is damaged: {_first_line(error)}", f"delete {path} to go on from the one before"
-        ) from error
     found: dict[str, Any] = read_json(path / "state.json", {"step": int})
     return found
+
+
+@contextlib.contextmanager
+def _damage_explained(what: str, hint: str) -> Iterator[None]:
+    """Turn torch's errors for a damaged file, which are of many kinds, into a DataError."""
+    try:
+        yield
+    except DistillError:
+        raise
+    except Exception as error:
+        raise DataError(f"{what}: {_first_line(error)}", hint) from error
 
 
 def _first_line(error: Exception) -> str:
@@ -225,12 +225,6 @@ def save_weights(run: Run, name: str, learner: torch.nn.Module, main: bool = Tru
 def load_weights(run: Run, name: str, learner: torch.nn.Module) -> None:
     """Take the weights of checkpoints/`name`; raises DataError when the file is missing or damaged."""
     path = run.path("checkpoints", name, "model.pt")
-    try:
+    with _damage_explained(f"{path} is missing or damaged", "run `distill train RECIPE --redo train`"):
         _check_digests(path.parent)
         _set_weights(learner, _load(path))
-    except DistillError:
-        raise
-    except Exception as error:
-        raise DataError(
-            f"{path} is missing or damaged: {_first_line(error)}", "run `distill train RECIPE --redo train`"
-        ) from error

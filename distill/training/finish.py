@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from distill.files import copy_file, write_folder, write_json
 from distill.models.kept import FILE as KEPT_FILE
 from distill.models.tokenizer_files import copy_tokenizer
 from distill.results.serialise import from_json, read_result, write_result
 from distill.results.training_results import EvaluatedWeights, ReplayDecision, TrainedPart, TrainingSummary
+from distill.surgery.change import size_of
+from distill.surgery.sparsity.group_lasso import GroupLasso
+from distill.surgery.sparsity.unstructured import sparsity_by_tensor
 from distill.training.adapters import merge
-from distill.training.choice.enough import learning_curve
-from distill.training.penalty import finish_penalty
-from distill.training.setup import Training
+from distill.training.learning_curve import learning_curve
+from distill.training.setup import Penalty, Training
 
 
 def write_draft(work: Training) -> list[Path]:
     """Write draft/ and training.json with the present weights, adapters merged and removed neurons cut out."""
-    run, main = work.run, work.accelerator.is_main_process
+    run = work.run
     final = work.draft().eval()
     decision = run.path("replay", "decision.json")
     artifacts = [run.path("draft"), run.path("training.json"), *([decision.parent] if decision.exists() else [])]
-    if not main:
+    if not work.is_main:
         return artifacts
     if work.settings.adapter is not None:
         final = merge(final, run.path("cut"))
@@ -48,7 +51,6 @@ def _summary(work: Training, decision: Path) -> TrainingSummary:
     # Under a sparsity penalty the last weights stay, however earlier ones were accepted.
     best, source = work.state["best"] if work.penalty is None else None, "the last checkpoint"
     chosen = None if best is None else from_json(best, EvaluatedWeights, source)
-    averaged = work.average is not None if chosen is None else chosen.averaged
     replay = read_result(decision, ReplayDecision) if decision.exists() else None
     return TrainingSummary(
         steps=work.state["step"],
@@ -58,7 +60,25 @@ def _summary(work: Training, decision: Path) -> TrainingSummary:
         ],
         best=chosen,
         replay=replay,
-        averaged=averaged and not (replay is not None and replay.kept),
         curve=learning_curve(work),
-        skipped=work.state["skipped"],
     )
+
+
+def finish_penalty(model: Any, penalty: Penalty | None) -> dict[str, Any] | None:
+    """Cut removed neurons out of the trained model; the details for sparsity.json, or None without a penalty."""
+    if penalty is None:
+        return None
+    before = size_of(model)
+    if isinstance(penalty, GroupLasso):
+        details = penalty.cut(model)
+        words = (
+            f"MLP {details['width_before']} -> {details['width']}; of the neurons removed "
+            f"{min(details['removed_zero_share']):.1%} or more per layer were exactly zero"
+        )
+    else:
+        shares = sparsity_by_tensor(model)  # its `layers.N` cover all weights of a layer; whole neurons hardly vanish
+        layers = [shares[f"layers.{index}"] for index in range(model.config.num_hidden_layers)]
+        details = penalty.details() | {"by_layer": layers, "by_tensor": shares}
+        words = f"{details['zero_share']:.1%} of the blocks' weights are zero, which makes no step faster"
+    after = size_of(model)
+    return {"parameters": [before.parameters, after.parameters], "details": details, "sentence": words}

@@ -8,30 +8,31 @@ from __future__ import annotations
 
 import contextlib
 import math
+import signal
+import threading
 import time
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
 
 from distill.errors import DataError
+from distill.interruption import deferred, end_at_once
 from distill.processes import barrier
 from distill.progress import duration
 from distill.recipe import Recipe
 from distill.run import Run
+from distill.training.best_weights import evaluate_weights, evaluation_due, part_ended, take_best
 from distill.training.checkpoint import load_checkpoint, newest_checkpoint, save_checkpoint
-from distill.training.choice.best import consider, end_of, evaluation_due, take_best
-from distill.training.choice.enough import add_point, skip_rest
-from distill.training.choice.replay import enter_replay, is_replayed, judge_replay
-from distill.training.choice.stopping import StopRequest
 from distill.training.finish import write_draft
-from distill.training.losses.states import NAME as STATES
+from distill.training.learning_curve import add_point
 from distill.training.memory import loading, memory_explained, stepping, writing
 from distill.training.optimizer import set_rates
-from distill.training.plan import REPLAY, PlannedPart, part_at, pull_of, rate_of
-from distill.training.rate import body_share
+from distill.training.plan import REPLAY, PlannedPart, body_share, part_at, rate_of, states_weight
+from distill.training.replay import decide_on_replay, enter_replay, is_replayed
 from distill.training.setup import Training, set_up
-from distill.training.step import scored_blocks
+from distill.training.step import STATES, scored_blocks
 from distill.training.trackers import tracked
 
 
@@ -46,7 +47,7 @@ def train(recipe: Recipe, run: Run) -> list[Path]:
         resumed = resume(work)
     settings, state = work.settings, work.state
     if not resumed and settings.acceptance is not None:
-        consider(work)  # the untrained draft is a candidate too, so that nothing worse is ever taken
+        evaluate_weights(work)  # the untrained draft is a candidate too, so that nothing worse is ever taken
     clock = Clock(state["step"])
     with StopRequest() as stop, memory_explained(lambda: stepping(work)), tracked(work.accelerator):
         while state["step"] < work.steps:
@@ -63,16 +64,14 @@ def train(recipe: Recipe, run: Run) -> list[Path]:
             figures["seconds"] = time.monotonic() - began
             if work.penalty is not None:
                 figures |= work.penalty.after_step(step, body_rate)
-            state["step"], state["rate"] = step + 1, rate / part.rate
+            state["step"] = step + 1
             state["tokens"] += figures["tokens"]
-            if work.average is not None and part.name != REPLAY:
-                work.average.update(step + 1)
             report_step(work, part, rate, figures, clock)
             evaluated = evaluation_due(work, part)
             if evaluated:
-                consider(work)
+                evaluate_weights(work)
             add_point(work, part, evaluated)
-            ended = end_of(work, part) or skip_rest(work, part, evaluated)
+            ended = part_ended(work, part)
             asked = work.any_process(stop.signal is not None)
             if state["step"] % settings.save_every == 0 or ended or asked:
                 save(work)
@@ -82,7 +81,7 @@ def train(recipe: Recipe, run: Run) -> list[Path]:
             leave(work, stop)
     with memory_explained(lambda: writing(work)):
         if is_replayed(work):
-            judge_replay(work)
+            decide_on_replay(work)
         else:
             take_best(work)
         return write_draft(work)
@@ -93,7 +92,7 @@ def resume(work: Training) -> bool:
     checkpoint = newest_checkpoint(work.run.path("checkpoints"))
     if checkpoint is None:
         return False
-    work.state.update(load_checkpoint(checkpoint, work.learner, work.optimizer, work.average))
+    work.state.update(load_checkpoint(checkpoint, work.learner, work.optimizer))
     if work.penalty is not None:
         work.penalty.load_state_dict(work.state["sparsity"])
     work.run.say(f"  resuming at step {work.state['step']} of {work.steps}")
@@ -102,10 +101,9 @@ def resume(work: Training) -> bool:
 
 def save(work: Training) -> None:
     """Write a checkpoint."""
-    state, main, began = work.state, work.accelerator.is_main_process, time.monotonic()
+    state, began = work.state, time.monotonic()
     state["sparsity"] = work.penalty.state_dict() if work.penalty is not None else None
-    keep = work.settings.keep
-    save_checkpoint(work.run, state["step"], work.learner, work.optimizer, keep, state, main, work.average)
+    save_checkpoint(work.run, state["step"], work.learner, work.optimizer, work.settings.keep, state, work.is_main)
     work.run.record("checkpoint", step=state["step"], seconds=time.monotonic() - began)
 
 
@@ -121,7 +119,7 @@ def one_step(work: Training, part: PlannedPart, step: int) -> dict[str, Any]:
     """Gradients over all micro-batches and processes, one optimizer step; the means over the step for the log."""
     accelerator, learner, settings = work.accelerator, work.learner, work.settings
     micro_batches = work.micro_batches(step, part)
-    pull = pull_of(work.parts, part, step, settings)
+    on_states = states_weight(work.parts, part, step, settings)
     vector = None
     for number, (source, index) in enumerate(micro_batches, 1):
         blocks, distributions = scored_blocks(source, index, accelerator.device)
@@ -129,7 +127,7 @@ def one_step(work: Training, part: PlannedPart, step: int) -> dict[str, Any]:
         without_exchange = contextlib.nullcontext() if number == len(micro_batches) else accelerator.no_sync(learner)
         with without_exchange:
             with accelerator.autocast():
-                total, sums = learner(blocks, distributions, part, pull)
+                total, sums = learner(blocks, distributions, part, on_states)
             accelerator.backward(total)
         vector = sums.vector if vector is None else vector + sums.vector
     assert vector is not None
@@ -143,7 +141,7 @@ def one_step(work: Training, part: PlannedPart, step: int) -> dict[str, Any]:
         for parameter in work.body():
             parameter.grad = None
     norm = float(accelerator.clip_grad_norm_(learner.parameters(), settings.clip))
-    shares: dict[str, float] = {**part.loss.losses, **({STATES: pull} if pull else {})}
+    shares: dict[str, float] = {**part.loss.losses, **({STATES: on_states} if on_states else {})}
     losses = {name: found.pop(f"loss/{name}") / weight for name in shares}
     loss = sum(shares[name] * value for name, value in losses.items())
     if not math.isfinite(norm) or not math.isfinite(loss):
@@ -205,3 +203,40 @@ def peak_memory_bytes(device: torch.device) -> int:
 
     scale = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale
+
+
+class StopRequest:
+    """Notes the first SIGINT or SIGTERM, so that the step is finished and saved; a second one ends the program at once.
+
+    A context manager.
+    """
+
+    def __init__(self) -> None:
+        self.signal: int | None = None
+        self._old: dict[int, Any] = {}
+        self._deferred = contextlib.ExitStack()
+
+    def __enter__(self) -> StopRequest:
+        if threading.current_thread() is not threading.main_thread():  # the caller stops this thread by other means
+            return self
+        self._deferred.enter_context(deferred())
+        for number in (signal.SIGINT, signal.SIGTERM):
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                self._old[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._old.items():
+            signal.signal(number, handler)
+        self._deferred.close()
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self.signal is not None:
+            end_at_once(number)
+        self.signal = number
+
+    def leave(self) -> None:
+        """End the command as the signal would have."""
+        if self.signal == signal.SIGTERM:
+            raise SystemExit(128 + signal.SIGTERM)
+        raise KeyboardInterrupt

@@ -65,8 +65,8 @@ def stepping(work: Training) -> tuple[str, str]:
     return f"at step {work.state['step']} on {work.accelerator.device}", hint
 
 
-def choosing(work: Training) -> tuple[str, str]:
-    """While validation prompts are decoded to choose weights."""
+def evaluating(work: Training) -> tuple[str, str]:
+    """While weights are evaluated on the validation split."""
     settings = work.settings.acceptance
     assert settings is not None
     if not work.recipe.target.load:

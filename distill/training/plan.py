@@ -11,8 +11,6 @@ from distill.models.hugging_face import load_config
 from distill.recipe import Loss, Recipe, Train
 from distill.recipe.recipe import REASON
 from distill.training.losses.settings import LossSettings
-from distill.training.losses.weights import TokenWeights
-from distill.training.rate import rate_at
 
 Verifying = Literal["sampling", "match", "greedy"]
 
@@ -35,8 +33,6 @@ class PlannedPart:
     steps: int
     rate: float
     loss: LossSettings
-    weights: TokenWeights = "uniform"
-    fraction: float = 1.0
 
     @property
     def end(self) -> int:
@@ -86,8 +82,6 @@ def planned(settings: Train, temperature: float, block: int) -> list[PlannedPart
                     steps,
                     part.rate or settings.rate,
                     loss_settings(settings, part.loss or own, part.temperature),
-                    part.weights,
-                    part.fraction,
                 )
             )
     if settings.replay is not None:
@@ -113,13 +107,38 @@ def rate_of(parts: list[PlannedPart], part: PlannedPart, step: int, settings: Tr
 
     One curve over all parts, so that a change of loss changes nothing else, and a replay changes no step before it.
     """
-    if part.name == REPLAY:
-        return rate_at(step - part.first, part.steps, part.rate, settings)
-    steps = last_step(parts)
-    return rate_at(step, steps, part.rate, settings)
+    first, steps = (part.first, part.steps) if part.name == REPLAY else (0, last_step(parts))
+    return cosine(step - first, steps, part.rate, settings.warmup, settings.final_rate_share)
 
 
-def pull_of(parts: list[PlannedPart], part: PlannedPart, step: int, settings: Train) -> float:
+def cosine(step: int, steps: int, rate: float, warmup: float, final: float) -> float:
+    """The rate of step `step` of `steps` (from 0): linear over the share `warmup`, then a cosine to `final` · rate."""
+    warm = warm_steps(steps, warmup)
+    if step < warm:
+        return rate * (step + 1) / warm
+    progress = (step - warm) / max(1, steps - warm)
+    return rate * (final + (1 - final) * 0.5 * (1 + math.cos(math.pi * progress)))
+
+
+def warm_steps(steps: int, warmup: float) -> int:
+    """The steps of the warm-up."""
+    return max(1, round(warmup * steps))
+
+
+def body_share(step: int, steps: int, settings: Train) -> float:
+    """The share of the rate for the body (all but embeddings and head): 0 at first, then a warm-up of its own.
+
+    Adam's first steps have full size whatever the gradient; without the warm-up they undo the embeddings' progress.
+    """
+    if step < settings.embedding_steps:
+        return 0.0
+    if not settings.embedding_steps:
+        return 1.0
+    warm = max(10, round(settings.warmup * steps))
+    return min(1.0, (step - settings.embedding_steps + 1) / warm)
+
+
+def states_weight(parts: list[PlannedPart], part: PlannedPart, step: int, settings: Train) -> float:
     """The weight of the loss on hidden states in a step: a line from the first step down to 0; none in a replay."""
     wanted = settings.hidden_states
     if wanted is None or part.name == REPLAY:
@@ -135,14 +154,6 @@ def temperatures(parts: list[PlannedPart]) -> set[float]:
 def first_part(recipe: Recipe) -> PlannedPart:
     """The first part of a training, with whose loss and rate cuts are healed too."""
     return planned(recipe.train, recipe.sampler.temperature, recipe.corpus.block)[0]
-
-
-def check_adapter(settings: Train) -> None:
-    """Raise RecipeError for an adapter together with settings that exclude it."""
-    if settings.adapter is not None:
-        clash = settings.adapter.clash(settings.sparsity is not None, settings.embedding_steps)
-        if clash:
-            raise RecipeError(f"train.adapter: {clash}")
 
 
 def check_hidden_states(settings: Train, kind: str, draft: int, target: int) -> None:
@@ -172,7 +183,6 @@ def check_training(recipe: Recipe) -> list[str]:
             "which a compact teacher does not keep",
             "add it to teacher.temperatures, or use teacher.kind exact or online",
         )
-    check_adapter(settings)
     if settings.hidden_states is not None:
         target, donor = (load_config(name).get_text_config() for name in (recipe.target.model, recipe.donor_model))
         check_hidden_states(settings, teacher.kind, recipe.cut.hidden or donor.hidden_size, target.hidden_size)
@@ -188,14 +198,13 @@ def check_training(recipe: Recipe) -> list[str]:
     if settings.hidden_states is not None:
         pull, last = settings.hidden_states, round(settings.hidden_states.end * last_step(parts))
         lines.append(f"train: {pull.weight:g} of the loss on hidden states at first, none from step {last} on")
-    chosen = "the last weights are taken" if settings.average is None else "the average of the weights is taken"
+    chosen = "the last weights are taken"
     if settings.acceptance is not None and settings.sparsity is None:
         verifying = protocol_of(settings, recipe.sampler.temperature)
-        candidates = "the weights" if settings.average is None else "the weights, or their average,"
-        chosen = f"{candidates} accepted most on validation prompts are taken ({verifying} verification)"
+        chosen = f"the weights accepted most on validation prompts are taken ({verifying} verification)"
         if not recipe.target.load:
             chosen = (
-                f"{candidates} of the highest α ({verifying} verification) on stored distributions of validation "
+                f"the weights of the highest α ({verifying} verification) on stored distributions of validation "
                 f"answers are taken, no rounds are decoded: {REASON}"
             )
     return [*lines, f"train: {chosen}"]

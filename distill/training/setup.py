@@ -5,7 +5,6 @@ Legend: b blocks of a step.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import os
 from collections.abc import Iterator
@@ -15,43 +14,35 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distill.errors import RecipeError, RunError
-from distill.models.hugging_face import end_ids, load_config, load_target, load_tokenizer, pick_device
+from distill.errors import DataError, RecipeError, RunError
+from distill.models.hugging_face import load_config, load_model, load_target, pick_device, recompute_activations
 from distill.models.kept import read_kept
 from distill.packing import Packed
-from distill.processes import agree, process_count
+from distill.processes import process_count
 from distill.recipe import Recipe, Train
 from distill.run import Run
-from distill.sampler import Sampler
+from distill.surgery.sparsity.group_lasso import GroupLasso
+from distill.surgery.sparsity.unstructured import UnstructuredL1
+from distill.teacher.distributions import LogitForm, logit_form
 from distill.teacher.source import OnlineTarget, TeacherSource, open_teacher, require_fit
 from distill.teacher.store import read_manifest
-from distill.texts import Prompt, read_prompts
-from distill.training.average import WeightAverage
+from distill.texts import read_prompts
+from distill.training.adapters import attach, load_base
 from distill.training.checkpoint import whole_weights
-from distill.training.choice.acceptance import Judge, counts, judge_for, rates, speaking
-from distill.training.choice.alpha import StoredAnswers
-from distill.training.loading import load_draft
 from distill.training.optimizer import make_optimizer
-from distill.training.penalty import Penalty, penalty_of
-from distill.training.plan import (
-    REPLAY,
-    PlannedPart,
-    check_hidden_states,
-    last_step,
-    planned,
-    protocol_of,
-)
+from distill.training.plan import REPLAY, PlannedPart, check_hidden_states, planned
 from distill.training.step import Columns, Learner, batch_blocks, split_blocks
 from distill.training.trackers import require_trackers, start_trackers
+
+Penalty = GroupLasso | UnstructuredL1
 
 
 def new_state() -> dict[str, Any]:
     """The state before the first step.
 
-    `tokens` counted in the loss; `rate` is the last step's over its part's peak. `curve` holds the points of the
-    learning curve, measured on `texts`; `skipped` steps of a constant phase were not worth their hours.
+    `tokens` counted in the loss. `curve` holds the points of the learning curve, measured on `texts`.
     """
-    learning: dict[str, Any] = {"tokens": 0, "rate": 0.0, "texts": None, "curve": [], "skipped": 0}
+    learning: dict[str, Any] = {"tokens": 0, "texts": None, "curve": []}
     return {"step": 0, "best": None, "misses": 0, "sparsity": None, **learning}
 
 
@@ -68,18 +59,21 @@ class Training:
     optimizer: Any
     penalty: Penalty | None
     kept: list[int] | None
-    vocabulary: int
     spare: Any = None  # a whole draft to evaluate, where the learner's weights are sharded
     target: Any = None  # of an online teacher; else loaded on first use
     replayed: TeacherSource | None = None
-    held_out: StoredAnswers | None = None  # opened on first use, where the target is not loaded
-    average: WeightAverage | None = None
+    held_out: Any = None  # its StoredAnswers, opened on first use, where the target is not loaded
     state: dict[str, Any] = field(default_factory=new_state)
 
     @property
     def settings(self) -> Train:
         """The recipe's section."""
         return self.recipe.train
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process is the first, which alone writes and decodes."""
+        return bool(self.accelerator.is_main_process)
 
     @property
     def steps(self) -> int:
@@ -124,15 +118,9 @@ class Training:
         if self.spare is None:
             return self.accelerator.unwrap_model(self.learner).draft
         weights = whole_weights(self.learner)
-        if self.accelerator.is_main_process:
+        if self.is_main:
             self.spare.load_state_dict({name.removeprefix("draft."): value for name, value in weights.items()})
         return self.spare
-
-    @contextlib.contextmanager
-    def served(self) -> Iterator[Any]:
-        """The draft in its served form, for the main process to decode with."""
-        with speaking(self.draft(), self.kept) as draft, torch.compiler.set_stance("force_eager"):
-            yield draft
 
     def loaded_target(self) -> Any:
         """The target, loaded on first use."""
@@ -143,58 +131,6 @@ class Training:
     def online(self, packed: Packed) -> TeacherSource:
         """The target's distributions on other blocks, computed on demand."""
         return OnlineTarget(self.loaded_target(), packed, self.source.manifest, self.recipe.teacher.batch)
-
-    def judge(self) -> Judge:
-        """The target, set up to decode with drafts."""
-        recipe, target = self.recipe, self.loaded_target()
-        ends = end_ids(target.config, load_tokenizer(recipe.target.model))
-        protocol = protocol_of(recipe.train, recipe.sampler.temperature)
-        return judge_for(target, self.vocabulary, ends, Sampler.of(recipe.sampler), protocol, recipe.seed)
-
-    def validation(self) -> tuple[list[Prompt], list[Prompt]]:
-        """Validation prompts: those for the choice of weights, and the others, for the decision on a replay."""
-        prompts = read_prompts(self.run, "validation")
-        first = self.settings.acceptance.prompts if self.settings.acceptance else 0
-        judges = self.settings.replay.judges if self.settings.replay else 0
-        return prompts[:first], prompts[first : first + judges]
-
-    def acceptance(self) -> dict[str, Any]:
-        """The rates of the present weights on the validation prompts, and counts of each prompt that was decoded, the
-        same in every process.
-
-        The first texts that are decoded, whose distribution is the target's alone, are kept for `expected`.
-        """
-        found = texts = None
-        with self.served() as draft:
-            if self.accelerator.is_main_process:
-                found, texts = self._rates(draft)
-        if self.state["texts"] is None:
-            self.state["texts"] = agree(texts)
-        agreed: dict[str, Any] = agree(found)
-        return agreed
-
-    def _rates(self, draft: Any) -> tuple[dict[str, Any], list[list[int]] | None]:
-        """Decoded with the target, and the texts; where that is not loaded, α on its stored distributions, and None."""
-        settings = self.settings.acceptance
-        assert settings is not None
-        if self.recipe.target.load:
-            prompts, _ = self.validation()
-            decoded = self.judge().decode(draft, prompts, settings.new_tokens, settings.length)
-            return rates(decoded) | counts(decoded), [text.tokens for text in decoded]
-        self.held_out = self.held_out or StoredAnswers(self.recipe, self.run)
-        protocol = protocol_of(self.settings, self.recipe.sampler.temperature)
-        return self.held_out.rates(draft, protocol, self.settings.chunk), None
-
-    def expected(self) -> list[float]:
-        """Of each validation prompt, the present weights' probability to be accepted, summed over its text in
-        `state["texts"]`."""
-        found = None
-        with self.served() as draft:
-            if self.accelerator.is_main_process:
-                prompts, _ = self.validation()
-                found = self.judge().expected(draft, prompts, self.state["texts"])
-        agreed: list[float] = agree(found)
-        return agreed
 
 
 def _blocks(source: TeacherSource, step: int, count: int, seed: int) -> Tensor:
@@ -277,6 +213,43 @@ def check_sharded(settings: Train) -> None:
         )
 
 
+def require_plain_logits(config: Any) -> None:
+    """Raise DataError for a draft of a configuration that caps or scales its logits."""
+    if logit_form(config) != LogitForm():
+        raise DataError(
+            f"the draft, a {config.model_type}, caps or scales its logits, which the losses do not support",
+            "choose a donor of another architecture, such as qwen2, qwen3 or llama",
+        )
+
+
+def load_draft(recipe: Recipe, run: Run, device: torch.device) -> Any:
+    """The cut donor, whole head included, with adapters where the recipe asks for them."""
+    settings, init = recipe.train, run.path("cut")
+    if settings.adapter is None:
+        draft = load_model(str(init), "float32", device, trimmed=False)
+    else:
+        draft = attach(load_base(init, settings.adapter, device), settings.adapter, recipe.seed)
+    require_plain_logits(draft.config)
+    if settings.checkpointing:
+        recompute_activations(draft)
+    if settings.compile:
+        draft.model.compile()
+    return draft
+
+
+def penalty_of(model: Any, settings: Train) -> Penalty | None:
+    """The penalty that a recipe asks for; None without one."""
+    wanted = settings.sparsity
+    if wanted is None:
+        return None
+    start = settings.embedding_steps / settings.steps  # frozen neurons cannot adapt to a penalty
+    if wanted.method == "group":
+        assert wanted.mlp_width is not None
+        return GroupLasso(model, wanted.mlp_width, settings.steps, start=start, ramp=wanted.ramp)
+    assert wanted.share is not None
+    return UnstructuredL1(model, settings.steps, sparsity=wanted.share, start=start, ramp=wanted.ramp)
+
+
 def set_up(recipe: Recipe, run: Run) -> Training:
     """Load everything, and refuse incompatible parts before the first step.
 
@@ -300,8 +273,7 @@ def set_up(recipe: Recipe, run: Run) -> Training:
     source = open_teacher(run, recipe, device, target)
     penalty = penalty_of(draft, settings.model_copy(update={"steps": parts[-1].end}))
     optimizer: Any = make_optimizer(draft, settings, penalty.parameters() if penalty else ())
-    length = settings.acceptance.length if settings.acceptance else 4
-    learner = Learner(draft, Columns(source.vocabulary, kept, device), settings.chunk, length)
+    learner = Learner(draft, Columns(source.vocabulary, kept, device), settings.chunk)
     sharded = accelerator.distributed_type == "FSDP"
     if sharded:
         check_sharded(settings)
@@ -309,9 +281,4 @@ def set_up(recipe: Recipe, run: Run) -> Training:
     learner, optimizer = accelerator.prepare(learner, optimizer)
     learner.train()
     start_trackers(accelerator, recipe, run)
-    work = Training(
-        recipe, run, accelerator, parts, source, learner, optimizer, penalty, kept, source.vocabulary, spare, target
-    )
-    if settings.average is not None:
-        work.average = WeightAverage(learner, settings.average, last_step(parts))
-    return work
+    return Training(recipe, run, accelerator, parts, source, learner, optimizer, penalty, kept, spare, target)

@@ -16,16 +16,14 @@ from distill.errors import DataError
 from distill.models.packed.packed_forward import hidden_states
 from distill.packing import Packed, epoch_order
 from distill.recipe import Train
-from distill.teacher.distributions import CompactTeacher, Teacher
+from distill.teacher.distributions import CompactTeacher, DenseTeacher, Teacher
 from distill.teacher.source import TeacherSource
-from distill.training.losses.fused import head_loss, position_statistics
+from distill.training.losses.fused import head_loss
 from distill.training.losses.settings import LossSums
-from distill.training.losses.states import NAME as STATES
-from distill.training.losses.states import state_error, target_states
-from distill.training.losses.weights import token_weights
 from distill.training.optimizer import make_optimizer, set_rates
-from distill.training.plan import PlannedPart
-from distill.training.rate import rate_at
+from distill.training.plan import PlannedPart, cosine
+
+STATES = "hidden_states"  # the name of the loss on them
 
 
 class Source(Protocol):
@@ -69,18 +67,18 @@ class Columns:
 class Learner(torch.nn.Module):
     """The draft with its loss: the head is used inside `forward`, where sharded weights are whole."""
 
-    def __init__(self, draft: Any, columns: Columns, chunk: int, length: int) -> None:
+    def __init__(self, draft: Any, columns: Columns, chunk: int) -> None:
         super().__init__()
         self.draft = draft
-        self.columns, self.chunk, self.length = columns, chunk, length
+        self.columns, self.chunk = columns, chunk
         self._no_split_modules = getattr(draft, "_no_split_modules", None)  # by which layers FSDP shards
 
     def forward(
-        self, blocks: Packed, teacher: Teacher, part: PlannedPart, pull: float = 0.0
+        self, blocks: Packed, teacher: Teacher, part: PlannedPart, states_weight: float = 0.0
     ) -> tuple[Tensor, LossSums]:
-        """Σ w ℓ over the N scored positions, and the sums for the log; divide by Σ w over the whole step.
+        """Σ ℓ over the N scored positions, and the sums for the log; divide by their `weight` over the whole step.
 
-        `pull` is the weight of the loss on hidden states.
+        `states_weight` is the weight of the loss on hidden states.
         """
         hidden = hidden_states(self.draft, blocks)[blocks.mask]  # [N, H]
         head = self.draft.lm_head
@@ -88,15 +86,31 @@ class Learner(torch.nn.Module):
         bias = None if getattr(head, "bias", None) is None else self.columns.rows(head.bias)
         teacher = self.columns.teacher(teacher)
         labels = self.columns.labels(blocks.labels().long()[blocks.mask])
-        weights = None
-        if part.weights != "uniform":
-            alpha, divergence = position_statistics(hidden.detach(), weight.detach(), teacher, self.chunk, bias)
-            weights = token_weights(part.weights, alpha, divergence, blocks.mask, self.length, part.fraction)
-        total, sums = head_loss(hidden, weight, teacher, labels, part.loss, weights, self.chunk, bias)
-        if pull:
-            error = state_error(hidden, target_states(teacher, hidden), weights)
-            total, sums = total + pull * error, sums.joined(f"loss/{STATES}", error)
+        total, sums = head_loss(hidden, weight, teacher, labels, part.loss, None, self.chunk, bias)
+        if states_weight:
+            error = state_error(hidden, target_states(teacher, hidden))
+            total, sums = total + states_weight * error, sums.joined(f"loss/{STATES}", error)
         return total, sums
+
+
+def target_states(teacher: Teacher, like: Tensor) -> Tensor:
+    """The target's final hidden states at the positions of a teacher, in the form of the draft's [N, H]."""
+    if not len(teacher):  # a process without blocks has no states either
+        return torch.zeros_like(like)
+    assert isinstance(teacher, DenseTeacher), "a compact teacher keeps no hidden states"
+    return teacher.hidden.to(like.device)
+
+
+def state_error(hidden: Tensor, target: Tensor) -> Tensor:
+    """Σ ‖h − h*‖² / ‖h*‖² over the positions, in fp32: hidden h and target h* [N, H].
+
+    Relative to each position's own state, so that neither the scale of the states nor the split into micro-batches
+    counts.
+    """
+    with torch.autocast(hidden.device.type, enabled=False):
+        expected = target.detach().float()
+        error = (hidden.float() - expected).square().sum(-1) / expected.square().sum(-1).clamp(min=1e-12)
+        return error.sum()
 
 
 def on_device(blocks: Packed, device: torch.device) -> Packed:
@@ -151,7 +165,7 @@ def heal(
     alone; fp32, one process. `vocabulary` tokens are real.
     """
     device = next(model.parameters()).device
-    learner = Learner(model, Columns(vocabulary, None, device), settings.chunk, 4)
+    learner = Learner(model, Columns(vocabulary, None, device), settings.chunk)
     optimizer = make_optimizer(model, settings)
     model.train()
     losses: list[float] = []
@@ -162,7 +176,7 @@ def heal(
         loss = total / sums["weight"].clamp(min=1)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), settings.clip)
-        rate = rate_at(step, steps, part.rate, settings)
+        rate = cosine(step, steps, part.rate, settings.warmup, settings.final_rate_share)
         set_rates(optimizer, rate, rate)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)

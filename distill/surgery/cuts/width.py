@@ -19,7 +19,6 @@ from distill.surgery.change import decoder_layers, require_supported
 from distill.surgery.cuts.layers import Loss
 from distill.surgery.observe import walk_grams
 
-SCORES = ("activation", "magnitude", "first")
 MULTIPLE = 32  # of neurons: GGUF's quantised types store rows in blocks of 32
 Matrices = list[dict[str, tuple[torch.nn.Parameter, torch.nn.Parameter | None]]]  # weight, bias by name, per layer
 
@@ -106,12 +105,12 @@ def repaired_down(weight: Tensor, gram: Tensor, kept: Tensor, ridge: float) -> t
 
 def narrow(
     model: Any,
-    blocks: Packed | None,
+    blocks: Packed,
     width: int,
     *,
     score: str = "activation",
     repair: bool = True,
-    ridge: float | Sequence[float] = 1e-3,
+    ridges: Sequence[float] = (1e-3,),
     sequential: bool = True,
     loss: Loss | None = None,
     batch: int = 4,
@@ -124,36 +123,29 @@ def narrow(
     least `loss(model)` is taken: measure the loss on other blocks.
 
     Returns JSON-able details: neurons kept per layer, the share of its score they hold, and where Gram matrices were
-    collected E‖lost output‖² / E‖output‖² per layer, without and with repair. Raises RecipeError for a width (see
-    check_width), score or ridge that is not possible.
+    collected E‖lost output‖² / E‖output‖² per layer, without and with repair. Raises RecipeError for a width that is
+    not possible (see check_width).
     """
     check_width(model.config, width)
-    if score not in SCORES:
-        raise RecipeError(f"there is no neuron score `{score}`", f"scores: {', '.join(SCORES)}")
-    ridges = [float(ridge)] if isinstance(ridge, int | float) else [float(value) for value in ridge]
-    if not ridges or not all(0 <= value < math.inf for value in ridges):
-        raise RecipeError(f"ridge is {ridge}; it must be 0 or more", "for instance 0.001")
-    if len(ridges) > 1 and repair and loss is None:
-        raise RecipeError(f"{len(ridges)} ridges, and no loss to choose by", "give one ridge")
     tried: list[float | None] = [*ridges] if repair else [None]
     start, losses, least = _mlps(model), [], math.inf
     chosen: tuple[float | None, dict[str, Any], Matrices] | None = None
     for value in tried:
         _restore(model, start)
         report = _cut(model, blocks, width, score, value, sequential, batch)
-        losses.append(float(loss(model)) if loss and len(tried) > 1 else 0.0)
+        losses.append(0.0 if len(tried) == 1 or loss is None else float(loss(model)))
         if losses[-1] < least:
             least, chosen = losses[-1], (value, report, _mlps(model))
     if chosen is None:
-        raise DataError(f"the loss is not finite with any ridge of {ridges}", "check the donor's weights")
+        raise DataError(f"the loss is not finite with any ridge of {[*ridges]}", "check the donor's weights")
     _restore(model, chosen[2])
     widths = [width] * len(decoder_layers(model))
     choice = {"score": score, "repair": repair, "ridge": chosen[0], "sequential": sequential, "widths": widths}
-    return {**choice, **({"ridges": ridges, "losses": losses} if len(tried) > 1 else {}), **chosen[1]}
+    return {**choice, **({"ridges": [*ridges], "losses": losses} if len(tried) > 1 else {}), **chosen[1]}
 
 
 def _cut(
-    model: Any, blocks: Packed | None, width: int, score: str, ridge: float | None, sequential: bool, batch: int
+    model: Any, blocks: Packed, width: int, score: str, ridge: float | None, sequential: bool, batch: int
 ) -> dict[str, Any]:
     """Cut every layer's MLP to `width` neurons, with repair where a ridge is given."""
     observed = score == "activation" or ridge is not None
@@ -181,8 +173,6 @@ def _cut(
         _keep_neurons(layer.mlp, kept, down)
 
     if observed:
-        if blocks is None:
-            raise RecipeError("score `activation` and repair need text to observe the model on", "give blocks of it")
         walk_grams(model, blocks, visit, sequential=sequential, batch=batch)
     else:
         for index in range(len(decoder_layers(model))):

@@ -80,16 +80,14 @@ class GroupLasso:
 
     Building it balances the model, so build it before the optimizer, restore a checkpoint's weights afterwards and
     give `parameters()` no weight decay.
-    With `trimmed` only the groups that rank among those to go are shrunk, ranked anew at every step (the trimmed
-    penalty: Yun et al., ICML 2019); without, all groups are, as in the textbook. The neurons of trained models have
-    similar norms, so the textbook penalty shrinks the remaining neurons nearly as far as the removed ones; trimming in
-    turn gives the norms at the start more weight in the choice.
+    Only the groups that rank among those to go are shrunk, ranked anew at every step (the trimmed penalty: Yun et al.,
+    ICML 2019). The neurons of trained models have similar norms, so the textbook penalty, which shrinks all groups,
+    shrinks the remaining neurons nearly as far as the removed ones; trimming in turn gives the norms at the start more
+    weight in the choice.
     Raises RecipeError for an impossible width, schedule or dtype, DataError for an unknown architecture.
     """
 
-    def __init__(
-        self, model: Any, width: int, steps: int, *, start: float = 0.0, ramp: float = 0.2, trimmed: bool = True
-    ) -> None:
+    def __init__(self, model: Any, width: int, steps: int, *, start: float = 0.0, ramp: float = 0.2) -> None:
         self.layers = list(decoder_layers(model))
         self.neurons = int(self.layers[0].mlp.down_proj.in_features)
         if not 0 < width < self.neurons or width % 32:
@@ -100,7 +98,7 @@ class GroupLasso:
             )
         self.schedule = plan(steps, start, ramp)
         require_float32(self.parameters())
-        self.width, self.trimmed = width, trimmed
+        self.width = width
         self.wanted = self.neurons - width
         self.root = math.sqrt(group_size(self.layers[0]))
         self.step = 0
@@ -151,9 +149,7 @@ class GroupLasso:
             distance = float(norms[order[self.wanted - 1]])
             strength = HAIR * distance / (left * rate * self.root) if rate > 0 else 0.0
             factor = shrink_factor(norms, rate * strength * self.root)
-            spared = order[self.wanted :]
-            # Equal neurons (a grown donor has them) must not go together: none beyond the wanted count is zeroed.
-            factor[spared] = 1.0 if self.trimmed else torch.where(factor[spared] > 0, factor[spared], 1.0)
+            factor[order[self.wanted :]] = 1.0  # also of neurons equal to one that goes: a grown donor has them
             for part, dim in group_parts(layer):
                 part.mul_(_spread(factor, part, dim))
             strengths.append(strength)
@@ -229,5 +225,5 @@ class GroupLasso:
             "removed_not_zero": self.missing,
             "lambda_by_layer": [total / ramp_steps for total in self.pressed],
             "last_step_share": max((b / a for a, b in zip(self.first, self.last, strict=True) if a), default=0.0),
-            "trimmed": self.trimmed,
+            "trimmed": True,
         }

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -11,8 +12,8 @@ import torch
 from torch import Tensor
 
 from distill.errors import RecipeError, RunError
+from distill.surgery.change import decoder_layers
 from distill.surgery.sparsity.ramp import HAIR, plan, require_float32
-from distill.surgery.sparsity.zeros import block_matrices, evenness, weight_shares_by_layer
 
 
 def kth_smallest_magnitude(tensors: Sequence[Tensor], k: int) -> float:
@@ -44,8 +45,9 @@ class UnstructuredL1:
 
     It makes nothing faster in GGUF or on common hardware: zeros are stored and multiplied like any number. It is here
     for measurements. `sparsity` is the zero share asked for; one λ for all matrices follows the schedule of `ramp`,
-    with single weights as groups, so that the spread over layers is left to the training. `trimmed` is as for
-    GroupLasso. Raises RecipeError for settings out of range, DataError for an unknown architecture.
+    with single weights as groups, so that the spread over layers is left to the training. Only the weights that rank
+    among those to go are shrunk, as in GroupLasso. Raises RecipeError for settings out of range, DataError for an
+    unknown architecture.
     """
 
     def __init__(
@@ -56,14 +58,12 @@ class UnstructuredL1:
         sparsity: float,
         start: float = 0.0,
         ramp: float = 0.2,
-        trimmed: bool = True,
     ) -> None:
         self.matrices = block_matrices(model)
         if not 0 < sparsity < 1:
             raise RecipeError(f"sparsity: the zero share wanted is {sparsity}", "ask for a share between 0 and 1")
         self.schedule = plan(steps, start, ramp)
         require_float32(self.parameters())
-        self.trimmed = trimmed
         self.weights = sum(weight.numel() for weight in self.matrices.values())
         self.wanted = max(1, round(sparsity * self.weights))
         self.step = 0
@@ -107,7 +107,7 @@ class UnstructuredL1:
         strength = HAIR * distance / (left * rate) if rate > 0 else 0.0
         for weight in self.matrices.values():
             shrunk = torch.nn.functional.softshrink(weight, rate * strength)
-            weight.copy_(torch.where(weight.abs() <= distance, shrunk, weight) if self.trimmed else shrunk)
+            weight.copy_(torch.where(weight.abs() <= distance, shrunk, weight))
         self.pressed += strength
         return strength
 
@@ -127,15 +127,44 @@ class UnstructuredL1:
 
     def details(self) -> dict[str, Any]:
         """For the record of changes: the zero share reached, its spread over the layers, the mean λ of the ramp."""
-        shares = self.zeros() / self.weights
-        spread = evenness(weight_shares_by_layer(self.matrices))
+        by_layer = weight_shares_by_layer(self.matrices)
+        mean = sum(by_layer) / len(by_layer)
+        deviation = math.sqrt(sum((share - mean) ** 2 for share in by_layer) / len(by_layer))
         ramp_steps = min(max(1, self.step - self.schedule.dense), self.schedule.ramp)
         return {
-            "zero_share": shares,
-            "least_layer": spread.least,
-            "most_layer": spread.most,
-            "variation_over_layers": spread.variation,
+            "zero_share": self.zeros() / self.weights,
+            "least_layer": min(by_layer),
+            "most_layer": max(by_layer),
+            "variation_over_layers": deviation / mean if mean else 0.0,
             "lambda": self.pressed / ramp_steps,
-            "trimmed": self.trimmed,
+            "trimmed": True,
             "faster": False,
         }
+
+
+def block_matrices(model: Any) -> dict[str, torch.nn.Parameter]:
+    """The weights of all linear layers of the blocks by name, `layers.0.mlp.up_proj` and so on."""
+    return {
+        f"layers.{index}.{name.removesuffix('.weight')}": parameter
+        for index, layer in enumerate(decoder_layers(model))
+        for name, parameter in layer.named_parameters()
+        if parameter.ndim == 2
+    }
+
+
+def sparsity_by_tensor(model: Any) -> dict[str, float]:
+    """Zero share of each matrix of the blocks, and of each layer's matrices together (`layers.0` and so on)."""
+    matrices = block_matrices(model)
+    shares = {name: float((weight == 0).sum()) / weight.numel() for name, weight in matrices.items()}
+    layers = weight_shares_by_layer(matrices)
+    return {**{f"layers.{index}": share for index, share in enumerate(layers)}, **shares}
+
+
+def weight_shares_by_layer(matrices: dict[str, torch.nn.Parameter]) -> list[float]:
+    """Zero share of each layer's weights together [L], from `block_matrices`."""
+    zeros: dict[int, list[int]] = {}
+    for name, weight in matrices.items():
+        found = zeros.setdefault(int(name.split(".")[1]), [0, 0])
+        found[0] += weight.numel() - int(weight.count_nonzero())
+        found[1] += weight.numel()
+    return [zero / total for _, (zero, total) in sorted(zeros.items())]

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from distill.errors import DataError
 from distill.progress import Progress
-from distill.surgery.vocabulary.mixture import Entries
-from distill.surgery.vocabulary.subtokens import MEAN, TEXT, Subtokens
+from distill.surgery.vocabulary.subtokens import MEAN, TEXT, Entries, Subtokens
 
 BATCH = 256  # rows rebuilt at once
 

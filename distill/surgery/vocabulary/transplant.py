@@ -25,13 +25,8 @@ from distill.models.tokenizer_files import copy_tokenizer
 from distill.results.cut_results import Change, Size
 from distill.surgery.change import read_changes, record_change
 from distill.surgery.stored import FLOATS, SHARD_BYTES, WRITTEN, Written, write_tensors
-from distill.surgery.vocabulary.mixture import Entries, Mixture
 from distill.surgery.vocabulary.pursuit import pursue_rows
-from distill.surgery.vocabulary.subtokens import (
-    Subtokens,
-    describe_subtokens,
-    map_subtokens,
-)
+from distill.surgery.vocabulary.subtokens import Entries, Mixture, Subtokens, describe_subtokens, map_subtokens
 from distill.surgery.vocabulary.transplant_plan import EMBEDDING, HEAD, Plan, check_transplant
 
 CHUNK_BYTES = 2**24

@@ -208,21 +208,3 @@ def _sums(values: Tensor, scoring: _Scoring) -> LossSums:
     vector = torch.cat([count, w.sum().unsqueeze(0), own[:, :split].sum(0), w @ own[:, split:]])
     names = ("positions", "weight", *STATISTICS, *(f"loss/{name}" for name in settings.losses))
     return LossSums(names, vector)
-
-
-@torch.no_grad()
-def position_statistics(
-    hidden: Tensor,
-    head: Tensor,
-    teacher: Teacher,
-    chunk: int,
-    bias: Tensor | None = None,
-    temperature: float = 1.0,
-) -> tuple[Tensor, Tensor]:
-    """Sampling acceptance [N] (upper end with a stored tail) and forward KL [N] of every position, for its weight."""
-    settings = LossSettings({"forward_kl": 1.0}, temperature=temperature)
-    nothing = torch.full((len(hidden),), -1, device=hidden.device)
-    scoring = _scoring(hidden, teacher, nothing, torch.ones(len(hidden), device=hidden.device), settings, chunk)
-    with torch.autocast(hidden.device.type, enabled=False):
-        values = _positions(hidden, head, bias, scoring)
-    return values[:, STATISTICS.index("acceptance")], values[:, STATISTICS.index("forward_kl")]

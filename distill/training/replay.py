@@ -20,11 +20,11 @@ from distill.progress import Progress
 from distill.recipe import Replay
 from distill.speculative.decode import Decoded
 from distill.texts import Answer, Prompt, read_answers
+from distill.training.best_weights import take_best
 from distill.training.checkpoint import BEST, REPLAYED, load_weights, save_weights
-from distill.training.choice.acceptance import Judge
-from distill.training.choice.best import take_best
 from distill.training.memory import memory_explained, replaying
 from distill.training.setup import Training
+from distill.training.validation import ServedTarget, served_draft, served_target, validation_prompts
 
 BATCH = 16  # prompts decoded together
 
@@ -70,21 +70,21 @@ def pack_rejected(prompts: Sequence[Prompt], texts: Sequence[Decoded], block: in
     return packed
 
 
-def decode_all(judge: Judge, draft: Any, prompts: Sequence[Prompt], settings: Replay) -> list[Decoded]:
+def decode_all(target: ServedTarget, draft: Any, prompts: Sequence[Prompt], settings: Replay) -> list[Decoded]:
     """Every prompt decoded, some of them together."""
     texts: list[Decoded] = []
     progress = Progress("replay, batches decoded", -(-len(prompts) // BATCH))
     for start in range(0, len(prompts), BATCH):
-        texts += judge.decode(draft, prompts[start : start + BATCH], settings.new_tokens, settings.length)
+        texts += target.decode(draft, prompts[start : start + BATCH], settings.new_tokens, settings.length)
         progress.step()
     return texts
 
 
 def collect(
-    judge: Judge, draft: Any, prompts: Sequence[Prompt], settings: Replay, block: int, path: Path
+    target: ServedTarget, draft: Any, prompts: Sequence[Prompt], settings: Replay, block: int, path: Path
 ) -> dict[str, Any]:
     """Decode train prompts with the draft, write the rejected positions to `path`; how many there are."""
-    texts = decode_all(judge, draft, prompts, settings)
+    texts = decode_all(target, draft, prompts, settings)
     packed = pack_rejected(prompts, texts, block)
     write_atomically(path, packed.save)
     return {
@@ -96,7 +96,9 @@ def collect(
     }
 
 
-def decide(before: Sequence[Decoded], after: Sequence[Decoded], resamples: int, confidence: float) -> dict[str, Any]:
+def compare_rounds(
+    before: Sequence[Decoded], after: Sequence[Decoded], resamples: int, confidence: float
+) -> dict[str, Any]:
     """Whether tokens per round rose, with the interval of the difference, paired by prompt.
 
     The replay is kept only when the whole interval lies above 0: a measured draft is not replaced by one that may be
@@ -119,24 +121,24 @@ def decide(before: Sequence[Decoded], after: Sequence[Decoded], resamples: int, 
 
 def enter_replay(work: Training) -> bool:
     """Go back to the best weights and find the positions where their drafts are rejected; False where there is none."""
-    settings, run, main = work.settings.replay, work.run, work.accelerator.is_main_process
+    settings, run = work.settings.replay, work.run
     assert settings is not None
     path = run.path("replay", "blocks.safetensors")
     if work.state.get("replay") is None:
         take_best(work)
         if work.state["best"] is None:
-            save_weights(run, BEST, work.learner, main)
+            save_weights(run, BEST, work.learner, work.is_main)
         found = None
-        with memory_explained(lambda: replaying(work)), work.served() as draft:
-            if main:
+        with memory_explained(lambda: replaying(work)), served_draft(work) as draft:
+            if work.is_main:
                 prompts = replay_prompts(read_answers(run, "train"), settings.prompts)
-                found = collect(work.judge(), draft, prompts, settings, work.recipe.corpus.block, path)
+                found = collect(served_target(work), draft, prompts, settings, work.recipe.corpus.block, path)
         work.state["replay"] = found = agree(found)
         run.say("  replay: {rejected} rejected positions in {rounds} rounds of {prompts} prompts".format_map(found))
     packed = Packed.load(path)
     if not len(packed):
         run.say("  replay: nothing was rejected, so there is nothing to learn")
-        if main:
+        if work.is_main:
             write_json(run.path("replay", "decision.json"), {"collected": work.state["replay"], "kept": False})
         return False
     with memory_explained(lambda: replaying(work)):  # the target, which other processes have not loaded yet
@@ -150,22 +152,22 @@ def is_replayed(work: Training) -> bool:
     return found is not None and found["blocks"] > 0 and work.state["step"] == work.steps
 
 
-def judge_replay(work: Training) -> None:
+def decide_on_replay(work: Training) -> None:
     """Keep the replayed weights only if they are better on validation prompts; writes replay/decision.json."""
-    settings, run, main = work.settings.replay, work.run, work.accelerator.is_main_process
+    settings, run = work.settings.replay, work.run
     assert settings is not None
-    save_weights(run, REPLAYED, work.learner, main)
-    _, prompts = work.validation()
+    save_weights(run, REPLAYED, work.learner, work.is_main)
+    _, prompts = validation_prompts(work)
     decoded: list[list[Decoded]] = []
     for name in (BEST, REPLAYED):
         load_weights(run, name, work.learner)
-        with memory_explained(lambda: replaying(work)), work.served() as draft:
-            if main:
-                decoded.append(decode_all(work.judge(), draft, prompts, settings))
+        with memory_explained(lambda: replaying(work)), served_draft(work) as draft:
+            if work.is_main:
+                decoded.append(decode_all(served_target(work), draft, prompts, settings))
     found = None
-    if main:
+    if work.is_main:
         evaluation = work.recipe.eval
-        found = decide(decoded[0], decoded[1], evaluation.resamples, evaluation.confidence)
+        found = compare_rounds(decoded[0], decoded[1], evaluation.resamples, evaluation.confidence)
         found |= {"collected": work.state["replay"], "confidence": evaluation.confidence}
         write_json(run.path("replay", "decision.json"), found)
     found = agree(found)

@@ -1,0 +1,131 @@
+"""What a recipe's cuts need, checked from configurations alone: possible sizes, and a draft smaller than its target."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from distill.errors import RecipeError
+from distill.models.hugging_face import load_config, local_folder, text_folder
+from distill.models.pairs import require_pair
+from distill.recipe import Cut, Recipe
+from distill.surgery.change import require_supported
+from distill.surgery.cuts.attention import check_kv_heads
+from distill.surgery.cuts.hidden import check_hidden
+from distill.surgery.cuts.layers import check_layers, parse_layers
+from distill.surgery.cuts.width import check_width
+from distill.surgery.vocabulary.transplant_plan import check_transplant
+from distill.surgery.vocabulary.trim import always_kept, check_size
+from distill.vocabulary import Vocabulary
+
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # such a model's step does not read all its weights
+SHAPE = {
+    "layers": "num_hidden_layers",
+    "hidden size": "hidden_size",
+    "MLP width": "intermediate_size",
+    "KV heads": "num_key_value_heads",
+    "rows": "vocab_size",
+}
+
+
+def reader_of(method: str) -> Callable[[str], Path]:
+    """What fetches the files of a target that a transplant reads: its weights for a pursuit alone."""
+    return local_folder if method == "pursuit" else text_folder
+
+
+def check_shape(config: Any, settings: Cut) -> None:
+    """Raise RecipeError for cuts that a model of this configuration does not allow, with the possible ones."""
+    search = settings.search
+    checks: list[tuple[str, Callable[[Any, Any], object], Any]] = [
+        *(("search.layers", check_layers, count) for count in (search.layers if search else ())),
+        *(("search.mlp_width", check_width, width) for width in (search.mlp_width if search else ())),
+        ("layers", check_layers, settings.layers),
+        ("drop_layers", lambda config, text: parse_layers(text, config.num_hidden_layers), settings.drop_layers),
+        ("mlp_width", check_width, settings.mlp_width),
+        ("kv_heads", check_kv_heads, settings.kv_heads),
+        ("hidden", check_hidden, settings.hidden),
+    ]
+    for key, check, wanted in checks:
+        if wanted is not None:
+            try:
+                check(config, wanted)
+            except RecipeError as error:
+                raise RecipeError(f"cut.{key}: {error.what}", error.hint) from None
+
+
+def check_cut(recipe: Recipe) -> list[str]:
+    """The planned draft, in lines to print; raises for an impossible donor or cut. Loads no weights."""
+    settings, donor = recipe.cut, recipe.donor_model
+    config = load_config(donor)
+    require_supported(config.model_type)
+    lines = []
+    if settings.transplant is not None:
+        target = reader_of(settings.transplant.method)(recipe.target.model)
+        folders = (local_folder(donor), target)
+        check_transplant(*folders, settings.transplant.overrides, method=settings.transplant.method)
+        lines.append(f"transplant: {donor} gets the vocabulary of {recipe.target.model}")
+    else:
+        require_pair(recipe.target.model, donor)
+        rows = load_config(recipe.target.model).get_text_config().vocab_size
+        if settings.vocabulary_rows == "target" and rows != config.vocab_size:
+            lines.append(
+                f"rows: the draft gets the target's {rows} rows instead of the donor's {config.vocab_size}, so that "
+                "vLLM takes it too; only padding differs"
+            )
+    check_shape(config, settings)
+    if settings.trim is not None:
+        vocabulary = Vocabulary.read(text_folder(recipe.target.model))
+        check_size(settings.trim.size, len(always_kept(vocabulary)), vocabulary.size, recipe.teacher.top_k)
+    sparsity, full = recipe.train.sparsity, settings.mlp_width or config.intermediate_size
+    if sparsity is not None and sparsity.mlp_width is not None and not 0 < sparsity.mlp_width < full:
+        raise RecipeError(
+            f"train.sparsity.mlp_width is {sparsity.mlp_width}; training starts with {full} neurons a layer",
+            f"ask for a multiple of 32 below that, for instance {max(32, full // 2 // 32 * 32)}",
+        )
+    if settings.search is not None:
+        widths = list(settings.search.mlp_width) or [full]
+        return [*lines, f"search: layers {list(settings.search.layers)}, MLP {widths}"]
+    layers = config.num_hidden_layers
+    kept = settings.layers or layers
+    if settings.drop_layers is not None:
+        kept = layers - len(parse_layers(settings.drop_layers, layers))
+    return [*lines, f"cut: {layers} layers -> {kept}, MLP {config.intermediate_size} -> {full}"]
+
+
+def _shape(config: Any) -> dict[str, int] | None:
+    """The sizes that a step's cost depends on; None for a model that does not name them all, or has experts."""
+    config = config.get_text_config()
+    found = {word: getattr(config, name, None) for word, name in SHAPE.items()}
+    if any(getattr(config, name, None) for name in EXPERTS):
+        return None
+    return {word: size for word, size in found.items() if isinstance(size, int)} if all(found.values()) else None
+
+
+def check_smaller(recipe: Recipe, target: Any, donor: Any) -> None:
+    """Raise RecipeError for a draft that is in no size below its target; of a search, the smallest candidate counts."""
+    cut, sparsity = recipe.cut, recipe.train.sparsity
+    ours, draft = _shape(target), _shape(donor)
+    if ours is None or draft is None or cut.trim is not None:
+        return
+    layers = [draft["layers"], *filter(None, [cut.layers]), *(cut.search.layers if cut.search else ())]
+    widths = [draft["MLP width"], *filter(None, [cut.mlp_width]), *(cut.search.mlp_width if cut.search else ())]
+    if sparsity is not None and sparsity.mlp_width is not None:
+        widths.append(sparsity.mlp_width)
+    dropped = 0 if cut.drop_layers is None else len(parse_layers(cut.drop_layers, draft["layers"]))
+    draft = {
+        "layers": min(layers) - dropped,
+        "hidden size": cut.hidden or draft["hidden size"],
+        "MLP width": min(widths),
+        "KV heads": cut.kv_heads or draft["KV heads"],
+        "rows": draft["rows"] if cut.vocabulary_rows == "donor" else ours["rows"],
+    }
+    if all(draft[word] >= ours[word] for word in SHAPE):
+        sizes = ", ".join(
+            f"{draft[word]} {word}" if word in ("layers", "rows") else f"{word} {draft[word]}" for word in SHAPE
+        )
+        raise RecipeError(
+            f"cut: the draft costs as much as its target ({sizes}): drafting with it cannot save time",
+            "cut it, for instance cut.layers="
+            f"{max(1, ours['layers'] // 4)}, or name a smaller cut.donor, or set cut.allow_full_size: true",
+        )

@@ -1,0 +1,232 @@
+"""Acceptance of the present weights on the validation split: drafts are decoded and verified as they will be served.
+
+Where the target is not loaded, nothing is decoded: at each position of its validation answers, the stored distribution
+and the draft's give the chance that a drafted token is accepted, and α is the mean. Legend: B prompts, γ draft length,
+S positions, c of them at once, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from distill import divergences
+from distill.models.batched import BatchedTorchModel
+from distill.models.hugging_face import end_ids, load_tokenizer
+from distill.models.kept import KeptHead
+from distill.models.packed.packed_forward import hidden_states
+from distill.processes import agree
+from distill.recipe import Recipe
+from distill.results.training_results import STORED
+from distill.run import Run
+from distill.sampler import Sampler
+from distill.speculative.batch import decode_batch
+from distill.speculative.decode import Decoded, Rules
+from distill.teacher.distributions import TeacherChunk
+from distill.teacher.held_out import held_out
+from distill.teacher.store import TeacherStore
+from distill.texts import Prompt, prompt_seed, read_prompts
+from distill.training.plan import Verifying, protocol_of
+from distill.training.setup import Training
+
+VERIFIERS: dict[Verifying, str] = {"sampling": "token", "match": "match", "greedy": "greedy"}
+
+
+@dataclass(frozen=True)
+class ServedTarget:
+    """A target and how it verifies drafts; `vocabulary` real tokens, `ends` end a text."""
+
+    model: Any
+    vocabulary: int
+    ends: Sequence[int]
+    sampler: Sampler
+    protocol: Verifying
+    seed: int
+
+    @classmethod
+    def of(
+        cls, model: Any, vocabulary: int, ends: Sequence[int], sampler: Sampler, protocol: Verifying, seed: int
+    ) -> ServedTarget:
+        """Of a protocol: greedy verification decodes greedily, whatever the sampler."""
+        served = Sampler(temperature=0) if protocol == "greedy" else sampler
+        return cls(model.eval(), vocabulary, tuple(ends), served, protocol, seed)
+
+    def decode(self, draft: Any, prompts: Sequence[Prompt], new_tokens: int, length: int) -> list[Decoded]:
+        """Decode B prompts together with γ = `length`; each has random numbers of its own, the same at every call."""
+        rules = Rules(self.sampler, VERIFIERS[self.protocol], self.ends)
+        randoms = [random.Random(prompt_seed(self.seed, prompt.id)).random for prompt in prompts]
+        target, small = (BatchedTorchModel(model, len(prompts), self.vocabulary) for model in (self.model, draft))
+        ids = [prompt.ids for prompt in prompts]
+        return decode_batch(target, small, ids, new_tokens, rules, length, randoms, argmax=self.protocol == "match")
+
+    @torch.inference_mode()
+    def expected(self, draft: Any, prompts: Sequence[Prompt], texts: Sequence[Sequence[int]]) -> list[float]:
+        """Sums [B] of the probability to be accepted at each position of these texts, which follow the prompts.
+
+        On the same texts at each call and without chance, so that two drafts are compared far more sharply than by
+        decoding as many tokens with each.
+        """
+        sums = []
+        for prompt, text in zip(prompts, texts, strict=True):
+            ids = torch.tensor([[*prompt.ids, *text]], device=self.model.device)
+            own, drafts = (self._logits(model, ids, len(text)) for model in (self.model, draft))
+            if self.protocol == "greedy":
+                found = divergences.acceptance_greedy(own, drafts)
+            elif self.protocol == "match":
+                found = divergences.acceptance_match(self.sampler.probabilities(own), drafts)
+            else:
+                found = divergences.acceptance_sampling(*map(self.sampler.probabilities, (own, drafts)))
+            sums.append(round(float(found.double().sum()), 6))
+        return sums
+
+    def _logits(self, model: Any, ids: Tensor, count: int) -> Tensor:
+        """The logits [count, V] that predict the last `count` of ids [1, S]."""
+        logits: Tensor = model(input_ids=ids, use_cache=False).logits[0, -count - 1 : -1, : self.vocabulary]
+        return logits.float()
+
+
+def decoded_acceptance(texts: Sequence[Decoded]) -> dict[str, Any]:
+    """Acceptance (accepted of the drafted tokens that were reached) and tokens per round of some decoded texts.
+
+    And of each text how many drafted tokens were accepted and reached, from which intervals follow.
+    """
+    accepted = [sum(one.accepted for one in text.rounds) for text in texts]
+    missed = [sum(one.accepted < one.drafted for one in text.rounds) for text in texts]
+    reached = [hit + miss for hit, miss in zip(accepted, missed, strict=True)]
+    rounds = sum(len(text.rounds) for text in texts)
+    return {
+        "acceptance": sum(accepted) / max(1, sum(reached)),
+        "tokens_per_round": (sum(accepted) + rounds) / max(1, rounds),
+        "rounds": rounds,
+        "accepted": accepted,
+        "reached": reached,
+    }
+
+
+def stored_chances(chunk: TeacherChunk, draft_logits: Tensor, protocol: Verifying) -> tuple[Tensor, Tensor]:
+    """The least and the largest chance [c] that a drafted token is accepted, as far as stored entries tell."""
+    assert chunk.ids is not None, "a compact store has ids"
+    if protocol == "greedy":
+        same = (chunk.ids[:, 0] == draft_logits.argmax(-1)).to(draft_logits.dtype)
+        return same, same
+    bounds = divergences.acceptance_bounds if protocol == "sampling" else divergences.acceptance_match_bounds
+    return bounds(chunk.ids, chunk.log_probabilities, chunk.log_tail, draft_logits)
+
+
+class StoredAnswers:
+    """The validation answers of a run with the target's distributions on them, in memory-mapped shards."""
+
+    def __init__(self, recipe: Recipe, run: Run) -> None:
+        self.store = TeacherStore(run, "validation")
+        self.blocks = len(held_out(recipe, run, "validation").own)  # the first ones of the store
+
+    @torch.inference_mode()
+    def acceptance(self, draft: Any, protocol: Verifying, chunk: int) -> dict[str, Any]:
+        """α of a draft: the mean of the least chances, by which weights are chosen, and that of the largest."""
+        least = most = 0.0
+        positions = 0
+        for block in range(self.blocks):
+            index = torch.tensor([block])
+            part = self.store.packed.take(index)
+            if not bool(part.mask.any()):
+                continue
+            hidden = hidden_states(draft, part)
+            hidden = hidden[part.mask.to(hidden.device)]
+            teacher = self.store.teacher(index, hidden.device)
+            for start in range(0, len(hidden), chunk):
+                rows = slice(start, start + chunk)
+                logits = draft.lm_head(hidden[rows]).float()
+                logits[:, self.store.vocabulary :] = -torch.inf
+                low, high = stored_chances(teacher.chunk(rows), logits, protocol)
+                least, most = least + float(low.double().sum()), most + float(high.double().sum())
+            positions += len(hidden)
+        count = max(1, positions)
+        return {"acceptance": least / count, "most": most / count, "positions": positions, "measure": STORED}
+
+
+# ── of a training in progress ──
+
+
+@contextmanager
+def served_form(draft: Any, kept: Sequence[int] | None) -> Iterator[Any]:
+    """Within the block, the draft as it is served: in evaluation mode, and a trimmed one with the kept head alone."""
+    training, head = draft.training, draft.lm_head
+    caching = draft.config.use_cache
+    draft.eval()
+    if kept is not None:
+        draft.lm_head = KeptHead(head, torch.tensor(kept))
+    try:
+        yield draft
+    finally:
+        draft.lm_head = head
+        draft.config.use_cache = caching
+        draft.train(training)
+
+
+@contextmanager
+def served_draft(work: Training) -> Iterator[Any]:
+    """The present weights in their served form, for the main process to decode with; every process must enter it."""
+    with served_form(work.draft(), work.kept) as draft, torch.compiler.set_stance("force_eager"):
+        yield draft
+
+
+def served_target(work: Training) -> ServedTarget:
+    """The target, loaded on first use, as the recipe serves it."""
+    recipe, model = work.recipe, work.loaded_target()
+    ends = end_ids(model.config, load_tokenizer(recipe.target.model))
+    protocol = protocol_of(recipe.train, recipe.sampler.temperature)
+    return ServedTarget.of(model, work.source.vocabulary, ends, Sampler.of(recipe.sampler), protocol, recipe.seed)
+
+
+def validation_prompts(work: Training) -> tuple[list[Prompt], list[Prompt]]:
+    """Validation prompts: those for the choice of weights, and the others, for the decision on a replay."""
+    prompts = read_prompts(work.run, "validation")
+    first = work.settings.acceptance.prompts if work.settings.acceptance else 0
+    judges = work.settings.replay.judges if work.settings.replay else 0
+    return prompts[:first], prompts[first : first + judges]
+
+
+def measure_acceptance(work: Training) -> dict[str, Any]:
+    """The acceptance of the present weights on the validation prompts, the same in every process.
+
+    The first texts that are decoded, whose distribution is the target's alone, are kept for `expected_acceptance`.
+    """
+    found = texts = None
+    with served_draft(work) as draft:
+        if work.is_main:
+            found, texts = _acceptance(work, draft)
+    if work.state["texts"] is None:
+        work.state["texts"] = agree(texts)
+    agreed: dict[str, Any] = agree(found)
+    return agreed
+
+
+def _acceptance(work: Training, draft: Any) -> tuple[dict[str, Any], list[list[int]] | None]:
+    """Decoded with the target, and the texts; where that is not loaded, α on its stored distributions, and None."""
+    settings = work.settings.acceptance
+    assert settings is not None
+    if work.recipe.target.load:
+        prompts, _ = validation_prompts(work)
+        decoded = served_target(work).decode(draft, prompts, settings.new_tokens, settings.length)
+        return decoded_acceptance(decoded), [text.tokens for text in decoded]
+    work.held_out = work.held_out or StoredAnswers(work.recipe, work.run)
+    protocol = protocol_of(work.settings, work.recipe.sampler.temperature)
+    return work.held_out.acceptance(draft, protocol, work.settings.chunk), None
+
+
+def expected_acceptance(work: Training) -> list[float]:
+    """Of each validation prompt, the present weights' probability to be accepted, summed over its text in
+    `state["texts"]`; the same in every process."""
+    found = None
+    with served_draft(work) as draft:
+        if work.is_main:
+            prompts, _ = validation_prompts(work)
+            found = served_target(work).expected(draft, prompts, work.state["texts"])
+    agreed: list[float] = agree(found)
+    return agreed
