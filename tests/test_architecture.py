@@ -41,11 +41,9 @@ HEIGHT = {room: -depth for depth, rooms in enumerate(LAYERS) for room in rooms}
 # Stage folders that truly need another, as (user, used). Each is an arrow in docs/architecture.md.
 ALLOWED = {
     ("benchmark", "corpus"),
-    ("benchmark", "export"),
     ("benchmark", "surgery"),
     ("evaluation", "corpus"),
     ("evaluation", "target"),
-    ("surgery", "export"),
     ("surgery", "target"),
     ("surgery", "training"),
     ("target", "corpus"),
@@ -133,7 +131,7 @@ def test_imports_run_downward() -> None:
         ("commands", "distill.pipeline.stages", True),
         ("training", "distill.speculative.decode", True),
         ("export", "distill.models.gguf.model", True),
-        ("benchmark", "distill.export.writer", True),
+        ("benchmark", "distill.models.conversion.writer", True),
         ("recipe", "distill.errors", True),
         ("recipe", "distill.__version__", True),
         ("training", "torch", True),

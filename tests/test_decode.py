@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from toys import KINDS, Scripted, blurred, random_prompts, save_toy, toy, toy_tokenizer
 
 from distill.benchmark.identity import rounding_noise, top_gap
-from distill.export.writer import export_gguf
+from distill.models.conversion.writer import export_gguf
 from distill.models.gguf.model import GgufModel
 from distill.models.torch_logits import TorchLogits
 from distill.models.torch_model import TorchModel

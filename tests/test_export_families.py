@@ -14,10 +14,10 @@ from test_gguf_reference import script
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from distill.errors import DataError
-from distill.export.importance import importance_of
-from distill.export.model_shape import read_shape
 from distill.export.parity import Source, compare, faults_of
-from distill.export.writer import export_files, export_gguf
+from distill.models.conversion.importance import importance_of
+from distill.models.conversion.model_shape import read_shape
+from distill.models.conversion.writer import export_files, export_gguf
 from distill.models.gguf.model import GgufModel
 from distill.recipe.outtypes import OUTTYPES
 
@@ -237,7 +237,7 @@ def test_command_checks_and_says_so(
     # A file that is not its source's: the weights are changed between the writing and the check.
     from unittest import mock
 
-    from distill.export import writer
+    from distill.models.conversion import writer
 
     real = writer.export_files
 

@@ -12,13 +12,13 @@ from test_gguf_reference import TOKENIZERS, needs_tokenizers, script
 from tokenizers import Tokenizer
 
 from distill.errors import DataError
-from distill.export.check_texts import check_texts
-from distill.export.head.gguf_head import write_head
-from distill.export.parity import as_llama_reads
-from distill.export.tokenizer import add_tokenizer, read_tokenizer
-from distill.export.tokens.pieces_file import read_pieces
-from distill.export.tokens.probing import NAMES
+from distill.export.parity import as_llama_reads, check_texts
+from distill.models.conversion.byte_level import NAMES
+from distill.models.conversion.llama_tokenizer import add_tokenizer
+from distill.models.conversion.pieces import read_pieces
+from distill.models.conversion.tokenizer import read_tokenizer
 from distill.models.gguf.file import GgufFile
+from distill.models.gguf.file_head import write_head
 
 LEGACY: dict[str, Any] = {
     "pre_tokenizer": None,
@@ -123,14 +123,17 @@ def test_texts_changed_in_other_ways(change: dict[str, Any], message: str, tmp_p
 @needs_llama
 def test_every_probed_name_is_one_of_llama_cpp(tmp_path: Path) -> None:
     """A name that this build lacks would silently never be found."""
-    from distill.export.tokens.probing import add_byte_level
-    from distill.export.tokens.probing import write_vocabulary as write_alone
+    from distill.models.conversion.llama_tokenizer import write_vocabulary as write_alone
+
+    from distill.models.conversion.llama_tokenizer import GgufTokenizer
 
     missing = []
     for name in NAMES:
         write_alone(
             tmp_path / "v.gguf",
-            lambda writer, name=name: add_byte_level(writer, name, ["a", "b", "ab"], [1, 1, 1], ["a b"]),
+            lambda writer, name=name: add_tokenizer(
+                writer, GgufTokenizer("gpt2", name, ["a", "b", "ab"], [1, 1, 1], merges=["a b"])
+            ),
         )
         try:
             GgufFile(tmp_path / "v.gguf", vocabulary_only=True).close()

@@ -14,10 +14,10 @@ import tiny
 from test_export import needs_llama
 from test_gguf_reference import script
 
-from distill.export import writer as writing
-from distill.export.head.general_fields import Advice, Origin
-from distill.export.head.origin import FLOORS, advice_of, origins
-from distill.export.writer import export_files, export_gguf
+from distill.export.origin import FLOORS, advice_of, origins
+from distill.models.conversion import writer as writing
+from distill.models.conversion.general_fields import Advice, Origin
+from distill.models.conversion.writer import export_files, export_gguf
 from distill.recipe import load_recipe
 from distill.results.export_results import ExportReport
 from distill.results.profile_results import MeasuredCurve, ProfileReport

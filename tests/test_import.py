@@ -24,17 +24,15 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from distill.errors import DataError
 from distill.export.parity import Source, compare
-from distill.export.tokenizer import add_tokenizer
-from distill.export.tokenizer import read_tokenizer as read_exported
-from distill.export.tokens.probing import PROBE, add_byte_level, write_vocabulary
-from distill.export.writer import export_gguf
 from distill.models import hugging_face
+from distill.models.conversion.imported_tokenizer import read_tokenizer
+from distill.models.conversion.importing import folder_of, read_import, write_import
+from distill.models.conversion.llama_tokenizer import PROBE, GgufTokenizer, add_tokenizer, write_vocabulary
+from distill.models.conversion.tokenizer import read_tokenizer as read_exported
+from distill.models.conversion.writer import export_gguf
 from distill.models.gguf.file import GgufFile
 from distill.models.gguf.file_head import open_head
 from distill.models.gguf.model import GgufModel
-from distill.models.imported.importing import folder_of, read_import, write_import
-from distill.models.imported.keys import Keys
-from distill.models.imported.tokenizer import read_tokenizer
 from distill.models.loaded import load_pair
 from distill.recipe import Target, load_recipe
 from distill.recipe.outtypes import DIRECT, OUTTYPES
@@ -162,7 +160,7 @@ def test_logits_agree_with_llama_cpp_on_the_file(tmp_path: Path, tokenizer: PreT
 
 
 def read_back(path: Path) -> Tokenizer:
-    found = read_tokenizer(Keys(path, open_head(path)))
+    found = read_tokenizer(open_head(path))
     return Tokenizer.from_str(json.dumps(found.content))
 
 
@@ -181,7 +179,7 @@ def test_ids_of_each_pre_tokenizer_are_those_of_llama_cpp(pre: str, tmp_path: Pa
     merges = [" ".join(merge) for merge in content["model"]["merges"]]
 
     def add(writer: Any) -> None:
-        add_byte_level(writer, pre, tokens, [1] * len(tokens), merges)
+        add_tokenizer(writer, GgufTokenizer("gpt2", pre, tokens, [1] * len(tokens), merges=merges))
         add_context(writer)
 
     write_vocabulary(tmp_path / "v.gguf", add)

@@ -16,11 +16,11 @@ from tokenizers import Tokenizer, models, processors
 from toys import save_toy, toy, toy_tokenizer
 
 from distill.errors import DataError, PairError
-from distill.export.writer import export_gguf
-from distill.models.gguf.defaults import DEFAULTS, PRE_ADDS_BOS, PRE_WITHOUT_BOS
-from distill.models.kept import write_kept
+from distill.models.conversion.writer import export_gguf
+from distill.models.gguf.special_tokens import DEFAULTS, PRE_ADDS_BOS, PRE_WITHOUT_BOS
 from distill.models.metadata import VocabularyMetadata
 from distill.models.pairs import PairReport, compare_pair, require_pair
+from distill.models.trimmed_head import write_kept
 
 SHARED = Path(os.environ.get("DISTILL_SHARED", Path(__file__).resolve().parents[2] / "shared"))
 needs_llama = pytest.mark.skipif(importlib.util.find_spec("llama_cpp") is None, reason="llama-cpp-python is missing")

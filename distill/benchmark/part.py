@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from distill.benchmark.libraries import llama_generation, transformers_generation
-from distill.export.target_file import own_file
-from distill.export.writer import export_gguf
 from distill.faults import faults_explained
 from distill.models.base import Model
+from distill.models.conversion.importing import file_type
+from distill.models.conversion.writer import export_gguf, own_file
 from distill.models.gguf.model import MOST_LEAVES
 from distill.models.hugging_face import (
     describe_model,
@@ -23,7 +23,6 @@ from distill.models.hugging_face import (
     load_tokenizer,
     pick_device,
 )
-from distill.models.imported.importing import file_type
 from distill.models.loaded import LoadedPair, load_pair, pair_of_models
 from distill.recipe import Configuration, Gguf, Recipe, Target
 from distill.results.speedup_results import PairMeasured

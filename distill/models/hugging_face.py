@@ -15,10 +15,10 @@ from typing import Any
 import torch
 
 from distill.errors import DataError, DistillError, RunError
-from distill.models.config_file import HINT, read_config
-from distill.models.imported.importing import folder_of, is_gguf
+from distill.models.conversion.importing import folder_of, is_gguf
+from distill.models.intact import quiet, require_own_type, require_possible, require_whole
+from distill.models.model_files import HINT, read_config
 from distill.models.tensor_files import weight_files
-from distill.models.whole.intact import quiet, require_own_type, require_possible, require_whole
 from distill.processes import process_count
 from distill.recipe import Target, is_path
 from distill.results.cut_results import ModelSizes
@@ -150,7 +150,7 @@ def load_model(
     `quantise` see `quantisation`; with `shard` the layers are spread over all accelerators, and inputs go to the first
     one. Raises RunError where either is impossible on this machine.
     """
-    from distill.models.kept import read_kept, trim_head
+    from distill.models.trimmed_head import read_kept, trim_head
 
     check_folder(reference)
     options: dict[str, Any] = {}
@@ -268,15 +268,7 @@ def local_folder(reference: str) -> Path:
     """
     if is_gguf(reference):
         return folder_of(reference)
-    if Path(reference).is_dir():
-        return Path(reference)
-    check_folder(reference)
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(snapshot_download(reference))
-    except Exception as error:  # the hub client raises many kinds; each means that the snapshot is not available
-        raise _explained(reference, error) from error
+    return Path(reference) if Path(reference).is_dir() else _snapshot(reference)
 
 
 def text_folder(reference: str) -> Path:
@@ -287,12 +279,7 @@ def text_folder(reference: str) -> Path:
     if is_path(reference):
         check_folder(reference)
         return Path(reference)
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(snapshot_download(reference, allow_patterns=SMALL_FILES))
-    except Exception as error:  # the hub client raises many kinds; each means that the files are not available
-        raise _explained(reference, error) from error
+    return _snapshot(reference, allow_patterns=SMALL_FILES)
 
 
 def local_snapshot(reference: str) -> Path | None:
@@ -305,13 +292,22 @@ def local_snapshot(reference: str) -> Path | None:
     if Path(reference).is_dir():
         return Path(reference)
     check_folder(reference)
+    try:
+        folder = _snapshot(reference, local_files_only=True)
+    except DataError:
+        return None
+    return folder if all(path.is_file() for path in weight_files(folder)) else None
+
+
+def _snapshot(reference: str, **options: Any) -> Path:
+    """The folder in the hub's cache of a model; DataError where the files are not available."""
+    check_folder(reference)
     from huggingface_hub import snapshot_download
 
     try:
-        folder = Path(snapshot_download(reference, local_files_only=True))
-    except Exception:  # the hub client raises many kinds; each means that the snapshot is not there
-        return None
-    return folder if all(path.is_file() for path in weight_files(folder)) else None
+        return Path(snapshot_download(reference, **options))
+    except Exception as error:  # the hub client raises many kinds
+        raise _explained(reference, error) from error
 
 
 @contextlib.contextmanager

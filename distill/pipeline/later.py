@@ -228,8 +228,8 @@ def check_static(recipe: Recipe) -> list[str]:
 
 def check_export(recipe: Recipe) -> list[str]:
     """Target and draft can be written as GGUF, and llama.cpp is here to read them, where the recipe asks for files."""
-    from distill.export.model_shape import read_shape
-    from distill.export.tokenizer import read_tokenizer
+    from distill.models.conversion.model_shape import read_shape
+    from distill.models.conversion.tokenizer import read_tokenizer
     from distill.models.hugging_face import load_config, local_snapshot, text_folder
     from distill.surgery.grow import check_growth
 

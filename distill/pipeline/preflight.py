@@ -141,7 +141,7 @@ def check_size(recipe: Recipe) -> list[str]:
 def check_weights_of_models(recipe: Recipe) -> list[str]:
     """The weights of target and donor hold the tensors that their config.json asks for; a target that is not loaded
     needs none."""
-    from distill.models.whole.headers import check_weights
+    from distill.models.weight_check import check_weights
 
     read = dict.fromkeys([*([recipe.target.model] if recipe.target.load else []), recipe.donor_model])
     return [check_weights(model) for model in read]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from distill.errors import DataError
-from distill.models.cpu.shapes import filled
+from distill.models.cpu_products import filled
 
 EMPTY = -1e4  # log of a tail that holds nothing: finite, so that 0 · log stays 0
 

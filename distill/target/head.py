@@ -13,7 +13,7 @@ from torch import Tensor
 
 from distill.errors import DataError
 from distill.models.finite import require_finite
-from distill.models.packed.packed_forward import hidden_states, packed_inputs
+from distill.models.packed_forward import hidden_states, packed_inputs
 from distill.models.torch_model import model_name
 from distill.packing import Packed
 from distill.target.distributions import DenseTeacher, LogitForm, logit_form

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distill.models.packed.packed_forward import hidden_states
+from distill.models.packed_forward import hidden_states
 from distill.packing import Packed
 from distill.target.distributions import Teacher
 from distill.target.head import Head, require_head

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from distill.errors import RecipeError, RunError
 from distill.models.hugging_face import end_ids, load_config, load_target, load_tokenizer, pick_device
-from distill.models.kept import read_kept
+from distill.models.trimmed_head import read_kept
 from distill.packing import Packed
 from distill.processes import agree, process_count
 from distill.recipe import Recipe, Train

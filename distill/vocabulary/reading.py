@@ -94,6 +94,12 @@ def _require_dense(path: Path, ids: Collection[int]) -> None:
         raise DataError(f"{path} is damaged: {fault}", "copy the tokenizer again")
 
 
+def merge_pairs(model: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """The merges of a BPE, which older files write as texts with a space between the two tokens."""
+    pairs = (merge.split(" ", 1) if isinstance(merge, str) else merge for merge in model.get("merges") or [])
+    return [(left, right) for left, right in pairs]
+
+
 def _is_pair(value: Any) -> bool:
     return isinstance(value, list) and len(value) == 2 and all(isinstance(one, str) for one in value)
 

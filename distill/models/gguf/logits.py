@@ -7,24 +7,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from distill.models.finite import Place, place_of, require_finite
-
-if TYPE_CHECKING:
-    from distill.models.gguf.model import GgufModel
+from distill.models.gguf.context import GgufContext
 
 
 class GgufLogits:
     """Logits [n, V] as a view of llama.cpp's own buffer; see `distill.models.base.Logits`."""
 
-    def __init__(self, model: GgufModel, rows: NDArray[np.float32], lengths: Sequence[int]) -> None:
-        self._model = model
-        self._generation = model.generation
+    def __init__(self, context: GgufContext, rows: NDArray[np.float32], lengths: Sequence[int]) -> None:
+        self._context = context
+        self._generation = context.generation
         self._array = rows
         self._lengths = lengths  # of the texts that the rows follow
 
@@ -34,17 +32,17 @@ class GgufLogits:
     @property
     def place(self) -> Place:
         """The file and the position of each row; made when a message needs it."""
-        return place_of(str(self._model.path), self._lengths)
+        return place_of(str(self._context.path), self._lengths)
 
     def _rows(self) -> NDArray[np.float32]:
-        if self._generation != self._model.generation:
+        if self._generation != self._context.generation:
             raise ValueError("these logits were overwritten: read them before the next extend or close")
         return self._array
 
     def argmax(self, empty: int | None = None) -> list[int]:
         """The best id of each row, the smallest id on ties; `empty` where a row is −∞ everywhere."""
         rows = self._array
-        if len(rows) == 1 and self._generation == self._model.generation:
+        if len(rows) == 1 and self._generation == self._context.generation:
             # As few calls as can be: between the steps of a large model each is fetched from memory again.
             best = int(rows.argmax())
             if -math.inf < rows.item(best) < math.inf:

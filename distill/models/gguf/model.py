@@ -51,7 +51,6 @@ class GgufModel:
         max_leaves: int = 0,
         options: GgufOptions = ON_CPU,
     ) -> None:
-        self.generation = 0  # counts the calls that invalidate logits returned before
         self.path = Path(path)
         if context < 2 or batch < 2:
             raise ValueError(f"context and batch must be at least 2, got {context} and {batch}")
@@ -128,7 +127,6 @@ class GgufModel:
         check_tokens(tokens, self.vocabulary_size)
         check_want(want, count)
         ids = np.asarray(tokens, dtype=np.int64)
-        self.generation += 1
         try:
             rows = self._decode_all(ids, None if want is None else np.asarray(want, dtype=np.int64))
         except BaseException:
@@ -150,7 +148,6 @@ class GgufModel:
         if count > room:
             raise ValueError(f"{count} more nodes do not fit: there is room for {room} in the cache and the batch")
         growth = self._branches.grown(tree, self._length)
-        self.generation += 1
         try:
             self._branches.begin(growth)
             rows = self._decode_nodes(tokens, tree.depths[old:], growth.through[old:], want)
@@ -162,7 +159,7 @@ class GgufModel:
         return self._logits(rows, lengths if want is None else [lengths[index] for index in want])
 
     def _logits(self, rows: NDArray[np.float32], lengths: Sequence[int]) -> GgufLogits:
-        return GgufLogits(self, rows, lengths)
+        return GgufLogits(self._context, rows, lengths)
 
     def _decode_nodes(
         self, tokens: Sequence[int], depths: Sequence[int], through: list[list[int]], want: Sequence[int] | None
@@ -183,7 +180,6 @@ class GgufModel:
         self._length += self._branches.commit(paths, self._length)
 
     def _decode_few(self, tokens: Sequence[int], last_only: bool) -> NDArray[np.float32]:
-        self.generation += 1
         try:
             rows = self._context.decode_few(tokens, self._length, last_only)
         except BaseException:
@@ -250,7 +246,6 @@ class GgufModel:
 
     def close(self) -> None:
         """Free the model; safe to call twice. Logits returned before become unreadable."""
-        self.generation += 1
         self._context.close()
         self._file.close()
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from distill import divergences
 from distill.models.batched import BatchedTorchModel
-from distill.models.kept import KeptHead
+from distill.models.trimmed_head import KeptHead
 from distill.sampler import Sampler
 from distill.speculative.batch import decode_batch
 from distill.speculative.decode import Decoded, Rules
