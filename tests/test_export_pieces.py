@@ -123,9 +123,8 @@ def test_texts_changed_in_other_ways(change: dict[str, Any], message: str, tmp_p
 @needs_llama
 def test_every_probed_name_is_one_of_llama_cpp(tmp_path: Path) -> None:
     """A name that this build lacks would silently never be found."""
-    from distill.models.conversion.llama_tokenizer import write_vocabulary as write_alone
-
     from distill.models.conversion.llama_tokenizer import GgufTokenizer
+    from distill.models.conversion.llama_tokenizer import write_vocabulary as write_alone
 
     missing = []
     for name in NAMES:

@@ -188,7 +188,7 @@ def test_unigram_that_cannot_be_exported(change: dict[str, Any], message: str, t
 
 def test_a_damaged_table_of_replacements(tmp_path: Path) -> None:
     """llama.cpp would throw, or read past the table's end."""
-    from distill.vocabulary.charsmap import table_of
+    from distill.vocabulary.tokenizer_files import table_of
 
     path = tmp_path / "tokenizer.json"
     units = struct.unpack_from("<1024I", CHARSMAP, 4)
@@ -214,7 +214,7 @@ def test_a_damaged_table_is_told_before_tokenizers_reads_it(tmp_path: Path) -> N
     """tokenizers panics, or ends the process for want of memory."""
     from distill.models.hugging_face import load_tokenizer
     from distill.vocabulary import Vocabulary
-    from distill.vocabulary.encoding import open_tokenizer
+    from distill.vocabulary.tokenizer_files import open_tokenizer
 
     train("t5").save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')

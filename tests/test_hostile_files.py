@@ -42,7 +42,7 @@ from distill.target.store import read_manifest
 from distill.target.teacher import stored_entries
 from distill.training.checkpoint import checkpoints, load_checkpoint
 from distill.vocabulary import Vocabulary
-from distill.vocabulary.encoding import added_around, open_tokenizer
+from distill.vocabulary.tokenizer_files import added_around, open_tokenizer
 
 
 @pytest.fixture

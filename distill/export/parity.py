@@ -18,7 +18,7 @@ from distill.models.hugging_face import load_model, load_tokenizer
 from distill.models.torch_model import model_name
 from distill.results.export_results import Parity
 from distill.texts import first_difference
-from distill.vocabulary.reading import tokenizer_content
+from distill.vocabulary.tokenizer_files import tokenizer_content
 
 WINDOW = 256
 # Texts on which a file is compared with its source where none are given: all that tokenizers treat apart.

@@ -22,8 +22,7 @@ from distill.models.tensor_files import weight_files
 from distill.processes import process_count
 from distill.recipe import Target, is_path
 from distill.results.cut_results import ModelSizes
-from distill.vocabulary.charsmap import require_tables
-from distill.vocabulary.encoding import is_panic
+from distill.vocabulary.tokenizer_files import is_panic, require_tables
 
 SMALL_FILES = ["*.json", "*.jinja", "*.txt", "tokenizer.model"]  # of a model on the hub: all but its weights
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -23,9 +23,8 @@ from distill.models.gguf.special_tokens import (
 from distill.models.hugging_face import load_config, load_tokenizer, text_folder
 from distill.models.model_files import read_config
 from distill.models.trimmed_head import read_kept
-from distill.vocabulary.encoding import added_around, open_tokenizer
-from distill.vocabulary.reading import tokenizer_settings
 from distill.vocabulary.roles import named_id
+from distill.vocabulary.tokenizer_files import added_around, open_tokenizer, tokenizer_settings
 
 
 @dataclass(frozen=True)
@@ -75,24 +74,6 @@ class VocabularyMetadata:
     def real_tokens(self) -> int:
         """Rows that hold tokens."""
         return sum(self.real(index) is not None for index in range(self.rows))
-
-    def as_json(self) -> dict[str, Any]:
-        """All but the tokens themselves."""
-        return {
-            "reference": self.reference,
-            "architecture": self.architecture,
-            "kind": self.kind,
-            "rows": self.rows,
-            "real_tokens": self.real_tokens,
-            "bos": self.bos,
-            "eos": self.eos,
-            "add_bos": self.add_bos,
-            "add_eos": self.add_eos,
-            "context": self.context,
-            "chat_template": self.chat_template,
-            "tokens_without_row": self.beyond,
-            "kept_tokens": self.kept,
-        }
 
 
 def _from_folder(reference: str) -> VocabularyMetadata:

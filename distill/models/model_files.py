@@ -8,7 +8,7 @@ from typing import Any
 
 from distill.errors import DataError
 from distill.files import copy_file, has_form, kind_of, read_object, write_json, write_text
-from distill.vocabulary.reading import tokenizer_settings
+from distill.vocabulary.tokenizer_files import tokenizer_settings
 
 HINT = "correct config.json, or copy the folder again"
 FORMS: dict[str, tuple[Any, str]] = {

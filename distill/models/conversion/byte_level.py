@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from distill.errors import DataError
 from distill.models.conversion.llama_tokenizer import GgufTokenizer, same_ids
-from distill.vocabulary.reading import merge_pairs
 from distill.vocabulary.splits import IGNORE_MERGES, STEPS
+from distill.vocabulary.tokenizer_files import merge_pairs
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

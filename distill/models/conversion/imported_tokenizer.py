@@ -30,6 +30,17 @@ from distill.vocabulary.roles import MARKERS
 from distill.vocabulary.splits import IGNORE_MERGES, PRE_STEPS, pre_tokenizer_of
 
 KINDS = ("gpt2", "llama", "t5")
+# The model of a tokenizer.json, but for its vocabulary and merges.
+BPE: dict[str, Any] = {
+    "type": "BPE",
+    "dropout": None,
+    "unk_token": None,
+    "continuing_subword_prefix": None,
+    "end_of_word_suffix": None,
+    "fuse_unk": False,
+    "byte_fallback": False,
+    "ignore_merges": False,
+}
 
 
 @dataclass(frozen=True)
@@ -137,18 +148,7 @@ def _byte_level(head: FileHead, listed: list[tuple[str, int]]) -> dict[str, Any]
         "normalizer": None,
         "pre_tokenizer": pre_tokenizer_of(PRE_STEPS[pre]),
         "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
-        "model": {
-            "type": "BPE",
-            "dropout": None,
-            "unk_token": None,
-            "continuing_subword_prefix": None,
-            "end_of_word_suffix": None,
-            "fuse_unk": False,
-            "byte_fallback": False,
-            "ignore_merges": pre in IGNORE_MERGES,
-            "vocab": dict(listed),
-            "merges": merges,
-        },
+        "model": {**BPE, "ignore_merges": pre in IGNORE_MERGES, "vocab": dict(listed), "merges": merges},
     }
 
 
@@ -179,14 +179,10 @@ def _spaced(
         "pre_tokenizer": None,
         "decoder": {"type": "Sequence", "decoders": decoders},
         "model": {
-            "type": "BPE",
-            "dropout": None,
+            **BPE,
             "unk_token": unknown,
-            "continuing_subword_prefix": None,
-            "end_of_word_suffix": None,
             "fuse_unk": True,
             "byte_fallback": True,
-            "ignore_merges": False,
             "vocab": dict(listed),
             "merges": [[left, right] for *_, left, right in pairs],
         },

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import os
 import shutil
 from collections import Counter
@@ -151,18 +152,13 @@ def cache_folder() -> Path:
 
 def _name_of(path: Path) -> str:
     """The folder's name: that of the file, and a digest of what tells it from another file of that name."""
-    head = _head_bytes(path)
-    state = path.stat()
-    parts = [str(path.resolve()), state.st_size, state.st_mtime_ns, FORMAT, hashlib.sha256(head).hexdigest()]
-    return f"{path.stem[:60]}-{hashlib.sha256(repr(parts).encode()).hexdigest()[:12]}"
-
-
-def _head_bytes(path: Path) -> bytes:
     try:
         with path.open("rb") as file:
-            return file.read(2**16)
+            head, state = file.read(2**16), os.fstat(file.fileno())
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}", "give a GGUF file or a model folder") from None
+    parts = [str(path.resolve()), state.st_size, state.st_mtime_ns, FORMAT, hashlib.sha256(head).hexdigest()]
+    return f"{path.stem[:60]}-{hashlib.sha256(repr(parts).encode()).hexdigest()[:12]}"
 
 
 def _into(folder: Path, write: Callable[[Path], object]) -> None:
@@ -180,18 +176,13 @@ def _write_small(folder: Path, found: Import) -> None:
     """Everything but the weights."""
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / "config.json", found.config)
-    write_text(folder / "tokenizer.json", _json(found.tokenizer.content))
+    content = json.dumps(found.tokenizer.content, ensure_ascii=False, separators=(",", ":"))
+    write_text(folder / "tokenizer.json", content)
     write_json(folder / "tokenizer_config.json", found.tokenizer.settings)
     for name, text in found.tokenizer.templates.items():
         place = "chat_template.jinja" if name == "default" else f"additional_chat_templates/{name}.jinja"
         write_text(folder / place, text)
     pin_tokenizer(folder)
-
-
-def _json(value: Any) -> str:
-    import json
-
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
 
 def _require_room(found: Import, out: Path) -> None:

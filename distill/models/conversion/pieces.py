@@ -15,7 +15,7 @@ from distill.errors import DataError
 from distill.faults import reading
 from distill.models.gguf.special_tokens import BYTE, NORMAL, UNKNOWN
 from distill.vocabulary.byte_map import SPACE
-from distill.vocabulary.reading import merge_pairs
+from distill.vocabulary.tokenizer_files import merge_pairs
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -22,9 +22,8 @@ from distill.models.conversion.unigram import find_spacing, unigram_pieces
 from distill.models.gguf.special_tokens import CONTROL, NORMAL, UNUSED, USER_DEFINED
 from distill.models.model_files import read_config
 from distill.vocabulary.byte_map import SPACE
-from distill.vocabulary.encoding import added_around, open_tokenizer
-from distill.vocabulary.reading import tokenizer_content, tokenizer_settings
 from distill.vocabulary.roles import NAMED_ROLES, named_id
+from distill.vocabulary.tokenizer_files import added_around, open_tokenizer, tokenizer_content, tokenizer_settings
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

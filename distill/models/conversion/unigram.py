@@ -16,7 +16,7 @@ from distill.errors import DataError
 from distill.models.conversion.llama_tokenizer import GgufTokenizer, Spacing, same_ids
 from distill.models.conversion.pieces import Piece, parts_of
 from distill.models.gguf.special_tokens import NORMAL, UNKNOWN
-from distill.vocabulary.charsmap import table_of
+from distill.vocabulary.tokenizer_files import table_of
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -70,12 +70,6 @@ class GgufFile:
             count += 1
         return count
 
-    @property
-    def training_context(self) -> int:
-        """The context length in tokens that the file's metadata gives."""
-        self.require_open()
-        return int(self.library.llama_model_n_ctx_train(self.model))
-
     def tokenize(self, text: str, parse_special: bool = False) -> list[int]:
         """The file's own ids for `text`, without added tokens; `parse_special` reads control tokens in the text."""
         self.require_open()

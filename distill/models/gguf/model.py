@@ -78,11 +78,6 @@ class GgufModel:
         """Committed tokens of the one row."""
         return [self._length]
 
-    @property
-    def training_context(self) -> int:
-        """The context length in tokens that the file's metadata gives; nothing stops longer use."""
-        return self._file.training_context
-
     def extend(
         self,
         tokens: Sequence[int],
