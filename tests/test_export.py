@@ -464,18 +464,13 @@ def test_logits_object(exported: Path) -> None:
         best_ids, best = logits.top(7)
         assert best.shape == best_ids.shape == (6, 7)
         assert torch.equal(torch.from_numpy(best), expected.topk(7).values)
-        assert torch.equal(torch.from_numpy(logits.gather(best_ids)), torch.from_numpy(best))
-        assert logits.gather(best_ids[:, 2]).tolist() == best[:, 2].tolist()
+        assert np.array_equal(np.take_along_axis(expected.numpy(), best_ids, axis=1), best)
         assert logits.top(1)[0][:, 0].tolist() == logits.argmax()
         assert len(gguf.extend([1, 2], want=[])) == 0
         with pytest.raises(ValueError, match="overwritten"):
             logits.argmax()
         with pytest.raises(ValueError, match="k must"):
             gguf.extend([1]).top(0)
-        with pytest.raises(ValueError, match="ids must"):
-            gguf.extend([1]).gather([gguf.vocabulary_size])
-        with pytest.raises(ValueError, match="ids must"):
-            gguf.extend([1]).gather([1, 2])
 
 
 @needs_llama

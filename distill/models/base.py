@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -41,10 +41,6 @@ class Logits(Protocol):
 
         DataError as `argmax`.
         """
-        ...
-
-    def gather(self, ids: NDArray[Any] | Sequence[int] | Sequence[Sequence[int]]) -> NDArray[np.float32]:
-        """The logits of `ids` [n] or [n, k], row by row, in the same shape."""
         ...
 
     def full(self) -> torch.Tensor:

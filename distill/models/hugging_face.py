@@ -1,7 +1,7 @@
 """Models and tokenizers in the Hugging Face format: loading them, their files and sizes, and their devices.
 
 A GGUF file is such a model too: every function here that takes a reference reads it from the folder that it is imported
-to (distill/models/imported).
+to (distill/models/conversion).
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from distill.errors import DataError
 from distill.models.gguf.file_head import FileHead, open_head
@@ -91,7 +91,7 @@ def _from_folder(reference: str) -> VocabularyMetadata:
     kept = read_kept(folder)
     return VocabularyMetadata(
         reference=reference,
-        kind=DEFAULTS[model].kind,
+        kind=ends.kind,
         tokens=_padded_tokens(ids, rows),
         bos=ends.bos,
         eos=ends.eos,
@@ -139,27 +139,20 @@ def _gguf_model(place: str, tokenizer: Any, architecture: str) -> str:
     raise DataError(f"{place}: llama.cpp has no vocabulary of the kind {model}", "use another tokenizer")
 
 
-class _TextEnds(NamedTuple):
-    """The tokens that begin and end a text, and whether they are added to it."""
-
-    bos: int | None
-    eos: int | None
-    add_bos: bool
-    add_eos: bool
-
-
 def _text_ends(
     tokenizer: Any, settings: Mapping[str, Any], named: Mapping[str, int | None], defaults: Defaults
-) -> _TextEnds:
-    """By the tokenizer's post-processor first, then by the ids that the files name, then by llama.cpp's defaults.
+) -> Defaults:
+    """The tokens that begin and end a text, and whether they are added to it, in the place of llama.cpp's `defaults`.
 
-    Whether they are added is a setting (add_bos_token, add_eos_token) before it is the post-processor's.
+    By the tokenizer's post-processor first, then by the ids that the files name. Whether they are added is a setting
+    (add_bos_token, add_eos_token) before it is the post-processor's.
     """
     before, after = added_around(tokenizer) or ([], [])
     bos = next((number for number in (*before[:1], named["bos"]) if number is not None), defaults.bos)
     eos = next((number for number in (*after[-1:], named["eos"]) if number is not None), defaults.eos)
     add_bos, add_eos = (settings.get(f"add_{role}_token") for role in ("bos", "eos"))
-    return _TextEnds(
+    return Defaults(
+        defaults.kind,
         bos,
         eos,
         add_bos if isinstance(add_bos, bool) else bool(before) or defaults.add_bos,

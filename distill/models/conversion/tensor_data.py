@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cache, cached_property
-from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
+from functools import cache
+from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,24 +42,18 @@ class _Place(NamedTuple):
     first_byte: int
 
 
-class _Part:
+class _Part(NamedTuple):
     """Rows of a tensor, read once for all the files that they are written to."""
 
-    def __init__(self, tensor: GgufTensor, first: int, rows: int, places: list[_Place]) -> None:
-        self.tensor, self.first, self.rows, self.places = tensor, first, rows, places
+    tensor: GgufTensor
+    first: int
+    rows: int
+    places: list[_Place]
 
-    @cached_property
-    def floats(self) -> Floats:
-        return np.ascontiguousarray(self.tensor.read(self.first, self.rows))
-
-    @cached_property
-    def bits(self) -> NDArray[np.uint16] | None:
-        return None if self.tensor.bits is None else self.tensor.bits(self.first, self.rows)
-
-    def forget(self) -> None:
-        """Free the rows; parts that are done still wait in a list."""
-        for name in ("floats", "bits"):
-            self.__dict__.pop(name, None)
+    @property
+    def values(self) -> int:
+        """Number of values, counted once for each file."""
+        return len(self.places) * self.rows * _width(self.tensor)
 
 
 def write_tensors(tensors: list[GgufTensor], outputs: Sequence[Output]) -> None:
@@ -71,19 +65,17 @@ def write_tensors(tensors: list[GgufTensor], outputs: Sequence[Output]) -> None:
     parts = list(_parts(tensors, outputs, starts))
     for output, start in zip(outputs, starts, strict=True):
         os.ftruncate(output.file.fileno(), start + sum(_padded(size) for size in output.sizes))
-    values = len(outputs) * sum(part.rows * _width(part.tensor) for part in parts)
-    progress = ValuesProgress(values)
+    progress = ValuesProgress(sum(part.values for part in parts))
     workers = min(4, os.cpu_count() or 1)
     with ThreadPoolExecutor(workers) as pool:
-        waiting: deque[tuple[Future[None], int]] = deque()
+        waiting: deque[tuple[Future[None], _Part]] = deque()
         try:
             for part in parts:
-                count = len(outputs) * part.rows * _width(part.tensor)
-                waiting.append((pool.submit(_write_part, part), count))
+                waiting.append((pool.submit(_write_part, part), part))
                 while len(waiting) > (2 * workers if part is not parts[-1] else 0):
-                    future, count = waiting.popleft()
+                    future, done = waiting.popleft()
                     future.result()
-                    progress.add(count)
+                    progress.add(done.values)
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
@@ -128,32 +120,42 @@ def _parts(tensors: list[GgufTensor], outputs: Sequence[Output], starts: list[in
 
 
 def _write_part(part: _Part) -> None:
+    tensor = part.tensor
+    floats = cache(lambda: np.ascontiguousarray(tensor.read(part.first, part.rows)))
+    bits = cache(lambda: None if tensor.bits is None else tensor.bits(part.first, part.rows))
     for place in part.places:
-        data, at = _convert(part, place.kind).data.cast("B"), place.first_byte
+        halves = _halves(tensor.dtype, place.kind, bits, floats) if place.kind.name in EXPONENTS else None
+        data = (_converted(tensor.name, place.kind, floats()) if halves is None else halves).data.cast("B")
+        at = place.first_byte
         while data:
             written = os.pwrite(place.descriptor, data, at)
             data, at = data[written:], at + written
-    part.forget()
 
 
-def _convert(part: _Part, kind: GGMLQuantizationType) -> NDArray[Any]:
-    import gguf
+def _halves(
+    dtype: str,
+    kind: GGMLQuantizationType,
+    bits: Callable[[], NDArray[np.uint16] | None],
+    floats: Callable[[], Floats],
+) -> NDArray[np.uint16] | None:
+    """Values of 16 bits in a type of 16 bits, on the short way; None where there is none, or some are not finite."""
+    stored = bits()
+    if stored is None:
+        return None
+    if dtype == kind.name:
+        found = stored
+    else:
+        found = _bf16_as_f16()[stored] if kind.name == "F16" else from_floats(floats(), "BF16")
+    exponent = EXPONENTS[kind.name]
+    # One look at the result: what is not finite there is told apart on the long way.
+    return None if ((found & exponent) == exponent).any() else found
+
+
+def _converted(name: str, kind: GGMLQuantizationType, floats: Floats) -> NDArray[np.uint8]:
     from gguf import quants
 
-    stored = part.bits if kind.name in EXPONENTS else None
-    if stored is not None:
-        exponent = EXPONENTS[kind.name]
-        if part.tensor.dtype == kind.name:
-            found = stored
-        elif kind is gguf.GGMLQuantizationType.F16:
-            found = _bf16_as_f16()[stored]
-        else:
-            found = from_floats(part.floats, "BF16")
-        # One look at the result: what is not finite there is told apart on the long way.
-        if not ((found & exponent) == exponent).any():
-            return found
-    _require_range(part.tensor.name, part.floats, kind)
-    return np.ascontiguousarray(quants.quantize(part.floats, kind)).view(np.uint8)
+    _require_range(name, floats, kind)
+    return np.ascontiguousarray(quants.quantize(floats, kind)).view(np.uint8)
 
 
 @cache

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -61,30 +60,9 @@ class GgufLogits:
         size = rows.shape[1]
         if not 1 <= k <= size:
             raise ValueError(f"k must lie in 1..{size}, got {k}")
-        if k == 1:
-            ids = np.array(self.argmax(), dtype=np.int64)[:, None]
-            return ids, np.take_along_axis(rows, ids, axis=1)
         require_finite(rows.max(axis=1).tolist(), self.place)
-        ids = np.empty((len(rows), k), dtype=np.int64)
-        for index, row in enumerate(rows):
-            best = np.argpartition(row, size - k)[size - k :]
-            least = row[best].min()
-            # argpartition may take any of the logits that tie for the k-th place: compare all, prefer smaller ids.
-            candidates = np.flatnonzero(row >= least)
-            ids[index] = candidates[np.argsort(-row[candidates], kind="stable")[:k]]
+        ids = np.argsort(-rows, axis=1, kind="stable")[:, :k]
         return ids, np.take_along_axis(rows, ids, axis=1)
-
-    def gather(self, ids: NDArray[Any] | Sequence[int] | Sequence[Sequence[int]]) -> NDArray[np.float32]:
-        """The logits of `ids` [n] or [n, k], row by row, in the same shape; ValueError for ids outside [0, V)."""
-        rows = self._rows()
-        wanted = np.asarray(ids, dtype=np.int64)
-        if wanted.ndim not in (1, 2) or len(wanted) != len(rows):
-            raise ValueError(f"ids must be [{len(rows)}] or [{len(rows)}, k], got shape {list(wanted.shape)}")
-        if wanted.size and (wanted.min() < 0 or wanted.max() >= rows.shape[1]):
-            raise ValueError(f"ids must lie in [0, {rows.shape[1]})")
-        if wanted.ndim == 1:
-            return rows[np.arange(len(rows)), wanted]
-        return np.take_along_axis(rows, wanted, axis=1)
 
     def full(self) -> torch.Tensor:
         """All logits [n, V] as an fp32 copy."""
