@@ -241,6 +241,12 @@ def check_rows(tokens: Sequence[int], counts: Sequence[int] | None, lengths: Seq
     return list(counts)
 
 
+def check_no_paths(paths: Sequence[Sequence[int]], rows: int) -> None:
+    """Raise ValueError unless there is an empty path for each row of a model without a tree."""
+    if len(paths) != rows or any(len(path) for path in paths):
+        raise ValueError(f"no tree is pending: {rows} empty paths are all there is, got {list(paths)}")
+
+
 def check_lengths(lengths: Sequence[int], committed: Sequence[int]) -> list[int]:
     """The lengths to which rows go back; ValueError unless there is one for each, within what it has committed."""
     pairs = zip(lengths, committed, strict=False)

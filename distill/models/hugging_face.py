@@ -84,18 +84,18 @@ def quantisation(kind: str, dtype: str) -> Any:
     )
 
 
-def _require_bitsandbytes(kind: str) -> None:
+def check_placement(quantise: str | None, device: torch.device, shard: bool) -> str | dict[str, torch.device]:
+    """The device_map for transformers, `quantise` and `shard` as of `load_model`.
+
+    Raises RunError where this machine cannot hold a model as asked.
+    """
     from transformers.utils import is_bitsandbytes_available
 
-    if not is_bitsandbytes_available():
+    if quantise is not None and not is_bitsandbytes_available():
         raise RunError(
-            f"{kind} weights need the package bitsandbytes, which is not installed, or too old",
+            f"{quantise} weights need the package bitsandbytes, which is not installed, or too old",
             "pip install -U bitsandbytes, or leave the weights as they are (quantise: null)",
         )
-
-
-def _placement(device: torch.device, shard: bool) -> str | dict[str, torch.device]:
-    """The device_map for transformers; raises RunError where the model cannot be sharded over several devices."""
     if not shard:
         return {"": device}
     if device.type == "cpu":
@@ -106,13 +106,6 @@ def _placement(device: torch.device, shard: bool) -> str | dict[str, torch.devic
             "start one process, or set target.shard: false so that each holds the target on its own",
         )
     return "auto"
-
-
-def check_placement(quantise: str | None, device: torch.device, shard: bool) -> None:
-    """Raise RunError where this machine cannot hold a model as asked: `quantise` and `shard` as of `load_model`."""
-    if quantise is not None:
-        _require_bitsandbytes(quantise)
-    _placement(device, shard)
 
 
 def load_weights(reference: str, dtype: torch.dtype, **options: Any) -> Any:
@@ -153,11 +146,10 @@ def load_model(
 
     check_folder(reference)
     options: dict[str, Any] = {}
-    if quantise is not None:
-        _require_bitsandbytes(quantise)
-        options["quantization_config"] = quantisation(quantise, dtype)
     if quantise is not None or shard:
-        options["device_map"] = _placement(device, shard)
+        options["device_map"] = check_placement(quantise, device, shard)
+    if quantise is not None:
+        options["quantization_config"] = quantisation(quantise, dtype)
     try:
         model = load_weights(reference, DTYPES[dtype], **options)
     except DistillError:

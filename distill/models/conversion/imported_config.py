@@ -25,17 +25,6 @@ from distill.models.tensor_files import Floats
 
 # model_type by llama.cpp's architecture: the first family that is written as it (mistral is written as llama).
 MODEL_TYPES = {family.architecture: kind for kind, family in reversed(list(FAMILIES.items()))}
-CLASSES = {
-    "llama": "LlamaForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "gemma": "GemmaForCausalLM",
-    "gemma2": "Gemma2ForCausalLM",
-    "gemma3_text": "Gemma3ForCausalLM",
-    "phi3": "Phi3ForCausalLM",
-    "smollm3": "SmolLM3ForCausalLM",
-    "granite": "GraniteForCausalLM",
-}
 WITHOUT_HEAD_SIZE = ("phi3", "granite")  # hidden size over heads, in transformers too
 LLAMA3_CONTEXT = 8192  # original context of every Llama 3; any other gives the same factors with other low and high
 
@@ -64,6 +53,8 @@ def configuration(head: FileHead, factors: Mapping[str, Floats]) -> dict[str, An
     `factors`: the tensors of rotary factors by name (rope_freqs, rope_factors_long, rope_factors_short).
     Raises DataError for an architecture that is not known, and for values that transformers cannot hold.
     """
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
+
     kind, family = family_of(head)
     embedding = head.shapes.get("token_embd.weight")
     if embedding is None or len(embedding) != 2:

@@ -92,7 +92,8 @@ def read_pieces(path: Path, vocabulary: Mapping[str, int]) -> dict[int, Piece] |
     with reading(path):
         data = path.read_bytes()
     try:
-        found = {number: _piece(body) for number, body in enumerate(_bodies(data))}
+        bodies = (value for number, kind, value in _fields(data) if number == PIECES and kind == 2)
+        found = {number: _piece(body) for number, body in enumerate(bodies)}
     except (ValueError, IndexError, struct.error, UnicodeDecodeError) as error:
         raise DataError(f"{path} is no SentencePiece model: {error}", "copy the tokenizer again") from None
     texts = {number: token for token, number in vocabulary.items()}
@@ -105,12 +106,6 @@ def read_pieces(path: Path, vocabulary: Mapping[str, int]) -> dict[int, Piece] |
     missing = sorted(set(texts) - set(found))
     found |= {number: Piece(texts[number], 0.0, NORMAL) for number in missing}
     return found
-
-
-def _bodies(data: bytes) -> Iterator[bytes]:
-    for number, kind, value in _fields(data):
-        if number == PIECES and kind == 2:
-            yield bytes(value) if isinstance(value, bytes) else b""
 
 
 def _piece(body: bytes) -> Piece:

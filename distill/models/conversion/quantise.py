@@ -36,26 +36,6 @@ def quantise_file(
     when llama.cpp refuses, RunError when the disk is full.
     """
     llama = library()
-    matrix = importance or {}
-
-    def quantise(path: Path) -> None:
-        _quantise(llama, exact, path, outtype, tensor_types, matrix)
-
-    write_atomically(output, quantise, several=True)
-    if "k" not in outtype and outtype != "iq4_xs":
-        return 0
-    shapes = open_head(output).shapes
-    return sum(len(shape) > 1 and shape[0] % K_BLOCK > 0 for shape in shapes.values())
-
-
-def _quantise(
-    llama: Any,
-    source: Path,
-    path: Path,
-    outtype: str,
-    tensor_types: Sequence[tuple[str, str]],
-    matrix: Mapping[str, Floats],
-) -> None:
     parameters = llama.llama_model_quantize_default_params()
     parameters.nthread = usable_cores()
     parameters.ftype = file_type_number(outtype)
@@ -64,18 +44,28 @@ def _quantise(
         slot.pattern, slot.type = pattern.encode(), int(_tensor_type(kind))
     if tensor_types:
         parameters.tt_overrides = overrides
+    matrix = importance or {}
     entries = (llama.llama_model_imatrix_data * (len(matrix) + 1))()
     for entry, (name, values) in zip(entries, matrix.items(), strict=False):
         entry.name, entry.size = name.encode(), values.size
         entry.data = values.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
     if matrix:
         parameters.imatrix = entries
-    ERRORS.clear()
-    if llama.llama_model_quantize(os.fsencode(source), os.fsencode(path), ctypes.byref(parameters)):
+
+    def quantise(path: Path) -> None:
+        ERRORS.clear()
+        if not llama.llama_model_quantize(os.fsencode(exact), os.fsencode(path), ctypes.byref(parameters)):
+            return
         if WRITE_FAULT in last_errors():  # which does not say what the fault was
             full = shutil.disk_usage(path.parent).free < ALMOST_NONE
             raise OSError(errno.ENOSPC if full else errno.EIO, os.strerror(errno.ENOSPC if full else errno.EIO))
         raise DataError(f"llama.cpp cannot quantise to {outtype}: {last_errors()}", "see the types in docs/export.md")
+
+    write_atomically(output, quantise, several=True)
+    if "k" not in outtype and outtype != "iq4_xs":
+        return 0
+    shapes = open_head(output).shapes
+    return sum(len(shape) > 1 and shape[0] % K_BLOCK > 0 for shape in shapes.values())
 
 
 def _tensor_type(kind: str) -> Any:

@@ -45,7 +45,9 @@ def read_tokenizer(folder: Path, vocabulary: int, architecture: str = "") -> Ggu
     settings = tokenizer_settings(folder)
     config = read_config(folder) if (folder / "config.json").exists() else {}
     model = content["model"]
-    kind = "t5" if model.get("type") == "Unigram" else "llama" if _is_spaced(model) else "gpt2"
+    kind = "t5" if model.get("type") == "Unigram" else "gpt2"
+    if model.get("byte_fallback") and model.get("type") == "BPE":
+        kind = "llama"
     if kind == "gpt2":
         refuse_other_models(path, model)
     tokenizer = open_tokenizer(path)  # which also proves the forms of the parts that are read below
@@ -93,10 +95,6 @@ def read_tokenizer(folder: Path, vocabulary: int, architecture: str = "") -> Ggu
     if kind == "gpt2":
         return replace(found, pre=pre_type(path, content, tokenizer) or find_pre_type(path, tokenizer, found))
     return replace(found, spacing=find_spacing(path, content, tokenizer, found)) if kind == "t5" else found
-
-
-def _is_spaced(model: Mapping[str, Any]) -> bool:
-    return bool(model.get("byte_fallback")) and model.get("type") == "BPE"
 
 
 def _refuse_flags(path: Path, content: Mapping[str, Any], spaced: bool) -> None:

@@ -46,16 +46,9 @@ class WrittenFile:
     notes: tuple[str, ...] = ()
 
 
-def export_gguf(
-    folder: Path,
-    output: Path,
-    outtype: str,
-    source_model_name: str | None = None,
-    tensor_types: tuple[tuple[str, str], ...] = (),
-    importance: Path | None = None,
-) -> WrittenFile:
+def export_gguf(folder: Path, output: Path, outtype: str, source_model_name: str | None = None) -> WrittenFile:
     """Write the model in `folder` to one GGUF file; see `export_files`."""
-    return export_files(folder, {output: outtype}, Origin(source_model_name), tensor_types, importance)[0]
+    return export_files(folder, {output: outtype}, Origin(source_model_name))[0]
 
 
 def export_files(

@@ -40,19 +40,17 @@ def gpus() -> list[Device]:
         "ggml_backend_dev_description": ([ctypes.c_void_p], ctypes.c_char_p),
         "ggml_backend_dev_type": ([ctypes.c_void_p], ctypes.c_int),
     }
-    count, get, name, description, kind = (_function(ggml, *signature) for signature in signatures.items())
+    functions = []
+    for symbol, types in signatures.items():
+        functions.append(ggml[symbol])  # a new object for each look-up, so that nobody else's types are changed
+        functions[-1].argtypes, functions[-1].restype = types
+    count, get, name, description, kind = functions
     handles = [get(index) for index in range(count())]
     return [
         Device(name(one).decode("utf-8", "replace"), description(one).decode("utf-8", "replace"), one)
         for one in handles
         if kind(one) in (GPU, INTEGRATED_GPU)
     ]
-
-
-def _function(ggml: Any, name: str, signature: tuple[list[Any], Any]) -> Any:
-    function = ggml[name]  # a new object for each look-up, so that nobody else's types are changed
-    function.argtypes, function.restype = signature
-    return function
 
 
 def describe_build() -> str:

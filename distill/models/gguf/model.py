@@ -94,7 +94,7 @@ class GgufModel:
         self._file.require_open()
         if parents is None and counts is None and self._is_short_step(tokens, want):
             rows = self._decode_few(tokens, want is not None)
-            return self._logits(rows, range(self._length - len(rows) + 1, self._length + 1))
+            return GgufLogits(self._context, rows, range(self._length - len(rows) + 1, self._length + 1))
         check_counts(counts, len(tokens))
         if parents is None:
             return self._extend_chain(tokens, want)
@@ -129,7 +129,9 @@ class GgufModel:
             raise
         self._length += count
         begin = self._length - count + 1
-        return self._logits(rows, range(begin, begin + count) if want is None else [begin + index for index in want])
+        return GgufLogits(
+            self._context, rows, range(begin, begin + count) if want is None else [begin + index for index in want]
+        )
 
     def _extend_tree(self, tokens: Sequence[int], parents: Sequence[int], want: Sequence[int] | None) -> GgufLogits:
         if not self.max_leaves:
@@ -151,10 +153,7 @@ class GgufModel:
             raise
         self._branches.finish(growth, self._length)
         lengths = [self._length + depth for depth in tree.depths[old:]]
-        return self._logits(rows, lengths if want is None else [lengths[index] for index in want])
-
-    def _logits(self, rows: NDArray[np.float32], lengths: Sequence[int]) -> GgufLogits:
-        return GgufLogits(self._context, rows, lengths)
+        return GgufLogits(self._context, rows, lengths if want is None else [lengths[index] for index in want])
 
     def _decode_nodes(
         self, tokens: Sequence[int], depths: Sequence[int], through: list[list[int]], want: Sequence[int] | None
