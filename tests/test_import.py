@@ -164,9 +164,12 @@ def read_back(path: Path) -> Tokenizer:
     return Tokenizer.from_str(json.dumps(found.content))
 
 
-def add_context(writer: Any) -> None:
-    writer.add_context_length(512)
-    writer.add_eos_token_id(0)
+def write_tokenizer(path: Path, tokenizer: GgufTokenizer) -> None:
+    def add(writer: Any) -> None:
+        writer.add_context_length(512)
+        add_tokenizer(writer, tokenizer)
+
+    write_vocabulary(path, add)
 
 
 @needs_llama
@@ -178,11 +181,9 @@ def test_ids_of_each_pre_tokenizer_are_those_of_llama_cpp(pre: str, tmp_path: Pa
     tokens = [token for token, _ in sorted(vocabulary.items(), key=lambda item: item[1])]
     merges = [" ".join(merge) for merge in content["model"]["merges"]]
 
-    def add(writer: Any) -> None:
-        add_tokenizer(writer, GgufTokenizer("gpt2", pre, tokens, [1] * len(tokens), merges=merges))
-        add_context(writer)
-
-    write_vocabulary(tmp_path / "v.gguf", add)
+    write_tokenizer(
+        tmp_path / "v.gguf", GgufTokenizer("gpt2", pre, tokens, [1] * len(tokens), merges=merges, ids={"eos": 0})
+    )
     file = GgufFile(tmp_path / "v.gguf", vocabulary_only=True)  # the tested build knows every name
     own = read_back(tmp_path / "v.gguf")
     try:
@@ -202,11 +203,7 @@ def test_ids_of_sentencepiece(name: str, tmp_path: Path) -> None:
     rows = script.build_tokenizer(name, TOKENIZERS, folder) + 5
     exported = read_exported(folder, rows, "llama")
 
-    def add(writer: Any) -> None:
-        writer.add_context_length(512)
-        add_tokenizer(writer, exported)
-
-    write_vocabulary(tmp_path / "v.gguf", add)
+    write_tokenizer(tmp_path / "v.gguf", exported)
     own, file = read_back(tmp_path / "v.gguf"), GgufFile(tmp_path / "v.gguf", vocabulary_only=True)
     special = [token["content"] for token in json.loads((folder / "tokenizer.json").read_text())["added_tokens"]]
     texts = [*PROBE, *HARD_TEXTS[1:], *held_out_texts()[::5], f"a{special[-1]}b {special[0]} c"]
@@ -228,11 +225,7 @@ def test_ids_of_unigram(kind: str, tmp_path: Path) -> None:
     tokenizer.save_pretrained(tmp_path)
     exported = read_exported(tmp_path, len(tokenizer) + 3, "llama")
 
-    def add(writer: Any) -> None:
-        writer.add_context_length(512)
-        add_tokenizer(writer, exported)
-
-    write_vocabulary(tmp_path / "v.gguf", add)
+    write_tokenizer(tmp_path / "v.gguf", exported)
     own, file = read_back(tmp_path / "v.gguf"), GgufFile(tmp_path / "v.gguf", vocabulary_only=True)
     (tmp_path / "again").mkdir()
     own.save(str(tmp_path / "again" / "tokenizer.json"))
@@ -262,11 +255,7 @@ def test_real_tokenizers_come_back(name: str, tmp_path: Path) -> None:
     rows = len(AutoTokenizer.from_pretrained(source))
     exported = read_exported(source, rows, "llama")
 
-    def add(writer: Any) -> None:
-        writer.add_context_length(512)
-        add_tokenizer(writer, exported)
-
-    write_vocabulary(tmp_path / "v.gguf", add)
+    write_tokenizer(tmp_path / "v.gguf", exported)
     before, after = Tokenizer.from_file(str(source / "tokenizer.json")), read_back(tmp_path / "v.gguf")
     for text in [*HARD_TEXTS[2:6], HARD_TEXTS[7], *PROBE, *held_out_texts()[::6]]:
         text = text.lstrip(" ") if name == "llama-2" else text  # docs/export.md: llama.cpp's space before every text

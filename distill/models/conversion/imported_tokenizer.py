@@ -68,11 +68,12 @@ def read_tokenizer(head: FileHead) -> ImportedTokenizer:
     scores = head.numbers("tokenizer.ggml.scores") or [0.0] * len(tokens)
     if not tokens or len(types) != len(tokens) or len(scores) != len(tokens):
         head.refuse(f"{len(tokens)} tokens, {len(types)} types and {len(scores)} scores do not belong together")
-    real = [not _is_padding(index, token, types[index]) for index, token in enumerate(tokens)]
+    real = [types[index] != UNUSED or token != f"[PAD{index}]" for index, token in enumerate(tokens)]
     if len({token for index, token in enumerate(tokens) if real[index]}) < sum(real):
         head.refuse("two of its tokens are the same text", "no tokenizer of transformers can hold such a vocabulary")
     ids, ends = _ids(head, tokens, types)
     listed = [(token, index) for index, token in enumerate(tokens) if real[index]]
+    added = {CONTROL, USER_DEFINED} if kind == "gpt2" else {CONTROL, USER_DEFINED, UNKNOWN}
     if kind == "gpt2":
         parts = _byte_level(head, listed)
     elif kind == "llama":
@@ -83,22 +84,17 @@ def read_tokenizer(head: FileHead) -> ImportedTokenizer:
         "version": "1.0",
         "truncation": None,
         "padding": None,
-        "added_tokens": [
-            _added(token, index, types[index]) for token, index in listed if _is_added(types[index], kind)
-        ],
+        "added_tokens": [_added(token, index, types[index]) for token, index in listed if types[index] in added],
         **parts,
         "post_processor": _text_ends(head, tokens, ids),
     }
-    templates = _templates(head)
-    return ImportedTokenizer(content, _settings(head, tokens, ids), ids, ends, templates, tokens)
-
-
-def _is_padding(index: int, token: str, kind: int) -> bool:
-    return kind == UNUSED and token == f"[PAD{index}]"
-
-
-def _is_added(kind: int, model: str) -> bool:
-    return kind in (CONTROL, USER_DEFINED) or (kind == UNKNOWN and model != "gpt2")
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": head.count("context_length"),
+        **{f"{role}_token": tokens[number] for role, number in ids.items()},
+    }
+    return ImportedTokenizer(content, settings, ids, ends, _templates(head), tokens)
 
 
 def _added(token: str, index: int, kind: int) -> dict[str, Any]:
@@ -246,15 +242,6 @@ def _text_ends(head: FileHead, tokens: list[str], ids: Mapping[str, int]) -> dic
     }
     single = first + text + last
     return {"type": "TemplateProcessing", "single": single, "pair": single + other, "special_tokens": special}
-
-
-def _settings(head: FileHead, tokens: list[str], ids: Mapping[str, int]) -> dict[str, Any]:
-    found: dict[str, Any] = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "clean_up_tokenization_spaces": False,
-        "model_max_length": head.count("context_length"),
-    }
-    return found | {f"{role}_token": tokens[number] for role, number in ids.items()}
 
 
 def _templates(head: FileHead) -> dict[str, str]:

@@ -92,8 +92,8 @@ def read_pieces(path: Path, vocabulary: Mapping[str, int]) -> dict[int, Piece] |
     with reading(path):
         data = path.read_bytes()
     try:
-        bodies = (value for number, kind, value in _fields(data) if number == PIECES and kind == 2)
-        found = {number: _piece(body) for number, body in enumerate(bodies)}
+        bodies = [value for number, kind, value in _fields(data) if (number, kind) == (PIECES, 2)]
+        found = {number: _piece(bytes(body)) for number, body in enumerate(bodies)}
     except (ValueError, IndexError, struct.error, UnicodeDecodeError) as error:
         raise DataError(f"{path} is no SentencePiece model: {error}", "copy the tokenizer again") from None
     texts = {number: token for token, number in vocabulary.items()}
