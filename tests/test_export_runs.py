@@ -129,7 +129,7 @@ def test_a_disk_that_fails_under_the_quantiser(
     from collections import namedtuple
 
     from distill.errors import RunError
-    from distill.export import quantise
+    from distill.models.conversion import quantise
 
     real, limits = quantise._quantise, resource.getrlimit(resource.RLIMIT_FSIZE)
 

@@ -90,7 +90,6 @@ class Loaded:
         self.add_bos = bool(llama.llama_vocab_get_add_bos(vocabulary))
         self.add_eos = bool(llama.llama_vocab_get_add_eos(vocabulary))
         self.bos, self.eos = llama.llama_vocab_bos(vocabulary), llama.llama_vocab_eos(vocabulary)
-        self.context = llama.llama_model_n_ctx_train(model)
         llama.llama_model_free(model)
 
     def same_as(self, metadata: VocabularyMetadata) -> bool:
@@ -156,10 +155,10 @@ def test_a_whole_file_is_read_as_llama_cpp_reads_it(model: Path) -> None:
     from distill.models.gguf.model import GgufModel
 
     metadata = VocabularyMetadata.read(str(model.with_suffix(".gguf")))
-    read = Loaded(metadata.reference)
-    assert read.same_as(metadata)
+    assert Loaded(metadata.reference).same_as(metadata)
     with GgufModel(metadata.reference, context=8, threads=1) as loaded:
-        assert (metadata.context, metadata.rows) == (read.context, loaded.head_rows)
+        context = loaded._file.library.llama_model_n_ctx_train(loaded._file.model)
+        assert (metadata.context, metadata.rows) == (context, loaded.head_rows)
 
 
 # What differs in the draft's file; whether the rules of distill, llama.cpp and vLLM hold; words of the first reason.

@@ -52,20 +52,21 @@ def quantise_file(
     if matrix:
         parameters.imatrix = entries
 
-    def quantise(path: Path) -> None:
-        ERRORS.clear()
-        if not llama.llama_model_quantize(os.fsencode(exact), os.fsencode(path), ctypes.byref(parameters)):
-            return
-        if WRITE_FAULT in last_errors():  # which does not say what the fault was
-            full = shutil.disk_usage(path.parent).free < ALMOST_NONE
-            raise OSError(errno.ENOSPC if full else errno.EIO, os.strerror(errno.ENOSPC if full else errno.EIO))
-        raise DataError(f"llama.cpp cannot quantise to {outtype}: {last_errors()}", "see the types in docs/export.md")
-
-    write_atomically(output, quantise, several=True)
+    write_atomically(output, lambda path: _quantise(llama, exact, path, parameters, outtype), several=True)
     if "k" not in outtype and outtype != "iq4_xs":
         return 0
     shapes = open_head(output).shapes
     return sum(len(shape) > 1 and shape[0] % K_BLOCK > 0 for shape in shapes.values())
+
+
+def _quantise(llama: Any, source: Path, path: Path, parameters: Any, outtype: str) -> None:
+    ERRORS.clear()
+    if not llama.llama_model_quantize(os.fsencode(source), os.fsencode(path), ctypes.byref(parameters)):
+        return
+    if WRITE_FAULT in last_errors():  # which does not say what the fault was
+        full = shutil.disk_usage(path.parent).free < ALMOST_NONE
+        raise OSError(errno.ENOSPC if full else errno.EIO, os.strerror(errno.ENOSPC if full else errno.EIO))
+    raise DataError(f"llama.cpp cannot quantise to {outtype}: {last_errors()}", "see the types in docs/export.md")
 
 
 def _tensor_type(kind: str) -> Any:

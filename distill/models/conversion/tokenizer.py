@@ -67,6 +67,7 @@ def read_tokenizer(folder: Path, vocabulary: int, architecture: str = "") -> Ggu
     spaced = kind != "gpt2"
     _refuse_flags(path, content, spaced)
     listed = _tokens(path, content, pieces, vocabulary, spaced)
+    pre = "default" if spaced else pre_type(path, content, tokenizer)
     tokens = [piece.text for piece in listed]
     numbers = {token: index for index, token in enumerate(tokens)}
     ids: dict[str, int | None] = {role: named_id(role, settings, config, numbers, vocabulary) for role in NAMED_ROLES}
@@ -81,7 +82,7 @@ def read_tokenizer(folder: Path, vocabulary: int, architecture: str = "") -> Ggu
     add_bos, add_eos, ids["bos"] = _text_ends(path, tokenizer, ids["bos"], eos)
     found = GgufTokenizer(
         model=kind,
-        pre="default",
+        pre=pre or "",
         tokens=tokens,
         types=[piece.kind for piece in listed],
         scores=[piece.score for piece in listed] if spaced else None,
@@ -92,8 +93,8 @@ def read_tokenizer(folder: Path, vocabulary: int, architecture: str = "") -> Ggu
         add_space_prefix=prefix,
         chat_template=_chat_template(folder, settings),
     )
-    if kind == "gpt2":
-        return replace(found, pre=pre_type(path, content, tokenizer) or find_pre_type(path, tokenizer, found))
+    if pre is None:
+        return replace(found, pre=find_pre_type(path, tokenizer, found))
     return replace(found, spacing=find_spacing(path, content, tokenizer, found)) if kind == "t5" else found
 
 
