@@ -24,8 +24,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from writing_worlds import llama_server  # noqa: E402
 
-from distill.export.writer import export_gguf  # noqa: E402
 from distill.machine import machine, thread_count  # noqa: E402
+from distill.models.conversion.writer import export_gguf  # noqa: E402
 from distill.models.hugging_face import encode, load_config, load_tokenizer  # noqa: E402
 from distill.recipe import Recipe, parse_recipe  # noqa: E402
 from distill.target.groups import open_writer  # noqa: E402

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distill.models.packed import packed_forward
+from distill.models import packed_forward
 from distill.packing import Packed, pack
 from distill.teacher.distributions import CompactTeacher
 from distill.training.losses.settings import LossSettings

@@ -46,10 +46,10 @@ import torch
 
 from distill.benchmark.calibrate import load_calibrations, validation_prompts
 from distill.benchmark.watch import Step, Watch
-from distill.export.writer import export_gguf
 from distill.files import read_json, write_json
 from distill.machine import machine
 from distill.models.base import Model
+from distill.models.conversion.writer import export_gguf
 from distill.models.gguf.model import GgufModel
 from distill.models.hugging_face import load_model, load_tokenizer
 from distill.models.loaded import torch_decoder

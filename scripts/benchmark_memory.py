@@ -37,7 +37,7 @@ import torch
 
 from distill.machine import machine
 from distill.models.batched import BatchedTorchModel
-from distill.models.cpu.prepacked import prepacked
+from distill.models.cpu_products import prepacked
 from distill.packing import Packed, pack
 from distill.teacher.distributions import CompactTeacher
 from distill.training.losses.settings import LossSettings

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from distill.machine import thread_count
-from distill.models.cpu.prepacked import prepacked
+from distill.models.cpu_products import prepacked
 from distill.models.hugging_face import load_model
 from distill.models.torch_model import TorchModel
 from distill.speculative.costs.curve import measure_steps

@@ -29,9 +29,9 @@ import torch  # noqa: E402
 from benchmark_losses import Texts  # noqa: E402
 from writing_worlds import llama_server  # noqa: E402
 
-from distill.export.writer import export_gguf  # noqa: E402
 from distill.files import write_json  # noqa: E402
 from distill.intervals import Interval, paired_ratio_interval, ratio_interval  # noqa: E402
+from distill.models.conversion.writer import export_gguf  # noqa: E402
 from distill.models.hugging_face import load_model  # noqa: E402
 from distill.recipe import Recipe, load_recipe  # noqa: E402
 from distill.run import Run  # noqa: E402

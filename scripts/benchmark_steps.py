@@ -24,7 +24,7 @@ import torch
 
 from distill.machine import machine
 from distill.models.hugging_face import recompute_activations
-from distill.models.packed.packed_forward import hidden_states
+from distill.models.packed_forward import hidden_states
 from distill.packing import Packed
 from distill.teacher.distributions import CompactTeacher, Head, Teacher
 from distill.training.losses.settings import LossSettings

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from distill.files import write_json
-from distill.models.packed.packed_forward import packed_inputs
+from distill.models.packed_forward import packed_inputs
 from distill.packing import Packed, epoch_order, pack
 from distill.recipe import parse_recipe
 from distill.run import Run

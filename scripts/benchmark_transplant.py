@@ -22,7 +22,7 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from distill.machine import usable_cores
-from distill.models.tokenizer_files import TOKENIZER_FILES
+from distill.models.model_files import TOKENIZER_FILES
 from distill.surgery.vocabulary.subtokens import describe_subtokens, map_subtokens
 from distill.vocabulary import Vocabulary
 

@@ -331,7 +331,7 @@ def _ids(found: Sequence[Any]) -> None:
 def _special_readers(run: Run, name: str, path: Path) -> Readers:
     from distill.benchmark.calibrate import curve_costs, load_calibrations, load_texts, read_ranks
     from distill.files import read_json
-    from distill.models.kept import read_kept
+    from distill.models.trimmed_head import read_kept
     from distill.speculative.costs.curve import load_cost_curve, load_costs
     from distill.target.teacher import stored_entries
 
@@ -423,8 +423,8 @@ def weight_files(world: World) -> Strategy:
 
 
 def read_weights(world: World, found: tuple[str, bytes]) -> Readers:
-    from distill.export.model_shape import read_shape
-    from distill.export.tensors import read_tensors
+    from distill.models.conversion.model_shape import read_shape
+    from distill.models.conversion.tensors import read_tensors
     from distill.models.tensor_files import stored_tensors
 
     name, data = found
@@ -448,7 +448,7 @@ def read_whole_model(world: World, found: tuple[str, bytes]) -> Readers:
     import torch
 
     from distill.models.hugging_face import load_model
-    from distill.models.whole.headers import check_weights
+    from distill.models.weight_check import check_weights
 
     name, data = found
     for other in ("model.safetensors", "config.json", "generation_config.json", "model.safetensors.index.json"):
@@ -474,9 +474,9 @@ def _objects(base: Any) -> Strategy:
 
 
 def read_configuration(world: World, found: bytes) -> Readers:
-    from distill.export.head.gguf_head import write_head
-    from distill.export.head.model_fields import add_model_fields, rope_tensors
-    from distill.export.model_shape import read_shape
+    from distill.models.conversion.model_fields import add_model_fields, rope_tensors
+    from distill.models.conversion.model_shape import read_shape
+    from distill.models.gguf.file_head import write_head
     from distill.models.hugging_face import load_config
     from distill.models.loaded import context_of
     from distill.models.metadata import VocabularyMetadata
@@ -570,9 +570,9 @@ def unigram_files(content: dict[str, Any]) -> Strategy:
 
 
 def read_tokenizers(world: World, found: tuple[str, bytes]) -> Readers:
-    from distill.export.tokenizer import read_tokenizer
+    from distill.models.conversion.tokenizer import read_tokenizer
     from distill.models.metadata import VocabularyMetadata
-    from distill.models.tokenizer_files import copy_tokenizer
+    from distill.models.model_files import copy_tokenizer
     from distill.vocabulary import Vocabulary
     from distill.vocabulary.encoding import Encoder
 
@@ -636,8 +636,8 @@ def read_gguf_heads(world: World, found: bytes) -> Readers:
 
 def read_imports(world: World, found: bytes) -> Readers:
     """The whole import: configuration, tokenizer, chat template and weights, written as a folder and loaded."""
+    from distill.models.conversion.importing import read_import, write_import
     from distill.models.hugging_face import load_config, load_tokenizer
-    from distill.models.imported.importing import read_import, write_import
 
     path, out = world.put("model.gguf", found), world.place / "imported"
 

@@ -62,7 +62,7 @@ def pairs(run: Run, backend: str, grown: bool) -> Iterator[tuple[Model, Model]]:
     """Target and draft, the target grown by the recipe's settings if asked for; files of a grown model are removed."""
     import torch
 
-    from distill.export.writer import export_gguf
+    from distill.models.conversion.writer import export_gguf
     from distill.models.gguf.model import GgufModel
     from distill.models.hugging_face import load_model, load_tokenizer, real_tokens
     from distill.models.torch_model import TorchModel

@@ -80,7 +80,7 @@ class Models(NamedTuple):
 def opened(backend: str, scratch: Path) -> Iterator[Models]:
     """The models of a backend."""
     if backend == "gguf":
-        from distill.export.writer import export_gguf
+        from distill.models.conversion.writer import export_gguf
 
         files = [scratch / f"{outtype}.gguf" for outtype in ("q8_0", "q4_0")]
         for file in files:

@@ -25,7 +25,7 @@ NOISE = 0.1  # of each matrix's deviation: about half of the drafted tokens are 
 
 def save(model: Any, folder: Path, name: str) -> Path:
     """The model as folder/NAME.gguf."""
-    from distill.export.writer import export_gguf
+    from distill.models.conversion.writer import export_gguf
     from distill.models.hugging_face import load_tokenizer
 
     model.save_pretrained(folder / name)

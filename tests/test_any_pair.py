@@ -272,7 +272,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "chat.jsonl").write_text("".join(json.dumps(one) + "\n" for one in messages))
     (folder / "plain.txt").write_text("\n".join(tiny.document(seed) for seed in range(100, 106)))
     if shutil.which("cmake") or __import__("importlib.util").util.find_spec("llama_cpp"):
-        from distill.export.writer import export_gguf
+        from distill.models.conversion.writer import export_gguf
 
         for name in ("target", "draft"):
             export_gguf(folder / name, folder / f"{name}.gguf", "f32")

@@ -41,9 +41,7 @@ HEIGHT = {room: -depth for depth, rooms in enumerate(LAYERS) for room in rooms}
 
 # Stage folders that truly need another, as (user, used). Each is an arrow in docs/architecture.md.
 ALLOWED = {
-    ("benchmark", "export"),
     ("benchmark", "surgery"),
-    ("surgery", "export"),
     ("surgery", "training"),
     ("training", "surgery"),
 }
@@ -128,7 +126,7 @@ def test_imports_run_downward() -> None:
         ("commands", "distill.pipeline.stages", True),
         ("training", "distill.speculative.decode", True),
         ("export", "distill.models.gguf.model", True),
-        ("benchmark", "distill.export.writer", True),
+        ("benchmark", "distill.models.conversion.writer", True),
         ("recipe", "distill.errors", True),
         ("recipe", "distill.__version__", True),
         ("training", "torch", True),

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from toys import KINDS, Scripted, blurred, random_prompts, save_toy, toy, toy_tokenizer
 
 from distill.benchmark.identity import rounding_noise, top_gap
-from distill.export.writer import export_gguf
+from distill.models.conversion.writer import export_gguf
 from distill.models.gguf.model import GgufModel
 from distill.models.torch_logits import TorchLogits
 from distill.models.torch_model import TorchModel
@@ -331,8 +331,6 @@ def test_torch_logits_by_hand() -> None:
     order = full.argsort(-1, descending=True)[:, :4]
     assert ids.tolist() == order.tolist() and torch.equal(torch.from_numpy(values), full.gather(-1, order))
     assert logits.argmax() == full.argmax(-1).tolist()
-    assert logits.gather([4, 5, 6]).tolist() == [full[i, 4 + i].item() for i in range(3)]
-    assert torch.equal(torch.from_numpy(logits.gather(ids)), torch.from_numpy(values))  # [n, k] as well
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])

@@ -11,10 +11,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from toys import CLASSES, toy
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
+from distill.models import packed_forward
 from distill.models.hugging_face import recompute_activations
-from distill.models.packed import packed_forward
-from distill.models.packed.document_attention import attend_within, document_segments
-from distill.models.packed.packed_forward import hidden_states, separation
+from distill.models.packed_forward import attend_within, document_segments, hidden_states, separation
 from distill.packing import Packed, attention_mask, pack
 
 torch.set_num_threads(1)

@@ -14,10 +14,10 @@ from test_gguf_reference import script
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from distill.errors import DataError
-from distill.export.importance import importance_of
-from distill.export.model_shape import read_shape
 from distill.export.parity import Source, compare, faults_of
-from distill.export.writer import export_files, export_gguf
+from distill.models.conversion.importance import importance_of
+from distill.models.conversion.model_shape import read_shape
+from distill.models.conversion.writer import export_files, export_gguf
 from distill.models.gguf.model import GgufModel
 from distill.recipe.gguf import OUTTYPES
 
@@ -209,15 +209,15 @@ def test_importance_measured_on_a_text(tmp_path: Path) -> None:
     calibration = tmp_path / "calibration.txt"
     calibration.write_text("\n".join(held_out_texts(("validation",)))[:30_000], encoding="utf-8")
     for importance in (None, calibration):
-        export_gguf(demo, tmp_path / "m.gguf", "q2_k", importance=importance)
+        export_files(demo, {tmp_path / "m.gguf": "q2_k"}, importance=importance)
         kl.append(compare(demo, tmp_path / "m.gguf", held_out_texts(("test",))[:1], 400).kl)
     assert kl[1] < 0.9 * kl[0]
     for content, message in (("a", "too short"), (b"\xff", "not UTF-8")):
         calibration.write_bytes(content.encode() if isinstance(content, str) else content)
         with pytest.raises(DataError, match=message):
-            export_gguf(demo, tmp_path / "n.gguf", "q2_k", importance=calibration)
+            export_files(demo, {tmp_path / "n.gguf": "q2_k"}, importance=calibration)
     with pytest.raises(DataError, match="cannot be read"):
-        export_gguf(demo, tmp_path / "n.gguf", "q2_k", importance=tmp_path / "nowhere")
+        export_files(demo, {tmp_path / "n.gguf": "q2_k"}, importance=tmp_path / "nowhere")
     assert not [path for path in tmp_path.iterdir() if "n.gguf" in path.name]
 
 
@@ -237,7 +237,7 @@ def test_command_checks_and_says_so(
     # A file that is not its source's: the weights are changed between the writing and the check.
     from unittest import mock
 
-    from distill.export import writer
+    from distill.models.conversion import writer
 
     real = writer.export_files
 

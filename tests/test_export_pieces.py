@@ -12,12 +12,11 @@ from test_gguf_reference import TOKENIZERS, needs_tokenizers, script
 from tokenizers import Tokenizer
 
 from distill.errors import DataError
-from distill.export.check_texts import check_texts
-from distill.export.head.gguf_head import write_head
-from distill.export.parity import as_llama_reads
-from distill.export.tokenizer import add_tokenizer, read_tokenizer
-from distill.export.tokens.pieces_file import read_pieces
-from distill.export.tokens.probing import NAMES
+from distill.export.parity import as_llama_reads, check_texts
+from distill.models.conversion.byte_level import NAMES
+from distill.models.conversion.llama_tokenizer import GgufTokenizer, add_tokenizer, write_vocabulary
+from distill.models.conversion.pieces import read_pieces
+from distill.models.conversion.tokenizer import read_tokenizer
 from distill.models.gguf.file import GgufFile
 
 LEGACY: dict[str, Any] = {
@@ -32,15 +31,6 @@ LEGACY: dict[str, Any] = {
 }
 
 
-def write_vocabulary(folder: Path, path: Path, rows: int) -> None:
-    import gguf
-
-    writer = gguf.GGUFWriter(path=None, arch="llama")
-    add_tokenizer(writer, read_tokenizer(folder, rows, "llama"))
-    with path.open("wb") as file:
-        write_head(file, writer, [])
-
-
 @needs_llama
 @needs_tokenizers
 @pytest.mark.parametrize("name", ["llama-2", "llama-2 without tokenizer.model", "llama-2 legacy", "phi-3", "gemma"])
@@ -53,7 +43,8 @@ def test_ids_equal(name: str, tmp_path: Path) -> None:
     path = folder / "tokenizer.json"
     if "legacy" in name:
         path.write_text(json.dumps(json.loads(path.read_text()) | LEGACY))
-    write_vocabulary(folder, tmp_path / "v.gguf", rows)
+    found = read_tokenizer(folder, rows, "llama")
+    write_vocabulary(tmp_path / "v.gguf", lambda writer: add_tokenizer(writer, found))
     tokenizer = Tokenizer.from_file(str(path))
     special = [token["content"] for token in json.loads(path.read_text())["added_tokens"]]
     texts = [*check_texts(folder), *HARD_TEXTS[2:6], HARD_TEXTS[7], *held_out_texts(("test",))[::4]]
@@ -123,14 +114,13 @@ def test_texts_changed_in_other_ways(change: dict[str, Any], message: str, tmp_p
 @needs_llama
 def test_every_probed_name_is_one_of_llama_cpp(tmp_path: Path) -> None:
     """A name that this build lacks would silently never be found."""
-    from distill.export.tokens.probing import add_byte_level
-    from distill.export.tokens.probing import write_vocabulary as write_alone
-
     missing = []
     for name in NAMES:
-        write_alone(
+        write_vocabulary(
             tmp_path / "v.gguf",
-            lambda writer, name=name: add_byte_level(writer, name, ["a", "b", "ab"], [1, 1, 1], ["a b"]),
+            lambda writer, name=name: add_tokenizer(
+                writer, GgufTokenizer("gpt2", name, ["a", "b", "ab"], [1, 1, 1], merges=["a b"])
+            ),
         )
         try:
             GgufFile(tmp_path / "v.gguf", vocabulary_only=True).close()

@@ -14,10 +14,10 @@ import tiny
 from test_export import needs_llama
 from test_gguf_reference import script
 
-from distill.export import writer as writing
-from distill.export.head.general_fields import Advice, Origin
-from distill.export.head.origin import FLOORS, advice_of, origins
-from distill.export.writer import export_files, export_gguf
+from distill.export.origin import FLOORS, advice_of, origins
+from distill.models.conversion import writer as writing
+from distill.models.conversion.general_fields import Advice, Origin
+from distill.models.conversion.writer import export_files, export_gguf
 from distill.recipe import load_recipe
 from distill.results.export_results import ExportReport
 from distill.results.profile_results import MeasuredCurve, ProfileReport
@@ -129,7 +129,7 @@ def test_a_disk_that_fails_under_the_quantiser(
     from collections import namedtuple
 
     from distill.errors import RunError
-    from distill.export import quantise
+    from distill.models.conversion import quantise
 
     real, limits = quantise._quantise, resource.getrlimit(resource.RLIMIT_FSIZE)
 

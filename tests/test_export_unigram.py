@@ -18,12 +18,18 @@ from toys import replacements
 from transformers import PreTrainedTokenizerFast
 
 from distill.errors import DataError
-from distill.export.check_texts import NASTY, PROSE
-from distill.export.parity import compare, faults_of
-from distill.export.tokenizer import read_tokenizer
-from distill.export.tokens.probing import PROBE, as_llama_reads, write_vocabulary
-from distill.export.tokens.unigram import Spacing, add_unigram, unigram_pieces
-from distill.export.writer import export_gguf
+from distill.export.parity import NASTY, PROSE, compare, faults_of
+from distill.models.conversion.llama_tokenizer import (
+    PROBE,
+    GgufTokenizer,
+    Spacing,
+    add_tokenizer,
+    as_llama_reads,
+    write_vocabulary,
+)
+from distill.models.conversion.tokenizer import read_tokenizer
+from distill.models.conversion.unigram import unigram_pieces
+from distill.models.conversion.writer import export_gguf
 from distill.models.gguf.file import GgufFile
 
 SPECIAL = ["<pad>", "</s>", "<unk>"]
@@ -93,8 +99,6 @@ def test_ids_equal(kind: str, prefix: bool, merge: bool, tmp_path: Path) -> None
     assert found.spacing is not None and found.spacing[:2] == (prefix, merge)
     assert found.model == "t5" and found.scores is not None and min(found.scores) == -10000.0
     assert (found.ids["unk"], found.ids["eos"], found.ids["pad"]) == (2, 1, 0)
-    from distill.export.tokenizer import add_tokenizer
-
     write_vocabulary(tmp_path / "v.gguf", lambda writer: add_tokenizer(writer, found))
     plain, file = tokenizer.backend_tokenizer, GgufFile(tmp_path / "v.gguf", vocabulary_only=True)
     texts = [text for text in [*TEXTS, *held_out_texts(("test",))[::4]] if text.strip()]
@@ -138,11 +142,17 @@ def test_byte_fallback_is_refused_because_llama_cpp_has_none(tmp_path: Path) -> 
     pieces = unigram_pieces(path, content["model"] | {"byte_fallback": False})
     listed = [piece._replace(kind=2 if number == 2 else kinds[number]) for number, piece in pieces.items()]
 
-    def add(writer: Any) -> None:
-        add_unigram(writer, listed, Spacing(True, False, b""))
-        writer.add_unk_token_id(2)
-
-    write_vocabulary(tmp_path / "v.gguf", add)
+    found = GgufTokenizer(
+        "t5",
+        "default",
+        [piece.text for piece in listed],
+        [piece.kind for piece in listed],
+        [piece.score for piece in listed],
+        ids={"unk": 2},
+        add_eos=True,
+        spacing=Spacing(True, False, b""),
+    )
+    write_vocabulary(tmp_path / "v.gguf", lambda writer: add_tokenizer(writer, found))
     file = GgufFile(tmp_path / "v.gguf", vocabulary_only=True)
     try:
         expected = Tokenizer.from_file(str(path)).encode("한", add_special_tokens=False).tokens
@@ -178,7 +188,7 @@ def test_unigram_that_cannot_be_exported(change: dict[str, Any], message: str, t
 
 def test_a_damaged_table_of_replacements(tmp_path: Path) -> None:
     """llama.cpp would throw, or read past the table's end."""
-    from distill.vocabulary.charsmap import table_of
+    from distill.vocabulary.tokenizer_files import table_of
 
     path = tmp_path / "tokenizer.json"
     units = struct.unpack_from("<1024I", CHARSMAP, 4)
@@ -204,7 +214,7 @@ def test_a_damaged_table_is_told_before_tokenizers_reads_it(tmp_path: Path) -> N
     """tokenizers panics, or ends the process for want of memory."""
     from distill.models.hugging_face import load_tokenizer
     from distill.vocabulary import Vocabulary
-    from distill.vocabulary.encoding import open_tokenizer
+    from distill.vocabulary.tokenizer_files import open_tokenizer
 
     train("t5").save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')

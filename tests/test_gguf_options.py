@@ -16,8 +16,8 @@ import llama_cpp
 from torch import Tensor
 
 from distill.errors import RecipeError
-from distill.export.writer import export_gguf
 from distill.files import read_json
+from distill.models.conversion.writer import export_gguf
 from distill.models.gguf import build
 from distill.models.gguf.model import GgufModel
 from distill.pipeline.keys import CONDITIONAL, Contents, key_parts

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from distill.export.writer import export_gguf
+from distill.models.conversion.writer import export_gguf
 
 ROOT = Path(__file__).resolve().parent.parent
 TOKENIZERS = Path(os.environ.get("DISTILL_SHARED", ROOT.parent / "shared")) / "tokenizers"

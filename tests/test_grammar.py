@@ -20,11 +20,11 @@ from torch import Tensor
 from toys import blurred, random_prompts, save_toy, toy, toy_tokenizer
 
 from distill.errors import DataError
-from distill.export.writer import export_gguf
 from distill.grammar.constrained import Constrained, Forced
 from distill.grammar.constraint import Constraint, State, constraint, llama_constraint
 from distill.grammar.gbnf import lark
 from distill.grammar.tokens import Tokens
+from distill.models.conversion.writer import export_gguf
 from distill.models.gguf.model import GgufModel
 from distill.models.torch_model import TorchModel
 from distill.sampler import Sampler

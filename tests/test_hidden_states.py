@@ -14,7 +14,7 @@ import toys
 from trainings import PARTS, REPLAY, interrupted_after, largest_difference, metrics, trained, two_processes
 
 from distill.errors import RecipeError
-from distill.models.packed.packed_forward import hidden_states
+from distill.models.packed_forward import hidden_states
 from distill.packing import Packed, pack
 from distill.recipe import Train, load_recipe, parse_section
 from distill.teacher.distributions import CompactTeacher, Head

@@ -17,17 +17,17 @@ from distill.benchmark.batched_bench import import_curve
 from distill.benchmark.calibrate import load_calibrations, load_texts, read_ranks
 from distill.errors import DataError
 from distill.evaluation.markdown import as_markdown
-from distill.export.model_shape import read_shape
-from distill.export.tokenizer import read_tokenizer
 from distill.files import parse_json, read_json, read_object
 from distill.grammar import gbnf
+from distill.models.conversion.model_shape import read_shape
+from distill.models.conversion.tokenizer import read_tokenizer
 from distill.models.gguf.file import GgufFile
 from distill.models.hugging_face import load_config, load_model, load_tokenizer
-from distill.models.kept import read_kept
 from distill.models.loaded import context_of
 from distill.models.metadata import VocabularyMetadata
+from distill.models.model_files import pin_tokenizer
 from distill.models.tensor_files import stored_tensors, weight_files
-from distill.models.tokenizer_files import pin_tokenizer
+from distill.models.trimmed_head import read_kept
 from distill.pipeline.refresh import plan_refresh
 from distill.recipe import Traffic, load_recipe
 from distill.report.stage import gather
@@ -42,7 +42,7 @@ from distill.target.teacher import stored_entries
 from distill.teacher.store import read_manifest
 from distill.training.checkpoint import checkpoints, load_checkpoint
 from distill.vocabulary import Vocabulary
-from distill.vocabulary.encoding import added_around, open_tokenizer
+from distill.vocabulary.tokenizer_files import added_around, open_tokenizer
 
 
 @pytest.fixture

@@ -24,17 +24,15 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from distill.errors import DataError
 from distill.export.parity import Source, compare
-from distill.export.tokenizer import add_tokenizer
-from distill.export.tokenizer import read_tokenizer as read_exported
-from distill.export.tokens.probing import PROBE, add_byte_level, write_vocabulary
-from distill.export.writer import export_gguf
 from distill.models import hugging_face
+from distill.models.conversion.imported_tokenizer import read_tokenizer
+from distill.models.conversion.importing import folder_of, read_import, write_import
+from distill.models.conversion.llama_tokenizer import PROBE, GgufTokenizer, add_tokenizer, write_vocabulary
+from distill.models.conversion.tokenizer import read_tokenizer as read_exported
+from distill.models.conversion.writer import export_gguf
 from distill.models.gguf.file import GgufFile
 from distill.models.gguf.file_head import open_head
 from distill.models.gguf.model import GgufModel
-from distill.models.imported.importing import folder_of, read_import, write_import
-from distill.models.imported.keys import Keys
-from distill.models.imported.tokenizer import read_tokenizer
 from distill.models.loaded import load_pair
 from distill.recipe import Target, load_recipe
 from distill.recipe.gguf import DIRECT, OUTTYPES
@@ -162,13 +160,16 @@ def test_logits_agree_with_llama_cpp_on_the_file(tmp_path: Path, tokenizer: PreT
 
 
 def read_back(path: Path) -> Tokenizer:
-    found = read_tokenizer(Keys(path, open_head(path)))
+    found = read_tokenizer(open_head(path))
     return Tokenizer.from_str(json.dumps(found.content))
 
 
-def add_context(writer: Any) -> None:
-    writer.add_context_length(512)
-    writer.add_eos_token_id(0)
+def write_tokenizer(path: Path, tokenizer: GgufTokenizer) -> None:
+    def add(writer: Any) -> None:
+        writer.add_context_length(512)
+        add_tokenizer(writer, tokenizer)
+
+    write_vocabulary(path, add)
 
 
 @needs_llama
@@ -180,11 +181,9 @@ def test_ids_of_each_pre_tokenizer_are_those_of_llama_cpp(pre: str, tmp_path: Pa
     tokens = [token for token, _ in sorted(vocabulary.items(), key=lambda item: item[1])]
     merges = [" ".join(merge) for merge in content["model"]["merges"]]
 
-    def add(writer: Any) -> None:
-        add_byte_level(writer, pre, tokens, [1] * len(tokens), merges)
-        add_context(writer)
-
-    write_vocabulary(tmp_path / "v.gguf", add)
+    write_tokenizer(
+        tmp_path / "v.gguf", GgufTokenizer("gpt2", pre, tokens, [1] * len(tokens), merges=merges, ids={"eos": 0})
+    )
     file = GgufFile(tmp_path / "v.gguf", vocabulary_only=True)  # the tested build knows every name
     own = read_back(tmp_path / "v.gguf")
     try:
@@ -204,11 +203,7 @@ def test_ids_of_sentencepiece(name: str, tmp_path: Path) -> None:
     rows = script.build_tokenizer(name, TOKENIZERS, folder) + 5
     exported = read_exported(folder, rows, "llama")
 
-    def add(writer: Any) -> None:
-        writer.add_context_length(512)
-        add_tokenizer(writer, exported)
-
-    write_vocabulary(tmp_path / "v.gguf", add)
+    write_tokenizer(tmp_path / "v.gguf", exported)
     own, file = read_back(tmp_path / "v.gguf"), GgufFile(tmp_path / "v.gguf", vocabulary_only=True)
     special = [token["content"] for token in json.loads((folder / "tokenizer.json").read_text())["added_tokens"]]
     texts = [*PROBE, *HARD_TEXTS[1:], *held_out_texts()[::5], f"a{special[-1]}b {special[0]} c"]
@@ -230,11 +225,7 @@ def test_ids_of_unigram(kind: str, tmp_path: Path) -> None:
     tokenizer.save_pretrained(tmp_path)
     exported = read_exported(tmp_path, len(tokenizer) + 3, "llama")
 
-    def add(writer: Any) -> None:
-        writer.add_context_length(512)
-        add_tokenizer(writer, exported)
-
-    write_vocabulary(tmp_path / "v.gguf", add)
+    write_tokenizer(tmp_path / "v.gguf", exported)
     own, file = read_back(tmp_path / "v.gguf"), GgufFile(tmp_path / "v.gguf", vocabulary_only=True)
     (tmp_path / "again").mkdir()
     own.save(str(tmp_path / "again" / "tokenizer.json"))
@@ -264,11 +255,7 @@ def test_real_tokenizers_come_back(name: str, tmp_path: Path) -> None:
     rows = len(AutoTokenizer.from_pretrained(source))
     exported = read_exported(source, rows, "llama")
 
-    def add(writer: Any) -> None:
-        writer.add_context_length(512)
-        add_tokenizer(writer, exported)
-
-    write_vocabulary(tmp_path / "v.gguf", add)
+    write_tokenizer(tmp_path / "v.gguf", exported)
     before, after = Tokenizer.from_file(str(source / "tokenizer.json")), read_back(tmp_path / "v.gguf")
     for text in [*HARD_TEXTS[2:6], HARD_TEXTS[7], *PROBE, *held_out_texts()[::6]]:
         text = text.lstrip(" ") if name == "llama-2" else text  # docs/export.md: llama.cpp's space before every text

@@ -9,13 +9,13 @@ import pytest
 import torch
 from toys import toy
 
+from distill.models import cpu_products as module
 from distill.models.batched import BatchedTorchModel
-from distill.models.cpu import prepacked as module
-from distill.models.cpu.prepacked import PrepackedLinear, prepacked, works
-from distill.models.kept import KeptHead
+from distill.models.cpu_products import PrepackedLinear, prepacked, works
 from distill.models.loaded import torch_decoder
 from distill.models.static.static_model import StaticTorchModel
 from distill.models.torch_model import TorchModel
+from distill.models.trimmed_head import KeptHead
 from distill.recipe import PyTorch
 
 # Skipped only where torch itself says that it cannot: a `works` that is wrong must fail here, not hide these tests.

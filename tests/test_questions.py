@@ -460,7 +460,7 @@ def test_one_seed_gives_one_file(asked: Path, talking: Path, tmp_path: Path) -> 
 
 @pytest.fixture(scope="module")
 def gguf(talking: Path) -> Path:
-    from distill.export.writer import export_gguf
+    from distill.models.conversion.writer import export_gguf
 
     export_gguf(talking / "target", talking / "target.gguf", "f32")
     return talking / "target.gguf"

@@ -131,7 +131,7 @@ def test_another_template_is_named(
 
 
 def test_a_draft_that_does_not_fit_is_not_used_in_silence(settings: LlamaServer, tmp_path: Path) -> None:
-    from distill.export.writer import export_gguf
+    from distill.models.conversion.writer import export_gguf
 
     tiny.build_model(tmp_path / "small", 1)
     export_gguf(tmp_path / "small", tmp_path / "small.gguf", "f16")

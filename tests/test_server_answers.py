@@ -408,7 +408,7 @@ DEMO = tiny.ROOT / "data" / "demo-target"  # trained: random weights give bytes 
 
 @pytest.fixture(scope="module")
 def gguf(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from distill.export.writer import export_gguf
+    from distill.models.conversion.writer import export_gguf
 
     path = tmp_path_factory.mktemp("served") / "demo-f16.gguf"
     export_gguf(DEMO, path, "f16")

@@ -47,7 +47,7 @@ LIMIT = 24
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """The GGUF files of a tiny pair."""
-    from distill.export.writer import export_gguf
+    from distill.models.conversion.writer import export_gguf
 
     folder = tmp_path_factory.mktemp("files")
     for name, layers in (("target", 3), ("draft", 1)):

@@ -23,9 +23,9 @@ from distill.benchmark.compare import TimedText
 from distill.benchmark.pair import Comparison, measure_pair
 from distill.benchmark.speedup import sample_texts
 from distill.errors import DataError, RecipeError
-from distill.export.writer import export_gguf
 from distill.generate.stream import Request, stream
 from distill.models.batched import BatchedTorchModel
+from distill.models.conversion.writer import export_gguf
 from distill.models.loaded import LoadedPair
 from distill.models.torch_logits import TorchLogits
 from distill.models.torch_model import TorchModel

@@ -32,7 +32,7 @@ from distill import processes
 from distill.errors import DataError, RecipeError, RunError
 from distill.files import file_digest, read_json, write_json, write_text
 from distill.models.hugging_face import load_model, quantisation
-from distill.models.packed.packed_forward import document_masks
+from distill.models.packed_forward import document_masks
 from distill.packing import Packed, attention_mask, pack
 from distill.recipe import Recipe, Target, parse_recipe
 from distill.run import Run

@@ -18,8 +18,8 @@ from vllm_server import KEY, VllmServer
 
 from distill.divergences import acceptance_bounds, acceptance_sampling, forward_kl, forward_kl_bounds
 from distill.errors import DataError, DistillError, EndpointError, PairError, RecipeError
-from distill.export.writer import export_gguf
 from distill.files import read_json
+from distill.models.conversion.writer import export_gguf
 from distill.models.gguf.model import GgufModel
 from distill.models.hugging_face import load_model
 from distill.packing import Packed, pack

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from toys import KINDS, save_toy, toy, toy_tokenizer
 
 from distill.errors import DataError
-from distill.export.writer import export_gguf
 from distill.models.base import ROOT, PendingTree
+from distill.models.conversion.writer import export_gguf
 from distill.models.gguf.library import library
 from distill.models.gguf.model import GgufModel
 from distill.models.torch_model import TorchModel

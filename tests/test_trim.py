@@ -19,8 +19,8 @@ from distill import divergences
 from distill.errors import DataError, RecipeError
 from distill.evaluation.measure import METRICS, position_metrics
 from distill.models.hugging_face import load_model
-from distill.models.kept import read_kept, trim_head, write_kept
 from distill.models.torch_model import TorchModel
+from distill.models.trimmed_head import read_kept, trim_head, write_kept
 from distill.sampler import Sampler
 from distill.speculative.decode import plain, speculative
 from distill.surgery.vocabulary.trim import (

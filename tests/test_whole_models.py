@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from distill.errors import DataError, RecipeError
 from distill.models.hugging_face import load_model
-from distill.models.whole.headers import check_weights
+from distill.models.weight_check import check_weights
 from distill.recipe import load_recipe, resolve_model
 
 CPU = torch.device("cpu")

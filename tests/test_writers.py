@@ -264,7 +264,7 @@ def test_a_turn_that_does_not_fit_the_block_is_not_asked(world: Path, tmp_path: 
 
 @pytest.fixture(scope="module")
 def gguf(world: Path) -> Path:
-    from distill.export.writer import export_gguf
+    from distill.models.conversion.writer import export_gguf
 
     path = world / "target-f32.gguf"
     export_gguf(world / "target", path, "f32")
@@ -305,7 +305,7 @@ def test_a_gguf_file_writes_what_the_target_writes(
 def test_a_gguf_file_of_another_model_is_refused(
     world: Path, gguf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from distill.export.writer import export_gguf
+    from distill.models.conversion.writer import export_gguf
 
     assert tiny.call("check", world / "recipe.yaml", f"answers.writer.gguf={gguf}") == 0
     assert "which has the target's tokens" in capsys.readouterr().out

@@ -20,7 +20,7 @@ PEAK = 3.0  # the target's logits are so many times those of the tiny world, so 
 
 def build(folder: Path) -> Path:
     """whole/ (the target with its weights, for references alone), target/ without them, donor/ and target.gguf."""
-    from distill.export.writer import export_gguf
+    from distill.models.conversion.writer import export_gguf
     from distill.models.hugging_face import load_model
 
     tiny.build_corpus(folder / "corpus")

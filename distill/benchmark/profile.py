@@ -5,10 +5,9 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
-from distill.export.target_file import target_file
-from distill.export.writer import export_gguf
 from distill.machine import machine
 from distill.models.base import Model
+from distill.models.conversion.writer import export_gguf, target_file
 from distill.models.gguf.model import GgufModel
 from distill.models.hugging_face import load_model, load_target, local_folder, pick_device
 from distill.models.loaded import torch_decoder

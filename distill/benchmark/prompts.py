@@ -15,10 +15,10 @@ from distill.documents.prompts import ChatPrompts, cut_prompts
 from distill.documents.sources import read_documents
 from distill.errors import DataError
 from distill.files import require_path
+from distill.models.conversion.importing import is_gguf
 from distill.models.gguf.file import GgufFile
 from distill.models.gguf.file_head import open_head
 from distill.models.hugging_face import encode, load_tokenizer
-from distill.models.imported.importing import is_gguf
 from distill.recipe import Chat, Corpus, Source
 from distill.texts import Prompt
 

@@ -16,11 +16,11 @@ from distill.benchmark.compare import TimedText
 from distill.benchmark.libraries import plain_reference
 from distill.benchmark.pair import ComparedPair, Comparison, largest_tree, measure_pair
 from distill.benchmark.tables import run_markdown
-from distill.export.target_file import own_file
-from distill.export.writer import export_gguf
 from distill.faults import faults_explained
 from distill.files import write_text
 from distill.machine import machine
+from distill.models.conversion.importing import file_type
+from distill.models.conversion.writer import export_gguf, own_file
 from distill.models.gguf.model import MOST_LEAVES
 from distill.models.hugging_face import (
     describe_model,
@@ -31,7 +31,6 @@ from distill.models.hugging_face import (
     load_tokenizer,
     pick_device,
 )
-from distill.models.imported.importing import file_type
 from distill.models.loaded import LoadedPair, load_pair, pair_of_models
 from distill.recipe import Gguf, Recipe, Target
 from distill.recipe.measuring import fixed_length

@@ -49,7 +49,7 @@ def _check_standalone(target: str, draft: str, context: int | None, offline: boo
     from distill.models.hugging_face import local_snapshot
     from distill.models.hugging_face import offline as without_network
     from distill.models.pairs import compare_pair
-    from distill.models.whole.headers import check_weights
+    from distill.models.weight_check import check_weights
     from distill.recipe import is_path
 
     names = local_reference(target), local_reference(draft)

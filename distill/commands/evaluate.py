@@ -86,7 +86,7 @@ def _evaluate_standalone(
             raise DataError(f"--text {path}: there is no such file or folder", "correct its path")
     shared.prepare(threads)
     from distill.evaluation.standalone import evaluate_standalone
-    from distill.models.imported.importing import one_engine
+    from distill.models.conversion.importing import one_engine
     from distill.models.loaded import load_pair
     from distill.models.pairs import require_pair
     from distill.sampler import Sampler

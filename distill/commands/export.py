@@ -17,8 +17,8 @@ from distill.progress import announce, note, warn
 from distill.recipe.gguf import OUTTYPES
 
 if TYPE_CHECKING:
-    from distill.export.head.general_fields import Advice, Origin
-    from distill.export.writer import ExportReport
+    from distill.models.conversion.general_fields import Advice, Origin
+    from distill.models.conversion.writer import WrittenFile
     from distill.results.export_results import ExportedFile, Parity
     from distill.run import Run
 
@@ -53,7 +53,7 @@ def export_gguf(
             raise RecipeError(f"outtype `{kind}` is unknown", f"use {', '.join(OUTTYPES)}")
     overrides = tuple(_override(value) for value in tensor_type or ())
     from distill.export.parity import faults_of
-    from distill.export.writer import export_files
+    from distill.models.conversion.writer import export_files
 
     job = _find(model, runs)
     place = folder or job.place
@@ -92,15 +92,15 @@ class _Job:
 
 def _find(model: str | None, runs: Path) -> _Job:
     """What to export: a Hugging Face folder, or draft and target of a run, which is brought up to its draft."""
-    from distill.export.head.general_fields import PLAIN
+    from distill.models.conversion.general_fields import PLAIN
+    from distill.models.conversion.importing import is_gguf
     from distill.models.hugging_face import local_folder
-    from distill.models.imported.importing import is_gguf
 
     if model is not None and (Path(model) / "config.json").exists():
         return _Job({Path(model).resolve().name: (Path(model), PLAIN)}, Path("."))
     if model is not None and is_gguf(model):
         return _Job({Path(model).stem: (local_folder(shared.local_reference(model)), PLAIN)}, Path("."))
-    from distill.export.head.origin import advice_of, advised, origins
+    from distill.export.origin import advice_of, advised, origins
     from distill.pipeline.running import plan_run
     from distill.recipe.recipe import REASON
 
@@ -135,7 +135,7 @@ def _print(report: ExportReport, parity: Parity | None) -> None:
 
 
 def _exported(
-    run: Run | None, name: str, report: ExportReport, parity: Parity | None, faults: list[str]
+    run: Run | None, name: str, report: WrittenFile, parity: Parity | None, faults: list[str]
 ) -> ExportedFile:
     """A file as a run records it."""
     from distill.results.export_results import ExportedFile
@@ -167,13 +167,12 @@ def _override(value: str) -> tuple[str, str]:
     return pattern, kind
 
 
-def _parities(source: Path, reports: Sequence[ExportReport], text: Path | None, check: bool) -> Iterator[Parity | None]:
+def _parities(source: Path, reports: Sequence[WrittenFile], text: Path | None, check: bool) -> Iterator[Parity | None]:
     """The check of each file; the source is loaded once for all of them."""
     if not check:
         yield from [None] * len(reports)
         return
-    from distill.export.check_texts import check_texts
-    from distill.export.parity import Source, compare
+    from distill.export.parity import Source, check_texts, compare
 
     texts = check_texts(source) if text is None else [read_utf8(text)]
     opened = Source.open(source)

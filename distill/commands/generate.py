@@ -88,7 +88,7 @@ def generate(
     levels = None if widths is None else tuple(shared.numbers(widths, "--widths", int, "3,2,1"))
     configuration = _configuration(drafter, length, rule, p_min, levels, verifier, temperature)
     wanted = _grammar(regex, json_schema, grammar)
-    from distill.models.imported.importing import one_engine
+    from distill.models.conversion.importing import one_engine
     from distill.recipe import PyTorch, Target
 
     settings = PyTorch()

@@ -32,13 +32,13 @@ def import_gguf(
         raise RecipeError(f"--dtype {dtype} is unknown", f"use one of {', '.join(DTYPES)}")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise DataError(f"{out} is not empty", "name a new folder")
-    from distill.models.imported.importing import read_import, write_import
+    from distill.models.conversion.importing import read_import, write_import
 
     found = read_import(file, dtype)  # type: ignore[arg-type]  # one of DTYPES
     announce(out)
     write_import(found, out)
     config, ids = found.config, found.tokenizer.content["model"]["vocab"]
-    ends = ", ".join(found.tokenizer.text_of(token) for token in found.tokenizer.ends)
+    ends = ", ".join(found.tokenizer.tokens[token] for token in found.tokenizer.ends)
     kinds = f"; {', '.join(found.quantised)} dequantised" if found.quantised else ""
     print(
         f"{out}  {config['model_type']}, {config['num_hidden_layers']} layers of {config['hidden_size']}, "

@@ -90,7 +90,7 @@ def require_drafts(target: str, draft: str, foreign: bool) -> tuple[str, str]:
 
     Raises PairError for a draft that does not fit, unless it may have another vocabulary (`foreign`).
     """
-    from distill.models.imported.importing import one_engine
+    from distill.models.conversion.importing import one_engine
     from distill.models.pairs import require_pair
 
     if foreign:

@@ -20,7 +20,7 @@ from distill.errors import DataError
 from distill.evaluation.measure import METRICS
 from distill.intervals import Interval, ratio_interval
 from distill.models.hugging_face import load_model, pick_device
-from distill.models.packed.packed_forward import hidden_states
+from distill.models.packed_forward import hidden_states
 from distill.packing import Packed
 from distill.recipe import Recipe
 from distill.results.evaluation_results import Bounds, ClassResult, Divergences, EvaluationReport, StoredMeasures

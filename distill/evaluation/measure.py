@@ -17,7 +17,7 @@ from distill import divergences
 from distill.errors import DataError
 from distill.intervals import Interval, ratio_interval
 from distill.models.finite import place_of, require_finite
-from distill.models.packed.packed_forward import packed_inputs
+from distill.models.packed_forward import packed_inputs
 from distill.models.torch_model import model_name
 from distill.packing import Packed
 from distill.results.evaluation_results import MEASURES, Divergences, PositionAcceptance

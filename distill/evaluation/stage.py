@@ -16,8 +16,8 @@ from distill.evaluation.measure import measure_blocks, position_acceptance, summ
 from distill.files import write_atomically, write_text
 from distill.models.base import Model
 from distill.models.hugging_face import end_ids, load_model, load_target, load_tokenizer, pick_device, real_tokens
-from distill.models.kept import read_kept
 from distill.models.loaded import growing_decoder
+from distill.models.trimmed_head import read_kept
 from distill.packing import Packed, pack
 from distill.progress import Progress
 from distill.recipe import Evaluate, Recipe

@@ -10,16 +10,51 @@ import torch
 
 from distill.divergences import forward_kl
 from distill.errors import DataError
-from distill.export.model_shape import Shape, read_shape
-from distill.export.tokens.probing import as_llama_reads
+from distill.models.conversion.llama_tokenizer import PROBE, as_llama_reads
+from distill.models.conversion.model_shape import Shape, read_shape
 from distill.models.finite import place_of, require_finite
 from distill.models.gguf.model import GgufModel
 from distill.models.hugging_face import load_model, load_tokenizer
 from distill.models.torch_model import model_name
 from distill.results.export_results import Parity
 from distill.texts import first_difference
+from distill.vocabulary.tokenizer_files import tokenizer_content
 
 WINDOW = 256
+# Texts on which a file is compared with its source where none are given: all that tokenizers treat apart.
+PROSE = """The lighthouse keeper had kept the same log for thirty-one years: wind, sea, visibility, ships. On the first
+of March he wrote nothing but the date. Nobody noticed until the inspector came in June, by which time the page had
+yellowed and the keeper had taken up bees. "What happened that day?" the inspector asked. "The fog lifted," he said,
+"and there was nothing to write down." They drank tea. The inspector's report, which ran to four pages, recommended a
+new lens, a second chair and, in a footnote that his superiors crossed out, a holiday.
+"""
+CODE = '''def moving_average(values: list[float], width: int) -> list[float]:
+    """The mean of each window of `width` values."""
+    if width < 1 or width > len(values):
+        raise ValueError(f"width must lie between 1 and {len(values)}, got {width}")
+    total = sum(values[:width])
+    result = [total / width]
+    for old, new in zip(values, values[width:]):
+        total += new - old
+        result.append(total / width)
+    return result
+
+
+for index, mean in enumerate(moving_average([1.0, 2.5, 4.0, 8.25], 2)):
+    print(index, round(mean, 2))  # 1.75, 3.25, 6.12
+'''
+NASTY = (
+    "  ",
+    "   leading, and trailing   ",
+    "\n\n\n\n\t\t  \r\n \r\n",
+    "I'LL we'Re don't 'S 12345678 3.14 1e-9 ١٢٣ ½ Ⅷ",
+    "naïve Ünïcödé 你好，世界。 こんにちは 한국어 नमस्ते ไทย",
+    "שלום עולם مرحبا بالعالم \u200f(abc)\u200e",
+    "👩\u200d👩\u200d👧\u200d👦 🏳\ufe0f\u200d🌈 \u200b\u00a0\u3000\u2028",
+    "if x:\n        return {'a': [1, 2, 3]}  # !!! ??? --- ===\n",
+    "a\u0302\u0323 q\u0307\u0323 z\u0335",
+)
+MOST_SPECIAL = 1024  # added tokens that are tried; vocabularies with more hold numbered fillers
 # By bits: the most mean KL (nats) and the least agreement of argmaxes that rounding to a type explains. A wrong tensor,
 # order or scale gives far more.
 LIMITS: dict[int, tuple[float, float]] = {32: (1e-3, 0.97), 16: (0.01, 0.95), 8: (0.05, 0.9), 6: (0.15, 0.8)}
@@ -134,3 +169,9 @@ def _compare_logits(
             divergences += forward_kl(reference, actual).tolist()
             same_top += int((reference.argmax(-1) == actual.argmax(-1)).sum())
     return _Found(same_top, differences, divergences)
+
+
+def check_texts(folder: Path) -> list[str]:
+    """Prose, code and the nasty texts, then every added token of the folder's tokenizer by itself."""
+    added = tokenizer_content(folder / "tokenizer.json").get("added_tokens") or []
+    return [PROSE, CODE, *PROBE, *NASTY, *(token["content"] for token in added[:MOST_SPECIAL])]

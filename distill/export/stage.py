@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from distill.export.head.origin import origins
+from distill.export.origin import origins
 from distill.export.parity import Source, compare, faults_of
-from distill.export.target_file import own_file
-from distill.export.writer import ExportReport as Written
-from distill.export.writer import export_files
+from distill.models.conversion.importing import file_type
+from distill.models.conversion.writer import WrittenFile, export_files, own_file
 from distill.models.gguf.file_head import open_head
 from distill.models.hugging_face import local_folder
-from distill.models.imported.importing import file_type
 from distill.recipe import Recipe
 from distill.recipe.recipe import REASON
 from distill.results.export_results import ExportedFile, ExportReport
@@ -41,7 +39,7 @@ def export(recipe: Recipe, run: Run) -> list[Path]:
     for name, folder_of_model in sources.items():
         if name == "target" and own is not None:
             tensors = len(open_head(own).shapes)
-            found = Written(own, file_type(own), own.stat().st_size, tensors, 0)
+            found = WrittenFile(own, file_type(own), own.stat().st_size, tensors, 0)
             reports = [found] if recipe.export.outtypes else []  # without types, llama.cpp may be missing
         else:
             outputs = {folder / f"{name}-{outtype}.gguf": outtype for outtype in recipe.export.outtypes}

@@ -13,8 +13,8 @@ from distill.grammar.constrained import Constrained, Forced
 from distill.grammar.constraint import Constraint, constraint, llama_constraint
 from distill.grammar.tokens import Tokens
 from distill.models.base import Model
+from distill.models.conversion.importing import is_gguf
 from distill.models.gguf.model import GgufModel
-from distill.models.imported.importing import is_gguf
 from distill.models.loaded import GROWING, LoadedPair, context_of, encode_prompt, load_pair
 from distill.progress import note
 from distill.recipe import Configuration, Gguf, PyTorch, Target

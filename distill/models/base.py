@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -41,10 +41,6 @@ class Logits(Protocol):
 
         DataError as `argmax`.
         """
-        ...
-
-    def gather(self, ids: NDArray[Any] | Sequence[int] | Sequence[Sequence[int]]) -> NDArray[np.float32]:
-        """The logits of `ids` [n] or [n, k], row by row, in the same shape."""
         ...
 
     def full(self) -> torch.Tensor:
@@ -260,6 +256,12 @@ def check_rows(tokens: Sequence[int], counts: Sequence[int] | None, lengths: Seq
         if length + count > capacity:
             raise ValueError(f"row {row}: {length} + {count} tokens do not fit a context of {capacity}")
     return list(counts)
+
+
+def check_no_paths(paths: Sequence[Sequence[int]], rows: int) -> None:
+    """Raise ValueError unless there is an empty path for each row of a model without a tree."""
+    if len(paths) != rows or any(len(path) for path in paths):
+        raise ValueError(f"no tree is pending: {rows} empty paths are all there is, got {list(paths)}")
 
 
 def check_lengths(lengths: Sequence[int], committed: Sequence[int]) -> list[int]:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distill.models.base import check_lengths, check_rows, check_tokens, check_want
+from distill.models.base import check_lengths, check_no_paths, check_rows, check_tokens, check_want
 from distill.models.torch_logits import TorchLogits
 from distill.models.torch_model import TorchModel, model_name
 
@@ -114,7 +114,11 @@ class BatchedTorchModel:
         ids outside the vocabulary, for `want` outside the tokens, and for trees.
         """
         tokens = list(tokens)
-        counts = self._checked(tokens, counts, parents, want)
+        if parents is not None:
+            raise ValueError("a batch of rows takes chains, not trees")
+        counts = check_rows(tokens, counts, self._lengths, self.capacity)
+        check_tokens(tokens, self.model.config.vocab_size)
+        check_want(want, len(tokens))
         active = [row for row, count in enumerate(counts) if count]
         longest = max(counts)
         # Rows end in the same column, so that the logits after their last tokens are one column of the batch.
@@ -159,25 +163,9 @@ class BatchedTorchModel:
     def _tensor(self, numbers: Sequence[Any]) -> Tensor:
         return torch.tensor(numbers, dtype=torch.long, device=self.device)
 
-    def _checked(
-        self,
-        tokens: list[int],
-        counts: Sequence[int] | None,
-        parents: Sequence[int] | None,
-        want: Sequence[int] | None,
-    ) -> list[int]:
-        """The counts of each row; ValueError for arguments that `extend` does not take."""
-        if parents is not None:
-            raise ValueError("a batch of rows takes chains, not trees")
-        counts = check_rows(tokens, counts, self._lengths, self.capacity)
-        check_tokens(tokens, self.model.config.vocab_size)
-        check_want(want, len(tokens))
-        return counts
-
     def keep(self, paths: Sequence[Sequence[int]]) -> None:
         """Do nothing, because no tree is ever pending; ValueError for a path that is not empty."""
-        if len(paths) != self.rows or any(len(path) for path in paths):
-            raise ValueError(f"no tree is pending: {self.rows} empty paths are all there is, got {list(paths)}")
+        check_no_paths(paths, self.rows)
 
     def rollback(self, lengths: Sequence[int]) -> None:
         """Forget the tokens of each row beyond `lengths`; ValueError, with nothing changed, for more than a row has."""

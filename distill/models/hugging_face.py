@@ -1,7 +1,7 @@
 """Models and tokenizers in the Hugging Face format: loading them, their files and sizes, and their devices.
 
 A GGUF file is such a model too: every function here that takes a reference reads it from the folder that it is imported
-to (distill/models/imported).
+to (distill/models/conversion).
 """
 
 from __future__ import annotations
@@ -15,15 +15,14 @@ from typing import Any
 import torch
 
 from distill.errors import DataError, DistillError, RunError
-from distill.models.config_file import HINT, read_config
-from distill.models.imported.importing import folder_of, is_gguf
+from distill.models.conversion.importing import folder_of, is_gguf
+from distill.models.intact import quiet, require_own_type, require_possible, require_whole
+from distill.models.model_files import HINT, read_config
 from distill.models.tensor_files import weight_files
-from distill.models.whole.intact import quiet, require_own_type, require_possible, require_whole
 from distill.processes import process_count
 from distill.recipe import Target, is_path
 from distill.results.cut_results import ModelSizes
-from distill.vocabulary.charsmap import require_tables
-from distill.vocabulary.encoding import is_panic
+from distill.vocabulary.tokenizer_files import is_panic, require_tables
 
 SMALL_FILES = ["*.json", "*.jinja", "*.txt", "tokenizer.model"]  # of a model on the hub: all but its weights
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -85,18 +84,18 @@ def quantisation(kind: str, dtype: str) -> Any:
     )
 
 
-def _require_bitsandbytes(kind: str) -> None:
+def check_placement(quantise: str | None, device: torch.device, shard: bool) -> str | dict[str, torch.device]:
+    """The device_map for transformers, `quantise` and `shard` as of `load_model`.
+
+    Raises RunError where this machine cannot hold a model as asked.
+    """
     from transformers.utils import is_bitsandbytes_available
 
-    if not is_bitsandbytes_available():
+    if quantise is not None and not is_bitsandbytes_available():
         raise RunError(
-            f"{kind} weights need the package bitsandbytes, which is not installed, or too old",
+            f"{quantise} weights need the package bitsandbytes, which is not installed, or too old",
             "pip install -U bitsandbytes, or leave the weights as they are (quantise: null)",
         )
-
-
-def _placement(device: torch.device, shard: bool) -> str | dict[str, torch.device]:
-    """The device_map for transformers; raises RunError where the model cannot be sharded over several devices."""
     if not shard:
         return {"": device}
     if device.type == "cpu":
@@ -107,13 +106,6 @@ def _placement(device: torch.device, shard: bool) -> str | dict[str, torch.devic
             "start one process, or set target.shard: false so that each holds the target on its own",
         )
     return "auto"
-
-
-def check_placement(quantise: str | None, device: torch.device, shard: bool) -> None:
-    """Raise RunError where this machine cannot hold a model as asked: `quantise` and `shard` as of `load_model`."""
-    if quantise is not None:
-        _require_bitsandbytes(quantise)
-    _placement(device, shard)
 
 
 def load_weights(reference: str, dtype: torch.dtype, **options: Any) -> Any:
@@ -150,15 +142,14 @@ def load_model(
     `quantise` see `quantisation`; with `shard` the layers are spread over all accelerators, and inputs go to the first
     one. Raises RunError where either is impossible on this machine.
     """
-    from distill.models.kept import read_kept, trim_head
+    from distill.models.trimmed_head import read_kept, trim_head
 
     check_folder(reference)
     options: dict[str, Any] = {}
-    if quantise is not None:
-        _require_bitsandbytes(quantise)
-        options["quantization_config"] = quantisation(quantise, dtype)
     if quantise is not None or shard:
-        options["device_map"] = _placement(device, shard)
+        options["device_map"] = check_placement(quantise, device, shard)
+    if quantise is not None:
+        options["quantization_config"] = quantisation(quantise, dtype)
     try:
         model = load_weights(reference, DTYPES[dtype], **options)
     except DistillError:
@@ -268,15 +259,7 @@ def local_folder(reference: str) -> Path:
     """
     if is_gguf(reference):
         return folder_of(reference)
-    if Path(reference).is_dir():
-        return Path(reference)
-    check_folder(reference)
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(snapshot_download(reference))
-    except Exception as error:  # the hub client raises many kinds; each means that the snapshot is not available
-        raise _explained(reference, error) from error
+    return Path(reference) if Path(reference).is_dir() else _snapshot(reference)
 
 
 def text_folder(reference: str) -> Path:
@@ -287,12 +270,7 @@ def text_folder(reference: str) -> Path:
     if is_path(reference):
         check_folder(reference)
         return Path(reference)
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(snapshot_download(reference, allow_patterns=SMALL_FILES))
-    except Exception as error:  # the hub client raises many kinds; each means that the files are not available
-        raise _explained(reference, error) from error
+    return _snapshot(reference, allow_patterns=SMALL_FILES)
 
 
 def local_snapshot(reference: str) -> Path | None:
@@ -305,13 +283,22 @@ def local_snapshot(reference: str) -> Path | None:
     if Path(reference).is_dir():
         return Path(reference)
     check_folder(reference)
+    try:
+        folder = _snapshot(reference, local_files_only=True)
+    except DataError:
+        return None
+    return folder if all(path.is_file() for path in weight_files(folder)) else None
+
+
+def _snapshot(reference: str, **options: Any) -> Path:
+    """The folder in the hub's cache of a model; DataError where the files are not available."""
+    check_folder(reference)
     from huggingface_hub import snapshot_download
 
     try:
-        folder = Path(snapshot_download(reference, local_files_only=True))
-    except Exception:  # the hub client raises many kinds; each means that the snapshot is not there
-        return None
-    return folder if all(path.is_file() for path in weight_files(folder)) else None
+        return Path(snapshot_download(reference, **options))
+    except Exception as error:  # the hub client raises many kinds
+        raise _explained(reference, error) from error
 
 
 @contextlib.contextmanager

@@ -11,7 +11,8 @@ from typing import Any, Literal
 
 from distill.errors import DataError, RecipeError
 from distill.models.base import Model
-from distill.models.cpu.prepacked import prepacked
+from distill.models.conversion.importing import is_gguf, one_engine
+from distill.models.cpu_products import prepacked
 from distill.models.gguf.build import require_possible
 from distill.models.gguf.file import GgufFile
 from distill.models.gguf.file_head import open_head
@@ -28,7 +29,6 @@ from distill.models.hugging_face import (
     pick_device,
     real_tokens,
 )
-from distill.models.imported.importing import is_gguf, one_engine
 from distill.models.metadata import VocabularyMetadata
 from distill.models.torch_model import TorchModel, model_name
 from distill.recipe import Gguf, GgufOptions, PyTorch, Target
@@ -173,7 +173,7 @@ def _load_files(
         return GgufModel(reference, context=size, batch=batch, threads=threads, max_leaves=nodes, options=options)
 
     for reference, options in ((target, gguf.target), *([] if draft is None else [(draft, gguf.draft)])):
-        require_possible(Path(reference), open_head(Path(reference)), options)  # before the first one's weights
+        require_possible(open_head(Path(reference)), options)  # before the first one's weights
     big = load(target, gguf.target)
     try:
         small = big if draft is None else load(draft, gguf.draft)

@@ -8,24 +8,23 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from distill.errors import DataError
-from distill.models.config_file import read_config
-from distill.models.gguf.defaults import (
+from distill.models.gguf.file_head import FileHead, open_head
+from distill.models.gguf.special_tokens import (
     ALWAYS_ADDS_BOS,
     DEFAULTS,
-    PRE_ADDS_BOS,
-    PRE_WITHOUT_BOS,
     UNIGRAM_IS_UGM,
     Defaults,
+    defaults_of,
+    token_key,
 )
-from distill.models.gguf.file_head import FileHead, open_head
 from distill.models.hugging_face import load_config, load_tokenizer, text_folder
-from distill.models.kept import read_kept
-from distill.vocabulary.encoding import added_around, open_tokenizer
-from distill.vocabulary.reading import tokenizer_settings
+from distill.models.model_files import read_config
+from distill.models.trimmed_head import read_kept
 from distill.vocabulary.roles import named_id
+from distill.vocabulary.tokenizer_files import added_around, open_tokenizer, tokenizer_settings
 
 
 @dataclass(frozen=True)
@@ -76,24 +75,6 @@ class VocabularyMetadata:
         """Rows that hold tokens."""
         return sum(self.real(index) is not None for index in range(self.rows))
 
-    def as_json(self) -> dict[str, Any]:
-        """All but the tokens themselves."""
-        return {
-            "reference": self.reference,
-            "architecture": self.architecture,
-            "kind": self.kind,
-            "rows": self.rows,
-            "real_tokens": self.real_tokens,
-            "bos": self.bos,
-            "eos": self.eos,
-            "add_bos": self.add_bos,
-            "add_eos": self.add_eos,
-            "context": self.context,
-            "chat_template": self.chat_template,
-            "tokens_without_row": self.beyond,
-            "kept_tokens": self.kept,
-        }
-
 
 def _from_folder(reference: str) -> VocabularyMetadata:
     place = str(text_folder(reference))
@@ -110,7 +91,7 @@ def _from_folder(reference: str) -> VocabularyMetadata:
     kept = read_kept(folder)
     return VocabularyMetadata(
         reference=reference,
-        kind=DEFAULTS[model].kind,
+        kind=ends.kind,
         tokens=_padded_tokens(ids, rows),
         bos=ends.bos,
         eos=ends.eos,
@@ -158,27 +139,20 @@ def _gguf_model(place: str, tokenizer: Any, architecture: str) -> str:
     raise DataError(f"{place}: llama.cpp has no vocabulary of the kind {model}", "use another tokenizer")
 
 
-class _TextEnds(NamedTuple):
-    """The tokens that begin and end a text, and whether they are added to it."""
-
-    bos: int | None
-    eos: int | None
-    add_bos: bool
-    add_eos: bool
-
-
 def _text_ends(
     tokenizer: Any, settings: Mapping[str, Any], named: Mapping[str, int | None], defaults: Defaults
-) -> _TextEnds:
-    """By the tokenizer's post-processor first, then by the ids that the files name, then by llama.cpp's defaults.
+) -> Defaults:
+    """The tokens that begin and end a text, and whether they are added to it, in the place of llama.cpp's `defaults`.
 
-    Whether they are added is a setting (add_bos_token, add_eos_token) before it is the post-processor's.
+    By the tokenizer's post-processor first, then by the ids that the files name. Whether they are added is a setting
+    (add_bos_token, add_eos_token) before it is the post-processor's.
     """
     before, after = added_around(tokenizer) or ([], [])
     bos = next((number for number in (*before[:1], named["bos"]) if number is not None), defaults.bos)
     eos = next((number for number in (*after[-1:], named["eos"]) if number is not None), defaults.eos)
     add_bos, add_eos = (settings.get(f"add_{role}_token") for role in ("bos", "eos"))
-    return _TextEnds(
+    return Defaults(
+        defaults.kind,
         bos,
         eos,
         add_bos if isinstance(add_bos, bool) else bool(before) or defaults.add_bos,
@@ -192,58 +166,34 @@ def _has_chat_template(folder: Path, settings: Mapping[str, Any]) -> bool:
 
 
 def _from_gguf(path: Path) -> VocabularyMetadata:
-    values = _GgufValues(open_head(path))
-    model, words = values.text("tokenizer.ggml.model"), values.found.get("tokenizer.ggml.tokens")
-    if model is None or not isinstance(words, list) or not all(isinstance(word, bytes) for word in words):
+    head = open_head(path)
+    model, tokens = head.text("tokenizer.ggml.model"), head.texts("tokenizer.ggml.tokens", "surrogateescape")
+    if model is None or "tokenizer.ggml.tokens" not in head.values:
         raise DataError(f"{path} holds no tokenizer", "give a whole model file, of a split model the first part")
     if model not in DEFAULTS:
         raise DataError(f"{path}: tokenizer.ggml.model is {model!r}, which is unknown", f"known: {', '.join(DEFAULTS)}")
     # One row per token, or llama.cpp does not load the file.
-    embedding = values.shapes.get("token_embd.weight", [0, len(words)])
-    if embedding[-1:] != [len(words)]:
+    embedding = head.shapes.get("token_embd.weight", [0, len(tokens)])
+    if embedding[-1:] != [len(tokens)]:
         embedded = embedding[-1] if embedding else "none"
-        raise DataError(f"{path} names {len(words)} tokens but embeds {embedded}", "export the model again")
-    pre = values.text("tokenizer.ggml.pre")
-    defaults = _defaults(model, pre)
-    architecture = values.text("general.architecture") or "unknown"
+        raise DataError(f"{path} names {len(tokens)} tokens but embeds {embedded}", "export the model again")
+    pre = head.text("tokenizer.ggml.pre")
+    defaults = defaults_of(model, pre)
     return VocabularyMetadata(
         reference=str(path),
         kind=defaults.kind,
-        tokens=[word.decode("utf-8", "surrogateescape") for word in words],
-        bos=values.number("tokenizer.ggml.bos_token_id", defaults.bos, len(words)),
-        eos=values.number("tokenizer.ggml.eos_token_id", defaults.eos, len(words)),
-        add_bos=ALWAYS_ADDS_BOS in (model, pre) or values.flag("tokenizer.ggml.add_bos_token", defaults.add_bos),
-        add_eos=values.flag("tokenizer.ggml.add_eos_token", defaults.add_eos),
-        context=values.number(f"{architecture}.context_length", None),
-        architecture=architecture,
-        chat_template="tokenizer.chat_template" in values.found,
+        tokens=tokens,
+        bos=_token_id(head, "bos", len(tokens), defaults.bos),
+        eos=_token_id(head, "eos", len(tokens), defaults.eos),
+        add_bos=ALWAYS_ADDS_BOS in (model, pre) or head.flag("tokenizer.ggml.add_bos_token", defaults.add_bos),
+        add_eos=head.flag("tokenizer.ggml.add_eos_token", defaults.add_eos),
+        context=head.size("context_length", 1, 2**31 - 1),
+        architecture=head.architecture,
+        chat_template="tokenizer.chat_template" in head.values,
     )
 
 
-def _defaults(model: str, pre: str | None) -> Defaults:
-    """llama.cpp's defaults for a tokenizer.ggml.model, which some pre-tokenizers of BPE change."""
-    defaults = DEFAULTS[model]
-    if defaults.kind == "BPE" and pre in PRE_ADDS_BOS:
-        defaults = defaults._replace(add_bos=True)
-    if defaults.kind == "BPE" and pre in PRE_WITHOUT_BOS:
-        defaults = defaults._replace(bos=None)
-    return defaults
-
-
-class _GgufValues:
-    """The metadata of a GGUF file by key; a value of another type than asked for counts as absent."""
-
-    def __init__(self, head: FileHead) -> None:
-        self.found, self.shapes = head.values, head.shapes
-
-    def text(self, key: str) -> str | None:
-        found = self.found.get(key)
-        return found.decode("utf-8", "replace") if isinstance(found, bytes) else None
-
-    def number(self, key: str, default: int | None, limit: int | None = None) -> int | None:
-        found = self.found.get(key)
-        fits = isinstance(found, int) and not isinstance(found, bool) and (limit is None or 0 <= found < limit)
-        return found if fits else default
-
-    def flag(self, key: str, default: bool) -> bool:
-        return bool(self.found.get(key, default))
+def _token_id(head: FileHead, role: str, count: int, default: int | None) -> int | None:
+    """The id that a file names for a role; the default for one that is no id, as llama.cpp has it."""
+    found = head.values.get(token_key(role))
+    return found if isinstance(found, int) and not isinstance(found, bool) and 0 <= found < count else default

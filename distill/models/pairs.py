@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 from distill.errors import PairError
 from distill.files import is_utf8
@@ -24,57 +23,32 @@ SAME_FILES = "copy the target's tokenizer files into the draft's folder and expo
 class PairReport:
     """The verdict of each rule on a pair: None when it fits, else the reason against.
 
-    `distill` is the rule of our decoder, `context` only a warning. `target_vocabulary` and `draft_vocabulary` are rows,
-    padding included; `served_context` is in tokens, None where neither the caller nor the target names it. `remedies`
-    names the next step for each rule that fails.
+    `distill` is the rule of our decoder, `context` only a warning. `remedies` names the next step for each rule that
+    fails.
     """
 
-    target_vocabulary: int
-    draft_vocabulary: int
     distill: str | None
     llama_cpp: str | None
     vllm: str | None
     context: str | None
-    served_context: int | None
     remedies: dict[str, str]
     target: VocabularyMetadata = field(repr=False)
     draft: VocabularyMetadata = field(repr=False)
 
-    def table(self) -> list[tuple[str, str, str]]:
-        """Rows of (rule, `fits` or the reason against, the next step or nothing)."""
-        rules = (
+    def lines(self) -> list[str]:
+        """The report as lines of text: both models, then one line per rule and one per remedy."""
+        found = [_described("target", self.target), _described("draft", self.draft)]
+        for key, name, trouble in (
             ("distill", "pair rule of distill", "does not fit"),
             ("llama_cpp", "pair rule of llama.cpp", "does not fit"),
             ("vllm", "pair rule of vLLM", "does not fit"),
             ("context", "context", "warning"),
-        )
-        rows = []
-        for key, name, trouble in rules:
+        ):
             against: str | None = getattr(self, key)
-            rows.append((name, "fits" if against is None else f"{trouble}: {against}", self.remedies.get(key, "")))
-        return rows
-
-    def lines(self) -> list[str]:
-        """The report as lines of text: both models, then one line per rule and one per remedy."""
-        found = [_described("target", self.target), _described("draft", self.draft)]
-        for name, verdict, remedy in self.table():
-            found.append(f"{name}: {verdict}")
-            if remedy:
-                found.append(f"  {remedy}")
+            found.append(f"{name}: fits" if against is None else f"{name}: {trouble}: {against}")
+            if key in self.remedies:
+                found.append(f"  {self.remedies[key]}")
         return found
-
-    def as_json(self) -> dict[str, Any]:
-        """For JSON: the verdicts, the remedies and the metadata of both models without their tokens."""
-        return {
-            "distill": self.distill,
-            "llama_cpp": self.llama_cpp,
-            "vllm": self.vllm,
-            "context": self.context,
-            "served_context": self.served_context,
-            "remedies": dict(self.remedies),
-            "target": self.target.as_json(),
-            "draft": self.draft.as_json(),
-        }
 
 
 def _described(role: str, metadata: VocabularyMetadata) -> str:
@@ -196,9 +170,6 @@ def compare_pair(target: str, draft: str, context: int | None = None, same_rows:
     }
     reasons = {name: None if verdict is None else verdict[0] for name, verdict in verdicts.items()}
     return PairReport(
-        target_vocabulary=ours.rows,
-        draft_vocabulary=theirs.rows,
-        served_context=served,
         remedies={name: verdict[1] for name, verdict in verdicts.items() if verdict is not None},
         target=ours,
         draft=theirs,

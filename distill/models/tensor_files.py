@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy
+from numpy.typing import NDArray
 
 from distill.errors import DataError
 from distill.faults import reading
@@ -19,6 +22,8 @@ if TYPE_CHECKING:
 
 # Bytes of a value, by safetensors' name of its type.
 ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
+NUMPY_FLOATS = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}  # numpy has no bf16: its bits
+Floats = NDArray[numpy.float32]
 
 
 def torch_type(name: str) -> torch.dtype:
@@ -49,6 +54,16 @@ class Stored:
     def bytes(self) -> int:
         """Size in the file."""
         return self.numel * ITEM_BYTES[self.dtype]
+
+    def rows(self, first: int, count: int) -> NDArray[Any]:
+        """`count` rows of a tensor of floats from `first` on, as numpy holds them; DataError for other types."""
+        if self.dtype not in NUMPY_FLOATS:
+            raise DataError(f"{self.path}: a tensor is stored as {self.dtype}", "give a model that is not quantised")
+        kind = numpy.dtype(NUMPY_FLOATS[self.dtype])
+        width = math.prod(self.shape[1:])
+        with reading(self.path):
+            data = numpy.fromfile(self.path, kind, count * width, offset=self.start + first * width * kind.itemsize)
+        return data.reshape(count, *self.shape[1:])
 
     def read(self, first: int = 0, count: int | None = None) -> Tensor:
         """`count` values from `first` on, flat; all of them, in shape, when None."""
@@ -126,3 +141,33 @@ def read_header(path: Path) -> dict[str, Stored]:
         if negative or last != [first + tensor.bytes] or tensor.start + tensor.bytes > size:
             raise DataError(f"{path} is cut short or damaged: {name} does not fit into it", hint)
     return found
+
+
+def write_header(file: BinaryIO, tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> None:
+    """Begin a safetensors file of these types and shapes, whose data follows in this order."""
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for name, (dtype, shape) in tensors.items():
+        size = math.prod(shape) * ITEM_BYTES[dtype]
+        entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": [at, at + size]}
+        at += size
+    header = json.dumps(entries, separators=(",", ":")).encode()
+    header += b" " * (-len(header) % 8)
+    file.write(len(header).to_bytes(8, "little") + header)
+
+
+def to_floats(values: NDArray[Any], dtype: str) -> Floats:
+    """Values as numpy holds them (bf16: its bits) in fp32."""
+    if dtype == "BF16":
+        return (values.astype(numpy.uint32) << 16).view(numpy.float32)
+    return values.astype(numpy.float32, copy=False)
+
+
+def from_floats(values: Floats, dtype: str) -> NDArray[Any]:
+    """fp32 values in F32, F16 or BF16, rounded to the nearest; infinity for those too large."""
+    if dtype == "BF16":
+        import gguf
+
+        return numpy.ascontiguousarray(gguf.quants.quantize(values, gguf.GGMLQuantizationType.BF16)).view("<u2")
+    with numpy.errstate(over="ignore"):
+        return values.astype(NUMPY_FLOATS[dtype], copy=False)

@@ -6,7 +6,6 @@ Legend: n rows, V vocabulary, k candidates.
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import numpy
 import torch
@@ -43,12 +42,6 @@ class TorchLogits:
         best, logits = fetch(ids[:, :k], values[:, : max(k, 1)].float())
         require_finite(logits[:, 0].tolist(), self.place)
         return best.numpy(), logits[:, :k].numpy()
-
-    def gather(self, ids: Any) -> NDArray[numpy.float32]:
-        """The logits of `ids` [n] or [n, k], row by row, in the same shape."""
-        index = torch.as_tensor(ids, dtype=torch.long, device=self.values.device)
-        found: NDArray[numpy.float32] = fetch(self.values.gather(-1, index.view(len(self), -1)).float())[0].numpy()
-        return found.reshape(index.shape)
 
     def full(self) -> Tensor:
         """A copy [n, V] on the CPU, in fp64 where they were computed so, else in fp32."""

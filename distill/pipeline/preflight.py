@@ -143,7 +143,7 @@ def check_pair(recipe: Recipe) -> list[str]:
 def check_weights_of_models(recipe: Recipe) -> list[str]:
     """The weights of target and donor hold the tensors that their config.json asks for; a target that is not loaded
     needs none. A block of the corpus fits the target's context."""
-    from distill.models.whole.headers import check_weights
+    from distill.models.weight_check import check_weights
 
     read = dict.fromkeys([*([recipe.target.model] if recipe.target.load else []), recipe.donor_model])
     lines = [check_weights(model) for model in read]
@@ -230,8 +230,8 @@ def check_disk(recipe: Recipe) -> list[str]:
 
 def check_export(recipe: Recipe) -> list[str]:
     """Target and draft can be written as GGUF, and llama.cpp is here to read them, where the recipe asks for files."""
-    from distill.export.model_shape import read_shape
-    from distill.export.tokenizer import read_tokenizer
+    from distill.models.conversion.model_shape import read_shape
+    from distill.models.conversion.tokenizer import read_tokenizer
     from distill.models.hugging_face import load_config, local_snapshot, text_folder
     from distill.surgery.grow import check_growth
 

@@ -11,7 +11,7 @@ import torch
 from distill.errors import DataError
 from distill.files import write_folder
 from distill.models.hugging_face import encode, load_config, load_model, load_tokenizer, local_folder, real_tokens
-from distill.models.tokenizer_files import copy_tokenizer
+from distill.models.model_files import copy_tokenizer
 from distill.packing import Packed, pack
 from distill.recipe import Cut
 from distill.results.cut_results import Change

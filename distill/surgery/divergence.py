@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from distill import divergences
-from distill.models.packed.packed_forward import hidden_states
+from distill.models.packed_forward import hidden_states
 from distill.packing import Packed
 from distill.recipe import Recipe
 from distill.run import Run

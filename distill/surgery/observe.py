@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from distill.errors import DataError
-from distill.models.packed.packed_forward import hidden_states, separation
+from distill.models.packed_forward import hidden_states, separation
 from distill.packing import Packed
 from distill.surgery.change import decoder_layers
 

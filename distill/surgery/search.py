@@ -18,15 +18,14 @@ import torch
 from torch import Tensor
 
 from distill import divergences
-from distill.export.target_file import target_file
-from distill.export.writer import export_gguf
 from distill.files import read_json, write_json, write_text
 from distill.models.base import Model
+from distill.models.conversion.writer import export_gguf, target_file
 from distill.models.gguf.model import GgufModel
 from distill.models.hugging_face import text_folder
-from distill.models.kept import KeptHead
 from distill.models.loaded import growing_decoder
-from distill.models.tokenizer_files import copy_tokenizer
+from distill.models.model_files import copy_tokenizer
+from distill.models.trimmed_head import KeptHead
 from distill.packing import Packed
 from distill.progress import Progress
 from distill.recipe import Cut, Recipe

@@ -22,9 +22,9 @@ from distill.models.hugging_face import (
     real_tokens,
     text_folder,
 )
-from distill.models.kept import write_kept
+from distill.models.model_files import copy_tokenizer
 from distill.models.pairs import require_pair
-from distill.models.tokenizer_files import copy_tokenizer
+from distill.models.trimmed_head import write_kept
 from distill.packing import Packed, pack
 from distill.recipe import Recipe
 from distill.recipe.recipe import REASON

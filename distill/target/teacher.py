@@ -26,7 +26,7 @@ from distill.models.hugging_face import (
     pick_device,
     real_tokens,
 )
-from distill.models.packed.packed_forward import hidden_states
+from distill.models.packed_forward import hidden_states
 from distill.packing import Packed, concatenate, pack
 from distill.progress import Progress
 from distill.recipe import Recipe

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from distill.errors import DataError
-from distill.models.cpu.shapes import filled
+from distill.models.cpu_products import filled
 from distill.models.finite import require_finite
-from distill.models.packed.packed_forward import hidden_states, packed_inputs
+from distill.models.packed_forward import hidden_states, packed_inputs
 from distill.models.torch_model import model_name
 from distill.packing import Packed
 

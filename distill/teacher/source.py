@@ -10,7 +10,7 @@ from torch import Tensor
 from distill.errors import DataError
 from distill.files import digest, reference_digest
 from distill.models.hugging_face import load_target, load_tokenizer
-from distill.models.packed.packed_forward import hidden_states
+from distill.models.packed_forward import hidden_states
 from distill.packing import Packed
 from distill.recipe import Recipe
 from distill.run import Run

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from distill.files import copy_file, write_folder, write_json
-from distill.models.kept import FILE as KEPT_FILE
-from distill.models.tokenizer_files import copy_tokenizer
+from distill.models.model_files import copy_tokenizer
+from distill.models.trimmed_head import FILE as KEPT_FILE
 from distill.results.serialise import from_json, read_result, write_result
 from distill.results.training_results import EvaluatedWeights, ReplayDecision, TrainedPart, TrainingSummary
 from distill.surgery.change import size_of

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from distill.errors import DataError, RecipeError, RunError
 from distill.models.hugging_face import load_config, load_model, load_target, pick_device, recompute_activations
-from distill.models.kept import read_kept
+from distill.models.trimmed_head import read_kept
 from distill.packing import Packed
 from distill.processes import process_count
 from distill.recipe import Recipe, Train

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from distill.errors import DataError
-from distill.models.packed.packed_forward import hidden_states
+from distill.models.packed_forward import hidden_states
 from distill.packing import Packed, epoch_order
 from distill.recipe import Train
 from distill.teacher.distributions import CompactTeacher, DenseTeacher, Teacher

@@ -19,8 +19,8 @@ from torch import Tensor
 from distill import divergences
 from distill.models.batched import BatchedTorchModel
 from distill.models.hugging_face import end_ids, load_tokenizer
-from distill.models.kept import KeptHead
-from distill.models.packed.packed_forward import hidden_states
+from distill.models.packed_forward import hidden_states
+from distill.models.trimmed_head import KeptHead
 from distill.processes import agree
 from distill.recipe import Recipe
 from distill.results.training_results import STORED

@@ -7,58 +7,13 @@ from __future__ import annotations
 
 import re
 from functools import cached_property
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from distill.errors import DataError, DistillError
-from distill.faults import reading
 from distill.vocabulary.byte_map import SPACE, to_mapped
-from distill.vocabulary.charsmap import require_tables
+from distill.vocabulary.tokenizer_files import added_around, open_tokenizer
 from distill.vocabulary.vocabulary import Vocabulary
 
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
-
 REPLACEMENT = "\ufffd"  # stands for a byte that a vocabulary cannot write
-
-
-def is_panic(error: BaseException) -> bool:
-    """Whether an exception is a panic of tokenizers' Rust code, which is no Exception of Python's."""
-    return type(error).__name__ == "PanicException"
-
-
-def open_tokenizer(path: Path) -> Tokenizer:
-    """The tokenizer of a tokenizer.json, without its truncation and padding, which make texts of any length.
-
-    Raises DataError where it cannot be loaded.
-    """
-    from tokenizers import Tokenizer
-
-    try:
-        with reading(path):
-            require_tables(path)
-            found = Tokenizer.from_file(str(path))
-    except DistillError:
-        raise
-    except Exception as error:  # tokenizers raises the bare class for every kind of damage
-        raise DataError(f"{path} cannot be loaded: {error}", "copy the tokenizer again") from None
-    except BaseException as error:  # a panic of its Rust code
-        if not is_panic(error):
-            raise
-        raise DataError(f"{path} cannot be loaded: its parts do not fit together", "copy the tokenizer again") from None
-    found.no_truncation()
-    found.no_padding()
-    return found
-
-
-def added_around(tokenizer: Any) -> tuple[list[int], list[int]] | None:
-    """The ids that a tokenizer's post-processor puts before and after a text; None where it changes the text itself."""
-    alone: list[int] = tokenizer.encode("a", add_special_tokens=False).ids
-    whole: list[int] = tokenizer.encode("a", add_special_tokens=True).ids
-    for start in range(len(whole) - len(alone) + 1):
-        if whole[start : start + len(alone)] == alone:
-            return whole[:start], whole[start + len(alone) :]
-    return None
 
 
 class Encoder:

@@ -40,6 +40,10 @@ DEEPSEEK3 = (
 )
 BLOOM = " ?[^(\\s|.,!?…。，、।۔،)]+"
 
+# Llama 3's own names, and those of models with its rules.
+LLAMA3_NAMES = (
+    *("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "jina-v5-nano"),
+)
 Steps = tuple[str, ...]
 # A step is `split PATTERN`, `digits` (each on its own), `gpt-2` (GPT-2's split, then bytes) or `bytes`.
 STEPS: dict[Steps, tuple[str, ...]] = {
@@ -51,10 +55,7 @@ STEPS: dict[Steps, tuple[str, ...]] = {
         *("qwen2", "deepseek-r1-qwen", "kormo", "f2llmv2", "megrez", "stablelm2", "hunyuan", "solar-open"),
         "grok-2",
     ),
-    (f"split {LLAMA3}", "bytes"): (
-        *("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "jina-v5-nano"),
-        *("dbrx", "smaug-bpe", "chatglm-bpe", "glm4", "glm5"),
-    ),
+    (f"split {LLAMA3}", "bytes"): (*(*LLAMA3_NAMES, "dbrx", "smaug-bpe", "chatglm-bpe", "glm4", "glm5"),),
     (f"split {QWEN35}", "bytes"): ("qwen35",),
     ("digits", "gpt-2"): (
         *("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b", "mellum2"),
@@ -78,12 +79,7 @@ STEPS: dict[Steps, tuple[str, ...]] = {
 }
 PRE_STEPS: dict[str, Steps] = {name: steps for steps, names in STEPS.items() for name in names}
 # With these, a word that is itself a token is taken without merging.
-IGNORE_MERGES = frozenset(
-    (
-        *("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "jina-v5-nano"),
-        *("glm4", "glm5", "tekken"),
-    )
-)
+IGNORE_MERGES = frozenset((*LLAMA3_NAMES, "glm4", "glm5", "tekken"))
 
 
 def pre_tokenizer_of(steps: Steps) -> dict[str, Any]:

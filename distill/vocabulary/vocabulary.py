@@ -1,14 +1,27 @@
-"""The tokens of a tokenizer folder by id: their bytes, kinds and roles."""
+"""The tokens of a tokenizer folder by id: their bytes, kinds and roles, from tokenizer.json and tokenizer_config.json.
+
+Two families are supported: byte-level BPE and SentencePiece (`byte_map`). In both, an added token stands for its own
+plain text.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
-from distill.vocabulary.byte_map import BYTE_MAP, NEVER_IN_UTF8
-from distill.vocabulary.reading import read_folder
+from distill.errors import DataError
+from distill.vocabulary.byte_map import BYTE_MAP, NEVER_IN_UTF8, SPACE, from_mapped
+from distill.vocabulary.roles import NAMED_ROLES, content_of, roles_in
+from distill.vocabulary.tokenizer_files import AGAIN, named_settings, require_dense, tokenizer_content
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_CONTROL = re.compile(r"[<\[].+[>\]]", re.DOTALL)
+_HINT = "byte-level BPE and SentencePiece (BPE or Unigram) are supported"
 
 
 @dataclass(frozen=True)
@@ -31,7 +44,7 @@ class Vocabulary:
     @classmethod
     def read(cls, folder: Path) -> Vocabulary:
         """Read a tokenizer folder; raises DataError when it is missing, damaged or of an unknown kind."""
-        return cls(folder, *read_folder(folder))
+        return _read(folder)
 
     @property
     def size(self) -> int:
@@ -103,3 +116,145 @@ class Vocabulary:
         return (self.family, self.tokens, self.bytes_of, self.kinds, dict(self.roles)) == (
             (other.family, other.tokens, other.bytes_of, other.kinds, dict(other.roles))
         )
+
+
+def _read(folder: Path) -> Vocabulary:
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        raise DataError(
+            f"{folder} has no tokenizer.json",
+            "give the folder of a fast tokenizer; AutoTokenizer.from_pretrained(...).save_pretrained(...) writes one",
+        )
+    content, settings = tokenizer_content(path), named_settings(folder)
+    model = content["model"]
+    family = _family(path, content, model)
+    by_id, added = _tokens(path, content, model, settings)
+    roles = roles_in({token: number for number, token in by_id.items()}, settings, _unknown(path, model))
+    tokens = tuple(by_id.get(number) for number in range(max(by_id) + 1))
+    # Tokens that the settings name are special even without the flag; but an ordinary token may serve as, say, padding.
+    serving = {roles[role] for role in NAMED_ROLES if role in roles}
+    byte_tokens = bool(model.get("byte_fallback")) or "ByteFallback" in _steps(content.get("decoder"))
+    kinds = tuple(_kind(number, token, added, serving, byte_tokens) for number, token in enumerate(tokens))
+    normalise = _normaliser(content, added)
+    bytes_of = tuple(
+        None if token is None else _bytes(token, kind, family, added.get(number), normalise)
+        for number, (token, kind) in enumerate(zip(tokens, kinds, strict=True))
+    )
+    return Vocabulary(folder, family, tokens, bytes_of, kinds, roles)
+
+
+def _steps(part: Any) -> set[str]:
+    """The types of a normalizer, pre-tokenizer or decoder and of everything inside it."""
+    if isinstance(part, list):
+        return {kind for inner in part for kind in _steps(inner)}
+    if not isinstance(part, dict):
+        return set()
+    own = {part["type"]} if isinstance(part.get("type"), str) else set()
+    return own | {kind for inner in part.values() for kind in _steps(inner)}
+
+
+def _family(path: Path, content: Mapping[str, Any], model: Mapping[str, Any]) -> str:
+    kind = model.get("type") or ("BPE" if "merges" in model else None)
+    if kind not in ("BPE", "Unigram"):
+        raise DataError(f"{path} is a {kind or 'tokenizer without a named'} model, which has no byte tokens", _HINT)
+    for key in ("continuing_subword_prefix", "end_of_word_suffix"):
+        if model.get(key):
+            raise DataError(f"{path} marks words with {key} = {model[key]!r}, which is not supported", _HINT)
+    parts = [content.get(name) for name in ("normalizer", "pre_tokenizer", "decoder")]
+    steps = {kind for part in parts for kind in _steps(part)}
+    if "ByteLevel" in steps:
+        return "byte-level"
+    written = json.dumps(parts, ensure_ascii=False)
+    if kind == "Unigram" or model.get("byte_fallback") or SPACE in written:
+        if "Metaspace" in steps and SPACE not in written:
+            raise DataError(f"{path} writes a space by another character than {SPACE}", _HINT)
+        return "sentencepiece"
+    raise DataError(f"{path} is a BPE that maps neither bytes nor spaces", _HINT)
+
+
+def _unknown(path: Path, model: Mapping[str, Any]) -> str | None:
+    number = model.get("unk_id")
+    if isinstance(number, int) and isinstance(model["vocab"], list):
+        if not 0 <= number < len(model["vocab"]):
+            raise DataError(f"{path} is damaged: unk_id is {number}", AGAIN)
+        return str(model["vocab"][number][0])
+    return content_of(model.get("unk_token"))
+
+
+def _tokens(
+    path: Path, content: Mapping[str, Any], model: Mapping[str, Any], settings: Mapping[str, Any]
+) -> tuple[dict[int, str], dict[int, dict[str, Any]]]:
+    """Strings by id, and the added tokens by id, as transformers has them once it has loaded the folder."""
+    words = model.get("vocab")
+    if isinstance(words, dict):
+        by_id = {int(number): str(token) for token, number in words.items()}
+    elif isinstance(words, list):
+        by_id = {number: str(entry[0]) for number, entry in enumerate(words)}
+    else:
+        raise DataError(f"{path} has no vocabulary", AGAIN)
+    added: dict[int, dict[str, Any]] = {}
+    later = settings.get("added_tokens_decoder") or {}
+    for token in [*({"id": int(number), **entry} for number, entry in later.items()), *content["added_tokens"]]:
+        added[token["id"]] = token
+    for number, token in added.items():
+        by_id[number] = token["content"]
+    if not by_id:
+        raise DataError(f"{path} holds no tokens", AGAIN)
+    require_dense(path, by_id)
+    known = set(by_id.values())
+    for role in NAMED_ROLES:
+        name = content_of(settings.get(f"{role}_token"))
+        if name is not None and name not in known:
+            number = max(by_id) + 1
+            by_id[number], added[number] = name, {"id": number, "content": name, "special": True}
+            known.add(name)
+    return by_id, added
+
+
+def _kind(
+    number: int, token: str | None, added: Mapping[int, Mapping[str, Any]], serving: set[int], byte_tokens: bool
+) -> str:
+    if token is None:
+        return "unused"
+    if number in added and added[number].get("special"):
+        return "special"
+    if number in serving and _CONTROL.fullmatch(token):
+        return "special"
+    if number in added:
+        return "added"
+    return "byte" if byte_tokens and _BYTE_TOKEN.fullmatch(token) else "normal"
+
+
+def _normaliser(content: Mapping[str, Any], added: Mapping[int, Mapping[str, Any]]) -> Callable[[str], str] | None:
+    """The tokenizer's normaliser, where added tokens are matched in text that went through it."""
+    part = content.get("normalizer")
+    if part is None or "ByteLevel" in _steps(part) or not any(token.get("normalized") for token in added.values()):
+        return None
+    from tokenizers import Tokenizer
+
+    alone = {
+        "version": "1.0",
+        "added_tokens": [],
+        "normalizer": part,
+        "model": {"type": "BPE", "vocab": {}, "merges": []},
+    }
+    found: Callable[[str], str] = Tokenizer.from_str(json.dumps(alone)).normalizer.normalize_str
+    return found
+
+
+def _bytes(
+    token: str,
+    kind: str,
+    family: str,
+    added: Mapping[str, Any] | None,
+    normalise: Callable[[str], str] | None,
+) -> bytes:
+    if kind == "byte":
+        return bytes([int(token[3:5], 16)])
+    if kind == "special":
+        return token.encode()
+    if added is not None:
+        if normalise is not None and added.get("normalized"):
+            token = normalise(token)  # the text it stands for is the one it is matched in
+        return (token.replace(SPACE, " ") if family == "sentencepiece" else token).encode()
+    return from_mapped(token) if family == "byte-level" else token.replace(SPACE, " ").encode()

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import importlib
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from distill.errors import RecipeError
 from distill.machine import thread_count
 from distill.models.gguf.file_head import FileHead
 from distill.models.gguf.library import library
+from distill.models.gguf.loadable import head_sizes
 from distill.recipe import GgufOptions
 from distill.recipe.gguf import NO_DEVICE
 
@@ -40,19 +40,17 @@ def gpus() -> list[Device]:
         "ggml_backend_dev_description": ([ctypes.c_void_p], ctypes.c_char_p),
         "ggml_backend_dev_type": ([ctypes.c_void_p], ctypes.c_int),
     }
-    count, get, name, description, kind = (_function(ggml, *signature) for signature in signatures.items())
+    functions = []
+    for symbol, types in signatures.items():
+        functions.append(ggml[symbol])  # a new object for each look-up, so that nobody else's types are changed
+        functions[-1].argtypes, functions[-1].restype = types
+    count, get, name, description, kind = functions
     handles = [get(index) for index in range(count())]
     return [
         Device(name(one).decode("utf-8", "replace"), description(one).decode("utf-8", "replace"), one)
         for one in handles
         if kind(one) in (GPU, INTEGRATED_GPU)
     ]
-
-
-def _function(ggml: Any, name: str, signature: tuple[list[Any], Any]) -> Any:
-    function = ggml[name]  # a new object for each look-up, so that nobody else's types are changed
-    function.argtypes, function.restype = signature
-    return function
 
 
 def describe_build() -> str:
@@ -123,20 +121,10 @@ def require_cache_types(options: GgufOptions, keys: int | None, values: int | No
             )
 
 
-def require_possible(path: Path, head: FileHead, options: GgufOptions) -> None:
+def require_possible(head: FileHead, options: GgufOptions) -> None:
     """Raise RecipeError for options that this build, this machine or this file does not allow; loads nothing."""
-    require_build(options, str(path))
-    require_cache_types(options, *_head_sizes(head), str(path))
-
-
-def _head_sizes(head: FileHead) -> tuple[int | None, int | None]:
-    """Sizes of a head's keys and values by the file's metadata; None where it gives one number a layer, or none."""
-    architecture = head.values.get("general.architecture", b"").decode("utf-8", "replace")
-    keys = ("embedding_length", "attention.head_count", "attention.key_length", "attention.value_length")
-    found = [head.values.get(f"{architecture}.{key}") for key in keys]
-    hidden, heads, key, value = (one if isinstance(one, int) and one > 0 else None for one in found)
-    default = hidden // heads if hidden and heads else None
-    return key or default, value or default
+    require_build(options, str(head.path))
+    require_cache_types(options, *head_sizes(head), str(head.path))
 
 
 def model_settings(options: GgufOptions) -> tuple[Any, list[Any]]:

@@ -28,8 +28,9 @@ FEW = 64  # most tokens of a step or verification; longer calls are prompts, whe
 class GgufContext:
     """A cache of `capacity` tokens and `sequences` sequences over a file, of the types that `options` name.
 
-    `cells` is the size of the cache in tokens, `batch_size` the most tokens of one call. For `pad_single` see
-    `distill.models.gguf.model.GgufModel`. Raises DataError when there is no room.
+    `cells` is the size of the cache in tokens, `batch_size` the most tokens of one call, `generation` counts the calls
+    that overwrite logits returned before. For `pad_single` see `distill.models.gguf.model.GgufModel`. Raises DataError
+    when there is no room.
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class GgufContext:
         options: GgufOptions,
     ) -> None:
         self._batch: Any = None
+        self.path, self.generation = file.path, 0
         self._file, self._library, self._pad_single = file, file.library, pad_single
         llama = self._library
         settings = llama.llama_context_default_params()
@@ -158,12 +160,12 @@ class GgufContext:
     def _run(self, size: int, count: int, start: int) -> None:
         """Decode the first `size` tokens of the batch; DataError, of `count` tokens at `start`, when that fails."""
         self._batch.n_tokens = size
+        self.generation += 1
         ERRORS.clear()
         code = self._library.llama_decode(self._context, self._batch)
         if code != 0:
             raise DataError(
-                f"{self._file.path}: llama.cpp could not decode {count} tokens at {start} (code {code}): "
-                f"{last_errors()}",
+                f"{self.path}: llama.cpp could not decode {count} tokens at {start} (code {code}): {last_errors()}",
                 hint="ask for a larger context, or free memory",
             )
 
@@ -174,7 +176,7 @@ class GgufContext:
     def remove(self, sequence: int, begin: int) -> None:
         """Remove `sequence` from its cells from position `begin` on; DataError for a cache that cannot do that."""
         if not self.withdraw(sequence, begin):
-            raise DataError(f"{self._file.path}: this model's cache cannot be rolled back", hint="use a transformer")
+            raise DataError(f"{self.path}: this model's cache cannot be rolled back", hint="use a transformer")
 
     def withdraw(self, sequence: int, begin: int) -> bool:
         """As `remove`, but False instead of an error, for use after a failure that is the one to report."""
@@ -182,6 +184,7 @@ class GgufContext:
 
     def close(self) -> None:
         """Free the batch and the cache; safe to call twice."""
+        self.generation += 1
         if self._batch is not None:
             # The views point into the batch.
             del self._token, self._position, self._output, self._sequences

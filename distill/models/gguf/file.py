@@ -30,10 +30,9 @@ class GgufFile:
     def __init__(self, path: Path, *, vocabulary_only: bool = False, options: GgufOptions = ON_CPU) -> None:
         self.path = path
         self.library = library()
-        self._check_magic()
         head = open_head(path)
-        require_loadable(path, head)
-        require_possible(path, head, options)
+        require_loadable(head)
+        require_possible(head, options)
         ERRORS.clear()
         WARNINGS.clear()
         llama = self.library
@@ -61,15 +60,6 @@ class GgufFile:
         self.head_rows = int(llama.llama_vocab_n_tokens(self.vocabulary))
         self.vocabulary_size = self.head_rows - self._padding_rows()
 
-    def _check_magic(self) -> None:
-        try:
-            with self.path.open("rb") as file:
-                magic = file.read(4)
-        except OSError as error:
-            raise DataError(f"{self.path} cannot be read: {error.strerror}", hint="give a GGUF file") from None
-        if magic != b"GGUF":
-            raise DataError(f"{self.path} is not a GGUF file", hint="make one with distill export-gguf")
-
     def _padding_rows(self) -> int:
         """Rows at the end that stand for no token: converters name them `[PAD<id>]` and mark them unused."""
         llama, count = self.library, 0
@@ -79,12 +69,6 @@ class GgufFile:
                 break
             count += 1
         return count
-
-    @property
-    def training_context(self) -> int:
-        """The context length in tokens that the file's metadata gives."""
-        self.require_open()
-        return int(self.library.llama_model_n_ctx_train(self.model))
 
     def tokenize(self, text: str, parse_special: bool = False) -> list[int]:
         """The file's own ids for `text`, without added tokens; `parse_special` reads control tokens in the text."""

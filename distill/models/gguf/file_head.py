@@ -1,89 +1,194 @@
-"""The head of a GGUF file, its metadata and list of tensors, read without llama.cpp and without weights."""
+"""The head of a GGUF file, its metadata and list of tensors, read and written without llama.cpp and without weights.
+
+Format: ggml's docs/gguf.md, versions 2 and 3.
+"""
 
 from __future__ import annotations
 
 import mmap
 import struct
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn
+
+import numpy as np
 
 from distill.errors import DataError
 
+if TYPE_CHECKING:
+    from gguf import GGMLQuantizationType
+
+    TensorRow = tuple[str, tuple[int, ...], GGMLQuantizationType, int]  # name, shape, type, bytes
+
+# By gguf.GGUFValueType.
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 STRING, ARRAY = 8, 9
+NO_TOKEN = 2**32 - 1  # in a key that names a token
+EXPORT_AGAIN = "convert the model again, or give its Hugging Face folder"
 
 
-class FileHead:
-    """The head of a GGUF file, read in order: metadata and the list of tensors.
-
-    gguf.GGUFReader makes arrays of every string, seconds for a real vocabulary, and can read on past the end of a
-    damaged file. Format: ggml's docs/gguf.md, versions 2 and 3.
-
-    `shapes`, `kinds` and `offsets` are of the tensors by name: lengths with the fastest first, the number of a
-    gguf.GGMLQuantizationType, and the first byte behind `start`, where the tensors' data begins.
-    """
+class _Cursor:
+    """Reads a mapped file in order; raises ValueError past its end, and for a type of value that is not known."""
 
     def __init__(self, data: mmap.mmap) -> None:
         self.data, self.at = data, 0
-        if data[:4] != b"GGUF":
-            raise ValueError("it is not a GGUF file")
-        self.at = 4
-        version = self.number("I")
-        if version not in (2, 3):
-            raise ValueError("it is big-endian" if version & 0xFFFF == 0 else f"its version {version} is not 2 or 3")
-        tensors, keys = self.number("Q"), self.number("Q")
-        self.values = {self.text().decode("utf-8", "replace"): self.value(self.number("I")) for _ in range(keys)}
-        self.shapes: dict[str, list[int]] = {}
-        self.kinds: dict[str, int] = {}
-        self.offsets: dict[str, int] = {}
-        end = 0
-        for _ in range(tensors):
-            name = self.text().decode("utf-8", "replace")
-            shape = list(self.numbers("Q", self.number("I")))
-            kind, offset = self.number("I"), self.number("Q")
-            self.shapes[name], self.kinds[name], self.offsets[name] = shape, kind, offset
-            end = max(end, offset + _tensor_bytes(shape, kind))
-        align = self.values.get("general.alignment", 32)
-        if not isinstance(align, int) or align < 1:
-            raise ValueError(f"general.alignment is {align!r}")
-        self.require(-self.at % align + end if tensors else 0)
-        self.start = self.at + -self.at % align
 
     def require(self, count: int) -> None:
-        """Raise ValueError when fewer than `count` bytes are left."""
         if self.at + count > len(self.data):
             raise ValueError(f"it ends after {len(self.data)} bytes where it needs {self.at + count}")
-
-    def number(self, code: str) -> Any:
-        return self.numbers(code, 1)[0]
 
     def numbers(self, code: str, count: int) -> tuple[Any, ...]:
         size = struct.calcsize(f"<{code}") * count
         self.require(size)
-        found = struct.unpack_from(f"<{count}{code}", self.data, self.at)
         self.at += size
-        return found
+        return struct.unpack_from(f"<{count}{code}", self.data, self.at - size)
 
-    def text(self) -> bytes:
+    def number(self, code: str) -> Any:
+        return self.numbers(code, 1)[0]
+
+    def string(self) -> bytes:
         size = self.number("Q")
         self.require(size)
         self.at += size
         return self.data[self.at - size : self.at]
 
-    def value(self, kind: int) -> Any:
-        """A value of GGUF's type `kind`: a number, bytes, or a list of either."""
+    def name(self) -> str:
+        return self.string().decode("utf-8", "replace")
+
+    def value(self) -> Any:
+        """A value behind the number of its type: a number, bytes, or a list of either."""
+        kind = self.number("I")
         if kind in SCALARS:
             return self.number(SCALARS[kind])
         if kind == STRING:
-            return self.text()
+            return self.string()
         if kind == ARRAY:
-            inner, count = self.number("I"), self.number("Q")
-            if inner in SCALARS:
-                return list(self.numbers(SCALARS[inner], count))
-            if inner == STRING:
-                return [self.text() for _ in range(count)]
-            kind = inner
+            kind, count = self.number("I"), self.number("Q")
+            if kind in SCALARS:
+                return list(self.numbers(SCALARS[kind], count))
+            if kind == STRING:
+                return [self.string() for _ in range(count)]
         raise ValueError(f"value type {kind} at byte {self.at} is unknown")
+
+
+class FileHead:
+    """Metadata and the list of tensors. The methods read single values, check their form and raise DataError.
+
+    gguf.GGUFReader makes arrays of every string, seconds for a real vocabulary, and can read on past the end of a
+    damaged file. `values` are numbers, bytes, or lists of either, by key. `shapes`, `kinds` and `offsets` are of the
+    tensors by name: lengths with the fastest first, the number of a gguf.GGMLQuantizationType, and the first byte
+    behind `start`, where the tensors' data begins.
+    """
+
+    def __init__(self, path: Path, data: mmap.mmap) -> None:
+        self.path, cursor = path, _Cursor(data)
+        if data[:4] != b"GGUF":
+            raise ValueError("it is not a GGUF file")
+        cursor.at = 4
+        version = cursor.number("I")
+        if version not in (2, 3):
+            raise ValueError("it is big-endian" if version & 0xFFFF == 0 else f"its version {version} is not 2 or 3")
+        tensors, keys = cursor.numbers("Q", 2)
+        self.values: dict[str, Any] = {cursor.name(): cursor.value() for _ in range(keys)}
+        self.shapes: dict[str, list[int]] = {}
+        self.kinds: dict[str, int] = {}
+        self.offsets: dict[str, int] = {}
+        end = 0
+        for _ in range(tensors):
+            name = cursor.name()
+            shape = self.shapes[name] = list(cursor.numbers("Q", cursor.number("I")))
+            kind = self.kinds[name] = cursor.number("I")
+            offset = self.offsets[name] = cursor.number("Q")
+            end = max(end, offset + _tensor_bytes(shape, kind))
+        align = self.values.get("general.alignment", 32)
+        if not isinstance(align, int) or align < 1:
+            raise ValueError(f"general.alignment is {align!r}")
+        self.start = cursor.at + -cursor.at % align
+        cursor.require(self.start - cursor.at + end if tensors else 0)
+
+    @property
+    def architecture(self) -> str:
+        """llama.cpp's name of the architecture, below which the model's own keys stand."""
+        return self.text("general.architecture") or self.refuse("it names no architecture")
+
+    def refuse(self, what: str, hint: str = EXPORT_AGAIN) -> NoReturn:
+        """Raise DataError for this file."""
+        raise DataError(f"{self.path}: {what}", hint)
+
+    def text(self, key: str) -> str | None:
+        """A text; None where there is none."""
+        found = self.values.get(key)
+        if found is None:
+            return None
+        try:
+            return bytes(found).decode() if isinstance(found, bytes) else self.refuse(f"{key} is no text")
+        except UnicodeDecodeError:
+            self.refuse(f"{key} is not UTF-8")
+
+    def texts(self, key: str, errors: str = "strict") -> list[str]:
+        """A list of texts, empty where there is none; `errors` as of bytes.decode."""
+        found = self.values.get(key, [])
+        if not isinstance(found, list) or not all(isinstance(one, bytes) for one in found):
+            self.refuse(f"{key} is no list of texts")
+        try:
+            return [one.decode(errors=errors) for one in found]
+        except UnicodeDecodeError:
+            self.refuse(f"{key} holds a text that is not UTF-8")
+
+    def numbers(self, key: str) -> list[Any]:
+        """A list of numbers, empty where there is none."""
+        found = self.values.get(key, [])
+        if not isinstance(found, list) or any(isinstance(one, bytes | bool | list) for one in found):
+            self.refuse(f"{key} is no list of numbers")
+        return found
+
+    def flag(self, key: str, default: bool) -> bool:
+        """True or false."""
+        found = self.values.get(key, default)
+        return bool(found) if isinstance(found, bool | int) else self.refuse(f"{key} is neither true nor false")
+
+    def own(self, key: str) -> Any:
+        """A value below the architecture's name; of a list with one number a layer, the number where all are equal."""
+        found = self.values.get(f"{self.architecture}.{key}")
+        if isinstance(found, list) and found:
+            if len(set(found)) > 1:
+                self.refuse(f"{self.architecture}.{key} differs between layers, which transformers cannot hold")
+            return found[0]
+        return found
+
+    def count(self, key: str, default: int | None = None) -> int:
+        """A positive integer below the architecture's name."""
+        found = default if (stated := self.own(key)) is None else stated
+        if not isinstance(found, int) or isinstance(found, bool) or found <= 0:
+            self.refuse(f"{self.architecture}.{key} is {found!r:.40}, not a positive integer")
+        return int(found)
+
+    def real(self, key: str, default: float | None = None) -> float:
+        """A positive number below the architecture's name, in the fewest digits that give the file's 32 bits."""
+        found = self.own(key)
+        found = default if found is None else found
+        if isinstance(found, bool) or not isinstance(found, int | float) or not 0 < found < 1e30:
+            self.refuse(f"{self.architecture}.{key} is {found!r:.40}, not a positive number")
+        return shortest(found)
+
+    def size(self, key: str, least: int, most: int) -> int | None:
+        """An integer within bounds below the architecture's name; None where there is none, or one for each layer."""
+        found = self.values.get(f"{self.architecture}.{key}")
+        if found is None or isinstance(found, list):
+            return None
+        if not isinstance(found, int) or isinstance(found, bool) or not least <= found <= most:
+            self.refuse_value(key, f"lie between {least} and {most}")
+        return int(found)
+
+    def refuse_value(self, key: str, rule: str) -> NoReturn:
+        """Raise DataError for a value below the architecture's name that breaks a rule."""
+        name = f"{self.architecture}.{key}"
+        self.refuse(f"{name} is {self.values.get(name)!r:.60}, must {rule}", "export the file again")
+
+
+def shortest(value: float) -> float:
+    """A number of 32 bits in the fewest digits: 1e-05 for 9.999999747378752e-06."""
+    return float(str(np.float32(value)))
 
 
 def _tensor_bytes(shape: list[int], kind: int) -> int:
@@ -104,8 +209,57 @@ def open_head(path: Path) -> FileHead:
     """The head of a GGUF file; raises DataError where the file is missing, damaged or cut short."""
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            return FileHead(data)
+            return FileHead(path, data)
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}", "give a GGUF file") from None
     except (ValueError, OverflowError, MemoryError, struct.error) as error:
         raise DataError(f"{path} cannot be read as GGUF: {error}", "copy or export the file again") from None
+
+
+def write_head(file: BinaryIO, writer: Any, rows: Sequence[TensorRow]) -> None:
+    """Write the fields that a gguf.GGUFWriter holds, and the tensors' infos, up to where their data begins.
+
+    The writer's own way packs a vocabulary item by item, through several calls each: seconds. Raises DataError, with
+    the key, for a value that its type cannot hold.
+    """
+    import gguf
+
+    fields = writer.kv_data[0]
+    parts = [struct.pack("<4sIQQ", b"GGUF", gguf.GGUF_VERSION, len(rows), len(fields))]
+    for key, field in fields.items():
+        try:
+            parts += [_packed_text(key), *_packed(field)]
+        except (struct.error, TypeError, AttributeError, ValueError, OverflowError, IndexError):
+            raise DataError(
+                f"{key} is {field.value!r:.60}, which GGUF cannot hold",
+                "correct the value in config.json or the tokenizer's files",
+            ) from None
+    offset = 0
+    for name, shape, kind, size in rows:
+        parts.append(_packed_text(name) + struct.pack(f"<I{len(shape)}QIQ", len(shape), *reversed(shape), kind, offset))
+        offset += size + -size % gguf.GGUF_DEFAULT_ALIGNMENT
+    head = b"".join(parts)
+    file.write(head + b"\0" * (-len(head) % gguf.GGUF_DEFAULT_ALIGNMENT))
+
+
+def _packed(field: Any) -> list[bytes]:
+    """A value behind the number of its type; of a list, the type of its items and their count come next."""
+    import gguf
+
+    if field.type != ARRAY:
+        value = (
+            _packed_text(field.value) if field.type == STRING else struct.pack(f"<{SCALARS[field.type]}", field.value)
+        )
+        return [struct.pack("<I", field.type), value]
+    if isinstance(field.value, bytes):
+        return [struct.pack("<IIQ", ARRAY, gguf.GGUFValueType.UINT8, len(field.value)), field.value]
+    kind = field.sub_type if field.sub_type is not None else gguf.GGUFValueType.get_type(field.value[0])
+    head = struct.pack("<IIQ", ARRAY, kind, len(field.value))
+    if kind == STRING:
+        return [head, *(_packed_text(item) for item in field.value)]
+    return [head, struct.pack(f"<{len(field.value)}{SCALARS[kind]}", *field.value)]
+
+
+def _packed_text(value: str | bytes) -> bytes:
+    data = value.encode() if isinstance(value, str) else value
+    return struct.pack("<Q", len(data)) + data

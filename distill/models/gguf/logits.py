@@ -7,24 +7,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from distill.models.finite import Place, place_of, require_finite
-
-if TYPE_CHECKING:
-    from distill.models.gguf.model import GgufModel
+from distill.models.gguf.context import GgufContext
 
 
 class GgufLogits:
     """Logits [n, V] as a view of llama.cpp's own buffer; see `distill.models.base.Logits`."""
 
-    def __init__(self, model: GgufModel, rows: NDArray[np.float32], lengths: Sequence[int]) -> None:
-        self._model = model
-        self._generation = model.generation
+    def __init__(self, context: GgufContext, rows: NDArray[np.float32], lengths: Sequence[int]) -> None:
+        self._context = context
+        self._generation = context.generation
         self._array = rows
         self._lengths = lengths  # of the texts that the rows follow
 
@@ -34,17 +31,17 @@ class GgufLogits:
     @property
     def place(self) -> Place:
         """The file and the position of each row; made when a message needs it."""
-        return place_of(str(self._model.path), self._lengths)
+        return place_of(str(self._context.path), self._lengths)
 
     def _rows(self) -> NDArray[np.float32]:
-        if self._generation != self._model.generation:
+        if self._generation != self._context.generation:
             raise ValueError("these logits were overwritten: read them before the next extend or close")
         return self._array
 
     def argmax(self, empty: int | None = None) -> list[int]:
         """The best id of each row, the smallest id on ties; `empty` where a row is −∞ everywhere."""
         rows = self._array
-        if len(rows) == 1 and self._generation == self._model.generation:
+        if len(rows) == 1 and self._generation == self._context.generation:
             # As few calls as can be: between the steps of a large model each is fetched from memory again.
             best = int(rows.argmax())
             if -math.inf < rows.item(best) < math.inf:
@@ -63,30 +60,9 @@ class GgufLogits:
         size = rows.shape[1]
         if not 1 <= k <= size:
             raise ValueError(f"k must lie in 1..{size}, got {k}")
-        if k == 1:
-            ids = np.array(self.argmax(), dtype=np.int64)[:, None]
-            return ids, np.take_along_axis(rows, ids, axis=1)
         require_finite(rows.max(axis=1).tolist(), self.place)
-        ids = np.empty((len(rows), k), dtype=np.int64)
-        for index, row in enumerate(rows):
-            best = np.argpartition(row, size - k)[size - k :]
-            least = row[best].min()
-            # argpartition may take any of the logits that tie for the k-th place: compare all, prefer smaller ids.
-            candidates = np.flatnonzero(row >= least)
-            ids[index] = candidates[np.argsort(-row[candidates], kind="stable")[:k]]
+        ids = np.argsort(-rows, axis=1, kind="stable")[:, :k]
         return ids, np.take_along_axis(rows, ids, axis=1)
-
-    def gather(self, ids: NDArray[Any] | Sequence[int] | Sequence[Sequence[int]]) -> NDArray[np.float32]:
-        """The logits of `ids` [n] or [n, k], row by row, in the same shape; ValueError for ids outside [0, V)."""
-        rows = self._rows()
-        wanted = np.asarray(ids, dtype=np.int64)
-        if wanted.ndim not in (1, 2) or len(wanted) != len(rows):
-            raise ValueError(f"ids must be [{len(rows)}] or [{len(rows)}, k], got shape {list(wanted.shape)}")
-        if wanted.size and (wanted.min() < 0 or wanted.max() >= rows.shape[1]):
-            raise ValueError(f"ids must lie in [0, {rows.shape[1]})")
-        if wanted.ndim == 1:
-            return rows[np.arange(len(rows)), wanted]
-        return np.take_along_axis(rows, wanted, axis=1)
 
     def full(self) -> torch.Tensor:
         """All logits [n, V] as an fp32 copy."""

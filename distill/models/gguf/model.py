@@ -51,7 +51,6 @@ class GgufModel:
         max_leaves: int = 0,
         options: GgufOptions = ON_CPU,
     ) -> None:
-        self.generation = 0  # counts the calls that invalidate logits returned before
         self.path = Path(path)
         if context < 2 or batch < 2:
             raise ValueError(f"context and batch must be at least 2, got {context} and {batch}")
@@ -79,11 +78,6 @@ class GgufModel:
         """Committed tokens of the one row."""
         return [self._length]
 
-    @property
-    def training_context(self) -> int:
-        """The context length in tokens that the file's metadata gives; nothing stops longer use."""
-        return self._file.training_context
-
     def extend(
         self,
         tokens: Sequence[int],
@@ -100,7 +94,7 @@ class GgufModel:
         self._file.require_open()
         if parents is None and counts is None and self._is_short_step(tokens, want):
             rows = self._decode_few(tokens, want is not None)
-            return self._logits(rows, range(self._length - len(rows) + 1, self._length + 1))
+            return GgufLogits(self._context, rows, range(self._length - len(rows) + 1, self._length + 1))
         check_counts(counts, len(tokens))
         if parents is None:
             return self._extend_chain(tokens, want)
@@ -128,7 +122,6 @@ class GgufModel:
         check_tokens(tokens, self.vocabulary_size)
         check_want(want, count)
         ids = np.asarray(tokens, dtype=np.int64)
-        self.generation += 1
         try:
             rows = self._decode_all(ids, None if want is None else np.asarray(want, dtype=np.int64))
         except BaseException:
@@ -136,7 +129,9 @@ class GgufModel:
             raise
         self._length += count
         begin = self._length - count + 1
-        return self._logits(rows, range(begin, begin + count) if want is None else [begin + index for index in want])
+        return GgufLogits(
+            self._context, rows, range(begin, begin + count) if want is None else [begin + index for index in want]
+        )
 
     def _extend_tree(self, tokens: Sequence[int], parents: Sequence[int], want: Sequence[int] | None) -> GgufLogits:
         if not self.max_leaves:
@@ -150,7 +145,6 @@ class GgufModel:
         if count > room:
             raise ValueError(f"{count} more nodes do not fit: there is room for {room} in the cache and the batch")
         growth = self._branches.grown(tree, self._length)
-        self.generation += 1
         try:
             self._branches.begin(growth)
             rows = self._decode_nodes(tokens, tree.depths[old:], growth.through[old:], want)
@@ -159,10 +153,7 @@ class GgufModel:
             raise
         self._branches.finish(growth, self._length)
         lengths = [self._length + depth for depth in tree.depths[old:]]
-        return self._logits(rows, lengths if want is None else [lengths[index] for index in want])
-
-    def _logits(self, rows: NDArray[np.float32], lengths: Sequence[int]) -> GgufLogits:
-        return GgufLogits(self, rows, lengths)
+        return GgufLogits(self._context, rows, lengths if want is None else [lengths[index] for index in want])
 
     def _decode_nodes(
         self, tokens: Sequence[int], depths: Sequence[int], through: list[list[int]], want: Sequence[int] | None
@@ -183,7 +174,6 @@ class GgufModel:
         self._length += self._branches.commit(paths, self._length)
 
     def _decode_few(self, tokens: Sequence[int], last_only: bool) -> NDArray[np.float32]:
-        self.generation += 1
         try:
             rows = self._context.decode_few(tokens, self._length, last_only)
         except BaseException:
@@ -250,7 +240,6 @@ class GgufModel:
 
     def close(self) -> None:
         """Free the model; safe to call twice. Logits returned before become unreadable."""
-        self.generation += 1
         self._context.close()
         self._file.close()
 

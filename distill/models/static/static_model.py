@@ -23,6 +23,7 @@ from distill.models.base import (
     check_call,
     check_counts,
     check_lengths,
+    check_no_paths,
     check_rows,
     check_tokens,
     check_want,
@@ -240,8 +241,7 @@ class StaticTorchModel:
         Rows that take no trees have only empty paths.
         """
         if self.rows > 1:
-            if len(paths) != self.rows or any(len(path) for path in paths):
-                raise ValueError(f"no tree is pending: {self.rows} empty paths are all there is, got {list(paths)}")
+            check_no_paths(paths, self.rows)
             return
         path = self._tree.only_path(paths)
         if path != list(range(len(path))):

@@ -20,8 +20,8 @@ from torch import Tensor
 from distill.errors import DataError
 from distill.files import read_object, write_folder, write_json
 from distill.models.hugging_face import pick_device
+from distill.models.model_files import copy_tokenizer
 from distill.models.tensor_files import ITEM_BYTES, Stored, torch_type
-from distill.models.tokenizer_files import copy_tokenizer
 from distill.results.cut_results import Change, Size
 from distill.surgery.change import read_changes, record_change
 from distill.surgery.stored import FLOATS, SHARD_BYTES, WRITTEN, Written, write_tensors

@@ -9,8 +9,8 @@ from typing import Any
 
 from distill.errors import DataError
 from distill.files import has_form
-from distill.models.config_file import read_config
 from distill.models.hugging_face import check_folder
+from distill.models.model_files import read_config
 from distill.models.tensor_files import Stored, stored_tensors
 from distill.surgery.change import require_supported
 from distill.surgery.stored import FLOATS

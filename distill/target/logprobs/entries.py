@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from distill.models.packed.packed_forward import packed_inputs
+from distill.models.packed_forward import packed_inputs
 from distill.packing import Packed
 from distill.teacher.store import compress, log_tail_at
 

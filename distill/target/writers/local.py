@@ -10,7 +10,7 @@ from typing import Any
 from distill.errors import DataError
 from distill.models.base import Model
 from distill.models.batched import BatchedTorchModel
-from distill.models.cpu.prepacked import prepacked
+from distill.models.cpu_products import prepacked
 from distill.models.hugging_face import end_ids, load_target, pick_device, real_tokens, text_folder
 from distill.recipe import Recipe
 from distill.sampler import Sampler

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from distill.errors import DataError
-from distill.models.cpu.shapes import filled_count
+from distill.models.cpu_products import filled_count
 from distill.teacher.distributions import Teacher, TeacherChunk
 from distill.training.losses.block import score_block
 from distill.training.losses.settings import STATISTICS, LossSettings, LossSums

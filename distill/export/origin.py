@@ -1,0 +1,99 @@
+"""Where the models of a run come from, and how its draft is best used, for the head of their GGUF files."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from distill.errors import DistillError
+from distill.models.conversion.general_fields import Advice, Origin
+from distill.models.hugging_face import local_folder
+from distill.recipe import Recipe
+from distill.recipe.configuration import P_MIN
+from distill.recipe.load import is_path
+from distill.results.profile_results import ProfileReport
+from distill.results.serialise import read_result
+from distill.results.speedup_results import Measurement, SpeedupReport
+from distill.results.training_results import TrainingSummary
+from distill.run import Run
+from distill.speculative.costs.curve import predicted_speedup
+
+FLOORS = ("p_min", "p_min-after")  # greedy, both are llama.cpp's --spec-draft-p-min
+
+
+def origins(recipe: Recipe, run: Run) -> dict[str, Origin]:
+    """The origins of a run's draft and target, by name, without advice: see `advice_of`."""
+    donor = recipe.donor_model
+    draft = Origin(
+        name=f"{recipe.name} draft",
+        recipe=recipe.name,
+        base_model=None if is_path(donor) else donor,
+        licence=_licence(donor, run),
+        datasets=tuple(source.path for source in recipe.corpus.sources if source.kind == "hub"),
+    )
+    return {"draft": draft, "target": Origin(f"{recipe.name} target")}
+
+
+def advised(origin: Origin, advice: Advice | None) -> Origin:
+    """The origin with advice on how to draft."""
+    return replace(origin, advice=advice)
+
+
+def _licence(donor: str, run: Run) -> str | None:
+    """The licence in the donor's model card; a line in the log where the card cannot be read."""
+    import yaml
+    from gguf import Metadata
+
+    try:
+        found = Metadata.load_model_card(local_folder(donor)).get("license")
+    except (DistillError, OSError, ValueError, AttributeError, yaml.YAMLError) as error:
+        run.say(f"  the licence of {donor} is not known: {str(error).split(chr(10), 1)[0]}")
+        return None
+    return found if isinstance(found, str) else None
+
+
+def advice_of(run: Run, settled: frozenset[str]) -> Advice | None:
+    """How to draft, by what the `settled` stages of a run found; None where they found nothing or advise against it.
+
+    A measured speedup comes before the length of greatest expected speedup: that of the profile's costs and of the
+    acceptance on validation prompts.
+    """
+    if "speedup" in settled:
+        return _measured(read_result(run.path("speedup.json"), SpeedupReport), run.recipe)
+    if {"profile", "train"} <= settled:
+        return _expected(
+            read_result(run.path("profile.json"), ProfileReport),
+            read_result(run.path("training.json"), TrainingSummary),
+        )
+    return None
+
+
+def _measured(report: SpeedupReport, recipe: Recipe) -> Advice | None:
+    """The fastest greedy way that llama.cpp has too: a fixed length, or a floor of the draft's probability."""
+    floors = {one.title: one for one in recipe.speedup.configurations if one.drafter == "draft" and one.rule in FLOORS}
+    tried = [
+        one
+        for one in report.measurements
+        if not one.grown and one.sampler is None and (one.length or one.configuration in floors)
+    ]
+    backend = "gguf" if any(one.backend == "gguf" for one in tried) else "pytorch"
+    tried = [one for one in tried if one.backend == backend and one.speedup > 1]
+    if not tried:
+        return None
+    best: Measurement = max(tried, key=lambda one: one.speedup)
+    floor = floors.get(best.configuration)
+    if floor is not None:
+        return Advice(floor.most, P_MIN if floor.p_min is None else floor.p_min)
+    return Advice(best.length or 0, 0.0 if floors else None)
+
+
+def _expected(profile: ProfileReport, training: TrainingSummary) -> Advice | None:
+    backends = {curve.backend for curve in profile.curves}
+    backend = "gguf" if "gguf" in backends else "pytorch"
+    curves = {curve.model: curve for curve in profile.curves if curve.backend == backend}
+    if training.best is None or not {"target", "draft"} <= set(curves):
+        return None
+    target = dict(zip(curves["target"].tokens, curves["target"].seconds, strict=True))
+    draft, accepted = curves["draft"].seconds[0], [training.best.acceptance] * len(target)
+    found = {n: predicted_speedup(target, draft, n, accepted) for n in range(1, len(target)) if n + 1 in target}
+    best = max(found, key=lambda length: found[length], default=0)
+    return Advice(best) if best and found[best] > 1 else None

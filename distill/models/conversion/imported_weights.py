@@ -1,0 +1,208 @@
+"""The tensors of a GGUF file as model.safetensors: dequantised and put back into Hugging Face's order, in parts.
+
+A tensor is read, converted and written some rows at a time, so that memory does not grow with the model.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from distill.errors import DataError
+from distill.faults import reading
+from distill.models.conversion import families
+from distill.models.conversion.families import LLAMA3_FACTORS, LONG_FACTORS, SHORT_FACTORS, Family
+from distill.models.conversion.tensor_data import PART_VALUES, ValuesProgress
+from distill.models.gguf.file_head import FileHead
+from distill.models.tensor_files import Floats, from_floats, to_floats, write_header
+
+if TYPE_CHECKING:
+    from gguf import GGMLQuantizationType
+
+ROTARY = (LLAMA3_FACTORS, LONG_FACTORS, SHORT_FACTORS)
+Dtype = Literal["float32", "bfloat16", "float16"]
+DTYPES: dict[str, Dtype] = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}  # GGUF's and safetensors' names
+
+
+@dataclass(frozen=True)
+class Source:
+    """A tensor of a file: its type, its first byte, its shape [rows, …] as Hugging Face writes it.
+
+    `heads`: rows of so many heads are reordered; 0: none are. `shift` was added to the values by the exporter.
+    """
+
+    path: Path
+    name: str
+    kind: GGMLQuantizationType
+    start: int
+    shape: tuple[int, ...]
+    heads: int = 0
+    shift: float = 0.0
+
+    @property
+    def values(self) -> int:
+        """Number of values."""
+        return math.prod(self.shape)
+
+    def parts(self) -> Iterator[Floats]:
+        """The rows in order, some at a time, as fp32; of reordered tensors whole heads at a time."""
+        import gguf
+
+        block, size = gguf.GGML_QUANT_SIZES[self.kind]
+        width = math.prod(self.shape[1:]) if len(self.shape) > 1 else self.shape[0]
+        rows = self.shape[0] if len(self.shape) > 1 else 1
+        if self.heads and len(self.shape) == 1:  # a bias: one value a row
+            width, rows = 1, self.shape[0]
+        unit = rows // self.heads if self.heads else 1
+        step = unit * max(1, PART_VALUES // (width * unit))
+        row_bytes = width // block * size
+        for first in range(0, rows, step):
+            count = min(step, rows - first)
+            with reading(self.path):
+                data = np.fromfile(self.path, np.uint8, count * row_bytes, offset=self.start + first * row_bytes)
+            if len(data) < count * row_bytes:
+                raise DataError(f"{self.path} is cut short within {self.name}", "copy the file again")
+            floats = np.ascontiguousarray(gguf.quants.dequantize(data.reshape(count, row_bytes), self.kind), np.float32)
+            if not np.isfinite(floats).all():
+                raise DataError(f"{self.path}: {self.name} holds NaN or infinity", "copy or convert the file again")
+            if self.heads:
+                floats = unpermuted(floats, count // unit)
+            yield floats - np.float32(self.shift) if self.shift else floats
+
+
+def unpermuted(rows: Floats, heads: int) -> Floats:
+    """Rows [heads·D, …] from llama.cpp's order, which rotates neighbours, to Hugging Face's, which rotates halves."""
+    half = rows.shape[0] // heads // 2
+    return rows.reshape(heads, half, 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
+
+
+def sources(head: FileHead, family: Family, config: Mapping[str, Any]) -> dict[str, Source]:
+    """The tensors of a file by their Hugging Face names, in the order of the model.
+
+    Raises DataError, with the name, for a tensor that the family does not have, that is missing, of another shape than
+    the metadata give, or of a type that the gguf package cannot read.
+    """
+    found: dict[str, Source] = {}
+    heads, kv_heads, layers = (config[f"num_{key}"] for key in ("attention_heads", "key_value_heads", "hidden_layers"))
+    shapes = families.tensor_shapes(
+        family,
+        hidden=config["hidden_size"],
+        heads=heads,
+        kv_heads=kv_heads,
+        head_size=config.get("head_dim") or config["hidden_size"] // heads,
+        mlp=config["intermediate_size"],
+        rows=config["vocab_size"],
+    )
+    for name in head.shapes:
+        if name in ROTARY:
+            continue
+        own = families.hugging_face_name(name, family, layers)
+        if own is None:
+            head.refuse(f"tensor {name} has no place in a {config['model_type']} of transformers")
+        expected = shapes[own if own in shapes else families.part_of(own)]
+        expected = expected[:1] if own.endswith(".bias") else expected
+        shape = tuple(reversed(head.shapes[name]))
+        if shape != expected:
+            head.refuse(f"{name} is {list(shape)}, by the metadata it is {list(expected)}", "copy the file again")
+        turned = families.reordered_heads(own, family, heads, kv_heads)
+        shift = families.norm_shift(own, family)
+        kind, start = _kind(head, name, shape[-1]), head.start + head.offsets[name]
+        found[own] = Source(head.path, name, kind, start, shape, turned, shift)
+    _require_all(head, family, config, found)
+    return dict(sorted(found.items(), key=lambda item: _place(item[0])))
+
+
+def _kind(head: FileHead, name: str, width: int) -> GGMLQuantizationType:
+    import gguf
+
+    number = head.kinds[name]
+    try:
+        kind = gguf.GGMLQuantizationType(number)
+    except ValueError:
+        head.refuse(f"{name} has the type {number}, which the gguf package does not know", "pip install -U gguf")
+    if kind.name not in DTYPES and kind not in gguf.quants._type_traits:
+        head.refuse(f"{name} is {kind.name}, which the gguf package cannot dequantise", "quantise it to another type")
+    block = gguf.GGML_QUANT_SIZES[kind][0]
+    if width % block:
+        head.refuse(
+            f"{name} is {kind.name}, in blocks of {block} values, and its rows have {width}", "copy the file again"
+        )
+    return kind
+
+
+def _require_all(head: FileHead, family: Family, config: Mapping[str, Any], found: Mapping[str, Source]) -> None:
+    biases = set(family.biases)
+    if config.get("attention_bias"):
+        biases |= set(families.ATTENTION)
+    if config.get("mlp_bias"):
+        biases |= set(families.MLP)
+    needed = ["model.embed_tokens.weight", "model.norm.weight"]
+    for index in range(config["num_hidden_layers"]):
+        needed += [f"model.layers.{index}.{part}.weight" for part in family.parts]
+        needed += [f"model.layers.{index}.{part}.bias" for part in sorted(biases)]
+    missing = [name for name in needed if name not in found]
+    if missing:
+        head.refuse(f"{len(missing)} tensors are missing, the first is {missing[0]} by its Hugging Face name")
+    strange = [name for name in found if name.endswith(".bias") and families.part_of(name) not in biases]
+    if strange:
+        head.refuse(f"a {config['model_type']} of transformers has no {strange[0]}")
+
+
+def _place(name: str) -> tuple[int, int]:
+    parts = name.split(".")
+    return (1, int(parts[2])) if parts[1] == "layers" else (0 if "embed" in name else 2, 0)
+
+
+def rotary_factors(head: FileHead) -> dict[str, Floats]:
+    """The tensors of rotary factors by name; they stand in config.json, not among the weights."""
+    found = {}
+    for name in ROTARY:
+        if name in head.shapes:
+            width = head.shapes[name][0]
+            source = Source(head.path, name, _kind(head, name, width), head.start + head.offsets[name], (width,))
+            found[name] = next(source.parts())[0]
+    return found
+
+
+def stored_types(found: Mapping[str, Source], dtype: Dtype | None) -> dict[str, str]:
+    """The type in which each tensor is stored, as safetensors names it.
+
+    With `dtype`, that one. Else floats stay as they are and quantised tensors become F32; vectors, which GGUF keeps in
+    F32, take the type of the matrices where all of those have one of 16 bits and no vector loses a digit by it.
+    """
+    if dtype is not None:
+        return dict.fromkeys(found, next(code for code, name in DTYPES.items() if name == dtype))
+    types = {name: one.kind.name if one.kind.name in DTYPES else "F32" for name, one in found.items()}
+    matrices = {types[name] for name, one in found.items() if len(one.shape) > 1}
+    vectors = [name for name, one in found.items() if len(one.shape) == 1]
+    if len(matrices) == 1 and (narrow := matrices.pop()) != "F32":
+        exact = all(
+            (to_floats(from_floats(part, narrow), narrow) == part).all()
+            for name in vectors
+            for part in found[name].parts()
+        )
+        types |= dict.fromkeys(vectors, narrow) if exact else {}
+    return types
+
+
+def write_weights(place: Path, found: Mapping[str, Source], types: Mapping[str, str]) -> None:
+    """Write a safetensors file; DataError for a value that its type cannot hold."""
+    progress = ValuesProgress(sum(one.values for one in found.values()))
+    with place.open("wb") as file:
+        write_header(file, {name: (types[name], one.shape) for name, one in found.items()})
+        for name, one in found.items():
+            for part in one.parts():
+                values: NDArray[Any] = from_floats(part, types[name])
+                if not np.isfinite(to_floats(values, types[name])).all():
+                    raise DataError(
+                        f"{one.path}: {one.name} holds values too large for {DTYPES[types[name]]}",
+                        "use --dtype float32",
+                    )
+                file.write(values.data.cast("B"))
+                progress.add(part.size)

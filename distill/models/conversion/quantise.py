@@ -1,0 +1,78 @@
+"""The types that llama.cpp's own quantiser writes, through llama-cpp-python: from an exact file to the type asked."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from distill.errors import DataError
+from distill.files import write_atomically
+from distill.machine import usable_cores
+from distill.models.conversion.general_fields import file_type_number
+from distill.models.gguf.file_head import open_head
+from distill.models.gguf.library import ERRORS, last_errors, library
+from distill.models.tensor_files import Floats
+
+# Blocks of 256 values; where a tensor's rows do not divide, llama.cpp takes another type for it.
+K_BLOCK = 256
+WRITE_FAULT, ALMOST_NONE = "iostream error", 2**20  # llama.cpp's words, and bytes left on a disk that is full
+
+
+def quantise_file(
+    exact: Path,
+    output: Path,
+    outtype: str,
+    tensor_types: Sequence[tuple[str, str]] = (),
+    importance: Mapping[str, Floats] | None = None,
+) -> int:
+    """Quantise the GGUF file `exact` into `output`.
+
+    Returns the number of matrices whose rows do not fit blocks of 256 where the type has such blocks. Raises DataError
+    when llama.cpp refuses, RunError when the disk is full.
+    """
+    llama = library()
+    parameters = llama.llama_model_quantize_default_params()
+    parameters.nthread = usable_cores()
+    parameters.ftype = file_type_number(outtype)
+    overrides = (llama.llama_model_tensor_override * (len(tensor_types) + 1))()  # the last one, empty, ends the list
+    for slot, (pattern, kind) in zip(overrides, tensor_types, strict=False):
+        slot.pattern, slot.type = pattern.encode(), int(_tensor_type(kind))
+    if tensor_types:
+        parameters.tt_overrides = overrides
+    matrix = importance or {}
+    entries = (llama.llama_model_imatrix_data * (len(matrix) + 1))()
+    for entry, (name, values) in zip(entries, matrix.items(), strict=False):
+        entry.name, entry.size = name.encode(), values.size
+        entry.data = values.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
+    if matrix:
+        parameters.imatrix = entries
+
+    write_atomically(output, lambda path: _quantise(llama, exact, path, parameters, outtype), several=True)
+    if "k" not in outtype and outtype != "iq4_xs":
+        return 0
+    shapes = open_head(output).shapes
+    return sum(len(shape) > 1 and shape[0] % K_BLOCK > 0 for shape in shapes.values())
+
+
+def _quantise(llama: Any, source: Path, path: Path, parameters: Any, outtype: str) -> None:
+    ERRORS.clear()
+    if not llama.llama_model_quantize(os.fsencode(source), os.fsencode(path), ctypes.byref(parameters)):
+        return
+    if WRITE_FAULT in last_errors():  # which does not say what the fault was
+        full = shutil.disk_usage(path.parent).free < ALMOST_NONE
+        raise OSError(errno.ENOSPC if full else errno.EIO, os.strerror(errno.ENOSPC if full else errno.EIO))
+    raise DataError(f"llama.cpp cannot quantise to {outtype}: {last_errors()}", "see the types in docs/export.md")
+
+
+def _tensor_type(kind: str) -> Any:
+    import gguf
+
+    try:
+        return gguf.GGMLQuantizationType[kind.upper()]
+    except KeyError:
+        raise DataError(f"tensor type {kind!r} is unknown", "use a type of ggml, such as q8_0, q6_k or f16") from None

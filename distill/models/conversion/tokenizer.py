@@ -1,0 +1,178 @@
+"""A Hugging Face tokenizer (byte-level BPE, SentencePiece BPE and Unigram) as llama.cpp's tokenizer.ggml.* keys."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from distill.errors import DataError
+from distill.files import read_utf8
+from distill.models.conversion.byte_level import (
+    find_pre_type,
+    merges_of,
+    pre_type,
+    refuse_normalizer,
+    refuse_other_models,
+)
+from distill.models.conversion.llama_tokenizer import GgufTokenizer
+from distill.models.conversion.pieces import Piece, pieces_of_merges, read_pieces, space_prefix
+from distill.models.conversion.unigram import find_spacing, unigram_pieces
+from distill.models.gguf.special_tokens import CONTROL, NORMAL, UNUSED, USER_DEFINED
+from distill.models.model_files import read_config
+from distill.vocabulary.byte_map import SPACE
+from distill.vocabulary.roles import NAMED_ROLES, named_id
+from distill.vocabulary.tokenizer_files import added_around, open_tokenizer, tokenizer_content, tokenizer_settings
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+STATES_PREFIX = ("llama", "smollm3", "granite")  # architectures whose files repeat the settings' add_prefix_space
+GEMMA_TURN_END = (107, "<end_of_turn>")
+ADDED_SCORE, PADDING_SCORE = -1000.0, -10000.0  # the converter's, for tokens that are never merged
+
+
+def read_tokenizer(folder: Path, vocabulary: int, architecture: str = "") -> GgufTokenizer:
+    """The tokenizer of a Hugging Face folder, padded to `vocabulary` rows.
+
+    `architecture` is llama.cpp's name of the model's, by which the converter chooses some keys. Raises DataError when
+    the tokenizer is missing, of a kind that llama.cpp has not, larger than the model's vocabulary, or splits text by
+    rules that llama.cpp has no name for.
+    """
+    path = folder / "tokenizer.json"
+    content = tokenizer_content(path)
+    settings = tokenizer_settings(folder)
+    config = read_config(folder) if (folder / "config.json").exists() else {}
+    model = content["model"]
+    kind = "t5" if model.get("type") == "Unigram" else "gpt2"
+    if model.get("byte_fallback") and model.get("type") == "BPE":
+        kind = "llama"
+    if kind == "gpt2":
+        refuse_other_models(path, model)
+    tokenizer = open_tokenizer(path)  # which also proves the forms of the parts that are read below
+    stated = settings.get("add_prefix_space")
+    prefix = stated if architecture in STATES_PREFIX and isinstance(stated, bool) else None
+    merges: list[str] = []
+    if kind == "llama":
+        behaves = space_prefix(path, content, tokenizer)
+        prefix = None if prefix is None and behaves else behaves
+        pieces = read_pieces(folder / "tokenizer.model", model["vocab"]) or pieces_of_merges(content)
+    elif kind == "t5":
+        pieces = unigram_pieces(path, model)
+    else:
+        refuse_normalizer(path, content)
+        pieces = {number: Piece._make((token, 0.0, NORMAL)) for token, number in model["vocab"].items()}
+        merges = merges_of(path, model)
+    spaced = kind != "gpt2"
+    _refuse_flags(path, content, spaced)
+    listed = _tokens(path, content, pieces, vocabulary, spaced)
+    pre = "default" if spaced else pre_type(path, content, tokenizer)
+    tokens = [piece.text for piece in listed]
+    numbers = {token: index for index, token in enumerate(tokens)}
+    ids: dict[str, int | None] = {role: named_id(role, settings, config, numbers, vocabulary) for role in NAMED_ROLES}
+    if architecture == "gemma" and numbers.get(GEMMA_TURN_END[1]) == GEMMA_TURN_END[0]:
+        ids["eot"] = GEMMA_TURN_END[0]
+    if kind == "t5":
+        ids["unk"] = model["unk_id"]  # llama.cpp would take 2
+    eos = ids["eos"]
+    if eos is None:
+        # Without it llama.cpp would take token 11 for the end of text.
+        raise DataError(f"{folder} names no end-of-text token", hint='set "eos_token" in tokenizer_config.json')
+    add_bos, add_eos, ids["bos"] = _text_ends(path, tokenizer, ids["bos"], eos)
+    found = GgufTokenizer(
+        model=kind,
+        pre=pre or "",
+        tokens=tokens,
+        types=[piece.kind for piece in listed],
+        scores=[piece.score for piece in listed] if spaced else None,
+        merges=merges,
+        ids={role: number for role, number in ids.items() if number is not None},
+        add_bos=add_bos,
+        add_eos=add_eos,
+        add_space_prefix=prefix,
+        chat_template=_chat_template(folder, settings),
+    )
+    if pre is None:
+        return replace(found, pre=find_pre_type(path, tokenizer, found))
+    return replace(found, spacing=find_spacing(path, content, tokenizer, found)) if kind == "t5" else found
+
+
+def _refuse_flags(path: Path, content: Mapping[str, Any], spaced: bool) -> None:
+    for token in content.get("added_tokens") or []:
+        # llama.cpp takes the space after Phi-3's markers away too; the check of the file reports other tokens.
+        flags = [flag for flag in ("lstrip", "rstrip", "single_word") if token.get(flag)]
+        if flags and not (spaced and flags == ["rstrip"]):
+            raise DataError(
+                f"{path}: added token {token['content']!r} with {flags[0]} cannot be exported",
+                hint="llama.cpp has no such rule; remove the flag where no text depends on it",
+            )
+
+
+def _tokens(
+    path: Path, content: Mapping[str, Any], pieces: Mapping[int, Piece], vocabulary: int, spaced: bool
+) -> list[Piece]:
+    """The tokens by id, added and padding ones included."""
+    by_id = dict(pieces)
+    for token in content.get("added_tokens") or []:
+        text = token["content"]
+        special = token.get("special") or _looks_special(text)
+        # llama.cpp finds such tokens in the text itself, before its spaces are written as SentencePiece does.
+        by_id[token["id"]] = Piece(
+            text if special else text.replace(SPACE, " "), ADDED_SCORE, CONTROL if special else USER_DEFINED
+        )
+    size = max(by_id) + 1
+    if size > vocabulary:
+        raise DataError(
+            f"{path} has {size} token ids, the model only {vocabulary} rows",
+            hint="use the tokenizer the model was trained with, or resize the model's embeddings",
+        )
+    taken = {piece.text for piece in by_id.values()}
+    for index in range(vocabulary):
+        if index not in by_id:
+            name = f"[PAD{index}]"
+            if name in taken:
+                raise DataError(f"{path} already has a token {name}, which padding needs", hint="rename that token")
+            by_id[index] = Piece(name, PADDING_SCORE, UNUSED)
+    if len({piece.text for piece in by_id.values()}) != len(by_id):
+        raise DataError(f"{path} has two ids for one token string", hint="GGUF needs every token string once")
+    return [by_id[index] for index in range(vocabulary)]
+
+
+def _looks_special(token: str) -> bool:
+    """Whether a token is a control token by its name, as llama.cpp's converter has it (`does_token_look_special`)."""
+    marked = any(token.startswith(a) and token.endswith(b) for a, b in (("<|", "|>"), ("<｜", "｜>"), ("<unused", ">")))
+    return marked or token in ("<pad>", "<mask>", "<2mass>", "[@BOS@]")
+
+
+def _text_ends(path: Path, tokenizer: Tokenizer, bos: int | None, eos: int) -> tuple[bool, bool, int | None]:
+    """Whether the post-processor begins a text with a token, whether it ends it with `eos`, and the id of the first.
+
+    The id is `bos` where none is added.
+    """
+    around = added_around(tokenizer)
+    if around is None or len(around[0]) > 1 or around[1] not in ([], [eos]):
+        raise DataError(
+            f"{path} does more to a text than to put one token before it and the end-of-text token after it",
+            hint="GGUF can add these two tokens and nothing else",
+        )
+    before, after = around
+    return bool(before), bool(after), before[0] if before else bos
+
+
+def _chat_template(folder: Path, settings: Mapping[str, Any]) -> str | list[dict[str, str]] | None:
+    """The chat template; several as a list of objects with `name` and `template`, like tokenizer_config.json's."""
+    file = folder / "chat_template.jinja"
+    template = read_utf8(file) if file.is_file() else settings.get("chat_template")
+    more = sorted((folder / "additional_chat_templates").glob("*.jinja"))
+    if isinstance(template, str) and more:
+        named = [{"name": one.stem, "template": read_utf8(one)} for one in more]
+        return [{"name": "default", "template": template}, *named]
+    if isinstance(template, list):  # named templates of older tokenizers
+        found = [
+            {"name": one["name"], "template": one["template"]}
+            for one in template
+            if isinstance(one, dict) and isinstance(one.get("name"), str) and isinstance(one.get("template"), str)
+        ]
+        return found or None
+    return template if isinstance(template, str) else None

@@ -1,0 +1,188 @@
+"""Write a Hugging Face folder as GGUF files, each whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO
+
+import numpy as np
+
+from distill.errors import DataError
+from distill.files import write_atomically
+from distill.models.conversion.general_fields import PLAIN, Origin, add_general_fields
+from distill.models.conversion.importance import importance_of
+from distill.models.conversion.importing import file_type, is_gguf
+from distill.models.conversion.llama_tokenizer import GgufTokenizer, add_tokenizer
+from distill.models.conversion.model_fields import add_model_fields
+from distill.models.conversion.model_shape import Shape, read_shape
+from distill.models.conversion.quantise import quantise_file
+from distill.models.conversion.tensor_data import Output, write_tensors
+from distill.models.conversion.tensors import GgufTensor, read_tensors
+from distill.models.conversion.tokenizer import read_tokenizer
+from distill.models.gguf.file_head import write_head
+from distill.models.gguf.library import library
+from distill.recipe.gguf import DIRECT, OUTTYPES
+
+if TYPE_CHECKING:
+    from gguf import GGMLQuantizationType
+
+
+@dataclass(frozen=True)
+class WrittenFile:
+    """The file written: its size in bytes, the number of tensors kept in another type because theirs did not fit, and
+    what llama.cpp leaves out of the model."""
+
+    path: Path
+    outtype: str
+    bytes: int
+    tensors: int
+    fallback_tensors: int
+    notes: tuple[str, ...] = ()
+
+
+def export_gguf(folder: Path, output: Path, outtype: str, source_model_name: str | None = None) -> WrittenFile:
+    """Write the model in `folder` to one GGUF file; see `export_files`."""
+    return export_files(folder, {output: outtype}, Origin(source_model_name))[0]
+
+
+def export_files(
+    folder: Path,
+    outputs: Mapping[Path, str],
+    origin: Origin = PLAIN,
+    tensor_types: tuple[tuple[str, str], ...] = (),
+    importance: Path | None = None,
+) -> list[WrittenFile]:
+    """Write the model in `folder` to GGUF files, `outputs` by path, each in one of OUTTYPES; see docs/export.md.
+
+    Each tensor is read once for all types that are written here. llama.cpp's quantiser reads one exact file, which is
+    one of the outputs where its type is asked for. Vectors stay f32. `tensor_types` (pattern, type) and `importance`,
+    the file of a matrix or a text to measure one on, leave every type to llama.cpp's quantiser. Raises DataError when
+    the model cannot be exported, RunError when a file cannot be written; a file that stood in its place is then intact.
+    """
+    for outtype in outputs.values():
+        if outtype not in OUTTYPES:
+            raise DataError(f"outtype {outtype!r} is unknown", hint=f"use one of {', '.join(OUTTYPES)}")
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise DataError(f"{folder} is not a folder", hint="give a Hugging Face model folder")
+    shape = read_shape(folder)
+    tokenizer = read_tokenizer(folder, shape.vocabulary, shape.architecture)
+    model = _Model(folder, origin, shape, tokenizer, read_tensors(folder, shape))
+    adjusted = bool(tensor_types) or importance is not None
+    left = {path: kind for path, kind in outputs.items() if adjusted or kind not in DIRECT}
+    direct = {path: kind for path, kind in outputs.items() if path not in left}
+    matrix = None if importance is None else importance_of(importance, folder)
+    if left:
+        library()  # or its absence is told before anything is written
+    counts: dict[Path, int] = {}
+    exact_type = _lossless(model.tensors)
+    exact = next((path for path, kind in direct.items() if kind == exact_type), None)
+    with contextlib.ExitStack() as stack:
+        written = dict(direct)
+        if left and exact is None:
+            first = next(iter(left))
+            exact = first.with_name(f".{first.name}.{os.getpid()}.exact.gguf")
+            stack.callback(exact.unlink, missing_ok=True)
+            written[exact] = exact_type
+        _write_together(list(written), [], lambda paths: _write(model, dict(zip(paths, written.values(), strict=True))))
+        for path, kind in direct.items():
+            counts[path] = sum(_is_fallback(one, _tensor_type(one, kind), kind) for one in model.tensors)
+        for path, kind in left.items():
+            assert exact is not None
+            counts[path] = quantise_file(exact, path, kind, tensor_types, matrix)
+    size, notes = len(model.tensors), model.shape.notes
+    return [WrittenFile(path, kind, path.stat().st_size, size, counts[path], notes) for path, kind in outputs.items()]
+
+
+def own_file(recipe: Recipe) -> Path | None:
+    """The GGUF file that the recipe's target is; None for a folder or a hub name."""
+    return Path(recipe.target.model) if is_gguf(recipe.target.model) else None
+
+
+def target_file(recipe: Recipe, place: Path) -> tuple[Path, str]:
+    """The target's GGUF file and its type: its own, or one of type speedup.outtype that is written to `place`."""
+    own = own_file(recipe)
+    if own is not None:
+        return own, file_type(own)
+    export_gguf(local_folder(recipe.target.model), place, recipe.speedup.outtype)
+    return place, recipe.speedup.outtype
+
+
+@dataclass(frozen=True)
+class _Model:
+    """All that is written of a folder, read but for the tensors' data."""
+
+    folder: Path
+    origin: Origin
+    shape: Shape
+    tokenizer: GgufTokenizer
+    tensors: list[GgufTensor]
+
+
+def _write_together(paths: list[Path], open_ones: list[Path], write: Callable[[list[Path]], object]) -> None:
+    """Let `write` fill a temporary file for each path at a time; none is renamed before all are whole."""
+    if len(open_ones) == len(paths):
+        if paths:
+            write(open_ones)
+        return
+    path = paths[len(open_ones)]
+    write_atomically(path, lambda place: _write_together(paths, [*open_ones, place], write), several=True)
+
+
+def _lossless(tensors: list[GgufTensor]) -> str:
+    """The smallest type that holds every matrix exactly, from which llama.cpp quantises."""
+    found = {tensor.dtype for tensor in tensors if len(tensor.shape) > 1}
+    return {frozenset({"F16"}): "f16", frozenset({"BF16"}): "bf16"}.get(frozenset(found), "f32")
+
+
+def _tensor_type(tensor: GgufTensor, outtype: str) -> GGMLQuantizationType:
+    import gguf
+
+    if len(tensor.shape) == 1:
+        return gguf.GGMLQuantizationType.F32
+    kind = gguf.GGMLQuantizationType[outtype.upper()]
+    return gguf.GGMLQuantizationType.F16 if tensor.shape[-1] % gguf.GGML_QUANT_SIZES[kind][0] else kind
+
+
+def _is_fallback(tensor: GgufTensor, kind: GGMLQuantizationType, outtype: str) -> bool:
+    return len(tensor.shape) > 1 and kind.name != outtype.upper()
+
+
+def _write(model: _Model, types: Mapping[Path, str]) -> None:
+    """Write a file of each type: the heads first, then every tensor to all of them."""
+    with contextlib.ExitStack() as stack:
+        outputs = []
+        for path, outtype in types.items():
+            kinds = [_tensor_type(tensor, outtype) for tensor in model.tensors]
+            sizes = [_bytes(tensor.shape, kind) for tensor, kind in zip(model.tensors, kinds, strict=True)]
+            file = stack.enter_context(path.open("wb"))
+            _add_head(file, model, outtype, kinds, sizes)
+            file.flush()
+            outputs.append(Output(file, kinds, sizes))
+        write_tensors(model.tensors, outputs)
+
+
+def _add_head(file: BinaryIO, model: _Model, outtype: str, kinds: list[GGMLQuantizationType], sizes: list[int]) -> None:
+    import gguf
+
+    writer = gguf.GGUFWriter(path=None, arch=model.shape.architecture)
+    try:
+        parameters = sum(int(np.prod(tensor.shape)) for tensor in model.tensors)
+        add_general_fields(writer, model.folder, model.origin, outtype, parameters)
+        add_model_fields(writer, model.shape)
+        add_tokenizer(writer, model.tokenizer)
+        rows = [(one.name, one.shape, *found) for one, *found in zip(model.tensors, kinds, sizes, strict=True)]
+        write_head(file, writer, rows)
+    finally:
+        writer.close()
+
+
+def _bytes(shape: tuple[int, ...], kind: GGMLQuantizationType) -> int:
+    import gguf
+
+    block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+    return int(np.prod(shape)) // block * block_bytes

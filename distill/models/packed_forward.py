@@ -1,0 +1,183 @@
+"""The forward pass of a model over packed blocks, in which no document attends to another.
+
+A mask costs S × S cells, and torch keeps a copy in fp32 per layer for the backward pass. In long blocks the place of
+the mask is taken by a list of segments, and each document attends to itself alone: memory grows with S. transformers
+hands the list to its attention function as it hands over a mask; under the name `sdpa` stands ours, which takes both.
+Any other attention function refuses a mask of integers, so that no model can read it as a mask by mistake.
+
+Legend: n blocks, S positions per block, H hidden, h heads, d their size, W positions of a window.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from distill.errors import DataError
+from distill.packing import Packed, attention_mask
+
+LONG = 2048  # positions of a block from which on documents attend one by one; below, one masked product is quicker
+
+
+def packed_inputs(model: Any, blocks: Packed) -> dict[str, Any]:
+    """The keyword arguments of a forward pass over blocks, on the model's device; positions start at 0 in each
+    document. Raises DataError as document_masks does."""
+    device = model.get_input_embeddings().weight.device
+    return {
+        "input_ids": blocks.ids.long().to(device),
+        "position_ids": blocks.positions.long().to(device),
+        "attention_mask": separation(model, blocks.documents, device),
+        "use_cache": False,
+    }
+
+
+def separation(model: Any, documents: Tensor, device: torch.device) -> Any:
+    """What keeps the documents [n, S] apart, in the place of an attention mask: masks, or in long blocks lists of
+    segments; a dict where kinds of layers differ."""
+    config = model.config.get_text_config()
+    kinds = _kinds(config)
+    compiled = getattr(model.base_model, "_compiled_call_impl", None) is not None  # lists of segments break its graphs
+    plain = config._attn_implementation == "sdpa" and kinds <= {"full_attention", "sliding_attention"} and not compiled
+    if documents.shape[1] < LONG or not plain:
+        return document_masks(model, documents.to(device))
+    register()
+    found = {
+        kind: document_segments(documents, config.sliding_window if kind == "sliding_attention" else None)
+        for kind in sorted(kinds)
+    }
+    return found if len(found) > 1 else next(iter(found.values()))
+
+
+def _kinds(config: Any) -> set[str]:
+    """The kinds of a model's attention layers, as transformers names them."""
+    window = getattr(config, "sliding_window", None)
+    return set(getattr(config, "layer_types", None) or []) or {"sliding_attention" if window else "full_attention"}
+
+
+def hidden_states(model: Any, blocks: Packed) -> Tensor:
+    """The hidden states [n, S, H] after the final norm, on the device of the model's last layer."""
+    states: Tensor = model.base_model(**packed_inputs(model, blocks)).last_hidden_state
+    return states
+
+
+def document_masks(model: Any, documents: Tensor) -> Any:
+    """The attention mask [n, 1, S, S] that keeps documents apart; a dict of masks where kinds of layers differ.
+
+    `documents` [n, S] as in Packed. transformers applies an explicit mask as it is, so the configuration's sliding
+    windows are put into the mask here. The mask is boolean, true where a position may attend; for eager attention,
+    which adds the mask to its scores, it is 0 there. Raises DataError for layers that no mask keeps apart (recurrent
+    ones, chunks shorter than a block).
+    """
+    config = model.config.get_text_config()
+    mask = attention_mask(documents)
+    found = {kind: _shaped(model, _mask_of(kind, config, mask)) for kind in sorted(_kinds(config))}
+    return found if len(found) > 1 else next(iter(found.values()))
+
+
+def _mask_of(kind: str, config: Any, mask: Tensor) -> Tensor:
+    width = mask.shape[-1]
+    if kind == "full_attention":
+        return mask
+    if kind == "sliding_attention":
+        near = torch.ones(width, width, dtype=torch.bool, device=mask.device).triu(1 - config.sliding_window)
+        return mask & near
+    if kind == "chunked_attention" and width <= config.attention_chunk_size:
+        return mask
+    raise DataError(
+        f"documents packed into one block cannot be kept apart in the {kind} layers of {config.model_type}",
+        "lower corpus.block to the layers' chunk" if kind == "chunked_attention" else "choose another target",
+    )
+
+
+def _shaped(model: Any, mask: Tensor) -> Tensor:
+    if model.config._attn_implementation != "eager":
+        return mask
+    added = torch.zeros(mask.shape, dtype=model.dtype, device=mask.device)
+    return added.masked_fill_(~mask, torch.finfo(model.dtype).min)
+
+
+def document_segments(documents: Tensor, window: int | None) -> Tensor:
+    """The documents of blocks [n, S] in the place of a mask: int32 [1, 1, K, 4] of block, first position, end, window.
+
+    A window of 0 is none; otherwise a position attends to that many, itself included. Padding is in no segment.
+    """
+    rows = []
+    for block, row in enumerate(documents.tolist()):
+        start = 0
+        for end in range(1, len(row) + 1):
+            if end == len(row) or row[end] != row[start]:
+                if row[start] >= 0:
+                    rows.append([block, start, end, window or 0])
+                start = end
+    return torch.tensor(rows, dtype=torch.int32).view(1, 1, -1, 4)
+
+
+@cache
+def register() -> None:
+    """Let the attention function that transformers calls `sdpa` take segments in the place of a mask."""
+    from transformers import AttentionInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    def attention(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any) -> Any:
+        if isinstance(attention_mask, Tensor) and attention_mask.dtype == torch.int32:
+            scaling, dropout = options.get("scaling"), options.get("dropout", 0.0)
+            return attend_within(query, key, value, attention_mask, scaling, dropout), None
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+
+    AttentionInterface.register("sdpa", attention)
+
+
+def attend_within(
+    query: Tensor, key: Tensor, value: Tensor, segments: Tensor, scaling: float | None = None, dropout: float = 0.0
+) -> Tensor:
+    """Causal attention [n, S, h, d] within each segment; query [n, h, S, d], key and value [n, fewer heads, S, d].
+
+    Zeros outside all segments.
+    """
+    shared = query.shape[1] // key.shape[1]
+    if shared > 1 and query.device.type != "cpu":
+        # Not on every device and for every type has torch a kernel for fewer key heads that needs no S × S scores.
+        key, value, shared = key.repeat_interleave(shared, 1), value.repeat_interleave(shared, 1), 1
+    options: dict[str, Any] = {"scale": scaling, "dropout_p": dropout, "enable_gqa": shared > 1}
+    rows: list[list[Tensor]] = [[] for _ in range(len(query))]
+    ends = [0] * len(query)
+    for block, start, end, window in segments.flatten(0, 2).tolist():
+        if start > ends[block]:
+            rows[block].append(_zeros(query, value, start - ends[block]))
+        here = (slice(block, block + 1), slice(None))
+        if window == 0 or end - start <= window:
+            part = (*here, slice(start, end))
+            rows[block].append(
+                scaled_dot_product_attention(query[part], key[part], value[part], is_causal=True, **options)
+            )
+        else:
+            rows[block] += _windowed(query[here], key[here], value[here], range(start, end), window, options)
+        ends[block] = end
+    for block, end in enumerate(ends):
+        if end < query.shape[2]:
+            rows[block].append(_zeros(query, value, query.shape[2] - end))
+    return torch.cat([torch.cat(parts, 2) for parts in rows]).transpose(1, 2).contiguous()
+
+
+def _zeros(query: Tensor, value: Tensor, count: int) -> Tensor:
+    """The output [1, h, count, d] of positions that attend to nothing."""
+    return query.new_zeros(1, query.shape[1], count, value.shape[-1])
+
+
+def _windowed(
+    query: Tensor, key: Tensor, value: Tensor, positions: range, window: int, options: dict[str, Any]
+) -> list[Tensor]:
+    """A document longer than the window, W queries at a time: masks of W × 2 W cells, as many as the document has W."""
+    found = []
+    for start in range(positions.start, positions.stop, window):
+        end, first = min(start + window, positions.stop), max(positions.start, start - window + 1)
+        at, of = torch.arange(start, end).unsqueeze(1), torch.arange(first, end).unsqueeze(0)
+        near = ((of <= at) & (of > at - window)).to(query.device)
+        keys = (slice(None), slice(None), slice(first, end))
+        part = query[:, :, start:end]
+        found.append(scaled_dot_product_attention(part, key[keys], value[keys], attn_mask=near, **options))
+    return found

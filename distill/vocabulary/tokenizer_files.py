@@ -1,0 +1,192 @@
+"""The files of a Hugging Face tokenizer, with the forms checked that every reader relies on.
+
+A SentencePiece normaliser has a table of replacements (`precompiled_charsmap`): a length, that many bytes of a double
+array (Darts), and replacements that end with NUL. Both tokenizers and llama.cpp follow its steps unchecked, and end the
+process on one that leads outside.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import re
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from distill.errors import DataError, DistillError
+from distill.faults import reading
+from distill.files import has_form, kind_of, read_object
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+AGAIN = "copy the tokenizer again"
+ADDED: dict[Any, Any] = {"id": int, "content": str}  # the form of an added token
+PARTS = ("normalizer", "pre_tokenizer", "post_processor", "decoder", "truncation", "padding")
+MOST_BYTE_STEPS = 4  # each doubles what is no ASCII, so that a short text fills the memory; real tokenizers have one
+_ID = re.compile("[0-9]{1,7}")
+
+
+def tokenizer_content(path: Path) -> dict[str, Any]:
+    """The object in a tokenizer.json, with the forms of tokens checked; raises DataError for a damaged file."""
+    content = read_object(path)
+    content["model"] = content.get("model") or {}
+    content["added_tokens"] = content.get("added_tokens") or []
+    if not has_form(content, {"model": dict, "added_tokens": [ADDED]}):
+        raise DataError(f"{path} is damaged: `model` or `added_tokens` is of another kind", AGAIN)
+    parts = [key for key in PARTS if not isinstance(content.get(key) or {}, dict)]
+    if parts:
+        raise DataError(f"{path} is damaged: {parts[0]} must be an object, got {kind_of(content[parts[0]])}", AGAIN)
+    if json.dumps(content.get("pre_tokenizer")).count('"ByteLevel"') > MOST_BYTE_STEPS:
+        raise DataError(f"{path} is damaged: its pre_tokenizer maps bytes more than {MOST_BYTE_STEPS} times", AGAIN)
+    words, merges = content["model"].get("vocab"), content["model"].get("merges") or []
+    pairs = isinstance(words, list) and all(isinstance(one, list) and one and isinstance(one[0], str) for one in words)
+    if not (pairs or has_form(words, {...: int})):
+        raise DataError(f"{path} is damaged: it has no vocabulary of tokens and their ids", AGAIN)
+    if not isinstance(merges, list) or not all(isinstance(one, str) or _is_pair(one) for one in merges):
+        raise DataError(f"{path} is damaged: a merge is a pair of tokens", AGAIN)
+    ids = [*(words.values() if isinstance(words, dict) else ()), *(token["id"] for token in content["added_tokens"])]
+    require_dense(path, ids)
+    require_tables(path, content)
+    return content
+
+
+def tokenizer_settings(folder: Path) -> dict[str, Any]:
+    """tokenizer_config.json of a folder, {} where there is none; raises DataError for a damaged one."""
+    path = folder / "tokenizer_config.json"
+    found = read_object(path, AGAIN) if path.is_file() else {}
+    later, named = found.get("added_tokens_decoder"), found.get("tokenizer_class")
+    decoded = later is None or (has_form(later, {...: {"content": str}}) and all(map(_ID.fullmatch, later)))
+    template = found.get("chat_template")
+    templates = template is None or isinstance(template, str) or has_form(template, [{"name": str, "template": str}])
+    whole = {
+        "added_tokens_decoder": decoded,
+        "tokenizer_class": named is None or isinstance(named, str),
+        "chat_template": templates,
+    }
+    wrong = next((key for key, right in whole.items() if not right), None)
+    if wrong is not None:
+        raise DataError(f"{path} is damaged: {wrong} is of another kind", AGAIN)
+    return found
+
+
+def named_settings(folder: Path) -> dict[str, Any]:
+    """The tokenizer's settings that have a value; tokenizer_config.json before special_tokens_map.json."""
+    special = folder / "special_tokens_map.json"
+    found = {**(read_object(special) if special.is_file() else {}), **tokenizer_settings(folder)}
+    return {key: value for key, value in found.items() if value is not None}
+
+
+def require_dense(path: Path, ids: Collection[int]) -> None:
+    """Raise DataError for ids far beyond their number: they are the rows of lists."""
+    if ids and not 0 <= min(ids) <= max(ids) <= 4 * len(ids) + 2**16:
+        fault = f"{len(ids)} tokens have ids from {min(ids)} to {max(ids)}"
+        raise DataError(f"{path} is damaged: {fault}", AGAIN)
+
+
+def merge_pairs(model: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """The merges of a BPE, which older files write as texts with a space between the two tokens."""
+    pairs = (merge.split(" ", 1) if isinstance(merge, str) else merge for merge in model.get("merges") or [])
+    return [(left, right) for left, right in pairs]
+
+
+def _is_pair(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 2 and all(isinstance(one, str) for one in value)
+
+
+def open_tokenizer(path: Path) -> Tokenizer:
+    """The tokenizer of a tokenizer.json, without its truncation and padding, which make texts of any length.
+
+    Raises DataError where it cannot be loaded.
+    """
+    from tokenizers import Tokenizer
+
+    try:
+        with reading(path):
+            require_tables(path)
+            found = Tokenizer.from_file(str(path))
+    except DistillError:
+        raise
+    except Exception as error:  # tokenizers raises the bare class for every kind of damage
+        raise DataError(f"{path} cannot be loaded: {error}", AGAIN) from None
+    except BaseException as error:  # a panic of its Rust code
+        if not is_panic(error):
+            raise
+        raise DataError(f"{path} cannot be loaded: its parts do not fit together", AGAIN) from None
+    found.no_truncation()
+    found.no_padding()
+    return found
+
+
+def is_panic(error: BaseException) -> bool:
+    """Whether an exception is a panic of tokenizers' Rust code, which is no Exception of Python's."""
+    return type(error).__name__ == "PanicException"
+
+
+def added_around(tokenizer: Any) -> tuple[list[int], list[int]] | None:
+    """The ids that a tokenizer's post-processor puts before and after a text; None where it changes the text itself."""
+    alone: list[int] = tokenizer.encode("a", add_special_tokens=False).ids
+    whole: list[int] = tokenizer.encode("a", add_special_tokens=True).ids
+    for start in range(len(whole) - len(alone) + 1):
+        if whole[start : start + len(alone)] == alone:
+            return whole[:start], whole[start + len(alone) :]
+    return None
+
+
+def require_tables(path: Path, content: Any = None) -> None:
+    """Raise DataError for a tokenizer.json with a damaged table; `content` is what it holds, if that was read."""
+    if content is None:
+        with reading(path):
+            if not path.is_file() or b"Precompiled" not in path.read_bytes():
+                return
+        content = read_object(path, AGAIN)
+    waiting = [content.get("normalizer")]
+    while waiting:
+        part = waiting.pop()
+        if isinstance(part, Mapping):
+            if part.get("type") == "Precompiled":
+                table_of(path, part)
+            waiting += [inner for inner in part.values() if isinstance(inner, Mapping | list)]
+        elif isinstance(part, list):
+            waiting += part
+
+
+def table_of(path: Path, part: Mapping[str, Any]) -> bytes:
+    """The table of a normaliser `Precompiled`, b"" for an empty one; raises DataError for a damaged one."""
+    try:
+        table = base64.b64decode(part.get("precompiled_charsmap") or "", validate=True)
+    except (binascii.Error, ValueError, TypeError):
+        raise DataError(f"{path} is damaged: its table of replacements is no base64", AGAIN) from None
+    size = int.from_bytes(table[:4], "little")
+    if table and (size % 4 or not 4 <= size < len(table) - 4 or table[-1:] != b"\0" or not _is_closed(table, size)):
+        raise DataError(f"{path} is damaged: its table of replacements is cut short or leads outside of itself", AGAIN)
+    return table
+
+
+def _is_closed(table: bytes, size: int) -> bool:
+    """Whether every step through the double array stays in it, and every leaf leads to a replacement.
+
+    A unit's low byte is the byte that leads to it, bit 8 says that it has a leaf, bits 9 to 30 are the block of its
+    children, which lie at that block ^ byte.
+    """
+    units = np.frombuffer(table, "<u4", size // 4, 4)
+    replacements, following = len(table) - 4 - size, np.arange(1, 256, dtype=np.uint32)
+    waiting, seen = [0], {0}
+    while waiting:
+        place = waiting.pop()
+        unit = int(units[place])
+        block = place ^ ((unit >> 10) << ((unit & 512) >> 6))
+        if block | 255 >= len(units):
+            return False
+        if place and unit & 256 and int(units[block]) & 0x7FFFFFFF >= replacements:
+            return False
+        children = block ^ following
+        for child in children[units[children] & 0x800000FF == following].tolist():
+            if child not in seen:
+                seen.add(child)
+                waiting.append(child)
+    return True
