@@ -119,7 +119,7 @@ def _find(model: str | None, runs: Path) -> _Job:
     return _Job(sources, run.path("gguf", "extra"), run)
 
 
-def _print(report: ExportReport, parity: Parity | None) -> None:
+def _print(report: WrittenFile, parity: Parity | None) -> None:
     line = f"{report.path}  {report.bytes / 1e6:.1f} MB  {report.tensors} tensors"
     if report.fallback_tensors:
         line += f", {report.fallback_tensors} in a larger type: their rows do not fit {report.outtype}'s blocks"

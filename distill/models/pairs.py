@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from distill.errors import PairError
@@ -35,9 +35,8 @@ class PairReport:
     target: VocabularyMetadata = field(repr=False)
     draft: VocabularyMetadata = field(repr=False)
 
-    def lines(self) -> list[str]:
-        """The report as lines of text: both models, then one line per rule and one per remedy."""
-        found = [_described("target", self.target), _described("draft", self.draft)]
+    def verdicts(self) -> Iterator[tuple[str, bool, str]]:
+        """Of each rule: its line, whether the pair fits, and the next step or nothing."""
         for key, name, trouble in (
             ("distill", "pair rule of distill", "does not fit"),
             ("llama_cpp", "pair rule of llama.cpp", "does not fit"),
@@ -45,10 +44,15 @@ class PairReport:
             ("context", "context", "warning"),
         ):
             against: str | None = getattr(self, key)
-            found.append(f"{name}: fits" if against is None else f"{name}: {trouble}: {against}")
-            if key in self.remedies:
-                found.append(f"  {self.remedies[key]}")
-        return found
+            line = f"{name}: fits" if against is None else f"{name}: {trouble}: {against}"
+            yield line, against is None, self.remedies.get(key, "")
+
+    def lines(self) -> list[str]:
+        """The report as lines of text: both models, then one line per rule and one per remedy."""
+        rules = [
+            text for line, _, remedy in self.verdicts() for text in (line, f"  {remedy}" if remedy else "") if text
+        ]
+        return [_described("target", self.target), _described("draft", self.draft), *rules]
 
 
 def _described(role: str, metadata: VocabularyMetadata) -> str:

@@ -136,7 +136,7 @@ def check_pair(recipe: Recipe) -> list[str]:
     pair = compare_pair(recipe.target.model, recipe.donor_model, same_rows=recipe.cut.vocabulary_rows == "target")
     if recipe.cut.transplant is not None:
         return [f"context: {pair.context or 'fits'}"]
-    troubles = {f"{rule}: {verdict}" for rule, verdict, _ in pair.table() if verdict != "fits"}
+    troubles = {line for line, fits, _ in pair.verdicts() if not fits}
     return [Caution(line) if line in troubles else line for line in pair.lines()]
 
 

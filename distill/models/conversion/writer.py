@@ -25,6 +25,8 @@ from distill.models.conversion.tensors import GgufTensor, read_tensors
 from distill.models.conversion.tokenizer import read_tokenizer
 from distill.models.gguf.file_head import write_head
 from distill.models.gguf.library import library
+from distill.models.hugging_face import local_folder
+from distill.recipe import Recipe
 from distill.recipe.gguf import DIRECT, OUTTYPES
 
 if TYPE_CHECKING:
