@@ -24,8 +24,9 @@ from distill.recipe import Configuration, Recipe
 from distill.run import Run
 from distill.sampler import Sampler
 from distill.speculative.configured import make_drafter
-from distill.speculative.decode import Decoded, Rules, decode, plain, speculative
+from distill.speculative.decode import Decoded, decode, plain, speculative
 from distill.speculative.draft import Drafter
+from distill.speculative.rules import Rules
 from distill.speculative.verify import Random
 from distill.texts import read_prompts
 

@@ -50,14 +50,8 @@ from distill.sampler import Sampler
 from distill.speculative.calibration import Calibration
 from distill.speculative.configured import check_configurations, require_trees
 from distill.speculative.costs.cheapest import cheapest_pair
-from distill.speculative.costs.paid import (
-    PROMPTS,
-    PaidMeter,
-    accepted_by_position,
-    measure_paid,
-    prompts_as_long,
-)
-from distill.speculative.costs.shorter_rounds import shorter_rounds
+from distill.speculative.costs.curve import accepted_by_position, shorter_rounds
+from distill.speculative.costs.paid import PROMPTS, PaidMeter, measure_paid, prompts_as_long
 
 REFERENCE_PROMPTS = {False: 4, True: 2}  # by grown: a grown target takes a minute for each pair of runs
 TREE_ROUNDS = 2, 5  # prompts, and rounds after each that are timed with trees of every size

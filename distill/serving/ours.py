@@ -10,10 +10,11 @@ from distill.models.loaded import load_pair
 from distill.progress import Progress
 from distill.recipe import Gguf, Target, parse_section
 from distill.serving.counts import TextCounts
-from distill.speculative.decode import GREEDY, Decoded, Rules, decode
+from distill.speculative.decode import Decoded, decode
 from distill.speculative.draft import ModelDrafter
 from distill.speculative.lengths import Fixed
 from distill.speculative.proposal import Proposal
+from distill.speculative.rules import GREEDY, Rules
 
 
 class ServerDrafter(ModelDrafter):

@@ -15,8 +15,9 @@ from torch import Tensor
 from distill.models.base import Logits, Model
 from distill.models.torch_logits import TorchLogits
 from distill.sampler import Sampler
-from distill.speculative.sample import drawn_tokens, uniform_numbers
+from distill.speculative.sample import uniform_numbers
 from distill.speculative.stop_strings import Stop
+from distill.speculative.verify import unchecked_transform
 from distill.texts import Reply, Request
 
 CHUNK = 256  # tokens of a prompt that one call reads
@@ -128,7 +129,6 @@ def _drawn(logits: Logits, rows: Sequence[_Row], sampler: Sampler, vocabulary: i
     values: Tensor = logits.values if isinstance(logits, TorchLogits) else logits.full()
     histories = [row.request.ids + row.tokens for row in rows] if sampler.repetition_penalty != 1 else None
     probabilities = sampler.probabilities(values[:, :vocabulary], histories, logits.place)
-    numbers = [[row.numbers[len(row.tokens)]] for row in rows]
-    drawn = drawn_tokens(probabilities, torch.tensor(numbers, dtype=torch.float64, device=values.device))
-    found: list[int] = drawn.squeeze(-1).tolist()
+    numbers = torch.tensor([row.numbers[len(row.tokens)] for row in rows], dtype=torch.float64, device=values.device)
+    found: list[int] = unchecked_transform(probabilities, numbers).tolist()
     return found

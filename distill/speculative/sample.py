@@ -13,19 +13,12 @@ import torch
 from distill.models.finite import place_of
 from distill.models.torch_model import model_name
 from distill.sampler import Sampler
+from distill.speculative.verify import unchecked_transform
 
 
 def uniform_numbers(seed: int, count: int) -> torch.Tensor:
     """The first `count` uniform numbers [count], fp64, that a text with this seed is drawn with, one for each token."""
     return torch.rand(count, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-def drawn_tokens(probabilities: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
-    """One token [B, 1] from each distribution [B, V], by a uniform number each [B, 1]."""
-    cumulative = probabilities.double().cumsum(-1)
-    # Inverse transform scaled by the sum that rounding left, so that the draw always falls on a possible token.
-    token = torch.searchsorted(cumulative, numbers * cumulative[:, -1:], right=True)
-    return token.clamp(max=probabilities.shape[-1] - 1)
 
 
 @torch.inference_mode()
@@ -74,7 +67,7 @@ def continue_prompts(
             logits_to_keep=1,
         ).logits[:, -1, :vocabulary]
         place = place_of(model_name(model), [len(prompt) + step for prompt in prompts])
-        token = drawn_tokens(sampler.probabilities(logits, place=place), draws[:, step : step + 1])
+        token = unchecked_transform(sampler.probabilities(logits, place=place), draws[:, step]).unsqueeze(-1)
         chosen.append(token)
         finished |= torch.isin(token.squeeze(-1), stop)
         if bool(finished.all()):

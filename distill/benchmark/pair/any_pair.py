@@ -51,9 +51,8 @@ from distill.results.speedup_results import Measurement, PairMeasured
 from distill.sampler import Sampler
 from distill.speculative.configured import Tree, configured_sampler, require_trees
 from distill.speculative.costs.cheapest import DRAFT_STEPS, CheapestPair, cheapest_pair
-from distill.speculative.decode import SYNTHETIC, Rules
-from distill.speculative.other_vocabulary.drafters import Reader
-from distill.speculative.other_vocabulary.opening import other_vocabulary_drafter
+from distill.speculative.other_vocabulary.drafters import Reader, other_vocabulary_drafter
+from distill.speculative.rules import SYNTHETIC, Rules
 from distill.speculative.verify import refusal
 
 REFERENCE_PROMPTS = 2

@@ -21,8 +21,9 @@ from distill.speculative.batch import decode_batch, plain_batch
 from distill.speculative.calibration import Calibration
 from distill.speculative.configured import make_rule
 from distill.speculative.costs.curve import StepCosts
-from distill.speculative.decode import Decoded, Rules
+from distill.speculative.decode import Decoded
 from distill.speculative.lengths import LengthRule
+from distill.speculative.rules import Rules
 from distill.speculative.verify import CHAINS, Random
 
 Run = Callable[[Sequence[Sequence[int]], int, Sequence[Random]], list[Decoded]]  # prompts, new tokens at most, chance

@@ -24,7 +24,7 @@ from distill.speculative.calibration import Calibration
 from distill.speculative.configured import NO_COSTS
 from distill.speculative.costs.curve import StepCosts
 from distill.speculative.costs.paid import measure_paid, prompts_as_long
-from distill.speculative.decode import Rules
+from distill.speculative.rules import Rules
 
 
 @dataclass(frozen=True)

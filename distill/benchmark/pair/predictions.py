@@ -11,7 +11,8 @@ from distill.benchmark.pair.watch import Watch
 from distill.benchmark.prepared import Prepared
 from distill.errors import DataError
 from distill.models.base import Model
-from distill.speculative.costs.paid import PaidCosts, PaidMeter, accepted_by_position, prompts_as_long
+from distill.speculative.costs.curve import accepted_by_position
+from distill.speculative.costs.paid import PaidCosts, PaidMeter, prompts_as_long
 
 
 class Predictions:

@@ -50,7 +50,7 @@ def measure(options: Mapping[str, Any], threads: int | None, gguf: Gguf | None, 
     from distill.models.loaded import context_of, load_pair
     from distill.results.serialise import as_json, write_result
     from distill.speculative.configured import check_configurations
-    from distill.speculative.other_vocabulary.opening import read_with
+    from distill.speculative.other_vocabulary.drafters import read_with
 
     for line in check_configurations(recipe, [one for one in (*sweep, *others) if not one.foreign], "the options"):
         print(line, file=sys.stderr)

@@ -19,7 +19,8 @@ from distill.models.batched import BatchedTorchModel
 from distill.models.kept import KeptHead
 from distill.sampler import Sampler
 from distill.speculative.batch import decode_batch
-from distill.speculative.decode import Decoded, Rules
+from distill.speculative.decode import Decoded
+from distill.speculative.rules import Rules
 from distill.texts import Prompt, prompt_seed
 from distill.training.plan import Verifying
 
