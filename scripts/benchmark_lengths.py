@@ -251,7 +251,6 @@ def replay(rule: LengthRule, trace: Trace, costs: StepCosts) -> tuple[int, float
             if not rule.go_on(step, features[step]):
                 break
             count += 1
-        count = rule.submit(features[:count])
         accepted = min(run, count)
         seconds = costs.target[count] + steps * costs.draft
         if steps:  # after a round accepted whole the draft takes two tokens first

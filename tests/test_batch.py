@@ -359,6 +359,8 @@ def test_sampled_is_alone(case: str, sampler: str) -> None:
 class WhileAgreed(Fixed):
     """Reads what stood earlier in the row's own text, as a calibration may."""
 
+    reads_features = True
+
     def go_on(self, position: int, features: Features) -> bool:
         MATCHES.append(features.match)
         return features.match >= 0

@@ -49,7 +49,7 @@ def tell(rule: LengthRule, drafted: int, accepted: int, seconds: float = 1.0, to
 
 def test_fixed() -> None:
     assert draft(Fixed(4), [0.0] * 9) == 4 and draft(Fixed(0), [1.0]) == 0
-    assert Fixed(4).submit([look(0.1)] * 3) == 3
+    assert Fixed(4).keeps(0.0) and not Fixed(4).anticipates
 
 
 def test_floor_on_the_largest_probability() -> None:
@@ -62,7 +62,6 @@ def test_llama_cpps_floor_drops_what_was_drawn() -> None:
     rule = LossyProbabilityFloor(5, 0.6)
     assert rule.anticipates and draft(rule, [0.1] * 9) == 5  # nothing is decided before the draw
     assert rule.keeps(0.6) and not rule.keeps(0.59)
-    assert rule.submit([look(0.9), look(0.5), look(0.9)]) == 1 and rule.submit([look(0.7)] * 3) == 3
 
 
 def test_start_and_continue() -> None:
@@ -155,7 +154,6 @@ def decode(rule: LengthRule, alpha: float, costs: StepCosts, tokens: int, seed: 
     while made < tokens:
         n = draft(rule, [alpha] * (len(costs.target) - 1))
         steps = n + (n < rule.limit() and rule.step_on(n))
-        n = rule.submit([look(alpha)] * n)
         accepted = next((i for i in range(n) if draw.random() >= alpha), n)
         taken = costs.target[n] + steps * costs.draft
         rule.observe(n, accepted, [look(alpha)] * n, taken)
@@ -186,7 +184,7 @@ def test_overconfident_draft_costs_little() -> None:
     costs, draw = StepCosts(GLM_SECONDS, 0.05, 0.05), random.Random(5)
     rule, made, seconds = ExpectedValue(costs), 0, 0.0
     while made < 20_000:
-        n = rule.submit([look(0.95)] * draft(rule, [0.95] * 15))
+        n = draft(rule, [0.95] * 15)
         accepted = next((i for i in range(n) if draw.random() >= 0.1), n)
         taken = costs.target[n] + n * 0.05
         rule.observe(n, accepted, [look(0.95)] * n, taken)
@@ -263,7 +261,6 @@ def test_calibration_is_used_and_told() -> None:
     rule = ExpectedValue(StepCosts((1.0, 1.05, 1.1, 1.15), 0.0, 0.0), calibration)
     rule.limit()
     assert rule.go_on(0, look(0.8))
-    assert rule.submit([look(0.8)]) == 1
     tell(rule, 1, 1)
     assert calibration.shift > 0
 

@@ -50,6 +50,7 @@ KIND = "Logistic"  # of every calibration, as calibration.json names it
 class Recorder(Fixed):
     """Drafts a fixed length and keeps what was seen of every round, with its seconds, and the text's new tokens."""
 
+    reads_features = True
     rounds: list[Recorded] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)

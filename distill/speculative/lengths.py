@@ -1,12 +1,12 @@
 """How many tokens to draft: the length rules. Each is a small state that reads no clock and draws no numbers.
 
 A round calls `limit()`, then for each position `step_on(position)` before the draft's step is paid and
-`go_on(position, features)` after it, before the token is drawn; then `submit(features)`; and at its end
+`go_on(position, features)` after it, before the token is drawn; and at its end
 `observe(drafted, accepted, features, seconds)`. Positions count from 0 within a round.
 
 Whether a position is verified must be decided before its token is drawn, or the output no longer follows the target's
-distribution. A rule that drops tokens after their draw `anticipates`; a draft that samples under such a rule is refused
-wherever that would change the output (`verify.refusal`).
+distribution. A rule that drops tokens after their draw (`keeps`) `anticipates`; a draft that samples under such a rule
+is refused wherever that would change the output (`verify.refusal`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from distill.speculative.proposal import Features
 class LengthRule:
     """What every rule decides for the decoder: here without a limit of its own, drafting everything, learning nothing.
 
-    `anticipates`: it may drop a token after its draw. `reads_features`: `go_on`, `submit` or `observe` read features;
+    `anticipates`: `keeps` is asked, and may drop a token after its draw. `reads_features`: the rule reads features;
     making the distribution that they come from takes time.
     """
 
@@ -39,12 +39,12 @@ class LengthRule:
         """Whether `position` is drafted, asked before its token is drawn."""
         return True
 
-    def submit(self, features: Sequence[Features]) -> int:
-        """How many of the drafted tokens to verify: all, unless the rule anticipates."""
-        return len(features)
+    def keeps(self, probability: float) -> bool:
+        """Whether a drawn token of this probability is verified; the first one that is not ends the draft."""
+        return True
 
     def observe(self, drafted: int, accepted: int, features: Sequence[Features], seconds: float) -> None:
-        """The round's end: tokens submitted and accepted, the submitted positions' features, the round's seconds."""
+        """The round's end: tokens verified and accepted, the verified positions' features, the round's seconds."""
 
     def caught_up(self, seconds: float) -> None:
         """The draft has read text that was decoded without it; `observe` is not told of these seconds."""
@@ -90,12 +90,8 @@ class LossyProbabilityFloor(Fixed):
     reads_features = True
 
     def keeps(self, probability: float) -> bool:
-        """Whether a drawn token of this probability is kept; the first one that is not ends the draft."""
+        """Probability ≥ p_min."""
         return probability >= self.p_min
-
-    def submit(self, features: Sequence[Features]) -> int:
-        """Up to the first position below p_min: a deterministic draft's token is the top one."""
-        return next((i for i, one in enumerate(features) if not self.keeps(one.top)), len(features))
 
 
 @dataclass

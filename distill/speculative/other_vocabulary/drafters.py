@@ -228,7 +228,7 @@ class StringMatchDrafter:
     def propose(self, context: Sequence[int], limit: int, ends: Collection[int]) -> Proposal:
         """At most `limit` target tokens of the text that the draft continues with; an end token is the last."""
         own, seen = self._drafted(context, limit)
-        count = self.rule.submit(seen)
+        count = next((i for i, features in enumerate(seen) if not self.rule.keeps(features.top)), len(seen))
         own, self._features = own[:count], seen[:count]
         text = [token for token in own if self._is_text(token)]
         translator = self.reader.translator
