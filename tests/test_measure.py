@@ -22,9 +22,11 @@ from distill.evaluation.measure import (
     position_acceptance,
     position_metrics,
     sum_by_document,
+    text_values,
     tokens_per_round,
 )
 from distill.intervals import Interval, ratio_interval
+from distill.models.torch_model import TorchModel
 from distill.packing import Packed, pack
 from distill.recipe import Profile
 from distill.sampler import Sampler
@@ -94,6 +96,9 @@ def test_blocks_are_measured_by_document() -> None:
             logits = [m(torch.tensor([prompt])).logits[0, 1:-1] for m in (target, draft)]
             expected = position_metrics(*logits, sampler, 61).double().sum(0)
             assert sums[row] == pytest.approx(expected.numpy(), rel=1e-4, abs=1e-4)
+    texts = sum_by_document(text_values(TorchModel(target), {"d": TorchModel(draft)}, blocks, sampler, 61, "own"))["d"]
+    assert texts.units == found.units and texts.counts.tolist() == counts.tolist()
+    assert texts.least == pytest.approx(sums, rel=1e-4, abs=1e-4)
     table = found.divergences(200, 0.95)
     assert table.tokens == counts.sum() and table.prompts == 9
     assert table.forward_kl.mean == pytest.approx(sums[:, 0].sum() / counts.sum())
