@@ -44,7 +44,7 @@ def test_identity_of_every_configuration_and_its_resuming(
     kept = read_json(path)
     kept["texts"]["draft, γ = 3"]["1"][2] ^= 1
     write_json(path, kept)
-    monkeypatch.setattr(check, "decode", None)
+    monkeypatch.setattr(check, "decode_text", None)
     monkeypatch.setattr(check, "plain", None)
     monkeypatch.setattr(check, "TORCH_NOISE", -1.0)  # no tie excuses
     check.main()
