@@ -56,13 +56,15 @@ from distill.models.loaded import torch_decoder
 from distill.recipe import load_recipe
 from distill.recipe.configuration import CALIBRATION
 from distill.run import Run
-from distill.speculative.calibration import Calibration, Power
+from distill.speculative.calibration import Calibration
 from distill.speculative.costs.cheapest import CheapestPair, cheapest_pair
-from distill.speculative.costs.paid import PaidCosts, PaidMeter, accepted_by_position, measure_paid
-from distill.speculative.decode import GREEDY, Decoded, Rules, decode, plain
+from distill.speculative.costs.curve import accepted_by_position
+from distill.speculative.costs.paid import PaidCosts, PaidMeter, measure_paid
+from distill.speculative.decode import Decoded, decode, plain
 from distill.speculative.draft import ModelDrafter
 from distill.speculative.expected_value import ExpectedValue
 from distill.speculative.lengths import Fixed, LengthRule
+from distill.speculative.rules import GREEDY, Rules
 from distill.surgery.grow import grow
 from distill.texts import read_prompts
 
@@ -85,7 +87,7 @@ class Case:
     draft: Model
     hugging_face: tuple[Any, Any] | None = None
     files: tuple[Path, Path] | None = None
-    calibration: Calibration = field(default_factory=Power)
+    calibration: Calibration = field(default_factory=Calibration)
 
 
 @dataclass

@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import ast
 import copy
-import dataclasses
 import io
 import itertools
 import json
@@ -32,29 +31,23 @@ from optimal_stopping import Chain, stopping_speed
 
 from distill.files import read_json
 from distill.speculative.calibration import (
-    CONTEXT_TERMS,
     FEATURE_TERMS,
+    FITTED,
     Calibration,
-    Power,
     Recorded,
     expected_calibration_error,
-    fit_logistic,
-    fit_power,
-    fit_sequential,
+    fit_calibration,
     log_loss,
     predicted,
 )
-from distill.speculative.costs.curve import StepCosts, load_costs
+from distill.speculative.costs.curve import StepCosts
 from distill.speculative.expected_value import ExpectedValue
 from distill.speculative.lengths import (
     AcceptedRatio,
     BetaFilter,
-    Entropy,
     Fixed,
     LengthRule,
-    PlusMinus,
     ProbabilityFloor,
-    Rule,
     StartContinue,
 )
 from distill.speculative.n_grams import LONGEST, NGramIndex
@@ -258,7 +251,6 @@ def replay(rule: LengthRule, trace: Trace, costs: StepCosts) -> tuple[int, float
             if not rule.go_on(step, features[step]):
                 break
             count += 1
-        count = rule.submit(features[:count])
         accepted = min(run, count)
         seconds = costs.target[count] + steps * costs.draft
         if steps:  # after a round accepted whole the draft takes two tokens first
@@ -277,7 +269,7 @@ def speed(rule: LengthRule, traces: Sequence[Trace], costs: StepCosts) -> float:
 
 
 @dataclass
-class Clairvoyant(Rule):
+class Clairvoyant(LengthRule):
     """Sees each round's run beforehand and takes the n of greatest min(n, run) + 1 − λ·seconds."""
 
     costs: StepCosts
@@ -344,12 +336,9 @@ def rules_for(costs: StepCosts, calibration: Calibration) -> dict[str, Callable[
         "p_min .5": lambda: ProbabilityFloor(most, 0.5),
         "p_min .75": lambda: ProbabilityFloor(most, 0.75),
         "start .5, continue .7": lambda: StartContinue(most, 0.5, 0.7),
-        "+2/−1": lambda: PlusMinus(most=most),
         "accepted ratio": lambda: AcceptedRatio(most=most),
-        "entropy (AdaEDL)": lambda: Entropy(most),
         "Beta filter": lambda: BetaFilter(most),
         "expected value, myopic": lambda: ExpectedValue(costs, copy.deepcopy(calibration), look_ahead=0),
-        "expected value, cut before verifying": lambda: ExpectedValue(costs, copy.deepcopy(calibration), truncate=True),
         "expected value": lambda: ExpectedValue(costs, copy.deepcopy(calibration)),
     }
 
@@ -375,7 +364,7 @@ def known_beforehand(traces: Sequence[Trace], costs: StepCosts, calibration: Cal
                 run, features = trace[position]
                 survival, expected, n, value = 1.0, 1.0, 0, 1 - rate * costs.round_seconds(0)
                 for length in range(1, min(AHEAD, len(costs.target))):
-                    survival *= calibration.accept(length - 1, features[length - 1], survival)
+                    survival *= calibration.accept(length - 1, features[length - 1])
                     expected += survival
                     if expected - rate * costs.round_seconds(length) > value:
                         n, value = length, expected - rate * costs.round_seconds(length)
@@ -387,34 +376,28 @@ def known_beforehand(traces: Sequence[Trace], costs: StepCosts, calibration: Cal
 
 
 def curves_of(path: Path | None) -> dict[str, StepCosts]:
-    """The published curves with each draft cost, or a measured pair: PairCost's JSON, or the profile.json of a run."""
+    """The published curves with each draft cost, or those of a run's pair, from its profile.json."""
     if path is None:
         return {
             f"{name}, D = {draft:g}·T(1)": StepCosts(tuple(m * c for m, c in enumerate(row, 1)), draft, draft)
             for name, row in PUBLISHED.items()
             for draft in DRAFT_COSTS
         }
-    if path.name == "profile.json":
-        found = read_json(path)["curves"]
-        sides = {(curve["backend"], curve["model"]): tuple(curve["seconds"]) for curve in found}
-        return {
-            f"{path}, {backend}": StepCosts(sides[backend, "target"][:AHEAD], *sides[backend, "draft"][:2])
-            for backend in dict.fromkeys(curve["backend"] for curve in found)
-        }
-    costs = load_costs(path).at(128)
-    return {str(path): dataclasses.replace(costs, target=costs.target[:AHEAD])}
+    found = read_json(path)["curves"]
+    sides = {(curve["backend"], curve["model"]): tuple(curve["seconds"]) for curve in found}
+    return {
+        f"{path}, {backend}": StepCosts(sides[backend, "target"][:AHEAD], *sides[backend, "draft"][:2])
+        for backend in dict.fromkeys(curve["backend"] for curve in found)
+    }
 
 
 def simulate(arguments: argparse.Namespace) -> None:
     fitted = rounds_of(read_traces(arguments.traces, "validation")["mixed"])
     sets = read_traces(arguments.traces, arguments.split)
     calibrations: dict[str, Calibration] = {
-        "none": Power(),
-        "power": fit_power(fitted),
-        "logistic on the margin": fit_logistic(fitted),
-        "sequential temperature": fit_sequential(fitted),
-        "logistic on " + ", ".join(FEATURE_TERMS): fit_logistic(fitted, FEATURE_TERMS),
-        "the same and the n-gram match": fit_logistic(fitted, FEATURE_TERMS + CONTEXT_TERMS),
+        "none": Calibration(),
+        "logistic on " + ", ".join(FEATURE_TERMS): fit_calibration(fitted, FEATURE_TERMS),
+        "the same and the n-gram match": fit_calibration(fitted, FITTED["context"]),
     }
     print(
         f"Text: {arguments.split}, {sum(map(len, sets['code']))} positions of each class. Calibrated on validation.\n"
@@ -484,7 +467,7 @@ def main() -> None:
     command = commands.add_parser("simulate")
     command.set_defaults(run=simulate)
     command.add_argument("--traces", type=Path, default=Path("traces.json"))
-    command.add_argument("--curve", type=Path, help="a measured pair instead of the published curves")
+    command.add_argument("--curve", type=Path, help="profile.json of a run instead of the published curves")
     command.add_argument("--split", choices=("validation", "test"), default="test")
     command = commands.add_parser("measure")
     command.set_defaults(run=measure)

@@ -37,6 +37,7 @@ from distill.serving.llama_server import LlamaServer, require_binary, started
 from distill.serving.replaying import CONFIDENCE, RESAMPLES, ServerDrafter, TextCounts, acceptance, our_text
 from distill.speculative.decode import GREEDY, Decoded, Rules, decode, plain
 from distill.speculative.lengths import Fixed
+from distill.speculative.rules import GREEDY, Rules
 
 START_SECONDS, REPLY_SECONDS = 300.0, 600.0
 DECODED = re.compile(r"decoded\s+(\d+) tokens in\s+([\d.]+) seconds")

@@ -23,9 +23,10 @@ from distill.models.torch_model import TorchModel
 from distill.recipe import load_recipe
 from distill.run import Run
 from distill.sampler import Sampler
-from distill.speculative.decode import Decoded, Rules, decode, plain
+from distill.speculative.decode import Decoded, decode, plain
 from distill.speculative.draft import Drafter, FirstThen, LookupDrafter, ModelDrafter
 from distill.speculative.lengths import Fixed
+from distill.speculative.rules import Rules
 from distill.speculative.trees.shape import Shape
 from distill.speculative.trees.tree_drafter import TreeDrafter
 from distill.speculative.verify import Random

@@ -33,7 +33,8 @@ from distill.recipe import Configuration, load_recipe
 from distill.recipe.configuration import RULES
 from distill.run import Run
 from distill.speculative.configured import NO_COSTS, make_drafter, make_rule
-from distill.speculative.decode import GREEDY, Decoded, Rules, decode, plain
+from distill.speculative.decode import decode_text, plain
+from distill.speculative.rules import GREEDY, Rules
 from distill.speculative.trees.shape import Shape
 from distill.texts import first_difference
 
@@ -44,13 +45,13 @@ BATCHED = (Configuration(length=4), Configuration(rule="p_min"), Configuration(r
 CONFIGURATIONS = (
     *(Configuration(length=length) for length in range(1, 9)),
     *(Configuration(rule=rule) for rule in RULES if rule != "fixed"),
-    Configuration(rule="expected-value", calibration="power", online=True),
+    Configuration(rule="expected-value", calibration="features", online=True),
     Configuration(drafter="lookup"),
     Configuration(drafter="lookup+draft", length=4),
     Configuration(drafter="lookup+draft", rule="expected-value"),
     *(
         Configuration(drafter="tree", nodes=nodes, calibration=name)
-        for nodes, name in ((4, "none"), (8, "none"), (8, "features"), (16, "features"), (24, "sequential"))
+        for nodes, name in ((4, "none"), (8, "none"), (8, "features"), (16, "features"), (24, "none"))
     ),
     Configuration(drafter="tree", shape="static", nodes=15),
 )
@@ -166,9 +167,7 @@ def alone(
     drafter = make_drafter(one, draft, GREEDY, rules.random, costs, fitted, STATIC if one.chosen else None)
 
     def run(at: int) -> list[list[int]]:
-        result = Decoded()
-        for _ in decode(target, drafter, prompts[at], tokens, rules, result):
-            pass
+        result = decode_text(target, drafter, prompts[at], tokens, rules)
         return [result.tokens]
 
     return run

@@ -227,12 +227,8 @@ RECORDS = [
     *("parent.json", "provenance.json", "metrics.jsonl", "eval.json", "speedup.json", "profile.json", "training.json"),
     *("cut/cut.json", "cut/surgery.json", "gguf/export.json", "speedup/calibration.json", "speedup/validation.json"),
     *("corpus/prompts-test.jsonl", "corpus/documents-test.jsonl", "answers/train-00000.jsonl", "cut/kept_tokens.json"),
-    *("teacher/entries.json", "costs.json", "curve.json", "draft/sparsity.json", "search/search.json", "config.yaml"),
+    *("teacher/entries.json", "draft/sparsity.json", "search/search.json", "config.yaml"),
 ]
-CURVE = {
-    **{"model": "m", "backend": "pytorch", "depths": [64, 512], "repeats": 7, "unit": "seconds", "note": ""},
-    **{"seconds": [[0.1, 0.2], [0.1, 0.3]], "fastest": [], "slowest": []},
-}
 MADE: dict[str, Any] = {  # valid contents of files that the tiny run does not have
     "stages/redo.json": {"asked": ["eval"], "started": ["eval"]},
     "parent.json": {
@@ -243,8 +239,6 @@ MADE: dict[str, Any] = {  # valid contents of files that the tiny run does not h
         "traffic": None,
     },
     "cut/kept_tokens.json": {"format": 1, "vocabulary": 400, "kept": [0, 1, 2, 5, 399], "forced": 2},
-    "costs.json": {"format": 1, "target": CURVE, "draft": CURVE, "overhead_seconds": 0.001},
-    "curve.json": {"format": 1, **CURVE},
     "draft/sparsity.json": {"sentence": "a", "layers": [], "before": 1, "after": 1},
     "search/search.json": {"points": [], "front": [], "chosen": "", "explanations": []},
 }
@@ -332,7 +326,6 @@ def _special_readers(run: Run, name: str, path: Path) -> Readers:
     from distill.benchmark.calibrate import curve_costs, load_calibrations, load_texts, read_ranks
     from distill.files import read_json
     from distill.models.trimmed_head import read_kept
-    from distill.speculative.costs.curve import load_cost_curve, load_costs
     from distill.target.teacher import stored_entries
 
     found: dict[str, Readers] = {
@@ -343,8 +336,6 @@ def _special_readers(run: Run, name: str, path: Path) -> Readers:
         "speedup/validation.json": [lambda: load_texts(path)],
         "cut/kept_tokens.json": [lambda: _ids([_Kept((read_kept(path.parent) or {"kept": []})["kept"])])],
         "teacher/entries.json": [lambda: stored_entries(path)],
-        "costs.json": [lambda: _used(load_costs(path))],
-        "curve.json": [lambda: load_cost_curve(path).at(64)],
     }
     if name == "profile.json":
         return [lambda: curve_costs(run, "pytorch"), *_results(run, name)]
@@ -354,10 +345,6 @@ def _special_readers(run: Run, name: str, path: Path) -> Readers:
 @dataclass
 class _Kept:
     ids: list[int]
-
-
-def _used(costs: Any) -> None:
-    costs.best_length([0.9, 0.8], 64)
 
 
 def _results(run: Run, name: str) -> Readers:
@@ -896,7 +883,7 @@ def bench_logs(world: World) -> Strategy:
 
 def read_bench_log(world: World, found: bytes) -> Readers:
     from distill.benchmark.batched_bench import import_curve, settings
-    from distill.speculative.costs.curve import load_cost_curve, save_cost_curve
+    from distill.speculative.costs.curve import save_cost_curve
 
     path = world.put("bench.log", found)
 
@@ -904,7 +891,6 @@ def read_bench_log(world: World, found: bytes) -> Readers:
         curve = import_curve(path)
         settings(curve, [0.9, 0.5], 0.05, curve.depths[0])
         save_cost_curve(curve, world.place / "curve.json")
-        load_cost_curve(world.place / "curve.json")
 
     return [read]
 

@@ -42,9 +42,10 @@ from distill.models.static.static_model import StaticTorchModel
 from distill.models.torch_model import TorchModel
 from distill.speculative.batch import decode_batch, plain_batch
 from distill.speculative.costs.curve import measure_steps
-from distill.speculative.decode import GREEDY, Decoded, Rules, decode, plain
+from distill.speculative.decode import Decoded, decode, plain
 from distill.speculative.draft import ModelDrafter
 from distill.speculative.lengths import Fixed
+from distill.speculative.rules import GREEDY, Rules
 from distill.speculative.trees.tree_drafter import TreeDrafter
 from distill.surgery.grow import grow
 

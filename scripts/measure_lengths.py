@@ -28,20 +28,21 @@ from typing import Any
 import benchmark_lengths as simulation
 import numpy
 
-from distill.benchmark.calibrate import FITS, load_calibrations, record_rounds, validation_prompts
+from distill.benchmark.calibrate import load_calibrations, record_rounds, validation_prompts
 from distill.intervals import Interval, speed_ratio
 from distill.models.base import Model
 from distill.progress import Progress
 from distill.recipe import load_recipe
 from distill.run import Run
-from distill.speculative.calibration import Calibration
+from distill.speculative.calibration import FITTED, Calibration, fit_calibration
 from distill.speculative.costs.cheapest import cheapest_pair
 from distill.speculative.costs.curve import StepCosts
 from distill.speculative.costs.paid import PaidCosts, PaidMeter
-from distill.speculative.decode import GREEDY, Decoded, Rules, decode, plain
+from distill.speculative.decode import Decoded, decode, plain
 from distill.speculative.draft import ModelDrafter
 from distill.speculative.expected_value import ExpectedValue
 from distill.speculative.lengths import Fixed, LengthRule
+from distill.speculative.rules import GREEDY, Rules
 
 DEPTH = 128
 RESAMPLES, CONFIDENCE = 2000, 0.95
@@ -135,13 +136,13 @@ def calibration_for(run: Run) -> Calibration:
     texts = validation_prompts(run, run.recipe.answers.prompt_tokens, 16)
     with pairs(run, "pytorch", False) as (target, draft):
         own = record_rounds(target, draft, texts, 96, Rules())
-    return FITS["context"]([one for recorder in own for one in recorder.rounds])
+    return fit_calibration([one for recorder in own for one in recorder.rounds], FITTED["context"])
 
 
 def rules_of(costs: StepCosts, calibration: Calibration) -> dict[str, Callable[[], LengthRule]]:
     """The rules that are measured: some fixed lengths, one rule of each kind, expected value and its myopic variant."""
     adaptive = simulation.rules_for(costs, calibration)
-    wanted = ("p_min .5", "accepted ratio", "entropy (AdaEDL)", "Beta filter", "expected value, myopic")
+    wanted = ("p_min .5", "accepted ratio", "Beta filter", "expected value, myopic")
     return {
         **{f"γ = {n}": (lambda n=n: Fixed(n)) for n in (2, 4, 8)},
         **{name: adaptive[name] for name in wanted},

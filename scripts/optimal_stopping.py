@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from distill.speculative.calibration import Calibration, Recorded
 from distill.speculative.costs.curve import StepCosts
-from distill.speculative.lengths import Rule
+from distill.speculative.lengths import LengthRule
 from distill.speculative.proposal import Features
 
 Array = NDArray[numpy.float64]
@@ -41,10 +41,10 @@ class Chain:
         bins = len(EDGES) + 1
         moves, total, count = numpy.full((bins + 1, bins), SEEN), numpy.zeros(bins), numpy.zeros(bins)
         for found in rounds:
-            before, survival = bins, 1.0
+            before = bins
             for position, features, _ in found.judged():
-                a = calibration.accept(position, features, survival)
-                here, survival = bin_of(a), survival * a
+                a = calibration.accept(position, features)
+                here = bin_of(a)
                 moves[before, here] += 1
                 total[here] += a
                 count[here] += 1
@@ -76,7 +76,7 @@ def bin_of(accept: float) -> int:
 
 
 @dataclass
-class OptimalStopping(Rule):
+class OptimalStopping(LengthRule):
     """Drafts while it pays at λ = `rate`, by the chain."""
 
     chain: Chain
@@ -112,7 +112,7 @@ class OptimalStopping(Rule):
 
     def go_on(self, position: int, features: Features) -> bool:
         """Whether the token is worth verifying, alone or with more."""
-        a = self.calibration.accept(position, features, self._survival)
+        a = self.calibration.accept(position, features)
         survival, here = self._survival * a, bin_of(a)
         if survival + self._coming(position + 1, survival, here) <= self._stop(position):
             return False
@@ -120,7 +120,9 @@ class OptimalStopping(Rule):
         return True
 
 
-def stopping_speed(chain: Chain, calibration: Calibration, costs: StepCosts, speed: Callable[[Rule], float]) -> float:
+def stopping_speed(
+    chain: Chain, calibration: Calibration, costs: StepCosts, speed: Callable[[LengthRule], float]
+) -> float:
     """The rule's speed (plain decoding = 1) at its own long-run rate λ, found by iteration."""
     best = 1.0
     for _ in range(6):

@@ -42,10 +42,11 @@ from distill.models.static.static_model import StaticTorchModel
 from distill.progress import Progress
 from distill.sampler import Sampler
 from distill.speculative.costs.curve import StepCosts
-from distill.speculative.decode import GREEDY, Decoded, Rules, decode, plain
+from distill.speculative.decode import Decoded, decode, plain
 from distill.speculative.draft import Drafter, FirstThen, LookupDrafter, ModelDrafter
 from distill.speculative.expected_value import ExpectedValue
-from distill.speculative.lengths import Fixed, PlusMinus, ProbabilityFloor
+from distill.speculative.lengths import AcceptedRatio, Fixed, ProbabilityFloor
+from distill.speculative.rules import GREEDY, Rules
 from distill.speculative.trees.tree_drafter import TreeDrafter
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -122,7 +123,7 @@ def drafter_of(number: int, draft: Model, sampler: Sampler, draws: Any) -> tuple
         lambda: ModelDrafter(draft, Fixed(4), sampler, draws),
         lambda: ModelDrafter(draft, ProbabilityFloor(6, 0.3), sampler, draws),
         lambda: ModelDrafter(draft, ExpectedValue(COSTS), sampler, draws),
-        lambda: ModelDrafter(draft, PlusMinus(3), sampler, draws),
+        lambda: ModelDrafter(draft, AcceptedRatio(3), sampler, draws),
         lambda: LookupDrafter(5),
         lambda: FirstThen(LookupDrafter(4, shortest=2), ModelDrafter(draft, Fixed(3), sampler, draws)),
         lambda: TreeDrafter(draft, sampler, draws, 6, depth=3),

@@ -72,8 +72,13 @@ class TableRows:
         return [len(context) for context in self.contexts]
 
     def extend(
-        self, tokens: Sequence[int], counts: Sequence[int], parents: None = None, want: Sequence[int] | None = None
+        self,
+        tokens: Sequence[int],
+        counts: Sequence[int] | None = None,
+        parents: None = None,
+        want: Sequence[int] | None = None,
     ) -> TorchLogits:
+        counts = [len(tokens)] if counts is None else counts  # of a single row
         assert len(counts) == self.rows and sum(counts) == len(tokens) > 0
         wanted = range(len(tokens)) if want is None else want
         assert list(wanted) == sorted(wanted)

@@ -32,9 +32,10 @@ from distill.results.pair_results import PairSpeedup, RoundFigures, StepFigures
 from distill.results.serialise import read_result
 from distill.results.speedup_results import Measurement
 from distill.sampler import Sampler
-from distill.speculative.decode import SYNTHETIC, Decoded, Round, Rules, decode, speculative
+from distill.speculative.decode import Decoded, Round, decode, speculative
 from distill.speculative.draft import ModelDrafter
 from distill.speculative.lengths import Fixed
+from distill.speculative.rules import SYNTHETIC, Rules
 from distill.speculative.trees.tree_drafter import TreeDrafter
 
 Capture = pytest.CaptureFixture[str]

@@ -19,10 +19,11 @@ from distill.models.batched import BatchedTorchModel
 from distill.models.torch_model import TorchModel
 from distill.sampler import Sampler
 from distill.speculative.batch import decode_batch, plain_batch
-from distill.speculative.decode import Decoded, Rules, decode, plain
+from distill.speculative.decode import Decoded, decode, plain
 from distill.speculative.draft import ModelDrafter
-from distill.speculative.lengths import Fixed, LengthRule, LossyProbabilityFloor, PlusMinus, ProbabilityFloor
+from distill.speculative.lengths import AcceptedRatio, Fixed, LengthRule, LossyProbabilityFloor, ProbabilityFloor
 from distill.speculative.proposal import Features
+from distill.speculative.rules import Rules
 from distill.speculative.stop_strings import Stopped
 from distill.texts import first_difference
 
@@ -326,7 +327,7 @@ CASES: dict[str, tuple[str, int | Callable[[], LengthRule], bool]] = {
     "match": ("match", 3, False),
     "match, argmax": ("match", 3, True),
     "token, floor before the draw": ("token", lambda: ProbabilityFloor(5, 0.1), False),
-    "block, a length that learns": ("block", lambda: PlusMinus(3), False),
+    "block, a length that learns": ("block", lambda: AcceptedRatio(3), False),
     "match, argmax with a floor": ("match", lambda: ProbabilityFloor(5, 0.3), True),
 }
 
@@ -357,6 +358,8 @@ def test_sampled_is_alone(case: str, sampler: str) -> None:
 
 class WhileAgreed(Fixed):
     """Reads what stood earlier in the row's own text, as a calibration may."""
+
+    reads_features = True
 
     def go_on(self, position: int, features: Features) -> bool:
         MATCHES.append(features.match)
@@ -393,7 +396,7 @@ def test_penalty_and_floors_for_greedy_texts() -> None:
     pair, prompts = (EXACT["llama"], DRAFTS["llama"]), random_prompts(4, V, seed=3)
     check_batch(pair, prompts, 16, Rules(Sampler(0, repetition_penalty=1.3)), 3)
     check_batch(pair, prompts, 16, Rules(), lambda: ProbabilityFloor(6, 0.4))
-    check_batch(pair, prompts, 16, Rules(), lambda: PlusMinus(2))
+    check_batch(pair, prompts, 16, Rules(), lambda: AcceptedRatio(2))
     check_batch(pair, prompts, 16, Rules(Sampler(0), "match"), 3)
     assert all(not r.drafted for result in check_batch(pair, prompts, 9, Rules(), 0) for r in result.rounds)
 

@@ -24,7 +24,8 @@ from distill.intervals import speed_ratio
 from distill.models.torch_model import TorchModel
 from distill.recipe.measuring import fixed_length
 from distill.results.speedup_results import PairMeasured
-from distill.speculative.decode import Decoded, Round, Rules, plain
+from distill.speculative.decode import Decoded, Round, plain
+from distill.speculative.rules import Rules
 from distill.texts import first_difference
 
 PAIR = PairMeasured("a pair", "pytorch", False)

@@ -20,9 +20,10 @@ from distill.models.static import steps
 from distill.models.static.static_model import StaticTorchModel
 from distill.models.torch_model import TorchModel
 from distill.sampler import Sampler
-from distill.speculative.decode import Decoded, Rules, decode, plain, speculative
+from distill.speculative.decode import Decoded, decode, plain, speculative
 from distill.speculative.draft import ModelDrafter
 from distill.speculative.lengths import Fixed
+from distill.speculative.rules import Rules
 
 torch.set_num_threads(1)
 SMALL = toy("qwen2", layers=1, seed=3)  # tracing takes a second a layer

@@ -14,7 +14,6 @@ from table_model import TableModel
 from toys import random_prompts
 
 from distill.benchmark.calibrate import (
-    FITS,
     Recorder,
     calibrate,
     load_calibrations,
@@ -40,19 +39,20 @@ from distill.results.speedup_results import (
     SpeedupReport,
 )
 from distill.sampler import Sampler
-from distill.speculative.calibration import Recorded
+from distill.speculative.calibration import FITTED, Recorded, fit_calibration
 from distill.speculative.configured import check_configurations, lossy_reason, make_drafter
 from distill.speculative.costs.curve import StepCosts
-from distill.speculative.decode import GREEDY, Decoded, Rules, decode, plain
+from distill.speculative.decode import Decoded, decode, plain
 from distill.speculative.n_grams import NGramIndex
 from distill.speculative.proposal import Features
+from distill.speculative.rules import GREEDY, Rules
 
 COSTS = StepCosts(tuple(1.0 + 0.05 * m for m in range(17)), 0.05, 0.07)
 CONFIGURATIONS = [
     *(Configuration(rule=rule, length=6) for rule in RULES),
-    Configuration(rule="expected-value", calibration="power", online=True),
+    Configuration(rule="expected-value", calibration="features", online=True),
     Configuration(drafter="lookup"),
-    Configuration(drafter="lookup+draft", rule="entropy", floor=0.2),
+    Configuration(drafter="lookup+draft", rule="beta", floor=0.2),
     Configuration(drafter="tree", nodes=6, length=4),
     Configuration(drafter="tree", nodes=5, calibration="none"),
     Configuration(verifier="match"),
@@ -81,7 +81,12 @@ def recipe_with(**speedup: Any) -> Recipe:
         ({"rule": "fixed", "p_min": 0.3}, "p_min is not read by drafter draft with rule fixed"),
         ({"drafter": "lookup", "rule": "beta"}, "drafter lookup has none"),
         ({"drafter": "draft", "nodes": 3}, "nodes is not read"),
-        ({"rule": "expected-value", "calibration": "sequential", "online": True}, "learns nothing online"),
+        ({"rule": "expected-value", "calibration": "none", "online": True}, "learns nothing online"),
+        ({"rule": "plus-minus"}, "rule plus-minus was removed: use ratio"),
+        ({"rule": "entropy", "floor": 0.2}, "rule entropy was removed: use p_min"),
+        ({"rule": "expected-value", "calibration": "power"}, "calibration power was removed: use features"),
+        ({"rule": "expected-value", "calibration": "margin"}, "calibration margin was removed: use features"),
+        ({"drafter": "tree", "calibration": "sequential"}, "calibration sequential was removed: use features"),
         ({"rule": "nonsense"}, "Input should be"),
     ],
 )
@@ -137,7 +142,8 @@ def test_every_greedy_configuration_decodes_the_plain_text(pair: tuple[TableMode
     target, draft = pair
     prompts = random_prompts(6, 12, 1)
     own = record_rounds(target, draft, random_prompts(6, 12, 2), 40, Rules())
-    fitted = {name: fit([one for r in own for one in r.rounds]) for name, fit in FITS.items()}
+    rounds = [one for r in own for one in r.rounds]
+    fitted = {name: fit_calibration(rounds, terms) for name, terms in FITTED.items()}
     recipe, pair_measured = recipe_with(), PairMeasured("a pair", "table", False)
     prepared = prepare_all(recipe, [fixed_length(2)], CONFIGURATIONS, draft, (), Fitted(COSTS, fitted))
     texts = time_texts(target, draft, prompts, 30, prepared, "prompts")
@@ -238,12 +244,14 @@ def test_calibrations_are_saved_and_read_again(tmp_path: Path) -> None:
     write_json(tmp_path / "calibration.json", table)
     found = load_calibrations(tmp_path / "calibration.json")
     everything = [one for prompt in own for one in prompt.rounds]
-    for name, fit in FITS.items():
-        assert found[name] == fit(everything)
+    assert found == {name: fit_calibration(everything, terms) for name, terms in FITTED.items()}
+    table["fits"]["power"] = {"kind": "Power", "fields": {"exponent": 0.5}}  # of an earlier version
+    save_calibration(tmp_path / "calibration.json", table)
+    assert load_calibrations(tmp_path / "calibration.json") == found
     # Scores are of text the fit has not seen: outcomes that turn round between even and odd prompts must score badly.
     good, bad = recorder((0.9, 1, 1), (0.2, 1, 0)), recorder((0.9, 1, 0), (0.2, 1, 1))
-    turned = calibrate([good, bad, good, bad], "here")["fits"]["margin"]["log_loss"]
-    assert turned > 1.0 > calibrate([good, good, good, good], "here")["fits"]["margin"]["log_loss"]
+    turned = calibrate([good, bad, good, bad], "here")["fits"]["features"]["log_loss"]
+    assert turned > 1.0 > calibrate([good, good, good, good], "here")["fits"]["features"]["log_loss"]
 
 
 def test_no_calibration_without_both_outcomes(tmp_path: Path) -> None:

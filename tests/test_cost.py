@@ -15,21 +15,19 @@ from distill.benchmark.batched_bench import import_curve, look_ahead, probabilit
 from distill.benchmark.profile import profile_entry
 from distill.errors import DataError
 from distill.recipe import Profile
+from distill.results.serialise import from_json
 from distill.speculative.costs.curve import (
     CostCurve,
-    PairCost,
     StepCosts,
     doubt,
-    load_cost_curve,
-    load_costs,
     measure_curve,
-    predicted_speedup,
+    predicted_speedups,
     save_cost_curve,
+    tokens_per_round,
 )
 
 GLM = (1, 1.027, 0.712, 0.544, 0.459, 0.389, 0.347, 0.315, 0.281, 0.256, 0.233, 0.214, 0.199, 0.186, 0.178, 0.166)
 TARGET = CostCurve("big", "gguf", (64, 512), ((4.0, 5.0, 6.5), (6.0, 7.0, 9.0)), 5, machine={"cpu": "x"})
-DRAFT = CostCurve("small", "gguf", (64,), ((0.5, 0.7),), 5)
 
 
 def counting(context: tuple[int, ...]) -> int:
@@ -68,8 +66,6 @@ def test_curves_measured_beside_other_work_are_doubted(monkeypatch: pytest.Monke
 @pytest.mark.parametrize(("depth", "first"), [(0, 4.0), (64, 4.0), (511, 4.0), (512, 6.0), (9999, 6.0)])
 def test_the_bucket_below_is_used(depth: int, first: float) -> None:
     assert TARGET.at(depth)[0] == first
-    costs = PairCost(TARGET, DRAFT, 0.25).at(depth)
-    assert costs.target[0] == first and (costs.draft, costs.draft_two, costs.overhead) == (0.5, 0.7, 0.25)
 
 
 def test_round_seconds_and_relative_costs() -> None:
@@ -79,55 +75,34 @@ def test_round_seconds_and_relative_costs() -> None:
     assert TARGET.relative(64) == pytest.approx([1.0, 5 / 8, 6.5 / 12])
 
 
-def test_saved_and_loaded(tmp_path: Path) -> None:
-    pair = PairCost(TARGET, DRAFT, 0.125)
+def test_saved(tmp_path: Path) -> None:
     save_cost_curve(TARGET, tmp_path / "curve.json")
-    pair.save(tmp_path / "pair.json")
-    assert load_cost_curve(tmp_path / "curve.json") == TARGET and load_costs(tmp_path / "pair.json") == pair
+    fields = json.loads((tmp_path / "curve.json").read_text())
+    assert fields.pop("format") == 1
+    assert from_json(fields, CostCurve, "curve.json") == TARGET
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("depths", "seconds", "message"),
     [
-        (lambda f: f.update(format=7), "format 1"),
-        (lambda f: f.pop("depths"), "does not hold .* depths is missing"),
-        (lambda f: f.update(seconds=[["a"]]), "does not hold .* seconds.0.0 is missing or of another kind"),
-        (lambda f: f.update(odd=1), "does not hold a cost curve"),
-        (lambda f: f.update(depths=[512, 64]), "depths"),
-        (lambda f: f.update(seconds=[[1.0, 0.0], [1.0, 1.0]]), "positive"),
+        ((512, 64), TARGET.seconds, "depths"),
+        ((), (), "depths"),
+        ((64, 512), ((1.0, 0.0), (1.0, 1.0)), "positive"),
     ],
 )
-def test_damaged_curves_are_refused(change: Any, message: str, tmp_path: Path) -> None:
-    save_cost_curve(TARGET, tmp_path / "curve.json")
-    fields = json.loads((tmp_path / "curve.json").read_text())
-    change(fields)
-    (tmp_path / "curve.json").write_text(json.dumps(fields))
+def test_impossible_curves_are_refused(depths: Any, seconds: Any, message: str) -> None:
     with pytest.raises(DataError, match=message):
-        load_cost_curve(tmp_path / "curve.json")
+        CostCurve("m", "x", depths, seconds)
 
 
-def test_pairs_that_do_not_fit_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"D\(2\)"):
-        PairCost(TARGET, CostCurve("small", "x", (64,), ((0.5,),)))
-    with pytest.raises(DataError, match="one machine"):
-        PairCost(TARGET, CostCurve("small", "x", (64,), ((0.5, 0.7),), unit="T(1)"))
-    save_cost_curve(TARGET, tmp_path / "curve.json")
-    with pytest.raises(DataError, match="pair"):
-        load_costs(tmp_path / "curve.json")
-
-
-def test_predictions_of_a_pair() -> None:
-    pair, accepted = PairCost(TARGET, DRAFT, 0.25), [0.9, 0.5]
-    assert pair.speedup(0, accepted, 64) == 1.0
-    assert pair.speedup(2, accepted, 64) == pytest.approx(4 * (1 + 0.9 + 0.45) / (6.5 + 0.25 + 1.0))
-    assert PairCost(TARGET, DRAFT).speedup(2, accepted, 64) == pytest.approx(
-        predicted_speedup({1: 4.0, 2: 5.0, 3: 6.5}, 0.5, 2, accepted)
-    )
-    speeds = [pair.speedup(n, accepted, 64) for n in range(3)]
-    assert pair.best_length(accepted, 64) == (speeds.index(max(speeds)), max(speeds))
-    assert pair.best_length([0.0, 0.0], 64) == (0, 1.0)
-    with pytest.raises(DataError, match=r"T\(4\)"):
-        pair.speedup(3, [0.5] * 3, 64)
+def test_predicted_speedups() -> None:
+    target, accepted = (4.0, 5.0, 6.5), [0.9, 0.5]
+    assert tokens_per_round(accepted) == pytest.approx(1 + 0.9 + 0.45) and tokens_per_round([]) == 1
+    speeds = predicted_speedups(target, 0.5, accepted)
+    assert speeds == pytest.approx([1, 4 * 1.9 / 5.5, 4 * 2.35 / 7.5])
+    # As far as both reach.
+    assert predicted_speedups(target[:2], 0.5, accepted) == speeds[:2]
+    assert predicted_speedups(target, 0.5, accepted[:1]) == speeds[:2]
 
 
 # ── llama-batched-bench ──
@@ -169,8 +144,6 @@ def test_a_log_becomes_a_relative_curve(tmp_path: Path) -> None:
     assert curve.relative(105) == pytest.approx([1, 0.75, 1.75 / 3])
     assert "parallel sequences" in curve.note and "m = 4 was not measured" in curve.note
     assert "1005 was left out" in curve.note
-    save_cost_curve(curve, tmp_path / "curve.json")
-    assert load_cost_curve(tmp_path / "curve.json") == curve
 
 
 @pytest.mark.parametrize(

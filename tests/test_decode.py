@@ -21,9 +21,10 @@ from distill.models.conversion.writer import export_gguf
 from distill.models.gguf.model import GgufModel
 from distill.models.torch_logits import TorchLogits
 from distill.models.torch_model import TorchModel
-from distill.speculative.decode import Decoded, Rules, decode, plain, room_for, speculative
+from distill.speculative.decode import Decoded, decode, plain, room_for, speculative
 from distill.speculative.draft import ModelDrafter
-from distill.speculative.lengths import Rule
+from distill.speculative.lengths import LengthRule
+from distill.speculative.rules import Rules
 from distill.speculative.stop_strings import stop_before
 from distill.speculative.verify import verify_greedy
 from distill.texts import first_difference
@@ -124,7 +125,7 @@ def test_end_token_inside_a_draft() -> None:
             check_rounds(result, [0, 1], 40, length, ends)
 
 
-class Resting(Rule):
+class Resting(LengthRule):
     """Drafts two tokens a round, and after every `every` rounds rests for the next of `rests`."""
 
     def __init__(self, rests: list[int], every: int) -> None:

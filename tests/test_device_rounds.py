@@ -32,12 +32,13 @@ from distill.models.torch_model import TorchModel
 from distill.sampler import Sampler
 from distill.speculative import verify
 from distill.speculative.batch import decode_batch, plain_batch
-from distill.speculative.decode import Decoded, Rules, decode, plain, speculative
+from distill.speculative.decode import Decoded, decode, plain, speculative
 from distill.speculative.draft import Drafter, FirstThen, LookupDrafter, ModelDrafter
-from distill.speculative.lengths import Fixed, LengthRule, PlusMinus, ProbabilityFloor
+from distill.speculative.lengths import AcceptedRatio, Fixed, LengthRule, ProbabilityFloor
 from distill.speculative.on_device import device_round
 from distill.speculative.on_device.device_draft import DeviceDraft, Drafted, RowRound
 from distill.speculative.on_device.device_round import rounds_on_device
+from distill.speculative.rules import Rules
 
 torch.set_num_threads(1)
 
@@ -73,7 +74,7 @@ def test_greedy_texts_and_rounds_are_those_of_the_host(kind: str) -> None:
 
 
 RULES: dict[str, Callable[[], LengthRule]] = {
-    "plus-minus": lambda: PlusMinus(3, most=5),
+    "ratio": lambda: AcceptedRatio(3, most=5),
     "p_min": lambda: ProbabilityFloor(4, 0.2),
     "expected-value": RECIPE["expected-value, online"],
     "beta": RECIPE["beta"],
@@ -167,7 +168,7 @@ def enumerated(
         ("fixed", "block", False, Sampler(1.3)),
         ("fixed", "match", True, Sampler(0.7)),
         ("fixed", "greedy", True, Sampler(0.0)),
-        ("plus-minus", "token", False, Sampler(top_p=0.8)),
+        ("ratio", "token", False, Sampler(top_p=0.8)),
         ("p_min", "token", False, Sampler()),
         ("p_min", "block", False, Sampler()),
         ("expected-value", "match", True, Sampler()),
@@ -269,12 +270,12 @@ def test_sampled_texts_follow_the_models_distribution(
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "gemma2"])
-@pytest.mark.parametrize("case", ["greedy", "token", "block, p_min", "match, plus-minus"])
+@pytest.mark.parametrize("case", ["greedy", "token", "block, p_min", "match, ratio"])
 def test_a_row_gets_the_text_that_it_would_get_alone(kind: str, case: str) -> None:
     sampler = Sampler(0.0) if case == "greedy" else Sampler(0.9, top_k=20)
     verifier, argmax = case.split(",")[0], case.startswith("match")
     rule: Callable[[], LengthRule] = lambda: (  # noqa: E731
-        ProbabilityFloor(3, 0.1) if "p_min" in case else PlusMinus(2, most=4) if "plus" in case else Fixed(3)
+        ProbabilityFloor(3, 0.1) if "p_min" in case else AcceptedRatio(2, most=4) if "ratio" in case else Fixed(3)
     )
     rules = Rules(sampler, verifier, ends=(7,))
     prompts = random_prompts(5, V, seed=3, shortest=1, longest=20)

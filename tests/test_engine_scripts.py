@@ -14,7 +14,7 @@ import tiny
 
 from distill.benchmark.watch import Step
 from distill.files import read_json, write_json
-from distill.speculative.calibration import Power, Recorded
+from distill.speculative.calibration import Calibration, Recorded
 from distill.speculative.costs.curve import StepCosts
 from distill.speculative.decode import Decoded, Round, decode
 from distill.speculative.lengths import Fixed
@@ -44,7 +44,7 @@ def test_identity_of_every_configuration_and_its_resuming(
     kept = read_json(path)
     kept["texts"]["draft, γ = 3"]["1"][2] ^= 1
     write_json(path, kept)
-    monkeypatch.setattr(check, "decode", None)
+    monkeypatch.setattr(check, "decode_text", None)
     monkeypatch.setattr(check, "plain", None)
     monkeypatch.setattr(check, "TORCH_NOISE", -1.0)  # no tie excuses
     check.main()
@@ -96,14 +96,14 @@ def test_optimal_stopping_solves_its_chain(monkeypatch: pytest.MonkeyPatch) -> N
     exact = coming(0, 1.0, bins)
     assert exact > -rate * costs.target[0]  # drafting pays here
     assert float(chain.values(costs, rate)[0][0, bins]) == pytest.approx(exact, abs=2e-3)
-    rule = stopping.OptimalStopping(chain, Power(), costs, rate)
+    rule = stopping.OptimalStopping(chain, Calibration(), costs, rate)
     assert rule.limit() == 3 and rule.step_on(0) and not rule.go_on(0, Features(1e-6, 1e-7, 9.0))
 
 
 def test_optimal_stopping_counts_its_chain(monkeypatch: pytest.MonkeyPatch) -> None:
     stopping = script("optimal_stopping", monkeypatch)
     sure, unsure = Features(0.995, 0.001, 0.1), Features(0.2, 0.1, 3.0)
-    chain = stopping.Chain.of([Recorded([sure, unsure, sure], 1)] * 1000, Power())
+    chain = stopping.Chain.of([Recorded([sure, unsure, sure], 1)] * 1000, Calibration())
     top = len(stopping.EDGES)
     assert chain.moves.sum(1) == pytest.approx(1) and chain.accept[top] == pytest.approx(0.995, abs=1e-3)
     assert chain.moves[-1, top] > 0.99 and chain.moves[top, 0] > 0.99  # the third position was never reached

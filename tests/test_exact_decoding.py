@@ -26,13 +26,13 @@ from distill.sampler import Sampler
 from distill.speculative import batch as batch_module
 from distill.speculative import decode as decode_module
 from distill.speculative.batch import decode_batch
-from distill.speculative.calibration import Logistic
-from distill.speculative.decode import Decoded, Rules, decode
+from distill.speculative.calibration import Calibration
+from distill.speculative.decode import Decoded, decode
 from distill.speculative.draft import Drafter, FirstThen, LookupDrafter, ModelDrafter
 from distill.speculative.lengths import Fixed, LengthRule
 from distill.speculative.proposal import ROOT, Proposal
+from distill.speculative.rules import Rules
 from distill.speculative.trees.shape import Shape
-from distill.speculative.trees.tree import spread
 from distill.speculative.trees.tree_drafter import TreeDrafter
 from distill.speculative.verify import TREES, NodeVerdict, NodeVerifier, Random, _remainder, node_token, refusal
 
@@ -144,7 +144,7 @@ def test_rules(name: str) -> None:
     ("name", "verifier", "argmax"),
     [
         ("fixed", "token", False),
-        ("plus-minus", "block", False),
+        ("ratio", "block", False),
         ("p_min", "match", True),
         ("expected-value, online", "block", False),
     ],
@@ -184,7 +184,7 @@ SEVEN = Shape((-1, -1, 0, 0, 1, 2, 2))
 BEST: dict[str, Make] = {
     "best-first": lambda draft, sampler, random: TreeDrafter(draft, sampler, random, 7, branching=3, depth=3),
     "best-first, calibrated": lambda draft, sampler, random: TreeDrafter(
-        draft, sampler, random, 7, branching=3, depth=4, calibrate=spread(Logistic(-0.5, (0.4,)))
+        draft, sampler, random, 7, branching=3, depth=4, calibration=Calibration(-0.5, (0.4,), ("margin",))
     ),
     "static": lambda draft, sampler, random: TreeDrafter(draft, sampler, random, 7, shape=SEVEN, best=True),
 }

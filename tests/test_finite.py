@@ -29,10 +29,11 @@ from distill.models.torch_logits import TorchLogits
 from distill.models.torch_model import TorchModel
 from distill.sampler import Sampler
 from distill.speculative.batch import decode_batch, plain_batch
-from distill.speculative.decode import Decoded, Rules, decode, plain
+from distill.speculative.decode import Decoded, decode_text, plain
 from distill.speculative.draft import Drafter, ModelDrafter
 from distill.speculative.lengths import Fixed, ProbabilityFloor
 from distill.speculative.proposal import Proposal
+from distill.speculative.rules import Rules
 from distill.speculative.sample import continue_prompts
 from distill.speculative.trees.shape import Shape
 from distill.speculative.trees.tree_drafter import TreeDrafter
@@ -183,10 +184,7 @@ def decoded(target: TableModel, draft: TableModel, kind: str, seed: int) -> Deco
     make, rules = DRAFTERS[kind]
     draws = random.Random(seed).random
     rules = Rules(rules.sampler, rules.verifier, random=draws)
-    result = Decoded()
-    for _ in decode(target, make(draft, draws), [0, 2], 12, rules, result):
-        pass
-    return result
+    return decode_text(target, make(draft, draws), [0, 2], 12, rules)
 
 
 @pytest.mark.parametrize("kind", DRAFTERS)

@@ -32,10 +32,11 @@ from distill.speculative import decode as decode_module
 from distill.speculative import draft as draft_module
 from distill.speculative import verify as verify_module
 from distill.speculative.batch import plain_batch
-from distill.speculative.decode import Decoded, Rules, decode, plain
+from distill.speculative.decode import Decoded, decode, decode_text, plain
 from distill.speculative.draft import Drafter, FirstThen, LookupDrafter, ModelDrafter
-from distill.speculative.lengths import Fixed, PlusMinus
+from distill.speculative.lengths import AcceptedRatio, Fixed
 from distill.speculative.proposal import ROOT, Proposal
+from distill.speculative.rules import Rules
 from distill.speculative.trees import tree as tree_module
 from distill.speculative.trees.shape import Shape
 from distill.speculative.trees.tree_drafter import TreeDrafter
@@ -78,10 +79,7 @@ def text(tokens: Sequence[int], said: Sequence[bytes] = SAID) -> bytes:
 
 
 def run(target: Any, drafter: Drafter, prompt: Sequence[int], limit: int, rules: Rules) -> Decoded:
-    result = Decoded()
-    for _ in decode(target, drafter, prompt, limit, rules, result):
-        pass
-    return result
+    return decode_text(target, drafter, prompt, limit, rules)
 
 
 # Grammars.
@@ -470,7 +468,7 @@ def check_ways(target: Any, draft: Any, grammar: Constraint, valid: Callable[[li
     assert whole > len(names) * seeds / 2
 
 
-class Noting(PlusMinus):
+class Noting(AcceptedRatio):
     """Remembers what it was told, and decides whether anything is drafted at all."""
 
     def __init__(self, drafts: bool) -> None:

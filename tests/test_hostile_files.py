@@ -35,7 +35,6 @@ from distill.results.evaluation_results import EvaluationReport
 from distill.results.serialise import read_result
 from distill.results.training_results import training_steps
 from distill.run import Run
-from distill.speculative.costs.curve import load_cost_curve, load_costs
 from distill.surgery.change import read_changes
 from distill.surgery.vocabulary.transplant_plan import check_transplant
 from distill.target.teacher import stored_entries
@@ -292,12 +291,10 @@ def test_an_embedding_without_lengths(copied: Path) -> None:
     ("read", "content"),
     [
         (load_calibrations, {"format": 1, "fits": []}),
-        (load_calibrations, {"format": 1, "fits": {"a": {"kind": "Power", "fields": {"exponent": []}}}}),
+        (load_calibrations, {"format": 1, "fits": {"features": {"kind": "Logistic", "fields": {"bias": []}}}}),
+        (load_calibrations, {"format": 1, "fits": {"context": {"kind": "Power", "fields": {}}}}),
         (lambda path: read_ranks(read_json(path, {}), str(path)), []),
         (load_texts, {"texts": {"prompt": 1}}),
-        (load_cost_curve, {"format": 1, "model": "m", "backend": "b", "depths": [1], "seconds": [["x"]]}),
-        (load_cost_curve, {"format": 1, "model": "m", "backend": "b", "depths": [1], "seconds": [[None]]}),
-        (load_costs, {"format": 1, "target": [], "draft": {}, "overhead_seconds": 0}),
         (stored_entries, {"k": "8"}),
     ],
 )

@@ -17,17 +17,20 @@ from distill.benchmark.profile import profile_entry
 from distill.errors import DataError
 from distill.evaluation.measure import (
     METRICS,
-    measure_blocks,
+    Measured,
+    block_values,
     position_acceptance,
     position_metrics,
-    summarise,
+    sum_by_document,
+    text_values,
     tokens_per_round,
 )
 from distill.intervals import Interval, ratio_interval
-from distill.packing import pack
+from distill.models.torch_model import TorchModel
+from distill.packing import Packed, pack
 from distill.recipe import Profile
 from distill.sampler import Sampler
-from distill.speculative.costs.curve import measure_steps, predicted_speedup
+from distill.speculative.costs.curve import measure_steps, predicted_speedups
 from distill.speculative.decode import Round
 
 torch.set_num_threads(1)
@@ -84,20 +87,25 @@ def test_blocks_are_measured_by_document() -> None:
     prompts = random_prompts(9, 61, seed=3)
     blocks = pack([(p, 2) for p in prompts], 24, split_long=False)
     sampler = Sampler(0.8, 10)
-    sums, counts = measure_blocks(target, {"d": draft}, blocks, sampler, 61, batch=2)["d"]
+    found = sum_by_document(block_values(target, {"d": draft}, blocks, sampler, 61, batch=2))["d"]
+    sums, counts = found.least, found.counts
+    assert found.units == list(range(9)) and numpy.array_equal(sums, found.most)
     assert counts.tolist() == [len(p) - 2 for p in prompts]
     with torch.inference_mode():
         for row, prompt in enumerate(prompts):  # alone, without packing
             logits = [m(torch.tensor([prompt])).logits[0, 1:-1] for m in (target, draft)]
             expected = position_metrics(*logits, sampler, 61).double().sum(0)
             assert sums[row] == pytest.approx(expected.numpy(), rel=1e-4, abs=1e-4)
-    table = summarise(sums, counts, 200, 0.95)
+    texts = sum_by_document(text_values(TorchModel(target), {"d": TorchModel(draft)}, blocks, sampler, 61, "own"))["d"]
+    assert texts.units == found.units and texts.counts.tolist() == counts.tolist()
+    assert texts.least == pytest.approx(sums, rel=1e-4, abs=1e-4)
+    table = found.divergences(200, 0.95)
     assert table.tokens == counts.sum() and table.prompts == 9
     assert table.forward_kl.mean == pytest.approx(sums[:, 0].sum() / counts.sum())
     assert table.acceptance_ceiling.mean == pytest.approx(sums[:, -1].sum() / counts.sum())
-    same = measure_blocks(target, {"d": target}, blocks, sampler, 61)["d"]
-    assert same[0][:, :3] == pytest.approx(0, abs=1e-6)
-    assert same[0][:, [3, 4, 6]] == pytest.approx(numpy.stack([counts] * 3, 1))
+    same = sum_by_document(block_values(target, {"d": target}, blocks, sampler, 61))["d"].least
+    assert same[:, :3] == pytest.approx(0, abs=1e-6)
+    assert same[:, [3, 4, 6]] == pytest.approx(numpy.stack([counts] * 3, 1))
 
 
 def test_a_document_in_several_blocks_is_one_unit() -> None:
@@ -107,15 +115,20 @@ def test_a_document_in_several_blocks_is_one_unit() -> None:
     blocks = pack([(prompt, 1) for prompt in prompts], 10, split_long=True)
     pieces = sum(int((row.max() + 1).clamp(min=0)) for row in blocks.documents)
     assert pieces > len(prompts), "documents are split here"
-    sums, counts = measure_blocks(target, {"d": draft}, blocks, Sampler(0.8), 61, batch=2)["d"]
+
+    def measured(blocks: Packed, batch: int = 2) -> Measured:
+        return sum_by_document(block_values(target, {"d": draft}, blocks, Sampler(0.8), 61, batch))["d"]
+
+    found = measured(blocks)
+    sums, counts = found.least, found.counts
     assert len(sums) == len(counts) == len(prompts)
     assert counts.sum() == int(blocks.mask.sum())
-    turned = measure_blocks(target, {"d": draft}, blocks.take(torch.arange(len(blocks)).flip(0)), Sampler(0.8), 61)["d"]
-    assert sorted(turned[1].tolist()) == sorted(counts.tolist())
-    assert turned[0].sum(0) == pytest.approx(sums.sum(0), rel=1e-5)
-    assert summarise(sums, counts, 200, 0.95).prompts == len(prompts)
+    turned = measured(blocks.take(torch.arange(len(blocks)).flip(0)))
+    assert [turned.counts[turned.units.index(unit)] for unit in found.units] == counts.tolist()
+    assert turned.least.sum(0) == pytest.approx(sums.sum(0), rel=1e-5)
+    assert found.divergences(200, 0.95).prompts == len(prompts)
     with pytest.raises(DataError, match="do not number their documents"):
-        measure_blocks(target, {"d": draft}, replace(blocks, first=None), Sampler(0.8), 61)
+        measured(replace(blocks, first=None))
 
 
 def rounds_of(*pairs: tuple[int, int]) -> list[Round]:
@@ -180,14 +193,14 @@ def test_interval_edges() -> None:
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 6), st.lists(st.floats(0, 1), min_size=6, max_size=6), st.floats(0.01, 2))
 def test_prediction_by_enumeration(length: int, accepted: list[float], draft: float) -> None:
-    costs = {m: 1.0 + 0.2 * m * m for m in range(1, 8)}
+    costs = [1.0 + 0.2 * m * m for m in range(1, 8)]
     expected = 0.0
     for outcome in itertools.product([True, False], repeat=length):
         chance = math.prod(a if ok else 1 - a for a, ok in zip(accepted, outcome, strict=False))
         expected += chance * (1 + len(list(itertools.takewhile(bool, outcome))))
-    round_seconds = costs[length + 1] + sum(draft for _ in range(length))
-    plain_seconds = expected * costs[1]
-    assert predicted_speedup(costs, draft, length, accepted) == pytest.approx(plain_seconds / round_seconds)
+    round_seconds = costs[length] + sum(draft for _ in range(length))
+    plain_seconds = expected * costs[0]
+    assert predicted_speedups(costs, draft, accepted)[length] == pytest.approx(plain_seconds / round_seconds)
 
 
 def counting(context: tuple[int, ...]) -> int:

@@ -22,9 +22,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from distill.errors import DataError, PairError
 from distill.models.torch_model import TorchModel
 from distill.sampler import Sampler
-from distill.speculative.decode import Decoded, Rules, decode, plain
+from distill.speculative.decode import Decoded, decode_text, plain
 from distill.speculative.draft import Drafter, FirstThen, LookupDrafter, ModelDrafter
-from distill.speculative.lengths import Fixed, LengthRule, LossyProbabilityFloor, PlusMinus, ProbabilityFloor
+from distill.speculative.lengths import AcceptedRatio, Fixed, LengthRule, LossyProbabilityFloor, ProbabilityFloor
 from distill.speculative.other_vocabulary.drafters import IntersectionDrafter, Reader, StringMatchDrafter
 from distill.speculative.other_vocabulary.translation import (
     Translator,
@@ -33,6 +33,7 @@ from distill.speculative.other_vocabulary.translation import (
     transplant_gain,
 )
 from distill.speculative.proposal import Features, Proposal
+from distill.speculative.rules import Rules
 from distill.speculative.verify import CHAINS, refusal
 from distill.surgery.vocabulary.transplant import transplant
 from distill.vocabulary import Vocabulary
@@ -113,10 +114,7 @@ def drafter_for(
 
 
 def run(target: Any, drafter: Drafter, prompt: Sequence[int], limit: int, rules: Rules) -> Decoded:
-    result = Decoded()
-    for _ in decode(target, drafter, prompt, limit, rules, result):
-        pass
-    return result
+    return decode_text(target, drafter, prompt, limit, rules)
 
 
 # What is shared, and what the draft reads.
@@ -245,7 +243,8 @@ def test_greedy_text_is_the_targets(kind: str, pair: tuple[str, str], tmp_path: 
     target, draft = model_for(both[0], 1), model_for(both[1], 2)
     texts = [Encoder(both[0]).text(given) for given in (PROSE.encode()[:31], b"ab re", "日é".encode()[:-1])]
     drafters: list[Any] = [
-        drafter_for(kind, draft, both, rule, Sampler(0)) for rule in (Fixed(3), ProbabilityFloor(5, 0.1), PlusMinus(2))
+        drafter_for(kind, draft, both, rule, Sampler(0))
+        for rule in (Fixed(3), ProbabilityFloor(5, 0.1), AcceptedRatio(2))
     ]
     drafters[2] = FirstThen(LookupDrafter(), drafters[2])
     drafted = 0

@@ -21,12 +21,13 @@ from distill.errors import DataError
 from distill.recipe import Configuration
 from distill.recipe.configuration import PLAIN
 from distill.speculative.costs.cheapest import CheapestSteps, cheapest_sizes
-from distill.speculative.costs.paid import PaidMeter, accepted_by_position, measure_paid, prompts_as_long, rising
-from distill.speculative.costs.shorter_rounds import shorter_rounds
-from distill.speculative.decode import GREEDY, SYNTHETIC, Decoded, Rules, decode, plain
+from distill.speculative.costs.curve import accepted_by_position, shorter_rounds
+from distill.speculative.costs.paid import PaidMeter, measure_paid, prompts_as_long, rising
+from distill.speculative.decode import Decoded, decode, decode_text, plain
 from distill.speculative.draft import ModelDrafter
 from distill.speculative.expected_value import ExpectedValue
-from distill.speculative.lengths import Fixed, Rule
+from distill.speculative.lengths import Fixed, LengthRule
+from distill.speculative.rules import GREEDY, SYNTHETIC, Rules
 
 MODULES = ("costs.paid", "decode", "draft")
 
@@ -282,12 +283,10 @@ def test_a_draft_that_is_not_asked_reads_nothing(pair: tuple[Any, Any]) -> None:
     costs = measure_paid(target, draft, [[1, 2, 3]], range(1, 6), repeats=3).step_costs()
     dear = ExpectedValue(costs=type(costs)(costs.target, 50.0, 50.0))
     draft.steps.clear()
-    result = Decoded()
-    for _ in decode(target, ModelDrafter(draft, dear, Rules().sampler, Rules().random), [1, 2, 3], 40, Rules(), result):
-        pass
+    result = decode_text(target, ModelDrafter(draft, dear, Rules().sampler, Rules().random), [1, 2, 3], 40, Rules())
     assert not draft.steps and result.tokens == plain(target, [1, 2, 3], 40).tokens
 
-    class Late(Rule):
+    class Late(LengthRule):
         """Drafts one token from the fourth round on."""
 
         told: float | None = None
@@ -306,9 +305,7 @@ def test_a_draft_that_is_not_asked_reads_nothing(pair: tuple[Any, Any]) -> None:
             self.rounds.append(seconds)
 
     late = Late()
-    result = Decoded()
-    for _ in decode(target, ModelDrafter(draft, late, Rules().sampler, Rules().random), [1, 2, 3], 12, Rules(), result):
-        pass
+    result = decode_text(target, ModelDrafter(draft, late, Rules().sampler, Rules().random), [1, 2, 3], 12, Rules())
     assert draft.steps[:2] == [6, 1] and late.told == pytest.approx(2 + 5 * 0.25)
     assert late.rounds[:4] == pytest.approx([10, 10, 10, 2 + 11.5])
     assert result.rounds[3].seconds == pytest.approx(2 + 5 * 0.25 + 2 + 11.5)

@@ -27,12 +27,12 @@ from distill.recipe import Configuration
 from distill.recipe.configuration import RULES
 from distill.sampler import Sampler
 from distill.speculative import draft as draft_module
-from distill.speculative.calibration import CONTEXT_TERMS, Logistic, Power
+from distill.speculative.calibration import CONTEXT_TERMS, Calibration
 from distill.speculative.configured import make_rule
 from distill.speculative.costs.curve import StepCosts
 from distill.speculative.draft import ModelDrafter
 from distill.speculative.expected_value import ExpectedValue
-from distill.speculative.lengths import AcceptedRatio, BetaFilter, Entropy, LengthRule, PlusMinus
+from distill.speculative.lengths import AcceptedRatio, BetaFilter, LengthRule
 from distill.speculative.proposal import Proposal
 from distill.speculative.trees.tree import features_of
 from distill.speculative.verify import CHAINS, refusal
@@ -47,7 +47,7 @@ COSTS = StepCosts((1.0, 1.15, 1.3, 1.4), 0.08, 0.12, 0.02)
 def named(rule: str, **settings: Any) -> Callable[[], LengthRule]:
     """A rule as a recipe names it, drafting up to 3 tokens."""
     configuration = Configuration(rule=rule, length=3, **settings)
-    return lambda: make_rule(configuration, COSTS, {"power": Power(0.8), "margin": Logistic(0.2, (0.7,))})
+    return lambda: make_rule(configuration, COSTS, {"features": Calibration(0.2, (0.7,), ("margin",))})
 
 
 RECIPE: dict[str, Callable[[], LengthRule]] = {
@@ -55,29 +55,24 @@ RECIPE: dict[str, Callable[[], LengthRule]] = {
     "p_min": named("p_min", p_min=0.45),
     "p_min-after": named("p_min-after", p_min=0.3),
     "start-continue": named("start-continue", start=0.4, more=0.5),
-    "plus-minus": named("plus-minus"),
     "ratio": named("ratio"),
-    "entropy": named("entropy"),
     "beta": named("beta"),
-    "expected-value": named("expected-value", calibration="power"),
-    "expected-value, online": named("expected-value", calibration="margin", online=True),
+    "expected-value": named("expected-value", calibration="none"),
+    "expected-value, online": named("expected-value", calibration="features", online=True),
 }
 # Rules that learn so fast that the second round shows it, and what no recipe names.
 EAGER: dict[str, Callable[[], LengthRule]] = {
-    "plus-minus from 1": lambda: PlusMinus(1, 1, 3),
     "ratio, forgetting": lambda: AcceptedRatio(2, 0.3, 0.1, 0.1, 1, 3),
-    "entropy, jumping": lambda: Entropy(3, 0.55, 0.2, 0.6, 0.3, 0.0, 0.0),
     "beta, forgetting": lambda: BetaFilter(3, 0.35, 4, 0.5, 0.2),
-    "expected-value, learning": lambda: ExpectedValue(COSTS, Power(1.0, 0.8), 3, 2, 0.4, memory=4.0),
-    "expected-value, tired": lambda: ExpectedValue(COSTS, Power(1.5), 3, patience=1, tries=1, probe=1, allowance=0.5),
-    "expected-value, context": lambda: ExpectedValue(
-        COSTS, Logistic(-0.5, (0.5, 1.0, -1.0, 0.5, -0.5), ("margin", *CONTEXT_TERMS), 0.3), 3
+    "expected-value, learning": lambda: ExpectedValue(COSTS, Calibration(rate=0.8), 3, 2, 0.4, memory=4.0),
+    "expected-value, tired": lambda: ExpectedValue(
+        COSTS, Calibration(-0.5), 3, patience=1, tries=1, probe=1, allowance=0.5
     ),
-    "expected-value, truncating": lambda: ExpectedValue(
-        StepCosts((1.0, 1.6, 1.75, 1.8), 0.01, 0.01), Power(1.0), 3, hope=1.0, truncate=True
+    "expected-value, context": lambda: ExpectedValue(
+        COSTS, Calibration(-0.5, (0.5, 1.0, -1.0, 0.5, -0.5), ("margin", *CONTEXT_TERMS), 0.3), 3
     ),
 }
-LEARNING = {"plus-minus", "ratio", *EAGER} - {"expected-value, truncating", "expected-value, context"}
+LEARNING = {"ratio", *EAGER} - {"expected-value, context"}
 
 
 def test_no_rule_of_a_recipe_is_forgotten() -> None:
@@ -244,7 +239,7 @@ def test_every_rule_with_every_verifier(name: str) -> None:
     refused: dict[tuple[str, str, bool], float] = {}
     drafted: set[tuple[int, ...]] = set()
     # Where each text teaches something else, there are too many states for four tokens.
-    large = (name in RECIPE and "online" not in name) or "truncating" in name
+    large = name in RECIPE and "online" not in name
     for vocabulary, seed, sampler in WORLDS if large else SMALLER:
         for argmax in (False, True) if sampler.temperature else (True,):
             world = rounds(vocabulary, seed, sampler, argmax)

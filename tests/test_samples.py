@@ -25,10 +25,11 @@ from torch import Tensor
 
 from distill.sampler import Sampler
 from distill.speculative.batch import decode_batch
-from distill.speculative.decode import Decoded, Rules, decode
+from distill.speculative.decode import Decoded, decode
 from distill.speculative.draft import Drafter, FirstThen, LookupDrafter, ModelDrafter
 from distill.speculative.lengths import Fixed, LossyProbabilityFloor, ProbabilityFloor
 from distill.speculative.proposal import Proposal
+from distill.speculative.rules import Rules
 from distill.speculative.trees.shape import Shape
 from distill.speculative.trees.tree_drafter import TreeDrafter
 from distill.speculative.verify import CHAINS, TREES, Random

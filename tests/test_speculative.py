@@ -19,9 +19,10 @@ from distill.errors import DataError
 from distill.models.torch_logits import TorchLogits
 from distill.models.torch_model import TorchModel
 from distill.sampler import Sampler
-from distill.speculative.decode import Decoded, Rules, decode, plain
+from distill.speculative.decode import Decoded, decode, decode_text, plain
 from distill.speculative.draft import Drafter, FirstThen, LookupDrafter, ModelDrafter
 from distill.speculative.lengths import Fixed, LossyProbabilityFloor, ProbabilityFloor
+from distill.speculative.rules import Rules
 from distill.speculative.trees.shape import Shape
 from distill.speculative.trees.tree_drafter import TreeDrafter
 from distill.speculative.verify import Random
@@ -33,9 +34,7 @@ SAMPLES = 1200
 
 
 def text(target: TableModel, drafter: Drafter, rules: Rules, limit: int, lossy: bool = False) -> tuple[int, ...]:
-    result = Decoded()
-    for _ in decode(target, drafter, [1, 2], limit, rules, result, lossy):
-        pass
+    result = decode_text(target, drafter, [1, 2], limit, rules, lossy)
     return tuple(result.tokens)
 
 
@@ -207,9 +206,7 @@ def test_greedy_text_is_the_targets(make: Callable[[TorchModel], Drafter]) -> No
     for prompt in random_prompts(5, 61, seed=4):
         # The prompt twice, so that there is something to look up.
         wanted = plain(target, prompt * 2, 30).tokens
-        result = Decoded()
-        for _ in decode(target, drafter, prompt * 2, 30, Rules(), result):
-            pass
+        result = decode_text(target, drafter, prompt * 2, 30, Rules())
         assert result.tokens == wanted
         assert sum(r.accepted for r in result.rounds) == sum(result.from_draft)
         accepted += sum(result.from_draft)

@@ -15,10 +15,11 @@ from toys import random_prompts
 from distill.models.static.static_model import StaticTorchModel
 from distill.models.torch_model import TorchModel
 from distill.sampler import Sampler
-from distill.speculative.decode import Decoded, Rules, decode, plain
+from distill.speculative.decode import Decoded, decode, plain
 from distill.speculative.draft import ModelDrafter
 from distill.speculative.lengths import Fixed
 from distill.speculative.on_device import device_round
+from distill.speculative.rules import Rules
 
 pytestmark = [
     pytest.mark.gpu,

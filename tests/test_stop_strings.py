@@ -23,9 +23,10 @@ from distill.generate.stream import GREEN, RESET, _show
 from distill.models.torch_logits import TorchLogits
 from distill.sampler import Sampler
 from distill.speculative.batch import decode_batch, plain_batch
-from distill.speculative.decode import Decoded, Rules, decode, plain
+from distill.speculative.decode import Decoded, decode, decode_text, plain
 from distill.speculative.draft import Drafter, FirstThen, LookupDrafter, ModelDrafter
-from distill.speculative.lengths import Fixed, LossyProbabilityFloor, PlusMinus, ProbabilityFloor
+from distill.speculative.lengths import AcceptedRatio, Fixed, LossyProbabilityFloor, ProbabilityFloor
+from distill.speculative.rules import Rules
 from distill.speculative.stop_strings import Characters, Stopped, stop_before, token_bytes
 from distill.speculative.trees.shape import Shape
 from distill.speculative.trees.tree_drafter import TreeDrafter
@@ -67,7 +68,7 @@ WAYS: dict[str, Make] = {
     **{f"fixed {n}": lambda d, n=n: ModelDrafter(d, Fixed(n), GREEDY, zero) for n in (1, 2, 3, 5, 8)},
     "floor": lambda d: ModelDrafter(d, ProbabilityFloor(8, 0.2), GREEDY, zero),
     "floor after": lambda d: ModelDrafter(d, LossyProbabilityFloor(8, 0.2), GREEDY, zero),
-    "plus minus": lambda d: ModelDrafter(d, PlusMinus(3, 8), GREEDY, zero),
+    "ratio": lambda d: ModelDrafter(d, AcceptedRatio(3), GREEDY, zero),
     "lookup": lambda d: LookupDrafter(6),
     "lookup, model": lambda d: FirstThen(LookupDrafter(4), ModelDrafter(d, Fixed(4), GREEDY, zero)),
     "tree": lambda d: TreeDrafter(d, GREEDY, zero, 9, branching=3),
@@ -156,9 +157,7 @@ def test_a_stop_string_across_the_border_of_two_rounds() -> None:
     free = "".join("abcdef"[token] for token in plain(target, [0, 1], 20).tokens)
     assert "be" in free
     for length in range(1, 9):
-        result = Decoded()
-        for _ in decode(target, ModelDrafter(draft, Fixed(length), GREEDY, zero), [0, 1], 20, rules, result):
-            pass
+        result = decode_text(target, ModelDrafter(draft, Fixed(length), GREEDY, zero), [0, 1], 20, rules)
         assert "".join("abcdef"[token] for token in result.tokens) == free[: free.index("be")]
 
 
@@ -194,11 +193,7 @@ def test_the_texts_above_end_where_rounds_meet() -> None:
         rules = Rules(
             stop=stop_before(lambda token, p=pieces: p[token], stops_of(draws, text.decode("utf-8", "ignore")))
         )
-        result = Decoded()
-        for _ in decode(
-            table, ModelDrafter(table.near(0.7, seed), Fixed(3), GREEDY, zero), prompt, LIMIT, rules, result
-        ):
-            pass
+        result = decode_text(table, ModelDrafter(table.near(0.7, seed), Fixed(3), GREEDY, zero), prompt, LIMIT, rules)
         before_the_last = 1 + sum(r.accepted + 1 for r in result.rounds[:-1])
         across += len(result.tokens) < before_the_last
         inside += bool(result.rest)

@@ -33,10 +33,11 @@ from distill.recipe import Configuration, Recipe, Target, load_recipe, parse_rec
 from distill.results.speedup_results import PairMeasured
 from distill.sampler import Sampler
 from distill.speculative.batch import decode_batch
-from distill.speculative.calibration import Power
+from distill.speculative.calibration import Calibration
 from distill.speculative.configured import check_trees, make_drafter, require_trees
 from distill.speculative.costs.curve import StepCosts
-from distill.speculative.decode import Decoded, Rules, decode, plain
+from distill.speculative.decode import Decoded, decode_text, plain
+from distill.speculative.rules import Rules
 from distill.speculative.trees.shape import Shape
 from distill.speculative.trees.tree_drafter import TreeDrafter
 
@@ -227,24 +228,20 @@ def test_gguf_pairs_that_cannot_be_used(files: Path, capsys: Capture) -> None:
 
 
 def test_every_drafter_and_rule_outlives_the_drafts_context() -> None:
-    costs, fitted = StepCosts((1.0, 1.1, 1.2, 1.3, 1.4), 0.1, 0.1), {"power": Power()}
+    costs, fitted = StepCosts((1.0, 1.1, 1.2, 1.3, 1.4), 0.1, 0.1), {"features": Calibration()}
     target = TableModel(6, 1)
     short = target.near(0.5, 2, capacity=12)
-    configurations = [
-        Configuration(rule=rule, length=4) for rule in ("fixed", "p_min", "plus-minus", "ratio", "entropy", "beta")
-    ]
+    configurations = [Configuration(rule=rule, length=4) for rule in ("fixed", "p_min", "ratio", "beta")]
     configurations += [
         Configuration(rule="start-continue", length=4),
-        Configuration(rule="expected-value", length=4, calibration="power"),
+        Configuration(rule="expected-value", length=4, calibration="features"),
     ]
     configurations += [one.model_copy(update={"drafter": "lookup+draft"}) for one in configurations]
     configurations += [Configuration(drafter="tree", nodes=5, length=3, calibration="none")]
     for configuration in configurations:
         for prompt in ([0, 1], [0, 1, 2, 3] * 2, [0, 1, 2, 3] * 3, [0, 1, 2, 3] * 6):
             drafter = make_drafter(configuration, short, Sampler(0), lambda: 0.0, costs, fitted)
-            result = Decoded()
-            for _ in decode(target, drafter, prompt, 24, Rules(), result):
-                pass
+            result = decode_text(target, drafter, prompt, 24, Rules())
             assert result.tokens == plain(target, prompt, 24).tokens
             if configuration.drafter != "lookup+draft":
                 assert all(r.drafted == 0 for r in result.rounds if r.depth + 1 >= short.capacity)
@@ -292,18 +289,14 @@ def test_a_chain_of_a_tree_drafter_needs_no_trees() -> None:
     target, draft = TorchModel(toy("mistral", sliding_window=20)), TorchModel(toy("mistral"))
     prompt = random_prompts(1, 61, seed=2)[0]
     chain = TreeDrafter(draft, Sampler(0), random.random, 3, shape=Shape.of_widths([1, 1, 1]), best=True)
-    result = Decoded()
-    for _ in decode(target, chain, prompt, 20, Rules(), result):
-        pass
+    result = decode_text(target, chain, prompt, 20, Rules())
     assert result.tokens == plain(target, prompt, 20).tokens and any(r.drafted == 3 for r in result.rounds)
     draws = random.Random(0).random
     distinct = Rules(Sampler(1.0), "distinct", random=draws)
     full = TorchModel(toy("mistral", max_position_embeddings=2))
     for model, widths in ((draft, [1, 1]), (full, [2, 2])):
         drafter = TreeDrafter(model, distinct.sampler, draws, 2, shape=Shape.of_widths(widths), distinct=True)
-        result = Decoded()
-        for _ in decode(target, drafter, prompt, 12, distinct, result):
-            pass
+        result = decode_text(target, drafter, prompt, 12, distinct)
         assert len(result.tokens) == 12 and any(r.drafted for r in result.rounds) == (model is draft)
 
 

@@ -15,16 +15,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from table_model import TableModel
 
-from distill.speculative.calibration import Power
+from distill.speculative.calibration import Calibration
 from distill.speculative.proposal import ROOT, Features, Proposal
 from distill.speculative.trees.shape import RankTally, Shape, ShapeTable, choose_shape, expected_accepted
 from distill.speculative.trees.tree import (
     best_first,
     best_tokens,
+    calibrated,
     choose_budget,
     features_of,
     sampled_tree,
-    spread,
     top_tree,
 )
 from distill.speculative.verify import TREES, walk, walk_greedy
@@ -132,23 +132,26 @@ def test_level_by_level_is_node_by_node(seed: int, nodes: int, depth: int, branc
     assert one.distributions is None
 
 
+SURE, LOST = Calibration(9.0), Calibration(-30.0, (0.0,))  # of every best token: accepted, or not
+
+
 def test_best_first_with_calibration() -> None:
     """The calibration decides which nodes are worth having, not the draft's own probabilities."""
     draft = Draft(3)
-    shy, values = best_first(draft.root, draft.expand, 6, calibrate=spread(Power(0.05)))  # sure of every best token
+    shy, values = best_first(draft.root, draft.expand, 6, calibration=SURE)
     assert shy.is_chain and len(shy.tokens) == 6
     chance, expected = 1.0, []
     for path in paths_of(shy):
-        chance *= draft.distribution(path[:-1]).max().item() ** 0.05
+        chance *= SURE.accept(0, Features(draft.distribution(path[:-1]).max().item(), 0.0, 0.0))
         expected.append(chance)
     assert values == pytest.approx(expected)
     other = Draft(3)
-    flat, _ = best_first(other.root, other.expand, V, calibrate=lambda chances, *_: [0.1 for _ in chances])
-    assert flat.parents == [ROOT] * V  # all children alike: a wide tree
-    assert flat.tokens == best_tokens(other.root, V)[0]
-    calibrate, features = spread(Power(1.0)), Features(0.6, 0.3, 0.9)
-    assert calibrate([0.6, 0.3, 0.1], features, 0, 1.0) == pytest.approx([0.6, 0.3, 0.1])
-    assert calibrate([1.0], Features(1.0, 0.0, 0.0), 0, 1.0) == pytest.approx([1.0], abs=1e-5)
+    flat, _ = best_first(other.root, other.expand, V, calibration=LOST)
+    assert flat.tokens[0] == best_tokens(other.root, 2)[0][1]  # the second best is the likeliest to be accepted
+    assert flat.parents.count(ROOT) > 1
+    plainly, features = Calibration(), Features(0.6, 0.3, 0.9)
+    assert calibrated([0.6, 0.3, 0.1], features, 0, plainly) == pytest.approx([0.6, 0.3, 0.1])
+    assert calibrated([1.0], Features(1.0, 0.0, 0.0), 0, plainly) == pytest.approx([1.0], abs=1e-5)
 
 
 @settings(max_examples=50, deadline=None)

@@ -50,8 +50,9 @@ from distill.results.speedup_results import PairMeasured, SpeedupReport
 from distill.sampler import Sampler
 from distill.speculative.configured import check_configurations, lossy_reason, make_drafter
 from distill.speculative.costs.curve import StepCosts
-from distill.speculative.decode import GREEDY, Decoded, Rules, decode
+from distill.speculative.decode import decode_text
 from distill.speculative.proposal import ROOT, Proposal
+from distill.speculative.rules import GREEDY, Rules
 from distill.speculative.trees.shape import RankTally, Shape
 from distill.speculative.trees.tree import best_first
 from distill.speculative.trees.tree_drafter import TreeDrafter
@@ -162,9 +163,7 @@ def test_the_values_are_those_of_the_trees_that_a_text_meets(pair: tuple[TableMo
 
     texts, starts = [], []
     for prompt in random_prompts(3, 12, 5):
-        result = Decoded()
-        for _ in decode(target, make(7), prompt, 50, Rules(), result):
-            pass
+        result = decode_text(target, make(7), prompt, 50, Rules())
         texts.append((prompt, result.tokens[:40]))  # the rounds behind are of smaller trees
         text = [*prompt, *result.tokens]
         starts += [text[: r.depth + 1] for r in result.rounds if r.depth + 1 < len(prompt) + 40]
@@ -275,7 +274,7 @@ def test_the_tally_counts_ranks_of_what_the_target_wrote(tmp_path: Path, pair: t
 
 def test_settings_of_trees_that_are_refused() -> None:
     with pytest.raises(ValidationError, match="calibration is not read by drafter tree of static shape"):
-        Configuration(drafter="tree", shape="static", calibration="power")
+        Configuration(drafter="tree", shape="static", calibration="features")
     with pytest.raises(ValidationError, match="shape is not read by drafter draft"):
         Configuration(shape="static")
     with pytest.raises(RecipeError, match=r"(?s)costs of 17 tokens a step.*profile.max_tokens=17"):

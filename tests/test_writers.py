@@ -20,8 +20,7 @@ from distill.models.batched import BatchedTorchModel
 from distill.models.torch_model import TorchModel
 from distill.recipe import parse_recipe
 from distill.sampler import Sampler
-from distill.speculative.refill import refill
-from distill.speculative.sample import continue_prompts
+from distill.speculative.sample import continue_prompts, refill
 from distill.speculative.stop_strings import stop_before
 from distill.target import answers as stage
 from distill.target.answers import answers
@@ -68,7 +67,7 @@ def test_refilled_rows_equal_each_text_alone(kind: str, sampler: Sampler) -> Non
 def test_long_prompts_are_read_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     model, asked = toy(), requests(6, seed=4, longest=40)
     whole = written(BatchedTorchModel(model, 3, V), asked, Sampler(), [])
-    monkeypatch.setattr("distill.speculative.refill.CHUNK", 7)
+    monkeypatch.setattr("distill.speculative.sample.CHUNK", 7)
     assert written(BatchedTorchModel(model, 3, V), asked, Sampler(), []) == whole
     assert max(len(request.ids) for request in asked) > 4 * 7
 

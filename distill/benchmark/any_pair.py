@@ -18,7 +18,7 @@ from distill.recipe import Configuration, Recipe
 from distill.results.pair_results import PairSpeedup
 from distill.results.speedup_results import PairMeasured
 from distill.sampler import Sampler
-from distill.speculative.other_vocabulary.opening import read_with
+from distill.speculative.other_vocabulary.drafters import read_with
 
 CALIBRATION_PROMPTS = 8  # for configurations that read calibrations, measured costs or a chosen tree
 LEAST = 8  # tokens of a prompt that a context must leave room for

@@ -15,7 +15,7 @@ from typing import Any
 from distill.errors import DataError
 from distill.files import has_form, parse_object
 from distill.models.server_commands import N_MAX, P_MIN, SPEC_TYPE
-from distill.speculative.costs.curve import CostCurve, StepCosts, predicted_speedup
+from distill.speculative.costs.curve import CostCurve, StepCosts, predicted_speedups
 
 NOTE = (
     "Imported from llama-batched-bench, which times m parallel sequences, each with a cache of its own. m tokens of "
@@ -107,10 +107,8 @@ def settings(curve: CostCurve, accepted: Sequence[float], draft: float, depth: i
     (pull request 17034), the flags by every llama-server.
     """
     costs = StepCosts(curve.at(depth), draft * curve.at(depth)[0], draft * curve.at(depth)[0])
-    target = dict(enumerate(costs.target, start=1))
-    longest = min(len(accepted), len(costs.target) - 1, most)
-    speeds = [predicted_speedup(target, costs.draft, n, accepted) for n in range(longest + 1)]
-    best = max(range(longest + 1), key=lambda n: speeds[n])
+    speeds = predicted_speedups(costs.target, costs.draft, accepted[:most])
+    best = speeds.index(max(speeds))
     ahead = look_ahead(costs, speeds[best])
     relative = [f"{value:.3f}".rstrip("0").rstrip(".") for value in curve.relative(depth)[:MOST_LISTED]]
     found = [

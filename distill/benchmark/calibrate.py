@@ -5,7 +5,7 @@ Legend: γ or n drafted tokens of a round, T target, D draft.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,26 +21,21 @@ from distill.results.serialise import from_json, read_result
 from distill.results.speedup_results import PairMeasured, RoundCosts, SpeedupPart
 from distill.run import Run
 from distill.speculative.calibration import (
-    CONTEXT_TERMS,
-    FEATURE_TERMS,
+    FITTED,
     Calibration,
-    Logistic,
-    Power,
     Recorded,
-    Sequential,
     expected_calibration_error,
-    fit_logistic,
-    fit_power,
-    fit_sequential,
+    fit_calibration,
     log_loss,
     predicted,
 )
 from distill.speculative.costs.curve import StepCosts
 from distill.speculative.costs.paid import DraftSteps, PaidCosts
-from distill.speculative.decode import GREEDY, Decoded, Rules, decode, room_for
+from distill.speculative.decode import Decoded, decode, room_for
 from distill.speculative.draft import ModelDrafter, distribution_sampler
 from distill.speculative.lengths import Fixed
 from distill.speculative.proposal import ROOT, Features, Proposal
+from distill.speculative.rules import GREEDY, Rules
 from distill.speculative.trees.shape import RankTally
 from distill.speculative.trees.tree import best_tokens
 from distill.texts import read_prompts
@@ -50,20 +45,14 @@ FORM = {"format": int, "fits": {...: {"kind": str, "fields": dict}}}  # of a cal
 LENGTH = 8  # tokens drafted in every recorded round
 RANKS = 8  # of the draft's best tokens that are tallied
 Text = tuple[list[int], list[int]]  # a prompt, and what the target wrote after it
-KINDS: dict[str, type[Calibration]] = {"Power": Power, "Logistic": Logistic, "Sequential": Sequential}
-FITS: dict[str, Callable[[Sequence[Recorded]], Calibration]] = {
-    "power": fit_power,
-    "margin": fit_logistic,
-    "features": lambda rounds: fit_logistic(rounds, FEATURE_TERMS),
-    "context": lambda rounds: fit_logistic(rounds, FEATURE_TERMS + CONTEXT_TERMS),
-    "sequential": fit_sequential,
-}
+KIND = "Logistic"  # of every calibration, as calibration.json names it
 
 
 @dataclass
 class Recorder(Fixed):
     """Drafts a fixed length and keeps what was seen of every round, with its seconds, and the text's new tokens."""
 
+    reads_features = True
     rounds: list[Recorded] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
@@ -151,14 +140,18 @@ def calibrate(own: Sequence[Recorder], command: str, ranks: RankTally | None = N
             "calibration_error": expected_calibration_error(probabilities, accepted),
         }
 
-    for name, fit in FITS.items():
+    for name, terms in FITTED.items():
         try:
-            found: Any = fit(everything)
-            table["fits"][name] = {"kind": type(found).__name__, "fields": asdict(found), **scored(fit(even))}
+            found = fit_calibration(everything, terms)
+            table["fits"][name] = {
+                "kind": KIND,
+                "fields": asdict(found),
+                **scored(fit_calibration(even, terms)),
+            }
         except DataError as error:
             table["unfitted"][name] = error.what
     if table["fits"]:
-        table["uncalibrated"] = scored(Power())
+        table["uncalibrated"] = scored(Calibration())
     if ranks is not None:
         table["ranks"] = asdict(ranks)
     return table
@@ -235,9 +228,13 @@ def read_calibrations(table: Mapping[str, Any], source: str) -> dict[str, Calibr
             raise ValueError(f"its format is {table['format']}")
         found: dict[str, Calibration] = {}
         for name, fit in table["fits"].items():
+            if name not in FITTED:
+                continue  # a file of an earlier version has more
+            if fit["kind"] != KIND:
+                raise ValueError(f"{name} is of kind {fit['kind']}")
             values = {key: tuple(value) if isinstance(value, list) else value for key, value in fit["fields"].items()}
             values.pop("shift", None)  # what is learned online, 0 in a fit
-            found[name] = from_json(values, KINDS[fit["kind"]], source)
+            found[name] = from_json(values, Calibration, source)
         return found
     except (KeyError, TypeError, ValueError) as error:
         raise DataError(

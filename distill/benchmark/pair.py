@@ -30,10 +30,10 @@ from distill.results.speedup_results import ChosenLength, Measurement, PairMeasu
 from distill.speculative.calibration import Calibration
 from distill.speculative.configured import NO_COSTS, require_trees
 from distill.speculative.costs.cheapest import DRAFT_STEPS, cheapest_pair
-from distill.speculative.costs.paid import PaidCosts, accepted_by_position, measure_paid, prompts_as_long
-from distill.speculative.costs.shorter_rounds import shorter_rounds
-from distill.speculative.decode import SYNTHETIC
+from distill.speculative.costs.curve import accepted_by_position, shorter_rounds
+from distill.speculative.costs.paid import PaidCosts, measure_paid, prompts_as_long
 from distill.speculative.other_vocabulary.drafters import Reader
+from distill.speculative.rules import SYNTHETIC
 
 LONGEST_OF_NONE = 4  # tokens drafted, for which ties are judged where no length is swept
 

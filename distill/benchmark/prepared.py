@@ -14,10 +14,9 @@ from distill.sampler import Sampler
 from distill.speculative.calibration import Calibration
 from distill.speculative.configured import NO_COSTS, Tree, configured_sampler, lossy_reason, make_drafter
 from distill.speculative.costs.curve import StepCosts
-from distill.speculative.decode import Decoded, Rules, decode, plain
+from distill.speculative.decode import Decoded, decode, plain
 from distill.speculative.draft import Drafter
-from distill.speculative.other_vocabulary.drafters import Reader
-from distill.speculative.other_vocabulary.opening import other_vocabulary_drafter
+from distill.speculative.other_vocabulary.drafters import Reader, other_vocabulary_drafter
 from distill.speculative.verify import refusal
 
 

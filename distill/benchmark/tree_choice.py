@@ -19,9 +19,10 @@ from distill.results.speedup_results import ChosenTree, ComparedTree, PairMeasur
 from distill.speculative.calibration import Calibration
 from distill.speculative.configured import Tree, configured_sampler, lossy_reason, make_drafter
 from distill.speculative.costs.curve import StepCosts
-from distill.speculative.decode import Decoded, Rules, decode, room_for
+from distill.speculative.decode import Decoded, decode, room_for
 from distill.speculative.draft import Drafter
 from distill.speculative.proposal import ROOT, Proposal
+from distill.speculative.rules import Rules
 from distill.speculative.trees.shape import Shape, choose_shape, expected_accepted
 from distill.speculative.trees.tree import choose_budget
 from distill.speculative.trees.tree_drafter import TreeDrafter

@@ -103,7 +103,7 @@ def _evaluate_standalone(
     command = "distill " + " ".join(sys.argv[1:])
     corpus, sampler = Corpus(sources=tuple(sources)), Sampler(temperature=temperature)
     in_torch = not references[0].endswith(".gguf")
-    # evaluate_pair lays out the layers of the models that it decodes with.
+    # The layers of the models that decode are laid out later: blocks are read without.
     pytorch = PyTorch(prepack=False) if in_torch else PyTorch()
     size = None if in_torch else corpus.block
     with load_pair(

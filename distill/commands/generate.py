@@ -58,7 +58,7 @@ def generate(
         str | None,
         typer.Option(
             help="How many tokens to draft, --length at most: fixed (the default), p_min, p_min-after, start-continue, "
-            "plus-minus, ratio, entropy, beta or expected-value (docs/recipes.md)."
+            "ratio, beta or expected-value (docs/recipes.md)."
         ),
     ] = None,
     p_min: Annotated[

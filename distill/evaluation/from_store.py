@@ -2,37 +2,36 @@
 
 A compact store holds the K likeliest tokens and the mass of the rest, so each measure has a least and a largest value
 between which the exact one lies, the rounding of the stored numbers included. Legend: N positions, c of them at once, V
-vocabulary, U units (documents), M measures.
+vocabulary, M measures.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
-import numpy
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from distill import divergences
 from distill.errors import DataError
-from distill.evaluation.measure import METRICS
-from distill.intervals import Interval, ratio_interval
+from distill.evaluation.measure import METRICS, Measured, Values, as_report, scored_documents, sum_by_document
+from distill.intervals import ratio_interval
 from distill.models.hugging_face import load_model, pick_device
 from distill.models.packed_forward import hidden_states
 from distill.packing import Packed
 from distill.recipe import Recipe
-from distill.results.evaluation_results import Bounds, ClassResult, Divergences, EvaluationReport, StoredMeasures
+from distill.results.evaluation_results import Bounds, EvaluationReport, StoredMeasures
 from distill.run import Run
 from distill.sampler import Sampler
+from distill.target.held_out import held_out
+from distill.target.store import TeacherStore
 from distill.teacher.distributions import TeacherChunk
-from distill.teacher.held_out import HeldOut, held_out
-from distill.teacher.store import TeacherStore, redo
+from distill.teacher.store import redo
 
 CHUNK = 256  # positions whose logits are held at once
 HALF, SMALLEST = 2.0**-11, 2.0**-25  # relative and absolute rounding of a logarithm to fp16
-Sums = NDArray[numpy.float64]
 
 
 def stored_metrics(chunk: TeacherChunk, draft_logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -81,62 +80,23 @@ def stored_metrics(chunk: TeacherChunk, draft_logits: Tensor) -> tuple[Tensor, T
     return least, most
 
 
-@dataclass(frozen=True)
-class Measured:
-    """Of one draft on one domain: sums [U, M] of the least and of the largest values, tokens [U] of each unit, how many
-    of them are the draft's argmax [U], and the units' numbers [U] among all documents."""
-
-    least: Sums
-    most: Sums
-    counts: Sums
-    hits: Sums
-    units: list[int]
-
-    def take(self, rows: list[int]) -> Measured:
-        """Some of the units."""
-        units = [self.units[row] for row in rows]
-        return Measured(self.least[rows], self.most[rows], self.counts[rows], self.hits[rows], units)
-
-    def divergences(self, resamples: int, confidence: float) -> tuple[Divergences, dict[str, Bounds]]:
-        """Each measure's middle, with an interval that covers both bounds, and the bounds themselves."""
-        intervals, bounds = {}, {}
-        for column, name in enumerate(METRICS):
-            low, high = (
-                ratio_interval(sums[:, column], self.counts, resamples, confidence) for sums in (self.least, self.most)
-            )
-            bounds[name] = Bounds(low.mean, high.mean)
-            intervals[name] = Interval((low.mean + high.mean) / 2, low.low, high.high)
-        return Divergences(int(self.counts.sum()), len(self.counts), **intervals), bounds
-
-
-@torch.inference_mode()
-def measure_store(store: TeacherStore, blocks: Packed, index: range, draft: Any) -> Measured:
-    """A draft against the stored distributions of the blocks at `index`; `blocks` are the store's, with the numbers of
-    their documents."""
-    assert blocks.first is not None
-    part = blocks.take(slice(index.start, index.stop))
-    assert part.first is not None
-    numbers, unit = (part.first.unsqueeze(1) + part.documents)[part.mask].unique(return_inverse=True)
-    sums = torch.zeros(3, len(numbers), len(METRICS), dtype=torch.float64)
-    hits = torch.zeros(len(numbers), dtype=torch.float64)
-    at = 0
+def stored_values(store: TeacherStore, blocks: Packed, index: range, name: str, draft: Any) -> Iterator[Values]:
+    """Of a draft against the stored distributions of the blocks at `index`; `blocks` are the store's, with the numbers
+    of their documents."""
     for block in index:
         one = blocks.take(slice(block, block + 1))
         hidden = hidden_states(draft, one)
         hidden = hidden[one.mask.to(hidden.device)]
         labels = one.labels()[one.mask]
         teacher = store.teacher(torch.tensor([block]), hidden.device)
-        for start in range(0, len(hidden), CHUNK):
-            rows = slice(start, start + CHUNK)
-            logits = draft.lm_head(hidden[rows]).float()[:, : store.vocabulary]
-            values = stored_metrics(teacher.chunk(rows), logits)
-            own = unit[at : at + len(logits)]
-            at += len(logits)
-            for side, value in enumerate(values):
-                sums[side].index_add_(0, own, value.double().cpu())
-            hits.index_add_(0, own, (logits.argmax(-1).cpu() == labels[rows]).double())
-    counts = torch.bincount(unit, minlength=len(numbers)).double()
-    return Measured(sums[0].numpy(), sums[1].numpy(), counts.numpy(), hits.numpy(), numbers.tolist())
+        end = 0  # among the block's scored positions, which run through its documents in turn
+        for _, number, here in scored_documents(one):
+            start, end = end, end + int(here.sum())
+            for at in range(start, end, CHUNK):
+                rows = slice(at, min(at + CHUNK, end))
+                logits = draft.lm_head(hidden[rows]).float()[:, : store.vocabulary]
+                hits = int((logits.argmax(-1).cpu() == labels[rows]).sum())
+                yield name, number, *stored_metrics(teacher.chunk(rows), logits), hits
 
 
 def evaluate_stored(recipe: Recipe, run: Run) -> EvaluationReport:
@@ -156,15 +116,8 @@ def evaluate_stored(recipe: Recipe, run: Run) -> EvaluationReport:
     for name, folder in (("before", "cut"), ("after", "draft")):
         draft = load_model(str(run.path(folder)), recipe.target.dtype, device)
         for domain, index in domains.items():
-            measured[domain][name] = measure_store(store, blocks, index, draft)
+            measured[domain] |= sum_by_document(stored_values(store, blocks, index, name, draft))
         del draft  # one at a time in memory
-    results: dict[str, dict[str, Divergences]] = {}
-    bounds: dict[str, dict[str, dict[str, Bounds]]] = {}
-    for domain, drafts in measured.items():
-        both = {name: found.divergences(*accuracy) for name, found in drafts.items()}
-        results[domain] = {name: one[0] for name, one in both.items()}
-        bounds[domain] = {name: one[1] for name, one in both.items()}
-    answers = measured["answers"]
     left_out = {f"answers ({reason})": count for reason, count in texts.dropped.items()}
     unscored = texts.blocks.mask.sum() - store.packed.mask.sum()
     if int(unscored):
@@ -174,38 +127,20 @@ def evaluate_stored(recipe: Recipe, run: Run) -> EvaluationReport:
         temperature=1.0,
         entries=store.manifest["k"],
         served=Sampler.of(recipe.sampler).describe(),
-        bounds=bounds,
-        sampled={name: ratio_interval(found.hits, found.counts, *accuracy) for name, found in answers.items()},
+        bounds={
+            domain: {
+                name: {of: Bounds(low.mean, high.mean) for of, (low, high) in found.bounds(*accuracy).items()}
+                for name, found in drafts.items()
+            }
+            for domain, drafts in measured.items()
+        },
+        sampled={
+            name: ratio_interval(found.hits, found.counts, *accuracy) for name, found in measured["answers"].items()
+        },
         left_out=left_out,
     )
-    report = EvaluationReport(
-        command=run.command,
-        sampler=Sampler().describe(),
-        length=recipe.eval.length,
-        domains=results,
-        positions={},
-        tokens_per_round={},
-        stored=stored,
-    )
-    return replace(report, classes=_by_class(texts, answers, report.acceptance_measure, accuracy))
-
-
-def _by_class(
-    texts: HeldOut, measured: dict[str, Measured], measure: str, accuracy: tuple[int, float]
-) -> list[ClassResult]:
-    """α by the answers' class and mode; none where all are the same."""
-    units = next(iter(measured.values())).units
-    names = [", ".join(filter(None, (texts.answers[unit].label, texts.answers[unit].mode))) for unit in units]
-    if len(set(names)) < 2:
-        return []
-    found = []
-    for name in dict.fromkeys(names):
-        rows = [row for row, one in enumerate(names) if one == name]
-        own = {draft: one.take(rows).divergences(*accuracy)[0] for draft, one in measured.items()}
-        tokens = next(iter(own.values())).tokens
-        accepted = {draft: one.measure(measure) for draft, one in own.items()}
-        found.append(ClassResult(name, len(rows), tokens, accepted, {}))
-    return found
+    classes = [", ".join(filter(None, (answer.label, answer.mode))) for answer in texts.answers]
+    return as_report(measured, {}, Sampler(), recipe.eval, run.command, classes, stored)
 
 
 def _source(origin: dict[str, Any]) -> str:

@@ -1,30 +1,46 @@
-"""Measures between a target and a draft: divergences and acceptance of single positions, and acceptance by position in
-the draft.
+"""Measures between a target and its drafts: of single positions, summed by document, and of decoded rounds.
 
-Legend: n blocks, S positions, N scored positions, V vocabulary, U units (prompts or documents), γ drafted tokens.
+Whatever gives a position's values (models of transformers, GGUF files, a store of distributions), `sum_by_document`
+adds them up and `as_report` makes the report.
+
+Legend: n blocks, S positions, N scored ones, V vocabulary, M measures, U units (documents), γ drafted tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from distill import divergences
 from distill.errors import DataError
 from distill.intervals import Interval, ratio_interval
+from distill.models.base import Model
 from distill.models.finite import place_of, require_finite
 from distill.models.packed_forward import packed_inputs
 from distill.models.torch_model import model_name
 from distill.packing import Packed
-from distill.results.evaluation_results import MEASURES, Divergences, PositionAcceptance
+from distill.progress import Progress
+from distill.recipe import Evaluate
+from distill.results.evaluation_results import (
+    MEASURES,
+    ClassResult,
+    Divergences,
+    EvaluationReport,
+    PositionAcceptance,
+    StoredMeasures,
+)
 from distill.sampler import Sampler
-from distill.speculative.decode import Round
+from distill.speculative.decode import Round, room_for, speculative
 
 METRICS = tuple(MEASURES)  # columns of `position_metrics`
+CHUNK = 64  # positions whose logits [64, V] are held at once of models that read single texts
+Sums = NDArray[numpy.float64]
 
 
 def position_metrics(target_logits: Tensor, draft_logits: Tensor, sampler: Sampler, vocabulary: int) -> Tensor:
@@ -59,34 +75,108 @@ def position_metrics(target_logits: Tensor, draft_logits: Tensor, sampler: Sampl
     )
 
 
-@torch.inference_mode()
-def measure_blocks(
-    target: Any, drafts: dict[str, Any], blocks: Packed, sampler: Sampler, vocabulary: int, batch: int = 2
-) -> dict[str, tuple[numpy.ndarray, numpy.ndarray]]:
-    """Sums [U, 8] and counts [U] of the metrics for each draft; a unit is one document, over all its blocks.
+@dataclass(frozen=True)
+class Measured:
+    """One draft on one domain: sums of METRICS over the positions of each unit, a document over all its blocks.
 
-    Raises DataError for blocks that do not number their documents.
+    `least` and `most` [U, M] are of what a compact store allows, the same where the target was read; `counts` [U] are
+    the units' positions, `hits` [U] those whose next token in the text is the draft's argmax (0 where nobody looked),
+    `units` [U] the units' numbers among all documents.
     """
+
+    least: Sums
+    most: Sums
+    counts: Sums
+    hits: Sums
+    units: list[int]
+
+    def take(self, rows: Sequence[int]) -> Measured:
+        """Some of the units."""
+        units = [self.units[row] for row in rows]
+        return Measured(self.least[rows], self.most[rows], self.counts[rows], self.hits[rows], units)
+
+    def bounds(self, resamples: int, confidence: float) -> dict[str, tuple[Interval, Interval]]:
+        """The intervals of each measure's least and largest mean."""
+        found = {}
+        for name, least, most in zip(METRICS, self.least.T, self.most.T, strict=True):
+            low = ratio_interval(least, self.counts, resamples, confidence)
+            same = numpy.array_equal(least, most)
+            found[name] = low, low if same else ratio_interval(most, self.counts, resamples, confidence)
+        return found
+
+    def divergences(self, resamples: int, confidence: float) -> Divergences:
+        """Each measure's mean, of bounds their middle, with an interval that covers both."""
+        found = {
+            name: Interval((low.mean + high.mean) / 2, low.low, high.high)
+            for name, (low, high) in self.bounds(resamples, confidence).items()
+        }
+        return Divergences(int(self.counts.sum()), len(self.counts), **found)
+
+
+# Of positions of one document: the draft's name, the document's number, the METRICS' least and largest values [N, M],
+# and how many of the text's tokens are the draft's argmax.
+Values = tuple[str, int, Tensor, Tensor, int]
+
+
+@torch.inference_mode()
+def sum_by_document(values: Iterable[Values]) -> dict[str, Measured]:
+    """What was measured of each draft; the documents stand in the order in which they come."""
+    totals: dict[str, dict[int, Sums]] = {}
+    for draft, number, least, most, hits in values:
+        sums = torch.stack([least.double().sum(0), most.double().sum(0)]).cpu().numpy()
+        row = numpy.append(sums, [len(least), hits])  # [2 M + 2]
+        own = totals.setdefault(draft, {})
+        own[number] = own[number] + row if number in own else row
+    found = {}
+    for draft, own in totals.items():
+        columns = numpy.split(numpy.stack([*own.values()]), [len(METRICS), 2 * len(METRICS)], axis=1)
+        found[draft] = Measured(columns[0], columns[1], columns[2][:, 0], columns[2][:, 1], [*own])
+    return found
+
+
+def block_values(
+    target: Any, drafts: Mapping[str, Any], blocks: Packed, sampler: Sampler, vocabulary: int, batch: int = 2
+) -> Iterator[Values]:
+    """Of models of transformers, which read whole blocks. DataError for logits that are not finite, and for blocks that
+    do not number their documents."""
     device = next(target.parameters()).device
-    sums: dict[str, dict[int, numpy.ndarray]] = {name: {} for name in drafts}
-    counts: dict[int, int] = {}
     for start in range(0, len(blocks), batch):
         part = blocks.take(slice(start, start + batch))
-        units = list(scored_documents(part))
-        for _, number, here in units:
-            counts[number] = counts.get(number, 0) + int(here.sum())
+        documents = list(scored_documents(part))
         expected = target(**packed_inputs(target, part)).logits
         _require_finite(expected, part, target)
         for name, draft in drafts.items():
             got = draft(**packed_inputs(draft, part)).logits
             _require_finite(got, part, draft)
-            for block, number, here in units:
+            for block, number, here in documents:
                 where = here.to(device)
                 values = position_metrics(expected[block][where], got[block][where], sampler, vocabulary)
-                total = values.double().sum(0).cpu().numpy()
-                sums[name][number] = sums[name][number] + total if number in sums[name] else total
-    weights = numpy.array(list(counts.values()))
-    return {name: (numpy.stack(list(found.values())), weights) for name, found in sums.items()}
+                yield name, number, values, values, 0
+
+
+def text_values(
+    target: Model, drafts: Mapping[str, Model], blocks: Packed, sampler: Sampler, vocabulary: int, domain: str
+) -> Iterator[Values]:
+    """Of models that read one text after another, such as GGUF files: each document of a block by itself. DataError as
+    of `block_values`."""
+    documents = list(scored_documents(blocks))
+    assert blocks.first is not None  # scored_documents has looked
+    progress = Progress(f"logits of texts, {domain}", len(documents))
+    for block, number, here in documents:
+        own = blocks.documents[block] == number - int(blocks.first[block])
+        ids, scored = blocks.ids[block][own].tolist(), here[own]
+        for model in (target, *drafts.values()):
+            model.rollback([0])
+        for start in range(0, int(scored.nonzero().max()) + 1, CHUNK):
+            part, where = ids[start : start + CHUNK], scored[start : start + CHUNK]
+            expected = target.extend(part)
+            expected.argmax()  # which names the place of logits that are not finite
+            for name, draft in drafts.items():
+                got = draft.extend(part)
+                got.argmax()
+                values = position_metrics(expected.full()[where], got.full()[where], sampler, vocabulary)
+                yield name, number, values, values, 0
+        progress.step()
 
 
 def _require_finite(logits: Tensor, part: Packed, model: Any) -> None:
@@ -110,14 +200,6 @@ def scored_documents(part: Packed) -> Iterator[tuple[int, int, Tensor]]:
                 yield block, int(part.first[block]) + document, here
 
 
-def summarise(sums: numpy.ndarray, counts: numpy.ndarray, resamples: int, confidence: float) -> Divergences:
-    """Each metric's mean with its interval, and the number of tokens and units behind it."""
-    found = {
-        name: ratio_interval(sums[:, column], counts, resamples, confidence) for column, name in enumerate(METRICS)
-    }
-    return Divergences(int(counts.sum()), len(counts), **found)
-
-
 def position_acceptance(
     rounds: Sequence[Sequence[Round]], length: int, resamples: int, confidence: float
 ) -> list[PositionAcceptance]:
@@ -138,3 +220,76 @@ def tokens_per_round(rounds: Sequence[Sequence[Round]], resamples: int, confiden
     """Accepted + 1, the mean over rounds, with its interval over prompts."""
     emitted = [sum(r.accepted + 1 for r in own) for own in rounds]
     return ratio_interval(emitted, [len(own) for own in rounds], resamples, confidence)
+
+
+def decode_rounds(
+    target: Model,
+    draft: Model,
+    prompts: Sequence[Sequence[int]],
+    settings: Evaluate,
+    ends: Sequence[int],
+    title: str,
+) -> list[list[Round]]:
+    """Greedy speculative decoding of every prompt; the rounds of each."""
+    progress = Progress(title, len(prompts))
+    rounds = []
+    for prompt in prompts:
+        limit = room_for(target, draft, len(prompt), settings.new_tokens)
+        rounds.append(speculative(target, draft, prompt, limit, settings.length, ends).rounds)
+        progress.step()
+    return rounds
+
+
+def as_report(
+    measured: Mapping[str, Mapping[str, Measured]],
+    rounds: Mapping[str, list[list[Round]]],
+    sampler: Sampler,
+    settings: Evaluate,
+    command: str,
+    classes: Sequence[str] = (),
+    stored: StoredMeasures | None = None,
+) -> EvaluationReport:
+    """The report of what was measured of each draft in each domain, and of the decoded rounds of each draft.
+
+    `classes` names that of each document of domain `answers`, which are the prompts of `rounds`; none, where they are
+    not to be told apart.
+    """
+    accuracy = settings.resamples, settings.confidence
+    report = EvaluationReport(
+        command=command,
+        sampler=sampler.describe(),
+        length=settings.length,
+        domains={
+            domain: {name: own.divergences(*accuracy) for name, own in drafts.items()}
+            for domain, drafts in measured.items()
+        },
+        positions={name: position_acceptance(own, settings.length, *accuracy) for name, own in rounds.items()},
+        tokens_per_round={name: tokens_per_round(own, *accuracy) for name, own in rounds.items()},
+        stored=stored,
+    )
+    if not classes or "answers" not in measured:
+        return report
+    return replace(report, classes=by_class(classes, measured["answers"], rounds, report.acceptance_measure, accuracy))
+
+
+def by_class(
+    classes: Sequence[str],
+    answers: Mapping[str, Measured],
+    rounds: Mapping[str, list[list[Round]]],
+    measure: str,
+    accuracy: tuple[int, float],
+) -> list[ClassResult]:
+    """Acceptance and tokens per round of each class of documents, of `classes` by number; none where all are alike."""
+    units = next(iter(answers.values())).units
+    names = list(dict.fromkeys(classes[unit] for unit in units))
+    found = []
+    for name in names if len(names) > 1 else ():
+        rows = [row for row, unit in enumerate(units) if classes[unit] == name]
+        results = {draft: one.take(rows).divergences(*accuracy) for draft, one in answers.items()}
+        tokens = next(iter(results.values())).tokens
+        accepted = {draft: result.measure(measure) for draft, result in results.items()}
+        decoded = {
+            draft: tokens_per_round([one[units[row]] for row in rows], *accuracy) for draft, one in rounds.items()
+        }
+        found.append(ClassResult(name, len(rows), tokens, accepted, decoded))
+    return found

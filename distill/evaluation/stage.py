@@ -2,35 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-
-import numpy
 
 from distill.errors import DataError
 from distill.evaluation.from_store import evaluate_stored
 from distill.evaluation.markdown import as_markdown
-from distill.evaluation.measure import measure_blocks, position_acceptance, summarise, tokens_per_round
+from distill.evaluation.measure import as_report, block_values, decode_rounds, sum_by_document
 from distill.files import write_atomically, write_text
-from distill.models.base import Model
 from distill.models.hugging_face import end_ids, load_model, load_target, load_tokenizer, pick_device, real_tokens
 from distill.models.loaded import growing_decoder
 from distill.models.trimmed_head import read_kept
 from distill.packing import Packed, pack
-from distill.progress import Progress
-from distill.recipe import Evaluate, Recipe
+from distill.recipe import Recipe
 from distill.recipe.recipe import REASON
-from distill.results.evaluation_results import ClassResult, EvaluationReport
+from distill.results.evaluation_results import EvaluationReport
 from distill.results.serialise import write_result
 from distill.run import Run
 from distill.sampler import Sampler
-from distill.speculative.decode import Round, room_for, speculative
+from distill.speculative.decode import Round
 from distill.speculative.sample import continue_prompts
 from distill.texts import prompt_seed, read_prompts
-
-Sums = dict[str, tuple[numpy.ndarray, numpy.ndarray]]  # what `measure_blocks` found, by draft
 
 
 def continue_all(
@@ -52,101 +45,6 @@ def continue_all(
         rows = slice(start, start + batch)
         texts += continue_prompts(target, prompts[rows], sampler, limit, seeds[rows], ends, vocabulary)
     return texts
-
-
-def decode_rounds(
-    target: Model,
-    draft: Model,
-    prompts: Sequence[Sequence[int]],
-    settings: Evaluate,
-    ends: Sequence[int],
-    title: str,
-) -> list[list[Round]]:
-    """Greedy speculative decoding of every prompt; the rounds of each."""
-    progress = Progress(title, len(prompts))
-    rounds = []
-    for prompt in prompts:
-        limit = room_for(target, draft, len(prompt), settings.new_tokens)
-        rounds.append(speculative(target, draft, prompt, limit, settings.length, ends).rounds)
-        progress.step()
-    return rounds
-
-
-def evaluate_pair(
-    target: Any,
-    drafts: dict[str, Any],
-    domains: dict[str, Packed],
-    prompts: Sequence[Sequence[int]],
-    sampler: Sampler,
-    settings: Evaluate,
-    vocabulary: int,
-    ends: Sequence[int],
-    command: str,
-    decoded: Collection[str] = (),
-    classes: Sequence[str] = (),
-    prepack: bool = True,
-) -> tuple[EvaluationReport, dict[str, list[list[Round]]]]:
-    """All measures between a target and its drafts, and the rounds of those that are `decoded` with it.
-
-    Divergences are measured on the blocks of each domain. `classes` names that of each prompt, none of them empty in
-    domain `answers`. `prepack` is PyTorch's setting for the decoded rounds.
-    """
-    sums = {name: measure_blocks(target, drafts, blocks, sampler, vocabulary) for name, blocks in domains.items()}
-    rounds = {}
-    if decoded:
-        big = growing_decoder(target, vocabulary, prepack)
-        for name in decoded:
-            small = growing_decoder(drafts[name], vocabulary, prepack)
-            rounds[name] = decode_rounds(big, small, prompts, settings, ends, f"rounds {name}, prompts")
-    return as_report(sums, rounds, sampler, settings, command, classes), rounds
-
-
-def as_report(
-    sums: Mapping[str, Sums],
-    rounds: dict[str, list[list[Round]]],
-    sampler: Sampler,
-    settings: Evaluate,
-    command: str,
-    classes: Sequence[str] = (),
-) -> EvaluationReport:
-    """The report of what `measure_blocks` found in each domain and of the decoded rounds of each draft."""
-    accuracy = settings.resamples, settings.confidence
-    report = EvaluationReport(
-        command=command,
-        sampler=sampler.describe(),
-        length=settings.length,
-        domains={
-            domain: {name: summarise(*own, *accuracy) for name, own in found.items()} for domain, found in sums.items()
-        },
-        positions={name: position_acceptance(own, settings.length, *accuracy) for name, own in rounds.items()},
-        tokens_per_round={name: tokens_per_round(own, *accuracy) for name, own in rounds.items()},
-    )
-    if len(set(classes)) > 1 and "answers" in sums:
-        report = replace(
-            report, classes=by_class(classes, sums["answers"], rounds, report.acceptance_measure, accuracy)
-        )
-    return report
-
-
-def by_class(
-    classes: Sequence[str],
-    sums: Sums,
-    rounds: dict[str, list[list[Round]]],
-    measure: str,
-    accuracy: tuple[int, float],
-) -> list[ClassResult]:
-    """Acceptance and tokens per round of each class's prompts; `sums` are of `measure_blocks`, one row a prompt."""
-    found = []
-    for name in dict.fromkeys(classes):
-        own = [place for place, one in enumerate(classes) if one == name]
-        results = {draft: summarise(values[own], counts[own], *accuracy) for draft, (values, counts) in sums.items()}
-        tokens = next(iter(results.values())).tokens
-        accepted = {draft: result.measure(measure) for draft, result in results.items()}
-        decoded = {
-            draft: tokens_per_round([all_of[place] for place in own], *accuracy) for draft, all_of in rounds.items()
-        }
-        found.append(ClassResult(name, len(own), tokens, accepted, decoded))
-    return found
 
 
 def write_rounds(path: Path, rounds: dict[str, list[list[Round]]]) -> None:
@@ -205,21 +103,15 @@ def evaluate(recipe: Recipe, run: Run) -> list[Path]:
     )
     files = Packed.load(run.path("corpus", "text-test.safetensors")).take(slice(0, recipe.eval.file_blocks))
     domains = {"answers": own, **({"files": files} if len(files) else {})}  # a corpus of questions has no given text
-    report, rounds = evaluate_pair(
-        target,
-        drafts,
-        domains,
-        ids,
-        sampler,
-        recipe.eval,
-        vocabulary,
-        ends,
-        run.command,
-        # A cut draft gets next to nothing accepted, and takes minutes to say so.
-        decoded=["after"],
-        classes=[prompt.kind for prompt in prompts] if all(texts) else (),
-        prepack=recipe.pytorch.prepack,
-    )
+    measured = {
+        name: sum_by_document(block_values(target, drafts, blocks, sampler, vocabulary))
+        for name, blocks in domains.items()
+    }
+    # A cut draft gets next to nothing accepted, and takes minutes to say so.
+    big, small = (growing_decoder(model, vocabulary, recipe.pytorch.prepack) for model in (target, drafts["after"]))
+    rounds = {"after": decode_rounds(big, small, ids, recipe.eval, ends, "rounds after, prompts")}
+    classes = [prompt.kind for prompt in prompts] if all(texts) else ()
+    report = as_report(measured, rounds, sampler, recipe.eval, run.command, classes)
     write_rounds(run.path("rounds.parquet"), rounds)
     return [*_written(run, report), run.path("rounds.parquet")]
 

@@ -9,15 +9,25 @@ from collections.abc import Callable, Sequence
 from distill.documents.prompts import cut_prompts
 from distill.documents.sources import read_documents
 from distill.errors import DataError
-from distill.evaluation.by_decoding import continue_texts, measure_texts
-from distill.evaluation.stage import as_report, continue_all, decode_rounds, evaluate_pair
+from distill.evaluation.measure import (
+    Measured,
+    as_report,
+    block_values,
+    decode_rounds,
+    sum_by_document,
+    text_values,
+)
+from distill.evaluation.stage import continue_all
 from distill.models.gguf.model import GgufModel
 from distill.models.hugging_face import encode
-from distill.models.loaded import LoadedPair
+from distill.models.loaded import LoadedPair, growing_decoder
 from distill.packing import Packed, pack
+from distill.progress import Progress
 from distill.recipe import Corpus, Evaluate
 from distill.results.evaluation_results import EvaluationReport
 from distill.sampler import Sampler
+from distill.speculative.decode import plain, room_for
+from distill.speculative.rules import Rules
 from distill.texts import prompt_seed
 
 PROMPT_TOKENS, BATCH, SEED = 64, 32, 0  # tokens of a prompt, prompts continued at once, and the seed of their draws
@@ -32,7 +42,7 @@ def evaluate_standalone(
     acceptance: bool,
     command: str,
 ) -> EvaluationReport:
-    """The report of `evaluate_pair` for a loaded pair on the test documents of `corpus`.
+    """The report for a loaded pair on the test documents of `corpus`.
 
     Raises DataError where the texts give fewer than 4 prompts.
     """
@@ -58,31 +68,23 @@ def evaluate_standalone(
         random.Random(SEED).shuffle(order)
         files = pack(((to_ids(document.text), 1) for document in order), block, True)
         domains["files"] = files.take(slice(0, settings.file_blocks))
+    measured = {name: _measured(pair, blocks, sampler, vocabulary, name) for name, blocks in domains.items()}
+    rounds = {}
+    if acceptance:
+        target, draft, title = pair.target, pair.draft, "rounds, prompts"
+        if pair.hugging_face is not None:  # with the layers laid out, without which the pair was loaded
+            target, draft = (growing_decoder(model, vocabulary) for model in pair.hugging_face)
+            title = "rounds draft, prompts"
+        rounds["draft"] = decode_rounds(target, draft, ids, settings, pair.ends, title)
+    return as_report(measured, rounds, sampler, settings, command)
+
+
+def _measured(pair: LoadedPair, blocks: Packed, sampler: Sampler, vocabulary: int, domain: str) -> dict[str, Measured]:
+    """What was measured of the draft, of whole blocks where the models can read them."""
     if pair.hugging_face is None:
-        drafts = {"draft": pair.draft}
-        sums = {
-            name: measure_texts(pair.target, drafts, blocks, sampler, vocabulary, name)
-            for name, blocks in domains.items()
-        }
-        title = "rounds, prompts"
-        rounds = (
-            {"draft": decode_rounds(pair.target, pair.draft, ids, settings, pair.ends, title)} if acceptance else {}
-        )
-        return as_report(sums, rounds, sampler, settings, command)
+        return sum_by_document(text_values(pair.target, {"draft": pair.draft}, blocks, sampler, vocabulary, domain))
     target, draft = pair.hugging_face
-    report, _ = evaluate_pair(
-        target,
-        {"draft": draft},
-        domains,
-        ids,
-        sampler,
-        settings,
-        vocabulary,
-        pair.ends,
-        command,
-        decoded=["draft"] if acceptance else [],
-    )
-    return report
+    return sum_by_document(block_values(target, {"draft": draft}, blocks, sampler, vocabulary))
 
 
 def _tokenizer(pair: LoadedPair) -> Callable[[str], list[int]]:
@@ -101,6 +103,12 @@ def _continued(
     vocabulary: int,
 ) -> list[list[int]]:
     """The target's own continuations, each drawn with its own seed."""
-    if pair.hugging_face is None:
-        return continue_texts(pair.target, prompts, sampler, limit, seeds, pair.ends)
-    return continue_all(pair.hugging_face[0], prompts, sampler, limit, seeds, pair.ends, BATCH, vocabulary)
+    if pair.hugging_face is not None:
+        return continue_all(pair.hugging_face[0], prompts, sampler, limit, seeds, pair.ends, BATCH, vocabulary)
+    progress, texts = Progress("the target continues prompts", len(prompts)), []
+    for prompt, seed in zip(prompts, seeds, strict=True):
+        rules = Rules(sampler, "token" if sampler.temperature else "greedy", pair.ends, random.Random(seed).random)
+        room = room_for(pair.target, pair.target, len(prompt), limit)
+        texts.append(plain(pair.target, prompt, room, rules=rules).tokens)
+        progress.step()
+    return texts

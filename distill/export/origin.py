@@ -15,7 +15,7 @@ from distill.results.serialise import read_result
 from distill.results.speedup_results import Measurement, SpeedupReport
 from distill.results.training_results import TrainingSummary
 from distill.run import Run
-from distill.speculative.costs.curve import predicted_speedup
+from distill.speculative.costs.curve import predicted_speedups
 
 FLOORS = ("p_min", "p_min-after")  # greedy, both are llama.cpp's --spec-draft-p-min
 
@@ -92,8 +92,7 @@ def _expected(profile: ProfileReport, training: TrainingSummary) -> Advice | Non
     curves = {curve.model: curve for curve in profile.curves if curve.backend == backend}
     if training.best is None or not {"target", "draft"} <= set(curves):
         return None
-    target = dict(zip(curves["target"].tokens, curves["target"].seconds, strict=True))
-    draft, accepted = curves["draft"].seconds[0], [training.best.acceptance] * len(target)
-    found = {n: predicted_speedup(target, draft, n, accepted) for n in range(1, len(target)) if n + 1 in target}
-    best = max(found, key=lambda length: found[length], default=0)
-    return Advice(best) if best and found[best] > 1 else None
+    target = curves["target"].seconds
+    speeds = predicted_speedups(target, curves["draft"].seconds[0], [training.best.acceptance] * len(target))
+    best = speeds.index(max(speeds))
+    return Advice(best) if best else None

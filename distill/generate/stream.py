@@ -23,10 +23,9 @@ from distill.speculative.calibration import Calibration
 from distill.speculative.configured import NO_COSTS, make_drafter, require_trees
 from distill.speculative.costs.curve import StepCosts
 from distill.speculative.costs.paid import measure_paid
-from distill.speculative.decode import Decoded, Rules, decode, plain, require_lossless
+from distill.speculative.decode import Decoded, decode, plain
 from distill.speculative.draft import Drafter
-from distill.speculative.other_vocabulary.drafters import Reader
-from distill.speculative.other_vocabulary.opening import other_vocabulary_drafter, read_with
+from distill.speculative.other_vocabulary.drafters import Reader, other_vocabulary_drafter, read_with
 from distill.speculative.stop_strings import BytesOf, Characters, stop_before
 from distill.speculative.verify import refusal
 

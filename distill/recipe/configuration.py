@@ -9,15 +9,13 @@ import operator
 from itertools import accumulate
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from distill.recipe.section import Section
 
 DrafterName = Literal["none", "draft", "lookup", "lookup+draft", "tree", "intersection", "string"]
-RuleName = Literal[
-    "fixed", "p_min", "p_min-after", "start-continue", "plus-minus", "ratio", "entropy", "beta", "expected-value"
-]
-CalibrationName = Literal["none", "power", "margin", "features", "context", "sequential"]
+RuleName = Literal["fixed", "p_min", "p_min-after", "start-continue", "ratio", "beta", "expected-value"]
+CalibrationName = Literal["none", "features", "context"]
 VerifierName = Literal["greedy", "match", "token", "block", "distinct"]
 
 # Which settings each length rule reads, beside `length`.
@@ -26,11 +24,14 @@ RULES: dict[str, tuple[str, ...]] = {
     "p_min": ("p_min",),
     "p_min-after": ("p_min",),
     "start-continue": ("start", "more"),
-    "plus-minus": (),
     "ratio": (),
-    "entropy": ("floor",),
     "beta": ("floor",),
     "expected-value": ("calibration", "online"),
+}
+# Rules and calibrations that were measured, removed, and what to use instead.
+REMOVED = {
+    "rule": {"plus-minus": "ratio", "entropy": "p_min"},
+    "calibration": {"power": "features", "margin": "features", "sequential": "features"},
 }
 DETERMINISTIC = ("lookup", "tree", "string")  # drafters whose tokens come without a distribution of their own
 OTHER_VOCABULARY = ("intersection", "string")  # drafters for a draft whose tokens are not the target's
@@ -54,8 +55,8 @@ class Configuration(Section):
         None,
         description="how many tokens to draft; null: fixed. p_min: while the largest probability is at least p_min; "
         "p_min-after: the same of the drawn token, dropped after its draw (as llama.cpp does: lossy when sampled); "
-        "start-continue: two floors; plus-minus: +2 or −1; ratio: accepted ÷ drafted; entropy: AdaEDL; beta: counted "
-        "acceptance; expected-value: measured costs and calibrated probabilities",
+        "start-continue: two floors; ratio: accepted ÷ drafted; beta: counted acceptance; expected-value: measured "
+        "costs and calibrated probabilities",
     )
     length: int | None = Field(
         None, ge=1, le=63, description=f"tokens drafted at most; of a tree, its depth; null: {LENGTH}"
@@ -83,13 +84,12 @@ class Configuration(Section):
         None, ge=0, le=1, description=f"start-continue: the first position's floor; null: {START}"
     )
     more: float | None = Field(None, ge=0, le=1, description=f"start-continue: later positions' floor; null: {MORE}")
-    floor: float | None = Field(None, ge=0, le=1, description="entropy, beta: the floor; null: 0.4 and 0.3")
+    floor: float | None = Field(None, ge=0, le=1, description="beta: the floor; null: 0.3")
     calibration: CalibrationName | None = Field(
         None,
-        description="expected-value, tree: from draft probabilities to acceptance, fitted on validation text. power: "
-        "q^k; margin: logistic on the margin of the two best; features: on everything the distribution shows; context: "
-        "also on which token followed the same tokens before; sequential: temperatures of the product; none: q itself; "
-        f"null: {CALIBRATION}",
+        description="expected-value, tree: from draft probabilities to acceptance, fitted on validation text. "
+        "features: logistic on everything the distribution shows; context: also on which token followed the same "
+        f"tokens before; none: q itself; null: {CALIBRATION}",
     )
     online: bool | None = Field(
         None, description="expected-value: the calibration goes on learning while decoding; null: it does not"
@@ -98,6 +98,14 @@ class Configuration(Section):
         None, description="null: greedy; under a sampler token, and match for lookup and for trees that are not drawn"
     )
     sampler: Literal["greedy", "recipe"] = Field("greedy", description="recipe: the served sampler")
+
+    @field_validator("rule", "calibration", mode="before")
+    @classmethod
+    def _removed(cls, value: object, info: ValidationInfo) -> object:
+        instead = REMOVED[info.field_name or ""].get(value) if isinstance(value, str) else None
+        if instead is not None:
+            raise ValueError(f"{info.field_name} {value} was removed: use {instead} (docs/benchmarks.md, Length rules)")
+        return value
 
     @model_validator(mode="after")
     def _only_settings_that_are_read(self) -> Configuration:
@@ -111,8 +119,8 @@ class Configuration(Section):
             raise ValueError(f"widths {list(self.widths)} make {self.drawn_nodes} nodes: 1 to 63 are possible")
         if self.drafter == "tree" and self.calibration == "context":
             raise ValueError("a tree's branches have different texts before them: use another calibration than context")
-        if self.online and self.calibration in ("none", "sequential"):
-            raise ValueError(f"calibration {self.calibration} learns nothing online: use power, margin or features")
+        if self.online and self.calibration == "none":
+            raise ValueError("calibration none learns nothing online: use features or context")
         return self
 
     def _read(self) -> set[str]:

@@ -13,13 +13,14 @@ from itertools import accumulate
 
 from distill.errors import DataError
 from distill.models.base import Logits, Model
-from distill.speculative.decode import Decoded, Round, Rules, add_tokens, require_lossless
+from distill.speculative.decode import Decoded, Round, add_tokens
 from distill.speculative.draft import NONE, ChainDraft, ModelDrafter, distribution_sampler, largest_logit_decides
 from distill.speculative.lengths import Fixed, LengthRule
 from distill.speculative.n_grams import NGramIndex
 from distill.speculative.on_device.device_draft import RowRound
 from distill.speculative.on_device.device_round import DeviceRounds, rounds_on_device
 from distill.speculative.proposal import Proposal
+from distill.speculative.rules import Rules, require_lossless
 from distill.speculative.verify import Random, draw_chain, draw_token, verify_greedy
 
 CHUNK = 256  # tokens of a prompt that one call reads
@@ -69,7 +70,7 @@ def plain_batch(
             played = rounds.run([RowRound(row.number, row.context[-1:], row.random) for row in live])
             tokens = [outcome.token for outcome in played]
         else:
-            tokens = _next_tokens(_extend(target, {row.number: row.context[-1:] for row in live}), live, rules)
+            tokens = _next_tokens(extend_rows(target, {row.number: row.context[-1:] for row in live}), live, rules)
         seconds = time.perf_counter() - prefilled
         for row, token in zip(live, tokens, strict=True):
             row.add([token], 0, rules)
@@ -177,7 +178,7 @@ def _unfinished(rows: Sequence[_Row], target: Model, limit: int) -> list[_Row]:
     ]
 
 
-def _extend(model: Model, parts: Mapping[int, Sequence[int]], last: Collection[int] | None = None) -> Logits:
+def extend_rows(model: Model, parts: Mapping[int, Sequence[int]], last: Collection[int] | None = None) -> Logits:
     """Extend each row by its own tokens (rows in ascending order) in one call.
 
     Returns the logits after the last token of each row in `last`; without `last`, those after every token.
@@ -186,7 +187,8 @@ def _extend(model: Model, parts: Mapping[int, Sequence[int]], last: Collection[i
     tokens = [token for part in parts.values() for token in part]
     ends = accumulate(len(part) for part in parts.values())
     want = None if last is None else [end - 1 for row, end in zip(parts, ends, strict=True) if row in last]
-    return model.extend(tokens, counts, want=want)
+    # With one row, counts are left out: llama.cpp's short steps skip the bookkeeping then.
+    return model.extend(tokens, counts if model.rows > 1 else None, want=want)
 
 
 def _read(model: Model, texts: Mapping[int, Sequence[int]]) -> Iterator[tuple[list[int], Logits]]:
@@ -197,7 +199,7 @@ def _read(model: Model, texts: Mapping[int, Sequence[int]]) -> Iterator[tuple[li
     for start in range(0, max(map(len, texts.values()), default=0), CHUNK):
         parts = {row: text[start : start + CHUNK] for row, text in texts.items() if len(text) > start}
         ended = [row for row in parts if len(texts[row]) <= start + CHUNK]
-        yield ended, _extend(model, parts, ended)
+        yield ended, extend_rows(model, parts, ended)
 
 
 def _prefill(target: Model, rows: Sequence[_Row], rules: Rules) -> dict[int, int]:
@@ -255,7 +257,7 @@ def _draft(draft: Model, live: Sequence[_Row], most: Mapping[int, int], rules: R
     drafting = list(live)
     while drafting := [row for row in drafting if chains[row.number].goes_on()]:
         fresh = {row.number: chains[row.number].unread(row.context, read[row.number]) for row in drafting}
-        logits = _extend(draft, fresh, fresh)
+        logits = extend_rows(draft, fresh, fresh)
         if by_argmax:
             for row, token in zip(drafting, logits.argmax(NONE), strict=True):
                 chains[row.number].add(token)
@@ -274,7 +276,7 @@ def _verify(target: Model, live: Sequence[_Row], rules: Rules) -> list[tuple[int
     The target is left with everything committed but those tokens.
     """
     depths = target.lengths
-    logits = _extend(target, {row.number: [row.context[-1], *row.proposal.tokens] for row in live})
+    logits = extend_rows(target, {row.number: [row.context[-1], *row.proposal.tokens] for row in live})
     ends = list(accumulate(len(row.proposal.tokens) + 1 for row in live))
     places = [slice(end - len(row.proposal.tokens) - 1, end) for row, end in zip(live, ends, strict=True)]
     found: list[tuple[int, int]] = []

@@ -1,9 +1,7 @@
 """Calibrations: the probability that a drafted token is accepted, from features of the draft's distribution.
 
-`accept(position, features, survival)` is the probability that the token at `position` (from 0) is accepted given that
-all before it were; `survival` is the product of those probabilities so far. A calibration is fitted on recorded rounds
-of validation text. Only positions that were drafted and reached count: positions behind the first rejection were never
-judged. Legend: N judged positions, F terms.
+A calibration is fitted on recorded rounds of validation text. Only positions that were drafted and reached count:
+positions behind the first rejection were never judged. Legend: N judged positions, F terms.
 """
 
 from __future__ import annotations
@@ -11,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import numpy
 from numpy.typing import NDArray
@@ -36,18 +33,6 @@ class Recorded:
         return [(j, self.features[j], j < self.accepted) for j in range(min(len(self.features), self.accepted + 1))]
 
 
-class Calibration(Protocol):
-    """From features to the probability of acceptance."""
-
-    def accept(self, position: int, features: Features, survival: float) -> float:
-        """The probability that the token at `position` is accepted, given that all before it are."""
-        ...
-
-    def observe(self, accepted: int, features: Sequence[Features]) -> None:
-        """Learn from one round; a calibration without online learning does nothing."""
-        ...
-
-
 def clamp(probability: float) -> float:
     """A probability kept away from 0 and 1 by LEAST."""
     return min(max(probability, LEAST), 1 - LEAST)
@@ -70,55 +55,8 @@ def margin(features: Features) -> float:
     return min(math.log(top / features.second), MOST_MARGIN) if features.second > 0 else MOST_MARGIN
 
 
-@dataclass
-class Power:
-    """q^k of the largest probability q; k < 1 for a draft that is accepted more often than q.
-
-    `rate` > 0 lets observe() follow the gradient of the log likelihood in ln k.
-    """
-
-    exponent: float = 1.0
-    rate: float = 0.0
-
-    def accept(self, position: int, features: Features, survival: float) -> float:
-        """q^k."""
-        return clamp(features.top**self.exponent)
-
-    def observe(self, accepted: int, features: Sequence[Features]) -> None:
-        """One gradient step per judged position."""
-        if not self.rate:
-            return
-        for _, seen, hit in Recorded(features, accepted).judged():
-            log_p = self.exponent * math.log(clamp(seen.top))
-            p = math.exp(log_p)
-            # d/d ln k of y·ln p + (1 − y)·ln(1 − p), with p = q^k
-            slope = log_p if hit else -log_p * p / max(1 - p, LEAST)
-            self.exponent *= math.exp(max(min(self.rate * slope, 0.5), -0.5))
-
-
-def fit_power(rounds: Sequence[Recorded], steps: int = 50) -> Power:
-    """The exponent of greatest likelihood, by Newton's method in ln k; raises DataError without both outcomes."""
-    judged = _judged(rounds)
-    log_q = numpy.log(numpy.array([clamp(f.top) for _, f, _ in judged]))
-    hits = numpy.array([y for _, _, y in judged])
-    log_k = 0.0
-    for _ in range(steps):
-        log_p = math.exp(log_k) * log_q
-        p = numpy.exp(log_p)
-        odds = p / numpy.maximum(1 - p, LEAST)
-        slope = float(numpy.where(hits, log_p, -log_p * odds).sum())
-        # −d²/d(ln k)²; where the likelihood is not concave, the step goes uphill by one
-        bend = float(numpy.where(hits, -log_p, log_p * odds * (1 + log_p * (1 + odds))).sum())
-        step = max(min(slope / bend, 1.0), -1.0) if bend > 0 else math.copysign(1.0, slope)
-        log_k += step
-        if abs(step) < 1e-10:
-            break
-    return Power(math.exp(log_k))
-
-
 TERMS: dict[str, Callable[[int, Features], float]] = {
     "margin": lambda position, f: margin(f),
-    "log_top": lambda position, f: math.log(max(f.top, 1e-30)),
     "logit_top": lambda position, f: logit(f.top),
     "entropy": lambda position, f: f.entropy,
     "first": lambda position, f: float(position == 0),
@@ -128,13 +66,14 @@ TERMS: dict[str, Callable[[int, Features], float]] = {
     "agreed_length": lambda position, f: max(f.match, 0) / 6,
     "differed_length": lambda position, f: max(-f.match, 0) / 6,
 }
-CONTEXT_TERMS = ("agrees", "differs", "agreed_length", "differed_length")  # of the best token, from the text before it
 FEATURE_TERMS = ("margin", "logit_top", "entropy", "first", "log_position")  # of the distribution and its position
+CONTEXT_TERMS = ("agrees", "differs", "agreed_length", "differed_length")  # of the best token, from the text before it
+FITTED = {"features": FEATURE_TERMS, "context": FEATURE_TERMS + CONTEXT_TERMS}  # by a configuration's `calibration`
 
 
 @dataclass
-class Logistic:
-    """σ(bias + Σ weight·term) of terms of the features, the logit margin of the two best unless others are named.
+class Calibration:
+    """σ(bias + Σ weight·term) of terms of the features; unless fitted, the draft's own largest probability.
 
     `rate` > 0 lets observe() move the bias along the gradient, for texts that the draft predicts better or worse than
     the fitted ones.
@@ -142,13 +81,13 @@ class Logistic:
 
     bias: float = 0.0
     weights: tuple[float, ...] = (1.0,)
-    terms: tuple[str, ...] = ("margin",)
+    terms: tuple[str, ...] = ("logit_top",)
     rate: float = 0.0
     forget: float = 0.02  # the share of the learned shift that each round takes away
     shift: float = field(default=0.0, init=False)
 
-    def accept(self, position: int, features: Features, survival: float) -> float:
-        """σ(bias + shift + Σ weight·term)."""
+    def accept(self, position: int, features: Features) -> float:
+        """The probability that the token at `position` (from 0) is accepted, given that all before it are."""
         total = sum(w * TERMS[name](position, features) for w, name in zip(self.weights, self.terms, strict=True))
         return clamp(sigmoid(self.bias + self.shift + total))
 
@@ -158,12 +97,12 @@ class Logistic:
             return
         self.shift *= 1 - self.forget
         for position, seen, hit in Recorded(features, accepted).judged():
-            self.shift += self.rate * (hit - self.accept(position, seen, 1.0))
+            self.shift += self.rate * (hit - self.accept(position, seen))
 
 
-def fit_logistic(
-    rounds: Sequence[Recorded], terms: Sequence[str] = ("margin",), ridge: float = 1e-3, steps: int = 50
-) -> Logistic:
+def fit_calibration(
+    rounds: Sequence[Recorded], terms: Sequence[str], ridge: float = 1e-3, steps: int = 50
+) -> Calibration:
     """Weights of greatest likelihood by Newton's method; raises DataError without both outcomes.
 
     `ridge` times half the squared weights (the bias is free) is subtracted, so that separable rows have an optimum.
@@ -187,76 +126,7 @@ def fit_logistic(
         weights = weights + size * step
         if float(numpy.abs(step).max()) < 1e-9:
             break
-    return Logistic(float(weights[0]), tuple(float(w) for w in weights[1:]), tuple(terms))
-
-
-@dataclass
-class Sequential:
-    """Temperatures of the cumulative product, one per position: c_j = σ(logit(c_{j−1}·q_j) / τ_j), with c_0 = 1.
-
-    `accept` is c_j / c_{j−1}, at most 1; positions beyond the last temperature use the last.
-    """
-
-    temperatures: tuple[float, ...] = (1.0,)
-
-    def accept(self, position: int, features: Features, survival: float) -> float:
-        """c_j / c_{j−1}."""
-        temperature = self.temperatures[min(position, len(self.temperatures) - 1)]
-        survival = max(survival, LEAST)
-        return clamp(sigmoid(logit(survival * features.top) / temperature) / survival)
-
-    def observe(self, accepted: int, features: Sequence[Features]) -> None:
-        """Nothing: there is no online learning."""
-
-
-def fit_sequential(rounds: Sequence[Recorded], least: int = 30) -> Sequential:
-    """Temperatures fitted one position after the other, each of greatest likelihood given those before.
-
-    The first position judged fewer than `least` times, and all after it, use the last temperature. Raises DataError
-    without both outcomes.
-    """
-    _judged(rounds)
-    found: list[float] = []
-    rows = [(round_, 1.0) for round_ in rounds if round_.features]  # with the survival c_{j−1} of each
-    for position in range(max(len(round_.features) for round_, _ in rows)):
-        rows = [(r, c) for r, c in rows if position < len(r.features) and position <= r.accepted]
-        if len(rows) < least:
-            break
-
-        survival = numpy.array([max(c, LEAST) for _, c in rows])
-        product = numpy.clip(survival * [r.features[position].top for r, _ in rows], LEAST, 1 - LEAST)
-        odds = numpy.log(product) - numpy.log1p(-product)
-        hits = [position < r.accepted for r, _ in rows]
-
-        def loss(log_t: float, odds: Array = odds, survival: Array = survival, hits: list[bool] = hits) -> float:
-            return log_loss(1 / (1 + numpy.exp(-odds / math.exp(log_t))) / survival, hits)
-
-        found.append(math.exp(_least(loss, -3.0, 3.0)))
-        model = Sequential(tuple(found))
-        rows = [(r, c * model.accept(position, r.features[position], c)) for r, c in rows]
-    if not found:
-        raise DataError(f"no draft position was judged {least} times", "record more rounds on the validation split")
-    return Sequential(tuple(found))
-
-
-def _least(function: Callable[[float], float], low: float, high: float) -> float:
-    """The minimum of a function with one valley: a coarse grid, then golden sections to 1e-5."""
-    grid = numpy.linspace(low, high, 25)
-    best = int(numpy.argmin([function(float(x)) for x in grid]))
-    low, high = float(grid[max(best - 1, 0)]), float(grid[min(best + 1, 24)])
-    ratio = (math.sqrt(5) - 1) / 2
-    left, right = high - ratio * (high - low), low + ratio * (high - low)
-    at_left, at_right = function(left), function(right)
-    while high - low > 1e-5:
-        if at_left < at_right:
-            high, right, at_right = right, left, at_left
-            left = high - ratio * (high - low)
-            at_left = function(left)
-        else:
-            low, left, at_left = left, right, at_right
-            right = low + ratio * (high - low)
-            at_right = function(right)
-    return (low + high) / 2
+    return Calibration(float(weights[0]), tuple(float(w) for w in weights[1:]), tuple(terms))
 
 
 def _judged(rounds: Sequence[Recorded]) -> list[tuple[int, Features, bool]]:
@@ -272,11 +142,9 @@ def predicted(calibration: Calibration, rounds: Sequence[Recorded]) -> tuple[lis
     """The calibrated probability of every judged position, and whether its token was accepted."""
     probabilities, outcomes = [], []
     for round_ in rounds:
-        survival = 1.0
         for position, features, accepted in round_.judged():
-            probabilities.append(calibration.accept(position, features, survival))
+            probabilities.append(calibration.accept(position, features))
             outcomes.append(accepted)
-            survival *= probabilities[-1]
     return probabilities, outcomes
 
 

@@ -5,8 +5,8 @@ Legend: γ or n drafted tokens of a round.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from distill.errors import DataError, RecipeError
@@ -16,27 +16,24 @@ from distill.models.torch_model import shortest_window
 from distill.recipe import Configuration, Recipe, SamplerSettings
 from distill.recipe.configuration import MORE, P_MIN, START
 from distill.sampler import Sampler
-from distill.speculative.calibration import Calibration, Logistic, Power
+from distill.speculative.calibration import Calibration
 from distill.speculative.costs.curve import StepCosts
 from distill.speculative.draft import Drafter, FirstThen, LookupDrafter, ModelDrafter
 from distill.speculative.expected_value import ExpectedValue
 from distill.speculative.lengths import (
     AcceptedRatio,
     BetaFilter,
-    Entropy,
     Fixed,
     LengthRule,
     LossyProbabilityFloor,
-    PlusMinus,
     ProbabilityFloor,
     StartContinue,
 )
 from distill.speculative.trees.shape import Shape
-from distill.speculative.trees.tree import spread
 from distill.speculative.trees.tree_drafter import TreeDrafter
 from distill.speculative.verify import Random, refusal
 
-ONLINE = {Power: 0.02, Logistic: 0.05}  # step of a calibration that goes on learning
+ONLINE = 0.05  # step of a calibration that goes on learning
 NO_COSTS = StepCosts((1.0, 1.0), 0.0, 0.0)
 CHAINS_ONLY = "draft chains: another drafter than tree"
 Tree = int | Shape  # what is chosen of a tree before it decodes: how many nodes, or its shape
@@ -49,15 +46,13 @@ def configured_sampler(configuration: Configuration, settings: SamplerSettings) 
 
 def configured_calibration(configuration: Configuration, fitted: Mapping[str, Calibration]) -> Calibration:
     """A copy of its own of the calibration that a configuration names; q itself where it was not fitted."""
-    found = copy.deepcopy(fitted.get(configuration.calibrated_by, Power()))
-    if configuration.online and isinstance(found, Power | Logistic):
-        found.rate = ONLINE[type(found)]
-    return found
+    found = fitted.get(configuration.calibrated_by, Calibration())
+    return replace(found, rate=ONLINE if configuration.online else 0.0)
 
 
 def make_rule(configuration: Configuration, costs: StepCosts, fitted: Mapping[str, Calibration]) -> LengthRule:
     """The length rule in its first state; only the expected-value rule reads `costs` and `fitted`."""
-    rule, most, floor = configuration.length_rule, configuration.most, configuration.floor
+    rule, most = configuration.length_rule, configuration.most
     p_min = P_MIN if configuration.p_min is None else configuration.p_min
     if rule == "p_min":
         return ProbabilityFloor(most, p_min)
@@ -66,14 +61,10 @@ def make_rule(configuration: Configuration, costs: StepCosts, fitted: Mapping[st
     if rule == "start-continue":
         start = START if configuration.start is None else configuration.start
         return StartContinue(most, start, MORE if configuration.more is None else configuration.more)
-    if rule == "plus-minus":
-        return PlusMinus(length=min(5, most), most=most)
     if rule == "ratio":
         return AcceptedRatio(length=min(4, most), most=most)
-    if rule == "entropy":
-        return Entropy(most) if floor is None else Entropy(most, floor)
     if rule == "beta":
-        return BetaFilter(most) if floor is None else BetaFilter(most, floor)
+        return BetaFilter(most) if configuration.floor is None else BetaFilter(most, configuration.floor)
     if rule == "expected-value":
         return ExpectedValue(costs, configured_calibration(configuration, fitted), most=most)
     return Fixed(most)
@@ -108,8 +99,7 @@ def make_drafter(
         )
         if isinstance(tree, Shape):
             return TreeDrafter(draft, sampler, random, len(tree), shape=tree, best=True)
-        calibrate = None if calibration is None else spread(calibration)
-        return TreeDrafter(draft, sampler, random, tree, depth=configuration.most, calibrate=calibrate)
+        return TreeDrafter(draft, sampler, random, tree, depth=configuration.most, calibration=calibration)
     assert configuration.drafter in ("draft", "lookup+draft"), f"`{configuration.title}` has no drafter of its own here"
     argmax = sampler.temperature == 0 or configuration.verified_by == "match"
     model = ModelDrafter(draft, make_rule(configuration, costs, fitted), sampler, random, argmax)

@@ -13,32 +13,24 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from distill.errors import DataError
 from distill.grammar.constrained import Constrained
-from distill.grammar.constraint import Constraint
 from distill.models.base import Logits, Model
-from distill.sampler import Sampler
 from distill.speculative.draft import NOTHING, ONLY, Drafter, ModelDrafter
 from distill.speculative.lengths import Fixed, LengthRule
 from distill.speculative.on_device.device_draft import RowRound
-from distill.speculative.on_device.device_round import rounds_on_device
-from distill.speculative.on_device.one_text import round_of_text, rounds_of_text
+from distill.speculative.on_device.device_round import round_of_text, rounds_of_text, rounds_on_device
 from distill.speculative.proposal import ROOT, Proposal
-from distill.speculative.stop_strings import Stop
+from distill.speculative.rules import GREEDY, Rules, require_lossless
 from distill.speculative.verify import (
     CHAINS,
     TREES,
     Random,
     draw_chain,
     draw_token,
-    refusal,
     verify_greedy,
     walk,
     walk_greedy,
 )
-
-GREEDY = Sampler(temperature=0)
-SYNTHETIC = "acceptance is synthetic: drawn at given rates, not decided by the target"
 
 
 class Round(NamedTuple):
@@ -71,53 +63,6 @@ class Decoded:
     def tokens_per_second(self) -> float:
         """Speed after the first token."""
         return max(len(self.tokens) - 1, 0) / self.seconds if self.seconds else 0.0
-
-
-@dataclass(frozen=True)
-class Rules:
-    """How a text is decoded: the served sampler, the verifier, what ends it, and where chance comes from.
-
-    `stop` is called after every round, for stop strings and the like (see stop_strings.py). A round may add several
-    tokens, so it must find the first place to stop instead of reading the end alone. A `constraint` masks the target's
-    logits before the sampler; a draft under the same constraint (see grammar/constrained.py) is accepted more often.
-    Raises DataError where the constraint ends texts with other tokens.
-
-    `rates` are synthetic: drafts and verification cost what they cost, then the token at position i is accepted by
-    chance rates[i] where those before it were, whatever the target says of it; the last rate holds for all positions
-    behind. In a tree it is the chance of the first child at depth i. Texts mean nothing then.
-    """
-
-    sampler: Sampler = GREEDY
-    verifier: str = "greedy"
-    ends: Collection[int] = ()
-    random: Random = lambda: 0.0
-    stop: Stop | None = None
-    constraint: Constraint | None = None
-    rates: Sequence[float] | None = None
-
-    def __post_init__(self) -> None:
-        if self.constraint is not None and set(self.constraint.ends) != set(self.ends):
-            raise DataError(
-                f"the grammar ends texts with tokens {sorted(self.constraint.ends)}, the decoder with "
-                f"{sorted(self.ends)}",
-                "give both the same end tokens",
-            )
-
-    @property
-    def by_argmax(self) -> bool:
-        """Whether the target's largest logit alone decides, so that no distribution is computed."""
-        return self.sampler.temperature == 0 and self.sampler.repetition_penalty == 1 and self.verifier == "greedy"
-
-
-def require_lossless(drafter: Drafter, rules: Rules) -> None:
-    """Raise DataError, with the reason, for a drafter and verifier that would change the target's distribution."""
-    reason = refusal(rules.verifier, drafter.kind, rules.sampler.temperature, tree=drafter.tree)
-    if reason is None and rules.rates is not None:
-        reason = SYNTHETIC
-    if reason is not None:
-        raise DataError(
-            f"verifier {rules.verifier} would change the target's distribution: {reason}", "or allow it as lossy"
-        )
 
 
 def room_for(target: Model, draft: Model, prompt: int, limit: int) -> int:
@@ -330,6 +275,16 @@ def _distributions(logits: Logits, context: Sequence[int], proposal: Proposal, r
     return rules.sampler.distributions(logits, histories)
 
 
+def decode_text(
+    target: Model, drafter: Drafter, prompt: Sequence[int], limit: int, rules: Rules, lossy: bool = False
+) -> Decoded:
+    """The whole text that `decode` makes."""
+    result = Decoded()
+    for _ in decode(target, drafter, prompt, limit, rules, result, lossy):
+        pass
+    return result
+
+
 def speculative(
     target: Model, draft: Model, prompt: Sequence[int], limit: int, length: int, ends: Collection[int] = ()
 ) -> Decoded:
@@ -338,8 +293,5 @@ def speculative(
     The tokens are those of `plain`, except where the target's two best logits lie within the rounding difference
     between batches of one and of several tokens.
     """
-    rules, result = Rules(ends=ends), Decoded()
-    drafter = ModelDrafter(draft, Fixed(length), rules.sampler, rules.random)
-    for _ in decode(target, drafter, prompt, limit, rules, result):
-        pass
-    return result
+    rules = Rules(ends=ends)
+    return decode_text(target, ModelDrafter(draft, Fixed(length), GREEDY, rules.random), prompt, limit, rules)

@@ -68,7 +68,7 @@ def largest_logit_decides(argmax: bool, sampler: Sampler, rules: Iterable[Length
 
 
 class ChainDraft:
-    """The chain of one text in one round: when it stops, which tokens it takes, and which of them are submitted.
+    """The chain of one text in one round: when it stops, which tokens it takes, and which of them are verified.
 
     With `argmax` the best token is taken, else one is drawn. It has at most `limit` tokens and at most as many as the
     rule allows; a token of `ends` is the last one.
@@ -127,7 +127,7 @@ class ChainDraft:
         return True
 
     def proposal(self) -> Proposal:
-        """The tokens that the rule submits."""
+        """The tokens that the rule keeps."""
         if len(self._features) < len(self.tokens):
             return Proposal.chain(self.tokens)
         count = self._submitted()
@@ -135,14 +135,13 @@ class ChainDraft:
         return Proposal.chain(self.tokens[:count], distributions, self._features[:count])
 
     def _submitted(self) -> int:
-        """How many tokens the rule submits; fewer than were drawn is lossy, and refused unless asked for."""
-        keeps = getattr(self._rule, "keeps", None)
-        if self._argmax or keeps is None:
-            return self._rule.submit(self._features)
-        for index, (token, distribution) in enumerate(zip(self.tokens, self._distributions, strict=True)):
-            if not keeps(float(distribution[token])):
-                return index
-        return len(self.tokens)
+        """How many tokens the rule keeps; fewer than were drawn is lossy, and refused unless asked for."""
+        if not self._rule.anticipates:
+            return len(self.tokens)
+        chances = [features.top for features in self._features]
+        if not self._argmax:
+            chances = [float(q[token]) for token, q in zip(self.tokens, self._distributions, strict=True)]
+        return next((i for i, chance in enumerate(chances) if not self._rule.keeps(chance)), len(chances))
 
 
 def read_prompt(model: Model, prompt: Sequence[int]) -> None:

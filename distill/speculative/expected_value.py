@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from distill.speculative.calibration import Calibration, Power
+from distill.speculative.calibration import Calibration
 from distill.speculative.costs.curve import StepCosts
-from distill.speculative.lengths import Rule
+from distill.speculative.lengths import LengthRule
 from distill.speculative.proposal import Features
 
 LONGEST_REST = 1024  # tokens of plain decoding before another try
@@ -18,15 +18,14 @@ PRIOR = 2.0  # tokens that the usual acceptance counts for, beside those of the 
 
 
 @dataclass
-class ExpectedValue(Rule):
+class ExpectedValue(LengthRule):
     """The length of greatest E − λ·seconds, from measured costs and calibrated features (profile-guided lengths).
 
     Drafting goes on while up to `look_ahead` + 1 more tokens could beat the best length so far, if each were accepted
     with probability `hope` + (1 − hope)·(the mean so far). look_ahead 0 is the myopic rule. hope 1 gives an upper bound
-    of the gain, and drafts too much where drafting costs. All drafted tokens are submitted; with `truncate`, which is
-    lossless for deterministic drafts alone, only the n of greatest E − λ·T(n + 1) are (on validation traces that gained
-    nothing on any curve, docs/benchmarks.md). λ is a moving average in which a token counts half after `memory` more;
-    it starts at 1/T(1); the mean acceptance, which the hope reads, starts at `usual`.
+    of the gain, and drafts too much where drafting costs. All drafted tokens are submitted. λ is a moving average in
+    which a token counts half after `memory` more; it starts at 1/T(1); the mean acceptance, which the hope reads,
+    starts at `usual`.
 
     The rule decodes plainly for `probe` tokens after `patience` rounds in which nothing was worth submitting, or when
     the rounds together lost `allowance` tokens' time against plain decoding, and more than chance explains: `doubt`
@@ -37,11 +36,10 @@ class ExpectedValue(Rule):
     """
 
     costs: StepCosts
-    calibration: Calibration = field(default_factory=Power)
+    calibration: Calibration = field(default_factory=Calibration)
     most: int = 15
     look_ahead: int = 15
     hope: float = 0.3
-    truncate: bool = False
     memory: float = 400.0
     patience: int = 8
     tries: int = 4
@@ -50,7 +48,8 @@ class ExpectedValue(Rule):
     doubt: float = 2.5
     usual: float = 0.6
     rate: float = field(default=0.0, init=False)  # λ, tokens per second
-    _expected: list[float] = field(default_factory=lambda: [1.0], init=False)  # E after n = 0.. drafted tokens
+    _drafted: int = field(default=0, init=False)  # n so far in this round
+    _expected: float = field(default=1.0, init=False)  # E of the round as it stands
     _survival: float = field(default=1.0, init=False)
     _tokens: float = field(default=0.0, init=False)
     _seconds: float = field(default=0.0, init=False)
@@ -68,31 +67,20 @@ class ExpectedValue(Rule):
         self._tokens, self._seconds = 16.0, 16.0 * self.costs.target[0]
         self.rate = self._tokens / self._seconds
 
-    @property
-    def anticipates(self) -> bool:  # type: ignore[override]
-        """True only when it truncates."""
-        return self.truncate
-
     def limit(self) -> int:
         """`most`, as far as the curve reaches; 0 while decoding plainly."""
         return 0 if self._plain > 0 else min(self.most, len(self.costs.target) - 1)
 
     def _start(self, position: int) -> None:
         if position == 0:
-            self._expected, self._survival = [1.0], 1.0
+            self._drafted, self._expected, self._survival = 0, 1.0, 1.0
 
     def _value(self, drafted: int, expected: float) -> float:
         """E − λ·T(n + 1); the time of drafting is spent already."""
         return expected - self.rate * self.costs.target[drafted]
 
-    def _best(self) -> float:
-        """The best value that needs no more drafting."""
-        first = 0 if self.truncate else len(self._expected) - 1
-        return max(self._value(n, self._expected[n]) for n in range(first, len(self._expected)))
-
-    def _beatable(self, best: float, ahead: int) -> bool:
-        """Whether 1..`ahead` more tokens could beat `best`, with the time of their draft steps."""
-        drafted, expected, survival = len(self._expected) - 1, self._expected[-1], self._survival
+    def _beatable(self, drafted: int, expected: float, survival: float, best: float, ahead: int) -> bool:
+        """Whether 1..`ahead` tokens after `drafted` ones could beat the value `best`, with the time of their steps."""
         # Predict the next tokens from this round: its geometric mean, with the usual acceptance as PRIOR more tokens.
         mean = (self._usual**PRIOR * survival) ** (1 / (PRIOR + drafted))
         hoped = self.hope + (1 - self.hope) * mean
@@ -110,24 +98,21 @@ class ExpectedValue(Rule):
     def step_on(self, position: int) -> bool:
         """Whether drafting more could beat the tokens drafted so far."""
         self._start(position)
-        return self._beatable(self._best(), self.look_ahead + 1)
+        best = self._value(self._drafted, self._expected)
+        return self._beatable(self._drafted, self._expected, self._survival, best, self.look_ahead + 1)
 
     def go_on(self, position: int, features: Features) -> bool:
         """Whether this token, alone or with more, could beat the tokens drafted so far."""
         self._start(position)
-        best = self._best()
-        self._survival *= self.calibration.accept(position, features, self._survival)
-        self._expected.append(self._expected[-1] + self._survival)
-        go = self._value(position + 1, self._expected[-1]) > best or self._beatable(best, self.look_ahead)
-        if not go:
-            self._expected.pop()
-        return go
-
-    def submit(self, features: Sequence[Features]) -> int:
-        """All, or with `truncate` the n of greatest E − λ·T(n + 1)."""
-        if not self.truncate:
-            return len(features)
-        return max(range(len(features) + 1), key=lambda n: self._value(n, self._expected[n]))
+        best = self._value(self._drafted, self._expected)
+        drafted, survival = self._drafted + 1, self._survival * self.calibration.accept(position, features)
+        expected = self._expected + survival
+        if self._value(drafted, expected) <= best and not self._beatable(
+            drafted, expected, survival, best, self.look_ahead
+        ):
+            return False
+        self._drafted, self._expected, self._survival = drafted, expected, survival
+        return True
 
     def caught_up(self, seconds: float) -> None:
         """Reading what was decoded without the draft has to be made up for, too."""

@@ -11,23 +11,24 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from distill.results.cut_results import Priced, SearchReport
-
-
-def expected_tokens(acceptance: float, length: int) -> float:
-    """Tokens per round τ = Σ_{i ≤ γ} α^i."""
-    return sum(acceptance**i for i in range(length + 1))
+from distill.speculative.costs.curve import predicted_speedups
 
 
 def best_length(
     target_seconds: Mapping[int, float], draft_seconds: float, acceptance: float, longest: int
 ) -> tuple[int, float]:
     """The γ in 0..longest with the most predicted tokens per second, and those; `target_seconds` maps m to T(m)."""
-    rates = [
-        expected_tokens(acceptance, length) / (target_seconds[length + 1] + length * draft_seconds)
-        for length in range(longest + 1)
-    ]
-    best = max(range(longest + 1), key=lambda length: rates[length])
-    return best, rates[best]
+    speeds = _speedups(target_seconds, draft_seconds, acceptance, longest)
+    best = speeds.index(max(speeds))
+    return best, speeds[best] / target_seconds[1]
+
+
+def _speedups(
+    target_seconds: Mapping[int, float], draft_seconds: float, acceptance: float, longest: int
+) -> list[float]:
+    """The predicted speedup of each γ in 0..longest."""
+    target = [target_seconds[m] for m in range(1, longest + 2)]
+    return predicted_speedups(target, draft_seconds, [acceptance] * longest)
 
 
 def price(
@@ -42,9 +43,7 @@ def price(
 ) -> Priced:
     """The predicted speed of one cut, with the figures it follows from."""
     length, rate = best_length(target_seconds, draft_seconds, acceptance, longest)
-    drafting = max(
-        expected_tokens(acceptance, n) / (target_seconds[n + 1] + n * draft_seconds) for n in range(1, longest + 1)
-    )
+    drafting = max(_speedups(target_seconds, draft_seconds, acceptance, longest)[1:]) / target_seconds[1]
     return Priced(
         name, settings, parameters, kl, acceptance, draft_seconds, length, rate, rate * target_seconds[1], drafting
     )

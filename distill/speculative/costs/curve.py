@@ -1,25 +1,25 @@
-"""Cost curves: the seconds a model takes for m tokens of one sequence at a depth.
+"""Cost curves: the seconds a model takes for m tokens of one sequence at a depth; and the draft lengths they favour.
 
-Legend: m tokens of one step, T target, D draft, n or γ drafted tokens.
+Legend: m tokens of one step, T target, D draft, n or γ drafted tokens of a round.
 """
 
 from __future__ import annotations
 
 import math
+import operator
 import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import chain
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any
 
 from distill.errors import DataError
-from distill.files import has_form, read_json, write_json
+from distill.files import write_json
 from distill.machine import machine
 from distill.models.base import Model
 from distill.progress import Progress
-from distill.results.serialise import from_json
 
 FORMAT = 1  # of saved curves
 UNSTEADY = 1.5  # a median this many times the fastest repeat was disturbed by other programs
@@ -63,18 +63,6 @@ def doubt(medians: Sequence[float], fastest: Sequence[float]) -> str:
         f"{disturbed} of {len(medians)} step sizes took more than {UNSTEADY:g} times their fastest repeat: other "
         "programs were using this machine, so measure again when it is quiet"
     )
-
-
-def predicted_speedup(target: dict[int, float], draft: float, length: int, accepted: Sequence[float]) -> float:
-    """Decoding speed relative to plain for draft length γ, from step costs and acceptance by position (given reached).
-
-    S = T(1)·(1 + Σ_i Π_{j≤i} a_j) / (T(γ + 1) + γ·D); `target` maps m to T(m), `draft` is D(1), `accepted` is a_1..a_γ.
-    """
-    survive, expected = 1.0, 1.0
-    for position in range(length):
-        survive *= accepted[position]
-        expected += survive
-    return target[1] * expected / (target[length + 1] + length * draft)
 
 
 @dataclass(frozen=True)
@@ -164,81 +152,53 @@ def measure_curve(
     )
 
 
-@dataclass(frozen=True)
-class PairCost:
-    """The cost of a round: the target's curve, the draft's (m = 1, 2 at least), and seconds of everything else (D₀)."""
-
-    target: CostCurve
-    draft: CostCurve
-    overhead_seconds: float = 0.0
-
-    def __post_init__(self) -> None:
-        if self.target.unit != self.draft.unit:
-            raise DataError(
-                f"the target's costs are in {self.target.unit}, the draft's in {self.draft.unit}",
-                "measure both on one machine",
-            )
-        if min(len(row) for row in self.draft.seconds) < 2:
-            raise DataError(f"the curve of {self.draft.model} has no D(2)", "measure it with at least 2 tokens")
-
-    def at(self, depth: int) -> StepCosts:
-        """The costs at a depth, each model's from its own nearest bucket below."""
-        draft = self.draft.at(depth)
-        return StepCosts(self.target.at(depth), draft[0], draft[1], self.overhead_seconds)
-
-    def speedup(self, length: int, accepted: Sequence[float], depth: int) -> float:
-        """S(n) of a fixed length from acceptance by position (given reached), overhead included; plain is 1."""
-        costs = self.at(depth)
-        if length >= len(costs.target) or length > len(accepted):
-            raise DataError(
-                f"draft length {length} needs T({length + 1}) and {length} acceptance rates; "
-                f"there are {len(costs.target)} and {len(accepted)}",
-                "measure a longer curve or ask for a smaller length",
-            )
-        target = dict(enumerate(costs.target, start=1))
-        without_overhead = predicted_speedup(target, costs.draft, length, accepted)
-        seconds = costs.round_seconds(length)
-        return without_overhead * (seconds - costs.overhead) / seconds if length else without_overhead
-
-    def best_length(self, accepted: Sequence[float], depth: int) -> tuple[int, float]:
-        """The length of greatest S(n), the smallest on ties, and its S; 0 when plain decoding is best."""
-        longest = min(len(self.at(depth).target) - 1, len(accepted))
-        found = [self.speedup(n, accepted, depth) for n in range(longest + 1)]
-        best = max(range(longest + 1), key=lambda n: found[n])
-        return best, found[best]
-
-    def save(self, path: Path) -> None:
-        """Write the pair as JSON; see `load_costs`."""
-        write_json(path, {"format": FORMAT, **asdict(self)})
-
-
 def save_cost_curve(curve: CostCurve, path: Path) -> None:
-    """Write one curve as JSON; see `load_cost_curve`."""
+    """Write a curve as JSON."""
     write_json(path, {"format": FORMAT, **asdict(curve)})
 
 
-def load_cost_curve(path: Path) -> CostCurve:
-    """Read what `save_cost_curve` wrote; raises DataError when it is missing, damaged or of another format."""
-    return _curve(_checked(path), path)
+def tokens_per_round(accepted: Sequence[float]) -> float:
+    """τ = 1 + Σ_i Π_{j ≤ i} a_j, from the acceptance a_1..a_γ at each drafted position, given that it was reached."""
+    return sum(accumulate(accepted, operator.mul), start=1.0)
 
 
-def load_costs(path: Path) -> PairCost:
-    """Read what `PairCost.save` wrote; raises DataError when it is missing, damaged or of another format."""
-    found = _checked(path)
-    if not has_form(found, {"target": dict, "draft": dict, "overhead_seconds": (int, float)}):
-        raise DataError(f"{path} does not hold the costs of a pair", "measure them again")
-    return PairCost(_curve(found["target"], path), _curve(found["draft"], path), float(found["overhead_seconds"]))
+def predicted_speedups(target: Sequence[float], draft: float, accepted: Sequence[float]) -> list[float]:
+    """Decoding speed relative to plain for each draft length γ = 0.., as far as T(1..) and the acceptance reach.
+
+    S(γ) = T(1)·τ / (T(γ + 1) + γ·D) (Leviathan et al. 2023, eq. 1, with measured times); `draft` is D(1), `accepted` is
+    a_1.. as of `tokens_per_round`. The best length is the first of the largest; at 0 plain decoding is faster.
+    """
+    lengths = range(min(len(target) - 1, len(accepted)) + 1)
+    return [target[0] * tokens_per_round(accepted[:n]) / (target[n] + n * draft) for n in lengths]
 
 
-def _checked(path: Path) -> dict[str, Any]:
-    found = read_json(path)
-    if not isinstance(found, dict) or found.get("format") != FORMAT:
-        raise DataError(f"{path} holds no cost curve of format {FORMAT}", "measure it again with this version")
-    return {name: value for name, value in found.items() if name != "format"}
+def accepted_by_position(rounds: Sequence[tuple[int, int]]) -> list[float]:
+    """Acceptance at each position, given that it was reached, from rounds of (drafted, accepted) tokens.
+
+    It ends before the first position that no round reached.
+    """
+    rates: list[float] = []
+    while reached := [accepted for drafted, accepted in rounds if drafted > len(rates) <= accepted]:
+        rates.append(sum(accepted > len(rates) for accepted in reached) / len(reached))
+    return rates
 
 
-def _curve(fields: Any, path: Path) -> CostCurve:
-    unknown = sorted(set(fields) - set(CostCurve.__dataclass_fields__))
-    if unknown:
-        raise DataError(f"{path} does not hold a cost curve: {unknown[0][:60]!r} is no part of one", "measure it again")
-    return from_json(fields, CostCurve, str(path))
+def shorter_rounds(rounds: Sequence[tuple[int, int]], length: int) -> list[tuple[int, int]]:
+    """The rounds (drafted, accepted) of `length` tokens of a text whose greedy rounds, which drafted more, are given.
+
+    A greedy draft continues an accepted text as it did before, so that a round which begins inside an accepted stretch
+    is known: it accepts what is left of the stretch. Acceptance by position is not the same for all lengths: short
+    rounds begin more often inside such stretches, long ones behind a token that the draft did not know. Where all that
+    was drafted is accepted, nothing is known of the token behind it: such a round is taken to have drafted no more,
+    which says nothing of later positions (see `accepted_by_position`).
+    """
+    left: list[tuple[int, bool]] = []  # by place in the text: tokens of the stretch after it; whether a miss ends it
+    for drafted, accepted in rounds:
+        left += [(accepted - passed, accepted < drafted) for passed in range(accepted + 1)]
+    found, place = [], 0
+    while place < len(left):
+        stretch, missed = left[place]
+        accepted = min(stretch, length)
+        found.append((length if missed or stretch >= length else stretch, accepted))
+        place += accepted + 1
+    return found

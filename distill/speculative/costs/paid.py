@@ -9,6 +9,7 @@ Legend: n tokens drafted in a round, T target, D draft.
 from __future__ import annotations
 
 import itertools
+import math
 import random
 import statistics
 import time
@@ -17,11 +18,12 @@ from dataclasses import asdict, dataclass, field
 
 from distill.errors import DataError
 from distill.models.base import Model
-from distill.speculative.costs.curve import StepCosts
-from distill.speculative.decode import GREEDY, Decoded, Round, Rules, decode, plain, room_for
+from distill.speculative.costs.curve import StepCosts, tokens_per_round
+from distill.speculative.decode import Decoded, Round, decode_text, plain, room_for
 from distill.speculative.draft import ModelDrafter
-from distill.speculative.lengths import Rule
+from distill.speculative.lengths import LengthRule
 from distill.speculative.proposal import Features
+from distill.speculative.rules import GREEDY, Rules
 
 PROMPTS = 4  # behind which rounds are timed
 TOKENS = 96  # decoded after a prompt, so that rounds are timed at the depths of requests
@@ -46,17 +48,6 @@ def typical(seconds: Sequence[float]) -> float:
     """The mean without what lies FAR above the median: of many rounds the sum is paid, not the median."""
     most = FAR * statistics.median(seconds)
     return statistics.fmean(one for one in seconds if one <= most)
-
-
-def accepted_by_position(rounds: Sequence[tuple[int, int]]) -> list[float]:
-    """Acceptance at each position, given that it was reached, from rounds of (drafted, accepted) tokens.
-
-    It ends before the first position that no round reached.
-    """
-    rates: list[float] = []
-    while reached := [accepted for drafted, accepted in rounds if drafted > len(rates) <= accepted]:
-        rates.append(sum(accepted > len(rates) for accepted in reached) / len(reached))
-    return rates
 
 
 @dataclass(frozen=True)
@@ -115,18 +106,14 @@ class PaidCosts:
 
         accepted[i] is the acceptance at position i, given that it was reached.
         """
-        survive, tokens = 1.0, 1.0
-        for rate in accepted[:length]:
-            survive *= rate
-            tokens += survive
         plain_seconds = prompt * self.target_prompt + (new - 1) * self.token
-        rounds = (new - 1) / tokens
+        rounds = (new - 1) / tokens_per_round(accepted[:length])
         reading = prompt * (self.target_prompt + self.draft_prompt)
-        return plain_seconds / (reading + rounds * self.round_seconds(length, survive))
+        return plain_seconds / (reading + rounds * self.round_seconds(length, math.prod(accepted[:length])))
 
 
 @dataclass
-class Timer(Rule):
+class Timer(LengthRule):
     """Drafts the lengths of `order` in turn, with or without reading distributions, and notes when each step begins.
 
     A round is its length (−1 where the text's limit cut it short), whether distributions were read, the seconds of its
@@ -258,10 +245,7 @@ class PaidMeter:
             self.text()
 
     def _decode(self, prompt: Sequence[int], limit: int) -> Decoded:
-        result = Decoded()
-        for _ in decode(self._models[0], self._drafter, prompt, limit, self._rules, result):
-            pass
-        return result
+        return decode_text(self._models[0], self._drafter, prompt, limit, self._rules)
 
     def costs(self) -> PaidCosts:
         """Those of all texts so far."""

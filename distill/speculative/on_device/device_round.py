@@ -15,8 +15,8 @@ Legend: R rows, γ drafted tokens of a round, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,13 +27,11 @@ from distill.models.static.static_model import StaticTorchModel
 from distill.models.static.transfers import fetch, send
 from distill.models.torch_model import model_name
 from distill.speculative import verify
-from distill.speculative.draft import NONE, distribution_sampler
+from distill.speculative.draft import NONE, ChainDraft, Drafter, ModelDrafter, distribution_sampler
 from distill.speculative.lengths import LengthRule
 from distill.speculative.on_device.device_draft import DeviceDraft, Drafted, RowRound
 from distill.speculative.proposal import Proposal
-
-if TYPE_CHECKING:
-    from distill.speculative.decode import Rules
+from distill.speculative.rules import Rules
 
 KNOWN = (*verify.CHAINS, "distinct")
 SPARE = 0.5  # in the place of numbers that nobody draws
@@ -189,3 +187,34 @@ def rounds_on_device(
         return None
     assert isinstance(target, StaticTorchModel) and (draft is None or isinstance(draft, StaticTorchModel))
     return DeviceRounds(target, rules, draft, argmax, any(rule.reads_features for rule in lengths))
+
+
+def rounds_of_text(target: Model, drafter: Drafter, rules: Rules) -> DeviceRounds | None:
+    """The rounds of this text on the target's device, the draft's chain too where it is there; None on the host."""
+    if drafter.tree:
+        return None
+    if type(drafter) is ModelDrafter and drafter.kind != "cut":
+        rounds = rounds_on_device(target, rules, drafter.model, drafter.argmax, [drafter.rule])
+        if rounds is not None:
+            return rounds
+    return rounds_on_device(target, rules, None)
+
+
+def round_of_text(
+    rounds: DeviceRounds, drafter: Drafter, context: Sequence[int], most: int, rules: Rules
+) -> tuple[Proposal, list[int], int]:
+    """A round on the device: the proposal, its accepted nodes, and the token after them."""
+    row = RowRound(0, context, rules.random)
+    if most > 0 and rounds.draft is not None:
+        assert isinstance(drafter, ModelDrafter)
+        rounds.draft.looks = drafter.rule.reads_features
+        if rounds.draft.looks:
+            drafter.index.read(context)
+        chain = ChainDraft(drafter.rule, drafter.random, drafter.argmax, most, rules.ends)
+        if len(context) - drafter.model.lengths[0] > 2 and chain.goes_on():
+            drafter.catch_up(context)
+        row = replace(row, chain=chain, index=drafter.index)
+    elif most > 0:
+        row = replace(row, proposed=drafter.propose(context, most, rules.ends))
+    outcome = rounds.run([row])[0]
+    return outcome.proposal, list(range(outcome.accepted)), outcome.token

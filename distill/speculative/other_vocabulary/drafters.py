@@ -17,10 +17,13 @@ import torch
 
 from distill.errors import PairError
 from distill.models.base import Logits, Model, check_rollback
+from distill.models.hugging_face import load_model, local_folder, pick_device
+from distill.models.loaded import GROWING, torch_decoder
 from distill.models.torch_logits import TorchLogits
+from distill.recipe import Configuration, PyTorch, Target
 from distill.sampler import Sampler
-from distill.speculative.draft import ModelDrafter, distribution_sampler
-from distill.speculative.lengths import LengthRule
+from distill.speculative.draft import Drafter, ModelDrafter, distribution_sampler
+from distill.speculative.lengths import Fixed, LengthRule
 from distill.speculative.other_vocabulary.translation import (
     Translator,
     incomplete,
@@ -225,7 +228,7 @@ class StringMatchDrafter:
     def propose(self, context: Sequence[int], limit: int, ends: Collection[int]) -> Proposal:
         """At most `limit` target tokens of the text that the draft continues with; an end token is the last."""
         own, seen = self._drafted(context, limit)
-        count = self.rule.submit(seen)
+        count = next((i for i, features in enumerate(seen) if not self.rule.keeps(features.top)), len(seen))
         own, self._features = own[:count], seen[:count]
         text = [token for token in own if self._is_text(token)]
         translator = self.reader.translator
@@ -309,3 +312,22 @@ class StringMatchDrafter:
         drafted = self._covered(proposal.tokens)
         features = self._features[:drafted]
         self.rule.observe(drafted, self._covered(proposal.tokens[:count]), features, seconds)
+
+
+def read_with(target: Target, draft: str, device: str, rows: int, pytorch: PyTorch = GROWING) -> Reader:
+    """Load a draft, in the target's type, to read the target's ids; `rows` are those of the target's logits.
+
+    `pytorch` says how it decodes.
+    """
+    both, own = (Vocabulary.read(local_folder(reference)) for reference in (target.model, draft))
+    model = torch_decoder(load_model(draft, target.dtype, pick_device(device)), own.size, pytorch)
+    return Reader(model, both, own, rows)
+
+
+def other_vocabulary_drafter(configuration: Configuration, reader: Reader, sampler: Sampler, random: Random) -> Drafter:
+    """The drafter that a configuration of OTHER_VOCABULARY names; ValueError for a rule beside fixed lengths."""
+    if configuration.length_rule != "fixed":
+        raise ValueError(f"drafter {configuration.drafter} drafts fixed lengths only")
+    kind = IntersectionDrafter if configuration.drafter == "intersection" else StringMatchDrafter
+    argmax = configuration.verified_by == "match"
+    return kind(reader, Fixed(configuration.most), sampler, random, argmax=argmax)

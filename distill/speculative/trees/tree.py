@@ -24,9 +24,6 @@ from distill.speculative.verify import draw_token
 # Feeds the draft these tokens below these parents (numbers of tokens fed before, or ROOT) and returns the distributions
 # [m, V] after them, after the sampler. `extend(tokens, parents=parents)` of a model numbers its nodes in the same way.
 Expand = Callable[[list[int], list[int]], Tensor]
-# From the draft's probabilities of a node's children, best first, the features of their distribution, their position
-# (from 0) and the value of the node above: the probability that each child is accepted, given that the node is.
-Calibrate = Callable[[list[float], Features, int, float], list[float]]
 
 
 def features_of(distribution: Tensor) -> Features:
@@ -55,17 +52,6 @@ def best_tokens(distribution: Tensor, count: int) -> tuple[list[int], list[float
         found = list(zip(distribution[ids].tolist(), ids.tolist(), strict=True))
     found = sorted(((p, i) for p, i in found if p > 0), key=lambda pair: (-pair[0], pair[1]))[:count]
     return [i for _, i in found], [p for p, _ in found]
-
-
-def spread(calibration: Calibration) -> Calibrate:
-    """A chain's calibration for trees: that of the best child; the others share the rest as in the distribution."""
-
-    def calibrate(chances: list[float], features: Features, position: int, survival: float) -> list[float]:
-        first = calibration.accept(position, features, survival)
-        scale = (1 - first) / (1 - features.top) if features.top < 1 else 0.0
-        return [first, *(chance * scale for chance in chances[1:])]
-
-    return calibrate
 
 
 @dataclass(frozen=True, order=True)
@@ -109,12 +95,12 @@ def best_first(
     *,
     branching: int = 8,
     depth: int = 16,
-    calibrate: Calibrate | None = None,
+    calibration: Calibration | None = None,
     max_leaves: int | None = None,
 ) -> tuple[Proposal, list[float]]:
     """The tree of at most `nodes` nodes with the largest sum of values, and the values, largest first.
 
-    A node's value is the product of its path's probabilities of acceptance: the draft's, or those that `calibrate`
+    A node's value is the product of its path's probabilities of acceptance: the draft's, or those that `calibration`
     makes of them. `root` [V] is the distribution after the context; children are the `branching` best tokens. The first
     nodes are always the best tree of fewer, see `choose_budget`. The draft is called once per level, and takes some
     nodes that the tree then leaves out.
@@ -123,7 +109,7 @@ def best_first(
     """
     if nodes <= 0 or depth <= 0 or branching <= 0:
         return Proposal.chain([]), []
-    pool = _children(None, root, branching, calibrate)
+    pool = _children(None, root, branching, calibration)
     drafted = _JoinedNodes(max_leaves)  # nodes that the draft took
     tried: set[tuple[int, ...]] = set()
     while True:
@@ -141,7 +127,7 @@ def best_first(
         distributions = expand([node.token for node in open_nodes], above)
         pool = list(picked if max_leaves is None else pool)
         for node, distribution in zip(open_nodes, distributions, strict=True):
-            pool += _children(node, distribution, branching, calibrate)
+            pool += _children(node, distribution, branching, calibration)
 
 
 def _highest_level(nodes: Sequence[_Node]) -> list[_Node]:
@@ -158,7 +144,7 @@ def _picked_tree(picked: Sequence[_Node]) -> tuple[Proposal, list[float]]:
     return Proposal([node.token for node in picked], parents, None, features), [-node.loss for node in picked]
 
 
-def _children(node: _Node | None, distribution: Tensor, branching: int, calibrate: Calibrate | None) -> list[_Node]:
+def _children(node: _Node | None, distribution: Tensor, branching: int, calibration: Calibration | None) -> list[_Node]:
     """The `branching` best children of a node (None: the root) with distribution [V]."""
     value, depth, ranks = (1.0, 0, ()) if node is None else (-node.loss, node.depth, node.ranks)
     tokens, chances = best_tokens(distribution, max(branching, 2))
@@ -166,12 +152,22 @@ def _children(node: _Node | None, distribution: Tensor, branching: int, calibrat
         return []
     features = _features(distribution, chances)
     tokens, chances = tokens[:branching], chances[:branching]
-    if calibrate is not None:
-        chances = [min(max(chance, 0.0), 1.0) for chance in calibrate(chances, features, depth, value)]
+    if calibration is not None:
+        chances = calibrated(chances, features, depth, calibration)
     return [
         _Node(-value * chance, depth + 1, (*ranks, rank), token, features)
         for rank, (token, chance) in enumerate(zip(tokens, chances, strict=True))
     ]
+
+
+def calibrated(chances: Sequence[float], features: Features, position: int, calibration: Calibration) -> list[float]:
+    """The probability that each child is accepted, from the draft's probabilities of a node's children, best first.
+
+    A chain's calibration tells that of the best child; the others share the rest as in the distribution.
+    """
+    first = calibration.accept(position, features)
+    scale = (1 - first) / (1 - features.top) if features.top < 1 else 0.0
+    return [first, *(min(max(chance * scale, 0.0), 1.0) for chance in chances[1:])]
 
 
 def _pick(pool: Sequence[_Node], nodes: int, max_leaves: int | None) -> list[_Node]:

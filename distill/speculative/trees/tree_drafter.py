@@ -8,10 +8,11 @@ from torch import Tensor
 
 from distill.models.base import SPARE_NODES, Model
 from distill.sampler import Sampler
+from distill.speculative.calibration import Calibration
 from distill.speculative.draft import distribution_sampler, read_prompt
 from distill.speculative.proposal import Proposal
 from distill.speculative.trees.shape import Shape
-from distill.speculative.trees.tree import Calibrate, best_first, sampled_tree, top_tree
+from distill.speculative.trees.tree import best_first, sampled_tree, top_tree
 from distill.speculative.verify import Random
 
 
@@ -37,7 +38,7 @@ class TreeDrafter:
         distinct: bool = False,
         branching: int = 4,
         depth: int = 8,
-        calibrate: Calibrate | None = None,
+        calibration: Calibration | None = None,
     ) -> None:
         if sampler.repetition_penalty != 1:
             raise ValueError("trees are not drafted under a repetition penalty: branches have different histories")
@@ -46,7 +47,7 @@ class TreeDrafter:
         self.model, self.sampler, self.random, self.nodes = model, distribution_sampler(sampler), random, nodes
         self.shape, self.best, self.distinct = shape, best, distinct
         self.values: list[float] = []
-        self.branching, self.depth, self.calibrate = branching, depth, calibrate
+        self.branching, self.depth, self.calibration = branching, depth, calibration
 
     @property
     def kind(self) -> str:
@@ -85,7 +86,7 @@ class TreeDrafter:
             min(most, room),
             branching=self.branching,
             depth=min(self.depth, limit),
-            calibrate=self.calibrate,
+            calibration=self.calibration,
             max_leaves=self.model.max_leaves,
         )
         return proposal

@@ -14,8 +14,7 @@ from distill.models.cpu_products import prepacked
 from distill.models.hugging_face import end_ids, load_target, pick_device, real_tokens, text_folder
 from distill.recipe import Recipe
 from distill.sampler import Sampler
-from distill.speculative.refill import refill
-from distill.speculative.sample import continue_prompts
+from distill.speculative.sample import continue_prompts, refill
 from distill.speculative.stop_strings import Stop, stop_before, token_bytes
 from distill.target.writers.writing import require_gguf
 from distill.texts import Reply, Request
