@@ -35,7 +35,7 @@ from distill.recipe import Chat, Corpus, Target, parse_section
 from distill.serving.clients import LlamaClient
 from distill.serving.llama_server import LlamaServer, require_binary, started
 from distill.serving.replaying import CONFIDENCE, RESAMPLES, ServerDrafter, TextCounts, acceptance, our_text
-from distill.speculative.decode import GREEDY, Decoded, Rules, decode, plain
+from distill.speculative.decode import Decoded, decode, plain
 from distill.speculative.lengths import Fixed
 from distill.speculative.rules import GREEDY, Rules
 

@@ -246,7 +246,7 @@ def test_calibrations_are_saved_and_read_again(tmp_path: Path) -> None:
     everything = [one for prompt in own for one in prompt.rounds]
     assert found == {name: fit_calibration(everything, terms) for name, terms in FITTED.items()}
     table["fits"]["power"] = {"kind": "Power", "fields": {"exponent": 0.5}}  # of an earlier version
-    save_calibration(tmp_path / "calibration.json", table)
+    write_json(tmp_path / "calibration.json", table)
     assert load_calibrations(tmp_path / "calibration.json") == found
     # Scores are of text the fit has not seen: outcomes that turn round between even and odd prompts must score badly.
     good, bad = recorder((0.9, 1, 1), (0.2, 1, 0)), recorder((0.9, 1, 0), (0.2, 1, 1))

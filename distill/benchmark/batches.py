@@ -22,7 +22,8 @@ from distill.recipe import Recipe
 from distill.results.pair_results import BatchFigures
 from distill.speculative.batch import decode_batch, plain_batch
 from distill.speculative.configured import make_rule
-from distill.speculative.decode import Decoded, Rules
+from distill.speculative.decode import Decoded
+from distill.speculative.rules import Rules
 from distill.speculative.verify import CHAINS, Random
 
 BatchRun = Callable[

@@ -24,7 +24,8 @@ from distill.recipe import Configuration, Recipe
 from distill.run import Run
 from distill.sampler import Sampler
 from distill.speculative.configured import make_drafter
-from distill.speculative.decode import Decoded, Round, Rules, decode, plain, speculative
+from distill.speculative.decode import Decoded, Round, decode, plain, speculative
+from distill.speculative.rules import Rules
 from distill.speculative.verify import Random
 from distill.texts import read_prompts
 

@@ -17,6 +17,7 @@ from distill.speculative.costs.curve import StepCosts
 from distill.speculative.decode import Decoded, decode, plain
 from distill.speculative.draft import Drafter
 from distill.speculative.other_vocabulary.drafters import Reader, other_vocabulary_drafter
+from distill.speculative.rules import Rules
 from distill.speculative.verify import refusal
 
 

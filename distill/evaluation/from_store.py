@@ -25,10 +25,9 @@ from distill.recipe import Recipe
 from distill.results.evaluation_results import Bounds, EvaluationReport, StoredMeasures
 from distill.run import Run
 from distill.sampler import Sampler
-from distill.target.held_out import held_out
-from distill.target.store import TeacherStore
 from distill.teacher.distributions import TeacherChunk
-from distill.teacher.store import redo
+from distill.teacher.held_out import held_out
+from distill.teacher.store import TeacherStore, redo
 
 CHUNK = 256  # positions whose logits are held at once
 HALF, SMALLEST = 2.0**-11, 2.0**-25  # relative and absolute rounding of a logarithm to fp16

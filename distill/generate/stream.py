@@ -26,6 +26,7 @@ from distill.speculative.costs.paid import measure_paid
 from distill.speculative.decode import Decoded, decode, plain
 from distill.speculative.draft import Drafter
 from distill.speculative.other_vocabulary.drafters import Reader, other_vocabulary_drafter, read_with
+from distill.speculative.rules import Rules, require_lossless
 from distill.speculative.stop_strings import BytesOf, Characters, stop_before
 from distill.speculative.verify import refusal
 

@@ -21,10 +21,11 @@ from distill.recipe import Target, parse_section
 from distill.results.serving_results import ServedAcceptance, ServedSpeed
 from distill.serving.clients import Client
 from distill.serving.http import Reply, Totals
-from distill.speculative.decode import GREEDY, Decoded, Rules, decode
+from distill.speculative.decode import Decoded, decode
 from distill.speculative.draft import ModelDrafter
 from distill.speculative.lengths import Fixed
 from distill.speculative.proposal import Proposal
+from distill.speculative.rules import GREEDY, Rules
 
 WARM_TOKENS = 8
 PASSES = 2  # requests for each that is sent at once, at least

@@ -27,7 +27,8 @@ from distill.results.training_results import STORED
 from distill.run import Run
 from distill.sampler import Sampler
 from distill.speculative.batch import decode_batch
-from distill.speculative.decode import Decoded, Rules
+from distill.speculative.decode import Decoded
+from distill.speculative.rules import Rules
 from distill.teacher.distributions import TeacherChunk
 from distill.teacher.held_out import held_out
 from distill.teacher.store import TeacherStore
