@@ -26,7 +26,9 @@ def cut(
     drop_layers: Annotated[str | None, typer.Option(help="Layers to drop, by number: 14-21 or 3,7.")] = None,
     mlp_width: Annotated[int | None, typer.Option(help="MLP neurons to keep per layer.")] = None,
     mlp_rule: Annotated[str, typer.Option(help="Which neurons stay: activation, magnitude or first.")] = "activation",
-    repair: Annotated[bool, typer.Option("--repair/--no-repair", help="Repair narrowed MLPs by least squares.")] = True,
+    repair: Annotated[
+        bool, typer.Option("--repair/--no-repair", help="Make up for dropped layers and neurons by least squares.")
+    ] = True,
     kv_heads: Annotated[int | None, typer.Option(help="KV heads to keep.")] = None,
     hidden: Annotated[int | None, typer.Option(help="Hidden size to keep.")] = None,
 ) -> None:
@@ -42,6 +44,7 @@ def cut(
         "drop_layers": drop_layers,
         "mlp_width": mlp_width,
         "mlp_rule": mlp_rule,
+        "layer_repair": repair,
         "mlp_repair": repair,
         "kv_heads": kv_heads,
         "hidden": hidden,

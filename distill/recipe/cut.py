@@ -77,6 +77,11 @@ class Cut(Section):
         "because greedy takes long",
     )
     drop_layers: str | None = Field(None, description="layers to drop, by number, such as `14-21` or `3,7,9-11`")
+    layer_repair: bool = Field(
+        True,
+        description="adjust down_proj of the kept layers by least squares, so that each makes up for those dropped "
+        "behind it",
+    )
     mlp_width: int | None = Field(None, ge=32, description="MLP neurons to keep per layer; null: all")
     mlp_rule: Literal["activation", "magnitude", "first"] = Field(
         "activation",

@@ -20,12 +20,16 @@ from distill.surgery.checks import check_shape
 from distill.surgery.cuts.attention import drop_kv_groups
 from distill.surgery.cuts.hidden import narrow_hidden
 from distill.surgery.cuts.layers import choose_layers, keep_layers
+from distill.surgery.cuts.refit import refit_layers, states_behind
 from distill.surgery.cuts.width import narrow
 from distill.surgery.divergence import TargetDistributions
 
 BLOCK = 512  # positions per block of a folder's texts, or the model's context where that is shorter
 GREEDY_LAYERS = 28  # greedy removal costs layers × removals passes over the blocks
-RIDGES = (1e-4, 1e-3, 1e-2)  # of the least-squares repair; the one of least KL on validation text is taken
+# Of the least-squares repairs; the one of least KL on validation text is taken. That of layers, which asks more of the
+# neurons that are left, must hold them nearer to what they were (docs/benchmarks.md, Layers that are repaired).
+RIDGES = (1e-4, 1e-3, 1e-2)
+LAYER_RIDGES = (0.1, 0.3)
 
 
 class Cutter:
@@ -63,8 +67,14 @@ class Cutter:
         kept, report = choose_layers(
             model, settings.layers, rule, blocks=self.blocks, loss=self.distributions.kl, drop=settings.drop_layers
         )
+        found = {"rule": rule, "kept": kept, **report}
+        if not settings.layer_repair or len(kept) == report["layers"]:
+            keep_layers(model, kept)
+            return found
+        ends = states_behind(model, kept, self.blocks)
         keep_layers(model, kept)
-        return {"rule": rule, "kept": kept, **report}
+        repair = refit_layers(model, kept, ends, self.blocks, ridges=LAYER_RIDGES, loss=self.distributions.kl)
+        return found | {"repair": repair}
 
     def _width(self, model: Any, settings: Cut) -> dict[str, Any]:
         assert settings.mlp_width is not None
