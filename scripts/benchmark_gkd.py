@@ -42,12 +42,12 @@ from distill.files import write_json
 from distill.models.hugging_face import load_model, load_tokenizer, pick_device
 from distill.packing import Packed
 from distill.progress import Progress
-from distill.recipe import load_recipe
+from distill.recipe import Train, load_recipe
 from distill.run import Run
 from distill.teacher.source import open_teacher
 from distill.texts import read_prompts
 from distill.training.optimizer import parameter_groups
-from distill.training.plan import cosine
+from distill.training.plan import rate_share
 from distill.training.step import batch_blocks
 
 DEFAULTS = (0.5, 0.5)
@@ -160,7 +160,7 @@ def train(
             progress.step()
 
     optimizer = torch.optim.AdamW(parameter_groups(draft, 0.0), lr=rate, betas=(0.9, 0.95))
-    curve = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: cosine(step, options.steps, 1.0, 0.03, 0.1))
+    curve = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate_share(step, options.steps, Train()))
     with tempfile.TemporaryDirectory() as folder:
         trainer = Counting(
             model=draft,

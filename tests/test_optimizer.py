@@ -28,7 +28,7 @@ from distill.recipe import Adapter, Sparsity, Train, parse_section
 from distill.surgery.sparsity.group_lasso import GroupLasso, zero_groups
 from distill.training.adapters import attach
 from distill.training.optimizer import make_optimizer, set_rates
-from distill.training.plan import cosine, part_at, planned, rate_of
+from distill.training.plan import part_at, planned, rate_of, rate_share
 from distill.training.setup import check_sharded
 
 MUON = ("train.optimizer=muon", "train.matrix_rate=0.004")
@@ -150,9 +150,17 @@ def test_parts_share_a_schedule_and_a_replay_has_its_own() -> None:
     settings = settings_of(steps=100, rate=1.0, final_rate_share=0.0, parts=parts, replay={"steps": 20})
     found = planned(settings, 0.8, 16)
     rates = [rate_of(found, part_at(found, step), step, settings) for step in range(120)]
-    alone = [cosine(step, 100, 1.0, 0.03, 0.0) for step in range(100)]
+    alone = [rate_share(step, 100, settings) for step in range(100)]
     assert rates[:100] == pytest.approx([*alone[:50], *(0.5 * rate for rate in alone[50:])])
-    assert rates[100:] == pytest.approx([cosine(step, 20, 1 / 3, 0.03, 0.0) for step in range(20)])
+    assert rates[100:] == pytest.approx([rate_share(step, 20, settings) / 3 for step in range(20)])
+
+
+def test_a_rate_that_is_constant_and_then_falls_in_a_line() -> None:
+    settings = settings_of(steps=50, schedule="wsd", warmup=0.04, decay_share=0.2, final_rate_share=0.25)
+    shares = [rate_share(step, 50, settings) for step in range(50)]
+    assert shares[:2] == [0.5, 1] and set(shares[2:41]) == {1}
+    assert shares[41:] == pytest.approx([1 - 0.075 * step for step in range(1, 10)])  # 0.25 is behind the last step
+    assert [rate_share(step, 50, settings_of(steps=50)) for step in (0, 2, 26)] == pytest.approx([0.5, 1, 0.55])
 
 
 # ── whole trainings ──
@@ -240,6 +248,7 @@ def test_two_processes_change_nothing_but_rounding(world: Path, ready: Path, muo
         ({"optimizer": "lion"}, "known: adamw, muon"),
         ({"optimizer": "adamw", "matrix_rate": 0.01}, "matrix_rate is for optimizer muon; optimizer is adamw"),
         ({"momentum": 1.0}, "momentum"),
+        ({"schedule": "wsd", "warmup": 0.5, "decay_share": 0.6}, "take more than all steps"),
         ({"acceptance": {"patience": 2}, "sparsity": {"mlp_width": 32}}, "sparsity needs all steps"),
     ],
 )

@@ -104,8 +104,7 @@ RETIRED = {
     "train.average": f"gone: an average of the weights {NO_GAIN}",
     "train.parts.weights": f"gone: weighting tokens {NO_GAIN}",
     "train.parts.fraction": f"gone: weighting tokens {NO_GAIN}",
-    "train.schedule": f"gone: a constant rate before its fall (wsd) {NO_GAIN}: the rate follows a cosine",
-    "train.decay": f"gone: a constant rate before its fall (wsd) {NO_GAIN}",
+    "train.decay": "is now called train.decay_share",
     "train.acceptance.worth": "gone: no training has shown that an early end by the learning curve saves anything "
     "(docs/benchmarks.md, Tried and left out); leave the key out, or set train.acceptance.patience",
 }

@@ -191,7 +191,13 @@ class Train(Section):
         "part has its own; null: the same rate",
     )
     warmup: float = Field(0.03, ge=0, lt=1, description="share of the steps for a linear warm-up")
-    final_rate_share: float = Field(0.1, ge=0, le=1, description="the rate falls in a cosine to this share of its peak")
+    schedule: Literal["cosine", "wsd"] = Field(
+        "cosine",
+        description="of the rate after the warm-up: cosine: down to `final_rate_share` along a cosine; wsd: constant, "
+        "then down in a line over the last `decay_share` of the steps",
+    )
+    decay_share: float = Field(0.2, gt=0, le=1, description="wsd: share of the steps in which the rate falls")
+    final_rate_share: float = Field(0.1, ge=0, le=1, description="share of its peak that the rate falls to")
     loss: Loss | None = Field(None, description="weights of the losses in a training without parts; null: as in a part")
     hidden_states: HiddenStates | None = Field(
         None, description="also learn the target's final hidden states, in all parts but a replay; null: off"
@@ -243,6 +249,8 @@ class Train(Section):
     def _parts_fit(self) -> Train:
         if self.matrix_rate is not None and self.optimizer != "muon":
             raise ValueError(f"matrix_rate is for optimizer muon; optimizer is {self.optimizer}")
+        if self.schedule == "wsd" and self.warmup + self.decay_share > 1:
+            raise ValueError(f"warmup {self.warmup:g} and decay_share {self.decay_share:g} take more than all steps")
         names = [part.name for part in self.parts]
         if len({*names, "replay"}) <= len(names):
             raise ValueError(f"parts need different names, and `replay` is reserved: got {', '.join(names)}")

@@ -79,6 +79,8 @@ def learning_curve(work: Training) -> LearningCurve | None:
     ]
     if work.state["curve"][-1]["step"] < part.end:
         return LearningCurve(confidence, shown, unknown="the training ended before its schedule did")
+    if work.settings.schedule == "wsd":
+        return LearningCurve(confidence, shown, unknown="points under a constant rate tell nothing of its fall (wsd)")
     return predicted(LearningCurve(confidence, shown), points, resamples)
 
 

@@ -108,16 +108,19 @@ def rate_of(parts: list[PlannedPart], part: PlannedPart, step: int, settings: Tr
     One curve over all parts, so that a change of loss changes nothing else, and a replay changes no step before it.
     """
     first, steps = (part.first, part.steps) if part.name == REPLAY else (0, last_step(parts))
-    return cosine(step - first, steps, part.rate, settings.warmup, settings.final_rate_share)
+    return part.rate * rate_share(step - first, steps, settings)
 
 
-def cosine(step: int, steps: int, rate: float, warmup: float, final: float) -> float:
-    """The rate of step `step` of `steps` (from 0): linear over the share `warmup`, then a cosine to `final` · rate."""
-    warm = warm_steps(steps, warmup)
+def rate_share(step: int, steps: int, settings: Train) -> float:
+    """The share of the peak rate in step `step` of `steps` (from 0): a line up over the share `warmup`, then the schedule."""
+    warm, final = warm_steps(steps, settings.warmup), settings.final_rate_share
     if step < warm:
-        return rate * (step + 1) / warm
+        return (step + 1) / warm
+    if settings.schedule == "wsd":
+        constant_end = steps - max(1, round(settings.decay_share * steps))
+        return 1 - (1 - final) * max(0, step - constant_end) / (steps - constant_end)
     progress = (step - warm) / max(1, steps - warm)
-    return rate * (final + (1 - final) * 0.5 * (1 + math.cos(math.pi * progress)))
+    return final + (1 - final) * 0.5 * (1 + math.cos(math.pi * progress))
 
 
 def warm_steps(steps: int, warmup: float) -> int:

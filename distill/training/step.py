@@ -21,7 +21,7 @@ from distill.teacher.source import TeacherSource
 from distill.training.losses.fused import head_loss
 from distill.training.losses.settings import LossSums
 from distill.training.optimizer import make_optimizer, set_rates
-from distill.training.plan import PlannedPart, cosine
+from distill.training.plan import PlannedPart, rate_share
 
 STATES = "hidden_states"  # the name of the loss on them
 
@@ -176,7 +176,7 @@ def heal(
         loss = total / sums["weight"].clamp(min=1)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), settings.clip)
-        rate = cosine(step, steps, part.rate, settings.warmup, settings.final_rate_share)
+        rate = part.rate * rate_share(step, steps, settings)
         set_rates(optimizer, rate, rate)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
