@@ -112,7 +112,7 @@ def rate_of(parts: list[PlannedPart], part: PlannedPart, step: int, settings: Tr
 
 
 def rate_share(step: int, steps: int, settings: Train) -> float:
-    """The share of the peak rate in step `step` of `steps` (from 0): a line up over the share `warmup`, then the schedule."""
+    """The share of the peak rate in step `step` of `steps` (from 0): a line up over `warmup`, then the schedule."""
     warm, final = warm_steps(steps, settings.warmup), settings.final_rate_share
     if step < warm:
         return (step + 1) / warm
