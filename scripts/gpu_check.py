@@ -11,8 +11,8 @@ target's first and last layer, untrained, take its place: acceptance is then low
 
 Parts: `bandwidth` (bytes a second of a copy: a step cannot take less than its weights' bytes over it), `decode-1b`,
 `decode-7b`, `decode-14b` (the growing and the static cache, compiled or not; plain, speculative, trees, batches;
-transformers' own assisted generation beside them), `head-loss` and `training` (benchmark_training.py and
-benchmark_steps.py, what they print). A configuration that --minutes have no time for is listed as left out.
+transformers' own assisted generation beside them), `head-loss` and `training` (benchmarks/training.py and
+benchmarks/steps.py, what they print). A configuration that --minutes have no time for is listed as left out.
 
 Legend: T(m) seconds of the target's step of m tokens, D of the draft's, τ tokens a round.
 """
@@ -312,15 +312,15 @@ def parts_of(options: Any) -> dict[str, Callable[[], Measured]]:
         return {
             "bandwidth": lambda: bandwidth(options),
             "decode-toy": lambda: decoding("toy", options),
-            "head-loss": lambda: printed("benchmark_training.py", *small),
+            "head-loss": lambda: printed("benchmarks/training.py", *small),
         }
     return {
         "bandwidth": lambda: bandwidth(options),
         **{f"decode-{size}": (lambda size=size: decoding(size, options)) for size in SIZES},
         "head-loss": lambda: printed(
-            "benchmark_training.py", "--device", "cuda", "--dtype", "bfloat16", "--tokens", "8192"
+            "benchmarks/training.py", "--device", "cuda", "--dtype", "bfloat16", "--tokens", "8192"
         ),
-        "training": lambda: printed("benchmark_steps.py"),
+        "training": lambda: printed("benchmarks/steps.py"),
     }
 
 

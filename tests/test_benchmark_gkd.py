@@ -1,4 +1,4 @@
-"""What scripts/benchmark_gkd.py gives trl's trainer: the blocks' documents, scored as there, and prompts."""
+"""What scripts/benchmarks/gkd.py gives trl's trainer: the blocks' documents, scored as there, and prompts."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from distill.packing import Packed, pack
 
 @pytest.fixture
 def script(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(tiny.ROOT / "scripts"))
-    return importlib.import_module("benchmark_gkd")
+    monkeypatch.syspath_prepend(str(tiny.ROOT / "scripts" / "benchmarks"))
+    return importlib.import_module("gkd")
 
 
 def blocks() -> Packed:

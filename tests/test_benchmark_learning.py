@@ -1,4 +1,4 @@
-"""What scripts/benchmark_learning.py trains and compares: the product's own training, once, at equal blocks."""
+"""What scripts/benchmarks/learning.py trains and compares: the product's own training, once, at equal blocks."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from distill.recipe import dump_recipe, load_recipe
 
 @pytest.fixture
 def script(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(tiny.ROOT / "scripts"))
-    return importlib.import_module("benchmark_learning")
+    monkeypatch.syspath_prepend(str(tiny.ROOT / "scripts" / "benchmarks"))
+    return importlib.import_module("learning")
 
 
 def run_script(script: Any, monkeypatch: pytest.MonkeyPatch, *arguments: object) -> None:
-    monkeypatch.setattr(sys, "argv", ["benchmark_learning", *map(str, arguments)])
+    monkeypatch.setattr(sys, "argv", ["learning", *map(str, arguments)])
     with tiny.one_thread():
         script.main()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import re
 import sys
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any
 
 import numpy
 import pytest
-import tiny
+from test_scripts import script
 
 from distill.benchmark.watch import Step
 from distill.files import read_json, write_json
@@ -20,20 +19,14 @@ from distill.speculative.decode import Decoded, Round, decode
 from distill.speculative.lengths import Fixed
 from distill.speculative.proposal import Features
 
-SCRIPTS = tiny.ROOT / "scripts"
 SEEN = Features(0.5, 0.2, 1.0)
-
-
-def script(name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(SCRIPTS))
-    return importlib.import_module(name)
 
 
 def test_identity_of_every_configuration_and_its_resuming(
     copied: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    check = script("check_identity", monkeypatch)
-    monkeypatch.setattr(sys, "argv", ["check_identity", str(copied), "--prompts", "2", "--tokens", "6"])
+    check = script("benchmarks/identity", monkeypatch)
+    monkeypatch.setattr(sys, "argv", ["identity", str(copied), "--prompts", "2", "--tokens", "6"])
     check.main()
     first = capsys.readouterr().out
     cells = re.findall(r"^\| (.+) \| (\d+) \| (\d+) \| (\d+) \|$", first, flags=re.M)
@@ -53,7 +46,7 @@ def test_identity_of_every_configuration_and_its_resuming(
 
 
 def test_the_gap_comes_apart_into_its_factors(monkeypatch: pytest.MonkeyPatch) -> None:
-    measured = script("measure_lengths", monkeypatch)
+    measured = script("benchmarks/measured_lengths", monkeypatch)
     costs = StepCosts((1.0, 1.2, 1.4, 1.6), 0.1, 0.1, 0.05)
     trace = [(run, [SEEN] * 16) for run in (3, 0, 1, 2, 0, 4, 1, 1)]
     texts = [measured.Text(kind, [1], trace) for kind in measured.simulation.CLASSES]
@@ -76,7 +69,7 @@ def test_the_gap_comes_apart_into_its_factors(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_optimal_stopping_solves_its_chain(monkeypatch: pytest.MonkeyPatch) -> None:
-    stopping = script("optimal_stopping", monkeypatch)
+    stopping = script("benchmarks/optimal_stopping", monkeypatch)
     bins = len(stopping.EDGES) + 1
     draws = numpy.random.default_rng(0)
     chain = stopping.Chain(draws.dirichlet(numpy.ones(bins), bins + 1), draws.uniform(0.05, 1.0, bins))
@@ -101,7 +94,7 @@ def test_optimal_stopping_solves_its_chain(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_optimal_stopping_counts_its_chain(monkeypatch: pytest.MonkeyPatch) -> None:
-    stopping = script("optimal_stopping", monkeypatch)
+    stopping = script("benchmarks/optimal_stopping", monkeypatch)
     sure, unsure = Features(0.995, 0.001, 0.1), Features(0.2, 0.1, 3.0)
     chain = stopping.Chain.of([Recorded([sure, unsure, sure], 1)] * 1000, Calibration())
     top = len(stopping.EDGES)
@@ -111,7 +104,7 @@ def test_optimal_stopping_counts_its_chain(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_shares_of_the_bound_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = script("benchmark_engine", monkeypatch)
+    engine = script("benchmarks/engine", monkeypatch)
     # Three rounds of two and a last one that the limit cut short; the first is accepted whole.
     rounds = [Round(8, 2, 2, 10.0), Round(11, 2, 1, 8.0), Round(13, 2, 0, 8.0), Round(14, 1, 1, 5.0)]
     result = Decoded([0] * 9, [], rounds, prefill_seconds=4.0, seconds=31.0)
@@ -126,7 +119,7 @@ def test_shares_of_the_bound_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_shares_of_a_tiny_run_and_their_resuming(
     copied: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    engine = script("benchmark_engine", monkeypatch)
+    engine = script("benchmarks/engine", monkeypatch)
     monkeypatch.setattr(engine, "CAPACITY", 64)
     cases = "--case pytorch-own-demo --case gguf-own-same --lengths 1,2 --repeats 1 --peer-repeats 1 --tokens 10"
     rest = "--prompt-tokens 6 --threads 1 --rule-tokens 9 --rule-repeats 1"
@@ -156,7 +149,7 @@ def test_shares_of_a_tiny_run_and_their_resuming(
 def test_the_soak_goes_on_where_it_stopped_and_finds_faults(
     backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    soak = script("soak", monkeypatch)
+    soak = script("fuzz/soak", monkeypatch)
     monkeypatch.setattr(soak, "NOTED", 5)
     monkeypatch.setattr(soak, "LOOKED_AT", 2)
     arguments = ["soak", "--backend", backend, "--to", str(tmp_path / "soak.json"), "--prompts"]

@@ -14,18 +14,18 @@ from trainings import metrics, trained
 
 from distill.commands.train import say_outcome
 from distill.intervals import Interval, percentiles
-from distill.recipe import load_recipe
+from distill.recipe import Train, load_recipe
 from distill.results.serialise import read_result, write_result
 from distill.results.training_results import CurvePoint, LearningCurve, TrainingSummary
 from distill.run import Run
 from distill.sampler import Sampler
 from distill.texts import Prompt
 from distill.training.learning_curve import CurvePoints, curves_of, fit, predicted
-from distill.training.plan import cosine
+from distill.training.plan import rate_share
 from distill.training.validation import ServedTarget
 
 STEPS = numpy.array([12, 18, 25, 35, 50, 71, 100, 141, 160, 200])  # of 200
-COSINE = numpy.array([cosine(step - 1, 200, 1.0, 0.03, 0.1) for step in STEPS])
+COSINE = numpy.array([rate_share(step - 1, 200, Train()) for step in STEPS])
 
 
 def measured(values: Any, seed: int | None = None, prompts: int = 40, scatter: float = 0.0) -> CurvePoints:

@@ -1,4 +1,4 @@
-"""A short part of scripts/fuzz.py, with its own table of kinds: each input is read or refused in one clear message."""
+"""A part of scripts/fuzz/fuzz.py, with its own table of kinds: each input is read or refused in one clear message."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ INPUTS = {"model folders": 4, "tokenizers in transformers": 4, "command lines": 
 @pytest.fixture(scope="module")
 def fuzz() -> Iterator[Any]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(tiny.ROOT / "scripts"))
+        patch.syspath_prepend(str(tiny.ROOT / "scripts" / "fuzz"))
         yield importlib.import_module("fuzz")
 
 
@@ -33,7 +33,7 @@ def place(finished: Path, tmp_path: Path, fuzz: Any) -> Any:
 
 def names() -> list[str]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(tiny.ROOT / "scripts"))
+        patch.syspath_prepend(str(tiny.ROOT / "scripts" / "fuzz"))
         return [kind.name for kind in importlib.import_module("fuzz_kinds").KINDS if not kind.isolated]
 
 

@@ -1,4 +1,4 @@
-"""Files that scripts/fuzz.py found to break a reader: one message each, in this project's words, for every cause."""
+"""Files that scripts/fuzz/fuzz.py found to break a reader: one message each, in our words, for every cause."""
 
 from __future__ import annotations
 

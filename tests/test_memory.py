@@ -74,7 +74,7 @@ def test_a_batchs_number_of_positions_makes_few_shapes(monkeypatch: pytest.Monke
 
 
 def test_the_benchmark_at_toy_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    measured = script("benchmark_memory", monkeypatch)
+    measured = script("benchmarks/memory", monkeypatch)
     small = "--steps 3 --every 2 --batch 2 --block 64 --layers 1 --vocabulary 300 --threads 1 --dtype bfloat16"
     with tiny.one_thread():
         for work in ("training", "answers"):

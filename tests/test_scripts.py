@@ -11,13 +11,14 @@ import pytest
 import tiny
 
 SCRIPTS = tiny.ROOT / "scripts"
-NAMES = sorted(path.stem for path in SCRIPTS.glob("*.py"))
+NAMES = sorted(path.relative_to(SCRIPTS).with_suffix("").as_posix() for path in SCRIPTS.rglob("*.py"))
 
 
 def script(name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(SCRIPTS))
+    """A script by its path below scripts/, imported as it imports its neighbours: by name."""
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
-    return importlib.import_module(name)
+    monkeypatch.syspath_prepend(str((SCRIPTS / name).parent))
+    return importlib.import_module(Path(name).name)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -26,9 +27,9 @@ def test_it_finds_what_it_uses(name: str, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_the_store_at_toy_size(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    measured = script("benchmark_store", monkeypatch)
+    measured = script("benchmarks/store", monkeypatch)
     small = "--vocabulary 300 --layers 1 --block 32 --k 8 --repeats 1 --shard-blocks 2 --read-block 64 --threads 1"
-    monkeypatch.setattr(sys, "argv", ["benchmark_store", *small.split()])
+    monkeypatch.setattr(sys, "argv", ["store", *small.split()])
     with tiny.one_thread():
         measured.main()
     said = capsys.readouterr().out
@@ -36,13 +37,13 @@ def test_the_store_at_toy_size(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
 
 
 def test_blocks_at_toy_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    measured = script("benchmark_blocks", monkeypatch)
+    measured = script("benchmarks/blocks", monkeypatch)
     attention = importlib.import_module("distill.models.packed_forward")
     monkeypatch.setattr(attention, "LONG", attention.LONG)  # measure() changes it for --mask
     small = "--vocabulary 300 --layers 1 --k 8 --threads 1"
     with tiny.one_thread():
         for mask in ([], ["--mask"]):
-            monkeypatch.setattr(sys, "argv", ["benchmark_blocks", *small.split(), *mask])
+            monkeypatch.setattr(sys, "argv", ["blocks", *small.split(), *mask])
             found = measured.measure(measured.parse(), 512)
             assert 20e3 < found["bytes_per_token"] < 2e6 and found["seconds"] > 0
 
@@ -52,7 +53,7 @@ def test_a_draft_learns_as_much_from_a_servers_answers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The demo target's answers, written here, by a GGUF file and by a real server: acceptance rises alike."""
-    measured = script("benchmark_sources", monkeypatch)
+    measured = script("benchmarks/sources", monkeypatch)
     small = (
         "threads=1 corpus.block=256 corpus.tokens=0 answers.prompts=96 answers.prompt_tokens=32 answers.new_tokens=96"
     )

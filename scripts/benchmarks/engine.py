@@ -1,9 +1,9 @@
 """How near rounds come to their bound: tokens a second against τ ÷ (T(n + 1) + n·D), and beside other decoders.
 
-    python scripts/benchmark_engine.py runs/demo --to engine.json                      # all cases; resumes by case
-    python scripts/benchmark_engine.py runs/demo --to engine.json --llama-bin DIR      # beside llama-speculative-simple
-    python scripts/benchmark_engine.py runs/demo --to engine.json --case gguf-145M-demo --lengths 2,4
-    python scripts/benchmark_engine.py runs/demo --to engine.json --part rows --repeats 15   # no peers, no rule
+    python scripts/benchmarks/engine.py runs/demo --to engine.json                      # all cases; resumes by case
+    python scripts/benchmarks/engine.py runs/demo --to engine.json --llama-bin DIR     # beside llama-speculative-simple
+    python scripts/benchmarks/engine.py runs/demo --to engine.json --case gguf-145M-demo --lengths 2,4
+    python scripts/benchmarks/engine.py runs/demo --to engine.json --part rows --repeats 15   # no peers, no rule
 
 A case is an engine, the size of the target (the run's own, or grown without changing its text) and a pair: `demo`, the
 run's draft, or `same`, the target drafting for itself, which is accepted whole. Everything is greedy and goes on behind

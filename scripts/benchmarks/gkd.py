@@ -1,10 +1,10 @@
 """trl's GKD trainer beside our losses: the same cut draft, the same blocks in the same order, the same measure.
 
-    python scripts/benchmark_gkd.py runs/demo --to losses/ --tune            # resumes; a second process: --share 1/2
-    python scripts/benchmark_losses.py runs/demo --to losses/ --table        # the table of everything in the folder
+    python scripts/benchmarks/gkd.py runs/demo --to losses/ --tune            # resumes; a second process: --share 1/2
+    python scripts/benchmarks/losses.py runs/demo --to losses/ --table        # the table of everything in the folder
 
 RUN is a run that has a teacher store and cut/ (`distill train recipes/demo.yaml --until cut`); --to is the folder of
-benchmark_losses.py. Two methods: `trl GKD, defaults` (β .5, λ .5) and, with --tune, `trl GKD, tuned`: the β and λ whose
+losses.py. Two methods: `trl GKD, defaults` (β .5, λ .5) and, with --tune, `trl GKD, tuned`: the β and λ whose
 draft is accepted most on validation prompts (sampling) at the middle rate and the first seed. Both then take every rate
 and seed, or with --narrow every rate at the first seed and the other seeds at its best rate.
 
@@ -34,9 +34,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmark_losses import Texts, file_of, file_stem, mean, table
+from losses import Texts, file_of, file_stem, mean, table
 
 from distill.files import write_json
 from distill.models.hugging_face import load_model, load_tokenizer, pick_device
@@ -233,7 +233,7 @@ class Trainings:
         return max(CANDIDATES, key=lambda c: mean([self.made(*c, rate, seed)["validation"]["sampling"]]))
 
     def publish(self, method: str, beta: float, share: float, rate: float, seed: int) -> None:
-        """Make a training and put it where benchmark_losses.py's table finds it."""
+        """Make a training and put it where losses.py's table finds it."""
         found = self.made(beta, share, rate, seed)
         write_json(file_of(Path(self.options.to), method, rate, seed), {"method": method, **found})
         figures = ", ".join(f"{split} {mean([found[split]['sampling']]):.4f}" for split in self.texts)

@@ -1,6 +1,6 @@
 """Answers of very different lengths: refilled rows against fixed batches, and one GGUF file against a server of it.
 
-    python scripts/benchmark_answers.py [--prompts 96] [--rows 8] [--new-tokens 192]
+    python scripts/benchmarks/answers.py [--prompts 96] [--rows 8] [--new-tokens 192]
 
 The texts are those of the demo target, with limits drawn by seed, most of them short: a stand-in for a target whose
 answers end at such lengths. Refilled rows and fixed batches run on the same requests in the same process, interleaved;
@@ -19,7 +19,7 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from writing_worlds import llama_server  # noqa: E402

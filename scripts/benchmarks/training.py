@@ -1,7 +1,7 @@
 """Time and peak memory of a loss over the head and its backward pass, ours beside the usual ones.
 
-    python scripts/benchmark_training.py --threads 2
-    python scripts/benchmark_training.py --device cuda --dtype bfloat16 --tokens 8192
+    python scripts/benchmarks/training.py --threads 2
+    python scripts/benchmarks/training.py --device cuda --dtype bfloat16 --tokens 8192
 
 Every variant is a process of its own, run `--repeats` times after one warm-up: the median of the seconds, and the peak
 of the memory above what stood before (the inputs: weights, hidden states, the target's distributions in the form that

@@ -1,6 +1,6 @@
 """Tokens per round of every verifier and drafter on a finished run's pair, chain against tree, in PyTorch.
 
-    python scripts/benchmark_verifiers.py runs/demo --prompts 24 --tokens 96 > verifiers.md
+    python scripts/benchmarks/verifiers.py runs/demo --prompts 24 --tokens 96 > verifiers.md
 
 Distinct test prompts, cold caches, configurations in turn on every prompt; intervals by prompt, ratios paired by
 prompt.

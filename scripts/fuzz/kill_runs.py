@@ -1,7 +1,7 @@
 """Kill `distill train` at seeded moments of every stage, go on with the same command, and compare the files in the end.
 
-    python scripts/kill_runs.py --kills 100 --seed 0
-    python scripts/kill_runs.py recipes/demo.yaml --kills 22 --to DIR
+    python scripts/fuzz/kill_runs.py --kills 100 --seed 0
+    python scripts/fuzz/kill_runs.py recipes/demo.yaml --kills 22 --to DIR
 
 Without RECIPE, the recipe is the tests' tiny one: models of 0.1M parameters, seconds in all. Each command is a process
 of its own. One run without interruption gives the files to compare with and the time of each stage. Then the runs: each
@@ -34,7 +34,7 @@ from distill.pipeline.stages import NAMES, find_stage
 from distill.recipe import load_recipe
 from distill.run import Run
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 SAME = ("corpus", "answers", "teacher", "cut", "draft", "gguf")
 VARYING = {"README.md", "export.json"}
 RESUMING = ("answers", "teacher", "train", "speedup")  # what they have saved is kept

@@ -1,8 +1,8 @@
 """Thousands of texts through the same two models: no leak, no drift between cache and text, interrupted and continued.
 
-    python scripts/soak.py --backend pytorch --to soak-pytorch.json     # 10,000 prompts; goes on where it stopped
-    python scripts/soak.py --backend static --to soak-static.json
-    python scripts/soak.py --backend gguf --to soak-gguf.json
+    python scripts/fuzz/soak.py --backend pytorch --to soak-pytorch.json     # 10,000 prompts; goes on where it stopped
+    python scripts/fuzz/soak.py --backend static --to soak-static.json
+    python scripts/fuzz/soak.py --backend gguf --to soak-gguf.json
 
 Prompts and texts have random lengths, up to a full context; drafters, length rules, verifiers and samplers take turns.
 Of ten texts one is given up between rounds, and one by a signal at any moment, as Ctrl-C would. After each other text:
@@ -49,7 +49,7 @@ from distill.speculative.lengths import AcceptedRatio, Fixed, ProbabilityFloor
 from distill.speculative.rules import GREEDY, Rules
 from distill.speculative.trees.tree_drafter import TreeDrafter
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 CAPACITY = 160
 NOTED = 250  # prompts between two readings of memory
 LOOKED_AT = 10  # one text of so many is decoded again, and its cache read

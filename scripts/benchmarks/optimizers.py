@@ -1,7 +1,7 @@
 """What an optimizer's step costs beside the tokens of the step: AdamW against Muon, on drafts of Qwen2.5-0.5B's shape.
 
-    python scripts/benchmark_optimizers.py --threads 2
-    python scripts/benchmark_optimizers.py --device cuda --dtype bfloat16 --layers 24 --tokens 4096
+    python scripts/benchmarks/optimizers.py --threads 2
+    python scripts/benchmarks/optimizers.py --device cuda --dtype bfloat16 --layers 24 --tokens 4096
 
 A random draft of hidden size 896 and 151,936 rows, with some of its 24 layers, takes training steps on random tokens
 with a compact teacher of random entries. The forward and backward pass and the optimizer's step are timed apart, in
@@ -17,7 +17,7 @@ import time
 from typing import Any
 
 import torch
-from benchmark_blocks import batch, draft
+from blocks import batch, draft
 from torch import Tensor
 
 from distill.machine import machine

@@ -1,4 +1,4 @@
-"""Hostile inputs for scripts/fuzz.py, as strategies of hypothesis: valid files with edits, and values of any kind.
+"""Hostile inputs for scripts/fuzz/fuzz.py, as strategies of hypothesis: valid files with edits, and values of any kind.
 
 An edit of a JSON tree deletes, renames, wraps, repeats or replaces a value anywhere; an edit of bytes flips, cuts,
 repeats, inserts or overwrites. Both draw from the same list of values that readers tend not to expect.

@@ -1,4 +1,4 @@
-"""The kinds of input of scripts/fuzz.py: for each how inputs are made, and the readers that get them."""
+"""The kinds of input of scripts/fuzz/fuzz.py: for each how inputs are made, and the readers that get them."""
 
 from __future__ import annotations
 

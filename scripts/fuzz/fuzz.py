@@ -1,8 +1,8 @@
 """Feed hostile files and command lines to every reader, and demand that each is read or refused in one clear message.
 
-    python scripts/fuzz.py                              100,000 inputs of all kinds; the same command resumes
-    python scripts/fuzz.py --kinds recipes,safetensors --inputs 5000 --seed 7
-    python scripts/fuzz.py --replay FILE                one saved input again, with its traceback
+    python scripts/fuzz/fuzz.py                              100,000 inputs of all kinds; the same command resumes
+    python scripts/fuzz/fuzz.py --kinds recipes,safetensors --inputs 5000 --seed 7
+    python scripts/fuzz/fuzz.py --replay FILE                one saved input again, with its traceback
 
 An input is right when its readers return or raise a DistillError whose message is short, printable, and without the
 words of Python or of a library's internals. Everything else is a failure: another exception, the death of the process,
@@ -43,8 +43,8 @@ os.environ.update(
     {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "GGML_NO_BACKTRACE": "1"}
 )
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "scripts"), str(ROOT / "tests")]
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts" / "fuzz"), str(ROOT / "tests")]
 
 from fuzz_kinds import KINDS, Kind, World, Wrong  # noqa: E402
 from hypothesis.control import BuildContext  # noqa: E402

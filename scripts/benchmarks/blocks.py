@@ -1,7 +1,7 @@
 """Training memory per token at short and long blocks, beyond weights, gradients and optimizer.
 
-    python scripts/benchmark_blocks.py --threads 2
-    python scripts/benchmark_blocks.py --device cuda --dtype bfloat16 --layers 24
+    python scripts/benchmarks/blocks.py --threads 2
+    python scripts/benchmarks/blocks.py --device cuda --dtype bfloat16 --layers 24
 
 A random draft of Qwen2.5-0.5B's shape (hidden size 896, 151,936 rows), by default at 2 of its 24 layers, takes training
 steps of one block of each length, on random tokens in documents of `--document` tokens (0: one per block) with a

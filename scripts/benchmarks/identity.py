@@ -1,7 +1,7 @@
 """Compare greedy speculative output with plain output, token by token, for every length rule and tree of a run's pair.
 
-    python scripts/check_identity.py runs/demo
-    python scripts/check_identity.py runs/demo --backend gguf --configurations "draft, γ = 4" lookup
+    python scripts/benchmarks/identity.py runs/demo
+    python scripts/benchmarks/identity.py runs/demo --backend gguf --configurations "draft, γ = 4" lookup
 
 Fixed lengths 1..8, every other length rule, n-gram lookup alone and before the draft, trees of several sizes, and (in
 PyTorch) four texts at once against each alone. Rules that read costs get the run's measured curve; calibrations come

@@ -1,8 +1,8 @@
 """Length rules on recorded acceptance traces: the speed of each on a cost curve, beside plain decoding and the ideal.
 
-    python scripts/benchmark_lengths.py record --target data/demo-target --draft runs/demo/draft --traces traces.json
-    python scripts/benchmark_lengths.py simulate --traces traces.json [--curve profile.json] [--split validation]
-    python scripts/benchmark_lengths.py measure runs/demo
+    python scripts/benchmarks/lengths.py record --target data/demo-target --draft runs/demo/draft --traces traces.json
+    python scripts/benchmarks/lengths.py simulate --traces traces.json [--curve profile.json] [--split validation]
+    python scripts/benchmarks/lengths.py measure runs/demo
 
 A trace is the target's greedy text; for every position of it, the draft's greedy continuation of 16 tokens, features of
 its distributions before each draw, and how many of the tokens agree with the target's text. A rule replays it round by
@@ -448,9 +448,9 @@ def simulate(arguments: argparse.Namespace) -> None:
 
 
 def measure(arguments: argparse.Namespace) -> None:
-    import measure_lengths
+    import measured_lengths
 
-    measure_lengths.main(arguments)
+    measured_lengths.main(arguments)
 
 
 def main() -> None:

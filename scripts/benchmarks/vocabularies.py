@@ -1,6 +1,6 @@
 """What a vocabulary transplant costs a real model, by the rule for tokens that the donor lacks: bits per byte.
 
-    python scripts/benchmark_vocabularies.py DONOR --tokenizers ../shared/tokenizers \\
+    python scripts/benchmarks/vocabularies.py DONOR --tokenizers ../shared/tokenizers \\
         --english ../shared/prompts/spec-bench.jsonl --code data/test --out vocabularies.jsonl
 
 The donor's rows are mixed into rows for each vocabulary, and the model is measured on texts that it is not healed on:

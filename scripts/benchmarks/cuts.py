@@ -1,6 +1,6 @@
 """Every cut of the demo target, at several sizes, without healing: KL to the target on test text.
 
-    python scripts/benchmark_cuts.py > cuts.md
+    python scripts/benchmarks/cuts.py > cuts.md
 
 Scores are collected on one half of the validation text; ridges and greedy removals are chosen on the other half. Every
 figure is measured on test text, which neither has seen. Intervals: 95 %, bootstrap over documents; the ratio to the
@@ -28,7 +28,7 @@ from distill.surgery.cuts.layers import choose_layers, keep_layers
 from distill.surgery.cuts.width import narrow
 from distill.surgery.divergence import TargetDistributions, scored_logits
 
-DATA = Path(__file__).resolve().parent.parent / "data"
+DATA = Path(__file__).resolve().parents[2] / "data"
 BLOCK, SCORE_BLOCKS, REPORT_BLOCKS = 512, 16, 40
 RIDGES = (1e-4, 1e-3, 1e-2)
 

@@ -1,6 +1,6 @@
 """What the compact teacher store costs: time beside the forward passes, bytes on disk, reading speed.
 
-    python scripts/benchmark_store.py --threads 2
+    python scripts/benchmarks/store.py --threads 2
 
 Forward passes of a random model of Qwen2.5-0.5B's shape (hidden size 896, 151,936 rows, 24 layers unless --layers says
 otherwise) over blocks of random tokens, alone and with the store's entries made from their logits, in turns: the median

@@ -1,4 +1,4 @@
-"""Length rules measured on this machine, beside the simulation on its own curve: a part of benchmark_lengths.py.
+"""Length rules measured on this machine, beside the simulation on its own curve: a part of lengths.py.
 
 Every rule decodes the same prompts of three classes, the same number of tokens of each, in turn with plain decoding,
 steps given the cheapest way, as a run's speedup stage does; adaptive rules read costs that were timed before. The
@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import benchmark_lengths as simulation
+import lengths as simulation
 import numpy
 
 from distill.benchmark.calibrate import load_calibrations, record_rounds, validation_prompts

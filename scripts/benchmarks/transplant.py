@@ -1,6 +1,6 @@
 """Time and peak memory of a vocabulary transplant: a donor of Qwen2.5-0.5B's shape, random weights, written in bf16.
 
-    python scripts/benchmark_transplant.py --tokenizers ../shared/tokenizers --runs 3
+    python scripts/benchmarks/transplant.py --tokenizers ../shared/tokenizers --runs 3
 
 Every transplant is a process of its own; its seconds count from start to exit, its memory is the operating system's
 peak (resident, mapped files included). The share of copies needs no weights and is printed for every tokenizer found.

@@ -1,4 +1,4 @@
-"""Hostile GGUF files for scripts/fuzz.py: a valid file taken apart into its entries, edited, and put together again."""
+"""Hostile GGUF files for fuzz.py: a valid file taken apart into its entries, edited, and put together again."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Waiting threads that spin or sleep: seconds of a step and of a training step, alone and beside a second program.
 
-    python scripts/benchmark_threads.py [--target FOLDER]
+    python scripts/benchmarks/threads.py [--target FOLDER]
 
 Each setting of OpenMP's environment runs in a process of its own, then in two at once on the same cores.
 """
@@ -15,7 +15,7 @@ import sys
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 SETTINGS: dict[str, dict[str, str]] = {
     "the library's default (spin)": {},
     "GOMP_SPINCOUNT=10000": {"GOMP_SPINCOUNT": "10000"},

@@ -1,6 +1,6 @@
 """Roughly the best a length rule can do with calibrated acceptances: optimal stopping, solved backwards on a grid.
 
-A yardstick for `benchmark_lengths.py`, and no strict bound: the chain is a model. Of a round the rule knows how many
+A yardstick for `lengths.py`, and no strict bound: the chain is a model. Of a round the rule knows how many
 tokens are drafted, how probable it is that all of them stand, and how probable the last one was; the next position's
 acceptance then follows a Markov chain, counted on validation rounds. Drafting stops where no continuation is worth its
 steps at λ tokens per second, λ being that of the very text.

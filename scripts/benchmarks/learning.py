@@ -1,9 +1,9 @@
 """What a draft learns from the same tokens: optimisers, hidden states, or any other settings of `train`.
 
-    python scripts/benchmark_learning.py runs/demo --to learning/                # trains what is missing; resumes
-    python scripts/benchmark_learning.py runs/demo --to learning/ --seeds 0 --only adamw muon           # to screen
-    python scripts/benchmark_learning.py runs/demo --to learning/ --add "muon, high: train.optimizer=muon train.rate=@2"
-    python scripts/benchmark_learning.py runs/demo --to learning/ --table --base adamw
+    python scripts/benchmarks/learning.py runs/demo --to learning/                # trains what is missing; resumes
+    python scripts/benchmarks/learning.py runs/demo --to learning/ --seeds 0 --only adamw muon           # to screen
+    python scripts/benchmarks/learning.py runs/demo --to learning/ --add "muon, high: train.rate=@2"
+    python scripts/benchmarks/learning.py runs/demo --to learning/ --table --base adamw
 
 RUN is a run that has cut/ (`distill train recipes/demo.yaml --until cut`); its corpus, answers, teacher and cut are
 used as they are, but a configuration that names a key of `cut` makes a cut of its own. A configuration is a name and
@@ -16,7 +16,7 @@ from its last checkpoint.
 The rate of each configuration is chosen on validation prompts, from the same grid, with the first seed; the other seeds
 take only that rate (--every-rate: all). Figures are on test prompts, averaged over seeds: acceptance on texts that the
 target writes, with the interval of the difference to --base, paired by prompt. trl's GKD joins the table with
-`python scripts/benchmark_gkd.py RUN --to FOLDER`, on the same folder.
+`python scripts/benchmarks/gkd.py RUN --to FOLDER`, on the same folder.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from typing import Any
 import numpy
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmark_losses import Texts, file_of, mean, table
+from losses import Texts, file_of, mean, table
 
 from distill.errors import DistillError
 from distill.files import write_json

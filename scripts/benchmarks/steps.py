@@ -1,7 +1,7 @@
 """Throughput of whole training steps at real shapes with random weights: online, exact and compact teachers.
 
-    python scripts/benchmark_steps.py                          # a GPU: Qwen2.5-0.5B draft, Qwen2.5-7B target, bf16
-    python scripts/benchmark_steps.py --shape small            # a CPU, to see that it works
+    python scripts/benchmarks/steps.py                          # a GPU: Qwen2.5-0.5B draft, Qwen2.5-7B target, bf16
+    python scripts/benchmarks/steps.py --shape small            # a CPU, to see that it works
 
 Each kind of teacher takes the same steps: forward, loss over the head in chunks, backward, clipping, AdamW. The online
 one adds the target's forward pass; the stored ones hold their distributions in memory, so the time includes no disk

@@ -1,8 +1,8 @@
 """Steps of a model in PyTorch on a CPU, its linear layers prepacked and as torch has them, in turns.
 
-    python scripts/benchmark_prepacked.py data/demo-target                       # as it is
-    python scripts/benchmark_prepacked.py data/demo-target --tile 4 --layers 12  # grown, its text unchanged
-    python scripts/benchmark_prepacked.py MODEL --dtype bfloat16
+    python scripts/benchmarks/prepacked.py data/demo-target                       # as it is
+    python scripts/benchmarks/prepacked.py data/demo-target --tile 4 --layers 12  # grown, its text unchanged
+    python scripts/benchmarks/prepacked.py MODEL --dtype bfloat16
 
 Legend: T(m) seconds of a step of m tokens; medians.
 """

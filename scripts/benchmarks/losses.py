@@ -1,7 +1,7 @@
 """Every loss on every protocol, at equal tokens: the acceptance of the draft it trains.
 
-    python scripts/benchmark_losses.py runs/demo --to losses/      # a folder that keeps every training; resumes
-    python scripts/benchmark_losses.py runs/demo --to losses/ --share 0/2 & ... --share 1/2     # in two processes
+    python scripts/benchmarks/losses.py runs/demo --to losses/      # a folder that keeps every training; resumes
+    python scripts/benchmarks/losses.py runs/demo --to losses/ --share 0/2 & ... --share 1/2     # in two processes
 
 RUN is a run that has a teacher store and cut/ (`distill train recipes/demo.yaml --until cut`). Every method starts
 from the same cut draft and sees the same blocks in the same order. `KL, then B` is forward KL for 70 % of the steps and
@@ -25,20 +25,20 @@ from typing import Any
 import numpy
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from distill.evaluation.stage import continue_all
 from distill.files import write_json
 from distill.intervals import paired_ratio_interval
 from distill.models.hugging_face import end_ids, load_model, load_tokenizer, pick_device
-from distill.recipe import Recipe, load_recipe
+from distill.recipe import Recipe, Train, load_recipe
 from distill.run import Run
 from distill.sampler import Sampler
 from distill.teacher.source import open_teacher
 from distill.texts import Prompt, prompt_seed, read_prompts
 from distill.training.losses.settings import LossSettings
 from distill.training.optimizer import parameter_groups
-from distill.training.plan import PlannedPart, cosine
+from distill.training.plan import PlannedPart, rate_share
 from distill.training.step import Columns, Learner, batch_blocks, on_device
 
 SWITCH = 0.7
@@ -110,7 +110,7 @@ def steps_of(
     learner.train()
     for step in range(first, last):
         for group in optimizer.param_groups:
-            group["lr"] = cosine(step, options.steps, rate, 0.03, 0.1)
+            group["lr"] = rate * rate_share(step, options.steps, Train())
         index = batch_blocks(step, options.batch, source.blocks, seed)
         blocks = on_device(source.packed.take(index), torch.device("cpu"))
         total, sums = learner(blocks, source.teacher(index, torch.device("cpu")), part)

@@ -1,6 +1,6 @@
 """What a draft learns from answers of a GGUF file or of a server, against answers that transformers writes here.
 
-    python scripts/benchmark_sources.py runs/demo --to sources/           # makes what is missing; resumes
+    python scripts/benchmarks/sources.py runs/demo --to sources/           # makes what is missing; resumes
 
 RUN is a run that has cut/ (`distill train recipes/demo.yaml --until cut`); its corpus and cut are used as they are. The
 same prompts, sampler and seeds go to each writer; distributions are taken and drafts trained by the stages themselves,
@@ -21,12 +21,12 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 import numpy  # noqa: E402
 import torch  # noqa: E402
-from benchmark_losses import Texts  # noqa: E402
+from losses import Texts  # noqa: E402
 from writing_worlds import llama_server  # noqa: E402
 
 from distill.files import write_json  # noqa: E402

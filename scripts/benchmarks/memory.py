@@ -1,7 +1,7 @@
 """Memory and time of training steps and of answers by the capacity of oneDNN's cache of primitives, on a CPU.
 
-    python scripts/benchmark_memory.py --steps 500
-    python scripts/benchmark_memory.py --workloads training answers --dtypes bfloat16 float32 --every 20 \
+    python scripts/benchmarks/memory.py --steps 500
+    python scripts/benchmarks/memory.py --workloads training answers --dtypes bfloat16 float32 --every 20 \
         --capacities 8 16 64 256 1024
 
 oneDNN keeps a compiled primitive for each shape that it ever multiplied, 1,024 of them unless
@@ -173,7 +173,7 @@ def main() -> None:
         return
     here = machine()
     print(
-        f"`python scripts/benchmark_memory.py {shlex.join(sys.argv[1:])}`, {datetime.date.today()}; {here['cpu']}, "
+        f"`python scripts/benchmarks/memory.py {shlex.join(sys.argv[1:])}`, {datetime.date.today()}; {here['cpu']}, "
         f"{arguments.threads} threads, torch {here['torch']}\n"
     )
     print("| work | type | capacity | step | peak, GiB | resident, GiB | seconds per step |")

@@ -1,6 +1,6 @@
 """Which tokens a trimmed head keeps: the target's mass on them at held-out positions, by how they are ranked.
 
-    python scripts/benchmark_trim.py runs/smollm2-demo --blocks 130 500 --sizes 4096 8192
+    python scripts/benchmarks/trim.py runs/smollm2-demo --blocks 130 500 --sizes 4096 8192
 
 RUN has an exact teacher store. Tokens are ranked on some of its blocks; the figure is the ceiling of acceptance, the
 target's mass under the served sampler on the kept tokens, on 30 other blocks.
@@ -17,7 +17,7 @@ from typing import Any
 import numpy
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from distill.models.hugging_face import text_folder
 from distill.recipe import load_recipe
