@@ -25,7 +25,7 @@ from distill.results.speedup_results import (
     SpeedupReport,
 )
 
-DOCUMENTS = [tiny.ROOT / "README.md", *sorted((tiny.ROOT / "docs").glob("*.md"))]
+DOCUMENTS = [tiny.ROOT / "README.md", *sorted((tiny.ROOT / "docs").rglob("*.md"))]
 COMMANDS: dict[str, Any] = get_command(app).commands  # type: ignore[attr-defined]
 SMALLEST = {"name": "a", "target": {"model": "a"}, "corpus": {"sources": [{"kind": "text", "path": "a"}]}}
 
@@ -128,7 +128,7 @@ def test_figures_find_their_place() -> None:
     for name, run, markers in (
         ("README.md", "smollm2-demo", ["headline"]),
         ("docs/benchmarks.md", "smollm2-demo", own),
-        ("docs/benchmarks.md", "demo", ["headline", *own]),
+        ("docs/benchmarks/toy.md", "demo", ["headline", *own]),
     ):
         text = (tiny.ROOT / name).read_text(encoding="utf-8")
         for marker in markers:

@@ -26,7 +26,7 @@ class Transplant(Section):
         gt=0,
         le=1,
         description="subtokens: in the head, weight of each subtoken relative to the previous one; 1: their mean, "
-        "which loses least (docs/benchmarks.md)",
+        "which loses least (docs/benchmarks/cuts.md)",
     )
 
 

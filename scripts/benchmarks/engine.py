@@ -372,7 +372,7 @@ PARTS = {"rows": measure_rows, "peers": measure_peers, "rule": measure_rule}
 
 
 def table(cases: dict[str, Measured]) -> str:
-    """The table of docs/benchmarks.md."""
+    """The table of docs/benchmarks/engine.md."""
     lines = [
         "| engine | target | pair | n | τ | share of the bound | with two | alone | overhead, ms | peer | plain | "
         "speedup | predicted |",
