@@ -187,7 +187,7 @@ def test_type_of_single_tensors_and_importance(wide: Path, tmp_path: Path) -> No
         "head": {"tensor_types": (("token_embd", "q8_0"),)},
         "weighed": {"importance": tmp_path / "imatrix.gguf"},
     }.items():
-        export_gguf(wide, tmp_path / f"{name}.gguf", "q4_k_m", **options)
+        export_files(wide, {tmp_path / f"{name}.gguf": "q4_k_m"}, **options)
         files[name] = {tensor.name: tensor for tensor in gguf.GGUFReader(tmp_path / f"{name}.gguf").tensors}
     assert files["plain"]["blk.0.attn_q.weight"].tensor_type.name == "Q4_K"
     assert files["head"]["token_embd.weight"].tensor_type.name == "Q8_0"
@@ -198,7 +198,7 @@ def test_type_of_single_tensors_and_importance(wide: Path, tmp_path: Path) -> No
         ({"importance": tmp_path / "plain.gguf"}, "importance"),
     ):
         with pytest.raises(DataError, match=message):
-            export_gguf(wide, tmp_path / "bad.gguf", "q4_k_m", **options)
+            export_files(wide, {tmp_path / "bad.gguf": "q4_k_m"}, **options)
         assert not [path for path in tmp_path.iterdir() if "bad" in path.name]
 
 
