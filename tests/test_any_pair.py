@@ -152,8 +152,8 @@ def told(speedup: float, low: float, costs: tuple[float, float, float], tokens: 
             (0.6, 0.5, (4.0, 2.0, 0.5), 4.0),
             "no acceptance would be enough: a round of 5.0 tokens, all accepted, costs 6.50",
         ),
-        ((0.6, 0.5, (4.0, 2.0, 0.5), 4.0), "above all, the target's steps of several tokens are dear (3.00)"),
-        ((0.6, 0.5, (1.2, 5.0, 0.5), 4.0), "above all, the draft's steps are dear (5.00)"),
+        ((0.6, 0.5, (4.0, 2.0, 0.5), 4.0), "above all, verifying several tokens is expensive (3.00)"),
+        ((0.6, 0.5, (1.2, 5.0, 0.5), 4.0), "above all, the draft is expensive (5.00)"),
         ((0.6, 0.5, (1.2, 0.9, 5.0), 4.0), "above all, much is spent beside the models (5.00)"),
         (
             (0.9, 0.8, (1.5, 0.4, 0.1), 1.8),

@@ -115,8 +115,8 @@ def _against(
             f"no acceptance would be enough: a round of {most:.1f} tokens, all accepted, costs {wanted:.2f} plain steps"
         )
         causes = {
-            "the target's steps of several tokens are dear": (found.target_seconds or 0) / single - 1,
-            "the draft's steps are dear": (found.draft_seconds or 0) / single,
+            "verifying several tokens is expensive": (found.target_seconds or 0) / single - 1,
+            "the draft is expensive": (found.draft_seconds or 0) / single,
             "much is spent beside the models": (found.overhead_seconds or 0) / single,
         }
         largest = max(causes, key=lambda name: causes[name])

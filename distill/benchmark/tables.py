@@ -117,7 +117,7 @@ def _head(report: PairSpeedup) -> list[str]:
     if report.pytorch:
         lines.append(f"PyTorch's settings, where they are not the defaults: {report.pytorch}.")
     if report.steps_given:
-        lines.append(f"Steps given otherwise than at once, because that is cheaper: {'; '.join(report.steps_given)}.")
+        lines.append(f"Steps padded or split, because that is cheaper: {'; '.join(report.steps_given)}.")
     if report.dropped:
         left = ", ".join(f"{count} {reason}" for reason, count in report.dropped.items())
         lines.append(f"Left out of the files: {left}.")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -100,7 +100,7 @@ def _find(model: str | None, runs: Path) -> _Job:
         return _Job({Path(model).resolve().name: (Path(model), PLAIN)}, Path("."))
     if model is not None and is_gguf(model):
         return _Job({Path(model).stem: (local_folder(shared.local_reference(model)), PLAIN)}, Path("."))
-    from distill.export.origin import advice_of, advised, origins
+    from distill.export.origin import advice_of, origins
     from distill.pipeline.running import plan_run
     from distill.recipe.recipe import REASON
 
@@ -109,7 +109,7 @@ def _find(model: str | None, runs: Path) -> _Job:
     run.verify("train", "draft/*")
     known = origins(recipe, run)
     settled = frozenset(action.stage.name for action in plan_run(recipe, run) if action.kind == "skip")
-    sources = {"draft": (run.path("draft"), advised(known["draft"], advice_of(run, settled)))}
+    sources = {"draft": (run.path("draft"), replace(known["draft"], advice=advice_of(run, settled)))}
     if is_gguf(recipe.target.model):
         note(f"the target is served as it is: {recipe.target.model}")
     elif recipe.target.load:

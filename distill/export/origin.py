@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from distill.errors import DistillError
 from distill.models.conversion.general_fields import Advice, Origin
 from distill.models.hugging_face import local_folder
@@ -31,11 +29,6 @@ def origins(recipe: Recipe, run: Run) -> dict[str, Origin]:
         datasets=tuple(source.path for source in recipe.corpus.sources if source.kind == "hub"),
     )
     return {"draft": draft, "target": Origin(f"{recipe.name} target")}
-
-
-def advised(origin: Origin, advice: Advice | None) -> Origin:
-    """The origin with advice on how to draft."""
-    return replace(origin, advice=advice)
 
 
 def _licence(donor: str, run: Run) -> str | None:

@@ -346,6 +346,6 @@ def main(arguments: argparse.Namespace) -> None:
             measured |= {name: priced(measured[name], prices) for name, prices in costs.items()}
             print(report(title, texts, costs["expected value"], measured, simulated), flush=True)
             print(
-                "".join(f"- Steps given otherwise than at once: {line}.\n" for line in cheapest.describe()), flush=True
+                "".join(f"- Padded or split steps: {line}.\n" for line in cheapest.describe()), flush=True
             )
     print(f"\nTook {time.monotonic() - started:.0f} s.")

@@ -53,11 +53,6 @@ class CheapestSteps(AroundModel):
         self.padded = {m: sizes[0] for m, sizes in chosen(whole=True).items()}
         self.last_only = chosen(whole=False)
 
-    @property
-    def lengths(self) -> list[int]:
-        """Committed tokens of the one row."""
-        return self.model.lengths
-
     def extend(
         self,
         tokens: Sequence[int],
@@ -88,20 +83,8 @@ class CheapestSteps(AroundModel):
         self.model.rollback([before + m])
         return logits
 
-    def keep(self, paths: Sequence[Sequence[int]]) -> None:
-        """See `Model`."""
-        self.model.keep(paths)
-
-    def rollback(self, lengths: Sequence[int]) -> None:
-        """See `Model`."""
-        self.model.rollback(lengths)
-
-    def reset(self) -> None:
-        """See `Model`."""
-        self.model.reset()
-
     def describe(self, name: str) -> str:
-        """What is done otherwise than at once, for a log; empty where nothing is."""
+        """The steps that are padded or split, for a log; empty where none is."""
         choices = [f"{m} padded to {size}" for m, size in self.padded.items()]
         split = {m: sizes for m, sizes in self.last_only.items() if len(sizes) == 2}
         choices += [
@@ -123,7 +106,7 @@ class CheapestPair:
     draft_steps: dict[int, tuple[float, float, float]]
 
     def describe(self) -> list[str]:
-        """What is done otherwise than at once, a line for each model that has any."""
+        """The steps that are padded or split, a line for each model that has any."""
         models = {"target": self.target} | ({} if self.draft is self.target else {"draft": self.draft})
         return [line for name, model in models.items() if (line := model.describe(name))]
 
