@@ -1,5 +1,5 @@
-"""What llama.cpp's own converter writes for tiny models: tests/gguf_reference.json, which tests/test_gguf_reference.py
-compares with our export.
+"""What llama.cpp's own converter writes for tiny models: tests/gguf_reference.json, which
+tests/models/test_gguf_reference.py compares with our export.
 
 The converter comes with the source package of llama-cpp-python. It runs in a process of its own, in any environment
 with torch, transformers, sentencepiece and protobuf:
@@ -45,7 +45,7 @@ class Case(NamedTuple):
     dtype: str = "bfloat16"
 
 
-# Parts of configurations that tests/test_export_families.py takes too.
+# Parts of configurations that tests/models/test_export_families.py takes too.
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 500000.0,
@@ -94,7 +94,7 @@ CASES = {
     "phi-3-partial": Case("phi3", "phi-3", {"pad_token_id": 32000, **longrope(12, partial_rotary_factor=0.75)}),
     "smollm3": Case("smollm3", "llama-3", {"tie_word_embeddings": True, "num_hidden_layers": 4}),
     "granite": Case("granite", "gpt-2", GRANITE),
-    # SmolLM 2: a tied llama with three heads to a group; its own pre-tokenizer is tested in tests/test_export.py.
+    # SmolLM 2: a tied llama with three heads to a group; its own pre-tokenizer is tested in test_export.py.
     "smollm2": Case(
         "llama",
         "gpt-2",

@@ -1,6 +1,7 @@
 """The commands that serve a pair, for llama-server, vLLM and transformers: all that `distill` prints or runs.
 
-tests/test_server_commands.py holds llama-server's options to a real server, and vLLM's to the sources of a version.
+tests/models/test_server_commands.py holds llama-server's options to a real server, and vLLM's to the sources of a
+version.
 """
 
 from __future__ import annotations

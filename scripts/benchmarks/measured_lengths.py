@@ -345,7 +345,5 @@ def main(arguments: argparse.Namespace) -> None:
             simulated = {name: simulate(texts, costs[name], make) for name, make in rules.items()}
             measured |= {name: priced(measured[name], prices) for name, prices in costs.items()}
             print(report(title, texts, costs["expected value"], measured, simulated), flush=True)
-            print(
-                "".join(f"- Padded or split steps: {line}.\n" for line in cheapest.describe()), flush=True
-            )
+            print("".join(f"- Padded or split steps: {line}.\n" for line in cheapest.describe()), flush=True)
     print(f"\nTook {time.monotonic() - started:.0f} s.")

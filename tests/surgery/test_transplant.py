@@ -522,7 +522,7 @@ def test_beginning_and_padding_start_from_the_donors_end(tmp_path: Path) -> None
 
 def test_the_demo_donor_splits_text_as_it_was_trained_to() -> None:
     """It is a qwen2 model with GPT-2's way of splitting: AutoTokenizer must follow its tokenizer.json."""
-    root = Path(__file__).resolve().parent.parent / "data"
+    root = Path(__file__).resolve().parents[2] / "data"
     loaded = AutoTokenizer.from_pretrained(root / "demo-donor")
     own = Tokenizer.from_file(str(root / "demo-donor" / "tokenizer.json"))
     for path in sorted((root / "test").rglob("*.py"))[:6]:

@@ -46,7 +46,7 @@ pytest.importorskip("llguidance")
 torch.set_num_threads(1)
 
 needs_llama = pytest.mark.skipif(importlib.util.find_spec("llama_cpp") is None, reason="llama-cpp-python is missing")
-DEMO = Path(__file__).resolve().parent.parent / "data" / "demo-target"
+DEMO = Path(__file__).resolve().parents[2] / "data" / "demo-target"
 
 SAID = [b"a", b"b", b"c", b"ab", b"", b"x", b'"name": ', b'"na', b"{", b"}", b"0", b"1"]
 END = 4

@@ -34,7 +34,7 @@ torch.set_num_threads(1)
 V = 61
 LENGTHS = range(1, 9)
 TIE = 1e-4  # fp32: two logits this close are a rounding tie
-DEMO = Path(__file__).resolve().parent.parent / "data" / "demo-target"
+DEMO = Path(__file__).resolve().parents[2] / "data" / "demo-target"
 needs_llama = pytest.mark.skipif(importlib.util.find_spec("llama_cpp") is None, reason="llama-cpp-python is missing")
 
 

@@ -1,6 +1,6 @@
 """A real llama-server: DISTILL_LLAMA_BIN names the folder of a build (scripts/build_llama_cpp.sh), else all is skipped.
 
-DISTILL_LLAMA_BIN=build/llama.cpp/bin pytest -m slow tests/test_real_server.py
+DISTILL_LLAMA_BIN=build/llama.cpp/bin pytest -m slow tests/serving/test_real_server.py
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ from distill.vocabulary.byte_map import BYTE_MAP
 from distill.vocabulary.encoding import Encoder
 
 torch.set_num_threads(1)
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 KINDS = {"intersection": IntersectionDrafter, "string": StringMatchDrafter}
 SAMPLES = 900
 PROSE = "def naïve(x):\n    return x + 1  # 日本語 🙂\n\n\nclass Über:\n\tdone = 'a  b'\n"

@@ -17,7 +17,7 @@ import pytest
 
 from distill.models.conversion.writer import export_gguf
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 TOKENIZERS = Path(os.environ.get("DISTILL_SHARED", ROOT.parent / "shared")) / "tokenizers"
 needs_tokenizers = pytest.mark.skipif(
     not (TOKENIZERS / "llama-2").is_dir(), reason=f"{TOKENIZERS} is not here; set DISTILL_SHARED"

@@ -19,7 +19,7 @@ from distill.errors import DataError
 from distill.vocabulary import Vocabulary
 from distill.vocabulary.byte_map import BYTE_MAP, NEVER_IN_UTF8, from_mapped, to_mapped
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 SHARED = Path(os.environ.get("DISTILL_SHARED", ROOT.parent / "shared")) / "tokenizers"
 REAL = ("deepseek-llm", "gpt-2", "llama-2", "llama-3", "qwen2.5")
 TEXT = st.text(st.characters(exclude_categories=["Cs"]) | st.sampled_from(" \n\t▁ÿĠ'0aZ日🙂"), max_size=60)

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from distill.errors import RecipeError
 from distill.recipe import Recipe, Section, dump_recipe, load_recipe, parse_recipe
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 SMALLEST = """\
 name: small

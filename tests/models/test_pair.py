@@ -23,7 +23,7 @@ from distill.models.metadata import VocabularyMetadata
 from distill.models.pairs import PairReport, compare_pair, require_pair
 from distill.models.trimmed_head import write_kept
 
-SHARED = Path(os.environ.get("DISTILL_SHARED", Path(__file__).resolve().parents[2] / "shared"))
+SHARED = Path(os.environ.get("DISTILL_SHARED", Path(__file__).resolve().parents[3] / "shared"))
 needs_llama = pytest.mark.skipif(importlib.util.find_spec("llama_cpp") is None, reason="llama-cpp-python is missing")
 needs_shared = pytest.mark.skipif(not (SHARED / "tokenizers").is_dir(), reason="no real tokenizers are here")
 

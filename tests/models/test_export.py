@@ -36,7 +36,7 @@ from distill.models.gguf.model import GgufModel
 from distill.recipe.gguf import OUTTYPES
 from distill.texts import first_difference
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 SHARED = Path(os.environ.get("DISTILL_SHARED", ROOT.parent / "shared"))
 needs_llama = pytest.mark.skipif(importlib.util.find_spec("llama_cpp") is None, reason="llama-cpp-python is missing")
 

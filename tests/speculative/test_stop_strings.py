@@ -33,7 +33,7 @@ from distill.speculative.trees.tree_drafter import TreeDrafter
 from distill.vocabulary import Vocabulary
 
 torch.set_num_threads(1)
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 SHARED = Path(os.environ.get("DISTILL_SHARED", ROOT.parent / "shared")) / "tokenizers"
 GREEDY = Sampler(0)
 LIMIT = 26

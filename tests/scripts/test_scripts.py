@@ -16,7 +16,7 @@ NAMES = sorted(path.relative_to(SCRIPTS).with_suffix("").as_posix() for path in 
 
 def script(name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
     """A script by its path below scripts/, imported as it imports its neighbours: by name."""
-    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1]))
     monkeypatch.syspath_prepend(str((SCRIPTS / name).parent))
     return importlib.import_module(Path(name).name)
 

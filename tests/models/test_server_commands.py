@@ -1,6 +1,6 @@
 """The commands that serve a pair: their options, and what holds them to the programs they are for.
 
-tests/test_real_server.py gives llama-server's options to a real one. vLLM was not run: its options are those of
+tests/serving/test_real_server.py gives llama-server's options to a real one. vLLM was not run: its options are those of
 VLLM_OPTIONS, read in the sources of the version named there; DISTILL_VLLM_SOURCES, an unpacked source package, reads
 them again.
 """
