@@ -1,12 +1,11 @@
-"""The order of imports (commands → pipeline → stages → engine → floor), sizes of files, and names.
+"""The order of imports (commands → pipeline → stages → engine → floor), sizes of files, and what is loaded.
 
-docs/architecture.md explains the order and the words.
+docs/architecture.md explains the order.
 """
 
 from __future__ import annotations
 
 import ast
-import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -47,14 +46,6 @@ ALLOWED = {
 }
 
 MOST_LINES = 350
-# Words that the glossary of docs/architecture.md replaces; they stay out of identifiers, keys, labels and options.
-RETIRED = {
-    *("law", "laws", "lawful", "said", "says", "saying", "sayings", "bare", "fact", "facts", "selection"),
-    *("arm", "arms", "way", "ways", "trial", "trials", "told", "earlier"),
-}
-# Temporary: faults that other changes remove. Empty, it goes.
-REMAINING: set[str] = set()
-
 HEAVY = {"torch", "transformers", "datasets", "peft", "accelerate", "llama_cpp", "gguf", "pyarrow", "matplotlib"}
 LIGHT_FILES = ("errors.py", "recipe/load.py", "recipe/training.py", "files.py", "machine.py", "run.py")
 
@@ -93,11 +84,6 @@ def faults(user: str, name: str) -> str | None:
     if user in STAGES and used in STAGES:
         return None if (user, used) in ALLOWED else f"stage {user} imports stage {used}"
     return f"{user} imports {used}, which lies above it" if HEIGHT.get(used, 0) > HEIGHT.get(user, 0) else None
-
-
-def without_remaining(found: set[str]) -> list[str]:
-    """The faults `place:kind …` whose place and kind REMAINING does not list, in order."""
-    return sorted(fault for fault in found if fault.split(" ")[0] not in REMAINING)
 
 
 FILES = sorted((ROOT / "distill").rglob("*.py"))
@@ -164,12 +150,8 @@ def test_light_file_imports_nothing_heavy(name: str) -> None:
 
 
 def test_files_are_small() -> None:
-    long = {
-        f"{path.relative_to(ROOT)}:lines {lines}, at most {MOST_LINES}"
-        for path in FILES
-        if (lines := path.read_text(encoding="utf-8").count("\n")) > MOST_LINES
-    }
-    assert not without_remaining(long)
+    lines = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8").count("\n") for path in FILES}
+    assert not {path: count for path, count in lines.items() if count > MOST_LINES}
 
 
 # ── circles ──
@@ -222,8 +204,7 @@ def circles(graph: dict[str, set[str]]) -> list[list[str]]:
 
 
 def test_no_circle_of_imports() -> None:
-    found = circles(import_graph(ROOT / "distill"))
-    assert not without_remaining({f"{group[0]}:circle with {' '.join(group[1:])}" for group in found})
+    assert not circles(import_graph(ROOT / "distill"))
 
 
 def test_circles_are_found(tmp_path: Path) -> None:
@@ -236,60 +217,6 @@ def test_circles_are_found(tmp_path: Path) -> None:
     (folder / "d.py").write_text("from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from package.e import E\n")
     (folder / "e.py").write_text("import package.d\n")
     assert circles(import_graph(folder)) == [["package.a", "package.c", "package.inner.b"]]
-
-
-# ── words ──
-
-
-def words(name: str) -> set[str]:
-    """The lower-case words of an identifier or key: `ModelDrafter`, `max_length`, `--draft-cost`."""
-    return {word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name)}
-
-
-def names_in(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Line and text of every identifier, and of every string that is a key, a label of one word or an option."""
-    for node in ast.walk(tree):
-        line = getattr(node, "lineno", 0)
-        if isinstance(node, ast.Name):
-            yield line, node.id
-        elif isinstance(node, ast.Attribute):
-            yield line, node.attr
-        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            yield line, node.name
-        elif isinstance(node, ast.arg | ast.keyword) and node.arg is not None:
-            yield line, node.arg
-        elif isinstance(node, ast.alias):
-            yield from ((line, name) for name in (node.name, node.asname) if name)
-        elif isinstance(node, ast.ImportFrom):
-            yield line, node.module or ""
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            parts = node.value.split("/")  # an option may be given as --repair/--no-repair
-            yield from ((line, part) for part in parts if re.fullmatch(r"(--)?[a-z][a-z_0-9-]*", part))
-
-
-def test_retired_words_are_gone() -> None:
-    found = set()
-    for path in FILES:
-        place = path.relative_to(ROOT).as_posix()
-        used = [(1, path.stem), *names_in(ast.parse(path.read_text(encoding="utf-8"), str(path)))]
-        found |= {f"{place}:{word}" for _, name in used for word in words(name) & RETIRED}
-    assert not without_remaining(found)
-
-
-@pytest.mark.parametrize(
-    ("program", "expected"),
-    [
-        ("def the_laws(): ...", {"laws"}),
-        ("class TrialRow: ...", {"trial"}),
-        ("from distill.models.facts import read", {"facts"}),
-        ("row['said'] = 1", {"said"}),
-        ("typer.Option('--no-repair/--bare')", {"bare"}),
-        ("f(arm=1).way", {"arm", "way"}),
-        ("artifacts = always = 'it was said earlier'  # a law", set()),
-    ],
-)
-def test_the_rule_of_words(program: str, expected: set[str]) -> None:
-    assert {word for _, name in names_in(ast.parse(program)) for word in words(name) & RETIRED} == expected
 
 
 # ── what is loaded ──

@@ -51,11 +51,6 @@ def test_commands_and_options_exist(path: Path) -> None:
         assert not unknown, f"{path.name}: distill {name} has no {unknown}"
 
 
-@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
-def test_a_distribution_is_called_one(path: Path) -> None:
-    assert not re.findall(r"\blaws?\b", path.read_text(encoding="utf-8"), flags=re.I)
-
-
 def test_the_readme_names_every_command() -> None:
     text = DOCUMENTS[0].read_text(encoding="utf-8")
     assert not [name for name in COMMANDS if f"`distill {name}" not in text]
