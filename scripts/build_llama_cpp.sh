@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Builds llama-server and llama-speculative-simple from the source package of the tested llama-cpp-python, so that
-# scripts/benchmarks/llama_cpp.py and `distill serve-check` can be tried on the very llama.cpp that distill runs on.
+# scripts/benchmarks/beside_llama_cpp.py and `distill serve-check` can be tried on the very llama.cpp that distill runs on.
 #
 #   bash scripts/build_llama_cpp.sh [FOLDER]      binaries in FOLDER/bin (default: build/llama.cpp); resumes where it stopped
 #   CMAKE_ARGS="-DGGML_CUDA=on" bash scripts/build_llama_cpp.sh      as for llama-cpp-python itself

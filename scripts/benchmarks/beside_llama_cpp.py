@@ -1,7 +1,7 @@
 """One GGUF pair on the same prompts: our decoder beside a build's llama-server and llama-speculative-simple, greedy.
 
     bash scripts/build_llama_cpp.sh
-    python scripts/benchmarks/llama_cpp.py --llama-bin build/llama.cpp/bin --target T.gguf --draft D.gguf --prompts FILE
+    python scripts/benchmarks/beside_llama_cpp.py --llama-bin build/llama.cpp/bin --target T --draft D --prompts FILE
 
 --prompts are files of a run's corpus (prompts-test.jsonl: token ids), or any file that `distill speedup --prompts`
 takes. All programs draft up to --n-max tokens with p_min 0 and the same threads; every prompt goes to each of them in
@@ -207,7 +207,7 @@ def main() -> None:
     try:
         print(measure(parser.parse_args()))
     except DistillError as error:
-        sys.exit(f"llama_cpp: {error}")
+        sys.exit(f"beside_llama_cpp: {error}")
 
 
 if __name__ == "__main__":
