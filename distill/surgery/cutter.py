@@ -29,7 +29,7 @@ GREEDY_LAYERS = 28  # greedy removal costs layers × removals passes over the bl
 # Of the least-squares repairs; the one of least KL on validation text is taken. That of layers, which asks more of the
 # neurons that are left, must hold them nearer to what they were (docs/benchmarks.md, Layers that are repaired).
 RIDGES = (1e-4, 1e-3, 1e-2)
-LAYER_RIDGES = (0.1, 0.3)
+LAYER_RIDGES = (0.1, 0.3, 1.0)
 
 
 class Cutter:
