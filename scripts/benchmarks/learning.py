@@ -1,17 +1,18 @@
-"""What a draft learns from the same tokens: optimisers, hidden states, or any other settings of `train`.
+"""What a draft learns from the same tokens: optimisers, schedules, hidden states, or any other settings of `train`.
 
     python scripts/benchmarks/learning.py runs/demo --to learning/                # trains what is missing; resumes
     python scripts/benchmarks/learning.py runs/demo --to learning/ --seeds 0 --only adamw muon           # to screen
-    python scripts/benchmarks/learning.py runs/demo --to learning/ --add "muon, high: train.rate=@2"
+    python scripts/benchmarks/learning.py runs/demo --to learning/ \
+        --add "muon, high: train.optimizer=muon train.rate=@2"
     python scripts/benchmarks/learning.py runs/demo --to learning/ --table --base adamw
 
 RUN is a run that has cut/ (`distill train recipes/demo.yaml --until cut`); its corpus, answers, teacher and cut are
 used as they are, but a configuration that names a key of `cut` makes a cut of its own. A configuration is a name and
-overrides, in which @X is X times the rate of the training; what it does not name is AdamW without
+overrides, in which @X is X times the rate of the training; what it does not name is AdamW, a cosine and no
 hidden states or parts, and for the rest the run's recipe; with --of-recipe all else is as the recipe has it. Each is
 trained by stage `train` itself, for the same steps on the same blocks in the same order, in a process of its own,
-whose peak memory is recorded; nothing but the last weights is taken. A stopped training goes on
-from its last checkpoint.
+whose peak memory is recorded; nothing but the last weights is taken. A stopped training goes on from its last
+checkpoint.
 
 The rate of each configuration is chosen on validation prompts, from the same grid, with the first seed; the other seeds
 take only that rate (--every-rate: all). Figures are on test prompts, averaged over seeds: acceptance on texts that the
@@ -48,13 +49,14 @@ from distill.results.training_results import TrainingStep, training_steps
 from distill.run import Run
 from distill.texts import read_prompts
 
-# What every configuration starts from, whatever the run's recipe says: AdamW, the last weights.
+# What every configuration starts from, whatever the run's recipe says: AdamW, a cosine, the last weights.
 PLAIN = (
     "train.parts=[]",
     "train.replay=null",
     "train.acceptance=null",
     "train.optimizer=adamw",
     "train.matrix_rate=null",
+    "train.schedule=cosine",
     "train.hidden_states=null",
 )
 MUON = "train.optimizer=muon"
@@ -66,6 +68,8 @@ CONFIGURATIONS: dict[str, str] = {
     "muon, matrices 0.5x": f"{MUON} train.matrix_rate=@0.5",
     "adamw, hidden states": STATES,
     "muon, hidden states": f"{MUON} {STATES}",
+    "adamw, wsd": "train.schedule=wsd train.final_rate_share=0",
+    "muon, wsd": f"{MUON} train.schedule=wsd train.final_rate_share=0",
 }
 SHARED = ("corpus", "answers", "teacher", "cut", "stages")
 SPLITS = ("validation", "test")
