@@ -11,15 +11,14 @@ is refused wherever that would change the output (`verify.refusal`).
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from distill.speculative.proposal import Features
 
 
-class LengthRule(ABC):
-    """What every rule decides for the decoder: its limit; here it drafts all up to that, and learns nothing.
+class LengthRule:
+    """What every rule decides for the decoder: here without a limit of its own, drafting everything, learning nothing.
 
     `anticipates`: `keeps` is asked, and may drop a token after its draw. `reads_features`: the rule reads features;
     making the distribution that they come from takes time.
@@ -28,9 +27,9 @@ class LengthRule(ABC):
     anticipates: bool = False
     reads_features: bool = True
 
-    @abstractmethod
     def limit(self) -> int:
         """The most tokens to draft this round; 0 decodes plainly."""
+        raise NotImplementedError
 
     def step_on(self, position: int) -> bool:
         """Whether the draft's step for `position` is worth its time; callers may skip this question."""
