@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -431,7 +432,10 @@ def journalled(run: Run) -> dict[str, Any]:
     """All replies that are on disk, by prompt."""
     found = {}
     for path in run.path("answers").glob(".*.journal"):
-        for line in path.read_text().splitlines():
+        text = ""
+        with contextlib.suppress(FileNotFoundError):  # its group was finished meanwhile: its file is read below
+            text = path.read_text()
+        for line in text.splitlines():
             if line.endswith("}"):
                 record = json.loads(line)
                 found[record["id"]] = record["ids"]
