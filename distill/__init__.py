@@ -1,6 +1,12 @@
 """distill: cut, train and measure draft models for speculative decoding."""
 
+import importlib
+import importlib.util
 import os
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from distill.api import *  # noqa: F403
 
 __version__ = "0.1.0"
 
@@ -13,3 +19,19 @@ PRIMITIVES = "ONEDNN_PRIMITIVE_CACHE_CAPACITY"
 MOST_PRIMITIVES = "512"
 if "DNNL_PRIMITIVE_CACHE_CAPACITY" not in os.environ:  # its older name
     os.environ.setdefault(PRIMITIVES, MOST_PRIMITIVES)
+
+
+def __getattr__(name: str) -> Any:
+    """The names of `distill.api`, which loads torch and transformers: only where one of them is asked for."""
+    # Python looks a submodule up as an attribute first (`from distill import run`): nothing is loaded for that.
+    if name == "__all__" or not (name.startswith("_") or importlib.util.find_spec(f"{__name__}.{name}")):
+        api = importlib.import_module("distill.api")
+        if name == "__all__":
+            return api.__all__
+        if name in api.__all__:
+            return getattr(api, name)
+    raise AttributeError(f"module 'distill' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return [*importlib.import_module("distill.api").__all__, "__version__"]

@@ -62,6 +62,13 @@ def acceptance_sampling(target: Tensor, draft: Tensor) -> Tensor:
     return torch.minimum(target, draft).sum(-1)
 
 
+def likeliest(logits: Tensor, count: int) -> Tensor:
+    """Logits [..., V] with −∞ outside the `count` largest of each row; those that equal the last of these stay."""
+    if count >= logits.shape[-1]:
+        return logits
+    return logits.masked_fill(logits < logits.topk(count, dim=-1).values[..., -1:], -torch.inf)
+
+
 def acceptance_match(target: Tensor, draft_logits: Tensor) -> Tensor:
     """p(argmax q) [N]: how often a sampled target token equals the draft's greedy one."""
     return target.gather(-1, draft_logits.argmax(-1, keepdim=True)).squeeze(-1)
@@ -88,32 +95,9 @@ def lk_hybrid(target_log_probabilities: Tensor, draft_log_probabilities: Tensor,
     return share * kl + (1 - share) * total_variation(p, q)
 
 
-def match_loss(target: Tensor, draft_logits: Tensor, temperature: float = 0.5) -> Tensor:
-    """−Σ p · softmax(z / τ) [N] from distributions and logits [N, V]: minus a soft form of p(argmax q), equal to it at
-    τ → 0."""
-    return -(target * (draft_logits / temperature).softmax(-1)).sum(-1)
-
-
 def cross_entropy(draft_logits: Tensor, tokens: Tensor) -> Tensor:
     """−log q(token) [N] from logits [N, V] and tokens [N]."""
     return draft_logits.logsumexp(-1) - draft_logits.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
-
-
-def argmax_cross_entropy(target: Tensor, draft_logits: Tensor) -> Tensor:
-    """−log q(argmax p) [N] from distributions, log-distributions or logits of the target and logits of the draft [N,
-    V]."""
-    return cross_entropy(draft_logits, target.argmax(-1))
-
-
-def top_k_hinge(target: Tensor, draft_logits: Tensor, k: int, margin: float) -> Tensor:
-    """Σ_y p_y max(0, margin + z₍k,−y₎ − z_y) [N], z₍k,−y₎ the k-th largest logit of the others; k < V.
-
-    It is 0 where every token that the target may generate leads the draft's (k + 1)-th by the margin, as trees need.
-    """
-    top, columns = draft_logits.topk(k + 1, dim=-1)
-    leads = torch.zeros_like(draft_logits, dtype=torch.bool).scatter(-1, columns[..., :k], True)
-    rival = torch.where(leads, top[..., k:], top[..., k - 1 : k])
-    return (target * (margin + rival - draft_logits).relu()).sum(-1)
 
 
 def bucketed_forward_kl(ids: Tensor, log_probabilities: Tensor, log_tail: Tensor, draft_logits: Tensor) -> Tensor:

@@ -176,6 +176,12 @@ def write_folder(path: Path, write: Callable[[Path], object]) -> None:
             shutil.rmtree(old)
 
 
+def require_new_folder(path: Path) -> None:
+    """Raise DataError for a folder to be written that holds anything, or is a file."""
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise DataError(f"{path} is not empty", "name a new folder")
+
+
 def write_text(path: Path, text: str) -> None:
     """Write `text` as UTF-8, atomically."""
     write_atomically(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))

@@ -14,7 +14,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -150,12 +150,27 @@ def handled() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def deferred() -> Iterator[None]:
-    """Within a `with` block another handler decides: the thread does not end the process."""
-    writer = signal.set_wakeup_fd(-1)
+def noting(note: Callable[[int], object]) -> Iterator[None]:
+    """Within a `with` block of the main thread, the first SIGINT or SIGTERM is given to `note` and the second ends the
+    process at once; a signal that is ignored stays so."""
+    if threading.current_thread() is not threading.main_thread():  # the caller stops this thread by other means
+        yield
+        return
+    noted: list[int] = []
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if noted:
+            end_at_once(number)
+        noted.append(number)
+        note(number)
+
+    writer = signal.set_wakeup_fd(-1)  # the watching thread does not end the process
+    before = {number: signal.signal(number, handle) for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN}
     try:
         yield
     finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
         if writer >= 0:
             signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
 

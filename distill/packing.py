@@ -6,7 +6,8 @@ Legend: n blocks, S positions per block.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -112,6 +113,21 @@ def pack(sequences: Iterable[tuple[list[int], int]], block: int, split_long: boo
             packed.mask[index, at + first - 1 : end - 1] = True
             at = end
     return packed
+
+
+def fitted_order(lengths: Sequence[int], block: int) -> list[int]:
+    """The order of whole sequences in which `pack` fills blocks nearly whole: the longest first, each into the fullest
+    block that still has room (best fit decreasing)."""
+    rooms: list[tuple[int, int]] = []  # of the blocks begun: positions left, number; ascending
+    rows: list[list[int]] = []
+    for index in sorted(range(len(lengths)), key=lambda index: (-lengths[index], index)):
+        at = bisect_left(rooms, (lengths[index], 0))
+        room, row = rooms.pop(at) if at < len(rooms) else (block, len(rows))
+        if row == len(rows):
+            rows.append([])
+        rows[row].append(index)
+        insort(rooms, (room - lengths[index], row))
+    return [index for row in rows for index in row]
 
 
 def concatenate(parts: list[Packed]) -> Packed:

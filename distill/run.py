@@ -36,6 +36,11 @@ RECORD = {  # the form of stages/NAME.json
 }
 
 
+def is_read(value: Any) -> bool:
+    """Whether a value has the form of a part of a traffic file or folder that was read."""
+    return has_form(value, READ) and has_form(value.get("parts", []), [READ])
+
+
 def _git_revision() -> str | None:
     try:
         result = subprocess.run(
@@ -133,7 +138,7 @@ class Run:
         if not path.exists():
             return None
         found: dict[str, Any] = read_json(path, PARENT)
-        if found.get("traffic") is not None and not has_form(found["traffic"], READ):
+        if found.get("traffic") is not None and not is_read(found["traffic"]):
             raise DataError(f"{path} is damaged: `traffic` is of another kind", "copy the run again")
         return found
 

@@ -19,8 +19,9 @@ from distill.results.speedup_results import Measurement, SpeedupReport
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = ("README.md", "docs/benchmarks.md", "docs/benchmarks/toy.md", "docs/benchmarks/cuts.md")
 BACKENDS = {"pytorch": "PyTorch", "gguf": "GGUF, by `distill` in llama.cpp's library"}
-# What the headline shows: settled beforehand, not the best of many. llama-server drafts 3 tokens by default, recipes 4.
-RULE, LENGTHS = "expected-value", (3, 4)
+# What the headline shows: settled beforehand, not the best of many. llama-server drafts 3 tokens by default, recipes 4:
+# the first of these lengths that was measured.
+RULE, LENGTHS = "expected-value", (3, 4, 1)
 
 
 def tables(run: Path) -> dict[str, str]:
@@ -56,8 +57,10 @@ def _speedups(report: SpeedupReport) -> str:
     """The speedup of each pair by each backend: with a fixed draft length, with lengths that `RULE` chooses, and with
     tokens that are looked up."""
     rows: dict[tuple[str, str], dict[str, Measurement]] = {}
+    measured = {one.length for one in report.measurements}
+    fixed = next((length for length in LENGTHS if length in measured), None)
     for measurement in report.measurements:
-        kind = _kind(measurement)
+        kind = _kind(measurement, fixed)
         if kind is not None:  # the target's and the draft's type of GGUF files stand behind the pair's name
             pair = measurement.pair.split(", target ")[0]
             rows.setdefault((pair, kind), {}).setdefault(measurement.backend, measurement)
@@ -76,14 +79,22 @@ def _speedups(report: SpeedupReport) -> str:
     return "\n".join(lines)
 
 
-def _kind(one: Measurement) -> str | None:
-    """What the headline calls a configuration; None for one that it leaves out."""
+WITH_TREES = {
+    "tree": "the draft's likeliest tokens, verified together",
+    "lookup+tree": "repeated text looked up, else the draft's likeliest tokens, verified together",
+}
+
+
+def _kind(one: Measurement, fixed: int | None) -> str | None:
+    """What the headline calls a configuration; None for one that it leaves out. `fixed` is the length that it shows."""
     if one.sampler is not None:
         return None
-    if one.length in LENGTHS:
-        return f"{one.length} tokens a round, as servers draft"
+    if fixed is not None and one.length == fixed:
+        return f"{fixed} token{'s' if fixed > 1 else ''} a round, as servers draft"
     if one.drafter == "lookup":
         return "repeated text looked up, no draft"
+    if one.drafter in WITH_TREES:
+        return WITH_TREES[one.drafter]
     if one.rule == RULE:
         return "adaptive length, repeated text looked up" if one.drafter == "lookup+draft" else "adaptive length"
     return None

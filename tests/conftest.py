@@ -23,6 +23,13 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     os.environ["DISTILL_CACHE"] = str(tmp_path_factory.mktemp("cache"))
 
 
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """For tests of small models, which several threads make slower."""
+    with tiny.one_thread():
+        yield
+
+
 @pytest.fixture(scope="session")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder with target/, corpus/ and recipe.yaml."""
@@ -54,6 +61,21 @@ def copied(finished: Path, tmp_path: Path) -> Path:
     """A copy of the finished run that a test may change; its folder of runs is the parent."""
     shutil.copytree(finished, tmp_path / "runs" / "tiny")
     return tmp_path / "runs" / "tiny"
+
+
+@pytest.fixture(scope="session")
+def gguf_toys(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """The files of a toy target and of a draft near it, each beside its folder."""
+    from toys import blurred, save_toy, toy, toy_tokenizer
+
+    from distill.models.conversion.writer import export_gguf
+
+    folder = tmp_path_factory.mktemp("gguf")
+    tokenizer = toy_tokenizer()
+    target = toy(vocabulary=len(tokenizer), seed=11)
+    for name, model in (("target", target), ("draft", blurred(target, 12, 0.015))):
+        export_gguf(save_toy(model, tokenizer, folder / name), folder / f"{name}.gguf", "f32")
+    return folder / "target.gguf", folder / "draft.gguf"
 
 
 # The files that take longest, with which test.sh begins: else one process is left with them while the other has none.

@@ -90,8 +90,6 @@ class Problem:
             target[torch.arange(N), torch.randint(0, V, (N,), generator=self.generator)] += 40
         self.teacher = Distributions(target, k, kept)
         self.labels = torch.randint(0, self.columns + 3, (N,), generator=self.generator)  # some are no columns
-        self.weights = self.random(N).abs()
-        self.weights[3] = 0
 
     def random(self, *shape: int) -> Tensor:
         return torch.randn(*shape, generator=self.generator, dtype=torch.float64)
@@ -129,13 +127,6 @@ class Problem:
         if name == "cross_entropy":
             labelled = self.labels < self.columns
             return divergences.cross_entropy(logits, self.labels.where(labelled, 0)) * labelled
-        named = self.named(t)
-        if name == "argmax_cross_entropy":
-            return divergences.argmax_cross_entropy(named, logits) * (named.amax(-1) > 0)
-        if name == "match":
-            return divergences.match_loss(named, logits, settings.match_temperature)
-        if name == "top_k_hinge":
-            return divergences.top_k_hinge(named, logits, settings.hinge_k, settings.hinge_margin)
         log_p, log_q = self.outcomes(logits, t)
         if name == "total_variation":
             return divergences.total_variation(log_p.exp(), log_q.exp())
@@ -153,7 +144,7 @@ class Problem:
         bias = torch.zeros(len(head), dtype=torch.float64, requires_grad=True)
         logits = (hidden @ head.T + bias)[:, : self.columns]
         losses = {name: self.oracle(name, settings, logits) for name in settings.losses}
-        total = torch.stack([settings.losses[name] * (self.weights * own).sum() for name, own in losses.items()]).sum()
+        total = torch.stack([settings.losses[name] * own.sum() for name, own in losses.items()]).sum()
         total.backward()
         assert hidden.grad is not None and head.grad is not None and bias.grad is not None
         return total.detach(), {n: x.detach() for n, x in losses.items()}, hidden.grad, head.grad, bias.grad

@@ -23,7 +23,8 @@ TEMPLATES = {"chatml": ("<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant
 FLAGS = {"--metrics": 0, "--no-ui": 0, "--host": 1, "--port": 1, "--parallel": 1, "--ctx-size": 1, "--cache-ram": 1}
 FLAGS |= {"--threads": 1, "-m": 1, "-md": 1, "--spec-type": 1, "--spec-draft-n-max": 1, "--spec-draft-p-min": 1}
 FLAGS |= {"--spec-draft-type-k": 1, "--spec-draft-type-v": 1, "-ctkd": 1, "--chat-template": 1, "--spec-draft-n-min": 1}
-FLAGS |= {"--cache-type-k": 1, "--cache-type-v": 1}
+FLAGS |= {"--cache-type-k": 1, "--cache-type-v": 1, "--spec-draft-sampling": 1}
+STEP_SECONDS = 0.001  # between two tokens of a server that does not answer at once
 EVERY = 4  # of four drafted tokens that may be accepted, one is refused at each place
 
 
@@ -69,6 +70,8 @@ class Server:
             if float(self.options.get("--spec-draft-p-min", "0")) > 0:
                 most = min(most, 1)
             good = (sum(prompt) + place) % EVERY
+            if self.options.get("--spec-draft-sampling") == "probabilistic":
+                good += 1
             if self.options.get("--spec-draft-type-k", "f16") == "q4_0" or prompt[0] == 5:
                 good //= 3
             accepted = min(most, good)
@@ -81,9 +84,11 @@ class Server:
         prompt, limit = body["prompt"], body["n_predict"]
         tokens, drafted, accepted, rounds = self.text(prompt, limit)
         with self.lock:
+            if self.fault == "balanced" and self.requests % 2:  # another server's counters
+                rounds = []
             self.rounds += len(rounds)
-            self.drafted += drafted
-            self.accepted += accepted
+            self.drafted += sum(n for n, _ in rounds)
+            self.accepted += sum(n for _, n in rounds)
             for _, count in rounds:
                 for place in range(count):
                     self.positions[place] += 1
@@ -168,6 +173,8 @@ class Handler(LoopbackHandler):
             if state.fault == "killed" and number > 2 and place == 3:
                 print("0.01.000 E srv  update_slots: decode failed: out of memory", flush=True)
                 os.kill(os.getpid(), signal.SIGKILL)
+            if state.fault in ("paced", "balanced"):
+                time.sleep(STEP_SECONDS)
             name = "error" if state.fault == "fails later" and place == 2 else "data"
             value = {"message": "compute error", "code": 500} if name == "error" else event
             yield f"{name}: {json.dumps(value)}"
@@ -178,6 +185,9 @@ def main() -> None:
     if path := os.environ.get("FAKE_PID"):
         with open(path, "a") as file:
             file.write(f"{os.getpid()}\n")
+    if "--help" in sys.argv:
+        print("\n".join(flag for flag in FLAGS if fault != "old" or "sampling" not in flag))
+        return
     options = parse(sys.argv[1:])
     print(f"0.00.005 I srv    load_model: loading model '{options['-m']}'", flush=True)
     if fault == "exits":

@@ -19,10 +19,7 @@ from safetensors.torch import load_file
 from distill.training import loop
 from distill.training.checkpoint import newest_checkpoint
 
-PARTS = (
-    "train.parts=[{name: align, share: 0.5, loss: {forward_kl: 0.9, cross_entropy: 0.1}},"
-    " {name: accept, steps: 4, rate: 0.0005, loss: {lk_hybrid: 0.9, cross_entropy: 0.1}}]"
-)
+MIXED = "train.loss={lk_hybrid: 0.9, cross_entropy: 0.1}"
 REPLAY = (
     "train.replay.prompts=6",
     "train.replay.new_tokens=16",

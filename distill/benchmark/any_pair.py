@@ -3,18 +3,31 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from distill.benchmark.batches import measure_batches, not_batched
 from distill.benchmark.calibrate import calibrate_pair
 from distill.benchmark.libraries import plain_reference
 from distill.benchmark.pair import Comparison, largest_tree, measure_pair
-from distill.benchmark.prompts import UserPrompts, read_user_prompts
+from distill.benchmark.prompts import UserPrompts, read_user_prompts, sources_of
 from distill.benchmark.rounds import by_class, by_depth
 from distill.errors import RecipeError
 from distill.machine import machine
 from distill.models.loaded import LoadedPair, context_of, load_pair
-from distill.recipe import Configuration, Recipe
+from distill.recipe import (
+    Configuration,
+    Corpus,
+    Gguf,
+    Profile,
+    PyTorch,
+    Recipe,
+    SamplerSettings,
+    Speedup,
+    Target,
+    parse_section,
+)
 from distill.results.pair_results import PairSpeedup
 from distill.results.speedup_results import PairMeasured
 from distill.sampler import Sampler
@@ -22,6 +35,7 @@ from distill.speculative.other_vocabulary.drafters import read_with
 
 CALIBRATION_PROMPTS = 8  # for configurations that read calibrations, measured costs or a chosen tree
 LEAST = 8  # tokens of a prompt that a context must leave room for
+REPEATS = 7  # of timed steps
 REFERENCE_PROMPTS = 2  # on which the library's own generation is timed
 
 
@@ -63,6 +77,41 @@ class PairRequest:
     def fitted(self) -> bool:
         """Whether some configuration reads what is measured on other prompts beforehand."""
         return self.calibrated or any(one.priced for one in self.configurations)
+
+
+def pair_settings(
+    target: str,
+    prompts: Sequence[str | Path],
+    sampler: SamplerSettings,
+    dtype: str,
+    *,
+    count: int,
+    tokens: int,
+    seed: int = 0,
+    threads: int | None = None,
+    gguf: Gguf | None = None,
+    pytorch: PyTorch | None = None,
+    allow_lossy: bool = False,
+) -> Recipe:
+    """The settings of a measurement of any pair, in the form that all measuring code reads; loads nothing."""
+    return Recipe(
+        name="pair",
+        seed=seed,
+        threads=threads,
+        target=parse_section(Target, {"model": target, "dtype": dtype}),
+        corpus=Corpus(sources=sources_of([Path(one) for one in prompts])),
+        sampler=sampler,
+        profile=Profile(repeats=REPEATS),
+        speedup=Speedup(
+            backends=("gguf" if target.endswith(".gguf") else "pytorch",),
+            prompts=count,
+            new_tokens=tokens,
+            configurations=(),
+            allow_lossy=allow_lossy,
+        ),
+        gguf=gguf or Gguf(),
+        pytorch=pytorch or PyTorch(),
+    )
 
 
 def measure_any_pair(recipe: Recipe, request: PairRequest) -> PairSpeedup:

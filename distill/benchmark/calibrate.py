@@ -228,12 +228,9 @@ def read_calibrations(table: Mapping[str, Any], source: str) -> dict[str, Calibr
             raise ValueError(f"its format is {table['format']}")
         found: dict[str, Calibration] = {}
         for name, fit in table["fits"].items():
-            if name not in FITTED:
-                continue  # a file of an earlier version has more
             if fit["kind"] != KIND:
                 raise ValueError(f"{name} is of kind {fit['kind']}")
             values = {key: tuple(value) if isinstance(value, list) else value for key, value in fit["fields"].items()}
-            values.pop("shift", None)  # what is learned online, 0 in a fit
             found[name] = from_json(values, Calibration, source)
         return found
     except (KeyError, TypeError, ValueError) as error:

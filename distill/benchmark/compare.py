@@ -81,18 +81,18 @@ def judge_identity(
     texts: Sequence[TimedText],
     prepared: Sequence[Prepared],
     noise: float,
-    together: int = 0,
+    sizes: Sequence[int] = (),
 ) -> dict[str, Identity]:
     """For each greedy configuration that drafts, by title, how its texts stand to the plain ones.
 
-    `noise` is the measured or agreed rounding; `noise` and `together` tell a tie as in `is_tie`.
+    `noise` is the measured or agreed rounding; `noise` and `sizes` tell a tie as in `is_tie`.
     """
     wanted = {text.prompt: text.decoded.tokens for text in texts if text.title == PLAIN.title}
     found = {one.title: Identity() for one in prepared if not one.sampled and one.title != PLAIN.title}
     for text in texts:
         if text.title in found:
             found[text.title].count(
-                target, prompts[text.prompt], wanted[text.prompt], text.decoded.tokens, noise, together
+                target, prompts[text.prompt], wanted[text.prompt], text.decoded.tokens, noise, sizes
             )
     return found
 

@@ -13,6 +13,7 @@ import random
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -76,7 +77,7 @@ class DistributionTest:
         return all(test.same for test in self.tests) and not self.greedy.different
 
 
-def homogeneity(left: Counter[int], right: Counter[int]) -> tuple[float, int, float]:
+def homogeneity(left: Counter[Any], right: Counter[Any]) -> tuple[float, int, float]:
     """χ², its degrees of freedom and p-value for two samples of one distribution; 1.0 where only one cell is left."""
     sizes = [sum(left.values()), sum(right.values())]
     total = sum(sizes)
@@ -175,11 +176,11 @@ def _draw(
 
 def _greedy_identity(target: Model, draft: Model, prompts: Sequence[Sequence[int]], rounded: bool) -> Identity:
     """Greedy speculative texts against plain ones; a first difference at a rounding tie is excused."""
-    found = Identity()
+    found, sizes = Identity(), range(2, GREEDY_LENGTH + 2) if rounded else ()
     for prompt in prompts:
         wanted = plain(target, prompt, GREEDY_TOKENS).tokens
         other = speculative(target, draft, prompt, GREEDY_TOKENS, GREEDY_LENGTH).tokens
-        found.count(target, prompt, wanted, other, TORCH_NOISE, GREEDY_LENGTH + 1 if rounded else 0)
+        found.count(target, prompt, wanted, other, TORCH_NOISE, sizes)
     return found
 
 

@@ -27,13 +27,13 @@ class Identity:
         wanted: Sequence[int],
         found: Sequence[int],
         noise: float,
-        together: int = 0,
+        sizes: Sequence[int] = (),
     ) -> None:
-        """Count one text `found` against the plain `wanted`; `noise` and `together` tell a tie as in `is_tie`."""
+        """Count one text `found` against the plain `wanted`; `noise` and `sizes` tell a tie as in `is_tie`."""
         where = first_difference(wanted, found)
         if where is None:
             self.identical += 1
-        elif is_tie(target, prompt, wanted, found, where, noise, together):
+        elif is_tie(target, prompt, wanted, found, where, noise, sizes):
             self.excused += 1
         else:
             self.different += 1
@@ -65,22 +65,22 @@ def is_tie(
     other: Sequence[int],
     where: int,
     noise: float,
-    together: int = 0,
+    sizes: Sequence[int] = (),
 ) -> bool:
     """Whether rounding alone may make `other` differ from the plain `text` first at `where`.
 
     It may where the target's two best logits lie within `noise`. In a type that rounds coarsely the logits depend on
     how many tokens are taken at once, all along the text, because the cache keeps the differences. For such a type the
-    distance of the two tokens' logits is read with the text taken 1, 2, .. and up to `together` tokens at a time, and
+    distance of the two tokens' logits is read with the text taken one token at a time, and as many as each of `sizes`;
     its spread is the rounding.
     """
     if top_gap(target, [*prompt, *text[:where]]) <= noise:
         return True
-    if not together or where >= min(len(text), len(other)):
+    if not sizes or where >= min(len(text), len(other)):
         return False
     ids, asked = [*prompt, *text], len(prompt) + where - 1
     apart = []
-    for size in range(1, together + 1):
+    for size in sorted({1, *sizes}):
         # Plain decoding reads the whole prompt at once; a round reads its last token with the drafted ones.
         begin = len(prompt) - (size > 1)
         target.rollback([0])
@@ -94,16 +94,23 @@ def is_tie(
 
 
 def tie_noise(
-    recipe: Recipe, backend: str, target: Model, prompt: Sequence[int], text: Sequence[int], lengths: Sequence[int]
-) -> tuple[float, int]:
-    """Below which logit difference two tokens count as tied, and how many tokens at once a tie is read with.
+    recipe: Recipe,
+    backend: str,
+    target: Model,
+    prompt: Sequence[int],
+    text: Sequence[int],
+    lengths: Sequence[int],
+    others: Sequence[int] = (),
+) -> tuple[float, tuple[int, ...]]:
+    """Below which logit difference two tokens count as tied, and in steps of how many tokens a tie is read.
 
     In fp32 that is agreed; in other types it is measured on the plain `text` behind a prompt, in pieces as long as
-    rounds of these draft `lengths` read them.
+    rounds of these draft `lengths` read them, and of `others`: of trees, how many nodes. A tie is read in steps of
+    every size up to the longest of the lengths.
     """
     if backend == "pytorch" and recipe.target.dtype == "float32" and recipe.target.quantise is None:
-        return TORCH_NOISE, 0
-    pieces = [text[start : start + length + 1] for length in lengths for start in (0, 16)]
+        return TORCH_NOISE, ()
+    pieces = [text[start : start + length + 1] for length in (*lengths, *others) for start in (0, 16)]
     # A text may end before the longest length.
     noise = max((rounding_noise(target, prompt, piece) for piece in pieces if len(piece) > 1), default=0.0)
-    return noise, max(lengths) + 1
+    return noise, tuple(sorted({*range(2, max(lengths) + 2), *(length + 1 for length in others)}))

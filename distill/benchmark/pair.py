@@ -110,7 +110,7 @@ def measure_pair(recipe: Recipe, pair: LoadedPair, comparison: Comparison) -> Co
     Raises RecipeError for a configuration that would change the target's distribution, unless the recipe allows that,
     and DataError for trees in models that take none and for contexts without room.
     """
-    if any(one.drafter == "tree" for one in comparison.configurations):
+    if any(one.branches for one in comparison.configurations):
         require_trees(pair.target, pair.draft)
     pair, steps_given = _with_cheapest_steps(recipe, pair, comparison)
     prompts, new_tokens, reader = comparison.prompts, recipe.speedup.new_tokens, comparison.reader
@@ -137,10 +137,11 @@ def measure_pair(recipe: Recipe, pair: LoadedPair, comparison: Comparison) -> Co
     predictions.finish()
     plain = next(text.decoded.tokens for text in texts if text.title == PLAIN.title)
     lengths = [one.most for one in comparison.sweep] or [LONGEST_OF_NONE]
-    noise, together = tie_noise(recipe, pair.backend, pair.target, prompts[0], plain, lengths)
+    others = _others_drafted(comparison, choices)
+    noise, sizes = tie_noise(recipe, pair.backend, pair.target, prompts[0], plain, lengths, others)
     identities = {}
     if comparison.rates is None:
-        identities = judge_identity(pair.target, prompts, texts, prepared, noise, together)
+        identities = judge_identity(pair.target, prompts, texts, prepared, noise, sizes)
     label, resamples, confidence = comparison.label, recipe.eval.resamples, recipe.eval.confidence
     rows = measurements(texts, prepared, identities, label, resamples, confidence)
     rows = [_named(row, one, comparison, texts, choices, predictions) for row, one in zip(rows, prepared, strict=True)]
@@ -167,8 +168,20 @@ def measure_pair(recipe: Recipe, pair: LoadedPair, comparison: Comparison) -> Co
 
 def largest_tree(recipe: Recipe, configurations: Sequence[Configuration]) -> int:
     """The most nodes of a tree that these configurations may verify; 0 without trees."""
-    trees = [one for one in configurations if one.drafter == "tree"]
+    trees = [one for one in configurations if one.branches]
     return max((one.drawn_nodes or one.nodes or recipe.profile.max_tokens - 1 for one in trees), default=0)
+
+
+def _others_drafted(comparison: Comparison, choices: Sequence[Choice]) -> list[int]:
+    """The most tokens that each greedy configuration beside the sweep drafts in a round: of a tree, given or chosen,
+    its nodes, and of a lookup before it, its length."""
+    chosen = {choice.title: choice.nodes for choice in choices}
+    found: set[int] = set()
+    for one in comparison.others:
+        if one.sampler == "greedy":
+            tree = one.drawn_nodes or one.nodes or chosen.get(one.title, 0)
+            found |= {tree} if one.drafter == "tree" else {tree, one.most}
+    return sorted(found - {0})
 
 
 def _with_cheapest_steps(recipe: Recipe, pair: LoadedPair, comparison: Comparison) -> tuple[LoadedPair, list[str]]:
@@ -238,7 +251,7 @@ def _rounds(
     found = []
     for row, one in zip(rows, prepared, strict=True):
         own = [text for text in texts if text.title == one.title]
-        found.append(round_figures(row.configuration, own, steps, one.configuration.drafter == "tree", waits))
+        found.append(round_figures(row.configuration, own, steps, one.configuration.branches, waits))
     return found
 
 

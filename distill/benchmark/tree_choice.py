@@ -67,7 +67,7 @@ class Choice:
         if not self.nodes:
             return (
                 f"`{self.title}`: on {of_texts} no tree size is predicted to be faster than plain decoding, "
-                "so nothing is drafted."
+                "so no tree is drafted."
             )
         return (
             f"`{self.title_with_tree}`, the fastest by its prediction on {of_texts}: {self.tokens:.2f} tokens "
@@ -228,7 +228,10 @@ def choose_trees(
             trees = {**shapes}
 
         def make(
-            size: int, one: Configuration = configuration, rules: Rules = rules, trees: dict[int, Tree] = trees
+            size: int,
+            one: Configuration = configuration.tree_alone,
+            rules: Rules = rules,
+            trees: dict[int, Tree] = trees,
         ) -> Drafter:
             return make_drafter(one, draft, rules.sampler, rules.random, costs, fitted, trees[size])
 

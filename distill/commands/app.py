@@ -20,7 +20,9 @@ from distill.commands.evaluate import evaluate
 from distill.commands.export import export_gguf
 from distill.commands.generate import generate
 from distill.commands.import_gguf import import_gguf
+from distill.commands.plan import plan
 from distill.commands.profile import profile
+from distill.commands.record import record
 from distill.commands.report import report
 from distill.commands.runs import list_runs
 from distill.commands.serve_check import serve_check
@@ -43,6 +45,7 @@ app = typer.Typer(
 )
 COMMANDS: dict[str, Callable[..., None]] = {
     "check": check,
+    "plan": plan,
     "train": train,
     "generate": generate,
     "eval": evaluate,
@@ -53,6 +56,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "transplant": transplant,
     "cut": cut,
     "serve-check": serve_check,
+    "record": record,
     "report": report,
     "runs": list_runs,
 }

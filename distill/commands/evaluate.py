@@ -78,35 +78,26 @@ def _evaluate_standalone(
         raise RecipeError(
             "a pair without a run needs --target, --draft and --text", "or name a run: `distill runs` lists them"
         )
-    from distill.recipe import Corpus, PyTorch, Source, Target
-
-    references = shared.local_reference(target), shared.local_reference(draft)
     for path in text:
         if not path.exists():
             raise DataError(f"--text {path}: there is no such file or folder", "correct its path")
     shared.prepare(threads)
-    from distill.evaluation.standalone import evaluate_standalone
+    from distill import api
     from distill.models.conversion.importing import one_engine
-    from distill.models.loaded import load_pair
-    from distill.models.pairs import require_pair
     from distill.sampler import Sampler
 
-    require_pair(*references)
-    references = one_engine(*references)
-    require_used(gguf, *references)
-    sources = [
-        Source(kind="tree", path=str(path.resolve()), pattern="**/*", split="test")
-        if path.is_dir()
-        else Source(kind="text", path=str(path.resolve()), split="test")
-        for path in text
-    ]
+    if gguf is not None:
+        require_used(gguf, *one_engine(shared.local_reference(target), shared.local_reference(draft)))
     command = "distill " + " ".join(sys.argv[1:])
-    corpus, sampler = Corpus(sources=tuple(sources)), Sampler(temperature=temperature)
-    in_torch = not references[0].endswith(".gguf")
-    # The layers of the models that decode are laid out later: blocks are read without.
-    pytorch = PyTorch(prepack=False) if in_torch else PyTorch()
-    size = None if in_torch else corpus.block
-    with load_pair(
-        Target(model=references[0]), references[1], tokens=size, threads=threads, gguf=gguf, pytorch=pytorch
-    ) as pair:
-        return evaluate_standalone(pair, corpus, sampler, prompts, kl, acceptance, command)
+    return api.evaluate(
+        target,
+        draft,
+        text,
+        sampler=Sampler(temperature=temperature),
+        prompts=prompts,
+        kl=kl,
+        acceptance=acceptance,
+        threads=threads,
+        gguf=gguf,
+        command=command,
+    )

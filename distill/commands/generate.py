@@ -47,8 +47,8 @@ def generate(
         str | None,
         typer.Option(
             help="draft (the default), lookup (n-gram lookup in the text), lookup+draft, tree (of the best tokens, or "
-            "drawn: --widths), none; for a draft of another vocabulary: intersection (the tokens both share) or string "
-            "(its text)."
+            "drawn: --widths), lookup+tree, none; for a draft of another vocabulary: intersection (the tokens both "
+            "share) or string (its text)."
         ),
     ] = None,
     widths: Annotated[
@@ -139,6 +139,7 @@ def _configuration(
 ) -> Configuration:
     """The configuration that the options name; RecipeError for options that do not go together."""
     from distill.recipe import Configuration, parse_section
+    from distill.recipe.configuration import TREES
 
     given: dict[str, Any] = {"drafter": drafter, "rule": rule, "p_min": p_min, "widths": widths, "verifier": verifier}
     asked = {name: value for name, value in given.items() if value is not None}
@@ -146,7 +147,7 @@ def _configuration(
         asked |= {"drafter": "none"}
     elif length is not None or (widths is None and drafter != "none"):
         asked["length"] = LENGTH if length is None else length
-        if drafter == "tree" and widths is None:
+        if drafter in TREES and widths is None:
             asked["nodes"] = min(2 * int(asked["length"]), 63)
     asked["sampler"] = "recipe" if temperature > 0 else "greedy"
     return parse_section(Configuration, asked)
@@ -154,6 +155,7 @@ def _configuration(
 
 def _standalone_pair(target: str | None, draft: str | None, configuration: Configuration) -> tuple[str, str | None]:
     """Target and draft of the command line; the draft may be left out where nobody asks it."""
+    from distill.models.pairs import require_drafts
     from distill.recipe.configuration import OTHER_VOCABULARY
 
     foreign = configuration.drafter in OTHER_VOCABULARY
@@ -164,7 +166,7 @@ def _standalone_pair(target: str | None, draft: str | None, configuration: Confi
             f"drafter {configuration.drafter} needs a draft", "give --draft, or use --drafter lookup or --length 0"
         )
     target, draft = shared.local_reference(target), None if draft is None else shared.local_reference(draft)
-    return (target, None) if draft is None else shared.require_drafts(target, draft, foreign)
+    return (target, None) if draft is None else require_drafts(target, draft, foreign)
 
 
 def _with_measured(request: Request, run: Run) -> Request:

@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from distill.errors import DataError, RecipeError
+from distill.errors import RecipeError
+from distill.files import require_new_folder
 from distill.progress import announce
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -30,8 +31,7 @@ def import_gguf(
     """
     if dtype is not None and dtype not in DTYPES:
         raise RecipeError(f"--dtype {dtype} is unknown", f"use one of {', '.join(DTYPES)}")
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise DataError(f"{out} is not empty", "name a new folder")
+    require_new_folder(out)
     from distill.models.conversion.importing import read_import, write_import
 
     found = read_import(file, dtype)  # type: ignore[arg-type]  # one of DTYPES

@@ -11,19 +11,19 @@ import typer
 from distill import MOST_PRIMITIVES, PRIMITIVES
 from distill.commands import shared
 from distill.commands.gguf_options import require_used, takes_gguf_options
-from distill.errors import DataError, RecipeError
+from distill.commands.speedup_pair import require_dtype_used
+from distill.errors import DataError
 from distill.progress import announce
 from distill.results.tables import markdown_table
 
 if TYPE_CHECKING:
     from distill.recipe import Gguf, PyTorch, Target
+    from distill.speculative.costs.curve import CostCurve
 
 
 @takes_gguf_options("target")
 def profile(
-    model: Annotated[
-        str | None, typer.Argument(metavar="MODEL", help="Hugging Face folder, hub name or GGUF file.")
-    ] = None,
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Hugging Face folder, hub name or GGUF file.")],
     depths: Annotated[str, typer.Option(help="Tokens already in the cache, separated by commas.")] = "64,512",
     most: Annotated[int, typer.Option(min=2, max=64, help="Measure steps of 1 to this many tokens.")] = 64,
     repeats: Annotated[int, typer.Option(min=5, help="Repeats per step; the median counts.")] = 7,
@@ -33,16 +33,6 @@ def profile(
     prepack: Annotated[bool | None, typer.Option(help=shared.PREPACK_HELP)] = None,
     threads: shared.ThreadsOption = None,
     out: Annotated[Path | None, typer.Option(help="Also save the curve to this JSON file.")] = None,
-    batched_bench: Annotated[
-        Path | None, typer.Option(help="Read a llama-batched-bench log (jsonl) instead of measuring.")
-    ] = None,
-    acceptance: Annotated[
-        str | None,
-        typer.Option(help="Acceptance rates by position, separated by commas; also print llama.cpp settings for them."),
-    ] = None,
-    draft_cost: Annotated[
-        float, shared.number_option(min=0, help="With --acceptance: cost of a draft step, in units of T(1).")
-    ] = 0.05,
     output: shared.FormatOption = "md",
     gguf: Gguf | None = None,
 ) -> None:
@@ -50,25 +40,12 @@ def profile(
 
     T(m) is the time of a step of m tokens, in seconds, with a given number of tokens (depth) in the cache.
     """
-    if (model is None) == (batched_bench is None):
-        raise RecipeError("expected a model or --batched-bench LOG", "give one of the two")
-    if batched_bench is not None:
-        if gguf is not None:
-            raise RecipeError("options of llama.cpp do nothing with --batched-bench", "leave them out")
-        if (static, compile, prepack, dtype) != (None, None, None, "float32"):
-            raise RecipeError("options of PyTorch do nothing with --batched-bench", "leave them out")
-        from distill.benchmark.batched_bench import import_curve
+    from distill.recipe import PyTorch, Target, parse_section
 
-        curve = import_curve(batched_bench)
-    else:
-        assert model is not None
-        from distill.recipe import PyTorch, Target, parse_section
-
-        if model.endswith(".gguf") and dtype != "float32":
-            raise RecipeError(f"--dtype {dtype} is for folders; a GGUF file has types of its own", "leave it out")
-        pytorch = shared.pytorch_settings(PyTorch(), model, static=static, compile=compile, prepack=prepack)
-        place = parse_section(Target, {"model": model, "dtype": dtype})
-        curve = _measured(place, shared.numbers(depths, "--depths", int), most, repeats, threads, gguf, pytorch)
+    require_dtype_used(dtype, model)
+    pytorch = shared.pytorch_settings(PyTorch(), model, static=static, compile=compile, prepack=prepack)
+    place = parse_section(Target, {"model": model, "dtype": dtype})
+    curve = measured_curve(place, shared.numbers(depths, "--depths", int), most, repeats, threads, gguf, pytorch)
     if out is not None:
         from distill.speculative.costs.curve import save_cost_curve
 
@@ -84,19 +61,13 @@ def profile(
         lines[1:1] = ["", f"Note: {curve.note}."]
     shown = [[str(r["depth"]), str(r["tokens"]), f"{r['seconds']:.6g}", f"{r['relative']:.3f}"] for r in rows]
     lines.append(markdown_table(["depth", "m", "T(m)", "T(m) / T(1)"], shown, "r"))
-    if acceptance is not None:
-        from distill.benchmark.batched_bench import settings
-
-        rates = shared.numbers(acceptance, "--acceptance", float)
-        if not all(0 <= rate <= 1 for rate in rates):
-            raise RecipeError(f"--acceptance {acceptance}: rates must lie between 0 and 1", "for instance 0.8,0.75,0.7")
-        lines += ["", *(str(setting) for setting in settings(curve, rates, draft_cost, curve.depths[0]))]
     shared.print_table(rows, "\n".join(lines), rows, output)
 
 
-def _measured(
+def measured_curve(
     place: Target, depths: list[int], most: int, repeats: int, threads: int | None, gguf: Gguf | None, pytorch: PyTorch
-) -> Any:
+) -> CostCurve:
+    """The curve of a folder or a GGUF file on this machine; DataError or RecipeError for what cannot be opened so."""
     from distill.machine import thread_count
     from distill.speculative.costs.curve import measure_curve
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from distill.errors import DataError, PairError, RecipeError, RunError
+from distill.errors import DataError, RecipeError, RunError
 from distill.faults import reading
 from distill.files import read_utf8, require_path
 from distill.progress import is_verbose, note
@@ -83,26 +83,6 @@ def pytorch_settings(settings: PyTorch, model: str, **given: bool | str | None) 
         names = ", ".join("--" + name.replace("_", "-") for name in wanted)
         raise RecipeError(f"{names}: {model} runs in llama.cpp, not in PyTorch", "leave them out, or give folders")
     return parse_section(PyTorch, settings.model_dump() | wanted)
-
-
-def require_drafts(target: str, draft: str, foreign: bool) -> tuple[str, str]:
-    """The pair in one engine: a GGUF file beside a folder is imported. References as `local_reference` gives them.
-
-    Raises PairError for a draft that does not fit, unless it may have another vocabulary (`foreign`).
-    """
-    from distill.models.conversion.importing import one_engine
-    from distill.models.pairs import require_pair
-
-    if foreign:
-        return one_engine(target, draft)
-    try:
-        require_pair(target, draft)
-    except PairError as error:
-        if target.endswith(".gguf"):
-            raise
-        hint = "draft text instead, which any tokenizer can: --drafter string; or transplant the vocabulary"
-        raise PairError(error.what, f"{hint} (`distill transplant`)") from None
-    return one_engine(target, draft)
 
 
 def prepare(threads: int | None) -> None:

@@ -23,6 +23,7 @@ from distill.commands.shared import (
     ThreadsOption,
     find_run,
     finite,
+    local_reference,
     prepare,
     print_table,
     pytorch_settings,
@@ -143,43 +144,38 @@ def speedup(
     require_format(output)
     if target is None or not prompts:
         raise RecipeError("a pair without a run needs --target and --prompts", "and --draft, where a draft is asked")
-    from distill.benchmark.prompts import sources_of
     from distill.commands import speedup_pair as options
-    from distill.recipe import Corpus, Gguf, Profile, PyTorch, Recipe, SamplerSettings, Speedup, Target, parse_section
+    from distill.models.pairs import pair_references
+    from distill.recipe import PyTorch, SamplerSettings
 
     sampler = SamplerSettings(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     options.require_sampler_used(sampler)
     asked = options.configurations(lengths, drafter, verifier, configuration or (), temperature > 0)
-    big, small = options.models(target, draft, asked.all)
+    big, small = pair_references(local_reference(target), None if draft is None else local_reference(draft), asked.all)
     require_used(gguf, big, small)
     options.require_folder(to)
     options.require_dtype_used(dtype, big)
-    pytorch = {"static": static, "compile": compile, "draft_device": draft_device, "prepack": prepack}
-    recipe = Recipe(  # the settings of the measurement, in the form that all measuring code reads
-        name="pair",
-        seed=seed,
-        threads=threads,
-        target=parse_section(Target, {"model": big, "dtype": dtype}),
-        corpus=Corpus(sources=sources_of(prompts)),
-        sampler=sampler,
-        profile=Profile(repeats=options.REPEATS),
-        speedup=Speedup(
-            backends=("gguf" if big.endswith(".gguf") else "pytorch",),
-            prompts=count,
-            new_tokens=tokens,
-            configurations=(),
-            allow_lossy=allow_lossy,
-        ),
-        gguf=gguf or Gguf(),
-        pytorch=pytorch_settings(PyTorch(), big, **pytorch),
-    )
     batches = options.batch_sizes(batch, big)
     prepare(threads)
-    from distill.benchmark.any_pair import PairRequest, measure_any_pair
+    from distill.benchmark.any_pair import PairRequest, measure_any_pair, pair_settings
     from distill.benchmark.tables import flat_pair_rows, pair_markdown
     from distill.results.serialise import as_json, write_result
     from distill.speculative.configured import check_configurations
 
+    pytorch = {"static": static, "compile": compile, "draft_device": draft_device, "prepack": prepack}
+    recipe = pair_settings(
+        big,
+        prompts,
+        sampler,
+        dtype,
+        count=count,
+        tokens=tokens,
+        seed=seed,
+        threads=threads,
+        gguf=gguf,
+        pytorch=pytorch_settings(PyTorch(), big, **pytorch),
+        allow_lossy=allow_lossy,
+    )
     for line in check_configurations(recipe, [one for one in asked.all if not one.foreign], "the options"):
         print(line, file=sys.stderr)
     request = PairRequest(

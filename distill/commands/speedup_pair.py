@@ -6,15 +6,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from distill.commands.shared import local_reference, numbers, require_drafts
+from distill.commands.shared import numbers
 from distill.errors import DataError, RecipeError
 from distill.files import require_path
 
 if TYPE_CHECKING:
     from distill.benchmark.any_pair import PairRequest
     from distill.recipe import Configuration, SamplerSettings
-
-REPEATS = 7  # of timed steps
 
 
 class Configurations(NamedTuple):
@@ -67,29 +65,6 @@ def configurations(
     if not titles:
         raise RecipeError("nothing is to be measured but plain decoding", "give --lengths or --configuration")
     return Configurations((), (*sweep, *others)) if sampled else Configurations(sweep, tuple(others))
-
-
-def models(target: str, draft: str | None, asked: Sequence[Configuration]) -> tuple[str, str | None]:
-    """Target and draft as they are loaded; errors for a draft that is missing, unused or does not fit."""
-    target, draft = local_reference(target), None if draft is None else local_reference(draft)
-    foreign = [one for one in asked if one.foreign]
-    native = [one for one in asked if one.asks_the_draft]
-    if foreign and native:
-        raise RecipeError(
-            f"`{native[0].title}` asks a draft of the target's vocabulary, `{foreign[0].title}` one of another",
-            "measure them in two calls; --drafter is of the sweep",
-        )
-    if draft is None:
-        if foreign or native:
-            raise RecipeError(f"`{(foreign or native)[0].title}` needs a draft", "give --draft, or --drafter lookup")
-        return target, None
-    if not foreign and not native:
-        raise RecipeError("no configuration asks the draft", "leave --draft out")
-    if foreign and target.endswith(".gguf"):
-        raise DataError(
-            f"drafter {foreign[0].drafter} reads both tokenizers from Hugging Face folders", "give two of those"
-        )
-    return require_drafts(target, draft, bool(foreign))
 
 
 def require_folder(to: Path | None) -> None:

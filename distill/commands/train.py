@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from distill.commands.shared import DEFAULT_RUNS, RunsOption, prepare
-from distill.errors import DataError, RecipeError
+from distill.commands.shared import DEFAULT_RUNS, RunsOption, number_option, prepare
+from distill.errors import DataError, RecipeError, RunError
 from distill.files import read_utf8
 
 if TYPE_CHECKING:
@@ -44,6 +44,12 @@ def train(
             "the time, memory and disk to expect.",
         ),
     ] = False,
+    must_pay: Annotated[
+        float | None,
+        number_option(
+            "--must-pay", min=0, max=1, help="First plan, a minute: refuse where a draft of this acceptance cannot pay."
+        ),
+    ] = None,
 ) -> None:
     """Run every stage of a recipe, from corpus to report.
 
@@ -97,6 +103,8 @@ def train(
         require_allowed(plan_run(found, run, until, redo or ()))
     # Before the run folder is touched: a cut that cannot be made must not cost the answers.
     _check(found, run, until)
+    if must_pay is not None and run.done("train") is None:
+        _require_pay(found, must_pay)
     if parent is not None:
         print(f"the old run is now {start_refresh(run, parent)}", file=sys.stderr)
     try:
@@ -143,6 +151,22 @@ def _check(recipe: Recipe, run: Run, until: str | None) -> None:
     found = preflight(recipe, run.done("corpus") is None, until=until, teacher=unread)
     for line in found.warnings:
         print(line, file=sys.stderr)
+
+
+def _require_pay(recipe: Recipe, acceptance: float) -> None:
+    """Print the plan's verdicts; RunError where no backend is predicted to be faster at this acceptance."""
+    from distill.benchmark.plan import outlook
+    from distill.benchmark.planned import PlanRequest, measured_cases
+
+    prepare(recipe.threads)
+    found = [outlook(case, {"--must-pay": [acceptance]}) for case in measured_cases(PlanRequest.of(recipe))]
+    for one in found:
+        print(f"plan, {one.title}:", *one.sentences, sep="\n  ", file=sys.stderr)
+    if not any(one.scenarios[-1].best for one in found):
+        raise RunError(
+            f"a draft of this cut is predicted to be no faster than plain decoding at an acceptance of {acceptance:g}",
+            "cut it smaller (`distill plan RECIPE cut.layers=…` shows what pays), or leave --must-pay out",
+        )
 
 
 def say_outcome(run: Run) -> None:

@@ -7,7 +7,7 @@ vocabulary, M measures.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +20,7 @@ from distill.evaluation.measure import METRICS, Measured, Values, as_report, sco
 from distill.intervals import ratio_interval
 from distill.models.hugging_face import load_model, pick_device
 from distill.models.packed_forward import hidden_states
+from distill.models.server_commands import DRAWN_AMONG
 from distill.packing import Packed
 from distill.recipe import Recipe
 from distill.results.evaluation_results import Bounds, EvaluationReport, StoredMeasures
@@ -46,14 +47,11 @@ def stored_metrics(chunk: TeacherChunk, draft_logits: Tensor) -> tuple[Tensor, T
     absent = torch.isneginf(draft_logits)
     unknown = torch.full_like(tail, torch.nan)
     agreement = (ids[:, 0] == draft_logits.argmax(-1)).to(tail.dtype)
-    accepted = (
-        divergences.acceptance_bounds(ids, low, tail, draft_logits)[0],
-        divergences.acceptance_bounds(ids, high, tail, draft_logits)[1].clamp(max=1),
-    )
-    matched = (
-        divergences.acceptance_match_bounds(ids, low, tail, draft_logits)[0],
-        divergences.acceptance_match_bounds(ids, high, tail, draft_logits)[1].clamp(max=1),
-    )
+
+    def bounded(bounds: Callable[..., tuple[Tensor, Tensor]], logits: Tensor) -> tuple[Tensor, Tensor]:
+        return bounds(ids, low, tail, logits)[0], bounds(ids, high, tail, logits)[1].clamp(max=1)
+
+    accepted = bounded(divergences.acceptance_bounds, draft_logits)
     if bool(absent.any()):
         kept = ~absent.gather(-1, ids)
         kl = (unknown, unknown)
@@ -71,7 +69,8 @@ def stored_metrics(chunk: TeacherChunk, draft_logits: Tensor) -> tuple[Tensor, T
         "total_variation": (1 - accepted[1], 1 - accepted[0]),
         "top1_agreement": (agreement, agreement),
         "acceptance_sampling": accepted,
-        "acceptance_match": matched,
+        "acceptance_drawn": bounded(divergences.acceptance_bounds, divergences.likeliest(draft_logits, DRAWN_AMONG)),
+        "acceptance_match": bounded(divergences.acceptance_match_bounds, draft_logits),
         "acceptance_greedy": (agreement, agreement),
         "acceptance_ceiling": ceiling,
     }

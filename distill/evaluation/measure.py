@@ -23,6 +23,7 @@ from distill.intervals import Interval, ratio_interval
 from distill.models.base import Model
 from distill.models.finite import place_of, require_finite
 from distill.models.packed_forward import packed_inputs
+from distill.models.server_commands import DRAWN_AMONG
 from distill.models.torch_model import model_name
 from distill.packing import Packed
 from distill.progress import Progress
@@ -44,14 +45,15 @@ Sums = NDArray[numpy.float64]
 
 
 def position_metrics(target_logits: Tensor, draft_logits: Tensor, sampler: Sampler, vocabulary: int) -> Tensor:
-    """All METRICS per position [N, 8] in fp32 from logits [N, V_target] and [N, V_draft].
+    """All METRICS per position [N, M] in fp32 from logits [N, V_target] and [N, V_draft].
 
     Columns from `vocabulary` on are padding in both models and get no mass. KL and TV compare the untruncated
     distributions at temperature 1. The acceptances of rejection sampling and of the draft's argmax use the
-    distributions after the served sampler. Greedy acceptance is that of temperature 0, which is the top-1 agreement by
-    definition. A trimmed draft has −inf at the tokens it cannot propose. The KL from the target would be infinite
-    there, so it is taken between the distributions over the tokens that the draft can propose; the served target's
-    mass on those tokens is the ceiling of its acceptance (1 for a full head).
+    distributions after the served sampler; llama-server's probabilistic drafts are drawn from the draft's DRAWN_AMONG
+    likeliest tokens at its temperature (NaN under a greedy sampler). Greedy acceptance is that of temperature 0, which
+    is the top-1 agreement by definition. A trimmed draft has −inf at the tokens it cannot propose. The KL from the
+    target would be infinite there, so it is taken between the distributions over the tokens that the draft can propose;
+    the served target's mass on those tokens is the ceiling of its acceptance (1 for a full head).
     """
     target = target_logits[:, :vocabulary].float()
     draft = draft_logits[:, :vocabulary].float()
@@ -60,13 +62,19 @@ def position_metrics(target_logits: Tensor, draft_logits: Tensor, sampler: Sampl
     absent = torch.isneginf(draft)
     shared_p = log_p.masked_fill(absent, -torch.inf).log_softmax(-1) if bool(absent.any()) else log_p
     agreement = divergences.acceptance_greedy(target, draft)
+    accepted = divergences.acceptance_sampling(served_p, served_q)
+    drawn = torch.full_like(accepted, torch.nan)
+    if sampler.temperature:
+        few = divergences.likeliest(draft, DRAWN_AMONG)
+        drawn = divergences.acceptance_sampling(served_p, Sampler(sampler.temperature).probabilities(few))
     return torch.stack(
         [
             divergences.forward_kl(shared_p, log_q),
             divergences.reverse_kl(log_p, log_q),
             divergences.total_variation(log_p.exp(), log_q.exp()),
             agreement,
-            divergences.acceptance_sampling(served_p, served_q),
+            accepted,
+            drawn,
             divergences.acceptance_match(served_p, draft),
             agreement,
             served_p.masked_fill(absent, 0).sum(-1),

@@ -117,10 +117,10 @@ def faults_of(parity: Parity, outtype: str) -> list[str]:
         )
     bits = {"f32": 32, "f16": 16, "bf16": 16}.get(outtype) or int(next(filter(str.isdigit, outtype), "2"))
     most, least = LIMITS[min(LIMITS, key=lambda known: abs(known - bits))]
-    if not (parity.kl or 0.0) <= most:
+    if not parity.kl <= most:
         faults.append(f"the mean KL is {parity.kl:.3g} nats, more than {most} for {outtype}")
     # Flat distributions change their first token at a KL near 0.
-    if parity.top1_agreement < least and (parity.kl or 0.0) > most / 10:
+    if parity.top1_agreement < least and parity.kl > most / 10:
         faults.append(f"{parity.top1_agreement:.1%} of the argmaxes agree, fewer than {least:.0%} for {outtype}")
     return faults
 

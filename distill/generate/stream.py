@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -85,10 +85,12 @@ def stream(
     options: dict[str, Any] = {"device": device, "nodes": nodes, "threads": threads, "pytorch": pytorch}
     with load_pair(target, asked, tokens=len(ids) + room, gguf=gguf or Gguf(), **options) as pair:
         if asked is not None and pair.draft.capacity < len(ids) + room:
-            rest = "only the lookup drafts" if configuration.drafter == "lookup+draft" else "the target decodes plainly"
+            rest = (
+                "only the lookup drafts"
+                if configuration.drafter.startswith("lookup+")
+                else "the target decodes plainly"
+            )
             print(f"the draft {asked} has a context of {pair.draft.capacity}: beyond it {rest}", file=sys.stderr)
-        if configuration.drafter == "tree":
-            require_trees(pair.target, pair.draft)
         reader = None
         if configuration.foreign and draft is not None:
             place = pair.pytorch.draft_device or device
@@ -106,10 +108,26 @@ def _room(ids: Sequence[int], limit: int, context: int | None) -> int:
     return room
 
 
-def _continue(
-    pair: LoadedPair, reader: Reader | None, request: Request, text: str, ids: Sequence[int], room: int
-) -> None:
-    """Decode and print; the grammar, the drafter and the rules are made first, so that nothing is printed before."""
+@dataclass(frozen=True)
+class Continuation:
+    """A text that is about to be continued: its rules, and the bytes of tokens as they are shown.
+
+    `rounds(result)` decodes: it yields each round's new tokens and fills `result`. `lossy` is the reason why the text
+    does not follow the target's distribution, None where it does.
+    """
+
+    rules: Rules
+    bytes_of: BytesOf
+    rounds: Callable[[Decoded], Iterator[Sequence[int]]]
+    lossy: str | None = None
+
+
+def begin(pair: LoadedPair, reader: Reader | None, request: Request, ids: Sequence[int], room: int) -> Continuation:
+    """What continues the prompt `ids` by at most `room` tokens; nothing is decoded yet.
+
+    Raises DataError for a configuration that cannot be drafted, such as trees in a model that takes none, or is lossy
+    and not allowed to be.
+    """
     configuration, draws = request.configuration, random.Random(request.seed).random
     grammar = None if request.grammar is None else _constraint(pair, *request.grammar)
     for warning in () if grammar is None else grammar.warnings:
@@ -119,28 +137,43 @@ def _continue(
         configuration.verified_by if configuration.drafts else "token" if request.sampler.temperature else "greedy"
     )
     rules = Rules(request.sampler, verifier, pair.ends, draws, stop_before(bytes_of, request.stop), grammar)
-    result, reason = Decoded(), None
     if not configuration.drafts:
-        print(text, end="", flush=True)
-        result = plain(pair.target, ids, room, rules=rules)
-        _show(bytes_of, result, [result.tokens], False)
-    else:
-        try:
-            drafter = _drafter(pair, reader, request, rules, ids)
-            reason = refusal(verifier, drafter.kind, request.sampler.temperature, drafter.tree)
-            if not request.lossy:
-                require_lossless(drafter, rules)
-        except ValueError as error:
-            hint = "choose another --drafter, --verifier or --temperature"
-            raise DataError(f"this cannot be drafted: {error}", hint) from None
-        print(text, end="", flush=True)
-        rounds = decode(pair.target, drafter, ids, room, rules, result, request.lossy)
-        _show(bytes_of, result, rounds, sys.stdout.isatty())
+
+        def plainly(result: Decoded) -> Iterator[Sequence[int]]:
+            vars(result).update(vars(plain(pair.target, ids, room, rules=rules)))
+            yield result.tokens
+
+        return Continuation(rules, bytes_of, plainly)
+    if configuration.branches:
+        require_trees(pair.target, pair.draft)
+    try:
+        drafter = _drafter(pair, reader, request, rules, ids)
+        reason = refusal(verifier, drafter.kind, request.sampler.temperature, drafter.tree)
+        if not request.lossy:
+            require_lossless(drafter, rules)
+    except ValueError as error:
+        hint = "choose another --drafter, --verifier or --temperature"
+        raise DataError(f"this cannot be drafted: {error}", hint) from None
+
+    def drafted(result: Decoded) -> Iterator[Sequence[int]]:
+        return decode(pair.target, drafter, ids, room, rules, result, request.lossy)
+
+    return Continuation(rules, bytes_of, drafted, reason)
+
+
+def _continue(
+    pair: LoadedPair, reader: Reader | None, request: Request, text: str, ids: Sequence[int], room: int
+) -> None:
+    """Decode and print; nothing is printed before all is known to be possible."""
+    found, result = begin(pair, reader, request, ids, room), Decoded()
+    print(text, end="", flush=True)
+    _show(found.bytes_of, result, found.rounds(result), request.configuration.drafts and sys.stdout.isatty())
+    grammar = found.rules.constraint
     if grammar is not None and not grammar.satisfied(result.tokens):
         print("the text ends before the grammar is satisfied: give more --tokens", file=sys.stderr)
     note(_summary(result))
-    if reason is not None:
-        print(f"LOSSY: this text does not follow the target's distribution: {reason}", file=sys.stderr)
+    if found.lossy is not None:
+        print(f"LOSSY: this text does not follow the target's distribution: {found.lossy}", file=sys.stderr)
 
 
 def _bytes_of(pair: LoadedPair, silent: Collection[int]) -> BytesOf:

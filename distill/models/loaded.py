@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -65,6 +66,15 @@ class LoadedPair:
         if isinstance(self.target, GgufModel):
             return self.target.detokenize([token])
         return (self.vocabulary.bytes_of[token] or b"") if token < self.vocabulary.size else b""
+
+    def text(self, tokens: Sequence[int]) -> str:
+        """The text of tokens, without those that end it; bytes that are no UTF-8 become U+FFFD."""
+        kept = b"".join(self.token_bytes(token) for token in tokens if token not in self.ends)
+        return kept.decode("utf-8", errors="replace")
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of a text that the target is to continue; DataError for an empty one."""
+        return encode_prompt(self.reference, text)
 
     def close(self) -> None:
         """Free both models."""

@@ -1,9 +1,10 @@
 """The forward pass of a model over packed blocks, in which no document attends to another.
 
-A mask costs S × S cells, and torch keeps a copy in fp32 per layer for the backward pass. In long blocks the place of
-the mask is taken by a list of segments, and each document attends to itself alone: memory grows with S. transformers
-hands the list to its attention function as it hands over a mask; under the name `sdpa` stands ours, which takes both.
-Any other attention function refuses a mask of integers, so that no model can read it as a mask by mistake.
+A mask costs S × S cells, and torch keeps a copy in fp32 per layer for the backward pass. On a CPU, and in long blocks
+elsewhere, the place of the mask is taken by a list of segments, and each document attends to itself alone: memory and
+work grow with S. transformers hands the list to its attention function as it hands over a mask; under the name `sdpa`
+stands ours, which takes both. Any other attention function refuses a mask of integers, so that no model can read it as
+a mask by mistake.
 
 Legend: n blocks, S positions per block, H hidden, h heads, d their size, W positions of a window.
 """
@@ -20,7 +21,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from distill.errors import DataError
 from distill.packing import Packed, attention_mask
 
-LONG = 2048  # positions of a block from which on documents attend one by one; below, one masked product is quicker
+LONG = 2048  # positions of a block from which on documents attend one by one on an accelerator
 
 
 def packed_inputs(model: Any, blocks: Packed) -> dict[str, Any]:
@@ -42,7 +43,7 @@ def separation(model: Any, documents: Tensor, device: torch.device) -> Any:
     kinds = _kinds(config)
     compiled = getattr(model.base_model, "_compiled_call_impl", None) is not None  # lists of segments break its graphs
     plain = config._attn_implementation == "sdpa" and kinds <= {"full_attention", "sliding_attention"} and not compiled
-    if documents.shape[1] < LONG or not plain:
+    if documents.shape[1] < masked_below(device) or not plain:
         return document_masks(model, documents.to(device))
     register()
     found = {
@@ -50,6 +51,12 @@ def separation(model: Any, documents: Tensor, device: torch.device) -> Any:
         for kind in sorted(kinds)
     }
     return found if len(found) > 1 else next(iter(found.values()))
+
+
+def masked_below(device: torch.device) -> int:
+    """The positions of a block below which one product with a mask is quicker than documents one by one; on a CPU it
+    never is."""
+    return 0 if device.type == "cpu" else LONG
 
 
 def _kinds(config: Any) -> set[str]:
@@ -136,48 +143,52 @@ def attend_within(
 ) -> Tensor:
     """Causal attention [n, S, h, d] within each segment; query [n, h, S, d], key and value [n, fewer heads, S, d].
 
-    Zeros outside all segments.
+    Zeros outside all segments. A CPU computes in fp32, in which its kernels are quicker than in narrower types.
     """
-    shared = query.shape[1] // key.shape[1]
-    if shared > 1 and query.device.type != "cpu":
+    shared, kind = query.shape[1] // key.shape[1], value.dtype
+    cpu = query.device.type == "cpu"
+    if cpu:
+        query, key, value = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (query, key, value))
+    elif shared > 1:
         # Not on every device and for every type has torch a kernel for fewer key heads that needs no S × S scores.
         key, value, shared = key.repeat_interleave(shared, 1), value.repeat_interleave(shared, 1), 1
     options: dict[str, Any] = {"scale": scaling, "dropout_p": dropout, "enable_gqa": shared > 1}
-    rows: list[list[Tensor]] = [[] for _ in range(len(query))]
-    ends = [0] * len(query)
-    for block, start, end, window in segments.flatten(0, 2).tolist():
-        if start > ends[block]:
-            rows[block].append(_zeros(query, value, start - ends[block]))
-        here = (slice(block, block + 1), slice(None))
-        if window == 0 or end - start <= window:
-            part = (*here, slice(start, end))
-            rows[block].append(
-                scaled_dot_product_attention(query[part], key[part], value[part], is_causal=True, **options)
-            )
-        else:
-            rows[block] += _windowed(query[here], key[here], value[here], range(start, end), window, options)
-        ends[block] = end
-    for block, end in enumerate(ends):
-        if end < query.shape[2]:
-            rows[block].append(_zeros(query, value, query.shape[2] - end))
-    return torch.cat([torch.cat(parts, 2) for parts in rows]).transpose(1, 2).contiguous()
+    spans = _spans(segments.flatten(0, 2).tolist(), len(query), query.shape[2])
+    # Split once: the gradient of each of many slices would be a tensor of the whole batch's size.
+    pieces = [x.transpose(1, 2).flatten(0, 1).split([length for length, _ in spans]) for x in (query, key, value)]
+    found: list[Tensor] = []
+    with torch.autocast(query.device.type, enabled=not cpu and torch.is_autocast_enabled(query.device.type)):
+        for (length, window), *document in zip(spans, *pieces, strict=True):
+            q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in document)
+            if window is None:
+                output = q.new_zeros(1, q.shape[1], length, v.shape[-1])
+            elif window == 0 or length <= window:
+                output = scaled_dot_product_attention(q, k, v, is_causal=True, **options)
+            else:
+                output = _windowed(q, k, v, window, options)
+            found.append(output[0].transpose(0, 1))
+    return torch.cat(found).to(kind).unflatten(0, (len(query), -1))
 
 
-def _zeros(query: Tensor, value: Tensor, count: int) -> Tensor:
-    """The output [1, h, count, d] of positions that attend to nothing."""
-    return query.new_zeros(1, query.shape[1], count, value.shape[-1])
+def _spans(segments: list[list[int]], blocks: int, size: int) -> list[tuple[int, int | None]]:
+    """The length and the window of every document of n blocks of S positions, and of the padding (None) behind it."""
+    found: list[tuple[int, int | None]] = []
+    last = 0
+    for block, start, end, window in segments:
+        if block * size + start > last:
+            found.append((block * size + start - last, None))
+        found.append((end - start, window))
+        last = block * size + end
+    return [*found, (blocks * size - last, None)] if last < blocks * size else found
 
 
-def _windowed(
-    query: Tensor, key: Tensor, value: Tensor, positions: range, window: int, options: dict[str, Any]
-) -> list[Tensor]:
-    """A document longer than the window, W queries at a time: masks of W × 2 W cells, as many as the document has W."""
+def _windowed(query: Tensor, key: Tensor, value: Tensor, window: int, options: dict[str, Any]) -> Tensor:
+    """A document [1, h, S, d] longer than the window, W queries at a time, through masks of W × 2 W cells."""
     found = []
-    for start in range(positions.start, positions.stop, window):
-        end, first = min(start + window, positions.stop), max(positions.start, start - window + 1)
+    for start in range(0, query.shape[2], window):
+        end, first = min(start + window, query.shape[2]), max(0, start - window + 1)
         at, of = torch.arange(start, end).unsqueeze(1), torch.arange(first, end).unsqueeze(0)
         near = ((of <= at) & (of > at - window)).to(query.device)
-        keys = (slice(None), slice(None), slice(first, end))
-        part = query[:, :, start:end]
-        found.append(scaled_dot_product_attention(part, key[keys], value[keys], attn_mask=near, **options))
-    return found
+        part, seen = query[:, :, start:end], (slice(None), slice(None), slice(first, end))
+        found.append(scaled_dot_product_attention(part, key[seen], value[seen], attn_mask=near, **options))
+    return torch.cat(found, 2)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from distill.errors import PairError
+from distill.errors import DataError, PairError, RecipeError
 from distill.files import is_utf8
 from distill.models.metadata import VocabularyMetadata
 from distill.vocabulary.byte_map import SPACE, from_mapped
+
+if TYPE_CHECKING:
+    from distill.recipe import Configuration
 
 LLAMA_CPP_SIZE_DIFFERENCE = 128  # llama.cpp's SPEC_VOCAB_MAX_SIZE_DIFFERENCE
 LLAMA_CPP_FIRST_ID = 5  # SPEC_VOCAB_CHECK_START_TOKEN_ID: token strings are compared from this id up
@@ -129,18 +133,24 @@ def llama_cpp_rule(target: VocabularyMetadata, draft: VocabularyMetadata) -> Ver
             return f"the {name} token that is added is {first} in the target and {second} in the draft", SAME_FILES
     if abs(target.rows - draft.rows) > LLAMA_CPP_SIZE_DIFFERENCE:
         reason = f"vocabulary sizes {target.rows} and {draft.rows} differ by more than {LLAMA_CPP_SIZE_DIFFERENCE}"
-        return reason, f"give the draft {target.rows} rows too: {TRANSPLANT}"
+        return reason, (
+            f"give the draft {target.rows} rows too: {TRANSPLANT}; or serve it with "
+            '"use_heterogeneous_vocab": true, which drafts the draft\'s best tokens alone'
+        )
     last = min(target.rows, draft.rows)
     different = _differences(LLAMA_CPP_FIRST_ID, last, target, draft, lambda side, index: side.tokens[index])
     return (different, TRANSPLANT) if different else None
 
 
 def vllm_rule(target: VocabularyMetadata, draft: VocabularyMetadata) -> Verdict:
-    """vLLM: equal vocab_size, padding included."""
+    """vLLM: equal vocab_size, padding included, but with `use_heterogeneous_vocab`, which drafts greedily."""
     if target.rows == draft.rows:
         return None
     reason = f"vocab_size is {target.rows} in the target and {draft.rows} in the draft"
-    return reason, f"give the draft {target.rows} rows too: {TRANSPLANT}"
+    return reason, (
+        f"give the draft {target.rows} rows too: {TRANSPLANT}; or serve it with "
+        '"use_heterogeneous_vocab": true, which drafts the draft\'s best tokens alone'
+    )
 
 
 def context_rule(draft: VocabularyMetadata, served: int | None) -> Verdict:
@@ -190,3 +200,47 @@ def require_pair(target: str, draft: str) -> PairReport:
             f"choose a donor with the target's tokenizer, or {report.remedies['distill']}",
         )
     return report
+
+
+def require_drafts(target: str, draft: str, foreign: bool) -> tuple[str, str]:
+    """The pair in one engine: a GGUF file beside a folder is imported. References are resolved.
+
+    Raises PairError for a draft that does not fit, unless it may have another vocabulary (`foreign`).
+    """
+    from distill.models.conversion.importing import one_engine
+
+    if foreign:
+        return one_engine(target, draft)
+    try:
+        require_pair(target, draft)
+    except PairError as error:
+        if target.endswith(".gguf"):
+            raise
+        hint = "draft text instead, which any tokenizer can: --drafter string; or transplant the vocabulary"
+        raise PairError(error.what, f"{hint} (`distill transplant`)") from None
+    return one_engine(target, draft)
+
+
+def pair_references(target: str, draft: str | None, asked: Sequence[Configuration]) -> tuple[str, str | None]:
+    """Target and draft, references resolved before, as they are loaded; loads nothing.
+
+    RecipeError, DataError or PairError for a draft that is missing, unused or does not fit.
+    """
+    foreign = [one for one in asked if one.foreign]
+    native = [one for one in asked if one.asks_the_draft]
+    if foreign and native:
+        raise RecipeError(
+            f"`{native[0].title}` asks a draft of the target's vocabulary, `{foreign[0].title}` one of another",
+            "measure them in two calls; --drafter is of the sweep",
+        )
+    if draft is None:
+        if foreign or native:
+            raise RecipeError(f"`{(foreign or native)[0].title}` needs a draft", "give --draft, or --drafter lookup")
+        return target, None
+    if not foreign and not native:
+        raise RecipeError("no configuration asks the draft", "leave --draft out")
+    if foreign and target.endswith(".gguf"):
+        raise DataError(
+            f"drafter {foreign[0].drafter} reads both tokenizers from Hugging Face folders", "give two of those"
+        )
+    return require_drafts(target, draft, bool(foreign))

@@ -1,7 +1,6 @@
 """The commands that serve a pair, for llama-server, vLLM and transformers: all that `distill` prints or runs.
 
-tests/models/test_server_commands.py holds llama-server's options to a real server, and vLLM's to the sources of a
-version.
+tests/models/test_server_commands.py holds the options to real servers, and vLLM's to its sources.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from distill.errors import RecipeError
 from distill.recipe.gguf import Gguf, GgufOptions
 
 LLAMA_SERVER = "the llama-server of llama-cpp-python 0.3.36's sources"  # the build on which these options were run
-VLLM = "0.33.0"  # the version whose sources these options were read in; vLLM was not run
+VLLM = "0.32.0"  # the version on which these options were run, in its build for CPUs
 DRAFT_TYPE = "draft-simple"  # of --spec-type: a plain draft model; without it the server loads the draft for nothing
 
 # llama-server's option for each of GgufOptions; those of a draft where it has one.
@@ -39,14 +38,22 @@ OF_DRAFT = {
 }
 TAKEN = ("flash_attn", "ubatch_size", "tensor_split", "mmap", "mlock")  # by a draft from its target
 SPEC_TYPE, N_MAX, P_MIN = "--spec-type", "--spec-draft-n-max", "--spec-draft-p-min"
+DRAWN_AMONG = 10  # likeliest tokens of the draft, of probabilistic drafts (common/speculative.cpp, spec_retune)
+SAMPLING = "--spec-draft-sampling"  # greedy, its default, or probabilistic; older builds do not have it
 
 
-def pair_arguments(target: str, draft: str | None, n_max: int, p_min: float | None = None) -> list[str]:
-    """llama-server's arguments for a pair; `p_min` None leaves the server's own (0), `draft` None decodes plainly."""
+def pair_arguments(
+    target: str, draft: str | None, n_max: int, p_min: float | None = None, probabilistic: bool = False
+) -> list[str]:
+    """llama-server's arguments for a pair; `p_min` None leaves the server's own (0), `draft` None decodes plainly.
+
+    `probabilistic` drafts are drawn, which builds since October 2026 can.
+    """
     if draft is None:
         return ["-m", target]
     floor = [] if p_min is None else [P_MIN, f"{p_min:g}"]
-    return ["-m", target, "-md", draft, SPEC_TYPE, DRAFT_TYPE, N_MAX, str(n_max), *floor]
+    drawn = [SAMPLING, "probabilistic"] if probabilistic else []
+    return ["-m", target, "-md", draft, SPEC_TYPE, DRAFT_TYPE, N_MAX, str(n_max), *floor, *drawn]
 
 
 def option_arguments(gguf: Gguf, drafts: bool = True) -> list[str]:
@@ -88,16 +95,25 @@ def llama_server(
     n_max: int,
     p_min: float | None = None,
     further: Sequence[str] = (),
-    cut: bool = False,
+    probabilistic: bool = False,
 ) -> str:
-    """The command that serves two GGUF files; with `cut` on two lines."""
-    shown = shlex.join(["llama-server", *pair_arguments(target, draft, n_max, p_min), *further])
-    return shown.replace(" --spec-type", " \\\n  --spec-type") if cut else shown
+    """The command that serves two GGUF files."""
+    return shlex.join(["llama-server", *pair_arguments(target, draft, n_max, p_min, probabilistic), *further])
 
 
-def vllm(target: str, draft: str, length: int, ranks: int = 1) -> str:
-    """The command that serves two Hugging Face folders on `ranks` GPUs, of which vLLM asks the same for both models."""
-    config = {"method": "draft_model", "model": draft, "num_speculative_tokens": length}
+def vllm(
+    target: str, draft: str, length: int, ranks: int = 1, probabilistic: bool = False, same_vocabulary: bool = True
+) -> str:
+    """The command that serves two Hugging Face folders on `ranks` GPUs, of which vLLM asks the same for both models.
+
+    `probabilistic` drafts are drawn from the draft; by default vLLM drafts its best tokens, and where the vocabularies
+    differ only those, of the tokens that both have.
+    """
+    config: dict[str, str | int | bool] = {"method": "draft_model", "model": draft, "num_speculative_tokens": length}
+    if not same_vocabulary:
+        config["use_heterogeneous_vocab"] = True
+    elif probabilistic:
+        config["draft_sample_method"] = "probabilistic"
     split = f" --tensor-parallel-size {ranks}" if ranks > 1 else ""
     if ranks > 1:
         config["draft_tensor_parallel_size"] = ranks

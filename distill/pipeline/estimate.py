@@ -19,7 +19,7 @@ from distill.recipe.target import TYPE_BYTES
 from distill.results.rehearsal_results import Expected, Rehearsed
 from distill.results.training_results import ACCEPTANCE_STAGE, CURVE_STAGE
 from distill.run import Run
-from distill.target.traffic import SOURCE, measure
+from distill.target.traffic import SOURCE, pin_of
 from distill.texts import read_answers
 
 
@@ -114,7 +114,7 @@ def _positions(recipe: Recipe, run: Run) -> float:
         lengths = [len(one.prompt) + len(one.answer) for one in answers if (one.source == SOURCE) == served]
         count = recipe.answers.prompts
         if served:
-            count = 0 if traffic is None else measure(Path(traffic.path))["lines"]
+            count = 0 if traffic is None else pin_of(Path(traffic.path))["lines"]
         total += count * fmean(lengths) if lengths else 0
     return total
 
@@ -133,17 +133,16 @@ def _written(recipe: Recipe, whole: int, part: int) -> tuple[float, float]:
 def _training(stage: Rehearsed, recipe: Recipe, run: Run) -> float:
     """Seconds of the whole training: steps, evaluations of weights and checkpoints at the pace of those rehearsed."""
     from distill.training.learning_curve import curve_steps
-    from distill.training.plan import last_step, planned
 
     lines = [line for line in run.metrics() if "seconds" in line]
     own: dict[Any, list[float]] = {
         kind: [float(line["seconds"]) for line in lines if line["stage"] == kind]
         for kind in ("train", ACCEPTANCE_STAGE, CURVE_STAGE, "checkpoint")
     }
-    parts = planned(recipe.train, recipe.sampler.temperature, recipe.corpus.block)
-    steps, trained = parts[-1].end, last_step(parts)
+    trained = recipe.train.steps
+    steps = trained + (0 if recipe.train.replay is None else recipe.train.replay.steps)
     every = recipe.train.acceptance.every if recipe.train.acceptance is not None else None
-    judged = 1 + math.ceil(steps / every) + len(recipe.train.parts) if every is not None else 0
+    judged = 1 + math.ceil(steps / every) if every is not None else 0
     counts = {
         "train": steps,
         ACCEPTANCE_STAGE: judged,

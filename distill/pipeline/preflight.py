@@ -167,21 +167,12 @@ def check_draft(recipe: Recipe) -> list[str]:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from distill.models.hugging_face import load_config, load_tokenizer, real_tokens
+    from distill.models.hugging_face import load_config
     from distill.training.adapters import layer_names
-    from distill.training.plan import planned
     from distill.training.setup import require_plain_logits
 
     config = load_config(recipe.donor_model)
     require_plain_logits(config)
-    trim = recipe.cut.trim
-    if trim is None or trim.size is None:
-        target = load_config(recipe.target.model).get_text_config()
-        columns = real_tokens(target, load_tokenizer(recipe.target.model))
-    else:
-        columns = trim.size
-    for part in planned(recipe.train, recipe.sampler.temperature, recipe.corpus.block):
-        part.loss.require_columns(columns)
     if recipe.train.adapter is not None:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from distill.errors import DataError, RecipeError, RunError
 from distill.faults import faults_explained
-from distill.files import has_form, read_json, write_json
-from distill.run import READ, Run
-from distill.target.traffic import PIN, begins_with, measure, read_lines
+from distill.files import read_json, write_json
+from distill.run import Run, is_read
+from distill.target.traffic import PIN, begins_with, parts_of, pin_of, read_lines
 
 if TYPE_CHECKING:
     from distill.recipe import Recipe
@@ -57,13 +57,9 @@ def plan_refresh(recipe: Recipe, run: Run) -> dict[str, Any]:
             "restore the section, or use another run (name=…)",
         )
     read = (run.done("answers") or {"inputs": {}})["inputs"].get(PIN)
-    if read is not None and not has_form(read, READ):
+    if read is not None and not is_read(read):
         raise DataError(f"{run.done_path('answers')} is damaged: {PIN} is of another kind", "copy the run again")
-    path = Path(settings.path)
-    if read is not None and read["path"] == str(path):
-        require_growth(recipe, path, read)
-    else:  # another file than before: all of it is new
-        require_growth(recipe, path, None)
+    require_growth(recipe, Path(settings.path), read)
     before = run.parent()
     number = 1
     while run.folder.with_name(f"{run.folder.name}.{number}").exists():
@@ -85,18 +81,19 @@ def require_growth(recipe: Recipe, path: Path, read: dict[str, Any] | None) -> N
     """Raise RunError when a file was rotated since it was read, or has no usable line after those that were read."""
     settings = recipe.answers.traffic
     assert settings is not None
-    now = measure(path)
-    start = {"start": 0, "start_line": 0}
-    if read is not None:
-        if now["bytes"] < read["bytes"] or not begins_with(path, read):
+    now = pin_of(path, read)
+    known = {part["path"]: part for part in parts_of(read)} if read else {}
+    for part in parts_of(now):  # a file of a folder that is gone has been read; another file than before is new
+        before = known.get(part["path"])
+        if before is not None and not begins_with(Path(part["path"]), before):
             raise RunError(
-                f"{path} no longer begins with the {read['lines']} lines that were read from it; was it rotated?",
+                f"{part['path']} no longer begins with the {before['lines']} lines that were read from it; "
+                "was it rotated?",
                 "put the new lines into their own file: answers.traffic.path=…",
             )
-        start = {"start": read["bytes"], "start_line": read["lines"]}
-    found = list(read_lines(settings, {**now, **start, "path": str(path)}))
+    found = list(read_lines(settings, now))
     if not found:
-        raise RunError(f"{path} has no new line after line {start['start_line']}", "refresh when it has new lines")
+        raise RunError(f"{path} has no new line after line {now['start_line']}", "refresh when it has new lines")
     if all(isinstance(line, str) for line in found):
         raise RunError(
             f"all {len(found)} new lines of {path} are bad, first {found[0]}",

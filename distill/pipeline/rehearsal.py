@@ -48,8 +48,6 @@ def shortened(recipe: Recipe, runs: Path) -> Recipe:
     """The recipe of a rehearsal in the folder `runs`."""
     name = recipe.name[: 100 - len(SUFFIX)] + SUFFIX
     train, cut, speedup = recipe.train, recipe.cut, recipe.speedup
-    steps = max(STEPS, len(train.parts))
-    each = max(1, STEPS // max(1, len(train.parts)))
     values: dict[str, Any] = {
         "name": name,
         "corpus": _shortened_corpus(recipe),
@@ -57,11 +55,10 @@ def shortened(recipe: Recipe, runs: Path) -> Recipe:
         "answers.traffic.path": str((runs / name / "traffic.jsonl").resolve()),
         "cut.score_blocks": min(2, cut.score_blocks),
         "profile.repeats": 5,
-        "train.steps": steps,
-        "train.parts": tuple(_with(part, {"share": None, "tokens": None, "steps": each}) for part in train.parts),
+        "train.steps": STEPS,
         "train.embedding_steps": min(1, train.embedding_steps),
-        "train.save_every": steps,
-        "train.acceptance.every": steps,
+        "train.save_every": STEPS,
+        "train.acceptance.every": STEPS,
         "train.acceptance.patience": None,
         "train.replay.steps": 1,
         "train.replay.judges": PROMPTS,

@@ -126,12 +126,12 @@ def check_chat(recipe: Recipe, documents: list[Document]) -> list[str]:
 def check_traffic(recipe: Recipe) -> list[str]:
     """Sort the first lines of the traffic file; raises DataError where none of a whole file can be learnt from."""
     from distill.models.hugging_face import load_tokenizer
-    from distill.target.traffic import measure, read_lines, require_answers, sort_lines
+    from distill.target.traffic import pin_of, read_lines, require_answers, sort_lines
 
     settings = recipe.answers.traffic
     if settings is None:
         return []
-    pin = {"path": settings.path, **measure(Path(settings.path)), "start": 0, "start_line": 0}
+    pin = pin_of(Path(settings.path))
     found = sort_lines(recipe, islice(read_lines(settings, pin), MOST_LINES), load_tokenizer(recipe.target.model))
     if pin["lines"] <= MOST_LINES:
         require_answers(found, pin, "the same command")

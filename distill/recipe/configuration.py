@@ -13,7 +13,7 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from distill.recipe.section import Section
 
-DrafterName = Literal["none", "draft", "lookup", "lookup+draft", "tree", "intersection", "string"]
+DrafterName = Literal["none", "draft", "lookup", "lookup+draft", "tree", "lookup+tree", "intersection", "string"]
 RuleName = Literal["fixed", "p_min", "p_min-after", "start-continue", "ratio", "beta", "expected-value"]
 CalibrationName = Literal["none", "features", "context"]
 VerifierName = Literal["greedy", "match", "token", "block", "distinct"]
@@ -26,18 +26,20 @@ RULES: dict[str, tuple[str, ...]] = {
     "start-continue": ("start", "more"),
     "ratio": (),
     "beta": ("floor",),
-    "expected-value": ("calibration", "online"),
+    "expected-value": ("calibration",),
 }
 # Rules and calibrations that were measured, removed, and what to use instead.
 REMOVED = {
     "rule": {"plus-minus": "ratio", "entropy": "p_min"},
     "calibration": {"power": "features", "margin": "features", "sequential": "features"},
 }
-DETERMINISTIC = ("lookup", "tree", "string")  # drafters whose tokens come without a distribution of their own
+TREES = ("tree", "lookup+tree")
+DETERMINISTIC = ("lookup", *TREES, "string")  # drafters whose tokens come without a distribution of their own
 OTHER_VOCABULARY = ("intersection", "string")  # drafters for a draft whose tokens are not the target's
 # What a setting that is left out means, where something reads it.
 LENGTH, P_MIN, START, MORE = 8, 0.5, 0.5, 0.7
 CALIBRATION: CalibrationName = "features"
+DEPTH = 1
 SHAPE = "best-first"
 
 
@@ -46,8 +48,9 @@ class Configuration(Section):
 
     drafter: DrafterName = Field(
         "draft",
-        description="draft: the draft model; lookup: n-gram lookup, the tokens that followed the same tokens before in "
-        "the text; lookup+draft: the draft where the lookup finds nothing; tree: the draft's best tokens, branching; "
+        description="draft: the draft model; lookup: the tokens that followed the longest match before in the text; "
+        "lookup+draft: the draft where the lookup finds nothing; tree: the draft's best tokens, branching; "
+        "lookup+tree: a tree where the lookup finds nothing; "
         "none: plain decoding; for a draft of another vocabulary (`distill generate`) intersection: by the tokens that "
         "both share; string: by its text",
     )
@@ -56,10 +59,16 @@ class Configuration(Section):
         description="how many tokens to draft; null: fixed. p_min: while the largest probability is at least p_min; "
         "p_min-after: the same of the drawn token, dropped after its draw (as llama.cpp does: lossy when sampled); "
         "start-continue: two floors; ratio: accepted ÷ drafted; beta: counted acceptance; expected-value: measured "
-        "costs and calibrated probabilities",
+        "costs and calibrated probabilities, of a lookup those of each length of match as counted in the session",
     )
     length: int | None = Field(
-        None, ge=1, le=63, description=f"tokens drafted at most; of a tree, its depth; null: {LENGTH}"
+        None,
+        ge=1,
+        le=63,
+        description=f"tokens drafted at most, in lookup+tree by the lookup; of a tree, its depth; null: {LENGTH}",
+    )
+    depth: int | None = Field(
+        None, ge=1, le=63, description=f"lookup+tree: levels of its tree, a draft step each; null: {DEPTH}"
     )
     nodes: int | None = Field(
         None,
@@ -91,8 +100,12 @@ class Configuration(Section):
         "features: logistic on everything the distribution shows; context: also on which token followed the same "
         f"tokens before; none: q itself; null: {CALIBRATION}",
     )
-    online: bool | None = Field(
-        None, description="expected-value: the calibration goes on learning while decoding; null: it does not"
+    draft_top_k: int | None = Field(
+        None,
+        ge=1,
+        description="draft, lookup+draft with rule fixed or p_min, verified by token or block: tokens are drawn from "
+        "so many likeliest ones of the draft at the served temperature, whatever else the sampler does, as "
+        "llama-server's probabilistic drafts are (10); null: from the draft's distribution under the served sampler",
     )
     verifier: VerifierName | None = Field(
         None, description="null: greedy; under a sampler token, and match for lookup and for trees that are not drawn"
@@ -109,7 +122,8 @@ class Configuration(Section):
 
     @model_validator(mode="after")
     def _only_settings_that_are_read(self) -> Configuration:
-        if self.rule not in (None, "fixed") and self.drafter not in ("draft", "lookup+draft"):
+        priced = self.rule == "expected-value" and self.drafter in ("lookup", "lookup+tree")
+        if self.rule not in (None, "fixed") and self.drafter not in ("draft", "lookup+draft") and not priced:
             raise ValueError(f"rule {self.rule} asks a draft position by position; drafter {self.drafter} has none")
         read = self._read()
         for name in type(self).model_fields:
@@ -117,10 +131,8 @@ class Configuration(Section):
                 raise ValueError(f"{name} is not read by {self._described()}: leave it out")
         if self.drafter == "tree" and self.widths is not None and (min(self.widths) < 1 or self.drawn_nodes > 63):
             raise ValueError(f"widths {list(self.widths)} make {self.drawn_nodes} nodes: 1 to 63 are possible")
-        if self.drafter == "tree" and self.calibration == "context":
+        if self.drafter in TREES and self.calibration == "context":
             raise ValueError("a tree's branches have different texts before them: use another calibration than context")
-        if self.online and self.calibration == "none":
-            raise ValueError("calibration none learns nothing online: use features or context")
         return self
 
     def _read(self) -> set[str]:
@@ -129,8 +141,12 @@ class Configuration(Section):
         if self.drafter == "none":
             return always
         always |= {"verifier"}
+        if self.drafter == "lookup+tree":
+            return always | {"rule", "length", "depth", "nodes", "calibration"}
+        if self.drafter == "lookup":
+            return always | {"length", "rule"}
         if self.drafter != "tree":
-            return always | {"length", "rule", *RULES[self.length_rule]}
+            return always | {"length", "rule", *RULES[self.length_rule], *(["draft_top_k"] if self._draws else [])}
         if self.widths is not None:
             return always | {"widths"}
         return always | {"rule", "length", "nodes", "shape"} | (set() if self.ranked else {"calibration"})
@@ -144,6 +160,12 @@ class Configuration(Section):
             if self.drafter == "none"
             else (f"drafter {self.drafter} with rule {self.length_rule}")
         )
+
+    @property
+    def _draws(self) -> bool:
+        """Whether tokens of a chain are drawn from a draft's distribution, which no calibration reads."""
+        chain = self.drafter in ("draft", "lookup+draft") and self.length_rule in ("fixed", "p_min")
+        return chain and self.verified_by in ("token", "block")
 
     @property
     def length_rule(self) -> RuleName:
@@ -168,7 +190,7 @@ class Configuration(Section):
     @property
     def asks_the_draft(self) -> bool:
         """Whether a draft of the target's vocabulary is asked."""
-        return self.drafter in ("draft", "lookup+draft", "tree")
+        return self.drafter in ("draft", "lookup+draft", *TREES)
 
     @property
     def foreign(self) -> bool:
@@ -176,10 +198,23 @@ class Configuration(Section):
         return self.drafter in OTHER_VOCABULARY
 
     @property
+    def branches(self) -> bool:
+        """Whether it drafts trees."""
+        return self.drafter in TREES
+
+    @property
+    def tree_alone(self) -> Configuration:
+        """Its tree without the lookup before it; itself where there is none."""
+        if self.drafter != "lookup+tree":
+            return self
+        return self.model_copy(update={"drafter": "tree", "rule": None, "length": self.depth or DEPTH, "depth": None})
+
+    @property
     def learns(self) -> bool:
         """Whether it wants a calibration fitted beforehand."""
-        grown = self.drafter == "tree" and not self.ranked and self.widths is None
-        return (self.rule == "expected-value" or grown) and self.calibrated_by != "none"
+        grown = self.branches and not self.ranked and self.widths is None
+        draft = self.rule == "expected-value" and self.drafter in ("draft", "lookup+draft")
+        return (draft or grown) and self.calibrated_by != "none"
 
     @property
     def ranked(self) -> bool:
@@ -194,7 +229,7 @@ class Configuration(Section):
     @property
     def chosen(self) -> bool:
         """Whether its tree is chosen by measuring, before it decodes: how large it is, or its shape."""
-        return self.drafter == "tree" and self.widths is None and (self.nodes is None or self.ranked)
+        return self.branches and self.widths is None and (self.nodes is None or self.ranked)
 
     @property
     def priced(self) -> bool:
@@ -207,13 +242,20 @@ class Configuration(Section):
         if self.drafter == "none":
             parts = ["plain"]
         elif self.drafter == "lookup":
-            parts = [f"lookup, ≤ {self.most}"]
+            parts = [f"lookup{self._price}, ≤ {self.most}"]
         elif self.widths is not None:
             parts = [f"drawn tree {'×'.join(map(str, self.widths))}"]
         elif self.drafter == "tree":
             size = "" if self.nodes is None else f" of {self.nodes}"
             kind = f"static tree{size}" if self.ranked else f"tree{size}"
             parts = [kind, f"depth ≤ {self.most}", *([] if self.ranked else [self.calibrated_by])]
+        elif self.drafter == "lookup+tree":
+            size = "" if self.nodes is None else f" of {self.nodes}"
+            parts = [
+                f"lookup{self._price}, ≤ {self.most}, + tree{size}",
+                f"depth ≤ {self.depth or DEPTH}",
+                self.calibrated_by,
+            ]
         elif self.length_rule == "fixed":
             parts = [self.drafter, f"γ = {self.most}"]
         else:
@@ -221,7 +263,13 @@ class Configuration(Section):
             parts = [self.drafter, words, f"≤ {self.most}"]
         if self.drafts and (self.verifier is not None or self.sampler == "recipe"):
             parts.append(f"verifier {self.verified_by}")
+        if self.draft_top_k is not None:
+            parts.append(f"drawn from {self.draft_top_k}")
         return ", ".join(parts + (["sampled"] if self.sampler == "recipe" else []))
+
+    @property
+    def _price(self) -> str:
+        return ", expected value" if self.rule == "expected-value" else ""
 
     def _rule_settings(self) -> list[str]:
         """What the rule reads, as the title shows it; nothing for what is off or has a default by rule."""
@@ -231,7 +279,6 @@ class Configuration(Section):
             "more": str(MORE if self.more is None else self.more),
             "floor": "" if self.floor is None else str(self.floor),
             "calibration": self.calibrated_by,
-            "online": "online" if self.online else "",
         }
         return [shown[name] for name in RULES[self.length_rule]]
 

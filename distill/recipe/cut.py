@@ -69,12 +69,11 @@ class Cut(Section):
         "vLLM asks for; donor: as they are. A transplanted draft has the target's",
     )
     layers: int | None = Field(None, ge=1, description="layers to keep; null: all")
-    layer_rule: Literal["auto", "greedy", "influence", "angular", "last-but-one"] = Field(
+    layer_rule: Literal["auto", "greedy", "influence", "last-but-one"] = Field(
         "auto",
         description="layers to drop: greedy: one at a time, the layer whose removal adds least KL to the target; "
-        "influence: those of least influence; angular: the consecutive layers that turn the hidden state least; "
-        "last-but-one: the last ones before the final layer; auto: greedy up to 28 layers, above that influence, "
-        "because greedy takes long",
+        "influence: those of least influence; last-but-one: the last ones before the final layer; auto: greedy up to "
+        "28 layers, above that influence, because greedy takes long",
     )
     drop_layers: str | None = Field(None, description="layers to drop, by number, such as `14-21` or `3,7,9-11`")
     layer_repair: bool = Field(
@@ -82,15 +81,11 @@ class Cut(Section):
         description="adjust down_proj of the kept layers by least squares, so that each makes up for those dropped "
         "behind it",
     )
-    mlp_width: int | None = Field(None, ge=32, description="MLP neurons to keep per layer; null: all")
-    mlp_rule: Literal["activation", "magnitude", "first"] = Field(
-        "activation",
-        description="neurons to keep: activation: those that add most to the residual stream; magnitude: those with "
-        "the largest weights; first: the first ones",
+    mlp_width: int | None = Field(
+        None,
+        ge=32,
+        description="MLP neurons to keep per layer: those that add most to the residual stream; null: all",
     )
-    mlp_repair: bool = Field(True, description="adjust down_proj by least squares for the removed neurons")
-    kv_heads: int | None = Field(None, ge=1, description="KV heads to keep, each with its query heads; null: all")
-    hidden: int | None = Field(None, ge=64, description="hidden size to keep; null: all")
     trim: Trim | None = Field(None, description="trim the head; null: off")
     search: Search | None = Field(None, description="search for layers and mlp_width; null: off")
     allow_full_size: bool = Field(

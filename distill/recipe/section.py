@@ -102,9 +102,13 @@ RETIRED = {
     "cut.rows": "is now called cut.vocabulary_rows",
     "train.final": "is now called train.final_rate_share",
     "train.average": f"gone: an average of the weights {NO_GAIN}",
-    "train.parts.weights": f"gone: weighting tokens {NO_GAIN}",
-    "train.parts.fraction": f"gone: weighting tokens {NO_GAIN}",
+    "train.parts": f"gone: a second loss {NO_GAIN}, and set train.loss, train.steps and train.temperature",
     "train.decay": "is now called train.decay_share",
+    **dict.fromkeys(("cut.mlp_rule", "cut.mlp_repair"), f"gone: neurons stay by what they add; the rest {NO_GAIN}"),
+    **dict.fromkeys(("cut.kv_heads", "cut.hidden"), "gone: layers and MLP neurons cost far less KL; cut those"),
+    "speedup.configurations.online": "gone: no figure showed that it gains; leave the key out",
+    "train.match_temperature": f"gone: loss match {NO_GAIN}",
+    **dict.fromkeys(("train.hinge_k", "train.hinge_margin"), f"gone: loss top_k_hinge {NO_GAIN}"),
     "train.acceptance.worth": "gone: no training has shown that an early end by the learning curve saves anything "
     "(docs/benchmarks.md, Tried and left out); leave the key out, or set train.acceptance.patience",
 }

@@ -81,15 +81,17 @@ class SamplerSettings(Section):
 
 
 class Traffic(Section):
-    """A jsonl file of served prompts and the target's answers, which may grow while it is read.
+    """A jsonl file of served prompts and the target's answers, which may grow while it is read, or a folder of them.
 
-    A line is `{"prompt": …, "answer": …}` or `{"messages": […]}`. The last of the messages is the assistant's answer;
-    the others are formatted with the chat template of the target's tokenizer. An answer ends with the target's end
-    token, unless the line has a `finish_reason` other than `stop`. A hash of the prompt chooses its split, with the
-    shares of the corpus: the draft learns from answers to train prompts and is measured on prompts of the other splits.
+    `distill record` writes them (docs/serving.md); of a folder, all `*.jsonl` files are read. A line is
+    `{"prompt": …, "answer": …}` or `{"messages": […]}`. The last of the messages is the assistant's answer; the others
+    are formatted with the chat template of the target's tokenizer, which is given `chat.arguments` and the line's own
+    `chat_template_kwargs`. An answer ends with the target's end token, unless the line has a `finish_reason` other than
+    `stop`. A hash of the prompt chooses its split, with the shares of the corpus: the draft learns from answers to
+    train prompts and is measured on prompts of the other splits.
     """
 
-    path: str = Field(description="the jsonl file")
+    path: str = Field(description="the jsonl file, or the folder")
     prompt_field: str = Field("prompt", description="field with the prompt, exactly as it was sent to the target")
     answer_field: str = Field("answer", description="field with the target's answer")
 

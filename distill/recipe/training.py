@@ -58,9 +58,6 @@ LossName = Literal[
     "total_variation",
     "nla",
     "lk_hybrid",
-    "match",
-    "argmax_cross_entropy",
-    "top_k_hinge",
     "cross_entropy",
 ]
 Loss = dict[LossName, float]
@@ -73,52 +70,15 @@ def _weighs_something(value: Loss | None) -> Loss | None:
     return value
 
 
-class Part(Section):
-    """One part of the training, with its loss and length.
-
-    One warm-up and one schedule span all parts; each part has its own peak rate.
-    """
-
-    name: str = Field(pattern=r"^[a-z0-9-]+$", description="its name, such as align or accept")
-    share: float | None = Field(
-        None, gt=0, le=1, description="length as a share of train.steps; give one of share, steps and tokens"
-    )
-    steps: int | None = Field(None, ge=1, description="length in optimizer steps")
-    tokens: int | None = Field(
-        None, ge=1, description="length in positions that the draft sees, rounded up to whole steps"
-    )
-    loss: Loss | None = Field(
-        None,
-        description="weights of the losses; null: the best known for train.protocol: jsd for sampling, forward_kl for "
-        "match and greedy",
-    )
-    rate: float | None = Field(None, gt=0, le=10, description="peak learning rate; null: train.rate")
-    temperature: float = Field(
-        1.0,
-        gt=0,
-        le=100,
-        description="temperature of both distributions in forward_kl, reverse_kl and jsd, whose losses are multiplied "
-        "by its square",
-    )
-
-    _loss = field_validator("loss")(_weighs_something)
-
-    @model_validator(mode="after")
-    def _has_one_length(self) -> Part:
-        if sum(value is not None for value in (self.share, self.steps, self.tokens)) != 1:
-            raise ValueError(f"part {self.name} needs exactly one of share, steps and tokens")
-        return self
-
-
 class Acceptance(Section):
-    """Decode validation prompts during training, to choose the best weights and, if asked, to end a part early."""
+    """Decode validation prompts during training, to choose the best weights and, if asked, to end early."""
 
-    every: int = Field(100, ge=1, description="steps between evaluations; the end of each part is also evaluated")
+    every: int = Field(100, ge=1, description="steps between evaluations; the end is also evaluated")
     prompts: int = Field(16, ge=2, description="validation prompts, decoded as one batch")
     new_tokens: int = Field(48, ge=8, description="tokens decoded of each")
     length: int = Field(4, ge=1, description="draft length")
     patience: int | None = Field(
-        None, ge=1, description="a part ends after this many evaluations without improvement; null: never early"
+        None, ge=1, description="the training ends after this many evaluations without improvement; null: never early"
     )
 
 
@@ -151,7 +111,7 @@ class Replay(Section):
     steps: int = Field(50, ge=1, description="optimizer steps")
     share: float = Field(0.25, gt=0, le=1, description="share of a step's blocks that contain rejected positions")
     rate: float | None = Field(None, gt=0, le=10, description="peak learning rate; null: a third of train.rate")
-    loss: Loss | None = Field(None, description="as in a part")
+    loss: Loss | None = Field(None, description="as train.loss")
     judges: int = Field(
         32, ge=FEWEST_JUDGES, description="validation prompts on which the drafts before and after are compared"
     )
@@ -178,7 +138,7 @@ class Train(Section):
     optimizer: Literal["adamw", "muon"] = Field(
         "muon",
         description="muon: for the matrices of the layers, with AdamW for embeddings, head, norms and biases; its "
-        "steps are as large as AdamW's at the same rate; FSDP needs adamw",
+        "steps are as large as AdamW's at the same rate",
     )
     rate: float = Field(
         5e-5, gt=0, le=10, description="peak learning rate; a draft of few of its donor's layers wants 1e-3 or more"
@@ -187,8 +147,8 @@ class Train(Section):
         None,
         gt=0,
         le=10,
-        description="muon: peak rate of the layers' matrices where train.rate is the peak, and in proportion where a "
-        "part has its own; null: the same rate",
+        description="muon: peak rate of the layers' matrices where train.rate is the peak, and in proportion in a "
+        "replay; null: the same rate",
     )
     warmup: float = Field(0.03, ge=0, lt=1, description="share of the steps for a linear warm-up")
     schedule: Literal["cosine", "wsd"] = Field(
@@ -198,11 +158,21 @@ class Train(Section):
     )
     decay_share: float = Field(0.2, gt=0, le=1, description="wsd: share of the steps in which the rate falls")
     final_rate_share: float = Field(0.1, ge=0, le=1, description="share of its peak that the rate falls to")
-    loss: Loss | None = Field(None, description="weights of the losses in a training without parts; null: as in a part")
-    hidden_states: HiddenStates | None = Field(
-        None, description="also learn the target's final hidden states, in all parts but a replay; null: off"
+    loss: Loss | None = Field(
+        None,
+        description="weights of the losses; null: the best known for protocol: jsd for sampling, forward_kl for match "
+        "and greedy",
     )
-    parts: tuple[Part, ...] = Field((), description="run in this order; empty: all steps with train.loss at train.rate")
+    temperature: float = Field(
+        1.0,
+        gt=0,
+        le=100,
+        description="temperature of both distributions in forward_kl, reverse_kl and jsd, whose losses are multiplied "
+        "by its square",
+    )
+    hidden_states: HiddenStates | None = Field(
+        None, description="also learn the target's final hidden states, but in a replay; null: off"
+    )
     jsd_beta: float = Field(0.5, gt=0, lt=1, description="jsd: share of the target in the mixture")
     lk_decay: float = Field(
         3.0,
@@ -210,13 +180,6 @@ class Train(Section):
         le=1000,
         description="lk_hybrid: weight e^(-lk_decay · acceptance) for a token's forward KL, the rest for its TV",
     )
-    match_temperature: float = Field(
-        0.5, gt=0, le=100, description="match: temperature of the draft's distribution, which approximates its argmax"
-    )
-    hinge_k: int = Field(
-        4, ge=1, description="top_k_hinge: k; the loss moves the target's tokens into the draft's top k"
-    )
-    hinge_margin: float = Field(1.0, ge=0, le=10_000, description="top_k_hinge: margin in logits")
     clip: float = Field(1.0, gt=0, le=1e12, description="largest gradient norm")
     beta1: float = Field(0.9, ge=0, lt=1, description="AdamW")
     beta2: float = Field(0.95, ge=0, lt=1, description="AdamW")
@@ -235,7 +198,7 @@ class Train(Section):
         Acceptance(), description="choose the best weights; null, or with sparsity: take the last"
     )
     adapter: Adapter | None = Field(None, description="LoRA instead of full training; null: off")
-    replay: Replay | None = Field(None, description="an additional last part on rejected positions; null: off")
+    replay: Replay | None = Field(None, description="further steps on rejected positions; null: off")
     sparsity: Sparsity | None = Field(None, description="L1 penalty during training; null: off")
     trackers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = Field(
         (),
@@ -246,19 +209,11 @@ class Train(Section):
     _loss = field_validator("loss")(_weighs_something)
 
     @model_validator(mode="after")
-    def _parts_fit(self) -> Train:
+    def _settings_fit(self) -> Train:
         if self.matrix_rate is not None and self.optimizer != "muon":
             raise ValueError(f"matrix_rate is for optimizer muon; optimizer is {self.optimizer}")
         if self.schedule == "wsd" and self.warmup + self.decay_share > 1:
             raise ValueError(f"warmup {self.warmup:g} and decay_share {self.decay_share:g} take more than all steps")
-        names = [part.name for part in self.parts]
-        if len({*names, "replay"}) <= len(names):
-            raise ValueError(f"parts need different names, and `replay` is reserved: got {', '.join(names)}")
-        if self.parts and self.loss is not None:
-            raise ValueError("train.loss is for a training without parts; set the loss of each part")
-        shares = sum(part.share or 0 for part in self.parts)
-        if shares > 1 + 1e-9:
-            raise ValueError(f"the parts' shares of train.steps add up to {shares:g}, more than 1")
         if self.adapter is not None and self.sparsity is not None:
             raise ValueError("sparsity changes the draft's own weights, which adapters freeze; leave one out")
         if self.adapter is not None and self.embedding_steps and not self.adapter.train_outer:

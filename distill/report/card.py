@@ -22,6 +22,10 @@ SPECULATION_LOSES = (
     "On the machine above, speculation was slower than plain decoding with every draft length tried: do not use this "
     "pair there. The commands are for other machines."
 )
+OTHER_ROWS = (
+    "The heads have other numbers of rows, so vLLM is asked to draft among the tokens that both vocabularies have, "
+    "which it does with the draft's best tokens alone. A transplant gives the draft the target's rows."
+)
 PARITY = "Each file in llama.cpp against its Hugging Face model:"
 
 
@@ -148,6 +152,8 @@ def _usage(results: RunResults) -> str:
     )
     slower = fastest and all(one.verdict == SLOWER for one in fastest if not one.grown)
     warning = [SPECULATION_LOSES] if slower else []
+    drawn = results.evaluation.probabilistic if results.evaluation else None
+    sampled = results.evaluation is not None and results.evaluation.acceptance_measure == "acceptance_sampling"
     return "\n\n".join(
         [
             *warning,
@@ -155,11 +161,13 @@ def _usage(results: RunResults) -> str:
             block("python", transformers(target, draft, length, same)),
             "llama.cpp:",
             block("sh", _llama_cpp(results, best.get("gguf", length))),
+            *([drawn] if drawn else []),
             "vLLM:",
-            block("sh", vllm(target, draft, length)) if same else _not_for_vllm(results),
-            f"{origin} llama-server's options were run with {LLAMA_SERVER}, vLLM's were read in the sources of {VLLM} "
-            "and not run; on several GPUs vLLM splits the draft as the target. The figures above are of distill's own "
-            "decoder: `distill serve-check RUN --server PATH` measures the pair on your server.",
+            block("sh", vllm(target, draft, length, probabilistic=sampled, same_vocabulary=same)),
+            *([] if same else [OTHER_ROWS]),
+            f"{origin} llama-server's options were run with {LLAMA_SERVER}, vLLM's with its {VLLM} on a CPU; on "
+            "several GPUs vLLM splits the draft as the target. The figures above are of distill's own decoder: "
+            "`distill serve-check RUN --server PATH` measures the pair on your server.",
         ]
     )
 
@@ -171,11 +179,3 @@ def _llama_cpp(results: RunResults, length: int) -> str:
         return clean(next((file.path for file in files if file.model == model), f"{model}.gguf"))
 
     return llama_server(path("target"), path("draft"), length)
-
-
-def _not_for_vllm(results: RunResults) -> str:
-    return (
-        f"vLLM does not take this pair: it asks for the same number of rows, and the target has "
-        f"{results.target.vocabulary:,}, the draft {results.draft.vocabulary:,}. A transplant gives the draft the "
-        "target's rows."
-    )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from distill.report.text import number, percent
 from distill.results.evaluation_results import EvaluationReport
-from distill.results.export_results import ExportReport
 from distill.results.run_results import RunResults
 from distill.results.speedup_results import FASTER, SpeedupReport
 
@@ -29,7 +28,7 @@ def limits(results: RunResults) -> list[str]:
     if results.evaluation:
         sentences.append(_evaluation_limit(results.evaluation))
     if results.export:
-        sentences += _export_limits(results.export)
+        sentences += [f"{fault}." for fault in results.export.faults]
     if results.speedup and any(one.grown for one in results.speedup.measurements):
         sentences.append(
             "A target labelled “grown” is a trained model that was enlarged without changing its output: its text is "
@@ -80,14 +79,3 @@ def _evaluation_limit(evaluation: EvaluationReport) -> str:
         f"Divergences and acceptance hold for the texts they were measured on ({counts}) and for this sampler "
         f"({evaluation.sampler_words})."
     )
-
-
-def _export_limits(export: ExportReport) -> list[str]:
-    sentences = [f"{fault}." for fault in export.faults]
-    for file in export.files:
-        if file.parity and file.parity.tokenizer_mismatches and not file.faults:  # results of older versions
-            sentences.append(
-                f"{file.path}: llama.cpp and the Hugging Face tokenizer disagree on "
-                f"{len(file.parity.tokenizer_mismatches)} of {file.parity.tokenizer_texts} texts."
-            )
-    return sentences

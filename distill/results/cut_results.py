@@ -63,17 +63,15 @@ class Change:
 
         parts = [
             *moved("layers", old.layers, new.layers),
-            *moved("hidden", old.hidden, new.hidden),
             *moved("MLP", _widths(old.mlp), _widths(new.mlp)),
-            *moved("KV heads", old.kv_heads, new.kv_heads),
             *moved("vocabulary", old.vocabulary, new.vocabulary),
             *moved("kept vocabulary", old.kept_vocabulary, new.kept_vocabulary),
             f"parameters {old.parameters / 1e6:.2f}M -> {new.parameters / 1e6:.2f}M",
             f"bytes per step {old.bytes_per_step / 1e6:.2f} MB -> {new.bytes_per_step / 1e6:.2f} MB",
         ]
         if self.kl_after is not None:
-            before = "not comparable" if self.kl_before is None else f"{self.kl_before:.4f}"
-            parts.append(f"KL to the target {before} -> {self.kl_after:.4f}")
+            before = "" if self.kl_before is None else f"{self.kl_before:.4f} -> "
+            parts.append(f"KL to the target {before}{self.kl_after:.4f}")
         return f"{self.operation}: " + ", ".join(parts)
 
 

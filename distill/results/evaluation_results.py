@@ -7,10 +7,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from distill.intervals import Interval
+from distill.intervals import UNKNOWN, Interval
+from distill.models.server_commands import SAMPLING
 from distill.results.serialise import Figure
 
 CEILING = "acceptance_ceiling"  # shown of trimmed drafts only
+DRAWN = "acceptance_drawn"  # shown under a sampler only
 
 # The label of every measure, in the order of the tables and of the columns of `position_metrics`.
 MEASURES = {
@@ -19,11 +21,12 @@ MEASURES = {
     "total_variation": "total variation",
     "top1_agreement": "top-1 agreement",
     "acceptance_sampling": "acceptance, rejection sampling",
+    DRAWN: "acceptance, llama-server's probabilistic drafts",
     "acceptance_match": "acceptance, draft's argmax = sampled token",
     "acceptance_greedy": "acceptance, greedy",
     CEILING: "ceiling of acceptance: the target's mass on tokens the draft can propose",
 }
-RATES = {"top1_agreement", "acceptance_sampling", "acceptance_match", "acceptance_greedy"}  # shown in per cent
+RATES = {"top1_agreement", "acceptance_sampling", DRAWN, "acceptance_match", "acceptance_greedy"}  # shown in per cent
 
 FEW_PROMPTS = 8  # an interval over fewer says nothing
 SIDES = ("before", "after")  # the drafts of a run: as cut, and as trained
@@ -46,6 +49,7 @@ class Divergences:
     acceptance_match: Interval
     acceptance_greedy: Interval
     acceptance_ceiling: Interval
+    acceptance_drawn: Interval = UNKNOWN  # of runs evaluated before it was measured
 
     def measure(self, name: str) -> Interval:
         """One of MEASURES."""
@@ -177,11 +181,28 @@ class EvaluationReport:
         served = self.sampler if self.stored is None else self.stored.served
         return "acceptance_sampling" if served.get("temperature") else "acceptance_greedy"
 
+    @property
+    def probabilistic(self) -> str | None:
+        """What llama-server gains from drawing its drafts, in words; None where that was not measured."""
+        answers = self.domains.get("answers", {})
+        found = answers.get("after", next(iter(answers.values()), None))
+        if found is None or math.isnan(found.acceptance_drawn.mean):
+            return None
+        return (
+            "Under the served sampler llama-server compares the target's draw with the draft's best tokens, of which "
+            f"{found.acceptance_match.mean:.1%} are expected to be accepted; builds since October 2026 can draw the "
+            f"drafts instead ({SAMPLING} probabilistic): {found.acceptance_drawn.mean:.1%}."
+        )
+
 
 def shown_measures(drafts: Iterable[Divergences]) -> list[str]:
-    """The measures worth a row: the ceiling only where one of the drafts has a trimmed head."""
-    trimmed = any(draft.trimmed for draft in drafts)
-    return [name for name in MEASURES if trimmed or name != CEILING]
+    """The measures worth a row: the ceiling only where one of the drafts has a trimmed head, and probabilistic drafts
+    only where they were measured."""
+    drafts = list(drafts)
+    left_out = set() if any(draft.trimmed for draft in drafts) else {CEILING}
+    if all(math.isnan(draft.acceptance_drawn.mean) for draft in drafts):
+        left_out.add(DRAWN)
+    return [name for name in MEASURES if name not in left_out]
 
 
 def flat_rows(report: EvaluationReport) -> list[dict[str, Any]]:

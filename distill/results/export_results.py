@@ -21,7 +21,7 @@ class Parity:
     tokenizer_texts: int
     tokenizer_mismatches: list[tuple[int, int]]
     tokenizer_normalized: int
-    kl: float | None = None  # older results have none
+    kl: float
 
 
 @dataclass(frozen=True)

@@ -29,17 +29,54 @@ class ServedAcceptance:
 
 @dataclass(frozen=True)
 class ServedSpeed:
-    """One configuration with so many requests at once; `first_seconds` are the median and the 90th percentile of the
-    seconds until a request's first token. The speedup is over the plain server; NaN for that itself, and without an
-    interval where requests share the server."""
+    """One configuration under one load: `concurrency` requests at once, each followed by the next, or (0) requests that
+    arrived, `offered` a second.
+
+    `in_flight` is the mean number of them. `first_seconds`, until the first token, and `token_seconds`, for each behind
+    it, are the median and the 95th percentile over requests, from the moment at which each was due. The speedup is over
+    the plain server, in tokens per second of a request's time; NaN for that itself.
+    """
 
     configuration: str
     concurrency: int
+    offered: Figure
     requests: int
     tokens: int
+    requests_per_second: float
     tokens_per_second: float
+    in_flight: float
     first_seconds: tuple[float, float]
+    token_seconds: tuple[Figure, Figure]
     speedup: Interval = UNKNOWN
+
+
+@dataclass(frozen=True)
+class LoadRow:
+    """`concurrency` requests at once: the plain server's requests per second; the speedup with the served n_max,
+    measured and predicted; the n_max whose predicted speedup is the largest (0: no draft). `beyond`: predicted from
+    steps of more texts than were timed."""
+
+    concurrency: int
+    requests_per_second: float
+    measured: Interval
+    predicted: float
+    best: int
+    best_speedup: float
+    beyond: bool
+
+
+@dataclass(frozen=True)
+class LoadTable:
+    """What drafts do under load. `measured` and `predicted` are the requests at once from which they stop paying: 0
+    where they pay at no load, NaN where they pay at all. `steps` are the seconds of a plain step by the texts that
+    share it; `draft_share` is the draft's step over the target's, as it follows from the smallest load above 1.
+    """
+
+    rows: list[LoadRow]
+    measured: Interval
+    predicted: Figure
+    steps: dict[int, float]
+    draft_share: float
 
 
 @dataclass(frozen=True)
@@ -71,11 +108,12 @@ class Difference:
 
 @dataclass(frozen=True)
 class TriedSettings:
-    """Settings of the draft (n_max 0: plain decoding) with their speed on validation prompts in the last round that
-    they took part in, and how many rounds and prompts these were."""
+    """Settings of the draft (n_max 0: plain decoding; `probabilistic`: drafts are drawn) with their speed on validation
+    prompts in the last round that they took part in, and how many rounds and prompts these were."""
 
     n_max: int
     p_min: float
+    probabilistic: bool
     rounds: int
     prompts: int
     tokens_per_second: float
@@ -87,6 +125,7 @@ class ConfirmedSettings:
 
     n_max: int
     p_min: float
+    probabilistic: bool
     tokens_per_second: float
     against: Interval
 
@@ -97,6 +136,7 @@ class ChosenSettings:
 
     n_max: int
     p_min: float
+    probabilistic: bool
     tried: list[TriedSettings]
     confirmed: list[ConfirmedSettings]
     sentence: str
@@ -106,11 +146,13 @@ class ChosenSettings:
 
 @dataclass(frozen=True)
 class ServeReport:
-    """A pair on the user's server, with and without its draft, greedily and from cold caches.
+    """A pair on the user's server, with and without its draft, under `sampler` and from cold caches.
 
-    `acceptance` holds the server's own counts first. `predicted` is what the run measured for the same draft length on
-    its own test prompts; NaN where there is no run. `same_texts` of `texts` have the tokens of the plain server.
-    `sentences` say what was found, in order of weight.
+    `acceptance` holds the server's own counts first. `probabilistic`: its drafts were drawn from the draft; `drawn` are
+    the tokens per round that this adds to drafts of its best tokens, NaN where one of them was not measured.
+    `predicted` is what the run measured for the same draft length on its own test prompts; NaN where there is no run,
+    and of sampled requests. `same_texts` of `texts` have the tokens of the plain server. `sentences` say what was
+    found, in order of weight.
     """
 
     command: str
@@ -122,12 +164,16 @@ class ServeReport:
     draft: str
     n_max: int
     p_min: float
+    probabilistic: bool
+    sampler: dict[str, Any]
+    drawn: Interval
     prompts: int
     new_tokens: int
     left_out: dict[str, int]
     acceptance: list[ServedAcceptance]
     predicted: Figure
     speeds: list[ServedSpeed]
+    loads: LoadTable | None
     classes: list[ServedClass]
     differences: list[Difference]
     same_texts: int

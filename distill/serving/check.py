@@ -15,21 +15,28 @@ from pathlib import Path
 from distill.errors import ServingError
 from distill.intervals import UNKNOWN, Interval
 from distill.machine import machine
+from distill.models.server_commands import SAMPLING
 from distill.progress import note
+from distill.recipe import SamplerSettings
 from distill.results.serving_results import (
     ChosenSettings,
     Difference,
+    LoadTable,
     ServedAcceptance,
-    ServedClass,
     ServedSpeed,
     ServeReport,
 )
+from distill.sampler import Sampler
 from distill.serving import differences, replaying
-from distill.serving.choose import choose
-from distill.serving.clients import Client, LlamaClient
+from distill.serving.arrivals import Load
+from distill.serving.choose import Trials, choose, grid
+from distill.serving.clients import GREEDY, Client, LlamaClient
+from distill.serving.crossing import load_table
 from distill.serving.llama_server import LlamaServer
+from distill.serving.load import speeds_under
 from distill.serving.markdown import Reference, sentences
 from distill.serving.opening import DRAFT, PLAIN, Addresses, connected, opened, require_vocabulary
+from distill.serving.wheel_server import WHEEL, wheel_version
 from distill.texts import Prompt
 
 
@@ -45,15 +52,17 @@ class Conversation:
 class CheckSettings:
     """What is checked: the prompts, how many tokens behind each, and how often.
 
-    `made` are the run's own target and draft, where there is a run; `predicted` its acceptance at this draft length.
-    `choosing` are validation prompts, none where no settings are to be chosen. `seconds` are those that a server's
-    start and a reply may take.
+    Under a `sampler` that is not greedy each repeat of a prompt is a text of its own. `made` are the run's own target
+    and draft, where there is a run; `predicted` its greedy acceptance at this draft length. `choosing` are validation
+    prompts, none where no settings are to be chosen. `seconds` are those that a server's start and a reply may take.
     """
 
     prompts: Sequence[Prompt]
     limit: int
     repeats: int = 3
+    sampler: SamplerSettings = GREEDY
     concurrency: tuple[int, ...] = (1, 4, 16)
+    arrivals: tuple[Load, ...] = ()
     choosing: Sequence[Sequence[int]] = ()
     whole_grid: bool = False
     made: tuple[Path, Path] | None = None
@@ -67,6 +76,21 @@ class CheckSettings:
     def ids(self) -> list[list[int]]:
         """The token ids of the prompts."""
         return [prompt.ids for prompt in self.prompts]
+
+    @property
+    def samples(self) -> int:
+        """Different texts behind each prompt."""
+        return self.repeats if self.sampler.temperature else 1
+
+    def counted(self, replayed: replaying.Replayed) -> list[replaying.TextCounts]:
+        """The counts of the texts that differ."""
+        return replaying.counted([replies[: self.samples] for replies in replayed.texts])
+
+    def replies(self, client: Client, prompts: Sequence[Sequence[int]]) -> list[replaying.TextCounts]:
+        """What is drafted and accepted behind each of these prompts."""
+        return replaying.counted(
+            [[client.complete(prompt, self.limit, seed) for seed in range(self.samples)] for prompt in prompts]
+        )
 
 
 @dataclass
@@ -84,7 +108,9 @@ class Findings:
     acceptance: list[ServedAcceptance] = field(default_factory=list)
     reference: Reference | None = None
     speeds: list[ServedSpeed] = field(default_factory=list)
+    loads: LoadTable | None = None
     differences: list[Difference] = field(default_factory=list)
+    drawn: Interval = UNKNOWN
     notes: list[str] = field(default_factory=list)
 
 
@@ -94,21 +120,23 @@ def check_started(settings: CheckSettings, server: LlamaServer) -> ServeReport:
     many = replace(server, parallel=max(settings.concurrency))
     with ExitStack() as stack:
         clients: dict[str, Client] = {
-            name: stack.enter_context(opened(one, settings.seconds))
+            name: stack.enter_context(opened(one, settings.seconds, settings.sampler))
             for name, one in ((PLAIN, many.plain), (DRAFT, many))
         }
         found = _replay(settings, clients, many, (server.target, server.draft))
         _compare(settings, clients, found)
+    if settings.sampler.temperature:
+        _other_drafts(settings, many, found)
     for difference, without in differences.option_differences(many, os.environ):
         found.differences.append(differences.measured(difference, _loss(settings, without, found)))
     choice = None
     if settings.choosing:
         choice = choose(
             many,
-            settings.choosing,
-            settings.ids,
-            settings.limit,
-            lambda one: opened(one, settings.seconds),
+            Trials(settings.choosing, settings.limit),
+            Trials(settings.ids, settings.limit, settings.samples),
+            lambda one: opened(one, settings.seconds, settings.sampler),
+            grid(settings.sampler.temperature > 0 and server.draws_drafts()),
             settings.whole_grid,
         )
     return report(settings, replace(found, server=replace(server, parallel=1)), "llama-server", choice)
@@ -117,11 +145,13 @@ def check_started(settings: CheckSettings, server: LlamaServer) -> ServeReport:
 def check_addresses(settings: CheckSettings, places: Addresses) -> ServeReport:
     """Compare servers that run; ServingError for one that does not answer, refuses, or does not draft."""
     with ExitStack() as stack:
-        clients = connected(places, settings.seconds[1], stack)
+        clients = connected(places, settings.seconds[1], stack, settings.sampler)
         require_vocabulary(clients, settings.ids)
         kind = clients[DRAFT].kind
         target, draft = places.files or (Path(places.model or places.url), Path("?"))
-        server = LlamaServer(Path(kind), target, draft, n_max=places.n_max or 0, threads=places.threads)
+        server = LlamaServer(
+            Path(kind), target, draft, places.n_max or 0, probabilistic=places.probabilistic, threads=places.threads
+        )
         found = _replay(settings, clients, server, places.files)
         _compare(settings, clients, found, differences.early_ends(clients[DRAFT].totals(), found.server.n_max))
     return report(settings, found, kind)
@@ -142,38 +172,46 @@ def _replay(
     replayed = replaying.interleaved(clients, ids, settings.limit, settings.repeats, title)
     after = drafting.totals()
     totals = None if before is None or after is None else after.since(before)
-    texts = replaying.counted(replayed[DRAFT].first)
+    texts, notes = settings.counted(replayed[DRAFT]), list[str]()
+    counted = sum(reply.accepted or 0 for own in replayed[DRAFT].texts for reply in own)
+    if totals is not None and totals.accepted != counted:
+        totals = None
+        notes.append(
+            "the counters did not rise by what the replies say: several servers answer at this address, or others use "
+            "it, so nothing was read from them; without acceptance by position every position is taken to be alike"
+        )
     if not any(text.drafted for text in texts):
         raise ServingError(
             f"{drafting.url} drafted nothing: it serves without a draft",
-            "start it with the draft (llama-server: -md FILE --spec-type draft-simple; vLLM: --speculative-config)",
+            "start it with the draft (llama-server: -md FILE --spec-type draft-simple; vLLM: --speculative-config); "
+            "of several vLLM servers behind one address give that of one: counters are one server's",
         )
     own = replaying.acceptance(f"{drafting.kind}, its own counts", texts, totals)
     server = replace(server, n_max=server.n_max or len(own.by_position or ()))
-    found = Findings(server, drafting.build(), replayed, texts, files, [own])
-    base = replayed.get(PLAIN)
-    found.speeds = [] if base is None else [replaying.alone_speed(PLAIN, base, None)]
-    found.speeds.append(replaying.alone_speed(DRAFT, replayed[DRAFT], base))
-    return found
+    build = f"{WHEEL} {wheel_version()}" if str(server.binary) == WHEEL else drafting.build()
+    return Findings(server, build, replayed, texts, files, [own], notes=notes)
 
 
 def _compare(
     settings: CheckSettings, clients: Mapping[str, Client], found: Findings, early: Sequence[Difference] = ()
 ) -> None:
-    """Add what our decoder accepts, how files and templates differ, and the speeds of several requests at once."""
+    """Add what our decoder accepts, how files and templates differ, and the speeds under load."""
     if found.files is not None:
-        _decode_ours(settings, found.files, found)
+        _decode_ours(settings, found.files, found, clients[DRAFT].kind == "vllm")
     found.differences += early
     if isinstance(drafting := clients[DRAFT], LlamaClient):
         _compare_template(settings, drafting, found)
     for client in clients.values():
         client.alone = False
-    for count in settings.concurrency:
-        if count > 1:
-            found.speeds += replaying.shared_speeds(clients, settings.ids, settings.limit, count, settings.repeats)
+    loads = [*(Load(count) for count in settings.concurrency if count > 1), *settings.arrivals]
+    found.speeds, steps = speeds_under(clients, settings.ids, settings.limit, loads, settings.repeats, found.replayed)
+    if len(settings.concurrency) > 1 and PLAIN in clients:
+        found.loads = load_table(found.speeds, steps, found.acceptance[0], found.server.n_max)
+        if found.loads is None:
+            found.notes.append("the steps of the plain server could not be told apart, so nothing is predicted by load")
 
 
-def _decode_ours(settings: CheckSettings, files: tuple[Path, Path], found: Findings) -> None:
+def _decode_ours(settings: CheckSettings, files: tuple[Path, Path], found: Findings, vllm: bool) -> None:
     """Add what our decoder accepts with the served files and, where they are others, with the run's own, and how the
     files differ, with the loss."""
     from_run = differences.from_run(files, settings.made)
@@ -184,17 +222,23 @@ def _decode_ours(settings: CheckSettings, files: tuple[Path, Path], found: Findi
         found.notes.append("the server does not say how many tokens it drafts: give --n-max for our decoder's figures")
         return
 
-    def decode(which: str, pair: tuple[Path, Path]) -> list[list[int]]:
-        texts = replaying.decode_files(*pair, ids, settings.limit, length, found.server.threads)
-        counts = [text.counts for text in texts]
+    sampler = Sampler.of(settings.sampler)
+    rules = replaying.ServerRules(sampler, length, found.server.probabilistic, vllm)
+
+    def decode(which: str, pair: tuple[Path, Path]) -> list[list[replaying.OurText]]:
+        texts = rules.decode_files(*pair, ids, settings.limit, settings.samples, found.server.threads)
+        counts = replaying.counts_of(texts)
         found.acceptance.append(replaying.acceptance(f"distill, {which}", counts))
         found.reference = Reference(which, found.acceptance[-1], counts, replaying.rise_of_tokens(found.texts, counts))
-        return [text.tokens for text in texts]
+        return texts
 
     served = decode("the same files", files)
-    same = sum(tokens == reply.tokens for tokens, reply in zip(served, found.replayed[DRAFT].first, strict=True))
-    if same < len(ids):
-        found.notes.append(f"our decoder's text is the server's on {same} of {len(ids)} prompts")
+    if not sampler.temperature:
+        same = sum(
+            text.tokens == reply.tokens for (text,), reply in zip(served, found.replayed[DRAFT].first, strict=True)
+        )
+        if same < len(ids):
+            found.notes.append(f"our decoder's text is the server's on {same} of {len(ids)} prompts")
     if from_run:
         assert settings.made is not None and found.reference is not None
         with_served = found.reference.counts
@@ -207,9 +251,32 @@ def _decode_ours(settings: CheckSettings, files: tuple[Path, Path], found: Findi
 def _loss(settings: CheckSettings, without: LlamaServer, found: Findings) -> Interval:
     """The tokens per round that a difference costs: the prompts are replayed on a server without it."""
     note(f"without a difference: {' '.join(without.further)}")
-    with opened(replace(without, parallel=1), settings.seconds) as client:
-        replies = [client.complete(prompt, settings.limit) for prompt in settings.ids]
-    return replaying.rise_of_tokens(found.texts, replaying.counted(replies))
+    with opened(replace(without, parallel=1), settings.seconds, settings.sampler) as client:
+        return replaying.rise_of_tokens(found.texts, settings.replies(client, settings.ids))
+
+
+def _other_drafts(settings: CheckSettings, server: LlamaServer, found: Findings) -> None:
+    """Add what the server accepts whose drafts are made the other way, drawn or not, and the tokens per round that
+    drawing them adds; of a build that cannot draw them what our decoder accepts so, where the files are known."""
+    assert server.draft is not None
+    if not server.draws_drafts():
+        rules = replaying.ServerRules(Sampler.of(settings.sampler), server.n_max, probabilistic=True)
+        files = server.target, server.draft
+        counts = replaying.counts_of(
+            rules.decode_files(*files, settings.ids, settings.limit, settings.samples, server.threads)
+        )
+        found.acceptance.append(replaying.acceptance("distill, as a server that draws its drafts", counts))
+        found.notes.append(
+            f"this build has no {SAMPLING}, which builds since October 2026 have: it drafts the draft's best tokens"
+        )
+        return
+    other = replace(server, parallel=1, probabilistic=not server.probabilistic)
+    note(f"the same with {other.title}")
+    with opened(other, settings.seconds, settings.sampler) as client:
+        counts = settings.replies(client, settings.ids)
+    kind = "drawn drafts" if other.probabilistic else "best tokens drafted"
+    found.acceptance.insert(1, replaying.acceptance(f"llama-server, {kind}", counts))
+    found.drawn = replaying.rise_of_tokens(*((found.texts, counts) if other.probabilistic else (counts, found.texts)))
 
 
 def _compare_template(settings: CheckSettings, client: LlamaClient, found: Findings) -> None:
@@ -234,56 +301,40 @@ def _compare_template(settings: CheckSettings, client: LlamaClient, found: Findi
         found.notes.append("no prompt is a conversation of one message, so the template's cost was not measured")
         found.differences.append(difference)
         return
-    replies = []
-    for text in conversations.values():
-        rendered = client.rendered([{"role": "user", "content": text}])
-        replies.append(client.complete(client.tokenize(rendered), settings.limit))
-    texts = replaying.counted(replies)
+    asked = [client.rendered([{"role": "user", "content": text}]) for text in conversations.values()]
+    texts = settings.replies(client, [client.tokenize(text) for text in asked])
     found.acceptance.append(replaying.acceptance(f"{client.kind}, through its own template", texts))
     loss = replaying.rise_of_tokens(texts, [found.texts[place] for place in conversations])
     found.differences.append(differences.measured(difference, loss))
 
 
-def by_class(
-    prompts: Sequence[Prompt], texts: Sequence[replaying.TextCounts], replayed: Mapping[str, replaying.Replayed]
-) -> list[ServedClass]:
-    """The figures of each class of prompts, where there are several; without intervals for a class of one prompt."""
-    names = [prompt.kind or prompt.source or "prompts" for prompt in prompts]
-    classes = []
-    for name in dict.fromkeys(names) if len(set(names)) > 1 else ():
-        places = [place for place, one in enumerate(names) if one == name]
-        some = {key: replaying.Replayed([one.texts[place] for place in places]) for key, one in replayed.items()}
-        own = replaying.acceptance(name, [texts[place] for place in places])
-        rise = some[DRAFT].over(some[PLAIN]) if PLAIN in some else UNKNOWN
-        figures = [own.rate, own.tokens_per_round, rise]
-        if len(places) == 1:
-            figures = [Interval(one.mean, math.nan, math.nan) for one in figures]
-        classes.append(ServedClass(name, len(places), *figures))
-    return classes
-
-
 def report(settings: CheckSettings, found: Findings, kind: str, choice: ChosenSettings | None = None) -> ServeReport:
     """Everything that was found."""
     server, base = found.server, found.replayed.get(PLAIN)
-    pairs = [] if base is None else list(zip(base.first, found.replayed[DRAFT].first, strict=True))
+    greedy = not settings.sampler.temperature
+    pairs = [] if base is None or not greedy else list(zip(base.first, found.replayed[DRAFT].first, strict=True))
     title = server.title if server.n_max else DRAFT
     made = ServeReport(
         command=settings.command,
         machine=machine(),
         server=kind,
         build=found.build,
-        served=" ".join(server.served),
+        served=server.title if kind == "vllm" else " ".join(server.served),
         target=str(server.target),
         draft=str(server.draft or ""),
         n_max=server.n_max,
         p_min=server.p_min or 0.0,
+        probabilistic=server.probabilistic,
+        sampler=settings.sampler.model_dump(),
+        drawn=found.drawn,
         prompts=len(settings.prompts),
         new_tokens=settings.limit,
         left_out=settings.left_out,
         acceptance=found.acceptance,
-        predicted=settings.predicted,
+        predicted=settings.predicted if greedy else math.nan,
         speeds=[replace(one, configuration=title) if one.configuration == DRAFT else one for one in found.speeds],
-        classes=by_class(settings.prompts, found.texts, found.replayed),
+        loads=found.loads,
+        classes=replaying.by_class(settings.prompts, found.texts, found.replayed),
         differences=found.differences,
         same_texts=sum(plain.tokens == draft.tokens for plain, draft in pairs),
         texts=len(pairs),

@@ -1,6 +1,6 @@
-"""The fastest n_max and p_min on validation prompts, by successive halving, then confirmed on others.
+"""The fastest n_max, p_min and way to draft on validation prompts, by successive halving, then confirmed on others.
 
-llama-server takes both at its start alone, so each pair of them is a server of its own. One runs at a time, as the
+llama-server takes them at its start alone, so that all settings are a server of their own. One runs at a time, as the
 memory of a real target wants it; the servers of a round are visited in a random order and then in its reverse, and few
 of them twice so, that no spell of the machine is an advantage.
 """
@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import numpy
 from numpy.typing import NDArray
@@ -27,7 +28,6 @@ from distill.serving.replaying import CONFIDENCE, RESAMPLES, warm
 
 N_MAX = range(1, 9)
 P_MIN = (0.0, 0.5, 0.75)
-PLAIN = (0, 0.0)  # n_max and p_min of plain decoding
 SHARES = (0.25, 0.5, 1.0)  # of the prompts in each round of halving
 KEPT = (12, 5)  # settings that draft, after the first and the second round; plain decoding stays in all of them
 FINALISTS = 3
@@ -35,13 +35,46 @@ LEAST = 2  # prompts of a round
 FEW = 6  # candidates that are visited four times
 OF_SETTINGS = {"--spec-draft-n-max", "--spec-draft-p-min", "--draft-p-min"}
 
-Settings = tuple[int, float]
+
+class Settings(NamedTuple):
+    """What a server drafts: at most `n_max` tokens of at least `p_min`, `probabilistic` ones drawn from the draft."""
+
+    n_max: int
+    p_min: float
+    probabilistic: bool = False
+
+    @property
+    def title(self) -> str:
+        """In words."""
+        if self == PLAIN:
+            return "plain decoding"
+        return f"n_max {self.n_max}, p_min {self.p_min:g}{', probabilistic' if self.probabilistic else ''}"
+
+
+PLAIN = Settings(0, 0.0)
+
+
+@dataclass(frozen=True)
+class Trials:
+    """The texts that settings are timed on: up to `limit` tokens behind each prompt, `samples` of them where they are
+    sampled."""
+
+    prompts: Sequence[Sequence[int]]
+    limit: int
+    samples: int = 1
+
+    def first(self, share: float) -> Trials:
+        """Those of a share of the prompts, at least LEAST."""
+        size = min(len(self.prompts), max(LEAST, round(share * len(self.prompts))))
+        return replace(self, prompts=self.prompts[:size])
+
+
 Opened = Callable[[LlamaServer], AbstractContextManager[Client]]
 
 
 @dataclass
 class Candidate:
-    """One pair of settings with its replies so far, `texts[prompt][visit]`."""
+    """Settings with their replies so far, `texts[text][visit]`; the texts of a visit are the same in every one."""
 
     settings: Settings
     texts: list[list[Reply]] = field(default_factory=list)
@@ -51,7 +84,7 @@ class Candidate:
     def rate(self) -> float:
         """Tokens per second, to be compared among candidates of the same round.
 
-        Of a prompt the fastest reply counts: what else runs on the machine makes replies slower, never faster, and for
+        Of a text the fastest reply counts: what else runs on the machine makes replies slower, never faster, and for
         seconds at a time, so that a sum would drop the settings that it met.
         """
         fastest = [min(replies, key=lambda reply: reply.seconds) for replies in self.texts]
@@ -76,82 +109,81 @@ class Candidate:
         return rates
 
 
-def grid() -> list[Settings]:
-    """Plain decoding and every pair of settings."""
-    return [PLAIN, *((n, p) for n in N_MAX for p in P_MIN)]
+def grid(draws: bool = False) -> list[Settings]:
+    """Plain decoding and all settings, with `draws` those of drawn drafts too."""
+    return [
+        PLAIN,
+        *(Settings(n, p, drawn) for drawn in ((False, True) if draws else (False,)) for n in N_MAX for p in P_MIN),
+    ]
 
 
 def with_settings(server: LlamaServer, settings: Settings) -> LlamaServer:
     """The server for one request at a time with these settings, those among the user's own arguments left out."""
-    n_max, p_min = settings
+    n_max, p_min, probabilistic = settings
     drop = {place + step for place, one in enumerate(server.further) if one in OF_SETTINGS for step in (0, 1)}
     further = tuple(one for place, one in enumerate(server.further) if place not in drop)
-    one = replace(server, n_max=n_max, p_min=p_min, parallel=1, further=further)
+    one = replace(server, n_max=n_max, p_min=p_min, probabilistic=probabilistic, parallel=1, further=further)
     return one.plain if settings == PLAIN else one
 
 
-def visit(
-    candidates: Sequence[Candidate],
-    server: LlamaServer,
-    prompts: Sequence[Sequence[int]],
-    limit: int,
-    opened: Opened,
-    title: str,
-) -> None:
-    """Every candidate on these prompts: in a random order and in its reverse, and twice so where they are FEW."""
+def visit(candidates: Sequence[Candidate], server: LlamaServer, trials: Trials, opened: Opened, title: str) -> None:
+    """Every candidate on these texts: in a random order and in its reverse, and twice so where they are FEW."""
     draws, orders = random.Random(len(candidates)), list[list[Candidate]]()
     for _ in range(2 if len(candidates) <= FEW else 1):
         order = draws.sample(candidates, len(candidates))
         orders += [order, order[::-1]]
     progress = Progress(title, len(orders) * len(candidates))
+    texts = [(prompt, seed) for prompt in trials.prompts for seed in range(trials.samples)]
     for one in candidates:
         one.rounds += 1
-        one.texts += [[] for _ in range(len(prompts) - len(one.texts))]
+        one.texts += [[] for _ in range(len(texts) - len(one.texts))]
     for order in orders:
         for one in order:
             with opened(with_settings(server, one.settings)) as client:
-                warm(client, prompts)
-                for place, prompt in enumerate(prompts):
-                    one.texts[place].append(client.complete(prompt, limit))
+                warm(client, trials.prompts)
+                for place, (prompt, seed) in enumerate(texts):
+                    one.texts[place].append(client.complete(prompt, trials.limit, seed))
             progress.step()
 
 
 def choose(
     server: LlamaServer,
-    validation: Sequence[Sequence[int]],
-    held_out: Sequence[Sequence[int]],
-    limit: int,
+    validation: Trials,
+    held_out: Trials,
     opened: Opened,
+    settings: Sequence[Settings],
     whole_grid: bool = False,
 ) -> ChosenSettings:
-    """The settings that were fastest on `validation`, with their speed on `held_out` beside that of the finalists, or
-    of the whole grid."""
+    """Of `settings` those that were fastest on `validation`, with their speed on `held_out` beside that of the
+    finalists, of plain decoding and of the fastest that draft the other way, or of all."""
     started = time.monotonic()
-    tried = [Candidate(settings) for settings in grid()]
+    tried = [Candidate(one) for one in settings]
     alive = tried
     for number, share in enumerate(SHARES):
-        size = min(len(validation), max(LEAST, round(share * len(validation))))
-        visit(alive, server, validation[:size], limit, opened, f"settings, round {number + 1} of {len(SHARES)}")
+        part = validation.first(share)
+        visit(alive, server, part, opened, f"settings, round {number + 1} of {len(SHARES)}")
         drafting = sorted((one for one in alive if one.settings != PLAIN), key=lambda one: -one.rate)
         plain = next(one for one in alive if one.settings == PLAIN)
-        alive = [plain, *drafting[: KEPT[number] if number < len(KEPT) else None]]
+        kept = drafting[: KEPT[number] if number < len(KEPT) else None]
+        # The fastest that drafts the other way stays, so that the gain of drawing drafts is known.
+        other = [one for one in drafting if one.settings.probabilistic != kept[0].settings.probabilistic]
+        alive = [plain, *kept, *(one for one in other[:1] if one not in kept)]
     best = max(alive, key=lambda one: one.rate)
-    ranked = sorted(alive, key=lambda one: -one.rate)
-    finalists = grid() if whole_grid else [one.settings for one in ranked[:FINALISTS]]
-    rivals = [Candidate(one) for one in dict.fromkeys([best.settings, PLAIN, *finalists])]
-    visit(rivals, server, held_out, limit, opened, "settings, held-out prompts")
+    finalists = dict.fromkeys([*_finalists(best, alive), *(settings if whole_grid else ())])
+    rivals = [Candidate(one) for one in finalists]
+    visit(rivals, server, held_out, opened, "settings, held-out prompts")
     confirmed, others = _beside_the_first(rivals), list[ConfirmedSettings]()
     if whole_grid:
         # The fastest of many is in part the luckiest, so that those of the grid are judged by new replies.
-        ranked = sorted(rivals, key=lambda one: -one.rate)
-        again = dict.fromkeys([best.settings, PLAIN, *(one.settings for one in ranked[:FINALISTS])])
+        again = _finalists(best, rivals)
         judged = [Candidate(one) for one in again]
-        visit(judged, server, held_out, limit, opened, "settings, the fastest again")
-        others = [one for one in confirmed if (one.n_max, one.p_min) not in again]
+        visit(judged, server, held_out, opened, "settings, the fastest again")
+        others = [one for one in confirmed if settings_of(one) not in again]
         confirmed = _beside_the_first(judged)
     return ChosenSettings(
-        n_max=best.settings[0],
-        p_min=best.settings[1],
+        n_max=best.settings.n_max,
+        p_min=best.settings.p_min,
+        probabilistic=best.settings.probabilistic,
         tried=[TriedSettings(*one.settings, one.rounds, len(one.texts), one.rate) for one in tried],
         confirmed=[*confirmed, *others],
         sentence=_sentence(best.settings, confirmed),
@@ -160,35 +192,55 @@ def choose(
     )
 
 
+def _finalists(best: Candidate, candidates: Sequence[Candidate]) -> list[Settings]:
+    """The best, plain decoding, the fastest of the candidates, and the fastest of those that draft in either way."""
+    ranked = [one.settings for one in sorted(candidates, key=lambda one: -one.rate)]
+    ways = [
+        next((one for one in ranked if one != PLAIN and one.probabilistic == drawn), PLAIN) for drawn in (False, True)
+    ]
+    return list(dict.fromkeys([best.settings, PLAIN, *ranked[:FINALISTS], *ways]))
+
+
 def _beside_the_first(candidates: Sequence[Candidate]) -> list[ConfirmedSettings]:
     first = candidates[0]
     return [ConfirmedSettings(*one.settings, one.rate, first.over(one)) for one in candidates]
 
 
-def named(settings: Settings) -> str:
-    """Settings in words."""
-    return "plain decoding" if settings == PLAIN else f"n_max {settings[0]}, p_min {settings[1]:g}"
+def settings_of(one: ConfirmedSettings) -> Settings:
+    """The settings that were confirmed."""
+    return Settings(one.n_max, one.p_min, one.probabilistic)
 
 
 def _sentence(best: Settings, confirmed: Sequence[ConfirmedSettings]) -> str:
-    plain = next(one for one in confirmed if (one.n_max, one.p_min) == PLAIN)
+    plain = next(one for one in confirmed if settings_of(one) == PLAIN)
     fastest = max(confirmed, key=lambda one: one.tokens_per_second)
     if best == PLAIN:
         text = "Plain decoding was the fastest on the validation prompts: serve this target without the draft here."
-        if fastest.against.high >= 1:
-            return text
-        return (
-            f"{text} But {named((fastest.n_max, fastest.p_min))} is faster on the held-out prompts, over which plain "
-            f"decoding has {_ratio(fastest.against)}: give more validation prompts, more --tokens, and a quiet machine."
-        )
+        if fastest.against.high < 1:
+            return (
+                f"{text} But {settings_of(fastest).title} is faster on the held-out prompts, over which plain decoding "
+                f"has {_ratio(fastest.against)}: give more validation prompts, more --tokens, and a quiet machine."
+            )
+        drafting = [max(ways, key=lambda one: one.tokens_per_second) for ways in _ways(confirmed) if ways]
+        beside = " and ".join(f"{_ratio(one.against)} {settings_of(one).title}" for one in drafting)
+        return f"{text} It has {beside}." if beside else text
     text = (
-        f"{named(best)}: the fastest on the validation prompts, {_ratio(plain.against)} plain decoding on held-out ones"
+        f"{best.title}: the fastest on the validation prompts, {_ratio(plain.against)} plain decoding on held-out ones"
     )
-    if (fastest.n_max, fastest.p_min) == best:
-        return f"{text}, where nothing that was tried is faster."
-    rival = named((fastest.n_max, fastest.p_min))
+    if others := _ways(confirmed)[not best.probabilistic]:
+        other = max(others, key=lambda one: one.tokens_per_second)
+        text += f" and {_ratio(other.against)} {settings_of(other).title}"
+    if settings_of(fastest) == best:
+        return f"{text}; nothing that was tried is faster there."
+    rival = settings_of(fastest).title
     within = "within the interval" if fastest.against.high >= 1 else "beyond the interval: give more validation prompts"
     return f"{text}; the fastest there is {rival}, over which it has {_ratio(fastest.against)}, {within}."
+
+
+def _ways(confirmed: Sequence[ConfirmedSettings]) -> tuple[list[ConfirmedSettings], list[ConfirmedSettings]]:
+    """The settings that draft best tokens, and those that draw their drafts."""
+    drafting = [one for one in confirmed if one.n_max]
+    return [one for one in drafting if not one.probabilistic], [one for one in drafting if one.probabilistic]
 
 
 def _ratio(found: Interval) -> str:
@@ -202,4 +254,4 @@ def _command(server: LlamaServer, settings: Settings) -> str:
     further = [*option_arguments(one.gguf, drafts), *one.further]
     if not drafts:
         return llama_server(str(one.target), None, 0, None, further)
-    return llama_server(str(one.target), str(one.draft), one.n_max, one.p_min or None, further)
+    return llama_server(str(one.target), str(one.draft), one.n_max, one.p_min or None, further, one.probabilistic)

@@ -13,35 +13,26 @@ from typing import Any
 
 from distill.errors import ServingError
 from distill.files import parse_object
+from distill.recipe import SamplerSettings
 from distill.serving.http import Http, Reply, Totals, totals_of
 
-# Every sampler that could make greedy decoding another text is switched off: a server may have defaults of its own.
-LLAMA_GREEDY: dict[str, Any] = {
-    "temperature": 0,
-    "top_k": 1,
+# Whatever else could shape a distribution is switched off: a server has defaults of its own, vLLM's from the model's
+# generation_config.json. llama-server's samplers come in the order of this list, which is the order of ours.
+LLAMA_PLAIN: dict[str, Any] = {
+    "samplers": ["temperature", "top_k", "top_p", "min_p"],
     "repeat_penalty": 1.0,
     "presence_penalty": 0.0,
     "frequency_penalty": 0.0,
     "dry_multiplier": 0.0,
     "mirostat": 0,
-    "seed": 0,
 }
-# A server takes defaults from the model's generation_config.json; greedy decoding of the model alone has none of them.
-VLLM_GREEDY: dict[str, Any] = {
-    "temperature": 0,
-    "top_p": 1.0,
-    "top_k": 0,
-    "min_p": 0.0,
-    "repetition_penalty": 1.0,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-    "seed": 0,
-}
+VLLM_PLAIN: dict[str, Any] = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+GREEDY = SamplerSettings(temperature=0)
 SETTLED_SECONDS, PATIENCE_SECONDS = 0.05, 2.0  # vLLM's counters are written by another task of it than replies
 
 
 class Client(ABC):
-    """A server that continues token ids greedily; threads may share it once `alone` is false.
+    """A server that continues token ids under `sampler`; threads may share it once `alone` is false.
 
     While `alone` is true, requests come one at a time. `death` says how its process ended, where that is ours.
     """
@@ -50,14 +41,23 @@ class Client(ABC):
     prefix: str  # of its metrics
 
     def __init__(
-        self, url: str, seconds: float, key: str | None = None, death: Callable[[], str | None] = lambda: None
+        self,
+        url: str,
+        seconds: float,
+        key: str | None = None,
+        death: Callable[[], str | None] = lambda: None,
+        sampler: SamplerSettings = GREEDY,
     ) -> None:
         self.http = Http(url, seconds, key, death)
-        self.url, self.alone = self.http.url, True
+        self.url, self.alone, self.sampler = self.http.url, True, sampler
+
+    def sampling(self, seed: int) -> dict[str, Any]:
+        """The sampler's settings and a seed, as both kinds of server name them."""
+        return self.sampler.model_dump() | {"seed": seed}
 
     @abstractmethod
-    def complete(self, ids: Sequence[int], limit: int) -> Reply:
-        """Up to `limit` tokens after these, greedily and from a cold cache."""
+    def complete(self, ids: Sequence[int], limit: int, seed: int = 0) -> Reply:
+        """Up to `limit` tokens after these, from a cold cache; `seed` is that of a sampled text."""
 
     @abstractmethod
     def drafts(self) -> bool | None:
@@ -87,10 +87,11 @@ class LlamaClient(Client):
 
     kind, prefix = "llama-server", "llamacpp"
 
-    def complete(self, ids: Sequence[int], limit: int) -> Reply:
-        """Up to `limit` tokens, greedily, without the prompt cache."""
-        body = LLAMA_GREEDY | {"prompt": list(ids), "n_predict": limit, "cache_prompt": False, "return_tokens": True}
-        events, first, seconds = self.http.stream("/completion", body | {"stream": True})
+    def complete(self, ids: Sequence[int], limit: int, seed: int = 0) -> Reply:
+        """Up to `limit` tokens, without the prompt cache."""
+        body = LLAMA_PLAIN | self.sampling(seed) | {"prompt": list(ids), "n_predict": limit}
+        body |= {"cache_prompt": False, "return_tokens": True}
+        events, first, seconds, started, times = self.http.stream("/completion", body | {"stream": True})
         last = events[-1]
         timings = last.get("timings")
         if not isinstance(timings, dict):
@@ -106,6 +107,8 @@ class LlamaClient(Client):
             accepted=int(timings.get("draft_n_accepted", 0)),
             cached=max(0, int(timings.get("cache_n", 0))),
             later_seconds=float(timings.get("predicted_ms", 0)) / 1e3,
+            started=started,
+            times=times,
         )
 
     def build(self) -> str:
@@ -149,8 +152,15 @@ class VllmClient(Client):
 
     kind, prefix = "vllm", "vllm"
 
-    def __init__(self, url: str, seconds: float, key: str | None = None, model: str | None = None) -> None:
-        super().__init__(url, seconds, key)
+    def __init__(
+        self,
+        url: str,
+        seconds: float,
+        key: str | None = None,
+        model: str | None = None,
+        sampler: SamplerSettings = GREEDY,
+    ) -> None:
+        super().__init__(url, seconds, key, sampler=sampler)
         self.model = model or self._only_model()
 
     def _only_model(self) -> str:
@@ -161,19 +171,23 @@ class VllmClient(Client):
             )
         return names[0]
 
-    def complete(self, ids: Sequence[int], limit: int) -> Reply:
-        """Up to `limit` tokens, greedily; a salt of its own keeps the request out of the prefix cache."""
-        body = VLLM_GREEDY | {
-            "model": self.model,
-            "prompt": list(ids),
-            "max_tokens": limit,
-            "cache_salt": secrets.token_hex(16),
-            "return_token_ids": True,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-        }
+    def complete(self, ids: Sequence[int], limit: int, seed: int = 0) -> Reply:
+        """Up to `limit` tokens; a salt of its own keeps the request out of the prefix cache."""
+        body = (
+            VLLM_PLAIN
+            | self.sampling(seed)
+            | {
+                "model": self.model,
+                "prompt": list(ids),
+                "max_tokens": limit,
+                "cache_salt": secrets.token_hex(16),
+                "return_token_ids": True,
+                "stream": True,
+                "stream_options": {"include_usage": True},
+            }
+        )
         before = self.totals() if self.alone else None
-        events, first, seconds = self.http.stream("/v1/completions", body)
+        events, first, seconds, started, times = self.http.stream("/v1/completions", body)
         tokens = [
             token for event in events for choice in event.get("choices", ()) for token in choice.get("token_ids") or ()
         ]
@@ -181,6 +195,11 @@ class VllmClient(Client):
         count = int(usage.get("completion_tokens", len(tokens)))
         cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
         found = None if before is None else self._settled(before).since(before)
+        if found is not None and min(found.rounds, found.drafted, found.accepted) < 0:
+            raise ServingError(
+                f"the counters of {self.url} fell: another server answered, or it was started again",
+                "vLLM's counters are one server's: give the address of one of them, not of a load balancer",
+            )
         return Reply(
             tokens=tokens,
             count=count,
@@ -188,7 +207,10 @@ class VllmClient(Client):
             seconds=seconds,
             drafted=None if found is None else found.drafted,
             accepted=None if found is None else found.accepted,
+            rounds=None if found is None else found.rounds,
             cached=int(cached),
+            started=started,
+            times=times,
         )
 
     def _settled(self, before: Totals) -> Totals:

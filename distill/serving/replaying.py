@@ -1,34 +1,35 @@
-"""Prompts replayed on servers and by our own decoder (token ids, greedy, cold caches), and the acceptance counted.
+"""Prompts replayed on servers and by our own decoder (token ids, cold caches), and the acceptance counted.
 
-Servers take turns, with one request or several at once. Legend: τ tokens per round.
+Servers take turns, with one request at a time. Legend: τ tokens per round.
 """
 
 from __future__ import annotations
 
-import time
+import math
+import random
 from collections.abc import Collection, Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
-
-import numpy
 
 from distill.errors import ServingError
 from distill.intervals import UNKNOWN, Interval, paired_ratio_interval, ratio_interval, speed_ratio
 from distill.models.loaded import load_pair
+from distill.models.server_commands import DRAWN_AMONG
 from distill.progress import Progress
 from distill.recipe import Target, parse_section
-from distill.results.serving_results import ServedAcceptance, ServedSpeed
+from distill.results.serving_results import ServedAcceptance, ServedClass
+from distill.sampler import Sampler
 from distill.serving.clients import Client
 from distill.serving.http import Reply, Totals
+from distill.serving.opening import DRAFT, PLAIN
 from distill.speculative.decode import Decoded, decode
 from distill.speculative.draft import ModelDrafter
 from distill.speculative.lengths import Fixed
 from distill.speculative.proposal import Proposal
-from distill.speculative.rules import GREEDY, Rules
+from distill.speculative.rules import Rules
+from distill.texts import Prompt
 
 WARM_TOKENS = 8
-PASSES = 2  # requests for each that is sent at once, at least
 RESAMPLES, CONFIDENCE = 2000, 0.95
 
 
@@ -37,30 +38,42 @@ RESAMPLES, CONFIDENCE = 2000, 0.95
 
 @dataclass(frozen=True)
 class TextCounts:
-    """One text: its tokens, and how many were drafted and accepted.
+    """What was drafted and accepted in the texts behind one prompt, in `later` tokens and `rounds`."""
 
-    The first token comes from the prompt's step. Of every later step one token is the target's own, so the steps are
-    the tokens that were not accepted: llama-server shows no count of steps for a request.
-    """
-
-    tokens: int
+    later: int
     drafted: int
     accepted: int
+    rounds: int
 
-    @property
-    def later(self) -> int:
-        """Tokens behind the first."""
-        return max(0, self.tokens - 1)
+    @classmethod
+    def of(cls, tokens: int, drafted: int, accepted: int, rounds: int | None = None) -> TextCounts:
+        """Of one text of `tokens`. The first comes from the prompt's step. Where the rounds are not counted, as
+        llama-server counts none for a request, they are the tokens that were not accepted: of every later step one
+        token is the target's own. A text that ends within a round accepted more than it has."""
+        later = max(0, tokens - 1)
+        return cls(later, drafted, accepted, max(min(1, later), later - accepted) if rounds is None else rounds)
 
-    @property
-    def rounds(self) -> int:
-        """Steps of the target behind the prompt. A text that ends within a round accepted more than it has."""
-        return max(min(1, self.later), self.later - self.accepted)
+    def __add__(self, other: TextCounts) -> TextCounts:
+        return TextCounts(
+            self.later + other.later,
+            self.drafted + other.drafted,
+            self.accepted + other.accepted,
+            self.rounds + other.rounds,
+        )
 
 
-def counted(replies: Sequence[Reply]) -> list[TextCounts]:
-    """The counts of replies that have them."""
-    return [TextCounts(reply.count, reply.drafted or 0, reply.accepted or 0) for reply in replies]
+NO_COUNTS = TextCounts(0, 0, 0, 0)
+
+
+def counted(replies: Sequence[Sequence[Reply]]) -> list[TextCounts]:
+    """The counts of replies that have them, summed over those to each prompt."""
+    return [
+        sum(
+            (TextCounts.of(reply.count, reply.drafted or 0, reply.accepted or 0, reply.rounds) for reply in own),
+            NO_COUNTS,
+        )
+        for own in replies
+    ]
 
 
 def acceptance(source: str, texts: Sequence[TextCounts], totals: Totals | None = None) -> ServedAcceptance:
@@ -124,7 +137,10 @@ def warm(client: Client, prompts: Sequence[Sequence[int]]) -> None:
 def interleaved(
     clients: Mapping[str, Client], prompts: Sequence[Sequence[int]], limit: int, repeats: int, title: str
 ) -> dict[str, Replayed]:
-    """Every prompt on every server, one request at a time; the servers' order turns from prompt to prompt."""
+    """Every prompt on every server, one request at a time; the servers' order turns from prompt to prompt.
+
+    Sampled texts of one prompt differ by their seed, which is the number of the repeat.
+    """
     found: dict[str, list[list[Reply]]] = {name: [[] for _ in prompts] for name in clients}
     order = list(clients.items())
     progress = Progress(title, repeats * len(prompts))
@@ -132,7 +148,7 @@ def interleaved(
         for place, prompt in enumerate(prompts):
             turn = (place + repeat) % len(order)
             for name, client in order[turn:] + order[:turn]:
-                reply = client.complete(prompt, limit)
+                reply = client.complete(prompt, limit, repeat)
                 _require_cold(client, reply)
                 found[name][place].append(reply)
             progress.step()
@@ -147,77 +163,22 @@ def _require_cold(client: Client, reply: Reply) -> None:
         )
 
 
-def together(
-    client: Client, prompts: Sequence[Sequence[int]], limit: int, concurrency: int
-) -> tuple[list[Reply], float]:
-    """Every prompt at least once, `concurrency` requests at a time; prompts are taken again until there are enough.
-
-    The replies, and the seconds from the first one's start to the last's end.
-    """
-    count = max(len(prompts), PASSES * concurrency)
-    work = [prompts[number % len(prompts)] for number in range(count)]
-    with ThreadPoolExecutor(max_workers=concurrency) as pool:
-        started = time.perf_counter()
-        futures = [pool.submit(client.complete, prompt, limit) for prompt in work]
-        done, _ = wait(futures, return_when=FIRST_EXCEPTION)
-        try:
-            for future in done:
-                future.result()
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
-        seconds = time.perf_counter() - started
-    return [future.result() for future in futures], seconds
-
-
-def alone_speed(title: str, replayed: Replayed, base: Replayed | None) -> ServedSpeed:
-    """The figures of requests sent one at a time."""
-    return ServedSpeed(
-        configuration=title,
-        concurrency=1,
-        requests=sum(map(len, replayed.texts)),
-        tokens=sum(replayed.tokens),
-        tokens_per_second=sum(replayed.tokens) / sum(replayed.seconds),
-        first_seconds=_latency([reply for replies in replayed.texts for reply in replies]),
-        speedup=UNKNOWN if base is None else replayed.over(base),
-    )
-
-
-def shared_speeds(
-    clients: Mapping[str, Client], prompts: Sequence[Sequence[int]], limit: int, concurrency: int, repeats: int
-) -> list[ServedSpeed]:
-    """The figures of requests that share each server, the servers in turn; speedups over the first of them."""
-    replies: dict[str, list[Reply]] = {name: [] for name in clients}
-    seconds = dict.fromkeys(clients, 0.0)
-    progress = Progress(f"{concurrency} requests at once", repeats * len(clients))
-    order = list(clients)
-    for repeat in range(repeats):
-        for name in order if repeat % 2 == 0 else order[::-1]:
-            own, taken = together(clients[name], prompts, limit, concurrency)
-            replies[name] += own
-            seconds[name] += taken
-            progress.step()
-    tokens = {name: sum(reply.count for reply in own) for name, own in replies.items()}
-    rates = {name: tokens[name] / seconds[name] for name in clients}
-    return [
-        ServedSpeed(
-            configuration=name,
-            concurrency=concurrency,
-            requests=len(own),
-            tokens=tokens[name],
-            tokens_per_second=rates[name],
-            first_seconds=_latency(own),
-            speedup=UNKNOWN
-            if name == order[0]
-            else Interval(rates[name] / rates[order[0]], float("nan"), float("nan")),
-        )
-        for name, own in replies.items()
-    ]
-
-
-def _latency(replies: Sequence[Reply]) -> tuple[float, float]:
-    first = [reply.first_seconds for reply in replies]
-    return float(numpy.median(first)), float(numpy.quantile(first, 0.9))
+def by_class(
+    prompts: Sequence[Prompt], texts: Sequence[TextCounts], replayed: Mapping[str, Replayed]
+) -> list[ServedClass]:
+    """The figures of each class of prompts, where there are several; without intervals for a class of one prompt."""
+    names = [prompt.kind or prompt.source or "prompts" for prompt in prompts]
+    classes = []
+    for name in dict.fromkeys(names) if len(set(names)) > 1 else ():
+        places = [place for place, one in enumerate(names) if one == name]
+        some = {key: Replayed([one.texts[place] for place in places]) for key, one in replayed.items()}
+        own = acceptance(name, [texts[place] for place in places])
+        rise = some[DRAFT].over(some[PLAIN]) if PLAIN in some else UNKNOWN
+        figures = [own.rate, own.tokens_per_round, rise]
+        if len(places) == 1:
+            figures = [Interval(one.mean, math.nan, math.nan) for one in figures]
+        classes.append(ServedClass(name, len(places), *figures))
+    return classes
 
 
 # ── our decoder ──
@@ -239,23 +200,56 @@ class OurText:
     counts: TextCounts
 
 
-def decode_files(
-    target: Path, draft: Path, prompts: Sequence[Sequence[int]], limit: int, n_max: int, threads: int | None
-) -> list[OurText]:
-    """Each prompt continued greedily with up to `n_max` drafted tokens a round, from cold caches."""
-    place = parse_section(Target, {"model": str(target)})
-    room = max(map(len, prompts)) + limit + n_max + 1
-    progress = Progress(f"{draft.name}, our decoder", len(prompts))
-    texts = []
-    with load_pair(place, str(draft), tokens=room, threads=threads) as pair:
-        drafter = ServerDrafter(pair.draft, Fixed(n_max), GREEDY, lambda: 0.0)
-        for prompt in prompts:
-            result = Decoded()
-            for _ in decode(pair.target, drafter, prompt, limit, Rules(ends=pair.ends), result):
-                pass
-            texts.append(our_text(result))
-            progress.step()
-    return texts
+def counts_of(texts: Sequence[Sequence[OurText]]) -> list[TextCounts]:
+    """The counts of texts, summed over those behind each prompt."""
+    return [sum((text.counts for text in own), NO_COUNTS) for own in texts]
+
+
+@dataclass(frozen=True)
+class ServerRules:
+    """How a server decodes: its sampler, tokens drafted at most, and whether drafts are drawn or the best tokens.
+
+    Drawn ones (`probabilistic`) come from the draft at the served temperature, whatever else the sampler does, of a
+    llama-server from its DRAWN_AMONG likeliest tokens, and are verified by rejection sampling. Best ones are compared
+    with the target's own draw by llama-server; vLLM rejects them as drafts of certainty, which accepts as many.
+    """
+
+    sampler: Sampler
+    n_max: int
+    probabilistic: bool = False
+    vllm: bool = False
+
+    def decode_files(
+        self,
+        target: Path,
+        draft: Path,
+        prompts: Sequence[Sequence[int]],
+        limit: int,
+        samples: int,
+        threads: int | None,
+    ) -> list[list[OurText]]:
+        """Our decoder's `samples` texts behind each prompt, from cold caches."""
+        place = parse_section(Target, {"model": str(target)})
+        room = max(map(len, prompts)) + limit + 2 * self.n_max + 1
+        drawn = Sampler(self.sampler.temperature, 0 if self.vllm else DRAWN_AMONG)
+        verifier = "token" if self.probabilistic else "match" if self.sampler.temperature else "greedy"
+        kind = "drawn drafts" if self.probabilistic else "best tokens drafted" if self.sampler.temperature else "greedy"
+        progress = Progress(f"{draft.name}, our decoder, {kind}", len(prompts))
+        texts = []
+        with load_pair(place, str(draft), tokens=room, threads=threads) as pair:
+            for number, prompt in enumerate(prompts):
+                own = []
+                for sample in range(samples):
+                    chance = random.Random(f"{number}, {sample}").random
+                    rules = Rules(self.sampler, verifier, ends=() if self.vllm else pair.ends, random=chance)
+                    drafter = ServerDrafter(pair.draft, Fixed(self.n_max), drawn, chance, not self.probabilistic)
+                    result, most = Decoded(), limit + self.n_max * self.vllm
+                    for _ in decode(pair.target, drafter, prompt, most, rules, result):
+                        pass
+                    own.append(vllm_text(result, len(prompt), limit, pair.ends) if self.vllm else our_text(result))
+                texts.append(own)
+                progress.step()
+        return texts
 
 
 def our_text(result: Decoded) -> OurText:
@@ -268,4 +262,15 @@ def our_text(result: Decoded) -> OurText:
     last = next((place for place, drawn in enumerate(reversed(result.from_draft)) if not drawn), 0)
     if last and last < result.rounds[-1].drafted and result.rounds[-1].accepted >= last:
         accepted -= 1
-    return OurText(result.tokens, TextCounts(len(result.tokens), drafted, accepted))
+    return OurText(result.tokens, TextCounts.of(len(result.tokens), drafted, accepted))
+
+
+def vllm_text(result: Decoded, prompt: int, limit: int, ends: Collection[int]) -> OurText:
+    """A text that was decoded beyond its end, cut there, with the counts that vLLM has for it: every round that began
+    before the end, whole (v1/core/sched/scheduler.py). `prompt` are the tokens before the text."""
+    stop = next((place for place, token in enumerate(result.tokens) if token in ends), limit - 1) + 1
+    stop = min(stop, limit, len(result.tokens))
+    # The target's context lacks the text's last token, which the round's step reads.
+    rounds = [r for r in result.rounds if r.depth - prompt + 1 < stop]
+    drafted, accepted = sum(r.drafted for r in rounds), sum(r.accepted for r in rounds)
+    return OurText(result.tokens[:stop], TextCounts.of(stop, drafted, accepted, len(rounds)))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy
 from numpy.typing import NDArray
@@ -71,33 +71,18 @@ CONTEXT_TERMS = ("agrees", "differs", "agreed_length", "differed_length")  # of 
 FITTED = {"features": FEATURE_TERMS, "context": FEATURE_TERMS + CONTEXT_TERMS}  # by a configuration's `calibration`
 
 
-@dataclass
+@dataclass(frozen=True)
 class Calibration:
-    """σ(bias + Σ weight·term) of terms of the features; unless fitted, the draft's own largest probability.
-
-    `rate` > 0 lets observe() move the bias along the gradient, for texts that the draft predicts better or worse than
-    the fitted ones.
-    """
+    """σ(bias + Σ weight·term) of terms of the features; unless fitted, the draft's own largest probability."""
 
     bias: float = 0.0
     weights: tuple[float, ...] = (1.0,)
     terms: tuple[str, ...] = ("logit_top",)
-    rate: float = 0.0
-    forget: float = 0.02  # the share of the learned shift that each round takes away
-    shift: float = field(default=0.0, init=False)
 
     def accept(self, position: int, features: Features) -> float:
         """The probability that the token at `position` (from 0) is accepted, given that all before it are."""
         total = sum(w * TERMS[name](position, features) for w, name in zip(self.weights, self.terms, strict=True))
-        return clamp(sigmoid(self.bias + self.shift + total))
-
-    def observe(self, accepted: int, features: Sequence[Features]) -> None:
-        """One gradient step of the bias per judged position."""
-        if not self.rate:
-            return
-        self.shift *= 1 - self.forget
-        for position, seen, hit in Recorded(features, accepted).judged():
-            self.shift += self.rate * (hit - self.accept(position, seen))
+        return clamp(sigmoid(self.bias + total))
 
 
 def fit_calibration(

@@ -6,7 +6,6 @@ Legend: γ or n drafted tokens of a round.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from distill.errors import DataError, RecipeError
@@ -18,7 +17,7 @@ from distill.recipe.configuration import MORE, P_MIN, START
 from distill.sampler import Sampler
 from distill.speculative.calibration import Calibration
 from distill.speculative.costs.curve import StepCosts
-from distill.speculative.draft import Drafter, FirstThen, LookupDrafter, ModelDrafter
+from distill.speculative.draft import Drafter, FirstThen, ModelDrafter
 from distill.speculative.expected_value import ExpectedValue
 from distill.speculative.lengths import (
     AcceptedRatio,
@@ -29,11 +28,11 @@ from distill.speculative.lengths import (
     ProbabilityFloor,
     StartContinue,
 )
+from distill.speculative.lookup import LookupDrafter, LookupPrice
 from distill.speculative.trees.shape import Shape
 from distill.speculative.trees.tree_drafter import TreeDrafter
 from distill.speculative.verify import Random, refusal
 
-ONLINE = 0.05  # step of a calibration that goes on learning
 NO_COSTS = StepCosts((1.0, 1.0), 0.0, 0.0)
 CHAINS_ONLY = "draft chains: another drafter than tree"
 Tree = int | Shape  # what is chosen of a tree before it decodes: how many nodes, or its shape
@@ -45,9 +44,8 @@ def configured_sampler(configuration: Configuration, settings: SamplerSettings) 
 
 
 def configured_calibration(configuration: Configuration, fitted: Mapping[str, Calibration]) -> Calibration:
-    """A copy of its own of the calibration that a configuration names; q itself where it was not fitted."""
-    found = fitted.get(configuration.calibrated_by, Calibration())
-    return replace(found, rate=ONLINE if configuration.online else 0.0)
+    """The calibration that a configuration names; q itself where it was not fitted."""
+    return fitted.get(configuration.calibrated_by, Calibration())
 
 
 def make_rule(configuration: Configuration, costs: StepCosts, fitted: Mapping[str, Calibration]) -> LengthRule:
@@ -85,12 +83,16 @@ def make_drafter(
     repetition penalty.
     """
     fitted = fitted or {}
+    price = LookupPrice(costs) if configuration.rule == "expected-value" else None
     if configuration.drafter == "lookup":
-        return LookupDrafter(configuration.most)
+        return LookupDrafter(configuration.most, price=price)
     if configuration.widths is not None:
         shape = Shape.of_widths(configuration.widths)
         distinct = configuration.verified_by == "distinct"
         return TreeDrafter(draft, sampler, random, len(shape), shape=shape, distinct=distinct)
+    if configuration.drafter == "lookup+tree":
+        own = make_drafter(configuration.tree_alone, draft, sampler, random, costs, fitted, tree)
+        return FirstThen(LookupDrafter(configuration.most, 2, price), own)
     if configuration.drafter == "tree":
         calibration = configured_calibration(configuration, fitted) if configuration.learns and fitted else None
         tree = configuration.nodes if tree is None else tree
@@ -102,10 +104,12 @@ def make_drafter(
         return TreeDrafter(draft, sampler, random, tree, depth=configuration.most, calibration=calibration)
     assert configuration.drafter in ("draft", "lookup+draft"), f"`{configuration.title}` has no drafter of its own here"
     argmax = sampler.temperature == 0 or configuration.verified_by == "match"
+    if configuration.draft_top_k is not None:
+        sampler = Sampler(sampler.temperature, configuration.draft_top_k)
     model = ModelDrafter(draft, make_rule(configuration, costs, fitted), sampler, random, argmax)
     if configuration.drafter == "draft":
         return model
-    return FirstThen(LookupDrafter(configuration.most, shortest=2), model)
+    return FirstThen(LookupDrafter(configuration.most, 2, price), model)
 
 
 def lossy_reason(configuration: Configuration, sampler: Sampler) -> str | None:
@@ -137,7 +141,7 @@ def check_trees(recipe: Recipe, donor: str) -> None:
 
     Reads the models' configuration files alone; `require_trees` asks the loaded models.
     """
-    trees = [configuration for configuration in _configurations(recipe) if configuration.drafter == "tree"]
+    trees = [configuration for configuration in _configurations(recipe) if configuration.branches]
     if not trees or "pytorch" not in recipe.speedup.backends:
         return
     for role, reference in (("target", recipe.target.model), ("donor", donor)):

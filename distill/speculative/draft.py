@@ -1,4 +1,4 @@
-"""Drafters of chains: a model (greedy or sampled), lookup of n-grams in the same text, or one before the other.
+"""Drafters of chains: a model (greedy or sampled), or a lookup in the same text before another drafter.
 
 A drafter is asked once a round. Afterwards it learns how much of the context is committed and forgets the rest.
 Legend: V vocabulary, n tokens of a chain.
@@ -17,6 +17,7 @@ from torch import Tensor
 from distill.models.base import Model
 from distill.sampler import Sampler
 from distill.speculative.lengths import LengthRule
+from distill.speculative.lookup import LookupDrafter
 from distill.speculative.n_grams import LONGEST, NGramIndex
 from distill.speculative.proposal import Features, Proposal
 from distill.speculative.trees.tree import features_of
@@ -246,53 +247,22 @@ class ModelDrafter:
         self._late = 0.0
 
 
-class LookupDrafter:
-    """Prompt lookup: what followed the context's last tokens where they occurred before (Saxena 2023); no model.
-
-    The longest match of at most `longest` and at least `shortest` tokens counts, the latest of equals.
-    """
-
-    kind = "deterministic"
-    tree = False
-
-    def __init__(self, length: int = 8, longest: int = 3, shortest: int = 1) -> None:
-        self.length = length
-        self._index = NGramIndex(longest, shortest)
-
-    def begin(self, prompt: Sequence[int]) -> None:
-        """Forget the last context."""
-        self._index.begin()
-
-    def room(self, length: int) -> int:
-        """Always the full length: there is no context that could be full."""
-        return self.length
-
-    def propose(self, context: Sequence[int], limit: int, ends: Collection[int]) -> Proposal:
-        """The tokens that followed last time, up to an end token."""
-        self._index.read(context)
-        found = self._index.continuation(context, min(limit, self.length))
-        stop = next((i + 1 for i, token in enumerate(found) if token in ends), len(found))
-        return Proposal.chain(found[:stop])
-
-    def accepted(self, proposal: Proposal, count: int, length: int, seconds: float) -> None:
-        """Nothing to forget: the index reads accepted tokens only."""
-
-
 class FirstThen:
-    """The first drafter's proposal, or the second's where the first one's is empty; for instance lookup and a model."""
+    """A lookup's proposal, or the second drafter's where that is empty."""
 
-    tree = False
-
-    def __init__(self, first: Drafter, second: Drafter) -> None:
-        if first.kind != second.kind and "deterministic" not in (first.kind, second.kind):
-            raise ValueError(f"one verifier cannot serve drafters that are {first.kind} and {second.kind}")
+    def __init__(self, first: LookupDrafter, second: Drafter) -> None:
         self.first, self.second = first, second
-        self._last = second
+        self._last: Drafter = second
+
+    @property
+    def tree(self) -> bool:
+        """Whether the second one's proposals branch."""
+        return self.second.tree
 
     @property
     def kind(self) -> str:
-        """That of the second drafter where the first one is deterministic, else that of the first."""
-        return self.second.kind if self.first.kind == "deterministic" else self.first.kind
+        """That of the second drafter: a lookup has no distribution that a verifier would ask for."""
+        return self.second.kind
 
     def begin(self, prompt: Sequence[int]) -> None:
         """Both read the prompt."""
@@ -313,5 +283,8 @@ class FirstThen:
         return proposal
 
     def accepted(self, proposal: Proposal, count: int, length: int, seconds: float) -> None:
-        """Only the drafter that proposed learns; the other reads the new tokens with its next proposal."""
+        """The drafter that proposed learns; the other reads the new tokens with its next proposal, and a lookup learns
+        what the second one's rounds give."""
         self._last.accepted(proposal, count, length, seconds)
+        if self._last is self.second:
+            self.first.passed(count, seconds)

@@ -137,7 +137,7 @@ class ExpectedValue(LengthRule):
         self.rate = self._tokens / self._seconds
 
     def observe(self, drafted: int, accepted: int, features: Sequence[Features], seconds: float) -> None:
-        """Learn λ, the usual acceptance and the calibration; switch to plain decoding, or back from it."""
+        """Learn λ and the usual acceptance; switch to plain decoding, or back from it."""
         tokens = accepted + 1
         self._whole = accepted == drafted > 0
         self._learn_rate(tokens, seconds)
@@ -146,7 +146,6 @@ class ExpectedValue(LengthRule):
             return
         for position in range(min(drafted, accepted + 1)):
             self._usual += 0.02 * ((position < accepted) - self._usual)
-        self.calibration.observe(accepted, features[:drafted])
         self._idle = 0 if drafted else self._idle + 1
         lost = seconds / self.costs.target[0] - tokens
         self._loss, self._squares = max(self._loss + lost, 0.0), self._squares + lost * lost

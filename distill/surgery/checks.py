@@ -11,8 +11,6 @@ from distill.models.hugging_face import load_config, local_folder, text_folder
 from distill.models.pairs import require_pair
 from distill.recipe import Cut, Recipe
 from distill.surgery.change import require_supported
-from distill.surgery.cuts.attention import check_kv_heads
-from distill.surgery.cuts.hidden import check_hidden
 from distill.surgery.cuts.layers import check_layers, parse_layers
 from distill.surgery.cuts.width import check_width
 from distill.surgery.vocabulary.transplant_plan import check_transplant
@@ -43,8 +41,6 @@ def check_shape(config: Any, settings: Cut) -> None:
         ("layers", check_layers, settings.layers),
         ("drop_layers", lambda config, text: parse_layers(text, config.num_hidden_layers), settings.drop_layers),
         ("mlp_width", check_width, settings.mlp_width),
-        ("kv_heads", check_kv_heads, settings.kv_heads),
-        ("hidden", check_hidden, settings.hidden),
     ]
     for key, check, wanted in checks:
         if wanted is not None:
@@ -102,24 +98,29 @@ def _shape(config: Any) -> dict[str, int] | None:
     return {word: size for word, size in found.items() if isinstance(size, int)} if all(found.values()) else None
 
 
-def check_smaller(recipe: Recipe, target: Any, donor: Any) -> None:
-    """Raise RecipeError for a draft that is in no size below its target; of a search, the smallest candidate counts."""
-    cut, sparsity = recipe.cut, recipe.train.sparsity
-    ours, draft = _shape(target), _shape(donor)
-    if ours is None or draft is None or cut.trim is not None:
-        return
+def planned_sizes(recipe: Recipe, target: Any, donor: Any) -> dict[str, int] | None:
+    """The sizes of the draft that a recipe cuts, by the words of SHAPE; of a search, its smallest candidate's. None for
+    a model that does not name its own."""
+    cut, sparsity, draft = recipe.cut, recipe.train.sparsity, _shape(donor)
+    if draft is None:
+        return None
     layers = [draft["layers"], *filter(None, [cut.layers]), *(cut.search.layers if cut.search else ())]
     widths = [draft["MLP width"], *filter(None, [cut.mlp_width]), *(cut.search.mlp_width if cut.search else ())]
     if sparsity is not None and sparsity.mlp_width is not None:
         widths.append(sparsity.mlp_width)
     dropped = 0 if cut.drop_layers is None else len(parse_layers(cut.drop_layers, draft["layers"]))
-    draft = {
+    return draft | {
         "layers": min(layers) - dropped,
-        "hidden size": cut.hidden or draft["hidden size"],
         "MLP width": min(widths),
-        "KV heads": cut.kv_heads or draft["KV heads"],
-        "rows": draft["rows"] if cut.vocabulary_rows == "donor" else ours["rows"],
+        "rows": draft["rows"] if cut.vocabulary_rows == "donor" else target.get_text_config().vocab_size,
     }
+
+
+def check_smaller(recipe: Recipe, target: Any, donor: Any) -> None:
+    """Raise RecipeError for a draft that is in no size below its target; of a search, the smallest candidate counts."""
+    ours, draft = _shape(target), planned_sizes(recipe, target, donor)
+    if ours is None or draft is None or recipe.cut.trim is not None:
+        return
     if all(draft[word] >= ours[word] for word in SHAPE):
         sizes = ", ".join(
             f"{draft[word]} {word}" if word in ("layers", "rows") else f"{word} {draft[word]}" for word in SHAPE

@@ -1,4 +1,4 @@
-"""Layers, heads, hidden size and MLP width of a loaded model, cut in this order, and of any folder without a recipe."""
+"""Layers and MLP width of a loaded model, cut in this order, and of any folder without a recipe."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from distill.errors import DataError
-from distill.files import write_folder
+from distill.files import require_new_folder, write_folder
 from distill.models.hugging_face import encode, load_config, load_model, load_tokenizer, local_folder, real_tokens
 from distill.models.model_files import copy_tokenizer
 from distill.packing import Packed, pack
@@ -17,8 +17,6 @@ from distill.recipe import Cut
 from distill.results.cut_results import Change
 from distill.surgery.change import read_changes, record_change, require_supported, size_of
 from distill.surgery.checks import check_shape
-from distill.surgery.cuts.attention import drop_kv_groups
-from distill.surgery.cuts.hidden import narrow_hidden
 from distill.surgery.cuts.layers import choose_layers, keep_layers
 from distill.surgery.cuts.refit import refit_layers, states_behind
 from distill.surgery.cuts.width import narrow
@@ -26,37 +24,38 @@ from distill.surgery.divergence import TargetDistributions
 
 BLOCK = 512  # positions per block of a folder's texts, or the model's context where that is shorter
 GREEDY_LAYERS = 28  # greedy removal costs layers × removals passes over the blocks
-# Of the least-squares repairs; the one of least KL on validation text is taken. That of layers, which asks more of the
-# neurons that are left, must hold them nearer to what they were (docs/benchmarks.md, Layers that are repaired).
-RIDGES = (1e-4, 1e-3, 1e-2)
-LAYER_RIDGES = (0.1, 0.3, 1.0)
+RIDGES = (0.1, 0.3, 1.0)  # of the repair of layers; the one of least KL on validation text is taken
 
 
 class Cutter:
-    """Applies the cuts of a recipe to loaded models and records each change."""
+    """Applies the cuts of a recipe to loaded models and records each change.
 
-    def __init__(self, blocks: Packed, distributions: TargetDistributions) -> None:
-        self.blocks, self.distributions = blocks, distributions
+    `own`: the models are the target itself, so that nobody needs a KL from before the first cut.
+    """
+
+    def __init__(self, blocks: Packed, distributions: TargetDistributions, own: bool) -> None:
+        self.blocks, self.distributions, self.own = blocks, distributions, own
         self.changes: list[Change] = []
 
     def __call__(self, model: Any, settings: Cut) -> None:
-        """Cut a model in place: layers, KV groups, hidden size, MLP width."""
+        """Cut a model in place: layers, MLP width."""
         self.changes = []
         if settings.layers is not None or settings.drop_layers is not None:
             self._apply("layers", model, lambda: self._layers(model, settings))
-        heads, hidden = settings.kv_heads, settings.hidden
-        if heads is not None:
-            self._apply("KV groups", model, lambda: drop_kv_groups(model, self.blocks, heads))
-        if hidden is not None:
-            self._apply("hidden size", model, lambda: narrow_hidden(model, self.blocks, hidden))
-        if settings.mlp_width is not None:
-            self._apply("MLP width", model, lambda: self._width(model, settings))
+        width = settings.mlp_width
+        if width is not None:
+            self._apply("MLP width", model, lambda: self._width(model, width))
 
     def _apply(self, name: str, model: Any, cut: Callable[[], dict[str, Any]]) -> None:
         before = size_of(model)
-        kl_before = self.changes[-1].kl_after if self.changes else self.distributions.kl(model)
+        kl_before = None
+        if self.changes or not self.own:
+            kl_before = self.changes[-1].kl_after if self.changes else self.distributions.kl(model)
         details = cut()
-        self.changes.append(Change(name, before, size_of(model), kl_before, self.distributions.kl(model), details))
+        kl_after = _loss_taken(details)
+        if kl_after is None:
+            kl_after = self.distributions.kl(model)
+        self.changes.append(Change(name, before, size_of(model), kl_before, kl_after, details))
 
     def _layers(self, model: Any, settings: Cut) -> dict[str, Any]:
         rule: str = settings.layer_rule
@@ -73,21 +72,18 @@ class Cutter:
             return found
         ends = states_behind(model, kept, self.blocks)
         keep_layers(model, kept)
-        repair = refit_layers(model, kept, ends, self.blocks, ridges=LAYER_RIDGES, loss=self.distributions.kl)
+        repair = refit_layers(model, kept, ends, self.blocks, ridges=RIDGES, loss=self.distributions.kl)
         return found | {"repair": repair}
 
-    def _width(self, model: Any, settings: Cut) -> dict[str, Any]:
-        assert settings.mlp_width is not None
-        details = narrow(
-            model,
-            self.blocks,
-            settings.mlp_width,
-            score=settings.mlp_rule,
-            repair=settings.mlp_repair,
-            ridges=RIDGES,
-            loss=self.distributions.kl,
-        )
+    def _width(self, model: Any, width: int) -> dict[str, Any]:
+        details = narrow(model, self.blocks, width)
         return {name: value for name, value in details.items() if name != "neurons"}  # thousands of numbers
+
+
+def _loss_taken(details: dict[str, Any]) -> float | None:
+    """The loss with the ridge that a repair chose, where there was one: the KL of the model that it left."""
+    repair = details.get("repair")
+    return None if repair is None else repair["losses"][repair["ridges"].index(repair["ridge"])]
 
 
 def cut_folder(
@@ -101,8 +97,7 @@ def cut_folder(
     config = load_config(source)
     require_supported(config.model_type)
     check_shape(config, settings)
-    if destination.exists() and any(destination.iterdir()):
-        raise DataError(f"{destination} is not empty", "name a new folder")
+    require_new_folder(destination)
     tokenizer = load_tokenizer(source)
     block = min(BLOCK, config.max_position_embeddings)
     blocks = pack(((encode(tokenizer, text), 1) for text in texts if text.strip()), block, split_long=True)
@@ -114,7 +109,7 @@ def cut_folder(
     distributions = TargetDistributions.measure(
         judge, blocks.take(slice(half, 2 * half)), real_tokens(config, tokenizer)
     )
-    cutter = Cutter(blocks.take(slice(0, half)), distributions)
+    cutter = Cutter(blocks.take(slice(0, half)), distributions, own=target is None)
     cutter(model, settings)
     before = read_changes(local_folder(source))
 

@@ -1,4 +1,4 @@
-"""Measurements of a loaded model on text: angles between its layers, their influence, and the inputs of its MLPs.
+"""Measurements of a loaded model on text: the influence of its layers, and the inputs of its MLPs.
 
 Every function passes packed blocks through the model, documents apart, and counts only positions that hold a token.
 Sums are kept in fp32 or better on the model's device. Legend: L layers, n blocks, S positions, T tokens of one batch,
@@ -7,7 +7,6 @@ H hidden, F neurons of an MLP.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -77,89 +76,28 @@ def observe(
     return total
 
 
-def _chords(model: Any, blocks: Packed, batch: int, every: bool, see: Callable[[int, int, Tensor], None]) -> int:
-    """Call see(l, n, |u_l - u_{l+n}|) with u the unit vectors along the states; only n = 1 unless `every`.
+def block_influence(model: Any, blocks: Packed, batch: int = 4) -> list[float]:
+    """1 − mean cosine of each layer's input and output, [L] (block influence, Men et al. 2024, arXiv 2403.03853).
 
-    Chords are exact at small angles, where cosines of fp32 vectors lose their digits.
+    Raises DataError when the blocks hold no token.
     """
     layers = decoder_layers(model)
-    units: list[Tensor] = []
+    found = [0.0] * len(layers)
+    units: list[Tensor] = []  # along the states that the layers read, and at last along the last one's output
 
     def keep(state: Tensor) -> None:
         units.append(torch.nn.functional.normalize(state, dim=-1))
 
     def finish(state: Tensor) -> None:
         keep(state)
-        for low in range(len(layers)):
-            for high in range(low + 1, len(units) if every else low + 2):
-                see(low, high - low, (units[low] - units[high]).norm(dim=-1).clamp(max=2))
+        for index in range(len(layers)):
+            # By the chord |u − v|, exact at small angles, where cosines of fp32 vectors lose their digits.
+            chord = (units[index] - units[index + 1]).norm(dim=-1).clamp(max=2)
+            found[index] += float((chord.square() / 2).sum())
         units.clear()
 
-    return observe(model, blocks, [*((layer, keep) for layer in layers), (model.model.norm, finish)], batch)
-
-
-def angular_distances(model: Any, blocks: Packed, batch: int = 4) -> Tensor:
-    """d(l, n) = mean arccos(cos(h_l, h_{l+n})) / π as [L, L + 1] fp64, h_l being the input of layer l, all in one pass.
-
-    Entries with l + n > L are infinite. arXiv 2403.17887 (eq. 7) takes only the last token of each sequence; here all
-    positions count, which needs far less text for the same noise. Raises DataError when the blocks hold no token.
-    """
-    count = len(decoder_layers(model))
-    angles = torch.full((count, count + 1), math.inf, dtype=torch.float64)
-    for low in range(count):
-        angles[low, : count + 1 - low] = 0
-
-    def see(low: int, apart: int, chord: Tensor) -> None:
-        angles[low, apart] += float((2 * torch.asin(chord / 2)).sum())
-
-    total = _chords(model, blocks, batch, True, see)
-    return angles / (total * math.pi)
-
-
-def block_influence(model: Any, blocks: Packed, batch: int = 4) -> list[float]:
-    """1 − mean cosine of each layer's input and output, [L] (block influence, Men et al. 2024, arXiv 2403.03853)."""
-    found = [0.0] * len(decoder_layers(model))
-
-    def see(low: int, _apart: int, chord: Tensor) -> None:
-        found[low] += float((chord.square() / 2).sum())
-
-    total = _chords(model, blocks, batch, False, see)
+    total = observe(model, blocks, [*((layer, keep) for layer in layers), (model.model.norm, finish)], batch)
     return [value / total for value in found]
-
-
-@torch.no_grad()
-def walk_grams(
-    model: Any,
-    blocks: Packed,
-    visit: Callable[[int, Tensor], None],
-    *,
-    sequential: bool,
-    batch: int = 4,
-) -> None:
-    """Call `visit(layer, G)` layer by layer with G = Σ a aᵀ / tokens [F, F], a the input of its down_proj.
-
-    `visit` may cut that MLP: with `sequential` the later layers run on the cut model, else on the model as it was.
-    Hidden states of all blocks are held between layers (n·S·H numbers), so that every layer is run once, and its MLP
-    once more when `sequential`. Raises DataError when the blocks hold no token.
-    """
-    parts = parts_of(model, blocks, batch)
-    states = [model.model.embed_tokens(part.ids) for part in parts]
-    count = sum(int(tokens(part.documents).sum()) for part in parts)
-    for index, layer in enumerate(decoder_layers(model)):
-        down = layer.mlp.down_proj
-        gram = torch.zeros(down.in_features, down.in_features, dtype=torch.float32, device=down.weight.device)
-        for at, part in enumerate(parts):
-            seen: list[Tensor] = []
-            before_mlp: list[Tensor] = []
-            with watching([(down, seen.append), (layer.post_attention_layernorm, before_mlp.append)]):
-                output = run_layer(model, index, part, states[at])
-            a = seen[0][tokens(part.documents)].float()
-            gram.addmm_(a.T, a)
-            states[at] = before_mlp[0] if sequential else output
-        visit(index, gram / count)
-        if sequential:
-            for at, state in enumerate(states):
-                states[at] = state + layer.mlp(layer.post_attention_layernorm(state))
 
 
 def run_layer(model: Any, index: int, part: Packed, state: Tensor) -> Tensor:

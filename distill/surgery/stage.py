@@ -72,7 +72,7 @@ def cut(recipe: Recipe, run: Run) -> list[Path]:
         distributions = TargetDistributions.stored(recipe, run)
         run.say(f"  KL to the stored distributions of {len(distributions.blocks)} validation blocks, {REASON}")
     model, donor, changes = load_donor(recipe, run, device, distributions)
-    cutter = Cutter(score_blocks(recipe, run, answers), distributions)
+    cutter = Cutter(score_blocks(recipe, run, answers), distributions, own=settings.donor == "target")
     if settings.search is not None:
         from distill.surgery.search import search
 

@@ -27,7 +27,7 @@ from distill.models.hugging_face import (
     real_tokens,
 )
 from distill.models.packed_forward import hidden_states
-from distill.packing import Packed, concatenate, pack
+from distill.packing import Packed, concatenate, fitted_order, pack
 from distill.progress import Progress
 from distill.recipe import Recipe
 from distill.run import Run
@@ -50,7 +50,9 @@ def training_blocks(recipe: Recipe, run: Run) -> tuple[Packed, str]:
     reasons = Counter(filter(None, map(drop_reason, found)))
     listed = ", ".join(f"{count} {reason}" for reason, count in sorted(reasons.items()))
     dropped = f"{len(found) - len(kept)} of {len(found)} answers dropped: {listed}"
-    own = pack(((a.prompt + a.answer, len(a.prompt)) for a in kept), recipe.corpus.block, split_long=False)
+    order = fitted_order([len(a.prompt) + len(a.answer) for a in kept], recipe.corpus.block)
+    texts = [(kept[index].prompt + kept[index].answer, len(kept[index].prompt)) for index in order]
+    own = pack(texts, recipe.corpus.block, split_long=False)
     text = Packed.load(run.path("corpus", "text-train.safetensors"))
     blocks = concatenate([part for part in (own, text) if len(part)])
     if not int(blocks.mask.sum()):

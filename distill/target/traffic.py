@@ -1,6 +1,6 @@
-"""Served logs as the target's own text: the pinned part of a growing jsonl file, split and encoded.
+"""Served logs as the target's own text: the pinned part of a growing jsonl file, or of a folder's, split and encoded.
 
-A run reads the whole lines that the file had when the run's answers stage began, and never others: later lines are for
+A run reads the whole lines that were there when the run's answers stage began, and never others: later lines are for
 the next refresh. No torch here, so that a command can read a file without delay.
 """
 
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from distill.documents.sources import split_of
 from distill.errors import DataError
 from distill.faults import reading
-from distill.files import names_of, parse_object, read_json, write_json, write_text
+from distill.files import has_form, names_of, parse_object, read_json, write_json, write_text
 from distill.run import Run
 from distill.texts import Answer, Prompt, is_looping
 
@@ -33,12 +33,14 @@ LINES_PER_FILE = 2048
 
 @dataclass(frozen=True)
 class Line:
-    """One served answer: its line number, the prompt as text or messages, and whether the target ended it itself."""
+    """One served answer: its line number (of a folder, counted through its files), the prompt as text or messages,
+    whether the target ended it itself, and the arguments that its request gave the chat template."""
 
     number: int
     prompt: str | list[dict[str, Any]]
     answer: str
     ended: bool
+    arguments: dict[str, Any] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -50,15 +52,42 @@ class Line:
 def pin_traffic(recipe: Recipe, run: Run) -> dict[str, Any] | None:
     """The part of the traffic that a run reads: the whole lines so far after those of its parent; else None.
 
-    `bytes`, `lines` and `sha256` describe the file's beginning up to there, `start` and `start_line` the part to skip.
+    See pin_of.
     """
     if recipe.answers.traffic is None:
         return None
-    path = Path(recipe.answers.traffic.path)
-    before = (run.parent() or {}).get("traffic") or {}
-    known = before if before.get("path") == str(path) else {"bytes": 0, "lines": 0}
-    found = measure(path)
-    return {"path": str(path), **found, "start": known["bytes"], "start_line": known["lines"]}
+    return pin_of(Path(recipe.answers.traffic.path), (run.parent() or {}).get("traffic"))
+
+
+def pin_of(path: Path, read: dict[str, Any] | None = None) -> dict[str, Any]:
+    """The whole lines so far of a file, or of the *.jsonl files of a folder in the order of their names.
+
+    `bytes`, `lines` and `sha256` describe them, `start` and `start_line` the part to skip, which an earlier pin
+    has read. The pin of a folder has those of its files as `parts`.
+    """
+    known = {part["path"]: part for part in parts_of(read)} if read else {}
+    parts = []
+    for file in _files_of(path):
+        start = known.get(str(file), {"bytes": 0, "lines": 0})
+        parts.append({"path": str(file), **measure(file), "start": start["bytes"], "start_line": start["lines"]})
+    if not path.is_dir():
+        return parts[0]
+    sums = {name: sum(part[name] for part in parts) for name in ("bytes", "lines", "start", "start_line")}
+    joined = hashlib.sha256("".join(part["sha256"] for part in parts).encode()).hexdigest()
+    return {"path": str(path), **sums, "sha256": joined, "parts": parts}
+
+
+def parts_of(pin: dict[str, Any]) -> list[dict[str, Any]]:
+    """The pins of single files that a pin consists of."""
+    return pin.get("parts") or [pin]
+
+
+def _files_of(path: Path) -> list[Path]:
+    """The file, or those of a folder; raises DataError for a folder without any."""
+    files = sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
+    if not files:
+        raise DataError(f"traffic folder {path} has no *.jsonl file", "correct answers.traffic.path")
+    return files
 
 
 def _whole_lines(path: Path) -> Iterator[bytes]:
@@ -91,7 +120,7 @@ def begins_with(path: Path, pin: dict[str, Any]) -> bool:
 
 def unfinished_line(pin: dict[str, Any]) -> str | None:
     """A sentence on text after the pinned lines that has no newline yet and is not read; None where there is none."""
-    path = Path(pin["path"])
+    path, pin = Path(parts_of(pin)[-1]["path"]), parts_of(pin)[-1]  # of a folder, the file that grows
     try:
         with open(path, "rb") as handle:
             handle.seek(pin["bytes"])
@@ -106,22 +135,26 @@ def unfinished_line(pin: dict[str, Any]) -> str | None:
 
 
 def first_lines(path: Path, count: int) -> bytes:
-    """The first `count` lines of a file as they stand; raises DataError when it cannot be read."""
-    return b"".join(islice(_whole_lines(path), count))
+    """The first `count` lines of a file or folder as they stand; raises DataError when it cannot be read."""
+    return b"".join(islice((line for file in _files_of(path) for line in _whole_lines(file)), count))
 
 
 def read_lines(settings: Traffic, pin: dict[str, Any]) -> Iterator[Line | str]:
     """Every pinned line that is not blank, in order: its content, or its fault with the line number."""
-    number = pin["start_line"]
-    with reading(Path(pin["path"])), open(pin["path"], "rb") as handle:
-        handle.seek(pin["start"])
-        while handle.tell() < pin["bytes"]:
-            number += 1
-            raw = handle.readline()
-            if not raw.strip():
-                continue
-            found = parse_line(raw, settings, number)
-            yield f"line {number}: {found}" if isinstance(found, str) else found
+    before = 0
+    for part in parts_of(pin):
+        path, number = Path(part["path"]), part["start_line"]
+        place = f"{path.name}, line" if "parts" in pin else "line"
+        with reading(path), open(path, "rb") as handle:
+            handle.seek(part["start"])
+            while handle.tell() < part["bytes"]:
+                number += 1
+                raw = handle.readline()
+                if not raw.strip():
+                    continue
+                found = parse_line(raw, settings, before + number)
+                yield f"{place} {number}: {found}" if isinstance(found, str) else found
+        before += part["lines"]
 
 
 def parse_line(raw: bytes, settings: Traffic, number: int) -> Line | str:
@@ -147,7 +180,8 @@ def parse_line(raw: bytes, settings: Traffic, number: int) -> Line | str:
                 return f"no text in field `{name}` (it has: {names_of(record)})"
     if not prompt or not answer:
         return "an empty prompt" if not prompt else "an empty answer"
-    return Line(number, prompt, answer, ended)
+    arguments = record.get("chat_template_kwargs")
+    return Line(number, prompt, answer, ended, arguments if isinstance(arguments, dict) else {})
 
 
 def encode_line(line: Line, tokenizer: Any, chat: Chat) -> tuple[list[int], list[int]] | str:
@@ -161,7 +195,8 @@ def encode_line(line: Line, tokenizer: Any, chat: Chat) -> tuple[list[int], list
     elif not tokenizer.chat_template:
         return "messages, but the target's tokenizer has no chat template"
     else:
-        template = ChatTemplate(tokenizer, chat)
+        known = {name: value for name, value in line.arguments.items() if name in str(tokenizer.chat_template)}
+        template = ChatTemplate(tokenizer, chat.model_copy(update={"arguments": {**chat.arguments, **known}}))
         try:
             ids, ends = template.prompt(line.prompt, tools=chat.tools), template.end
         except ValueError as error:
@@ -234,8 +269,11 @@ def write_traffic(recipe: Recipe, run: Run, tokenizer: Any) -> None:
     path = folder / "traffic.json"
     if path.exists() and all((folder / name).exists() for name in read_json(path, {"files": [str]})["files"]):
         return
-    pin = read_json(run.path("stages", "answers.begun.json"), {PIN: PINNED})[PIN]
-    if not begins_with(Path(pin["path"]), pin):
+    begun = run.path("stages", "answers.begun.json")
+    pin = read_json(begun, {PIN: PINNED})[PIN]
+    if not has_form(pin.get("parts", []), [PINNED]):
+        raise DataError(f"{begun} is damaged: {PIN} is of another kind", "delete it and run `distill train` again")
+    if not all(Path(part["path"]).exists() and begins_with(Path(part["path"]), part) for part in parts_of(pin)):
         again = _unpin(run)
         raise DataError(
             f"{pin['path']} no longer begins with the {pin['lines']} lines that this run pinned; was it rotated?",

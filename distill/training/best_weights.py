@@ -14,11 +14,11 @@ from distill.training.validation import measure_acceptance
 
 
 def evaluation_due(work: Training, part: PlannedPart) -> bool:
-    """Whether the weights are evaluated after this step: at intervals and at the end of each part but the replay."""
+    """Whether the weights are evaluated after this step: at intervals and at the end before a replay."""
     settings, step = work.settings.acceptance, work.state["step"]
     if settings is None or part.name == REPLAY:
         return False
-    return step == part.end or (step - part.first) % settings.every == 0
+    return step == part.end or step % settings.every == 0
 
 
 def evaluate_weights(work: Training) -> None:
@@ -45,12 +45,12 @@ def evaluate_weights(work: Training) -> None:
 
 
 def part_ended(work: Training, part: PlannedPart) -> bool:
-    """Whether the part is over, by its steps or because patience ran out; misses then count from 0 again."""
+    """Whether the training or its replay is over, by its steps or because patience ran out."""
     settings, state = work.settings.acceptance, work.state
     if state["step"] < part.end:
         if settings is None or settings.patience is None or state["misses"] < settings.patience:
             return False
-        work.run.say(f"  this part ends early: {state['misses']} evaluations without a better one")
+        work.run.say(f"  the training ends early: {state['misses']} evaluations without a better one")
     state["step"], state["misses"] = part.end, 0
     return True
 

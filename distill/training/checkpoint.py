@@ -1,4 +1,4 @@
-"""Checkpoints of a training: always whole, written by the main process, for any number of processes and shards.
+"""Checkpoints of a training: written by the main process, the same for any number of processes.
 
 A step's random numbers are a pure function of seed and step, so weights, optimizer and a few counters are enough.
 """
@@ -37,66 +37,37 @@ def newest_checkpoint(folder: Path) -> Path | None:
     return found[-1] if found else None
 
 
-def _options(strict: bool = True) -> Any:
-    """Whole tensors, on the CPU."""
-    from torch.distributed.checkpoint.state_dict import StateDictOptions
-
-    return StateDictOptions(full_state_dict=True, cpu_offload=True, strict=strict)
-
-
 def plain(learner: torch.nn.Module) -> torch.nn.Module:
     """The learner without the wrapper of several processes, so that its parameters have their plain names."""
     inner: Any = learner.module if isinstance(learner, torch.nn.parallel.DistributedDataParallel) else learner
     return inner
 
 
-def _learning(learner: torch.nn.Module) -> dict[str, torch.nn.Parameter] | None:
-    """The parameters that learn beside a frozen base, under their plain names; None where all of them learn.
-
-    Adapters are whole in every process. torch's own state dictionaries would include the frozen base, and fail on
-    quantised layers, which keep entries that are no attributes.
-    """
-    named = dict(plain(learner).named_parameters())
-    learning = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
-    return learning if len(learning) < len(named) else None
+def _learning(learner: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    """The parameters that learn, under their plain names: all, or beside a frozen base those of the adapters."""
+    return {name: parameter for name, parameter in plain(learner).named_parameters() if parameter.requires_grad}
 
 
-def whole_weights(learner: torch.nn.Module) -> dict[str, Any]:
-    """The weights that learn, on the CPU, under their plain names; every process must call it.
-
-    Where they are sharded, only the main process gets them.
-    """
-    from torch.distributed.checkpoint.state_dict import get_model_state_dict
-
-    learning = _learning(learner)
-    if learning is None:
-        return get_model_state_dict(learner, options=_options())
-    return {name: parameter.detach().cpu() for name, parameter in learning.items()}
+def _weights(learner: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: parameter.detach().cpu() for name, parameter in _learning(learner).items()}
 
 
+@torch.no_grad()
 def _set_weights(learner: torch.nn.Module, weights: dict[str, Any]) -> None:
-    """Take the weights that `whole_weights` gave; raises an error of torch's or a KeyError where they do not fit."""
-    from torch.distributed.checkpoint.state_dict import set_model_state_dict
-
+    """Take the weights that `_weights` gave; raises ValueError where they do not fit."""
     learning = _learning(learner)
-    if learning is None:
-        set_model_state_dict(learner, weights, options=_options())
-        return
-    with torch.no_grad():
-        for name, parameter in learning.items():
-            if weights[name].shape != parameter.shape:
-                raise ValueError(f"{name} is {[*weights[name].shape]}, not {[*parameter.shape]}")
-            parameter.copy_(weights[name])
+    if sorted(weights) != sorted(learning):
+        raise ValueError("it holds other parameters")
+    for name, parameter in learning.items():
+        if weights[name].shape != parameter.shape:
+            raise ValueError(f"{name} is {[*weights[name].shape]}, not {[*parameter.shape]}")
+        parameter.copy_(weights[name])
 
 
-def _whole_moments(learner: torch.nn.Module, optimizer: Any) -> dict[str, Any]:
-    """The optimizer's state by the names of parameters, as torch.distributed.checkpoint writes it."""
-    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
-
-    learning = _learning(learner)
-    if learning is None:
-        return get_optimizer_state_dict(learner, optimizer, options=_options())
-    names = {id(parameter): name for name, parameter in learning.items()}
+def _moments(learner: torch.nn.Module, optimizer: Any) -> dict[str, Any]:
+    """The optimizer's state by the names of parameters. Those that have not learnt yet (train.embedding_steps) have
+    none."""
+    names = {id(parameter): name for name, parameter in _learning(learner).items()}
     groups = [{**group, "params": [names[id(p)] for p in group["params"]]} for group in optimizer.param_groups]
     state = {
         names[id(p)]: {key: value.cpu() if isinstance(value, torch.Tensor) else value for key, value in own.items()}
@@ -106,21 +77,8 @@ def _whole_moments(learner: torch.nn.Module, optimizer: Any) -> dict[str, Any]:
 
 
 def _set_moments(learner: torch.nn.Module, optimizer: Any, moments: dict[str, Any]) -> None:
-    """Take the state that `_whole_moments` gave; raises an error of torch's or a KeyError where it does not fit."""
-    from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
-
-    learning = _learning(learner)
-    if learning is None:
-        # Parameters that have not learnt yet (train.embedding_steps) have no moments. torch would begin them at a first
-        # step that was never taken.
-        held = [name for group in moments["param_groups"] for name in group["params"]]
-        lacking = [name for name in held if name not in moments["state"]]
-        set_optimizer_state_dict(learner, optimizer, moments, options=_options(strict=not lacking))
-        named = dict(plain(learner).named_parameters()) if lacking else {}
-        for name in lacking:
-            optimizer.state.pop(named[name], None)
-        return
-    names = {id(parameter): name for name, parameter in learning.items()}
+    """Take the state that `_moments` gave; raises a ValueError or an error of torch's where it does not fit."""
+    names = {id(parameter): name for name, parameter in _learning(learner).items()}
     order = [names[id(p)] for group in optimizer.param_groups for p in group["params"]]  # torch counts by this order
     saved = [name for group in moments["param_groups"] for name in group["params"]]
     if sorted(saved) != sorted(order):
@@ -152,15 +110,14 @@ def save_checkpoint(
     state: dict[str, Any],
     main: bool = True,
 ) -> None:
-    """Write checkpoints/step-NNNNNN with `state` and delete all but the newest `keep`; every process must call it."""
-    weights, moments = whole_weights(learner), _whole_moments(learner, optimizer)
+    """Write checkpoints/step-NNNNNN with `state` and delete all but the newest `keep`, in the `main` process."""
     if not main:
         return
     folder = run.path("checkpoints")
 
     def write(temporary: Path) -> None:
-        torch.save(weights, temporary / "model.pt")
-        torch.save(moments, temporary / "optimizer.pt")
+        torch.save(_weights(learner), temporary / "model.pt")
+        torch.save(_moments(learner, optimizer), temporary / "optimizer.pt")
         _write_digests(temporary)
         write_json(temporary / "state.json", {**state, "step": step})
 
@@ -211,10 +168,9 @@ def _first_line(error: Exception) -> str:
 
 def save_weights(run: Run, name: str, learner: torch.nn.Module, main: bool = True) -> None:
     """Keep the present weights as checkpoints/`name`; every process must call it."""
-    weights = whole_weights(learner)
 
     def write(temporary: Path) -> None:
-        torch.save(weights, temporary / "model.pt")
+        torch.save(_weights(learner), temporary / "model.pt")
         _write_digests(temporary)
 
     if main:

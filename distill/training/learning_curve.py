@@ -21,7 +21,7 @@ import numpy
 from distill.intervals import Interval, Numbers, percentiles, ratio_interval, resampled_means
 from distill.results.training_results import CURVE_STAGE, CurvePoint, LearningCurve
 from distill.training.memory import evaluating, memory_explained
-from distill.training.plan import REPLAY, PlannedPart, last_step, warm_steps
+from distill.training.plan import REPLAY, PlannedPart, warm_steps
 from distill.training.setup import Training
 from distill.training.validation import expected_acceptance
 
@@ -45,31 +45,29 @@ def curve_steps(steps: int) -> set[int]:
 def add_point(work: Training, part: PlannedPart, evaluated: bool) -> None:
     """Measure the expected acceptance of the last weights where the curve has a point, and after each evaluation."""
     state, step = work.state, work.state["step"]
-    if part.name == REPLAY or state["texts"] is None or not (evaluated or step in curve_steps(last_step(work.parts))):
+    if part.name == REPLAY or state["texts"] is None or not (evaluated or step in curve_steps(work.settings.steps)):
         return
     began = time.monotonic()
     with memory_explained(lambda: evaluating(work)):
         expected = expected_acceptance(work)
     seconds = time.monotonic() - began
-    so_far = {name: state[name] for name in ("step", "tokens")}
-    state["curve"].append({**so_far, "part": part.name, "expected": expected})
+    state["curve"].append({"step": step, "tokens": state["tokens"], "expected": expected})
     rate = sum(expected) / max(1, sum(map(len, state["texts"])))
     work.run.record(CURVE_STAGE, step=step, tokens=state["tokens"], expected_acceptance=rate, seconds=seconds)
     work.accelerator.log({"validation/expected_acceptance": rate}, step=step)
 
 
-def points_of(work: Training, part: PlannedPart) -> CurvePoints:
-    """The points so far of a part, without those of the warm-up and of the steps that trained embeddings alone."""
+def points_of(work: Training) -> CurvePoints:
+    """The points so far, without those of the warm-up and of the steps that trained embeddings alone."""
     settings = work.settings
-    first = max(warm_steps(last_step(work.parts), settings.warmup), settings.embedding_steps)
-    points = [point for point in work.state["curve"] if point["part"] == part.name and point["step"] > first]
+    first = max(warm_steps(settings.steps, settings.warmup), settings.embedding_steps)
+    points = [point for point in work.state["curve"] if point["step"] > first]
     return CurvePoints.of(points, [len(text) for text in work.state["texts"] or []])
 
 
 def learning_curve(work: Training) -> LearningCurve | None:
-    """The points of the last part before a replay, and what twice the tokens would give; None without points."""
-    part = [part for part in work.parts if part.name != REPLAY][-1]
-    points, evaluation = points_of(work, part), work.recipe.eval
+    """The points before a replay, and what twice the tokens would give; None without points."""
+    points, evaluation = points_of(work), work.recipe.eval
     if not len(points.tokens):
         return None
     resamples, confidence = evaluation.resamples, evaluation.confidence
@@ -77,7 +75,7 @@ def learning_curve(work: Training) -> LearningCurve | None:
         CurvePoint(int(tokens), ratio_interval(row, points.positions, resamples, confidence))
         for tokens, row in zip(points.tokens, points.expected, strict=True)
     ]
-    if work.state["curve"][-1]["step"] < part.end:
+    if work.state["curve"][-1]["step"] < work.settings.steps:
         return LearningCurve(confidence, shown, unknown="the training ended before its schedule did")
     if work.settings.schedule == "wsd":
         return LearningCurve(confidence, shown, unknown="points under a constant rate tell nothing of its fall (wsd)")

@@ -1,7 +1,7 @@
 """Stage `train`: the draft learns the target's distributions. Read `train` from top to bottom.
 
-A step adds up the gradients of Σ w ℓ over its micro-batches and processes and divides them once by Σ w, so that neither
-the split into micro-batches nor the number of processes changes anything but rounding.
+A step adds up the gradients of Σ ℓ over its micro-batches and processes and divides them once by the scored positions,
+so that neither the split into micro-batches nor the number of processes changes anything but rounding.
 """
 
 from __future__ import annotations
@@ -9,16 +9,14 @@ from __future__ import annotations
 import contextlib
 import math
 import signal
-import threading
 import time
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
 
 from distill.errors import DataError
-from distill.interruption import deferred, end_at_once
+from distill.interruption import noting
 from distill.processes import barrier
 from distill.progress import duration
 from distill.recipe import Recipe
@@ -56,7 +54,7 @@ def train(recipe: Recipe, run: Run) -> list[Path]:
             if part.name == REPLAY and work.replayed is None and not enter_replay(work):
                 break
             torch.manual_seed(hash((recipe.seed, step, work.accelerator.process_index)) % 2**31)  # an adapter's dropout
-            rate = rate_of(work.parts, part, step, settings)
+            rate = rate_of(part, step, settings)
             body_rate = rate * body_share(step, work.steps, settings)
             set_rates(work.optimizer, rate, body_rate)
             began = time.monotonic()
@@ -119,7 +117,7 @@ def one_step(work: Training, part: PlannedPart, step: int) -> dict[str, Any]:
     """Gradients over all micro-batches and processes, one optimizer step; the means over the step for the log."""
     accelerator, learner, settings = work.accelerator, work.learner, work.settings
     micro_batches = work.micro_batches(step, part)
-    on_states = states_weight(work.parts, part, step, settings)
+    on_states = states_weight(part, step, settings)
     vector = None
     for number, (source, index) in enumerate(micro_batches, 1):
         blocks, distributions = scored_blocks(source, index, accelerator.device)
@@ -132,17 +130,17 @@ def one_step(work: Training, part: PlannedPart, step: int) -> dict[str, Any]:
         vector = sums.vector if vector is None else vector + sums.vector
     assert vector is not None
     found = dict(zip(sums.names, accelerator.reduce(vector, "sum").tolist(), strict=True))
-    weight = max(found.pop("weight"), 1e-12)
     positions = found.pop("positions")
+    scored = max(1.0, positions)
     for parameter in learner.parameters():
         if parameter.grad is not None:  # the exchange took the mean over processes
-            parameter.grad.mul_(accelerator.num_processes / weight)
+            parameter.grad.mul_(accelerator.num_processes / scored)
     if step < settings.embedding_steps:
         for parameter in work.body():
             parameter.grad = None
     norm = float(accelerator.clip_grad_norm_(learner.parameters(), settings.clip))
     shares: dict[str, float] = {**part.loss.losses, **({STATES: on_states} if on_states else {})}
-    losses = {name: found.pop(f"loss/{name}") / weight for name in shares}
+    losses = {name: found.pop(f"loss/{name}") / scored for name in shares}
     loss = sum(shares[name] * value for name, value in losses.items())
     if not math.isfinite(norm) or not math.isfinite(loss):
         raise DataError(
@@ -151,7 +149,7 @@ def one_step(work: Training, part: PlannedPart, step: int) -> dict[str, Any]:
         )
     work.optimizer.step()
     work.optimizer.zero_grad(set_to_none=True)
-    means = {name: value / max(1.0, positions) for name, value in found.items()}
+    means = {name: value / scored for name, value in found.items()}
     return {"loss": loss, "losses": losses, **means, "gradient_norm": norm, "tokens": int(positions)}
 
 
@@ -213,26 +211,16 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.signal: int | None = None
-        self._old: dict[int, Any] = {}
-        self._deferred = contextlib.ExitStack()
+        self._noting = noting(self._note)
 
     def __enter__(self) -> StopRequest:
-        if threading.current_thread() is not threading.main_thread():  # the caller stops this thread by other means
-            return self
-        self._deferred.enter_context(deferred())
-        for number in (signal.SIGINT, signal.SIGTERM):
-            if signal.getsignal(number) is not signal.SIG_IGN:
-                self._old[number] = signal.signal(number, self._note)
+        self._noting.__enter__()
         return self
 
     def __exit__(self, *_: object) -> None:
-        for number, handler in self._old.items():
-            signal.signal(number, handler)
-        self._deferred.close()
+        self._noting.__exit__(None, None, None)
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        if self.signal is not None:
-            end_at_once(number)
+    def _note(self, number: int) -> None:
         self.signal = number
 
     def leave(self) -> None:

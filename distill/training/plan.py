@@ -1,4 +1,4 @@
-"""The plan of a recipe's training: parts, each with a loss, a first and a last step and a learning rate."""
+"""The plan of a recipe's training and of its replay: loss, first and last step and learning rate."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from distill.training.losses.settings import LossSettings
 
 Verifying = Literal["sampling", "match", "greedy"]
 
-# The default loss of a part. On the demo pair no loss gave more acceptance than forward KL under match and greedy, and
+# The default loss. On the demo pair no loss gave more acceptance than forward KL under match and greedy, and
 # the JSD gave the most under sampling (docs/benchmarks/training.md).
 PROTOCOL_LOSS: dict[Verifying, Loss] = {
     "sampling": {"jsd": 1.0},
@@ -47,48 +47,25 @@ def protocol_of(settings: Train, temperature: float) -> Verifying:
     return settings.protocol
 
 
-def loss_settings(settings: Train, loss: Loss, temperature: float = 1.0) -> LossSettings:
+def loss_settings(settings: Train, loss: Loss) -> LossSettings:
     """The settings of a mixture of losses; losses of weight 0 are left out."""
     return LossSettings(
         losses={name: weight for name, weight in loss.items() if weight > 0},
-        temperature=temperature,
+        temperature=settings.temperature,
         jsd_beta=settings.jsd_beta,
         lk_decay=settings.lk_decay,
-        match_temperature=settings.match_temperature,
-        hinge_k=settings.hinge_k,
-        hinge_margin=settings.hinge_margin,
     )
 
 
-def planned(settings: Train, temperature: float, block: int) -> list[PlannedPart]:
-    """The parts in order, the replay last; `temperature` is the served sampler's, `block` the positions of a block."""
+def planned(settings: Train, temperature: float) -> list[PlannedPart]:
+    """The training and, where asked for, its replay; `temperature` is the served sampler's."""
     own = PROTOCOL_LOSS[protocol_of(settings, temperature)]
-    if not settings.parts:
-        found = [PlannedPart("align", 0, settings.steps, settings.rate, loss_settings(settings, settings.loss or own))]
-    else:
-        found = []
-        for part in settings.parts:
-            if part.share is not None:
-                steps = max(1, round(part.share * settings.steps))
-            elif part.tokens is not None:
-                steps = math.ceil(part.tokens / (settings.batch * block))
-            else:
-                assert part.steps is not None
-                steps = part.steps
-            found.append(
-                PlannedPart(
-                    part.name,
-                    found[-1].end if found else 0,
-                    steps,
-                    part.rate or settings.rate,
-                    loss_settings(settings, part.loss or own, part.temperature),
-                )
-            )
+    found = [PlannedPart("align", 0, settings.steps, settings.rate, loss_settings(settings, settings.loss or own))]
     if settings.replay is not None:
         replay = settings.replay
         rate = replay.rate or settings.rate / 3
         loss = loss_settings(settings, replay.loss or own)
-        found.append(PlannedPart(REPLAY, found[-1].end, replay.steps, rate, loss))
+        found.append(PlannedPart(REPLAY, settings.steps, replay.steps, rate, loss))
     return found
 
 
@@ -97,18 +74,9 @@ def part_at(parts: list[PlannedPart], step: int) -> PlannedPart:
     return next((part for part in parts if step < part.end), parts[-1])
 
 
-def last_step(parts: list[PlannedPart]) -> int:
-    """The step after the last before a replay."""
-    return next((part.first for part in parts if part.name == REPLAY), parts[-1].end)
-
-
-def rate_of(parts: list[PlannedPart], part: PlannedPart, step: int, settings: Train) -> float:
-    """The learning rate of a step: one schedule over all parts, at each part's peak; a replay has its own.
-
-    One curve over all parts, so that a change of loss changes nothing else, and a replay changes no step before it.
-    """
-    first, steps = (part.first, part.steps) if part.name == REPLAY else (0, last_step(parts))
-    return part.rate * rate_share(step - first, steps, settings)
+def rate_of(part: PlannedPart, step: int, settings: Train) -> float:
+    """The learning rate of a step; a replay has a schedule of its own, so that it changes no step before it."""
+    return part.rate * rate_share(step - part.first, part.steps, settings)
 
 
 def rate_share(step: int, steps: int, settings: Train) -> float:
@@ -141,22 +109,17 @@ def body_share(step: int, steps: int, settings: Train) -> float:
     return min(1.0, (step - settings.embedding_steps + 1) / warm)
 
 
-def states_weight(parts: list[PlannedPart], part: PlannedPart, step: int, settings: Train) -> float:
+def states_weight(part: PlannedPart, step: int, settings: Train) -> float:
     """The weight of the loss on hidden states in a step: a line from the first step down to 0; none in a replay."""
     wanted = settings.hidden_states
     if wanted is None or part.name == REPLAY:
         return 0.0
-    return wanted.weight * max(0.0, 1 - step / (wanted.end * last_step(parts)))
-
-
-def temperatures(parts: list[PlannedPart]) -> set[float]:
-    """The temperatures at which the losses ask for the target's distributions."""
-    return {1.0, *(part.loss.temperature for part in parts)}
+    return wanted.weight * max(0.0, 1 - step / (wanted.end * settings.steps))
 
 
 def first_part(recipe: Recipe) -> PlannedPart:
-    """The first part of a training, with whose loss and rate cuts are healed too."""
-    return planned(recipe.train, recipe.sampler.temperature, recipe.corpus.block)[0]
+    """The training without its replay, with whose loss and rate cuts are healed too."""
+    return planned(recipe.train, recipe.sampler.temperature)[0]
 
 
 def check_hidden_states(settings: Train, kind: str, draft: int, target: int) -> None:
@@ -171,15 +134,15 @@ def check_hidden_states(settings: Train, kind: str, draft: int, target: int) -> 
     if draft != target:
         raise RecipeError(
             f"train.hidden_states needs one hidden size on both sides; the draft's is {draft}, the target's {target}",
-            "leave it out, or cut the draft from the target without cut.hidden",
+            "leave it out, or cut the draft from the target",
         )
 
 
 def check_training(recipe: Recipe) -> list[str]:
     """The plan of the recipe's training as lines to print; RecipeError for settings that exclude each other."""
     settings, teacher = recipe.train, recipe.teacher
-    parts = planned(settings, recipe.sampler.temperature, recipe.corpus.block)
-    lacking = temperatures(parts) - set(teacher.temperatures)
+    parts = planned(settings, recipe.sampler.temperature)
+    lacking = {1.0, settings.temperature} - set(teacher.temperatures)
     if teacher.kind == "compact" and lacking:
         raise RecipeError(
             f"the losses ask for distributions at temperature {', '.join(f'{value:g}' for value in sorted(lacking))}, "
@@ -188,7 +151,7 @@ def check_training(recipe: Recipe) -> list[str]:
         )
     if settings.hidden_states is not None:
         target, donor = (load_config(name).get_text_config() for name in (recipe.target.model, recipe.donor_model))
-        check_hidden_states(settings, teacher.kind, recipe.cut.hidden or donor.hidden_size, target.hidden_size)
+        check_hidden_states(settings, teacher.kind, donor.hidden_size, target.hidden_size)
     positions = settings.batch * recipe.corpus.block
     lines = [
         f"train: {part.name}, {part.steps} steps of {positions} positions at up to {part.rate:g}: "
@@ -199,7 +162,7 @@ def check_training(recipe: Recipe) -> list[str]:
         scale = (settings.matrix_rate or settings.rate) / settings.rate
         lines.append("train: the layers' matrices learn by Muon" + (f", at {scale:g} times the rate" * (scale != 1)))
     if settings.hidden_states is not None:
-        pull, last = settings.hidden_states, round(settings.hidden_states.end * last_step(parts))
+        pull, last = settings.hidden_states, round(settings.hidden_states.end * settings.steps)
         lines.append(f"train: {pull.weight:g} of the loss on hidden states at first, none from step {last} on")
     chosen = "the last weights are taken"
     if settings.acceptance is not None and settings.sparsity is None:

@@ -5,10 +5,9 @@ Legend: b blocks of a step.
 
 from __future__ import annotations
 
-import copy
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -28,7 +27,7 @@ from distill.teacher.source import OnlineTarget, TeacherSource, open_teacher, re
 from distill.teacher.store import read_manifest
 from distill.texts import read_prompts
 from distill.training.adapters import attach, load_base
-from distill.training.checkpoint import whole_weights
+from distill.training.checkpoint import plain
 from distill.training.optimizer import make_optimizer
 from distill.training.plan import REPLAY, PlannedPart, check_hidden_states, planned
 from distill.training.step import Columns, Learner, batch_blocks, split_blocks
@@ -59,7 +58,6 @@ class Training:
     optimizer: Any
     penalty: Penalty | None
     kept: list[int] | None
-    spare: Any = None  # a whole draft to evaluate, where the learner's weights are sharded
     target: Any = None  # of an online teacher; else loaded on first use
     replayed: TeacherSource | None = None
     held_out: Any = None  # its StoredAnswers, opened on first use, where the target is not loaded
@@ -77,14 +75,13 @@ class Training:
 
     @property
     def steps(self) -> int:
-        """Steps of all parts."""
+        """Steps, with those of a replay."""
         return self.parts[-1].end
 
     def micro_batches(self, step: int, part: PlannedPart) -> list[tuple[TeacherSource, Tensor]]:
         """This process's blocks of a step, as many at once as settings allow: a pure function of the step.
 
-        Every process gets the same number of micro-batches, some of them empty if need be: FSDP gathers weights at each
-        forward pass.
+        Every process gets the same number of micro-batches, some of them empty if need be.
         """
         settings, rank, ranks = self.settings, self.accelerator.process_index, self.accelerator.num_processes
         replayed = 0
@@ -114,13 +111,8 @@ class Training:
         return bool(self.accelerator.reduce(torch.tensor(int(flag), device=self.accelerator.device), "sum"))
 
     def draft(self) -> Any:
-        """The draft with the present weights, whole in the main process; every process must call it."""
-        if self.spare is None:
-            return self.accelerator.unwrap_model(self.learner).draft
-        weights = whole_weights(self.learner)
-        if self.is_main:
-            self.spare.load_state_dict({name.removeprefix("draft."): value for name, value in weights.items()})
-        return self.spare
+        """The draft with the present weights."""
+        return plain(self.learner).draft
 
     def loaded_target(self) -> Any:
         """The target, loaded on first use."""
@@ -151,14 +143,17 @@ def require_processes(recipe: Recipe, device: torch.device) -> None:
             f"set train.batch to a multiple of {processes}, or start fewer processes",
         )
     if os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true":  # accelerate launch, of its own processes
-        check_sharded(recipe.train)
+        raise RunError(
+            "the processes were started for FSDP, and each process of a training holds the whole draft",
+            "start them with recipes/accelerate/ddp.yaml",
+        )
 
 
 def make_accelerator(recipe: Recipe, run: Run) -> Any:
     """The Accelerator of this process and the others, with the trackers that the recipe asks for.
 
     Raises RecipeError for a tracker whose package is missing, RunError for a device that cannot be used, is not the
-    one that accelerate takes, or is one GPU for several processes, and for FSDP that is not FSDP2.
+    one that accelerate takes, or is one GPU for several processes.
     """
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState
@@ -181,36 +176,7 @@ def make_accelerator(recipe: Recipe, run: Run) -> Any:
             f"device is {recipe.device}, and the processes were started for {accelerator.device.type}",
             "set device=auto, or start them for that device",
         )
-    if accelerator.distributed_type == "FSDP":
-        plugin = accelerator.state.fsdp_plugin
-        if plugin.fsdp_version != 2:
-            raise RunError(
-                "the processes were started for FSDP of version 1; sharding needs version 2",
-                "set fsdp_version: 2 in accelerate's configuration, as recipes/accelerate/fsdp2.yaml does",
-            )
-        if settings.dtype == "bfloat16":
-            plugin.mixed_precision_policy = exact_outside(plugin.mixed_precision_policy)
     return accelerator
-
-
-def exact_outside(policy: Any) -> Any:
-    """A mixed-precision policy of FSDP2 that shortens only the weights, when they enter a product.
-
-    accelerate's own policy also sums gradients over processes in the short type, and casts the learner's inputs and
-    outputs: the target's distributions, and the counts by which gradients are divided.
-    """
-    return replace(policy, reduce_dtype=torch.float32, output_dtype=None, cast_forward_inputs=False)
-
-
-def check_sharded(settings: Train) -> None:
-    """Raise RecipeError for settings that FSDP excludes."""
-    if settings.sparsity is not None or settings.adapter is not None:
-        raise RecipeError("sparsity and adapters are not offered with FSDP", "start with DDP, or leave them out")
-    if settings.optimizer == "muon":
-        raise RecipeError(
-            "train.optimizer is muon, which needs whole matrices; FSDP gives each process a part of them",
-            "start with DDP, or set train.optimizer=adamw",
-        )
 
 
 def require_plain_logits(config: Any) -> None:
@@ -258,15 +224,13 @@ def set_up(recipe: Recipe, run: Run) -> Training:
     settings = recipe.train
     accelerator = make_accelerator(recipe, run)
     device = accelerator.device
-    parts = planned(settings, recipe.sampler.temperature, recipe.corpus.block)
+    parts = planned(settings, recipe.sampler.temperature)
     manifest, trim = read_manifest(run.path("teacher")), read_kept(run.path("cut"))
     config = load_config(str(run.path("cut")))
     require_fit(manifest, recipe, config)
     width = load_config(recipe.target.model).get_text_config().hidden_size
     check_hidden_states(settings, manifest["kind"], config.hidden_size, width)
     kept = trim["kept"] if trim else None
-    for part in parts:
-        part.loss.require_columns(manifest["vocabulary"] if kept is None else len(kept))
     settings.require_judges(len(read_prompts(run, "validation")))
     draft = load_draft(recipe, run, device)
     target = load_target(recipe.target, device) if recipe.teacher.kind == "online" else None
@@ -274,11 +238,7 @@ def set_up(recipe: Recipe, run: Run) -> Training:
     penalty = penalty_of(draft, settings.model_copy(update={"steps": parts[-1].end}))
     optimizer: Any = make_optimizer(draft, settings, penalty.parameters() if penalty else ())
     learner = Learner(draft, Columns(source.vocabulary, kept, device), settings.chunk)
-    sharded = accelerator.distributed_type == "FSDP"
-    if sharded:
-        check_sharded(settings)
-    spare = copy.deepcopy(draft) if sharded else None
     learner, optimizer = accelerator.prepare(learner, optimizer)
     learner.train()
     start_trackers(accelerator, recipe, run)
-    return Training(recipe, run, accelerator, parts, source, learner, optimizer, penalty, kept, spare, target)
+    return Training(recipe, run, accelerator, parts, source, learner, optimizer, penalty, kept, target)

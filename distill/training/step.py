@@ -65,18 +65,17 @@ class Columns:
 
 
 class Learner(torch.nn.Module):
-    """The draft with its loss: the head is used inside `forward`, where sharded weights are whole."""
+    """The draft with its loss."""
 
     def __init__(self, draft: Any, columns: Columns, chunk: int) -> None:
         super().__init__()
         self.draft = draft
         self.columns, self.chunk = columns, chunk
-        self._no_split_modules = getattr(draft, "_no_split_modules", None)  # by which layers FSDP shards
 
     def forward(
         self, blocks: Packed, teacher: Teacher, part: PlannedPart, states_weight: float = 0.0
     ) -> tuple[Tensor, LossSums]:
-        """Σ ℓ over the N scored positions, and the sums for the log; divide by their `weight` over the whole step.
+        """Σ ℓ over the N scored positions, and the sums for the log; divide by their number over the whole step.
 
         `states_weight` is the weight of the loss on hidden states.
         """
@@ -86,7 +85,7 @@ class Learner(torch.nn.Module):
         bias = None if getattr(head, "bias", None) is None else self.columns.rows(head.bias)
         teacher = self.columns.teacher(teacher)
         labels = self.columns.labels(blocks.labels().long()[blocks.mask])
-        total, sums = head_loss(hidden, weight, teacher, labels, part.loss, None, self.chunk, bias)
+        total, sums = head_loss(hidden, weight, teacher, labels, part.loss, self.chunk, bias)
         if states_weight:
             error = state_error(hidden, target_states(teacher, hidden))
             total, sums = total + states_weight * error, sums.joined(f"loss/{STATES}", error)
@@ -173,7 +172,7 @@ def heal(
         index = batch_blocks(step, settings.batch, source.blocks, seed)
         blocks = on_device(source.packed.take(index), device)
         total, sums = learner(blocks, source.teacher(index, device), part)
-        loss = total / sums["weight"].clamp(min=1)
+        loss = total / sums["positions"].clamp(min=1)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), settings.clip)
         rate = part.rate * rate_share(step, steps, settings)

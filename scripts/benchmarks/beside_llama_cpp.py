@@ -1,13 +1,17 @@
-"""One GGUF pair on the same prompts: our decoder beside a build's llama-server and llama-speculative-simple, greedy.
+"""One GGUF pair on the same prompts: our decoder beside llama-server and llama-speculative-simple, greedy.
 
     bash scripts/build_llama_cpp.sh
-    python scripts/benchmarks/beside_llama_cpp.py --llama-bin build/llama.cpp/bin --target T --draft D --prompts FILE
+    python scripts/benchmarks/beside_llama_cpp.py --server build/llama.cpp/bin/llama-server \\
+        --simple build/llama.cpp/bin/llama-speculative-simple --target T --draft D --prompts FILE
+    python scripts/benchmarks/beside_llama_cpp.py --server xllamacpp --target T --draft D --prompts FILE \\
+        --types ngram-simple --types ngram-mod --types ngram-simple,draft-simple
 
 --prompts are files of a run's corpus (prompts-test.jsonl: token ids), or any file that `distill speedup --prompts`
 takes. All programs draft up to --n-max tokens with p_min 0 and the same threads; every prompt goes to each of them in
 turn, --repeats times. Speeds are of the tokens behind the first: each program's own clock, so that neither a process's
 start nor the reading of the prompt counts. llama-speculative-simple takes text: prompts whose ids do not come back from
 their text are left out, and counted; it also drafts the first token behind the prompt, which the others do not.
+--types are further values of llama-server's --spec-type, each a server of its own.
 """
 
 from __future__ import annotations
@@ -20,7 +24,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from distill.benchmark.prompts import read_user_prompts, sources_of
@@ -92,7 +96,7 @@ def with_texts(target: Path, prompts: list[list[int]]) -> list[tuple[list[int], 
 
 def plainly(target: Model, ends: list[int], prompt: list[int], limit: int) -> tuple[float, float, TextCounts]:
     result = plain(target, prompt, limit, ends)
-    return len(result.tokens) - 1, result.seconds, TextCounts(len(result.tokens), 0, 0)
+    return len(result.tokens) - 1, result.seconds, TextCounts.of(len(result.tokens), 0, 0)
 
 
 def speculatively(pair: LoadedPair, prompt: list[int], limit: int, n_max: int) -> tuple[float, float, TextCounts]:
@@ -106,7 +110,7 @@ def speculatively(pair: LoadedPair, prompt: list[int], limit: int, n_max: int) -
 
 def on_server(client: LlamaClient, prompt: list[int], limit: int) -> tuple[float, float, TextCounts]:
     reply = client.complete(prompt, limit)
-    counts = TextCounts(reply.count, reply.drafted or 0, reply.accepted or 0)
+    counts = TextCounts.of(reply.count, reply.drafted or 0, reply.accepted or 0)
     return counts.later, reply.later_seconds or 0.0, counts
 
 
@@ -120,7 +124,7 @@ def simple(command: list[str], text: str) -> tuple[float, float, TextCounts]:
         raise DataError(f"{shlex.join(command)} ended with status {done.returncode}:\n{last}", "see its own message")
     tokens, accepted = int(decoded[1]), int(counted["accept"])
     # One more than its tokens: the formula takes the first as the prompt's.
-    return tokens, float(decoded[2]), TextCounts(tokens + 1, int(counted["drafted"]), accepted)
+    return tokens, float(decoded[2]), TextCounts.of(tokens + 1, int(counted["drafted"]), accepted)
 
 
 def table(programs: list[Program], base: Program) -> str:
@@ -142,8 +146,8 @@ def table(programs: list[Program], base: Program) -> str:
 
 
 def measure(arguments: argparse.Namespace) -> str:
-    server = require_binary(arguments.llama_bin / "llama-server")
-    speculative_simple = require_binary(arguments.llama_bin / "llama-speculative-simple")
+    server = require_binary(arguments.server)
+    speculative_simple = None if arguments.simple is None else require_binary(arguments.simple)
     threads = thread_count(arguments.threads)
     target, draft, tokens = arguments.target, arguments.draft, arguments.tokens
     context = min(one for one in (context_of(str(target)), context_of(str(draft)), arguments.context) if one)
@@ -156,23 +160,30 @@ def measure(arguments: argparse.Namespace) -> str:
     command += ["--spec-draft-n-max", str(arguments.n_max), "-n", str(tokens - 1), "--temp", "0", "--no-escape"]
     command += ["--ctx-size", str(context), "--threads", str(threads)]
     settings = LlamaServer(server, target, draft, arguments.n_max, threads=threads, context=context)
+    # The server's last --spec-type counts.
+    others = {types: replace(settings, further=("--spec-type", types)) for types in arguments.types}
     place = parse_section(Target, {"model": str(target)})
     with contextlib.ExitStack() as stack:
-        clients = []
-        for one in (settings.plain, settings):
+        clients = {}
+        for name, one in {"plain": settings.plain, "draft-simple": settings, **others}.items():
             running = stack.enter_context(started(one, START_SECONDS))
-            clients.append(LlamaClient(running.url, REPLY_SECONDS, death=running.death))
-            stack.callback(clients[-1].close)
+            clients[name] = LlamaClient(running.url, REPLY_SECONDS, death=running.death)
+            stack.callback(clients[name].close)
+
+        def served(name: str) -> Program:
+            return Program(f"llama-server, {name}", lambda place: on_server(clients[name], prompts[place][0], tokens))
+
         pair = stack.enter_context(load_pair(place, str(draft), tokens=context, threads=threads))
         base = Program("distill, plain", lambda place: plainly(pair.target, pair.ends, prompts[place][0], tokens))
         drafts = Program("distill", lambda place: speculatively(pair, prompts[place][0], tokens, arguments.n_max))
         programs = [
             base,
-            Program("llama-server, plain", lambda place: on_server(clients[0], prompts[place][0], tokens)),
+            served("plain"),
             drafts,
-            Program("llama-server", lambda place: on_server(clients[1], prompts[place][0], tokens)),
-            Program("llama-speculative-simple", lambda place: simple(command, prompts[place][1])),
+            *(served(name) for name in clients if name != "plain"),
         ]
+        if speculative_simple is not None:
+            programs.append(Program("llama-speculative-simple", lambda place: simple(command, prompts[place][1])))
         for one in programs:
             one.run(0)  # a throw-away text each
         for repeat in range(arguments.repeats):
@@ -182,7 +193,7 @@ def measure(arguments: argparse.Namespace) -> str:
                     one.measure(number)
     found = machine()
     head = (
-        f"`python scripts/{Path(__file__).name} {shlex.join(sys.argv[1:])}`, {datetime.date.today()}; "
+        f"`python scripts/benchmarks/{Path(__file__).name} {shlex.join(sys.argv[1:])}`, {datetime.date.today()}; "
         f"{found['cpu']}, {threads} threads; {len(prompts)} prompts × {tokens} tokens × {arguments.repeats} repeats, "
         f"n_max {arguments.n_max}; {len(asked) - len(prompts)} prompts left out: their text gives other ids."
     )
@@ -191,9 +202,9 @@ def measure(arguments: argparse.Namespace) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--llama-bin", type=Path, required=True, help="folder of llama-server and llama-speculative-simple"
-    )
+    parser.add_argument("--server", type=Path, required=True, help="llama-server, or xllamacpp")
+    parser.add_argument("--simple", type=Path, help="llama-speculative-simple")
+    parser.add_argument("--types", action="append", default=[], help="ngram-simple, or ngram-mod,draft-simple")
     parser.add_argument("--target", type=Path, required=True)
     parser.add_argument("--draft", type=Path, required=True)
     parser.add_argument("--prompts", type=Path, required=True)

@@ -3,11 +3,12 @@
     python scripts/benchmarks/blocks.py --threads 2
     python scripts/benchmarks/blocks.py --device cuda --dtype bfloat16 --layers 24
 
-A random draft of Qwen2.5-0.5B's shape (hidden size 896, 151,936 rows), by default at 2 of its 24 layers, takes training
-steps of one block of each length, on random tokens in documents of `--document` tokens (0: one per block) with a
-compact teacher of random entries. Every length is a process of its own, and so is `--mask`, which forces the attention
-mask that long blocks do without. Figures: the peak of a step above the memory before it (after a short step, so that
-weights, their gradients and both moments of AdamW are there), divided by the block's tokens; and the step's seconds.
+A random draft of Qwen2.5-0.5B's shape (hidden size 896, 151,936 rows), by default at 2 of its 24 layers, takes
+training steps of one block of each length, on random tokens in documents of `--document` tokens (0: one per block)
+with a compact teacher of random entries. Every length is a process of its own, and so is `--mask`, which forces the
+attention mask that a CPU and long blocks do without. Figures: the peak of a step above the memory before it (after a
+short step, so that weights, their gradients and both moments of AdamW are there), divided by the block's tokens; and
+the step's seconds.
 """
 
 from __future__ import annotations
@@ -103,7 +104,7 @@ def measure(arguments: argparse.Namespace, block: int) -> dict[str, float]:
     device = torch.device(arguments.device)
     torch.set_num_threads(arguments.threads)
     if arguments.mask:
-        packed_forward.LONG = 10**9
+        packed_forward.masked_below = lambda device: 10**9
     model = draft(arguments, device)
     learner = Learner(model, Columns(arguments.vocabulary, None, device), arguments.chunk)
     optimizer = torch.optim.AdamW(learner.parameters(), lr=1e-5)
@@ -114,7 +115,7 @@ def measure(arguments: argparse.Namespace, block: int) -> dict[str, float]:
     def step(blocks: Packed, teacher: CompactTeacher) -> None:
         with torch.autocast(device.type, dtype=kind, enabled=kind != torch.float32):
             total, sums = learner(blocks, teacher, part)
-        loss: Tensor = total / sums["weight"]
+        loss: Tensor = total / sums["positions"]
         loss.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=False)  # gradients stay, so that their memory counts as there before

@@ -2,9 +2,9 @@
 
     python scripts/benchmarks/cuts.py > cuts.md
 
-Scores are collected on one half of the validation text; ridges and greedy removals are chosen on the other half. Every
-figure is measured on test text, which neither has seen. Intervals: 95 %, bootstrap over documents; the ratio to the
-plainest method of the same size is paired by document.
+Scores are collected on one half of the validation text; greedy removals are chosen on the other half. Every figure is
+measured on test text, which neither has seen. Intervals: 95 %, bootstrap over documents; the ratio to the plainest
+method of the same size is paired by document.
 """
 
 from __future__ import annotations
@@ -22,15 +22,12 @@ from distill.intervals import ratio_interval
 from distill.models.hugging_face import encode, load_model, load_tokenizer
 from distill.packing import Packed, pack
 from distill.surgery.change import size_of
-from distill.surgery.cuts.attention import drop_kv_groups
-from distill.surgery.cuts.hidden import narrow_hidden
 from distill.surgery.cuts.layers import choose_layers, keep_layers
-from distill.surgery.cuts.width import narrow
+from distill.surgery.cuts.width import keep_neurons, narrow
 from distill.surgery.divergence import TargetDistributions, scored_logits
 
 DATA = Path(__file__).resolve().parents[2] / "data"
 BLOCK, SCORE_BLOCKS, REPORT_BLOCKS = 512, 16, 40
-RIDGES = (1e-4, 1e-3, 1e-2)
 
 Cut = Callable[[Any], Any]
 
@@ -65,31 +62,21 @@ def cuts(score: Packed, distributions: TargetDistributions) -> dict[str, dict[st
 
         return cut
 
-    def width(size: int, rule: str, repair: bool = False, sequential: bool = True) -> Cut:
-        return lambda model: narrow(
-            model, score, size, score=rule, repair=repair, ridges=RIDGES, loss=distributions.kl, sequential=sequential
-        )
+    def first(size: int) -> Cut:
+        return lambda model: keep_neurons(model, [range(size)] * model.config.num_hidden_layers)
+
+    def activation(size: int) -> Cut:
+        return lambda model: narrow(model, score, size)
 
     table: dict[str, dict[str, Cut]] = {}
     for keep in (5, 4, 3, 2):
         table[f"{keep} of 6 layers"] = {
             "last but one": layers(keep, "last-but-one"),
-            "angular": layers(keep, "angular"),
             "influence": layers(keep, "influence"),
             "greedy": layers(keep, "greedy"),
         }
     for size in (640, 512, 384, 256):
-        table[f"MLP {size} of 768"] = {
-            "first K": width(size, "first"),
-            "magnitude": width(size, "magnitude"),
-            "activation": width(size, "activation"),
-            "activation, all layers scored uncut": width(size, "activation", sequential=False),
-            "first K, repaired": width(size, "first", repair=True),
-            "activation, repaired": width(size, "activation", repair=True),
-            "activation, repaired, all layers scored uncut": width(size, "activation", repair=True, sequential=False),
-        }
-    table["1 of 2 KV groups"] = {"activation": lambda model: drop_kv_groups(model, score, 1)}
-    table["hidden 192 of 256"] = {"activation": lambda model: narrow_hidden(model, score, 192)}
+        table[f"MLP {size} of 768"] = {"first K": first(size), "activation": activation(size)}
     return table
 
 
@@ -114,7 +101,7 @@ def main() -> None:
             row += f"| {kl.mean:.3f} [{kl.low:.3f}, {kl.high:.3f}] |"
             if plainest is None:
                 plainest = sums
-                print(row + " |" if len(methods) == 1 else row + " 1 |", flush=True)
+                print(row + " 1 |", flush=True)
             else:
                 ratio = ratio_interval(sums, plainest, 2000, 0.95)
                 print(row + f" {ratio.mean:.2f} [{ratio.low:.2f}, {ratio.high:.2f}] |", flush=True)

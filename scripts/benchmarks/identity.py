@@ -45,7 +45,7 @@ BATCHED = (Configuration(length=4), Configuration(rule="p_min"), Configuration(r
 CONFIGURATIONS = (
     *(Configuration(length=length) for length in range(1, 9)),
     *(Configuration(rule=rule) for rule in RULES if rule != "fixed"),
-    Configuration(rule="expected-value", calibration="features", online=True),
+    Configuration(rule="expected-value", calibration="features"),
     Configuration(drafter="lookup"),
     Configuration(drafter="lookup+draft", length=4),
     Configuration(drafter="lookup+draft", rule="expected-value"),
@@ -111,14 +111,14 @@ def main() -> None:
             job = together(*rows, one, prompts, arguments.tokens, costs, fitted)
             jobs.append((f"{ROWS} at once: {one.title}", job, ROWS))
     work(jobs, len(prompts), kept, path)
-    noise, largest = TORCH_NOISE, 0
+    noise, sizes = TORCH_NOISE, range(0)
     if arguments.backend == "gguf":
         text = kept["texts"]["plain"]["0"]
-        largest = 9
+        sizes = range(2, 10)
         noise = max(rounding_noise(target, prompts[0], text[at : at + 9]) for at in (0, 16) if len(text) > at + 9)
     titles = [title for title, _, _ in jobs[1:]]
     print(f"{arguments.backend}, {len(prompts)} prompts × {arguments.tokens} tokens, rounding {noise:.1e}\n")
-    print(table(target, prompts, kept["texts"], titles, noise, largest))
+    print(table(target, prompts, kept["texts"], titles, noise, sizes))
 
 
 def models(run: Run, backend: str, rows: int = 1) -> tuple[Any, Any]:
@@ -216,7 +216,7 @@ def table(
     texts: dict[str, dict[str, list[int]]],
     titles: Sequence[str],
     noise: float,
-    largest: int = 0,
+    sizes: Sequence[int] = (),
 ) -> str:
     """One Markdown table: identical, excused and different texts of each configuration, with their sums at the end."""
     lines = ["| configuration | identical | excused (tie) | different |", "|---|--:|--:|--:|"]
@@ -232,7 +232,7 @@ def table(
                 continue
             key = (at, where, got[where] if where < len(got) else -1)
             if key not in ties:
-                ties[key] = is_tie(target, prompt, wanted, got, where, noise, largest)
+                ties[key] = is_tie(target, prompt, wanted, got, where, noise, sizes)
             counts[1 if ties[key] else 2] += 1
         lines.append(f"| {title} | {counts[0]} | {counts[1]} | {counts[2]} |")
         sums = [a + b for a, b in zip(sums, counts, strict=True)]

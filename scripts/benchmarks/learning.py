@@ -9,7 +9,7 @@
 RUN is a run that has cut/ (`distill train recipes/demo.yaml --until cut`); its corpus, answers, teacher and cut are
 used as they are, but a configuration that names a key of `cut` makes a cut of its own. A configuration is a name and
 overrides, in which @X is X times the rate of the training; what it does not name is AdamW, a cosine and no
-hidden states or parts, and for the rest the run's recipe; with --of-recipe all else is as the recipe has it. Each is
+hidden states, and for the rest the run's recipe; with --of-recipe all else is as the recipe has it. Each is
 trained by stage `train` itself, for the same steps on the same blocks in the same order, in a process of its own,
 whose peak memory is recorded; nothing but the last weights is taken. A stopped training goes on from its last
 checkpoint.
@@ -51,7 +51,6 @@ from distill.texts import read_prompts
 
 # What every configuration starts from, whatever the run's recipe says: AdamW, a cosine, the last weights.
 PLAIN = (
-    "train.parts=[]",
     "train.replay=null",
     "train.acceptance=null",
     "train.optimizer=adamw",

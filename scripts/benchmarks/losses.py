@@ -57,9 +57,6 @@ SECOND: dict[str, Way] = {
     "TV": ({"total_variation": 1.0}, 0.5),
     "NLA": ({"nla": 1.0}, 0.5),
     "LK": ({"lk_hybrid": 1.0}, 0.5),
-    "match": ({"match": 1.0}, 0.5),
-    "argmax cross-entropy": ({"argmax_cross_entropy": 1.0}, 0.5),
-    "top-4 hinge": ({"top_k_hinge": 1.0}, 0.5),
 }
 METHODS = [*ALONE, *(f"KL, then {name}" for name in SECOND)]
 PROTOCOLS = ("sampling", "match", "greedy")
@@ -114,7 +111,7 @@ def steps_of(
         index = batch_blocks(step, options.batch, source.blocks, seed)
         blocks = on_device(source.packed.take(index), torch.device("cpu"))
         total, sums = learner(blocks, source.teacher(index, torch.device("cpu")), part)
-        (total / sums["weight"].clamp(min=1)).backward()
+        (total / sums["positions"].clamp(min=1)).backward()
         torch.nn.utils.clip_grad_norm_(learner.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)

@@ -98,7 +98,7 @@ def training(arguments: argparse.Namespace) -> Callable[[int], None]:
         blocks, teacher = batch(arguments, number)
         with torch.autocast("cpu", dtype=kind, enabled=kind != torch.float32):
             total, sums = learner(blocks, teacher, part)
-        (total / sums["weight"]).backward()
+        (total / sums["positions"]).backward()
         optimizer.step()
         optimizer.zero_grad()
 

@@ -56,7 +56,7 @@ def measure(options: argparse.Namespace, layers: int) -> dict[str, float]:
         began = synchronised(device)
         with torch.autocast(device.type, dtype=kind, enabled=kind != torch.float32):
             total, sums = learner(blocks, teacher, part)
-        loss: Tensor = total / sums["weight"]
+        loss: Tensor = total / sums["positions"]
         loss.backward()
         seconds = synchronised(device) - began
         if turn:

@@ -182,7 +182,7 @@ def main() -> None:
             total.backward()
             for parameter in learner.parameters():
                 if parameter.grad is not None:
-                    parameter.grad.div_(sums["weight"])
+                    parameter.grad.div_(sums["positions"])
             torch.nn.utils.clip_grad_norm_(learner.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)

@@ -69,7 +69,7 @@ class Inputs:
 def ours(inputs: Inputs, teacher: CompactTeacher | DenseTeacher, losses: dict[str, float]) -> Step:
     settings = LossSettings(losses)
     chunk = inputs.arguments.chunk
-    return lambda: head_loss(inputs.hidden, inputs.head, teacher, inputs.labels, settings, None, chunk)[0]
+    return lambda: head_loss(inputs.hidden, inputs.head, teacher, inputs.labels, settings, chunk)[0]
 
 
 def compact(inputs: Inputs, losses: dict[str, float]) -> Step:
@@ -161,8 +161,6 @@ VARIANTS: dict[str, tuple[str, Callable[[Inputs], Step]]] = {
     "compact-mixture": ("ours, .9 forward KL + .1 CE, compact store", lambda inputs: compact(inputs, MIXTURE)),
     "compact-lk": ("ours, LK hybrid, compact store", lambda inputs: compact(inputs, {"lk_hybrid": 1.0})),
     "compact-jsd": ("ours, JSD, compact store", lambda inputs: compact(inputs, {"jsd": 1.0})),
-    "compact-match": ("ours, match loss, compact store", lambda inputs: compact(inputs, {"match": 1.0})),
-    "compact-hinge": ("ours, top-k hinge, compact store", lambda inputs: compact(inputs, {"top_k_hinge": 1.0})),
     "whole": ("ours, forward KL, exact store or online target*", lambda inputs: whole(inputs, KL)),
     "whole-jsd": ("ours, JSD, exact store or online target*", lambda inputs: whole(inputs, {"jsd": 1.0})),
 }

@@ -293,7 +293,6 @@ def preload() -> None:
     import transformers.models.auto.modeling_auto
     import transformers.models.qwen2.modeling_qwen2
     import transformers.models.qwen2.tokenization_qwen2
-    from torch.distributed.checkpoint import state_dict  # noqa: F401
 
     import distill.commands.app
     import distill.models.loaded

@@ -958,7 +958,15 @@ GIVEN = [
 
 
 USUAL = {  # valid values of arguments and options; of the others 3
-    **{"RECIPE": "whole.yaml", "RUN": "tiny", "MODEL": "model", "DONOR": "model", "TARGET": "model", "OUT": "out"},
+    **{
+        "RECIPE": "whole.yaml",
+        "RUN": "tiny",
+        "MODEL": "model",
+        "DONOR": "model",
+        "TARGET": "model",
+        "TARGET|RECIPE": "model",
+        "OUT": "out",
+    },
     **{
         "--target": "model",
         "--draft": "model",

@@ -385,13 +385,14 @@ def test_fitted_configurations_and_every_kind_of_drafter(place: Path, capsys: Ca
         "{rule: expected-value, length: 3}",
         "{drafter: tree, length: 2}",
         "{drafter: lookup, length: 3}",
+        "{drafter: lookup+tree, length: 3, depth: 2}",
         "{drafter: lookup+draft, length: 3, rule: p_min, p_min: 0.01}",
     ]
     options = [part for one in more for part in ("--configuration", one)]
     text = call(place, capsys, "--prompts", place / "texts.jsonl", "--lengths", 0, *options, "-o", "json")
     found = json.loads(text)
     assert found["calibration"]["prompts"] == 8 and found["prompts"] == 4 and found["chosen"] is None
-    assert len(found["measurements"]) == 5 and all(row["different"] == 0 for row in found["measurements"])
+    assert len(found["measurements"]) == 6 and all(row["different"] == 0 for row in found["measurements"])
 
 
 @LLAMA

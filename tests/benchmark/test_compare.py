@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,11 +18,14 @@ from toys import random_prompts, toy
 
 from distill.benchmark import speedup
 from distill.benchmark.compare import TimedText, choose_length, judge_identity, measurements, time_texts
-from distill.benchmark.identity import Identity, is_tie
+from distill.benchmark.identity import TORCH_NOISE, Identity, is_tie, tie_noise
+from distill.benchmark.pair import Comparison, _others_drafted
 from distill.benchmark.prepared import Fitted, Prepared, prepare_all
+from distill.benchmark.tree_choice import Choice
 from distill.evaluation.stage import write_rounds
 from distill.intervals import speed_ratio
 from distill.models.torch_model import TorchModel
+from distill.recipe import Configuration
 from distill.recipe.measuring import fixed_length
 from distill.results.speedup_results import PairMeasured
 from distill.speculative.decode import Decoded, Round, plain
@@ -110,14 +114,38 @@ def test_verdicts_on_texts() -> None:
     gap = float(best[0] - best[1])
     assert gap > 1e-3
 
-    def judged(noise: float, together: int = 0) -> dict[str, Identity]:
-        return judge_identity(target, prompts, decoded, [PLAIN, THREE], noise, together)
+    def judged(noise: float, sizes: tuple[int, ...] = ()) -> dict[str, Identity]:
+        return judge_identity(target, prompts, decoded, [PLAIN, THREE], noise, sizes)
 
     assert judged(gap * 0.9) == {THREE.title: Identity(1, 0, 1)}
     # Taken in other pieces the fp32 target says the same: that excuses nothing.
-    assert judged(gap * 0.9, 4) == {THREE.title: Identity(1, 0, 1)}
-    assert not is_tie(target, prompts[0], wrong, texts[0], 5, gap * 0.9, 4)  # nor a text that is not the plain one
+    assert judged(gap * 0.9, (2, 3, 4)) == {THREE.title: Identity(1, 0, 1)}
+    assert not is_tie(
+        target, prompts[0], wrong, texts[0], 5, gap * 0.9, (2, 3, 4)
+    )  # nor a text that is not the plain one
     assert judged(gap * 1.1) == {THREE.title: Identity(1, 1, 0)}
+
+
+def test_ties_are_judged_by_the_sizes_of_all_greedy_configurations() -> None:
+    """Rounding differs by how many tokens a step takes: of chains, lookups and trees, chosen ones too."""
+    chosen = Configuration(drafter="tree", length=1)
+    others = (
+        chosen,
+        Configuration(drafter="lookup+tree", length=4, nodes=6),
+        Configuration(length=9, sampler="recipe"),
+    )
+    label = PairMeasured("draft + target", "pytorch", False)
+    comparison = Comparison(label=label, prompts=[[1]], spare_prompts=[[1]], sweep=(fixed_length(1),), others=others)
+    choice = Choice(chosen.title, 8, 1.5, 1.0, 1.2, [])
+    assert _others_drafted(comparison, [choice]) == [4, 6, 8]
+    assert _others_drafted(replace(comparison, others=others[2:]), []) == []
+    recipe = recipe_with()
+    half = recipe.model_copy(update={"target": recipe.target.model_copy(update={"dtype": "bfloat16"})})
+    target = TorchModel(toy())
+    prompt, text = [1, 2], [*range(20)]
+    assert tie_noise(half, "pytorch", target, prompt, text, [1], [4, 6, 8])[1] == (2, 5, 7, 9)
+    assert tie_noise(half, "pytorch", target, prompt, text, [1, 3])[1] == (2, 3, 4)
+    assert tie_noise(recipe, "pytorch", target, prompt, text, [1]) == (TORCH_NOISE, ())
 
 
 def test_every_configuration_decodes_every_prompt() -> None:

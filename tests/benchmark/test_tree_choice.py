@@ -148,7 +148,7 @@ def test_the_number_of_nodes_is_the_best_of_all(values: list[float], draws: rand
         rate = row.tokens / (row.target_seconds + row.other_seconds)
         assert rate == pytest.approx(rates[int(row.nodes)], rel=1e-12)
     assert found.title_with_tree.endswith(f": {found.nodes} node" + "s" * (found.nodes != 1))
-    assert ("nothing is drafted" in found.sentence("validation text")) == (found.nodes == 0)
+    assert ("no tree is drafted" in found.sentence("validation text")) == (found.nodes == 0)
 
 
 def test_the_values_are_those_of_the_trees_that_a_text_meets(pair: tuple[TableModel, TableModel]) -> None:
@@ -169,7 +169,7 @@ def test_the_values_are_those_of_the_trees_that_a_text_meets(pair: tuple[TableMo
         starts += [text[: r.depth + 1] for r in result.rounds if r.depth + 1 < len(prompt) + 40]
     values = [
         best_first(
-            draft.table[draft.place(start)].softmax(-1), draft_distributions(draft, start), 7, branching=4, depth=3
+            draft.table[draft.place(start)].softmax(-1), draft_distributions(draft, start), 7, branching=16, depth=3
         )[1]
         for start in starts
     ]
@@ -200,7 +200,7 @@ def test_rounds_are_timed_by_what_they_drafted(pair: tuple[TableModel, TableMode
 
     def make(size: int) -> TreeDrafter:
         asked.append(size)
-        return TreeDrafter(draft, GREEDY, lambda: 0.0, size)
+        return TreeDrafter(draft, GREEDY, lambda: 0.0, size, branching=4)
 
     # After a prompt of 13 a context of 16 has room for one level, which has four nodes: there is no round of nine.
     prompts = [[i % 12 for i in range(13)], [i % 12 for i in range(13, 0, -1)]]

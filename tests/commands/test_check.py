@@ -70,7 +70,6 @@ def lines_of(folder: Path, name: str, text: str) -> str:
         (lambda v, f: v["corpus"]["sources"].pop(), ["no test document"]),
         (lambda v, f: v["train"].update(adapter={"targets": ["q_prog"]}), ["q_prog", "q_proj"]),
         (lambda v, f: v["train"].update(trackers=["wandb"]), ["train.trackers names wandb"]),
-        (lambda v, f: v["train"].update(loss={"top_k_hinge": 1.0}, hinge_k=500), ["hinge_k is 500"]),
         (lambda v, f: traffic(v, f, {"question": "a", "answer": "b"}), ["no answer in lines 1 to 1", "question"]),
         (lambda v, f: v["speedup"].update(grown={"tile": 2, "layers": 2}), ["speedup.grown.layers is 2"]),
     ],

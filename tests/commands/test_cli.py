@@ -12,7 +12,6 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -28,10 +27,7 @@ Capture = pytest.CaptureFixture[str]
 COMMANDS = sorted(get_command(app).commands)  # type: ignore[attr-defined]
 
 
-@pytest.fixture(autouse=True)
-def single() -> Iterator[None]:
-    with tiny.one_thread():
-        yield
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def refuse_constant(name: str) -> float:
@@ -236,7 +232,8 @@ def test_eval_of_gguf_files_is_that_of_their_folders(
     for domain in ("answers", "files"):
         torch, gguf = (one["domains"][domain]["draft"] for one in found)
         assert torch["tokens"] == gguf["tokens"] > 100
-        for name in set(torch) - {"tokens", "prompts"}:
+        assert torch["acceptance_drawn"]["mean"] is gguf["acceptance_drawn"]["mean"] is None  # greedy: nothing is drawn
+        for name in set(torch) - {"tokens", "prompts", "acceptance_drawn"}:
             assert gguf[name]["mean"] == pytest.approx(torch[name]["mean"], rel=2e-3, abs=2e-3), (domain, name)
     assert (
         found[0]["positions"] == found[1]["positions"] and found[0]["tokens_per_round"] == found[1]["tokens_per_round"]

@@ -6,7 +6,6 @@ import copy
 import csv
 import json
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,10 +39,7 @@ TALK = [
 QUESTION = {"role": "user", "content": "hello"}
 
 
-@pytest.fixture(autouse=True)
-def single() -> Iterator[None]:
-    with tiny.one_thread():
-        yield
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")

@@ -47,6 +47,7 @@ def by_loops(target: list[float], draft: list[float], sampler: Sampler) -> list[
 
     p, q = distribution(target), distribution(draft)
     served = [distribution(x, sampler.temperature, sampler.top_k) for x in (target, draft)]
+    drawn = distribution(draft, sampler.temperature, 10)
     best = draft.index(max(draft))
     same = float(target.index(max(target)) == best)
     return [
@@ -55,6 +56,7 @@ def by_loops(target: list[float], draft: list[float], sampler: Sampler) -> list[
         math.fsum(max(a - b, 0) for a, b in zip(p, q, strict=True)),
         same,
         math.fsum(min(a, b) for a, b in zip(*served, strict=True)),
+        math.fsum(min(a, b) for a, b in zip(served[0], drawn, strict=True)),
         served[0][best],
         same,
         math.fsum(served[0]),
@@ -80,6 +82,7 @@ def test_greedy_sampler_makes_all_acceptances_one() -> None:
     table = dict(zip(METRICS, position_metrics(target, draft, Sampler(0.0), 5).T, strict=True))
     for name in ("acceptance_sampling", "acceptance_match", "acceptance_greedy"):
         assert torch.equal(table[name], table["top1_agreement"])
+    assert bool(table["acceptance_drawn"].isnan().all())  # nothing is drawn
 
 
 def test_blocks_are_measured_by_document() -> None:
@@ -105,7 +108,7 @@ def test_blocks_are_measured_by_document() -> None:
     assert table.acceptance_ceiling.mean == pytest.approx(sums[:, -1].sum() / counts.sum())
     same = sum_by_document(block_values(target, {"d": target}, blocks, sampler, 61))["d"].least
     assert same[:, :3] == pytest.approx(0, abs=1e-6)
-    assert same[:, [3, 4, 6]] == pytest.approx(numpy.stack([counts] * 3, 1))
+    assert same[:, [3, 4, 7]] == pytest.approx(numpy.stack([counts] * 3, 1))
 
 
 def test_a_document_in_several_blocks_is_one_unit() -> None:

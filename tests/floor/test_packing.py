@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import random
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from toys import toy
 from distill.documents.prompts import cut_prompts
 from distill.documents.sources import Document, read_documents, split_of
 from distill.errors import DataError
-from distill.packing import PADDING, Packed, attention_mask, concatenate, epoch_order, pack
+from distill.packing import PADDING, Packed, attention_mask, concatenate, epoch_order, fitted_order, pack
 from distill.recipe import Corpus, Source
 
 torch.set_num_threads(1)
@@ -100,6 +101,42 @@ def test_counts_of_split_pieces() -> None:
     # 107 was asked for (index 7), and 106 opens a piece, so it has no context of its own
     assert packed.mask.int().tolist() == [[0] * 6, [1, 1, 1, 0, 1, 0], [0] * 6]
     assert packed.labels()[packed.mask].tolist() == [107, 108, 109, 201]
+
+
+def fewest_blocks(lengths: list[int], block: int) -> int:
+    """By trying every block for every sequence."""
+    best = len(lengths)
+
+    def place(index: int, rooms: list[int]) -> None:
+        nonlocal best
+        if len(rooms) >= best:
+            return
+        if index == len(lengths):
+            best = len(rooms)
+            return
+        for at, room in enumerate(rooms):
+            if room >= lengths[index]:
+                place(index + 1, [*rooms[:at], room - lengths[index], *rooms[at + 1 :]])
+        place(index + 1, [*rooms, block - lengths[index]])
+
+    place(0, [])
+    return best
+
+
+def test_an_order_that_fills_blocks() -> None:
+    """At most one block more than the fewest for a few sequences; nearly no padding for many; each sequence once."""
+    generator = random.Random(0)
+    for _ in range(60):
+        lengths = [generator.randint(2, 20) for _ in range(generator.randint(1, 8))]
+        order = fitted_order(lengths, 20)
+        assert sorted(order) == list(range(len(lengths)))
+        packed = pack([([index] * lengths[index], 1) for index in order], 20, split_long=False)
+        assert fewest_blocks(lengths, 20) <= len(packed) <= fewest_blocks(lengths, 20) + 1
+    lengths = [generator.randint(40, 350) for _ in range(300)]
+    packed = pack([([1] * lengths[index], 1) for index in fitted_order(lengths, 512)], 512, split_long=False)
+    assert len(packed) <= 1.02 * sum(lengths) / 512 + 1
+    assert len(packed) < len(pack([([1] * length, 1) for length in lengths], 512, split_long=False)) * 0.9
+    assert fitted_order([], 512) == []
 
 
 def test_too_long_for_a_block() -> None:

@@ -30,6 +30,7 @@ from distill.models.loaded import LoadedPair
 from distill.models.torch_logits import TorchLogits
 from distill.models.torch_model import TorchModel
 from distill.recipe import Configuration, Recipe, Target, load_recipe, parse_recipe
+from distill.recipe.configuration import TREES
 from distill.results.speedup_results import PairMeasured
 from distill.sampler import Sampler
 from distill.speculative.batch import decode_batch
@@ -67,7 +68,7 @@ def asked(
     """A request as the command makes it from its options; three drafted tokens where nothing else is given."""
     if settings.get("widths") is None and settings.get("drafter") != "none":
         settings.setdefault("length", 3)
-    if settings.get("drafter") == "tree" and settings.get("widths") is None:
+    if settings.get("drafter") in TREES and settings.get("widths") is None:
         settings["nodes"] = 2 * settings["length"]
     configuration = Configuration(sampler="recipe" if temperature else "greedy", **settings)
     return Request(configuration, Sampler(temperature), stop=stop, grammar=grammar)
@@ -109,6 +110,7 @@ def test_decoding_goes_on_where_the_drafts_context_ends(folders: Path, text: str
         asked(rule="p_min", p_min=0.2),
         asked(drafter="lookup+draft"),
         asked(drafter="tree"),
+        asked(drafter="lookup+tree"),
         asked(drafter="lookup"),
         asked(length=5, stop=("\u0001never",)),
     ):
@@ -144,6 +146,7 @@ def test_gguf_pairs_continue_as_their_folders_do(files: Path, text: str, capsys:
         asked(rule="expected-value"),
         asked(drafter="lookup+draft"),
         asked(drafter="tree"),
+        asked(drafter="lookup+tree"),
         asked(drafter="lookup"),
     ):
         found, told = continued(target, draft, text, 40, request, capsys)

@@ -17,14 +17,13 @@ import tiny
 import torch
 from table_model import TableModel
 from torch import Tensor
-from toys import blurred, random_prompts, save_toy, toy, toy_tokenizer
+from toys import random_prompts
 
 from distill.errors import DataError
 from distill.grammar.constrained import Constrained, Forced
 from distill.grammar.constraint import Constraint, State, constraint, llama_constraint
 from distill.grammar.gbnf import lark
 from distill.grammar.tokens import Tokens
-from distill.models.conversion.writer import export_gguf
 from distill.models.gguf.model import GgufModel
 from distill.models.torch_model import TorchModel
 from distill.sampler import Sampler
@@ -33,8 +32,9 @@ from distill.speculative import draft as draft_module
 from distill.speculative import verify as verify_module
 from distill.speculative.batch import plain_batch
 from distill.speculative.decode import Decoded, decode, decode_text, plain
-from distill.speculative.draft import Drafter, FirstThen, LookupDrafter, ModelDrafter
+from distill.speculative.draft import Drafter, FirstThen, ModelDrafter
 from distill.speculative.lengths import AcceptedRatio, Fixed
+from distill.speculative.lookup import LookupDrafter
 from distill.speculative.proposal import ROOT, Proposal
 from distill.speculative.rules import Rules
 from distill.speculative.trees import tree as tree_module
@@ -657,16 +657,6 @@ def test_logits_are_those_of_a_fresh_prefill_under_the_mask(seed: int) -> None:
 # GGUF.
 
 
-@pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    folder = tmp_path_factory.mktemp("gguf")
-    tokenizer = toy_tokenizer()
-    target = toy(vocabulary=len(tokenizer), seed=11)
-    for name, model in (("target", target), ("draft", blurred(target, 12, 0.015))):
-        export_gguf(save_toy(model, tokenizer, folder / name), folder / f"{name}.gguf", "f32")
-    return folder / "target.gguf", folder / "draft.gguf"
-
-
 GBNF = r"""
 root ::= "def " name "(" ("self" (", " name)*)? "):\n" # a head
 name ::= [a-z_]{1,5} | "\u00e9"
@@ -676,13 +666,13 @@ HEAD = r"def ([a-z_]{1,5}|é)\((self(, ([a-z_]{1,5}|é)){0,}){0,1}\):\n"
 
 @needs_llama
 @pytest.mark.parametrize("engine", ["llguidance", "llama.cpp"])
-def test_gguf_text(files: tuple[Path, Path], engine: str) -> None:
+def test_gguf_text(gguf_toys: tuple[Path, Path], engine: str) -> None:
     with (
-        GgufModel(files[0], context=128, threads=1, pad_single=True, max_leaves=12) as target,
-        GgufModel(files[1], context=128, threads=1, max_leaves=12) as draft,
+        GgufModel(gguf_toys[0], context=128, threads=1, pad_single=True, max_leaves=12) as target,
+        GgufModel(gguf_toys[1], context=128, threads=1, max_leaves=12) as draft,
     ):
         tokens = Tokens.of_gguf(target)
-        folder = Vocabulary.read(files[0].parent / "target")
+        folder = Vocabulary.read(gguf_toys[0].parent / "target")
         assert tokens.bytes_of == Tokens.of(folder, tokens.ends).bytes_of
         grammar = constraint("gbnf", GBNF, tokens) if engine == "llguidance" else llama_constraint(GBNF, target)
 
@@ -693,9 +683,9 @@ def test_gguf_text(files: tuple[Path, Path], engine: str) -> None:
 
 
 @needs_llama
-def test_both_engines_agree_on_gbnf(files: tuple[Path, Path]) -> None:
+def test_both_engines_agree_on_gbnf(gguf_toys: tuple[Path, Path]) -> None:
     """What llguidance allows llama.cpp does, and where nothing is certain they allow the same."""
-    with GgufModel(files[0], context=32, threads=1) as target:
+    with GgufModel(gguf_toys[0], context=32, threads=1) as target:
         ours = constraint("gbnf", GBNF, Tokens.of_gguf(target))
         theirs = llama_constraint(GBNF, target)
         draws, same, steps = random.Random(0), 0, 0

@@ -37,7 +37,7 @@ def blocks(*lengths: int, width: int = 40) -> Packed:
 
 def states(model: Any, packed: Packed, long: int, monkeypatch: pytest.MonkeyPatch) -> tuple[Tensor, list[Tensor]]:
     """Hidden states at all positions of documents, and the gradients of a function of them."""
-    monkeypatch.setattr(packed_forward, "LONG", long)
+    monkeypatch.setattr(packed_forward, "masked_below", lambda device: long)
     given = separation(model, packed.documents, torch.device("cpu"))
     first = next(iter(given.values())) if isinstance(given, dict) else given
     assert (first.dtype == torch.int32) is (long == 1)
@@ -75,6 +75,28 @@ def test_segments() -> None:
     assert bool((output.abs().sum((-1, -2)) > 0).eq(documents >= 0).all()), "padding attends to nothing"
 
 
+def test_under_autocast_a_cpu_still_computes_in_fp32() -> None:
+    """As trainings in bf16 call it: inputs and output in bf16, all between in fp32, gradients in the inputs' type."""
+    torch.manual_seed(0)
+    documents = torch.tensor([[0] * 9 + [1] * 5 + [-1] * 2, [0] * 3 + [1] * 13])
+    segments = document_segments(documents, None)
+    inputs = [torch.randn(2, heads, 16, 8, dtype=torch.bfloat16, requires_grad=True) for heads in (4, 2, 2)]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = attend_within(*inputs, segments)
+    assert found.dtype == torch.bfloat16
+    (found.float() * torch.linspace(-1, 1, 8)).sum().backward()
+    wide = [x.detach().float().requires_grad_() for x in inputs]
+    keys, values = (x.repeat_interleave(2, 1) for x in wide[1:])
+    mask = attention_mask(documents)
+    expected = scaled_dot_product_attention(wide[0], keys, values, attn_mask=mask).transpose(1, 2)
+    inside = (documents >= 0)[..., None, None]
+    (expected.to(torch.bfloat16).float() * inside * torch.linspace(-1, 1, 8)).sum().backward()
+    assert torch.equal(found, (expected * inside).to(torch.bfloat16))
+    for one, other in zip(inputs, wide, strict=True):
+        assert one.grad is not None and one.grad.dtype == torch.bfloat16 and other.grad is not None
+        torch.testing.assert_close(one.grad.float(), other.grad, rtol=1e-2, atol=1e-2 * float(other.grad.abs().max()))
+
+
 def test_segments_are_no_mask_for_others() -> None:
     """A model that does not ask our function must not take a list of segments for a mask."""
     query = torch.randn(1, 1, 4, 8)
@@ -86,8 +108,10 @@ def test_segments_are_no_mask_for_others() -> None:
 def test_masks_stay_where_they_are_cheap_or_needed() -> None:
     short, long = blocks(7, width=64).documents, blocks(7, width=packed_forward.LONG).documents
     cpu = torch.device("cpu")
-    assert separation(toy("qwen2"), short, cpu).dtype == torch.bool
-    assert separation(toy("qwen2"), long, cpu).dtype == torch.int32
+    assert separation(toy("qwen2"), short, cpu).dtype == torch.int32
+    meta = torch.device("meta")
+    assert separation(toy("qwen2"), short, meta).dtype == torch.bool
+    assert separation(toy("qwen2"), long, meta).dtype == torch.int32
     eager = toy("qwen2")
     eager.config._attn_implementation = "eager"
     assert separation(eager, long, cpu).is_floating_point()
@@ -118,7 +142,7 @@ def test_memory_grows_with_the_block(monkeypatch: pytest.MonkeyPatch) -> None:
     """Per token, eight times the block takes no more; with a mask it takes several times as much."""
     model = toy("qwen2", max_position_embeddings=4096)
     for long, least, most in ((1, 0.9, 1.02), (10**6, 1.5, 100)):
-        monkeypatch.setattr(packed_forward, "LONG", long)
+        monkeypatch.setattr(packed_forward, "masked_below", lambda device, long=long: long)
         each = [
             saved_bytes(model, blocks(width // 2, width // 4, width // 4, width=width)) / width for width in (256, 2048)
         ]
@@ -127,7 +151,7 @@ def test_memory_grows_with_the_block(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_documents_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """The states of a document do not depend on what is packed beside it."""
-    monkeypatch.setattr(packed_forward, "LONG", 1)
+    monkeypatch.setattr(packed_forward, "masked_below", lambda device: 1)
     model, packed = toy("mistral", sliding_window=4), blocks(11, 9, 18, 30)
     with torch.no_grad():
         found = hidden_states(model, packed)

@@ -9,7 +9,7 @@ import math
 import random
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -52,10 +52,7 @@ SAMPLERS = (
 )
 
 
-@pytest.fixture(autouse=True)
-def single() -> Iterator[None]:
-    with tiny.one_thread():
-        yield
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 # Samplers and logits.

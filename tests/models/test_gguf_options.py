@@ -6,7 +6,7 @@ import ctypes
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import tiny
@@ -23,7 +23,7 @@ from distill.models.gguf.model import GgufModel
 from distill.pipeline.keys import CONDITIONAL, Contents, key_parts
 from distill.pipeline.stages import find_stage
 from distill.recipe import Gguf, GgufOptions, Recipe, load_recipe
-from distill.recipe.gguf import CACHE_TYPES, ON_CPU
+from distill.recipe.gguf import ON_CPU, CacheType
 from distill.run import Run
 
 Capture = pytest.CaptureFixture[str]
@@ -80,7 +80,7 @@ def apart(one: Tensor, other: Tensor) -> float:
 
 
 @pytest.mark.parametrize("name", ["cache_type_k", "cache_type_v"])
-@pytest.mark.parametrize("kind", [kind for kind in CACHE_TYPES if kind != "f16"])
+@pytest.mark.parametrize("kind", [kind for kind in get_args(CacheType) if kind != "f16"])
 def test_the_type_of_the_cache_changes_its_size_and_the_logits(
     name: str, kind: str, files: dict[int, Path], usual: Seen
 ) -> None:

@@ -1,8 +1,7 @@
 """The commands that serve a pair: their options, and what holds them to the programs they are for.
 
-tests/serving/test_real_server.py gives llama-server's options to a real one. vLLM was not run: its options are those of
-VLLM_OPTIONS, read in the sources of the version named there; DISTILL_VLLM_SOURCES, an unpacked source package, reads
-them again.
+tests/serving/test_real_server.py and test_real_vllm.py give them to real ones. DISTILL_VLLM_SOURCES, the folder that an
+installed vLLM's package lies in, looks for vLLM's in its sources.
 """
 
 from __future__ import annotations
@@ -31,9 +30,10 @@ from distill.recipe import Gguf, parse_section
 from distill.recipe.gguf import GgufOptions
 
 SOURCES = os.environ.get("DISTILL_VLLM_SOURCES", "")
-# Of vLLM 0.33.0: fields of SpeculativeConfig (vllm/config/speculative.py), and options of `vllm serve`
+# Of vLLM 0.32.0: fields of SpeculativeConfig (vllm/config/speculative.py), and options of `vllm serve`
 # (vllm/engine/arg_utils.py).
-VLLM_FIELDS = {"method", "model", "num_speculative_tokens", "draft_tensor_parallel_size"}
+VLLM_FIELDS = {"method", "model", "num_speculative_tokens", "draft_tensor_parallel_size", "draft_sample_method"}
+VLLM_FIELDS |= {"use_heterogeneous_vocab"}
 VLLM_OPTIONS = {"--speculative-config", "--tensor-parallel-size"}
 VLLM_ADVISED = {"--max-model-len", "--max-logprobs"}  # in remedies of `distill check`, and in the documents
 
@@ -48,7 +48,6 @@ def test_a_pair_is_served_as_a_plain_draft() -> None:
     )
     assert pair_arguments("t", "d", 3, 0.5)[-2:] == ["--spec-draft-p-min", "0.5"]
     assert pair_arguments("t", None, 3, 0.5) == ["-m", "t"]
-    assert llama_server("t", "d", 4, cut=True).count("\n") == 1
 
 
 def test_every_option_of_ours_has_its_name_there_or_a_reason() -> None:
@@ -100,17 +99,23 @@ def vllm_parts(command: str) -> tuple[set[str], dict[str, Any]]:
 
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_vllm_gets_options_that_it_has(ranks: int) -> None:
-    named, config = vllm_parts(vllm("org/target's", "draft", 5, ranks))
-    assert named <= VLLM_OPTIONS and set(config) <= VLLM_FIELDS and VLLM == "0.33.0"
+    named, config = vllm_parts(vllm("org/target's", "draft", 5, ranks, probabilistic=ranks > 1))
+    assert named <= VLLM_OPTIONS and set(config) <= VLLM_FIELDS and VLLM == "0.32.0"
     assert config["method"] == "draft_model" and config["num_speculative_tokens"] == 5
+    assert config.get("draft_sample_method") == ("probabilistic" if ranks > 1 else None)
     assert config.get("draft_tensor_parallel_size", 1) == ranks  # vLLM refuses a draft that is split otherwise
 
 
+def test_vllm_drafts_for_another_vocabulary_with_best_tokens_alone() -> None:
+    _, config = vllm_parts(vllm("target", "draft", 5, probabilistic=True, same_vocabulary=False))
+    assert config["use_heterogeneous_vocab"] is True and "draft_sample_method" not in config
+
+
 @pytest.mark.slow
-@pytest.mark.skipif(not SOURCES, reason="DISTILL_VLLM_SOURCES names no unpacked source package of vLLM")
+@pytest.mark.skipif(not SOURCES, reason="DISTILL_VLLM_SOURCES names no installed vLLM")
 def test_vllm_has_them_in_its_sources() -> None:
     folder = Path(SOURCES) / "vllm"
-    assert f"Version: {VLLM}\n" in (Path(SOURCES) / "PKG-INFO").read_text(encoding="utf-8")
+    assert f"'{VLLM}" in (folder / "_version.py").read_text(encoding="utf-8")
     tree = ast.parse((folder / "config" / "speculative.py").read_text(encoding="utf-8"))
     config = next(
         node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node.name == "SpeculativeConfig"

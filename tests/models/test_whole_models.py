@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +23,7 @@ CPU = torch.device("cpu")
 Tensors = dict[str, torch.Tensor]
 
 
-@pytest.fixture(autouse=True)
-def single() -> Iterator[None]:
-    with tiny.one_thread():
-        yield
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture
@@ -175,7 +172,6 @@ def test_offline_opens_no_connection(
         (["cut={search: {layers: [3]}}"], True),
         (["cut={search: {layers: [2, 3]}}"], False),
         (["cut={drop_layers: '1'}"], False),
-        (["cut={kv_heads: 1}"], False),
         (["cut={mlp_width: 128}"], True),
     ],
 )

@@ -138,11 +138,10 @@ def test_every_section_is_shortened(world: Path, tmp_path: Path) -> None:
     values = tiny.recipe_values(world)
     values["answers"]["traffic"] = {"path": str(traffic)}
     values["cut"] = {"search": {"layers": [1, 2], "mlp_width": [32, 64], "heal_steps": 60}}
-    values["train"] |= {"parts": [{"name": n, "tokens": 5000} for n in "abcd"], "replay": {"prompts": 64}}
-    values["train"]["trackers"] = ["tensorboard"]
+    values["train"] |= {"replay": {"prompts": 64}, "trackers": ["tensorboard"]}
     recipe = load_recipe(tiny.write_recipe(tmp_path / "recipe.yaml", values))
     short = shortened(recipe, tmp_path / "runs")
-    assert short.train.steps == 4 and [part.steps for part in short.train.parts] == [1, 1, 1, 1]
+    assert short.train.steps == 3
     assert short.train.replay is not None and short.train.replay.steps == 1 and not short.train.trackers
     assert short.cut.search is not None and (short.cut.search.layers, short.cut.search.mlp_width) == ((2,), (64,))
     assert short.answers.prompts == 4 and short.speedup.prompts == 2 and short.speedup.lengths == (3,)

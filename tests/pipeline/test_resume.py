@@ -119,10 +119,7 @@ def test_killed_again_and_again(world: Path, whole: Path, tmp_path: Path) -> Non
 # ── finished runs ──
 
 
-@pytest.fixture(autouse=True)
-def single() -> Any:
-    with tiny.one_thread():
-        yield
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def train(world: Path, run: Path, *more: str) -> int:

@@ -186,10 +186,12 @@ def exact_means(target: Tensor, draft: Tensor) -> dict[str, float]:
     """The measures from logits [N, V] in fp64, written out."""
     p, q = target.softmax(-1), draft.softmax(-1)
     best = q.argmax(-1)
+    few = draft.masked_fill(draft < draft.sort(-1).values[:, -10:-9], -torch.inf).softmax(-1)
     found = {
         "forward_kl": (p * (p.log() - q.log())).sum(-1),
         "total_variation": (p - q).abs().sum(-1) / 2,
         "acceptance_sampling": torch.minimum(p, q).sum(-1),
+        "acceptance_drawn": torch.minimum(p, few).sum(-1),
         "acceptance_match": p.gather(-1, best.unsqueeze(-1)).squeeze(-1),
         "acceptance_greedy": (p.argmax(-1) == best).double(),
     }

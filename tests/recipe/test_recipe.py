@@ -151,7 +151,7 @@ def test_null_switches_off_and_the_last_override_wins(small: Path) -> None:
             "train.average={kind: ema, decay: 0.9}",
             "train.average: gone: an average of the weights brought no acceptance",
         ),
-        ("train.parts=[{name: a, steps: 2, weights: uniform}]", "train.parts.0.weights: gone: weighting tokens"),
+        ("train.parts=[{name: a, steps: 2}]", "train.parts: gone: a second loss"),
         ("train.decay=0.5", "train.decay: is now called train.decay_share"),
         ("train.acceptance.worth=0.01", "train.acceptance.worth: gone: no training has shown"),
         ("train.steps=0", "train.steps: must be at least 1 (got 0)"),

@@ -45,14 +45,14 @@ def test_overrides_take_multiples_of_the_rate(script: Any) -> None:
 
 def test_every_configuration_starts_from_adamw(script: Any, tmp_path: Path) -> None:
     """The demo's own recipe trains with Muon and hidden states: that must not reach the others; nor must a schedule."""
-    own = ["train.parts=[{name: a, share: 1.0}]", "train.schedule=wsd"]
+    own = ["train.schedule=wsd"]
     recipe = load_recipe(tiny.ROOT / "recipes" / "demo.yaml", own)
     assert recipe.train.optimizer == "muon" and recipe.train.hidden_states is not None
     (tmp_path / "config.yaml").write_text(dump_recipe(recipe))
     options = SimpleNamespace(run=tmp_path, steps=30, batch=2, of_recipe=False)
     for name, text in script.CONFIGURATIONS.items():
         train = script.recipe_of(options, text, 1e-3, 0).train
-        assert train.optimizer == ("muon" if "muon" in name else "adamw") and not train.parts
+        assert train.optimizer == ("muon" if "muon" in name else "adamw")
         assert (train.hidden_states is not None) == ("hidden states" in name)
         assert train.schedule == ("wsd" if "wsd" in name else "cosine")
 

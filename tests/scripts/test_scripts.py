@@ -39,7 +39,7 @@ def test_the_store_at_toy_size(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
 def test_blocks_at_toy_size(monkeypatch: pytest.MonkeyPatch) -> None:
     measured = script("benchmarks/blocks", monkeypatch)
     attention = importlib.import_module("distill.models.packed_forward")
-    monkeypatch.setattr(attention, "LONG", attention.LONG)  # measure() changes it for --mask
+    monkeypatch.setattr(attention, "masked_below", attention.masked_below)  # measure() changes it for --mask
     small = "--vocabulary 300 --layers 1 --k 8 --threads 1"
     with tiny.one_thread():
         for mask in ([], ["--mask"]):

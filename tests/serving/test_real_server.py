@@ -1,6 +1,7 @@
-"""A real llama-server: DISTILL_LLAMA_BIN names the folder of a build (scripts/build_llama_cpp.sh), else all is skipped.
+"""Real llama-servers: that of the wheel `xllamacpp`, a llama.cpp of October 2026, and with DISTILL_LLAMA_BIN that of a
+build (scripts/build_llama_cpp.sh), which is older.
 
-DISTILL_LLAMA_BIN=build/llama.cpp/bin pytest -m slow tests/serving/test_real_server.py
+DISTILL_LLAMA_BIN=build/llama.cpp/bin pytest -m "" tests/serving/test_real_server.py
 """
 
 from __future__ import annotations
@@ -8,32 +9,50 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import pytest
 import served_pairs
+import test_record
 import tiny
 
+from distill.benchmark.distribution_test import homogeneity
 from distill.errors import ServingError
 from distill.models.server_commands import OF_DRAFT, OF_TARGET, llama_server, option_arguments, pair_arguments
-from distill.recipe import Gguf, parse_section
+from distill.recipe import Gguf, SamplerSettings, Traffic, parse_section
+from distill.serving.arrivals import Load
 from distill.serving.check import CheckSettings, Conversation, check_started
-from distill.serving.choose import choose
+from distill.serving.choose import Trials, choose, grid
 from distill.serving.clients import LlamaClient
 from distill.serving.llama_server import LlamaServer, started
 from distill.serving.opening import opened
+from distill.serving.wheel_server import WHEEL, wheel_version
+from distill.target.traffic import Line, pin_of, read_lines
 from distill.texts import Prompt
 
 FOLDER = os.environ.get("DISTILL_LLAMA_BIN", "")
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not FOLDER, reason="DISTILL_LLAMA_BIN names no build of llama.cpp"),
+BUILD = Path(FOLDER) / "llama-server"
+PROGRAMS = [
+    pytest.param(Path(WHEEL), id="wheel", marks=pytest.mark.skipif(wheel_version() is None, reason=f"needs {WHEEL}")),
+    pytest.param(
+        BUILD,
+        id="build",
+        marks=[
+            pytest.mark.slow,
+            pytest.mark.skipif(not FOLDER, reason="DISTILL_LLAMA_BIN names no build of llama.cpp"),
+        ],
+    ),
 ]
+pytestmark = pytest.mark.parametrize("program", PROGRAMS, scope="module")
 LIMIT = 48
+SAMPLED = SamplerSettings(temperature=0.8)
+TEXTS = 400
 
 
 @pytest.fixture(scope="module")
@@ -42,9 +61,8 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture
-def settings(pairs: dict[str, Path]) -> LlamaServer:
-    server = Path(FOLDER) / "llama-server"
-    return LlamaServer(server, pairs["target"], pairs["draft"], n_max=4, threads=1, context=512)
+def settings(pairs: dict[str, Path], program: Path) -> LlamaServer:
+    return LlamaServer(program, pairs["target"], pairs["draft"], n_max=4, threads=1, context=512)
 
 
 @pytest.fixture(scope="module")
@@ -85,14 +103,21 @@ def explained(found: Any) -> list[str]:
 
 
 def test_the_server_accepts_what_our_decoder_accepts(settings: LlamaServer, prompts: list[Prompt]) -> None:
-    found = check_started(wanted(prompts, concurrency=(1, 4)), settings)
+    found = check_started(wanted(prompts, concurrency=(1, 4), arrivals=(Load(rate=20.0),)), settings)
     server, ours = found.acceptance
     assert server.drafted > 100 and abs(server.rate.mean - ours.rate.mean) < 0.02
     assert ours.rate.low <= server.rate.mean <= ours.rate.high
     assert server.by_position is not None and len(server.by_position) == 4
     assert not found.differences and "as predicted" in found.sentences[0]
     assert found.same_texts >= found.texts - 1
-    assert {one.concurrency for one in found.speeds} == {1, 4}
+    assert [one.concurrency for one in found.speeds] == [1, 1, 4, 4, 0, 0]
+    # Texts that end keep their places until others begin, so that four were in flight; a step of four takes longer.
+    assert [one.in_flight for one in found.speeds[2:4]] == pytest.approx([4, 4], rel=0.05)
+    assert found.loads is not None and 0.5 < found.loads.steps[4] / found.loads.steps[1] < 16
+    assert all(row.measured.low < row.measured.high and row.predicted > 0 for row in found.loads.rows)
+    arrived = found.speeds[4:]
+    assert [one.requests for one in arrived] == [16, 16] and all(one.in_flight > 0.1 for one in arrived)
+    assert all(one.token_seconds[0] <= one.token_seconds[1] for one in found.speeds)
 
 
 def test_a_quantised_cache_of_the_draft_is_named(
@@ -152,9 +177,10 @@ def test_a_killed_server_is_one_message(settings: LlamaServer, prompts: list[Pro
 
 
 def test_refusals_of_the_real_program(settings: LlamaServer, prompts: list[Prompt]) -> None:
+    removed = "does not know" if settings.binary.name == WHEEL else r"has been removed[\s\S]*no longer has that option"
     for further, message in (
         (("--nonsense", "1"), r"invalid argument: --nonsense[\s\S]*does not know"),
-        (("--draft-max", "4"), r"has been removed[\s\S]*no longer has that option"),
+        (("--draft-max", "4"), removed),
     ):
         with pytest.raises(ServingError, match=message), started(replace(settings, further=further), 60):
             pass
@@ -166,15 +192,85 @@ def test_refusals_of_the_real_program(settings: LlamaServer, prompts: list[Promp
             client.complete(prompts[0].ids * 8, 8)
 
 
+def test_both_ways_to_draft_are_ours(settings: LlamaServer, prompts: list[Prompt]) -> None:
+    """Under a sampler: best tokens compared with the target's draw, and drawn ones under rejection sampling."""
+    sampled = wanted(prompts, repeats=2, sampler=SAMPLED)
+    rates = {}
+    for drawn in (False, True) if settings.draws_drafts() else (False,):
+        found = check_started(sampled, replace(settings, probabilistic=drawn))
+        server, ours = found.acceptance[0], next(one for one in found.acceptance if one.source.startswith("distill"))
+        # Texts of one prompt are alike, so that their spread by prompt is what the two can differ by.
+        assert abs(server.rate.mean - ours.rate.mean) < 3 * (server.rate.high - server.rate.low) / 4, found.sentences
+        assert "as predicted" in found.sentences[0]
+        rates[drawn] = server.rate.mean
+        if settings.draws_drafts():
+            assert found.drawn.low > 0.1
+    assert not settings.draws_drafts() or rates[True] > 1.2 * rates[False]
+
+
+def test_texts_follow_the_targets_distribution(settings: LlamaServer, prompts: list[Prompt]) -> None:
+    """Texts of three tokens behind one prompt: with drafts, drawn and not, and without are of one distribution."""
+    texts = {}
+    ways = {"plain": settings.plain, "best": settings}
+    if settings.draws_drafts():
+        ways["drawn"] = replace(settings, probabilistic=True)
+    for name, way in ways.items():
+        with opened(way, (60.0, 60.0), SAMPLED) as client:
+            replies = [client.complete(prompts[0].ids[:8], 3, seed) for seed in range(TEXTS)]
+        texts[name] = Counter(tuple(reply.tokens) for reply in replies)
+        assert name == "plain" or sum(reply.accepted or 0 for reply in replies) > TEXTS / 10
+    for name in list(ways)[1:]:
+        assert homogeneity(texts["plain"], texts[name])[2] > 1e-4, name
+    # The test has the power to see the target at another temperature.
+    with opened(settings.plain, (60.0, 60.0), SamplerSettings(temperature=1.5)) as client:
+        hotter = Counter(tuple(client.complete(prompts[0].ids[:8], 3, seed).tokens) for seed in range(TEXTS))
+    assert homogeneity(texts["plain"], hotter)[2] < 1e-4
+
+
 def test_settings_are_chosen(settings: LlamaServer, prompts: list[Prompt], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("distill.serving.choose.N_MAX", range(1, 4))
+    monkeypatch.setattr("distill.serving.choose.N_MAX", range(1, 3))
+    monkeypatch.setattr("distill.serving.choose.P_MIN", (0.0, 0.5))
+    monkeypatch.setattr("distill.serving.choose.FEW", 0)
     ids = [prompt.ids for prompt in prompts]
-    found = choose(settings, ids[:4], ids[4:], 24, lambda one: opened(one, (60.0, 60.0)))
-    assert len(found.tried) == 10 and found.confirmed[0].against.mean == 1.0
+    found = choose(settings, Trials(ids[:4], 12), Trials(ids[4:], 12), lambda one: opened(one, (60.0, 60.0)), grid())
+    assert len(found.tried) == 5 and found.confirmed[0].against.mean == 1.0
     assert all(one.tokens_per_second > 0 for one in found.tried)
 
 
-def test_every_printed_option_is_known_to_the_server() -> None:
+def test_what_is_recorded_in_front_of_it(settings: LlamaServer, tmp_path: Path) -> None:
+    """Its replies, whole and streamed, by each API, are what `answers.traffic` then reads."""
+    question = [{"role": "user", "content": "def total(values):"}]
+    asked: list[tuple[str, dict[str, Any]]] = [
+        ("/v1/chat/completions", {"messages": question, "max_tokens": 6}),
+        ("/v1/completions", {"prompt": "def total(values):", "max_tokens": 6}),
+        ("/completion", {"prompt": "def total(values):", "n_predict": 6}),
+    ]
+    with started(settings.plain, 60) as server:
+        process, url, _ = test_record.start("--upstream", server.url, "--to", tmp_path / "served")
+        expected = []
+        # A server ends an idle connection after some seconds: on a machine that stalls, a request may meet that end.
+        limits = httpx2.Limits(max_keepalive_connections=0)
+        with ExitStack() as stack:
+            stack.enter_context(process)
+            stack.callback(process.kill)
+            client = stack.enter_context(httpx2.Client(trust_env=False, timeout=60, limits=limits))
+            for path, body in asked:
+                for stream in (False, True):
+                    reply = client.post(url + path, json={**body, "temperature": 0, "stream": stream})
+                    assert reply.status_code == 200
+                found = client.post(server.url + path, json={**body, "temperature": 0}).json()
+                choice = found.get("choices", [{"text": found.get("content"), "finish_reason": "length"}])[0]
+                answer = choice["text"] if "text" in choice else choice["message"]["content"]
+                expected += [
+                    Line(0, body.get("messages", body.get("prompt")), answer, choice["finish_reason"] == "stop")
+                ] * 2
+            code, out, _ = test_record.end(process, signal.SIGINT)
+    assert code == 0 and out.startswith("kept 6 answers"), out
+    found = list(read_lines(Traffic(path=""), pin_of(tmp_path / "served")))
+    assert [replace(line, number=0) for line in found if isinstance(line, Line)] == expected
+
+
+def test_every_printed_option_is_known_to_the_server(settings: LlamaServer) -> None:
     """Options are parsed before the model is looked for: a file that is not there is all that may be wrong."""
     gguf = parse_section(
         Gguf,
@@ -187,10 +283,17 @@ def test_every_printed_option_is_known_to_the_server() -> None:
     )
     arguments = pair_arguments("none.gguf", "none.gguf", 4, 0.5) + option_arguments(gguf)
     devices = [OF_TARGET["device"], "none", OF_DRAFT["device"], "none", OF_TARGET["tensor_split"], "3,1"]
-    program = str(Path(FOLDER) / "llama-server")
-    done = subprocess.run([program, *arguments, *devices], capture_output=True, text=True, check=False, timeout=120)
+    if settings.binary.name == WHEEL:
+        devices = ["--spec-draft-sampling", "probabilistic"]
+    done = subprocess.run(
+        [*settings.program, *arguments, *devices], capture_output=True, text=True, check=False, timeout=120
+    )
     assert "failed to load model" in done.stdout + done.stderr and "invalid argument" not in done.stdout + done.stderr
     assert llama_server("a", "b", 4).split()[1:] == pair_arguments("a", "b", 4)
     for arguments in (["--spec-type", "none"], ["--ctx-size", "512"], ["--load-mode", "none"]):
-        done = subprocess.run([program, "-m", "none.gguf", *arguments], capture_output=True, text=True, check=False)
+        if settings.binary.name == WHEEL and arguments[0] == "--spec-type":
+            continue
+        done = subprocess.run(
+            [*settings.program, "-m", "none.gguf", *arguments], capture_output=True, text=True, check=False
+        )
         assert "failed to load model" in done.stdout + done.stderr

@@ -23,18 +23,30 @@ from vllm_serving import VERSION, VllmServing
 
 from distill.errors import RecipeError, ServingError
 from distill.intervals import Interval
+from distill.recipe import SamplerSettings
 from distill.results.serialise import read_result
 from distill.results.serving_results import ServeReport
-from distill.serving import replaying
-from distill.serving.check import CheckSettings, Conversation, by_class, check_addresses, check_started
-from distill.serving.choose import PLAIN, choose, grid, with_settings
+from distill.serving.arrivals import Load
+from distill.serving.check import CheckSettings, Conversation, check_addresses, check_started
+from distill.serving.choose import PLAIN, Settings, Trials, choose, grid, settings_of, with_settings
 from distill.serving.clients import LlamaClient, VllmClient, kind_of_server
 from distill.serving.differences import option_differences
 from distill.serving.http import Http, Reply, Totals, totals_of
 from distill.serving.llama_server import LlamaServer, free_port, require_binary, started
-from distill.serving.markdown import Reference, _percent, _shown, sentences
+from distill.serving.markdown import Reference, _percent, _shown, as_markdown, flat_rows, sentences
 from distill.serving.opening import Addresses, opened
-from distill.serving.replaying import OurText, Replayed, TextCounts, acceptance, counted, rise_of_tokens
+from distill.serving.replaying import (
+    OurText,
+    Replayed,
+    ServerRules,
+    TextCounts,
+    acceptance,
+    by_class,
+    counted,
+    rise_of_tokens,
+    vllm_text,
+)
+from distill.speculative.decode import Decoded, Round
 from distill.texts import Prompt
 
 LLAMA = pytest.mark.skipif(
@@ -224,14 +236,29 @@ def test_addresses_where_nobody_answers() -> None:
 
 
 def test_rounds_follow_from_tokens_and_accepted_ones() -> None:
-    assert TextCounts(10, 8, 5).rounds == 4  # the prompt's token, then 9, of which 5 were accepted
-    assert TextCounts(1, 0, 0).rounds == 0 and TextCounts(1, 0, 0).later == 0
-    assert TextCounts(3, 8, 5).rounds == 1  # ended within its first round
-    found = acceptance("x", [TextCounts(10, 8, 5), TextCounts(5, 8, 1)], Totals(4, 16, 6, (3, 2, 1, 0)))
+    assert TextCounts.of(10, 8, 5).rounds == 4  # the prompt's token, then 9, of which 5 were accepted
+    assert TextCounts.of(1, 0, 0).rounds == 0 and TextCounts.of(1, 0, 0).later == 0
+    assert TextCounts.of(3, 8, 5).rounds == 1  # ended within its first round
+    found = acceptance("x", [TextCounts.of(10, 8, 5), TextCounts.of(5, 8, 1)], Totals(4, 16, 6, (3, 2, 1, 0)))
     assert found.rate.mean == 6 / 16 and found.tokens_per_round.mean == 13 / 7
     assert found.by_position == [0.75, 0.5, 0.25, 0.0] and found.rate.low < found.rate.mean < found.rate.high
-    rise = rise_of_tokens([TextCounts(9, 8, 0)] * 3, [TextCounts(9, 8, 4)] * 3)
+    rise = rise_of_tokens([TextCounts.of(9, 8, 0)] * 3, [TextCounts.of(9, 8, 4)] * 3)
     assert rise.mean == rise.low == rise.high == 1.0  # 8 tokens in 8 rounds, then in 4
+
+
+def test_the_counts_of_vllm_are_of_whole_rounds() -> None:
+    # A prompt of 3 tokens; the first token, then rounds that accept 2, 0 and 4 of 4, behind them further ones.
+    result = Decoded(list(range(20, 40)), [], [Round(3, 4, 2, 0.0), Round(6, 4, 0, 0.0), Round(7, 4, 4, 0.0)])
+    result.rounds += [Round(12, 4, 1, 0.0), Round(14, 4, 0, 0.0)]
+    for limit, ends, tokens, rounds, accepted in (
+        (5, (), 5, 2, 2),  # exactly two rounds
+        (6, (), 6, 3, 6),  # the third is counted whole, though but one token of it is kept
+        (12, (22,), 3, 1, 2),  # an end token, accepted in the first round
+        (12, (20,), 1, 0, 0),  # the very first token
+    ):
+        found = vllm_text(result, 3, limit, ends)
+        assert found.tokens == result.tokens[:tokens]
+        assert found.counts == TextCounts(tokens - 1, 4 * rounds, accepted, rounds)
 
 
 def test_counters_of_both_servers() -> None:
@@ -254,18 +281,21 @@ def test_counters_of_both_servers() -> None:
 # Whole checks of a llama-server. Our decoder is replaced by what the server does with its own defaults.
 
 
-def server_texts(prompts: Sequence[Sequence[int]], limit: int, n_max: int) -> list[OurText]:
-    state = fake_llama_server.Server({"-md": "d", "--spec-draft-n-max": str(n_max)}, "")
+def server_texts(
+    rules: ServerRules, _target: Path, _draft: Path, prompts: Any, limit: int, samples: int, _threads: int | None
+) -> list[list[OurText]]:
+    drawn = {"--spec-draft-sampling": "probabilistic"} if rules.probabilistic else {}
+    state = fake_llama_server.Server({"-md": "d", "--spec-draft-n-max": str(rules.n_max)} | drawn, "")
     found = []
     for prompt in prompts:
         tokens, drafted, accepted, _ = state.text(list(prompt), limit)
-        found.append(OurText(tokens, TextCounts(limit, drafted, accepted)))
+        found.append([OurText(tokens, TextCounts.of(limit, drafted, accepted))] * samples)
     return found
 
 
 @pytest.fixture
 def ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replaying, "decode_files", lambda t, d, ids, limit, n_max, *_: server_texts(ids, limit, n_max))
+    monkeypatch.setattr(ServerRules, "decode_files", server_texts)
 
 
 @pytest.mark.usefixtures("ours")
@@ -284,6 +314,38 @@ def test_a_server_that_does_as_predicted(settings: LlamaServer) -> None:
     assert all(one.tokens_per_second > 0 and one.first_seconds[0] > 0 for one in found.speeds)
     assert found.speeds[0].requests == len(PROMPTS) and found.speeds[2].requests >= 6
     assert found.build == "b1-0c1e570"
+
+
+SAMPLED = SamplerSettings(temperature=0.8)
+
+
+@pytest.mark.usefixtures("ours")
+@pytest.mark.parametrize("drawn", [False, True])
+def test_drafts_of_sampled_requests_are_measured_both_ways(settings: LlamaServer, drawn: bool) -> None:
+    found = check_started(
+        wanted(concurrency=(1,), repeats=2, sampler=SAMPLED, predicted=0.5), replace(settings, probabilistic=drawn)
+    )
+    one, other, ours = found.acceptance
+    assert other.source == f"llama-server, {'best tokens drafted' if drawn else 'drawn drafts'}"
+    assert (one.drafted, one.accepted) == (ours.drafted, ours.accepted) and "as predicted" in found.sentences[0]
+    assert (one.rate.mean > other.rate.mean) == drawn and math.isnan(found.predicted)
+    assert found.drawn.mean > 0.1 and "--spec-draft-sampling probabilistic" in found.sentences[1]
+    assert found.texts == 0 and found.probabilistic == drawn
+    greedy = check_started(wanted(concurrency=(1,), repeats=2), settings)
+    assert math.isnan(greedy.drawn.mean) and greedy.acceptance[0].drafted < one.drafted + other.drafted
+    assert as_markdown(found).count("temperature 0.8") == 1 and "Greedy" in as_markdown(greedy)
+
+
+@pytest.mark.usefixtures("ours")
+def test_a_build_that_cannot_draw_its_drafts(settings: LlamaServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FAKE", "old")
+    assert not settings.draws_drafts()
+    found = check_started(wanted(concurrency=(1,), sampler=SAMPLED), settings)
+    assert [one.source for one in found.acceptance[1:]] == [
+        "distill, the same files",
+        "distill, as a server that draws its drafts",
+    ]
+    assert any("--spec-draft-sampling" in line for line in found.notes) and math.isnan(found.drawn.mean)
 
 
 @pytest.mark.usefixtures("ours")
@@ -350,12 +412,13 @@ def test_files_of_another_run_are_measured(
     other = tmp_path / "other.gguf"
     other.write_bytes(files[1].read_bytes())
 
-    def decoded(target: Path, draft: Path, ids: Any, limit: int, n_max: int, *_: Any) -> list[OurText]:
-        found = server_texts(ids, limit, n_max)
-        better = [replace(one, counts=replace(one.counts, accepted=one.counts.accepted + 4)) for one in found]
+    def decoded(rules: ServerRules, target: Path, draft: Path, *rest: Any) -> list[list[OurText]]:
+        found = server_texts(rules, target, draft, *rest)
+        rounds = [one.counts.rounds - 4 for (one,) in found]
+        better = [[replace(one, counts=replace(one.counts, rounds=n))] for n, (one,) in zip(rounds, found, strict=True)]
         return better if draft == files[1] else found
 
-    monkeypatch.setattr(replaying, "decode_files", decoded)
+    monkeypatch.setattr(ServerRules, "decode_files", decoded)
     found = check_started(wanted(concurrency=(1,), made=files), replace(settings, draft=other))
     assert [one.source for one in found.acceptance[1:]] == ["distill, the same files", "distill, the run's own files"]
     assert found.differences[0].what == "the draft's file" and found.differences[0].explains
@@ -373,7 +436,7 @@ class Paced:
     def __init__(self, rate: float) -> None:
         self.rate = rate
 
-    def complete(self, ids: Sequence[int], limit: int) -> Reply:
+    def complete(self, ids: Sequence[int], limit: int, seed: int = 0) -> Reply:
         return Reply([1] * limit, limit, 0.001, limit / self.rate)
 
     def totals(self) -> None:
@@ -382,20 +445,39 @@ class Paced:
     def close(self) -> None: ...
 
 
-@pytest.mark.parametrize(("best", "whole"), [((3, 0.0), False), ((8, 0.75), True), ((1, 0.5), False), (PLAIN, False)])
-def test_the_fastest_settings_are_found(settings: LlamaServer, best: tuple[int, float], whole: bool) -> None:
+@pytest.mark.parametrize(
+    ("best", "whole"),
+    [
+        (Settings(3, 0.0), False),
+        (Settings(8, 0.75), True),
+        (Settings(1, 0.5), False),
+        (PLAIN, False),
+        (Settings(3, 0.0, True), False),
+        (Settings(6, 0.5), False),
+    ],
+)
+@pytest.mark.parametrize("draws", [False, True])
+def test_the_fastest_settings_are_found(settings: LlamaServer, best: Settings, whole: bool, draws: bool) -> None:
+    if best.probabilistic and not draws:
+        return
     visited: list[LlamaServer] = []
 
     @contextlib.contextmanager
     def paced(one: LlamaServer) -> Iterator[Paced]:
         visited.append(one)
-        own = PLAIN if one.draft is None else (one.n_max, one.p_min or 0.0)
-        yield Paced(100.0 - 3 * abs(own[0] - best[0]) - 4 * abs(own[1] - best[1]))
+        own = PLAIN if one.draft is None else Settings(one.n_max, one.p_min or 0.0, one.probabilistic)
+        far = 3 * abs(own.n_max - best.n_max) + 4 * abs(own.p_min - best.p_min)
+        yield Paced(100.0 - far - 8 * (own.probabilistic != best.probabilistic))
 
     further = ("--spec-draft-n-max", "5", "-ub", "64", "--draft-p-min", "0.3")
-    found = choose(replace(settings, further=further), PROMPTS, PROMPTS[::-1], 8, paced, whole)  # type: ignore[arg-type]
-    assert (found.n_max, found.p_min) == best and len(found.tried) == len(grid()) == 25
-    assert len(found.confirmed) == (25 if whole else len({*[(c.n_max, c.p_min) for c in found.confirmed]}))
+    server = replace(settings, further=further)
+    found = choose(server, Trials(PROMPTS, 8), Trials(PROMPTS[::-1], 8, 2), paced, grid(draws), whole)  # type: ignore[arg-type]
+    size = 49 if draws else 25
+    assert (found.n_max, found.p_min, found.probabilistic) == best and len(found.tried) == len(grid(draws)) == size
+    assert len(found.confirmed) == (size if whole else len({settings_of(one) for one in found.confirmed}))
+    if draws:  # the fastest that drafts the other way is always judged
+        assert {one.probabilistic for one in found.confirmed if one.n_max} == {False, True}
+        assert ("probabilistic" in found.command) == best.probabilistic and found.sentence.count("probabilistic") == 1
     assert found.confirmed[0].against.mean == 1.0
     assert all(one.against.mean >= 1.0 for one in found.confirmed)
     assert all("--draft-p-min" not in one.served and one.parallel == 1 for one in visited)
@@ -404,8 +486,8 @@ def test_the_fastest_settings_are_found(settings: LlamaServer, best: tuple[int, 
     else:
         assert f"--spec-draft-n-max {best[0]}" in found.command and "-ub 64" in found.command
         assert ("--spec-draft-p-min" in found.command) == (best[1] > 0)
-    rounds = {(one.n_max, one.p_min): one.rounds for one in found.tried}
-    assert rounds[PLAIN] == 3 and sorted(rounds.values()).count(1) == 12
+    rounds = {Settings(one.n_max, one.p_min, one.probabilistic): one.rounds for one in found.tried}
+    assert rounds[PLAIN] == 3 and sorted(rounds.values()).count(1) in (size - 13, size - 14)
 
 
 def test_luck_on_the_whole_grid_does_not_judge(settings: LlamaServer) -> None:
@@ -415,16 +497,16 @@ def test_luck_on_the_whole_grid_does_not_judge(settings: LlamaServer) -> None:
 
     @contextlib.contextmanager
     def paced(one: LlamaServer) -> Iterator[Paced]:
-        own = PLAIN if one.draft is None else (one.n_max, one.p_min or 0.0)
+        own = (0, 0.0) if one.draft is None else (one.n_max, one.p_min or 0.0)
         number = sum(visits.values())
         visits[own] = visits.get(own, 0) + 1
         lucky = own == (2, 0.75) and 100 <= number < grid_is_over
         yield Paced(150.0 if lucky else 100.0 - 3 * abs(own[0] - 6) - 4 * abs(own[1] - 0.5))
 
-    found = choose(settings, PROMPTS, PROMPTS[::-1], 8, paced, True)  # type: ignore[arg-type]
+    found = choose(settings, Trials(PROMPTS, 8), Trials(PROMPTS[::-1], 8), paced, grid(), True)  # type: ignore[arg-type]
     assert (found.n_max, found.p_min) == (6, 0.5) and "nothing that was tried is faster" in found.sentence
     again = {(one.n_max, one.p_min): one for one in found.confirmed[: (sum(visits.values()) - grid_is_over) // 4]}
-    assert {(6, 0.5), (2, 0.75), PLAIN} <= set(again) and again[2, 0.75].against.low > 1
+    assert {(6, 0.5), (2, 0.75), (0, 0.0)} <= set(again) and again[2, 0.75].against.low > 1
     assert len(found.confirmed) == len({(one.n_max, one.p_min) for one in found.confirmed}) == 25
 
 
@@ -435,7 +517,7 @@ def test_one_prompt_has_no_interval() -> None:
     plainly, drafting = (
         Replayed([[Reply([1] * 6, 6, 0.1, seconds + place, 8, 2 + place)] for place in range(3)]) for seconds in (2, 1)
     )
-    texts = counted(drafting.first)
+    texts = counted(drafting.texts)
     many, one = by_class(prompts, texts, {"plain": plainly, "draft": drafting})
     assert (many.name, many.prompts, one.name, one.prompts) == ("many", 2, "one", 1)
     assert many.rate.mean == pytest.approx(6 / 16) and many.rate.low < many.rate.high
@@ -446,7 +528,7 @@ def test_one_prompt_has_no_interval() -> None:
 
 def test_settings_become_options(settings: LlamaServer) -> None:
     assert with_settings(settings, PLAIN).draft is None
-    one = with_settings(replace(settings, parallel=8), (7, 0.5))
+    one = with_settings(replace(settings, parallel=8), Settings(7, 0.5))
     assert one.served[-4:] == ["--spec-draft-n-max", "7", "--spec-draft-p-min", "0.5"] and one.parallel == 1
 
 
@@ -472,6 +554,41 @@ def test_a_running_pair_of_llama_servers(settings: LlamaServer) -> None:
         assert [one.what for one in found.differences] == ["p_min, by the drafted tokens of a mean round"]
 
 
+@pytest.mark.usefixtures("ours")
+def test_several_servers_behind_one_address(settings: LlamaServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The counters are those of one of them; each reply has its own counts."""
+    monkeypatch.setenv("FAKE", "paced")
+    whole = check_started(wanted(), settings)
+    assert whole.loads is not None and [row.concurrency for row in whole.loads.rows] == [1, 3]
+    assert set(whole.loads.steps) >= {1, 3} and all(0 <= row.best <= 4 for row in whole.loads.rows)
+    assert "The draft pays for up to" in whole.sentences[-1]
+    monkeypatch.setenv("FAKE", "balanced")
+    found = check_started(wanted(arrivals=(Load(rate=300.0),)), settings)
+    own = found.acceptance[0]
+    assert (own.accepted, own.drafted) == (whole.acceptance[0].accepted, whole.acceptance[0].drafted)
+    assert own.by_position is None and whole.acceptance[0].by_position is not None and found.loads is not None
+    assert any("several servers answer" in line for line in found.notes) and not whole.notes
+    text = as_markdown(found)
+    assert "| 300 requests/s | plain | 12 |" in text and "best n_max, predicted" in text
+    rows = {(row["name"], row["metric"]) for row in flat_rows(found)}
+    assert ("plain, 300 requests/s", "per token, seconds, 95th percentile") in rows
+
+
+def test_counters_of_vllm_that_fall() -> None:
+    class Balanced(VllmServing):
+        """One server is asked before a request, another behind it."""
+
+        def metrics(self) -> str:
+            return super().metrics() if not self.bodies else VllmServing().metrics()
+
+    balanced = Balanced()
+    balanced.count([4, 2])
+    with balanced.running() as serving:
+        client = VllmClient(serving.url, 5)
+        with pytest.raises(ServingError, match=r"counters of .* fell[\s\S]*not of a load balancer"):
+            client.complete([1, 2], 8)
+
+
 def test_a_running_vllm() -> None:
     with VllmServing().running() as draft, VllmServing(length=0).running() as plain:
         assert kind_of_server(draft.url + "/v1", 5, None) == "vllm"
@@ -484,6 +601,8 @@ def test_a_running_vllm() -> None:
     assert len({body["cache_salt"] for body in draft.bodies}) == len(draft.bodies)
     assert bodies[0]["prompt"] == PROMPTS[0] and bodies[0]["temperature"] == 0 and bodies[0]["max_tokens"] == LIMIT
     assert found.same_texts == found.texts == len(PROMPTS)
+    # Its own count of rounds, as many for each prompt, not one from the tokens: the last round is cut by the limit.
+    assert own.tokens_per_round.mean == (LIMIT - 1) * len(PROMPTS) / (own.drafted // 4)
     assert [one.concurrency for one in found.speeds] == [1, 1, 3, 3]
 
 
@@ -519,16 +638,23 @@ def test_a_key_is_sent_and_never_shown(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @LLAMA
 def test_the_whole_command(
-    settings: LlamaServer, files: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    settings: LlamaServer,
+    files: tuple[Path, Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setenv("FAKE", "paced")
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"text": tiny.document(seed)}) + "\n" for seed in range(4)))
     pair = ("--target", files[0], "--draft", files[1], "--prompts", prompts, "--server", settings.binary)
     small = ("--count", 3, "--tokens", 12, "--prompt-tokens", 8, "--repeats", 1, "--concurrency", "1,2", "--no-choose")
+    small += ("--load", "50")
     assert tiny.call("serve-check", *pair, *small, "--to", tmp_path / "found.json", "--", "-ctkd", "q4_0") == 0
     out = capsys.readouterr().out
     assert "| llama-server, its own counts |" in out and "| distill, the same files |" in out and "q4_0" in out
     found = read_result(tmp_path / "found.json", ServeReport)
+    assert "| 50 requests/s | plain | 6 |" in out and found.loads is not None and found.loads.rows[1].concurrency == 2
     assert found.prompts == 3 and found.draft == str(files[1]) and "-ctkd q4_0" in found.served
     for output in ("jsonl", "csv"):
         assert tiny.call("serve-check", *pair, *small, "-o", output) == 0
@@ -549,6 +675,8 @@ def test_the_whole_command(
         (("--server", "a", "--", "--spec-draft-n-max", "8"), "give --n-max"),
         (("--server", "a", "--server-option", "-np 4"), "give --concurrency"),
         (("--server", "a", "--concurrency", "1,900"), "from 1 to 64"),
+        (("--server", "a", "--load", "0"), "requests per second, above 0"),
+        (("--server", "a", "--load", "none.jsonl"), "cannot be read"),
         (("--server", "a", "-o", "xml"), "unknown"),
         (("--server", "a", "--to", "/no/such/folder/x"), "no folder"),
     ],

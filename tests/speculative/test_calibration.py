@@ -1,4 +1,4 @@
-"""Calibrations: judged positions, fits that recover what data was made with, online learning, the two scores."""
+"""Calibrations: judged positions, fits that recover what data was made with, the two scores."""
 
 from __future__ import annotations
 
@@ -86,16 +86,6 @@ def test_separable_rows_stay_finite() -> None:
     sure, lost = Features(0.9, 0.05, 0.1), Features(0.3, 0.29, 2.0)
     fitted = fit_calibration([Recorded([sure], 1)] * 20 + [Recorded([lost], 0)] * 20, MARGIN)
     assert math.isfinite(fitted.weights[0]) and fitted.accept(0, sure) > 0.95 > 0.05 > fitted.accept(0, lost)
-
-
-def test_online_logistic_follows_a_harder_text() -> None:
-    model = Calibration(rate=0.05, forget=0.0)
-    for r in rounds_from(Calibration(-1.5), 4000, seed=4):
-        model.observe(r.accepted, r.features)
-    assert model.shift == pytest.approx(-1.5, abs=0.35)
-    still = Calibration()
-    still.observe(0, [Features(0.9, 0.05, 0.2)])
-    assert still.shift == 0.0
 
 
 def test_fitting_lowers_both_scores() -> None:

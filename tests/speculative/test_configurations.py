@@ -50,11 +50,15 @@ from distill.speculative.rules import GREEDY, Rules
 COSTS = StepCosts(tuple(1.0 + 0.05 * m for m in range(17)), 0.05, 0.07)
 CONFIGURATIONS = [
     *(Configuration(rule=rule, length=6) for rule in RULES),
-    Configuration(rule="expected-value", calibration="features", online=True),
     Configuration(drafter="lookup"),
+    Configuration(drafter="lookup", rule="expected-value"),
+    Configuration(drafter="lookup+draft", rule="expected-value", calibration="none"),
+    Configuration(drafter="lookup+tree", rule="expected-value", nodes=5, length=6),
     Configuration(drafter="lookup+draft", rule="beta", floor=0.2),
     Configuration(drafter="tree", nodes=6, length=4),
     Configuration(drafter="tree", nodes=5, calibration="none"),
+    Configuration(drafter="lookup+tree", nodes=4, length=6),
+    Configuration(drafter="lookup+tree", nodes=6, length=6, depth=3, calibration="none"),
     Configuration(verifier="match"),
     Configuration(verifier="block"),
 ]
@@ -81,12 +85,16 @@ def recipe_with(**speedup: Any) -> Recipe:
         ({"rule": "fixed", "p_min": 0.3}, "p_min is not read by drafter draft with rule fixed"),
         ({"drafter": "lookup", "rule": "beta"}, "drafter lookup has none"),
         ({"drafter": "draft", "nodes": 3}, "nodes is not read"),
-        ({"rule": "expected-value", "calibration": "none", "online": True}, "learns nothing online"),
+        ({"drafter": "lookup+tree", "widths": [2]}, "widths is not read"),
+        ({"drafter": "tree", "depth": 2}, "depth is not read"),
         ({"rule": "plus-minus"}, "rule plus-minus was removed: use ratio"),
         ({"rule": "entropy", "floor": 0.2}, "rule entropy was removed: use p_min"),
         ({"rule": "expected-value", "calibration": "power"}, "calibration power was removed: use features"),
         ({"rule": "expected-value", "calibration": "margin"}, "calibration margin was removed: use features"),
         ({"drafter": "tree", "calibration": "sequential"}, "calibration sequential was removed: use features"),
+        ({"draft_top_k": 10}, "draft_top_k is not read"),
+        ({"draft_top_k": 10, "sampler": "recipe", "verifier": "match"}, "draft_top_k is not read"),
+        ({"draft_top_k": 10, "sampler": "recipe", "rule": "expected-value"}, "draft_top_k is not read"),
         ({"rule": "nonsense"}, "Input should be"),
     ],
 )
@@ -245,9 +253,6 @@ def test_calibrations_are_saved_and_read_again(tmp_path: Path) -> None:
     found = load_calibrations(tmp_path / "calibration.json")
     everything = [one for prompt in own for one in prompt.rounds]
     assert found == {name: fit_calibration(everything, terms) for name, terms in FITTED.items()}
-    table["fits"]["power"] = {"kind": "Power", "fields": {"exponent": 0.5}}  # of an earlier version
-    write_json(tmp_path / "calibration.json", table)
-    assert load_calibrations(tmp_path / "calibration.json") == found
     # Scores are of text the fit has not seen: outcomes that turn round between even and odd prompts must score badly.
     good, bad = recorder((0.9, 1, 1), (0.2, 1, 0)), recorder((0.9, 1, 0), (0.2, 1, 1))
     turned = calibrate([good, bad, good, bad], "here")["fits"]["features"]["log_loss"]

@@ -380,23 +380,13 @@ def test_demo_target() -> None:
 # GGUF.
 
 
-@pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    folder = tmp_path_factory.mktemp("gguf")
-    tokenizer = toy_tokenizer()
-    target = toy(vocabulary=len(tokenizer), seed=11)
-    for name, model in (("target", target), ("draft", blurred(target, 12, 0.015))):
-        export_gguf(save_toy(model, tokenizer, folder / name), folder / f"{name}.gguf", "f32")
-    return folder / "target.gguf", folder / "draft.gguf"
-
-
 @needs_llama
 @pytest.mark.parametrize("pad_single", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_gguf_speculative_is_plain(files: tuple[Path, Path], pad_single: bool) -> None:
+def test_gguf_speculative_is_plain(gguf_toys: tuple[Path, Path], pad_single: bool) -> None:
     """Every γ, 30 prompts, 100 tokens; with pad_single bit for bit, without it up to measured rounding ties."""
     with (
-        GgufModel(files[0], context=128, threads=1, pad_single=pad_single) as target,
-        GgufModel(files[1], context=128, threads=1) as draft,
+        GgufModel(gguf_toys[0], context=128, threads=1, pad_single=pad_single) as target,
+        GgufModel(gguf_toys[1], context=128, threads=1) as draft,
     ):
         prompts = random_prompts(30, target.vocabulary_size, seed=13)
         texts = [plain(target, prompt, 100).tokens for prompt in prompts]
@@ -419,10 +409,10 @@ def test_gguf_speculative_is_plain(files: tuple[Path, Path], pad_single: bool) -
 
 
 @needs_llama
-def test_gguf_context_end_and_end_tokens(files: tuple[Path, Path]) -> None:
+def test_gguf_context_end_and_end_tokens(gguf_toys: tuple[Path, Path]) -> None:
     with (
-        GgufModel(files[0], context=32, threads=1, pad_single=True) as target,
-        GgufModel(files[1], context=32, threads=1) as draft,
+        GgufModel(gguf_toys[0], context=32, threads=1, pad_single=True) as target,
+        GgufModel(gguf_toys[1], context=32, threads=1) as draft,
     ):
         for length, size in itertools.product((1, 3, 8), (1, 20, 31, 32)):
             prompt = random_prompts(1, target.vocabulary_size, seed=size, shortest=size, longest=size)[0]
@@ -430,7 +420,7 @@ def test_gguf_context_end_and_end_tokens(files: tuple[Path, Path]) -> None:
             assert speculative(target, draft, prompt, 100, length).tokens == text and len(text) == 33 - size
             if len(text) > 5:
                 end = text[5]
-                with GgufModel(files[0], context=32, threads=1) as twin:  # so that the end stands inside a draft
+                with GgufModel(gguf_toys[0], context=32, threads=1) as twin:  # so that the end stands inside a draft
                     result = speculative(target, twin, prompt, 100, length, [end])
                 assert result.tokens == text[: text.index(end) + 1]
 
@@ -475,9 +465,12 @@ def test_gguf_never_says_padding(tmp_path: Path) -> None:
 
 @needs_llama
 def test_after_a_signal_a_new_text_begins_in_an_empty_cache(
-    files: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+    gguf_toys: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with GgufModel(files[0], context=32, threads=1) as model, GgufModel(files[0], context=32, threads=1) as fresh:
+    with (
+        GgufModel(gguf_toys[0], context=32, threads=1) as model,
+        GgufModel(gguf_toys[0], context=32, threads=1) as fresh,
+    ):
         expected = fresh.extend([5, 3, 8]).full()
         step = model._context.decode_few
 

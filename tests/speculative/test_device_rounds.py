@@ -33,8 +33,9 @@ from distill.sampler import Sampler
 from distill.speculative import verify
 from distill.speculative.batch import decode_batch, plain_batch
 from distill.speculative.decode import Decoded, decode, plain, speculative
-from distill.speculative.draft import Drafter, FirstThen, LookupDrafter, ModelDrafter
+from distill.speculative.draft import Drafter, FirstThen, ModelDrafter
 from distill.speculative.lengths import AcceptedRatio, Fixed, LengthRule, ProbabilityFloor
+from distill.speculative.lookup import LookupDrafter
 from distill.speculative.on_device import device_round
 from distill.speculative.on_device.device_draft import DeviceDraft, Drafted, RowRound
 from distill.speculative.on_device.device_round import rounds_on_device
@@ -76,7 +77,7 @@ def test_greedy_texts_and_rounds_are_those_of_the_host(kind: str) -> None:
 RULES: dict[str, Callable[[], LengthRule]] = {
     "ratio": lambda: AcceptedRatio(3, most=5),
     "p_min": lambda: ProbabilityFloor(4, 0.2),
-    "expected-value": RECIPE["expected-value, online"],
+    "expected-value": RECIPE["expected-value, fitted"],
     "beta": RECIPE["beta"],
     "p_min-after": RECIPE["p_min-after"],
 }
@@ -183,8 +184,17 @@ def test_the_output_follows_the_targets_distribution(name: str, verifier: str, a
 
 def test_a_lookup_follows_the_targets_distribution() -> None:
     seen = Seen()
-    assert enumerated(lambda *_: LookupDrafter(2, 2), "token", Sampler(1.1), seen) < EXACT
+    assert enumerated(lambda *_: LookupDrafter(2), "token", Sampler(1.1), seen) < EXACT
     assert seen.most > 0
+
+
+def test_a_draft_with_a_sampler_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen, own = Seen(), Sampler(0.4)
+    asked = list[Sampler]()
+    unchecked = Sampler.unchecked
+    monkeypatch.setattr(Sampler, "unchecked", lambda self, logits: (asked.append(self), unchecked(self, logits))[1])
+    made = enumerated(lambda draft, _, chance: ModelDrafter(draft, Fixed(2), own, chance), "token", Sampler(1.2), seen)
+    assert made < EXACT and seen.accepted == 2 and set(asked) == {own, Sampler(1.2)}
 
 
 def test_mistakes_show(monkeypatch: pytest.MonkeyPatch) -> None:

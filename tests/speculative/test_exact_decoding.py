@@ -22,14 +22,17 @@ from tables import TableRows, distance, distributions_after, number, target_dist
 from test_rounds import RECIPE
 from torch import Tensor
 
+from distill.recipe import Configuration
 from distill.sampler import Sampler
 from distill.speculative import batch as batch_module
 from distill.speculative import decode as decode_module
 from distill.speculative.batch import decode_batch
 from distill.speculative.calibration import Calibration
+from distill.speculative.configured import make_drafter
 from distill.speculative.decode import Decoded, decode
-from distill.speculative.draft import Drafter, FirstThen, LookupDrafter, ModelDrafter
+from distill.speculative.draft import Drafter, FirstThen, ModelDrafter
 from distill.speculative.lengths import Fixed, LengthRule
+from distill.speculative.lookup import LookupDrafter
 from distill.speculative.proposal import ROOT, Proposal
 from distill.speculative.rules import Rules
 from distill.speculative.trees.shape import Shape
@@ -140,13 +143,30 @@ def test_rules(name: str) -> None:
     assert seen.most == 2 == seen.accepted
 
 
+@pytest.mark.parametrize("verifier", ["token", "block"])
+def test_drafts_drawn_from_the_likeliest_tokens(verifier: str) -> None:
+    """As llama-server draws them: from the draft's two likeliest of three, whatever else the served sampler does."""
+    served = Sampler(0.8, top_p=0.95)
+
+    def make(draft: TableModel, sampler: Sampler, random: Random) -> ModelDrafter:
+        drafter = make_drafter(
+            Configuration(length=2, sampler="recipe", verifier=verifier, draft_top_k=2), draft, sampler, random
+        )
+        assert isinstance(drafter, ModelDrafter) and drafter.sampler == Sampler(0.8, top_k=2)
+        return drafter
+
+    seen = Seen()
+    assert decoded(3, make, verifier, served, 1, seen) < EXACT
+    assert seen.most == 2 == seen.accepted
+
+
 @pytest.mark.parametrize(
     ("name", "verifier", "argmax"),
     [
         ("fixed", "token", False),
         ("ratio", "block", False),
         ("p_min", "match", True),
-        ("expected-value, online", "block", False),
+        ("expected-value, fitted", "block", False),
     ],
 )
 def test_batches(name: str, verifier: str, argmax: bool) -> None:
@@ -159,17 +179,17 @@ def test_batches(name: str, verifier: str, argmax: bool) -> None:
         return made.rule
 
     sampler = Sampler(1.2, repetition_penalty=1.5) if name == "fixed" else Sampler()
-    assert batched(rule, verifier, sampler, argmax, rows=1 if name == "expected-value, online" else 2) < EXACT
+    assert batched(rule, verifier, sampler, argmax, rows=1 if name == "expected-value, fitted" else 2) < EXACT
 
 
 @pytest.mark.parametrize("sampler", [Sampler(0.0), Sampler(1.1, 3), Sampler(1.0, repetition_penalty=1.5)], ids=str)
 @pytest.mark.parametrize("verifier", ["greedy", "match", "token", "block"])
 def test_lookup_and_lookup_before_a_draft(verifier: str, sampler: Sampler) -> None:
-    lookup = LookupDrafter(3, 2)
+    lookup = LookupDrafter(3)
     # What follows 0 1 is 1: the two tokens that repeat are found.
     for make in (
         lambda draft, sampler, random: lookup,
-        lambda draft, sampler, random: FirstThen(LookupDrafter(2, 1), ModelDrafter(draft, Fixed(1), sampler, random)),
+        lambda draft, sampler, random: FirstThen(LookupDrafter(2), ModelDrafter(draft, Fixed(1), sampler, random)),
     ):
         seen = Seen()
         found = decoded(3, make, verifier, sampler, 1, seen)

@@ -256,13 +256,11 @@ def test_rate_is_a_moving_average() -> None:
     assert short.rate == pytest.approx(2.0)
 
 
-def test_calibration_is_used_and_told() -> None:
-    calibration = Calibration(-1.0, rate=0.05)
-    rule = ExpectedValue(StepCosts((1.0, 1.05, 1.1, 1.15), 0.0, 0.0), calibration)
-    rule.limit()
-    assert rule.go_on(0, look(0.8))
-    tell(rule, 1, 1)
-    assert calibration.shift > 0
+def test_calibration_is_used() -> None:
+    for bias, drafts in ((-1.0, True), (-9.0, False)):
+        rule = ExpectedValue(StepCosts((1.0, 1.05, 1.1, 1.15), 0.0, 0.0), Calibration(bias))
+        rule.limit()
+        assert rule.go_on(0, look(0.8)) == drafts
 
 
 # ── which pairs are lossless ──

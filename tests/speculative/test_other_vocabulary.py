@@ -23,8 +23,9 @@ from distill.errors import DataError, PairError
 from distill.models.torch_model import TorchModel
 from distill.sampler import Sampler
 from distill.speculative.decode import Decoded, decode_text, plain
-from distill.speculative.draft import Drafter, FirstThen, LookupDrafter, ModelDrafter
+from distill.speculative.draft import Drafter, FirstThen, ModelDrafter
 from distill.speculative.lengths import AcceptedRatio, Fixed, LengthRule, LossyProbabilityFloor, ProbabilityFloor
+from distill.speculative.lookup import LookupDrafter
 from distill.speculative.other_vocabulary.drafters import IntersectionDrafter, Reader, StringMatchDrafter
 from distill.speculative.other_vocabulary.translation import (
     Translator,

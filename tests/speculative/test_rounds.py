@@ -58,18 +58,18 @@ RECIPE: dict[str, Callable[[], LengthRule]] = {
     "ratio": named("ratio"),
     "beta": named("beta"),
     "expected-value": named("expected-value", calibration="none"),
-    "expected-value, online": named("expected-value", calibration="features", online=True),
+    "expected-value, fitted": named("expected-value", calibration="features"),
 }
 # Rules that learn so fast that the second round shows it, and what no recipe names.
 EAGER: dict[str, Callable[[], LengthRule]] = {
     "ratio, forgetting": lambda: AcceptedRatio(2, 0.3, 0.1, 0.1, 1, 3),
     "beta, forgetting": lambda: BetaFilter(3, 0.35, 4, 0.5, 0.2),
-    "expected-value, learning": lambda: ExpectedValue(COSTS, Calibration(rate=0.8), 3, 2, 0.4, memory=4.0),
+    "expected-value, learning": lambda: ExpectedValue(COSTS, Calibration(), 3, 2, 0.4, memory=4.0),
     "expected-value, tired": lambda: ExpectedValue(
         COSTS, Calibration(-0.5), 3, patience=1, tries=1, probe=1, allowance=0.5
     ),
     "expected-value, context": lambda: ExpectedValue(
-        COSTS, Calibration(-0.5, (0.5, 1.0, -1.0, 0.5, -0.5), ("margin", *CONTEXT_TERMS), 0.3), 3
+        COSTS, Calibration(-0.5, (0.5, 1.0, -1.0, 0.5, -0.5), ("margin", *CONTEXT_TERMS)), 3
     ),
 }
 LEARNING = {"ratio", *EAGER} - {"expected-value, context"}
@@ -239,7 +239,7 @@ def test_every_rule_with_every_verifier(name: str) -> None:
     refused: dict[tuple[str, str, bool], float] = {}
     drafted: set[tuple[int, ...]] = set()
     # Where each text teaches something else, there are too many states for four tokens.
-    large = name in RECIPE and "online" not in name
+    large = name in RECIPE and "fitted" not in name
     for vocabulary, seed, sampler in WORLDS if large else SMALLER:
         for argmax in (False, True) if sampler.temperature else (True,):
             world = rounds(vocabulary, seed, sampler, argmax)

@@ -26,8 +26,9 @@ from torch import Tensor
 from distill.sampler import Sampler
 from distill.speculative.batch import decode_batch
 from distill.speculative.decode import Decoded, decode
-from distill.speculative.draft import Drafter, FirstThen, LookupDrafter, ModelDrafter
+from distill.speculative.draft import Drafter, FirstThen, ModelDrafter
 from distill.speculative.lengths import Fixed, LossyProbabilityFloor, ProbabilityFloor
+from distill.speculative.lookup import LookupDrafter
 from distill.speculative.proposal import Proposal
 from distill.speculative.rules import Rules
 from distill.speculative.trees.shape import Shape
@@ -52,11 +53,11 @@ KINDS: dict[str, tuple[str, Make]] = {
     "block": ("block", lambda draft, sampler, draws: ModelDrafter(draft, Fixed(3), sampler, draws)),
     "match": ("match", lambda draft, sampler, draws: ModelDrafter(draft, Fixed(2), sampler, draws)),
     "match, best": ("match", lambda draft, sampler, draws: ModelDrafter(draft, Fixed(2), sampler, draws, True)),
-    "lookup": ("match", lambda draft, sampler, draws: LookupDrafter(3, 2)),
-    "lookup, token": ("token", lambda draft, sampler, draws: LookupDrafter(2, 1)),
+    "lookup": ("match", lambda draft, sampler, draws: LookupDrafter(3)),
+    "lookup, token": ("token", lambda draft, sampler, draws: LookupDrafter(2)),
     "lookup, then draft": (
         "block",
-        lambda draft, sampler, draws: FirstThen(LookupDrafter(2, 2, 2), ModelDrafter(draft, Fixed(2), sampler, draws)),
+        lambda draft, sampler, draws: FirstThen(LookupDrafter(2, 2), ModelDrafter(draft, Fixed(2), sampler, draws)),
     ),
     "tree of draws": ("token", lambda draft, sampler, draws: TreeDrafter(draft, sampler, draws, 6, shape=SHAPE)),
     "tree of distinct": (

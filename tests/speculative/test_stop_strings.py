@@ -24,8 +24,9 @@ from distill.models.torch_logits import TorchLogits
 from distill.sampler import Sampler
 from distill.speculative.batch import decode_batch, plain_batch
 from distill.speculative.decode import Decoded, decode, decode_text, plain
-from distill.speculative.draft import Drafter, FirstThen, LookupDrafter, ModelDrafter
+from distill.speculative.draft import Drafter, FirstThen, ModelDrafter
 from distill.speculative.lengths import AcceptedRatio, Fixed, LossyProbabilityFloor, ProbabilityFloor
+from distill.speculative.lookup import LookupDrafter
 from distill.speculative.rules import Rules
 from distill.speculative.stop_strings import Characters, Stopped, stop_before, token_bytes
 from distill.speculative.trees.shape import Shape

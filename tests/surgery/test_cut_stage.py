@@ -194,8 +194,6 @@ def test_unstructured_sparsity_is_in_the_report(begun: Path, world: Path, tmp_pa
     [
         ({"cut": {"layers": 9}}, "3"),
         ({"cut": {"mlp_width": 100}}, "multiple of 32"),
-        ({"cut": {"kv_heads": 5}}, "KV"),
-        ({"cut": {"hidden": 65}}, "64"),
         ({"cut": {"layers": None, "drop_layers": "1-7"}}, "layers are 0 to 2"),
         ({"cut": {"trim": {"size": 300}}}, "cut.trim.size"),
         ({"cut": {"transplant": {"overrides": {"<|endoftex|>": "x"}}}}, "<|endoftext|>"),

@@ -145,7 +145,7 @@ def test_loss_over_kept_columns(weights: dict[str, float], stored: int) -> None:
     hidden, head = problem.hidden.clone().requires_grad_(), problem.head.clone().requires_grad_()
     teacher = columns.teacher(CompactTeacher(problem.ids, problem.logs, {1.0: problem.tail}, V))
     labels = columns.labels(problem.labels)
-    loss, _ = head_loss(hidden, columns.rows(head), teacher, labels, LossSettings(weights), None, 7)
+    loss, _ = head_loss(hidden, columns.rows(head), teacher, labels, LossSettings(weights), 7)
     loss.backward()
     expected, d_hidden, d_head = problem.oracle(weights, kept)
     assert loss.item() == pytest.approx(expected, rel=1e-5)

@@ -25,6 +25,8 @@ from distill.models.hugging_face import encode, load_config, load_tokenizer
 from distill.recipe import Recipe, parse_section
 from distill.recipe import Writer as WriterSettings
 from distill.run import Run
+from distill.serving.llama_server import LlamaServer, started
+from distill.serving.wheel_server import WHEEL, wheel_version
 from distill.target import endpoint
 from distill.target.answers import answers
 from distill.target.writers.server import ServerWriter, texts_of
@@ -480,6 +482,24 @@ def test_a_real_server_answers_every_prompt_once(world: Path, gguf: Path, tmp_pa
     assert sum(theirs.prompt == ours.prompt for theirs, ours in pairs) >= 180
     same = sum(text(theirs.answer) == text(ours.answer) for theirs, ours in pairs if theirs.prompt == ours.prompt)
     assert same >= 160, f"{same} of 200"
+
+
+@pytest.mark.skipif(wheel_version() is None, reason=f"needs {WHEEL}")
+def test_a_llama_server_of_today_answers(world: Path, gguf: Path, tmp_path: Path) -> None:
+    """llama.cpp of October 2026, with all that a request sends: greedily the texts of the GGUF writer, and sampled."""
+    settings = (f"target.model={DEMO}", "answers.new_tokens=5", "answers.repetition_penalty=1.1")
+    with started(LlamaServer(Path(WHEEL), gguf, threads=1, parallel=4), 60) as running:
+        for temperature in (0.0, 0.8):
+            own = (*settings, f"sampler.temperature={temperature}", "sampler.min_p=0.05")
+            place = served(f"{running.url}/v1", model=str(gguf), concurrency=4)
+            recipe, run = begin(world, tmp_path / f"run-{temperature}", 24, place, *own)
+            answers(recipe, run)
+            assert len(answer_lines(run)) == 24 and not any(line["dropped"] for line in answer_lines(run))
+            local, beside = begin(world, tmp_path / f"own-{temperature}", 24, f"answers.writer.gguf={gguf}", *own)
+            answers(local, beside)
+            pairs = list(zip(read_answers(run, "train"), read_answers(beside, "train"), strict=True))
+            same = sum(theirs.answer == ours.answer for theirs, ours in pairs)
+            assert same >= 20 if temperature == 0 else same < 20, f"{same} of 24"
 
 
 def test_settings_of_servers_are_checked() -> None:

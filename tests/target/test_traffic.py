@@ -16,9 +16,23 @@ import tiny
 import torch
 
 from distill.documents.sources import split_of
+from distill.errors import DataError
 from distill.models.hugging_face import encode, load_tokenizer
 from distill.recipe import Chat, Recipe, Traffic, load_recipe, parse_recipe
-from distill.target.traffic import Line, begins_with, encode_line, measure, parse_line, sort_lines, unfinished_line
+from distill.recording.exchanges import TEXT
+from distill.recording.writer import Writer
+from distill.target.traffic import (
+    Line,
+    begins_with,
+    encode_line,
+    first_lines,
+    measure,
+    parse_line,
+    pin_of,
+    read_lines,
+    sort_lines,
+    unfinished_line,
+)
 
 torch.set_num_threads(1)
 
@@ -312,6 +326,77 @@ def test_rotated_and_bad_files(world: Path, runs: Path, tmp_path: Path, capsys: 
     assert not (runs / "rotated.1").exists()
 
 
+def test_a_folder_of_recorded_files(
+    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What `distill record` wrote is read without loss, and a refresh reads what came since, in old and new files; a
+    file that was deleted meanwhile had been read."""
+    folder, lines = tmp_path / "recorded", served(26, 9)
+    folder.mkdir()
+    monkeypatch.setattr("os.fsync", lambda file: None)
+    writer = Writer(folder, 1500, 3, [])
+
+    def record(some: list[dict[str, Any]]) -> None:
+        for line in some:
+            choice = {"text": line["answer"], "finish_reason": line.get("finish_reason", "stop")}
+            request = json.dumps({"prompt": line["prompt"]}).encode()
+            writer.take(TEXT, request, json.dumps({"choices": [choice]}).encode())
+
+    def read(run: Path, new: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """What the run pinned, part by part, where it learnt from these lines."""
+        tokenizer = load_tokenizer(str(world / "target"))
+        own = [line for line in new if split_name(line["prompt"]) == "train"]
+        ends = [[] if "finish_reason" in line else [tokenizer.eos_token_id] for line in own]
+        expected = [
+            (encode(tokenizer, line["prompt"]), encode(tokenizer, line["answer"]) + end)
+            for line, end in zip(own, ends, strict=True)
+        ]
+        found = [(answer["prompt"], answer["answer"]) for answer in read_answers(run)]
+        assert found == [(prompt, answer[: 64 - len(prompt)]) for prompt, answer in expected] and found
+        pinned = json.loads((run / "answers" / "traffic.json").read_text())
+        assert pinned["path"] == str(folder) and pinned["lines"] - pinned["start_line"] == len(new)
+        return [{name: part[name] for name in ("path", "start_line", "lines")} for part in pinned["parts"]]
+
+    record(lines[:14])
+    recipe = tiny.write_recipe(world / "recorded.yaml", values_with(folder) | {"name": "recorded"})
+    assert tiny.call("check", recipe) == 0 and "14 lines" in capsys.readouterr().out
+    call = ("train", recipe, "--runs", tmp_path / "runs", "--until", "train")
+    run = tmp_path / "runs" / "recorded"
+    assert tiny.call(*call) == 0
+    first = read(run, lines[:14])
+    assert len(first) == 2 and all(part["start_line"] == 0 for part in first)
+    record(lines[14:26])  # the third file begins, and a fourth, with which the first is deleted
+    assert tiny.call(*call, "--refresh") == 0
+    second = read(run, lines[14:26])
+    paths = [str(path) for path in sorted(folder.iterdir())]
+    assert [part["path"] for part in second] == paths and len(paths) == 3 and first[0]["path"] not in paths
+    assert second[0] == {**first[1], "start_line": first[1]["lines"], "lines": second[0]["lines"]}
+    assert second[0]["lines"] > first[1]["lines"] and not second[1]["start_line"]
+    capsys.readouterr()
+    assert tiny.call(*call, "--refresh") == 2 and "has no new line" in capsys.readouterr().err
+    damaged = Path(paths[0])
+    damaged.write_bytes(b"{}" + damaged.read_bytes())
+    assert tiny.call(*call, "--refresh") == 2
+    assert f"{damaged} no longer begins with the {second[0]['lines']} lines" in capsys.readouterr().err
+    writer.close()
+
+
+def test_a_folder_without_files_and_with_bad_lines(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="has no "):
+        pin_of(tmp_path)
+    (tmp_path / "a.jsonl").write_text('{"prompt": "a", "answer": "b"}\n{"prompt": "a", "answer": "b"}\n')
+    (tmp_path / "b.jsonl").write_text('{}\n{"prompt": "a", "answer": "b"}\n{"pro')
+    (tmp_path / "c.txt").write_text("other")
+    pin = pin_of(tmp_path)
+    found = list(read_lines(SETTINGS, pin))
+    assert [line.number for line in found if isinstance(line, Line)] == [1, 2, 4]  # names of answers stay apart
+    assert found[2] == "b.jsonl, line 1: no text in field `prompt` (it has: none)"
+    assert "line 3 of" in str(unfinished_line(pin)) and first_lines(tmp_path, 3).endswith(b"\n{}\n")
+    assert list(read_lines(SETTINGS, pin_of(tmp_path, pin))) == []
+    assert pin_of(tmp_path, pin)["start_line"] == 4
+    assert pin_of(tmp_path / "b.jsonl", pin)["start_line"] == 2  # a file of a folder that was read
+
+
 def test_a_refresh_killed_between_its_renames(
     world: Path, log: Path, runs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -394,6 +479,12 @@ def test_messages_go_through_the_chat_template(world: Path) -> None:
     )
     expected = encode(tokenizer, "<user>total\n<assistant>"), [*encode(tokenizer, " + 1"), tokenizer.eos_token_id]
     assert encode_line(line, tokenizer, Chat()) == expected
+    tokenizer.chat_template += "{% if quiet %}!{% endif %}"
+    quiet = parse_line(
+        json.dumps({"messages": messages, "chat_template_kwargs": {"quiet": 1, "x": 2}}).encode(), SETTINGS, 1
+    )
+    assert isinstance(quiet, Line) and encode_line(line, tokenizer, Chat()) == expected  # arguments that it reads
+    assert encode_line(quiet, tokenizer, Chat()) == (encode(tokenizer, "<user>total\n<assistant>!"), expected[1])
     tokenizer.chat_template = "{{ raise_exception('no users') }}"
     assert "refuses it (no users)" in str(encode_line(line, tokenizer, Chat()))
     other = parse_line(

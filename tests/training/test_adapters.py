@@ -35,7 +35,7 @@ torch.set_num_threads(1)
 CPU = torch.device("cpu")
 V = 61
 TRAIN = Train(batch=2, steps=6, rate=1e-2, loss={"forward_kl": 0.9, "cross_entropy": 0.1})
-PART = planned(TRAIN, 1.0, 40)[0]
+PART = planned(TRAIN, 1.0)[0]
 
 
 def data(seed: int = 0) -> Packed:
@@ -67,7 +67,7 @@ def loss_of(model: Any, store: Any, index: Tensor) -> Tensor:
     """The mean loss of some blocks."""
     learner = Learner(model, Columns(V, None, CPU), 64)
     total, sums = learner(store.packed.take(index), store.teacher(index, CPU), PART)
-    return total / sums["weight"]
+    return total / sums["positions"]
 
 
 def logits(model: Any) -> Tensor:

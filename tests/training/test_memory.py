@@ -69,7 +69,7 @@ def test_a_batchs_number_of_positions_makes_few_shapes(monkeypatch: pytest.Monke
         hidden = torch.randn(count, 8, generator=generator)
         teacher = DenseTeacher(hidden, head.detach(), 11)
         labels = torch.zeros(count, dtype=torch.long)
-        fused.head_loss(hidden, head, teacher, labels, LossSettings({"jsd": 1.0}), None, 256)
+        fused.head_loss(hidden, head, teacher, labels, LossSettings({"jsd": 1.0}), 256)
     assert rows == {64, 128, 192, 256}
 
 

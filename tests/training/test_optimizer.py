@@ -13,7 +13,7 @@ import torch
 import toys
 from safetensors.torch import load_file
 from trainings import (
-    PARTS,
+    MIXED,
     REPLAY,
     interrupted_after,
     largest_difference,
@@ -24,14 +24,14 @@ from trainings import (
 )
 
 from distill.errors import RecipeError
-from distill.recipe import Adapter, Sparsity, Train, parse_section
+from distill.recipe import Adapter, Train, parse_section
 from distill.surgery.sparsity.group_lasso import GroupLasso, zero_groups
 from distill.training.adapters import attach
 from distill.training.optimizer import make_optimizer, set_rates
 from distill.training.plan import part_at, planned, rate_of, rate_share
-from distill.training.setup import check_sharded
 
 MUON = ("train.optimizer=muon", "train.matrix_rate=0.004")
+TEN = (MIXED, "train.steps=10")
 
 
 def settings_of(**values: Any) -> Train:
@@ -145,13 +145,11 @@ def test_the_lasso_reaches_its_width_under_muon(momentum: float) -> None:
 # ── schedules ──
 
 
-def test_parts_share_a_schedule_and_a_replay_has_its_own() -> None:
-    parts = [{"name": "a", "share": 0.5}, {"name": "b", "share": 0.5, "rate": 0.5}]
-    settings = settings_of(steps=100, rate=1.0, final_rate_share=0.0, parts=parts, replay={"steps": 20})
-    found = planned(settings, 0.8, 16)
-    rates = [rate_of(found, part_at(found, step), step, settings) for step in range(120)]
-    alone = [rate_share(step, 100, settings) for step in range(100)]
-    assert rates[:100] == pytest.approx([*alone[:50], *(0.5 * rate for rate in alone[50:])])
+def test_a_replay_has_a_schedule_of_its_own() -> None:
+    settings = settings_of(steps=100, rate=1.0, final_rate_share=0.0, replay={"steps": 20})
+    found = planned(settings, 0.8)
+    rates = [rate_of(part_at(found, step), step, settings) for step in range(120)]
+    assert rates[:100] == [rate_share(step, 100, settings) for step in range(100)]
     assert rates[100:] == pytest.approx([rate_share(step, 20, settings) / 3 for step in range(20)])
 
 
@@ -169,8 +167,8 @@ def test_a_rate_that_is_constant_and_then_falls_in_a_line() -> None:
 @pytest.mark.parametrize(
     ("overrides", "killed_at"),
     [
-        pytest.param((*MUON, PARTS, *REPLAY), 5, marks=pytest.mark.slow),
-        ((*MUON, PARTS, *REPLAY), 9),
+        pytest.param((*MUON, MIXED, *REPLAY), 5, marks=pytest.mark.slow),
+        ((*MUON, MIXED, *REPLAY), 9),
         pytest.param((*MUON, "train.embedding_steps=5"), 3, marks=pytest.mark.slow),
         (("train.embedding_steps=5",), 3),
         ((*MUON, "train.adapter={rank: 4, dropout: 0.2}", "train.acceptance=null"), 5),
@@ -203,8 +201,8 @@ def test_resumed_is_uninterrupted_bit_for_bit(
 
 @pytest.fixture(scope="module")
 def muon(world: Path, ready: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Parts and a replay under Muon, trained in one piece."""
-    code, run = trained(world, ready, tmp_path_factory.mktemp("muon"), PARTS, *REPLAY, *MUON)
+    """Ten steps under Muon, trained in one piece."""
+    code, run = trained(world, ready, tmp_path_factory.mktemp("muon"), *TEN, *MUON)
     assert code == 0
     return run
 
@@ -226,14 +224,14 @@ def strayed(run: Path, whole: Path, start: Path) -> float:
 
 
 def test_micro_batches_change_nothing_but_rounding(world: Path, ready: Path, muon: Path, tmp_path: Path) -> None:
-    code, run = trained(world, ready, tmp_path, PARTS, *REPLAY, *MUON, "train.micro_batch=3")
+    code, run = trained(world, ready, tmp_path, *TEN, *MUON, "train.micro_batch=3")
     assert code == 0 and strayed(run, muon, ready) < 0.05
 
 
 @pytest.mark.slow
 def test_two_processes_change_nothing_but_rounding(world: Path, ready: Path, muon: Path, tmp_path: Path) -> None:
     shutil.copytree(ready, tmp_path / "tiny")
-    result = two_processes(world, tmp_path, PARTS, *REPLAY, *MUON)
+    result = two_processes(world, tmp_path, *TEN, *MUON)
     assert result.returncode == 0, result.stderr
     assert json.loads((tmp_path / "tiny" / "training.json").read_text())["processes"] == 2
     assert strayed(tmp_path / "tiny", muon, ready) < 0.05
@@ -255,12 +253,3 @@ def test_two_processes_change_nothing_but_rounding(world: Path, ready: Path, muo
 def test_settings_that_cannot_work_are_refused(values: dict[str, Any], words: str) -> None:
     with pytest.raises(RecipeError, match=words):
         settings_of(**values)
-
-
-def test_sharded_weights_refuse_what_needs_whole_ones() -> None:
-    check_sharded(settings_of(optimizer="adamw"))
-    with pytest.raises(RecipeError, match="optimizer is muon, which needs whole matrices"):
-        check_sharded(settings_of())
-    for values in ({"adapter": Adapter()}, {"sparsity": Sparsity(mlp_width=32)}):
-        with pytest.raises(RecipeError, match="not offered with FSDP"):
-            check_sharded(Train(**values))  # type: ignore[arg-type]

@@ -99,7 +99,7 @@ class FileHead:
             shape = self.shapes[name] = list(cursor.numbers("Q", cursor.number("I")))
             kind = self.kinds[name] = cursor.number("I")
             offset = self.offsets[name] = cursor.number("Q")
-            end = max(end, offset + _tensor_bytes(shape, kind))
+            end = max(end, offset + tensor_bytes(shape, kind))
         align = self.values.get("general.alignment", 32)
         if not isinstance(align, int) or align < 1:
             raise ValueError(f"general.alignment is {align!r}")
@@ -191,7 +191,7 @@ def shortest(value: float) -> float:
     return float(str(np.float32(value)))
 
 
-def _tensor_bytes(shape: list[int], kind: int) -> int:
+def tensor_bytes(shape: list[int], kind: int) -> int:
     """Bytes of a tensor's data; 0 for types that the gguf package does not know yet."""
     import gguf
 

@@ -15,13 +15,16 @@ from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter, ValidationError
+
 from distill.errors import DataError
-from distill.files import write_json
+from distill.files import read_object, write_json
 from distill.machine import machine
 from distill.models.base import Model
 from distill.progress import Progress
 
 FORMAT = 1  # of saved curves
+MEASURE_IT = "write one with `distill profile MODEL --out FILE`"
 UNSTEADY = 1.5  # a median this many times the fastest repeat was disturbed by other programs
 
 
@@ -155,6 +158,20 @@ def measure_curve(
 def save_cost_curve(curve: CostCurve, path: Path) -> None:
     """Write a curve as JSON."""
     write_json(path, {"format": FORMAT, **asdict(curve)})
+
+
+def load_cost_curve(path: Path) -> CostCurve:
+    """A curve that `save_cost_curve` wrote; raises DataError for any other file."""
+    if not path.is_file():
+        raise DataError(f"there is no curve {path}", MEASURE_IT)
+    found = read_object(path, MEASURE_IT)
+    if found.pop("format", None) != FORMAT:
+        raise DataError(f"{path} is no cost curve of format {FORMAT}", MEASURE_IT)
+    try:
+        return TypeAdapter(CostCurve).validate_python(found)
+    except ValidationError as error:
+        where = ".".join(str(part) for part in error.errors()[0]["loc"])
+        raise DataError(f"{path}: `{where}` is missing or of another kind", MEASURE_IT) from None
 
 
 def tokens_per_round(accepted: Sequence[float]) -> float:

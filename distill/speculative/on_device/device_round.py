@@ -26,6 +26,7 @@ from distill.models.finite import Place, require_finite
 from distill.models.static.static_model import StaticTorchModel
 from distill.models.static.transfers import fetch, send
 from distill.models.torch_model import model_name
+from distill.sampler import Sampler
 from distill.speculative import verify
 from distill.speculative.draft import NONE, ChainDraft, Drafter, ModelDrafter, distribution_sampler
 from distill.speculative.lengths import LengthRule
@@ -49,16 +50,23 @@ class Outcome:
 class DeviceRounds:
     """The rounds of a text, or of the texts of a batch; `draft` is None where no model drafts on the device.
 
-    With `argmax` the draft's best tokens are taken. With `looks`, the rows' length rules read features.
+    With `argmax` the draft's best tokens are taken, else they are drawn under `drawn`. With `looks`, the rows' length
+    rules read features.
     """
 
     def __init__(
-        self, target: StaticTorchModel, rules: Rules, draft: StaticTorchModel | None, argmax: bool, looks: bool
+        self,
+        target: StaticTorchModel,
+        rules: Rules,
+        draft: StaticTorchModel | None,
+        argmax: bool,
+        looks: bool,
+        drawn: Sampler,
     ) -> None:
         self.target, self.sampler, self.by_argmax = target, rules.sampler, rules.by_argmax
         self.draft: DeviceDraft | None = None
         if draft is not None:
-            self.draft = DeviceDraft(draft, distribution_sampler(rules.sampler), argmax, looks, rules.ends)
+            self.draft = DeviceDraft(draft, distribution_sampler(drawn), argmax, looks, rules.ends)
         # Without siblings, distinct and token are the same.
         self.verifier = verify.CHAINS["token" if rules.verifier == "distinct" else rules.verifier]
 
@@ -169,12 +177,18 @@ def _place(model: StaticTorchModel, depth: int) -> Place:
 
 
 def rounds_on_device(
-    target: Model, rules: Rules, draft: Model | None, argmax: bool = False, lengths: Sequence[LengthRule] = ()
+    target: Model,
+    rules: Rules,
+    draft: Model | None,
+    argmax: bool = False,
+    lengths: Sequence[LengthRule] = (),
+    drawn: Sampler | None = None,
 ) -> DeviceRounds | None:
     """The rounds of this target on its device, with a draft there or without one; None where the host takes part.
 
     That is for other models than StaticTorchModel, under a grammar or a repetition penalty, which read the text, under
-    synthetic rates, and on MPS, which has no fp64. `lengths` are the draft's length rules.
+    synthetic rates, and on MPS, which has no fp64. `lengths` are the draft's length rules, `drawn` its sampler where
+    that is not the served one.
     """
     places = [model for model in (target, draft) if model is not None]
     if not all(isinstance(model, StaticTorchModel) and model.device.type != "mps" for model in places):
@@ -186,7 +200,8 @@ def rounds_on_device(
     if draft is not None and draft.rows != target.rows:
         return None
     assert isinstance(target, StaticTorchModel) and (draft is None or isinstance(draft, StaticTorchModel))
-    return DeviceRounds(target, rules, draft, argmax, any(rule.reads_features for rule in lengths))
+    looks = any(rule.reads_features for rule in lengths)
+    return DeviceRounds(target, rules, draft, argmax, looks, drawn or rules.sampler)
 
 
 def rounds_of_text(target: Model, drafter: Drafter, rules: Rules) -> DeviceRounds | None:
@@ -194,7 +209,7 @@ def rounds_of_text(target: Model, drafter: Drafter, rules: Rules) -> DeviceRound
     if drafter.tree:
         return None
     if type(drafter) is ModelDrafter and drafter.kind != "cut":
-        rounds = rounds_on_device(target, rules, drafter.model, drafter.argmax, [drafter.rule])
+        rounds = rounds_on_device(target, rules, drafter.model, drafter.argmax, [drafter.rule], drafter.sampler)
         if rounds is not None:
             return rounds
     return rounds_on_device(target, rules, None)

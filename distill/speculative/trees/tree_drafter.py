@@ -36,7 +36,7 @@ class TreeDrafter:
         shape: Shape | None = None,
         best: bool = False,
         distinct: bool = False,
-        branching: int = 4,
+        branching: int = 16,
         depth: int = 8,
         calibration: Calibration | None = None,
     ) -> None:
@@ -55,8 +55,11 @@ class TreeDrafter:
         return "deterministic" if self.shape is None or self.best else "distinct" if self.distinct else "sampled"
 
     def begin(self, prompt: Sequence[int]) -> None:
-        """Read the prompt but for its last token; nothing where it has no room."""
-        read_prompt(self.model, prompt)
+        """Read the prompt but for its last token; nothing where it has no room, or where no tree pays."""
+        if self.nodes:
+            read_prompt(self.model, prompt)
+        else:
+            self.model.rollback([0])
 
     def room(self, length: int) -> int:
         """The room left in the draft's context, which holds every node that the draft takes."""

@@ -15,7 +15,7 @@ import torch
 from distill.errors import DataError, RecipeError
 from distill.packing import Packed
 from distill.surgery.change import decoder_layers, require_supported
-from distill.surgery.observe import angular_distances, block_influence
+from distill.surgery.observe import block_influence
 
 Loss = Callable[[Any], float]
 
@@ -60,8 +60,6 @@ def choose_layers(
     last-but-one  drops the n layers before the last (all but the last when n = L − 1).
     influence     drops the n of least block influence over `blocks`, the first and the last excepted, which read the
                   embeddings and feed the head; when one layer is kept it is the first. Men et al. 2024.
-    angular       drops the run l … l + n − 1 of least d(l, n) over `blocks` (see observe.angular_distances); the run
-                  never includes the last layer, as in arXiv 2403.17887, section 4.4.
     greedy        removes, n times, the layer without which `loss(model)` is lowest: L + (L − 1) + … evaluations on the
                   model with that layer out of its list; no weights are copied. The first of equals goes.
     explicit      drops the layers in `drop` (see parse_layers), whatever `keep` is.
@@ -90,19 +88,10 @@ def _by_rule(
         return range(count - 1 - drop, count - 1)
     if rule == "greedy":
         return _greedy(model, drop, loss, report)
-    if rule == "influence":
-        influence = block_influence(model, blocks, batch)
-        report["influence"] = influence
-        return [*sorted(range(1, count - 1), key=lambda i: influence[i]), count - 1][:drop]
-    assert rule == "angular", rule
-    distances = angular_distances(model, blocks, batch)
-    starts = range(count - drop) if drop else range(1)
-    start = min(starts, key=lambda low: float(distances[low, drop]))
-    report |= {
-        "distance": float(distances[start, drop]),
-        "distances": [distances[low, : count - low + 1].tolist() for low in range(count)],  # [l][n]
-    }
-    return range(start, start + drop)
+    assert rule == "influence", rule
+    influence = block_influence(model, blocks, batch)
+    report["influence"] = influence
+    return [*sorted(range(1, count - 1), key=lambda i: influence[i]), count - 1][:drop]
 
 
 def _greedy(model: Any, drop: int, loss: Loss, report: dict[str, Any]) -> list[int]:

@@ -39,23 +39,22 @@ class _Outcomes:
 
 
 def score_block(
-    logits: Tensor, target: TeacherChunk, labels: Tensor, weights: Tensor, settings: LossSettings, wanted: bool
+    logits: Tensor, target: TeacherChunk, labels: Tensor, settings: LossSettings, wanted: bool
 ) -> tuple[Tensor, Tensor | None]:
     """STATISTICS and losses [r, 5 + L] of a block, and where wanted dz [r, C]; the logits [r, C] are overwritten."""
     label = _labels(logits, labels)
-    hinge = _hinge(logits, target, settings)  # before _outcomes takes the stored logits out
     outcomes = _outcomes(logits, target, settings)
     entropy = -outcomes.draft.log_probability(outcomes.log_q, label.column, label.logit) * label.known
-    losses = {} if hinge is None else {"top_k_hinge": hinge.loss}
+    losses = {}
     parts: dict[float, Tensor] = {}  # gradients with respect to outcome logits, by temperature
     for name, t, (loss, gradient_of) in _terms(outcomes, entropy, label.known, settings):
         losses[name] = loss * settings.scale(name)
         share = settings.losses[name] * settings.scale(name)
         if wanted and share:
-            _add_part(parts, t, gradient_of().mul_((share * weights).unsqueeze(-1)))
+            _add_part(parts, t, gradient_of().mul_(share))
     columns = [*_statistics(outcomes, entropy), *(losses[name] for name in settings.losses)]
     values = torch.stack([column.to(logits.dtype) for column in columns], -1)
-    return values, _gradient(outcomes, label, hinge, parts, weights, settings) if wanted else None
+    return values, _gradient(outcomes, label, parts, settings) if wanted else None
 
 
 def _labels(logits: Tensor, labels: Tensor) -> _Labels:
@@ -63,13 +62,6 @@ def _labels(logits: Tensor, labels: Tensor) -> _Labels:
     known = (labels >= 0) & (labels < logits.shape[-1])
     column = labels.masked_fill(~known, 0).unsqueeze(-1)
     return _Labels(known, column, logits.gather(-1, column))
-
-
-def _hinge(logits: Tensor, target: TeacherChunk, settings: LossSettings) -> bucket.Hinge | None:
-    """The hinge of logits [r, C] with every column in them; None where it is no loss of the mixture."""
-    if "top_k_hinge" not in settings.losses:
-        return None
-    return bucket.top_k_hinge(logits, target.ids, target.log_probabilities, settings.hinge_k, settings.hinge_margin)
 
 
 def _outcomes(logits: Tensor, target: TeacherChunk, settings: LossSettings) -> _Outcomes:
@@ -90,19 +82,12 @@ def _outcomes(logits: Tensor, target: TeacherChunk, settings: LossSettings) -> _
 def _terms(
     outcomes: _Outcomes, entropy: Tensor, labelled: Tensor, settings: LossSettings
 ) -> Iterator[tuple[str, float, bucket.Term]]:
-    """Name, temperature and term of every loss of the mixture but the hinge, one at a time to save memory."""
-    pair, log_q, q = outcomes.pair, outcomes.log_q, outcomes.q
+    """Name, temperature and term of every loss of the mixture, one at a time to save memory."""
     for name, divergence in bucket.DIVERGENCES.items():
         if name in settings.losses:
-            yield name, settings.temperature, divergence(pair, settings)
-    if "match" in settings.losses:
-        t = settings.match_temperature
-        same = {settings.temperature: pair.log_q, 1.0: log_q}
-        yield "match", t, bucket.match(outcomes.named, same[t] if t in same else outcomes.draft.distribution(t))
-    if "argmax_cross_entropy" in settings.losses:
-        yield "argmax_cross_entropy", 1.0, bucket.argmax_cross_entropy(outcomes.best, outcomes.known, log_q, q)
+            yield name, settings.temperature, divergence(outcomes.pair, settings)
     if "cross_entropy" in settings.losses:  # its gradient at the label's column is added in _gradient
-        yield "cross_entropy", 1.0, (entropy, lambda: q * labelled.unsqueeze(-1))
+        yield "cross_entropy", 1.0, (entropy, lambda: outcomes.q * labelled.unsqueeze(-1))
 
 
 def _statistics(outcomes: _Outcomes, entropy: Tensor) -> list[Tensor]:
@@ -117,27 +102,12 @@ def _statistics(outcomes: _Outcomes, entropy: Tensor) -> list[Tensor]:
     ]
 
 
-def _gradient(
-    outcomes: _Outcomes,
-    label: _Labels,
-    hinge: bucket.Hinge | None,
-    parts: dict[float, Tensor],
-    weights: Tensor,
-    settings: LossSettings,
-) -> Tensor:
-    """dz [r, C] of the weighted mixture from the gradients at the outcomes, the hinge and the labels."""
-    if hinge is not None:
-        share = (settings.losses["top_k_hinge"] * weights).unsqueeze(-1)
-        at_named = hinge.at_named * share
-        if outcomes.draft.ids is not None:
-            at_named = torch.nn.functional.pad(at_named, (0, 1))
-        _add_part(parts, 1.0, at_named)
+def _gradient(outcomes: _Outcomes, label: _Labels, parts: dict[float, Tensor], settings: LossSettings) -> Tensor:
+    """dz [r, C] of the mixture from the gradients at the outcomes and the labels."""
     gradient = outcomes.draft.gradient(parts)
-    if hinge is not None:
-        gradient.scatter_add_(-1, hinge.rivals, hinge.at_rivals * share)
     if "cross_entropy" in settings.losses:
-        pull = -settings.losses["cross_entropy"] * weights * label.known
-        gradient.scatter_add_(-1, label.column, pull.unsqueeze(-1).to(gradient.dtype))
+        pull = -settings.losses["cross_entropy"] * label.known.to(gradient.dtype)
+        gradient.scatter_add_(-1, label.column, pull.unsqueeze(-1))
     return gradient
 
 

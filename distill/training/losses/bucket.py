@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from functools import cached_property
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -174,7 +173,7 @@ def _lk_hybrid(distributions: Distributions, settings: LossSettings) -> Term:
     )
 
 
-# Losses of the two distributions at the settings' temperature; the other losses read one distribution and the logits.
+# Losses of the two distributions at the settings' temperature; the cross-entropy reads the draft's alone.
 DIVERGENCES: dict[str, Callable[[Distributions, LossSettings], Term]] = {
     "forward_kl": _forward_kl,
     "reverse_kl": _reverse_kl,
@@ -183,46 +182,3 @@ DIVERGENCES: dict[str, Callable[[Distributions, LossSettings], Term]] = {
     "nla": _nla,
     "lk_hybrid": _lk_hybrid,
 }
-
-
-def match(named: Tensor, log_q: Tensor) -> Term:
-    """−Σ p q̂ from the mass of named outcomes [r, M] (0 for a bucket) and the draft's distribution at the match
-    temperature."""
-    q = log_q.exp()
-    hit = (named * q).sum(-1)
-    return -hit, lambda: (hit.unsqueeze(-1) - named).mul_(q)
-
-
-def argmax_cross_entropy(best: Tensor, known: Tensor, log_q: Tensor, q: Tensor) -> Term:
-    """−log q of the target's likeliest outcome [r] where it is known [r], from the distribution at t = 1."""
-    place = best.unsqueeze(-1)
-    value = -log_q.gather(-1, place).squeeze(-1) * known
-
-    def gradient() -> Tensor:
-        return q.scatter_add(-1, place, -torch.ones_like(q[:, :1])).mul_(known.unsqueeze(-1))
-
-    return value, gradient
-
-
-class Hinge(NamedTuple):
-    """The hinge of a block and its gradient, which is at named outcomes and at two rival columns."""
-
-    loss: Tensor  # [r]
-    at_named: Tensor  # [r, K or C]
-    rivals: Tensor  # columns [r, 2]
-    at_rivals: Tensor  # [r, 2]
-
-
-def top_k_hinge(logits: Tensor, ids: Tensor | None, log_p: Tensor, k: int, margin: float) -> Hinge:
-    """The hinge over named outcomes from logits [r, C] with every column in them and log_p [r, K] or [r, C]."""
-    top, columns = logits.topk(k + 1, dim=-1)
-    leads = torch.zeros_like(logits, dtype=torch.bool).scatter_(-1, columns[:, :k], True)
-    own, p = logits, log_p.exp()
-    if ids is not None:
-        safe = ids.clamp(max=logits.shape[-1] - 1)  # p of trimmed ids is 0
-        own, leads = logits.gather(-1, safe), leads.gather(-1, safe)
-    short = torch.where(leads, top[:, k:], top[:, k - 1 : k]).sub_(own).add_(margin).relu_()
-    active = p * (short > 0)
-    ahead = (active * leads).sum(-1)
-    at_rivals = torch.stack([active.sum(-1) - ahead, ahead], -1)
-    return Hinge((p * short).sum(-1), -active, columns[:, k - 1 :], at_rivals)

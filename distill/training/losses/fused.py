@@ -32,10 +32,10 @@ class _Scoring:
 
     teacher: Teacher
     labels: Tensor  # [N]
-    weights: Tensor  # [N], of the type of everything but the products
     settings: LossSettings
     chunk: int
     kind: torch.dtype
+    wide: torch.dtype  # of everything but the products
 
 
 def _part(target: TeacherChunk, rows: slice) -> TeacherChunk:
@@ -52,7 +52,7 @@ def _positions(
     gradients: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None),
 ) -> Tensor:
     """STATISTICS and losses [N, 5 + L] of every position; adds to the gradients (d_hidden, d_head, d_bias) given."""
-    teacher, settings, kind, wide = scoring.teacher, scoring.settings, scoring.kind, scoring.weights.dtype
+    teacher, settings, kind, wide = scoring.teacher, scoring.settings, scoring.kind, scoring.wide
     count, columns = len(hidden), teacher.columns
     d_hidden, d_head, d_bias = gradients
     wanted = any(gradient is not None for gradient in gradients)
@@ -76,9 +76,8 @@ def _positions(
         for first in range(0, scored, size):
             block = slice(first, min(first + size, scored))
             at = slice(start + block.start, start + block.stop)
-            labels, weights = scoring.labels[at], scoring.weights[at]
             values[at], gradient = score_block(
-                logits[block].to(wide), _part(target, block), labels, weights, settings, wanted
+                logits[block].to(wide), _part(target, block), scoring.labels[at], settings, wanted
             )
             if gradient is not None:
                 logits[block] = gradient
@@ -104,26 +103,21 @@ def _add_product(total: Tensor, gradient: Tensor, hidden: Tensor) -> None:
 
 
 class _HeadLoss(torch.autograd.Function):
-    """Σ w · loss, with the gradients computed in the forward pass, and the values of every position."""
+    """Σ loss, with the gradients computed in the forward pass, and the values of every position."""
 
     @staticmethod
     def forward(
         context: Any, hidden: Tensor, head: Tensor, bias: Tensor | None, scoring: _Scoring
     ) -> tuple[Tensor, Tensor]:
         inputs = (hidden, head, bias)
-        wide = (
-            scoring.weights.dtype
-        )  # a head in bf16, as of sharded weights, gets a gradient summed over chunks in fp32
-        kinds = [None if x is None else x.dtype if x is hidden else torch.promote_types(x.dtype, wide) for x in inputs]
         gradients = [
-            torch.zeros_like(x, dtype=kind, memory_format=torch.contiguous_format) if x is not None and needed else None
-            for x, kind, needed in zip(inputs, kinds, context.needs_input_grad, strict=False)
+            torch.zeros_like(x, memory_format=torch.contiguous_format) if x is not None and needed else None
+            for x, needed in zip(inputs, context.needs_input_grad, strict=False)
         ]
         values = _positions(hidden, head, bias, scoring, (gradients[0], gradients[1], gradients[2]))
         context.mark_non_differentiable(values)
         # Not saved as tensors: the gradient is passed on without a copy, so that a second [R, H] never exists.
         context.gradients = gradients
-        context.kinds = [None if x is None else x.dtype for x in inputs]
         return _total(values, scoring), values
 
     @staticmethod
@@ -131,8 +125,7 @@ class _HeadLoss(torch.autograd.Function):
         if context.gradients is None:
             raise RuntimeError("backward ran a second time over the head's loss, whose gradients exist only once")
         gradients, context.gradients = context.gradients, None
-        found = zip(gradients, context.kinds, strict=True)
-        return (*(None if x is None else x.mul_(above[0]).to(kind) for x, kind in found), None)
+        return (*(None if x is None else x.mul_(above[0]) for x in gradients), None)
 
 
 def _exact(values: Tensor) -> Tensor:
@@ -141,10 +134,10 @@ def _exact(values: Tensor) -> Tensor:
 
 
 def _total(values: Tensor, scoring: _Scoring) -> Tensor:
-    """Σ w · loss, in the type of the values."""
+    """Σ loss, in the type of the values."""
     shares = torch.tensor([*scoring.settings.losses.values()], dtype=values.dtype, device=values.device)
     own = _exact(values[:, len(STATISTICS) :] * shares)
-    return (own.sum(-1) * _exact(scoring.weights)).sum().to(values.device, values.dtype)
+    return own.sum(-1).sum().to(values.device, values.dtype)
 
 
 def head_loss(
@@ -153,24 +146,19 @@ def head_loss(
     teacher: Teacher,
     labels: Tensor,
     settings: LossSettings,
-    weights: Tensor | None,
     chunk: int,
     bias: Tensor | None = None,
 ) -> tuple[Tensor, LossSums]:
-    """Σ w · loss over the positions, and the sums for the log.
+    """Σ loss over the positions, and the sums for the log.
 
     hidden [N, H] after the final norm, head [R, H] and bias [R] of which the first teacher.columns rows learn, labels
-    [N] as columns (outside them: no label), weights [N] of the positions (None: 1 each), chunk positions at once. The
-    products are in the type of `hidden`, or of an enclosing autocast; the rest is in fp32 (fp64 if that is fp64).
-    Gradients reach hidden, head and bias, once; none is computed where none is needed. Raises DataError for a
-    reverse KL that is infinite and for a temperature that the teacher lacks, RecipeError for a hinge over more
-    columns than there are.
+    [N] as columns (outside them: no label), chunk positions at once. The products are in the type of `hidden`, or of an
+    enclosing autocast; the rest is in fp32 (fp64 if that is fp64). Gradients reach hidden, head and bias, once; none is
+    computed where none is needed. Raises DataError for a reverse KL that is infinite and for a temperature that the
+    teacher lacks.
     """
     assert len(teacher) == len(hidden) == len(labels) and teacher.columns <= len(head) and chunk >= 1
-    settings.require_columns(teacher.columns)
-    if weights is None:
-        weights = torch.ones(len(hidden), device=hidden.device)
-    scoring = _scoring(hidden, teacher, labels, weights, settings, chunk)
+    scoring = _scoring(hidden, teacher, labels, settings, chunk)
     with torch.autocast(hidden.device.type, enabled=False):  # so that neither the teacher nor the logs are rounded
         if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (hidden, head, bias)):
             total, values = _HeadLoss.apply(hidden, head, bias, scoring)
@@ -180,15 +168,11 @@ def head_loss(
         return total, _sums(values, scoring)
 
 
-def _scoring(
-    hidden: Tensor, teacher: Teacher, labels: Tensor, weights: Tensor, settings: LossSettings, chunk: int
-) -> _Scoring:
+def _scoring(hidden: Tensor, teacher: Teacher, labels: Tensor, settings: LossSettings, chunk: int) -> _Scoring:
     """How to score; products are in the type of an enclosing autocast, else of the hidden states."""
-    device = hidden.device
-    automatic = torch.is_autocast_enabled(device.type)
-    kind = torch.get_autocast_dtype(device.type) if automatic else hidden.dtype
-    wide = torch.promote_types(kind, torch.float32)
-    return _Scoring(teacher, labels.long(), weights.detach().to(device, wide), settings, chunk, kind)
+    automatic = torch.is_autocast_enabled(hidden.device.type)
+    kind = torch.get_autocast_dtype(hidden.device.type) if automatic else hidden.dtype
+    return _Scoring(teacher, labels.long(), settings, chunk, kind, torch.promote_types(kind, torch.float32))
 
 
 def _sums(values: Tensor, scoring: _Scoring) -> LossSums:
@@ -202,9 +186,6 @@ def _sums(values: Tensor, scoring: _Scoring) -> LossSums:
                 "tokens of the draft's",
                 "train on forward_kl or jsd, or on a store with fewer entries than tokens",
             )
-    own, w = _exact(values), _exact(scoring.weights)
-    split = len(STATISTICS)
-    count = own.new_tensor([len(own)])
-    vector = torch.cat([count, w.sum().unsqueeze(0), own[:, :split].sum(0), w @ own[:, split:]])
-    names = ("positions", "weight", *STATISTICS, *(f"loss/{name}" for name in settings.losses))
-    return LossSums(names, vector)
+    own = _exact(values)
+    vector = torch.cat([own.new_tensor([len(own)]), own.sum(0)])
+    return LossSums(("positions", *STATISTICS, *(f"loss/{name}" for name in settings.losses)), vector)

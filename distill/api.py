@@ -1,0 +1,266 @@
+"""What `import distill` gives notebooks and other programs. docs/api.md shows every name at work.
+
+Models are named as on the command line: a Hugging Face folder, a hub name, or a GGUF file; paths start at the working
+directory. Whatever a caller can do wrong raises a DistillError with `what` happened and a `hint` of what to do next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from distill.benchmark.any_pair import PairRequest, measure_any_pair, pair_settings
+from distill.errors import DataError, DistillError, RecipeError
+from distill.evaluation.standalone import evaluate_standalone
+from distill.files import require_new_folder
+from distill.generate.stream import Request, begin
+from distill.models import loaded
+from distill.models.conversion.importing import Import, one_engine, read_import, write_import
+from distill.models.conversion.writer import WrittenFile
+from distill.models.conversion.writer import export_gguf as write_gguf
+from distill.models.hugging_face import local_folder
+from distill.models.loaded import GROWING, LoadedPair
+from distill.models.pairs import pair_references, require_pair
+from distill.recipe import (
+    Configuration,
+    Corpus,
+    Cut,
+    Gguf,
+    PyTorch,
+    SamplerSettings,
+    Source,
+    Target,
+    parse_section,
+    resolve_model,
+)
+from distill.results.cut_results import Change
+from distill.results.evaluation_results import EvaluationReport
+from distill.results.pair_results import PairSpeedup
+from distill.sampler import Sampler
+from distill.speculative.decode import Decoded
+from distill.surgery.cutter import cut_folder
+from distill.surgery.vocabulary import transplant as transplanting
+
+__all__ = [
+    "Change",
+    "Configuration",
+    "Decoded",
+    "DistillError",
+    "EvaluationReport",
+    "LoadedPair",
+    "PairSpeedup",
+    "Sampler",
+    "cut",
+    "decode",
+    "evaluate",
+    "export_gguf",
+    "import_gguf",
+    "load_pair",
+    "measure_speedup",
+    "transplant",
+]
+
+Dtype = Literal["float32", "bfloat16", "float16"]
+Paths = Sequence[str | Path]
+
+
+def load_pair(
+    target: str | Path,
+    draft: str | Path | None = None,
+    *,
+    dtype: Dtype = "float32",
+    device: str = "auto",
+    tokens: int | None = None,
+    nodes: int = 0,
+    threads: int | None = None,
+    gguf: Gguf | None = None,
+    pytorch: PyTorch = GROWING,
+) -> LoadedPair:
+    """A target, with a draft of its vocabulary or alone, ready to decode; use it as a context, or `close` it.
+
+    `tokens` is the context wanted, `nodes` the most nodes of a tree in GGUF files. PairError for a draft of another
+    vocabulary; for the rest see `distill.models.loaded.load_pair`.
+    """
+    big, small = _reference(target), None if draft is None else _reference(draft)
+    if small is not None:
+        require_pair(big, small)
+    settings = parse_section(Target, {"model": big, "dtype": dtype})
+    return loaded.load_pair(
+        settings, small, device=device, tokens=tokens, nodes=nodes, threads=threads, gguf=gguf, pytorch=pytorch
+    )
+
+
+def decode(
+    pair: LoadedPair,
+    prompt: str | Sequence[int],
+    tokens: int = 128,
+    *,
+    configuration: Configuration | Mapping[str, Any] | None = None,
+    sampler: Sampler | None = None,
+    seed: int = 0,
+    stop: Sequence[str] = (),
+) -> Decoded:
+    """Continue a prompt, a text or token ids, by at most `tokens`; `pair.text(found.tokens)` is the text.
+
+    `configuration` (None: four tokens of the draft a round; plain decoding for a pair without a draft) is one of
+    docs/recipes.md, as an object or a mapping; `sampler` None is greedy. The text is the target's own whatever drafts:
+    a configuration that would change its distribution raises DataError, as do a prompt that is empty or fills the
+    context, and trees of a size that only a run chooses.
+    """
+    sampler = sampler or Sampler(temperature=0)
+    if configuration is None:
+        configuration = {"drafter": "none"} if pair.draft is pair.target else {"length": 4}
+    if not isinstance(configuration, Configuration):
+        sampled = {"sampler": "recipe" if sampler.temperature else "greedy"}
+        configuration = parse_section(Configuration, sampled | dict(configuration))
+    if configuration.foreign:
+        raise RecipeError(f"drafter {configuration.drafter} reads two vocabularies", "use `distill generate`")
+    if configuration.chosen:
+        raise RecipeError(f"`{configuration.title}` leaves the tree's size open, which a run chooses", "give its nodes")
+    if tokens < 1:
+        raise RecipeError(f"{tokens} new tokens are asked for", "ask for at least one")
+    if configuration.branches and pair.backend == "gguf" and not pair.target.max_leaves:
+        raise RecipeError("these GGUF files were loaded without room for trees", "load_pair(…, nodes=N)")
+    ids = pair.encode(prompt) if isinstance(prompt, str) else list(prompt)
+    if not ids or len(ids) >= pair.target.capacity:
+        raise DataError(
+            f"a prompt of {len(ids)} tokens in a context of {pair.target.capacity}", "give at least one, and fewer"
+        )
+    room = min(tokens, pair.target.capacity - len(ids))
+    result = Decoded()
+    for _ in begin(pair, None, Request(configuration, sampler, seed, stop), ids, room).rounds(result):
+        pass
+    return result
+
+
+def evaluate(
+    target: str | Path,
+    draft: str | Path,
+    texts: Paths,
+    *,
+    sampler: Sampler | None = None,
+    prompts: int = 32,
+    kl: bool = True,
+    acceptance: bool = True,
+    threads: int | None = None,
+    gguf: Gguf | None = None,
+    command: str = "",
+) -> EvaluationReport:
+    """Divergences and acceptance of a pair, with intervals, on text files or folders of them; None: temperature 1.
+
+    DataError for files that are not there and for texts of fewer than 4 prompts; PairError as `load_pair`.
+    """
+    big, small = _reference(target), _reference(draft)
+    for path in map(Path, texts):
+        if not path.exists():
+            raise DataError(f"{path}: there is no such file or folder", "correct its path")
+    require_pair(big, small)
+    big, small = one_engine(big, small)
+    corpus = Corpus(sources=tuple(_test_source(Path(path)) for path in texts))
+    in_torch = not big.endswith(".gguf")
+    # The layers of the models that decode are laid out later: blocks are read without.
+    pytorch, size = (PyTorch(prepack=False), None) if in_torch else (GROWING, corpus.block)
+    with loaded.load_pair(Target(model=big), small, tokens=size, threads=threads, gguf=gguf, pytorch=pytorch) as pair:
+        return evaluate_standalone(pair, corpus, sampler or Sampler(1.0), prompts, kl, acceptance, command)
+
+
+def measure_speedup(
+    target: str | Path,
+    draft: str | Path | None,
+    prompts: Paths,
+    *,
+    lengths: Iterable[int] = (1, 2, 4),
+    configurations: Iterable[Configuration | Mapping[str, Any]] = (),
+    sampler: SamplerSettings | None = None,
+    count: int = 12,
+    tokens: int = 96,
+    prompt_tokens: int = 64,
+    dtype: Dtype = "float32",
+    threads: int | None = None,
+    gguf: Gguf | None = None,
+) -> PairSpeedup:
+    """Plain against speculative decoding, end to end, on the prompts in files, as `distill speedup` measures them.
+
+    The draft's fixed `lengths` and every other configuration are decoded interleaved with plain decoding; with a
+    `sampler` all of them are sampled. DataError or RecipeError for prompts, contexts and configurations that do not go
+    together.
+    """
+    big, small = _reference(target), None if draft is None else _reference(draft)
+    sampled = {"sampler": "recipe"} if sampler is not None and sampler.temperature else {}
+    given = [
+        one if isinstance(one, Configuration) else parse_section(Configuration, {**sampled, **one})
+        for one in configurations
+    ]
+    swept = tuple(Configuration(length=length, **sampled) for length in lengths)
+    asked = (*swept, *given)
+    if not asked:
+        raise RecipeError("nothing is to be measured but plain decoding", "give lengths or configurations")
+    big, small = pair_references(big, small, asked)
+    recipe = pair_settings(
+        big,
+        prompts,
+        sampler or SamplerSettings(temperature=0),
+        dtype,
+        count=count,
+        tokens=tokens,
+        threads=threads,
+        gguf=gguf,
+    )
+    request = PairRequest(
+        names=(str(target), None if draft is None else str(draft)),
+        draft=small,
+        sweep=() if sampled else swept,
+        others=asked if sampled else tuple(given),
+        prompt_tokens=prompt_tokens,
+    )
+    return measure_any_pair(recipe, request)
+
+
+def cut(
+    source: str | Path, out: str | Path, texts: Sequence[str], *, target: str | Path | None = None, **settings: Any
+) -> list[Change]:
+    """Write `source` with fewer layers or neurons to a new folder; what was changed.
+
+    `settings` are keys of the recipe's section `cut` (layers, layer_rule, drop_layers, layer_repair, mlp_width);
+    `texts` score the parts. KL is that to `target` (None: the uncut model).
+    RecipeError for cuts that are not possible, DataError for too little text and a folder that is not empty.
+    """
+    asked = parse_section(Cut, {name: value for name, value in settings.items() if value is not None})
+    if all(size is None for size in (asked.layers, asked.drop_layers, asked.mlp_width)):
+        raise RecipeError("nothing to cut", "give layers, drop_layers or mlp_width")
+    judge = None if target is None else _reference(target)
+    return cut_folder(_reference(source), Path(out), asked, texts, judge)
+
+
+def transplant(donor: str | Path, target: str | Path, out: str | Path, **settings: Any) -> Change:
+    """Write `donor` with the vocabulary of `target` to a new folder, so that it can draft for it.
+
+    `settings` are those of `distill.surgery.vocabulary.transplant.transplant`: rows, overrides, method, decay, dtype.
+    """
+    places = [local_folder(_reference(one)) for one in (donor, target)]
+    return transplanting.transplant(places[0], places[1], Path(out), **settings)
+
+
+def export_gguf(model: str | Path, out: str | Path, outtype: str = "f16") -> WrittenFile:
+    """Write a model as a GGUF file of type `outtype` (f32, f16, bf16, q8_0, q4_k_m, …; quantised types need
+    llama-cpp-python)."""
+    return write_gguf(local_folder(_reference(model)), Path(out), outtype)
+
+
+def import_gguf(file: str | Path, out: str | Path, dtype: Dtype | None = None) -> Import:
+    """Write a GGUF file as a Hugging Face folder; `dtype` None keeps floats and gives quantised weights in float32."""
+    require_new_folder(Path(out))
+    found = read_import(Path(file), dtype)
+    write_import(found, Path(out))
+    return found
+
+
+def _reference(model: str | Path) -> str:
+    return resolve_model(str(model), Path.cwd())
+
+
+def _test_source(path: Path) -> Source:
+    if path.is_dir():
+        return Source(kind="tree", path=str(path.resolve()), pattern="**/*", split="test")
+    return Source(kind="text", path=str(path.resolve()), split="test")

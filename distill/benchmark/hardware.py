@@ -1,0 +1,142 @@
+"""Steps on a machine that is not here: T(m) from what a step reads and computes, and what a file says of the machine.
+
+T(m) = max(bytes ÷ bandwidth, operations ÷ compute) + overhead. Legend: m tokens of a step of one sequence.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field, model_validator
+
+from distill.errors import RecipeError
+from distill.files import read_utf8
+from distill.models.conversion.importing import is_gguf
+from distill.models.gguf.file_head import open_head, tensor_bytes
+from distill.models.hugging_face import load_config
+from distill.recipe import parse_section
+from distill.recipe.load import read_yaml
+from distill.recipe.section import Section
+from distill.surgery.checks import EXPERTS
+
+CACHED_BYTES = 2  # of a cached key or value: both engines cache 16 bits by default
+IN_LAYER = re.compile(r"(^blk|\blayers)\.\d+\.")
+OF_EXPERT = re.compile(r"_exps\.|\.experts\.")
+INPUT, HEAD = ("token_embd.weight", "embed_tokens.weight"), ("output.weight", "lm_head.weight")
+
+
+class Sourced(Section):
+    """A figure and where it comes from."""
+
+    value: float = Field(gt=0)
+    source: str = Field(min_length=3)
+
+
+class Hardware(Section):
+    """A machine. With a link, `link_share` of the weights lie behind it and are read at its speed in each step."""
+
+    name: str
+    memory_gb_per_s: Sourced
+    compute_tflop_per_s: Sourced
+    overhead_ms: Sourced
+    link_gb_per_s: Sourced | None = None
+    link_share: Sourced | None = None
+
+    @model_validator(mode="after")
+    def _a_link_has_a_share(self) -> Hardware:
+        if (self.link_gb_per_s is None) != (self.link_share is None):
+            raise ValueError("link_gb_per_s and link_share go together")
+        if self.link_share is not None and self.link_share.value > 1:
+            raise ValueError("link_share.value is a share of the weights, at most 1")
+        return self
+
+
+def read_hardware(path: Path) -> Hardware:
+    """The machine that a YAML file describes; raises DataError or RecipeError for a file that cannot be used."""
+    raw = read_yaml(read_utf8(path), str(path))
+    try:
+        return parse_section(Hardware, raw, str(path))
+    except RecipeError as error:
+        raise RecipeError(error.what, "docs/plan.md lists the keys") from None
+
+
+@dataclass(frozen=True)
+class StepWork:
+    """What a step of one sequence reads and multiplies: bytes that every step reads (`shared_bytes`), those of all
+    experts, of which a token uses the share `used`, and those cached for each position; `parameters` that a token is
+    multiplied by. `layer_bytes` are those that one token reads of one layer.
+    """
+
+    layers: int
+    layer_bytes: float
+    shared_bytes: float
+    expert_bytes: float
+    used: float
+    position_bytes: float
+    parameters: float
+
+    def weight_bytes(self, tokens: int) -> float:
+        """Bytes of weights; each token is taken to use experts of its own, drawn evenly."""
+        return self.shared_bytes + self.expert_bytes * (1 - (1 - self.used) ** tokens)
+
+    def seconds(self, tokens: int, depth: int, hardware: Hardware) -> float:
+        """T(tokens) behind `depth` cached tokens."""
+        weights, share, slow = self.weight_bytes(tokens), 0.0, 1.0
+        if hardware.link_gb_per_s is not None and hardware.link_share is not None:
+            share, slow = hardware.link_share.value, hardware.link_gb_per_s.value
+        fast = hardware.memory_gb_per_s.value
+        read = (weights * (1 - share) + depth * self.position_bytes) / fast / 1e9 + weights * share / slow / 1e9
+        computed = 2 * tokens * self.parameters / hardware.compute_tflop_per_s.value / 1e12
+        return max(read, computed) + hardware.overhead_ms.value / 1e3
+
+
+def work_of(reference: str, weight_bytes: float) -> StepWork:
+    """The work of a model, from a GGUF file's head or from config.json alone, each weight then of `weight_bytes`."""
+    if not is_gguf(reference):
+        return work_of_config(load_config(reference), weight_bytes)
+    head = open_head(Path(reference))
+    sizes = [(name, math.prod(one), tensor_bytes(one, head.kinds[name])) for name, one in head.shapes.items()]
+    heads = head.count("attention.head_count")
+    width = head.count("attention.key_length", max(1, head.count("embedding_length") // heads))
+    cached = 2 * head.count("attention.head_count_kv", heads) * width * CACHED_BYTES
+    experts = head.size("expert_count", 0, 2**20) or 0
+    used = (head.size("expert_used_count", 1, 2**20) or 1) / experts if experts else 1.0
+    return _work(sizes, head.count("block_count"), used, cached)
+
+
+def work_of_config(config: Any, weight_bytes: float) -> StepWork:
+    """The work of the model that a configuration of transformers describes."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):  # names and shapes alone
+        model = AutoModelForCausalLM.from_config(config)
+    sizes = [(name, one.numel(), one.numel() * weight_bytes) for name, one in model.named_parameters()]
+    config = config.get_text_config()
+    heads = config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    cached = 2 * (getattr(config, "num_key_value_heads", None) or heads) * width * CACHED_BYTES
+    experts = next((count for name in EXPERTS if (count := getattr(config, name, None))), 0)
+    used = config.num_experts_per_tok / experts if experts else 1.0
+    return _work(sizes, config.num_hidden_layers, used, cached)
+
+
+def _work(tensors: Iterable[tuple[str, int, float]], layers: int, used: float, cached: float) -> StepWork:
+    """From names, parameters and bytes. A head of its own leaves the input embedding one row a token."""
+    found = list(tensors)
+    if any(name in HEAD for name, *_ in found):
+        found = [one for one in found if not one[0].endswith(INPUT)]
+    totals = {expert: [0.0, 0.0, 0.0] for expert in (False, True)}  # parameters, bytes, bytes in layers
+    for name, count, size in found:
+        total = totals[OF_EXPERT.search(name) is not None]
+        total[0] += count
+        total[1] += size
+        total[2] += size if IN_LAYER.search(name) else 0
+    shared, experts = totals[False], totals[True]
+    layer = (shared[2] + used * experts[2]) / layers
+    return StepWork(layers, layer, shared[1], experts[1], used, layers * cached, shared[0] + used * experts[0])

@@ -1,0 +1,224 @@
+"""Whether a draft will pay, before there is one: speedups by draft length and acceptance, predicted from costs alone.
+
+A round of n drafted tokens gives E = 1 + Σ_i Π_{j ≤ i} a_j tokens in T(n + 1) + n·D seconds and its overhead (Leviathan
+et al. 2023, eq. 1, with measured times; `PaidCosts.predicted_speedup`). Greedy, n fixed, the acceptance a_j at position
+j the same in every round.
+
+Legend: n drafted tokens of a round, T target, D draft.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from distill.errors import DataError
+from distill.intervals import Interval
+from distill.results.plan_results import Outlook, Plan, PlannedLength, Scenario
+from distill.results.tables import markdown_table
+from distill.speculative.costs.curve import tokens_per_round
+from distill.speculative.costs.paid import DraftSteps, PaidCosts
+
+RATES = (0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
+ALL = "all accepted"
+NOTHING = 0.005  # T(1) that a draft step may cost: shown as 0.00
+WORTH = 1.5  # a speedup worth the effort of a draft, in the verdict
+HALVINGS = 40  # of the range in which an acceptance is looked for
+
+MODEL = (
+    "Predicted, not measured: greedy decoding with n drafted tokens in every round. A round gives 1 + a1 + a1·a2 + … "
+    "tokens, where a1, a2, … are the acceptance at each position, given that it was reached (the last one holds behind "
+    "it). "
+    "It costs T(n + 1) + n·D and its overhead."
+)
+
+
+def step_costs(target: Sequence[float], draft: float, draft_two: float, lengths: Sequence[int]) -> PaidCosts:
+    """Costs from T(1..), D(1) and D(2) of each model alone: no overhead, no prompt, and lengths as far as T reaches.
+
+    Raises DataError where it reaches none.
+    """
+    reached = {n: target[n] for n in lengths if n < len(target)}
+    if not reached:
+        raise DataError(
+            f"the target's curve ends at m = {len(target)}, no drafted length of {list(lengths)} can be verified",
+            "measure a longer one (`distill profile --most 17`), or give smaller --lengths",
+        )
+    steps = DraftSteps(draft, max(draft, draft_two), draft)
+    return PaidCosts(target[0], reached, steps, steps, 0.0, 0.0)
+
+
+@dataclass(frozen=True)
+class Case:
+    """Costs to be judged, of one or several timings, for requests of `new` tokens after `prompt` ones.
+
+    `layers` are those of the draft that was timed, and what one layer more costs in T(1); None where unknown. `note` is
+    a caveat about the costs.
+    """
+
+    title: str
+    timings: Sequence[PaidCosts]
+    lengths: Sequence[int]
+    prompt: int = 0
+    new: int = 2
+    layers: tuple[float, float] | None = None
+    note: str = ""
+
+    def speedup(self, costs: PaidCosts, length: int, rates: Sequence[float]) -> float:
+        """Over plain decoding, at an acceptance by position whose last rate holds behind it."""
+        return costs.predicted_speedup(length, by_position(rates, length), self.prompt, self.new)
+
+    def middle(self, figure: Callable[[PaidCosts], float]) -> float:
+        """The median over the timings of a figure."""
+        return statistics.median(figure(costs) for costs in self.timings)
+
+    def needed(self, costs: PaidCosts, length: int, wanted: float = 1.0) -> float:
+        """The acceptance, the same at every position, from which `length` gives the speedup wanted; else infinite."""
+        if self.speedup(costs, length, [1.0]) < wanted:
+            return math.inf
+        low, high = 0.0, 1.0
+        for _ in range(HALVINGS):
+            middle = (low + high) / 2
+            low, high = (middle, high) if self.speedup(costs, length, [middle]) < wanted else (low, middle)
+        return high
+
+    def largest_cost(self, costs: PaidCosts, rates: Sequence[float]) -> float:
+        """The cost of a draft step, in T(1), at which the best length is just as fast as plain decoding."""
+        plain = self.prompt * costs.target_prompt + (self.new - 1) * costs.token
+        found = []
+        for n in self.lengths:
+            rounds = (self.new - 1) / tokens_per_round(by_position(rates, n))
+            saved = plain * (1 - 1 / self.speedup(costs, n, rates))  # of a request
+            found.append(costs.by_argmax.later + saved / rounds / n)
+        return max(found) / costs.token
+
+
+def by_position(rates: Sequence[float], length: int) -> list[float]:
+    """Acceptance at `length` positions; the last rate holds for all behind it."""
+    return [rates[min(position, len(rates) - 1)] for position in range(length)]
+
+
+def outlook(case: Case, given: Mapping[str, Sequence[float]]) -> Outlook:
+    """What the costs promise at the usual acceptances, at those `given` by title, and with everything accepted."""
+    cost = case.middle(lambda costs: costs.by_argmax.later / costs.token)
+    lengths = []
+    for n in case.lengths:
+        even = case.middle(lambda costs, n=n: case.needed(costs, n))  # type: ignore[misc]
+        verify = case.middle(lambda costs, n=n: costs.verify[n] / costs.token)  # type: ignore[misc]
+        most = case.middle(lambda costs, n=n: case.speedup(costs, n, [1.0]))  # type: ignore[misc]
+        lengths.append(PlannedLength(n, verify, None if math.isinf(even) else even, most))
+    usual: dict[str, Sequence[float]] = {f"{rate:.2f}": [rate] for rate in RATES}
+    scenarios = [_scenario(case, title, rates, cost) for title, rates in (usual | {ALL: [1.0]} | dict(given)).items()]
+    sentences = [_verdict(case, cost, lengths, scenarios)]
+    sentences += [_said(case, one) for one in scenarios if one.title in given] + [case.note] * bool(case.note)
+    token = case.middle(lambda costs: costs.token)
+    return Outlook(case.title, case.prompt, case.new, token, cost, lengths, scenarios, sentences)
+
+
+def _scenario(case: Case, title: str, rates: Sequence[float], cost: float) -> Scenario:
+    speeds = []
+    for n in case.lengths:
+        found = [case.speedup(costs, n, rates) for costs in case.timings]
+        bounds = (min(found), max(found)) if len(found) > 1 else (math.nan, math.nan)
+        speeds.append(Interval(statistics.median(found), *bounds))
+    best = max(range(len(speeds)), key=lambda place: speeds[place].mean)
+    largest = case.middle(lambda costs: case.largest_cost(costs, rates))
+    layers = None
+    if case.layers is not None:
+        count, each = case.layers
+        layers = max(0, math.floor(count + (largest - cost) / each + 1e-9))  # a trimmed head may leave room for many
+    length = case.lengths[best] if speeds[best].mean > 1 else 0
+    return Scenario(title, list(rates), speeds, length, largest, layers)
+
+
+def _verdict(case: Case, cost: float, lengths: Sequence[PlannedLength], scenarios: Sequence[Scenario]) -> str:
+    """What acceptance the draft needs, what it gives at most, and why not where that is not above 1."""
+    top = max(lengths, key=lambda one: one.most)
+    free = next(one for one in scenarios if one.title == ALL).largest_cost
+    if top.most <= 1 and free < NOTHING:
+        cheapest = min(lengths, key=lambda one: one.verify_cost / (one.length + 1))
+        return (
+            f"No draft can pay here, because verifying {cheapest.length + 1} tokens costs {cheapest.verify_cost:.2f} "
+            f"T(1): with every token accepted this one gives at most {top.most:.2f}x, and a free one no speedup either."
+        )
+    if top.most <= 1:
+        return (
+            f"This draft cannot pay: its step costs {cost:.2f} T(1), and with every token accepted it gives at most "
+            f"{top.most:.2f}x ({top.length} drafted). A draft whose step costs less than {free:.2f} T(1) could."
+        )
+    even = min((one for one in lengths if one.break_even is not None), key=lambda one: one.break_even or 0.0)
+    wanted = {n: case.middle(lambda costs, n=n: case.needed(costs, n, WORTH)) for n in case.lengths}  # type: ignore[misc]
+    length = min(wanted, key=lambda n: wanted[n])
+    worth = f"{WORTH}x from {wanted[length]:.2f} on ({length} drafted)"
+    if math.isinf(wanted[length]):
+        worth = f"{WORTH}x at no acceptance"
+    return (
+        f"A draft step costs {cost:.2f} T(1). It pays from an acceptance of {even.break_even:.2f} on ({even.length} "
+        f"drafted), gives {worth}, and with every token accepted at most {top.most:.2f}x ({top.length} drafted)."
+    )
+
+
+def _said(case: Case, one: Scenario) -> str:
+    place = max(range(len(one.speedups)), key=lambda place: one.speedups[place].mean)
+    verdict = "it pays" if one.best else "it does not pay"
+    rates = ", ".join(f"{rate:.2f}" for rate in one.acceptance)
+    speed = f"{shown(one.speedups[place])} at best, {case.lengths[place]} drafted"
+    return f"At the acceptance of {one.title} ({rates}) {verdict}: {speed}."
+
+
+# ── tables ──
+
+
+def shown(speed: Interval) -> str:
+    """A speedup with the lowest and highest of its timings, where there are several."""
+    bounds = "" if math.isnan(speed.low) else f" [{speed.low:.2f}, {speed.high:.2f}]"
+    return f"{speed.mean:.2f}{bounds}"
+
+
+def as_markdown(plan: Plan) -> str:
+    """The tables of all outlooks, side by side where there are several, and the verdicts."""
+    blocks = [MODEL]
+    for one in plan.outlooks:
+        layers = any(scenario.layers is not None for scenario in one.scenarios)
+        heads = ["acceptance", *(f"n = {length.length}" for length in one.lengths), "best n", "speedup"]
+        rows = []
+        for found in one.scenarios:
+            best = max(found.speedups, key=lambda speed: speed.mean)
+            row = [found.title, *(f"{speed.mean:.2f}" for speed in found.speedups), str(found.best or "none")]
+            largest = f"{found.largest_cost:.2f}" if found.largest_cost >= NOTHING else "none"
+            rows.append([*row, shown(best), largest, *([str(found.layers or "none")] if layers else [])])
+        even = ["none" if length.break_even is None else f"{length.break_even:.2f}" for length in one.lengths]
+        verify = [f"{length.verify_cost:.2f}" for length in one.lengths]
+        rows += [[name, *cells, *[""] * (3 + layers)] for name, cells in (("pays from", even), ("T(n + 1)", verify))]
+        heads += ["largest D that pays, T(1)", *(["layers"] if layers else [])]
+        reading = f", {one.new} tokens after a prompt of {one.prompt} that both models read" if one.prompt else ""
+        blocks += [f"**{one.title}**: predicted speedup over plain decoding{reading}"]
+        blocks += [markdown_table(heads, rows, "lr"), "\n".join(f"- {sentence}" for sentence in one.sentences)]
+    if len(plan.outlooks) > 1:
+        rows = [[found.title] for found in plan.outlooks[0].scenarios]
+        for one in plan.outlooks:
+            for row, found in zip(rows, one.scenarios, strict=True):
+                row.append(f"{max(speed.mean for speed in found.speedups):.2f} (n = {found.best or 'none'})")
+        blocks.append(markdown_table(["acceptance", *(one.title for one in plan.outlooks)], rows, "lr"))
+    return "\n\n".join([*blocks, *(["\n".join(plan.settings)] if plan.settings else [])]) + "\n"
+
+
+def flat_rows(plan: Plan) -> list[dict[str, Any]]:
+    """A row for each outlook, acceptance and length, for jsonl and csv."""
+    return [
+        {
+            "costs": one.title,
+            "acceptance": found.title,
+            "length": length.length,
+            "speedup": speed.mean,
+            "low": None if math.isnan(speed.low) else speed.low,
+            "high": None if math.isnan(speed.high) else speed.high,
+            "largest_draft_cost": found.largest_cost,
+        }
+        for one in plan.outlooks
+        for found in one.scenarios
+        for length, speed in zip(one.lengths, found.speedups, strict=True)
+    ]

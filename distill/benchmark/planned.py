@@ -1,0 +1,192 @@
+"""Costs for a plan: of a pair that is here, whose draft may be one of a recipe's shape with random weights; of saved
+curves; and of a machine that is described."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from distill.benchmark.hardware import Hardware, StepWork, work_of, work_of_config
+from distill.benchmark.plan import Case, step_costs
+from distill.errors import DataError, DistillError, RecipeError
+from distill.models.conversion.writer import export_gguf, target_file
+from distill.models.hugging_face import load_config, text_folder
+from distill.models.loaded import LoadedPair, load_pair
+from distill.models.model_files import copy_tokenizer
+from distill.models.pairs import require_drafts
+from distill.models.trimmed_head import write_kept
+from distill.progress import Progress
+from distill.recipe import Gguf, Recipe, Target
+from distill.recipe.target import TYPE_BYTES
+from distill.speculative.costs.cheapest import DRAFT_STEPS, cheapest_pair
+from distill.speculative.costs.curve import CostCurve
+from distill.speculative.costs.paid import PaidMeter
+from distill.surgery.checks import SHAPE, check_cut, planned_sizes
+
+TIMINGS = 3  # of every round; a plan shows their spread
+TIMED = 48  # new tokens of a text that is timed
+UNSTEADY = 1.25  # a ratio of plain steps that shows other work
+REPEATS = 3  # of the steps that are timed to find the cheapest way to give them
+QUANTISED_BYTES = {"int8": 1.0, "int4": 0.5}
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """What is asked: a target with a draft, with the draft that `recipe` cuts, or with one whose step costs
+    `draft_cost` T(1); requests of `new` tokens after `prompt` ones, and the draft lengths."""
+
+    target: Target
+    draft: str | None
+    draft_cost: float | None
+    recipe: Recipe | None
+    lengths: Sequence[int] = (1, 2, 3, 4, 6, 8)
+    prompt: int = 128
+    new: int = 96
+    threads: int | None = None
+    gguf: Gguf | None = None
+
+    @classmethod
+    def of(cls, recipe: Recipe) -> PlanRequest:
+        """The draft that a recipe cuts, for texts as it times them."""
+        prompt, new = recipe.profile.depth, recipe.speedup.new_tokens
+        return cls(recipe.target, None, None, recipe, prompt=prompt, new=new)
+
+    def works(self) -> tuple[StepWork, StepWork | None]:
+        """What steps of the target and of the draft (None without one) read and multiply; of a recipe, in PyTorch."""
+        size = TYPE_BYTES[self.target.dtype]
+        own = QUANTISED_BYTES.get(self.target.quantise or "", size)
+        if self.recipe is None:
+            return work_of(self.target.model, own), None if self.draft is None else work_of(self.draft, size)
+        config, trim = planned_config(self.recipe), self.recipe.cut.trim
+        small = work_of_config(config, size)
+        if trim is not None and trim.size is not None:
+            left = (config.vocab_size - trim.size) * config.hidden_size
+            small = replace(small, shared_bytes=small.shared_bytes - left * size, parameters=small.parameters - left)
+        return work_of_config(load_config(self.target.model), own), small
+
+    def layers(self) -> tuple[float, float] | None:
+        """As of `Case`, by the bytes that layers read; without a draft, those of a cut of the target."""
+        with contextlib.suppress(DistillError):  # a model that does not say: the plan does without
+            big, small = self.works()
+            whole, each = big.weight_bytes(1), (small or big).layer_bytes / big.weight_bytes(1)
+            rest = 1 - big.layers * big.layer_bytes / whole
+            return (((self.draft_cost or 0.0) - rest) / each if small is None else small.layers), each
+        return None
+
+
+def measured_cases(request: PlanRequest) -> Iterator[Case]:
+    """The request's pair on this machine; of a recipe, by each of its backends."""
+    recipe, layers, here = request.recipe, request.layers(), "this machine, measured"
+    if recipe is None:
+        assert request.draft is not None
+        target, draft = require_drafts(request.target.model, request.draft, False)
+        room = request.prompt + request.new + max(request.lengths) + 1
+        place = request.target.model_copy(update={"model": target})
+        with load_pair(place, draft, tokens=room, threads=request.threads, gguf=request.gguf) as pair:
+            yield replace(_measured(pair, here, request), layers=layers)
+        return
+    with tempfile.TemporaryDirectory() as scratch:
+        for backend in recipe.speedup.backends:
+            with load_planned(recipe, backend, Path(scratch)) as pair:
+                yield replace(_measured(pair, f"{here}, {backend}", request), layers=layers)
+
+
+def curve_case(curve: CostCurve, draft: CostCurve | None, request: PlanRequest, layers: bool) -> Case:
+    """The case of saved curves, or of one and a given cost of the draft; RecipeError for curves of two units."""
+    depth, (single, *_) = request.prompt, curve.at(request.prompt)
+    steps = [(request.draft_cost or 0.0) * single] * 2
+    if draft is not None:
+        if draft.unit != curve.unit:
+            raise RecipeError(
+                f"the target's curve is in {curve.unit}, the draft's in {draft.unit}", "give --draft-cost instead"
+            )
+        steps = [*draft.at(depth)[:2]]
+    costs = step_costs(curve.at(depth), steps[0], steps[-1], request.lengths)
+    title = (
+        f"{curve.model}, curve at depth {max([one for one in curve.depths if one <= depth], default=curve.depths[0])}"
+    )
+    return Case(title, [costs], list(costs.verify), layers=request.layers() if layers else None, note=curve.note)
+
+
+def estimated_case(hardware: Hardware, request: PlanRequest) -> Case:
+    """The case of a machine that is described: T(m) from the models' sizes; no overhead beside that of each step."""
+    big, small = request.works()
+    depth = request.prompt + request.new // 2
+    target = [big.seconds(m, depth, hardware) for m in range(1, max(request.lengths) + 2)]
+    single = two = (request.draft_cost or 0.0) * target[0]
+    if small is not None:
+        single, two = (small.seconds(m, depth, hardware) for m in (1, 2))
+    costs = step_costs(target, single, two, request.lengths)
+    return Case(f"{hardware.name}, estimated", [costs], request.lengths, layers=request.layers())
+
+
+def _measured(pair: LoadedPair, title: str, request: PlanRequest) -> Case:
+    """Time rounds of a loaded pair, whatever is accepted, behind prompts of made-up tokens, as `distill speedup` does.
+
+    Raises DataError for contexts without room.
+    """
+    lengths, prompt, new = request.lengths, request.prompt, request.new
+    most = max(lengths) + 1
+    room = min(pair.target.capacity, pair.draft.capacity) - max(most, new, *DRAFT_STEPS)
+    if room < prompt:
+        raise DataError(
+            f"{title}: the context has no room for {new} tokens after {prompt}",
+            "plan for fewer tokens: --depth, --tokens",
+        )
+    progress = Progress(f"{title}: timings", TIMINGS + 2 * REPEATS + 2)
+    if not pair.pytorch.static:  # whose rounds drive the models themselves
+        cheapest = cheapest_pair(pair.target, pair.draft, most, prompt, REPEATS, progress)
+        pair = replace(pair, target=cheapest.target, draft=cheapest.draft)
+    size, timings = pair.target.vocabulary_size, []
+    for number in range(TIMINGS):
+        text = [(7 * place + 11 * number + 3) % size for place in range(prompt)]
+        meter = PaidMeter(pair.target, pair.draft, [text], lengths, (False,), min(new, TIMED))
+        meter.until(1)
+        timings.append(meter.costs())
+        progress.step()
+    tokens = [costs.token for costs in timings]
+    note = (
+        f"A plain step took {max(tokens) / min(tokens):.1f} times as long in one timing as in another: other programs "
+    )
+    note += "were using this machine, so plan again when it is quiet."
+    return Case(title, timings, lengths, prompt, new, note=note if max(tokens) > UNSTEADY * min(tokens) else "")
+
+
+def planned_config(recipe: Recipe) -> Any:
+    """The configuration of the draft that a recipe cuts (of a search: of its smallest), without a trimmed head."""
+    check_cut(recipe)
+    config = copy.deepcopy(load_config(recipe.donor_model))
+    sizes = planned_sizes(recipe, load_config(recipe.target.model), config)
+    assert sizes is not None  # the families that can be cut name them
+    for word, name in SHAPE.items():
+        setattr(config, name, sizes[word])
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[: config.num_hidden_layers]
+    if getattr(config, "max_window_layers", None) is not None:
+        config.max_window_layers = min(config.max_window_layers, config.num_hidden_layers)
+    return config
+
+
+def load_planned(recipe: Recipe, backend: str, scratch: Path) -> LoadedPair:
+    """The recipe's target and a draft of the planned shape with random weights, written to `scratch`: what a step costs
+    depends on shapes, not on weights."""
+    from transformers import AutoModelForCausalLM
+
+    folder = scratch / "draft"
+    if not folder.exists():
+        model = AutoModelForCausalLM.from_config(planned_config(recipe))
+        model.save_pretrained(folder)
+        copy_tokenizer(text_folder(recipe.target.model), folder)
+        if recipe.cut.trim is not None and recipe.cut.trim.size is not None:
+            write_kept(folder, list(range(recipe.cut.trim.size)), model.config.vocab_size, {})
+    if backend == "pytorch":
+        return load_pair(recipe.target, str(folder), device=recipe.device, pytorch=recipe.pytorch)
+    export_gguf(folder, scratch / "draft.gguf", recipe.speedup.outtype)
+    target, _ = target_file(recipe, scratch / "target.gguf")
+    options = Gguf(target=recipe.gguf_options("target"), draft=recipe.gguf_options("draft"))
+    return load_pair(Target(model=str(target)), str(scratch / "draft.gguf"), tokens=recipe.corpus.block, gguf=options)

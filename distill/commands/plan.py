@@ -1,0 +1,166 @@
+"""`distill plan`: whether a draft will pay, how much and why not, from costs alone, before hours are spent."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from distill.commands import shared
+from distill.commands.gguf_options import require_used, takes_gguf_options
+from distill.commands.profile import measured_curve
+from distill.commands.speedup_pair import require_dtype_used
+from distill.errors import DataError, RecipeError
+
+if TYPE_CHECKING:
+    from distill.recipe import Gguf, Recipe
+    from distill.speculative.costs.curve import CostCurve
+
+REPEATS = 5  # of a curve's steps
+
+
+@takes_gguf_options("target", "draft")
+def plan(
+    model: Annotated[
+        str | None,
+        typer.Argument(metavar="TARGET|RECIPE", help="Folder, hub name or GGUF file; or a recipe: its target and cut."),
+    ] = None,
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="a.b=c", help="Override recipe keys.")] = None,
+    draft: Annotated[str | None, typer.Option(help="Draft: folder, hub name or GGUF file.")] = None,
+    draft_cost: Annotated[
+        float | None, shared.number_option(min=0, help="Instead of a draft: the cost of its step, in units of T(1).")
+    ] = None,
+    target_curve: Annotated[
+        Path | None, typer.Option(help="Instead of measuring: what `distill profile --out` saved.")
+    ] = None,
+    draft_curve: Annotated[Path | None, typer.Option(help="The same of the draft.")] = None,
+    batched_bench: Annotated[Path | None, typer.Option(help="The target's curve: a llama-batched-bench log.")] = None,
+    acceptance: Annotated[
+        str | None, typer.Option(help="Acceptance by position, separated by commas; the last holds behind it.")
+    ] = None,
+    sister: Annotated[
+        Path | None, typer.Option(metavar="RUN", help="Folder of a run: the acceptance that it measured.")
+    ] = None,
+    hardware: Annotated[
+        Path | None, typer.Option(help="YAML file with a machine that is not here (docs/plan.md): estimate it, too.")
+    ] = None,
+    measure: Annotated[
+        bool, typer.Option("--measure/--no-measure", help="Measure on this machine; else estimate alone.")
+    ] = True,
+    lengths: Annotated[str, typer.Option(help="Draft lengths, separated by commas.")] = "1,2,3,4,6,8",
+    depth: Annotated[int, typer.Option(min=1, max=2**20, help="Tokens of the prompt.")] = 128,
+    tokens: Annotated[int, typer.Option(min=8, max=2**20, help="New tokens after it.")] = 96,
+    dtype: Annotated[str, typer.Option(help=shared.DTYPE_HELP)] = "float32",
+    threads: shared.ThreadsOption = None,
+    output: shared.FormatOption = "md",
+    gguf: Gguf | None = None,
+) -> None:
+    """Predict the speedup of a draft before it is made, from measured or described costs; a minute or two.
+
+    By draft length and acceptance: what pays, from which acceptance on, and how much a draft step may cost.
+    """
+    shared.require_format(output)
+    if [model, target_curve, batched_bench].count(None) != 2:
+        raise RecipeError("expected a target, a recipe, --target-curve or --batched-bench", "give one of them")
+    if sum(one is not None for one in (draft, draft_cost, draft_curve)) > 1:
+        raise RecipeError("--draft, --draft-cost and --draft-curve were given together", "give one of them")
+    if not measure and (hardware is None or model is None):
+        raise RecipeError("--no-measure leaves nothing but an estimate", "give the model and --hardware FILE")
+    if hardware is not None and model is None:
+        raise RecipeError("--hardware needs the model's sizes, and a curve has none", "give the target or a recipe")
+    drafted = sorted(set(shared.numbers(lengths, "--lengths", int, "1,2,4")))
+    if not all(1 <= n <= 63 for n in drafted):
+        raise RecipeError(f"--lengths {lengths}: draft lengths run from 1 to 63", "for instance --lengths 1,2,4,8")
+    given = _given(acceptance, sister)
+    recipe = _recipe(model, overrides or [], given_otherwise=(draft, draft_cost, draft_curve, gguf, threads, dtype))
+    from distill.benchmark.hardware import read_hardware
+    from distill.benchmark.plan import Case, as_markdown, by_position, flat_rows, outlook
+    from distill.benchmark.planned import PlanRequest, curve_case, estimated_case, measured_cases
+    from distill.machine import machine
+    from distill.recipe import PyTorch, Target, parse_section
+    from distill.results.plan_results import Plan
+    from distill.results.serialise import as_json
+    from distill.speculative.costs.curve import load_cost_curve
+
+    if recipe is not None:
+        request = replace(PlanRequest.of(recipe), lengths=drafted)
+    else:
+        if model is not None:
+            require_dtype_used(dtype, model)
+            require_used(gguf, model, draft)
+        place = parse_section(Target, {"model": shared.local_reference(model or "."), "dtype": dtype})
+        small = None if draft is None else shared.local_reference(draft)
+        request = PlanRequest(place, small, draft_cost, None, drafted, depth, tokens, threads, gguf)
+    cases: list[Case] = []
+    curve: CostCurve | None = None
+    if recipe is not None or draft is not None:
+        if measure:
+            shared.prepare(threads if recipe is None else recipe.threads)
+            cases += measured_cases(request)
+    elif measure:
+        if model is None:
+            curve = _read_curve(target_curve, batched_bench)
+        else:
+            curve = measured_curve(request.target, [depth], max(drafted) + 1, REPEATS, threads, gguf, PyTorch())
+        small_curve = None if draft_curve is None else load_cost_curve(draft_curve)
+        cases.append(curve_case(curve, small_curve, request, model is not None))
+    if hardware is not None:
+        cases.append(estimated_case(read_hardware(hardware), request))
+    settings: list[str] = []
+    if curve is not None and given:
+        from distill.benchmark.batched_bench import settings as llama_settings
+
+        costs = cases[0].timings[0]
+        rates = by_position(next(iter(given.values())), max(drafted))
+        settings = [str(one) for one in llama_settings(curve, rates, costs.by_argmax.later / costs.token, depth)]
+    found = Plan(shlex.join(["distill", *sys.argv[1:]]), machine(), [outlook(one, given) for one in cases], settings)
+    shared.print_table(flat_rows(found), as_markdown(found), as_json(found), output)
+
+
+def _given(acceptance: str | None, sister: Path | None) -> dict[str, list[float]]:
+    """The acceptances by position that were asked for, by title."""
+    found = {}
+    if acceptance is not None:
+        rates = shared.numbers(acceptance, "--acceptance", float, "0.8,0.75,0.7")
+        if not all(0 <= rate <= 1 for rate in rates):
+            raise RecipeError(f"--acceptance {acceptance}: rates must lie between 0 and 1", "for instance 0.8,0.75,0.7")
+        found["--acceptance"] = rates
+    if sister is not None:
+        from distill.results.evaluation_results import EvaluationReport
+        from distill.results.serialise import read_result
+
+        if not (sister / "eval.json").is_file():
+            raise DataError(f"{sister} holds no eval.json", "give the folder of a run that stage eval has measured")
+        counted = read_result(sister / "eval.json", EvaluationReport).positions.get("after")
+        if not counted:
+            raise DataError(f"{sister}/eval.json holds no acceptance by position", "give a run that decoded rounds")
+        found[f"--sister {sister.name}"] = [one.rate.mean for one in counted]
+    return found
+
+
+def _recipe(model: str | None, overrides: Sequence[str], given_otherwise: tuple[object, ...]) -> Recipe | None:
+    """The recipe that was named, None where a model was; options of what it decides itself are refused."""
+    if model is None or not model.endswith((".yaml", ".yml")):
+        if overrides:
+            raise RecipeError(f"`{overrides[0]}` overrides a recipe's key, and no recipe was named", "leave it out")
+        return None
+    if any(one not in (None, "float32") for one in given_otherwise):
+        raise RecipeError("a recipe names its draft, types and options itself", "override its keys: cut.layers=8")
+    from distill.recipe import load_recipe
+
+    return load_recipe(Path(model), overrides)
+
+
+def _read_curve(saved: Path | None, log: Path | None) -> CostCurve:
+    from distill.benchmark.batched_bench import import_curve
+    from distill.speculative.costs.curve import load_cost_curve
+
+    if saved is not None:
+        return load_cost_curve(saved)
+    assert log is not None
+    return import_curve(log)

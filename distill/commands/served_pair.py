@@ -1,0 +1,146 @@
+"""`distill serve-check`: the files and prompts that are served, of a run or of any pair."""
+
+from __future__ import annotations
+
+import math
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from distill.commands import shared
+from distill.errors import DataError, RecipeError, RunError
+
+if TYPE_CHECKING:
+    from distill.run import Run
+    from distill.serving.check import Conversation
+    from distill.texts import Prompt
+
+LEAST = 2  # prompts
+
+
+@dataclass(frozen=True)
+class PairFiles:
+    """What is served; of a run also its own files (`made`)."""
+
+    target: Path | None
+    draft: Path | None
+    made: tuple[Path, Path] | None = None
+    run: Run | None = None
+
+
+def pair_files(
+    name: str | None, runs: Path, target: Path | None, draft: Path | None, outtype: str | None, required: bool
+) -> PairFiles:
+    """The files of the pair; a run's own where none are named. RunError for a run without GGUF files."""
+    given = [None if one is None else Path(_gguf(one)) for one in (target, draft)]
+    if name is None and given[0] is not None and given[1] is not None:
+        return PairFiles(given[0], given[1])
+    from distill.results.export_results import ExportReport
+    from distill.results.serialise import read_result
+
+    _, run = shared.find_run(name, runs)
+    path = run.path("gguf", "export.json")
+    if not path.exists():
+        if required:
+            raise RunError(f"{run.folder} has no GGUF files yet", f"`distill train {run.folder} --until export`")
+        return PairFiles(given[0], given[1], None, run)
+    files = read_result(path, ExportReport).files
+    own: dict[str, Path] = {}
+    for file in files:
+        if outtype in (None, file.outtype) or Path(file.path).is_absolute():  # a target that is its own file
+            own.setdefault(file.model, run.folder / file.path)
+    if outtype is not None and "draft" not in own:
+        kinds = ", ".join(dict.fromkeys(file.outtype for file in files))
+        raise RecipeError(f"the run has no files of type {outtype}, but of {kinds}", "correct --outtype")
+    if "target" not in own and given[0] is None:
+        raise RunError("the run wrote no file of its target, which it never loads", "give the target's file: --target")
+    made = (own["target"], own["draft"]) if "target" in own else None
+    return PairFiles(given[0] or own["target"], given[1] or own["draft"], made, run)
+
+
+def _gguf(path: Path) -> str:
+    reference = shared.local_reference(str(path))
+    if not reference.endswith(".gguf"):
+        raise RecipeError(f"{path} is no GGUF file", "llama-server serves those: `distill export-gguf` writes them")
+    return reference
+
+
+def conversation(target: Path | None, stack: ExitStack) -> Conversation | None:
+    """How the target's own chat template writes messages; None without one."""
+    if target is None:
+        return None
+    from distill.benchmark.prompts import GgufTokenizer
+    from distill.documents.chat_template import ChatTemplate
+    from distill.recipe import Chat
+    from distill.serving.check import Conversation
+
+    tokenizer = GgufTokenizer(str(target), stack)
+    if not tokenizer.chat_template:
+        return None
+    template = ChatTemplate(tokenizer, Chat())
+    return Conversation(
+        lambda messages: template.text(messages, None),
+        lambda ids: tokenizer.file.detokenize(list(ids)).decode("utf-8", "replace"),
+    )
+
+
+def room(files: PairFiles, behind: int) -> int:
+    """The most tokens of a prompt that leave room for `behind` more in the context of both models."""
+    from distill.models.loaded import context_of
+
+    contexts = [context_of(str(one)) for one in (files.target, files.draft) if one is not None]
+    room = min((context for context in contexts if context is not None), default=2**31) - behind
+    if room < LEAST:
+        raise RecipeError(f"--tokens leave {max(room, 0)} tokens of the context for a prompt", "give fewer --tokens")
+    return room
+
+
+Prompts = tuple["list[Prompt]", "list[Prompt]", dict[str, int]]  # measured, for choosing settings; left out, by reason
+
+
+def prompts_of_files(files: PairFiles, paths: list[Path], count: int, size: int, spare: int, room: int) -> Prompts:
+    """Up to `count` prompts of files; texts are cut into prompts of `size` tokens."""
+    from distill.benchmark.prompts import read_user_prompts, sources_of
+    from distill.recipe import Chat, Corpus
+
+    if files.target is None:
+        raise RecipeError("--prompts are encoded with the target's tokenizer", "give its GGUF file: --target")
+    asked = read_user_prompts(str(files.target), Corpus(sources=sources_of(paths)), Chat(), count, spare, size, room)
+    return asked.measured, asked.others, asked.dropped
+
+
+def prompts_of_run(files: PairFiles, count: int, spare: int, room: int) -> Prompts:
+    """Up to `count` of the run's test prompts, and `spare` of its validation prompts."""
+    from distill.texts import read_prompts
+
+    assert files.run is not None
+    fitting, left_out = {}, {}
+    for split in ("test", "validation"):
+        own = read_prompts(files.run, split)
+        fitting[split] = [prompt for prompt in own if 1 < len(prompt.ids) <= room]
+        if missing := len(own) - len(fitting[split]):
+            left_out[f"{split} prompts of more than {room} tokens, which the context has no room for"] = missing
+    measured, choosing = fitting["test"][:count], fitting["validation"][:spare]
+    if len(measured) < LEAST:
+        raise DataError(
+            f"{len(measured)} of the run's test prompts fit into {room} tokens of the context", "give fewer --tokens"
+        )
+    if spare and len(choosing) < LEAST:
+        raise DataError(f"the run has {len(choosing)} validation prompts to choose settings on", "give --no-choose")
+    return measured, choosing, left_out
+
+
+def predicted_acceptance(run: Run | None, length: int | None) -> float:
+    """The acceptance that the run measured at this draft length, with its own target; NaN where it did not."""
+    if run is None or length is None or not run.path("speedup.json").exists():
+        return math.nan
+    from distill.results.serialise import read_result
+    from distill.results.speedup_results import SpeedupReport
+
+    found = {
+        one.backend: one.acceptance
+        for one in read_result(run.path("speedup.json"), SpeedupReport).measurements
+        if one.length == length and not one.grown and one.sampler is None and one.acceptance is not None
+    }
+    return found.get("gguf", found.get("pytorch", math.nan))

@@ -1,0 +1,240 @@
+"""`distill record`: a proxy that passes bytes on, and gives copies of the exchanges to the process that writes them.
+
+What passes is never read on its way: each piece is sent on as it came, then looked at. Nothing here can change a reply,
+or hold it back for longer than a look at a piece takes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import random
+import resource
+import sys
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from distill.errors import RecipeError
+from distill.interruption import noting
+from distill.progress import note, warn
+from distill.recording.watcher import Exchange, Watcher
+from distill.recording.writer import BYTES, DELETED, FILES, KEPT, TAKEN, frame
+
+MODULE = "distill.recording.writer"
+PIECE_BYTES = 2**16
+QUEUE_BYTES = 64 * 2**20  # of exchanges that wait to be written
+PARTING_SECONDS = 10.0  # for replies under way when the command ends, and for what waits to be written
+PROGRESS_SECONDS = 10.0
+MOST_FILES = 65_536
+UNREACHED, ENDED, LATE = "the server cannot be reached", "no process that writes", "too late to be written"
+NOT_LEFT_OUT = (TAKEN, KEPT, BYTES, FILES, DELETED)
+
+
+@dataclass(frozen=True)
+class Recording:
+    """What `record` does: where it listens, where it passes requests on, and what it writes where.
+
+    `patterns` are regular expressions, whose matches are redacted; `sample` is the share of exchanges that are kept,
+    `keep` a number of files.
+    """
+
+    upstream: tuple[str, int]
+    listen: tuple[str, int]
+    folder: Path
+    patterns: tuple[str, ...] = ()
+    sample: float = 1.0
+    rotate_bytes: int = 64_000_000
+    keep: int = 16
+
+
+class Proxy:
+    """Connections to one server, and the process that writes their exchanges; `counts` has what became of them."""
+
+    def __init__(self, settings: Recording, queue_bytes: int = QUEUE_BYTES) -> None:
+        self.settings, self.queue_bytes = settings, queue_bytes
+        self._own: Counter[str] = Counter()
+        self._written: Counter[str] = Counter()
+        self._handed = 0
+        self._open: dict[asyncio.Task[None], Watcher] = {}
+        self._random = random.Random()  # seeded by the operating system
+
+    @property
+    def counts(self) -> Counter[str]:
+        """Answers, bytes and files written, and the number of exchanges or answers left out for each reason."""
+        return self._own + self._written
+
+    async def run(self, stop: asyncio.Event, ready: Callable[[int], None]) -> None:
+        """Serve until `stop` is set, then let replies under way come to their end; `ready` is told the port.
+
+        Raises RecipeError for an address that cannot be listened at.
+        """
+        try:
+            server = await asyncio.start_server(self._connect, *self.settings.listen, backlog=1024, start_serving=False)
+        except OSError as error:
+            address = "{}:{}".format(*self.settings.listen)
+            raise RecipeError(
+                f"{address} cannot be listened at: {error.strerror}", "choose --host and --port"
+            ) from error
+        self._process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-c", f"import sys; sys.path[:] = {sys.path}; from {MODULE} import main; main()"),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            start_new_session=True,  # Ctrl-C is for the proxy alone
+        )
+        self._queue = self._process.stdin
+        assert self._queue is not None
+        wanted = {name: getattr(self.settings, name) for name in ("rotate_bytes", "keep", "patterns")}
+        wanted["folder"] = str(self.settings.folder)
+        self._queue.write(json.dumps(wanted).encode() + b"\n")
+        told = [asyncio.create_task(self._read_counts()), asyncio.create_task(self._show())]
+        await server.start_serving()
+        ready(server.sockets[0].getsockname()[1])
+        await stop.wait()
+        server.close()
+        await self._part()
+        self._queue.close()
+        try:
+            await asyncio.wait_for(asyncio.gather(told[0], self._process.wait()), PARTING_SECONDS)
+        except TimeoutError:
+            self._process.kill()
+            await self._process.wait()
+        if lost := self._handed - self._written[TAKEN]:
+            warn(f"distill record: {lost} exchanges are lost: does a pattern of --redact, or the disk, take too long?")
+            self._own[LATE] = lost
+        told[1].cancel()
+
+    async def _part(self) -> None:
+        """End connections, those with a reply under way when it has ended or PARTING_SECONDS have passed."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + PARTING_SECONDS
+        busy = sum(watcher.busy for watcher in self._open.values())
+        if busy:
+            note(f"replies under way: {busy}; another signal ends them")
+        told: set[asyncio.Task[None]] = set()
+        while self._open:
+            for task, watcher in self._open.items():
+                if loop.time() > deadline or not (watcher.busy or task in told):
+                    told.add(task)
+                    task.cancel()
+            await asyncio.sleep(0.02)
+
+    # ── a connection ──
+
+    async def _connect(self, client_in: asyncio.StreamReader, client_out: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._open[task] = watcher = Watcher(self._take, self._leave_out, self._sampled)
+        try:
+            try:
+                server_in, server_out = await asyncio.open_connection(*self.settings.upstream)
+            except OSError as error:
+                await self._refuse(client_in, client_out, error)
+                return
+            there = asyncio.create_task(_pass(client_in, server_out, watcher.sent))
+            try:
+                await _pass(server_in, client_out, watcher.replied)
+            finally:  # the server has ended the connection, or the client is gone, and the server is to stop
+                there.cancel()
+                server_out.transport.abort()
+        except asyncio.CancelledError:
+            pass  # by _part
+        finally:
+            watcher.close()
+            client_out.close()
+            with contextlib.suppress(OSError, asyncio.CancelledError):  # until the client has all of it
+                await client_out.wait_closed()
+            del self._open[task]
+
+    async def _refuse(self, client_in: asyncio.StreamReader, client_out: asyncio.StreamWriter, error: OSError) -> None:
+        """Reply with status 502 to a request for a server that cannot be reached."""
+        fault = "distill record cannot reach http://{}:{}".format(*self.settings.upstream)
+        if not self._own[UNREACHED]:
+            warn(f"{fault}: {os.strerror(error.errno) if error.errno and error.errno > 0 else error}")
+        self._leave_out(UNREACHED)
+        body = json.dumps({"error": {"message": fault, "type": "upstream_unreachable", "code": 502}}).encode()
+        head = f"HTTP/1.1 502 Bad Gateway\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
+        with contextlib.suppress(OSError, TimeoutError):
+            async with asyncio.timeout(PARTING_SECONDS):
+                if await client_in.read(PIECE_BYTES):
+                    client_out.write(head.encode() + b"connection: close\r\n\r\n" + body)
+                    client_out.write_eof()
+                    while await client_in.read(PIECE_BYTES):  # closed with unread bytes, the reply would be lost
+                        pass
+
+    # ── what is kept ──
+
+    def _sampled(self) -> bool:
+        return self._random.random() < self.settings.sample
+
+    def _leave_out(self, reason: str) -> None:
+        self._own[reason] += 1
+
+    def _take(self, exchange: Exchange) -> None:
+        """Hand an exchange to the process that writes, unless too many bytes wait there already."""
+        assert self._queue is not None
+        if self._queue.transport.is_closing():
+            if not self._own[ENDED]:
+                warn("distill record: the process that writes has ended; replies go on, nothing more is recorded")
+            self._leave_out(ENDED)
+            return
+        piece = frame(exchange.kind, exchange.request, exchange.reply)
+        if self._queue.transport.get_write_buffer_size() + len(piece) > self.queue_bytes:
+            self._leave_out("a full queue")
+        else:
+            self._queue.write(piece)
+            self._handed += 1
+
+    async def _read_counts(self) -> None:
+        assert self._process.stdout is not None
+        async for line in self._process.stdout:
+            self._written = Counter(json.loads(line))
+
+    async def _show(self) -> None:
+        shown = self.counts
+        while True:
+            await asyncio.sleep(PROGRESS_SECONDS)
+            if shown != self.counts:
+                shown = self.counts
+                await asyncio.to_thread(note, summary(shown))  # nobody may be reading stderr
+
+
+async def _pass(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, look: Callable[[bytes], None]) -> None:
+    """Send on what comes, and the end; where either side is gone, the other one gets to know."""
+    try:
+        while data := await reader.read(PIECE_BYTES):
+            writer.write(data)
+            look(data)
+            await writer.drain()
+        look(b"")
+        writer.write_eof()
+    except OSError:
+        writer.transport.abort()
+
+
+def summary(counts: Counter[str]) -> str:
+    """The counts of a proxy on one line."""
+    left = {reason: count for reason, count in counts.most_common() if reason not in NOT_LEFT_OUT}
+    deleted = f" ({counts[DELETED]} old ones deleted)" if counts[DELETED] else ""
+    kept = f"kept {counts[KEPT]} answers, {counts[BYTES] / 1e6:.1f} MB in {counts[FILES]} files{deleted}"
+    reasons = ", ".join(f"{reason} {count}" for reason, count in left.items())
+    return f"{kept}; left out {sum(left.values())}" + (f": {reasons}" if reasons else "")
+
+
+def record(settings: Recording, ready: Callable[[int], None]) -> Counter[str]:
+    """Proxy and record until SIGINT or SIGTERM, in the main thread; the counts. See Proxy.run."""
+    proxy = Proxy(settings)
+
+    async def serve() -> None:
+        stop, loop = asyncio.Event(), asyncio.get_running_loop()
+        with noting(lambda number: loop.call_soon_threadsafe(stop.set)):
+            await proxy.run(stop, ready)
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # each connection takes two
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, MOST_FILES)) if hard > 0 else MOST_FILES, hard))
+    asyncio.run(serve())
+    return proxy.counts

@@ -1,0 +1,212 @@
+"""Servers under load: so many requests at once, or requests that arrive whatever is in flight.
+
+What users wait for is measured, and what a step of the plain server takes. Legend: P prompts, B requests in flight,
+T(B) seconds of a step that makes a token of each.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+
+import numpy
+
+from distill.intervals import UNKNOWN, Numbers, speed_ratio
+from distill.progress import Progress
+from distill.results.serving_results import ServedSpeed
+from distill.serving.arrivals import Load
+from distill.serving.clients import Client
+from distill.serving.http import CONNECTIONS, Reply
+from distill.serving.opening import PLAIN
+from distill.serving.replaying import CONFIDENCE, RESAMPLES, Replayed
+
+LEAST_STEPS = 4  # of a text with so many others
+RARE = 0.02  # of all steps
+
+
+# ── requests ──
+
+
+@dataclass(frozen=True)
+class Request:
+    """A request to a prompt, by its place, that was answered; the moment at which it was `due`."""
+
+    prompt: int
+    due: float
+    reply: Reply
+
+    def tokens_by(self, moment: float) -> float:
+        """The tokens that had arrived by then."""
+        if self.reply.end <= moment or not len(self.reply.times):
+            return self.reply.count
+        arrived = sum(one <= moment for one in self.reply.times)
+        return self.reply.count * arrived / len(self.reply.times)
+
+
+def send(client: Client, prompts: Sequence[Sequence[int]], limit: int, load: Load, seed: int) -> list[Request]:
+    """The requests of one replay, answered; prompts are taken again where they are fewer.
+
+    A request that is due waits for nothing but one of CONNECTIONS; it counts from when it was due. The first fault
+    ends all.
+    """
+    count = load.count(len(prompts))
+    due = load.due(count, seed)
+    pool = ThreadPoolExecutor(max_workers=load.concurrency or CONNECTIONS)
+    futures: list[Future[Reply]] = []
+    pending: set[Future[Reply]] = set()
+    try:
+        begun = time.perf_counter()
+        for number in range(count):
+            if not load.concurrency:
+                pending = _pause(begun + due[number], pending)
+            prompt, text = number % len(prompts), number // len(prompts)
+            futures.append(pool.submit(client.complete, prompts[prompt], limit, text))
+            pending.add(futures[-1])
+        for future in wait(pending, return_when=FIRST_EXCEPTION).done:
+            future.result()
+        replies = [future.result() for future in futures]
+    except BaseException:
+        pool.shutdown(wait=False, cancel_futures=True)
+        raise
+    pool.shutdown()
+    return [
+        Request(number % len(prompts), reply.started if load.concurrency else begun + float(due[number]), reply)
+        for number, reply in enumerate(replies)
+    ]
+
+
+def _pause(until: float, pending: set[Future[Reply]]) -> set[Future[Reply]]:
+    """Sleep, raise the fault of a request that failed meanwhile, and return those that still wait for a reply."""
+    done, left = wait(pending, max(0.0, until - time.perf_counter()), FIRST_EXCEPTION)
+    for future in done:
+        future.result()
+    time.sleep(max(0.0, until - time.perf_counter()))
+    return left
+
+
+# ── figures ──
+
+
+@dataclass(frozen=True)
+class Served:
+    """What a configuration did under a load: the `wall` seconds that the load was on, with the tokens [P] and seconds
+    [P] of the requests to each prompt in that time; and all requests."""
+
+    requests: Sequence[Request]
+    tokens: Numbers
+    seconds: Numbers
+    wall: float
+
+    @classmethod
+    def alone(cls, replayed: Replayed) -> Served:
+        """Of requests that were sent one at a time, other servers' between them."""
+        requests = [Request(place, one.started, one) for place, own in enumerate(replayed.texts) for one in own]
+        tokens, seconds = numpy.array(replayed.tokens, float), numpy.array(replayed.seconds)
+        return cls(requests, tokens, seconds, float(seconds.sum()))
+
+    @classmethod
+    def under(cls, load: Load, replays: Sequence[Sequence[Request]], prompts: int) -> Served:
+        """Of whole replays. A load of so many at once is on until the first request ends that none follows: the rest
+        would count a server that is less and less loaded."""
+        tokens, seconds, wall = numpy.zeros(prompts), numpy.zeros(prompts), 0.0
+        for replay in replays:
+            until = max(one.reply.end for one in replay)
+            if load.concurrency:
+                last = max(one.reply.started for one in replay)
+                until = min(one.reply.end for one in replay if one.reply.end > last)
+            wall += until - min(one.due for one in replay)
+            for one in replay:
+                tokens[one.prompt] += one.tokens_by(until)
+                seconds[one.prompt] += min(one.reply.end, until) - one.due
+        return cls([one for replay in replays for one in replay], tokens, seconds, float(wall))
+
+    def speed(self, configuration: str, load: Load, base: Served | None) -> ServedSpeed:
+        """The figures, with the speedup over `base` of the same prompts."""
+        replies = [one.reply for one in self.requests]
+        count, rate = sum(reply.count for reply in replies), float(self.tokens.sum()) / self.wall
+        later = [(one.seconds - one.first_seconds) / (one.count - 1) for one in replies if one.count > 1]
+        columns = None if base is None else (self.tokens, self.seconds, base.tokens, base.seconds)
+        return ServedSpeed(
+            configuration=configuration,
+            concurrency=load.concurrency,
+            offered=load.rate,
+            requests=len(replies),
+            tokens=count,
+            requests_per_second=rate * len(replies) / max(count, 1),
+            tokens_per_second=rate,
+            in_flight=float(self.seconds.sum()) / self.wall,
+            first_seconds=percentiles([one.reply.started + one.reply.first_seconds - one.due for one in self.requests]),
+            token_seconds=percentiles(later),
+            speedup=UNKNOWN if columns is None else speed_ratio(*columns, RESAMPLES, CONFIDENCE),
+        )
+
+
+def percentiles(values: Sequence[float]) -> tuple[float, float]:
+    """The median and the 95th percentile; NaN of none."""
+    if not values:
+        return math.nan, math.nan
+    return float(numpy.median(values)), float(numpy.quantile(values, 0.95))
+
+
+def step_seconds(requests: Sequence[Request]) -> dict[int, float]:
+    """T(B) by B, from the texts of a plain server: the seconds between two tokens of a text, the median over texts.
+
+    Those count in which B texts went on, none of them began or ended, and no request waited for its first token: steps
+    that read prompts take longer. Of a text they are averaged: a client that is held up gets several tokens at once.
+    Numbers of texts that are rare, as at the end of a replay, are left out.
+    """
+    replies = [one.reply for one in requests if len(one.reply.times) > 1]
+    streams, sent = [numpy.array(one.times) for one in replies], numpy.sort([one.started for one in replies])
+    first, last = (numpy.sort([times[place] for times in streams]) for place in (0, -1))
+    means, gaps = defaultdict[int, list[float]](list), Counter[int]()
+    for times in streams:
+        left, right = times[:-1], times[1:]
+        begun, ended = numpy.searchsorted(first, left, "right"), numpy.searchsorted(last, right, "left")
+        steady = begun == numpy.searchsorted(sent, right, "right")
+        steady &= ended == numpy.searchsorted(last, left, "right")
+        for together, count in Counter((begun - ended)[steady].tolist()).items():
+            gaps[together] += count
+            if count >= LEAST_STEPS:
+                means[together].append(float((right - left)[steady & (begun - ended == together)].mean()))
+    return {
+        together: float(numpy.median(seconds))
+        for together, seconds in sorted(means.items())
+        if len(seconds) >= together and gaps[together] >= RARE * gaps.total() and numpy.median(seconds) > 0
+    }
+
+
+def speeds_under(
+    clients: Mapping[str, Client],
+    prompts: Sequence[Sequence[int]],
+    limit: int,
+    loads: Sequence[Load],
+    repeats: int,
+    replayed: Mapping[str, Replayed],
+) -> tuple[list[ServedSpeed], dict[int, float]]:
+    """Every load on each server, behind what was `replayed` one at a time; and the plain server's T(B).
+
+    The same requests are sent to all, at the same times. Loads and servers take turns in every repeat, so that a slow
+    spell of the machine meets all of them.
+    """
+    served = {name: Served.alone(own) for name, own in replayed.items()}
+    every, plain = [(Load(1), served)], list(served[PLAIN].requests) if PLAIN in served else []
+    replays: dict[tuple[Load, str], list[list[Request]]] = {(load, name): [] for load in loads for name in clients}
+    progress, order = Progress("under load", repeats * len(replays)), list(replays)
+    for repeat in range(repeats):
+        for load, name in order if repeat % 2 == 0 else order[::-1]:
+            replays[load, name].append(send(clients[name], prompts, limit, load, repeat))
+            progress.step(note=load.title)
+    for load in loads:
+        served = {name: Served.under(load, replays[load, name], len(prompts)) for name in clients}
+        every.append((load, served))
+        plain += served[PLAIN].requests if PLAIN in served else []
+    speeds = [
+        own.speed(name, load, found.get(PLAIN) if name != PLAIN else None)
+        for load, found in every
+        for name, own in found.items()
+    ]
+    return speeds, step_seconds(plain) if plain else {}

@@ -1,0 +1,409 @@
+"""Requests under load, and the load from which drafts stop paying: simulated servers whose cost law is known.
+
+`simulate` steps through continuous batching on a clock of its own, so that every figure has a closed form.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import count, pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+
+from distill.errors import DataError, RecipeError, ServingError
+from distill.results.serving_results import ServedSpeed
+from distill.serving.arrivals import Load, arrivals
+from distill.serving.crossing import RoundModel, conditional, crossing, load_table
+from distill.serving.http import Reply
+from distill.serving.load import Request, Served, percentiles, send, speeds_under, step_seconds
+from distill.serving.replaying import Replayed, acceptance, counted
+
+PROMPTS, LIMIT = 6, 61
+BASE, SLOPE = 8.0, 1.0  # seconds of a step: T(m) = BASE + SLOPE·m
+N_MAX, ACCEPTED = 3, 2  # every round accepts two of three drafted tokens: τ = 3
+DRAFT = 0.1  # the draft's step over the target's
+
+
+def steps(m: float) -> float:
+    return BASE + SLOPE * m
+
+
+def plainly(together: int) -> tuple[float, int]:
+    """Seconds of a step of the plain server, and the tokens that it adds to each text."""
+    return steps(together), 1
+
+
+def drafting(together: int) -> tuple[float, int]:
+    """The same of a round: the draft reads what is verified and then makes tokens for all texts at once."""
+    own = N_MAX * DRAFT * steps(together)
+    return (1 + DRAFT) * steps(together * (1 + N_MAX)) + own, 1 + ACCEPTED
+
+
+def cheap_alone(together: int) -> tuple[float, int]:
+    """A server that verifies the tokens of a single text at half the price, as some do."""
+    seconds, made = drafting(together)
+    return seconds / 2 if together == 1 else seconds, made
+
+
+def small_steps(together: int) -> tuple[float, int]:
+    """A server whose steps take eight tokens at most, which the prediction does not know of."""
+    seconds, made = drafting(2)
+    return math.ceil(together / 2) * seconds, made
+
+
+Law = Callable[[int], tuple[float, int]]
+
+
+@dataclass
+class Stream:
+    """A text that is being written."""
+
+    number: int
+    due: float
+    times: list[float] = field(default_factory=list)
+
+
+def simulate(load: Load, law: Law, prompt_seconds: float = 0.0, seed: int = 0) -> list[Request]:
+    """The requests of one replay; a step begins with reading the prompts that came, one after the other."""
+    total = load.count(PROMPTS)
+    waiting = [Stream(number, due) for number, due in enumerate(load.due(total, seed))]
+    active, done, now = list[Stream](), list[Stream](), 0.0
+    while waiting or active:
+        while waiting and (len(active) < load.concurrency if load.concurrency else waiting[0].due <= now):
+            stream = waiting.pop(0)
+            stream.due = now + 1e-6 if load.concurrency else stream.due  # a place is taken again after it was left
+            active.append(stream)
+        if not active:
+            now = waiting[0].due
+            continue
+        fresh = [stream for stream in active if not stream.times]
+        now += prompt_seconds * len(fresh)
+        for stream in fresh:  # the first token comes from the prompt's step
+            stream.times.append(now)
+        seconds, made = law(len(active))
+        now += seconds
+        for stream in active:
+            stream.times += [now] * min(made, LIMIT - len(stream.times))
+        done += [stream for stream in active if len(stream.times) == LIMIT]
+        active = [stream for stream in active if len(stream.times) < LIMIT]
+    return [request(one.number % PROMPTS, one.due, one.times, law is not plainly) for one in done]
+
+
+def request(prompt: int, due: float, times: Sequence[float], drafts: bool = False) -> Request:
+    rounds = math.ceil((len(times) - 1) / (1 + ACCEPTED))
+    counts = (N_MAX * rounds, len(times) - 1 - rounds) if drafts else (0, 0)
+    reply = Reply([], len(times), times[0] - due, times[-1] - due, *counts, started=due, times=times)
+    return Request(prompt, due, reply)
+
+
+def behind(before: Sequence[Request], replay: Sequence[Request]) -> list[Request]:
+    """A replay, later than others on the same clock."""
+    later = max((one.reply.end for one in before), default=0.0) + 1e4
+    return [request(one.prompt, one.due + later, [moment + later for moment in one.reply.times]) for one in replay]
+
+
+def alone(law: Law, prompt_seconds: float) -> Replayed:
+    """Every prompt by itself."""
+    found = simulate(Load(1), law, prompt_seconds)
+    return Replayed([[one.reply for one in found if one.prompt == prompt] for prompt in range(PROMPTS)])
+
+
+def measured(law: Law, loads: Sequence[int], prompt_seconds: float = 0.0) -> tuple[Any, list[ServedSpeed]]:
+    """The load table of simulated servers, and their speeds."""
+    laws = {"plain": plainly, "draft": law}
+    replayed = {name: alone(one, prompt_seconds) for name, one in laws.items()}
+    speeds, plain = [], list[Request]()
+    for together in loads:
+        load = Load(together)
+        served = {
+            name: Served.under(load, [simulate(load, one, prompt_seconds)], PROMPTS) for name, one in laws.items()
+        }
+        speeds += [served[name].speed(name, load, None if name == "plain" else served["plain"]) for name in laws]
+        plain += behind(plain, served["plain"].requests)
+    own = acceptance("own", counted(replayed["draft"].texts))
+    return load_table(speeds, step_seconds(plain), own, N_MAX), speeds
+
+
+def closed_form() -> float:
+    """B where τ·T(B) = (1 + d)·T(B(n + 1)) + n·d·T(B), of an affine T."""
+    tau = 1 + ACCEPTED
+    return BASE * (tau - 1 - DRAFT * (1 + N_MAX)) / (SLOPE * ((1 + DRAFT) * (1 + N_MAX) + N_MAX * DRAFT - tau))
+
+
+# The load from which drafts stop paying.
+
+
+@pytest.mark.parametrize(("law", "prompt_seconds"), [(drafting, 0.0), (drafting, 20.0), (cheap_alone, 5.0)])
+def test_the_crossing_of_a_known_law(law: Law, prompt_seconds: float) -> None:
+    """Prompts that cost both servers the same do not move it."""
+    loads = [1, 2, 3, 4, 6, 8, 12, 16]
+    table, speeds = measured(law, loads, prompt_seconds)
+    expected = closed_form()
+    assert 4 < expected < 12 and table.draft_share == pytest.approx(DRAFT, rel=1e-6)
+    assert table.steps == pytest.approx({m: steps(m) for m in table.steps}) and set(loads) <= set(table.steps)
+    assert table.predicted == pytest.approx(expected, rel=0.02)
+    assert table.measured.mean == pytest.approx(expected, rel=0.08)
+    assert [row.beyond for row in table.rows] == [one * 4 > 16 for one in loads]
+    for row in table.rows:
+        assert row.predicted == pytest.approx(row.measured.mean, rel=0.06)
+    assert [one.in_flight for one in speeds] == pytest.approx([one for one in loads for _ in "pd"], rel=1e-4)
+    # With no prompts to read, tokens per second are B ÷ T(B).
+    if not prompt_seconds:
+        plain = [one.tokens_per_second for one in speeds[::2]]
+        assert plain == pytest.approx([one / steps(one) for one in loads], rel=0.03)
+
+
+def test_a_server_that_breaks_the_assumption_is_not_predicted() -> None:
+    """The test of the crossing has the power to see another law."""
+    table, _ = measured(small_steps, [1, 2, 4, 8, 16])
+    assert table.measured.mean < 0.8 * table.predicted
+
+
+def test_the_best_n_max_falls_with_the_load() -> None:
+    model = RoundModel({m: steps(m) for m in range(1, 65)}, [0.8] * 6, (0.0, 0.0), 60, draft=0.05)
+    best = [max(range(7), key=model.speedups(together).__getitem__) for together in (1, 2, 4, 8, 16, 32)]
+    assert best[0] > 2 and best == sorted(best, reverse=True) and best[-1] == 0
+    # By hand: one text, n = 2, τ = 1 + .8 + .64.
+    assert model.speedups(1)[2] == pytest.approx(2.44 * 9 / (1.05 * 11 + 2 * 0.05 * 9))
+    # Prompts that take both servers as long dilute a speedup.
+    diluted = replace(model, first=(9.0, 9.0))
+    assert diluted.speedups(1)[2] == pytest.approx((9 + 540) / (9 + 540 / model.speedups(1)[2]))
+
+
+def test_steps_between_and_behind_the_measured_ones() -> None:
+    model = RoundModel({1: 1.0, 4: 2.0, 8: 6.0}, [0.5], (0.0, 0.0), 60)
+    assert [model.seconds(m) for m in (1, 2.5, 4, 8, 10)] == pytest.approx([1.0, 1.5, 2.0, 6.0, 8.0])
+    falling = RoundModel({1: 1.0, 2: 0.9}, [0.5], (0.0, 0.0), 60)
+    assert falling.seconds(10) == pytest.approx(0.9)
+    assert falling.fitted(2, 0.1, 0.1).draft == 0.0  # a round that takes less than its step: the draft costs nothing
+    again = model.fitted(2, 2 * 1.3 + 0.3 * 4 / 3, 3.0)  # T(4) = 2, T(2) = 4/3, T(1) = 1; one drafted token
+    assert again.draft == pytest.approx(0.3)
+    assert again.alone * (1.3 * 4 / 3 + 0.3 * 1.0) == pytest.approx(3.0)
+    assert again.speedups(1)[1] == pytest.approx(1.5 * 1.0 / 3.0)
+
+
+def test_where_speedups_cross_one() -> None:
+    assert crossing([1, 4, 16], [1.5, 1.25, 0.75]) == pytest.approx(8.0)
+    assert crossing([1, 4, 16], [0.9, 0.8, 0.7]) == 0.0
+    assert math.isnan(crossing([1, 4, 16], [0.9, 1.1, 1.0]))
+    assert crossing([1, 2, 4, 8], [1.2, 0.9, 1.1, 0.9]) == pytest.approx(math.sqrt(32))  # the last one counts
+
+
+def test_acceptance_by_position_keeps_the_tokens_per_round() -> None:
+    rounds = counted([[Reply([], 31, 0.1, 1.0, 60, 15)]])
+    own = acceptance("x", rounds)
+    for one in (own, replace(own, by_position=[0.6, 0.3, 0.0, 0.0])):
+        rates = conditional(one, 4)
+        tau = 1 + sum(math.prod(rates[: n + 1]) for n in range(4))
+        assert tau == pytest.approx(own.tokens_per_round.mean) and len(rates) == 4
+    assert conditional(replace(own, by_position=[0.6, 0.3, 0.0, 0.0]), 4)[1:] == pytest.approx([0.5, 0.0, 0.0])
+
+
+def test_nothing_is_predicted_without_steps() -> None:
+    _, speeds = measured(drafting, [1, 2])
+    own = acceptance("own", counted(alone(drafting, 0.0).texts))
+    known = {1: 9.0, 2: 10.0}
+    assert load_table(speeds, known, own, N_MAX) is not None
+    for one in ((speeds, {}, own, N_MAX), (speeds, known, own, 0), (speeds[:2], known, own, N_MAX)):
+        assert load_table(*one) is None
+
+
+# Steps of the plain server.
+
+
+def test_steps_are_read_from_requests_that_arrive() -> None:
+    """Of any traffic: steps with prompts in them, and those behind which a text ends, do not count."""
+    found = simulate(Load(rate=1 / 60), plainly, prompt_seconds=5.0, seed=3)
+    for seed in range(4):
+        found += behind(found, simulate(Load(rate=1 / 100), plainly, prompt_seconds=5.0, seed=seed))
+    told = step_seconds(found)
+    assert len(told) > 3 and told == pytest.approx({m: steps(m) for m in told})
+
+
+def test_steps_of_a_client_that_is_held_up() -> None:
+    """Several tokens are seen at once; the seconds of a step are the same. So is one text less at the very end."""
+    seen = [4.0 * math.ceil(place / 4) for place in range(1, 42)]
+    found = [request(0, 0.0, seen), request(1, 0.0, [*seen, 45.0])]
+    assert step_seconds(found) == pytest.approx({2: 1.0}, rel=0.05)
+
+
+# Figures.
+
+
+def test_percentiles_are_numpys() -> None:
+    values = numpy.random.default_rng(1).gamma(2.0, size=77)
+    assert percentiles(list(values)) == pytest.approx(tuple(numpy.percentile(values, [50, 95])))
+    assert all(map(math.isnan, percentiles([])))
+
+
+def test_a_load_is_over_when_a_place_stays_empty() -> None:
+    """Two at once: of three requests the third ends by itself, which does not count."""
+    first, second = [1.0, 2.0, 3.0, 4.0], [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
+    third = [5.0, 5.5, 6.0, 6.5, 7.0]
+    replay = [request(0, 0.0, first), request(1, 0.0, second), request(2, 4.0, third)]
+    found = Served.under(Load(2), [replay, replay], 3)
+    assert found.wall == 12.0 and list(found.tokens) == [8, 12, 6] and list(found.seconds) == [8, 12, 4]
+    speed = found.speed("x", Load(2), None)
+    assert speed.in_flight == 2.0 and speed.tokens_per_second == 26 / 12 and speed.requests == 6
+    assert speed.first_seconds == pytest.approx(tuple(numpy.percentile([1, 1, 1, 1, 1, 1], [50, 95])))
+    expected = [1.0, 1.0, 0.5] * 2
+    assert speed.token_seconds == pytest.approx(tuple(numpy.percentile(expected, [50, 95])))
+    # Requests that arrive count to the last.
+    arrived = Served.under(Load(rate=1.0), [replay], 3)
+    assert arrived.wall == 7.0 and list(arrived.tokens) == [4, 6, 5]
+    base = Served.under(Load(rate=1.0), [[replace(one, due=one.due - 1) for one in replay]], 3)
+    seconds, slower = 4 + 6 + 3, 5 + 7 + 4
+    assert arrived.speed("x", Load(rate=1.0), base).speedup.mean == pytest.approx(slower / seconds)
+
+
+def test_requests_in_flight_follow_littles_law() -> None:
+    times = tuple(numpy.cumsum(numpy.random.default_rng(0).exponential(200.0, 300)))
+    load = Load(rate=299 / (times[-1] - times[0]), times=times)
+    replay = simulate(load, plainly, 5.0)
+    speed = Served.under(load, [replay], PROMPTS).speed("x", load, None)
+    stay = numpy.mean([one.reply.end - one.due for one in replay])
+    assert speed.requests == 300 and speed.in_flight == pytest.approx(speed.requests_per_second * stay)
+    assert speed.requests_per_second == pytest.approx(load.rate, rel=0.05)  # and the last ones to be answered
+
+
+# Arrivals.
+
+
+def distance(gaps: Any, rate: float) -> float:
+    """Kolmogorov's, from the exponential distribution."""
+    ordered = numpy.sort(gaps)
+    expected, ranks = 1 - numpy.exp(-rate * ordered), numpy.arange(len(ordered) + 1) / len(ordered)
+    return float(max(numpy.abs(expected - ranks[1:]).max(), numpy.abs(expected - ranks[:-1]).max()))
+
+
+def test_arrivals_are_a_poisson_process() -> None:
+    size, rate = 4000, 2.5
+    load = Load(rate=rate)
+    due = load.due(size, 7)
+    gaps = numpy.diff(due, prepend=0.0)
+    critical = 1.95 / math.sqrt(size)  # at 0.001
+    assert distance(gaps, rate) < critical
+    assert distance(gaps, 1.1 * rate) > critical and distance(numpy.full(size, 1 / rate), rate) > critical
+    inside = numpy.bincount(due.astype(int))[:-1]  # by second: the variance of a Poisson count is its mean
+    assert inside.mean() == pytest.approx(rate, rel=0.05) and inside.var() == pytest.approx(rate, rel=0.1)
+    assert list(load.due(size, 7)) == list(due) and list(load.due(size, 8)) != list(due)
+    assert not Load(4).due(9, 0).any()
+
+
+def test_a_trace_is_taken_as_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text('{"timestamp": 12.5, "input_length": 3}\n\n{"timestamp": 10}\n{"timestamp": 20}\n')
+    (load,) = arrivals(str(path))
+    assert load.times == (0.0, 2.5, 10.0) and load.rate == pytest.approx(0.2) and load.count(50) == 3
+    assert list(load.due(3, 1)) == [0.0, 2.5, 10.0] and "trace" in load.title
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ('{"timestamp": 1}\n{"timestamp": "x"}\n', r"line 2, has no number `timestamp`"),
+        ('{"timestamp": 1}\n[1]\n', r"line 2, has no number"),
+        ('{"timestamp": true}\n', r"line 1, has no number"),
+        ('{"timestamp": 1}\n', r"1 requests, not at least 2"),
+        ('{"timestamp": 1}\n{"timestamp": 1}\n', r"not at least 2 within"),
+        ('{"timestamp": 1}\n{"timestamp": 1e12}\n', r"within seven days[\s\S]*in seconds"),
+    ],
+)
+def test_a_trace_that_is_none(tmp_path: Path, lines: str, message: str) -> None:
+    (tmp_path / "t.jsonl").write_text(lines)
+    with pytest.raises(DataError, match=message):
+        arrivals(str(tmp_path / "t.jsonl"))
+
+
+def test_rates() -> None:
+    assert [load.rate for load in arrivals("2,0.5,2")] == [0.5, 2.0]
+    for wrong in ("0", "-1", "a", "1,", "nan", "inf", "1e9", ""):
+        with pytest.raises(RecipeError, match=r"--load .*requests per second"):
+            arrivals(wrong)
+    with pytest.raises(DataError, match="cannot be read"):
+        arrivals("/no/such/trace.jsonl")
+
+
+# Requests to a server, in real time.
+
+
+class Batching:
+    """A client of a server whose requests share steps of `seconds`; `fails` is the number of the request that fails."""
+
+    kind, url = "batching", "http://batching"
+
+    def __init__(self, seconds: float = 0.002, fails: int = -1) -> None:
+        self.seconds, self.fails, self.numbers = seconds, fails, count()
+        self.lock, self.inside, self.most = threading.Lock(), 0, 0
+        self.started: list[float] = []
+
+    def complete(self, ids: Sequence[int], limit: int, seed: int = 0) -> Reply:
+        with self.lock:
+            number = next(self.numbers)
+            self.inside += 1
+            self.most = max(self.most, self.inside)
+        started = time.perf_counter()
+        self.started.append(started)
+        try:
+            if number == self.fails:
+                raise ServingError("it failed", "see its log")
+            times = []
+            for _ in range(limit):
+                time.sleep(self.seconds)
+                times.append(time.perf_counter())
+            return Reply([], limit, times[0] - started, times[-1] - started, started=started, times=times)
+        finally:
+            with self.lock:
+                self.inside -= 1
+
+
+PLACES = [[1, 2]] * PROMPTS
+
+
+def test_so_many_at_once() -> None:
+    client = Batching()
+    found = send(client, PLACES, 4, Load(5), 0)  # type: ignore[arg-type]
+    assert client.most == 5 and len(found) == 10 and [one.prompt for one in found] == [*range(6), *range(4)]
+    assert all(one.due == one.reply.started for one in found)
+
+
+def test_requests_are_sent_when_they_are_due(monkeypatch: pytest.MonkeyPatch) -> None:
+    load = Load(rate=50.0, times=(0.0, 0.02, 0.021, 0.08, 0.1))
+    client = Batching(seconds=0.01)
+    found = send(client, PLACES, 3, load, 0)  # type: ignore[arg-type]
+    late = [one.reply.started - one.due for one in found]
+    assert min(late) >= 0 and numpy.median(late) < 0.02 and client.most >= 2
+    assert [b.due - a.due for a, b in pairwise(found)] == pytest.approx([0.02, 0.001, 0.059, 0.02])
+    # Where no connection is free they wait, and the wait counts.
+    monkeypatch.setattr("distill.serving.load.CONNECTIONS", 1)
+    found = send(Batching(seconds=0.01), PLACES, 3, replace(load, times=(0.0,) * 4), 0)  # type: ignore[arg-type]
+    speed = Served.under(load, [found], PROMPTS).speed("x", load, None)
+    assert speed.first_seconds[1] > 3 * min(one.reply.first_seconds for one in found) > 0.02
+    assert speed.in_flight > 1.5
+
+
+@pytest.mark.parametrize("load", [Load(4), Load(rate=100.0)])
+def test_the_first_fault_ends_a_load(load: Load) -> None:
+    with pytest.raises(ServingError, match="it failed"):
+        send(Batching(fails=2), PLACES, 3, load, 0)  # type: ignore[arg-type]
+
+
+def test_every_load_on_each_server() -> None:
+    clients = {"plain": Batching(0.01), "draft": Batching(0.002)}
+    replayed = {name: Replayed([[one.complete([1], 6)] for _ in PLACES]) for name, one in clients.items()}
+    loads = [Load(2), Load(rate=60.0)]
+    speeds, told = speeds_under(clients, PLACES, 6, loads, 2, replayed)  # type: ignore[arg-type]
+    assert [(one.configuration, one.concurrency, one.requests) for one in speeds] == [
+        *(("plain", 1, 6), ("draft", 1, 6), ("plain", 2, 12), ("draft", 2, 12), ("plain", 0, 24), ("draft", 0, 24)),
+    ]
+    assert all(one.speedup.mean > 1 for one in speeds[1::2]) and all(
+        math.isnan(one.speedup.mean) for one in speeds[::2]
+    )
+    assert 0.01 <= told[1] < 0.02
