@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from distill.recipe.configuration import PLAIN, PLAIN_SAMPLED
-from distill.results.pair_results import RoundFigures, StepFigures
-from distill.results.speedup_results import ChosenLength, Measurement
+from distill.results.pair_results import StepFigures
+from distill.results.speedup_results import ChosenLength, Measurement, RoundFigures
 
 SMALL = 0.05  # of a plain step: what is less is not named as a reason
 
@@ -59,22 +59,22 @@ def _costs(
     `single` are the seconds of a plain step.
     """
     wanted = found.seconds / single
-    # Tokens of a round in which everything is accepted: of a tree, a node of each level.
-    most = min(found.verified, found.draft_steps + 1) if found.draft_steps else found.verified
     alone, draft = steps.target[1], steps.draft.get(1)
     head = f"T(1) = {alone * 1e3:.2f} ms at depth {steps.depth}"
     if draft is not None:
         head += f", D = {draft / alone:.2f} T(1)"
+    every = ""
+    if found.most is not None:
+        every = f"If every drafted token were accepted, such rounds would give {found.most / wanted:.2f}x. "
     lines = [
         f"{head}. Fastest: `{best.configuration}`, {best.speedup:.2f}x over the whole request. A round costs "
         f"{wanted:.2f} plain steps ({_parts(found, single)}) and gives {found.tokens:.2f} tokens.",
-        f"If every drafted token were accepted, such rounds would give {most / wanted:.2f}x. A round pays "
-        f"{found.seconds * 1e3:.2f} ms; its steps, timed with one model alone, take "
+        f"{every}A round pays {found.seconds * 1e3:.2f} ms; its steps, timed with one model alone, take "
         f"{found.attained * found.seconds * 1e3:.2f} ms. The rest goes to "
         f"{'two models taking turns, ' if found.draft_steps else ''}reading logits and rolling back.",
     ]
     if best.speedup_low <= 1:
-        lines.append(_against(best, found, wanted, most, single, (draft or 0.0) / alone, prompts))
+        lines.append(_against(best, found, wanted, single, (draft or 0.0) / alone, prompts))
     return lines
 
 
@@ -93,15 +93,13 @@ def _against(
     best: Measurement,
     found: RoundFigures,
     wanted: float,
-    most: float,
     single: float,
     draft: float,
     prompts: tuple[float, float],
 ) -> str:
     """Why the fastest configuration is not clearly faster than plain decoding: the largest cause first.
 
-    `single` are the seconds of a plain step, `wanted` a round's in such steps, `most` its tokens where everything is
-    accepted, `draft` is D ÷ T(1).
+    `single` are the seconds of a plain step, `wanted` a round's in such steps, `draft` is D ÷ T(1).
     """
     if found.tokens >= wanted and best.speedup >= 1:
         return (
@@ -110,9 +108,10 @@ def _against(
         )
     if draft >= 1 and found.draft_steps:
         cause = f"the draft is no faster than its target: D is {draft:.2f} T(1)"
-    elif most <= wanted:
+    elif found.most is not None and found.most <= wanted:
         cause = (
-            f"no acceptance would be enough: a round of {most:.1f} tokens, all accepted, costs {wanted:.2f} plain steps"
+            f"no acceptance would be enough: a round of {found.most:.1f} tokens, all accepted, costs {wanted:.2f} "
+            "plain steps"
         )
         causes = {
             "verifying several tokens is expensive": (found.target_seconds or 0) / single - 1,

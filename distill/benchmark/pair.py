@@ -25,8 +25,8 @@ from distill.models.loaded import LoadedPair
 from distill.progress import Progress
 from distill.recipe import Configuration, Recipe
 from distill.recipe.configuration import PLAIN
-from distill.results.pair_results import RoundFigures, StepFigures
-from distill.results.speedup_results import ChosenLength, Measurement, PairMeasured
+from distill.results.pair_results import StepFigures
+from distill.results.speedup_results import ChosenLength, Measurement, PairMeasured, RoundFigures
 from distill.speculative.calibration import Calibration
 from distill.speculative.configured import NO_COSTS, require_trees
 from distill.speculative.costs.cheapest import DRAFT_STEPS, cheapest_pair
@@ -251,7 +251,7 @@ def _rounds(
     found = []
     for row, one in zip(rows, prepared, strict=True):
         own = [text for text in texts if text.title == one.title]
-        found.append(round_figures(row.configuration, own, steps, one.configuration.branches, waits))
+        found.append(round_figures(row.configuration, own, steps, one.configuration.drafter, waits))
     return found
 
 

@@ -14,7 +14,9 @@ from distill.benchmark.compare import TimedText, acceptance, totals
 from distill.benchmark.prepared import Prepared
 from distill.intervals import UNKNOWN, Interval, speed_ratio
 from distill.models.base import Model
-from distill.results.pair_results import GroupFigures, RoundFigures, StepFigures
+from distill.recipe.configuration import TREES, DrafterName
+from distill.results.pair_results import GroupFigures, StepFigures
+from distill.results.speedup_results import RoundFigures
 from distill.speculative.costs.curve import measure_steps
 from distill.speculative.decode import Round
 
@@ -109,7 +111,7 @@ def time_steps(texts: Sequence[TimedText], target: Model, draft: Model | None, r
 
 
 def round_figures(
-    title: str, texts: Sequence[TimedText], steps: StepFigures, tree: bool, synchronous: bool
+    title: str, texts: Sequence[TimedText], steps: StepFigures, drafter: DrafterName, synchronous: bool
 ) -> RoundFigures:
     """Where the seconds of a configuration's rounds went, and how near it came to the bound of its steps.
 
@@ -124,13 +126,14 @@ def round_figures(
         count = tokens = max(len(target), 1)
         seconds = sum(second for text in texts for _, second in _step_seconds(text))
     alone = sum(steps.target[step.tokens] for step in target)
-    alone += sum(steps.draft[1 if step.tokens == 2 and not tree else step.tokens] for step in draft)
+    alone += sum(steps.draft[1 if step.tokens == 2 and drafter not in TREES else step.tokens] for step in draft)
     paid = [sum(step.seconds for step in own) / count for own in (target, draft)]
     measured, bound = tokens / seconds if seconds else math.nan, tokens / alone if alone else math.nan
     return RoundFigures(
         configuration=title,
         rounds=count,
         tokens=tokens / count,
+        most=_most(rounds, len(draft), drafter),
         verified=sum(step.tokens for step in target) / count,
         draft_steps=len(draft) / count,
         seconds=seconds / count,
@@ -146,3 +149,12 @@ def round_figures(
 def prompt_seconds(texts: Sequence[TimedText], title: str) -> float:
     """Mean seconds of a prompt and its first token."""
     return statistics.fmean(text.decoded.prefill_seconds for text in texts if text.title == title)
+
+
+def _most(rounds: Sequence[Round], steps: int, drafter: DrafterName) -> float | None:
+    """Mean tokens of a round in which everything is accepted: of a tree, a node of each level, a draft step each."""
+    if not rounds:
+        return 1.0
+    if drafter == "lookup+tree":
+        return None
+    return 1 + (steps if drafter == "tree" else sum(r.drafted for r in rounds)) / len(rounds)

@@ -109,6 +109,7 @@ def _measure(
         noise=Noise(label.pair, label.backend, grown, found.noise),
         costs=round_costs(found.paid, label),
         trees=[choice.as_result(label) for choice in found.choices],
+        rounds=found.rounds,
         explanations=explanations,
         samples=[] if grown else _samples(recipe, pair, label, prompts, found),
     )

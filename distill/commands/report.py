@@ -1,15 +1,37 @@
-"""`distill report`: writes the report page and the model card again."""
+"""`distill report`: writes the report page and the model card again, or prints several runs side by side."""
 
 from __future__ import annotations
 
-from distill.commands.shared import DEFAULT_RUNS, RunArgument, RunsOption, find_run
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from distill.commands.shared import DEFAULT_RUNS, FormatOption, RunsOption, find_run, print_table, require_format
 from distill.errors import RunError
 from distill.progress import announce, note
 
 
-def report(run: RunArgument = None, runs: RunsOption = DEFAULT_RUNS) -> None:
-    """Write a run's report.html and model card again, from the measurements made so far."""
-    recipe, found = find_run(run, runs)
+def report(
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[RUN]...", help="Run name or folder; by default the newest run. Several: side by side."
+        ),
+    ] = None,
+    runs: RunsOption = DEFAULT_RUNS,
+    output: FormatOption = "md",
+) -> None:
+    """Write a run's report.html and model card again, from the measurements made so far.
+
+    Of several runs, print instead what each draft is, how much of it is accepted, and what it gains.
+    """
+    require_format(output)
+    if names is not None and len(names) > 1:
+        _beside(names, runs, output)
+        return
+    recipe, found = find_run(names[0] if names else None, runs)
     if not found.path("draft").is_dir():
         raise RunError(f"{found.folder} has no trained draft yet", "run `distill train` on its recipe")
     page = found.path("report.html")
@@ -21,3 +43,13 @@ def report(run: RunArgument = None, runs: RunsOption = DEFAULT_RUNS) -> None:
         announce(found.folder)
         write_report(recipe, found)
     print(page)
+
+
+def _beside(names: list[str], runs: Path, output: str) -> None:
+    from distill.report.beside import rows, table
+    from distill.report.stage import gather
+
+    opened = [find_run(name, runs) for name in names]
+    found = [replace(gather(recipe, run), name=run.folder.name) for recipe, run in opened]
+    figures = rows(found)
+    print_table(figures, table(found), figures, output)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from distill.report.text import number, percent
+from distill.report.text import known, number, percent
 from distill.results.evaluation_results import EvaluationReport
 from distill.results.run_results import RunResults
 from distill.results.speedup_results import FASTER, SpeedupReport
@@ -47,6 +47,12 @@ def _speedup_limits(speedup: SpeedupReport) -> list[str]:
     for best in speedup.fastest:
         if best.verdict != FASTER:
             sentences.append(f"{best.pair} ({best.backend}) at its best draft length: {best.verdict}.")
+    for one in speedup.measurements:
+        if not one.is_plain and one.acceptance is None and known(one.speedup):
+            sentences.append(
+                f"{one.configuration} ({one.pair}, {one.backend}) drafted nothing: its {one.speedup:.2f}× shows how "
+                "much these timings vary."
+            )
     different = sum(one.different or 0 for one in speedup.sweep)
     excused = sum(one.excused or 0 for one in speedup.sweep)
     if different:

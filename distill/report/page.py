@@ -7,8 +7,19 @@ from collections.abc import Callable
 from html import escape
 from typing import TypeVar
 
-from distill.report import draft_tables, sections
-from distill.report.html import Html, as_code, as_command, as_details, as_list, as_pair, as_table, as_text, not_run
+from distill.report import draft_tables, held_back, sections
+from distill.report.html import (
+    Html,
+    as_code,
+    as_command,
+    as_details,
+    as_list,
+    as_pair,
+    as_paragraph,
+    as_table,
+    as_text,
+    not_run,
+)
 from distill.report.limits import limits
 from distill.report.style import CSS
 from distill.report.text import interval, machine_words, number, percent, software_words, speedup_bounds
@@ -104,8 +115,11 @@ def _headlines(results: RunResults) -> Html:
     else:
         missing.append("eval")
     shown = f'<div class="cards">{"".join(cards)}</div>' if cards else ""
+    costs = held_back.table(results.speedup) if results.speedup else None
     return Html(
-        shown
+        as_paragraph(held_back.made(results))
+        + shown
+        + (as_list(held_back.advice(results)) + as_table(costs) if costs else "")
         + "".join(map(as_command, dict.fromkeys(commands)))
         + "".join(not_run(name, results.left_out.get(name)) for name in missing)
     )

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from distill.results.serialise import Figure
-from distill.results.speedup_results import ChosenLength, Measurement, PlainReference
+from distill.results.speedup_results import ChosenLength, Measurement, PlainReference, RoundFigures
 
 
 @dataclass(frozen=True)
@@ -28,30 +28,6 @@ class GroupFigures:
     speedup: float | None
     speedup_low: Figure
     speedup_high: Figure
-
-
-@dataclass(frozen=True)
-class RoundFigures:
-    """Where the seconds of a configuration's rounds go, the prompt apart; of plain decoding, of its steps.
-
-    `tokens` a round (τ), mean tokens of the target's step (`verified`) and draft steps of a round; `target_seconds`,
-    `draft_seconds` and `overhead_seconds` of a round as they were paid: in the target, in all steps of the draft, and
-    in neither; None where a device computes on after a call returns. `bound` is τ ÷ (T(m) + Σ D), tokens per second,
-    from steps timed with one model alone; `attained` is the share of it that was measured.
-    """
-
-    configuration: str
-    rounds: int
-    tokens: float
-    verified: float
-    draft_steps: float
-    seconds: float
-    target_seconds: float | None
-    draft_seconds: float | None
-    overhead_seconds: float | None
-    tokens_per_second: float
-    bound: float
-    attained: float
 
 
 @dataclass(frozen=True)

@@ -69,7 +69,7 @@ class LoadRow:
 class LoadTable:
     """What drafts do under load. `measured` and `predicted` are the requests at once from which they stop paying: 0
     where they pay at no load, NaN where they pay at all. `steps` are the seconds of a plain step by the texts that
-    share it; `draft_share` is the draft's step over the target's, as it follows from the smallest load above 1.
+    share it; `draft_share` and `seconds_each` are d and b of distill/serving/crossing.py.
     """
 
     rows: list[LoadRow]
@@ -77,6 +77,7 @@ class LoadTable:
     predicted: Figure
     steps: dict[int, float]
     draft_share: float
+    seconds_each: float
 
 
 @dataclass(frozen=True)

@@ -125,6 +125,32 @@ class RoundCosts(PairMeasured):
 
 
 @dataclass(frozen=True)
+class RoundFigures:
+    """Where the seconds of a configuration's rounds go, the prompt apart; of plain decoding, of its steps.
+
+    `tokens` a round (τ), `most` of them if everything drafted were accepted (None where looked-up text and trees take
+    turns), mean tokens of the target's step (`verified`) and draft steps of a round; `target_seconds`,
+    `draft_seconds` and `overhead_seconds` of a round as they were paid: in the target, in all steps of the draft, and
+    in neither; None where a device computes on after a call returns. `bound` is τ ÷ (T(m) + Σ D), tokens per second,
+    from steps timed with one model alone; `attained` is the share of it that was measured.
+    """
+
+    configuration: str
+    rounds: int
+    tokens: float
+    most: float | None
+    verified: float
+    draft_steps: float
+    seconds: float
+    target_seconds: float | None
+    draft_seconds: float | None
+    overhead_seconds: float | None
+    tokens_per_second: float
+    bound: float
+    attained: float
+
+
+@dataclass(frozen=True)
 class ComparedTree:
     """One tree size that was considered: expected tokens of a round, the target's seconds and all others."""
 
@@ -184,6 +210,7 @@ class SpeedupPart:
     noise: Noise
     costs: RoundCosts
     trees: list[ChosenTree] = field(default_factory=list)
+    rounds: list[RoundFigures] = field(default_factory=list)
     explanations: list[str] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
 

@@ -1,10 +1,12 @@
 """The load from which drafts stop paying, and the n_max that pays at each: predicted from steps of the plain server.
 
 A step that verifies n drafted tokens of each of B texts is taken to cost what a plain step of B·(n + 1) texts costs.
-That leaves out attention, which reads B caches in place of B·(n + 1). The draft reads what the target reads and then
-makes n tokens of each text; its steps are taken to cost a fixed share of the target's, which follows from the rounds of
-the smallest load above one. Rounds of one text are those that were measured: many builds verify a single text more
-cheaply. Prompts are read one after the other, and each text waits for those of the others.
+The draft reads what the target reads and then makes n tokens of each text; its steps are taken to cost a share d of the
+target's. What each drafted token costs by itself comes on top, b seconds: its place in the sampler, a draft whose steps
+over many texts take longer in proportion. Both follow from the rounds of the smallest two loads above one; of a
+single one d alone does. d may be below 0: a drafted token reads the cache of its text, another text has its own.
+Rounds of one text are those that were measured: many builds verify a single text more cheaply. Prompts are read one
+after the other, and each text waits for those of the others.
 
 Legend: B requests at once, n drafted tokens of a round, T(m) seconds of a plain step of m texts, τ tokens per round.
 """
@@ -23,12 +25,15 @@ from distill.results.serving_results import LoadRow, LoadTable, ServedAcceptance
 from distill.serving.opening import DRAFT, PLAIN
 from distill.speculative.costs.curve import predicted_speedups, tokens_per_round
 
+LEAST = 0.1  # of the verification's plain step: noise may ask for less
+SINGULAR = 1e-3  # of the product of the diagonal: two loads that cannot tell d from b
+
 
 @dataclass(frozen=True)
 class RoundModel:
     """T(m) by m; the acceptance a_1.. of each drafted position, given that it was reached; seconds until the first
     token of one request, plain and with the draft; tokens behind it; tokens drafted in a mean round for each of n_max;
-    the draft's step over the target's; a round of one text over what it would cost as those of several do."""
+    d and b (see above); a round of one text over what it would cost as those of several do."""
 
     steps: Mapping[int, float]
     accepted: Sequence[float]
@@ -36,6 +41,7 @@ class RoundModel:
     later: float
     filled: float = 1.0
     draft: float = 0.0
+    each: float = 0.0
     alone: float = 1.0
 
     def seconds(self, texts: float) -> float:
@@ -46,22 +52,39 @@ class RoundModel:
         slope = max(0.0, values[2] - values[1]) / (most - max(most / 2, known[0]))
         return float(values[0] + max(0.0, texts - most) * slope)
 
-    def fitted(self, together: int, round_seconds: float, alone: float) -> RoundModel:
-        """With the draft's share and the cost of one text that give measured rounds: of B texts, and `alone` of one."""
-        drafted = len(self.accepted) * self.filled
-        verified = [self.seconds(texts * (1 + drafted)) for texts in (1, together)]
-        both = [step + drafted * self.seconds(texts) for step, texts in zip(verified, (1, together), strict=True)]
-        share = max(0.0, (round_seconds - verified[1]) / both[1])
-        return replace(self, draft=share, alone=max(0.0, alone) / (verified[0] + share * both[0]))
+    def parts(self, together: int, length: int) -> tuple[float, float, float]:
+        """The seconds of a round of B texts and n drafted tokens are these three, times 1, d and b."""
+        drafted = length * self.filled
+        verified = self.seconds(together * (1 + drafted))
+        return verified, verified + drafted * self.seconds(together), together * drafted
+
+    def round(self, together: int, length: int) -> float:
+        """Seconds of a round of B texts and n drafted tokens, of one text as if it were one of several."""
+        verified, share, drafted = self.parts(together, length)
+        return max(verified + self.draft * share + self.each * drafted, LEAST * verified)
+
+    def fitted(self, rounds: Sequence[tuple[int, float]], alone: float) -> RoundModel:
+        """With the d and b that give one or two measured rounds of (B texts, seconds), and what gives that of one."""
+        length = len(self.accepted)
+        parts = [self.parts(together, length) for together, _ in rounds]
+        over = [seconds - verified for (_, seconds), (verified, _, _) in zip(rounds, parts, strict=True)]
+        draft, each = max(0.0, over[0] / parts[0][1]), 0.0
+        if len(rounds) > 1:
+            matrix = numpy.array([part[1:] for part in parts])
+            if abs(numpy.linalg.det(matrix)) > SINGULAR * abs(matrix[0, 0] * matrix[1, 1]):
+                draft, each = numpy.linalg.solve(matrix, over).tolist()
+            if draft < -1:  # no step costs less than nothing
+                draft = -1.0
+                each = sum(o + p[1] for o, p in zip(over, parts, strict=True)) / sum(p[2] for p in parts)
+        model = replace(self, draft=draft, each=each)
+        return replace(model, alone=max(0.0, alone) / model.round(1, length))
 
     def speedups(self, together: int) -> list[float]:
         """The speed of requests over the plain server's, B at once, by n_max from 0 on."""
         plain = self.seconds(together)
-        verified = [
-            (1 + self.draft) * self.seconds(together * (1 + n * self.filled)) for n in range(1, len(self.accepted) + 1)
-        ]
+        rounds = [self.round(together, length) for length in range(1, len(self.accepted) + 1)]
         later = self.later * plain
-        decoding = predicted_speedups([plain, *verified], self.draft * self.filled * plain, self.accepted)
+        decoding = predicted_speedups([plain, *rounds], 0.0, self.accepted)
         reading, dearer = [together * one for one in self.first], self.alone if together == 1 else 1.0
         return [1.0, *((reading[0] + later) / (reading[1] + later * dearer / speed) for speed in decoding[1:])]
 
@@ -115,10 +138,11 @@ def load_table(
     model = RoundModel(steps, conditional(own, n_max), (first[0], first[1]), later, filled)
     # Seconds of a round that give the measured speedup: a slow spell of the machine met both servers.
     rounds = []
-    for _, one in pairs[:2]:
+    for _, one in pairs[:3]:
         plain = one.concurrency * first[0] + later * model.seconds(one.concurrency)
-        rounds.append((plain / one.speedup.mean - one.concurrency * first[1]) * tau / later)
-    model = model.fitted(pairs[1][1].concurrency, rounds[1], rounds[0])
+        seconds = (plain / one.speedup.mean - one.concurrency * first[1]) * tau / later
+        rounds.append((one.concurrency, seconds))
+    model = model.fitted(rounds[1:], rounds[0][1])
     rows = []
     for base, one in pairs:
         found = model.speedups(one.concurrency)
@@ -129,4 +153,4 @@ def load_table(
     loads = [row.concurrency for row in rows]
     bounds = [crossing(loads, [getattr(row.measured, bound) for row in rows]) for bound in ("mean", "low", "high")]
     predicted = crossing(loads, [row.predicted for row in rows])
-    return LoadTable(rows, Interval(*bounds), predicted, dict(steps), model.draft)
+    return LoadTable(rows, Interval(*bounds), predicted, dict(steps), model.draft, model.each)

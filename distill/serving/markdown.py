@@ -110,13 +110,14 @@ def _crossing(loads: LoadTable) -> str:
             return f"more than {most}"
         return f"{found:.1f}" if found else "none"
 
-    low = loads.rows[1].concurrency
+    known = [str(row.concurrency) for row in loads.rows[:3]]
     text = f"The draft pays for up to {said(measured.mean)} of 1 to {most} requests at once"
     if measured.mean > 0:
         rates = [row.requests_per_second for row in loads.rows]
         rate = numpy.interp(measured.mean, [row.concurrency for row in loads.rows], rates)
         text += f" [{said(measured.low)}, {said(measured.high)}], about {rate:.2g} requests/s of this kind"
-    return f"{text}; predicted from plain steps and from drafts of 1 and {low} at once: {said(loads.predicted)}."
+    drafts = f"drafts of {', '.join(known[:-1])} and {known[-1]} at once"
+    return f"{text}; predicted from plain steps and from {drafts}: {said(loads.predicted)}."
 
 
 # ── tables ──

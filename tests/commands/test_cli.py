@@ -188,6 +188,43 @@ def test_speedup_shows_the_table(finished: Path, capsys: Capture) -> None:
         assert words in said, said
 
 
+def test_runs_side_by_side(copied: Path, capsys: Capture) -> None:
+    """Figures of two runs, as their files hold them; what makes them incomparable is said, and no page is written."""
+    other = copied.parent / "longer"
+    shutil.copytree(copied, other)
+    (copied / "report.html").unlink()
+    evaluation = json.loads((other / "eval.json").read_text())
+    evaluation["domains"]["answers"]["after"]["acceptance_sampling"] |= {"mean": 0.625, "low": 0.5, "high": 0.75}
+    (other / "eval.json").write_text(json.dumps(evaluation))
+    assert tiny.call("report", copied, other, "-o", "json") == 0
+    rows = json.loads(capsys.readouterr().out)
+    found = {(row["run"], row["figure"]): row for row in rows}
+    name = "acceptance, rejection sampling, answers"
+    assert found["longer", name] == {
+        "run": "longer",
+        "figure": name,
+        "value": 0.625,
+        "low": 0.5,
+        "high": 0.75,
+        "of": None,
+    }
+    first = json.loads((copied / "eval.json").read_text())["domains"]["answers"]["after"]["acceptance_sampling"]
+    assert found["tiny", name]["value"] == first["mean"]
+    speedups = [row for row in rows if row["run"] == "tiny" and row["figure"].startswith("speedup, ")]
+    assert speedups and all(row["of"] and row["value"] > 0 for row in speedups)
+    assert tiny.call("report", "tiny", "longer", "--runs", copied.parent) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("|  | tiny | longer |\n") and "| 0.625 [0.500, 0.750] |" in said
+    assert "different" not in said and not (copied / "report.html").exists()
+    evaluation["sampler"]["temperature"] = 0.1
+    (other / "eval.json").write_text(json.dumps(evaluation))
+    assert tiny.call("report", "tiny", "longer", "--runs", copied.parent) == 0
+    assert (
+        "- These runs have different samplers: a difference in acceptance may come from that."
+        in capsys.readouterr().out
+    )
+
+
 def test_report_is_self_contained(copied: Path, capsys: Capture) -> None:
     (copied / "report.html").unlink()
     assert tiny.call("report", "tiny", "--runs", copied.parent) == 0

@@ -441,7 +441,7 @@ def test_the_outcome_of_a_replay_is_shown() -> None:
 
     def shown(replay: dict[str, Any] | None) -> str:
         results["training"]["replay"] = replay
-        words = " ".join(" ".join(checked(build_page(results)).words).split())
+        words = page_words(results)
         assert "The weights of step 600 were taken: 56.8" in words
         return words
 
@@ -607,7 +607,10 @@ def test_limits_follow_the_results() -> None:
     assert "not shown to be lossless" not in page
     results["speedup"]["parts"][0]["measurements"][2]["different"] = 3
     results["machine"]["gpu"] = "NVIDIA H100"
+    assert "drafted nothing" not in page
+    results["speedup"]["parts"][0]["measurements"][2] |= {"acceptance": None, "speedup": 1.15}
     page = build_page(results)
+    assert "drafted nothing: its 1.15× shows how much" in page
     assert "3 outputs differ from the plain run" in page and "No GPU took part" not in page
 
 
@@ -661,7 +664,7 @@ def test_every_configuration_shows_its_distribution() -> None:
         other(rows[1], "draft, p_min after 0.5, ≤ 8, sampled", "draft", **sampled, lossy="drafts are dropped"),
         other(rows[1], "lookup, ≤ 8", "lookup", speedup=1.25, speedup_low=1.125, speedup_high=1.5),
     ]
-    words = " ".join(" ".join(checked(build_page(results)).words).split())
+    words = page_words(results)
     for shown in (
         "LOSSY: drafts are dropped",
         "lookup, ≤ 8 1.25× [1.12, 1.50]",
@@ -672,6 +675,11 @@ def test_every_configuration_shows_its_distribution() -> None:
     card = build_card(results)
     assert "LOSSY: drafts are dropped" in card and "| configuration |" in card and "plain, sampled" not in card
     assert card.count("| γ |") == 1 and "1.37×" in card  # the fastest length is that of the sweep alone
+
+
+def page_words(results: dict[str, Any]) -> str:
+    """The visible text of the page."""
+    return " ".join(" ".join(checked(build_page(results)).words).split())
 
 
 def test_the_first_card_is_the_fastest_lossless_greedy_way() -> None:
@@ -685,10 +693,45 @@ def test_the_first_card_is_the_fastest_lossless_greedy_way() -> None:
         other(rows[1], "dropped drafts", "draft", lossy="drafts are dropped", **fast),
         other(rows[1], "a tree", "tree", speedup=4.25, speedup_low=4.0, speedup_high=4.5),
     ]
-    words = " ".join(" ".join(checked(build_page(results)).words).split())
+    words = page_words(results)
     pair = [row for row in rows if (row["pair"], row["backend"]) == (rows[1]["pair"], rows[1]["backend"])]
     tried = sum(row["drafter"] is not None for row in pair) - 2
     assert f"4.25× [4.00, 4.50] faster than plain fastest of the {tried} ways tried, a tree, pytorch;" in words
+
+
+def test_the_first_screen_says_what_holds_the_pair_back() -> None:
+    """A round of 1.2 + .6 + .2 plain steps gives two tokens of at most five; figures by hand."""
+    results = make_metadata()
+    assert "would give" not in page_words(results).partition("Models")[0]
+    part = results["speedup"]["parts"][0]
+    best = max((row for row in part["measurements"] if row["drafter"]), key=lambda row: row["speedup"])
+    timed = {"rounds": 9, "draft_steps": 4.0, "tokens_per_second": 50.0, "bound": 55.0, "attained": 0.9}
+
+    def rounds(most: float | None, target: float, draft: float, rest: float) -> list[dict[str, Any]]:
+        paid = dict(zip(("target_seconds", "draft_seconds", "overhead_seconds"), (target, draft, rest), strict=True))
+        plain = {"target_seconds": 0.02, "draft_seconds": 0.0, "overhead_seconds": 0.0, "seconds": 0.02}
+        return [
+            timed | plain | {"configuration": "plain", "tokens": 1.0, "most": 1.0, "verified": 1.0},
+            timed
+            | paid
+            | {"configuration": best["configuration"], "tokens": 2.0, "most": most, "verified": 5.0}
+            | {"seconds": target + draft + rest},
+        ]
+
+    part["rounds"] = rounds(5.0, 0.024, 0.012, 0.004)
+    words = page_words(results)
+    assert "A draft of 18.2 million parameters, 2 of 12 layers of" in words
+    assert "2.00 1.20 0.60 0.20 1.00 2.50 1.43 1.11 1.11" in words
+    assert "with every drafted token accepted, the rounds of its fastest way would give 2.50× instead of 1.00×" in words
+    for most, paid, said in (
+        (None, (0.024, 0.012, 0.004), "with a draft that costs nothing"),
+        (2.1, (0.034, 0.002, 0.004), "if verifying cost no more than a plain step"),
+        (2.1, (0.022, 0.004, 0.014), "with nothing spent beside the models"),
+    ):
+        part["rounds"] = rounds(most, *paid)
+        assert f"{said}, the rounds of its fastest way" in page_words(results)
+    part["rounds"] = rounds(2.0, 0.02, 0.0002, 0.0001)
+    assert "What to do" not in page_words(results)  # nothing is left to gain
 
 
 def test_a_file_of_another_form_is_refused() -> None:

@@ -52,10 +52,16 @@ def cheap_alone(together: int) -> tuple[float, int]:
     return seconds / 2 if together == 1 else seconds, made
 
 
+def one_by_one(together: int) -> tuple[float, int]:
+    """A server that also spends some time on each drafted token by itself."""
+    seconds, made = drafting(together)
+    return seconds + 0.7 * N_MAX * together, made
+
+
 def small_steps(together: int) -> tuple[float, int]:
-    """A server whose steps take eight tokens at most, which the prediction does not know of."""
-    seconds, made = drafting(2)
-    return math.ceil(together / 2) * seconds, made
+    """A server whose steps take sixteen tokens at most, which the prediction does not know of."""
+    seconds, made = drafting(min(together, 4))
+    return math.ceil(together / 4) * seconds, made
 
 
 Law = Callable[[int], tuple[float, int]]
@@ -160,6 +166,12 @@ def test_the_crossing_of_a_known_law(law: Law, prompt_seconds: float) -> None:
         assert plain == pytest.approx([one / steps(one) for one in loads], rel=0.03)
 
 
+def test_what_each_drafted_token_costs_by_itself_is_found() -> None:
+    table, _ = measured(one_by_one, [1, 2, 4, 6, 8])
+    assert (table.draft_share, table.seconds_each) == pytest.approx((DRAFT, 0.7), rel=1e-5)
+    assert table.predicted == pytest.approx(table.measured.mean, rel=0.05) and 1 < table.predicted < 0.8 * closed_form()
+
+
 def test_a_server_that_breaks_the_assumption_is_not_predicted() -> None:
     """The test of the crossing has the power to see another law."""
     table, _ = measured(small_steps, [1, 2, 4, 8, 16])
@@ -182,11 +194,16 @@ def test_steps_between_and_behind_the_measured_ones() -> None:
     assert [model.seconds(m) for m in (1, 2.5, 4, 8, 10)] == pytest.approx([1.0, 1.5, 2.0, 6.0, 8.0])
     falling = RoundModel({1: 1.0, 2: 0.9}, [0.5], (0.0, 0.0), 60)
     assert falling.seconds(10) == pytest.approx(0.9)
-    assert falling.fitted(2, 0.1, 0.1).draft == 0.0  # a round that takes less than its step: the draft costs nothing
-    again = model.fitted(2, 2 * 1.3 + 0.3 * 4 / 3, 3.0)  # T(4) = 2, T(2) = 4/3, T(1) = 1; one drafted token
-    assert again.draft == pytest.approx(0.3)
+    assert (
+        falling.fitted([(2, 0.1)], 0.1).draft == 0.0
+    )  # a round that takes less than its step: the draft costs nothing
+    again = model.fitted([(2, 2 * 1.3 + 0.3 * 4 / 3)], 3.0)  # T(4) = 2, T(2) = 4/3, T(1) = 1; one drafted token
+    assert (again.draft, again.each) == (pytest.approx(0.3), 0.0)
     assert again.alone * (1.3 * 4 / 3 + 0.3 * 1.0) == pytest.approx(3.0)
     assert again.speedups(1)[1] == pytest.approx(1.5 * 1.0 / 3.0)
+    both = model.fitted([(2, 2 + 0.1 * 10 / 3 + 0.25 * 2), (4, 6 + 0.1 * 8 + 0.25 * 4)], 3.0)  # T(8) = 6
+    assert (both.draft, both.each) == (pytest.approx(0.1), pytest.approx(0.25))
+    assert model.fitted([(2, 0.01), (4, 1.0)], 3.0).draft == -1.0
 
 
 def test_where_speedups_cross_one() -> None:

@@ -1,0 +1,127 @@
+"""What holds a pair's ways of decoding back, and what to do about it: from the seconds of their rounds, as measured.
+
+Legend: τ tokens of a round; t, d and r what a round pays in the target, in the draft and beside both, in plain steps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from distill.report.text import number
+from distill.results.run_results import RunResults
+from distill.results.speedup_results import Measurement, RoundFigures, SpeedupReport
+from distill.results.tables import Cell, Table
+
+PAYS = 1.02  # what would raise a speedup by less is no advice
+
+ADVICE = {
+    "acceptance": "train longer, or on answers to prompts like those that are served",
+    "draft": "a smaller draft costs less: fewer layers, a trimmed head, another type; `distill plan` says which pays",
+    "verification": "draft fewer tokens a round, or serve the target in a type or build whose steps over several "
+    "tokens cost less (`distill profile`)",
+    "rest": "the models are too small for what surrounds them: a larger target, or more prompts at once",
+}
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way of decoding: its measurement, and its round in plain steps (t, d, r), None where a GPU hides the parts."""
+
+    measured: Measurement
+    figures: RoundFigures
+    seconds: float  # of a plain step
+    target: float
+    draft: float
+    rest: float
+
+    @property
+    def without(self) -> dict[str, float]:
+        """The speedup behind the prompt if one thing were free: everything accepted, a draft at no cost, verifying as
+        cheap as a plain step, nothing spent beside the models."""
+        tokens, most = self.figures.tokens, self.figures.most
+        cost = self.target + self.draft + self.rest
+        found = {} if most is None else {"acceptance": max(most, tokens) / cost}
+        return found | {
+            "draft": tokens / (cost - self.draft),
+            "verification": tokens / (min(self.target, 1.0) + self.draft + self.rest),
+            "rest": tokens / (cost - max(self.rest, 0.0)),
+        }
+
+    @property
+    def speedup(self) -> float:
+        """Over plain decoding behind the prompt, τ ÷ (t + d + r)."""
+        return self.figures.tokens * self.seconds / self.figures.seconds
+
+
+def ways(report: SpeedupReport) -> list[Way]:
+    """The fastest way and the fastest fixed length of each pair and backend whose rounds were told apart."""
+    chosen = [one for found in (report.best, report.fastest) for one in found]
+    found = []
+    for part in report.parts:
+        rounds = {one.configuration: one for one in part.rounds}
+        plain = next((one for one in part.measurements if one.is_plain and one.sampler is None), None)
+        base = rounds.get(plain.configuration) if plain is not None else None
+        for one in [] if base is None else dict.fromkeys(c.configuration for c in chosen if c in part.measurements):
+            figures = rounds.get(one)
+            if figures is None or figures.target_seconds is None or not base.seconds or not figures.seconds:
+                continue
+            paid = (figures.target_seconds, figures.draft_seconds or 0.0, figures.overhead_seconds or 0.0)
+            measured = next(m for m in part.measurements if m.configuration == one)
+            found.append(Way(measured, figures, base.seconds, *(seconds / base.seconds for seconds in paid)))
+    return found
+
+
+def table(report: SpeedupReport) -> Table | None:
+    """What a round of each way costs and gives, and what it would give if one thing were free; None without figures."""
+    found = ways(report)
+    if not found:
+        return None
+    heads = ["tokens of a round", "target, plain steps", "draft", "the rest", "speedup behind the prompt"]
+    heads += ["if all were accepted", "if the draft were free", "if verifying cost one step", "without the rest"]
+    rows = [
+        [
+            Cell(way.measured.configuration, small=f"{way.measured.pair}, {way.measured.backend}", below=True),
+            *map(number, (way.figures.tokens, way.target, way.draft, way.rest, way.speedup)),
+            *(number(way.without.get(name)) for name in ADVICE),
+        ]
+        for way in found
+    ]
+    return Table(["way", *heads], rows, report.command)
+
+
+def advice(results: RunResults) -> list[str]:
+    """For each pair and backend: what raises the speedup of its fastest way most, and how to go about it."""
+    report = results.speedup
+    assert report is not None
+    best, sentences = report.best, []
+    for way in ways(report):
+        if way.measured not in best or way.measured.grown:
+            continue
+        name = max(way.without, key=lambda one: way.without[one])
+        if way.without[name] < PAYS * way.speedup:
+            continue
+        free = {
+            "acceptance": "with every drafted token accepted",
+            "draft": "with a draft that costs nothing",
+            "verification": "if verifying cost no more than a plain step",
+            "rest": "with nothing spent beside the models",
+        }[name]
+        sentence = (
+            f"{way.measured.pair}, {way.measured.backend}: {free}, the rounds of its fastest way would give "
+            f"{way.without[name]:.2f}× instead of {way.speedup:.2f}×. What to do: {ADVICE[name]}."
+        )
+        if name == "acceptance" and results.training is not None and results.training.curve is not None:
+            sentence += f" {results.training.curve.sentence}"
+        sentences.append(sentence)
+    return sentences
+
+
+def made(results: RunResults) -> str:
+    """The draft in one sentence: its size, what it was cut from, and for which target."""
+    draft, donor, target = results.draft, results.donor, results.target
+    sentence = f"A draft of {draft.parameters / 1e6:,.1f} million parameters"
+    if donor is not None:
+        same = target is not None and donor.path == target.path
+        kept = f"{draft.layers} of {donor.layers} layers" if draft.layers != donor.layers else "all layers"
+        sentence += f", {kept} of {'the target' if same else donor.path},"
+    return sentence + (f" for {target.path}" if target is not None else "") + "."
