@@ -26,11 +26,12 @@ def _figures(results: RunResults) -> list[Figure]:
     if results.steps:
         tokens = trained_tokens(results.steps)
         found.append(("tokens trained on", number(tokens), {"value": tokens}))
-    for name, sides in evaluation.domains.items() if evaluation else ():
-        for measure in (evaluation.acceptance_measure, "forward_kl"):
-            one = sides["after"].measure(measure)
-            shown = {"value": one.mean, "low": one.low, "high": one.high}
-            found.append((f"{MEASURES[measure]}, {name}", interval(one), shown))
+    if evaluation is not None:
+        for name, sides in evaluation.domains.items():
+            for measure in (evaluation.acceptance_measure, "forward_kl"):
+                one = sides["after"].measure(measure)
+                shown = {"value": one.mean, "low": one.low, "high": one.high}
+                found.append((f"{MEASURES[measure]}, {name}", interval(one), shown))
     for best in results.speedup.best if results.speedup else ():
         shown = {"value": best.speedup, "low": best.speedup_low, "high": best.speedup_high}
         words = f"{speedup_interval(best)}: {best.configuration}"
@@ -64,7 +65,7 @@ def differences(runs: Sequence[RunResults]) -> list[str]:
     """Why figures of these runs cannot be compared, one sentence each."""
     evaluated = [results.evaluation for results in runs if results.evaluation is not None]
     timed = [results.speedup for results in runs if results.speedup is not None]
-    told = {
+    told: dict[str, dict[str, set[Any]]] = {
         "acceptance": {
             "targets": {results.target.path if results.target else None for results in runs},
             "samplers": {one.sampler_words for one in evaluated},

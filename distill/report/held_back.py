@@ -12,6 +12,11 @@ from distill.results.run_results import RunResults
 from distill.results.speedup_results import Measurement, RoundFigures, SpeedupReport
 from distill.results.tables import Cell, Table
 
+NOTE = (
+    "What a round gives and costs, in plain steps; behind it the speedup of rounds with one thing changed: every "
+    "drafted token accepted, a draft at no cost, verification at the cost of a plain step, nothing spent beside the "
+    "models."
+)
 PAYS = 1.02  # what would raise a speedup by less is no advice
 
 ADVICE = {
@@ -25,11 +30,10 @@ ADVICE = {
 
 @dataclass(frozen=True)
 class Way:
-    """A way of decoding: its measurement, and its round in plain steps (t, d, r), None where a GPU hides the parts."""
+    """A way of decoding: its measurement, and its round in plain steps (t, d, r)."""
 
     measured: Measurement
     figures: RoundFigures
-    seconds: float  # of a plain step
     target: float
     draft: float
     rest: float
@@ -50,24 +54,26 @@ class Way:
     @property
     def speedup(self) -> float:
         """Over plain decoding behind the prompt, τ ÷ (t + d + r)."""
-        return self.figures.tokens * self.seconds / self.figures.seconds
+        return self.figures.tokens / (self.target + self.draft + self.rest)
 
 
 def ways(report: SpeedupReport) -> list[Way]:
-    """The fastest way and the fastest fixed length of each pair and backend whose rounds were told apart."""
+    """The fastest way and the fastest fixed length of each pair and backend, where rounds can be told apart."""
     chosen = [one for found in (report.best, report.fastest) for one in found]
     found = []
     for part in report.parts:
         rounds = {one.configuration: one for one in part.rounds}
-        plain = next((one for one in part.measurements if one.is_plain and one.sampler is None), None)
-        base = rounds.get(plain.configuration) if plain is not None else None
-        for one in [] if base is None else dict.fromkeys(c.configuration for c in chosen if c in part.measurements):
-            figures = rounds.get(one)
-            if figures is None or figures.target_seconds is None or not base.seconds or not figures.seconds:
+        plain = [one.configuration for one in part.measurements if one.is_plain and one.sampler is None]
+        base = rounds.get(plain[0]) if plain else None
+        if base is None or not base.seconds:
+            continue
+        for measured in (one for place, one in enumerate(chosen) if one not in chosen[:place]):
+            figures = rounds.get(measured.configuration)
+            if measured not in part.measurements or figures is None or figures.target_seconds is None:
                 continue
             paid = (figures.target_seconds, figures.draft_seconds or 0.0, figures.overhead_seconds or 0.0)
-            measured = next(m for m in part.measurements if m.configuration == one)
-            found.append(Way(measured, figures, base.seconds, *(seconds / base.seconds for seconds in paid)))
+            if sum(paid) > 0:  # texts of one token have no rounds
+                found.append(Way(measured, figures, *(seconds / base.seconds for seconds in paid)))
     return found
 
 
@@ -76,9 +82,9 @@ def table(report: SpeedupReport) -> Table | None:
     found = ways(report)
     if not found:
         return None
-    heads = ["tokens of a round", "target, plain steps", "draft", "the rest", "speedup behind the prompt"]
-    heads += ["if all were accepted", "if the draft were free", "if verifying cost one step", "without the rest"]
-    rows = [
+    heads = ["tokens of a round", "its steps: target", "draft", "the rest", "speedup of rounds"]
+    heads += ["all accepted", "a free draft", "verifying in one step", "nothing else"]
+    rows: list[list[Cell | str]] = [
         [
             Cell(way.measured.configuration, small=f"{way.measured.pair}, {way.measured.backend}", below=True),
             *map(number, (way.figures.tokens, way.target, way.draft, way.rest, way.speedup)),
@@ -86,7 +92,7 @@ def table(report: SpeedupReport) -> Table | None:
         ]
         for way in found
     ]
-    return Table(["way", *heads], rows, report.command)
+    return Table(["way", *heads], rows, report.command, note=NOTE)
 
 
 def advice(results: RunResults) -> list[str]:

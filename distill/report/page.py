@@ -104,9 +104,10 @@ def _made(results: RunResults) -> Html:
 def _headlines(results: RunResults) -> Html:
     """The best speedups and the acceptance of every domain, as cards."""
     cards, commands, missing = [], [], []
+    costs = held_back.table(results.speedup) if results.speedup else None
     if results.speedup:
         cards += [_speedup_card(results.speedup, one) for one in results.speedup.best]
-        commands.append(results.speedup.command)
+        commands += [] if costs else [results.speedup.command]  # the table of costs says it too
     else:
         missing.append("speedup")
     if results.evaluation:
@@ -115,7 +116,6 @@ def _headlines(results: RunResults) -> Html:
     else:
         missing.append("eval")
     shown = f'<div class="cards">{"".join(cards)}</div>' if cards else ""
-    costs = held_back.table(results.speedup) if results.speedup else None
     return Html(
         as_paragraph(held_back.made(results))
         + shown

@@ -43,6 +43,7 @@ figcaption { font-size: .88rem; }
 .scroll { overflow-x: auto; margin: .6rem 0 .2rem; }
 table { border-collapse: collapse; font-size: .9rem; font-variant-numeric: tabular-nums; min-width: 100%; }
 th, td { text-align: right; padding: .38rem .7rem; border-bottom: 1px solid var(--line); white-space: nowrap; }
+th, td:first-child { white-space: normal; min-width: 3.4rem; }
 th { color: var(--soft); font-weight: 600; vertical-align: bottom; }
 th:first-child, td:first-child { text-align: left; padding-left: 0; }
 td.text, th.text { text-align: left; }
@@ -67,7 +68,7 @@ footer { color: var(--soft); font-size: .85rem; padding-bottom: 2.5rem; }
   main, header, footer { padding-left: .7rem; padding-right: .7rem; }
   header { padding-top: 1.3rem; } section { padding: .9rem .85rem; border-radius: 10px; }
   table { font-size: .82rem; } th, td { padding: .35rem .4rem; }
-  th:first-child, td:first-child { white-space: normal; min-width: 6rem; }
+  th:first-child, td:first-child { min-width: 6rem; }
   h1 { font-size: 1.5rem; } dl { grid-template-columns: 1fr; gap: 0; } dd { margin-bottom: .5rem; }
 }
 @media print {
