@@ -203,7 +203,8 @@ def test_steps_between_and_behind_the_measured_ones() -> None:
     assert again.speedups(1)[1] == pytest.approx(1.5 * 1.0 / 3.0)
     both = model.fitted([(2, 2 + 0.1 * 10 / 3 + 0.25 * 2), (4, 6 + 0.1 * 8 + 0.25 * 4)], 3.0)  # T(8) = 6
     assert (both.draft, both.each) == (pytest.approx(0.1), pytest.approx(0.25))
-    assert model.fitted([(2, 0.01), (4, 1.0)], 3.0).draft == -1.0
+    least = model.fitted([(2, 4.0), (4, 6.0)], 3.0)  # they ask for d = −3: a step would cost less than nothing
+    assert (least.draft, least.each) == (-1.0, pytest.approx((2 + 10 / 3 + 0 + 8) / (2 + 4)))
 
 
 def test_where_speedups_cross_one() -> None:
