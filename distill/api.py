@@ -19,7 +19,7 @@ from distill.models import loaded
 from distill.models.conversion.importing import Import, one_engine, read_import, write_import
 from distill.models.conversion.writer import WrittenFile
 from distill.models.conversion.writer import export_gguf as write_gguf
-from distill.models.hugging_face import local_folder
+from distill.models.hugging_face import local_folder, pick_device, settled_type
 from distill.models.loaded import GROWING, LoadedPair
 from distill.models.pairs import pair_references, require_pair
 from distill.recipe import (
@@ -85,7 +85,7 @@ def load_pair(
     big, small = _reference(target), None if draft is None else _reference(draft)
     if small is not None:
         require_pair(big, small)
-    settings = parse_section(Target, {"model": big, "dtype": dtype})
+    settings = parse_section(Target, {"model": big, "dtype": settled_type(dtype, pick_device(device))})
     return loaded.load_pair(
         settings, small, device=device, tokens=tokens, nodes=nodes, threads=threads, gguf=gguf, pytorch=pytorch
     )

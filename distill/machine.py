@@ -81,10 +81,15 @@ def cpu_features() -> set[str] | None:
     return None if found is None else set(found.split())
 
 
+def has_instructions(dtype: str) -> bool | None:
+    """Whether this processor has instructions for a type; None where its features are unknown."""
+    features = cpu_features()
+    return None if features is None else dtype not in FAST_WITH or bool(features & FAST_WITH[dtype])
+
+
 def faster_type(dtype: str) -> str | None:
     """The type that this processor computes faster than `dtype`; None where it has instructions for it, or where its
     features are unknown."""
-    features = cpu_features()
-    if features is None or dtype not in FAST_WITH or features & FAST_WITH[dtype]:
+    if has_instructions(dtype) is not False:
         return None
-    return "bfloat16" if dtype == "float16" and features & FAST_WITH["bfloat16"] else "float32"
+    return "bfloat16" if dtype == "float16" and has_instructions("bfloat16") else "float32"

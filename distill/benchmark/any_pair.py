@@ -15,6 +15,7 @@ from distill.benchmark.prompts import UserPrompts, read_user_prompts, sources_of
 from distill.benchmark.rounds import by_class, by_depth
 from distill.errors import RecipeError
 from distill.machine import machine
+from distill.models.hugging_face import pick_device, settled_type
 from distill.models.loaded import LoadedPair, context_of, load_pair
 from distill.recipe import (
     Configuration,
@@ -98,7 +99,7 @@ def pair_settings(
         name="pair",
         seed=seed,
         threads=threads,
-        target=parse_section(Target, {"model": target, "dtype": dtype}),
+        target=parse_section(Target, {"model": target, "dtype": settled_type(dtype, pick_device("auto"))}),
         corpus=Corpus(sources=sources_of([Path(one) for one in prompts])),
         sampler=sampler,
         profile=Profile(repeats=REPEATS),

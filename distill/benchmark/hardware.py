@@ -38,7 +38,9 @@ class Sourced(Section):
 
 
 class Hardware(Section):
-    """A machine. With a link, `link_share` of the weights lie behind it and are read at its speed in each step."""
+    """A machine. With a link, the layers that do not fit into `memory_gb`, or the share `link_share` of the weights,
+    stream over it in each step (`layer_swap`). `link_jitter` is the relative spread of a transfer's time.
+    """
 
     name: str
     memory_gb_per_s: Sourced
@@ -46,11 +48,16 @@ class Hardware(Section):
     overhead_ms: Sourced
     link_gb_per_s: Sourced | None = None
     link_share: Sourced | None = None
+    link_jitter: Sourced | None = None
+    memory_gb: Sourced | None = None
 
     @model_validator(mode="after")
     def _a_link_has_a_share(self) -> Hardware:
-        if (self.link_gb_per_s is None) != (self.link_share is None):
-            raise ValueError("link_gb_per_s and link_share go together")
+        away = (self.link_share is not None) + (self.memory_gb is not None)
+        if (self.link_gb_per_s is None and (away or self.link_jitter is not None)) or (
+            self.link_gb_per_s and away != 1
+        ):
+            raise ValueError("link_gb_per_s goes together with either memory_gb or link_share, and link_jitter with it")
         if self.link_share is not None and self.link_share.value > 1:
             raise ValueError("link_share.value is a share of the weights, at most 1")
         return self
@@ -85,12 +92,8 @@ class StepWork:
         return self.shared_bytes + self.expert_bytes * (1 - (1 - self.used) ** tokens)
 
     def seconds(self, tokens: int, depth: int, hardware: Hardware) -> float:
-        """T(tokens) behind `depth` cached tokens."""
-        weights, share, slow = self.weight_bytes(tokens), 0.0, 1.0
-        if hardware.link_gb_per_s is not None and hardware.link_share is not None:
-            share, slow = hardware.link_share.value, hardware.link_gb_per_s.value
-        fast = hardware.memory_gb_per_s.value
-        read = (weights * (1 - share) + depth * self.position_bytes) / fast / 1e9 + weights * share / slow / 1e9
+        """T(tokens) behind `depth` cached tokens, where all weights lie in the device's own memory."""
+        read = (self.weight_bytes(tokens) + depth * self.position_bytes) / hardware.memory_gb_per_s.value / 1e9
         computed = 2 * tokens * self.parameters / hardware.compute_tflop_per_s.value / 1e12
         return max(read, computed) + hardware.overhead_ms.value / 1e3
 

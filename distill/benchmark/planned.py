@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from distill.benchmark.hardware import Hardware, StepWork, work_of, work_of_config
+from distill.benchmark.layer_swap import LayerSwap
 from distill.benchmark.plan import Case, step_costs
 from distill.errors import DataError, DistillError, RecipeError
 from distill.models.conversion.writer import export_gguf, target_file
@@ -117,12 +118,25 @@ def estimated_case(hardware: Hardware, request: PlanRequest) -> Case:
     """The case of a machine that is described: T(m) from the models' sizes; no overhead beside that of each step."""
     big, small = request.works()
     depth = request.prompt + request.new // 2
-    target = [big.seconds(m, depth, hardware) for m in range(1, max(request.lengths) + 2)]
-    single = two = (request.draft_cost or 0.0) * target[0]
+    reserved = depth * big.position_bytes + (
+        0.0 if small is None else small.weight_bytes(1) + depth * small.position_bytes
+    )
+    swap = LayerSwap.of(big, hardware, reserved) if hardware.link_gb_per_s is not None else None
+    plain = big.seconds(1, depth, hardware) if swap is None else swap.seconds(1, depth)
+    single = two = (request.draft_cost or 0.0) * plain
     if small is not None:
         single, two = (small.seconds(m, depth, hardware) for m in (1, 2))
+    target = [plain]
+    for n in range(1, max(request.lengths) + 1):
+        # While the draft makes its tokens, the link goes on: what is left of a round is the price of verifying.
+        drafting = n * single
+        verify = (
+            big.seconds(n + 1, depth, hardware) if swap is None else swap.seconds(n + 1, depth, drafting) - drafting
+        )
+        target.append(verify)
     costs = step_costs(target, single, two, request.lengths)
-    return Case(f"{hardware.name}, estimated", [costs], request.lengths, layers=request.layers())
+    note = "" if swap is None else swap.sentence(depth)
+    return Case(f"{hardware.name}, estimated", [costs], request.lengths, layers=request.layers(), note=note)
 
 
 def _measured(pair: LoadedPair, title: str, request: PlanRequest) -> Case:

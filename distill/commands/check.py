@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from distill.commands.shared import local_reference
+from distill.commands.shared import local_reference, read_recipe
 from distill.errors import PairError, RecipeError
 
 
@@ -74,9 +74,8 @@ def _check_standalone(target: str, draft: str, context: int | None, offline: boo
 
 def _check_recipe(path: Path, overrides: list[str], offline: bool) -> None:
     from distill.pipeline.preflight import preflight
-    from distill.recipe import load_recipe
 
-    recipe = load_recipe(path, overrides)
+    recipe = read_recipe(path, overrides)
     print(f"recipe {recipe.name}: keys and values are valid")
     from distill.models.hugging_face import offline as without_network
 

@@ -82,7 +82,7 @@ def plan(
     from distill.benchmark.plan import Case, as_markdown, by_position, flat_rows, outlook
     from distill.benchmark.planned import PlanRequest, curve_case, estimated_case, measured_cases
     from distill.machine import machine
-    from distill.recipe import PyTorch, Target, parse_section
+    from distill.recipe import PyTorch
     from distill.results.plan_results import Plan
     from distill.results.serialise import as_json
     from distill.speculative.costs.curve import load_cost_curve
@@ -93,7 +93,7 @@ def plan(
         if model is not None:
             require_dtype_used(dtype, model)
             require_used(gguf, model, draft)
-        place = parse_section(Target, {"model": shared.local_reference(model or "."), "dtype": dtype})
+        place = shared.target_settings(shared.local_reference(model or "."), dtype)
         small = None if draft is None else shared.local_reference(draft)
         request = PlanRequest(place, small, draft_cost, None, drafted, depth, tokens, threads, gguf)
     cases: list[Case] = []
@@ -151,9 +151,7 @@ def _recipe(model: str | None, overrides: Sequence[str], given_otherwise: tuple[
         return None
     if any(one not in (None, "float32") for one in given_otherwise):
         raise RecipeError("a recipe names its draft, types and options itself", "override its keys: cut.layers=8")
-    from distill.recipe import load_recipe
-
-    return load_recipe(Path(model), overrides)
+    return shared.read_recipe(Path(model), overrides)
 
 
 def _read_curve(saved: Path | None, log: Path | None) -> CostCurve:

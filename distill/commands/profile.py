@@ -40,11 +40,11 @@ def profile(
 
     T(m) is the time of a step of m tokens, in seconds, with a given number of tokens (depth) in the cache.
     """
-    from distill.recipe import PyTorch, Target, parse_section
+    from distill.recipe import PyTorch
 
     require_dtype_used(dtype, model)
     pytorch = shared.pytorch_settings(PyTorch(), model, static=static, compile=compile, prepack=prepack)
-    place = parse_section(Target, {"model": model, "dtype": dtype})
+    place = shared.target_settings(model, dtype)
     curve = measured_curve(place, shared.numbers(depths, "--depths", int), most, repeats, threads, gguf, pytorch)
     if out is not None:
         from distill.speculative.costs.curve import save_cost_curve

@@ -18,7 +18,7 @@ from distill.files import read_utf8, require_path
 from distill.progress import is_verbose, note
 
 if TYPE_CHECKING:
-    from distill.recipe import PyTorch, Recipe
+    from distill.recipe import PyTorch, Recipe, Target
     from distill.run import Run
 
 RunsOption = Annotated[Path, typer.Option("--runs", help="Folder that holds the run directories.")]
@@ -43,7 +43,7 @@ STATIC_HELP = "PyTorch: caches of fixed size, and rounds that stay on the device
 COMPILE_HELP = "With --static: compile the step of each number of tokens, 10 to 30 s each."
 DRAFT_DEVICE_HELP = "PyTorch: the draft's device; the target's if left out."
 PREPACK_HELP = "PyTorch on a CPU: linear layers laid out once for steps of few tokens; takes their memory again."
-DTYPE_HELP = "Type of folders: float32, bfloat16, float16."
+DTYPE_HELP = "Type of folders: float32, bfloat16, float16, or auto: bfloat16 where the device has instructions for it."
 DEFAULT_RUNS = Path("runs")
 Number = TypeVar("Number", int, float, int | None, float | None)
 LARGEST = 2**63 - 1  # the largest number that an option takes
@@ -69,6 +69,28 @@ def find_run(name: str | None, runs: Path) -> tuple[Recipe, Run]:
         note(f"run: {folder}")
     recipe = load_recipe(folder / "config.yaml")
     return recipe, Run(folder, recipe)
+
+
+def read_recipe(path: Path, overrides: Sequence[str], begun: Path | None = None) -> Recipe:
+    """A recipe with overrides, and the types that its `auto` stands for: those in the config.yaml `begun` of its run,
+    where that exists, else this machine's."""
+    from distill.recipe import load_recipe
+
+    recipe = load_recipe(path, overrides)
+    if "auto" not in (recipe.target.dtype, recipe.train.dtype):
+        return recipe
+    from distill.models.hugging_face import settle_types
+
+    return settle_types(recipe, load_recipe(begun) if begun is not None and begun.is_file() else None)
+
+
+def target_settings(model: str, dtype: str) -> Target:
+    """A target that the command line names, in a type that this machine has instructions for where that is `auto`."""
+    from distill.models.hugging_face import pick_device, settled_type
+    from distill.recipe import Target, parse_section
+
+    target = parse_section(Target, {"model": model, "dtype": dtype})
+    return target.model_copy(update={"dtype": settled_type(target.dtype, pick_device("auto"))})
 
 
 def pytorch_settings(settings: PyTorch, model: str, **given: bool | str | None) -> PyTorch:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from distill.commands.shared import DEFAULT_RUNS, RunsOption, number_option, prepare
+from distill.commands.shared import DEFAULT_RUNS, RunsOption, number_option, prepare, read_recipe
 from distill.errors import DataError, RecipeError, RunError
 from distill.files import read_utf8
 
@@ -64,7 +64,8 @@ def train(
     from distill.recipe import load_recipe
     from distill.run import Run
 
-    found = whole = load_recipe(recipe, overrides or [])
+    begun = None if fresh else runs / load_recipe(recipe, overrides or []).name / "config.yaml"
+    found = whole = read_recipe(recipe, overrides or [], begun)
     if rehearsal:
         if fresh or redo or refresh or dry_run or until:
             raise RecipeError(

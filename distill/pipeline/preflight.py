@@ -101,7 +101,7 @@ def check_device(recipe: Recipe) -> list[str]:
         from distill.training.adapters import require_quantisation
 
         require_quantisation(device, recipe.train.adapter.base)
-    lines = [f"device: {device}"]
+    lines = [f"device: {device}; the target in {recipe.target.dtype}, training in {recipe.train.dtype}"]
     for key, dtype in (("target.dtype", recipe.target.dtype), ("train.dtype", recipe.train.dtype)):
         faster = faster_type(dtype) if device.type == "cpu" else None
         if faster is not None:

@@ -20,7 +20,11 @@ class Target(Section):
         description="folder (`./name` for a relative one), hub name, or GGUF file, which is imported; what exists here "
         "wins over a hub name"
     )
-    dtype: Literal["float32", "bfloat16", "float16"] = Field("float32", description="type that it runs in")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "float32",
+        description="type that it runs in; auto: bfloat16 where the device has instructions for it, else float32 "
+        "(a run keeps its type)",
+    )
     load: bool = Field(
         True,
         description="false: never load or download its weights; its tokenizer and config.json are read. Servers or "

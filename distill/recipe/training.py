@@ -188,7 +188,9 @@ class Train(Section):
     chunk: int = Field(256, ge=1, description="positions for which the head is computed at once")
     save_every: int = Field(100, ge=1, description="steps between checkpoints")
     keep: int = Field(2, ge=1, description="checkpoints kept")
-    dtype: Literal["float32", "bfloat16"] = Field("float32", description="type of autocast; the weights stay float32")
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        "float32", description="type of autocast; the weights stay float32; auto: as for target.dtype"
+    )
     checkpointing: bool = Field(False, description="recompute activations in the backward pass, to save memory")
     compile: bool = Field(False, description="torch.compile the draft's body")
     embedding_steps: int = Field(

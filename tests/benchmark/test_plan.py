@@ -139,9 +139,6 @@ def test_estimated_steps_are_bound_by_bytes_then_by_products() -> None:
     work = StepWork(2, 1e9, 4e9, 0.0, 1.0, 1e6, 8e9)
     assert work.seconds(1, 1000, hardware) == pytest.approx((4e9 + 1e9) / 100e9 + 1e-3)
     assert work.seconds(16, 1000, hardware) == pytest.approx(2 * 16 * 8e9 / 2e12 + 1e-3)
-    link = {"link_gb_per_s": {"value": 10, "source": "made up"}, "link_share": {"value": 0.25, "source": "made up"}}
-    split = Hardware.model_validate(MACHINE | link)
-    assert work.seconds(1, 0, split) == pytest.approx(3e9 / 100e9 + 1e9 / 10e9 + 1e-3)
 
 
 def test_experts_are_read_as_more_tokens_ask_for_them() -> None:
@@ -192,7 +189,8 @@ def test_work_of_a_gguf_file_is_that_of_its_folder(tmp_path: Path) -> None:
         (lambda m: m.update(memory_gb_per_s=100), "a section is needed"),
         (lambda m: m["memory_gb_per_s"].pop("source"), "memory_gb_per_s.source: is missing"),
         (lambda m: m["memory_gb_per_s"].update(value=-1), "must be above 0"),
-        (lambda m: m.update(link_gb_per_s={"value": 1, "source": "made up"}), "link_share go together"),
+        (lambda m: m.update(link_gb_per_s={"value": 1, "source": "made up"}), "either memory_gb or link_share"),
+        (lambda m: m.update(memory_gb={"value": 1, "source": "made up"}), "either memory_gb or link_share"),
     ],
 )
 def test_descriptions_that_cannot_be_used(tmp_path: Path, change: Callable[[Any], object], words: str) -> None:

@@ -11,11 +11,12 @@ from toys import save_toy, toy, toy_tokenizer
 from transformers import AutoModelForCausalLM
 
 from distill import machine
+from distill.commands.shared import read_recipe, target_settings
 from distill.machine import faster_type
 from distill.models.hugging_face import real_tokens
 from distill.models.pairs import compare_pair
 from distill.pipeline.preflight import check_device
-from distill.recipe import parse_recipe
+from distill.recipe import dump_recipe, parse_recipe
 from distill.surgery.change import size_of
 from distill.surgery.vocabulary.rows import match_rows
 
@@ -109,7 +110,30 @@ def test_types_that_a_processor_computes_slowly(processor: str, monkeypatch: pyt
     ]
     assert lines == wanted
     fast = parse_recipe(values | {"target": {"model": "m"}, "train": {}}, "test")
-    assert check_device(fast) == ["device: cpu"]
+    assert check_device(fast) == ["device: cpu; the target in float32, training in float32"]
+
+
+@pytest.mark.parametrize("processor", FLAGS)
+def test_auto_is_a_type_that_the_processor_computes_well(
+    processor: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """And a run that has begun keeps its type, wherever it goes on."""
+    features, slow = FLAGS[processor]
+    monkeypatch.setattr(machine, "cpu_features", lambda: features)
+    expected = "bfloat16" if features is not None and slow["bfloat16"] is None else "float32"
+    path, begun = tmp_path / "recipe.yaml", tmp_path / "config.yaml"
+    path.write_text(
+        "{name: n, device: cpu, target: {model: m, dtype: auto}, train: {dtype: auto}, "
+        "corpus: {sources: [{kind: text, path: /t}]}}"
+    )
+    recipe = read_recipe(path, [], begun)
+    assert (recipe.target.dtype, recipe.train.dtype) == (expected, expected)
+    assert target_settings("m", "auto").dtype in ("bfloat16", "float32")
+    begun.write_text(dump_recipe(recipe))
+    monkeypatch.setattr(machine, "cpu_features", lambda: FLAGS["old" if expected == "bfloat16" else "zen4"][0])
+    assert read_recipe(path, [], begun) == recipe != read_recipe(path, [])
+    named = read_recipe(path, ["target.dtype=float16"], begun)
+    assert (named.target.dtype, named.train.dtype) == ("float16", expected)
 
 
 def test_features_are_read_from_the_system(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
