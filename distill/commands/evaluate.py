@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
     from distill.results.evaluation_results import EvaluationReport
 
 
+CLASS = "class"  # of --by: of prompts rather than positions
+
+
 @takes_gguf_options("target", "draft")
 def evaluate(
     run: shared.RunArgument = None,
@@ -28,6 +32,15 @@ def evaluate(
     acceptance: Annotated[
         bool, typer.Option("--acceptance", help="Acceptance by position, from decoded rounds.")
     ] = False,
+    by: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--by",
+            metavar="SLICE",
+            help="Show acceptance by this slice alone: token, depth, repetition, part, language, or class (of "
+            "prompts); may be repeated.",
+        ),
+    ] = None,
     target: shared.TargetOption = None,
     draft: shared.DraftOption = None,
     text: shared.TextOption = None,
@@ -42,6 +55,11 @@ def evaluate(
 ) -> None:
     """Measure a target and its draft: divergences and acceptance, with intervals. Both by default."""
     kl, acceptance = (kl, acceptance) if kl or acceptance else (True, True)
+    from distill.results.evaluation_results import SLICES
+
+    unknown = next((name for name in by or () if name not in (CLASS, *SLICES)), None)
+    if unknown is not None:
+        raise RecipeError(f"--by {unknown} is no slice", f"use one of {', '.join([*SLICES, CLASS])}")
     from distill.evaluation.markdown import as_markdown
     from distill.files import without_nan
     from distill.results.evaluation_results import EvaluationReport, flat_rows
@@ -55,12 +73,33 @@ def evaluate(
         recipe, found = shared.find_run(run, runs)
         shared.run_until(recipe, found, "eval", threads=threads)
         report = read_result(found.path("eval.json"), EvaluationReport)
+    if by:
+        _require_measured(report, by)
+        report = replace(
+            report,
+            domains={},
+            positions={},
+            tokens_per_round={},
+            classes=report.classes if CLASS in by else [],
+            slices=[one for one in report.slices if one.slice in by],
+        )
     if not kl:
         stored = None if report.stored is None else replace(report.stored, bounds={})
         report = replace(report, domains={}, stored=stored)
     if not acceptance:
         report = replace(report, positions={}, tokens_per_round={})
     shared.print_table(without_nan(flat_rows(report)), as_markdown(report), as_json(report), output)
+
+
+def _require_measured(report: EvaluationReport, by: Sequence[str]) -> None:
+    """Raise DataError where none of these slices was measured."""
+    measured = {one.slice for one in report.slices} | ({CLASS} if report.classes else set())
+    if not measured & {*by}:
+        raise DataError(
+            f"no acceptance by {' or '.join(by)} was measured: all positions are alike there, or the run was evaluated "
+            f"before slices were; measured are {', '.join(sorted(measured)) or 'none'}",
+            "evaluate the run again: distill train RECIPE --redo eval",
+        )
 
 
 def _evaluate_standalone(

@@ -12,6 +12,7 @@ from distill.results.evaluation_results import (
     MEASURES,
     SAMPLED,
     SAMPLED_MEANS,
+    SLICES,
     Bounds,
     Divergences,
     EvaluationReport,
@@ -32,6 +33,8 @@ def as_markdown(report: EvaluationReport) -> str:
         lines += [*_stored(report.stored), ""]
     if report.classes:
         lines += [*_classes(report), ""]
+    if report.slices:
+        lines += [*_slices(report), ""]
     if report.positions:
         lines += [*_positions(report), ""]
     return "\n".join([*lines, f"`{report.command}`"]) + "\n"
@@ -79,6 +82,17 @@ def _classes(report: EvaluationReport) -> list[str]:
         lines.append(_row(f"{one.name or 'none'} ({one.prompts})", cells))
     few = any(one.prompts < FEW_PROMPTS for one in report.classes)
     return [*lines, *(["", f"Classes of fewer than {FEW_PROMPTS} prompts have no interval."] if few else [])]
+
+
+def _slices(report: EvaluationReport) -> list[str]:
+    """A row for each label of each slice of positions."""
+    drafts = list(report.slices[0].acceptance)
+    lines = [f"**By slice of positions**: {MEASURES[report.acceptance_measure]}", ""]
+    lines += _head("", ["tokens", "share", *drafts])
+    for one in report.slices:
+        figures = [str(one.tokens), f"{one.share:.1%}", *(_cell(one.acceptance[draft]) for draft in drafts)]
+        lines.append(_row(f"{SLICES[one.slice]}: {one.label}", figures))
+    return lines
 
 
 def _positions(report: EvaluationReport) -> list[str]:

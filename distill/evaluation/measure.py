@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy
 import torch
@@ -38,6 +38,9 @@ from distill.results.evaluation_results import (
 )
 from distill.sampler import Sampler
 from distill.speculative.decode import Round, room_for, speculative
+
+if TYPE_CHECKING:
+    from distill.evaluation.slices import SlicedValues
 
 METRICS = tuple(MEASURES)  # columns of `position_metrics`
 CHUNK = 64  # positions whose logits [64, V] are held at once of models that read single texts
@@ -256,11 +259,12 @@ def as_report(
     command: str,
     classes: Sequence[str] = (),
     stored: StoredMeasures | None = None,
+    sliced: SlicedValues | None = None,
 ) -> EvaluationReport:
     """The report of what was measured of each draft in each domain, and of the decoded rounds of each draft.
 
     `classes` names that of each document of domain `answers`, which are the prompts of `rounds`; none, where they are
-    not to be told apart.
+    not to be told apart. `sliced` has seen the values of domain `answers`.
     """
     accuracy = settings.resamples, settings.confidence
     report = EvaluationReport(
@@ -275,6 +279,8 @@ def as_report(
         tokens_per_round={name: tokens_per_round(own, *accuracy) for name, own in rounds.items()},
         stored=stored,
     )
+    if sliced is not None:
+        report = replace(report, slices=sliced.results(report.acceptance_measure, *accuracy))
     if not classes or "answers" not in measured:
         return report
     return replace(report, classes=by_class(classes, measured["answers"], rounds, report.acceptance_measure, accuracy))

@@ -10,8 +10,17 @@ from distill.errors import DataError
 from distill.evaluation.from_store import evaluate_stored
 from distill.evaluation.markdown import as_markdown
 from distill.evaluation.measure import as_report, block_values, decode_rounds, sum_by_document
+from distill.evaluation.slices import SlicedValues
 from distill.files import write_atomically, write_text
-from distill.models.hugging_face import end_ids, load_model, load_target, load_tokenizer, pick_device, real_tokens
+from distill.models.hugging_face import (
+    end_ids,
+    load_model,
+    load_target,
+    load_tokenizer,
+    local_folder,
+    pick_device,
+    real_tokens,
+)
 from distill.models.loaded import growing_decoder
 from distill.models.trimmed_head import read_kept
 from distill.packing import Packed, pack
@@ -24,6 +33,7 @@ from distill.sampler import Sampler
 from distill.speculative.decode import Round
 from distill.speculative.sample import continue_prompts
 from distill.texts import prompt_seed, read_prompts
+from distill.vocabulary import Vocabulary
 
 
 def continue_all(
@@ -103,15 +113,17 @@ def evaluate(recipe: Recipe, run: Run) -> list[Path]:
     )
     files = Packed.load(run.path("corpus", "text-test.safetensors")).take(slice(0, recipe.eval.file_blocks))
     domains = {"answers": own, **({"files": files} if len(files) else {})}  # a corpus of questions has no given text
-    measured = {
-        name: sum_by_document(block_values(target, drafts, blocks, sampler, vocabulary))
-        for name, blocks in domains.items()
-    }
+    bytes_of = Vocabulary.read(local_folder(recipe.target.model)).bytes_of
+    sliced = SlicedValues.of(own, lambda token: bytes_of[token] or b"", ends)
+    measured = {}
+    for name, blocks in domains.items():
+        values = block_values(target, drafts, blocks, sampler, vocabulary)
+        measured[name] = sum_by_document(sliced.watch(values) if name == "answers" else values)
     # A cut draft gets next to nothing accepted, and takes minutes to say so.
     big, small = (growing_decoder(model, vocabulary, recipe.pytorch.prepack) for model in (target, drafts["after"]))
     rounds = {"after": decode_rounds(big, small, ids, recipe.eval, ends, "rounds after, prompts")}
     classes = [prompt.kind for prompt in prompts] if all(texts) else ()
-    report = as_report(measured, rounds, sampler, recipe.eval, run.command, classes)
+    report = as_report(measured, rounds, sampler, recipe.eval, run.command, classes, sliced=sliced)
     write_rounds(run.path("rounds.parquet"), rounds)
     return [*_written(run, report), run.path("rounds.parquet")]
 

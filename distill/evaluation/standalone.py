@@ -17,6 +17,7 @@ from distill.evaluation.measure import (
     sum_by_document,
     text_values,
 )
+from distill.evaluation.slices import SlicedValues
 from distill.evaluation.stage import continue_all
 from distill.models.gguf.model import GgufModel
 from distill.models.hugging_face import encode
@@ -68,7 +69,11 @@ def evaluate_standalone(
         random.Random(SEED).shuffle(order)
         files = pack(((to_ids(document.text), 1) for document in order), block, True)
         domains["files"] = files.take(slice(0, settings.file_blocks))
-    measured = {name: _measured(pair, blocks, sampler, vocabulary, name) for name, blocks in domains.items()}
+    sliced = SlicedValues.of(domains["answers"], pair.token_bytes, pair.ends) if divergence else None
+    measured = {
+        name: _measured(pair, blocks, sampler, vocabulary, name, sliced if name == "answers" else None)
+        for name, blocks in domains.items()
+    }
     rounds = {}
     if acceptance:
         target, draft, title = pair.target, pair.draft, "rounds, prompts"
@@ -76,15 +81,24 @@ def evaluate_standalone(
             target, draft = (growing_decoder(model, vocabulary) for model in pair.hugging_face)
             title = "rounds draft, prompts"
         rounds["draft"] = decode_rounds(target, draft, ids, settings, pair.ends, title)
-    return as_report(measured, rounds, sampler, settings, command)
+    return as_report(measured, rounds, sampler, settings, command, sliced=sliced)
 
 
-def _measured(pair: LoadedPair, blocks: Packed, sampler: Sampler, vocabulary: int, domain: str) -> dict[str, Measured]:
+def _measured(
+    pair: LoadedPair,
+    blocks: Packed,
+    sampler: Sampler,
+    vocabulary: int,
+    domain: str,
+    sliced: SlicedValues | None,
+) -> dict[str, Measured]:
     """What was measured of the draft, of whole blocks where the models can read them."""
     if pair.hugging_face is None:
-        return sum_by_document(text_values(pair.target, {"draft": pair.draft}, blocks, sampler, vocabulary, domain))
-    target, draft = pair.hugging_face
-    return sum_by_document(block_values(target, {"draft": draft}, blocks, sampler, vocabulary))
+        values = text_values(pair.target, {"draft": pair.draft}, blocks, sampler, vocabulary, domain)
+    else:
+        target, draft = pair.hugging_face
+        values = block_values(target, {"draft": draft}, blocks, sampler, vocabulary)
+    return sum_by_document(values if sliced is None else sliced.watch(values))
 
 
 def _tokenizer(pair: LoadedPair) -> Callable[[str], list[int]]:

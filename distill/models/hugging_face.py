@@ -59,15 +59,12 @@ def settled_type(dtype: str, device: torch.device) -> str:
 
 def settle_types(recipe: Recipe, begun: Recipe | None = None) -> Recipe:
     """The recipe with the types that `auto` stands for: those its run began with (`begun`), else this machine's."""
-    if "auto" not in (recipe.target.dtype, recipe.train.dtype):
-        return recipe
-    device = pick_device(recipe.device)
-    sections = {}
+    device, sections = pick_device(recipe.device), {}
     for name in ("target", "train"):
-        section = getattr(recipe, name)
-        earlier = getattr(begun, name).dtype if begun is not None else "auto"
+        section, earlier = getattr(recipe, name), getattr(begun, name, None)
         if section.dtype == "auto":
-            sections[name] = section.model_copy(update={"dtype": settled_type(earlier, device)})
+            dtype = settled_type("auto" if earlier is None else earlier.dtype, device)
+            sections[name] = section.model_copy(update={"dtype": dtype})
     return recipe.model_copy(update=sections)
 
 

@@ -25,6 +25,7 @@ from distill.results.evaluation_results import (
     SAMPLED,
     SAMPLED_MEANS,
     SIDES,
+    SLICES,
     Bounds,
     ClassResult,
     Divergences,
@@ -65,7 +66,8 @@ def divergences(evaluation: EvaluationReport) -> list[Table]:
         found.append(Table(["", *SIDES, "change"], rows, evaluation.command, title=domain))
     if evaluation.stored is not None:
         found += _stored(evaluation.stored, evaluation.command)
-    return found + ([_classes(evaluation)] if evaluation.classes else [])
+    found += [_classes(evaluation)] if evaluation.classes else []
+    return found + ([_slices(evaluation)] if evaluation.slices else [])
 
 
 def _measure_row(name: str, before: Divergences | None, after: Divergences | None) -> list[str]:
@@ -118,6 +120,21 @@ def _classes(evaluation: EvaluationReport) -> Table:
     heads = ["class of prompt", "prompts", "tokens", *SIDES, "tokens per round after"]
     note = f"{MEASURES[evaluation.acceptance_measure]}, on the target's own text."
     return Table(heads, rows, evaluation.command, title="by class of prompt", note=note)
+
+
+def _slices(evaluation: EvaluationReport) -> Table:
+    """Acceptance by slice of positions."""
+    rows: list[Row] = [
+        [
+            Cell(f"{SLICES[one.slice]}: {one.label}"),
+            number(one.tokens),
+            percent(one.share),
+            *(interval(one.acceptance.get(side), rate=True) for side in SIDES),
+        ]
+        for one in evaluation.slices
+    ]
+    note = f"{MEASURES[evaluation.acceptance_measure]}, on the target's own text."
+    return Table(["positions", "tokens", "share", *SIDES], rows, evaluation.command, title="by slice", note=note)
 
 
 # ── speed ──

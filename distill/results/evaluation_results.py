@@ -28,6 +28,15 @@ MEASURES = {
 }
 RATES = {"top1_agreement", "acceptance_sampling", DRAWN, "acceptance_match", "acceptance_greedy"}  # shown in per cent
 
+# The slices of positions by name, with what their tables are headed by.
+SLICES = {
+    "token": "kind of token",
+    "depth": "tokens before it",
+    "repetition": "in the text before",
+    "part": "part of the reply",
+    "language": "text or code",
+}
+
 FEW_PROMPTS = 8  # an interval over fewer says nothing
 SIDES = ("before", "after")  # the drafts of a run: as cut, and as trained
 
@@ -84,6 +93,18 @@ class ClassResult:
     tokens: int
     acceptance: dict[str, Interval]
     tokens_per_round: dict[str, Interval]
+
+
+@dataclass(frozen=True)
+class SliceResult:
+    """The positions of domain `answers` that share a label of a slice (`evaluation.slices`): acceptance as served, by
+    draft; `share` is that of all positions."""
+
+    slice: str
+    label: str
+    tokens: int
+    share: float
+    acceptance: dict[str, Interval]
 
 
 @dataclass(frozen=True)
@@ -153,7 +174,8 @@ class EvaluationReport:
     """eval.json. `length` is γ of the decoded rounds; the dictionaries without a domain are by draft.
 
     `domains` is empty where no divergences were asked for; `positions` and `tokens_per_round` where no rounds were;
-    `classes` where the prompts have no labels and modes, or all the same. `stored` where the target was not loaded;
+    `classes` where the prompts have no labels and modes, or all the same; `slices` of runs evaluated before they were
+    measured. `stored` where the target was not loaded;
     `sampler` is then that of the stored distributions.
     """
 
@@ -165,6 +187,7 @@ class EvaluationReport:
     tokens_per_round: dict[str, Interval]
     classes: list[ClassResult] = field(default_factory=list)
     stored: StoredMeasures | None = None
+    slices: list[SliceResult] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         if not all(self.domains.values()):
@@ -217,6 +240,11 @@ def flat_rows(report: EvaluationReport) -> list[dict[str, Any]]:
         for domain, drafts in report.domains.items()
         for draft, found in drafts.items()
         for name in MEASURES
+    ]
+    rows += [
+        row(f"answers, {one.slice}: {one.label}", draft, report.acceptance_measure, found)
+        for one in report.slices
+        for draft, found in one.acceptance.items()
     ]
     rows += [
         row("rounds", draft, f"accepted at {one.position}", one.rate)
