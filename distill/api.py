@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from distill.benchmark.any_pair import PairRequest, measure_any_pair, pair_settings
 from distill.errors import DataError, DistillError, RecipeError
-from distill.evaluation.standalone import evaluate_standalone
+from distill.evaluation.standalone import corpus_of, evaluate_standalone
 from distill.files import require_new_folder
 from distill.generate.stream import Request, begin
 from distill.models import loaded
@@ -24,12 +24,10 @@ from distill.models.loaded import GROWING, LoadedPair
 from distill.models.pairs import pair_references, require_pair
 from distill.recipe import (
     Configuration,
-    Corpus,
     Cut,
     Gguf,
     PyTorch,
     SamplerSettings,
-    Source,
     Target,
     parse_section,
     resolve_model,
@@ -157,7 +155,7 @@ def evaluate(
             raise DataError(f"{path}: there is no such file or folder", "correct its path")
     require_pair(big, small)
     big, small = one_engine(big, small)
-    corpus = Corpus(sources=tuple(_test_source(Path(path)) for path in texts))
+    corpus = corpus_of([Path(path) for path in texts])
     in_torch = not big.endswith(".gguf")
     # The layers of the models that decode are laid out later: blocks are read without.
     pytorch, size = (PyTorch(prepack=False), None) if in_torch else (GROWING, corpus.block)
@@ -258,9 +256,3 @@ def import_gguf(file: str | Path, out: str | Path, dtype: Dtype | None = None) -
 
 def _reference(model: str | Path) -> str:
     return resolve_model(str(model), Path.cwd())
-
-
-def _test_source(path: Path) -> Source:
-    if path.is_dir():
-        return Source(kind="tree", path=str(path.resolve()), pattern="**/*", split="test")
-    return Source(kind="text", path=str(path.resolve()), split="test")

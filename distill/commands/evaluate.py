@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -41,6 +42,22 @@ def evaluate(
             "prompts); may be repeated.",
         ),
     ] = None,
+    outtype: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--outtype",
+            help="Compare GGUF types instead: the draft as f16, q8_0, q4_0 …; acceptance, KL, size, milliseconds and "
+            "predicted tokens per second. May be repeated.",
+        ),
+    ] = None,
+    target_outtype: Annotated[
+        list[str] | None,
+        typer.Option("--target-outtype", help="With --outtype: types of the target; a GGUF file stays as it is."),
+    ] = None,
+    cache_type: Annotated[
+        list[str] | None,
+        typer.Option("--cache-type", help="With --outtype: types of the draft's cache; f16 if left out."),
+    ] = None,
     target: shared.TargetOption = None,
     draft: shared.DraftOption = None,
     text: shared.TextOption = None,
@@ -65,6 +82,10 @@ def evaluate(
     from distill.results.evaluation_results import EvaluationReport, flat_rows
     from distill.results.serialise import as_json, read_result
 
+    if outtype or target_outtype or cache_type:
+        kinds = (outtype or ["f16"], target_outtype or [], cache_type or ["f16"])
+        _compare_types(run, runs, target, draft, text, kinds, temperature, prompts, threads, gguf, output)
+        return
     if target or draft:
         report = _evaluate_standalone(target, draft, text, temperature, prompts, kl, acceptance, threads, gguf)
     else:
@@ -102,6 +123,18 @@ def _require_measured(report: EvaluationReport, by: Sequence[str]) -> None:
         )
 
 
+def _named_pair(target: str | None, draft: str | None, text: list[Path] | None) -> tuple[str, str]:
+    """Both models of a pair without a run; RecipeError where one or the text is missing, DataError for no such file."""
+    if target is None or draft is None or not text:
+        raise RecipeError(
+            "a pair without a run needs --target, --draft and --text", "or name a run: `distill runs` lists them"
+        )
+    for path in text:
+        if not path.exists():
+            raise DataError(f"--text {path}: there is no such file or folder", "correct its path")
+    return shared.local_reference(target), shared.local_reference(draft)
+
+
 def _evaluate_standalone(
     target: str | None,
     draft: str | None,
@@ -113,24 +146,19 @@ def _evaluate_standalone(
     threads: int | None,
     gguf: Gguf | None,
 ) -> EvaluationReport:
-    if target is None or draft is None or not text:
-        raise RecipeError(
-            "a pair without a run needs --target, --draft and --text", "or name a run: `distill runs` lists them"
-        )
-    for path in text:
-        if not path.exists():
-            raise DataError(f"--text {path}: there is no such file or folder", "correct its path")
+    big, small = _named_pair(target, draft, text)
+    assert text is not None
     shared.prepare(threads)
     from distill import api
     from distill.models.conversion.importing import one_engine
     from distill.sampler import Sampler
 
     if gguf is not None:
-        require_used(gguf, *one_engine(shared.local_reference(target), shared.local_reference(draft)))
+        require_used(gguf, *one_engine(big, small))
     command = "distill " + " ".join(sys.argv[1:])
     return api.evaluate(
-        target,
-        draft,
+        big,
+        small,
         text,
         sampler=Sampler(temperature=temperature),
         prompts=prompts,
@@ -140,3 +168,64 @@ def _evaluate_standalone(
         gguf=gguf,
         command=command,
     )
+
+
+def _compare_types(
+    run: str | None,
+    runs: Path,
+    target: str | None,
+    draft: str | None,
+    text: list[Path] | None,
+    kinds: tuple[list[str], list[str], list[str]],
+    temperature: float,
+    count: int,
+    threads: int | None,
+    gguf: Gguf | None,
+    output: str,
+) -> None:
+    """Print the table of GGUF types, of a run or of any two models."""
+    shared.require_format(output)
+    from distill.recipe.gguf import CACHE_TYPES, OUTTYPES
+
+    outtypes, target_outtypes, caches = ([*dict.fromkeys(own)] for own in kinds)
+    for name, own, known in (
+        ("--outtype", outtypes, OUTTYPES),
+        ("--target-outtype", target_outtypes, OUTTYPES),
+        ("--cache-type", caches, CACHE_TYPES),
+    ):
+        unknown = next((kind for kind in own if kind not in known), None)
+        if unknown is not None:
+            raise RecipeError(f"{name} {unknown} is unknown", f"use one of {', '.join(known)}")
+    shared.prepare(threads)
+    from distill.documents.sources import read_documents
+    from distill.evaluation.standalone import corpus_of, prompts_of
+    from distill.evaluation.types import as_markdown, files_of_types, flat_rows, measure_types
+    from distill.models.loaded import encode_prompt
+    from distill.models.pairs import require_pair
+    from distill.recipe import Evaluate
+    from distill.results.serialise import as_json
+    from distill.sampler import Sampler
+    from distill.texts import read_prompts
+
+    if target or draft:
+        big, small = _named_pair(target, draft, text)
+        assert text is not None
+        require_pair(big, small)
+        settings, sampler, written = Evaluate(), Sampler(temperature=temperature), None
+        documents, _ = read_documents(corpus_of(text), needed=("test",))
+        found = prompts_of(documents, lambda part: encode_prompt(big, part), count, settings)
+    else:
+        recipe, own_run = shared.find_run(run, runs)
+        shared.run_until(recipe, own_run, "train", threads=threads)
+        big, small, written = recipe.target.model, str(own_run.path("draft")), own_run.path("gguf")
+        settings, sampler = recipe.eval, Sampler.of(recipe.sampler)
+        found = read_prompts(own_run, "test")[: settings.prompts]
+    if big.endswith(".gguf") and target_outtypes:
+        raise RecipeError(f"{big} has its types already", "leave --target-outtype out, or give the folder")
+    with tempfile.TemporaryDirectory() as scratch:
+        targets = files_of_types(big, target_outtypes or ["f16"], Path(scratch), "target", written)
+        drafts = files_of_types(small, outtypes, Path(scratch), "draft", written)
+        prompts = {prompt.id: prompt.ids for prompt in found}
+        command = "distill " + " ".join(sys.argv[1:])
+        table = measure_types(targets, drafts, caches, prompts, sampler, settings, command, gguf, threads)
+    shared.print_table(flat_rows(table), as_markdown(table), as_json(table), output)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import functools
 import random
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from distill.documents.prompts import cut_prompts
-from distill.documents.sources import read_documents
+from distill.documents.sources import Document, read_documents
 from distill.errors import DataError
 from distill.evaluation.measure import (
     Measured,
@@ -24,12 +25,12 @@ from distill.models.hugging_face import encode
 from distill.models.loaded import LoadedPair, growing_decoder
 from distill.packing import Packed, pack
 from distill.progress import Progress
-from distill.recipe import Corpus, Evaluate
+from distill.recipe import Corpus, Evaluate, Source
 from distill.results.evaluation_results import EvaluationReport
 from distill.sampler import Sampler
 from distill.speculative.decode import plain, room_for
 from distill.speculative.rules import Rules
-from distill.texts import prompt_seed
+from distill.texts import Prompt, prompt_seed
 
 PROMPT_TOKENS, BATCH, SEED = 64, 32, 0  # tokens of a prompt, prompts continued at once, and the seed of their draws
 
@@ -51,19 +52,14 @@ def evaluate_standalone(
     vocabulary = min(pair.target.vocabulary_size, pair.draft.vocabulary_size)
     to_ids = _tokenizer(pair)
     documents, _ = read_documents(corpus, needed=("test",))
-    stride = 4 * (PROMPT_TOKENS + settings.new_tokens)
-    found = cut_prompts(documents, to_ids, prompts, PROMPT_TOKENS, stride, SEED)
-    if len(found) < 4:
-        raise DataError(
-            f"the texts give {len(found)} prompts of {PROMPT_TOKENS} tokens", "give more or longer texts (4 at least)"
-        )
+    found = prompts_of(documents, to_ids, prompts, settings)
     ids = [prompt.ids for prompt in found]
     block = min(corpus.block, pair.target.capacity, pair.draft.capacity)
     domains: dict[str, Packed] = {}
     if divergence:
         seeds = [prompt_seed(SEED, prompt.id) for prompt in found]
         room = min(settings.new_tokens, block - PROMPT_TOKENS)
-        texts = _continued(pair, ids, sampler, room, seeds, vocabulary)
+        texts = continued(pair, ids, sampler, room, seeds, vocabulary)
         domains["answers"] = pack(((p + t, len(p)) for p, t in zip(ids, texts, strict=True)), block, False)
         order = list(documents)
         random.Random(SEED).shuffle(order)
@@ -82,6 +78,30 @@ def evaluate_standalone(
             title = "rounds draft, prompts"
         rounds["draft"] = decode_rounds(target, draft, ids, settings, pair.ends, title)
     return as_report(measured, rounds, sampler, settings, command, sliced=sliced)
+
+
+def corpus_of(paths: Sequence[Path]) -> Corpus:
+    """Text files and folders as a corpus whose documents are all test documents."""
+    return Corpus(sources=tuple(_test_source(path) for path in paths))
+
+
+def _test_source(path: Path) -> Source:
+    if path.is_dir():
+        return Source(kind="tree", path=str(path.resolve()), pattern="**/*", split="test")
+    return Source(kind="text", path=str(path.resolve()), split="test")
+
+
+def prompts_of(
+    documents: list[Document], to_ids: Callable[[str], list[int]], count: int, settings: Evaluate
+) -> list[Prompt]:
+    """Prompts cut from texts; DataError where they give fewer than 4."""
+    stride = 4 * (PROMPT_TOKENS + settings.new_tokens)
+    found = cut_prompts(documents, to_ids, count, PROMPT_TOKENS, stride, SEED)
+    if len(found) < 4:
+        raise DataError(
+            f"the texts give {len(found)} prompts of {PROMPT_TOKENS} tokens", "give more or longer texts (4 at least)"
+        )
+    return found
 
 
 def _measured(
@@ -108,7 +128,7 @@ def _tokenizer(pair: LoadedPair) -> Callable[[str], list[int]]:
     return pair.target.tokenize
 
 
-def _continued(
+def continued(
     pair: LoadedPair,
     prompts: Sequence[list[int]],
     sampler: Sampler,

@@ -17,6 +17,7 @@ OutType = Literal[
 DIRECT: tuple[str, ...] = get_args(Direct)
 OUTTYPES: tuple[str, ...] = get_args(OutType)
 CacheType = Literal["f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl"]
+CACHE_TYPES: tuple[str, ...] = get_args(CacheType)
 NO_DEVICE = "none"
 MOST_DEVICES = 16  # llama.cpp's LLAMA_MAX_DEVICES
 # What changes logits by more than rounding; all others change speed, memory and rounding alone.
