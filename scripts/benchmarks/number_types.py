@@ -1,0 +1,44 @@
+"""Products of matrices in float32 and bfloat16 on this CPU, at sizes of decoding and training: which type is fast?
+
+OMP_NUM_THREADS=1 python scripts/benchmarks/number_types.py
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+
+import torch
+
+from distill.machine import faster_type, machine
+
+SIZES = ((1, 576, 1536), (64, 576, 1536), (4096, 576, 1536), (2048, 576, 8192))  # rows, inputs, outputs: of SmolLM2
+REPEATS, SECONDS = 5, 0.3
+
+
+def gflop_per_s(dtype: torch.dtype, rows: int, inputs: int, outputs: int) -> float:
+    """The median of REPEATS timings."""
+    values, weights = torch.randn(rows, inputs, dtype=dtype), torch.randn(outputs, inputs, dtype=dtype)
+    rates = []
+    for _ in range(REPEATS + 1):  # the first warms up
+        count, started = 0, time.perf_counter()
+        while time.perf_counter() - started < SECONDS or not count:
+            torch.nn.functional.linear(values, weights)
+            count += 1
+        rates.append(2 * rows * inputs * outputs * count / (time.perf_counter() - started) / 1e9)
+    return statistics.median(rates[1:])
+
+
+def main() -> None:
+    """Print a table, and what `dtype: auto` takes here."""
+    print(f"{machine()['cpu']}, {torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}")
+    print("| rows | inputs | outputs | float32, GFLOP/s | bfloat16 | bfloat16 ÷ float32 |\n|--:|--:|--:|--:|--:|--:|")
+    for size in SIZES:
+        single, half = (gflop_per_s(dtype, *size) for dtype in (torch.float32, torch.bfloat16))
+        print(f"| {' | '.join(map(str, size))} | {single:.1f} | {half:.1f} | {half / single:.2f} |")
+    slow = faster_type("bfloat16")
+    print(f"`dtype: auto` takes {slow or 'bfloat16'} here")
+
+
+if __name__ == "__main__":
+    main()
