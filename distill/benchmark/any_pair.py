@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from distill.benchmark.batches import measure_batches, not_batched
@@ -144,8 +144,6 @@ def measure_any_pair(recipe: Recipe, request: PairRequest) -> PairSpeedup:
             reader=reader,
         )
         found = measure_pair(recipe, pair, comparison)
-        # Under the titles of the rows, which name chosen trees and synthetic acceptance.
-        names = {one.title: row.configuration for one, row in zip(found.prepared, found.measurements, strict=True)}
         classes, resamples, confidence = prompts.classes(), recipe.eval.resamples, recipe.eval.confidence
         return PairSpeedup(
             command=request.command,
@@ -163,13 +161,8 @@ def measure_any_pair(recipe: Recipe, request: PairRequest) -> PairSpeedup:
             chosen=found.chosen,
             rounds=found.rounds,
             steps=found.steps,
-            by_class=[
-                replace(one, configuration=names[one.configuration])
-                for one in by_class(found.texts, found.prepared, classes, resamples, confidence)
-            ],
-            by_depth=[
-                replace(one, configuration=names[one.configuration]) for one in by_depth(found.texts, found.prepared)
-            ],
+            by_class=by_class(found.texts, found.prepared, classes, resamples, confidence),
+            by_depth=by_depth(found.texts, found.prepared),
             reasons=found.explanations,
             batches=measure_batches(recipe, pair, measured, request.batches, found.prepared, found.fitted),
             not_batched=not_batched(found.prepared) if request.batches else [],

@@ -33,7 +33,11 @@ BatchRun = Callable[
 
 def not_batched(prepared: Sequence[Prepared]) -> list[str]:
     """A sentence for each configuration that cannot decode several texts at once."""
-    return [f"`{one.title}`: {why}" for one in prepared if one.make is not None and (why := _refusal(one)) is not None]
+    return [
+        f"`{one.configuration.title}`: {why}"
+        for one in prepared
+        if one.make is not None and (why := _refusal(one)) is not None
+    ]
 
 
 def _refusal(one: Prepared) -> str | None:

@@ -36,7 +36,8 @@ class Prepared:
 
     The drafter is made as at the start of a session; what it learns it keeps from prompt to prompt. `lossy` is the
     reason why the text would not follow the target's distribution, None where it does. `length` is γ of a configuration
-    of the greedy sweep (0: plain), None for every other.
+    of the greedy sweep (0: plain), None for every other. `name` is what tables show instead of the configuration's own
+    title.
     """
 
     configuration: Configuration
@@ -44,11 +45,12 @@ class Prepared:
     make: Callable[[], Drafter] | None
     lossy: str | None = None
     length: int | None = None
+    name: str | None = None
 
     @property
     def title(self) -> str:
-        """The configuration's name in tables."""
-        return self.configuration.title
+        """Its name in tables, and that of its texts."""
+        return self.name or self.configuration.title
 
     @property
     def sampled(self) -> bool:

@@ -110,13 +110,12 @@ def time_steps(texts: Sequence[TimedText], target: Model, draft: Model | None, r
     )
 
 
-def round_figures(
-    title: str, texts: Sequence[TimedText], steps: StepFigures, drafter: DrafterName, synchronous: bool
-) -> RoundFigures:
+def round_figures(one: Prepared, texts: Sequence[TimedText], steps: StepFigures, synchronous: bool) -> RoundFigures:
     """Where the seconds of a configuration's rounds went, and how near it came to the bound of its steps.
 
     A chain's draft step after a whole accepted round takes two tokens; the bound counts it as D(1).
     """
+    drafter, texts = one.configuration.drafter, [text for text in texts if text.title == one.title]
     rounds = [r for text in texts for r in text.decoded.rounds]
     target = [step for text in texts for step in text.target]
     draft = [step for text in texts for step in text.draft]
@@ -130,7 +129,7 @@ def round_figures(
     paid = [sum(step.seconds for step in own) / count for own in (target, draft)]
     measured, bound = tokens / seconds if seconds else math.nan, tokens / alone if alone else math.nan
     return RoundFigures(
-        configuration=title,
+        configuration=one.title,
         rounds=count,
         tokens=tokens / count,
         most=_most(rounds, len(draft), drafter),
@@ -146,9 +145,12 @@ def round_figures(
     )
 
 
-def prompt_seconds(texts: Sequence[TimedText], title: str) -> float:
-    """Mean seconds of a prompt and its first token."""
-    return statistics.fmean(text.decoded.prefill_seconds for text in texts if text.title == title)
+def prompt_seconds(texts: Sequence[TimedText]) -> dict[str, float]:
+    """By configuration, the mean seconds of a prompt and its first token."""
+    seconds: dict[str, list[float]] = {}
+    for text in texts:
+        seconds.setdefault(text.title, []).append(text.decoded.prefill_seconds)
+    return {title: statistics.fmean(own) for title, own in seconds.items()}
 
 
 def _most(rounds: Sequence[Round], steps: int, drafter: DrafterName) -> float | None:

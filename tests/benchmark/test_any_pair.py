@@ -7,6 +7,7 @@ import math
 import random
 import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -69,20 +70,21 @@ ALONE = StepFigures(100, {1: 0.5, 3: 0.625}, {1: 0.0625, 2: 0.09375})
 
 
 def test_the_seconds_of_a_round() -> None:
-    found = round_figures("x", [DRAFTED], ALONE, drafter="draft", synchronous=True)
+    found = round_figures(prepared(CHAIN), [PLAIN_TEXT, DRAFTED], ALONE, synchronous=True)
     assert (found.rounds, found.tokens, found.most, found.verified, found.draft_steps) == (2, 2.0, 3.0, 3.0, 2.0)
     assert (found.seconds, found.target_seconds, found.draft_seconds) == (1.5, 0.75, 0.25)
     assert found.overhead_seconds == 0.5
     # τ ÷ (T(3) + 2 D(1)): the step of two tokens counts as one.
     assert found.bound == pytest.approx(2 / (0.625 + 2 * 0.0625))
     assert found.tokens_per_second == pytest.approx(4 / 3) and found.attained == pytest.approx(0.5)
-    tree = round_figures("x", [DRAFTED], ALONE, drafter="tree", synchronous=False)
+    drawn = replace(prepared(Configuration(drafter="tree", nodes=2)), name=CHAIN.title)
+    tree = round_figures(drawn, [DRAFTED], ALONE, synchronous=False)
     assert tree.bound == pytest.approx(4 / (2 * 0.625 + 3 * 0.0625 + 0.09375))  # of a tree two nodes are two nodes
     assert tree.target_seconds is tree.draft_seconds is tree.overhead_seconds is None
 
 
 def test_the_seconds_of_a_plain_step_run_to_the_next_one() -> None:
-    found = round_figures("plain", [PLAIN_TEXT], ALONE, drafter="draft", synchronous=True)
+    found = round_figures(prepared(PLAIN), [PLAIN_TEXT, DRAFTED], ALONE, synchronous=True)
     assert (found.rounds, found.tokens) == (3, 1.0)
     assert found.seconds == pytest.approx((0.75 + 0.75 + 0.5) / 3)  # what comes after the last step is not known
     assert found.target_seconds == pytest.approx(0.5) and found.attained == pytest.approx(0.5 / found.seconds)
@@ -137,7 +139,7 @@ def told(speedup: float, low: float, costs: tuple[float, float, float], tokens: 
         RoundFigures(one.title, 9, tokens, 5, 5, 4, sum(costs) / 2, *(part / 2 for part in costs), 1, 1, 1),
     ]
     steps = StepFigures(64, {1: 0.5, 5: 0.6}, {1: draft / 2})
-    return " ".join(explain(steps, rows, rounds, None, (0.010, 0.018), False))
+    return " ".join(explain(steps, rows, rounds, None, {PLAIN.title: 0.010, one.title: 0.018}, False))
 
 
 @pytest.mark.parametrize(
