@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from distill.errors import DataError
 from distill.files import has_form, read_json, write_json
@@ -45,7 +45,14 @@ FORM = {"format": int, "fits": {...: {"kind": str, "fields": dict}}}  # of a cal
 LENGTH = 8  # tokens drafted in every recorded round
 RANKS = 8  # of the draft's best tokens that are tallied
 Text = tuple[list[int], list[int]]  # a prompt, and what the target wrote after it
-KIND = "Logistic"  # of every calibration, as calibration.json names it
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A calibration as calibration.json holds it, beside how it does on text new to it."""
+
+    kind: Literal["Logistic"]
+    fields: Calibration
 
 
 @dataclass
@@ -142,12 +149,8 @@ def calibrate(own: Sequence[Recorder], command: str, ranks: RankTally | None = N
 
     for name, terms in FITTED.items():
         try:
-            found = fit_calibration(everything, terms)
-            table["fits"][name] = {
-                "kind": KIND,
-                "fields": asdict(found),
-                **scored(fit_calibration(even, terms)),
-            }
+            fit = Fit("Logistic", fit_calibration(everything, terms))
+            table["fits"][name] = asdict(fit) | scored(fit_calibration(even, terms))
         except DataError as error:
             table["unfitted"][name] = error.what
     if table["fits"]:
@@ -223,20 +226,10 @@ def calibrate_run(recipe: Recipe, run: Run) -> Calibrated | None:
 
 def read_calibrations(table: Mapping[str, Any], source: str) -> dict[str, Calibration]:
     """The calibrations of what `calibrate` made; DataError, which names `source`, for another format."""
-    try:
-        if table["format"] != FORMAT:
-            raise ValueError(f"its format is {table['format']}")
-        found: dict[str, Calibration] = {}
-        for name, fit in table["fits"].items():
-            if fit["kind"] != KIND:
-                raise ValueError(f"{name} is of kind {fit['kind']}")
-            values = {key: tuple(value) if isinstance(value, list) else value for key, value in fit["fields"].items()}
-            found[name] = from_json(values, Calibration, source)
-        return found
-    except (KeyError, TypeError, ValueError) as error:
-        raise DataError(
-            f"{source} holds no calibrations: {error}", "make it again: `distill speedup --again`"
-        ) from error
+    if table.get("format") != FORMAT:
+        what = f"{source} holds no calibrations: its format is {table.get('format')}"
+        raise DataError(what, "make it again: `distill speedup --again`")
+    return {name: fit.fields for name, fit in from_json(table.get("fits"), dict[str, Fit], source).items()}
 
 
 def load_calibrations(path: Path) -> dict[str, Calibration]:
@@ -281,18 +274,9 @@ def run_costs(run: Run, backend: str) -> StepCosts:
 
 def round_costs(paid: PaidCosts, pair: PairMeasured) -> RoundCosts:
     """Costs as speedup.json keeps them."""
-    return RoundCosts(
-        pair.pair,
-        pair.backend,
-        pair.grown,
-        paid.token,
-        list(paid.verify),
-        list(paid.verify.values()),
-        list(astuple(paid.by_argmax)),
-        list(astuple(paid.by_distribution)),
-        paid.target_prompt,
-        paid.draft_prompt,
-    )
+    verify = [*paid.verify], [*paid.verify.values()]
+    steps = [*astuple(paid.by_argmax)], [*astuple(paid.by_distribution)]
+    return RoundCosts(*astuple(pair), paid.token, *verify, *steps, paid.target_prompt, paid.draft_prompt)
 
 
 def paid_costs(found: RoundCosts) -> PaidCosts:

@@ -13,6 +13,7 @@ import random
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,7 +28,6 @@ from distill.sampler import Sampler
 from distill.speculative.configured import make_drafter
 from distill.speculative.decode import Decoded, Round, decode, plain, speculative
 from distill.speculative.rules import Rules
-from distill.speculative.verify import Random
 from distill.texts import read_prompts
 
 LEVEL = 1e-3
@@ -126,20 +126,13 @@ def verify_distribution(
     progress = Progress("distribution, samples", samples * len(short) * (len(tested) + 1) if tested else 0)
     tests = []
     for number, prompt in enumerate(short if tested else []):
-
-        def sample(name: str, number: int = number, prompt: list[int] = prompt) -> tuple[list[Counter[int]], float]:
-            draws = random.Random(f"{seed}/{number}/{name}").random
-            return _draw(target, draft, prompt, tested.get(name), sampler, draws, samples, progress)
-
-        base, _ = sample("plain")
-        for name in tested:
-            found, drafted = sample(name)
+        sample = partial(_draw, target, draft, prompt, sampler, samples, progress)
+        base, _ = sample(f"{seed}/{number}/plain")
+        for name, configuration in tested.items():
+            counts, drafted = sample(f"{seed}/{number}/{name}", configuration)
             positions = range(1, NEW_TOKENS)
-            statistic, freedom, least = min(
-                (homogeneity(base[i], found[i]) for i in positions), key=lambda test: test[2]
-            )
-            same = least >= level
-            tests.append(PromptTest(number, name, samples, len(positions), statistic, freedom, least, same, drafted))
+            statistic, freedom, p = min((homogeneity(base[i], counts[i]) for i in positions), key=lambda test: test[2])
+            tests.append(PromptTest(number, name, samples, len(positions), statistic, freedom, p, p >= level, drafted))
     greedy = _greedy_identity(target, draft, prompts[:GREEDY_PROMPTS], rounded)
     return DistributionTest(tests, skipped, level, greedy, sampler.describe())
 
@@ -148,13 +141,14 @@ def _draw(
     target: Model,
     draft: Model,
     prompt: list[int],
-    configuration: Configuration | None,
     sampler: Sampler,
-    draws: Random,
     samples: int,
     progress: Progress,
+    seed: str,
+    configuration: Configuration | None = None,
 ) -> tuple[list[Counter[int]], float]:
     """Draw texts by a configuration, plainly without one: each position's tokens, and the tokens drafted a round."""
+    draws = random.Random(seed).random
     rules = Rules(sampler, "token" if configuration is None else configuration.verified_by, random=draws)
     drafter = None if configuration is None else make_drafter(configuration, draft, sampler, draws)
     counts: list[Counter[int]] = [Counter() for _ in range(NEW_TOKENS)]

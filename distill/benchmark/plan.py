@@ -4,7 +4,7 @@ A round of n drafted tokens gives E = 1 + Σ_i Π_{j ≤ i} a_j tokens in T(n + 
 et al. 2023, eq. 1, with measured times; `PaidCosts.predicted_speedup`). Greedy, n fixed, the acceptance a_j at position
 j the same in every round.
 
-Legend: n drafted tokens of a round, T target, D draft.
+Legend: n drafted tokens of a round, T target, D draft; costs are in T(1), the time of a token of plain decoding.
 """
 
 from __future__ import annotations
@@ -12,12 +12,11 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from distill.errors import DataError
 from distill.intervals import Interval
-from distill.results.plan_results import Outlook, Plan, PlannedLength, Scenario
 from distill.results.tables import markdown_table
 from distill.speculative.costs.curve import tokens_per_round
 from distill.speculative.costs.paid import DraftSteps, PaidCosts
@@ -34,6 +33,62 @@ MODEL = (
     "it). "
     "It costs T(n + 1) + n·D and its overhead."
 )
+
+
+@dataclass(frozen=True)
+class PlannedLength:
+    """n tokens drafted a round: what verifying them costs, the draft's steps and the rest of the round apart from it.
+
+    `break_even` is the acceptance, the same at every position, from which it is faster than plain decoding; None where
+    no acceptance is enough. `most` is the speedup with every drafted token accepted.
+    """
+
+    length: int
+    verify_cost: float
+    break_even: float | None
+    most: float
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """Speedups at an acceptance by position, whose last rate holds behind it, for each of the outlook's lengths.
+
+    An interval is the lowest and highest of repeated timings, NaN where there was one. `best` is the fastest length, 0
+    where plain decoding is faster. `largest_cost` of a draft step still pays, below 0 where not even a free one does;
+    `layers` are those of a draft of that cost, None where the layers of the models are not known.
+    """
+
+    title: str
+    acceptance: list[float]
+    speedups: list[Interval]
+    best: int
+    largest_cost: float
+    layers: int | None
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """What one set of costs promises; `sentences` are its verdict. `prompt` tokens are read by both models (0: the
+    prompt is left out) and `new` follow."""
+
+    title: str
+    prompt: int
+    new: int
+    token_seconds: float
+    draft_cost: float
+    lengths: list[PlannedLength]
+    scenarios: list[Scenario]
+    sentences: list[str]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All outlooks, each by its own costs, and llama.cpp's settings where a curve and an acceptance were given."""
+
+    command: str
+    machine: dict[str, Any]
+    outlooks: list[Outlook]
+    settings: list[str] = field(default_factory=list)
 
 
 def step_costs(target: Sequence[float], draft: float, draft_two: float, lengths: Sequence[int]) -> PaidCosts:

@@ -8,11 +8,11 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import astuple, replace
 
 from distill.benchmark.compare import TimedText, acceptance, totals
 from distill.benchmark.prepared import Prepared
-from distill.intervals import UNKNOWN, Interval, speed_ratio
+from distill.intervals import speed_ratio
 from distill.models.base import Model
 from distill.recipe.configuration import TREES, DrafterName
 from distill.results.pair_results import GroupFigures, StepFigures
@@ -39,25 +39,11 @@ def by_class(
             tokens, seconds = totals(own, one.title)
             ratio = speed_ratio(tokens, seconds, *totals(own, one.base), resamples, confidence)
             if len(numbers) == 1:
-                ratio = Interval(ratio.mean, math.nan, math.nan)
-            rounds = [r for t in own if t.title == one.title for r in t.decoded.rounds]
-            rate = float(tokens.sum() / seconds.sum())
-            found.append(_group(name, one.title, len(numbers), int(tokens.sum()), rate, rounds, ratio))
+                ratio = replace(ratio, low=math.nan, high=math.nan)
+            accepted = acceptance([r for t in own if t.title == one.title for r in t.decoded.rounds])
+            size = (len(numbers), int(tokens.sum()), float(tokens.sum() / seconds.sum()))
+            found.append(GroupFigures(name, one.title, *size, *accepted, *astuple(ratio)))
     return found
-
-
-def _group(
-    group: str,
-    title: str,
-    count: int,
-    tokens: int,
-    rate: float,
-    rounds: Sequence[Round],
-    ratio: Interval | None,
-) -> GroupFigures:
-    each, share = acceptance(rounds)
-    speedup, bounds = (None, UNKNOWN) if ratio is None else (ratio.mean, ratio)
-    return GroupFigures(group, title, count, tokens, rate, each, share, speedup, bounds.low, bounds.high)
 
 
 def _range(depth: int) -> tuple[int, int]:
@@ -88,8 +74,10 @@ def by_depth(texts: Sequence[TimedText], prepared: Sequence[Prepared]) -> list[G
         for span, own in sorted(rounds.items()):
             tokens, taken = sum(r.accepted + 1 for r in own), sum(r.seconds for r in own)
             steps = plain.get((one.base, span))
-            ratio = None if not steps else Interval(tokens / taken * statistics.fmean(steps), math.nan, math.nan)
-            found.append(_group(f"{span[0]}–{span[1] - 1}", one.title, len(own), tokens, tokens / taken, own, ratio))
+            gain = tokens / taken * statistics.fmean(steps) if steps else None
+            size = (len(own), tokens, tokens / taken)
+            group = f"{span[0]}–{span[1] - 1}"
+            found.append(GroupFigures(group, one.title, *size, *acceptance(own), gain, math.nan, math.nan))
     return sorted(found, key=lambda figures: int(figures.group.split("–")[0]))
 
 

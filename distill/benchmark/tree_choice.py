@@ -9,7 +9,7 @@ import random
 import statistics
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from itertools import accumulate
 
 from distill.benchmark.calibrate import Text
@@ -77,18 +77,8 @@ class Choice:
     def as_result(self, pair: PairMeasured) -> ChosenTree:
         """For speedup.json."""
         parents = list(self.tree.parents) if isinstance(self.tree, Shape) else None
-        return ChosenTree(
-            pair.pair,
-            pair.backend,
-            pair.grown,
-            self.title,
-            self.nodes,
-            parents,
-            self.tokens,
-            self.seconds,
-            self.speedup,
-            self.compared,
-        )
+        chosen = (self.title, self.nodes, parents, self.tokens, self.seconds, self.speedup, self.compared)
+        return ChosenTree(*astuple(pair), *chosen)
 
 
 def time_rounds(

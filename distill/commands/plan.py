@@ -79,11 +79,10 @@ def plan(
     given = _given(acceptance, sister)
     recipe = _recipe(model, overrides or [], given_otherwise=(draft, draft_cost, draft_curve, gguf, threads, dtype))
     from distill.benchmark.hardware import read_hardware
-    from distill.benchmark.plan import Case, as_markdown, by_position, flat_rows, outlook
+    from distill.benchmark.plan import Case, Plan, as_markdown, by_position, flat_rows, outlook
     from distill.benchmark.planned import PlanRequest, curve_case, estimated_case, measured_cases
     from distill.machine import machine
     from distill.recipe import PyTorch, Target, parse_section
-    from distill.results.plan_results import Plan
     from distill.results.serialise import as_json
     from distill.speculative.costs.curve import load_cost_curve
 

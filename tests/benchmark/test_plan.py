@@ -19,13 +19,12 @@ import yaml
 from toys import toy
 
 from distill.benchmark.hardware import Hardware, StepWork, read_hardware, work_of, work_of_config
-from distill.benchmark.plan import ALL, RATES, Case, as_markdown, by_position, outlook, step_costs
+from distill.benchmark.plan import ALL, RATES, Case, Plan, as_markdown, by_position, outlook, step_costs
 from distill.benchmark.planned import planned_config
 from distill.errors import DataError, RecipeError
 from distill.intervals import Interval
 from distill.recipe import load_recipe
 from distill.results.evaluation_results import EvaluationReport, PositionAcceptance
-from distill.results.plan_results import Plan
 from distill.results.serialise import write_result
 from distill.speculative.costs.curve import CostCurve, load_cost_curve, save_cost_curve
 
