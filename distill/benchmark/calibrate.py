@@ -276,7 +276,7 @@ def round_costs(paid: PaidCosts, pair: PairMeasured) -> RoundCosts:
     """Costs as speedup.json keeps them."""
     verify = [*paid.verify], [*paid.verify.values()]
     steps = [*astuple(paid.by_argmax)], [*astuple(paid.by_distribution)]
-    return RoundCosts(*astuple(pair), paid.token, *verify, *steps, paid.target_prompt, paid.draft_prompt)
+    return RoundCosts(*pair.key, paid.token, *verify, *steps, paid.target_prompt, paid.draft_prompt)
 
 
 def paid_costs(found: RoundCosts) -> PaidCosts:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, astuple, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy
@@ -182,4 +182,4 @@ def choose_length(
     tokens, seconds = totals(odd, chosen.title)
     ratio = speed_ratio(tokens, seconds, *totals(odd, PLAIN.title), resamples, confidence)
     length, rate = chosen.most if chosen.drafts else 0, float(tokens.sum() / seconds.sum())
-    return ChosenLength(*astuple(pair), length, ratio.mean, ratio.low, ratio.high, rate)
+    return ChosenLength(*pair.key, length, ratio.mean, ratio.low, ratio.high, rate)

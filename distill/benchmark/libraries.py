@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +32,7 @@ def plain_reference(
         name = "llama-cpp-python generate"
         library = llama_generation(Path(pair.reference), pair.target.capacity, options, pair.ends)
     medians = compare_library(pair.target, library, prompts, recipe.speedup.new_tokens, pair.ends)
-    return PlainReference(*astuple(label), name, *medians)
+    return PlainReference(*label.key, name, *medians)
 
 
 def compare_library(

@@ -6,7 +6,7 @@ import gc
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import astuple, replace
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -106,7 +106,7 @@ def _measure(
         measurements=found.measurements,
         chosen=found.chosen,
         plain_reference=plain_reference(recipe, pair, label, prompts[: REFERENCE_PROMPTS[grown]]),
-        noise=Noise(*astuple(label), found.noise),
+        noise=Noise(*label.key, found.noise),
         costs=round_costs(found.paid, label),
         trees=[choice.as_result(label) for choice in found.choices],
         rounds=found.rounds,
@@ -217,5 +217,5 @@ def sample_texts(
         if segments:
             segments[-1] = Segment(segments[-1].text + characters.finish(), segments[-1].kind)
         prompt = tokenizer.decode(list(prompts[text.prompt]))
-        samples.append(Sample(*astuple(pair), text.title, prompt, segments))
+        samples.append(Sample(*pair.key, text.title, prompt, segments))
     return samples

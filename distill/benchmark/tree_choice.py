@@ -9,7 +9,7 @@ import random
 import statistics
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from distill.benchmark.calibrate import Text
@@ -78,7 +78,7 @@ class Choice:
         """For speedup.json."""
         parents = list(self.tree.parents) if isinstance(self.tree, Shape) else None
         chosen = (self.title, self.nodes, parents, self.tokens, self.seconds, self.speedup, self.compared)
-        return ChosenTree(*astuple(pair), *chosen)
+        return ChosenTree(*pair.key, *chosen)
 
 
 def time_rounds(

@@ -19,12 +19,25 @@ NOTE = (
 )
 PAYS = 1.02  # what would raise a speedup by less is no advice
 
+# What might change, what it would mean, and how to go about it.
 ADVICE = {
-    "acceptance": "train longer, or on answers to prompts like those that are served",
-    "draft": "a smaller draft costs less: fewer layers, a trimmed head, another type; `distill plan` says which pays",
-    "verification": "draft fewer tokens a round, or serve the target in a type or build whose steps over several "
-    "tokens cost less (`distill profile`)",
-    "rest": "the models are too small for what surrounds them: a larger target, or more prompts at once",
+    "acceptance": (
+        "with every drafted token accepted",
+        "train longer, or on answers to prompts like those that are served",
+    ),
+    "draft": (
+        "with a draft that costs nothing",
+        "a smaller draft costs less: fewer layers, a trimmed head, another type; `distill plan` says which pays",
+    ),
+    "verification": (
+        "if verifying cost no more than a plain step",
+        "draft fewer tokens a round, or serve the target in a type or build whose steps over several tokens cost less "
+        "(`distill profile`)",
+    ),
+    "rest": (
+        "with nothing spent beside the models",
+        "the models are too small for what surrounds them: a larger target, or more prompts at once",
+    ),
 }
 
 
@@ -106,15 +119,10 @@ def advice(results: RunResults) -> list[str]:
         name = max(way.without, key=lambda one: way.without[one])
         if way.without[name] < PAYS * way.speedup:
             continue
-        free = {
-            "acceptance": "with every drafted token accepted",
-            "draft": "with a draft that costs nothing",
-            "verification": "if verifying cost no more than a plain step",
-            "rest": "with nothing spent beside the models",
-        }[name]
+        free, todo = ADVICE[name]
         sentence = (
             f"{way.measured.pair}, {way.measured.backend}: {free}, the rounds of its fastest way would give "
-            f"{way.without[name]:.2f}× instead of {way.speedup:.2f}×. What to do: {ADVICE[name]}."
+            f"{way.without[name]:.2f}× instead of {way.speedup:.2f}×. What to do: {todo}."
         )
         if name == "acceptance" and results.training is not None and results.training.curve is not None:
             sentence += f" {results.training.curve.sentence}"

@@ -8,7 +8,7 @@ import random
 import re
 import sys
 from collections import Counter
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import asdict, fields, is_dataclass, replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -22,11 +22,26 @@ from distill.recipe import Recipe
 from distill.report import card as cards
 from distill.report import page as pages
 from distill.report import plots
-from distill.report.markup import words as escaped
+from distill.report.card import words as escaped
 from distill.report.text import placeless
-from distill.results.run_results import RunResults
+from distill.results.cut_results import ModelSizes
+from distill.results.evaluation_results import MEASURES, EvaluationReport
+from distill.results.export_results import ExportedFile, Parity
+from distill.results.profile_results import MeasuredCurve
+from distill.results.run_results import Machine, RunResults
 from distill.results.serialise import from_json
-from distill.results.training_results import training_steps
+from distill.results.speedup_results import (
+    ChosenLength,
+    Measurement,
+    Noise,
+    PlainReference,
+    RoundCosts,
+    Sample,
+    Segment,
+    SpeedupPart,
+    SpeedupReport,
+)
+from distill.results.training_results import TrainingStep, training_steps
 from distill.run import Run
 
 SURROGATE = "[lone surrogate]"  # which JSON cannot hold: put in after reading
@@ -73,128 +88,51 @@ def interval(mean: float, half: float = 0.012) -> dict[str, float]:
 
 
 def measured(shift: float) -> dict[str, Any]:
-    return {
-        "tokens": 48213,
-        "prompts": 96,
-        "forward_kl": interval(1.431 - shift),
-        "reverse_kl": interval(1.702 - shift),
-        "total_variation": interval(0.463 - shift / 3),
-        "top1_agreement": interval(0.412 + shift / 3),
-        "acceptance_sampling": interval(0.537 + shift / 3),
-        "acceptance_drawn": interval(0.401 + shift / 3),
-        "acceptance_match": interval(0.391 + shift / 3),
-        "acceptance_greedy": interval(0.412 + shift / 3),
-        "acceptance_ceiling": interval(1, 0),
-    }
+    means = dict.fromkeys(MEASURES, 0.412 + shift / 3) | {"acceptance_sampling": 0.537 + shift / 3}
+    means |= {"forward_kl": 1.431 - shift, "acceptance_ceiling": 1.0}
+    return {"tokens": 48213, "prompts": 96, **{name: interval(mean) for name, mean in means.items()}}
 
 
 def positions(first: float) -> list[dict[str, Any]]:
     rows, drafted = [], 6120
     for position in range(1, 9):
         rate = first - 0.015 * position
-        rows.append(
-            {
-                "position": position,
-                "drafted": drafted,
-                "accepted": int(drafted * rate),
-                "rate": interval(rate, 0.01 * position**0.5),
-            }
-        )
+        row = {"position": position, "drafted": drafted, "accepted": int(drafted * rate)}
+        rows.append(row | {"rate": interval(rate, 0.01 * position**0.5)})
         drafted = int(drafted * rate)
     return rows
 
 
 def curve(model: str, backend: str, dtype: str, base: float, slope: float) -> dict[str, Any]:
     seconds = [base * (1 + slope * (count - 1) ** 0.9) for count in range(1, 17)]
-    return {
-        "model": model,
-        "backend": backend,
-        "dtype": dtype,
-        "depth": 256,
-        "tokens": list(range(1, 17)),
-        "seconds": seconds,
-        "low": [0.96 * s for s in seconds],
-        "high": [1.05 * s for s in seconds],
-        "repeats": 40,
-    }
+    low, high = ([factor * one for one in seconds] for factor in (0.96, 1.05))
+    return asdict(MeasuredCurve(model, backend, dtype, 256, 40, list(range(1, 17)), seconds, low, high))
 
 
 def speedup_rows(pair: str, grown: bool, backend: str, peak: float) -> list[dict[str, Any]]:
-    plain = {
-        "pair": pair,
-        "grown": grown,
-        "backend": backend,
-        "configuration": "plain",
-        "length": 0,
-        "drafter": None,
-        "rule": None,
-        "verifier": None,
-        "sampler": None,
-        "lossy": None,
-        "tokens": 3072,
-        "seconds": 84.31,
-        "tokens_per_second": 36.44,
-        "plain_tokens_per_second": 36.44,
-        "tokens_per_round": None,
-        "acceptance": None,
-        "speedup": 1.0,
-        "speedup_low": 1.0,
-        "speedup_high": 1.0,
-        "predicted": None,
-        "identical": 24,
-        "excused": 0,
-        "different": 0,
-    }
-    rows = [plain]
-    for length in (1, 2, 3, 4, 5, 6, 8):
-        times = peak - 0.045 * (length - 4) ** 2 / 2
-        rows.append(
-            plain
-            | {
-                "configuration": f"draft, γ = {length}",
-                "length": length,
-                "drafter": "draft",
-                "rule": "fixed",
-                "verifier": "greedy",
-                "seconds": 84.31 / times,
-                "tokens_per_second": 36.44 * times,
-                "tokens_per_round": 1 + 0.52 * length,
-                "acceptance": 0.71 - 0.02 * length,
-                "speedup": times,
-                "speedup_low": times - 0.07,
-                "speedup_high": times + 0.06,
-                "predicted": times * 1.05,
-                "identical": 23,
-                "excused": 1,
-            }
-        )
-    return rows
-
-
-PAID: dict[str, Any] = {
-    "token": 0.027,
-    "lengths": [1, 2],
-    "verify": [0.03, 0.04],
-    "target_prompt": 0.01,
-    "draft_prompt": 0.001,
-}
-PAID |= {"by_argmax": [0.002] * 3, "by_distribution": [0.003] * 3}
+    speeds = {length: peak - 0.045 * (length - 4) ** 2 / 2 for length in (1, 2, 3, 4, 5, 6, 8)}
+    plain = (3072, 84.31, 36.44, 36.44, None, None, 1.0, 1.0, 1.0, None, 24, 0, 0, None)
+    rows = [Measurement(pair, backend, grown, "plain", 0, None, None, None, None, *plain)]
+    for length, speed in speeds.items():
+        named = (pair, backend, grown, f"draft, γ = {length}", length, "draft", "fixed", "greedy", None)
+        pace = (3072, 84.31 / speed, 36.44 * speed, 36.44, 1 + 0.52 * length, 0.71 - 0.02 * length)
+        rows.append(Measurement(*named, *pace, speed, speed - 0.07, speed + 0.06, speed * 1.05, 23, 1, 0, None))
+    return [asdict(row) for row in rows]
 
 
 def speedup_part(
     pair: str, grown: bool, backend: str, peak: float, library: tuple[float, float, float], **others: Any
 ) -> dict[str, Any]:
-    label = {"pair": pair, "grown": grown, "backend": backend}
-    names = ("library_tokens_per_second", "plain_tokens_per_second", "ratio")
-    times = {"speedup": peak, "speedup_low": peak - 0.07, "speedup_high": peak + 0.06}
-    return {
-        "measurements": speedup_rows(pair, grown, backend, peak),
-        "chosen": {**label, **times, "length": 4, "tokens_per_second": 36.44 * peak},
-        "plain_reference": {**label, "library": "transformers generate", **dict(zip(names, library, strict=True))},
-        "noise": {**label, "largest_logit_difference": 1e-4},
-        "costs": {**label, **PAID},
-        **others,
-    }
+    label = (pair, backend, grown)
+    costs = RoundCosts(*label, 0.027, [1, 2], [0.03, 0.04], [0.002] * 3, [0.003] * 3, 0.01, 0.001)
+    part = SpeedupPart(
+        [],
+        ChosenLength(*label, 4, peak, peak - 0.07, peak + 0.06, 36.44 * peak),
+        PlainReference(*label, "transformers generate", *library),
+        Noise(*label, 1e-4),
+        costs,
+    )
+    return asdict(part) | {"measurements": speedup_rows(pair, grown, backend, peak)} | others
 
 
 def other(row: dict[str, Any], configuration: str, drafter: str | None, **values: Any) -> dict[str, Any]:
@@ -202,43 +140,33 @@ def other(row: dict[str, Any], configuration: str, drafter: str | None, **values
     return row | {"configuration": configuration, "length": None, "drafter": drafter, "rule": drafter, **values}
 
 
-def model(path: str, parameters: int, layers: int, hidden: int, mlp: int, size: int) -> dict[str, Any]:
-    sizes = {"parameters": parameters, "layers": layers, "hidden": hidden, "mlp": mlp, "bytes": size}
-    return {"path": path, "architecture": "LlamaForCausalLM", "vocabulary": 49152, **sizes}
-
-
 def exported(
     name: str, outtype: str, size: int, figures: tuple[float, float, float], mismatches: list[tuple[int, int]]
 ) -> dict[str, Any]:
-    parity = dict(zip(("top1_agreement", "mean_abs_dlogprob", "max_abs_dlogprob"), figures, strict=True))
-    texts = {"tokenizer_normalized": 0, "tokenizer_texts": 512, "tokenizer_mismatches": mismatches}
-    file = {"path": f"gguf/{name}-{outtype}.gguf", "model": name, "outtype": outtype, "bytes": size}
-    return {**file, "fallback_tensors": 0, "parity": {"positions": 2048, "kl": 0.001, **parity, **texts}}
+    parity = Parity(2048, *figures, 512, mismatches, 0, 0.001)
+    return asdict(ExportedFile(f"gguf/{name}-{outtype}.gguf", name, outtype, size, 0, parity))
 
 
-def sample(label: dict[str, Any], prompt: str, *segments: tuple[str, str]) -> dict[str, Any]:
-    parts = [{"text": text, "kind": kind} for text, kind in segments]
-    return {**label, "configuration": "draft, γ = 4", "prompt": prompt, "segments": parts}
+def sample(pair: str, grown: bool, backend: str, prompt: str, *segments: tuple[str, str]) -> dict[str, Any]:
+    return asdict(Sample(pair, backend, grown, "draft, γ = 4", prompt, [Segment(*one) for one in segments]))
 
 
 def make_metadata() -> dict[str, Any]:
     noise = random.Random(7)
     small, large = "small 14M target", "grown target ×4 & <draft>"
-    metrics = [
-        {
-            "stage": "train",
-            "step": step,
-            "loss": 1.4 * (step + 9) ** -0.22 + noise.gauss(0, 0.02),
-            "forward_kl": 1.1 * (step + 9) ** -0.25 + noise.gauss(0, 0.02),
-            "cross_entropy": 3.4 * (step + 9) ** -0.09 + noise.gauss(0, 0.03),
-            "agreement": 0.72 - 0.5 * (step + 9) ** -0.3 + noise.gauss(0, 0.01),
-            "rate": 3e-4,
-            "tokens": 8192,
-            "tokens_per_second": 5210.0 + step % 17,
-            "memory_bytes": 2_140_000_000,
-            "eta_seconds": 900.0 - step,
-            "time": f"2026-11-21T14:{step // 25:02d}:{step % 60:02d}",
-        }
+    steps = [
+        TrainingStep(
+            step,
+            loss=1.4 * (step + 9) ** -0.22 + noise.gauss(0, 0.02),
+            forward_kl=1.1 * (step + 9) ** -0.25 + noise.gauss(0, 0.02),
+            cross_entropy=3.4 * (step + 9) ** -0.09 + noise.gauss(0, 0.03),
+            agreement=0.72 - 0.5 * (step + 9) ** -0.3 + noise.gauss(0, 0.01),
+            rate=3e-4,
+            tokens=8192,
+            tokens_per_second=5210.0 + step % 17,
+            memory_bytes=2_140_000_000,
+            time=f"2026-11-21T14:{step // 25:02d}:{step % 60:02d}",
+        )
         for step in range(1, 901)
     ]
     text = [
@@ -246,83 +174,52 @@ def make_metadata() -> dict[str, Any]:
         *((":\n        return n\n    return ", "accepted"), ("fibonacci", "target")),
         ("(n - 1) + fibonacci(n - 2)\n", "accepted"),
     ]
-    on_torch = {"pair": small, "grown": False, "backend": "pytorch"}
-    on_file = {"pair": large, "grown": True, "backend": "gguf"}
+    why = "On gguf a step over five tokens costs 1.9 × one token, so no draft can win."
+    hostile = sample(large, True, "gguf", EVIL, (EVIL, "accepted"), (EVIL, "target"))
+    parts = [
+        speedup_part(
+            *(small, False, "pytorch", 1.374, (36.44, 35.21, 1.0349)),
+            samples=[sample(small, False, "pytorch", "# fibonacci\n", *text)],
+        ),
+        speedup_part(large, True, "pytorch", 1.912, (11.25, 12.5, 0.9)),
+        speedup_part(small, False, "gguf", 0.843, (36.44, 36.0, 1.0122), explanations=[why], samples=[hostile]),
+    ]
+    curves = [
+        curve("target", "pytorch", "float32", 0.0214, 0.06),
+        curve("draft", "pytorch", "float32", 0.0021, 0.03),
+        curve("grown target", "pytorch", "float32", 0.0853, 0.04),
+        curve("target", "gguf", "q4_k_m", 0.0091, 0.21),
+        curve("draft", "gguf", "q4_k_m", 0.0009, 0.11),
+    ]
+    files = [
+        exported("draft", "q4_k_m", 13_204_512, (0.9619, 0.0413, 0.917), [(3, 17)]),
+        exported("target", "f16", 269_311_040, (0.9995, 0.00031, 0.0042), []),
+    ]
+    domains = {
+        "answers": {"before": measured(0.0), "after": measured(0.63)},
+        "files": {"before": measured(0.05), "after": measured(0.48)},
+    }
+    sampler = {"temperature": 0.8, "top_k": 0, "top_p": 0.95, "min_p": 0.0}
+    reached = {"before": positions(0.55), "after": positions(0.78)}
+    llama, versions = "LlamaForCausalLM", ("Linux-6.1-x86_64", "3.11.7", "2.9.1+cpu", "5.3.0")
     return {
         "name": "demo",
         "date": "2026-11-21T14:31:00+00:00",
         "command": "distill train recipes/demo.yaml train.steps=900",
-        "machine": {
-            "cpu": "AMD EPYC 7B13",
-            "cores": 2,
-            "memory_bytes": 16_800_000_000,
-            "gpu": None,
-            "python": "3.11.7",
-            "torch": "2.9.1+cpu",
-            "transformers": "5.3.0",
-            "platform": "Linux-6.1-x86_64",
-        },
+        "machine": asdict(Machine("AMD EPYC 7B13", 2, 16_800_000_000, None, *versions)),
         "config": {"name": "demo", "cut": {"layers": 2, "mlp": 384}, "train": {"steps": 900, "loss": "forward_kl"}},
-        "target": model("models/target", 134_515_008, 30, 576, 1536, 269_060_552),
-        "donor": model("example/donor-30m", 31_408_640, 12, 320, 960, 62_830_111),
-        "draft": model("runs/demo/draft", 18_203_456, 2, 320, 384, 36_421_777),
-        "steps": metrics,
-        "profile": {
-            "command": "distill train recipes/demo.yaml",
-            "machine": {},
-            "curves": [
-                curve("target", "pytorch", "float32", 0.0214, 0.06),
-                curve("draft", "pytorch", "float32", 0.0021, 0.03),
-                curve("grown target", "pytorch", "float32", 0.0853, 0.04),
-                curve("target", "gguf", "q4_k_m", 0.0091, 0.21),
-                curve("draft", "gguf", "q4_k_m", 0.0009, 0.11),
-            ],
-        },
-        "evaluation": {
-            "length": 8,
-            "tokens_per_round": {},
-            "command": "distill eval demo --kl --acceptance",
-            "sampler": {"temperature": 0.8, "top_k": 0, "top_p": 0.95, "min_p": 0.0},
-            "domains": {
-                "answers": {"before": measured(0.0), "after": measured(0.63)},
-                "files": {"before": measured(0.05), "after": measured(0.48)},
-            },
-            "positions": {"before": positions(0.55), "after": positions(0.78)},
-        },
-        "export": {
-            "command": "distill export-gguf demo",
-            "files": [
-                exported("draft", "q4_k_m", 13_204_512, (0.9619, 0.0413, 0.917), [(3, 17)]),
-                exported("target", "f16", 269_311_040, (0.9995, 0.00031, 0.0042), []),
-            ],
-        },
-        "speedup": {
-            "command": "distill speedup demo",
-            "new_tokens": 128,
-            "prompts": 24,
-            "machine": {},
-            "sampler": {"temperature": 0.8, "top_k": 0},
-            "parts": [
-                speedup_part(
-                    small,
-                    False,
-                    "pytorch",
-                    1.374,
-                    (35.21, 36.44, 1.0349),
-                    samples=[sample(on_torch, "# fibonacci\n", *text)],
-                ),
-                speedup_part(large, True, "pytorch", 1.912, (12.5, 11.25, 0.9)),
-                speedup_part(
-                    small,
-                    False,
-                    "gguf",
-                    0.843,
-                    (36.0, 36.44, 1.0122),
-                    explanations=["On gguf a step over five tokens costs 1.9 × one token, so no draft can win."],
-                    samples=[sample(on_file, EVIL, (EVIL, "accepted"), (EVIL, "target"))],
-                ),
-            ],
-        },
+        "target": asdict(ModelSizes("models/target", llama, 134_515_008, 30, 576, 1536, 49152, 269_060_552)),
+        "donor": asdict(ModelSizes("example/donor-30m", llama, 31_408_640, 12, 320, 960, 49152, 62_830_111)),
+        "draft": asdict(ModelSizes("runs/demo/draft", llama, 18_203_456, 2, 320, 384, 49152, 36_421_777)),
+        "steps": [{"stage": "train", **asdict(step)} for step in steps],
+        "profile": {"command": "distill train recipes/demo.yaml", "machine": {}, "curves": curves},
+        "evaluation": asdict(
+            EvaluationReport("distill eval demo --kl --acceptance", sampler, 8, domains, reached, {})  # type: ignore[arg-type]
+        ),
+        "export": {"command": "distill export-gguf demo", "files": files},
+        "speedup": asdict(
+            SpeedupReport("distill speedup demo", {}, 24, 128, {"temperature": 0.8, "top_k": 0}, parts)  # type: ignore[arg-type]
+        ),
     }
 
 
