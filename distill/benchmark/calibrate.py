@@ -177,16 +177,6 @@ class Calibrated:
         split = self.table.get("split", "validation")
         return "validation text" if split == "validation" else f"other {split}"
 
-    @property
-    def calibrations(self) -> dict[str, Calibration]:
-        """By name; DataError for a table that is damaged or of another format."""
-        return read_calibrations(self.table, self.source)
-
-    @property
-    def rates(self) -> list[float]:
-        """The acceptance by rank; DataError where there is none."""
-        return read_ranks(self.table, self.source).rates()
-
 
 def calibrate_pair(
     pair: LoadedPair, prompts: Sequence[Sequence[int]], new_tokens: int, command: str, split: str

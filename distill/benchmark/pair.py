@@ -10,7 +10,7 @@ import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from distill.benchmark.calibrate import Calibrated
+from distill.benchmark.calibrate import Calibrated, read_calibrations, read_ranks
 from distill.benchmark.compare import TimedText, choose_length, judge_identity, measurements, time_texts
 from distill.benchmark.explanations import explain
 from distill.benchmark.identity import tie_noise
@@ -215,20 +215,12 @@ def _fit(
         costs = paid.step_costs()
     calibrations: Mapping[str, Calibration] = {}
     if calibrated is not None and any(one.learns for one in configurations):
-        calibrations = calibrated.calibrations
-    if calibrated is None or not chooses:
-        return paid, Fitted(costs, calibrations), []
-    choices = choose_trees(
-        recipe,
-        comparison.others,
-        pair.target,
-        pair.draft,
-        calibrated.texts,
-        pair.ends,
-        costs,
-        calibrations,
-        calibrated.rates,
-    )
+        calibrations = read_calibrations(calibrated.table, calibrated.source)
+    choices: list[Choice] = []
+    if calibrated is not None and chooses:
+        models, rates = (pair.target, pair.draft), read_ranks(calibrated.table, calibrated.source).rates()
+        given = calibrated.texts, pair.ends, costs, calibrations, rates
+        choices = choose_trees(recipe, comparison.others, *models, *given)
     return paid, Fitted(costs, calibrations, {choice.title: choice.tree for choice in choices}), choices
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from distill.documents.prompts import cut_prompts
 from distill.documents.sources import read_documents
@@ -48,7 +48,8 @@ def evaluate_standalone(
     """
     settings = Evaluate()
     vocabulary = min(pair.target.vocabulary_size, pair.draft.vocabulary_size)
-    to_ids = _tokenizer(pair)
+    gguf = pair.target if isinstance(pair.target, GgufModel) else None
+    to_ids = functools.partial(encode, pair.tokenizer) if gguf is None else gguf.tokenize
     documents, _ = read_documents(corpus, needed=("test",))
     stride = 4 * (PROMPT_TOKENS + settings.new_tokens)
     found = cut_prompts(documents, to_ids, prompts, PROMPT_TOKENS, stride, SEED)
@@ -85,13 +86,6 @@ def _measured(pair: LoadedPair, blocks: Packed, sampler: Sampler, vocabulary: in
         return sum_by_document(text_values(pair.target, {"draft": pair.draft}, blocks, sampler, vocabulary, domain))
     target, draft = pair.hugging_face
     return sum_by_document(block_values(target, {"draft": draft}, blocks, sampler, vocabulary))
-
-
-def _tokenizer(pair: LoadedPair) -> Callable[[str], list[int]]:
-    if pair.hugging_face is not None:
-        return functools.partial(encode, pair.tokenizer)
-    assert isinstance(pair.target, GgufModel)
-    return pair.target.tokenize
 
 
 def _continued(

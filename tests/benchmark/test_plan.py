@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import tiny
 import yaml
+from test_cost import enumerated
 from toys import toy
 
 from distill.benchmark.hardware import Hardware, StepWork, read_hardware, work_of, work_of_config
@@ -36,15 +37,6 @@ def straight(slope: float, draft: float, single: float = 3.0) -> Case:
     """T(m) = T(1)·(1 + slope·(m − 1)) and D = draft·T(1), so that all figures have a closed form."""
     target = [single * (1 + slope * m) for m in range(9)]
     return Case("a line", [step_costs(target, draft * single, draft * single, LENGTHS)], LENGTHS)
-
-
-def enumerated(accepted: Sequence[float]) -> float:
-    """The mean tokens of a round, over every outcome of independent coins of which the first miss ends the round."""
-    mean = 0.0
-    for coins in itertools.product([True, False], repeat=len(accepted)):
-        chance = math.prod(rate if coin else 1 - rate for rate, coin in zip(accepted, coins, strict=True))
-        mean += chance * (1 + len([*itertools.takewhile(bool, coins)]))
-    return mean
 
 
 @pytest.mark.parametrize("rates", [[0.3], [0.9, 0.5, 0.2], [1.0], [0.0], [0.62, 0.55]])
@@ -104,6 +96,9 @@ def test_verdicts() -> None:
     never = outlook(straight(1.0, 0.1), {})
     assert "No draft can pay here, because verifying" in never.sentences[0]
     assert all(one.break_even is None and one.most <= 1 for one in never.lengths)
+    for plan in (pays, never):
+        bound = next(one for one in plan.scenarios if one.title == ALL)
+        assert [one.most for one in plan.lengths] == [speed.mean for speed in bound.speedups]
     assert max(one.largest_cost for one in never.scenarios) == pytest.approx(0, abs=1e-9)
 
 
@@ -310,14 +305,12 @@ def test_mistakes(arguments: tuple[str, ...], words: str, capsys: Capture) -> No
     assert words in said and "Traceback" not in said
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [("[]", "JSON object"), ('{"format": 9}', "no cost curve"), ('{"format": 1}', "`model` is missing")],
-)
-def test_files_that_are_no_curves(tmp_path: Path, text: str, words: str) -> None:
-    (tmp_path / "c.json").write_text(text)
-    with pytest.raises(DataError, match=words):
-        load_cost_curve(tmp_path / "c.json")
+def test_files_that_are_no_curves(tmp_path: Path) -> None:
+    texts = {"[]": "JSON object", '{"format": 9}': "no cost curve", '{"format": 1}': "`model` is missing"}
+    for text, words in texts.items():
+        (tmp_path / "c.json").write_text(text)
+        with pytest.raises(DataError, match=words):
+            load_cost_curve(tmp_path / "c.json")
 
 
 def test_curves_that_do_not_go_together(tmp_path: Path, capsys: Capture) -> None:
@@ -327,9 +320,3 @@ def test_curves_that_do_not_go_together(tmp_path: Path, capsys: Capture) -> None
     short = saved(tmp_path / "s.json", [1.0])
     assert tiny.call("plan", "--target-curve", short) == 2
     assert "ends at m = 1" in capsys.readouterr().err
-
-
-def test_all_accepted_is_the_bound() -> None:
-    found = outlook(straight(0.1, 0.1), {})
-    bound = next(one for one in found.scenarios if one.title == ALL)
-    assert [one.most for one in found.lengths] == [speed.mean for speed in bound.speedups]

@@ -18,6 +18,7 @@ import yaml
 
 from distill.commands.train import say_outcome
 from distill.errors import DataError
+from distill.intervals import Interval
 from distill.recipe import Recipe
 from distill.report import card as cards
 from distill.report import page as pages
@@ -29,19 +30,30 @@ from distill.results.evaluation_results import MEASURES, EvaluationReport
 from distill.results.export_results import ExportedFile, Parity
 from distill.results.profile_results import MeasuredCurve
 from distill.results.run_results import Machine, RunResults
-from distill.results.serialise import from_json
+from distill.results.serialise import from_json, write_result
 from distill.results.speedup_results import (
     ChosenLength,
     Measurement,
     Noise,
     PlainReference,
     RoundCosts,
+    RoundFigures,
     Sample,
     Segment,
     SpeedupPart,
     SpeedupReport,
 )
-from distill.results.training_results import TrainingStep, training_steps
+from distill.results.training_results import (
+    Collected,
+    CurvePoint,
+    EvaluatedWeights,
+    LearningCurve,
+    ReplayDecision,
+    TrainedPart,
+    TrainingStep,
+    TrainingSummary,
+    training_steps,
+)
 from distill.run import Run
 
 SURROGATE = "[lone surrogate]"  # which JSON cannot hold: put in after reading
@@ -230,10 +242,7 @@ class Checker(HTMLParser):
         super().__init__(convert_charrefs=True)
         self.stack: list[str] = []
         self.tags: Counter[str] = Counter()
-        self.references: list[str] = []
-        self.ids: list[str] = []
-        self.links: list[str] = []
-        self.words: list[str] = []
+        self.references, self.ids, self.links, self.words = (list[str]() for _ in range(4))
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.handle_startendtag(tag, attrs)
@@ -274,8 +283,11 @@ def checked(page: str) -> Checker:
     return checker
 
 
-def test_page_is_whole_and_fetches_nothing() -> None:
-    checker = checked(build_page(make_metadata()))
+def test_page_is_whole_fetches_nothing_and_changes_no_result() -> None:
+    results = as_results(make_metadata())
+    before = copy.deepcopy(results)
+    checker = checked(pages.build_page(results))
+    assert cards.build_card(results) and results == before
     assert checker.tags["svg"] == 9  # two of training, positions, two costs and one speedup for each of two backends
     assert checker.tags["h1"] == 1 and checker.tags["h2"] == 12
 
@@ -316,99 +328,68 @@ def test_grown_targets_are_labelled() -> None:
 
 @pytest.mark.usefixtures("without_pictures")
 def test_the_outcome_of_a_replay_is_shown() -> None:
-    results = make_metadata()
-    results["training"] = {
-        "steps": 900,
-        "processes": 1,
-        "parts": [
-            {"name": "align", "first": 0, "steps": 800, "rate": 3e-4, "loss": {"jsd": 1.0}},
-            {"name": "replay", "first": 800, "steps": 100, "rate": 1e-4, "loss": {"jsd": 1.0}},
-        ],
-        "best": {"step": 600, "acceptance": 0.5678, "tokens_per_round": 2.75, "rounds": 200},
-    }
-    collected = {"prompts": 64, "tokens": 8000, "rounds": 4321, "rejected": 2468, "blocks": 40}
-    judged = {
-        "collected": collected,
-        "before": 2.5,
-        "after": 2.75,
-        "prompts": 31,
-        "confidence": 0.95,
-        "difference": {"mean": 0.25, "low": 0.125, "high": 0.375},
-    }
+    parts = [
+        TrainedPart("align", 0, 800, 3e-4, {"jsd": 1.0}),
+        TrainedPart("replay", 800, 100, 1e-4, {"jsd": 1.0}),
+    ]
+    best, collected = EvaluatedWeights(600, 0.5678, 2.75, 200), Collected(64, 8000, 4321, 2468, 40)
 
-    def shown(replay: dict[str, Any] | None) -> str:
-        results["training"]["replay"] = replay
-        words = page_words(results)
+    def shown(replay: ReplayDecision | None) -> str:
+        words = page_words(make_metadata() | {"training": asdict(TrainingSummary(900, 1, parts, best, replay))})
         assert "The weights of step 600 were taken: 56.8" in words
         return words
 
-    kept = shown({**judged, "kept": True})
+    kept = ReplayDecision(True, collected, 2.5, 2.75, Interval(0.25, 0.125, 0.375), 31, 0.95)
     assert (
         "Replay: trained on 2,468 rejected positions; tokens per round went from 2.500 to 2.750 on 31 other "
-        "validation prompts, a difference of 0.250 [0.125, 0.375]: kept." in kept
+        "validation prompts, a difference of 0.250 [0.125, 0.375]: kept." in shown(kept)
     )
-    assert "[0.125, 0.375]: not kept." in shown({**judged, "kept": False})
-    nothing = shown({"collected": {**collected, "rejected": 0, "blocks": 0}, "kept": False})
-    assert "Replay: nothing was rejected in 4,321 rounds of 64 prompts, so there was nothing to learn." in nothing
-    assert "Replay" not in shown(None)
+    assert "[0.125, 0.375]: not kept." in shown(replace(kept, kept=False))
+    nothing = ReplayDecision(False, replace(collected, rejected=0, blocks=0))
+    instead = "Replay: nothing was rejected in 4,321 rounds of 64 prompts, so there was nothing to learn."
+    assert instead in shown(nothing) and "Replay" not in shown(None)
 
 
 @pytest.mark.usefixtures("without_pictures")
 def test_the_learning_curve_is_shown() -> None:
     """What twice the tokens would give at most, or the reason why that is not known."""
-    results = make_metadata()
-    curve: dict[str, Any] = {
-        "confidence": 0.95,
-        "points": [{"tokens": 1000 * 2**n, "acceptance": interval(0.4 + 0.05 * n)} for n in range(5)],
-        "line": [{"tokens": tokens, "acceptance": interval(0.6)} for tokens in (4000, 16000, 32000)],
-        "doubled": interval(0.65, 0.01),
-    }
-    results["training"] = {"steps": 9, "processes": 1, "parts": [], "best": None, "replay": None, "curve": curve}
+    points = [CurvePoint(1000 * 2**n, Interval(0.4 + 0.05 * n, 0.4, 0.7)) for n in range(5)]
+    line = [CurvePoint(tokens, Interval(0.6, 0.5, 0.7)) for tokens in (4000, 16000, 32000)]
 
-    def said(words: str) -> str:
+    def said(curve: LearningCurve, words: str) -> str:
+        results = make_metadata() | {"training": asdict(TrainingSummary(9, 1, [], None, None, curve))}
         page, card = build_page(results), build_card(results)
         assert words in " ".join("".join(checked(page).words).split()) and escaped(words) in card
         return page
 
     instead = "expected acceptance on validation prompts instead of 0.600."
-    page = said(f"Twice the tokens would give at most 0.660 {instead}")
+    known = LearningCurve(0.95, points, line, Interval(0.65, 0.64, 0.66))
+    page = said(known, f"Twice the tokens would give at most 0.660 {instead}")
     assert "plot-learning" in page and "would give at most what the line shows" in page
-    curve |= {"line": [], "doubled": None, "unknown": "there are too few points"}
-    page = said("What twice the tokens would give cannot be said: there are too few points.")
-    assert "plot-learning" in page and "The line is" not in page
+    unknown = LearningCurve(0.95, points, unknown="there are too few points")
+    page = said(unknown, "What twice the tokens would give cannot be said: there are too few points.")
+    assert "plot-learning" in page and "would give at most what the line shows" not in page
 
 
 @pytest.mark.usefixtures("without_pictures")
 def test_a_training_that_did_not_help_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """In the report, on the card, and at the end of the command."""
-    best = {"step": 0, "acceptance": 0.4, "tokens_per_round": 2.0, "rounds": 9}
-    results = make_metadata()
-    results["training"] = {"steps": 9, "processes": 1, "parts": [], "best": best, "replay": None}
-    words = "Training did not help"
-    assert words in build_page(results) and words in build_card(results)
+    best = EvaluatedWeights(0, 0.4, 2.0, 9)
+    untrained = TrainingSummary(9, 1, [], best, None)
     (tmp_path / "stages").mkdir()
     record = {"key": "", "inputs": {}, "artifacts": {}, "digest": ""}
     (tmp_path / "stages" / "train.json").write_text(json.dumps(record))
-    (tmp_path / "training.json").write_text(json.dumps(results["training"]))
-    run = Run(tmp_path, Recipe.model_construct())
-    say_outcome(run)
-    assert words in capsys.readouterr().err
-    for other_training in (
-        {**results["training"], "best": {**best, "step": 5}},
-        {**results["training"], "best": None},
-        {
-            **results["training"],
-            "replay": {
-                "kept": True,
-                "collected": dict.fromkeys(("prompts", "tokens", "rounds", "rejected", "blocks"), 1),
-            },
-        },
+    for training, said in (
+        (untrained, True),
+        (replace(untrained, best=replace(best, step=5)), False),
+        (replace(untrained, best=None), False),
+        (replace(untrained, replay=ReplayDecision(True, Collected(1, 1, 1, 1, 1))), False),
     ):
-        results["training"] = other_training
-        assert words not in build_page(results) and words not in build_card(results)
-        (tmp_path / "training.json").write_text(json.dumps(other_training))
-        say_outcome(run)
-        assert words not in capsys.readouterr().err
+        results = make_metadata() | {"training": asdict(training)}
+        write_result(tmp_path / "training.json", training)
+        say_outcome(Run(tmp_path, Recipe.model_construct()))
+        for words in (build_page(results), build_card(results), capsys.readouterr().err):
+            assert ("Training did not help" in words) == said
 
 
 def test_hostile_text_stays_text() -> None:
@@ -489,26 +470,19 @@ def test_plots_take_the_page_colour_and_are_the_same_each_time() -> None:
 
 
 @pytest.mark.usefixtures("without_pictures")
-def test_a_doubted_cost_curve_is_named() -> None:
-    results = make_metadata()
-    assert "something else was running" not in build_page(results)
-    results["profile"]["curves"][0]["doubt"] = "something else was running"
-    assert "something else was running (distill train RECIPE --redo profile)" in build_page(results)
-
-
-@pytest.mark.usefixtures("without_pictures")
-def test_limits_follow_the_results() -> None:
+def test_limits_and_doubts_follow_the_results() -> None:
     results = make_metadata()
     page = build_page(results)
     assert "No GPU took part" in page and "reaches only 90.0 %" in page
-    assert "not shown to be lossless" not in page
-    results["speedup"]["parts"][0]["measurements"][2]["different"] = 3
+    for words in ("not shown to be lossless", "drafted nothing", "something else was running"):
+        assert words not in page
+    results["speedup"]["parts"][0]["measurements"][2] |= {"different": 3, "acceptance": None, "speedup": 1.15}
     results["machine"]["gpu"] = "NVIDIA H100"
-    assert "drafted nothing" not in page
-    results["speedup"]["parts"][0]["measurements"][2] |= {"acceptance": None, "speedup": 1.15}
+    results["profile"]["curves"][0]["doubt"] = "something else was running"
     page = build_page(results)
-    assert "drafted nothing: its 1.15× shows how much" in page
+    assert "drafted nothing: its 1.15× shows how much" in page and "not shown to be lossless" in page
     assert "3 outputs differ from the plain run" in page and "No GPU took part" not in page
+    assert "something else was running (distill train RECIPE --redo profile)" in page
 
 
 def test_card_front_matter_and_numbers() -> None:
@@ -541,14 +515,6 @@ def test_card_survives_hostile_text_and_its_python_compiles() -> None:
     blocks = re.findall(r"(`{3,})python\n(.*?)\n\1\n", card, flags=re.S)
     compile(blocks[0][1], "card", "exec")
     assert "assistant_tokenizer=assistant_tokenizer" in blocks[0][1]
-
-
-def test_results_are_not_changed() -> None:
-    results = as_results(make_metadata())
-    before = copy.deepcopy(results)
-    pages.build_page(results)
-    cards.build_card(results)
-    assert results == before
 
 
 @pytest.mark.usefixtures("without_pictures")
@@ -602,18 +568,11 @@ def test_the_first_screen_says_what_holds_the_pair_back() -> None:
     assert "would give" not in page_words(results).partition("Models")[0]
     part = results["speedup"]["parts"][0]
     best = max((row for row in part["measurements"] if row["drafter"]), key=lambda row: row["speedup"])
-    timed = {"rounds": 9, "draft_steps": 4.0, "tokens_per_second": 50.0, "bound": 55.0, "attained": 0.9}
 
-    def rounds(most: float | None, target: float, draft: float, rest: float) -> list[dict[str, Any]]:
-        paid = dict(zip(("target_seconds", "draft_seconds", "overhead_seconds"), (target, draft, rest), strict=True))
-        plain = {"target_seconds": 0.02, "draft_seconds": 0.0, "overhead_seconds": 0.0, "seconds": 0.02}
-        return [
-            timed | plain | {"configuration": "plain", "tokens": 1.0, "most": 1.0, "verified": 1.0},
-            timed
-            | paid
-            | {"configuration": best["configuration"], "tokens": 2.0, "most": most, "verified": 5.0}
-            | {"seconds": target + draft + rest},
-        ]
+    def rounds(most: float | None, *paid: float) -> list[dict[str, Any]]:
+        plain = RoundFigures("plain", 9, 1.0, 1.0, 1.0, 4.0, 0.02, 0.02, 0.0, 0.0, 50.0, 55.0, 0.9)
+        drafted = RoundFigures(best["configuration"], 9, 2.0, most, 5.0, 4.0, sum(paid), *paid, 50.0, 55.0, 0.9)
+        return [asdict(plain), asdict(drafted)]
 
     part["rounds"] = rounds(5.0, 0.024, 0.012, 0.004)
     words = page_words(results)
