@@ -198,13 +198,13 @@ def _read_prompts(recipe: Recipe, request: PairRequest) -> UserPrompts:
 
 def _open(recipe: Recipe, request: PairRequest, prompts: UserPrompts) -> LoadedPair:
     """Both models, with room for the prompts, their texts and the largest tree; a draft of another vocabulary apart."""
-    most = recipe.profile.max_tokens
+    max_tokens = recipe.profile.max_tokens
     longest = max(one.most + 1 for one in request.configurations)
     size = max(len(prompt.ids) for prompt in (*prompts.measured, *prompts.others)) + recipe.speedup.new_tokens
     return load_pair(
         recipe.target,
         None if request.foreign else request.draft,
-        tokens=max(size, 2 * most, 2 * longest),
+        tokens=max(size, 2 * max_tokens, 2 * longest),
         nodes=largest_tree(recipe, request.others),
         threads=recipe.threads,
         gguf=recipe.gguf,

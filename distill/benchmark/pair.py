@@ -182,16 +182,16 @@ def _with_cheapest_steps(recipe: Recipe, pair: LoadedPair, comparison: Compariso
     if recipe.pytorch.static and pair.backend == "pytorch":
         return pair, []  # rounds on a device drive the models themselves, whose steps are compiled by size
     profile = recipe.profile
-    most = max(one.most for one in comparison.configurations) + 1
+    max_tokens = max(one.most for one in comparison.configurations) + 1
     if any(one.chosen for one in comparison.configurations):
-        most = max(most, profile.max_tokens)
-    room = min(pair.target.capacity, pair.draft.capacity) - max(most, *DRAFT_STEPS)
+        max_tokens = max(max_tokens, profile.max_tokens)
+    room = min(pair.target.capacity, pair.draft.capacity) - max(max_tokens, *DRAFT_STEPS)
     depth = max(1, min(profile.depth, room))
     progress = None
     if not comparison.of_run:  # whose estimates take all progress to grow with its prompts
         models = 1 if pair.draft is pair.target else 2
         progress = Progress(f"{pair.backend}, steps", (profile.repeats + 1) * models)
-    cheapest = cheapest_pair(pair.target, pair.draft, most, depth, profile.repeats, progress)
+    cheapest = cheapest_pair(pair.target, pair.draft, max_tokens, depth, profile.repeats, progress)
     return replace(pair, target=cheapest.target, draft=cheapest.draft), cheapest.describe()
 
 

@@ -24,7 +24,7 @@ from distill.speculative.costs.paid import DraftSteps, PaidCosts
 RATES = (0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 ALL = "all accepted"
 NOTHING = 0.005  # T(1) that a draft step may cost: shown as 0.00
-WORTH = 1.5  # a speedup worth the effort of a draft, in the verdict
+GOOD_SPEEDUP = 1.5  # a speedup worth the effort of a draft, in the verdict
 HALVINGS = 40  # of the range in which an acceptance is looked for
 
 MODEL = (
@@ -130,25 +130,25 @@ class Case:
         """The median over the timings of a figure."""
         return statistics.median(figure(costs) for costs in self.timings)
 
-    def needed(self, costs: PaidCosts, length: int, wanted: float = 1.0) -> float:
-        """The acceptance, the same at every position, from which `length` gives the speedup wanted; else infinite."""
-        if self.speedup(costs, length, [1.0]) < wanted:
+    def needed(self, costs: PaidCosts, length: int, speedup: float = 1.0) -> float:
+        """The acceptance, the same at every position, from which `length` gives this speedup; else infinite."""
+        if self.speedup(costs, length, [1.0]) < speedup:
             return math.inf
         low, high = 0.0, 1.0
         for _ in range(HALVINGS):
             middle = (low + high) / 2
-            low, high = (middle, high) if self.speedup(costs, length, [middle]) < wanted else (low, middle)
+            low, high = (middle, high) if self.speedup(costs, length, [middle]) < speedup else (low, middle)
         return high
 
     def largest_cost(self, costs: PaidCosts, rates: Sequence[float]) -> float:
         """The cost of a draft step, in T(1), at which the best length is just as fast as plain decoding."""
         plain = self.prompt * costs.target_prompt + (self.new - 1) * costs.token
-        found = []
+        affordable = []
         for n in self.lengths:
             rounds = (self.new - 1) / tokens_per_round(by_position(rates, n))
             saved = plain * (1 - 1 / self.speedup(costs, n, rates))  # of a request
-            found.append(costs.by_argmax.later + saved / rounds / n)
-        return max(found) / costs.token
+            affordable.append(costs.by_argmax.later + saved / rounds / n)
+        return max(affordable) / costs.token
 
 
 def by_position(rates: Sequence[float], length: int) -> list[float]:
@@ -176,9 +176,9 @@ def outlook(case: Case, given: Mapping[str, Sequence[float]]) -> Outlook:
 def _scenario(case: Case, title: str, rates: Sequence[float], cost: float) -> Scenario:
     speeds = []
     for n in case.lengths:
-        found = [case.speedup(costs, n, rates) for costs in case.timings]
-        bounds = (min(found), max(found)) if len(found) > 1 else (math.nan, math.nan)
-        speeds.append(Interval(statistics.median(found), *bounds))
+        timed = [case.speedup(costs, n, rates) for costs in case.timings]
+        bounds = (min(timed), max(timed)) if len(timed) > 1 else (math.nan, math.nan)
+        speeds.append(Interval(statistics.median(timed), *bounds))
     best = max(range(len(speeds)), key=lambda place: speeds[place].mean)
     largest = case.middle(lambda costs: case.largest_cost(costs, rates))
     layers = None
@@ -205,14 +205,14 @@ def _verdict(case: Case, cost: float, lengths: Sequence[PlannedLength], scenario
             f"{top.most:.2f}x ({top.length} drafted). A draft whose step costs less than {free:.2f} T(1) could."
         )
     even = min((one for one in lengths if one.break_even is not None), key=lambda one: one.break_even or 0.0)
-    wanted = {n: case.middle(lambda costs, n=n: case.needed(costs, n, WORTH)) for n in case.lengths}  # type: ignore[misc]
-    length = min(wanted, key=lambda n: wanted[n])
-    worth = f"{WORTH}x from {wanted[length]:.2f} on ({length} drafted)"
-    if math.isinf(wanted[length]):
-        worth = f"{WORTH}x at no acceptance"
+    needed = {n: case.middle(lambda costs, n=n: case.needed(costs, n, GOOD_SPEEDUP)) for n in case.lengths}  # type: ignore[misc]
+    length = min(needed, key=lambda n: needed[n])
+    good = f"{GOOD_SPEEDUP}x from {needed[length]:.2f} on ({length} drafted)"
+    if math.isinf(needed[length]):
+        good = f"{GOOD_SPEEDUP}x at no acceptance"
     return (
         f"A draft step costs {cost:.2f} T(1). It pays from an acceptance of {even.break_even:.2f} on ({even.length} "
-        f"drafted), gives {worth}, and with every token accepted at most {top.most:.2f}x ({top.length} drafted)."
+        f"drafted), gives {good}, and with every token accepted at most {top.most:.2f}x ({top.length} drafted)."
     )
 
 

@@ -131,8 +131,8 @@ def _measured(pair: LoadedPair, title: str, request: PlanRequest) -> Case:
     Raises DataError for contexts without room.
     """
     lengths, prompt, new = request.lengths, request.prompt, request.new
-    most = max(lengths) + 1
-    room = min(pair.target.capacity, pair.draft.capacity) - max(most, new, *DRAFT_STEPS)
+    max_tokens = max(lengths) + 1
+    room = min(pair.target.capacity, pair.draft.capacity) - max(max_tokens, new, *DRAFT_STEPS)
     if room < prompt:
         raise DataError(
             f"{title}: the context has no room for {new} tokens after {prompt}",
@@ -140,7 +140,7 @@ def _measured(pair: LoadedPair, title: str, request: PlanRequest) -> Case:
         )
     progress = Progress(f"{title}: timings", TIMINGS + 2 * REPEATS + 2)
     if not pair.pytorch.static:  # whose rounds drive the models themselves
-        cheapest = cheapest_pair(pair.target, pair.draft, most, prompt, REPEATS, progress)
+        cheapest = cheapest_pair(pair.target, pair.draft, max_tokens, prompt, REPEATS, progress)
         pair = replace(pair, target=cheapest.target, draft=cheapest.draft)
     size, timings = pair.target.vocabulary_size, []
     for number in range(TIMINGS):

@@ -120,7 +120,7 @@ def round_figures(one: Prepared, texts: Sequence[TimedText], steps: StepFigures,
         configuration=one.title,
         rounds=count,
         tokens=tokens / count,
-        most=_most(rounds, len(draft), drafter),
+        most=_all_accepted(rounds, len(draft), drafter),
         verified=sum(step.tokens for step in target) / count,
         draft_steps=len(draft) / count,
         seconds=seconds / count,
@@ -141,7 +141,7 @@ def prompt_seconds(texts: Sequence[TimedText]) -> dict[str, float]:
     return {title: statistics.fmean(own) for title, own in seconds.items()}
 
 
-def _most(rounds: Sequence[Round], steps: int, drafter: DrafterName) -> float | None:
+def _all_accepted(rounds: Sequence[Round], steps: int, drafter: DrafterName) -> float | None:
     """Mean tokens of a round in which everything is accepted: of a tree, a node of each level, a draft step each."""
     if not rounds:
         return 1.0

@@ -110,24 +110,24 @@ def time_rounds(
 
 
 def mean_values(
-    drafter: TreeDrafter, texts: Sequence[Text], nodes: int, ends: Collection[int], most: int = ROUNDS
+    drafter: TreeDrafter, texts: Sequence[Text], nodes: int, ends: Collection[int], max_rounds: int = ROUNDS
 ) -> list[float]:
-    """The mean value of the n-th best node of a round, for n up to `nodes`, over up to `most` rounds of given texts.
+    """The mean value of the n-th best node of a round, for n up to `nodes`, over rounds of given texts.
 
     A round starts behind the token at which the text left the tree of the one before, as rounds do that are decoded
     greedily; no target is asked.
     """
-    found: list[list[float]] = []
+    values: list[list[float]] = []
     for prompt, new in texts:
         text, at = [*prompt, *new], len(prompt)  # at: the last committed token
         drafter.begin(prompt)
-        while at + 1 < len(text) and drafter.room(at + 1) > nodes and len(found) < most:
+        while at + 1 < len(text) and drafter.room(at + 1) > nodes and len(values) < max_rounds:
             proposal = drafter.propose(text[: at + 1], nodes, ends)
-            found.append([*drafter.values, *[0.0] * (nodes - len(drafter.values))])
+            values.append([*drafter.values, *[0.0] * (nodes - len(drafter.values))])
             accepted = follow(proposal, text[at + 1 :])
             at += accepted + 1
             drafter.accepted(proposal, accepted, at + 1, 0.0)
-    return [statistics.fmean(column) for column in zip(*found, strict=True)]
+    return [statistics.fmean(column) for column in zip(*values, strict=True)]
 
 
 def follow(proposal: Proposal, text: Sequence[int]) -> int:
@@ -200,7 +200,7 @@ def choose_trees(
     after how many of them how many rounds are timed. `rates` are the acceptance by rank.
     """
     costs = replace(costs, target=costs.target[: recipe.profile.max_tokens])  # a grown pair's may go on
-    most = len(costs.target) - 1
+    max_nodes = len(costs.target) - 1
     prompts = [prompt for prompt, _ in texts[: timed[0]]]
     choices = []
     for configuration in configurations:
@@ -210,7 +210,7 @@ def choose_trees(
         sampler = configured_sampler(configuration, recipe.sampler)
         draws = random.Random(f"{recipe.seed}/{title}/timed").random
         rules = Rules(sampler, configuration.verified_by, ends, draws)
-        sizes = sorted({*(size for size in SIZES if size < most), most})
+        sizes = sorted({*(size for size in SIZES if size < max_nodes), max_nodes})
         trees: dict[int, Tree] = {size: size for size in sizes}
         if configuration.ranked:
             wanted = sizes if configuration.nodes is None else [configuration.nodes]
@@ -230,9 +230,9 @@ def choose_trees(
         if configuration.ranked:
             values = shape_values(shapes, rates)
         else:
-            drafter = make(most)
+            drafter = make(max_nodes)
             assert isinstance(drafter, TreeDrafter)
-            values = mean_values(drafter, texts, most, ends)
+            values = mean_values(drafter, texts, max_nodes, ends)
         plainly: Tree = Shape(()) if configuration.ranked else 0
         if configuration.nodes is None or not seconds:
             trees[0] = plainly

@@ -116,7 +116,7 @@ def plan(
 
         costs = cases[0].timings[0]
         rates = by_position(next(iter(given.values())), max(drafted))
-        settings = [str(one) for one in llama_settings(curve, rates, costs.by_argmax.later / costs.token, depth)]
+        settings = llama_settings(curve, rates, costs.by_argmax.later / costs.token, depth)
     found = Plan(shlex.join(["distill", *sys.argv[1:]]), machine(), [outlook(one, given) for one in cases], settings)
     shared.print_table(flat_rows(found), as_markdown(found), as_json(found), output)
 
