@@ -74,7 +74,7 @@ def record_rounds(
     target: Model, draft: Model, prompts: Sequence[Sequence[int]], new_tokens: int, rules: Rules, length: int = LENGTH
 ) -> list[Recorder]:
     """Decode every prompt with `length` drafted tokens a round; the rounds of each."""
-    found = []
+    recorders = []
     for prompt in prompts:
         recorder = Recorder(length)
         drafter = ModelDrafter(draft, recorder, rules.sampler, rules.random, argmax=rules.verifier == "match")
@@ -83,8 +83,8 @@ def record_rounds(
         for _ in decode(target, drafter, prompt, limit, rules, result):
             pass
         recorder.tokens = result.tokens
-        found.append(recorder)
-    return found
+        recorders.append(recorder)
+    return recorders
 
 
 def tally_ranks(draft: Model, prompts: Sequence[Sequence[int]], own: Sequence[Recorder], rules: Rules) -> RankTally:
@@ -205,13 +205,13 @@ def calibrate_run(recipe: Recipe, run: Run) -> Calibrated | None:
             made = calibrate_pair(pair, prompts, settings.new_tokens, run.command, "validation")
         save_texts(texts, made.texts)
         write_json(path, made.table)
-    found = Calibrated(read_json(path, FORM), load_texts(texts), str(path))
-    table = found.table
+    calibrated = Calibrated(read_json(path, FORM), load_texts(texts), str(path))
+    table = calibrated.table
     scores = ", ".join(f"{name} {fit['log_loss']:.3f}" for name, fit in table["fits"].items())
     line = f"log loss {table['uncalibrated']['log_loss']:.3f} uncalibrated, {scores}" if scores else "no calibration"
     line += "".join(f"; {name} not fitted: {reason}" for name, reason in table["unfitted"].items())
     run.say(f"  draft probabilities, {table['rounds']} rounds of {table['prompts']} validation texts: {line}")
-    return found
+    return calibrated
 
 
 def read_calibrations(table: Mapping[str, Any], source: str) -> dict[str, Calibration]:
@@ -229,10 +229,10 @@ def load_calibrations(path: Path) -> dict[str, Calibration]:
 
 def read_ranks(table: Mapping[str, Any], source: str) -> RankTally:
     """The acceptance by rank of what `calibrate` made; DataError, which names `source`, where there is none."""
-    found: Any = table.get("ranks")
-    if not has_form(found, {"tried": [int], "taken": [int]}) or not found["tried"]:
+    tally: Any = table.get("ranks")
+    if not has_form(tally, {"tried": [int], "taken": [int]}) or not tally["tried"]:
         raise DataError(f"{source} holds no acceptance by rank", "make it again: `distill speedup --again`")
-    return RankTally(found["tried"], found["taken"])
+    return RankTally(tally["tried"], tally["taken"])
 
 
 def save_texts(path: Path, texts: Sequence[Text]) -> None:
@@ -269,13 +269,13 @@ def round_costs(paid: PaidCosts, pair: PairMeasured) -> RoundCosts:
     return RoundCosts(*pair.key, paid.token, *verify, *steps, paid.target_prompt, paid.draft_prompt)
 
 
-def paid_costs(found: RoundCosts) -> PaidCosts:
+def paid_costs(stored: RoundCosts) -> PaidCosts:
     """The costs of which `round_costs` made these."""
     return PaidCosts(
-        found.token,
-        dict(zip(found.lengths, found.verify, strict=True)),
-        DraftSteps(*found.by_argmax),
-        DraftSteps(*found.by_distribution),
-        found.target_prompt,
-        found.draft_prompt,
+        stored.token,
+        dict(zip(stored.lengths, stored.verify, strict=True)),
+        DraftSteps(*stored.by_argmax),
+        DraftSteps(*stored.by_distribution),
+        stored.target_prompt,
+        stored.draft_prompt,
     )

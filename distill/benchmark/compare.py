@@ -86,16 +86,16 @@ def judge_identity(
 ) -> dict[str, Identity]:
     """For each greedy configuration that drafts, by title, how its texts stand to the plain ones.
 
-    `noise` is the measured or agreed rounding; `noise` and `sizes` tell a tie as in `is_tie`.
+    `noise` is the measured or agreed rounding; `noise` and `sizes` decide on ties as in `is_tie`.
     """
-    wanted = {text.prompt: text.decoded.tokens for text in texts if text.title == PLAIN.title}
-    found = {one.title: Identity() for one in prepared if not one.sampled and one.title != PLAIN.title}
+    plain_texts = {text.prompt: text.decoded.tokens for text in texts if text.title == PLAIN.title}
+    identities = {one.title: Identity() for one in prepared if not one.sampled and one.title != PLAIN.title}
     for text in texts:
-        if text.title in found:
-            found[text.title].count(
-                target, prompts[text.prompt], wanted[text.prompt], text.decoded.tokens, noise, sizes
+        if text.title in identities:
+            identities[text.title].count(
+                target, prompts[text.prompt], plain_texts[text.prompt], text.decoded.tokens, noise, sizes
             )
-    return found
+    return identities
 
 
 def measurements(

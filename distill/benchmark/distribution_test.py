@@ -170,12 +170,12 @@ def _draw(
 
 def _greedy_identity(target: Model, draft: Model, prompts: Sequence[Sequence[int]], rounded: bool) -> Identity:
     """Greedy speculative texts against plain ones; a first difference at a rounding tie is excused."""
-    found, sizes = Identity(), range(2, GREEDY_LENGTH + 2) if rounded else ()
+    identity, sizes = Identity(), range(2, GREEDY_LENGTH + 2) if rounded else ()
     for prompt in prompts:
-        wanted = plain(target, prompt, GREEDY_TOKENS).tokens
+        greedy = plain(target, prompt, GREEDY_TOKENS).tokens
         other = speculative(target, draft, prompt, GREEDY_TOKENS, GREEDY_LENGTH).tokens
-        found.count(target, prompt, wanted, other, TORCH_NOISE, sizes)
-    return found
+        identity.count(target, prompt, greedy, other, TORCH_NOISE, sizes)
+    return identity
 
 
 def verify_run_distribution(recipe: Recipe, run: Run, samples: int) -> DistributionTest:

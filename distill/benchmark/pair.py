@@ -14,6 +14,7 @@ from distill.benchmark.calibrate import Calibrated, read_calibrations, read_rank
 from distill.benchmark.compare import TimedText, choose_length, judge_identity, measurements, time_texts
 from distill.benchmark.explanations import explain
 from distill.benchmark.identity import tie_noise
+from distill.benchmark.plan import by_position
 from distill.benchmark.predictions import Predictions
 from distill.benchmark.prepared import Fitted, Prepared, prepare_all
 from distill.benchmark.rounds import prompt_seconds, round_figures, time_steps
@@ -169,12 +170,12 @@ def _others_drafted(comparison: Comparison, choices: Sequence[Choice]) -> list[i
     """The most tokens that each greedy configuration beside the sweep drafts in a round: of a tree, given or chosen,
     its nodes, and of a lookup before it, its length."""
     chosen = {choice.title: choice.nodes for choice in choices}
-    found: set[int] = set()
+    sizes: set[int] = set()
     for one in comparison.others:
         if one.sampler == "greedy":
             tree = one.drawn_nodes or one.nodes or chosen.get(one.title, 0)
-            found |= {tree} if one.drafter == "tree" else {tree, one.most}
-    return sorted(found - {0})
+            sizes |= {tree} if one.drafter == "tree" else {tree, one.most}
+    return sorted(sizes - {0})
 
 
 def _with_cheapest_steps(recipe: Recipe, pair: LoadedPair, comparison: Comparison) -> tuple[LoadedPair, list[str]]:
@@ -278,7 +279,7 @@ def _accepted(comparison: Comparison, one: Prepared, texts: Sequence[TimedText])
     """The acceptance by position that predicts a configuration's speedup; empty where it is not known."""
     length = one.length or 0
     if comparison.rates is not None:
-        return [comparison.rates[min(position, len(comparison.rates) - 1)] for position in range(length)]
+        return by_position(comparison.rates, length)
     if comparison.evaluated is None:
         rounds = [(r.drafted, r.accepted) for t in texts if t.title == one.title for r in t.decoded.rounds]
         return accepted_by_position(rounds)

@@ -97,21 +97,21 @@ def _measure(
         evaluated=_evaluated_rounds(run, prompts, settings.new_tokens),
         of_run=True,
     )
-    found = measure_pair(recipe, pair, comparison)
-    assert found.chosen is not None and found.paid is not None  # a run sweeps lengths and keeps its costs
-    explanations = [f"{label.pair}, {label.backend}: {sentence}" for sentence in found.explanations]
-    for sentence in [*found.steps_given, *explanations]:
+    compared = measure_pair(recipe, pair, comparison)
+    assert compared.chosen is not None and compared.paid is not None  # a run sweeps lengths and keeps its costs
+    explanations = [f"{label.pair}, {label.backend}: {sentence}" for sentence in compared.explanations]
+    for sentence in [*compared.steps_given, *explanations]:
         run.say(f"    {sentence}")
     return SpeedupPart(
-        measurements=found.measurements,
-        chosen=found.chosen,
+        measurements=compared.measurements,
+        chosen=compared.chosen,
         plain_reference=plain_reference(recipe, pair, label, prompts[: REFERENCE_PROMPTS[grown]]),
-        noise=Noise(*label.key, found.noise),
-        costs=round_costs(found.paid, label),
-        trees=[choice.as_result(label) for choice in found.choices],
-        rounds=found.rounds,
+        noise=Noise(*label.key, compared.noise),
+        costs=round_costs(compared.paid, label),
+        trees=[choice.as_result(label) for choice in compared.choices],
+        rounds=compared.rounds,
         explanations=explanations,
-        samples=[] if grown else _samples(recipe, pair, label, prompts, found),
+        samples=[] if grown else _samples(recipe, pair, label, prompts, compared),
     )
 
 
@@ -175,24 +175,24 @@ def _evaluated_rounds(run: Run, prompts: Sequence[Sequence[int]], new_tokens: in
         return []
     import pyarrow.parquet
 
-    wanted = [("draft", "=", "after"), ("prompt", "<", len(prompts))]
+    filters = [("draft", "=", "after"), ("prompt", "<", len(prompts))]
     columns = ["prompt", "depth", "drafted", "accepted"]
-    found = pyarrow.parquet.read_table(path, columns=columns, filters=wanted).to_pylist()
+    rows = pyarrow.parquet.read_table(path, columns=columns, filters=filters).to_pylist()
     rounds: list[list[tuple[int, int]]] = [[] for _ in prompts]
-    for r in sorted(found, key=lambda r: (r["prompt"], r["depth"])):
+    for r in sorted(rows, key=lambda r: (r["prompt"], r["depth"])):
         if r["depth"] < len(prompts[r["prompt"]]) + new_tokens:
             rounds[r["prompt"]].append((r["drafted"], r["accepted"]))
     return rounds
 
 
 def _samples(
-    recipe: Recipe, pair: LoadedPair, label: PairMeasured, prompts: Sequence[Sequence[int]], found: ComparedPair
+    recipe: Recipe, pair: LoadedPair, label: PairMeasured, prompts: Sequence[Sequence[int]], compared: ComparedPair
 ) -> list[Sample]:
     """Texts of the chosen length; of the fastest one where plain decoding was chosen."""
-    assert found.chosen is not None
-    fastest = max((row for row in found.measurements if row.length), key=lambda row: row.tokens_per_second)
-    title = fixed_length(found.chosen.length or fastest.length or 0).title
-    own = [text for text in found.texts if text.title == title]
+    assert compared.chosen is not None
+    fastest = max((row for row in compared.measurements if row.length), key=lambda row: row.tokens_per_second)
+    title = fixed_length(compared.chosen.length or fastest.length or 0).title
+    own = [text for text in compared.texts if text.title == title]
     return sample_texts(load_tokenizer(recipe.target.model), pair.token_bytes, prompts, own, label)
 
 
