@@ -31,7 +31,7 @@ from distill.speculative.calibration import (
 )
 from distill.speculative.costs.curve import StepCosts
 from distill.speculative.costs.paid import DraftSteps, PaidCosts
-from distill.speculative.decode import Decoded, decode, room_for
+from distill.speculative.decode import decode_text, room_for
 from distill.speculative.draft import ModelDrafter, distribution_sampler
 from distill.speculative.lengths import Fixed
 from distill.speculative.proposal import ROOT, Features, Proposal
@@ -57,17 +57,15 @@ class Fit:
 
 @dataclass
 class Recorder(Fixed):
-    """Drafts a fixed length and keeps what was seen of every round, with its seconds, and the text's new tokens."""
+    """Drafts a fixed length and keeps what was seen of every round, and the text's new tokens."""
 
     reads_features = True
     rounds: list[Recorded] = field(default_factory=list)
-    seconds: list[float] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
 
     def observe(self, drafted: int, accepted: int, features: Sequence[Features], seconds: float) -> None:
         """Keep the round."""
         self.rounds.append(Recorded(tuple(features[:drafted]), accepted))
-        self.seconds.append(seconds)
 
 
 def record_rounds(
@@ -79,10 +77,7 @@ def record_rounds(
         recorder = Recorder(length)
         drafter = ModelDrafter(draft, recorder, rules.sampler, rules.random, argmax=rules.verifier == "match")
         limit = room_for(target, draft, len(prompt), new_tokens)
-        result = Decoded()
-        for _ in decode(target, drafter, prompt, limit, rules, result):
-            pass
-        recorder.tokens = result.tokens
+        recorder.tokens = decode_text(target, drafter, prompt, limit, rules).tokens
         recorders.append(recorder)
     return recorders
 

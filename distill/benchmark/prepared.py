@@ -14,7 +14,7 @@ from distill.sampler import Sampler
 from distill.speculative.calibration import Calibration
 from distill.speculative.configured import NO_COSTS, Tree, configured_sampler, lossy_reason, make_drafter
 from distill.speculative.costs.curve import StepCosts
-from distill.speculative.decode import Decoded, decode, plain
+from distill.speculative.decode import Decoded, decode_text, plain
 from distill.speculative.draft import Drafter
 from distill.speculative.other_vocabulary.drafters import Reader, other_vocabulary_drafter
 from distill.speculative.rules import Rules
@@ -66,10 +66,7 @@ class Prepared:
         """Decode a prompt from cold caches, by a drafter that `make` gave; plainly without one."""
         if drafter is None:
             return plain(target, prompt, limit, rules=self.rules)
-        result = Decoded()
-        for _ in decode(target, drafter, prompt, limit, self.rules, result, self.lossy is not None):
-            pass
-        return result
+        return decode_text(target, drafter, prompt, limit, self.rules, self.lossy is not None)
 
 
 def prepare(

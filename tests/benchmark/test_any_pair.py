@@ -33,7 +33,7 @@ from distill.results.pair_results import PairSpeedup, StepFigures
 from distill.results.serialise import read_result
 from distill.results.speedup_results import Measurement, RoundFigures
 from distill.sampler import Sampler
-from distill.speculative.decode import Decoded, Round, decode, speculative
+from distill.speculative.decode import Decoded, Round, decode_text, speculative
 from distill.speculative.draft import ModelDrafter
 from distill.speculative.lengths import Fixed
 from distill.speculative.rules import SYNTHETIC, Rules
@@ -198,10 +198,7 @@ def synthetic(rates: Sequence[float], length: int, limit: int, tree: bool = Fals
     drafter: Any = ModelDrafter(draft, Fixed(length), Sampler(0), draws)  # type: ignore[arg-type]
     if tree:
         drafter = TreeDrafter(draft, Sampler(0), draws, 2 * length, depth=length)  # type: ignore[arg-type]
-    result = Decoded()
-    for _ in decode(target, drafter, [1, 2, 3], limit, rules, result, lossy=True):  # type: ignore[arg-type]
-        pass
-    return result
+    return decode_text(target, drafter, [1, 2, 3], limit, rules, lossy=True)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("tree", [False, True])
@@ -231,7 +228,7 @@ def test_synthetic_rates_are_by_position() -> None:
 def test_synthetic_acceptance_is_refused_unless_asked_for_as_such() -> None:
     draft = ModelDrafter(TableModel(6, seed=1), Fixed(2), Sampler(0), lambda: 0.0)  # type: ignore[arg-type]
     with pytest.raises(DataError, match=SYNTHETIC.split(":")[0]):
-        list(decode(TableModel(6), draft, [1], 8, Rules(rates=[1.0]), Decoded()))  # type: ignore[arg-type]
+        decode_text(TableModel(6), draft, [1], 8, Rules(rates=[1.0]))  # type: ignore[arg-type]
 
 
 # Prompts.
