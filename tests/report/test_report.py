@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import random
 import re
 import sys
 from collections import Counter
@@ -164,28 +163,14 @@ def sample(pair: str, grown: bool, backend: str, prompt: str, *segments: tuple[s
 
 
 def make_metadata() -> dict[str, Any]:
-    noise = random.Random(7)
     small, large = "small 14M target", "grown target ×4 & <draft>"
-    steps = [
-        TrainingStep(
-            step,
-            loss=1.4 * (step + 9) ** -0.22 + noise.gauss(0, 0.02),
-            forward_kl=1.1 * (step + 9) ** -0.25 + noise.gauss(0, 0.02),
-            cross_entropy=3.4 * (step + 9) ** -0.09 + noise.gauss(0, 0.03),
-            agreement=0.72 - 0.5 * (step + 9) ** -0.3 + noise.gauss(0, 0.01),
-            rate=3e-4,
-            tokens=8192,
-            tokens_per_second=5210.0 + step % 17,
-            memory_bytes=2_140_000_000,
-            time=f"2026-11-21T14:{step // 25:02d}:{step % 60:02d}",
-        )
-        for step in range(1, 901)
-    ]
-    text = [
-        *(("def ", "target"), ("fibonacci(n: int) -> int:\n    if n <", "accepted"), (" 2", "target")),
-        *((":\n        return n\n    return ", "accepted"), ("fibonacci", "target")),
-        ("(n - 1) + fibonacci(n - 2)\n", "accepted"),
-    ]
+    steps = []
+    for step in range(1, 901):
+        losses = [1.4 * (step + 9) ** -0.22, 1.1 * (step + 9) ** -0.25, 3.4 * (step + 9) ** -0.09]
+        time = f"2026-11-21T14:{step // 25:02d}:{step % 60:02d}"
+        agreement, speed = 0.72 - 0.5 * (step + 9) ** -0.3, 5210.0 + step % 17
+        steps.append(TrainingStep(step, *losses, agreement, 3e-4, 8192, speed, 2_140_000_000, time))
+    text = [("def ", "target"), ("fibonacci(n):\n    if n <", "accepted"), (" 2", "target"), (": return", "accepted")]
     why = "On gguf a step over five tokens costs 1.9 × one token, so no draft can win."
     hostile = sample(large, True, "gguf", EVIL, (EVIL, "accepted"), (EVIL, "target"))
     parts = [
