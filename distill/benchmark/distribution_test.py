@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy
 import torch
 
 from distill.benchmark.identity import TORCH_NOISE, Identity
@@ -79,24 +80,14 @@ class DistributionTest:
 
 def homogeneity(left: Counter[Any], right: Counter[Any]) -> tuple[float, int, float]:
     """χ², its degrees of freedom and p-value for two samples of one distribution; 1.0 where only one cell is left."""
-    sizes = [sum(left.values()), sum(right.values())]
-    total = sum(sizes)
-    cells: list[list[float]] = []
-    rest = [0.0, 0.0]
-    for token in sorted({*left, *right}):
-        pair = [float(left[token]), float(right[token])]
-        if sum(pair) * min(sizes) / total >= 5:
-            cells.append(pair)
-        else:
-            rest = [rest[0] + pair[0], rest[1] + pair[1]]
-    if sum(rest) * min(sizes) / total >= 5:
-        cells.append(rest)
-    statistic = 0.0
-    for pair in cells:
-        for seen, size in zip(pair, sizes, strict=True):
-            expected = sum(pair) * size / total
-            statistic += (seen - expected) ** 2 / expected
-    freedom = len(cells) - 1
+    table = numpy.array([[left[token], right[token]] for token in sorted({*left, *right})], float)  # [tokens, 2]
+    sizes = table.sum(0)
+    often = table.sum(1) * sizes.min() / sizes.sum() >= 5
+    cells, rest = table[often], table[~often].sum(0)
+    if rest.sum() * sizes.min() / sizes.sum() >= 5:
+        cells = numpy.vstack([cells, rest])
+    expected = cells.sum(1, keepdims=True) * sizes / sizes.sum()
+    statistic, freedom = float(((cells - expected) ** 2 / expected).sum()), len(cells) - 1
     if freedom < 1:
         return 0.0, 0, 1.0
     half, value = (torch.tensor(x / 2, dtype=torch.float64) for x in (freedom, statistic))
