@@ -14,7 +14,7 @@ from typing import Any
 from distill.errors import DataError
 from distill.files import has_form, parse_object
 from distill.models.server_commands import N_MAX, P_MIN, SPEC_TYPE
-from distill.speculative.costs.curve import CostCurve, StepCosts, predicted_speedups
+from distill.speculative.costs.curve import CostCurve, StepCosts, predicted_speedups, tokens_per_round
 
 NOTE = (
     "Imported from llama-batched-bench, which times m parallel sequences, each with a cache of its own. m tokens of "
@@ -118,13 +118,12 @@ def look_ahead(costs: StepCosts, speed: float = 1.0) -> int:
     which no k pays do not count. At least 1.
     """
     saved, longest = costs.target[0] / speed, len(costs.target) - 1
-    longest_look = 1
-    for n in range(longest):
-        for k in range(1, longest - n + 1):
-            if k * saved > costs.target[n + k] - costs.target[n] + k * costs.draft:
-                longest_look = max(longest_look, k)
-                break
-    return longest_look
+
+    def pays(n: int, k: int) -> bool:
+        return k * saved > costs.target[n + k] - costs.target[n] + k * costs.draft
+
+    looks = (next((k for k in range(1, longest - n + 1) if pays(n, k)), 1) for n in range(longest))
+    return max(looks, default=1)
 
 
 def probability_floor(costs: StepCosts, accepted: Sequence[float], length: int, speed: float) -> float:
@@ -134,9 +133,6 @@ def probability_floor(costs: StepCosts, accepted: Sequence[float], length: int, 
     n = `length`; in that time decoding at `speed` makes speed / T(1) tokens a second. The token is worth its own
     probability times that of all tokens before it, for which the mean over the positions is used.
     """
-    reached, survive = 0.0, 1.0
-    for position in range(length):
-        reached += survive
-        survive *= accepted[position]
+    reached = tokens_per_round(accepted[: length - 1])  # the mean number of positions that are reached
     cost = speed * (costs.target[length] - costs.target[0]) / (length * costs.target[0])
     return min(max(cost * length / reached, 0.0), 0.95)
