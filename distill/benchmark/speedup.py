@@ -135,6 +135,8 @@ def open_pair(recipe: Recipe, run: Run, backend: str, grown: bool) -> Iterator[t
 def _load(recipe: Recipe, run: Run, backend: str, grown: bool, scratch: Path) -> tuple[LoadedPair, int]:
     """The models, and the parameters of a grown target (0 for the target as it is)."""
     settings, draft, parameters = recipe.speedup, str(run.path("draft")), 0
+    if backend == "pytorch" and not grown:
+        return load_pair(recipe.target, draft, device=recipe.device, pytorch=recipe.pytorch), parameters
     served = own_file(recipe) or run.path("gguf", f"target-{settings.outtype}.gguf")
     if grown:
         assert settings.grown is not None
@@ -152,8 +154,6 @@ def _load(recipe: Recipe, run: Run, backend: str, grown: bool, scratch: Path) ->
             tokenizer.save_pretrained(scratch / "grown")
         served = scratch / "grown.gguf"
         export_gguf(scratch / "grown", served, settings.outtype, f"{recipe.name} target, grown")
-    elif backend == "pytorch":
-        return load_pair(recipe.target, draft, device=recipe.device, pytorch=recipe.pytorch), parameters
     files = Target(model=str(served)), str(run.path("gguf", f"draft-{settings.outtype}.gguf"))
     trees = settings.grown_configurations if grown else settings.configurations
     nodes = min(largest_tree(recipe, trees), MOST_LEAVES)
