@@ -112,7 +112,7 @@ def measure_pair(recipe: Recipe, pair: LoadedPair, comparison: Comparison) -> Co
     predictions = Predictions(pair.target, pair.draft, prompts, spare, new_tokens, prepared)
     texts = time_texts(
         target,
-        draft if reader is None else target,  # a draft of another vocabulary sees to its room itself
+        draft if reader is None else target,  # a draft of another vocabulary checks its own room
         prompts,
         new_tokens,
         prepared,

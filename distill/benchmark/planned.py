@@ -71,7 +71,7 @@ class PlanRequest:
 
     def layers(self) -> tuple[float, float] | None:
         """As of `Case`, by the bytes that layers read; without a draft, those of a cut of the target."""
-        with contextlib.suppress(DistillError):  # a model that does not say: the plan does without
+        with contextlib.suppress(DistillError):  # of a model whose sizes cannot be read, the plan names no layers
             big, small = self.works()
             whole, each = big.weight_bytes(1), (small or big).layer_bytes / big.weight_bytes(1)
             rest = 1 - big.layers * big.layer_bytes / whole

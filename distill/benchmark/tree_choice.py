@@ -213,8 +213,8 @@ def choose_trees(
         sizes = sorted({*(size for size in SIZES if size < max_nodes), max_nodes})
         trees: dict[int, Tree] = {size: size for size in sizes}
         if configuration.ranked:
-            wanted = sizes if configuration.nodes is None else [configuration.nodes]
-            shapes = best_shapes(rates, wanted, configuration.most, costs)
+            nodes = sizes if configuration.nodes is None else [configuration.nodes]
+            shapes = best_shapes(rates, nodes, configuration.most, costs)
             trees = {**shapes}
 
         def make(

@@ -88,7 +88,7 @@ class Measured:
     """One draft on one domain: sums of METRICS over the positions of each unit, a document over all its blocks.
 
     `least` and `most` [U, M] are of what a compact store allows, the same where the target was read; `counts` [U] are
-    the units' positions, `hits` [U] those whose next token in the text is the draft's argmax (0 where nobody looked),
+    the units' positions, `hits` [U] those whose next token in the text is the draft's argmax (0 if not counted),
     `units` [U] the units' numbers among all documents.
     """
 
@@ -260,7 +260,7 @@ def as_report(
     """The report of what was measured of each draft in each domain, and of the decoded rounds of each draft.
 
     `classes` names that of each document of domain `answers`, which are the prompts of `rounds`; none, where they are
-    not to be told apart.
+    not distinguished.
     """
     accuracy = settings.resamples, settings.confidence
     report = EvaluationReport(

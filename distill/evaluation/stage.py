@@ -97,7 +97,7 @@ def evaluate(recipe: Recipe, run: Run) -> list[Path]:
         name: sum_by_document(block_values(target, drafts, blocks, sampler, vocabulary))
         for name, blocks in domains.items()
     }
-    # A cut draft gets next to nothing accepted, and takes minutes to say so.
+    # Almost nothing of an untrained cut is accepted, so decoding with it would take minutes for no information.
     big, small = (growing_decoder(model, vocabulary, recipe.pytorch.prepack) for model in (target, drafts["after"]))
     rounds = {"after": decode_rounds(big, small, ids, recipe.eval, ends, "rounds after, prompts")}
     classes = [prompt.kind for prompt in prompts] if all(texts) else ()

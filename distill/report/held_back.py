@@ -72,7 +72,7 @@ class Way:
 
 
 def ways(report: SpeedupReport) -> list[Way]:
-    """The fastest way and the fastest fixed length of each pair and backend, where rounds can be told apart."""
+    """The fastest way and the fastest fixed length of each pair and backend, where the parts of a round were timed."""
     found = []
     for part in report.parts:
         rounds = {one.configuration: one for one in part.rounds}
