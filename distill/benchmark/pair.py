@@ -219,9 +219,9 @@ def _fit(
         calibrations = read_calibrations(calibrated.table, calibrated.source)
     choices: list[Choice] = []
     if calibrated is not None and chooses:
-        models, rates = (pair.target, pair.draft), read_ranks(calibrated.table, calibrated.source).rates()
-        given = calibrated.texts, pair.ends, costs, calibrations, rates
-        choices = choose_trees(recipe, comparison.others, *models, *given)
+        rates = read_ranks(calibrated.table, calibrated.source).rates()
+        target, draft, texts = pair.target, pair.draft, calibrated.texts
+        choices = choose_trees(recipe, comparison.others, target, draft, texts, pair.ends, costs, calibrations, rates)
     return paid, Fitted(costs, calibrations, {choice.title: choice.tree for choice in choices}), choices
 
 

@@ -77,8 +77,9 @@ class Choice:
     def as_result(self, pair: PairMeasured) -> ChosenTree:
         """For speedup.json."""
         parents = list(self.tree.parents) if isinstance(self.tree, Shape) else None
-        chosen = (self.title, self.nodes, parents, self.tokens, self.seconds, self.speedup, self.compared)
-        return ChosenTree(*pair.key, *chosen)
+        return ChosenTree(
+            *pair.key, self.title, self.nodes, parents, self.tokens, self.seconds, self.speedup, self.compared
+        )
 
 
 def time_rounds(
