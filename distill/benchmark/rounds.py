@@ -31,7 +31,7 @@ def by_class(
     confidence: float,
 ) -> list[GroupFigures]:
     """Every configuration on the prompts of each class; none where there is one class only."""
-    found = []
+    groups = []
     for name in dict.fromkeys(classes) if len(set(classes)) > 1 else ():
         numbers = {number: place for place, number in enumerate(n for n, one in enumerate(classes) if one == name)}
         own = [replace(t, prompt=numbers[t.prompt]) for t in texts if t.prompt in numbers]
@@ -42,8 +42,8 @@ def by_class(
                 ratio = replace(ratio, low=math.nan, high=math.nan)
             accepted = acceptance([r for t in own if t.title == one.title for r in t.decoded.rounds])
             size = (len(numbers), int(tokens.sum()), float(tokens.sum() / seconds.sum()))
-            found.append(GroupFigures(name, one.title, *size, *accepted, *astuple(ratio)))
-    return found
+            groups.append(GroupFigures(name, one.title, *size, *accepted, *astuple(ratio)))
+    return groups
 
 
 def _range(depth: int) -> tuple[int, int]:
@@ -62,7 +62,7 @@ def _step_seconds(text: TimedText) -> list[tuple[int, float]]:
 
 def by_depth(texts: Sequence[TimedText], prepared: Sequence[Prepared]) -> list[GroupFigures]:
     """Every configuration that drafts, on its rounds at each range of depths, against plain steps there."""
-    found = []
+    ranges = []
     plain: dict[tuple[str, tuple[int, int]], list[float]] = {}
     for text in texts:
         for depth, seconds in () if text.decoded.rounds else _step_seconds(text):
@@ -77,8 +77,8 @@ def by_depth(texts: Sequence[TimedText], prepared: Sequence[Prepared]) -> list[G
             gain = tokens / taken * statistics.fmean(steps) if steps else None
             size = (len(own), tokens, tokens / taken)
             group = f"{span[0]}–{span[1] - 1}"
-            found.append(GroupFigures(group, one.title, *size, *acceptance(own), gain, math.nan, math.nan))
-    return sorted(found, key=lambda figures: int(figures.group.split("–")[0]))
+            ranges.append(GroupFigures(group, one.title, *size, *acceptance(own), gain, math.nan, math.nan))
+    return sorted(ranges, key=lambda figures: int(figures.group.split("–")[0]))
 
 
 def time_steps(texts: Sequence[TimedText], target: Model, draft: Model | None, repeats: int) -> StepFigures:
@@ -88,8 +88,8 @@ def time_steps(texts: Sequence[TimedText], target: Model, draft: Model | None, r
 
     def timed(model: Model, counts: set[int]) -> dict[int, float]:
         room = max(1, min(depth, model.capacity - max(counts)))
-        found = measure_steps(model, sorted(counts), room, repeats, model.vocabulary_size)
-        return {m: seconds[0] for m, seconds in found.items()}
+        medians = measure_steps(model, sorted(counts), room, repeats, model.vocabulary_size)
+        return {m: seconds[0] for m, seconds in medians.items()}
 
     return StepFigures(
         depth,
