@@ -10,6 +10,7 @@ import statistics
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate
 
 from distill.benchmark.calibrate import Text
@@ -88,21 +89,21 @@ def time_rounds(
     prompts: Sequence[Sequence[int]],
     rounds: int,
     rules: Rules,
-    make: Callable[[int], Drafter],
-    sizes: Sequence[int],
+    make: Callable[[Tree], Drafter],
+    trees: Mapping[int, Tree],
     lossy: bool = False,
 ) -> dict[int, float]:
-    """Median seconds of a round of n drafted nodes, for each size n that rounds came to.
+    """Median seconds of a round of n drafted nodes, for each size n of `trees` that rounds came to.
 
-    After every prompt `rounds` are decoded with trees of each size, the sizes in turn; `make` gives their drafters.
+    After every prompt `rounds` are decoded with each tree, in the order of sizes; `make` gives the drafter of a tree.
     Smaller trees, for which alone the end of a context leaves room, do not count.
     """
-    seconds: dict[int, list[float]] = {size: [] for size in sizes}
+    seconds: dict[int, list[float]] = {size: [] for size in sorted(trees)}
     for prompt in prompts:
-        room = room_for(target, draft, len(prompt), (rounds + 1) * (max(sizes, default=0) + 1))
-        for size in sizes:
+        room = room_for(target, draft, len(prompt), (rounds + 1) * (max(trees, default=0) + 1))
+        for size in seconds:
             result = Decoded()
-            for _ in decode(target, make(size), prompt, room, rules, result, lossy):
+            for _ in decode(target, make(trees[size]), prompt, room, rules, result, lossy):
                 if result.rounds and result.rounds[-1].drafted == size:
                     seconds[size].append(result.rounds[-1].seconds)
                 if len(result.rounds) >= rounds:
@@ -217,17 +218,9 @@ def choose_trees(
             nodes = sizes if configuration.nodes is None else [configuration.nodes]
             shapes = best_shapes(rates, nodes, configuration.most, costs)
             trees = {**shapes}
-
-        def make(
-            size: int,
-            one: Configuration = configuration.tree_alone,
-            rules: Rules = rules,
-            trees: dict[int, Tree] = trees,
-        ) -> Drafter:
-            return make_drafter(one, draft, rules.sampler, rules.random, costs, fitted, trees[size])
-
+        make = partial(make_drafter, configuration.tree_alone, draft, sampler, draws, costs, fitted)
         lossy = lossy_reason(configuration, sampler) is not None
-        seconds = time_rounds(target, draft, prompts, timed[1], rules, make, sorted(trees), lossy)
+        seconds = time_rounds(target, draft, prompts, timed[1], rules, make, trees, lossy)
         if configuration.ranked:
             values = shape_values(shapes, rates)
         else:

@@ -199,13 +199,13 @@ def test_rounds_are_timed_by_what_they_drafted(pair: tuple[TableModel, TableMode
     draft = target.near(0.8, 4)
     asked: list[int] = []
 
-    def make(size: int) -> TreeDrafter:
+    def make(size: Any) -> TreeDrafter:
         asked.append(size)
         return TreeDrafter(draft, GREEDY, lambda: 0.0, size, branching=4)
 
     # After a prompt of 13 a context of 16 has room for one level, which has four nodes: there is no round of nine.
     prompts = [[i % 12 for i in range(13)], [i % 12 for i in range(13, 0, -1)]]
-    seconds = time_rounds(target, draft, prompts, 4, Rules(), make, [1, 2, 9])
+    seconds = time_rounds(target, draft, prompts, 4, Rules(), make, {1: 1, 2: 2, 9: 9})
     assert set(seconds) == {1, 2} and min(seconds.values()) > 0 and asked == [1, 2, 9] * 2
     assert choose_tree("a title", {0: 0, 9: 9}, [1.0] * 9, seconds, COSTS).tree == 0
     # What was asked for is timed and told, though plain decoding were faster.
