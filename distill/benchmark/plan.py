@@ -126,7 +126,7 @@ class Case:
         """Over plain decoding, at an acceptance by position whose last rate holds behind it."""
         return costs.predicted_speedup(length, by_position(rates, length), self.prompt, self.new)
 
-    def middle(self, figure: Callable[[PaidCosts], float]) -> float:
+    def median(self, figure: Callable[[PaidCosts], float]) -> float:
         """The median over the timings of a figure."""
         return statistics.median(figure(costs) for costs in self.timings)
 
@@ -158,18 +158,18 @@ def by_position(rates: Sequence[float], length: int) -> list[float]:
 
 def outlook(case: Case, given: Mapping[str, Sequence[float]]) -> Outlook:
     """What the costs promise at the usual acceptances, at those `given` by title, and with everything accepted."""
-    cost = case.middle(lambda costs: costs.by_argmax.later / costs.token)
+    cost = case.median(lambda costs: costs.by_argmax.later / costs.token)
     lengths = []
     for n in case.lengths:
-        even = case.middle(lambda costs, n=n: case.needed(costs, n))  # type: ignore[misc]
-        verify = case.middle(lambda costs, n=n: costs.verify[n] / costs.token)  # type: ignore[misc]
-        most = case.middle(lambda costs, n=n: case.speedup(costs, n, [1.0]))  # type: ignore[misc]
+        even = case.median(lambda costs, n=n: case.needed(costs, n))  # type: ignore[misc]
+        verify = case.median(lambda costs, n=n: costs.verify[n] / costs.token)  # type: ignore[misc]
+        most = case.median(lambda costs, n=n: case.speedup(costs, n, [1.0]))  # type: ignore[misc]
         lengths.append(PlannedLength(n, verify, None if math.isinf(even) else even, most))
     usual: dict[str, Sequence[float]] = {f"{rate:.2f}": [rate] for rate in RATES}
     scenarios = [_scenario(case, title, rates, cost) for title, rates in (usual | {ALL: [1.0]} | dict(given)).items()]
     sentences = [_verdict(case, cost, lengths, scenarios)]
     sentences += [_said(case, one) for one in scenarios if one.title in given] + [case.note] * bool(case.note)
-    token = case.middle(lambda costs: costs.token)
+    token = case.median(lambda costs: costs.token)
     return Outlook(case.title, case.prompt, case.new, token, cost, lengths, scenarios, sentences)
 
 
@@ -180,7 +180,7 @@ def _scenario(case: Case, title: str, rates: Sequence[float], cost: float) -> Sc
         bounds = (min(timed), max(timed)) if len(timed) > 1 else (math.nan, math.nan)
         speeds.append(Interval(statistics.median(timed), *bounds))
     best = max(range(len(speeds)), key=lambda place: speeds[place].mean)
-    largest = case.middle(lambda costs: case.largest_cost(costs, rates))
+    largest = case.median(lambda costs: case.largest_cost(costs, rates))
     layers = None
     if case.layers is not None:
         count, each = case.layers
@@ -205,7 +205,7 @@ def _verdict(case: Case, cost: float, lengths: Sequence[PlannedLength], scenario
             f"{top.most:.2f}x ({top.length} drafted). A draft whose step costs less than {free:.2f} T(1) could."
         )
     even = min((one for one in lengths if one.break_even is not None), key=lambda one: one.break_even or 0.0)
-    needed = {n: case.middle(lambda costs, n=n: case.needed(costs, n, GOOD_SPEEDUP)) for n in case.lengths}  # type: ignore[misc]
+    needed = {n: case.median(lambda costs, n=n: case.needed(costs, n, GOOD_SPEEDUP)) for n in case.lengths}  # type: ignore[misc]
     length = min(needed, key=lambda n: needed[n])
     good = f"{GOOD_SPEEDUP}x from {needed[length]:.2f} on ({length} drafted)"
     if math.isinf(needed[length]):
