@@ -5,8 +5,9 @@ Legend: U units (prompts or documents), R resamples.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy
 from numpy.typing import NDArray
@@ -24,35 +25,25 @@ class Interval:
 
 
 Numbers = NDArray[numpy.float64]
+Column = Sequence[float] | Numbers  # a number for each of U units
 DRAWS = 2**22  # draws held in memory at once
 UNKNOWN = Interval(float("nan"), float("nan"), float("nan"))
 
 
-def ratio_interval(
-    sums: Sequence[float] | NDArray[numpy.float64],
-    counts: Sequence[float] | NDArray[numpy.float64],
-    resamples: int,
-    confidence: float,
-    seed: int = 0,
-) -> Interval:
+def ratio_interval(sums: Column, counts: Column, resamples: int, confidence: float, seed: int = 0) -> Interval:
     """Mean Σ sums / Σ counts over U units with its percentile interval.
 
     Units with count 0 take part in the resampling, because a new draw of prompts may contain such units too. Resamples
     whose counts sum to 0 are left out. NaN throughout where all counts are 0.
     """
-    total, weight = numpy.asarray(sums, float), numpy.asarray(counts, float)
-    if weight.sum() == 0:
-        return UNKNOWN
-    sampled, weights = _resampled((total, weight), resamples, seed)
-    means = sampled[weights > 0] / weights[weights > 0]
-    return percentiles(total.sum() / weight.sum(), means, confidence)
+    return _interval((sums, counts), [1], lambda s: s[0] / s[1], resamples, confidence, seed)
 
 
 def paired_ratio_interval(
-    sums: Sequence[float],
-    counts: Sequence[float],
-    new_sums: Sequence[float],
-    new_counts: Sequence[float],
+    sums: Column,
+    counts: Column,
+    new_sums: Column,
+    new_counts: Column,
     resamples: int,
     confidence: float,
     seed: int = 0,
@@ -62,21 +53,15 @@ def paired_ratio_interval(
     Both are resampled with the same draws. Resamples in which the counts of either sum to 0 are left out. NaN
     throughout where all counts of either are 0.
     """
-    old, old_weight = numpy.asarray(sums, float), numpy.asarray(counts, float)
-    new, new_weight = numpy.asarray(new_sums, float), numpy.asarray(new_counts, float)
-    if not (old_weight.sum() and new_weight.sum()):
-        return UNKNOWN
-    olds, news, below, above = _resampled((old, new, old_weight, new_weight), resamples, seed)
-    usable = (below > 0) & (above > 0)
-    rises = news[usable] / above[usable] - olds[usable] / below[usable]
-    return percentiles(new.sum() / new_weight.sum() - old.sum() / old_weight.sum(), rises, confidence)
+    columns = (sums, counts, new_sums, new_counts)
+    return _interval(columns, [1, 3], lambda s: s[2] / s[3] - s[0] / s[1], resamples, confidence, seed)
 
 
 def speed_ratio(
-    tokens: Sequence[float] | Numbers,
-    seconds: Sequence[float] | Numbers,
-    base_tokens: Sequence[float] | Numbers,
-    base_seconds: Sequence[float] | Numbers,
+    tokens: Column,
+    seconds: Column,
+    base_tokens: Column,
+    base_seconds: Column,
     resamples: int,
     confidence: float,
 ) -> Interval:
@@ -84,14 +69,29 @@ def speed_ratio(
 
     Resamples without tokens or seconds of either are left out. NaN throughout for no prompt.
     """
-    columns = [numpy.asarray(column, float) for column in (tokens, seconds, base_tokens, base_seconds)]
-    if not all(column.sum() for column in columns):
+    columns = (tokens, seconds, base_tokens, base_seconds)
+    return _interval(columns, range(4), lambda s: (s[0] / s[1]) / (s[2] / s[3]), resamples, confidence, 0)
+
+
+def _interval(
+    columns: Sequence[Column],
+    divisors: Sequence[int],
+    figure: Callable[[Numbers], Any],
+    resamples: int,
+    confidence: float,
+    seed: int,
+) -> Interval:
+    """A figure of the sums of C columns [U], computed from the sums [C] or [C, R], with its percentile interval.
+
+    Resamples in which one of the `divisors`, columns by number, sums to 0 are left out; NaN throughout where all do.
+    """
+    arrays = [numpy.asarray(column, float) for column in columns]
+    totals = numpy.array([array.sum() for array in arrays])
+    if not all(totals[[*divisors]]):
         return UNKNOWN
-    sums = numpy.stack(_resampled(columns, resamples, 0))  # [4, R]
-    sums = sums[:, (sums > 0).all(0)]
-    mean = [column.sum() for column in columns]
-    ratio = (mean[0] / mean[1]) / (mean[2] / mean[3])
-    return percentiles(ratio, (sums[0] / sums[1]) / (sums[2] / sums[3]), confidence)
+    sums = numpy.stack(_resampled(arrays, resamples, seed))  # [C, R]
+    usable = (sums[[*divisors]] > 0).all(0)
+    return percentiles(figure(totals), figure(sums[:, usable]), confidence)
 
 
 def resampled_means(sums: Numbers, counts: Numbers, resamples: int, seed: int = 0) -> Numbers:
@@ -106,17 +106,17 @@ def resampled_means(sums: Numbers, counts: Numbers, resamples: int, seed: int = 
 def _resampled(columns: Sequence[Numbers], resamples: int, seed: int) -> list[Numbers]:
     """The sums [R] of each column [U] over the same R draws of U units, some draws at a time to bound the memory."""
     units, random = len(columns[0]), numpy.random.default_rng(seed)
-    found = [numpy.empty(resamples) for _ in columns]
+    sums = [numpy.empty(resamples) for _ in columns]
     at_once = max(1, DRAWS // units)
     for start in range(0, resamples, at_once):
         size = min(at_once, resamples - start)
         drawn = random.integers(0, units, size=(size, units))
-        for column, sums in zip(columns, found, strict=True):
-            sums[start : start + size] = column[drawn].sum(1)
-    return found
+        for column, own in zip(columns, sums, strict=True):
+            own[start : start + size] = column[drawn].sum(1)
+    return sums
 
 
-def percentiles(mean: float, resampled: NDArray[numpy.float64], confidence: float) -> Interval:
+def percentiles(mean: float, resampled: Numbers, confidence: float) -> Interval:
     """A mean with the percentile interval of its resamples [R]."""
     edge = (1 - confidence) / 2
     low, high = numpy.quantile(resampled, [edge, 1 - edge])

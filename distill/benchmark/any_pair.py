@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from distill.benchmark.batches import measure_batches, not_batched
@@ -42,7 +42,7 @@ REFERENCE_PROMPTS = 2  # on which the library's own generation is timed
 
 @dataclass(frozen=True)
 class PairRequest:
-    """What the command line asks of a pair.
+    """The measurement of a pair that the command line requests.
 
     `names` are target and draft as they were given, `draft` is the draft to load. `sweep` is a configuration a length.
     `rates` are synthetic acceptance rates, None where the target decides. `library` times the library's own plain
@@ -137,16 +137,14 @@ def measure_any_pair(recipe: Recipe, request: PairRequest) -> PairSpeedup:
         comparison = Comparison(
             label=label,
             prompts=measured,
-            spare_prompts=spare or measured,  # costs are not of a text
+            spare_prompts=spare or measured,  # costs do not depend on the text
             sweep=request.sweep,
             others=request.others,
             calibrated=calibrated,
             rates=request.rates,
             reader=reader,
         )
-        found = measure_pair(recipe, pair, comparison)
-        # Under the titles of the rows, which name chosen trees and synthetic acceptance.
-        names = {one.title: row.configuration for one, row in zip(found.prepared, found.measurements, strict=True)}
+        compared = measure_pair(recipe, pair, comparison)
         classes, resamples, confidence = prompts.classes(), recipe.eval.resamples, recipe.eval.confidence
         return PairSpeedup(
             command=request.command,
@@ -160,25 +158,20 @@ def measure_any_pair(recipe: Recipe, request: PairRequest) -> PairSpeedup:
             classes=dict(Counter(classes)),
             new_tokens=new_tokens,
             dropped=prompts.dropped,
-            measurements=found.measurements,
-            chosen=found.chosen,
-            rounds=found.rounds,
-            steps=found.steps,
-            by_class=[
-                replace(one, configuration=names[one.configuration])
-                for one in by_class(found.texts, found.prepared, classes, resamples, confidence)
-            ],
-            by_depth=[
-                replace(one, configuration=names[one.configuration]) for one in by_depth(found.texts, found.prepared)
-            ],
-            reasons=found.explanations,
-            batches=measure_batches(recipe, pair, measured, request.batches, found.prepared, found.fitted),
-            not_batched=not_batched(found.prepared) if request.batches else [],
+            measurements=compared.measurements,
+            chosen=compared.chosen,
+            rounds=compared.rounds,
+            steps=compared.steps,
+            by_class=by_class(compared.texts, compared.prepared, classes, resamples, confidence),
+            by_depth=by_depth(compared.texts, compared.prepared),
+            reasons=compared.explanations,
+            batches=measure_batches(recipe, pair, measured, request.batches, compared.prepared, compared.fitted),
+            not_batched=not_batched(compared.prepared) if request.batches else [],
             synthetic=None if request.rates is None else list(request.rates),
             calibration=None if calibrated is None else calibrated.table,
             library=plain_reference(recipe, pair, label, measured[:REFERENCE_PROMPTS]) if request.library else None,
             pytorch=recipe.pytorch.suffix.removeprefix(", "),
-            steps_given=found.steps_given,
+            steps_given=compared.steps_given,
         )
 
 
@@ -195,24 +188,24 @@ def _read_prompts(recipe: Recipe, request: PairRequest) -> UserPrompts:
         )
     spare = CALIBRATION_PROMPTS if request.fitted else 0
     count = recipe.speedup.prompts
-    found = read_user_prompts(target, recipe.corpus, recipe.chat, count, spare, request.prompt_tokens, room)
-    if request.batches and max(request.batches) > len(found.measured):
+    prompts = read_user_prompts(target, recipe.corpus, recipe.chat, count, spare, request.prompt_tokens, room)
+    if request.batches and max(request.batches) > len(prompts.measured):
         raise RecipeError(
-            f"--batch {max(request.batches)} needs as many prompts, and there are {len(found.measured)}",
+            f"--batch {max(request.batches)} needs as many prompts, and there are {len(prompts.measured)}",
             "give more, or --count",
         )
-    return found
+    return prompts
 
 
 def _open(recipe: Recipe, request: PairRequest, prompts: UserPrompts) -> LoadedPair:
     """Both models, with room for the prompts, their texts and the largest tree; a draft of another vocabulary apart."""
-    most = recipe.profile.max_tokens
+    max_tokens = recipe.profile.max_tokens
     longest = max(one.most + 1 for one in request.configurations)
     size = max(len(prompt.ids) for prompt in (*prompts.measured, *prompts.others)) + recipe.speedup.new_tokens
     return load_pair(
         recipe.target,
         None if request.foreign else request.draft,
-        tokens=max(size, 2 * most, 2 * longest),
+        tokens=max(size, 2 * max_tokens, 2 * longest),
         nodes=largest_tree(recipe, request.others),
         threads=recipe.threads,
         gguf=recipe.gguf,

@@ -8,34 +8,22 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from distill.errors import DataError
 from distill.files import has_form, parse_object
 from distill.models.server_commands import N_MAX, P_MIN, SPEC_TYPE
-from distill.speculative.costs.curve import CostCurve, StepCosts, predicted_speedups
+from distill.speculative.costs.curve import CostCurve, StepCosts, predicted_speedups, tokens_per_round
 
 NOTE = (
     "Imported from llama-batched-bench, which times m parallel sequences, each with a cache of its own. m tokens of "
     "one sequence share one cache and usually cost a little less, most of all at great depths."
 )
 COUNTS, TIMES = ("pp", "tg", "pl"), ("t_tg",)  # the fields of a line that are used
-MOST = 2**31 - 1  # of every count and time
-MOST_LISTED = 64  # costs in GGML_BATCH_COSTS
-
-
-@dataclass(frozen=True)
-class Setting:
-    """One environment variable or flag of llama.cpp, and the sentence that says why."""
-
-    name: str
-    value: str
-    why: str
-
-    def __str__(self) -> str:
-        return f"{self.name}={self.value}" if self.name.isupper() else f"{self.name} {self.value}"
+MAX_NUMBER = 2**31 - 1  # of every count and time
+MAX_LENGTH = 32  # drafted tokens that are considered
+MAX_LISTED = 64  # costs in GGML_BATCH_COSTS
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:
@@ -47,10 +35,10 @@ def read_log(path: Path) -> list[dict[str, Any]]:
         lines = path.read_bytes().splitlines()
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror}", "give the file with the tool's output") from error
-    found = [_measurement(line, f"{path}, line {number}") for number, line in enumerate(lines, 1) if line[:1] == b"{"]
-    if not found:
+    rows = [_measurement(line, f"{path}, line {number}") for number, line in enumerate(lines, 1) if line[:1] == b"{"]
+    if not rows:
         raise DataError(f"{path} holds no measurement", "run llama-batched-bench with --output-format jsonl")
-    return found
+    return rows
 
 
 def _measurement(line: bytes, where: str) -> dict[str, Any]:
@@ -62,7 +50,7 @@ def _measurement(line: bytes, where: str) -> dict[str, Any]:
             raise DataError(f"{where} has no `{name}`", "is this the output of llama-batched-bench?")
         if not has_form(row[name], int if name in COUNTS else (int, float)) or isinstance(row[name], bool):
             raise DataError(f"{where}: `{name}` is {row[name]!r:.60}, not a number", "run the benchmark again")
-        if not (0 if name == "pp" else 1e-12) <= row[name] <= MOST:
+        if not (0 if name == "pp" else 1e-12) <= row[name] <= MAX_NUMBER:
             raise DataError(
                 f"{where}: `{name}` is {row[name]!r:.60}, must be above 0", "use -ntg and -npl of 1 or more"
             )
@@ -80,70 +68,46 @@ def import_curve(path: Path, model: str = "llama-batched-bench") -> CostCurve:
         depth = row["pp"] + row["tg"] // 2
         rows.setdefault(depth, {}).setdefault(row["pl"], []).append(row["t_tg"] / row["tg"])
     depths, seconds, notes = [], [], [NOTE]
-    for depth, found in sorted(rows.items()):
+    for depth, seconds_by_m in sorted(rows.items()):
         steps = 0
-        while steps + 1 in found:
+        while steps + 1 in seconds_by_m:
             steps += 1
         if steps < 2:
-            notes.append(f"Depth {depth} was left out: it lacks m = {1 if 1 not in found else 2}.")
+            notes.append(f"Depth {depth} was left out: it lacks m = {1 if 1 not in seconds_by_m else 2}.")
             continue
-        if max(found) > steps:
+        if max(seconds_by_m) > steps:
             notes.append(
                 f"Depth {depth} ends at m = {steps}: m = {steps + 1} was not measured, and gaps are not filled."
             )
-        one = statistics.median(found[1])
+        single = statistics.median(seconds_by_m[1])
         depths.append(depth)
-        seconds.append(tuple(statistics.median(found[m]) / one for m in range(1, steps + 1)))
+        seconds.append(tuple(statistics.median(seconds_by_m[m]) / single for m in range(1, steps + 1)))
     if not depths:
         what = f"{path}: no prompt length was measured with 1 and 2 parallel sequences"
         raise DataError(what, "use -npl 1,2,3,...,64 (every number)")
     return CostCurve(model, "llama-batched-bench", tuple(depths), tuple(seconds), 0, "T(1)", " ".join(notes))
 
 
-def settings(curve: CostCurve, accepted: Sequence[float], draft: float, depth: int, most: int = 32) -> list[Setting]:
+def settings(curve: CostCurve, accepted: Sequence[float], draft: float, depth: int) -> list[str]:
     """llama.cpp settings from the target's curve, acceptance by position (given reached) and the draft's D(1).
 
-    `draft` is in units of T(1). The environment variables are read by llama.cpp builds with profile-guided lengths
-    (pull request 17034), the flags by every llama-server.
+    `draft` is in units of T(1). GGML_BATCH_COSTS are T(m) / (m·T(1)) as measured, not smoothed. llama.cpp builds with
+    profile-guided lengths (pull request 17034) read the environment variables, every llama-server reads the flags: the
+    fixed length of greatest predicted speed, and the probability below which a token costs more time than it saves.
     """
     costs = StepCosts(curve.at(depth), draft * curve.at(depth)[0], draft * curve.at(depth)[0])
-    speeds = predicted_speedups(costs.target, costs.draft, accepted[:most])
+    speeds = predicted_speedups(costs.target, costs.draft, accepted[:MAX_LENGTH])
     best = speeds.index(max(speeds))
-    ahead = look_ahead(costs, speeds[best])
-    relative = [f"{value:.3f}".rstrip("0").rstrip(".") for value in curve.relative(depth)[:MOST_LISTED]]
-    found = [
-        Setting("GGML_BATCH_COSTS", ",".join(relative), "T(m) / (m·T(1)) for m = 1, 2, ... as measured, not smoothed."),
-        Setting(
-            "GGML_MAX_LOOK_AHEAD",
-            str(ahead),
-            f"The curve has steps: from some lengths on, only {ahead} more accepted tokens together pay for their "
-            "verification."
-            if ahead > 1
-            else "From every length on, either one more accepted token pays for its verification or no number does.",
-        ),
+    relative = [f"{value:.3f}".rstrip("0").rstrip(".") for value in curve.relative(depth)[:MAX_LISTED]]
+    environment = [
+        f"GGML_BATCH_COSTS={','.join(relative)}",
+        f"GGML_MAX_LOOK_AHEAD={look_ahead(costs, speeds[best])}",
     ]
     if best == 0:
-        why = f"No length beats plain decoding: {_best_drafting(speeds)}. Decode without the draft."
         # Not --spec-draft-n-max 0: llama-server drafts a token all the same, and aborts at the first request.
-        return [*found, Setting(SPEC_TYPE, "none", why)]
+        return [*environment, f"{SPEC_TYPE} none"]
     floor = probability_floor(costs, accepted, best, speeds[best])
-    return [
-        *found,
-        Setting(N_MAX, str(best), f"The fixed length of greatest predicted speed, {speeds[best]:.2f}×."),
-        Setting(
-            P_MIN,
-            f"{floor:.2f}",
-            f"Below this probability a token costs more time than it saves at {speeds[best]:.2f}× "
-            "(in llama.cpp lossless at temperature 0, or when the draft takes its best token).",
-        ),
-    ]
-
-
-def _best_drafting(speeds: Sequence[float]) -> str:
-    if len(speeds) < 2:
-        return "no acceptance rates were given"
-    n = max(range(1, len(speeds)), key=lambda n: speeds[n])
-    return f"the best one, {n}, is predicted to reach {speeds[n]:.2f}×"
+    return [*environment, f"{N_MAX} {best}", f"{P_MIN} {floor:.2f}"]
 
 
 def look_ahead(costs: StepCosts, speed: float = 1.0) -> int:
@@ -153,14 +117,13 @@ def look_ahead(costs: StepCosts, speed: float = 1.0) -> int:
     T(n + 1 + k) − T(n + 1) + k·D. Returns the smallest k that pays, the largest such k over all lengths n; lengths from
     which no k pays do not count. At least 1.
     """
-    worth, longest = costs.target[0] / speed, len(costs.target) - 1
-    found = 1
-    for n in range(longest):
-        for k in range(1, longest - n + 1):
-            if k * worth > costs.target[n + k] - costs.target[n] + k * costs.draft:
-                found = max(found, k)
-                break
-    return found
+    saved, longest = costs.target[0] / speed, len(costs.target) - 1
+
+    def pays(n: int, k: int) -> bool:
+        return k * saved > costs.target[n + k] - costs.target[n] + k * costs.draft
+
+    looks = (next((k for k in range(1, longest - n + 1) if pays(n, k)), 1) for n in range(longest))
+    return max(looks, default=1)
 
 
 def probability_floor(costs: StepCosts, accepted: Sequence[float], length: int, speed: float) -> float:
@@ -170,9 +133,6 @@ def probability_floor(costs: StepCosts, accepted: Sequence[float], length: int, 
     n = `length`; in that time decoding at `speed` makes speed / T(1) tokens a second. The token is worth its own
     probability times that of all tokens before it, for which the mean over the positions is used.
     """
-    reached, survive = 0.0, 1.0
-    for position in range(length):
-        reached += survive
-        survive *= accepted[position]
-    worth = speed * (costs.target[length] - costs.target[0]) / (length * costs.target[0])
-    return min(max(worth * length / reached, 0.0), 0.95)
+    reached = tokens_per_round(accepted[: length - 1])  # the mean number of positions that are reached
+    cost = speed * (costs.target[length] - costs.target[0]) / (length * costs.target[0])
+    return min(max(cost * length / reached, 0.0), 0.95)

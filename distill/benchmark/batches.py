@@ -26,14 +26,16 @@ from distill.speculative.decode import Decoded
 from distill.speculative.rules import Rules
 from distill.speculative.verify import CHAINS, Random
 
-BatchRun = Callable[
-    [Sequence[Sequence[int]], int, Sequence[Random]], list[Decoded]
-]  # prompts, new tokens at most, chance
+BatchRun = Callable[..., list[Decoded]]  # of prompts, at most so many new tokens, and `randoms`
 
 
 def not_batched(prepared: Sequence[Prepared]) -> list[str]:
     """A sentence for each configuration that cannot decode several texts at once."""
-    return [f"`{one.title}`: {why}" for one in prepared if one.make is not None and (why := _refusal(one)) is not None]
+    return [
+        f"`{one.configuration.title}`: {why}"
+        for one in prepared
+        if one.make is not None and (why := _refusal(one)) is not None
+    ]
 
 
 def _refusal(one: Prepared) -> str | None:
@@ -58,15 +60,16 @@ def measure_batches(
     Each group is decoded plainly and by each configuration in turn.
     """
     able = [one for one in prepared if one.make is not None and _refusal(one) is None]
-    new_tokens, found = recipe.speedup.new_tokens, list[BatchFigures]()
+    new_tokens, figures = recipe.speedup.new_tokens, list[BatchFigures]()
     for size in sizes if able else ():
         groups = [prompts[start : start + size] for start in range(0, len(prompts) - size + 1, size)]
         target, draft = (_with_rows(model, size, recipe.pytorch.compile) for model in (pair.target, pair.draft))
-        runs, bases = _runs(able, target, draft, fitted)
+        runs = {_base(one): _plain(one, target) for one in able}
+        runs |= {one.title: _speculative(one, target, draft, fitted) for one in able}
         seconds: dict[str, float] = dict.fromkeys(runs, 0.0)
         texts: dict[str, list[Decoded]] = {title: [] for title in runs}
         for run in runs.values():  # a throw-away text each
-            run(groups[0], min(8, new_tokens), _randoms(recipe.seed, groups[0]))
+            run(groups[0], min(8, new_tokens), randoms=_randoms(recipe.seed, size))
         order = list(runs.items())
         progress = Progress(f"batches of {size}", len(groups))
         for index, group in enumerate(groups):
@@ -74,13 +77,13 @@ def measure_batches(
             limit = min(new_tokens, min(target.capacity, draft.capacity) - max(map(len, group)))
             for title, run in order[turn:] + order[:turn]:
                 started = time.perf_counter()
-                texts[title] += run(group, limit, _randoms(recipe.seed + index, group))
+                texts[title] += run(group, limit, randoms=_randoms(recipe.seed + index, size))
                 seconds[title] += time.perf_counter() - started
             progress.step()
-        found += [_figures(size, one.title, texts, seconds, bases[one.title]) for one in able]
+        figures += [_figures(size, one, texts, seconds) for one in able]
         target.close()
         draft.close()
-    return found
+    return figures
 
 
 def _with_rows(model: Model, rows: int, compiled: bool) -> Model:
@@ -91,46 +94,28 @@ def _with_rows(model: Model, rows: int, compiled: bool) -> Model:
     return BatchedTorchModel(model.model, rows, model.vocabulary_size)
 
 
-def _runs(
-    able: Sequence[Prepared], target: Model, draft: Model, fitted: Fitted
-) -> tuple[dict[str, BatchRun], dict[str, str]]:
-    """How each configuration and its base decode a batch, by title, and the base of each configuration."""
-
-    def plainly(rules: Rules) -> BatchRun:
-        return lambda prompts, limit, randoms: plain_batch(target, prompts, limit, rules, randoms)
-
-    def speculatively(one: Prepared) -> BatchRun:
-        rule = partial(make_rule, one.configuration, fitted.costs, fitted.calibrations)
-        argmax = one.rules.verifier == "match"
-        return lambda prompts, limit, randoms: decode_batch(
-            target, draft, prompts, limit, one.rules, rule, randoms, argmax=argmax
-        )
-
-    bases = {one.title: f"plain under {one.rules.sampler}" for one in able}
-    runs: dict[str, BatchRun] = {}
-    for one in able:
-        runs[bases[one.title]] = plainly(Rules(one.rules.sampler, "token" if one.sampled else "greedy", one.rules.ends))
-    return runs | {one.title: speculatively(one) for one in able}, bases
+def _base(one: Prepared) -> str:
+    """The title of plain decoding under the same sampler."""
+    return f"plain under {one.rules.sampler}"
 
 
-def _randoms(seed: int, group: Sequence[object]) -> list[Random]:
-    return [random.Random(f"{seed}/{row}").random for row in range(len(group))]
+def _plain(one: Prepared, target: Model) -> BatchRun:
+    rules = Rules(one.rules.sampler, "token" if one.sampled else "greedy", one.rules.ends)
+    return partial(plain_batch, target, rules=rules)
 
 
-def _figures(
-    size: int, title: str, texts: dict[str, list[Decoded]], seconds: dict[str, float], base: str
-) -> BatchFigures:
-    rounds = [r for text in texts[title] for r in text.rounds]
-    each, accepted = acceptance(rounds)
-    tokens, plain = (sum(len(text.tokens) for text in texts[one]) for one in (title, base))
-    rate, slow = tokens / seconds[title], plain / seconds[base]
-    return BatchFigures(
-        size,
-        title,
-        tokens,
-        rate,
-        slow,
-        0.0 if each is None else each,
-        accepted,
-        rate / slow,
-    )
+def _speculative(one: Prepared, target: Model, draft: Model, fitted: Fitted) -> BatchRun:
+    rule = partial(make_rule, one.configuration, fitted.costs, fitted.calibrations)
+    argmax = one.rules.verifier == "match"
+    return partial(decode_batch, target, draft, rules=one.rules, length=rule, argmax=argmax)
+
+
+def _randoms(seed: int, rows: int) -> list[Random]:
+    return [random.Random(f"{seed}/{row}").random for row in range(rows)]
+
+
+def _figures(size: int, one: Prepared, texts: dict[str, list[Decoded]], seconds: dict[str, float]) -> BatchFigures:
+    each, accepted = acceptance([r for text in texts[one.title] for r in text.rounds])
+    tokens, plain = (sum(len(text.tokens) for text in texts[title]) for title in (one.title, _base(one)))
+    rate, plain_rate = tokens / seconds[one.title], plain / seconds[_base(one)]
+    return BatchFigures(size, one.title, tokens, rate, plain_rate, each or 0.0, accepted, rate / plain_rate)

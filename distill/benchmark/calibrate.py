@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from distill.errors import DataError
 from distill.files import has_form, read_json, write_json
@@ -31,7 +31,7 @@ from distill.speculative.calibration import (
 )
 from distill.speculative.costs.curve import StepCosts
 from distill.speculative.costs.paid import DraftSteps, PaidCosts
-from distill.speculative.decode import Decoded, decode, room_for
+from distill.speculative.decode import decode_text, room_for
 from distill.speculative.draft import ModelDrafter, distribution_sampler
 from distill.speculative.lengths import Fixed
 from distill.speculative.proposal import ROOT, Features, Proposal
@@ -45,39 +45,41 @@ FORM = {"format": int, "fits": {...: {"kind": str, "fields": dict}}}  # of a cal
 LENGTH = 8  # tokens drafted in every recorded round
 RANKS = 8  # of the draft's best tokens that are tallied
 Text = tuple[list[int], list[int]]  # a prompt, and what the target wrote after it
-KIND = "Logistic"  # of every calibration, as calibration.json names it
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A calibration as calibration.json holds it, beside how it does on text new to it."""
+
+    kind: Literal["Logistic"]
+    fields: Calibration
 
 
 @dataclass
 class Recorder(Fixed):
-    """Drafts a fixed length and keeps what was seen of every round, with its seconds, and the text's new tokens."""
+    """Drafts a fixed length and keeps what was seen of every round, and the text's new tokens."""
 
     reads_features = True
     rounds: list[Recorded] = field(default_factory=list)
-    seconds: list[float] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
 
     def observe(self, drafted: int, accepted: int, features: Sequence[Features], seconds: float) -> None:
         """Keep the round."""
         self.rounds.append(Recorded(tuple(features[:drafted]), accepted))
-        self.seconds.append(seconds)
 
 
 def record_rounds(
     target: Model, draft: Model, prompts: Sequence[Sequence[int]], new_tokens: int, rules: Rules, length: int = LENGTH
 ) -> list[Recorder]:
     """Decode every prompt with `length` drafted tokens a round; the rounds of each."""
-    found = []
+    recorders = []
     for prompt in prompts:
         recorder = Recorder(length)
         drafter = ModelDrafter(draft, recorder, rules.sampler, rules.random, argmax=rules.verifier == "match")
         limit = room_for(target, draft, len(prompt), new_tokens)
-        result = Decoded()
-        for _ in decode(target, drafter, prompt, limit, rules, result):
-            pass
-        recorder.tokens = result.tokens
-        found.append(recorder)
-    return found
+        recorder.tokens = decode_text(target, drafter, prompt, limit, rules).tokens
+        recorders.append(recorder)
+    return recorders
 
 
 def tally_ranks(draft: Model, prompts: Sequence[Sequence[int]], own: Sequence[Recorder], rules: Rules) -> RankTally:
@@ -142,12 +144,8 @@ def calibrate(own: Sequence[Recorder], command: str, ranks: RankTally | None = N
 
     for name, terms in FITTED.items():
         try:
-            found = fit_calibration(everything, terms)
-            table["fits"][name] = {
-                "kind": KIND,
-                "fields": asdict(found),
-                **scored(fit_calibration(even, terms)),
-            }
+            fit = Fit("Logistic", fit_calibration(everything, terms))
+            table["fits"][name] = asdict(fit) | scored(fit_calibration(even, terms))
         except DataError as error:
             table["unfitted"][name] = error.what
     if table["fits"]:
@@ -173,16 +171,6 @@ class Calibrated:
         """The texts, in words."""
         split = self.table.get("split", "validation")
         return "validation text" if split == "validation" else f"other {split}"
-
-    @property
-    def calibrations(self) -> dict[str, Calibration]:
-        """By name; DataError for a table that is damaged or of another format."""
-        return read_calibrations(self.table, self.source)
-
-    @property
-    def rates(self) -> list[float]:
-        """The acceptance by rank; DataError where there is none."""
-        return read_ranks(self.table, self.source).rates()
 
 
 def calibrate_pair(
@@ -212,31 +200,21 @@ def calibrate_run(recipe: Recipe, run: Run) -> Calibrated | None:
             made = calibrate_pair(pair, prompts, settings.new_tokens, run.command, "validation")
         save_texts(texts, made.texts)
         write_json(path, made.table)
-    found = Calibrated(read_json(path, FORM), load_texts(texts), str(path))
-    table = found.table
+    calibrated = Calibrated(read_json(path, FORM), load_texts(texts), str(path))
+    table = calibrated.table
     scores = ", ".join(f"{name} {fit['log_loss']:.3f}" for name, fit in table["fits"].items())
     line = f"log loss {table['uncalibrated']['log_loss']:.3f} uncalibrated, {scores}" if scores else "no calibration"
     line += "".join(f"; {name} not fitted: {reason}" for name, reason in table["unfitted"].items())
     run.say(f"  draft probabilities, {table['rounds']} rounds of {table['prompts']} validation texts: {line}")
-    return found
+    return calibrated
 
 
 def read_calibrations(table: Mapping[str, Any], source: str) -> dict[str, Calibration]:
     """The calibrations of what `calibrate` made; DataError, which names `source`, for another format."""
-    try:
-        if table["format"] != FORMAT:
-            raise ValueError(f"its format is {table['format']}")
-        found: dict[str, Calibration] = {}
-        for name, fit in table["fits"].items():
-            if fit["kind"] != KIND:
-                raise ValueError(f"{name} is of kind {fit['kind']}")
-            values = {key: tuple(value) if isinstance(value, list) else value for key, value in fit["fields"].items()}
-            found[name] = from_json(values, Calibration, source)
-        return found
-    except (KeyError, TypeError, ValueError) as error:
-        raise DataError(
-            f"{source} holds no calibrations: {error}", "make it again: `distill speedup --again`"
-        ) from error
+    if table.get("format") != FORMAT:
+        what = f"{source} holds no calibrations: its format is {table.get('format')}"
+        raise DataError(what, "make it again: `distill speedup --again`")
+    return {name: fit.fields for name, fit in from_json(table.get("fits"), dict[str, Fit], source).items()}
 
 
 def load_calibrations(path: Path) -> dict[str, Calibration]:
@@ -246,10 +224,10 @@ def load_calibrations(path: Path) -> dict[str, Calibration]:
 
 def read_ranks(table: Mapping[str, Any], source: str) -> RankTally:
     """The acceptance by rank of what `calibrate` made; DataError, which names `source`, where there is none."""
-    found: Any = table.get("ranks")
-    if not has_form(found, {"tried": [int], "taken": [int]}) or not found["tried"]:
+    tally: Any = table.get("ranks")
+    if not has_form(tally, {"tried": [int], "taken": [int]}) or not tally["tried"]:
         raise DataError(f"{source} holds no acceptance by rank", "make it again: `distill speedup --again`")
-    return RankTally(found["tried"], found["taken"])
+    return RankTally(tally["tried"], tally["taken"])
 
 
 def save_texts(path: Path, texts: Sequence[Text]) -> None:
@@ -281,27 +259,18 @@ def run_costs(run: Run, backend: str) -> StepCosts:
 
 def round_costs(paid: PaidCosts, pair: PairMeasured) -> RoundCosts:
     """Costs as speedup.json keeps them."""
-    return RoundCosts(
-        pair.pair,
-        pair.backend,
-        pair.grown,
-        paid.token,
-        list(paid.verify),
-        list(paid.verify.values()),
-        list(astuple(paid.by_argmax)),
-        list(astuple(paid.by_distribution)),
-        paid.target_prompt,
-        paid.draft_prompt,
-    )
+    verify = [*paid.verify], [*paid.verify.values()]
+    steps = [*astuple(paid.by_argmax)], [*astuple(paid.by_distribution)]
+    return RoundCosts(*pair.key, paid.token, *verify, *steps, paid.target_prompt, paid.draft_prompt)
 
 
-def paid_costs(found: RoundCosts) -> PaidCosts:
+def paid_costs(stored: RoundCosts) -> PaidCosts:
     """The costs of which `round_costs` made these."""
     return PaidCosts(
-        found.token,
-        dict(zip(found.lengths, found.verify, strict=True)),
-        DraftSteps(*found.by_argmax),
-        DraftSteps(*found.by_distribution),
-        found.target_prompt,
-        found.draft_prompt,
+        stored.token,
+        dict(zip(stored.lengths, stored.verify, strict=True)),
+        DraftSteps(*stored.by_argmax),
+        DraftSteps(*stored.by_distribution),
+        stored.target_prompt,
+        stored.draft_prompt,
     )

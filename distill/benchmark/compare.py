@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
 
 import numpy
 
@@ -85,16 +86,16 @@ def judge_identity(
 ) -> dict[str, Identity]:
     """For each greedy configuration that drafts, by title, how its texts stand to the plain ones.
 
-    `noise` is the measured or agreed rounding; `noise` and `sizes` tell a tie as in `is_tie`.
+    `noise` is the measured or agreed rounding; `noise` and `sizes` decide on ties as in `is_tie`.
     """
-    wanted = {text.prompt: text.decoded.tokens for text in texts if text.title == PLAIN.title}
-    found = {one.title: Identity() for one in prepared if not one.sampled and one.title != PLAIN.title}
+    plain_texts = {text.prompt: text.decoded.tokens for text in texts if text.title == PLAIN.title}
+    identities = {one.title: Identity() for one in prepared if not one.sampled and one.title != PLAIN.title}
     for text in texts:
-        if text.title in found:
-            found[text.title].count(
-                target, prompts[text.prompt], wanted[text.prompt], text.decoded.tokens, noise, sizes
+        if text.title in identities:
+            identities[text.title].count(
+                target, prompts[text.prompt], plain_texts[text.prompt], text.decoded.tokens, noise, sizes
             )
-    return found
+    return identities
 
 
 def measurements(
@@ -106,50 +107,39 @@ def measurements(
     confidence: float,
 ) -> list[Measurement]:
     """The measurement of each configuration, its speedup over the plain run of the same sampler."""
-    return [_measurement(texts, one, identities.get(one.title), pair, resamples, confidence) for one in prepared]
-
-
-def _measurement(
-    texts: Sequence[TimedText],
-    one: Prepared,
-    identity: Identity | None,
-    pair: PairMeasured,
-    resamples: int,
-    confidence: float,
-) -> Measurement:
-    tokens, seconds = totals(texts, one.title)
-    base_tokens, base_seconds = totals(texts, one.base)
-    rounds = [r for text in texts if text.title == one.title for r in text.decoded.rounds]
-    each, accepted = acceptance(rounds)
-    ratio = speed_ratio(tokens, seconds, base_tokens, base_seconds, resamples, confidence)
-    configuration = one.configuration
-    if identity is None and one.title == PLAIN.title:
-        identity = Identity(identical=len(tokens))
-    return Measurement(
-        pair=pair.pair,
-        backend=pair.backend,
-        grown=pair.grown,
-        configuration=one.title,
-        length=one.length,
-        drafter=configuration.drafter if configuration.drafts else None,
-        rule=configuration.length_rule if configuration.drafts else None,
-        verifier=configuration.verified_by if configuration.drafts else None,
-        sampler=one.rules.sampler.describe() if one.sampled else None,
-        tokens=int(tokens.sum()),
-        seconds=float(seconds.sum()),
-        tokens_per_second=float(tokens.sum() / seconds.sum()),
-        plain_tokens_per_second=float(base_tokens.sum() / base_seconds.sum()),
-        tokens_per_round=each,
-        acceptance=accepted,
-        speedup=ratio.mean,
-        speedup_low=ratio.low,
-        speedup_high=ratio.high,
-        predicted=None,
-        identical=None if identity is None else identity.identical,
-        excused=None if identity is None else identity.excused,
-        different=None if identity is None else identity.different,
-        lossy=one.lossy,
-    )
+    rows = []
+    for one in prepared:
+        tokens, seconds = totals(texts, one.title)
+        base_tokens, base_seconds = totals(texts, one.base)
+        each, accepted = acceptance([r for text in texts if text.title == one.title for r in text.decoded.rounds])
+        ratio = speed_ratio(tokens, seconds, base_tokens, base_seconds, resamples, confidence)
+        own = Identity(identical=len(tokens)) if one.title == PLAIN.title else None
+        identity = identities.get(one.title, own)
+        counts: dict[str, Any] = dict.fromkeys(("identical", "excused", "different"))
+        configuration = one.configuration
+        row = Measurement(
+            **asdict(pair),
+            configuration=one.title,
+            length=one.length,
+            drafter=configuration.drafter if configuration.drafts else None,
+            rule=configuration.length_rule if configuration.drafts else None,
+            verifier=configuration.verified_by if configuration.drafts else None,
+            sampler=one.rules.sampler.describe() if one.sampled else None,
+            tokens=int(tokens.sum()),
+            seconds=float(seconds.sum()),
+            tokens_per_second=float(tokens.sum() / seconds.sum()),
+            plain_tokens_per_second=float(base_tokens.sum() / base_seconds.sum()),
+            tokens_per_round=each,
+            acceptance=accepted,
+            speedup=ratio.mean,
+            speedup_low=ratio.low,
+            speedup_high=ratio.high,
+            predicted=None,
+            **(counts if identity is None else asdict(identity)),
+            lossy=one.lossy,
+        )
+        rows.append(row)
+    return rows
 
 
 def acceptance(rounds: Sequence[Round]) -> tuple[float | None, float | None]:
@@ -192,4 +182,4 @@ def choose_length(
     tokens, seconds = totals(odd, chosen.title)
     ratio = speed_ratio(tokens, seconds, *totals(odd, PLAIN.title), resamples, confidence)
     length, rate = chosen.most if chosen.drafts else 0, float(tokens.sum() / seconds.sum())
-    return ChosenLength(pair.pair, pair.backend, pair.grown, length, ratio.mean, ratio.low, ratio.high, rate)
+    return ChosenLength(*pair.key, length, ratio.mean, ratio.low, ratio.high, rate)

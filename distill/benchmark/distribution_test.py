@@ -13,8 +13,10 @@ import random
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+import numpy
 import torch
 
 from distill.benchmark.identity import TORCH_NOISE, Identity
@@ -27,7 +29,6 @@ from distill.sampler import Sampler
 from distill.speculative.configured import make_drafter
 from distill.speculative.decode import Decoded, Round, decode, plain, speculative
 from distill.speculative.rules import Rules
-from distill.speculative.verify import Random
 from distill.texts import read_prompts
 
 LEVEL = 1e-3
@@ -79,24 +80,14 @@ class DistributionTest:
 
 def homogeneity(left: Counter[Any], right: Counter[Any]) -> tuple[float, int, float]:
     """χ², its degrees of freedom and p-value for two samples of one distribution; 1.0 where only one cell is left."""
-    sizes = [sum(left.values()), sum(right.values())]
-    total = sum(sizes)
-    cells: list[list[float]] = []
-    rest = [0.0, 0.0]
-    for token in sorted({*left, *right}):
-        pair = [float(left[token]), float(right[token])]
-        if sum(pair) * min(sizes) / total >= 5:
-            cells.append(pair)
-        else:
-            rest = [rest[0] + pair[0], rest[1] + pair[1]]
-    if sum(rest) * min(sizes) / total >= 5:
-        cells.append(rest)
-    statistic = 0.0
-    for pair in cells:
-        for seen, size in zip(pair, sizes, strict=True):
-            expected = sum(pair) * size / total
-            statistic += (seen - expected) ** 2 / expected
-    freedom = len(cells) - 1
+    table = numpy.array([[left[token], right[token]] for token in sorted({*left, *right})], float)  # [tokens, 2]
+    sizes = table.sum(0)
+    often = table.sum(1) * sizes.min() / sizes.sum() >= 5
+    cells, rest = table[often], table[~often].sum(0)
+    if rest.sum() * sizes.min() / sizes.sum() >= 5:
+        cells = numpy.vstack([cells, rest])
+    expected = cells.sum(1, keepdims=True) * sizes / sizes.sum()
+    statistic, freedom = float(((cells - expected) ** 2 / expected).sum()), len(cells) - 1
     if freedom < 1:
         return 0.0, 0, 1.0
     half, value = (torch.tensor(x / 2, dtype=torch.float64) for x in (freedom, statistic))
@@ -126,20 +117,13 @@ def verify_distribution(
     progress = Progress("distribution, samples", samples * len(short) * (len(tested) + 1) if tested else 0)
     tests = []
     for number, prompt in enumerate(short if tested else []):
-
-        def sample(name: str, number: int = number, prompt: list[int] = prompt) -> tuple[list[Counter[int]], float]:
-            draws = random.Random(f"{seed}/{number}/{name}").random
-            return _draw(target, draft, prompt, tested.get(name), sampler, draws, samples, progress)
-
-        base, _ = sample("plain")
-        for name in tested:
-            found, drafted = sample(name)
+        sample = partial(_draw, target, draft, prompt, sampler, samples, progress)
+        base, _ = sample(f"{seed}/{number}/plain")
+        for name, configuration in tested.items():
+            counts, drafted = sample(f"{seed}/{number}/{name}", configuration)
             positions = range(1, NEW_TOKENS)
-            statistic, freedom, least = min(
-                (homogeneity(base[i], found[i]) for i in positions), key=lambda test: test[2]
-            )
-            same = least >= level
-            tests.append(PromptTest(number, name, samples, len(positions), statistic, freedom, least, same, drafted))
+            statistic, freedom, p = min((homogeneity(base[i], counts[i]) for i in positions), key=lambda test: test[2])
+            tests.append(PromptTest(number, name, samples, len(positions), statistic, freedom, p, p >= level, drafted))
     greedy = _greedy_identity(target, draft, prompts[:GREEDY_PROMPTS], rounded)
     return DistributionTest(tests, skipped, level, greedy, sampler.describe())
 
@@ -148,13 +132,14 @@ def _draw(
     target: Model,
     draft: Model,
     prompt: list[int],
-    configuration: Configuration | None,
     sampler: Sampler,
-    draws: Random,
     samples: int,
     progress: Progress,
+    seed: str,
+    configuration: Configuration | None = None,
 ) -> tuple[list[Counter[int]], float]:
     """Draw texts by a configuration, plainly without one: each position's tokens, and the tokens drafted a round."""
+    draws = random.Random(seed).random
     rules = Rules(sampler, "token" if configuration is None else configuration.verified_by, random=draws)
     drafter = None if configuration is None else make_drafter(configuration, draft, sampler, draws)
     counts: list[Counter[int]] = [Counter() for _ in range(NEW_TOKENS)]
@@ -176,12 +161,12 @@ def _draw(
 
 def _greedy_identity(target: Model, draft: Model, prompts: Sequence[Sequence[int]], rounded: bool) -> Identity:
     """Greedy speculative texts against plain ones; a first difference at a rounding tie is excused."""
-    found, sizes = Identity(), range(2, GREEDY_LENGTH + 2) if rounded else ()
+    identity, sizes = Identity(), range(2, GREEDY_LENGTH + 2) if rounded else ()
     for prompt in prompts:
-        wanted = plain(target, prompt, GREEDY_TOKENS).tokens
+        greedy = plain(target, prompt, GREEDY_TOKENS).tokens
         other = speculative(target, draft, prompt, GREEDY_TOKENS, GREEDY_LENGTH).tokens
-        found.count(target, prompt, wanted, other, TORCH_NOISE, sizes)
-    return found
+        identity.count(target, prompt, greedy, other, TORCH_NOISE, sizes)
+    return identity
 
 
 def verify_run_distribution(recipe: Recipe, run: Run, samples: int) -> DistributionTest:

@@ -1,4 +1,4 @@
-"""Steps on a machine that is not here: T(m) from what a step reads and computes, and what a file says of the machine.
+"""Estimated steps on a machine that a file describes: T(m) from what a step reads and computes.
 
 T(m) = max(bytes ÷ bandwidth, operations ÷ compute) + overhead. Legend: m tokens of a step of one sequence.
 """

@@ -24,16 +24,16 @@ class Identity:
         self,
         target: Model,
         prompt: Sequence[int],
-        wanted: Sequence[int],
-        found: Sequence[int],
+        plain: Sequence[int],
+        other: Sequence[int],
         noise: float,
         sizes: Sequence[int] = (),
     ) -> None:
-        """Count one text `found` against the plain `wanted`; `noise` and `sizes` tell a tie as in `is_tie`."""
-        where = first_difference(wanted, found)
+        """Count the text `other` against the `plain` one; `noise` and `sizes` decide on ties as in `is_tie`."""
+        where = first_difference(plain, other)
         if where is None:
             self.identical += 1
-        elif is_tie(target, prompt, wanted, found, where, noise, sizes):
+        elif is_tie(target, prompt, plain, other, where, noise, sizes):
             self.excused += 1
         else:
             self.different += 1

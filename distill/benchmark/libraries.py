@@ -32,7 +32,7 @@ def plain_reference(
         name = "llama-cpp-python generate"
         library = llama_generation(Path(pair.reference), pair.target.capacity, options, pair.ends)
     medians = compare_library(pair.target, library, prompts, recipe.speedup.new_tokens, pair.ends)
-    return PlainReference(label.pair, label.backend, label.grown, name, *medians)
+    return PlainReference(*label.key, name, *medians)
 
 
 def compare_library(
@@ -88,16 +88,15 @@ def llama_generation(path: Path, context: int, options: GgufOptions, ends: list[
     from distill.models.gguf.build import cache_type
 
     threads = thread_count(options.threads)
+    layers = -1 if options.n_gpu_layers is None else options.n_gpu_layers
+    if options.device == (NO_DEVICE,):
+        layers = 0
     model = llama_cpp.Llama(
         str(path),
         n_ctx=context,
         n_threads=threads,
         n_threads_batch=options.threads_batch or threads,
-        n_gpu_layers=0
-        if options.device == (NO_DEVICE,)
-        else -1
-        if options.n_gpu_layers is None
-        else options.n_gpu_layers,
+        n_gpu_layers=layers,
         tensor_split=list(options.tensor_split) or None,
         n_ubatch=options.ubatch_size or 512,
         type_k=cache_type(options.cache_type_k),

@@ -10,10 +10,11 @@ import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from distill.benchmark.calibrate import Calibrated
+from distill.benchmark.calibrate import Calibrated, read_calibrations, read_ranks
 from distill.benchmark.compare import TimedText, choose_length, judge_identity, measurements, time_texts
 from distill.benchmark.explanations import explain
 from distill.benchmark.identity import tie_noise
+from distill.benchmark.plan import by_position
 from distill.benchmark.predictions import Predictions
 from distill.benchmark.prepared import Fitted, Prepared, prepare_all
 from distill.benchmark.rounds import prompt_seconds, round_figures, time_steps
@@ -72,10 +73,9 @@ class ComparedPair:
 
     `noise` is the logit difference below which two tokens count as tied; `paid` are the costs that were timed
     beforehand; `steps_given` says, model by model, which steps were padded or split because that is cheaper.
-    `unpredicted` is why no speedup was predicted.
+    `explanations` are of the fastest configuration, of the trees that were chosen, and of what was not predicted.
     """
 
-    comparison: Comparison
     measurements: list[Measurement]
     chosen: ChosenLength | None
     rounds: list[RoundFigures]
@@ -87,21 +87,7 @@ class ComparedPair:
     steps_given: list[str]
     prepared: list[Prepared]
     texts: list[TimedText]
-    unpredicted: str | None
-
-    @property
-    def explanations(self) -> list[str]:
-        """Sentences about the fastest configuration, the trees that were chosen, and what could not be predicted."""
-        rows, calibrated = self.measurements, self.comparison.calibrated
-        best = max(range(len(rows)), key=lambda place: (not rows[place].is_plain, rows[place].speedup))
-        reading = tuple(prompt_seconds(self.texts, title) for title in (PLAIN.title, self.prepared[best].title))
-        synthetic = self.comparison.rates is not None
-        found = explain(self.steps, rows, self.rounds, self.chosen, (reading[0], reading[1]), synthetic)
-        if calibrated is not None:
-            found += [choice.sentence(calibrated.of_texts) for choice in self.choices]
-        if self.unpredicted is not None:
-            found.append(f"No speedup is predicted: {self.unpredicted}.")
-        return found
+    explanations: list[str]
 
 
 def measure_pair(recipe: Recipe, pair: LoadedPair, comparison: Comparison) -> ComparedPair:
@@ -122,11 +108,11 @@ def measure_pair(recipe: Recipe, pair: LoadedPair, comparison: Comparison) -> Co
     if reader is not None:
         reader = copy.copy(reader)
         reader.model = draft
-    prepared = _prepared(recipe, comparison, pair, draft, reader, fitted)
+    prepared = _prepared(recipe, comparison, pair, draft, reader, fitted, choices)
     predictions = Predictions(pair.target, pair.draft, prompts, spare, new_tokens, prepared)
     texts = time_texts(
         target,
-        draft if reader is None else target,  # a draft of another vocabulary sees to its room itself
+        draft if reader is None else target,  # a draft of another vocabulary checks its own room
         prompts,
         new_tokens,
         prepared,
@@ -144,16 +130,24 @@ def measure_pair(recipe: Recipe, pair: LoadedPair, comparison: Comparison) -> Co
         identities = judge_identity(pair.target, prompts, texts, prepared, noise, sizes)
     label, resamples, confidence = comparison.label, recipe.eval.resamples, recipe.eval.confidence
     rows = measurements(texts, prepared, identities, label, resamples, confidence)
-    rows = [_named(row, one, comparison, texts, choices, predictions) for row, one in zip(rows, prepared, strict=True)]
+    rows = [
+        _predicted(row, one, comparison, texts, choices, predictions) for row, one in zip(rows, prepared, strict=True)
+    ]
     chosen = None
     if comparison.sweep and comparison.rates is None:
         chosen = choose_length(texts, comparison.sweep, label, resamples, confidence)
     steps = time_steps(texts, pair.target, None if small is pair.target else small, recipe.profile.repeats)
+    waits = pair.hugging_face is None or pair.hugging_face[0].device.type == "cpu"
+    rounds = [round_figures(one, texts, steps, waits) for one in prepared]
+    explanations = explain(steps, rows, rounds, chosen, prompt_seconds(texts), comparison.rates is not None)
+    if comparison.calibrated is not None:
+        explanations += [choice.sentence(comparison.calibrated.of_texts) for choice in choices]
+    if predictions.refused is not None:
+        explanations.append(f"No speedup is predicted: {predictions.refused}.")
     return ComparedPair(
-        comparison=comparison,
         measurements=rows,
         chosen=chosen,
-        rounds=_rounds(pair, prepared, rows, texts, steps),
+        rounds=rounds,
         steps=steps,
         noise=noise,
         paid=paid,
@@ -162,7 +156,7 @@ def measure_pair(recipe: Recipe, pair: LoadedPair, comparison: Comparison) -> Co
         steps_given=steps_given,
         prepared=prepared,
         texts=texts,
-        unpredicted=predictions.refused,
+        explanations=explanations,
     )
 
 
@@ -176,12 +170,12 @@ def _others_drafted(comparison: Comparison, choices: Sequence[Choice]) -> list[i
     """The most tokens that each greedy configuration beside the sweep drafts in a round: of a tree, given or chosen,
     its nodes, and of a lookup before it, its length."""
     chosen = {choice.title: choice.nodes for choice in choices}
-    found: set[int] = set()
+    sizes: set[int] = set()
     for one in comparison.others:
         if one.sampler == "greedy":
             tree = one.drawn_nodes or one.nodes or chosen.get(one.title, 0)
-            found |= {tree} if one.drafter == "tree" else {tree, one.most}
-    return sorted(found - {0})
+            sizes |= {tree} if one.drafter == "tree" else {tree, one.most}
+    return sorted(sizes - {0})
 
 
 def _with_cheapest_steps(recipe: Recipe, pair: LoadedPair, comparison: Comparison) -> tuple[LoadedPair, list[str]]:
@@ -189,16 +183,16 @@ def _with_cheapest_steps(recipe: Recipe, pair: LoadedPair, comparison: Compariso
     if recipe.pytorch.static and pair.backend == "pytorch":
         return pair, []  # rounds on a device drive the models themselves, whose steps are compiled by size
     profile = recipe.profile
-    most = max(one.most for one in comparison.configurations) + 1
+    max_tokens = max(one.most for one in comparison.configurations) + 1
     if any(one.chosen for one in comparison.configurations):
-        most = max(most, profile.max_tokens)
-    room = min(pair.target.capacity, pair.draft.capacity) - max(most, *DRAFT_STEPS)
+        max_tokens = max(max_tokens, profile.max_tokens)
+    room = min(pair.target.capacity, pair.draft.capacity) - max(max_tokens, *DRAFT_STEPS)
     depth = max(1, min(profile.depth, room))
     progress = None
     if not comparison.of_run:  # whose estimates take all progress to grow with its prompts
         models = 1 if pair.draft is pair.target else 2
         progress = Progress(f"{pair.backend}, steps", (profile.repeats + 1) * models)
-    cheapest = cheapest_pair(pair.target, pair.draft, most, depth, profile.repeats, progress)
+    cheapest = cheapest_pair(pair.target, pair.draft, max_tokens, depth, profile.repeats, progress)
     return replace(pair, target=cheapest.target, draft=cheapest.draft), cheapest.describe()
 
 
@@ -222,59 +216,51 @@ def _fit(
         costs = paid.step_costs()
     calibrations: Mapping[str, Calibration] = {}
     if calibrated is not None and any(one.learns for one in configurations):
-        calibrations = calibrated.calibrations
-    if calibrated is None or not chooses:
-        return paid, Fitted(costs, calibrations), []
-    choices = choose_trees(
-        recipe,
-        comparison.others,
-        pair.target,
-        pair.draft,
-        calibrated.texts,
-        pair.ends,
-        costs,
-        calibrations,
-        calibrated.rates,
-    )
+        calibrations = read_calibrations(calibrated.table, calibrated.source)
+    choices: list[Choice] = []
+    if calibrated is not None and chooses:
+        rates = read_ranks(calibrated.table, calibrated.source).rates()
+        target, draft, texts = pair.target, pair.draft, calibrated.texts
+        choices = choose_trees(recipe, comparison.others, target, draft, texts, pair.ends, costs, calibrations, rates)
     return paid, Fitted(costs, calibrations, {choice.title: choice.tree for choice in choices}), choices
 
 
-def _rounds(
-    pair: LoadedPair,
-    prepared: Sequence[Prepared],
-    rows: Sequence[Measurement],
-    texts: Sequence[TimedText],
-    steps: StepFigures,
-) -> list[RoundFigures]:
-    """Where the seconds of each configuration's rounds went, under the titles of the rows."""
-    waits = pair.hugging_face is None or pair.hugging_face[0].device.type == "cpu"
-    found = []
-    for row, one in zip(rows, prepared, strict=True):
-        own = [text for text in texts if text.title == one.title]
-        found.append(round_figures(row.configuration, own, steps, one.configuration.drafter, waits))
-    return found
-
-
 def _prepared(
-    recipe: Recipe, comparison: Comparison, pair: LoadedPair, draft: Model, reader: Reader | None, fitted: Fitted
+    recipe: Recipe,
+    comparison: Comparison,
+    pair: LoadedPair,
+    draft: Model,
+    reader: Reader | None,
+    fitted: Fitted,
+    choices: Sequence[Choice],
 ) -> list[Prepared]:
-    """Plain decoding, the sweep and all other configurations; with synthetic rates where they are asked for."""
-    ends = [] if comparison.rates is not None else pair.ends
-    found = prepare_all(recipe, comparison.sweep, comparison.others, draft, ends, fitted, reader)
-    refused = next((one for one in found if one.lossy is not None and not recipe.speedup.allow_lossy), None)
+    """Plain decoding, the sweep and all other configurations, under titles that name chosen trees and synthetic rates,
+    where they are asked for."""
+    rates = comparison.rates
+    ends = [] if rates is not None else pair.ends
+    prepared = prepare_all(recipe, comparison.sweep, comparison.others, draft, ends, fitted, reader)
+    refused = next((one for one in prepared if one.lossy is not None and not recipe.speedup.allow_lossy), None)
     if refused is not None:
         raise RecipeError(
             f"`{refused.title}` would change the target's distribution: {refused.lossy}", "change it, or --allow-lossy"
         )
-    if comparison.rates is None:
-        return found
+    if rates is None:
+        titles = {choice.title: choice.title_with_tree for choice in choices}
+        return [replace(one, name=titles.get(one.title)) for one in prepared]
     return [
-        one if one.make is None else replace(one, rules=replace(one.rules, rates=comparison.rates), lossy=SYNTHETIC)
-        for one in found
+        one
+        if one.make is None
+        else replace(
+            one,
+            rules=replace(one.rules, rates=rates),
+            lossy=SYNTHETIC,
+            name=f"{one.title} (synthetic acceptance)",
+        )
+        for one in prepared
     ]
 
 
-def _named(
+def _predicted(
     row: Measurement,
     one: Prepared,
     comparison: Comparison,
@@ -282,12 +268,10 @@ def _named(
     choices: Sequence[Choice],
     predictions: Predictions,
 ) -> Measurement:
-    """The measurement with its prediction, under a title that names a chosen tree and synthetic acceptance."""
-    choice = next((choice for choice in choices if choice.title == one.title), None)
+    """The measurement with its prediction, and the size of a chosen tree."""
+    choice = next((choice for choice in choices if choice.title == one.configuration.title), None)
     if choice is not None:
-        return replace(row, configuration=choice.title_with_tree, nodes=choice.nodes, predicted=choice.speedup)
-    if comparison.rates is not None and not row.is_plain:
-        row = replace(row, configuration=f"{row.configuration} (synthetic acceptance)")
+        return replace(row, nodes=choice.nodes, predicted=choice.speedup)
     return replace(row, predicted=predictions.speedup(one.title, _accepted(comparison, one, texts)))
 
 
@@ -295,7 +279,7 @@ def _accepted(comparison: Comparison, one: Prepared, texts: Sequence[TimedText])
     """The acceptance by position that predicts a configuration's speedup; empty where it is not known."""
     length = one.length or 0
     if comparison.rates is not None:
-        return [comparison.rates[min(position, len(comparison.rates) - 1)] for position in range(length)]
+        return by_position(comparison.rates, length)
     if comparison.evaluated is None:
         rounds = [(r.drafted, r.accepted) for t in texts if t.title == one.title for r in t.decoded.rounds]
         return accepted_by_position(rounds)

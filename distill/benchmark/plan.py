@@ -4,7 +4,7 @@ A round of n drafted tokens gives E = 1 + Σ_i Π_{j ≤ i} a_j tokens in T(n + 
 et al. 2023, eq. 1, with measured times; `PaidCosts.predicted_speedup`). Greedy, n fixed, the acceptance a_j at position
 j the same in every round.
 
-Legend: n drafted tokens of a round, T target, D draft.
+Legend: n drafted tokens of a round, T target, D draft; costs are in T(1), the time of a token of plain decoding.
 """
 
 from __future__ import annotations
@@ -12,12 +12,11 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from distill.errors import DataError
 from distill.intervals import Interval
-from distill.results.plan_results import Outlook, Plan, PlannedLength, Scenario
 from distill.results.tables import markdown_table
 from distill.speculative.costs.curve import tokens_per_round
 from distill.speculative.costs.paid import DraftSteps, PaidCosts
@@ -25,7 +24,7 @@ from distill.speculative.costs.paid import DraftSteps, PaidCosts
 RATES = (0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 ALL = "all accepted"
 NOTHING = 0.005  # T(1) that a draft step may cost: shown as 0.00
-WORTH = 1.5  # a speedup worth the effort of a draft, in the verdict
+GOOD_SPEEDUP = 1.5  # a speedup worth the effort of a draft, in the verdict
 HALVINGS = 40  # of the range in which an acceptance is looked for
 
 MODEL = (
@@ -34,6 +33,62 @@ MODEL = (
     "it). "
     "It costs T(n + 1) + n·D and its overhead."
 )
+
+
+@dataclass(frozen=True)
+class PlannedLength:
+    """n tokens drafted a round: what verifying them costs, the draft's steps and the rest of the round apart from it.
+
+    `break_even` is the acceptance, the same at every position, from which it is faster than plain decoding; None where
+    no acceptance is enough. `most` is the speedup with every drafted token accepted.
+    """
+
+    length: int
+    verify_cost: float
+    break_even: float | None
+    most: float
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """Speedups at an acceptance by position, whose last rate holds behind it, for each of the outlook's lengths.
+
+    An interval is the lowest and highest of repeated timings, NaN where there was one. `best` is the fastest length, 0
+    where plain decoding is faster. `largest_cost` of a draft step still pays, below 0 where not even a free one does;
+    `layers` are those of a draft of that cost, None where the layers of the models are not known.
+    """
+
+    title: str
+    acceptance: list[float]
+    speedups: list[Interval]
+    best: int
+    largest_cost: float
+    layers: int | None
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """What one set of costs promises; `sentences` are its verdict. `prompt` tokens are read by both models (0: the
+    prompt is left out) and `new` follow."""
+
+    title: str
+    prompt: int
+    new: int
+    token_seconds: float
+    draft_cost: float
+    lengths: list[PlannedLength]
+    scenarios: list[Scenario]
+    sentences: list[str]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All outlooks, each by its own costs, and llama.cpp's settings where a curve and an acceptance were given."""
+
+    command: str
+    machine: dict[str, Any]
+    outlooks: list[Outlook]
+    settings: list[str] = field(default_factory=list)
 
 
 def step_costs(target: Sequence[float], draft: float, draft_two: float, lengths: Sequence[int]) -> PaidCosts:
@@ -71,29 +126,29 @@ class Case:
         """Over plain decoding, at an acceptance by position whose last rate holds behind it."""
         return costs.predicted_speedup(length, by_position(rates, length), self.prompt, self.new)
 
-    def middle(self, figure: Callable[[PaidCosts], float]) -> float:
+    def median(self, figure: Callable[[PaidCosts], float]) -> float:
         """The median over the timings of a figure."""
         return statistics.median(figure(costs) for costs in self.timings)
 
-    def needed(self, costs: PaidCosts, length: int, wanted: float = 1.0) -> float:
-        """The acceptance, the same at every position, from which `length` gives the speedup wanted; else infinite."""
-        if self.speedup(costs, length, [1.0]) < wanted:
+    def needed(self, costs: PaidCosts, length: int, speedup: float = 1.0) -> float:
+        """The acceptance, the same at every position, from which `length` gives this speedup; else infinite."""
+        if self.speedup(costs, length, [1.0]) < speedup:
             return math.inf
         low, high = 0.0, 1.0
         for _ in range(HALVINGS):
             middle = (low + high) / 2
-            low, high = (middle, high) if self.speedup(costs, length, [middle]) < wanted else (low, middle)
+            low, high = (middle, high) if self.speedup(costs, length, [middle]) < speedup else (low, middle)
         return high
 
     def largest_cost(self, costs: PaidCosts, rates: Sequence[float]) -> float:
         """The cost of a draft step, in T(1), at which the best length is just as fast as plain decoding."""
         plain = self.prompt * costs.target_prompt + (self.new - 1) * costs.token
-        found = []
+        affordable = []
         for n in self.lengths:
             rounds = (self.new - 1) / tokens_per_round(by_position(rates, n))
             saved = plain * (1 - 1 / self.speedup(costs, n, rates))  # of a request
-            found.append(costs.by_argmax.later + saved / rounds / n)
-        return max(found) / costs.token
+            affordable.append(costs.by_argmax.later + saved / rounds / n)
+        return max(affordable) / costs.token
 
 
 def by_position(rates: Sequence[float], length: int) -> list[float]:
@@ -103,29 +158,29 @@ def by_position(rates: Sequence[float], length: int) -> list[float]:
 
 def outlook(case: Case, given: Mapping[str, Sequence[float]]) -> Outlook:
     """What the costs promise at the usual acceptances, at those `given` by title, and with everything accepted."""
-    cost = case.middle(lambda costs: costs.by_argmax.later / costs.token)
+    cost = case.median(lambda costs: costs.by_argmax.later / costs.token)
     lengths = []
     for n in case.lengths:
-        even = case.middle(lambda costs, n=n: case.needed(costs, n))  # type: ignore[misc]
-        verify = case.middle(lambda costs, n=n: costs.verify[n] / costs.token)  # type: ignore[misc]
-        most = case.middle(lambda costs, n=n: case.speedup(costs, n, [1.0]))  # type: ignore[misc]
+        even = case.median(lambda costs, n=n: case.needed(costs, n))  # type: ignore[misc]
+        verify = case.median(lambda costs, n=n: costs.verify[n] / costs.token)  # type: ignore[misc]
+        most = case.median(lambda costs, n=n: case.speedup(costs, n, [1.0]))  # type: ignore[misc]
         lengths.append(PlannedLength(n, verify, None if math.isinf(even) else even, most))
     usual: dict[str, Sequence[float]] = {f"{rate:.2f}": [rate] for rate in RATES}
     scenarios = [_scenario(case, title, rates, cost) for title, rates in (usual | {ALL: [1.0]} | dict(given)).items()]
     sentences = [_verdict(case, cost, lengths, scenarios)]
     sentences += [_said(case, one) for one in scenarios if one.title in given] + [case.note] * bool(case.note)
-    token = case.middle(lambda costs: costs.token)
+    token = case.median(lambda costs: costs.token)
     return Outlook(case.title, case.prompt, case.new, token, cost, lengths, scenarios, sentences)
 
 
 def _scenario(case: Case, title: str, rates: Sequence[float], cost: float) -> Scenario:
     speeds = []
     for n in case.lengths:
-        found = [case.speedup(costs, n, rates) for costs in case.timings]
-        bounds = (min(found), max(found)) if len(found) > 1 else (math.nan, math.nan)
-        speeds.append(Interval(statistics.median(found), *bounds))
+        timed = [case.speedup(costs, n, rates) for costs in case.timings]
+        bounds = (min(timed), max(timed)) if len(timed) > 1 else (math.nan, math.nan)
+        speeds.append(Interval(statistics.median(timed), *bounds))
     best = max(range(len(speeds)), key=lambda place: speeds[place].mean)
-    largest = case.middle(lambda costs: case.largest_cost(costs, rates))
+    largest = case.median(lambda costs: case.largest_cost(costs, rates))
     layers = None
     if case.layers is not None:
         count, each = case.layers
@@ -150,14 +205,14 @@ def _verdict(case: Case, cost: float, lengths: Sequence[PlannedLength], scenario
             f"{top.most:.2f}x ({top.length} drafted). A draft whose step costs less than {free:.2f} T(1) could."
         )
     even = min((one for one in lengths if one.break_even is not None), key=lambda one: one.break_even or 0.0)
-    wanted = {n: case.middle(lambda costs, n=n: case.needed(costs, n, WORTH)) for n in case.lengths}  # type: ignore[misc]
-    length = min(wanted, key=lambda n: wanted[n])
-    worth = f"{WORTH}x from {wanted[length]:.2f} on ({length} drafted)"
-    if math.isinf(wanted[length]):
-        worth = f"{WORTH}x at no acceptance"
+    needed = {n: case.median(lambda costs, n=n: case.needed(costs, n, GOOD_SPEEDUP)) for n in case.lengths}  # type: ignore[misc]
+    length = min(needed, key=lambda n: needed[n])
+    good = f"{GOOD_SPEEDUP}x from {needed[length]:.2f} on ({length} drafted)"
+    if math.isinf(needed[length]):
+        good = f"{GOOD_SPEEDUP}x at no acceptance"
     return (
         f"A draft step costs {cost:.2f} T(1). It pays from an acceptance of {even.break_even:.2f} on ({even.length} "
-        f"drafted), gives {worth}, and with every token accepted at most {top.most:.2f}x ({top.length} drafted)."
+        f"drafted), gives {good}, and with every token accepted at most {top.most:.2f}x ({top.length} drafted)."
     )
 
 

@@ -72,7 +72,7 @@ class PlanRequest:
 
     def layers(self) -> tuple[float, float] | None:
         """As of `Case`, by the bytes that layers read; without a draft, those of a cut of the target."""
-        with contextlib.suppress(DistillError):  # a model that does not say: the plan does without
+        with contextlib.suppress(DistillError):  # of a model whose sizes cannot be read, the plan names no layers
             big, small = self.works()
             whole, each = big.weight_bytes(1), (small or big).layer_bytes / big.weight_bytes(1)
             rest = 1 - big.layers * big.layer_bytes / whole
@@ -145,8 +145,8 @@ def _measured(pair: LoadedPair, title: str, request: PlanRequest) -> Case:
     Raises DataError for contexts without room.
     """
     lengths, prompt, new = request.lengths, request.prompt, request.new
-    most = max(lengths) + 1
-    room = min(pair.target.capacity, pair.draft.capacity) - max(most, new, *DRAFT_STEPS)
+    max_tokens = max(lengths) + 1
+    room = min(pair.target.capacity, pair.draft.capacity) - max(max_tokens, new, *DRAFT_STEPS)
     if room < prompt:
         raise DataError(
             f"{title}: the context has no room for {new} tokens after {prompt}",
@@ -154,7 +154,7 @@ def _measured(pair: LoadedPair, title: str, request: PlanRequest) -> Case:
         )
     progress = Progress(f"{title}: timings", TIMINGS + 2 * REPEATS + 2)
     if not pair.pytorch.static:  # whose rounds drive the models themselves
-        cheapest = cheapest_pair(pair.target, pair.draft, most, prompt, REPEATS, progress)
+        cheapest = cheapest_pair(pair.target, pair.draft, max_tokens, prompt, REPEATS, progress)
         pair = replace(pair, target=cheapest.target, draft=cheapest.draft)
     size, timings = pair.target.vocabulary_size, []
     for number in range(TIMINGS):

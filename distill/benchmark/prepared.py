@@ -14,7 +14,7 @@ from distill.sampler import Sampler
 from distill.speculative.calibration import Calibration
 from distill.speculative.configured import NO_COSTS, Tree, configured_sampler, lossy_reason, make_drafter
 from distill.speculative.costs.curve import StepCosts
-from distill.speculative.decode import Decoded, decode, plain
+from distill.speculative.decode import Decoded, decode_text, plain
 from distill.speculative.draft import Drafter
 from distill.speculative.other_vocabulary.drafters import Reader, other_vocabulary_drafter
 from distill.speculative.rules import Rules
@@ -36,7 +36,8 @@ class Prepared:
 
     The drafter is made as at the start of a session; what it learns it keeps from prompt to prompt. `lossy` is the
     reason why the text would not follow the target's distribution, None where it does. `length` is γ of a configuration
-    of the greedy sweep (0: plain), None for every other.
+    of the greedy sweep (0: plain), None for every other. `name` is what tables show instead of the configuration's own
+    title.
     """
 
     configuration: Configuration
@@ -44,11 +45,12 @@ class Prepared:
     make: Callable[[], Drafter] | None
     lossy: str | None = None
     length: int | None = None
+    name: str | None = None
 
     @property
     def title(self) -> str:
-        """The configuration's name in tables."""
-        return self.configuration.title
+        """Its name in tables, and that of its texts."""
+        return self.name or self.configuration.title
 
     @property
     def sampled(self) -> bool:
@@ -64,10 +66,7 @@ class Prepared:
         """Decode a prompt from cold caches, by a drafter that `make` gave; plainly without one."""
         if drafter is None:
             return plain(target, prompt, limit, rules=self.rules)
-        result = Decoded()
-        for _ in decode(target, drafter, prompt, limit, self.rules, result, self.lossy is not None):
-            pass
-        return result
+        return decode_text(target, drafter, prompt, limit, self.rules, self.lossy is not None)
 
 
 def prepare(

@@ -41,19 +41,19 @@ class UserPrompts:
 
 def sources_of(paths: list[Path]) -> tuple[Source, ...]:
     """Files and folders as sources of the corpus, by their endings; DataError for one that is missing or empty."""
-    found = []
+    sources = []
     for path in paths:
         require_path(path, "--prompts")
         if not path.exists():
             raise DataError(f"there is no file {path}", "correct --prompts")
         if path.is_dir():
-            found.append(Source(kind="tree", path=str(path.resolve()), pattern="**/*", split="test"))
+            sources.append(Source(kind="tree", path=str(path.resolve()), pattern="**/*", split="test"))
             continue
         if not path.stat().st_size:
             raise DataError(f"{path} is empty", "give a file with prompts: text, or jsonl, csv or parquet records")
         kind: Any = KINDS.get(path.suffix.lower(), "text")
-        found.append(Source(kind=kind, path=str(path.resolve()), split="test"))
-    return tuple(found)
+        sources.append(Source(kind=kind, path=str(path.resolve()), split="test"))
+    return tuple(sources)
 
 
 def read_user_prompts(
@@ -84,17 +84,17 @@ def read_user_prompts(
                 )
             chats = ChatPrompts(ChatTemplate(tokenizer, chat), room, SEED)
         size = min(tokens, room)
-        found = cut_prompts(documents, to_ids, count + others, size, 4 * size, SEED, chats)
+        prompts = cut_prompts(documents, to_ids, count + others, size, 4 * size, SEED, chats)
     for reason, number in Counter({} if chats is None else chats.dropped).items():
         dropped[reason.replace("prompts too long for corpus.block", f"prompts of more than {room} tokens")] += number
-    if len(found) < 2 + min(others, 2):
+    if len(prompts) < 2 + min(others, 2):
         left = "".join(f"; {number} left out: {reason}" for reason, number in dropped.items())
         raise DataError(
-            f"the files give {len(found)} prompts{left}",
+            f"the files give {len(prompts)} prompts{left}",
             f"give at least {2 + min(others, 2)}; plain texts are cut into prompts of {size} tokens (--prompt-tokens)",
         )
-    spare = min(others, max(len(found) - count, len(found) // 2))
-    return UserPrompts(found[: min(count, len(found) - spare)], found[len(found) - spare :], dict(dropped))
+    spare = min(others, max(len(prompts) - count, len(prompts) // 2))
+    return UserPrompts(prompts[: min(count, len(prompts) - spare)], prompts[len(prompts) - spare :], dict(dropped))
 
 
 class GgufTokenizer:

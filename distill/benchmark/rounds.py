@@ -8,11 +8,11 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import astuple, replace
 
 from distill.benchmark.compare import TimedText, acceptance, totals
 from distill.benchmark.prepared import Prepared
-from distill.intervals import UNKNOWN, Interval, speed_ratio
+from distill.intervals import speed_ratio
 from distill.models.base import Model
 from distill.recipe.configuration import TREES, DrafterName
 from distill.results.pair_results import GroupFigures, StepFigures
@@ -31,7 +31,7 @@ def by_class(
     confidence: float,
 ) -> list[GroupFigures]:
     """Every configuration on the prompts of each class; none where there is one class only."""
-    found = []
+    groups = []
     for name in dict.fromkeys(classes) if len(set(classes)) > 1 else ():
         numbers = {number: place for place, number in enumerate(n for n, one in enumerate(classes) if one == name)}
         own = [replace(t, prompt=numbers[t.prompt]) for t in texts if t.prompt in numbers]
@@ -39,25 +39,11 @@ def by_class(
             tokens, seconds = totals(own, one.title)
             ratio = speed_ratio(tokens, seconds, *totals(own, one.base), resamples, confidence)
             if len(numbers) == 1:
-                ratio = Interval(ratio.mean, math.nan, math.nan)
-            rounds = [r for t in own if t.title == one.title for r in t.decoded.rounds]
-            rate = float(tokens.sum() / seconds.sum())
-            found.append(_group(name, one.title, len(numbers), int(tokens.sum()), rate, rounds, ratio))
-    return found
-
-
-def _group(
-    group: str,
-    title: str,
-    count: int,
-    tokens: int,
-    rate: float,
-    rounds: Sequence[Round],
-    ratio: Interval | None,
-) -> GroupFigures:
-    each, share = acceptance(rounds)
-    speedup, bounds = (None, UNKNOWN) if ratio is None else (ratio.mean, ratio)
-    return GroupFigures(group, title, count, tokens, rate, each, share, speedup, bounds.low, bounds.high)
+                ratio = replace(ratio, low=math.nan, high=math.nan)
+            accepted = acceptance([r for t in own if t.title == one.title for r in t.decoded.rounds])
+            size = (len(numbers), int(tokens.sum()), float(tokens.sum() / seconds.sum()))
+            groups.append(GroupFigures(name, one.title, *size, *accepted, *astuple(ratio)))
+    return groups
 
 
 def _range(depth: int) -> tuple[int, int]:
@@ -76,7 +62,7 @@ def _step_seconds(text: TimedText) -> list[tuple[int, float]]:
 
 def by_depth(texts: Sequence[TimedText], prepared: Sequence[Prepared]) -> list[GroupFigures]:
     """Every configuration that drafts, on its rounds at each range of depths, against plain steps there."""
-    found = []
+    ranges = []
     plain: dict[tuple[str, tuple[int, int]], list[float]] = {}
     for text in texts:
         for depth, seconds in () if text.decoded.rounds else _step_seconds(text):
@@ -88,9 +74,11 @@ def by_depth(texts: Sequence[TimedText], prepared: Sequence[Prepared]) -> list[G
         for span, own in sorted(rounds.items()):
             tokens, taken = sum(r.accepted + 1 for r in own), sum(r.seconds for r in own)
             steps = plain.get((one.base, span))
-            ratio = None if not steps else Interval(tokens / taken * statistics.fmean(steps), math.nan, math.nan)
-            found.append(_group(f"{span[0]}–{span[1] - 1}", one.title, len(own), tokens, tokens / taken, own, ratio))
-    return sorted(found, key=lambda figures: int(figures.group.split("–")[0]))
+            gain = tokens / taken * statistics.fmean(steps) if steps else None
+            size = (len(own), tokens, tokens / taken)
+            group = f"{span[0]}–{span[1] - 1}"
+            ranges.append(GroupFigures(group, one.title, *size, *acceptance(own), gain, math.nan, math.nan))
+    return sorted(ranges, key=lambda figures: int(figures.group.split("–")[0]))
 
 
 def time_steps(texts: Sequence[TimedText], target: Model, draft: Model | None, repeats: int) -> StepFigures:
@@ -100,8 +88,8 @@ def time_steps(texts: Sequence[TimedText], target: Model, draft: Model | None, r
 
     def timed(model: Model, counts: set[int]) -> dict[int, float]:
         room = max(1, min(depth, model.capacity - max(counts)))
-        found = measure_steps(model, sorted(counts), room, repeats, model.vocabulary_size)
-        return {m: seconds[0] for m, seconds in found.items()}
+        medians = measure_steps(model, sorted(counts), room, repeats, model.vocabulary_size)
+        return {m: seconds[0] for m, seconds in medians.items()}
 
     return StepFigures(
         depth,
@@ -110,13 +98,12 @@ def time_steps(texts: Sequence[TimedText], target: Model, draft: Model | None, r
     )
 
 
-def round_figures(
-    title: str, texts: Sequence[TimedText], steps: StepFigures, drafter: DrafterName, synchronous: bool
-) -> RoundFigures:
+def round_figures(one: Prepared, texts: Sequence[TimedText], steps: StepFigures, synchronous: bool) -> RoundFigures:
     """Where the seconds of a configuration's rounds went, and how near it came to the bound of its steps.
 
     A chain's draft step after a whole accepted round takes two tokens; the bound counts it as D(1).
     """
+    drafter, texts = one.configuration.drafter, [text for text in texts if text.title == one.title]
     rounds = [r for text in texts for r in text.decoded.rounds]
     target = [step for text in texts for step in text.target]
     draft = [step for text in texts for step in text.draft]
@@ -130,10 +117,10 @@ def round_figures(
     paid = [sum(step.seconds for step in own) / count for own in (target, draft)]
     measured, bound = tokens / seconds if seconds else math.nan, tokens / alone if alone else math.nan
     return RoundFigures(
-        configuration=title,
+        configuration=one.title,
         rounds=count,
         tokens=tokens / count,
-        most=_most(rounds, len(draft), drafter),
+        most=_all_accepted(rounds, len(draft), drafter),
         verified=sum(step.tokens for step in target) / count,
         draft_steps=len(draft) / count,
         seconds=seconds / count,
@@ -146,12 +133,15 @@ def round_figures(
     )
 
 
-def prompt_seconds(texts: Sequence[TimedText], title: str) -> float:
-    """Mean seconds of a prompt and its first token."""
-    return statistics.fmean(text.decoded.prefill_seconds for text in texts if text.title == title)
+def prompt_seconds(texts: Sequence[TimedText]) -> dict[str, float]:
+    """By configuration, the mean seconds of a prompt and its first token."""
+    seconds: dict[str, list[float]] = {}
+    for text in texts:
+        seconds.setdefault(text.title, []).append(text.decoded.prefill_seconds)
+    return {title: statistics.fmean(own) for title, own in seconds.items()}
 
 
-def _most(rounds: Sequence[Round], steps: int, drafter: DrafterName) -> float | None:
+def _all_accepted(rounds: Sequence[Round], steps: int, drafter: DrafterName) -> float | None:
     """Mean tokens of a round in which everything is accepted: of a tree, a node of each level, a draft step each."""
     if not rounds:
         return 1.0

@@ -97,21 +97,21 @@ def _measure(
         evaluated=_evaluated_rounds(run, prompts, settings.new_tokens),
         of_run=True,
     )
-    found = measure_pair(recipe, pair, comparison)
-    assert found.chosen is not None and found.paid is not None  # a run sweeps lengths and keeps its costs
-    explanations = [f"{label.pair}, {label.backend}: {sentence}" for sentence in found.explanations]
-    for sentence in [*found.steps_given, *explanations]:
+    compared = measure_pair(recipe, pair, comparison)
+    assert compared.chosen is not None and compared.paid is not None  # a run sweeps lengths and keeps its costs
+    explanations = [f"{label.pair}, {label.backend}: {sentence}" for sentence in compared.explanations]
+    for sentence in [*compared.steps_given, *explanations]:
         run.say(f"    {sentence}")
     return SpeedupPart(
-        measurements=found.measurements,
-        chosen=found.chosen,
+        measurements=compared.measurements,
+        chosen=compared.chosen,
         plain_reference=plain_reference(recipe, pair, label, prompts[: REFERENCE_PROMPTS[grown]]),
-        noise=Noise(label.pair, label.backend, grown, found.noise),
-        costs=round_costs(found.paid, label),
-        trees=[choice.as_result(label) for choice in found.choices],
-        rounds=found.rounds,
+        noise=Noise(*label.key, compared.noise),
+        costs=round_costs(compared.paid, label),
+        trees=[choice.as_result(label) for choice in compared.choices],
+        rounds=compared.rounds,
         explanations=explanations,
-        samples=[] if grown else _samples(recipe, pair, label, prompts, found),
+        samples=[] if grown else _samples(recipe, pair, label, prompts, compared),
     )
 
 
@@ -135,6 +135,8 @@ def open_pair(recipe: Recipe, run: Run, backend: str, grown: bool) -> Iterator[t
 def _load(recipe: Recipe, run: Run, backend: str, grown: bool, scratch: Path) -> tuple[LoadedPair, int]:
     """The models, and the parameters of a grown target (0 for the target as it is)."""
     settings, draft, parameters = recipe.speedup, str(run.path("draft")), 0
+    if backend == "pytorch" and not grown:
+        return load_pair(recipe.target, draft, device=recipe.device, pytorch=recipe.pytorch), parameters
     served = own_file(recipe) or run.path("gguf", f"target-{settings.outtype}.gguf")
     if grown:
         assert settings.grown is not None
@@ -152,8 +154,6 @@ def _load(recipe: Recipe, run: Run, backend: str, grown: bool, scratch: Path) ->
             tokenizer.save_pretrained(scratch / "grown")
         served = scratch / "grown.gguf"
         export_gguf(scratch / "grown", served, settings.outtype, f"{recipe.name} target, grown")
-    elif backend == "pytorch":
-        return load_pair(recipe.target, draft, device=recipe.device, pytorch=recipe.pytorch), parameters
     files = Target(model=str(served)), str(run.path("gguf", f"draft-{settings.outtype}.gguf"))
     trees = settings.grown_configurations if grown else settings.configurations
     nodes = min(largest_tree(recipe, trees), MOST_LEAVES)
@@ -175,24 +175,24 @@ def _evaluated_rounds(run: Run, prompts: Sequence[Sequence[int]], new_tokens: in
         return []
     import pyarrow.parquet
 
-    wanted = [("draft", "=", "after"), ("prompt", "<", len(prompts))]
+    filters = [("draft", "=", "after"), ("prompt", "<", len(prompts))]
     columns = ["prompt", "depth", "drafted", "accepted"]
-    found = pyarrow.parquet.read_table(path, columns=columns, filters=wanted).to_pylist()
+    rows = pyarrow.parquet.read_table(path, columns=columns, filters=filters).to_pylist()
     rounds: list[list[tuple[int, int]]] = [[] for _ in prompts]
-    for r in sorted(found, key=lambda r: (r["prompt"], r["depth"])):
+    for r in sorted(rows, key=lambda r: (r["prompt"], r["depth"])):
         if r["depth"] < len(prompts[r["prompt"]]) + new_tokens:
             rounds[r["prompt"]].append((r["drafted"], r["accepted"]))
     return rounds
 
 
 def _samples(
-    recipe: Recipe, pair: LoadedPair, label: PairMeasured, prompts: Sequence[Sequence[int]], found: ComparedPair
+    recipe: Recipe, pair: LoadedPair, label: PairMeasured, prompts: Sequence[Sequence[int]], compared: ComparedPair
 ) -> list[Sample]:
     """Texts of the chosen length; of the fastest one where plain decoding was chosen."""
-    assert found.chosen is not None
-    fastest = max((row for row in found.measurements if row.length), key=lambda row: row.tokens_per_second)
-    title = fixed_length(found.chosen.length or fastest.length or 0).title
-    own = [text for text in found.texts if text.title == title]
+    assert compared.chosen is not None
+    fastest = max((row for row in compared.measurements if row.length), key=lambda row: row.tokens_per_second)
+    title = fixed_length(compared.chosen.length or fastest.length or 0).title
+    own = [text for text in compared.texts if text.title == title]
     return sample_texts(load_tokenizer(recipe.target.model), pair.token_bytes, prompts, own, label)
 
 
@@ -217,5 +217,5 @@ def sample_texts(
         if segments:
             segments[-1] = Segment(segments[-1].text + characters.finish(), segments[-1].kind)
         prompt = tokenizer.decode(list(prompts[text.prompt]))
-        samples.append(Sample(pair.pair, pair.backend, pair.grown, text.title, prompt, segments))
+        samples.append(Sample(*pair.key, text.title, prompt, segments))
     return samples

@@ -112,15 +112,13 @@ def _head(report: PairSpeedup) -> list[str]:
             f"**SYNTHETIC ACCEPTANCE {rates}** (by position; the last one holds for all behind): costs are real, "
             "acceptance and texts are not. No figure below says how well this draft predicts its target."
         )
-    if report.gguf:
-        lines.append(f"llama.cpp's options, where they are not the defaults: {report.gguf}.")
-    if report.pytorch:
-        lines.append(f"PyTorch's settings, where they are not the defaults: {report.pytorch}.")
-    if report.steps_given:
-        lines.append(f"Steps padded or split, because that is cheaper: {'; '.join(report.steps_given)}.")
-    if report.dropped:
-        left = ", ".join(f"{count} {reason}" for reason, count in report.dropped.items())
-        lines.append(f"Left out of the files: {left}.")
+    notes = {
+        "llama.cpp's options, where they are not the defaults": report.gguf,
+        "PyTorch's settings, where they are not the defaults": report.pytorch,
+        "Steps padded or split, because that is cheaper": "; ".join(report.steps_given),
+        "Left out of the files": ", ".join(f"{count} {reason}" for reason, count in report.dropped.items()),
+    }
+    lines += [f"{name}: {note}." for name, note in notes.items() if note]
     if report.calibration is not None:
         lines.append(
             f"Draft probabilities were calibrated on {report.calibration['prompts']} other prompts of the same files."
@@ -134,8 +132,9 @@ def _pair_rows(report: PairSpeedup) -> list[str]:
         "|---|--:|--:|--:|--:|--:|--:|---|",
     ]
     for row in report.measurements:
-        text = "synthetic" if report.synthetic is not None and not row.is_plain else row.same_text
-        distribution = "synthetic" if report.synthetic is not None and not row.is_plain else row.distribution
+        text, distribution = row.same_text, row.distribution
+        if report.synthetic is not None and not row.is_plain:
+            text = distribution = "synthetic"
         lines.append(
             f"| {row.configuration} | {_figures(row)} | {_number(row.predicted, '.2f')} "
             f"| {'' if row.is_plain else text} | {distribution} |"
@@ -172,9 +171,8 @@ def _steps(report: PairSpeedup) -> list[str]:
     def curve(name: str, seconds: dict[int, float]) -> str:
         return ", ".join(f"{name}({m}) {one * 1e3:.3f}" for m, one in sorted(seconds.items()))
 
-    steps = report.steps
-    lines = [f"Steps alone, at depth {steps.depth}, ms: {curve('T', steps.target)}"]
-    return [f"{lines[0]}; {curve('D', steps.draft)}" if steps.draft else lines[0]]
+    curves = [curve("T", report.steps.target), curve("D", report.steps.draft)]
+    return [f"Steps alone, at depth {report.steps.depth}, ms: {'; '.join(filter(None, curves))}"]
 
 
 def _groups(groups: Iterable[GroupFigures], name: str, over: str) -> list[str]:

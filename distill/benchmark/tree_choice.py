@@ -10,6 +10,7 @@ import statistics
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate
 
 from distill.benchmark.calibrate import Text
@@ -78,16 +79,7 @@ class Choice:
         """For speedup.json."""
         parents = list(self.tree.parents) if isinstance(self.tree, Shape) else None
         return ChosenTree(
-            pair.pair,
-            pair.backend,
-            pair.grown,
-            self.title,
-            self.nodes,
-            parents,
-            self.tokens,
-            self.seconds,
-            self.speedup,
-            self.compared,
+            *pair.key, self.title, self.nodes, parents, self.tokens, self.seconds, self.speedup, self.compared
         )
 
 
@@ -97,21 +89,21 @@ def time_rounds(
     prompts: Sequence[Sequence[int]],
     rounds: int,
     rules: Rules,
-    make: Callable[[int], Drafter],
-    sizes: Sequence[int],
+    make: Callable[[Tree], Drafter],
+    trees: Mapping[int, Tree],
     lossy: bool = False,
 ) -> dict[int, float]:
-    """Median seconds of a round of n drafted nodes, for each size n that rounds came to.
+    """Median seconds of a round of n drafted nodes, for each size n of `trees` that rounds came to.
 
-    After every prompt `rounds` are decoded with trees of each size, the sizes in turn; `make` gives their drafters.
+    After every prompt `rounds` are decoded with each tree, in the order of sizes; `make` gives the drafter of a tree.
     Smaller trees, for which alone the end of a context leaves room, do not count.
     """
-    seconds: dict[int, list[float]] = {size: [] for size in sizes}
+    seconds: dict[int, list[float]] = {size: [] for size in sorted(trees)}
     for prompt in prompts:
-        room = room_for(target, draft, len(prompt), (rounds + 1) * (max(sizes, default=0) + 1))
-        for size in sizes:
+        room = room_for(target, draft, len(prompt), (rounds + 1) * (max(trees, default=0) + 1))
+        for size in seconds:
             result = Decoded()
-            for _ in decode(target, make(size), prompt, room, rules, result, lossy):
+            for _ in decode(target, make(trees[size]), prompt, room, rules, result, lossy):
                 if result.rounds and result.rounds[-1].drafted == size:
                     seconds[size].append(result.rounds[-1].seconds)
                 if len(result.rounds) >= rounds:
@@ -120,24 +112,24 @@ def time_rounds(
 
 
 def mean_values(
-    drafter: TreeDrafter, texts: Sequence[Text], nodes: int, ends: Collection[int], most: int = ROUNDS
+    drafter: TreeDrafter, texts: Sequence[Text], nodes: int, ends: Collection[int], max_rounds: int = ROUNDS
 ) -> list[float]:
-    """The mean value of the n-th best node of a round, for n up to `nodes`, over up to `most` rounds of given texts.
+    """The mean value of the n-th best node of a round, for n up to `nodes`, over rounds of given texts.
 
     A round starts behind the token at which the text left the tree of the one before, as rounds do that are decoded
     greedily; no target is asked.
     """
-    found: list[list[float]] = []
+    values: list[list[float]] = []
     for prompt, new in texts:
         text, at = [*prompt, *new], len(prompt)  # at: the last committed token
         drafter.begin(prompt)
-        while at + 1 < len(text) and drafter.room(at + 1) > nodes and len(found) < most:
+        while at + 1 < len(text) and drafter.room(at + 1) > nodes and len(values) < max_rounds:
             proposal = drafter.propose(text[: at + 1], nodes, ends)
-            found.append([*drafter.values, *[0.0] * (nodes - len(drafter.values))])
+            values.append([*drafter.values, *[0.0] * (nodes - len(drafter.values))])
             accepted = follow(proposal, text[at + 1 :])
             at += accepted + 1
             drafter.accepted(proposal, accepted, at + 1, 0.0)
-    return [statistics.fmean(column) for column in zip(*found, strict=True)]
+    return [statistics.fmean(column) for column in zip(*values, strict=True)]
 
 
 def follow(proposal: Proposal, text: Sequence[int]) -> int:
@@ -210,7 +202,7 @@ def choose_trees(
     after how many of them how many rounds are timed. `rates` are the acceptance by rank.
     """
     costs = replace(costs, target=costs.target[: recipe.profile.max_tokens])  # a grown pair's may go on
-    most = len(costs.target) - 1
+    max_nodes = len(costs.target) - 1
     prompts = [prompt for prompt, _ in texts[: timed[0]]]
     choices = []
     for configuration in configurations:
@@ -220,29 +212,21 @@ def choose_trees(
         sampler = configured_sampler(configuration, recipe.sampler)
         draws = random.Random(f"{recipe.seed}/{title}/timed").random
         rules = Rules(sampler, configuration.verified_by, ends, draws)
-        sizes = sorted({*(size for size in SIZES if size < most), most})
+        sizes = sorted({*(size for size in SIZES if size < max_nodes), max_nodes})
         trees: dict[int, Tree] = {size: size for size in sizes}
         if configuration.ranked:
-            wanted = sizes if configuration.nodes is None else [configuration.nodes]
-            shapes = best_shapes(rates, wanted, configuration.most, costs)
+            nodes = sizes if configuration.nodes is None else [configuration.nodes]
+            shapes = best_shapes(rates, nodes, configuration.most, costs)
             trees = {**shapes}
-
-        def make(
-            size: int,
-            one: Configuration = configuration.tree_alone,
-            rules: Rules = rules,
-            trees: dict[int, Tree] = trees,
-        ) -> Drafter:
-            return make_drafter(one, draft, rules.sampler, rules.random, costs, fitted, trees[size])
-
+        make = partial(make_drafter, configuration.tree_alone, draft, sampler, draws, costs, fitted)
         lossy = lossy_reason(configuration, sampler) is not None
-        seconds = time_rounds(target, draft, prompts, timed[1], rules, make, sorted(trees), lossy)
+        seconds = time_rounds(target, draft, prompts, timed[1], rules, make, trees, lossy)
         if configuration.ranked:
             values = shape_values(shapes, rates)
         else:
-            drafter = make(most)
+            drafter = make(max_nodes)
             assert isinstance(drafter, TreeDrafter)
-            values = mean_values(drafter, texts, most, ends)
+            values = mean_values(drafter, texts, max_nodes, ends)
         plainly: Tree = Shape(()) if configuration.ranked else 0
         if configuration.nodes is None or not seconds:
             trees[0] = plainly

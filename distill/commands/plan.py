@@ -79,11 +79,10 @@ def plan(
     given = _given(acceptance, sister)
     recipe = _recipe(model, overrides or [], given_otherwise=(draft, draft_cost, draft_curve, gguf, threads, dtype))
     from distill.benchmark.hardware import read_hardware
-    from distill.benchmark.plan import Case, as_markdown, by_position, flat_rows, outlook
+    from distill.benchmark.plan import Case, Plan, as_markdown, by_position, flat_rows, outlook
     from distill.benchmark.planned import PlanRequest, curve_case, estimated_case, measured_cases
     from distill.machine import machine
     from distill.recipe import PyTorch
-    from distill.results.plan_results import Plan
     from distill.results.serialise import as_json
     from distill.speculative.costs.curve import load_cost_curve
 
@@ -117,7 +116,7 @@ def plan(
 
         costs = cases[0].timings[0]
         rates = by_position(next(iter(given.values())), max(drafted))
-        settings = [str(one) for one in llama_settings(curve, rates, costs.by_argmax.later / costs.token, depth)]
+        settings = llama_settings(curve, rates, costs.by_argmax.later / costs.token, depth)
     found = Plan(shlex.join(["distill", *sys.argv[1:]]), machine(), [outlook(one, given) for one in cases], settings)
     shared.print_table(flat_rows(found), as_markdown(found), as_json(found), output)
 

@@ -37,7 +37,7 @@ HALF, SMALLEST = 2.0**-11, 2.0**-25  # relative and absolute rounding of a logar
 def stored_metrics(chunk: TeacherChunk, draft_logits: Tensor) -> tuple[Tensor, Tensor]:
     """The least and the largest value [c, M] of METRICS at temperature 1, from draft logits [c, V].
 
-    NaN where a store tells nothing: the reverse KL, which hangs on the target's rarest tokens, and the KL of a draft
+    NaN where a store gives no bound: the reverse KL, which depends on the target's rarest tokens, and the KL of a draft
     with a trimmed head, which is between distributions over the tokens that it has.
     """
     ids, logs, tail = chunk.ids, chunk.log_probabilities, chunk.log_tail

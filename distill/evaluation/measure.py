@@ -91,7 +91,7 @@ class Measured:
     """One draft on one domain: sums of METRICS over the positions of each unit, a document over all its blocks.
 
     `least` and `most` [U, M] are of what a compact store allows, the same where the target was read; `counts` [U] are
-    the units' positions, `hits` [U] those whose next token in the text is the draft's argmax (0 where nobody looked),
+    the units' positions, `hits` [U] those whose next token in the text is the draft's argmax (0 if not counted),
     `units` [U] the units' numbers among all documents.
     """
 
@@ -108,20 +108,20 @@ class Measured:
 
     def bounds(self, resamples: int, confidence: float) -> dict[str, tuple[Interval, Interval]]:
         """The intervals of each measure's least and largest mean."""
-        found = {}
+        intervals = {}
         for name, least, most in zip(METRICS, self.least.T, self.most.T, strict=True):
             low = ratio_interval(least, self.counts, resamples, confidence)
             same = numpy.array_equal(least, most)
-            found[name] = low, low if same else ratio_interval(most, self.counts, resamples, confidence)
-        return found
+            intervals[name] = low, low if same else ratio_interval(most, self.counts, resamples, confidence)
+        return intervals
 
     def divergences(self, resamples: int, confidence: float) -> Divergences:
         """Each measure's mean, of bounds their middle, with an interval that covers both."""
-        found = {
+        figures = {
             name: Interval((low.mean + high.mean) / 2, low.low, high.high)
             for name, (low, high) in self.bounds(resamples, confidence).items()
         }
-        return Divergences(int(self.counts.sum()), len(self.counts), **found)
+        return Divergences(int(self.counts.sum()), len(self.counts), **figures)
 
 
 # Of positions of one document: the draft's name, the document's number, the METRICS' least and largest values [N, M],
@@ -138,11 +138,11 @@ def sum_by_document(values: Iterable[Values]) -> dict[str, Measured]:
         row = numpy.append(sums, [len(least), hits])  # [2 M + 2]
         own = totals.setdefault(draft, {})
         own[number] = own[number] + row if number in own else row
-    found = {}
+    measured = {}
     for draft, own in totals.items():
         columns = numpy.split(numpy.stack([*own.values()]), [len(METRICS), 2 * len(METRICS)], axis=1)
-        found[draft] = Measured(columns[0], columns[1], columns[2][:, 0], columns[2][:, 1], [*own])
-    return found
+        measured[draft] = Measured(columns[0], columns[1], columns[2][:, 0], columns[2][:, 1], [*own])
+    return measured
 
 
 def block_values(
@@ -264,7 +264,7 @@ def as_report(
     """The report of what was measured of each draft in each domain, and of the decoded rounds of each draft.
 
     `classes` names that of each document of domain `answers`, which are the prompts of `rounds`; none, where they are
-    not to be told apart. `sliced` has seen the values of domain `answers`.
+    not distinguished. `sliced` has seen the values of domain `answers`.
     """
     accuracy = settings.resamples, settings.confidence
     report = EvaluationReport(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -63,22 +64,14 @@ def write_rounds(path: Path, rounds: dict[str, list[list[Round]]]) -> None:
     import pyarrow.parquet
 
     rows = [
-        {
-            "draft": name,
-            "prompt": prompt,
-            "depth": r.depth,
-            "drafted": r.drafted,
-            "accepted": r.accepted,
-            "seconds": r.seconds,
-        }
+        {"draft": name, "prompt": prompt, **r._asdict()}
         for name, prompts in rounds.items()
         for prompt, own in enumerate(prompts)
         for r in own
     ]
-    whole = pyarrow.int64()
-    kinds = {"draft": pyarrow.string(), "prompt": whole, "depth": whole, "drafted": whole, "accepted": whole}
+    kinds = {"draft": pyarrow.string(), "prompt": pyarrow.int64()} | dict.fromkeys(Round._fields, pyarrow.int64())
     # Named columns, so that a table without a round has them too.
-    table = pyarrow.Table.from_pylist(rows, pyarrow.schema({**kinds, "seconds": pyarrow.float64()}))
+    table = pyarrow.Table.from_pylist(rows, pyarrow.schema(kinds | {"seconds": pyarrow.float64()}))
     write_atomically(path, lambda temporary: pyarrow.parquet.write_table(table, temporary))
 
 
@@ -91,14 +84,11 @@ def evaluate(recipe: Recipe, run: Run) -> list[Path]:
         run.say(f"  measured on stored distributions of test/, no rounds are decoded: {REASON}")
         return _written(run, evaluate_stored(recipe, run))
     device = pick_device(recipe.device)
-    target = load_target(recipe.target, device)
-    tokenizer = load_tokenizer(recipe.target.model)
-    drafts = {
-        "before": load_model(str(run.path("cut")), recipe.target.dtype, device),
-        "after": load_model(str(run.path("draft")), recipe.target.dtype, device),
-    }
+    target, tokenizer = load_target(recipe.target, device), load_tokenizer(recipe.target.model)
+    load = functools.partial(load_model, dtype=recipe.target.dtype, device=device)
+    drafts = {"before": load(str(run.path("cut"))), "after": load(str(run.path("draft")))}
     if read_kept(run.path("draft")) is not None:  # as llama.cpp and others run it, without the trimmed head
-        drafts["after, full head"] = load_model(str(run.path("draft")), recipe.target.dtype, device, trimmed=False)
+        drafts["after, full head"] = load(str(run.path("draft")), trimmed=False)
     ends = end_ids(target.config, tokenizer)
     vocabulary = real_tokens(target.config, tokenizer)
     sampler = Sampler.of(recipe.sampler)
@@ -119,7 +109,7 @@ def evaluate(recipe: Recipe, run: Run) -> list[Path]:
     for name, blocks in domains.items():
         values = block_values(target, drafts, blocks, sampler, vocabulary)
         measured[name] = sum_by_document(sliced.watch(values) if name == "answers" else values)
-    # A cut draft gets next to nothing accepted, and takes minutes to say so.
+    # Almost nothing of an untrained cut is accepted, so decoding with it would take minutes for no information.
     big, small = (growing_decoder(model, vocabulary, recipe.pytorch.prepack) for model in (target, drafts["after"]))
     rounds = {"after": decode_rounds(big, small, ids, recipe.eval, ends, "rounds after, prompts")}
     classes = [prompt.kind for prompt in prompts] if all(texts) else ()

@@ -50,7 +50,8 @@ def evaluate_standalone(
     """
     settings = Evaluate()
     vocabulary = min(pair.target.vocabulary_size, pair.draft.vocabulary_size)
-    to_ids = _tokenizer(pair)
+    gguf = pair.target if isinstance(pair.target, GgufModel) else None
+    to_ids = functools.partial(encode, pair.tokenizer) if gguf is None else gguf.tokenize
     documents, _ = read_documents(corpus, needed=("test",))
     found = prompts_of(documents, to_ids, prompts, settings)
     ids = [prompt.ids for prompt in found]
@@ -119,13 +120,6 @@ def _measured(
         target, draft = pair.hugging_face
         values = block_values(target, {"draft": draft}, blocks, sampler, vocabulary)
     return sum_by_document(values if sliced is None else sliced.watch(values))
-
-
-def _tokenizer(pair: LoadedPair) -> Callable[[str], list[int]]:
-    if pair.hugging_face is not None:
-        return functools.partial(encode, pair.tokenizer)
-    assert isinstance(pair.target, GgufModel)
-    return pair.target.tokenize
 
 
 def continued(

@@ -18,25 +18,25 @@ def _figures(results: RunResults) -> list[Figure]:
     """The figures of one run; of each text domain acceptance, as the run's sampler decides it, and KL; of each pair and
     backend the speedup of the fastest way."""
     draft, evaluation = results.draft, results.evaluation
-    found: list[Figure] = []
-    if results.target is not None:
-        found.append(("target", results.target.path, {"value": results.target.path}))
-    found.append(("parameters", number(draft.parameters), {"value": draft.parameters}))
-    found.append(("layers", number(draft.layers), {"value": draft.layers}))
+    figures: list[Figure] = [
+        ("target", results.target.path, {"value": results.target.path}),
+        ("parameters", number(draft.parameters), {"value": draft.parameters}),
+        ("layers", number(draft.layers), {"value": draft.layers}),
+    ]
     if results.steps:
         tokens = trained_tokens(results.steps)
-        found.append(("tokens trained on", number(tokens), {"value": tokens}))
+        figures.append(("tokens trained on", number(tokens), {"value": tokens}))
     if evaluation is not None:
         for name, sides in evaluation.domains.items():
             for measure in (evaluation.acceptance_measure, "forward_kl"):
-                one = sides["after"].measure(measure)
-                shown = {"value": one.mean, "low": one.low, "high": one.high}
-                found.append((f"{MEASURES[measure]}, {name}", interval(one), shown))
+                after = sides["after"].measure(measure)
+                shown = {"value": after.mean, "low": after.low, "high": after.high}
+                figures.append((f"{MEASURES[measure]}, {name}", interval(after), shown))
     for best in results.speedup.best if results.speedup else ():
         shown = {"value": best.speedup, "low": best.speedup_low, "high": best.speedup_high}
         words = f"{speedup_interval(best)}: {best.configuration}"
-        found.append((f"speedup, {best.pair}, {best.backend}", words, shown | {"of": best.configuration}))
-    return found
+        figures.append((f"speedup, {best.pair}, {best.backend}", words, shown | {"of": best.configuration}))
+    return figures
 
 
 def rows(runs: Sequence[RunResults]) -> list[dict[str, Any]]:
@@ -67,7 +67,7 @@ def differences(runs: Sequence[RunResults]) -> list[str]:
     timed = [results.speedup for results in runs if results.speedup is not None]
     told: dict[str, dict[str, set[Any]]] = {
         "acceptance": {
-            "targets": {results.target.path if results.target else None for results in runs},
+            "targets": {results.target.path for results in runs},
             "samplers": {one.sampler_words for one in evaluated},
             "test texts": {tuple((k, v["after"].tokens) for k, v in one.domains.items()) for one in evaluated},
         },

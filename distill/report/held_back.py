@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from distill.recipe.configuration import PLAIN
 from distill.report.text import number
 from distill.results.run_results import RunResults
 from distill.results.speedup_results import Measurement, RoundFigures, SpeedupReport
@@ -19,12 +20,25 @@ NOTE = (
 )
 PAYS = 1.02  # what would raise a speedup by less is no advice
 
+# What might change, what it would mean, and how to go about it.
 ADVICE = {
-    "acceptance": "train longer, or on answers to prompts like those that are served",
-    "draft": "a smaller draft costs less: fewer layers, a trimmed head, another type; `distill plan` says which pays",
-    "verification": "draft fewer tokens a round, or serve the target in a type or build whose steps over several "
-    "tokens cost less (`distill profile`)",
-    "rest": "the models are too small for what surrounds them: a larger target, or more prompts at once",
+    "acceptance": (
+        "with every drafted token accepted",
+        "train longer, or on answers to prompts like those that are served",
+    ),
+    "draft": (
+        "with a draft that costs nothing",
+        "a smaller draft costs less: fewer layers, a trimmed head, another type; `distill plan` says which pays",
+    ),
+    "verification": (
+        "if verifying cost no more than a plain step",
+        "draft fewer tokens a round, or serve the target in a type or build whose steps over several tokens cost less "
+        "(`distill profile`)",
+    ),
+    "rest": (
+        "with nothing spent beside the models",
+        "the models are too small for what surrounds them: a larger target, or more prompts at once",
+    ),
 }
 
 
@@ -58,18 +72,17 @@ class Way:
 
 
 def ways(report: SpeedupReport) -> list[Way]:
-    """The fastest way and the fastest fixed length of each pair and backend, where rounds can be told apart."""
-    chosen = [one for found in (report.best, report.fastest) for one in found]
+    """The fastest way and the fastest fixed length of each pair and backend, where the parts of a round were timed."""
     found = []
     for part in report.parts:
         rounds = {one.configuration: one for one in part.rounds}
-        plain = [one.configuration for one in part.measurements if one.is_plain and one.sampler is None]
-        base = rounds.get(plain[0]) if plain else None
+        base = rounds.get(PLAIN.title)
         if base is None or not base.seconds:
             continue
-        for measured in (one for place, one in enumerate(chosen) if one not in chosen[:place]):
+        chosen = [one for one in (*report.best, *report.fastest) if one in part.measurements]
+        for place, measured in enumerate(chosen):
             figures = rounds.get(measured.configuration)
-            if measured not in part.measurements or figures is None or figures.target_seconds is None:
+            if measured in chosen[:place] or figures is None or figures.target_seconds is None:
                 continue
             paid = (figures.target_seconds, figures.draft_seconds or 0.0, figures.overhead_seconds or 0.0)
             if sum(paid) > 0:  # texts of one token have no rounds
@@ -106,15 +119,10 @@ def advice(results: RunResults) -> list[str]:
         name = max(way.without, key=lambda one: way.without[one])
         if way.without[name] < PAYS * way.speedup:
             continue
-        free = {
-            "acceptance": "with every drafted token accepted",
-            "draft": "with a draft that costs nothing",
-            "verification": "if verifying cost no more than a plain step",
-            "rest": "with nothing spent beside the models",
-        }[name]
+        free, todo = ADVICE[name]
         sentence = (
             f"{way.measured.pair}, {way.measured.backend}: {free}, the rounds of its fastest way would give "
-            f"{way.without[name]:.2f}× instead of {way.speedup:.2f}×. What to do: {ADVICE[name]}."
+            f"{way.without[name]:.2f}× instead of {way.speedup:.2f}×. What to do: {todo}."
         )
         if name == "acceptance" and results.training is not None and results.training.curve is not None:
             sentence += f" {results.training.curve.sentence}"
@@ -127,7 +135,7 @@ def made(results: RunResults) -> str:
     draft, donor, target = results.draft, results.donor, results.target
     sentence = f"A draft of {draft.parameters / 1e6:,.1f} million parameters"
     if donor is not None:
-        same = target is not None and donor.path == target.path
+        same = donor.path == target.path
         kept = f"{draft.layers} of {donor.layers} layers" if draft.layers != donor.layers else "all layers"
         sentence += f", {kept} of {'the target' if same else donor.path},"
-    return sentence + (f" for {target.path}" if target is not None else "") + "."
+    return f"{sentence} for {target.path}."

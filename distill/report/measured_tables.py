@@ -57,17 +57,17 @@ def positions(rows: list[PositionAcceptance], command: str) -> Table:
 
 def divergences(evaluation: EvaluationReport) -> list[Table]:
     """Every measure by domain before and after the training; of a store also its bounds; acceptance by class."""
-    found = []
+    tables = []
     for domain, drafts in evaluation.domains.items():
         before, after = sides = [drafts.get(side) for side in SIDES]
         rows = [_measure_row(name, before, after) for name in SHOWN_MEASURES]
         counts = [f"{number(side and side.tokens)} tokens, {number(side and side.prompts)} prompts" for side in sides]
         rows.append(["measured on", *counts, ""])
-        found.append(Table(["", *SIDES, "change"], rows, evaluation.command, title=domain))
+        tables.append(Table(["", *SIDES, "change"], rows, evaluation.command, title=domain))
     if evaluation.stored is not None:
-        found += _stored(evaluation.stored, evaluation.command)
-    found += [_classes(evaluation)] if evaluation.classes else []
-    return found + ([_slices(evaluation)] if evaluation.slices else [])
+        tables += _stored(evaluation.stored, evaluation.command)
+    tables += [_classes(evaluation)] if evaluation.classes else []
+    return tables + ([_slices(evaluation)] if evaluation.slices else [])
 
 
 def _measure_row(name: str, before: Divergences | None, after: Divergences | None) -> list[str]:
@@ -81,15 +81,15 @@ def _measure_row(name: str, before: Divergences | None, after: Divergences | Non
 
 def _stored(stored: StoredMeasures, command: str) -> list[Table]:
     """The bounds that the store gives for each mean, and what the sampled answers show."""
-    found = []
+    tables = []
     for domain, drafts in stored.bounds.items():
         rows = [
             [MEASURES[name], *(_bounds(drafts.get(side, {}).get(name), name in RATES) for side in SIDES)]
             for name in SHOWN_MEASURES
         ]
-        found.append(Table(["bounds of the means", *SIDES], rows, command, title=f"{domain}, bounds"))
+        tables.append(Table(["bounds of the means", *SIDES], rows, command, title=f"{domain}, bounds"))
     row = [SAMPLED, *(interval(stored.sampled.get(side), rate=True) for side in SIDES)]
-    return [*found, Table(["", *SIDES], [row], command, title="sampled answers", note=SAMPLED_MEANS)]
+    return [*tables, Table(["", *SIDES], [row], command, title="sampled answers", note=SAMPLED_MEANS)]
 
 
 def _bounds(found: Bounds | None, rate: bool) -> str:

@@ -107,7 +107,7 @@ def _headlines(results: RunResults) -> Html:
     costs = held_back.table(results.speedup) if results.speedup else None
     if results.speedup:
         cards += [_speedup_card(results.speedup, one) for one in results.speedup.best]
-        commands += [] if costs else [results.speedup.command]  # the table of costs says it too
+        commands += [] if costs else [results.speedup.command]  # the table of costs names it already
     else:
         missing.append("speedup")
     if results.evaluation:

@@ -9,6 +9,8 @@ import io
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from distill.errors import DataError
@@ -45,11 +47,9 @@ def loss_curve(steps: Sequence[TrainingStep]) -> str:
 
 def agreement_curve(steps: Sequence[TrainingStep]) -> str:
     """Share of training positions where draft and target put the same token first, over steps."""
-    label = MEASURES["top1_agreement"]
     figures: dict[str, Figure] = {"agreement on training batches": lambda step: step.agreement}
-    return _training_plot(
-        "plot-agreement", "Top-1 agreement with the target over training steps", label, steps, figures
-    )
+    title = "Top-1 agreement with the target over training steps"
+    return _training_plot("plot-agreement", title, MEASURES["top1_agreement"], steps, figures)
 
 
 def validation_curve(evaluated: Sequence[Evaluation]) -> str:
@@ -58,14 +58,14 @@ def validation_curve(evaluated: Sequence[Evaluation]) -> str:
         raise DataError("no weights were evaluated while training", "set train.acceptance to have them chosen")
     with _figure("plot-validation", "Acceptance on validation prompts over training steps") as (axes, done):
         stored = any(weights.measure == STORED for weights in evaluated)
-        own = "α on stored distributions" if stored else "accepted of the drafted tokens reached"
-        bounds = [ratio_interval(one.accepted, one.reached, RESAMPLES, CONFIDENCE) for one in evaluated]
-        ends = [
-            (one.acceptance, one.most) if stored else (at.low, at.high)
-            for one, at in zip(evaluated, bounds, strict=True)
+        label = "α on stored distributions" if stored else "accepted of the drafted tokens reached"
+        intervals = [
+            Interval(one.acceptance, one.acceptance, one.most)
+            if stored
+            else replace(ratio_interval(one.accepted, one.reached, RESAMPLES, CONFIDENCE), mean=one.acceptance)
+            for one in evaluated
         ]
-        found = [Interval(one.acceptance, *at) for one, at in zip(evaluated, ends, strict=True)]
-        _measured(axes, 0, own, [one.step for one in evaluated], found)
+        _measured(axes, 0, label, [one.step for one in evaluated], intervals)
         axes.set(xlabel="step", ylabel="α, stored" if stored else "acceptance, decoded")
     return done[0]
 
@@ -140,28 +140,19 @@ def speedup_by_length(sweep: Sequence[Measurement], backend: str) -> str:
         label: str | None = "predicted (dashed)"
         for index, pair in enumerate(dict.fromkeys(one.pair for one in drafted)):
             line = sorted((one for one in drafted if one.pair == pair), key=lambda one: one.length or 0)
-            if _pair_line(axes, index, pair, line, label):
+            lengths = [one.length or 0 for one in line]
+            _measured(
+                axes, index, pair, lengths, [Interval(one.speedup, one.speedup_low, one.speedup_high) for one in line]
+            )
+            predicted = [(one.length, one.predicted) for one in line if known(one.predicted)]
+            if predicted:
+                style: Any = {"color": COLOURS[index % len(COLOURS)], "linestyle": (0, (3, 2)), "linewidth": 1.3}
+                axes.plot(*zip(*predicted, strict=True), label=label, **style)
                 label = None  # once in the legend
         axes.set(xlabel="draft length γ", ylabel="speedup, times plain")
         axes.set_ylim(bottom=0)
         _whole_ticks(axes)
     return done[0]
-
-
-def _pair_line(axes: Axes, index: int, pair: str, line: Sequence[Measurement], label: str | None) -> bool:
-    """Draw one pair's speedups by draft length; whether a prediction was drawn too."""
-    _measured(
-        axes,
-        index,
-        pair,
-        [one.length or 0 for one in line],
-        [Interval(one.speedup, one.speedup_low, one.speedup_high) for one in line],
-    )
-    predicted = [(one.length, one.predicted) for one in line if known(one.predicted)]
-    if predicted:
-        colour = COLOURS[index % len(COLOURS)]
-        axes.plot(*zip(*predicted, strict=True), color=colour, linestyle=(0, (3, 2)), linewidth=1.3, label=label)
-    return bool(predicted)
 
 
 def search_front(search: SearchReport) -> str:
@@ -170,30 +161,15 @@ def search_front(search: SearchReport) -> str:
     with _figure("plot-search", "Acceptance over step cost of every cut tried") as (axes, done):
         points = sorted(search.points, key=lambda point: point.draft_seconds)
         front = [point for point in points if point.name in search.front]
-        axes.plot(
-            [point.draft_seconds / single for point in front],
-            [point.acceptance for point in front],
-            color=COLOURS[5],
-            linewidth=1,
-            label="no other beats it in both",
-        )
+        joined = [(point.draft_seconds / single, point.acceptance) for point in front]
+        axes.plot(*zip(*joined, strict=True), color=COLOURS[5], linewidth=1, label="no other beats it in both")
         for point in points:
-            chosen = point.name == search.chosen
-            axes.plot(
-                [point.draft_seconds / single],
-                [point.acceptance],
-                linestyle="none",
-                marker=MARKERS[3] if chosen else MARKERS[0],
-                markersize=7 if chosen else 4,
-                color=COLOURS[1] if chosen else COLOURS[0],
-            )
-            axes.annotate(
-                _label(point.name),
-                (point.draft_seconds / single, point.acceptance),
-                fontsize=6.5,
-                xytext=(4, -8),
-                textcoords="offset points",
-            )
+            place = point.draft_seconds / single, point.acceptance
+            marker, size, colour = (MARKERS[0], 4, COLOURS[0])
+            if point.name == search.chosen:
+                marker, size, colour = (MARKERS[3], 7, COLOURS[1])
+            axes.plot(*place, linestyle="none", marker=marker, markersize=size, color=colour)
+            axes.annotate(_label(point.name), place, fontsize=6.5, xytext=(4, -8), textcoords="offset points")
         axes.set(xlabel="step of the draft / step of the target", ylabel="acceptance")
         axes.margins(x=0.2, y=0.15)
     return done[0]
@@ -206,9 +182,9 @@ def _training_plot(name: str, title: str, unit: str, steps: Sequence[TrainingSte
             points = [(step.step, figure(step)) for step in steps if known(figure(step))]
             blocks = [points[at : at + block] for at in range(0, len(points), block)]
             if blocks:
+                means = [tuple(map(fmean, zip(*part, strict=True))) for part in blocks]
                 axes.plot(
-                    [_mean([step for step, _ in part]) for part in blocks],
-                    [_mean([value for _, value in part]) for part in blocks],
+                    *zip(*means, strict=True),
                     color=COLOURS[index],
                     label=label,
                     linewidth=1.6 if index == 0 else 1.1,
@@ -231,10 +207,6 @@ def _measured(axes: Axes, index: int, label: str, x: Sequence[int], found: Seque
         marker=MARKERS[index % len(MARKERS)],
         elinewidth=1,
     )
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
 
 
 def _label(text: str) -> str:
@@ -319,16 +291,13 @@ def _inline(drawn: str, name: str, title: str) -> str:
     """A matplotlib SVG file as an element of a page: ids of its own, the page's colour and width."""
     from html import escape
 
-    svg = drawn[drawn.index("<svg") :].strip()
-    svg = svg.replace(INK, "currentColor")
+    svg = drawn[drawn.index("<svg") :].strip().replace(INK, "currentColor")
     svg = re.sub(r'\bid="', f'id="{name}-', svg)
     svg = svg.replace('href="#', f'href="#{name}-').replace("url(#", f"url(#{name}-")
-    opening = re.match(r"<svg[^>]*>", svg)
+    opening = re.match(r"<svg[^>]*?(viewBox=\"[^\"]*\")[^>]*>", svg)
     assert opening is not None
-    box = re.search(r'viewBox="[^"]*"', opening[0])
-    assert box is not None
     head = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink" {box[0]} '
+        f'<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink" {opening[1]} '
         f'role="img" aria-label="{escape(title)}">'
     )
     return head + svg[opening.end() :]

@@ -57,15 +57,14 @@ class Change:
     def sentence(self) -> str:
         """One line for the log."""
         old, new = self.before, self.after
-
-        def moved(name: str, before: object, after: object) -> list[str]:
-            return [f"{name} {before} -> {after}"] if before != after else []
-
+        sizes = {
+            "layers": (old.layers, new.layers),
+            "MLP": (_widths(old.mlp), _widths(new.mlp)),
+            "vocabulary": (old.vocabulary, new.vocabulary),
+            "kept vocabulary": (old.kept_vocabulary, new.kept_vocabulary),
+        }
         parts = [
-            *moved("layers", old.layers, new.layers),
-            *moved("MLP", _widths(old.mlp), _widths(new.mlp)),
-            *moved("vocabulary", old.vocabulary, new.vocabulary),
-            *moved("kept vocabulary", old.kept_vocabulary, new.kept_vocabulary),
+            *(f"{name} {before} -> {after}" for name, (before, after) in sizes.items() if before != after),
             f"parameters {old.parameters / 1e6:.2f}M -> {new.parameters / 1e6:.2f}M",
             f"bytes per step {old.bytes_per_step / 1e6:.2f} MB -> {new.bytes_per_step / 1e6:.2f} MB",
         ]

@@ -109,7 +109,7 @@ class SliceResult:
 
 @dataclass(frozen=True)
 class Bounds:
-    """The least and the largest mean that a compact store allows; NaN where it tells nothing."""
+    """The least and the largest mean that a compact store allows; NaN where it gives no bound."""
 
     least: Figure
     most: Figure
@@ -219,7 +219,7 @@ class EvaluationReport:
 
 
 def shown_measures(drafts: Iterable[Divergences]) -> list[str]:
-    """The measures worth a row: the ceiling only where one of the drafts has a trimmed head, and probabilistic drafts
+    """The measures that have a row: the ceiling only where one of the drafts has a trimmed head, probabilistic drafts
     only where they were measured."""
     drafts = list(drafts)
     left_out = set() if any(draft.trimmed for draft in drafts) else {CEILING}

@@ -23,6 +23,11 @@ class PairMeasured:
     backend: str
     grown: bool
 
+    @property
+    def key(self) -> tuple[str, str, bool]:
+        """The fields with which all figures of this pair begin."""
+        return self.pair, self.backend, self.grown
+
 
 @dataclass(frozen=True)
 class Measurement(PairMeasured):

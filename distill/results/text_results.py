@@ -41,8 +41,9 @@ class CorpusTexts:
 class AskedQuestions:
     """The questions that the target wrote for one source of kind target.
 
-    Of `asked` texts `usable` were left, of which the first `kept` are used, where `wanted` were; `dropped` counts the
-    others by reason. `turns` counts conversations by their user's turns, `dropped_turns` further turns by reason.
+    Of `asked` texts `usable` passed the filters, and the first `kept` of them are used; `wanted` were requested.
+    `dropped` counts the others by reason, `turns` conversations by their user's turns, `dropped_turns` further turns by
+    reason.
     `median_tokens` and `most_tokens` are the lengths that half and nine tenths of the questions do not exceed,
     `distinct` the shares of different 1-, 2- and 3-grams of words among all, `repeated` the share of texts asked for
     that repeat others or nearly do.

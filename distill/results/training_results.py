@@ -9,7 +9,7 @@ from typing import Any
 
 from distill.files import has_form
 from distill.intervals import Interval
-from distill.results.serialise import Figure, from_json
+from distill.results.serialise import Figure, Result, from_json
 
 # How the acceptance of weights was measured: by decoding, or on stored distributions.
 DECODED, STORED = "decoded rounds", "α on stored distributions"
@@ -165,21 +165,20 @@ class TrainingSummary:
         )
 
 
-def _of(lines: Iterable[dict[str, Any]], stage: str) -> list[dict[str, Any]]:
-    """The lines of a stage that name a step."""
-    return [line for line in lines if line.get("stage") == stage and has_form(line, {"step": int})]
+def _of(lines: Iterable[dict[str, Any]], stage: str, kind: type[Result]) -> list[Result]:
+    """The lines of a stage that name a step, by step; the last line of a repeated step counts."""
+    last = {line["step"]: line for line in lines if line.get("stage") == stage and has_form(line, {"step": int})}
+    return [from_json(last[step], kind, "metrics.jsonl") for step in sorted(last)]
 
 
 def training_steps(lines: Iterable[dict[str, Any]]) -> list[TrainingStep]:
-    """The steps among the lines of metrics.jsonl, in order; the last line of a repeated step counts."""
-    steps = {line["step"]: line for line in _of(lines, "train") if "loss" in line}
-    return [from_json(steps[step], TrainingStep, "metrics.jsonl") for step in sorted(steps)]
+    """The training steps among the lines of metrics.jsonl, in order."""
+    return _of((line for line in lines if "loss" in line), "train", TrainingStep)
 
 
 def evaluated_weights(lines: Iterable[dict[str, Any]]) -> list[Evaluation]:
     """The evaluations of weights among the lines of metrics.jsonl, in order."""
-    found = {line["step"]: line for line in _of(lines, ACCEPTANCE_STAGE)}
-    return [from_json(found[step], Evaluation, "metrics.jsonl") for step in sorted(found)]
+    return _of(lines, ACCEPTANCE_STAGE, Evaluation)
 
 
 def trained_tokens(steps: Iterable[TrainingStep]) -> int:

@@ -13,8 +13,9 @@ import numpy
 import pytest
 import torch
 from test_configurations import recipe_with
-from test_measure import Scripted, counting, rounds_of
-from toys import random_prompts, toy
+from test_cost import counting
+from test_measure import rounds_of
+from toys import Scripted, random_prompts, toy
 
 from distill.benchmark import speedup
 from distill.benchmark.compare import TimedText, choose_length, judge_identity, measurements, time_texts
@@ -94,11 +95,12 @@ def test_length_is_chosen_on_even_prompts_and_reported_on_odd_ones() -> None:
         assert choose_length([t for t in texts if t.prompt < count], sweep, PAIR, 300, 0.95).length == 2
 
 
-def test_first_difference() -> None:
-    assert first_difference([1, 2, 3], [1, 2, 3]) is None
-    assert first_difference([1, 2, 3], [1, 5, 3]) == 1
-    assert first_difference([1, 2], [1, 2, 3]) == 2 == first_difference([1, 2, 3], [1, 2])
-    assert first_difference([], []) is None and first_difference([], [4]) == 0
+@pytest.mark.parametrize(
+    ("left", "right", "where"),
+    [([1, 2, 3], [1, 2, 3], None), ([1, 2, 3], [1, 5, 3], 1), ([1, 2], [1, 2, 3], 2), ([], [], None), ([], [4], 0)],
+)
+def test_first_difference(left: list[int], right: list[int], where: int | None) -> None:
+    assert first_difference(left, right) == first_difference(right, left) == where
 
 
 def test_verdicts_on_texts() -> None:

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import hypothesis
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from toys import Scripted
 
 from distill.benchmark.batched_bench import import_curve, look_ahead, probability_floor, read_log, settings
@@ -21,6 +26,7 @@ from distill.speculative.costs.curve import (
     StepCosts,
     doubt,
     measure_curve,
+    measure_steps,
     predicted_speedups,
     save_cost_curve,
     tokens_per_round,
@@ -44,16 +50,22 @@ def test_curve_is_measured_at_the_depths_that_fit() -> None:
         measure_curve(model, "m", "x", (90,), most=12, repeats=5)
 
 
-def test_a_disturbed_curve_is_doubted() -> None:
+def test_steps_are_timed_at_their_depth() -> None:
+    model = Scripted(counting, 64, 10)
+    found = measure_steps(model, [1, 3], 20, 5, 10)
+    assert model.lengths == [20] and model.calls == [20, *[1, 3] * 6]  # one round is thrown away
+    assert all(low <= middle <= high for middle, low, high in found.values())
+    curve = profile_entry(model, "m", "pytorch", "float32", Profile(max_tokens=16, depth=128, repeats=5))
+    assert curve.depth == 48 and curve.tokens == list(range(1, 17)) and len(curve.seconds) == 16
+
+
+def test_curves_measured_beside_other_work_are_doubted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every second step takes ten times as long; the step sizes, 3 of them, meet it in turn."""
     fastest = [1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.7]
     assert doubt(fastest, fastest) == ""
     assert doubt([9.0, *fastest[1:]], fastest) == ""  # one spike is no reason
     words = doubt([9.0, 9.0, *fastest[2:]], fastest)
     assert words.startswith("2 of 8 step sizes") and "measure again" in words
-
-
-def test_curves_measured_beside_other_work_are_doubted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every second step takes ten times as long; the step sizes, 3 of them, meet it in turn."""
     readings = itertools.accumulate(itertools.cycle([0.0, 0.1, 0.0, 0.01]))
     monkeypatch.setattr("distill.speculative.costs.curve.time", SimpleNamespace(perf_counter=lambda: next(readings)))
     curve = measure_curve(Scripted(counting, 100, 10), "m", "x", (8,), most=3, repeats=5)
@@ -63,12 +75,8 @@ def test_curves_measured_beside_other_work_are_doubted(monkeypatch: pytest.Monke
     assert kept.doubt == doubt(kept.seconds, kept.low) != ""
 
 
-@pytest.mark.parametrize(("depth", "first"), [(0, 4.0), (64, 4.0), (511, 4.0), (512, 6.0), (9999, 6.0)])
-def test_the_bucket_below_is_used(depth: int, first: float) -> None:
-    assert TARGET.at(depth)[0] == first
-
-
-def test_round_seconds_and_relative_costs() -> None:
+def test_round_seconds_relative_costs_and_the_bucket_below() -> None:
+    assert [TARGET.at(depth)[0] for depth in (0, 64, 511, 512, 9999)] == [4.0, 4.0, 4.0, 6.0, 6.0]
     costs = StepCosts((4.0, 5.0, 6.5), 0.5, 0.7, 0.25)
     assert costs.round_seconds(2) == pytest.approx(6.5 + 0.25 + 1.0)
     assert costs.round_seconds(0) == pytest.approx(4.25)
@@ -95,42 +103,31 @@ def test_impossible_curves_are_refused(depths: Any, seconds: Any, message: str) 
         CostCurve("m", "x", depths, seconds)
 
 
-def test_predicted_speedups() -> None:
-    target, accepted = (4.0, 5.0, 6.5), [0.9, 0.5]
-    assert tokens_per_round(accepted) == pytest.approx(1 + 0.9 + 0.45) and tokens_per_round([]) == 1
-    speeds = predicted_speedups(target, 0.5, accepted)
-    assert speeds == pytest.approx([1, 4 * 1.9 / 5.5, 4 * 2.35 / 7.5])
-    # As far as both reach.
-    assert predicted_speedups(target[:2], 0.5, accepted) == speeds[:2]
-    assert predicted_speedups(target, 0.5, accepted[:1]) == speeds[:2]
+def enumerated(accepted: Sequence[float]) -> float:
+    """The mean tokens of a round, over every outcome of independent coins of which the first miss ends the round."""
+    mean = 0.0
+    for coins in itertools.product([True, False], repeat=len(accepted)):
+        chance = math.prod(rate if coin else 1 - rate for rate, coin in zip(accepted, coins, strict=True))
+        mean += chance * (1 + len([*itertools.takewhile(bool, coins)]))
+    return mean
+
+
+@hypothesis.settings(max_examples=60, deadline=None)
+@given(st.lists(st.floats(0, 1), max_size=6), st.floats(0.01, 2))
+def test_speedups_are_predicted_as_far_as_costs_and_acceptance_reach(accepted: list[float], draft: float) -> None:
+    costs = [1.0 + 0.2 * m * m for m in range(1, 8)]
+    assert tokens_per_round(accepted) == pytest.approx(enumerated(accepted))
+    speeds = [enumerated(accepted[:n]) / (costs[n] + n * draft) * costs[0] for n in range(len(accepted) + 1)]
+    assert predicted_speedups(costs, draft, accepted) == pytest.approx(speeds)
+    assert predicted_speedups(costs[:2], draft, accepted) == pytest.approx(speeds[:2])
 
 
 # ── llama-batched-bench ──
 
 
-def line(pl: Any, seconds: float, pp: int = 100, tg: int = 10, **changes: Any) -> str:
-    row: dict[str, Any] = {
-        "n_kv_max": 4096,
-        "n_batch": 2048,
-        "n_ubatch": 512,
-        "flash_attn": 0,
-        "is_pp_shared": 0,
-        "n_gpu_layers": 0,
-        "n_threads": 2,
-        "n_threads_batch": 2,
-        "pp": pp,
-        "tg": tg,
-        "pl": pl,
-        "n_kv": 4096,
-        "t_pp": 1.0,
-        "speed_pp": 1.0,
-        "t_tg": seconds,
-        "speed_tg": 1.0,
-        "t": seconds + 1,
-        "speed": 1.0,
-    }
-    row.update(changes)
-    return json.dumps(row)
+def line(pl: Any, seconds: float, pp: int = 100, tg: int = 10) -> str:
+    """A line with one of the fields that are not read."""
+    return json.dumps({"n_kv_max": 4096, "pp": pp, "tg": tg, "pl": pl, "t_tg": seconds})
 
 
 def test_a_log_becomes_a_relative_curve(tmp_path: Path) -> None:
@@ -171,23 +168,17 @@ def glm() -> CostCurve:
 
 
 def test_settings_follow_from_the_curve() -> None:
-    found = {s.name: s for s in settings(glm(), [0.8] * 15, 0.05, 0)}
-    assert found["GGML_BATCH_COSTS"].value.split(",") == [f"{c:g}" for c in GLM]
-    assert str(found["GGML_BATCH_COSTS"]).startswith("GGML_BATCH_COSTS=1,1.027,")
-    assert found["GGML_MAX_LOOK_AHEAD"].value == "2"  # T(2) = 2.054: one accepted token never pays, two do
-    assert str(found["--spec-draft-n-max"]) == "--spec-draft-n-max 11"  # 1.49×, as published
-    assert "1.49" in found["--spec-draft-n-max"].why
-    floor = float(found["--spec-draft-p-min"].value)
+    costs, ahead, length, floor = settings(glm(), [0.8] * 15, 0.05, 0)
+    assert costs == "GGML_BATCH_COSTS=" + ",".join(f"{c:g}" for c in GLM)
+    assert ahead == "GGML_MAX_LOOK_AHEAD=2"  # T(2) = 2.054: one accepted token never pays, two do
+    assert length == "--spec-draft-n-max 11"  # 1.49×, as published
+    assert max(predicted_speedups(glm().at(0), 0.05, [0.8] * 15)) == pytest.approx(1.4934, abs=1e-4)
     survivors = [0.8**i for i in range(11)]
-    worth = 1.4934 * (12 * 0.214 - 1) / sum(survivors)
-    assert floor == pytest.approx(worth, abs=0.006)
-    assert all(s.why.endswith(".") for s in found.values())
-
-
-def test_no_draft_is_the_advice_where_nothing_pays() -> None:
-    found = {s.name: s for s in settings(glm(), [0.3] * 15, 0.1, 0)}
-    assert found["--spec-type"].value == "none" and "plain decoding" in found["--spec-type"].why
-    assert not {"--spec-draft-n-max", "--spec-draft-p-min"} & set(found)
+    name, value = floor.split()
+    assert name == "--spec-draft-p-min"
+    assert float(value) == pytest.approx(1.4934 * (12 * 0.214 - 1) / sum(survivors), abs=0.006)
+    # Where nothing pays, no draft is the advice.
+    assert settings(glm(), [0.3] * 15, 0.1, 0)[2:] == ["--spec-type none"]
 
 
 def test_look_ahead_and_floor_by_hand() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import csv
 import io
-import itertools
 import json
 import math
 from collections.abc import Callable, Sequence
@@ -16,18 +15,19 @@ from typing import Any
 import pytest
 import tiny
 import yaml
+from test_cost import enumerated
 from toys import toy
 
 from distill.benchmark.hardware import Hardware, StepWork, read_hardware, work_of, work_of_config
-from distill.benchmark.plan import ALL, RATES, Case, as_markdown, by_position, outlook, step_costs
+from distill.benchmark.plan import ALL, RATES, Case, Plan, as_markdown, by_position, outlook, step_costs
 from distill.benchmark.planned import planned_config
 from distill.errors import DataError, RecipeError
 from distill.intervals import Interval
 from distill.recipe import load_recipe
 from distill.results.evaluation_results import EvaluationReport, PositionAcceptance
-from distill.results.plan_results import Plan
 from distill.results.serialise import write_result
 from distill.speculative.costs.curve import CostCurve, load_cost_curve, save_cost_curve
+from distill.speculative.costs.paid import DraftSteps
 
 Capture = pytest.CaptureFixture[str]
 LENGTHS = (1, 2, 4, 8)
@@ -37,15 +37,6 @@ def straight(slope: float, draft: float, single: float = 3.0) -> Case:
     """T(m) = T(1)·(1 + slope·(m − 1)) and D = draft·T(1), so that all figures have a closed form."""
     target = [single * (1 + slope * m) for m in range(9)]
     return Case("a line", [step_costs(target, draft * single, draft * single, LENGTHS)], LENGTHS)
-
-
-def enumerated(accepted: Sequence[float]) -> float:
-    """The mean tokens of a round, over every outcome of independent coins of which the first miss ends the round."""
-    mean = 0.0
-    for coins in itertools.product([True, False], repeat=len(accepted)):
-        chance = math.prod(rate if coin else 1 - rate for rate, coin in zip(accepted, coins, strict=True))
-        mean += chance * (1 + len([*itertools.takewhile(bool, coins)]))
-    return mean
 
 
 @pytest.mark.parametrize("rates", [[0.3], [0.9, 0.5, 0.2], [1.0], [0.0], [0.62, 0.55]])
@@ -80,31 +71,24 @@ def test_prompts_that_both_models_read_are_paid() -> None:
     long = replace(case, timings=[costs], prompt=40, new=21)
     plain, rounds = 40 * 0.3 + 20 * 3.0, 20 / 1.5
     assert long.speedup(costs, 1, [0.5]) == pytest.approx(plain / (40 * 0.5 + rounds * 3.3))
-    dear = long.largest_cost(costs, [0.5])
-    steps = replace(costs.by_argmax, first=dear * 3, first_two=dear * 3, later=dear * 3)
-    as_dear = replace(costs, by_argmax=steps)
-    assert max(long.speedup(as_dear, n, [0.5]) for n in LENGTHS) == pytest.approx(1.0)
-
-
-def test_more_acceptance_and_cheaper_drafts_never_do_worse() -> None:
-    speeds = [one.speedups for one in outlook(straight(0.1, 0.2), {}).scenarios]
-    assert len(speeds) == len(RATES) + 1
-    for lower, higher in itertools.pairwise(speeds):
-        assert all(a.mean < b.mean for a, b in zip(lower, higher, strict=True))
-    cheap = [one.speedups for one in outlook(straight(0.1, 0.05), {}).scenarios]
-    assert all(a.mean < b.mean for x, y in zip(speeds, cheap, strict=True) for a, b in zip(x, y, strict=True))
+    largest = 3 * long.largest_cost(costs, [0.5])
+    expensive = replace(costs, by_argmax=DraftSteps(largest, largest, largest))
+    assert max(long.speedup(expensive, n, [0.5]) for n in LENGTHS) == pytest.approx(1.0)
 
 
 def test_verdicts() -> None:
     pays = outlook(straight(0.05, 0.1), {"mine": [0.9]})
     assert "pays from an acceptance of 0.15 on (1 drafted)" in pays.sentences[0]
     assert f"at most {9 / 2.2:.2f}x (8 drafted)" in pays.sentences[0] and "it pays" in pays.sentences[1]
-    dear = outlook(straight(0.1, 1.0), {"mine": [0.9]})
-    assert "This draft cannot pay" in dear.sentences[0] and "less than 0.90 T(1) could" in dear.sentences[0]
-    assert "it does not pay" in dear.sentences[1] and all(one.best == 0 for one in dear.scenarios)
+    slow = outlook(straight(0.1, 1.0), {"mine": [0.9]})
+    assert "This draft cannot pay" in slow.sentences[0] and "less than 0.90 T(1) could" in slow.sentences[0]
+    assert "it does not pay" in slow.sentences[1] and all(one.best == 0 for one in slow.scenarios)
     never = outlook(straight(1.0, 0.1), {})
     assert "No draft can pay here, because verifying" in never.sentences[0]
     assert all(one.break_even is None and one.most <= 1 for one in never.lengths)
+    for plan in (pays, never):
+        bound = next(one for one in plan.scenarios if one.title == ALL)
+        assert [one.most for one in plan.lengths] == [speed.mean for speed in bound.speedups]
     assert max(one.largest_cost for one in never.scenarios) == pytest.approx(0, abs=1e-9)
 
 
@@ -309,14 +293,12 @@ def test_mistakes(arguments: tuple[str, ...], words: str, capsys: Capture) -> No
     assert words in said and "Traceback" not in said
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [("[]", "JSON object"), ('{"format": 9}', "no cost curve"), ('{"format": 1}', "`model` is missing")],
-)
-def test_files_that_are_no_curves(tmp_path: Path, text: str, words: str) -> None:
-    (tmp_path / "c.json").write_text(text)
-    with pytest.raises(DataError, match=words):
-        load_cost_curve(tmp_path / "c.json")
+def test_files_that_are_no_curves(tmp_path: Path) -> None:
+    texts = {"[]": "JSON object", '{"format": 9}': "no cost curve", '{"format": 1}': "`model` is missing"}
+    for text, words in texts.items():
+        (tmp_path / "c.json").write_text(text)
+        with pytest.raises(DataError, match=words):
+            load_cost_curve(tmp_path / "c.json")
 
 
 def test_curves_that_do_not_go_together(tmp_path: Path, capsys: Capture) -> None:
@@ -326,9 +308,3 @@ def test_curves_that_do_not_go_together(tmp_path: Path, capsys: Capture) -> None
     short = saved(tmp_path / "s.json", [1.0])
     assert tiny.call("plan", "--target-curve", short) == 2
     assert "ends at m = 1" in capsys.readouterr().err
-
-
-def test_all_accepted_is_the_bound() -> None:
-    found = outlook(straight(0.1, 0.1), {})
-    bound = next(one for one in found.scenarios if one.title == ALL)
-    assert [one.most for one in found.lengths] == [speed.mean for speed in bound.speedups]

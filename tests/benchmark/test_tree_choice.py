@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Iterator
 from itertools import accumulate
 from pathlib import Path
@@ -198,13 +199,13 @@ def test_rounds_are_timed_by_what_they_drafted(pair: tuple[TableModel, TableMode
     draft = target.near(0.8, 4)
     asked: list[int] = []
 
-    def make(size: int) -> TreeDrafter:
+    def make(size: Any) -> TreeDrafter:
         asked.append(size)
         return TreeDrafter(draft, GREEDY, lambda: 0.0, size, branching=4)
 
     # After a prompt of 13 a context of 16 has room for one level, which has four nodes: there is no round of nine.
     prompts = [[i % 12 for i in range(13)], [i % 12 for i in range(13, 0, -1)]]
-    seconds = time_rounds(target, draft, prompts, 4, Rules(), make, [1, 2, 9])
+    seconds = time_rounds(target, draft, prompts, 4, Rules(), make, {1: 1, 2: 2, 9: 9})
     assert set(seconds) == {1, 2} and min(seconds.values()) > 0 and asked == [1, 2, 9] * 2
     assert choose_tree("a title", {0: 0, 9: 9}, [1.0] * 9, seconds, COSTS).tree == 0
     # What was asked for is timed and told, though plain decoding were faster.
@@ -289,51 +290,37 @@ def test_settings_of_trees_that_are_refused() -> None:
 @pytest.mark.slow
 def test_the_stage_chooses_trees_on_its_own_curves(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Shipped and grown, in both backends: what is chosen is recorded, told, bounded by the curve, and lossless."""
+    changes = """
+    configurations=[{drafter: tree}, {drafter: tree, shape: static}, {drafter: tree, widths: [2, 1], sampler: recipe}]
+    grown_configurations=[{drafter: tree}] | grown={tile: 2, layers: 4} | grown_prompts=2 | prompts=2
+    lengths=[2] | grown_lengths=[2] | new_tokens=8 | calibration_prompts=4
+    """
     config = copied / "config.yaml"
-    drawn = "{drafter: tree, widths: [2, 1], sampler: recipe}"
-    listed = f"[{{drafter: tree}}, {{drafter: tree, shape: static}}, {drawn}]"
-    changes = (
-        f"speedup.configurations={listed}",
-        "speedup.grown_configurations=[{drafter: tree}]",
-        "speedup.grown={tile: 2, layers: 4}",
-        "speedup.grown_prompts=2",
-        "speedup.prompts=2",
-        "speedup.lengths=[2]",
-        "speedup.grown_lengths=[2]",
-        "speedup.new_tokens=8",
-        "speedup.calibration_prompts=4",
-    )
-    recipe = load_recipe(config, changes)
+    recipe = load_recipe(config, [f"speedup.{change}" for change in re.split(r" \| |\n *", changes.strip())])
     config.write_text(dump_recipe(recipe))
     assert tiny.call("speedup", "tiny", "--runs", copied.parent) == 0
     page = capsys.readouterr().out
     ranks = read_ranks(read_json(copied / "speedup" / "calibration.json"), "here")
     assert len(ranks.tried) == RANKS and ranks.tried[0] >= sum(ranks.taken) > 0
     report = read_result(copied / "speedup.json", SpeedupReport)
-    settings = recipe.speedup
     trees = [tree for part in report.parts for tree in part.trees]
-    assert [(tree.grown, tree.backend, tree.configuration) for tree in trees] == [
-        (grown, backend, one.title)
-        for grown, configurations in ((False, settings.configurations), (True, settings.grown_configurations))
-        for backend in settings.backends
-        for one in configurations
-        if one.chosen
-    ]
-    rows = {(row.grown, row.backend, row.configuration): row for row in report.others}
+    chosen = [(False, one.title) for one in recipe.speedup.configurations if one.chosen]
+    chosen += [(True, one.title) for one in recipe.speedup.grown_configurations]
+    backends = recipe.speedup.backends
+    expected = [(*one, backend) for grown in (False, True) for backend in backends for one in chosen if one[0] == grown]
+    assert [(tree.grown, tree.configuration, tree.backend) for tree in trees] == expected
     for tree in trees:
         assert 0 <= tree.nodes < recipe.profile.max_tokens and tree.speedup >= 1
         assert (tree.parents is None) == ("static" not in tree.configuration)
-        (row,) = [
-            row
-            for key, row in rows.items()
-            if key[:2] == (tree.grown, tree.backend) and key[2].startswith(f"{tree.configuration}: {tree.nodes} node")
-        ]
+        title = f"{tree.configuration}: {tree.nodes} node"
+        (row,) = [row for row in report.others if row.key == tree.key and row.configuration.startswith(title)]
         assert row.configuration in page and row.nodes == tree.nodes and row.predicted == tree.speedup
         assert row.different == 0 and row.lossy is None
     assert page.count("validation text") >= len(trees)
-    for backend in recipe.speedup.backends:  # a drawn tree has nothing to choose
-        row = rows[False, backend, "drawn tree 2×1, verifier token, sampled"]
-        assert row.verifier == "token" and row.lossy is None
+    drawn = [row for row in report.others if row.configuration == "drawn tree 2×1, verifier token, sampled"]
+    assert [row.backend for row in drawn] == list(backends)  # it has nothing to choose
+    for row in drawn:
+        assert row.verifier == "token" and row.lossy is None and not row.grown
         assert (row.tokens_per_round or 0) >= 1 and row.acceptance is not None
 
 

@@ -1,4 +1,4 @@
-"""Metrics against loops in fp64, intervals, and the arithmetic of trials and speedups by hand."""
+"""Metrics against loops in fp64, intervals, and acceptance by position by hand."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from toys import Scripted, random_prompts, toy
+from toys import random_prompts, toy
 
-from distill.benchmark.profile import profile_entry
 from distill.errors import DataError
 from distill.evaluation.measure import (
     METRICS,
@@ -28,9 +27,7 @@ from distill.evaluation.measure import (
 from distill.intervals import Interval, ratio_interval
 from distill.models.torch_model import TorchModel
 from distill.packing import Packed, pack
-from distill.recipe import Profile
 from distill.sampler import Sampler
-from distill.speculative.costs.curve import measure_steps, predicted_speedups
 from distill.speculative.decode import Round
 
 torch.set_num_threads(1)
@@ -191,29 +188,3 @@ def test_interval_edges() -> None:
     assert ratio_interval(sums, counts, 300, 0.9, seed=3) == ratio_interval(sums, counts, 300, 0.9, seed=3)
     narrow, wide = (ratio_interval(sums, counts, 2000, c) for c in (0.6, 0.99))
     assert wide.low < narrow.low < narrow.high < wide.high
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.integers(1, 6), st.lists(st.floats(0, 1), min_size=6, max_size=6), st.floats(0.01, 2))
-def test_prediction_by_enumeration(length: int, accepted: list[float], draft: float) -> None:
-    costs = [1.0 + 0.2 * m * m for m in range(1, 8)]
-    expected = 0.0
-    for outcome in itertools.product([True, False], repeat=length):
-        chance = math.prod(a if ok else 1 - a for a, ok in zip(accepted, outcome, strict=False))
-        expected += chance * (1 + len(list(itertools.takewhile(bool, outcome))))
-    round_seconds = costs[length] + sum(draft for _ in range(length))
-    plain_seconds = expected * costs[0]
-    assert predicted_speedups(costs, draft, accepted)[length] == pytest.approx(plain_seconds / round_seconds)
-
-
-def counting(context: tuple[int, ...]) -> int:
-    return (context[-1] + 1) % 10
-
-
-def test_steps_are_timed_at_their_depth() -> None:
-    model = Scripted(counting, 64, 10)
-    found = measure_steps(model, [1, 3], 20, 5, 10)
-    assert model.lengths == [20] and model.calls == [20, *[1, 3] * 6]  # one round is thrown away
-    assert all(low <= middle <= high for middle, low, high in found.values())
-    curve = profile_entry(model, "m", "pytorch", "float32", Profile(max_tokens=16, depth=128, repeats=5))
-    assert curve.depth == 48 and curve.tokens == list(range(1, 17)) and len(curve.seconds) == 16

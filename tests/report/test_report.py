@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import copy
 import json
-import random
 import re
 import sys
 from collections import Counter
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import asdict, fields, is_dataclass, replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -18,15 +17,42 @@ import yaml
 
 from distill.commands.train import say_outcome
 from distill.errors import DataError
+from distill.intervals import Interval
 from distill.recipe import Recipe
 from distill.report import card as cards
 from distill.report import page as pages
 from distill.report import plots
-from distill.report.markup import words as escaped
+from distill.report.card import words as escaped
 from distill.report.text import placeless
-from distill.results.run_results import RunResults
-from distill.results.serialise import from_json
-from distill.results.training_results import training_steps
+from distill.results.cut_results import ModelSizes
+from distill.results.evaluation_results import MEASURES, EvaluationReport
+from distill.results.export_results import ExportedFile, Parity
+from distill.results.profile_results import MeasuredCurve
+from distill.results.run_results import Machine, RunResults
+from distill.results.serialise import from_json, write_result
+from distill.results.speedup_results import (
+    ChosenLength,
+    Measurement,
+    Noise,
+    PlainReference,
+    RoundCosts,
+    RoundFigures,
+    Sample,
+    Segment,
+    SpeedupPart,
+    SpeedupReport,
+)
+from distill.results.training_results import (
+    Collected,
+    CurvePoint,
+    EvaluatedWeights,
+    LearningCurve,
+    ReplayDecision,
+    TrainedPart,
+    TrainingStep,
+    TrainingSummary,
+    training_steps,
+)
 from distill.run import Run
 
 SURROGATE = "[lone surrogate]"  # which JSON cannot hold: put in after reading
@@ -73,128 +99,51 @@ def interval(mean: float, half: float = 0.012) -> dict[str, float]:
 
 
 def measured(shift: float) -> dict[str, Any]:
-    return {
-        "tokens": 48213,
-        "prompts": 96,
-        "forward_kl": interval(1.431 - shift),
-        "reverse_kl": interval(1.702 - shift),
-        "total_variation": interval(0.463 - shift / 3),
-        "top1_agreement": interval(0.412 + shift / 3),
-        "acceptance_sampling": interval(0.537 + shift / 3),
-        "acceptance_drawn": interval(0.401 + shift / 3),
-        "acceptance_match": interval(0.391 + shift / 3),
-        "acceptance_greedy": interval(0.412 + shift / 3),
-        "acceptance_ceiling": interval(1, 0),
-    }
+    means = dict.fromkeys(MEASURES, 0.412 + shift / 3) | {"acceptance_sampling": 0.537 + shift / 3}
+    means |= {"forward_kl": 1.431 - shift, "acceptance_ceiling": 1.0}
+    return {"tokens": 48213, "prompts": 96, **{name: interval(mean) for name, mean in means.items()}}
 
 
 def positions(first: float) -> list[dict[str, Any]]:
     rows, drafted = [], 6120
     for position in range(1, 9):
         rate = first - 0.015 * position
-        rows.append(
-            {
-                "position": position,
-                "drafted": drafted,
-                "accepted": int(drafted * rate),
-                "rate": interval(rate, 0.01 * position**0.5),
-            }
-        )
+        row = {"position": position, "drafted": drafted, "accepted": int(drafted * rate)}
+        rows.append(row | {"rate": interval(rate, 0.01 * position**0.5)})
         drafted = int(drafted * rate)
     return rows
 
 
 def curve(model: str, backend: str, dtype: str, base: float, slope: float) -> dict[str, Any]:
     seconds = [base * (1 + slope * (count - 1) ** 0.9) for count in range(1, 17)]
-    return {
-        "model": model,
-        "backend": backend,
-        "dtype": dtype,
-        "depth": 256,
-        "tokens": list(range(1, 17)),
-        "seconds": seconds,
-        "low": [0.96 * s for s in seconds],
-        "high": [1.05 * s for s in seconds],
-        "repeats": 40,
-    }
+    low, high = ([factor * one for one in seconds] for factor in (0.96, 1.05))
+    return asdict(MeasuredCurve(model, backend, dtype, 256, 40, list(range(1, 17)), seconds, low, high))
 
 
 def speedup_rows(pair: str, grown: bool, backend: str, peak: float) -> list[dict[str, Any]]:
-    plain = {
-        "pair": pair,
-        "grown": grown,
-        "backend": backend,
-        "configuration": "plain",
-        "length": 0,
-        "drafter": None,
-        "rule": None,
-        "verifier": None,
-        "sampler": None,
-        "lossy": None,
-        "tokens": 3072,
-        "seconds": 84.31,
-        "tokens_per_second": 36.44,
-        "plain_tokens_per_second": 36.44,
-        "tokens_per_round": None,
-        "acceptance": None,
-        "speedup": 1.0,
-        "speedup_low": 1.0,
-        "speedup_high": 1.0,
-        "predicted": None,
-        "identical": 24,
-        "excused": 0,
-        "different": 0,
-    }
-    rows = [plain]
-    for length in (1, 2, 3, 4, 5, 6, 8):
-        times = peak - 0.045 * (length - 4) ** 2 / 2
-        rows.append(
-            plain
-            | {
-                "configuration": f"draft, γ = {length}",
-                "length": length,
-                "drafter": "draft",
-                "rule": "fixed",
-                "verifier": "greedy",
-                "seconds": 84.31 / times,
-                "tokens_per_second": 36.44 * times,
-                "tokens_per_round": 1 + 0.52 * length,
-                "acceptance": 0.71 - 0.02 * length,
-                "speedup": times,
-                "speedup_low": times - 0.07,
-                "speedup_high": times + 0.06,
-                "predicted": times * 1.05,
-                "identical": 23,
-                "excused": 1,
-            }
-        )
-    return rows
-
-
-PAID: dict[str, Any] = {
-    "token": 0.027,
-    "lengths": [1, 2],
-    "verify": [0.03, 0.04],
-    "target_prompt": 0.01,
-    "draft_prompt": 0.001,
-}
-PAID |= {"by_argmax": [0.002] * 3, "by_distribution": [0.003] * 3}
+    speeds = {length: peak - 0.045 * (length - 4) ** 2 / 2 for length in (1, 2, 3, 4, 5, 6, 8)}
+    plain = (3072, 84.31, 36.44, 36.44, None, None, 1.0, 1.0, 1.0, None, 24, 0, 0, None)
+    rows = [Measurement(pair, backend, grown, "plain", 0, None, None, None, None, *plain)]
+    for length, speed in speeds.items():
+        named = (pair, backend, grown, f"draft, γ = {length}", length, "draft", "fixed", "greedy", None)
+        pace = (3072, 84.31 / speed, 36.44 * speed, 36.44, 1 + 0.52 * length, 0.71 - 0.02 * length)
+        rows.append(Measurement(*named, *pace, speed, speed - 0.07, speed + 0.06, speed * 1.05, 23, 1, 0, None))
+    return [asdict(row) for row in rows]
 
 
 def speedup_part(
     pair: str, grown: bool, backend: str, peak: float, library: tuple[float, float, float], **others: Any
 ) -> dict[str, Any]:
-    label = {"pair": pair, "grown": grown, "backend": backend}
-    names = ("library_tokens_per_second", "plain_tokens_per_second", "ratio")
-    times = {"speedup": peak, "speedup_low": peak - 0.07, "speedup_high": peak + 0.06}
-    return {
-        "measurements": speedup_rows(pair, grown, backend, peak),
-        "chosen": {**label, **times, "length": 4, "tokens_per_second": 36.44 * peak},
-        "plain_reference": {**label, "library": "transformers generate", **dict(zip(names, library, strict=True))},
-        "noise": {**label, "largest_logit_difference": 1e-4},
-        "costs": {**label, **PAID},
-        **others,
-    }
+    label = (pair, backend, grown)
+    costs = RoundCosts(*label, 0.027, [1, 2], [0.03, 0.04], [0.002] * 3, [0.003] * 3, 0.01, 0.001)
+    part = SpeedupPart(
+        [],
+        ChosenLength(*label, 4, peak, peak - 0.07, peak + 0.06, 36.44 * peak),
+        PlainReference(*label, "transformers generate", *library),
+        Noise(*label, 1e-4),
+        costs,
+    )
+    return asdict(part) | {"measurements": speedup_rows(pair, grown, backend, peak)} | others
 
 
 def other(row: dict[str, Any], configuration: str, drafter: str | None, **values: Any) -> dict[str, Any]:
@@ -202,127 +151,72 @@ def other(row: dict[str, Any], configuration: str, drafter: str | None, **values
     return row | {"configuration": configuration, "length": None, "drafter": drafter, "rule": drafter, **values}
 
 
-def model(path: str, parameters: int, layers: int, hidden: int, mlp: int, size: int) -> dict[str, Any]:
-    sizes = {"parameters": parameters, "layers": layers, "hidden": hidden, "mlp": mlp, "bytes": size}
-    return {"path": path, "architecture": "LlamaForCausalLM", "vocabulary": 49152, **sizes}
-
-
 def exported(
     name: str, outtype: str, size: int, figures: tuple[float, float, float], mismatches: list[tuple[int, int]]
 ) -> dict[str, Any]:
-    parity = dict(zip(("top1_agreement", "mean_abs_dlogprob", "max_abs_dlogprob"), figures, strict=True))
-    texts = {"tokenizer_normalized": 0, "tokenizer_texts": 512, "tokenizer_mismatches": mismatches}
-    file = {"path": f"gguf/{name}-{outtype}.gguf", "model": name, "outtype": outtype, "bytes": size}
-    return {**file, "fallback_tensors": 0, "parity": {"positions": 2048, "kl": 0.001, **parity, **texts}}
+    parity = Parity(2048, *figures, 512, mismatches, 0, 0.001)
+    return asdict(ExportedFile(f"gguf/{name}-{outtype}.gguf", name, outtype, size, 0, parity))
 
 
-def sample(label: dict[str, Any], prompt: str, *segments: tuple[str, str]) -> dict[str, Any]:
-    parts = [{"text": text, "kind": kind} for text, kind in segments]
-    return {**label, "configuration": "draft, γ = 4", "prompt": prompt, "segments": parts}
+def sample(pair: str, grown: bool, backend: str, prompt: str, *segments: tuple[str, str]) -> dict[str, Any]:
+    return asdict(Sample(pair, backend, grown, "draft, γ = 4", prompt, [Segment(*one) for one in segments]))
 
 
 def make_metadata() -> dict[str, Any]:
-    noise = random.Random(7)
     small, large = "small 14M target", "grown target ×4 & <draft>"
-    metrics = [
-        {
-            "stage": "train",
-            "step": step,
-            "loss": 1.4 * (step + 9) ** -0.22 + noise.gauss(0, 0.02),
-            "forward_kl": 1.1 * (step + 9) ** -0.25 + noise.gauss(0, 0.02),
-            "cross_entropy": 3.4 * (step + 9) ** -0.09 + noise.gauss(0, 0.03),
-            "agreement": 0.72 - 0.5 * (step + 9) ** -0.3 + noise.gauss(0, 0.01),
-            "rate": 3e-4,
-            "tokens": 8192,
-            "tokens_per_second": 5210.0 + step % 17,
-            "memory_bytes": 2_140_000_000,
-            "eta_seconds": 900.0 - step,
-            "time": f"2026-11-21T14:{step // 25:02d}:{step % 60:02d}",
-        }
-        for step in range(1, 901)
+    steps = []
+    for step in range(1, 901):
+        losses = [1.4 * (step + 9) ** -0.22, 1.1 * (step + 9) ** -0.25, 3.4 * (step + 9) ** -0.09]
+        time = f"2026-11-21T14:{step // 25:02d}:{step % 60:02d}"
+        agreement, speed = 0.72 - 0.5 * (step + 9) ** -0.3, 5210.0 + step % 17
+        steps.append(TrainingStep(step, *losses, agreement, 3e-4, 8192, speed, 2_140_000_000, time))
+    text = [("def ", "target"), ("fibonacci(n):\n    if n <", "accepted"), (" 2", "target"), (": return", "accepted")]
+    why = "On gguf a step over five tokens costs 1.9 × one token, so no draft can win."
+    hostile = sample(large, True, "gguf", EVIL, (EVIL, "accepted"), (EVIL, "target"))
+    parts = [
+        speedup_part(
+            *(small, False, "pytorch", 1.374, (36.44, 35.21, 1.0349)),
+            samples=[sample(small, False, "pytorch", "# fibonacci\n", *text)],
+        ),
+        speedup_part(large, True, "pytorch", 1.912, (11.25, 12.5, 0.9)),
+        speedup_part(small, False, "gguf", 0.843, (36.44, 36.0, 1.0122), explanations=[why], samples=[hostile]),
     ]
-    text = [
-        *(("def ", "target"), ("fibonacci(n: int) -> int:\n    if n <", "accepted"), (" 2", "target")),
-        *((":\n        return n\n    return ", "accepted"), ("fibonacci", "target")),
-        ("(n - 1) + fibonacci(n - 2)\n", "accepted"),
+    curves = [
+        curve("target", "pytorch", "float32", 0.0214, 0.06),
+        curve("draft", "pytorch", "float32", 0.0021, 0.03),
+        curve("grown target", "pytorch", "float32", 0.0853, 0.04),
+        curve("target", "gguf", "q4_k_m", 0.0091, 0.21),
+        curve("draft", "gguf", "q4_k_m", 0.0009, 0.11),
     ]
-    on_torch = {"pair": small, "grown": False, "backend": "pytorch"}
-    on_file = {"pair": large, "grown": True, "backend": "gguf"}
+    files = [
+        exported("draft", "q4_k_m", 13_204_512, (0.9619, 0.0413, 0.917), [(3, 17)]),
+        exported("target", "f16", 269_311_040, (0.9995, 0.00031, 0.0042), []),
+    ]
+    domains = {
+        "answers": {"before": measured(0.0), "after": measured(0.63)},
+        "files": {"before": measured(0.05), "after": measured(0.48)},
+    }
+    sampler = {"temperature": 0.8, "top_k": 0, "top_p": 0.95, "min_p": 0.0}
+    reached = {"before": positions(0.55), "after": positions(0.78)}
+    llama, versions = "LlamaForCausalLM", ("Linux-6.1-x86_64", "3.11.7", "2.9.1+cpu", "5.3.0")
     return {
         "name": "demo",
         "date": "2026-11-21T14:31:00+00:00",
         "command": "distill train recipes/demo.yaml train.steps=900",
-        "machine": {
-            "cpu": "AMD EPYC 7B13",
-            "cores": 2,
-            "memory_bytes": 16_800_000_000,
-            "gpu": None,
-            "python": "3.11.7",
-            "torch": "2.9.1+cpu",
-            "transformers": "5.3.0",
-            "platform": "Linux-6.1-x86_64",
-        },
+        "machine": asdict(Machine("AMD EPYC 7B13", 2, 16_800_000_000, None, *versions)),
         "config": {"name": "demo", "cut": {"layers": 2, "mlp": 384}, "train": {"steps": 900, "loss": "forward_kl"}},
-        "target": model("models/target", 134_515_008, 30, 576, 1536, 269_060_552),
-        "donor": model("example/donor-30m", 31_408_640, 12, 320, 960, 62_830_111),
-        "draft": model("runs/demo/draft", 18_203_456, 2, 320, 384, 36_421_777),
-        "steps": metrics,
-        "profile": {
-            "command": "distill train recipes/demo.yaml",
-            "machine": {},
-            "curves": [
-                curve("target", "pytorch", "float32", 0.0214, 0.06),
-                curve("draft", "pytorch", "float32", 0.0021, 0.03),
-                curve("grown target", "pytorch", "float32", 0.0853, 0.04),
-                curve("target", "gguf", "q4_k_m", 0.0091, 0.21),
-                curve("draft", "gguf", "q4_k_m", 0.0009, 0.11),
-            ],
-        },
-        "evaluation": {
-            "length": 8,
-            "tokens_per_round": {},
-            "command": "distill eval demo --kl --acceptance",
-            "sampler": {"temperature": 0.8, "top_k": 0, "top_p": 0.95, "min_p": 0.0},
-            "domains": {
-                "answers": {"before": measured(0.0), "after": measured(0.63)},
-                "files": {"before": measured(0.05), "after": measured(0.48)},
-            },
-            "positions": {"before": positions(0.55), "after": positions(0.78)},
-        },
-        "export": {
-            "command": "distill export-gguf demo",
-            "files": [
-                exported("draft", "q4_k_m", 13_204_512, (0.9619, 0.0413, 0.917), [(3, 17)]),
-                exported("target", "f16", 269_311_040, (0.9995, 0.00031, 0.0042), []),
-            ],
-        },
-        "speedup": {
-            "command": "distill speedup demo",
-            "new_tokens": 128,
-            "prompts": 24,
-            "machine": {},
-            "sampler": {"temperature": 0.8, "top_k": 0},
-            "parts": [
-                speedup_part(
-                    small,
-                    False,
-                    "pytorch",
-                    1.374,
-                    (35.21, 36.44, 1.0349),
-                    samples=[sample(on_torch, "# fibonacci\n", *text)],
-                ),
-                speedup_part(large, True, "pytorch", 1.912, (12.5, 11.25, 0.9)),
-                speedup_part(
-                    small,
-                    False,
-                    "gguf",
-                    0.843,
-                    (36.0, 36.44, 1.0122),
-                    explanations=["On gguf a step over five tokens costs 1.9 × one token, so no draft can win."],
-                    samples=[sample(on_file, EVIL, (EVIL, "accepted"), (EVIL, "target"))],
-                ),
-            ],
-        },
+        "target": asdict(ModelSizes("models/target", llama, 134_515_008, 30, 576, 1536, 49152, 269_060_552)),
+        "donor": asdict(ModelSizes("example/donor-30m", llama, 31_408_640, 12, 320, 960, 49152, 62_830_111)),
+        "draft": asdict(ModelSizes("runs/demo/draft", llama, 18_203_456, 2, 320, 384, 49152, 36_421_777)),
+        "steps": [{"stage": "train", **asdict(step)} for step in steps],
+        "profile": {"command": "distill train recipes/demo.yaml", "machine": {}, "curves": curves},
+        "evaluation": asdict(
+            EvaluationReport("distill eval demo --kl --acceptance", sampler, 8, domains, reached, {})  # type: ignore[arg-type]
+        ),
+        "export": {"command": "distill export-gguf demo", "files": files},
+        "speedup": asdict(
+            SpeedupReport("distill speedup demo", {}, 24, 128, {"temperature": 0.8, "top_k": 0}, parts)  # type: ignore[arg-type]
+        ),
     }
 
 
@@ -333,10 +227,7 @@ class Checker(HTMLParser):
         super().__init__(convert_charrefs=True)
         self.stack: list[str] = []
         self.tags: Counter[str] = Counter()
-        self.references: list[str] = []
-        self.ids: list[str] = []
-        self.links: list[str] = []
-        self.words: list[str] = []
+        self.references, self.ids, self.links, self.words = (list[str]() for _ in range(4))
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.handle_startendtag(tag, attrs)
@@ -377,8 +268,11 @@ def checked(page: str) -> Checker:
     return checker
 
 
-def test_page_is_whole_and_fetches_nothing() -> None:
-    checker = checked(build_page(make_metadata()))
+def test_page_is_whole_fetches_nothing_and_changes_no_result() -> None:
+    results = as_results(make_metadata())
+    before = copy.deepcopy(results)
+    checker = checked(pages.build_page(results))
+    assert cards.build_card(results) and results == before
     assert checker.tags["svg"] == 9  # two of training, positions, two costs and one speedup for each of two backends
     assert checker.tags["h1"] == 1 and checker.tags["h2"] == 12
 
@@ -419,99 +313,68 @@ def test_grown_targets_are_labelled() -> None:
 
 @pytest.mark.usefixtures("without_pictures")
 def test_the_outcome_of_a_replay_is_shown() -> None:
-    results = make_metadata()
-    results["training"] = {
-        "steps": 900,
-        "processes": 1,
-        "parts": [
-            {"name": "align", "first": 0, "steps": 800, "rate": 3e-4, "loss": {"jsd": 1.0}},
-            {"name": "replay", "first": 800, "steps": 100, "rate": 1e-4, "loss": {"jsd": 1.0}},
-        ],
-        "best": {"step": 600, "acceptance": 0.5678, "tokens_per_round": 2.75, "rounds": 200},
-    }
-    collected = {"prompts": 64, "tokens": 8000, "rounds": 4321, "rejected": 2468, "blocks": 40}
-    judged = {
-        "collected": collected,
-        "before": 2.5,
-        "after": 2.75,
-        "prompts": 31,
-        "confidence": 0.95,
-        "difference": {"mean": 0.25, "low": 0.125, "high": 0.375},
-    }
+    parts = [
+        TrainedPart("align", 0, 800, 3e-4, {"jsd": 1.0}),
+        TrainedPart("replay", 800, 100, 1e-4, {"jsd": 1.0}),
+    ]
+    best, collected = EvaluatedWeights(600, 0.5678, 2.75, 200), Collected(64, 8000, 4321, 2468, 40)
 
-    def shown(replay: dict[str, Any] | None) -> str:
-        results["training"]["replay"] = replay
-        words = page_words(results)
+    def shown(replay: ReplayDecision | None) -> str:
+        words = page_words(make_metadata() | {"training": asdict(TrainingSummary(900, 1, parts, best, replay))})
         assert "The weights of step 600 were taken: 56.8" in words
         return words
 
-    kept = shown({**judged, "kept": True})
+    kept = ReplayDecision(True, collected, 2.5, 2.75, Interval(0.25, 0.125, 0.375), 31, 0.95)
     assert (
         "Replay: trained on 2,468 rejected positions; tokens per round went from 2.500 to 2.750 on 31 other "
-        "validation prompts, a difference of 0.250 [0.125, 0.375]: kept." in kept
+        "validation prompts, a difference of 0.250 [0.125, 0.375]: kept." in shown(kept)
     )
-    assert "[0.125, 0.375]: not kept." in shown({**judged, "kept": False})
-    nothing = shown({"collected": {**collected, "rejected": 0, "blocks": 0}, "kept": False})
-    assert "Replay: nothing was rejected in 4,321 rounds of 64 prompts, so there was nothing to learn." in nothing
-    assert "Replay" not in shown(None)
+    assert "[0.125, 0.375]: not kept." in shown(replace(kept, kept=False))
+    nothing = ReplayDecision(False, replace(collected, rejected=0, blocks=0))
+    instead = "Replay: nothing was rejected in 4,321 rounds of 64 prompts, so there was nothing to learn."
+    assert instead in shown(nothing) and "Replay" not in shown(None)
 
 
 @pytest.mark.usefixtures("without_pictures")
 def test_the_learning_curve_is_shown() -> None:
     """What twice the tokens would give at most, or the reason why that is not known."""
-    results = make_metadata()
-    curve: dict[str, Any] = {
-        "confidence": 0.95,
-        "points": [{"tokens": 1000 * 2**n, "acceptance": interval(0.4 + 0.05 * n)} for n in range(5)],
-        "line": [{"tokens": tokens, "acceptance": interval(0.6)} for tokens in (4000, 16000, 32000)],
-        "doubled": interval(0.65, 0.01),
-    }
-    results["training"] = {"steps": 9, "processes": 1, "parts": [], "best": None, "replay": None, "curve": curve}
+    points = [CurvePoint(1000 * 2**n, Interval(0.4 + 0.05 * n, 0.4, 0.7)) for n in range(5)]
+    line = [CurvePoint(tokens, Interval(0.6, 0.5, 0.7)) for tokens in (4000, 16000, 32000)]
 
-    def said(words: str) -> str:
+    def said(curve: LearningCurve, words: str) -> str:
+        results = make_metadata() | {"training": asdict(TrainingSummary(9, 1, [], None, None, curve))}
         page, card = build_page(results), build_card(results)
         assert words in " ".join("".join(checked(page).words).split()) and escaped(words) in card
         return page
 
     instead = "expected acceptance on validation prompts instead of 0.600."
-    page = said(f"Twice the tokens would give at most 0.660 {instead}")
+    known = LearningCurve(0.95, points, line, Interval(0.65, 0.64, 0.66))
+    page = said(known, f"Twice the tokens would give at most 0.660 {instead}")
     assert "plot-learning" in page and "would give at most what the line shows" in page
-    curve |= {"line": [], "doubled": None, "unknown": "there are too few points"}
-    page = said("What twice the tokens would give cannot be said: there are too few points.")
-    assert "plot-learning" in page and "The line is" not in page
+    unknown = LearningCurve(0.95, points, unknown="there are too few points")
+    page = said(unknown, "What twice the tokens would give cannot be said: there are too few points.")
+    assert "plot-learning" in page and "would give at most what the line shows" not in page
 
 
 @pytest.mark.usefixtures("without_pictures")
 def test_a_training_that_did_not_help_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """In the report, on the card, and at the end of the command."""
-    best = {"step": 0, "acceptance": 0.4, "tokens_per_round": 2.0, "rounds": 9}
-    results = make_metadata()
-    results["training"] = {"steps": 9, "processes": 1, "parts": [], "best": best, "replay": None}
-    words = "Training did not help"
-    assert words in build_page(results) and words in build_card(results)
+    best = EvaluatedWeights(0, 0.4, 2.0, 9)
+    untrained = TrainingSummary(9, 1, [], best, None)
     (tmp_path / "stages").mkdir()
     record = {"key": "", "inputs": {}, "artifacts": {}, "digest": ""}
     (tmp_path / "stages" / "train.json").write_text(json.dumps(record))
-    (tmp_path / "training.json").write_text(json.dumps(results["training"]))
-    run = Run(tmp_path, Recipe.model_construct())
-    say_outcome(run)
-    assert words in capsys.readouterr().err
-    for other_training in (
-        {**results["training"], "best": {**best, "step": 5}},
-        {**results["training"], "best": None},
-        {
-            **results["training"],
-            "replay": {
-                "kept": True,
-                "collected": dict.fromkeys(("prompts", "tokens", "rounds", "rejected", "blocks"), 1),
-            },
-        },
+    for training, said in (
+        (untrained, True),
+        (replace(untrained, best=replace(best, step=5)), False),
+        (replace(untrained, best=None), False),
+        (replace(untrained, replay=ReplayDecision(True, Collected(1, 1, 1, 1, 1))), False),
     ):
-        results["training"] = other_training
-        assert words not in build_page(results) and words not in build_card(results)
-        (tmp_path / "training.json").write_text(json.dumps(other_training))
-        say_outcome(run)
-        assert words not in capsys.readouterr().err
+        results = make_metadata() | {"training": asdict(training)}
+        write_result(tmp_path / "training.json", training)
+        say_outcome(Run(tmp_path, Recipe.model_construct()))
+        for words in (build_page(results), build_card(results), capsys.readouterr().err):
+            assert ("Training did not help" in words) == said
 
 
 def test_hostile_text_stays_text() -> None:
@@ -592,26 +455,19 @@ def test_plots_take_the_page_colour_and_are_the_same_each_time() -> None:
 
 
 @pytest.mark.usefixtures("without_pictures")
-def test_a_doubted_cost_curve_is_named() -> None:
-    results = make_metadata()
-    assert "something else was running" not in build_page(results)
-    results["profile"]["curves"][0]["doubt"] = "something else was running"
-    assert "something else was running (distill train RECIPE --redo profile)" in build_page(results)
-
-
-@pytest.mark.usefixtures("without_pictures")
-def test_limits_follow_the_results() -> None:
+def test_limits_and_doubts_follow_the_results() -> None:
     results = make_metadata()
     page = build_page(results)
     assert "No GPU took part" in page and "reaches only 90.0 %" in page
-    assert "not shown to be lossless" not in page
-    results["speedup"]["parts"][0]["measurements"][2]["different"] = 3
+    for words in ("not shown to be lossless", "drafted nothing", "something else was running"):
+        assert words not in page
+    results["speedup"]["parts"][0]["measurements"][2] |= {"different": 3, "acceptance": None, "speedup": 1.15}
     results["machine"]["gpu"] = "NVIDIA H100"
-    assert "drafted nothing" not in page
-    results["speedup"]["parts"][0]["measurements"][2] |= {"acceptance": None, "speedup": 1.15}
+    results["profile"]["curves"][0]["doubt"] = "something else was running"
     page = build_page(results)
-    assert "drafted nothing: its 1.15× shows how much" in page
+    assert "drafted nothing: its 1.15× shows how much" in page and "not shown to be lossless" in page
     assert "3 outputs differ from the plain run" in page and "No GPU took part" not in page
+    assert "something else was running (distill train RECIPE --redo profile)" in page
 
 
 def test_card_front_matter_and_numbers() -> None:
@@ -644,14 +500,6 @@ def test_card_survives_hostile_text_and_its_python_compiles() -> None:
     blocks = re.findall(r"(`{3,})python\n(.*?)\n\1\n", card, flags=re.S)
     compile(blocks[0][1], "card", "exec")
     assert "assistant_tokenizer=assistant_tokenizer" in blocks[0][1]
-
-
-def test_results_are_not_changed() -> None:
-    results = as_results(make_metadata())
-    before = copy.deepcopy(results)
-    pages.build_page(results)
-    cards.build_card(results)
-    assert results == before
 
 
 @pytest.mark.usefixtures("without_pictures")
@@ -705,18 +553,11 @@ def test_the_first_screen_says_what_holds_the_pair_back() -> None:
     assert "would give" not in page_words(results).partition("Models")[0]
     part = results["speedup"]["parts"][0]
     best = max((row for row in part["measurements"] if row["drafter"]), key=lambda row: row["speedup"])
-    timed = {"rounds": 9, "draft_steps": 4.0, "tokens_per_second": 50.0, "bound": 55.0, "attained": 0.9}
 
-    def rounds(most: float | None, target: float, draft: float, rest: float) -> list[dict[str, Any]]:
-        paid = dict(zip(("target_seconds", "draft_seconds", "overhead_seconds"), (target, draft, rest), strict=True))
-        plain = {"target_seconds": 0.02, "draft_seconds": 0.0, "overhead_seconds": 0.0, "seconds": 0.02}
-        return [
-            timed | plain | {"configuration": "plain", "tokens": 1.0, "most": 1.0, "verified": 1.0},
-            timed
-            | paid
-            | {"configuration": best["configuration"], "tokens": 2.0, "most": most, "verified": 5.0}
-            | {"seconds": target + draft + rest},
-        ]
+    def rounds(most: float | None, *paid: float) -> list[dict[str, Any]]:
+        plain = RoundFigures("plain", 9, 1.0, 1.0, 1.0, 4.0, 0.02, 0.02, 0.0, 0.0, 50.0, 55.0, 0.9)
+        drafted = RoundFigures(best["configuration"], 9, 2.0, most, 5.0, 4.0, sum(paid), *paid, 50.0, 55.0, 0.9)
+        return [asdict(plain), asdict(drafted)]
 
     part["rounds"] = rounds(5.0, 0.024, 0.012, 0.004)
     words = page_words(results)
