@@ -18,8 +18,7 @@ from distill.models.base import Model
 from distill.sampler import Sampler
 from distill.speculative.lengths import LengthRule
 from distill.speculative.lookup import LookupDrafter
-from distill.speculative.n_grams import LONGEST, NGramIndex
-from distill.speculative.proposal import Features, Proposal
+from distill.speculative.proposal import LONGEST, Features, NGramIndex, Proposal
 from distill.speculative.trees.tree import features_of
 from distill.speculative.verify import Random, draw_token
 

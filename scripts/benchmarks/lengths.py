@@ -50,8 +50,7 @@ from distill.speculative.lengths import (
     ProbabilityFloor,
     StartContinue,
 )
-from distill.speculative.n_grams import LONGEST, NGramIndex
-from distill.speculative.proposal import Features
+from distill.speculative.proposal import LONGEST, Features, NGramIndex
 
 AHEAD = 16
 CLASSES = ("code", "prose", "copied text")

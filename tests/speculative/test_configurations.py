@@ -43,8 +43,7 @@ from distill.speculative.calibration import FITTED, Recorded, fit_calibration
 from distill.speculative.configured import check_configurations, lossy_reason, make_drafter
 from distill.speculative.costs.curve import StepCosts
 from distill.speculative.decode import Decoded, decode, plain
-from distill.speculative.n_grams import NGramIndex
-from distill.speculative.proposal import Features
+from distill.speculative.proposal import Features, NGramIndex
 from distill.speculative.rules import GREEDY, Rules
 
 COSTS = StepCosts(tuple(1.0 + 0.05 * m for m in range(17)), 0.05, 0.07)

@@ -19,8 +19,7 @@ from distill.models.torch_model import model_name
 from distill.sampler import Sampler
 from distill.speculative import verify
 from distill.speculative.draft import NONE, ChainDraft
-from distill.speculative.n_grams import NGramIndex
-from distill.speculative.proposal import Features, Proposal
+from distill.speculative.proposal import Features, NGramIndex, Proposal
 from distill.speculative.trees.tree import entropies
 
 
