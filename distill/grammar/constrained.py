@@ -17,7 +17,7 @@ from distill.grammar.constraint import Constraint, State
 from distill.models.base import ROOT, AroundModel, Model, PendingTree, check_call, check_counts, check_rollback
 from distill.models.finite import Place
 from distill.models.torch_logits import TorchLogits
-from distill.speculative.draft import Drafter
+from distill.speculative.draft import NOTHING, Drafter
 from distill.speculative.proposal import Features, Proposal
 
 RUN = 64  # forced tokens of a round at most: as many as every backend takes in one call
@@ -181,7 +181,8 @@ class Forced:
 
     def __init__(self, drafter: Drafter, constraint: Constraint) -> None:
         self.drafter, self.constraint = drafter, constraint
-        self._asked, self._before, self._was_asked = Proposal.chain([]), 0, False
+        self._before = 0  # forced tokens before the other drafter's proposal
+        self._asked: Proposal | None = None  # which is None in a round in which it was not asked
 
     @property
     def tree(self) -> bool:
@@ -205,14 +206,12 @@ class Forced:
         """Forced tokens, the other's proposal, and after a chain the tokens that are then forced."""
         state = self.constraint.state(context)
         forced, state = self._run(state, min(limit, RUN))
-        self._before = len(forced)
-        self._asked = Proposal.chain([])
+        self._before, self._asked = len(forced), None
         context = [*context, *forced]
         room = min(limit - len(forced), self.drafter.room(len(context)))
-        self._was_asked = room > 0 and not state.over and state.forced is None
-        if self._was_asked:
+        if room > 0 and not state.over and state.forced is None:
             self._asked = self._legal(self.drafter.propose(context, room, ends), state)
-        asked = self._asked
+        asked = self._asked or NOTHING
         later: list[int] = []
         if asked.tokens and asked.is_chain:
             for token in asked.tokens:
@@ -245,11 +244,10 @@ class Forced:
 
         It counts in its own tokens only: the forced ones come with or without it, at almost no cost.
         """
-        if not self._was_asked:
-            return
-        self._was_asked = False
-        own = min(max(count - self._before, 0), len(self._asked.tokens))
-        self.drafter.accepted(self._asked, own, length, seconds)
+        if self._asked is not None:
+            own = min(max(count - self._before, 0), len(self._asked.tokens))
+            self.drafter.accepted(self._asked, own, length, seconds)
+            self._asked = None
 
 
 def _joined(forced: list[int], asked: Proposal, later: list[int]) -> Proposal:

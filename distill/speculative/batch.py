@@ -53,16 +53,9 @@ def plain_batch(
     run until that row ended, so the largest of them is the time of the batch. ValueError for more prompts than
     rows, an empty prompt, or chance without random numbers for each row.
     """
-    rows = _rows(target, prompts, rules, randoms, lambda: Fixed(0))
-    if not rows:
-        return []
-    target.rollback([0] * target.rows)
-    started = time.perf_counter()
-    firsts = _prefill(target, rows, rules)
+    rows = _rows({"target": target}, prompts, rules, randoms, lambda: Fixed(0))
+    _prefill(rows, rules, target)
     prefilled = time.perf_counter()
-    for row in rows:
-        row.result.prefill_seconds = prefilled - started
-        row.add([firsts[row.number]], 0, rules)
     rounds = None if rules.by_argmax else rounds_on_device(target, rules, None)
     while live := _unfinished(rows, target, limit):
         if rounds is not None:
@@ -104,22 +97,8 @@ def decode_batch(
     require_lossless(drafter, rules)
     if drafter.kind == "cut":
         raise DataError("batches do not support a length rule that drops drawn tokens", "decide before the draw")
-    rows = _rows(target, prompts, rules, randoms, new_rule)
-    if len(rows) > draft.rows:
-        raise ValueError(f"{len(rows)} prompts for a draft of {draft.rows} rows")
-    if not rows:
-        return []
-    target.rollback([0] * target.rows)
-    draft.rollback([0] * draft.rows)
-    started = time.perf_counter()
-    firsts = _prefill(target, rows, rules)
-    # The first step reads the last token of a prompt. A draft without room behind a prompt does not read it at all.
-    for _ in _read(draft, {row.number: row.context[:-1] for row in rows if len(row.context) < draft.capacity}):
-        pass
-    prefill_seconds = time.perf_counter() - started
-    for row in rows:
-        row.result.prefill_seconds = prefill_seconds
-        row.add([firsts[row.number]], 0, rules)
+    rows = _rows({"target": target, "draft": draft}, prompts, rules, randoms, new_rule)
+    _prefill(rows, rules, target, draft)
     rounds = rounds_on_device(target, rules, draft, drafter.argmax, [row.rule for row in rows])
     while live := _unfinished(rows, target, limit):
         round_started = time.perf_counter()
@@ -144,17 +123,18 @@ def decode_batch(
 
 
 def _rows(
-    target: Model,
+    models: Mapping[str, Model],
     prompts: Sequence[Sequence[int]],
     rules: Rules,
     randoms: Sequence[Random] | None,
     new_rule: Callable[[], LengthRule],
 ) -> list[_Row]:
-    """A row for each prompt."""
+    """A row for each prompt; the caches of the models, by role, are emptied."""
     if rules.constraint is not None:
         raise DataError("a grammar constrains one text at a time, not a batch", "decode these texts one by one")
-    if len(prompts) > target.rows:
-        raise ValueError(f"{len(prompts)} prompts for a target of {target.rows} rows")
+    for role, model in models.items():
+        if len(prompts) > model.rows:
+            raise ValueError(f"{len(prompts)} prompts for a {role} of {model.rows} rows")
     if empty := [number for number, prompt in enumerate(prompts) if not len(prompt)]:
         raise ValueError(f"prompt {empty[0]} is empty")
     if randoms is None and rules.sampler.temperature == 0:
@@ -162,6 +142,8 @@ def _rows(
     if randoms is None or len(randoms) != len(prompts):
         given = "none" if randoms is None else f"{len(randoms)}"
         raise ValueError(f"{len(prompts)} prompts need random numbers of their own each, got {given}")
+    for model in models.values():
+        model.rollback([0] * model.rows)
     return [
         _Row(number, list(prompt), random, new_rule())
         for number, (prompt, random) in enumerate(zip(prompts, randoms, strict=True))
@@ -201,13 +183,21 @@ def _read(model: Model, texts: Mapping[int, Sequence[int]]) -> Iterator[tuple[li
         yield ended, extend_rows(model, parts, ended)
 
 
-def _prefill(target: Model, rows: Sequence[_Row], rules: Rules) -> dict[int, int]:
-    """Let the target read the prompts; returns the first new token of each row."""
-    found: dict[int, int] = {}
+def _prefill(rows: Sequence[_Row], rules: Rules, target: Model, draft: Model | None = None) -> None:
+    """Read the prompts, time that, and add the first new token of each row."""
+    firsts: dict[int, int] = {}
+    started = time.perf_counter()
     for ended, logits in _read(target, {row.number: row.context for row in rows}):
         if ended:
-            found |= zip(ended, _next_tokens(logits, [rows[number] for number in ended], rules), strict=True)
-    return found
+            firsts |= zip(ended, _next_tokens(logits, [rows[number] for number in ended], rules), strict=True)
+    if draft is not None:
+        # The first step reads the last token of a prompt. A draft without room behind a prompt does not read it at all.
+        for _ in _read(draft, {row.number: row.context[:-1] for row in rows if len(row.context) < draft.capacity}):
+            pass
+    seconds = time.perf_counter() - started
+    for row in rows:
+        row.result.prefill_seconds = seconds
+        row.add([firsts[row.number]], 0, rules)
 
 
 def _rollback(model: Model, lengths: Mapping[int, int]) -> None:

@@ -116,19 +116,19 @@ def plain(
     target = constrained(target, prompt, rules)
     target.rollback([0])
     started = time.perf_counter()
-    token = next_token(target.extend(prompt, want=[len(prompt) - 1]), prompt, rules)
+    context = list(prompt)
+    token = next_token(target.extend(prompt, want=[len(prompt) - 1]), context, rules)
     prefilled = time.perf_counter()
     result.prefill_seconds = prefilled - started
     _, ended = add_tokens(result, [token], 0, rules)
     # The largest logit is read from the device as it is; a distribution would be copied whole.
     rounds = None if rules.by_argmax else rounds_on_device(target, rules, None)
     while len(result.tokens) < limit and not ended and target.lengths[0] < target.capacity:
+        context.append(token)
         if rounds is not None:
-            token = rounds.run([RowRound(0, [token], rules.random)])[0].token
-        elif rules.by_argmax:
-            token = target.extend([token], want=ONLY).argmax()[0]
+            token = rounds.run([RowRound(0, context, rules.random)])[0].token
         else:
-            token = next_token(target.extend([token], want=ONLY), [*prompt, *result.tokens], rules)
+            token = next_token(target.extend([token], want=ONLY), context, rules)
         _, ended = add_tokens(result, [token], 0, rules)
     result.seconds = time.perf_counter() - prefilled
     return result
@@ -215,7 +215,7 @@ def _rest(
             yielded = certain
     finally:
         rested = result.rounds[first:]
-        rule.rested(len(rested), sum(one.seconds for one in rested))
+        rule.rested(len(rested), sum(round_.seconds for round_ in rested))
 
 
 def _verify(target: Model, context: Sequence[int], proposal: Proposal, rules: Rules) -> tuple[list[int], int]:

@@ -258,7 +258,7 @@ def test_a_draft_that_is_the_target_is_always_right() -> None:
 
 
 class Contrary(TorchModel):
-    """BytesOf the token after the best one: never right."""
+    """Says the token after the best one: never right."""
 
     def extend(self, *arguments: Any, **named: Any) -> Any:
         found = super().extend(*arguments, **named)

@@ -201,27 +201,23 @@ def test_lookup_and_lookup_before_a_draft(verifier: str, sampler: Sampler) -> No
 # Trees.
 
 SEVEN = Shape((-1, -1, 0, 0, 1, 2, 2))
+
+
+def tree(nodes: int, **settings: Any) -> Make:
+    return lambda draft, sampler, random: TreeDrafter(draft, sampler, random, nodes, **settings)
+
+
 BEST: dict[str, Make] = {
-    "best-first": lambda draft, sampler, random: TreeDrafter(draft, sampler, random, 7, branching=3, depth=3),
-    "best-first, calibrated": lambda draft, sampler, random: TreeDrafter(
-        draft, sampler, random, 7, branching=3, depth=4, calibration=Calibration(-0.5, (0.4,), ("margin",))
-    ),
-    "static": lambda draft, sampler, random: TreeDrafter(draft, sampler, random, 7, shape=SEVEN, best=True),
+    "best-first": tree(7, branching=3, depth=3),
+    "best-first, calibrated": tree(7, branching=3, depth=4, calibration=Calibration(-0.5, (0.4,), ("margin",))),
+    "static": tree(7, shape=SEVEN, best=True),
 }
 FORKS: dict[str, tuple[int, Make]] = {
-    "fork of draws": (3, lambda draft, sampler, random: TreeDrafter(draft, sampler, random, 2, shape=Shape((-1, -1)))),
-    "fork of distinct": (
-        3,
-        lambda draft, sampler, random: TreeDrafter(draft, sampler, random, 2, shape=Shape((-1, -1)), distinct=True),
-    ),
-    "two levels of draws": (
-        2,
-        lambda draft, sampler, random: TreeDrafter(draft, sampler, random, 3, shape=Shape((-1, -1, 0))),
-    ),
-    "two levels of distinct": (
-        2,
-        lambda draft, sampler, random: TreeDrafter(draft, sampler, random, 3, shape=Shape((-1, -1, 0)), distinct=True),
-    ),
+    "fork of draws": (3, tree(2, shape=Shape((-1, -1)))),
+    "fork of distinct": (3, tree(2, shape=Shape((-1, -1)), distinct=True)),
+    "two levels of draws": (2, tree(3, shape=Shape((-1, -1, 0)))),
+    "two levels of distinct": (2, tree(3, shape=Shape((-1, -1, 0)), distinct=True)),
+    "chain of distinct": (3, tree(2, shape=Shape((-1, 0)), distinct=True)),
 }
 
 
@@ -371,7 +367,7 @@ class Dropping(TreeDrafter):
 
 
 class Lying(TreeDrafter):
-    """BytesOf that it drew from a flatter distribution."""
+    """Says that it drew from a flatter distribution."""
 
     def propose(self, context: Sequence[int], limit: int, ends: Any) -> Proposal:
         whole = super().propose(context, limit, ends)
@@ -392,12 +388,9 @@ def not_renormalised(p: Tensor, q: Tensor | None, tokens: Tensor) -> NodeVerdict
 
 @pytest.mark.slow
 def test_mistakes_in_trees_show(monkeypatch: pytest.MonkeyPatch) -> None:
-    for wrong, distinct in ((Dropping, False), (Lying, True)):
-
-        def make(draft: Any, sampler: Any, random: Any, wrong: Any = wrong, distinct: Any = distinct) -> Drafter:
-            return wrong(draft, sampler, random, 2, shape=Shape((-1, -1)), distinct=distinct)
-
-        assert decoded(3, make, "distinct" if distinct else "token", Sampler(), 4) > SEEN
+    fork = Shape((-1, -1))
+    assert decoded(3, lambda *given: Dropping(*given, 2, shape=fork), "token", Sampler(), 4) > SEEN
+    assert decoded(3, lambda *given: Lying(*given, 2, shape=fork, distinct=True), "distinct", Sampler(), 4) > SEEN
     assert Ways(SEVEN, False, Sampler(top_k=2), 5).difference(not_renormalised) > SEEN
     monkeypatch.setitem(TREES, "token", not_renormalised)
     assert decoded(3, FORKS["fork of draws"][1], "token", Sampler(), 4) > SEEN

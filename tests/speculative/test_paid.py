@@ -325,7 +325,7 @@ def test_the_cheapest_sizes_by_hand() -> None:
 def test_steps_of_other_sizes_change_no_text(pair: tuple[Any, Any]) -> None:
     """Splits and padding, at random, give the logits of a fresh prefill; the models' lengths stay the same."""
     target, draft = pair
-    jagged = {1: 1.0, 2: 9.0, 3: 9.0, 4: 3.0, 5: 9.0, 6: 9.0, 7: 5.0}
+    jagged = {m: (seconds,) * 3 for m, seconds in enumerate((1.0, 9.0, 9.0, 3.0, 9.0, 9.0, 5.0), start=1)}
     cheap = CheapestSteps(target, jagged)
     assert cheap.padded == {2: 4, 3: 4, 5: 7, 6: 7} and cheap.last_only[2] == (1, 1) and cheap.last_only[5] == (1, 4)
     chance, text = random.Random(0), [3]
@@ -357,8 +357,9 @@ def test_steps_of_other_sizes_change_no_text(pair: tuple[Any, Any]) -> None:
     full.extend([1] * 8)
     assert len(full.extend([2, 3])) == 2 and full.lengths == [10]  # no room to pad
     assert "steps of 2 padded to 4" in cheap.describe("target")
-    assert CheapestSteps(target, {1: 1.0, 2: 1.1}).describe("target") == ""
-    lucky = CheapestSteps(target, jagged, {m: 9.0 if m != 7 else 5.0 for m in jagged})  # 4 was fast once, 7 always
+    assert CheapestSteps(target, {1: (1.0,) * 3, 2: (1.1,) * 3}).describe("target") == ""
+    often = {m: (9.0 if m != 7 else 5.0, fastest, 9.0) for m, (_, fastest, _) in jagged.items()}
+    lucky = CheapestSteps(target, often)  # 4 was fast once, 7 always
     assert lucky.padded == {5: 7, 6: 7} and lucky.last_only == {6: (7,)}
 
 

@@ -14,6 +14,7 @@ from distill.models.base import AroundModel, Logits, Model
 from distill.progress import Progress
 from distill.speculative.costs.curve import measure_steps
 
+Steps = Mapping[int, tuple[float, float, float]]  # T(m) by m: median, fastest and slowest of several repeats
 WORTH = 0.9  # of T(m): what replaces one step must be cheaper than this, or noise in the curve would choose
 
 
@@ -35,20 +36,21 @@ def cheapest_sizes(seconds: Mapping[int, float], whole: bool) -> dict[int, tuple
 
 
 class CheapestSteps(AroundModel):
-    """A model of one row whose chains of m tokens are committed the cheapest way that `seconds`, T(m) by m, shows.
+    """A model of one row whose chains of m tokens are committed the cheapest way that the times of its steps show.
 
-    `seconds` may be the fastest of several repeats, as other programs can only slow a step down; `medians` of the same
-    repeats then keep one lucky repeat among many sizes from deciding. Logits are those of the model, up to the rounding
-    of steps of other sizes. Trees pass unchanged.
+    The fastest of several repeats decides, as other programs can only slow a step down; the medians must agree, which
+    keeps one lucky repeat among many sizes from deciding. Logits are those of the model, up to the rounding of steps of
+    other sizes. Trees pass unchanged.
     """
 
-    def __init__(self, model: Model, seconds: Mapping[int, float], medians: Mapping[int, float] | None = None) -> None:
+    def __init__(self, model: Model, steps: Steps) -> None:
         super().__init__(model)
+        medians = {m: median for m, (median, _, _) in steps.items()}
 
         def chosen(whole: bool) -> dict[int, tuple[int, ...]]:
-            """The cheapest ways, less those that `medians` do not bear out."""
-            found, other = cheapest_sizes(seconds, whole), seconds if medians is None else medians
-            return {m: sizes for m, sizes in found.items() if sum(other[size] for size in sizes) < WORTH * other[m]}
+            """The cheapest ways, less those that the medians do not bear out."""
+            found = cheapest_sizes({m: fastest for m, (_, fastest, _) in steps.items()}, whole)
+            return {m: sizes for m, sizes in found.items() if sum(medians[n] for n in sizes) < WORTH * medians[m]}
 
         self.padded = {m: sizes[0] for m, sizes in chosen(whole=True).items()}
         self.last_only = chosen(whole=False)
@@ -102,8 +104,8 @@ class CheapestPair:
 
     target: CheapestSteps
     draft: CheapestSteps
-    target_steps: dict[int, tuple[float, float, float]]
-    draft_steps: dict[int, tuple[float, float, float]]
+    target_steps: Steps
+    draft_steps: Steps
 
     def describe(self) -> list[str]:
         """The steps that are padded or split, a line for each model that has any."""
@@ -119,14 +121,8 @@ def cheapest_pair(
     A draft that is the target itself is given its steps.
     """
     found = measure_steps(target, range(1, most + 1), depth, repeats, target.vocabulary_size, progress)
-    big = CheapestSteps(target, *_fastest_and_medians(found))
+    big = CheapestSteps(target, found)
     if draft is target:
         return CheapestPair(big, big, found, {m: seconds for m, seconds in found.items() if m in DRAFT_STEPS})
     own = measure_steps(draft, DRAFT_STEPS, depth, repeats, draft.vocabulary_size, progress)
-    return CheapestPair(big, CheapestSteps(draft, *_fastest_and_medians(own)), found, own)
-
-
-def _fastest_and_medians(
-    steps: Mapping[int, tuple[float, float, float]],
-) -> tuple[dict[int, float], dict[int, float]]:
-    return {m: fastest for m, (_, fastest, _) in steps.items()}, {m: median for m, (median, _, _) in steps.items()}
+    return CheapestPair(big, CheapestSteps(draft, own), found, own)
