@@ -47,7 +47,9 @@ def lark(text: str) -> str:
             raise _error(text, place, "a rule must begin with `name ::=`")
         _require_fit(kind, found, lines[-1], known, text, place)
         if kind == "mark":
-            depths[-1] += _bracket(found, depths[-1], text, place)
+            depths[-1] += {"(": 1, ")": -1}.get(found, 0)
+            if depths[-1] < 0:
+                raise _error(text, place, "this bracket closes nothing")
             if found in "|)":
                 _fill(lines[-1])
         lines[-1].append(_written(kind, found, known, text, place))
@@ -68,17 +70,9 @@ def _require_fit(kind: str, found: str, line: list[str], known: dict[str, str], 
         raise _error(text, place, f"nothing stands before `{found}` to repeat")
 
 
-def _bracket(found: str, depth: int, text: str, place: int) -> int:
-    """The change of depth at a mark; DataError for a bracket that closes nothing."""
-    change = {"(": 1, ")": -1}.get(found, 0)
-    if depth + change < 0:
-        raise _error(text, place, "this bracket closes nothing")
-    return change
-
-
 def _parts(text: str) -> list[tuple[str, str, int]]:
     """(kind, text, place) of everything but space and comments."""
-    found: list[tuple[str, str, int]] = []
+    parts: list[tuple[str, str, int]] = []
     place = 0
     while place < len(text):
         match = _PART.match(text, place)
@@ -86,9 +80,9 @@ def _parts(text: str) -> list[tuple[str, str, int]]:
             raise _error(text, place, f"`{text[place : place + 12]}` is no GBNF")
         assert match.lastgroup is not None
         if match.lastgroup != "space":
-            found.append((match.lastgroup, match[match.lastgroup], place))
+            parts.append((match.lastgroup, match[match.lastgroup], place))
         place = match.end()
-    return found
+    return parts
 
 
 def _fill(line: list[str]) -> None:
@@ -113,10 +107,10 @@ def _characters(written: str, text: str, place: int) -> list[str]:
     parts = _CHARACTER.findall(written)
     if "".join(parts) != written:
         raise _error(text, place, f"an escape in `{written}` is not whole")
-    found = [_unescaped(part) for part in parts]
-    if None in found:
+    characters = [_unescaped(part) for part in parts]
+    if None in characters:
         raise _error(text, place, f"`{written}` names a character that does not exist")
-    return [character for character in found if character is not None]
+    return [character for character in characters if character is not None]
 
 
 def _unescaped(part: str) -> str | None:
@@ -137,11 +131,11 @@ def _ranges(written: str, text: str, place: int) -> str:
     """The inside of a set; a `-` at either end stands for itself."""
     parts = _CHARACTER.findall(written)
     characters = _characters(written, text, place)
-    found = ""
+    inside = ""
     for number, (part, character) in enumerate(zip(parts, characters, strict=True)):
         between = part == "-" and 0 < number < len(parts) - 1
-        found += "-" if between else _escaped(character)
-    return found
+        inside += "-" if between else _escaped(character)
+    return inside
 
 
 def _error(text: str, place: int, problem: str) -> DataError:

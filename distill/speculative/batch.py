@@ -103,11 +103,11 @@ def decode_batch(
     while live := _unfinished(rows, target, limit):
         round_started = time.perf_counter()
         depths = target.lengths
-        most = _most_drafted(target, draft, live, limit)
+        limits = _draft_limits(target, draft, live, limit)
         if rounds is not None:
-            verdicts = _play(rounds, live, most, rules, drafter.argmax)
+            verdicts = _play(rounds, live, limits, rules, drafter.argmax)
         else:
-            _draft(draft, live, most, rules, drafter.argmax)
+            _draft(draft, live, limits, rules, drafter.argmax)
             verdicts = _verify(target, live, rules)
         for row, (accepted, token) in zip(live, verdicts, strict=True):
             row.add([*row.proposal.tokens[:accepted], token], accepted, rules)
@@ -213,21 +213,21 @@ def _next_tokens(logits: Logits, live: Sequence[_Row], rules: Rules) -> list[int
     return [draw_token(distribution, row.random) for distribution, row in zip(distributions, live, strict=True)]
 
 
-def _most_drafted(target: Model, draft: Model, live: Sequence[_Row], limit: int) -> dict[int, int]:
+def _draft_limits(target: Model, draft: Model, live: Sequence[_Row], limit: int) -> dict[int, int]:
     """How many drafted tokens each row can still use: the round emits one token beyond those accepted."""
     capacity, depths = min(target.capacity, draft.capacity), target.lengths
     return {row.number: min(limit - len(row.result.tokens), capacity - depths[row.number]) - 1 for row in live}
 
 
 def _play(
-    rounds: DeviceRounds, live: Sequence[_Row], most: Mapping[int, int], rules: Rules, argmax: bool
+    rounds: DeviceRounds, live: Sequence[_Row], limits: Mapping[int, int], rules: Rules, argmax: bool
 ) -> list[tuple[int, int]]:
     """`_draft` and `_verify` on the device."""
     rows = []
     for row in live:
         if rounds.draft is not None and rounds.draft.looks:
             row.index.read(row.context)
-        chain = ChainDraft(row.rule, row.random, argmax, most[row.number], rules.ends)
+        chain = ChainDraft(row.rule, row.random, argmax, limits[row.number], rules.ends)
         rows.append(RowRound(row.number, row.context, row.random, chain, index=row.index))
     played = rounds.run(rows)
     for row, outcome in zip(live, played, strict=True):
@@ -235,14 +235,14 @@ def _play(
     return [(outcome.accepted, outcome.token) for outcome in played]
 
 
-def _draft(draft: Model, live: Sequence[_Row], most: Mapping[int, int], rules: Rules, argmax: bool) -> None:
+def _draft(draft: Model, live: Sequence[_Row], limits: Mapping[int, int], rules: Rules, argmax: bool) -> None:
     """Draft for every row, one position of all rows a step; a row that has stopped takes no more tokens."""
     read = draft.lengths
     by_argmax = largest_logit_decides(argmax, rules.sampler, [row.rule for row in live])
     if not by_argmax:
         for row in live:
             row.index.read(row.context)
-    chains = {row.number: ChainDraft(row.rule, row.random, argmax, most[row.number], rules.ends) for row in live}
+    chains = {row.number: ChainDraft(row.rule, row.random, argmax, limits[row.number], rules.ends) for row in live}
     drafting = list(live)
     while drafting := [row for row in drafting if chains[row.number].goes_on()]:
         fresh = {row.number: chains[row.number].unread(row.context, read[row.number]) for row in drafting}
@@ -268,18 +268,19 @@ def _verify(target: Model, live: Sequence[_Row], rules: Rules) -> list[tuple[int
     logits = extend_rows(target, {row.number: [row.context[-1], *row.proposal.tokens] for row in live})
     ends = list(accumulate(len(row.proposal.tokens) + 1 for row in live))
     places = [slice(end - len(row.proposal.tokens) - 1, end) for row, end in zip(live, ends, strict=True)]
-    found: list[tuple[int, int]] = []
+    verdicts: list[tuple[int, int]] = []
     if rules.by_argmax:
         choices = logits.argmax()
         for row, place in zip(live, places, strict=True):
             accepted = verify_greedy(choices[place], row.proposal.tokens)
-            found.append((accepted, choices[place][accepted]))
+            verdicts.append((accepted, choices[place][accepted]))
     else:
         histories = None
         if rules.sampler.repetition_penalty != 1:
             histories = [history for row in live for history in row.proposal.histories(row.context)]
         distributions = rules.sampler.distributions(logits, histories)  # [N, V]
         for row, place in zip(live, places, strict=True):
-            found.append(draw_chain(rules.verifier, distributions[place], row.proposal, row.random))
-    _rollback(target, {row.number: depths[row.number] + 1 + got for row, (got, _) in zip(live, found, strict=True)})
-    return found
+            verdicts.append(draw_chain(rules.verifier, distributions[place], row.proposal, row.random))
+    lengths = {row.number: depths[row.number] + 1 + count for row, (count, _) in zip(live, verdicts, strict=True)}
+    _rollback(target, lengths)
+    return verdicts

@@ -50,22 +50,22 @@ def configured_calibration(configuration: Configuration, fitted: Mapping[str, Ca
 
 def make_rule(configuration: Configuration, costs: StepCosts, fitted: Mapping[str, Calibration]) -> LengthRule:
     """The length rule in its first state; only the expected-value rule reads `costs` and `fitted`."""
-    rule, most = configuration.length_rule, configuration.most
+    rule, longest = configuration.length_rule, configuration.most
     p_min = P_MIN if configuration.p_min is None else configuration.p_min
     if rule == "p_min":
-        return ProbabilityFloor(most, p_min)
+        return ProbabilityFloor(longest, p_min)
     if rule == "p_min-after":
-        return LossyProbabilityFloor(most, p_min)
+        return LossyProbabilityFloor(longest, p_min)
     if rule == "start-continue":
         start = START if configuration.start is None else configuration.start
-        return StartContinue(most, start, MORE if configuration.more is None else configuration.more)
+        return StartContinue(longest, start, MORE if configuration.more is None else configuration.more)
     if rule == "ratio":
-        return AcceptedRatio(length=min(4, most), most=most)
+        return AcceptedRatio(length=min(4, longest), longest=longest)
     if rule == "beta":
-        return BetaFilter(most) if configuration.floor is None else BetaFilter(most, configuration.floor)
+        return BetaFilter(longest) if configuration.floor is None else BetaFilter(longest, configuration.floor)
     if rule == "expected-value":
-        return ExpectedValue(costs, configured_calibration(configuration, fitted), most=most)
-    return Fixed(most)
+        return ExpectedValue(costs, configured_calibration(configuration, fitted), longest=longest)
+    return Fixed(longest)
 
 
 def make_drafter(

@@ -57,17 +57,17 @@ class Proposal:
 
     def children(self) -> dict[int, list[int]]:
         """The nodes below each node (and below ROOT), in the order in which they were proposed."""
-        found: dict[int, list[int]] = {}
+        children: dict[int, list[int]] = {}
         for node, parent in enumerate(self.parents):
-            found.setdefault(parent, []).append(node)
-        return found
+            children.setdefault(parent, []).append(node)
+        return children
 
     def histories(self, context: Sequence[int]) -> list[list[int]]:
         """The tokens [n + 1] before each next token: the context, then the context and the path down to each node."""
-        found = [list(context)]
+        histories = [list(context)]
         for token, parent in zip(self.tokens, self.parents, strict=True):
-            found.append([*found[parent + 1], token])
-        return found
+            histories.append([*histories[parent + 1], token])
+        return histories
 
 
 class NGramIndex:

@@ -20,11 +20,7 @@ BytesOf = Callable[[int], bytes]
 
 def token_bytes(vocabulary: Vocabulary, silent: Collection[int] = ()) -> BytesOf:
     """The bytes of each token; none for the `silent` ones and for ids without a token."""
-
-    def bytes_of(token: int) -> bytes:
-        return b"" if token in silent else vocabulary.text_bytes([token])
-
-    return bytes_of
+    return lambda token: b"" if token in silent else vocabulary.text_bytes([token])
 
 
 class Characters:

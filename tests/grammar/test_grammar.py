@@ -25,7 +25,6 @@ from distill.grammar.constraint import Constraint, State, constraint, llama_cons
 from distill.grammar.gbnf import lark
 from distill.grammar.tokens import Tokens
 from distill.models.gguf.model import GgufModel
-from distill.models.torch_model import TorchModel
 from distill.sampler import Sampler
 from distill.speculative.batch import plain_batch
 from distill.speculative.decode import Decoded, decode, decode_text, plain
@@ -490,19 +489,6 @@ def follows_schema(data: bytes) -> bool:
         and found["kind"] in ("import", "function")
         and (same or b"\\" in data)
     )
-
-
-@pytest.mark.skipif(not (DEMO / "config.json").is_file(), reason="the demo target is not there")
-def test_text_of_the_demo_target() -> None:
-    from distill.models.hugging_face import load_model
-    from distill.surgery.cuts.layers import keep_layers
-
-    big, small = (load_model(str(DEMO), "float32", torch.device("cpu")) for _ in range(2))
-    keep_layers(small, [0, big.config.num_hidden_layers - 1])
-    vocabulary = Vocabulary.read(DEMO)
-    ends = [vocabulary.roles["eos"], vocabulary.roles["turn_end"]]
-    grammar = constraint("json", json.dumps(SCHEMA), Tokens.of(vocabulary, ends))
-    check_ways(TorchModel(big), TorchModel(small), grammar, lambda t: follows_schema(vocabulary.text_bytes(t)), 1)
 
 
 # Forced tokens, and what the model reads when.

@@ -351,7 +351,7 @@ def test_two_rounds_follow_the_distribution(
         return drafter_for(kind, draft, both, 2, sampler, draws, argmax)
 
     assert decoded(4, make, verifier, sampler, 1, seen) < EXACT
-    assert seen.most and seen.accepted
+    assert seen.drafted and seen.accepted
 
 
 def test_a_distribution_that_was_not_drafted_from_is_seen(tmp_path: Path) -> None:

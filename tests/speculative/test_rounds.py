@@ -19,7 +19,7 @@ import pytest
 import torch
 from branches import every
 from table_model import TableModel
-from tables import distance, distributions_after, number, target_distributions
+from tables import accepted_counts, distance, distributions_after, number, target_distributions
 from torch import Tensor
 
 from distill.models.torch_logits import TorchLogits
@@ -155,7 +155,7 @@ class Rounds:
             numbers = torch.zeros(len(some), length + 1, dtype=torch.long)
             for i in range(length):
                 numbers[:, i + 1] = numbers[:, i] * self.vocabulary + tokens[:, i]
-            found.append((some, numbers, verdict.counts().unsqueeze(-1) * after))
+            found.append((some, numbers, accepted_counts(verdict).unsqueeze(-1) * after))
         return found
 
     def masses(self, verifier: str, context: Sequence[int], rule: LengthRule) -> Masses:

@@ -18,10 +18,9 @@ from typing import Any
 import pytest
 import torch
 from table_model import TableModel
-from tables import TableRows
+from tables import TableRows, goodness
 from test_exact_decoding import Dropping, Lying, not_renormalised
 from test_verify import NotRenormalised, turned
-from torch import Tensor
 
 from distill.sampler import Sampler
 from distill.speculative.batch import decode_batch
@@ -168,24 +167,6 @@ def batches(verifier: str, argmax: bool, sampler: Sampler, count: int, length: i
             drafted.accepted += sum(r.accepted for r in result.rounds)
             found.append(result.tokens)
     return found, drafted
-
-
-def goodness(counts: Tensor, distributions: Tensor) -> float:
-    """p of χ² of counts [R, cells] against distributions [R, cells] given each row's total; cells of a row that expect
-    fewer than 5 are pooled."""
-    expected = distributions * counts.sum(-1, keepdim=True)
-    if bool((counts[distributions == 0] > 0).any()):
-        return 0.0
-    statistic, freedom = 0.0, 0
-    for seen, due in zip(counts, expected, strict=True):
-        small = due < 5
-        cells = torch.cat([due[~small], due[small].sum().view(1)])
-        found = torch.cat([seen[~small], seen[small].sum().view(1)])
-        found, cells = found[cells > 0], cells[cells > 0]
-        statistic += float(((found - cells) ** 2 / cells).sum())
-        freedom += max(len(cells) - 1, 0)
-    half = torch.tensor(freedom / 2, dtype=torch.float64)
-    return float(torch.special.gammaincc(half, torch.tensor(statistic / 2, dtype=torch.float64)))
 
 
 def p_value(found: Texts, sampler: Sampler) -> float:

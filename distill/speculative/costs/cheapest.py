@@ -1,4 +1,4 @@
-"""Steps given to a model the cheapest way its curve knows: at once, split in two, or padded and rolled back.
+"""Steps taken in the cheapest way that a model's cost curve shows: at once, split in two, or padded and rolled back.
 
 Curves are jagged: kernels for 2 tokens can take longer than those for 4, or than two steps of 1.
 
@@ -23,7 +23,7 @@ def cheapest_sizes(seconds: Mapping[int, float], whole: bool) -> dict[int, tuple
 
     With `whole` all m rows of logits are wanted, and steps are not split: the second would overwrite the first's.
     """
-    found: dict[int, tuple[int, ...]] = {}
+    cheaper: dict[int, tuple[int, ...]] = {}
     for m, at_once in seconds.items():
         choices: dict[tuple[int, ...], float] = {(size,): cost for size, cost in seconds.items() if size > m}
         if not whole:
@@ -31,8 +31,8 @@ def cheapest_sizes(seconds: Mapping[int, float], whole: bool) -> dict[int, tuple
             choices |= {(first, m - first): seconds[first] + rest for first, rest in rests.items() if rest is not None}
         best = min(choices, key=lambda sizes: (choices[sizes], sizes), default=(m,))
         if best != (m,) and choices[best] < WORTH * at_once:
-            found[m] = best
-    return found
+            cheaper[m] = best
+    return cheaper
 
 
 class CheapestSteps(AroundModel):
@@ -100,7 +100,7 @@ DRAFT_STEPS = range(1, 5)  # sizes that a draft's step of 1 or 2 tokens may be p
 
 @dataclass(frozen=True)
 class CheapestPair:
-    """A pair whose steps are given the cheapest way, and T(m), D(m) at once: median, fastest and slowest of repeats."""
+    """A pair whose steps are taken in the cheapest way, and the times T(m), D(m) of steps taken at once."""
 
     target: CheapestSteps
     draft: CheapestSteps
@@ -114,15 +114,15 @@ class CheapestPair:
 
 
 def cheapest_pair(
-    target: Model, draft: Model, most: int, depth: int, repeats: int, progress: Progress | None = None
+    target: Model, draft: Model, max_tokens: int, depth: int, repeats: int, progress: Progress | None = None
 ) -> CheapestPair:
-    """Time the steps of both models at a depth, the target's of up to `most` tokens; they are left at that depth.
+    """Time the steps of both models at a depth, the target's of up to `max_tokens` tokens; they are left at that depth.
 
     A draft that is the target itself is given its steps.
     """
-    found = measure_steps(target, range(1, most + 1), depth, repeats, target.vocabulary_size, progress)
-    big = CheapestSteps(target, found)
+    steps = measure_steps(target, range(1, max_tokens + 1), depth, repeats, target.vocabulary_size, progress)
+    cheapest = CheapestSteps(target, steps)
     if draft is target:
-        return CheapestPair(big, big, found, {m: seconds for m, seconds in found.items() if m in DRAFT_STEPS})
-    own = measure_steps(draft, DRAFT_STEPS, depth, repeats, draft.vocabulary_size, progress)
-    return CheapestPair(big, CheapestSteps(draft, own), found, own)
+        return CheapestPair(cheapest, cheapest, steps, {m: times for m, times in steps.items() if m in DRAFT_STEPS})
+    draft_steps = measure_steps(draft, DRAFT_STEPS, depth, repeats, draft.vocabulary_size, progress)
+    return CheapestPair(cheapest, CheapestSteps(draft, draft_steps), steps, draft_steps)

@@ -45,13 +45,13 @@ def entropies(distributions: Tensor) -> Tensor:
 def best_tokens(distribution: Tensor, count: int) -> tuple[list[int], list[float]]:
     """Up to `count` possible tokens of a distribution [V] and their probabilities; best first, smaller ids on ties."""
     values, ids = distribution.topk(min(count + 1, distribution.shape[-1]))
-    found = list(zip(values.tolist(), ids.tolist(), strict=True))
-    if len(found) > count and found[count][0] == found[count - 1][0] > 0:
+    candidates = list(zip(values.tolist(), ids.tolist(), strict=True))
+    if len(candidates) > count and candidates[count][0] == candidates[count - 1][0] > 0:
         # topk may take any of the tokens that tie for the last place: compare all of them.
         ids = torch.nonzero(distribution >= values[-1]).flatten()
-        found = list(zip(distribution[ids].tolist(), ids.tolist(), strict=True))
-    found = sorted(((p, i) for p, i in found if p > 0), key=lambda pair: (-pair[0], pair[1]))[:count]
-    return [i for _, i in found], [p for p, _ in found]
+        candidates = list(zip(distribution[ids].tolist(), ids.tolist(), strict=True))
+    candidates = sorted(((p, i) for p, i in candidates if p > 0), key=lambda pair: (-pair[0], pair[1]))[:count]
+    return [i for _, i in candidates], [p for p, _ in candidates]
 
 
 @dataclass(frozen=True, order=True)

@@ -1,4 +1,4 @@
-"""The decoding loop with every drafter: greedy texts are plain texts; and what a lookup proposes.
+"""What a lookup proposes, and pairs of drafter and verifier that the decoder refuses.
 
 That sampled texts follow the target's distribution: test_exact_decoding.py, and by sampling test_samples.py."""
 
@@ -7,23 +7,19 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Callable
 
 import pytest
 import torch
 from table_model import TableModel
-from toys import blurred, random_prompts, toy
 
 from distill.errors import DataError
-from distill.models.torch_model import TorchModel
 from distill.sampler import Sampler
 from distill.speculative.costs.curve import StepCosts
-from distill.speculative.decode import Decoded, decode, decode_text, plain
-from distill.speculative.draft import Drafter, FirstThen, ModelDrafter
-from distill.speculative.lengths import Fixed, LossyProbabilityFloor, ProbabilityFloor
+from distill.speculative.decode import decode_text
+from distill.speculative.draft import FirstThen, ModelDrafter
+from distill.speculative.lengths import Fixed, LossyProbabilityFloor
 from distill.speculative.lookup import LookupDrafter, LookupPrice, SuffixIndex
 from distill.speculative.rules import Rules
-from distill.speculative.trees.tree_drafter import TreeDrafter
 
 torch.set_num_threads(1)
 V = 4
@@ -46,46 +42,6 @@ def test_pairs_that_cannot_be() -> None:
         decode_text(target, sampled, [1, 2], 3, Rules(Sampler(1.0), "greedy"))
     with pytest.raises(ValueError, match="no verifier"):
         decode_text(target, sampled, [1, 2], 3, Rules(Sampler(1.0), "distinct"))
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda draft: ModelDrafter(draft, Fixed(4), Sampler(0), random.random),
-        lambda draft: ModelDrafter(draft, ProbabilityFloor(6, 0.3), Sampler(0), random.random),
-        lambda draft: LookupDrafter(),
-        lambda draft: FirstThen(LookupDrafter(), ModelDrafter(draft, Fixed(3), Sampler(0), random.random)),
-        lambda draft: TreeDrafter(draft, Sampler(0), random.random, 7, branching=3),
-    ],
-)
-def test_greedy_text_is_the_targets(make: Callable[[TorchModel], Drafter]) -> None:
-    hugging_face = toy(vocabulary=61, seed=3)
-    target, drafter = TorchModel(hugging_face), make(TorchModel(blurred(hugging_face, 1, 0.1)))
-    accepted = 0
-    for prompt in random_prompts(5, 61, seed=4):
-        # The prompt twice, so that there is something to look up.
-        wanted = plain(target, prompt * 2, 30).tokens
-        result = decode_text(target, drafter, prompt * 2, 30, Rules())
-        assert result.tokens == wanted
-        assert sum(r.accepted for r in result.rounds) == sum(result.from_draft)
-        accepted += sum(result.from_draft)
-    assert accepted > 0
-
-
-def test_the_target_as_its_own_draft() -> None:
-    """Everything is accepted under greedy, token and block; under match a position with p(argmax)."""
-    for verifier, argmax in (("token", False), ("block", False), ("match", True)):
-        draws = random.Random(0).random
-        target, draft = TableModel(V, 5), TableModel(V, 5)
-        rules = Rules(Sampler(1.0), verifier, random=draws)
-        drafter = ModelDrafter(draft, Fixed(3), rules.sampler, draws, argmax=argmax)
-        result = Decoded()
-        for _ in range(50):
-            for _ in decode(target, drafter, [0, 3], 12, rules, result):
-                pass
-            drafted, accepted = (sum(getattr(r, name) for r in result.rounds) for name in ("drafted", "accepted"))
-            result.tokens.clear()
-        assert (accepted == drafted) == (verifier != "match") and accepted > 0
 
 
 def copied(text: list[int], place: int, count: int) -> list[int]:
