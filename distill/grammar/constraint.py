@@ -192,7 +192,7 @@ LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator":
 
 
 def constraint(kind: str, text: str, tokens: Tokens) -> Constraint:
-    """A constraint from a `regex`, `json` schema, `gbnf` or `lark` grammar; DataError for a wrong one.
+    """A constraint from a `regex`, `json` schema, `gbnf` or `lark` grammar; DataError for an invalid one.
 
     A regular expression (Rust's notation: no look-around, no back-references) must match the whole text. Lark is
     llguidance's dialect, in which a terminal matches as much as it can. JSON is laid out as by json.dumps.
@@ -202,12 +202,12 @@ def constraint(kind: str, text: str, tokens: Tokens) -> Constraint:
     library = tokens.library  # first: raises a clear error where llguidance is missing
     matcher: Any = importlib.import_module("llguidance").LLMatcher
     source = GRAMMARS[kind](matcher, text)
-    wrong, messages = matcher.validate_grammar_with_warnings(source, library)
-    found = None if wrong else matcher(library, source, log_level=0)
-    problem = messages[0] if found is None else found.get_error()
+    invalid, messages = matcher.validate_grammar_with_warnings(source, library)
+    guided = None if invalid else matcher(library, source, log_level=0)
+    problem = messages[0] if guided is None else guided.get_error()
     if problem:
         raise DataError(f"the {kind} grammar cannot be used: {_first(problem)}", HINTS.get(kind, "correct it"))
-    return Constraint(_Guided(found), tokens, messages)
+    return Constraint(_Guided(guided), tokens, messages)
 
 
 def llama_constraint(text: str, model: GgufModel) -> Constraint:

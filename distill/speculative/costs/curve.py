@@ -119,30 +119,23 @@ class CostCurve:
 
 
 def measure_curve(
-    model: Model,
-    title: str,
-    backend: str,
-    depths: Sequence[int],
-    largest: int,
-    repeats: int,
-    show_progress: bool = True,
+    model: Model, title: str, backend: str, depths: Sequence[int], limit: int, repeats: int, show_progress: bool = True
 ) -> CostCurve:
-    """Time steps of m = 1..`largest` tokens at each depth that the model's context leaves room for.
+    """Time steps of m = 1..`limit` tokens at each depth that the model's context leaves room for.
 
     The first pass is a warm-up and does not count. Raises DataError when no depth fits.
     """
-    fitting = sorted({depth for depth in depths if depth + largest <= model.capacity})
+    fitting = sorted({depth for depth in depths if depth + limit <= model.capacity})
     if not fitting:
         raise DataError(
-            f"{title}: a context of {model.capacity} has no room for {largest} tokens at depth {min(depths)}",
+            f"{title}: a context of {model.capacity} has no room for {limit} tokens at depth {min(depths)}",
             "measure at smaller depths or fewer tokens",
         )
     progress = None
     if show_progress:
-        progress = Progress(f"{title}: passes over 1..{largest} tokens", len(fitting) * (repeats + 1))
-    steps = [
-        measure_steps(model, range(1, largest + 1), at, repeats, model.vocabulary_size, progress) for at in fitting
-    ]
+        progress = Progress(f"{title}: passes over 1..{limit} tokens", len(fitting) * (repeats + 1))
+    sizes, vocabulary = range(1, limit + 1), model.vocabulary_size
+    steps = [measure_steps(model, sizes, depth, repeats, vocabulary, progress) for depth in fitting]
     medians, fastest, slowest = (tuple(tuple(times[i] for times in row.values()) for row in steps) for i in range(3))
     note, where = doubt([*chain(*medians)], [*chain(*fastest)]), tuple(fitting)
     return CostCurve(title, backend, where, medians, repeats, "seconds", note, machine(), fastest, slowest)

@@ -185,9 +185,8 @@ class PaidMeter:
         draws = random.Random(0)  # in mixed order a slow spell of the machine hits all lengths
         order = [(n, mode) for n in draws.sample(timed, len(timed)) for mode in draws.sample(modes, len(modes))]
         # Where there is one way to draft, a length comes several times in a row, too.
-        self._order = (
-            order if len(modes) > 1 else [turn for turn in order for _ in range(IN_A_ROW + IN_A_ROW // turn[0])]
-        )
+        in_a_row = IN_A_ROW if len(modes) == 1 else 0
+        self._order = [turn for turn in order for _ in range(max(in_a_row + in_a_row // turn[0], 1))]
         self._rules = Rules(GREEDY, "greedy")
         self._timer = Timer(draft, self._order)
         self._drafter = ModelDrafter(draft, self._timer, GREEDY, self._rules.random)
@@ -255,9 +254,9 @@ class PaidMeter:
         own = typical(self._reading)
         drafts = {mode: _steps(self._steps, mode) for mode in (False, True)}
         verify = {}
-        for n, found in self._rounds.items():
+        for n, rounds in self._rounds.items():
             beside: dict[bool, list[float]] = {False: [], True: []}
-            for seconds, mode, kind, same in found:
+            for seconds, mode, kind, same in rounds:
                 # Of a round's steps all but the last were seen; that one takes as long as the median of its kind.
                 last = {"nothing": 0.0, **asdict(drafts[mode])}.get(kind)
                 if last is not None:
