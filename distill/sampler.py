@@ -78,15 +78,15 @@ class Sampler:
         DataError, naming the `place` of the row, where a logit is NaN or +∞ or all are −∞. With `empty`, for drafts,
         the last kind of row has no distribution: 0 everywhere.
         """
-        given = logits if logits.dtype == torch.float64 else logits.float()
+        values = logits if logits.dtype == torch.float64 else logits.float()
         if self.repetition_penalty != 1:
-            given = self._penalised(given, histories)
-        found, wrong = self._shaped(given)
-        if not bool(wrong.any()):
-            return found
-        largest = given.amax(-1)
+            values = self._penalised(values, histories)
+        distributions, invalid = self._shaped(values)
+        if not bool(invalid.any()):
+            return distributions
+        largest = values.amax(-1)
         require_finite(largest.flatten().tolist(), place, empty)
-        return self._settled(found, given, wrong, largest)
+        return self._settled(distributions, values, invalid, largest)
 
     def unchecked(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """`probabilities` of logits [..., V] that the host does not look at, and the largest logit [...] of each row.
@@ -96,20 +96,20 @@ class Sampler:
         """
         if self.repetition_penalty != 1:
             raise ValueError("a repetition penalty reads the tokens so far: use probabilities")
-        given = logits if logits.dtype == torch.float64 else logits.float()
-        found, wrong = self._shaped(given, looks=False)
-        largest = given.amax(-1)
-        return self._settled(found, given, wrong, largest), largest
+        values = logits if logits.dtype == torch.float64 else logits.float()
+        distributions, invalid = self._shaped(values, looks=False)
+        largest = values.amax(-1)
+        return self._settled(distributions, values, invalid, largest), largest
 
     def _shaped(self, logits: Tensor, looks: bool = True) -> tuple[Tensor, Tensor]:
-        """The distributions of logits after the penalty, and which of them [...] are not what they should be.
+        """The distributions of logits after the penalty, and which of them [...] are invalid.
 
         Without `looks` nothing that is computed decides what is computed next: no device is waited for.
         """
         if self.temperature == 0:
             best = logits.argmax(-1, keepdim=True)
-            found = torch.zeros_like(logits).scatter(-1, best, 1)
-            return found, ~logits.gather(-1, best).squeeze(-1).isfinite()
+            distributions = torch.zeros_like(logits).scatter(-1, best, 1)
+            return distributions, ~logits.gather(-1, best).squeeze(-1).isfinite()
         logits = logits / self.temperature
         if 0 < self.top_k < logits.shape[-1]:
             # Ties with the k-th are kept, so that the distribution does not depend on the order of equal logits.
@@ -120,14 +120,14 @@ class Sampler:
         if self.min_p > 0:
             floor = logits.max(-1, keepdim=True).values + math.log(self.min_p)
             logits = logits.masked_fill(logits < floor, -math.inf)
-        found = logits.softmax(-1)
-        return found, found[..., 0].isnan()  # one NaN or +∞, or nothing but −∞, makes the whole row NaN
+        distributions = logits.softmax(-1)
+        return distributions, distributions[..., 0].isnan()  # one NaN or +∞, or nothing but −∞, makes the whole row NaN
 
-    def _settled(self, found: Tensor, logits: Tensor, wrong: Tensor, largest: Tensor) -> Tensor:
-        """`found` with the rows of `logits` that overflow at this temperature made greedy, and empty rows 0."""
-        greedy = torch.zeros_like(found).scatter(-1, logits.argmax(-1, keepdim=True), 1)
-        found = torch.where(wrong.unsqueeze(-1), greedy, found)
-        return found.masked_fill(torch.isneginf(largest).unsqueeze(-1), 0)
+    def _settled(self, distributions: Tensor, logits: Tensor, invalid: Tensor, largest: Tensor) -> Tensor:
+        """The distributions, of rows whose logits overflow at this temperature the greedy one, of empty rows 0."""
+        greedy = torch.zeros_like(distributions).scatter(-1, logits.argmax(-1, keepdim=True), 1)
+        distributions = torch.where(invalid.unsqueeze(-1), greedy, distributions)
+        return distributions.masked_fill(torch.isneginf(largest).unsqueeze(-1), 0)
 
     def _penalised(self, logits: Tensor, histories: Sequence[Sequence[int]] | Tensor | None) -> Tensor:
         if histories is None or logits.ndim != 2 or len(histories) != len(logits):
@@ -151,8 +151,8 @@ class Sampler:
 
     def describe(self) -> dict[str, float]:
         """The settings, for tables and manifests; the penalty only where it is not 1."""
-        found = {"temperature": self.temperature, "top_k": self.top_k, "top_p": self.top_p, "min_p": self.min_p}
-        return found | ({"repetition_penalty": self.repetition_penalty} if self.repetition_penalty != 1 else {})
+        settings = {"temperature": self.temperature, "top_k": self.top_k, "top_p": self.top_p, "min_p": self.min_p}
+        return settings | ({"repetition_penalty": self.repetition_penalty} if self.repetition_penalty != 1 else {})
 
 
 def _outside(probabilities: Tensor, top_p: float, looks: bool) -> Tensor:
@@ -171,17 +171,17 @@ def _outside(probabilities: Tensor, top_p: float, looks: bool) -> Tensor:
     return dropped.reshape(probabilities.shape)
 
 
-def _smallest(rows: Tensor, top_p: float, most: int) -> tuple[Tensor, Tensor]:
+def _smallest(rows: Tensor, top_p: float, count: int) -> tuple[Tensor, Tensor]:
     """Of each row [N, V] the smallest probability that stays, and how many tokens of just that stay: [N, 1] each.
 
-    Looked for among the `most` likeliest, and where these are too few among more, in the end among all.
+    Looked for among the `count` likeliest, and where these are too few among more, in the end among all.
     """
-    whole = 16 * most > rows.shape[-1]
-    values = rows.sort(dim=-1, descending=True).values if whole else rows.topk(most, dim=-1).values
+    whole = 16 * count > rows.shape[-1]
+    values = rows.sort(dim=-1, descending=True).values if whole else rows.topk(count, dim=-1).values
     stays = values.cumsum(-1) - values < top_p
     least = values.gather(-1, stays.sum(-1, keepdim=True).sub_(1).clamp_(min=0))
     last = ((values == least) & stays).sum(-1, keepdim=True)
     # Behind the K-th the mass before a token is no smaller: none stays there where the K-th does not.
     if not whole and bool((more := stays[:, -1]).any()):
-        least[more], last[more] = _smallest(rows[more], top_p, 16 * most)
+        least[more], last[more] = _smallest(rows[more], top_p, 16 * count)
     return least, last

@@ -95,7 +95,6 @@ LONG = (
     "test_configurations",
     "test_stream",
     "test_other_vocabulary",
-    "test_speculative",
     "test_cli",
     "test_samples",
 )

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from distill.models.torch_logits import TorchLogits
 from distill.sampler import Sampler
+from distill.speculative.verify import Verdict
 
 
 def digits(vocabulary: int, count: int) -> Tensor:
@@ -58,6 +59,33 @@ def distance(output: Sequence[Tensor], distributions: Sequence[Tensor]) -> float
         reached = (reached.unsqueeze(-1) * distributions[length]).flatten() + mass
         truth = (truth.unsqueeze(-1) * distributions[length]).flatten()
     return float((reached - truth).abs().max())
+
+
+def accepted_counts(verdict: Verdict) -> Tensor:
+    """The distribution [..., γ + 1] of how many tokens of a chain are accepted."""
+    hit, miss, one = verdict.acceptance, 1 - verdict.acceptance, torch.ones_like(verdict.p[..., :1, 0])
+    if verdict.last_hit:
+        later = torch.cat([miss.flip(-1).cumprod(-1).flip(-1), one], -1)  # no hit from position i on
+        return torch.cat([one, hit], -1) * later
+    return torch.cat([one, hit.cumprod(-1)], -1) * torch.cat([miss, one], -1)
+
+
+def goodness(counts: Tensor, distributions: Tensor) -> float:
+    """p of χ² of counts [R, cells] against distributions [R, cells] given each row's total; cells of a row that expect
+    fewer than 5 are pooled."""
+    expected = distributions * counts.sum(-1, keepdim=True)
+    if bool((counts[distributions == 0] > 0).any()):
+        return 0.0
+    statistic, freedom = 0.0, 0
+    for seen, due in zip(counts, expected, strict=True):
+        small = due < 5
+        cells = torch.cat([due[~small], due[small].sum().view(1)])
+        found = torch.cat([seen[~small], seen[small].sum().view(1)])
+        found, cells = found[cells > 0], cells[cells > 0]
+        statistic += float(((found - cells) ** 2 / cells).sum())
+        freedom += max(len(cells) - 1, 0)
+    half = torch.tensor(freedom / 2, dtype=torch.float64)
+    return float(torch.special.gammaincc(half, torch.tensor(statistic / 2, dtype=torch.float64)))
 
 
 class TableRows:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -80,17 +80,14 @@ def stream(
         )
     ids = encode_prompt(target.model, text)
     room = _room(ids, limit, context_of(target.model))
-    asked = draft if configuration.asks_the_draft else None
+    loaded = draft if configuration.asks_the_draft else None
     nodes = configuration.drawn_nodes or configuration.nodes or 0
     options: dict[str, Any] = {"device": device, "nodes": nodes, "threads": threads, "pytorch": pytorch}
-    with load_pair(target, asked, tokens=len(ids) + room, gguf=gguf or Gguf(), **options) as pair:
-        if asked is not None and pair.draft.capacity < len(ids) + room:
-            rest = (
-                "only the lookup drafts"
-                if configuration.drafter.startswith("lookup+")
-                else "the target decodes plainly"
-            )
-            print(f"the draft {asked} has a context of {pair.draft.capacity}: beyond it {rest}", file=sys.stderr)
+    with load_pair(target, loaded, tokens=len(ids) + room, gguf=gguf or Gguf(), **options) as pair:
+        if loaded is not None and pair.draft.capacity < len(ids) + room:
+            looks_up = configuration.drafter.startswith("lookup+")
+            rest = "only the lookup drafts" if looks_up else "the target decodes plainly"
+            print(f"the draft {loaded} has a context of {pair.draft.capacity}: beyond it {rest}", file=sys.stderr)
         reader = None
         if configuration.foreign and draft is not None:
             place = pair.pytorch.draft_device or device
@@ -132,7 +129,11 @@ def begin(pair: LoadedPair, reader: Reader | None, request: Request, ids: Sequen
     grammar = None if request.grammar is None else _constraint(pair, *request.grammar)
     for warning in () if grammar is None else grammar.warnings:
         print(f"the grammar is not obeyed in this: {warning}", file=sys.stderr)
-    bytes_of = _bytes_of(pair, () if grammar is None else grammar.ends)
+    silent = () if grammar is None else grammar.ends  # so that the text is one of the grammar
+
+    def bytes_of(token: int) -> bytes:
+        return b"" if token in silent else pair.token_bytes(token)
+
     verifier = (
         configuration.verified_by if configuration.drafts else "token" if request.sampler.temperature else "greedy"
     )
@@ -165,20 +166,16 @@ def _continue(
     pair: LoadedPair, reader: Reader | None, request: Request, text: str, ids: Sequence[int], room: int
 ) -> None:
     """Decode and print; nothing is printed before all is known to be possible."""
-    found, result = begin(pair, reader, request, ids, room), Decoded()
+    continuation, result = begin(pair, reader, request, ids, room), Decoded()
     print(text, end="", flush=True)
-    _show(found.bytes_of, result, found.rounds(result), request.configuration.drafts and sys.stdout.isatty())
-    grammar = found.rules.constraint
+    colour = request.configuration.drafts and sys.stdout.isatty()
+    _show(continuation.bytes_of, result, continuation.rounds(result), colour)
+    grammar = continuation.rules.constraint
     if grammar is not None and not grammar.satisfied(result.tokens):
         print("the text ends before the grammar is satisfied: give more --tokens", file=sys.stderr)
     note(_summary(result))
-    if found.lossy is not None:
-        print(f"LOSSY: this text does not follow the target's distribution: {found.lossy}", file=sys.stderr)
-
-
-def _bytes_of(pair: LoadedPair, silent: Collection[int]) -> BytesOf:
-    """The bytes of tokens as they are printed; none for `silent` ones, so that the text is one of the grammar."""
-    return lambda token: b"" if token in silent else pair.token_bytes(token)
+    if continuation.lossy is not None:
+        print(f"LOSSY: this text does not follow the target's distribution: {continuation.lossy}", file=sys.stderr)
 
 
 def _constraint(pair: LoadedPair, kind: str, grammar: str) -> Constraint:

@@ -17,7 +17,7 @@ from distill.grammar.constraint import Constraint, State
 from distill.models.base import ROOT, AroundModel, Model, PendingTree, check_call, check_counts, check_rollback
 from distill.models.finite import Place
 from distill.models.torch_logits import TorchLogits
-from distill.speculative.draft import Drafter
+from distill.speculative.draft import NOTHING, Drafter
 from distill.speculative.proposal import Features, Proposal
 
 RUN = 64  # forced tokens of a round at most: as many as every backend takes in one call
@@ -79,7 +79,7 @@ class Constrained(AroundModel):
         values = None if logits is None else (logits.full(), logits.place)
         self._context += tokens
         self._states += [state for state in states if state is not None]
-        return self._logits(values, asked, [states[index] for index in want], want)
+        return self._logits(values, [states[index] for index in want])
 
     def _last(self) -> State:
         return self._states[-1] if self._states else self.constraint.root
@@ -96,7 +96,7 @@ class Constrained(AroundModel):
         asked = [index for index in want if nodes[first + index][1].forced is None]
         values = self._ask(tree, nodes, [first + index for index in asked]) if asked else None
         self._tree, self._nodes = tree, nodes
-        return self._logits(values, asked, [nodes[first + index][1] for index in want], want)
+        return self._logits(values, [nodes[first + index][1] for index in want])
 
     def _ask(self, tree: PendingTree, nodes: list[tuple[int, State]], asked: list[int]) -> tuple[Tensor, Place | None]:
         """Let the model read these nodes and the unread nodes above them; its logits after them, and their places."""
@@ -108,42 +108,37 @@ class Constrained(AroundModel):
         owed = self._context[self.model.lengths[0] :]
         if owed:
             self.model.extend(owed, want=[])
-        numbers = dict(self._read)
-        for node in sorted(needed):
-            numbers[node] = len(numbers)
-        above = [ROOT if tree.parents[node] == ROOT else numbers[tree.parents[node]] for node in sorted(needed)]
-        places = {node: place for place, node in enumerate(sorted(needed))}
+        order = sorted(needed)
+        numbers = self._read | {node: len(self._read) + place for place, node in enumerate(order)}
         logits = self.model.extend(
-            [nodes[node][0] for node in sorted(needed)], parents=above, want=[places[node] for node in asked]
+            [nodes[node][0] for node in order],
+            parents=[numbers.get(tree.parents[node], ROOT) for node in order],
+            want=[order.index(node) for node in asked],
         )
         self._read = numbers
         return logits.full(), logits.place
 
-    def _logits(
-        self,
-        read: tuple[Tensor, Place | None] | None,
-        asked: list[int],
-        states: list[State | None],
-        want: list[int],
-    ) -> TorchLogits:
-        """The rows of `want`: the model's logits under the mask where it was called, the forced token elsewhere."""
+    def _logits(self, read: tuple[Tensor, Place | None] | None, states: Sequence[State | None]) -> TorchLogits:
+        """Logits for each state: the model's under the mask where it was called, the forced token elsewhere.
+
+        `read` are the model's logits after the states that allow several tokens, and their places.
+        """
         values, place = (None, None) if read is None else read
-        if self._dtype is None and values is not None:
+        if values is not None:
             self._dtype = values.dtype
-        found = torch.zeros(len(want), self.vocabulary_size, dtype=self._dtype or torch.float32)
-        rows = {index: row for row, index in enumerate(asked)}
-        if values is not None and asked:
-            places = [place for place, index in enumerate(want) if index in rows]
-            found[places] = values[[rows[want[place]] for place in places]]
-        masked = [place for place, state in enumerate(states) if state is not None]
+        logits = torch.zeros(len(states), self.vocabulary_size, dtype=self._dtype or torch.float32)
+        called = [row for row, state in enumerate(states) if state is None or state.forced is None]
+        if values is not None and called:
+            logits[called] = values
+        masked = {row: state for row, state in enumerate(states) if state is not None}
         if masked:
-            found[masked] = self.constraint.masked(found[masked], [state for state in states if state is not None])
+            logits[list(masked)] = self.constraint.masked(logits[list(masked)], list(masked.values()))
 
         def under_grammar(row: int) -> str:
-            known = place is not None and want[row] in rows
-            return f"{place(rows[want[row]]) if known and place else 'a model'}, under the grammar"
+            model = "a model" if place is None or row not in called else place(called.index(row))
+            return f"{model}, under the grammar"
 
-        return TorchLogits(found, under_grammar)
+        return TorchLogits(logits, under_grammar)
 
     def keep(self, paths: Sequence[Sequence[int]]) -> None:
         """As the model's `keep`; tokens of the path that it has not read stay owed."""
@@ -181,7 +176,8 @@ class Forced:
 
     def __init__(self, drafter: Drafter, constraint: Constraint) -> None:
         self.drafter, self.constraint = drafter, constraint
-        self._asked, self._before, self._was_asked = Proposal.chain([]), 0, False
+        self._before = 0  # forced tokens before the other drafter's proposal
+        self._asked: Proposal | None = None  # which is None in a round in which it was not asked
 
     @property
     def tree(self) -> bool:
@@ -205,14 +201,12 @@ class Forced:
         """Forced tokens, the other's proposal, and after a chain the tokens that are then forced."""
         state = self.constraint.state(context)
         forced, state = self._run(state, min(limit, RUN))
-        self._before = len(forced)
-        self._asked = Proposal.chain([])
+        self._before, self._asked = len(forced), None
         context = [*context, *forced]
         room = min(limit - len(forced), self.drafter.room(len(context)))
-        self._was_asked = room > 0 and not state.over and state.forced is None
-        if self._was_asked:
+        if room > 0 and not state.over and state.forced is None:
             self._asked = self._legal(self.drafter.propose(context, room, ends), state)
-        asked = self._asked
+        asked = self._asked or NOTHING
         later: list[int] = []
         if asked.tokens and asked.is_chain:
             for token in asked.tokens:
@@ -224,11 +218,11 @@ class Forced:
 
     def _run(self, state: State, limit: int) -> tuple[list[int], State]:
         """Tokens that are the only ones allowed, one after the other, and the state after them."""
-        found: list[int] = []
-        while len(found) < limit and state.forced is not None and not state.over:
-            found.append(state.forced)
+        tokens: list[int] = []
+        while len(tokens) < limit and state.forced is not None and not state.over:
+            tokens.append(state.forced)
             state = self.constraint.next(state, state.forced)
-        return found, state
+        return tokens, state
 
     def _legal(self, proposal: Proposal, state: State) -> Proposal:
         """The proposal; a chain without distributions is cut before the first token that the grammar rules out."""
@@ -241,15 +235,14 @@ class Forced:
         return proposal
 
     def accepted(self, proposal: Proposal, count: int, length: int, seconds: float) -> None:
-        """Pass on the other drafter's own tokens; nothing of a round in which it was not called.
+        """Tell the other drafter how many of its own tokens were accepted, unless it was not asked in this round.
 
-        It counts in its own tokens only: the forced ones come with or without it, at almost no cost.
+        Forced tokens do not count: they are drafted with or without it, at almost no cost.
         """
-        if not self._was_asked:
-            return
-        self._was_asked = False
-        own = min(max(count - self._before, 0), len(self._asked.tokens))
-        self.drafter.accepted(self._asked, own, length, seconds)
+        if self._asked is not None:
+            own = min(max(count - self._before, 0), len(self._asked.tokens))
+            self.drafter.accepted(self._asked, own, length, seconds)
+            self._asked = None
 
 
 def _joined(forced: list[int], asked: Proposal, later: list[int]) -> Proposal:

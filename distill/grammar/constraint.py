@@ -84,23 +84,20 @@ class State:
         self.position = position
         self.after: dict[int, State] = {}
         self.accepting = position is not None and position.accepting()
-        allowed = np.zeros(size, dtype=bool)
         if position is None:
+            allowed = np.zeros(size, dtype=bool)
             allowed[next((end for end in ends if end < rows), ends[0])] = True
         else:
             allowed = _unpacked(position.allowed(), size)
             allowed[list(ends)] = self.accepting
         missing = int(allowed[rows:].sum())
         allowed[rows:] = False
-        found = np.flatnonzero(allowed)
-        if not len(found):
-            fit = (
-                f"only {missing} tokens fit that the model has no row for"
-                if missing
-                else "no token of this vocabulary fits"
-            )
-            raise DataError(f"the grammar cannot go on: {fit}", STUCK)
-        self.forced = int(found[0]) if len(found) == 1 else None
+        tokens = np.flatnonzero(allowed)
+        if not len(tokens):
+            few = f"only {missing} tokens fit that the model has no row for"
+            none = "no token of this vocabulary fits"
+            raise DataError(f"the grammar cannot go on: {few if missing else none}", STUCK)
+        self.forced = int(tokens[0]) if len(tokens) == 1 else None
         self._bits: Bits = np.packbits(allowed, bitorder="little")
 
     @property
@@ -149,10 +146,10 @@ class Constraint:
         """The state after one more token, made once."""
         if state.position is None or token in self.ends or not state.allows(token):
             return self._over
-        found = state.after.get(token)
-        if found is None:
-            found = state.after[token] = State(state.position.after(token), self.ends, self._size, self._rows)
-        return found
+        following = state.after.get(token)
+        if following is None:
+            following = state.after[token] = State(state.position.after(token), self.ends, self._size, self._rows)
+        return following
 
     def state(self, context: Sequence[int]) -> State:
         """The state after a context, the prompt included."""
@@ -195,7 +192,7 @@ LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator":
 
 
 def constraint(kind: str, text: str, tokens: Tokens) -> Constraint:
-    """A constraint from a `regex`, `json` schema, `gbnf` or `lark` grammar; DataError for a wrong one.
+    """A constraint from a `regex`, `json` schema, `gbnf` or `lark` grammar; DataError for an invalid one.
 
     A regular expression (Rust's notation: no look-around, no back-references) must match the whole text. Lark is
     llguidance's dialect, in which a terminal matches as much as it can. JSON is laid out as by json.dumps.
@@ -205,12 +202,12 @@ def constraint(kind: str, text: str, tokens: Tokens) -> Constraint:
     library = tokens.library  # first: raises a clear error where llguidance is missing
     matcher: Any = importlib.import_module("llguidance").LLMatcher
     source = GRAMMARS[kind](matcher, text)
-    wrong, messages = matcher.validate_grammar_with_warnings(source, library)
-    found = None if wrong else matcher(library, source, log_level=0)
-    problem = messages[0] if found is None else found.get_error()
+    invalid, messages = matcher.validate_grammar_with_warnings(source, library)
+    guided = None if invalid else matcher(library, source, log_level=0)
+    problem = messages[0] if guided is None else guided.get_error()
     if problem:
         raise DataError(f"the {kind} grammar cannot be used: {_first(problem)}", HINTS.get(kind, "correct it"))
-    return Constraint(_Guided(found), tokens, messages)
+    return Constraint(_Guided(guided), tokens, messages)
 
 
 def llama_constraint(text: str, model: GgufModel) -> Constraint:

@@ -32,25 +32,27 @@ def lark(text: str) -> str:
     Rules are named by their number, `root` is the start. Token references (<[12]>, <name>) are not supported.
     """
     parts = _parts(text)
-    names = list(dict.fromkeys(found for kind, found, _ in parts if kind == "rule"))
+    names = list(dict.fromkeys(part for kind, part, _ in parts if kind == "rule"))
     if "root" not in names:
         raise DataError("the grammar has no rule `root`", f"name the first rule root; {_HINT}")
     known = {name: "start" if name == "root" else f"rule{number}" for number, name in enumerate(names)}
     lines: list[list[str]] = []
     depths: list[int] = []  # open brackets of each rule
-    for kind, found, place in parts:
+    for kind, part, place in parts:
         if kind == "rule":
-            lines.append([f"{known[found]}:"])
+            lines.append([f"{known[part]}:"])
             depths.append(0)
             continue
         if not lines:
             raise _error(text, place, "a rule must begin with `name ::=`")
-        _require_fit(kind, found, lines[-1], known, text, place)
+        _require_fit(kind, part, lines[-1], known, text, place)
         if kind == "mark":
-            depths[-1] += _bracket(found, depths[-1], text, place)
-            if found in "|)":
+            depths[-1] += {"(": 1, ")": -1}.get(part, 0)
+            if depths[-1] < 0:
+                raise _error(text, place, "this bracket closes nothing")
+            if part in "|)":
                 _fill(lines[-1])
-        lines[-1].append(_written(kind, found, known, text, place))
+        lines[-1].append(_written(kind, part, known, text, place))
     for line, depth in zip(lines, depths, strict=True):
         if depth:
             raise DataError("the grammar leaves a bracket open", "close it")
@@ -60,25 +62,17 @@ def lark(text: str) -> str:
     return "\n".join(" ".join(line) for line in lines)
 
 
-def _require_fit(kind: str, found: str, line: list[str], known: dict[str, str], text: str, place: int) -> None:
+def _require_fit(kind: str, part: str, line: list[str], known: dict[str, str], text: str, place: int) -> None:
     """Raise DataError for the name of no rule, and for a repetition of nothing."""
-    if kind == "name" and found not in known:
-        raise _error(text, place, f"there is no rule `{found}`")
+    if kind == "name" and part not in known:
+        raise _error(text, place, f"there is no rule `{part}`")
     if kind == "times" and line[-1][-1] in ":(|":
-        raise _error(text, place, f"nothing stands before `{found}` to repeat")
-
-
-def _bracket(found: str, depth: int, text: str, place: int) -> int:
-    """The change of depth at a mark; DataError for a bracket that closes nothing."""
-    change = {"(": 1, ")": -1}.get(found, 0)
-    if depth + change < 0:
-        raise _error(text, place, "this bracket closes nothing")
-    return change
+        raise _error(text, place, f"nothing stands before `{part}` to repeat")
 
 
 def _parts(text: str) -> list[tuple[str, str, int]]:
     """(kind, text, place) of everything but space and comments."""
-    found: list[tuple[str, str, int]] = []
+    parts: list[tuple[str, str, int]] = []
     place = 0
     while place < len(text):
         match = _PART.match(text, place)
@@ -86,9 +80,9 @@ def _parts(text: str) -> list[tuple[str, str, int]]:
             raise _error(text, place, f"`{text[place : place + 12]}` is no GBNF")
         assert match.lastgroup is not None
         if match.lastgroup != "space":
-            found.append((match.lastgroup, match[match.lastgroup], place))
+            parts.append((match.lastgroup, match[match.lastgroup], place))
         place = match.end()
-    return found
+    return parts
 
 
 def _fill(line: list[str]) -> None:
@@ -97,26 +91,26 @@ def _fill(line: list[str]) -> None:
         line.append('""')
 
 
-def _written(kind: str, found: str, known: dict[str, str], text: str, place: int) -> str:
+def _written(kind: str, part: str, known: dict[str, str], text: str, place: int) -> str:
     if kind == "name":
-        return known[found]
+        return known[part]
     if kind == "literal":
-        characters = [f"/{_escaped(character)}/" for character in _characters(found, text, place)]
+        characters = [f"/{_escaped(character)}/" for character in _characters(part, text, place)]
         return f"({' '.join(characters)})" if characters else '""'
     if kind == "set":
-        negated = found.startswith("^")
-        return f"/[{'^' * negated}{_ranges(found[negated:], text, place)}]/"
-    return "/(?s:.)/" if found == "." else re.sub(r"\s", "", found)
+        negated = part.startswith("^")
+        return f"/[{'^' * negated}{_ranges(part[negated:], text, place)}]/"
+    return "/(?s:.)/" if part == "." else re.sub(r"\s", "", part)
 
 
 def _characters(written: str, text: str, place: int) -> list[str]:
     parts = _CHARACTER.findall(written)
     if "".join(parts) != written:
         raise _error(text, place, f"an escape in `{written}` is not whole")
-    found = [_unescaped(part) for part in parts]
-    if None in found:
+    characters = [_unescaped(part) for part in parts]
+    if None in characters:
         raise _error(text, place, f"`{written}` names a character that does not exist")
-    return [character for character in found if character is not None]
+    return [character for character in characters if character is not None]
 
 
 def _unescaped(part: str) -> str | None:
@@ -137,11 +131,11 @@ def _ranges(written: str, text: str, place: int) -> str:
     """The inside of a set; a `-` at either end stands for itself."""
     parts = _CHARACTER.findall(written)
     characters = _characters(written, text, place)
-    found = ""
+    inside = ""
     for number, (part, character) in enumerate(zip(parts, characters, strict=True)):
         between = part == "-" and 0 < number < len(parts) - 1
-        found += "-" if between else _escaped(character)
-    return found
+        inside += "-" if between else _escaped(character)
+    return inside
 
 
 def _error(text: str, place: int, problem: str) -> DataError:

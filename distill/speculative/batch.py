@@ -16,10 +16,9 @@ from distill.models.base import Logits, Model
 from distill.speculative.decode import Decoded, Round, add_tokens
 from distill.speculative.draft import NONE, ChainDraft, ModelDrafter, distribution_sampler, largest_logit_decides
 from distill.speculative.lengths import Fixed, LengthRule
-from distill.speculative.n_grams import NGramIndex
 from distill.speculative.on_device.device_draft import RowRound
 from distill.speculative.on_device.device_round import DeviceRounds, rounds_on_device
-from distill.speculative.proposal import Proposal
+from distill.speculative.proposal import NGramIndex, Proposal
 from distill.speculative.rules import Rules, require_lossless
 from distill.speculative.verify import Random, draw_chain, draw_token, verify_greedy
 
@@ -54,16 +53,9 @@ def plain_batch(
     run until that row ended, so the largest of them is the time of the batch. ValueError for more prompts than
     rows, an empty prompt, or chance without random numbers for each row.
     """
-    rows = _rows(target, prompts, rules, randoms, lambda: Fixed(0))
-    if not rows:
-        return []
-    target.rollback([0] * target.rows)
-    started = time.perf_counter()
-    firsts = _prefill(target, rows, rules)
+    rows = _rows({"target": target}, prompts, rules, randoms, lambda: Fixed(0))
+    _prefill(rows, rules, target)
     prefilled = time.perf_counter()
-    for row in rows:
-        row.result.prefill_seconds = prefilled - started
-        row.add([firsts[row.number]], 0, rules)
     rounds = None if rules.by_argmax else rounds_on_device(target, rules, None)
     while live := _unfinished(rows, target, limit):
         if rounds is not None:
@@ -105,31 +97,17 @@ def decode_batch(
     require_lossless(drafter, rules)
     if drafter.kind == "cut":
         raise DataError("batches do not support a length rule that drops drawn tokens", "decide before the draw")
-    rows = _rows(target, prompts, rules, randoms, new_rule)
-    if len(rows) > draft.rows:
-        raise ValueError(f"{len(rows)} prompts for a draft of {draft.rows} rows")
-    if not rows:
-        return []
-    target.rollback([0] * target.rows)
-    draft.rollback([0] * draft.rows)
-    started = time.perf_counter()
-    firsts = _prefill(target, rows, rules)
-    # The first step reads the last token of a prompt. A draft without room behind a prompt does not read it at all.
-    for _ in _read(draft, {row.number: row.context[:-1] for row in rows if len(row.context) < draft.capacity}):
-        pass
-    prefill_seconds = time.perf_counter() - started
-    for row in rows:
-        row.result.prefill_seconds = prefill_seconds
-        row.add([firsts[row.number]], 0, rules)
+    rows = _rows({"target": target, "draft": draft}, prompts, rules, randoms, new_rule)
+    _prefill(rows, rules, target, draft)
     rounds = rounds_on_device(target, rules, draft, drafter.argmax, [row.rule for row in rows])
     while live := _unfinished(rows, target, limit):
         round_started = time.perf_counter()
         depths = target.lengths
-        most = _most_drafted(target, draft, live, limit)
+        limits = _draft_limits(target, draft, live, limit)
         if rounds is not None:
-            verdicts = _play(rounds, live, most, rules, drafter.argmax)
+            verdicts = _play(rounds, live, limits, rules, drafter.argmax)
         else:
-            _draft(draft, live, most, rules, drafter.argmax)
+            _draft(draft, live, limits, rules, drafter.argmax)
             verdicts = _verify(target, live, rules)
         for row, (accepted, token) in zip(live, verdicts, strict=True):
             row.add([*row.proposal.tokens[:accepted], token], accepted, rules)
@@ -145,17 +123,18 @@ def decode_batch(
 
 
 def _rows(
-    target: Model,
+    models: Mapping[str, Model],
     prompts: Sequence[Sequence[int]],
     rules: Rules,
     randoms: Sequence[Random] | None,
     new_rule: Callable[[], LengthRule],
 ) -> list[_Row]:
-    """A row for each prompt."""
+    """A row for each prompt; the caches of the models, by role, are emptied."""
     if rules.constraint is not None:
         raise DataError("a grammar constrains one text at a time, not a batch", "decode these texts one by one")
-    if len(prompts) > target.rows:
-        raise ValueError(f"{len(prompts)} prompts for a target of {target.rows} rows")
+    for role, model in models.items():
+        if len(prompts) > model.rows:
+            raise ValueError(f"{len(prompts)} prompts for a {role} of {model.rows} rows")
     if empty := [number for number, prompt in enumerate(prompts) if not len(prompt)]:
         raise ValueError(f"prompt {empty[0]} is empty")
     if randoms is None and rules.sampler.temperature == 0:
@@ -163,6 +142,8 @@ def _rows(
     if randoms is None or len(randoms) != len(prompts):
         given = "none" if randoms is None else f"{len(randoms)}"
         raise ValueError(f"{len(prompts)} prompts need random numbers of their own each, got {given}")
+    for model in models.values():
+        model.rollback([0] * model.rows)
     return [
         _Row(number, list(prompt), random, new_rule())
         for number, (prompt, random) in enumerate(zip(prompts, randoms, strict=True))
@@ -202,13 +183,21 @@ def _read(model: Model, texts: Mapping[int, Sequence[int]]) -> Iterator[tuple[li
         yield ended, extend_rows(model, parts, ended)
 
 
-def _prefill(target: Model, rows: Sequence[_Row], rules: Rules) -> dict[int, int]:
-    """Let the target read the prompts; returns the first new token of each row."""
-    found: dict[int, int] = {}
+def _prefill(rows: Sequence[_Row], rules: Rules, target: Model, draft: Model | None = None) -> None:
+    """Read the prompts, time that, and add the first new token of each row."""
+    firsts: dict[int, int] = {}
+    started = time.perf_counter()
     for ended, logits in _read(target, {row.number: row.context for row in rows}):
         if ended:
-            found |= zip(ended, _next_tokens(logits, [rows[number] for number in ended], rules), strict=True)
-    return found
+            firsts |= zip(ended, _next_tokens(logits, [rows[number] for number in ended], rules), strict=True)
+    if draft is not None:
+        # The first step reads the last token of a prompt. A draft without room behind a prompt does not read it at all.
+        for _ in _read(draft, {row.number: row.context[:-1] for row in rows if len(row.context) < draft.capacity}):
+            pass
+    seconds = time.perf_counter() - started
+    for row in rows:
+        row.result.prefill_seconds = seconds
+        row.add([firsts[row.number]], 0, rules)
 
 
 def _rollback(model: Model, lengths: Mapping[int, int]) -> None:
@@ -224,21 +213,21 @@ def _next_tokens(logits: Logits, live: Sequence[_Row], rules: Rules) -> list[int
     return [draw_token(distribution, row.random) for distribution, row in zip(distributions, live, strict=True)]
 
 
-def _most_drafted(target: Model, draft: Model, live: Sequence[_Row], limit: int) -> dict[int, int]:
+def _draft_limits(target: Model, draft: Model, live: Sequence[_Row], limit: int) -> dict[int, int]:
     """How many drafted tokens each row can still use: the round emits one token beyond those accepted."""
     capacity, depths = min(target.capacity, draft.capacity), target.lengths
     return {row.number: min(limit - len(row.result.tokens), capacity - depths[row.number]) - 1 for row in live}
 
 
 def _play(
-    rounds: DeviceRounds, live: Sequence[_Row], most: Mapping[int, int], rules: Rules, argmax: bool
+    rounds: DeviceRounds, live: Sequence[_Row], limits: Mapping[int, int], rules: Rules, argmax: bool
 ) -> list[tuple[int, int]]:
     """`_draft` and `_verify` on the device."""
     rows = []
     for row in live:
         if rounds.draft is not None and rounds.draft.looks:
             row.index.read(row.context)
-        chain = ChainDraft(row.rule, row.random, argmax, most[row.number], rules.ends)
+        chain = ChainDraft(row.rule, row.random, argmax, limits[row.number], rules.ends)
         rows.append(RowRound(row.number, row.context, row.random, chain, index=row.index))
     played = rounds.run(rows)
     for row, outcome in zip(live, played, strict=True):
@@ -246,14 +235,14 @@ def _play(
     return [(outcome.accepted, outcome.token) for outcome in played]
 
 
-def _draft(draft: Model, live: Sequence[_Row], most: Mapping[int, int], rules: Rules, argmax: bool) -> None:
+def _draft(draft: Model, live: Sequence[_Row], limits: Mapping[int, int], rules: Rules, argmax: bool) -> None:
     """Draft for every row, one position of all rows a step; a row that has stopped takes no more tokens."""
     read = draft.lengths
     by_argmax = largest_logit_decides(argmax, rules.sampler, [row.rule for row in live])
     if not by_argmax:
         for row in live:
             row.index.read(row.context)
-    chains = {row.number: ChainDraft(row.rule, row.random, argmax, most[row.number], rules.ends) for row in live}
+    chains = {row.number: ChainDraft(row.rule, row.random, argmax, limits[row.number], rules.ends) for row in live}
     drafting = list(live)
     while drafting := [row for row in drafting if chains[row.number].goes_on()]:
         fresh = {row.number: chains[row.number].unread(row.context, read[row.number]) for row in drafting}
@@ -279,18 +268,19 @@ def _verify(target: Model, live: Sequence[_Row], rules: Rules) -> list[tuple[int
     logits = extend_rows(target, {row.number: [row.context[-1], *row.proposal.tokens] for row in live})
     ends = list(accumulate(len(row.proposal.tokens) + 1 for row in live))
     places = [slice(end - len(row.proposal.tokens) - 1, end) for row, end in zip(live, ends, strict=True)]
-    found: list[tuple[int, int]] = []
+    verdicts: list[tuple[int, int]] = []
     if rules.by_argmax:
         choices = logits.argmax()
         for row, place in zip(live, places, strict=True):
             accepted = verify_greedy(choices[place], row.proposal.tokens)
-            found.append((accepted, choices[place][accepted]))
+            verdicts.append((accepted, choices[place][accepted]))
     else:
         histories = None
         if rules.sampler.repetition_penalty != 1:
             histories = [history for row in live for history in row.proposal.histories(row.context)]
         distributions = rules.sampler.distributions(logits, histories)  # [N, V]
         for row, place in zip(live, places, strict=True):
-            found.append(draw_chain(rules.verifier, distributions[place], row.proposal, row.random))
-    _rollback(target, {row.number: depths[row.number] + 1 + got for row, (got, _) in zip(live, found, strict=True)})
-    return found
+            verdicts.append(draw_chain(rules.verifier, distributions[place], row.proposal, row.random))
+    lengths = {row.number: depths[row.number] + 1 + count for row, (count, _) in zip(live, verdicts, strict=True)}
+    _rollback(target, lengths)
+    return verdicts

@@ -93,6 +93,12 @@ def fit_calibration(
     `ridge` times half the squared weights (the bias is free) is subtracted, so that separable rows have an optimum.
     """
     judged = _judged(rounds)
+    outcomes = {accepted for _, _, accepted in judged}
+    if len(outcomes) < 2:
+        what = (
+            "no judged position" if not judged else f"only {'accepted' if True in outcomes else 'rejected'} positions"
+        )
+        raise DataError(f"calibration: {what} in {len(rounds)} rounds", "record more rounds on the validation split")
     x = numpy.array([[1.0, *(TERMS[name](j, f) for name in terms)] for j, f, _ in judged])  # [N, 1 + F]
     y = numpy.array([float(hit) for _, _, hit in judged])  # [N]
     penalty = numpy.diag([1e-9, *([ridge] * len(terms))])
@@ -115,22 +121,13 @@ def fit_calibration(
 
 
 def _judged(rounds: Sequence[Recorded]) -> list[tuple[int, Features, bool]]:
-    found = [row for round_ in rounds for row in round_.judged()]
-    outcomes = {accepted for _, _, accepted in found}
-    if len(outcomes) < 2:
-        what = "no judged position" if not found else f"only {'accepted' if True in outcomes else 'rejected'} positions"
-        raise DataError(f"calibration: {what} in {len(rounds)} rounds", "record more rounds on the validation split")
-    return found
+    return [row for round_ in rounds for row in round_.judged()]
 
 
 def predicted(calibration: Calibration, rounds: Sequence[Recorded]) -> tuple[list[float], list[bool]]:
     """The calibrated probability of every judged position, and whether its token was accepted."""
-    probabilities, outcomes = [], []
-    for round_ in rounds:
-        for position, features, accepted in round_.judged():
-            probabilities.append(calibration.accept(position, features))
-            outcomes.append(accepted)
-    return probabilities, outcomes
+    judged = _judged(rounds)
+    return [calibration.accept(j, f) for j, f, _ in judged], [accepted for _, _, accepted in judged]
 
 
 def log_loss(probabilities: Sequence[float] | Array, outcomes: Sequence[bool]) -> float:

@@ -50,22 +50,22 @@ def configured_calibration(configuration: Configuration, fitted: Mapping[str, Ca
 
 def make_rule(configuration: Configuration, costs: StepCosts, fitted: Mapping[str, Calibration]) -> LengthRule:
     """The length rule in its first state; only the expected-value rule reads `costs` and `fitted`."""
-    rule, most = configuration.length_rule, configuration.most
+    rule, longest = configuration.length_rule, configuration.most
     p_min = P_MIN if configuration.p_min is None else configuration.p_min
     if rule == "p_min":
-        return ProbabilityFloor(most, p_min)
+        return ProbabilityFloor(longest, p_min)
     if rule == "p_min-after":
-        return LossyProbabilityFloor(most, p_min)
+        return LossyProbabilityFloor(longest, p_min)
     if rule == "start-continue":
         start = START if configuration.start is None else configuration.start
-        return StartContinue(most, start, MORE if configuration.more is None else configuration.more)
+        return StartContinue(longest, start, MORE if configuration.more is None else configuration.more)
     if rule == "ratio":
-        return AcceptedRatio(length=min(4, most), most=most)
+        return AcceptedRatio(length=min(4, longest), longest=longest)
     if rule == "beta":
-        return BetaFilter(most) if configuration.floor is None else BetaFilter(most, configuration.floor)
+        return BetaFilter(longest) if configuration.floor is None else BetaFilter(longest, configuration.floor)
     if rule == "expected-value":
-        return ExpectedValue(costs, configured_calibration(configuration, fitted), most=most)
-    return Fixed(most)
+        return ExpectedValue(costs, configured_calibration(configuration, fitted), longest=longest)
+    return Fixed(longest)
 
 
 def make_drafter(
@@ -83,16 +83,18 @@ def make_drafter(
     repetition penalty.
     """
     fitted = fitted or {}
-    price = LookupPrice(costs) if configuration.rule == "expected-value" else None
-    if configuration.drafter == "lookup":
-        return LookupDrafter(configuration.most, price=price)
+    if configuration.drafter.startswith("lookup"):
+        price = LookupPrice(costs) if configuration.rule == "expected-value" else None
+        if configuration.drafter == "lookup":
+            return LookupDrafter(configuration.most, price=price)
+        chain = configuration.model_copy(update={"drafter": "draft"})
+        second = configuration.tree_alone if configuration.branches else chain
+        own = make_drafter(second, draft, sampler, random, costs, fitted, tree)
+        return FirstThen(LookupDrafter(configuration.most, 2, price), own)
     if configuration.widths is not None:
         shape = Shape.of_widths(configuration.widths)
         distinct = configuration.verified_by == "distinct"
         return TreeDrafter(draft, sampler, random, len(shape), shape=shape, distinct=distinct)
-    if configuration.drafter == "lookup+tree":
-        own = make_drafter(configuration.tree_alone, draft, sampler, random, costs, fitted, tree)
-        return FirstThen(LookupDrafter(configuration.most, 2, price), own)
     if configuration.drafter == "tree":
         calibration = configured_calibration(configuration, fitted) if configuration.learns and fitted else None
         tree = configuration.nodes if tree is None else tree
@@ -102,14 +104,11 @@ def make_drafter(
         if isinstance(tree, Shape):
             return TreeDrafter(draft, sampler, random, len(tree), shape=tree, best=True)
         return TreeDrafter(draft, sampler, random, tree, depth=configuration.most, calibration=calibration)
-    assert configuration.drafter in ("draft", "lookup+draft"), f"`{configuration.title}` has no drafter of its own here"
+    assert configuration.drafter == "draft", f"`{configuration.title}` has no drafter of its own here"
     argmax = sampler.temperature == 0 or configuration.verified_by == "match"
     if configuration.draft_top_k is not None:
         sampler = Sampler(sampler.temperature, configuration.draft_top_k)
-    model = ModelDrafter(draft, make_rule(configuration, costs, fitted), sampler, random, argmax)
-    if configuration.drafter == "draft":
-        return model
-    return FirstThen(LookupDrafter(configuration.most, 2, price), model)
+    return ModelDrafter(draft, make_rule(configuration, costs, fitted), sampler, random, argmax)
 
 
 def lossy_reason(configuration: Configuration, sampler: Sampler) -> str | None:

@@ -95,12 +95,12 @@ def add_tokens(result: Decoded, new: Sequence[int], accepted: int, rules: Rules)
     result.tokens += new[:count]
     result.from_draft += [i < accepted for i in range(len(result.tokens) - before)]
     if rules.stop is not None:
-        found = rules.stop(result.tokens, before)
-        if found.ended:
-            del result.tokens[found.kept :], result.from_draft[found.kept :]
-            result.rest = found.rest
-        if found.ended or count is None:
-            return found.kept, found.ended
+        stopped = rules.stop(result.tokens, before)
+        if stopped.ended:
+            del result.tokens[stopped.kept :], result.from_draft[stopped.kept :]
+            result.rest = stopped.rest
+        if stopped.ended or count is None:
+            return stopped.kept, stopped.ended
     return len(result.tokens), count is not None
 
 
@@ -116,19 +116,19 @@ def plain(
     target = constrained(target, prompt, rules)
     target.rollback([0])
     started = time.perf_counter()
-    token = next_token(target.extend(prompt, want=[len(prompt) - 1]), prompt, rules)
+    context = list(prompt)
+    token = next_token(target.extend(prompt, want=[len(prompt) - 1]), context, rules)
     prefilled = time.perf_counter()
     result.prefill_seconds = prefilled - started
     _, ended = add_tokens(result, [token], 0, rules)
     # The largest logit is read from the device as it is; a distribution would be copied whole.
     rounds = None if rules.by_argmax else rounds_on_device(target, rules, None)
     while len(result.tokens) < limit and not ended and target.lengths[0] < target.capacity:
+        context.append(token)
         if rounds is not None:
-            token = rounds.run([RowRound(0, [token], rules.random)])[0].token
-        elif rules.by_argmax:
-            token = target.extend([token], want=ONLY).argmax()[0]
+            token = rounds.run([RowRound(0, context, rules.random)])[0].token
         else:
-            token = next_token(target.extend([token], want=ONLY), [*prompt, *result.tokens], rules)
+            token = next_token(target.extend([token], want=ONLY), context, rules)
         _, ended = add_tokens(result, [token], 0, rules)
     result.seconds = time.perf_counter() - prefilled
     return result
@@ -172,11 +172,11 @@ def decode(
         round_started = time.perf_counter()
         depth = target.lengths[0]
         # No more than can still be used: the round emits one token beyond those accepted.
-        most = min(limit - len(result.tokens) - 1, target.capacity - depth - 1, drafter.room(depth + 1))
+        room = min(limit - len(result.tokens) - 1, target.capacity - depth - 1, drafter.room(depth + 1))
         if rounds is not None:
-            proposal, accepted, token = round_of_text(rounds, drafter, context, most, rules)
+            proposal, accepted, token = round_of_text(rounds, drafter, context, room, rules)
         else:
-            proposal = drafter.propose(context, most, rules.ends) if most > 0 else NOTHING
+            proposal = drafter.propose(context, room, rules.ends) if room > 0 else NOTHING
             accepted, token = _verify(target, context, proposal, rules)
         new = [*(proposal.tokens[node] for node in accepted), token]
         certain, ended = add_tokens(result, new, len(accepted), rules)
@@ -194,8 +194,8 @@ def _rest(
 ) -> Generator[list[int], None, tuple[int, int, bool]]:
     """Plain steps for as long as the rule rests or until the text ends; yields as `decode`, but for the last step.
 
-    The rule is told once at the end: where steps are short, all that a round does otherwise would show. Returns how
-    many tokens were yielded, how many are certain, and whether the text ended.
+    The rule is told once, at the end: where steps are short, the bookkeeping of a round would take noticeable time.
+    Returns how many tokens were yielded, how many are certain, and whether the text ended.
     """
     left, depth, first = rule.resting(), target.lengths[0], len(result.rounds)
     left = min(left, limit - len(result.tokens), target.capacity - depth)
@@ -215,7 +215,7 @@ def _rest(
             yielded = certain
     finally:
         rested = result.rounds[first:]
-        rule.rested(len(rested), sum(one.seconds for one in rested))
+        rule.rested(len(rested), sum(round_.seconds for round_ in rested))
 
 
 def _verify(target: Model, context: Sequence[int], proposal: Proposal, rules: Rules) -> tuple[list[int], int]:
@@ -223,7 +223,7 @@ def _verify(target: Model, context: Sequence[int], proposal: Proposal, rules: Ru
 
     The target is left with everything committed but that token.
     """
-    if not proposal.tokens and rules.by_argmax:  # of small models, all that follows takes a thirtieth of a step
+    if not proposal.tokens and rules.by_argmax:  # with small models, what follows takes a thirtieth of a step
         return [], target.extend(context[-1:], want=ONLY).argmax()[0]
     tokens = [context[-1], *proposal.tokens]
     depth = target.lengths[0]

@@ -18,8 +18,7 @@ from distill.models.base import Model
 from distill.sampler import Sampler
 from distill.speculative.lengths import LengthRule
 from distill.speculative.lookup import LookupDrafter
-from distill.speculative.n_grams import LONGEST, NGramIndex
-from distill.speculative.proposal import Features, Proposal
+from distill.speculative.proposal import LONGEST, Features, NGramIndex, Proposal
 from distill.speculative.trees.tree import features_of
 from distill.speculative.verify import Random, draw_token
 
@@ -145,10 +144,10 @@ class ChainDraft:
         return next((i for i, chance in enumerate(chances) if not self._rule.keeps(chance)), len(chances))
 
 
-def read_prompt(model: Model, prompt: Sequence[int]) -> None:
-    """Let a draft read a new prompt but for its last token; nothing where its context has no room for more."""
+def read_prompt(model: Model, prompt: Sequence[int], drafts: bool) -> None:
+    """Let a draft that `drafts` read a new prompt but for its last token, unless its context has no room for more."""
     model.rollback([0])
-    if 1 < len(prompt) < model.capacity:
+    if drafts and 1 < len(prompt) < model.capacity:
         model.extend(prompt[:-1], want=[len(prompt) - 2])
 
 
@@ -180,10 +179,7 @@ class ModelDrafter:
         Where the rule would not draft now, the prompt is read when it does: never, if plain decoding stays faster.
         """
         self.index.begin()
-        if self.rule.limit() > 0 and self.rule.step_on(0):
-            read_prompt(self.model, prompt)
-        else:
-            self.model.rollback([0])
+        read_prompt(self.model, prompt, self.rule.limit() > 0 and self.rule.step_on(0))
 
     def room(self, length: int) -> int:
         """The room left in the draft's context; the last drafted token is never read."""
@@ -208,13 +204,13 @@ class ModelDrafter:
             chain.add_from(sampler.distributions(logits, [history], empty=True)[0], self.index, context)
         return chain.proposal()
 
-    def _by_argmax(self, context: Sequence[int], most: int, ends: Collection[int]) -> Proposal:
-        """At most `most` tokens of largest logit, up to where there is none: `propose` without a distribution.
+    def _by_argmax(self, context: Sequence[int], limit: int, ends: Collection[int]) -> Proposal:
+        """At most `limit` tokens of largest logit, up to where there is none: `propose` without a distribution.
 
-        A loop of its own, with few calls: between the steps of a large model each is fetched from memory again.
+        A separate loop with few calls: after each step of a large model, their code is fetched from memory again.
         """
         extend, step_on, tokens = self.model.extend, self.rule.step_on, list[int]()
-        while len(tokens) < most and step_on(len(tokens)):
+        while len(tokens) < limit and step_on(len(tokens)):
             if tokens:
                 logits = extend(tokens[-1:], want=ONLY)
             else:

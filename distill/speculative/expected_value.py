@@ -22,10 +22,10 @@ class ExpectedValue(LengthRule):
     """The length of greatest E − λ·seconds, from measured costs and calibrated features (profile-guided lengths).
 
     Drafting goes on while up to `look_ahead` + 1 more tokens could beat the best length so far, if each were accepted
-    with probability `hope` + (1 − hope)·(the mean so far). look_ahead 0 is the myopic rule. hope 1 gives an upper bound
-    of the gain, and drafts too much where drafting costs. All drafted tokens are submitted. λ is a moving average in
-    which a token counts half after `memory` more; it starts at 1/T(1); the mean acceptance, which the hope reads,
-    starts at `usual`.
+    with probability `optimism` + (1 − optimism)·(the mean so far). look_ahead 0 is the myopic rule. optimism 1 gives an
+    upper bound of the gain, and drafts too much where drafting costs. All drafted tokens are submitted. λ is a moving
+    average in which a token counts half after `memory` more; it starts at 1/T(1). The mean acceptance starts at
+    `usual`.
 
     The rule decodes plainly for `probe` tokens after `patience` rounds in which nothing was worth submitting, or when
     the rounds together lost `allowance` tokens' time against plain decoding, and more than chance explains: `doubt`
@@ -37,9 +37,9 @@ class ExpectedValue(LengthRule):
 
     costs: StepCosts
     calibration: Calibration = field(default_factory=Calibration)
-    most: int = 15
+    longest: int = 15
     look_ahead: int = 15
-    hope: float = 0.3
+    optimism: float = 0.3
     memory: float = 400.0
     patience: int = 8
     tries: int = 4
@@ -68,8 +68,8 @@ class ExpectedValue(LengthRule):
         self.rate = self._tokens / self._seconds
 
     def limit(self) -> int:
-        """`most`, as far as the curve reaches; 0 while decoding plainly."""
-        return 0 if self._plain > 0 else min(self.most, len(self.costs.target) - 1)
+        """`longest`, as far as the curve reaches; 0 while decoding plainly."""
+        return 0 if self._plain > 0 else min(self.longest, len(self.costs.target) - 1)
 
     def _start(self, position: int) -> None:
         if position == 0:
@@ -83,12 +83,12 @@ class ExpectedValue(LengthRule):
         """Whether 1..`ahead` tokens after `drafted` ones could beat the value `best`, with the time of their steps."""
         # Predict the next tokens from this round: its geometric mean, with the usual acceptance as PRIOR more tokens.
         mean = (self._usual**PRIOR * survival) ** (1 / (PRIOR + drafted))
-        hoped = self.hope + (1 - self.hope) * mean
+        hoped = self.optimism + (1 - self.optimism) * mean
         step = self.rate * self.costs.draft
         if drafted == 0:  # the round's overhead, and a first step of two tokens, are still to be paid
             extra = self.costs.draft_two - self.costs.draft if self._whole else 0.0
             expected -= self.rate * (self.costs.overhead + extra)
-        for n in range(drafted + 1, min(drafted + ahead, len(self.costs.target) - 1, self.most) + 1):
+        for n in range(drafted + 1, min(drafted + ahead, len(self.costs.target) - 1, self.longest) + 1):
             survival *= hoped
             expected += survival - step
             if self._value(n, expected) > best:

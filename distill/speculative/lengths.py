@@ -119,8 +119,8 @@ class AcceptedRatio(LengthRule):
     base: float = 0.4
     rise: float = 0.03
     keep: float = 0.9
-    least: int = 1
-    most: int = 16
+    shortest: int = 1
+    longest: int = 16
     reads_features = False
     _drafted: float = field(default=0.0, init=False)
     _accepted: float = field(default=0.0, init=False)
@@ -130,14 +130,14 @@ class AcceptedRatio(LengthRule):
         return self.length
 
     def observe(self, drafted: int, accepted: int, features: Sequence[Features], seconds: float) -> None:
-        """Update the ratio, then step the length within [least, most]."""
+        """Update the ratio, then step the length within [shortest, longest]."""
         if not drafted:
             return
         self._drafted = self.keep * self._drafted + drafted
         self._accepted = self.keep * self._accepted + accepted
         floor = min(self.base + self.rise * self.length, 0.95)
         step = 1 if self._accepted >= floor * self._drafted else -1
-        self.length = min(max(self.length + step, self.least), self.most)
+        self.length = min(max(self.length + step, self.shortest), self.longest)
 
 
 @dataclass

@@ -65,8 +65,8 @@ class SuffixIndex:
 
     def continuation(self, count: int) -> list[int]:
         """`count` tokens from `place` on; behind the text's end they repeat, as they would if all were right."""
-        found = self.text[self.place : self.place + count]
-        return [found[i % len(found)] for i in range(count)] if found else []
+        following = self.text[self.place : self.place + count]
+        return [following[i % len(following)] for i in range(count)] if following else []
 
 
 # How often a looked-up token was right behind a match of m tokens, m = 1.. and longer: 583 answers of SmolLM2, sampled.
@@ -101,12 +101,12 @@ class LookupPrice:
         place = min(match, len(USUAL)) - 1
         return self._right[place] / self._judged[place]
 
-    def best(self, match: int, most: int) -> int:
-        """How many of `most` tokens behind a match are verified; 0: none is worth it."""
+    def best(self, match: int, limit: int) -> int:
+        """How many of `limit` tokens behind a match are verified; 0: none is worth it."""
         target, rate = self.costs.target, self.rate
         best, count = max(1 - rate * target[0], self.rival), 0
         expected = survival = 1.0
-        for n in range(1, min(most, len(target) - 1) + 1):
+        for n in range(1, min(limit, len(target) - 1) + 1):
             survival *= self.chance(match + n - 1)
             expected += survival
             if expected - rate * target[n] > best:
@@ -155,12 +155,12 @@ class LookupDrafter:
         """The tokens that followed last time, up to an end token."""
         self._index.read(context)
         match = self._index.match
-        most = min(limit, self.length) if match >= self.shortest else 0
-        if most > 0 and self.price is not None:
-            most = self.price.best(match, most)
-        found = self._index.continuation(most) if most > 0 else []
-        stop = next((i + 1 for i, token in enumerate(found) if token in ends), len(found))
-        return Proposal.chain(found[:stop])
+        count = min(limit, self.length) if match >= self.shortest else 0
+        if count > 0 and self.price is not None:
+            count = self.price.best(match, count)
+        tokens = self._index.continuation(count) if count > 0 else []
+        stop = next((i + 1 for i, token in enumerate(tokens) if token in ends), len(tokens))
+        return Proposal.chain(tokens[:stop])
 
     def accepted(self, proposal: Proposal, count: int, length: int, seconds: float) -> None:
         """Learn what rounds pay; the index reads accepted tokens with the next proposal."""

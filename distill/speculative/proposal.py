@@ -1,4 +1,4 @@
-"""The proposal of a drafter in one round, and the features that a length rule may read.
+"""The proposal of a drafter in one round, the features that a length rule may read, and the n-grams of a text.
 
 Legend: n nodes, V vocabulary. A chain is the tree in which every node's parent is the node before it.
 """
@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 ROOT = -1  # the committed end of the context, parent of the first nodes
+LONGEST = 6  # tokens of an n-gram that features look for
 
 
 @dataclass(frozen=True)
@@ -19,7 +20,7 @@ class Features:
 
     `top` and `second` are the two largest probabilities, `entropy` is in nats. `match` is the length of the longest
     n-gram before the position that occurred earlier in the text: positive where the best token followed it there,
-    negative where another one did, 0 where none occurred or nobody searched (`n_grams.NGramIndex.match`).
+    negative where another one did, 0 where none occurred or nobody searched (`NGramIndex.match`).
     """
 
     top: float
@@ -56,14 +57,46 @@ class Proposal:
 
     def children(self) -> dict[int, list[int]]:
         """The nodes below each node (and below ROOT), in the order in which they were proposed."""
-        found: dict[int, list[int]] = {}
+        children: dict[int, list[int]] = {}
         for node, parent in enumerate(self.parents):
-            found.setdefault(parent, []).append(node)
-        return found
+            children.setdefault(parent, []).append(node)
+        return children
 
     def histories(self, context: Sequence[int]) -> list[list[int]]:
         """The tokens [n + 1] before each next token: the context, then the context and the path down to each node."""
-        found = [list(context)]
+        histories = [list(context)]
         for token, parent in zip(self.tokens, self.parents, strict=True):
-            found.append([*found[parent + 1], token])
-        return found
+            histories.append([*histories[parent + 1], token])
+        return histories
+
+
+class NGramIndex:
+    """The latest place of every n-gram of up to LONGEST tokens in a text that only grows."""
+
+    def __init__(self) -> None:
+        self.begin()
+
+    def begin(self) -> None:
+        """Forget the text."""
+        self._text: list[int] = []
+        self._places: dict[tuple[int, ...], int] = {}  # index of the token after the n-gram
+
+    def read(self, text: Sequence[int]) -> None:
+        """Index what `text` has beyond the part read before; later places replace older ones.
+
+        The n-grams that end the text are left out, because no token follows them yet.
+        """
+        known = len(self._text)
+        self._text += text[known:]
+        for place in range(max(known, 1), len(self._text)):
+            for size in range(1, min(LONGEST, place) + 1):
+                self._places[tuple(self._text[place - size : place])] = place
+
+    def match(self, tail: Sequence[int], token: int) -> int:
+        """Length of the longest indexed n-gram that ends `tail`: positive where `token` followed it, negative where
+        another token did; 0 where none is indexed."""
+        for size in range(min(LONGEST, len(tail)), 0, -1):
+            place = self._places.get(tuple(tail[-size:]))
+            if place is not None:
+                return size if self._text[place] == token else -size
+        return 0

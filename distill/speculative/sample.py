@@ -18,12 +18,10 @@ from distill.models.finite import place_of
 from distill.models.torch_logits import TorchLogits
 from distill.models.torch_model import model_name
 from distill.sampler import Sampler
-from distill.speculative.batch import extend_rows
+from distill.speculative.batch import CHUNK, extend_rows
 from distill.speculative.stop_strings import Stop
 from distill.speculative.verify import unchecked_transform
 from distill.texts import Reply, Request
-
-CHUNK = 256  # tokens of a prompt that one call reads
 
 
 def uniform_numbers(seed: int, count: int) -> torch.Tensor:
@@ -136,7 +134,11 @@ def refill(
         if not reading:
             return
         live = [row for place in reading if (row := rows[place]) is not None]
-        logits = _read_prompts(model, reading, live) if fresh else _step(model, reading, live)
+        if fresh:
+            logits = _read_prompts(model, reading, live)
+        else:
+            last = {place: row.tokens[-1:] for place, row in zip(reading, live, strict=True)}
+            logits = extend_rows(model, last, last)
         for row, token in zip(live, _drawn(logits, live, sampler, vocabulary), strict=True):
             row.add(token, ends, stop)
         for place, row in zip(reading, live, strict=True):
@@ -172,11 +174,6 @@ def _read_prompts(model: Model, places: Sequence[int], rows: Sequence[_Row]) -> 
             return logits
 
 
-def _step(model: Model, places: Sequence[int], rows: Sequence[_Row]) -> Logits:
-    last = {place: row.tokens[-1:] for place, row in zip(places, rows, strict=True)}
-    return extend_rows(model, last, last)
-
-
 @torch.inference_mode()
 def _drawn(logits: Logits, rows: Sequence[_Row], sampler: Sampler, vocabulary: int | None) -> list[int]:
     """The next token of each row, from logits [N, V]."""
@@ -184,5 +181,5 @@ def _drawn(logits: Logits, rows: Sequence[_Row], sampler: Sampler, vocabulary: i
     histories = [row.request.ids + row.tokens for row in rows] if sampler.repetition_penalty != 1 else None
     probabilities = sampler.probabilities(values[:, :vocabulary], histories, logits.place)
     numbers = torch.tensor([row.numbers[len(row.tokens)] for row in rows], dtype=torch.float64, device=values.device)
-    found: list[int] = unchecked_transform(probabilities, numbers).tolist()
-    return found
+    tokens: list[int] = unchecked_transform(probabilities, numbers).tolist()
+    return tokens

@@ -20,11 +20,7 @@ BytesOf = Callable[[int], bytes]
 
 def token_bytes(vocabulary: Vocabulary, silent: Collection[int] = ()) -> BytesOf:
     """The bytes of each token; none for the `silent` ones and for ids without a token."""
-
-    def bytes_of(token: int) -> bytes:
-        return b"" if token in silent else vocabulary.text_bytes([token])
-
-    return bytes_of
+    return lambda token: b"" if token in silent else vocabulary.text_bytes([token])
 
 
 class Characters:
@@ -69,8 +65,8 @@ def stop_before(bytes_of: BytesOf, texts: Sequence[str]) -> Stop | None:
         return None
     if not all(texts):
         raise DataError("an empty stop string would end every text before it begins", "give some text to stop before")
-    wanted = [text.encode() for text in texts]
-    longest = max(map(len, wanted))
+    stops = [text.encode() for text in texts]
+    longest = max(map(len, stops))
 
     def stop(tokens: Sequence[int], seen: int) -> Stopped:
         start, before = seen, 0
@@ -79,18 +75,18 @@ def stop_before(bytes_of: BytesOf, texts: Sequence[str]) -> Stop | None:
             before += len(bytes_of(tokens[start]))
         parts = [bytes_of(token) for token in tokens[start:]]
         read, ends = b"".join(parts), list(accumulate(map(len, parts)))
-        found = [(place + len(text), place) for text in wanted if (place := read.find(text)) >= 0]
-        place = min(found)[1] if found else len(read) - _begun(read, wanted, longest)
+        matches = [(place + len(text), place) for text in stops if (place := read.find(text)) >= 0]
+        place = min(matches)[1] if matches else len(read) - _begun(read, stops, longest)
         whole = bisect_right(ends, place)
-        rest = read[ends[whole - 1] if whole else 0 : place] if found else b""
-        return Stopped(start + whole, bool(found), rest)
+        rest = read[ends[whole - 1] if whole else 0 : place] if matches else b""
+        return Stopped(start + whole, bool(matches), rest)
 
     return stop
 
 
-def _begun(read: bytes, wanted: Sequence[bytes], longest: int) -> int:
+def _begun(read: bytes, stops: Sequence[bytes], longest: int) -> int:
     """How many bytes at the end may be the beginning of a stop string."""
     for size in range(min(longest - 1, len(read)), 0, -1):
-        if any(len(text) > size and text.startswith(read[-size:]) for text in wanted):
+        if any(len(text) > size and text.startswith(read[-size:]) for text in stops):
             return size
     return 0

@@ -62,8 +62,8 @@ def _ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
 
 def _at(distributions: Tensor, tokens: Tensor) -> Tensor:
     """The probability of each token [...] in its distribution [..., V]; 0 for −1."""
-    found = distributions.gather(-1, tokens.clamp(min=0).unsqueeze(-1)).squeeze(-1)
-    return found.masked_fill(tokens < 0, 0)
+    probabilities = distributions.gather(-1, tokens.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+    return probabilities.masked_fill(tokens < 0, 0)
 
 
 def _drawn_from(q: Tensor | None, tokens: Tensor, like: Tensor) -> Tensor:
@@ -104,16 +104,6 @@ class Verdict:
     tokens: Tensor  # [..., γ]
     scale: Tensor  # r [..., γ], the factor of p before q is subtracted
     last_hit: bool = False
-
-    def counts(self) -> Tensor:
-        """The distribution [..., γ + 1] of how many tokens are accepted."""
-        accepted, missed, one = self.acceptance, 1 - self.acceptance, torch.ones_like(self.scale[..., :1])
-        if one.shape[-1] == 0:
-            return self.p.new_ones(*self.p.shape[:-2], 1)
-        if self.last_hit:
-            later = torch.cat([missed.flip(-1).cumprod(-1).flip(-1), one], -1)  # no hit from position i on
-            return torch.cat([one, accepted], -1) * later
-        return torch.cat([one, accepted.cumprod(-1)], -1) * torch.cat([missed, one], -1)
 
     def residual(self, accepted: Tensor | int) -> Tensor:
         """The distribution [..., V] of the token after the `accepted` [...] first ones: norm((r·p − q)+), or p after

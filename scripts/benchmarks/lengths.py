@@ -50,8 +50,7 @@ from distill.speculative.lengths import (
     ProbabilityFloor,
     StartContinue,
 )
-from distill.speculative.n_grams import LONGEST, NGramIndex
-from distill.speculative.proposal import Features
+from distill.speculative.proposal import LONGEST, Features, NGramIndex
 
 AHEAD = 16
 CLASSES = ("code", "prose", "copied text")
@@ -336,7 +335,7 @@ def rules_for(costs: StepCosts, calibration: Calibration) -> dict[str, Callable[
         "p_min .5": lambda: ProbabilityFloor(most, 0.5),
         "p_min .75": lambda: ProbabilityFloor(most, 0.75),
         "start .5, continue .7": lambda: StartContinue(most, 0.5, 0.7),
-        "accepted ratio": lambda: AcceptedRatio(most=most),
+        "accepted ratio": lambda: AcceptedRatio(longest=most),
         "Beta filter": lambda: BetaFilter(most),
         "expected value, myopic": lambda: ExpectedValue(costs, copy.deepcopy(calibration), look_ahead=0),
         "expected value": lambda: ExpectedValue(costs, copy.deepcopy(calibration)),

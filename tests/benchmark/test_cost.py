@@ -42,12 +42,12 @@ def counting(context: tuple[int, ...]) -> int:
 
 def test_curve_is_measured_at_the_depths_that_fit() -> None:
     model = Scripted(counting, 100, 10)
-    curve = measure_curve(model, "m", "x", (90, 8, 30), most=12, repeats=5)
+    curve = measure_curve(model, "m", "x", (90, 8, 30), limit=12, repeats=5)
     assert curve.depths == (8, 30) and [len(row) for row in curve.seconds] == [12, 12] and curve.repeats == 5
     assert curve.machine["cores"] >= 1
     assert model.calls == [8, *list(range(1, 13)) * 6, 30, *list(range(1, 13)) * 6]  # one pass of each is a warm-up
     with pytest.raises(DataError, match="no room"):
-        measure_curve(model, "m", "x", (90,), most=12, repeats=5)
+        measure_curve(model, "m", "x", (90,), limit=12, repeats=5)
 
 
 def test_steps_are_timed_at_their_depth() -> None:
@@ -68,7 +68,7 @@ def test_curves_measured_beside_other_work_are_doubted(monkeypatch: pytest.Monke
     assert words.startswith("2 of 8 step sizes") and "measure again" in words
     readings = itertools.accumulate(itertools.cycle([0.0, 0.1, 0.0, 0.01]))
     monkeypatch.setattr("distill.speculative.costs.curve.time", SimpleNamespace(perf_counter=lambda: next(readings)))
-    curve = measure_curve(Scripted(counting, 100, 10), "m", "x", (8,), most=3, repeats=5)
+    curve = measure_curve(Scripted(counting, 100, 10), "m", "x", (8,), limit=3, repeats=5)
     assert "other programs" in curve.note
     model, sizes = Scripted(counting, 100, 10), Profile(max_tokens=3, depth=8, repeats=5)
     kept = profile_entry(model, "m", "pytorch", "float32", sizes)

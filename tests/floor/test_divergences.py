@@ -190,13 +190,6 @@ def test_jsd(beta: float) -> None:
     close(got, divergences.jsd(b.log_softmax(-1), a.log_softmax(-1), 1 - beta), 1e-12)
 
 
-def test_jsd_is_scipys_distance_squared() -> None:
-    distance = pytest.importorskip("scipy.spatial.distance")
-    a, b = logits(30, 17, 20), logits(30, 17, 21)
-    expected = torch.tensor(distance.jensenshannon(a.softmax(-1).numpy(), b.softmax(-1).numpy(), axis=-1)) ** 2
-    close(divergences.jsd(a.log_softmax(-1), b.log_softmax(-1)), expected, 1e-12)
-
-
 def test_losses_of_acceptance_by_loops() -> None:
     a, b = logits(20, 11, 22), logits(20, 11, 23)
     b[0, a[0].argmin()] += 60  # an acceptance below the least

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from branches import every
 from table_model import TableModel
-from torch import Tensor
 from toys import random_prompts
 
 from distill.errors import DataError
@@ -25,11 +25,7 @@ from distill.grammar.constraint import Constraint, State, constraint, llama_cons
 from distill.grammar.gbnf import lark
 from distill.grammar.tokens import Tokens
 from distill.models.gguf.model import GgufModel
-from distill.models.torch_model import TorchModel
 from distill.sampler import Sampler
-from distill.speculative import decode as decode_module
-from distill.speculative import draft as draft_module
-from distill.speculative import verify as verify_module
 from distill.speculative.batch import plain_batch
 from distill.speculative.decode import Decoded, decode, decode_text, plain
 from distill.speculative.draft import Drafter, FirstThen, ModelDrafter
@@ -37,9 +33,9 @@ from distill.speculative.lengths import AcceptedRatio, Fixed
 from distill.speculative.lookup import LookupDrafter
 from distill.speculative.proposal import ROOT, Proposal
 from distill.speculative.rules import Rules
-from distill.speculative.trees import tree as tree_module
 from distill.speculative.trees.shape import Shape
 from distill.speculative.trees.tree_drafter import TreeDrafter
+from distill.speculative.verify import Random
 from distill.vocabulary import Vocabulary
 
 pytest.importorskip("llguidance")
@@ -76,10 +72,6 @@ TOKENS = tokens_of(SAID, [END])
 
 def text(tokens: Sequence[int], said: Sequence[bytes] = SAID) -> bytes:
     return b"".join(said[token] for token in tokens)
-
-
-def run(target: Any, drafter: Drafter, prompt: Sequence[int], limit: int, rules: Rules) -> Decoded:
-    return decode_text(target, drafter, prompt, limit, rules)
 
 
 # Grammars.
@@ -182,7 +174,7 @@ def test_tokens_without_a_row_are_never_written(sampler: Sampler, drafts: bool) 
         if not drafts:
             return plain(target, [0], 9, rules=rules).tokens
         model = ModelDrafter(Constrained(TableModel(5, 4), grammar), Fixed(2), sampler, rules.random)
-        return run(target, Forced(model, grammar), [0], 9, rules).tokens
+        return decode_text(target, Forced(model, grammar), [0], 9, rules).tokens
 
     for pattern in ("x", "bx", "[ab]c[x01]"):
         with pytest.raises(DataError, match="the model has no row for"):
@@ -252,58 +244,14 @@ def test_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
 # The distribution, by enumeration of everything that chance can do.
 
 
-class Enumerated:
-    """Runs something once for every outcome of its choices, and sums the probability of what comes out."""
+Texts = dict[tuple[int, ...], float]  # the probability of each
 
-    def __init__(self) -> None:
-        self._path: list[list[tuple[int, float]]] = []  # of each choice, what was not yet tried; the last is in use
-        self._place, self.weight = 0, 1.0
 
-    def choose(self, chances: Sequence[float]) -> int:
-        if self._place == len(self._path):
-            self._path.append([(i, chance) for i, chance in enumerate(chances) if chance > 0])
-        index, chance = self._path[self._place][-1]
-        self._place += 1
-        self.weight *= chance
-        return index
-
-    def distribution(self, once: Callable[[], Sequence[int]]) -> dict[tuple[int, ...], float]:
-        found: Counter[tuple[int, ...]] = Counter()
-        while True:
-            self._place, self.weight = 0, 1.0
-            found[tuple(once())] += self.weight  # type: ignore[assignment]
-            while self._path and len(self._path[-1]) == 1:
-                self._path.pop()
-            if not self._path:
-                return dict(found)
-            self._path[-1].pop()
-
-    def token(self, distribution: Tensor, _random: Any) -> int:
-        return self.choose(distribution.double().tolist())
-
-    def draw(self, verdict: Any, _random: Any) -> tuple[int, int]:
-        accepted = self.choose(verdict.counts().tolist())
-        return accepted, self.choose(verdict.residual(accepted).tolist())
-
-    def walk(self, verify: Any, p: Tensor, proposal: Proposal, _random: Any) -> tuple[list[int], int]:
-        children, path, here = proposal.children(), [], ROOT
-        while True:
-            below = children.get(here, [])
-            q = None if proposal.distributions is None or not below else proposal.distributions[below].to(p)
-            verdict = verify(p[here + 1], q, torch.tensor([proposal.tokens[i] for i in below], dtype=torch.long))
-            for child, chance in zip(below, verdict.acceptance.tolist(), strict=True):
-                if self.choose([1 - chance, chance]):
-                    here = child
-                    path.append(here)
-                    break
-            else:
-                return path, self.choose(verdict.residual.tolist())
-
-    def into(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        for module in (decode_module, draft_module, tree_module):
-            monkeypatch.setattr(module, "draw_token", self.token)
-        monkeypatch.setattr(verify_module, "draw", self.draw)
-        monkeypatch.setattr(decode_module, "walk", self.walk)
+def distribution_of(once: Callable[[Random], Sequence[int]]) -> Texts:
+    found: Counter[tuple[int, ...]] = Counter()
+    for weight, tokens in every(once):
+        found[tuple(tokens)] += weight  # type: ignore[assignment]
+    return dict(found)
 
 
 LETTERS = [b"a", b"b", b"c", b"ab", b""]
@@ -312,10 +260,10 @@ LIMIT = 4
 ROOM = 12  # of texts with drafts: their first LIMIT tokens count, so that drafts and trees have all their levels
 
 
-def expected_distribution(target: TableModel, prompt: list[int], sampler: Sampler) -> dict[tuple[int, ...], float]:
+def expected_distribution(target: TableModel, prompt: list[int], sampler: Sampler) -> Texts:
     """The distribution of texts under masks of the language, token by token."""
     language = words(PATTERN, "abc", 5)
-    found: dict[tuple[int, ...], float] = {}
+    found: Texts = {}
 
     def go(tokens: tuple[int, ...], chance: float) -> None:
         if len(tokens) == LIMIT or tokens[-1:] == (END,):
@@ -343,60 +291,61 @@ def begun(target: TableModel, drafter: Drafter, rules: Rules, seen: set[int]) ->
     return result.tokens[:LIMIT]
 
 
-def distribution_difference(left: dict[tuple[int, ...], float], right: dict[tuple[int, ...], float]) -> float:
+def distribution_difference(left: Texts, right: Texts) -> float:
     return max(abs(left.get(key, 0) - right.get(key, 0)) for key in {*left, *right})
 
 
 SAMPLER = Sampler(0.8, top_p=0.95, repetition_penalty=1.2)
 FREE = Sampler(0.9)
-WAYS: dict[str, tuple[str, Sampler, Callable[[TableModel, Constraint], Drafter]]] = {
-    "token": ("token", SAMPLER, lambda d, c: Forced(ModelDrafter(Constrained(d, c), Fixed(2), SAMPLER, no), c)),
-    "block": ("block", SAMPLER, lambda d, c: Forced(ModelDrafter(Constrained(d, c), Fixed(2), SAMPLER, no), c)),
-    "match": ("match", FREE, lambda d, c: Forced(ModelDrafter(Constrained(d, c), Fixed(3), FREE, no, argmax=True), c)),
-    "token, draft without the grammar": ("token", FREE, lambda d, c: Forced(ModelDrafter(d, Fixed(2), FREE, no), c)),
-    "block, nothing for free": ("block", FREE, lambda d, c: ModelDrafter(Constrained(d, c), Fixed(2), FREE, no)),
-    "sampled tree": ("token", FREE, lambda d, c: Forced(fixed_tree(d, c, False), c)),
-    "distinct tree": ("distinct", FREE, lambda d, c: Forced(fixed_tree(d, c, True), c)),
-    "best tree": ("match", FREE, lambda d, c: Forced(TreeDrafter(Constrained(d, c), FREE, no, 4), c)),
+Make = Callable[[TableModel, Constraint, Random], Drafter]
+
+
+def masked(length: int, sampler: Sampler, argmax: bool = False) -> Make:
+    """A draft under the grammar, and forced tokens."""
+    return lambda d, c, r: Forced(ModelDrafter(Constrained(d, c), Fixed(length), sampler, r, argmax), c)
+
+
+def masked_tree(nodes: int, **settings: Any) -> Make:
+    return lambda d, c, r: Forced(TreeDrafter(Constrained(d, c), FREE, r, nodes, **settings), c)
+
+
+FORK = Shape((ROOT, ROOT, 0))
+WAYS: dict[str, tuple[str, Sampler, Make]] = {
+    "token": ("token", SAMPLER, masked(2, SAMPLER)),
+    "block": ("block", SAMPLER, masked(2, SAMPLER)),
+    "match": ("match", FREE, masked(3, FREE, argmax=True)),
+    "token, draft without the grammar": (
+        "token",
+        FREE,
+        lambda d, c, r: Forced(ModelDrafter(d, Fixed(2), FREE, r), c),
+    ),
+    "block, nothing for free": ("block", FREE, lambda d, c, r: ModelDrafter(Constrained(d, c), Fixed(2), FREE, r)),
+    "sampled tree": ("token", FREE, masked_tree(3, shape=FORK)),
+    "distinct tree": ("distinct", FREE, masked_tree(3, shape=FORK, distinct=True)),
+    "best tree": ("match", FREE, masked_tree(4)),
 }
-
-
-def no() -> float:
-    raise AssertionError("everything is enumerated")
-
-
-def fixed_tree(draft: TableModel, grammar: Constraint, distinct: bool) -> TreeDrafter:
-    shape = Shape((ROOT, ROOT, 0))
-    return TreeDrafter(Constrained(draft, grammar), FREE, no, 3, shape=shape, distinct=distinct)
-
-
 SLOW = ("token, draft without the grammar",)
 
 
 @pytest.mark.parametrize("way", [pytest.param(way, marks=[pytest.mark.slow] * (way in SLOW)) for way in WAYS])
-def test_the_distribution_is_that_of_the_allowed_tokens(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_distribution_is_that_of_the_allowed_tokens(way: str) -> None:
     verifier, sampler, make = WAYS[way]
     target = TableModel(5, 3, memory=1, sharpness=1.0)
-    grammar = constraint("regex", PATTERN, tokens_of(LETTERS, [END]))
-    outcomes = Enumerated()
-    outcomes.into(monkeypatch)
-    rules = Rules(sampler, verifier, [END], no, constraint=grammar)
-    expected = expected_distribution(target, [1], sampler)
-    alone = outcomes.distribution(lambda: plain(target, [1], LIMIT, rules=rules).tokens)
-    assert (
-        len(expected) > 10
-        and sum(expected.values()) == pytest.approx(1)
-        and distribution_difference(alone, expected) < 1e-12
-    )
-    drafter, seen = make(target.near(0.7, 4), grammar), set[int]()
-    found = outcomes.distribution(lambda: begun(target, drafter, rules, seen))
-    assert distribution_difference(found, expected) < 1e-12
+    draft, grammar = target.near(0.7, 4), constraint("regex", PATTERN, tokens_of(LETTERS, [END]))
+    expected, seen = expected_distribution(target, [1], sampler), set[int]()
+    assert len(expected) > 10 and sum(expected.values()) == pytest.approx(1)
+
+    def alone(random: Random, limit: int = LIMIT, grammar: Constraint | None = grammar) -> list[int]:
+        return plain(target, [1], limit, rules=Rules(sampler, verifier, [END], random, constraint=grammar)).tokens
+
+    def drafted(random: Random) -> list[int]:
+        rules = Rules(sampler, verifier, [END], random, constraint=grammar)
+        return begun(target, make(draft, grammar, random), rules, seen)
+
+    assert distribution_difference(distribution_of(alone), expected) < 1e-12
+    assert distribution_difference(distribution_of(drafted), expected) < 1e-12
     assert max(seen) >= (3 if "tree" in way else 2)
-    without = Rules(sampler, verifier, [END], no)
-    assert (
-        distribution_difference(outcomes.distribution(lambda: plain(target, [1], 2, rules=without).tokens), expected)
-        > 1e-2
-    )
+    assert distribution_difference(distribution_of(lambda random: alone(random, 2, None)), expected) > 1e-2
 
 
 class Unmasked(ModelDrafter):
@@ -407,15 +356,15 @@ class Unmasked(ModelDrafter):
         return Proposal.chain(found.tokens, None if found.distributions is None else 0.5 * found.distributions + 0.1)
 
 
-def test_a_distribution_that_was_not_drafted_from_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_distribution_that_was_not_drafted_from_is_seen() -> None:
     target = TableModel(5, 3, memory=1, sharpness=1.0)
-    grammar = constraint("regex", PATTERN, tokens_of(LETTERS, [END]))
-    outcomes = Enumerated()
-    outcomes.into(monkeypatch)
-    drafter = Forced(Unmasked(Constrained(target.near(0.7, 4), grammar), Fixed(2), FREE, no), grammar)
-    rules = Rules(FREE, "token", [END], no, constraint=grammar)
-    found = outcomes.distribution(lambda: run(target, drafter, [1], LIMIT, rules).tokens)
-    assert distribution_difference(found, expected_distribution(target, [1], FREE)) > 1e-3
+    draft, grammar = target.near(0.7, 4), constraint("regex", PATTERN, tokens_of(LETTERS, [END]))
+
+    def drafted(random: Random) -> list[int]:
+        drafter = Forced(Unmasked(Constrained(draft, grammar), Fixed(2), FREE, random), grammar)
+        return decode_text(target, drafter, [1], LIMIT, Rules(FREE, "token", [END], random, constraint=grammar)).tokens
+
+    assert distribution_difference(distribution_of(drafted), expected_distribution(target, [1], FREE)) > 1e-3
 
 
 # Text.
@@ -454,12 +403,12 @@ def check_ways(target: Any, draft: Any, grammar: Constraint, valid: Callable[[li
     expected = plain(target, prompt, 60, rules=greedy).tokens
     names = list(drafters(draft, grammar, Sampler(0), random.Random()))
     for name in names:
-        result = run(target, drafters(draft, grammar, Sampler(0), random.Random())[name], prompt, 60, greedy)
+        result = decode_text(target, drafters(draft, grammar, Sampler(0), random.Random())[name], prompt, 60, greedy)
         assert result.tokens == expected, name
     for seed, name in enumerate(names * seeds):
         draws, sampler = random.Random(seed), Sampler(1.5)
         rules = Rules(sampler, lossless(name, sampler), ends, draws.random, constraint=grammar)
-        result = run(target, drafters(draft, grammar, sampler, draws)[name], prompt, 60, rules)
+        result = decode_text(target, drafters(draft, grammar, sampler, draws)[name], prompt, 60, rules)
         if grammar.satisfied(result.tokens):
             assert result.tokens[-1] in ends and valid(result.tokens[:-1]), name
             whole += 1
@@ -489,8 +438,8 @@ def test_a_rule_learns_of_the_rounds_in_which_it_was_asked(drafts: bool) -> None
     """A round of sure tokens alone says nothing of the draft."""
     grammar = constraint("regex", "((a|b)c{70}){4}", TOKENS)  # more sure tokens than a round takes
     target, rule = TableModel(len(SAID), 3), Noting(drafts)
-    drafter = Forced(ModelDrafter(Constrained(target.near(0.5, 4), grammar), rule, Sampler(0), no), grammar)
-    result = run(target, drafter, [1], 300, Rules(ends=grammar.ends, constraint=grammar))
+    drafter = Forced(ModelDrafter(Constrained(target.near(0.5, 4), grammar), rule, Sampler(0), random.random), grammar)
+    result = decode_text(target, drafter, [1], 300, Rules(ends=grammar.ends, constraint=grammar))
     # Asked once more before the first round: whether the draft is to read the prompt.
     assert len(rule.told) == rule.asked - 1 < len(result.rounds)
     assert all((drafted > 0) == drafts for drafted, _ in rule.told)
@@ -512,7 +461,7 @@ def test_the_end_of_either_context() -> None:
         told = plain(target, [0, 0, 0], 40, rules=rules).tokens
         assert len(told) == room - 2
         for name, drafter in drafters(draft, grammar, Sampler(0), random.Random()).items():
-            assert run(target, drafter, [0, 0, 0], 40, rules).tokens == told, name
+            assert decode_text(target, drafter, [0, 0, 0], 40, rules).tokens == told, name
 
 
 SCHEMA = {
@@ -542,19 +491,6 @@ def follows_schema(data: bytes) -> bool:
     )
 
 
-@pytest.mark.skipif(not (DEMO / "config.json").is_file(), reason="the demo target is not there")
-def test_text_of_the_demo_target() -> None:
-    from distill.models.hugging_face import load_model
-    from distill.surgery.cuts.layers import keep_layers
-
-    big, small = (load_model(str(DEMO), "float32", torch.device("cpu")) for _ in range(2))
-    keep_layers(small, [0, big.config.num_hidden_layers - 1])
-    vocabulary = Vocabulary.read(DEMO)
-    ends = [vocabulary.roles["eos"], vocabulary.roles["turn_end"]]
-    grammar = constraint("json", json.dumps(SCHEMA), Tokens.of(vocabulary, ends))
-    check_ways(TorchModel(big), TorchModel(small), grammar, lambda t: follows_schema(vocabulary.text_bytes(t)), 1)
-
-
 # Forced tokens, and what the model reads when.
 
 
@@ -581,16 +517,16 @@ def test_forced_tokens_cost_no_calls() -> None:
     assert len(told) == 7 and text(told) in (b'{"name": a01}', b'{"name": b01}')
     assert target.calls == [2, 2]  # the prompt, and what was sure before the one choice
     target.calls = []
-    drafter = Forced(ModelDrafter(Constrained(draft, grammar), Fixed(1), rules.sampler, no), grammar)
-    result = run(target, drafter, [5, 5], 30, rules)
+    drafter = Forced(ModelDrafter(Constrained(draft, grammar), Fixed(1), rules.sampler, random.random), grammar)
+    result = decode_text(target, drafter, [5, 5], 30, rules)
     # Drafted are the one sure token, the choice (which happens to be right), and the sure ones behind it.
     assert result.tokens == told and [(r.drafted, r.accepted) for r in result.rounds] == [(6, 6)]
     assert draft.calls == [1, 3]  # the prompt but for its last token; the rest up to the choice
     sure = constraint("regex", "abx" * 20, TOKENS)
     target.calls, draft.calls = [], []
     rules = Rules(ends=[END], constraint=sure)
-    drafter = Forced(ModelDrafter(Constrained(draft, sure), Fixed(1), rules.sampler, no), sure)
-    result = run(target, drafter, [5, 5], 100, rules)
+    drafter = Forced(ModelDrafter(Constrained(draft, sure), Fixed(1), rules.sampler, random.random), sure)
+    result = decode_text(target, drafter, [5, 5], 100, rules)
     assert text(result.tokens) == b"abx" * 20 and result.tokens[-1] == END and len(result.rounds) == 1
     assert target.calls == [2] and draft.calls == [1]
 

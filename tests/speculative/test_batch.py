@@ -19,7 +19,7 @@ from distill.models.batched import BatchedTorchModel
 from distill.models.torch_model import TorchModel
 from distill.sampler import Sampler
 from distill.speculative.batch import decode_batch, plain_batch
-from distill.speculative.decode import Decoded, decode, plain
+from distill.speculative.decode import Decoded, decode_text, plain
 from distill.speculative.draft import ModelDrafter
 from distill.speculative.lengths import AcceptedRatio, Fixed, LengthRule, LossyProbabilityFloor, ProbabilityFloor
 from distill.speculative.proposal import Features
@@ -188,16 +188,6 @@ def streams(count: int, seed: int) -> list[Callable[[], float]]:
     return [random.Random(f"{seed}/{row}").random for row in range(count)]
 
 
-def alone(
-    target: TorchModel, draft: TorchModel, prompt: list[int], limit: int, rules: Rules, rule: LengthRule, argmax: bool
-) -> Decoded:
-    result = Decoded()
-    drafter = ModelDrafter(draft, rule, rules.sampler, rules.random, argmax)
-    for _ in decode(target, drafter, prompt, limit, rules, result):
-        pass
-    return result
-
-
 def summary(result: Decoded) -> tuple[Any, ...]:
     """Everything but the time."""
     rounds = [(r.depth, r.drafted, r.accepted) for r in result.rounds]
@@ -217,12 +207,13 @@ def check_batch(
     """Decode a batch and each of its prompts alone, and compare all that is not time."""
     rows = len(prompts) + idle
     batch = (BatchedTorchModel(pair[0], rows), BatchedTorchModel(pair[1], rows))
-    single = (TorchModel(pair[0]), TorchModel(pair[1]))
+    target, draft = (TorchModel(model) for model in pair)
     results = decode_batch(*batch, prompts, limit, rules, length, streams(len(prompts), seed), argmax)
     assert len(results) == len(prompts)
     for prompt, result, draws in zip(prompts, results, streams(len(prompts), seed), strict=True):
         rule = length() if callable(length) else Fixed(length)
-        expected = alone(*single, prompt, limit, replace(rules, random=draws), rule, argmax)
+        drafter = ModelDrafter(draft, rule, rules.sampler, draws, argmax)
+        expected = decode_text(target, drafter, prompt, limit, replace(rules, random=draws))
         assert summary(result) == summary(expected)
         assert result.prefill_seconds > 0 and result.seconds == pytest.approx(sum(r.seconds for r in result.rounds))
     return results
@@ -435,16 +426,18 @@ def test_loops_refuse() -> None:
     target, draft = (BatchedTorchModel(m["qwen2"], 2) for m in (EXACT, DRAFTS))
     narrow = BatchedTorchModel(DRAFTS["qwen2"], 1)
     prompts, sampled = [[1, 2], [3]], Rules(Sampler(1.0), "token")
-    with pytest.raises(ValueError, match="random numbers of their own"):
-        decode_batch(target, draft, prompts, 9, sampled, 3)
-    with pytest.raises(ValueError, match="random numbers of their own"):
-        plain_batch(target, prompts, 9, sampled, streams(1, 0))
-    with pytest.raises(ValueError, match="3 prompts for a target of 2 rows"):
-        decode_batch(target, draft, [*prompts, [4]], 9, Rules(), 3)
-    with pytest.raises(ValueError, match="2 prompts for a draft of 1 rows"):
-        decode_batch(target, narrow, prompts, 9, Rules(), 3)
-    with pytest.raises(ValueError, match="prompt 1 is empty"):
-        decode_batch(target, draft, [[1], []], 9, Rules(), 3)
+    for some, rules, small, randoms, words in (
+        (prompts, sampled, draft, None, "random numbers of their own"),
+        (prompts, sampled, draft, streams(1, 0), "random numbers of their own"),
+        ([*prompts, [4]], Rules(), draft, None, "3 prompts for a target of 2 rows"),
+        (prompts, Rules(), narrow, None, "2 prompts for a draft of 1 rows"),
+        ([[1], []], Rules(), draft, None, "prompt 1 is empty"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            decode_batch(target, small, some, 9, rules, 3, randoms)
+        if small is draft:
+            with pytest.raises(ValueError, match=words):
+                plain_batch(target, some, 9, rules, randoms)
     with pytest.raises(DataError, match="greedy emits the target's best token"):
         decode_batch(target, draft, prompts, 9, Rules(Sampler(1.0), "greedy"), 3, streams(2, 0))
     for verifier in ("token", "match"):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +18,6 @@ from distill.benchmark.calibrate import (
     record_rounds,
 )
 from distill.benchmark.compare import judge_identity, measurements, time_texts
-from distill.benchmark.distribution_test import homogeneity
 from distill.benchmark.identity import Identity
 from distill.benchmark.prepared import Fitted, prepare_all
 from distill.benchmark.tables import flat_run_rows, run_markdown
@@ -40,11 +37,10 @@ from distill.results.speedup_results import (
 )
 from distill.sampler import Sampler
 from distill.speculative.calibration import FITTED, Recorded, fit_calibration
-from distill.speculative.configured import check_configurations, lossy_reason, make_drafter
+from distill.speculative.configured import check_configurations, lossy_reason
 from distill.speculative.costs.curve import StepCosts
-from distill.speculative.decode import Decoded, decode, plain
-from distill.speculative.n_grams import NGramIndex
-from distill.speculative.proposal import Features
+from distill.speculative.decode import Decoded, decode
+from distill.speculative.proposal import Features, NGramIndex
 from distill.speculative.rules import GREEDY, Rules
 
 COSTS = StepCosts(tuple(1.0 + 0.05 * m for m in range(17)), 0.05, 0.07)
@@ -206,38 +202,6 @@ def test_sampled_configurations_stand_beside_sampled_plain_decoding(pair: tuple[
     assert one.make is not None
     with pytest.raises(DataError, match="would change the target's distribution"):
         next(decode(target, one.make(), [1, 2], 4, one.rules, Decoded()))
-
-
-@pytest.mark.slow  # test_rounds.py enumerates the same every day
-def test_lossy_is_lossy_and_lossless_is_lossless() -> None:
-    """The second token's counts: p_min-after leaves the target's distribution, the rule that looks before the draw does
-    not."""
-    target = TableModel(6, 5, memory=1, sharpness=1.0)
-    draft = target.near(1.0, 6)
-    hot = Sampler(1.0)
-
-    def counts(configuration: Configuration | None, seed: int) -> Counter[int]:
-        draws = random.Random(seed).random
-        rules = Rules(hot, "token", random=draws)
-        found: Counter[int] = Counter()
-        for _ in range(3000):
-            if configuration is None:
-                found[plain(target, [1], 2, rules=rules).tokens[1]] += 1
-                continue
-            result = Decoded()
-            for _ in decode(
-                target, make_drafter(configuration, draft, hot, draws), [1], 2 + configuration.most, rules, result, True
-            ):
-                if len(result.tokens) > 1:
-                    break
-            found[result.tokens[1]] += 1
-        return found
-
-    base = counts(None, 1)
-    floor = 0.25
-    lossless = homogeneity(base, counts(Configuration(rule="p_min", p_min=floor, length=1, sampler="recipe"), 2))[2]
-    lossy = homogeneity(base, counts(Configuration(rule="p_min-after", p_min=floor, length=1, sampler="recipe"), 3))[2]
-    assert lossless > 1e-3 / 2 and lossy < 1e-6
 
 
 def recorder(*rounds: tuple[float, int, int]) -> Recorder:

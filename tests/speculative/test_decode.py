@@ -247,66 +247,6 @@ def test_torch_speculative_is_plain_for_every_length() -> None:
     torch_grid(list(itertools.product(LENGTHS, random_prompts(50, V, seed=7))), 100)
 
 
-def test_a_draft_that_is_the_target_is_always_right() -> None:
-    hugging_face = toy(seed=5)
-    target, draft = TorchModel(hugging_face), TorchModel(hugging_face)
-    for length, prompt in zip(LENGTHS, random_prompts(8, V, seed=8), strict=True):
-        result = speculative(target, draft, prompt, 40, length)
-        assert all(r.accepted == r.drafted for r in result.rounds)
-        assert all(r.drafted == length for r in result.rounds[:-1])
-        assert result.tokens == plain(target, prompt, 40).tokens
-
-
-class Contrary(TorchModel):
-    """BytesOf the token after the best one: never right."""
-
-    def extend(self, *arguments: Any, **named: Any) -> Any:
-        found = super().extend(*arguments, **named)
-        found.values = found.values.roll(1, dims=-1)
-        return found
-
-
-def test_a_draft_that_is_always_wrong_changes_nothing() -> None:
-    hugging_face = toy(seed=5)
-    target, draft = TorchModel(hugging_face), Contrary(hugging_face)
-    for length, prompt in zip(LENGTHS, random_prompts(8, V, seed=9), strict=True):
-        result = speculative(target, draft, prompt, 25, length)
-        assert not any(r.accepted for r in result.rounds) and len(result.rounds) == 24
-        assert result.tokens == plain(target, prompt, 25).tokens
-
-
-def test_torch_context_end() -> None:
-    hugging_face = toy(seed=5, max_position_embeddings=32)
-    target, draft = TorchModel(hugging_face), TorchModel(blurred(hugging_face, 1, 0.02))
-    for length, size in itertools.product((1, 3, 8), (1, 20, 30, 31, 32)):
-        prompt = random_prompts(1, V, seed=size, shortest=size, longest=size)[0]
-        result = speculative(target, draft, prompt, 100, length)
-        assert result.tokens == plain(target, prompt, 100).tokens and len(result.tokens) == 33 - size
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("seed", range(4))
-def test_cache_after_any_roll_back_is_a_fresh_prefill(kind: str, seed: int) -> None:
-    hugging_face = toy(kind, seed=seed)
-    model, draws = TorchModel(hugging_face), random.Random(seed)
-    context: list[int] = []
-    for _ in range(25):
-        if context and draws.random() < 0.45:
-            size = draws.choice([0, len(context), draws.randrange(len(context) + 1), max(0, len(context) - 1)])
-            model.rollback([size])
-            del context[size:]
-        tokens = [draws.randrange(V) for _ in range(draws.choice([1, 1, 2, 5, 9]))]
-        if len(context) + len(tokens) > model.capacity:
-            continue
-        context += tokens
-        want = draws.choice([None, [len(tokens) - 1], [0], [0, len(tokens) - 1]])
-        got = model.extend(tokens, want=want).full()
-        assert model.lengths == [len(context)]
-        with torch.inference_mode():
-            fresh = hugging_face(torch.tensor([context]), use_cache=False).logits[0, -len(tokens) :]
-        torch.testing.assert_close(got, fresh if want is None else fresh[want], rtol=1e-4, atol=1e-4)
-
-
 def test_torch_refusals() -> None:
     model = TorchModel(toy(max_position_embeddings=16))
     model.extend([1, 2, 3])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -16,8 +16,8 @@ from unittest import mock
 import pytest
 import torch
 from branches import Branches, every
-from scipy.stats import chi2
 from static_table import StaticTable
+from tables import goodness
 from test_batch import streams, summary
 from test_exact_decoding import EXACT, PROMPT, SEEN, TEXT, Seen, chains, output_distribution, pair
 from test_rounds import RECIPE
@@ -32,7 +32,7 @@ from distill.models.torch_model import TorchModel
 from distill.sampler import Sampler
 from distill.speculative import verify
 from distill.speculative.batch import decode_batch, plain_batch
-from distill.speculative.decode import Decoded, decode, plain, speculative
+from distill.speculative.decode import Decoded, decode, decode_text, plain, speculative
 from distill.speculative.draft import Drafter, FirstThen, ModelDrafter
 from distill.speculative.lengths import AcceptedRatio, Fixed, LengthRule, ProbabilityFloor
 from distill.speculative.lookup import LookupDrafter
@@ -48,11 +48,6 @@ V = 61
 MODELS = {kind: toy(kind, seed=3).double() for kind in (*KINDS, "gemma2", "gemma3")}
 SOME = [kind if kind in ("qwen3", "gemma3") else pytest.param(kind, marks=pytest.mark.slow) for kind in MODELS]
 DRAFTS = {kind: blurred(model, 6, 0.03) for kind, model in MODELS.items()}
-
-
-def finished(rounds: Iterator[Any]) -> None:
-    for _ in rounds:
-        pass
 
 
 def static(kind: str, rows: int = 1) -> tuple[StaticTorchModel, StaticTorchModel]:
@@ -75,7 +70,7 @@ def test_greedy_texts_and_rounds_are_those_of_the_host(kind: str) -> None:
 
 
 RULES: dict[str, Callable[[], LengthRule]] = {
-    "ratio": lambda: AcceptedRatio(3, most=5),
+    "ratio": lambda: AcceptedRatio(3, longest=5),
     "p_min": lambda: ProbabilityFloor(4, 0.2),
     "expected-value": RECIPE["expected-value, fitted"],
     "beta": RECIPE["beta"],
@@ -95,9 +90,9 @@ def test_length_rules_see_what_they_see_on_the_host(name: str, monkeypatch: pyte
     for prompt in random_prompts(3, V, seed=2, longest=30):
         found = []
         for make in (TorchModel, StaticTorchModel):
-            result, rules = Decoded(), Rules(ends=(7, 9))
+            rules = Rules(ends=(7, 9))
             drafter = ModelDrafter(make(DRAFTS["qwen2"]), RULES[name](), rules.sampler, rules.random)
-            finished(decode(make(MODELS["qwen2"]), drafter, prompt, 24, rules, result))
+            result = decode_text(make(MODELS["qwen2"]), drafter, prompt, 24, rules)
             found.append(summary(result))
             drafted |= {r.drafted for r in result.rounds}
         assert found[0] == found[1]
@@ -115,8 +110,7 @@ def test_other_drafters_are_verified_on_the_device(temperature: float) -> None:
         lambda r: FirstThen(LookupDrafter(3, shortest=2), ModelDrafter(draft, Fixed(2), r.sampler, r.random, True)),
     ):
         rules = Rules(Sampler(temperature), verifier, random=random.Random(1).random)
-        result = Decoded()
-        finished(decode(target, make(rules), repeated, 20, rules, result))
+        result = decode_text(target, make(rules), repeated, 20, rules)
         assert sum(r.drafted for r in result.rounds) > 5 and len(result.tokens) == 20
         if not temperature:
             assert result.tokens == plain(TorchModel(MODELS["qwen2"]), repeated, 20).tokens
@@ -179,13 +173,13 @@ def test_the_output_follows_the_targets_distribution(name: str, verifier: str, a
     seen = Seen()
     assert enumerated(chains(name, argmax), verifier, sampler, seen) < EXACT
     # Greedy, one way exists, in which this draft is wrong at once.
-    assert seen.most == 2 and seen.accepted == (2 if sampler.temperature else 0)
+    assert seen.drafted == 2 and seen.accepted == (2 if sampler.temperature else 0)
 
 
 def test_a_lookup_follows_the_targets_distribution() -> None:
     seen = Seen()
     assert enumerated(lambda *_: LookupDrafter(2), "token", Sampler(1.1), seen) < EXACT
-    assert seen.most > 0
+    assert seen.drafted > 0
 
 
 def test_a_draft_with_a_sampler_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -248,12 +242,7 @@ def least_p(model: Any, draft: Any, verifier: str, prompt: list[int], samples: i
         logits = model(torch.tensor([[*prompt, *text] for text in texts_of_two]), use_cache=False).logits
     chances = logits[:, len(prompt) - 1 :].double().softmax(-1).view(size, size, 3, size)
     expected = chances[0, 0, 0][:, None, None] * chances[:, 0, 1][:, :, None] * chances[:, :, 2]
-    expected = expected.flatten() * float(seen.sum())
-    # Cells that are expected fewer than 8 times are one cell.
-    rare = expected < 8
-    pooled = torch.cat([expected[~rare], expected[rare].sum()[None]])
-    found = torch.cat([seen[~rare], seen[rare].sum()[None]])
-    return float(chi2.sf(float(((found - pooled) ** 2 / pooled).sum()), len(pooled) - 1))
+    return goodness(seen.double()[None], expected.flatten()[None])
 
 
 @pytest.mark.parametrize(
@@ -285,16 +274,15 @@ def test_a_row_gets_the_text_that_it_would_get_alone(kind: str, case: str) -> No
     sampler = Sampler(0.0) if case == "greedy" else Sampler(0.9, top_k=20)
     verifier, argmax = case.split(",")[0], case.startswith("match")
     rule: Callable[[], LengthRule] = lambda: (  # noqa: E731
-        ProbabilityFloor(3, 0.1) if "p_min" in case else AcceptedRatio(2, most=4) if "ratio" in case else Fixed(3)
+        ProbabilityFloor(3, 0.1) if "p_min" in case else AcceptedRatio(2, longest=4) if "ratio" in case else Fixed(3)
     )
     rules = Rules(sampler, verifier, ends=(7,))
     prompts = random_prompts(5, V, seed=3, shortest=1, longest=20)
     results = decode_batch(*static(kind, 6), prompts, 16, rules, rule, streams(5, 0), argmax)
     single = static(kind)
     for prompt, result, draws in zip(prompts, results, streams(5, 0), strict=True):
-        alone, own = Decoded(), replace(rules, random=draws)
         drafter = ModelDrafter(single[1], rule(), sampler, draws, argmax)
-        finished(decode(single[0], drafter, prompt, 16, own, alone))
+        alone = decode_text(single[0], drafter, prompt, 16, replace(rules, random=draws))
         assert summary(result) == summary(alone)
     assert sum(r.accepted for result in results for r in result.rounds) > 5
 
@@ -304,11 +292,9 @@ def test_plain_rows_are_plain_texts_of_the_host() -> None:
     rules, prompts = Rules(Sampler(0.8), "token"), random_prompts(4, V, seed=5)
     results = plain_batch(StaticTorchModel(MODELS["llama"], rows=4), prompts, 12, rules, streams(4, 1))
     for prompt, result, draws, again in zip(prompts, results, streams(4, 1), streams(4, 1), strict=True):
-        assert (
-            result.tokens == plain(TorchModel(MODELS["llama"]), prompt, 12, rules=replace(rules, random=draws)).tokens
-        )
-        alone = plain(StaticTorchModel(MODELS["llama"]), prompt, 12, rules=replace(rules, random=again))
-        assert result.tokens == alone.tokens
+        for make, numbers in ((TorchModel, draws), (StaticTorchModel, again)):
+            alone = plain(make(MODELS["llama"]), prompt, 12, rules=replace(rules, random=numbers))
+            assert result.tokens == alone.tokens
 
 
 # One transfer a round.
@@ -341,7 +327,7 @@ def transfers(kind: str, drafter: Callable[[Any, Rules], Drafter], rules: Rules)
     rounds = decode(target, drafter(draft, rules), [1, 2, 3], 16, rules, Decoded())
     next(rounds)  # the prompt, and the first token, which is drawn on the host
     with Waits() as waits:
-        finished(rounds)
+        list(rounds)
     assert not waits.found
     return found
 
@@ -402,8 +388,7 @@ def test_a_draft_without_tokens_proposes_nothing() -> None:
     for rule, sampler in itertools.product((Fixed(2), ProbabilityFloor(2, 0.0)), (Sampler(0.0), Sampler())):
         target, draft = (StaticTable(table) for table in tables)
         rules = Rules(sampler, "token" if sampler.temperature else "greedy", random=random.Random(3).random)
-        result = Decoded()
-        finished(decode(target, ModelDrafter(draft, rule, sampler, rules.random), PROMPT, 8, rules, result))
+        result = decode_text(target, ModelDrafter(draft, rule, sampler, rules.random), PROMPT, 8, rules)
         assert len(result.tokens) == 8 and not any(r.drafted for r in result.rounds)
 
 
@@ -415,14 +400,12 @@ def test_what_reads_the_text_stays_on_the_host() -> None:
     assert rounds_on_device(TorchModel(MODELS["qwen2"]), Rules(), draft) is None
     assert rounds_on_device(target, Rules(), TorchModel(DRAFTS["qwen2"])) is None
     assert rounds_on_device(target, Rules(), StaticTorchModel(DRAFTS["qwen2"], rows=2)) is None
-    drafter = ModelDrafter(draft, Fixed(3), penalised.sampler, penalised.random)
-    found = Decoded()
-    finished(decode(target, drafter, [1, 2, 3], 12, penalised, found))
-    host = Decoded()
-    rules = replace(penalised, random=random.Random(1).random)
-    drafter = ModelDrafter(TorchModel(DRAFTS["qwen2"]), Fixed(3), rules.sampler, rules.random)
-    finished(decode(TorchModel(MODELS["qwen2"]), drafter, [1, 2, 3], 12, rules, host))
-    assert summary(found) == summary(host)
+    texts = []
+    for models in ((target, draft), (TorchModel(MODELS["qwen2"]), TorchModel(DRAFTS["qwen2"]))):
+        rules = replace(penalised, random=random.Random(1).random)
+        drafter = ModelDrafter(models[1], Fixed(3), rules.sampler, rules.random)
+        texts.append(summary(decode_text(models[0], drafter, [1, 2, 3], 12, rules)))
+    assert texts[0] == texts[1]
     with pytest.raises(ValueError, match="tokens so far"):
         penalised.sampler.unchecked(torch.zeros(1, 3))
 

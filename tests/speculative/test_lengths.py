@@ -8,12 +8,9 @@ import random
 from collections.abc import Iterator, Sequence
 
 import pytest
-from table_model import TableModel
 
-from distill.sampler import Sampler
 from distill.speculative.calibration import Calibration
 from distill.speculative.costs.curve import StepCosts
-from distill.speculative.draft import ModelDrafter
 from distill.speculative.expected_value import ExpectedValue
 from distill.speculative.lengths import (
     AcceptedRatio,
@@ -25,7 +22,6 @@ from distill.speculative.lengths import (
     StartContinue,
 )
 from distill.speculative.proposal import Features
-from distill.speculative.verify import refusal
 
 GLM = (1, 1.027, 0.712, 0.544, 0.459, 0.389, 0.347, 0.315, 0.281, 0.256, 0.233, 0.214, 0.199, 0.186, 0.178, 0.166)
 GLM_SECONDS = tuple(m * cost for m, cost in enumerate(GLM, start=1))
@@ -70,7 +66,7 @@ def test_start_and_continue() -> None:
 
 
 def test_accepted_ratio_needs_more_for_longer_drafts() -> None:
-    rule = AcceptedRatio(length=4, base=0.2, rise=0.1, keep=0.5, most=6)
+    rule = AcceptedRatio(length=4, base=0.2, rise=0.1, keep=0.5, longest=6)
     tell(rule, 4, 3)  # .75 ≥ .6
     assert rule.limit() == 5
     tell(rule, 5, 3)  # (1.5 + 3) / (2 + 5) = .643 < .7
@@ -130,7 +126,7 @@ def test_drafting_stops_only_where_perfect_luck_would_not_pay(seed: int) -> None
     draw = random.Random(1000 + seed)
     costs = random_costs(draw, 9, 0.08)
     tops = [0.2 + 0.79 * draw.random() for _ in range(9)]
-    rule = ExpectedValue(costs, most=9, hope=1.0)
+    rule = ExpectedValue(costs, longest=9, optimism=1.0)
     stopped = draft(rule, tops)
     for n in range(10):  # before the first position where it stopped, perfect luck pays; there, it does not
         known = values(costs, tops[:n], rule.rate, sunk=True)
@@ -235,7 +231,7 @@ def test_rested_tokens_count_as_rounds_of_one() -> None:
 
 def test_overhead_and_the_two_token_step_are_weighed_before_drafting() -> None:
     def starts(draft_two: float, overhead: float, whole: bool) -> bool:
-        rule = ExpectedValue(StepCosts((1.0, 1.5), 0.2, draft_two, overhead), hope=1.0, memory=1e9)
+        rule = ExpectedValue(StepCosts((1.0, 1.5), 0.2, draft_two, overhead), optimism=1.0, memory=1e9)
         tell(rule, 1, 1 if whole else 0, 2.0 if whole else 1.0)  # leaves λ at 1
         assert rule.rate == pytest.approx(1.0)
         return rule.step_on(0)
@@ -261,31 +257,3 @@ def test_calibration_is_used() -> None:
         rule = ExpectedValue(StepCosts((1.0, 1.05, 1.1, 1.15), 0.0, 0.0), Calibration(bias))
         rule.limit()
         assert rule.go_on(0, look(0.8)) == drafts
-
-
-# ── which pairs are lossless ──
-
-LOSSLESS = [
-    Fixed(3),
-    ProbabilityFloor(3, 0.5),
-    StartContinue(3, 0.5, 0.5),
-    AcceptedRatio(),
-    BetaFilter(3),
-    ExpectedValue(StepCosts((1.0, 1.0), 0.0, 0.0)),
-]
-ANTICIPATING = [LossyProbabilityFloor(3, 0.5)]
-
-
-@pytest.mark.parametrize("verifier", ["greedy", "match", "token", "block"])
-def test_refusals(verifier: str) -> None:
-    """Of the drafter that runs the rule; test_rounds.py shows by enumeration that these are the right ones."""
-    for rule, sampler in itertools.product([*LOSSLESS, *ANTICIPATING], [Sampler(0.0), Sampler(0.8)]):
-        for argmax in (False, True):
-            drafter = ModelDrafter(TableModel(3), rule, sampler, random.random, argmax)
-            reason = refusal(verifier, drafter.kind, sampler.temperature, drafter.tree)
-            if verifier == "greedy" and sampler.temperature:
-                assert reason is not None and "temperature 0.8" in reason
-            elif rule in ANTICIPATING and sampler.temperature and not argmax and verifier in ("token", "block"):
-                assert reason is not None and "dropped after the draw" in reason
-            else:
-                assert reason is None

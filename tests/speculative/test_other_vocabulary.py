@@ -4,8 +4,7 @@ same."""
 from __future__ import annotations
 
 import random
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from table_model import TableModel
-from test_speculative import exact_distribution, p_value, text
+from test_exact_decoding import EXACT, SEEN, Seen, decoded
 from test_vocabulary import loaded, save, sentencepiece
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from toys import blurred, random_prompts, toy
@@ -22,9 +21,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from distill.errors import DataError, PairError
 from distill.models.torch_model import TorchModel
 from distill.sampler import Sampler
-from distill.speculative.decode import Decoded, decode_text, plain
+from distill.speculative.decode import decode_text, plain
 from distill.speculative.draft import Drafter, FirstThen, ModelDrafter
-from distill.speculative.lengths import AcceptedRatio, Fixed, LengthRule, LossyProbabilityFloor, ProbabilityFloor
+from distill.speculative.lengths import Fixed, LengthRule, LossyProbabilityFloor, ProbabilityFloor
 from distill.speculative.lookup import LookupDrafter
 from distill.speculative.other_vocabulary.drafters import IntersectionDrafter, Reader, StringMatchDrafter
 from distill.speculative.other_vocabulary.translation import (
@@ -35,7 +34,7 @@ from distill.speculative.other_vocabulary.translation import (
 )
 from distill.speculative.proposal import Features, Proposal
 from distill.speculative.rules import Rules
-from distill.speculative.verify import CHAINS, refusal
+from distill.speculative.verify import Random
 from distill.surgery.vocabulary.transplant import transplant
 from distill.vocabulary import Vocabulary
 from distill.vocabulary.byte_map import BYTE_MAP
@@ -43,8 +42,7 @@ from distill.vocabulary.encoding import Encoder
 
 torch.set_num_threads(1)
 ROOT = Path(__file__).resolve().parents[2]
-KINDS = {"intersection": IntersectionDrafter, "string": StringMatchDrafter}
-SAMPLES = 900
+KINDS = ("intersection", "string")
 PROSE = "def naïve(x):\n    return x + 1  # 日本語 🙂\n\n\nclass Über:\n\tdone = 'a  b'\n"
 
 
@@ -106,16 +104,16 @@ def drafter_for(
     kind: str,
     model: Any,
     pair: tuple[Vocabulary, Vocabulary],
-    rule: LengthRule,
+    length: int,
     sampler: Sampler,
-    seed: int = 0,
+    draws: Random = random.random,
     argmax: bool = False,
+    rows: int | None = None,
 ) -> Any:
-    return KINDS[kind](Reader(model, *pair), rule, sampler, random.Random(seed).random, argmax)
-
-
-def run(target: Any, drafter: Drafter, prompt: Sequence[int], limit: int, rules: Rules) -> Decoded:
-    return decode_text(target, drafter, prompt, limit, rules)
+    reader = Reader(model, *pair, rows)
+    if kind == "string":
+        return StringMatchDrafter(reader, length, sampler, draws, argmax)
+    return IntersectionDrafter(reader, Fixed(length), sampler, draws, argmax)
 
 
 # What is shared, and what the draft reads.
@@ -243,15 +241,14 @@ def test_greedy_text_is_the_targets(kind: str, pair: tuple[str, str], tmp_path: 
     both = MAKERS[pair[0]](tmp_path / "ours"), MAKERS[pair[1]](tmp_path / "theirs")
     target, draft = model_for(both[0], 1), model_for(both[1], 2)
     texts = [Encoder(both[0]).text(given) for given in (PROSE.encode()[:31], b"ab re", "日é".encode()[:-1])]
-    drafters: list[Any] = [
-        drafter_for(kind, draft, both, rule, Sampler(0))
-        for rule in (Fixed(3), ProbabilityFloor(5, 0.1), AcceptedRatio(2))
-    ]
+    drafters: list[Any] = [drafter_for(kind, draft, both, length, Sampler(0)) for length in (3, 5, 2)]
+    if kind == "intersection":
+        drafters[1].rule = ProbabilityFloor(5, 0.1)
     drafters[2] = FirstThen(LookupDrafter(), drafters[2])
     drafted = 0
     for prompt, drafter in zip([*texts, *random_prompts(3, both[0].size, 3)], drafters * 2, strict=True):
         wanted = plain(target, prompt, 24).tokens
-        result = run(target, drafter, prompt, 24, Rules())
+        result = decode_text(target, drafter, prompt, 24, Rules())
         assert result.tokens == wanted
         drafted += sum(round.drafted for round in result.rounds)
     assert drafted > 20
@@ -269,10 +266,10 @@ def test_a_transplanted_copy_is_mostly_accepted(pair: tuple[str, str], tmp_path:
     target, draft = TorchModel(AutoModelForCausalLM.from_pretrained(tmp_path / "target")), TorchModel(model)
     found = dict.fromkeys(KINDS, (0, 0))
     for kind in KINDS:
-        drafter = drafter_for(kind, draft, (ours, theirs), Fixed(4), Sampler(0))
+        drafter = drafter_for(kind, draft, (ours, theirs), 4, Sampler(0))
         for start in (b"a", b"re", b" b", b"x", b"7", b"."):
             prompt = Encoder(ours).text(b"ab re" + start)
-            result = run(target, drafter, prompt, 12, Rules())
+            result = decode_text(target, drafter, prompt, 12, Rules())
             assert result.tokens == plain(target, prompt, 12).tokens
             drafted, accepted = (sum(getattr(r, name) for r in result.rounds) for name in ("drafted", "accepted"))
             found[kind] = found[kind][0] + drafted, found[kind][1] + accepted
@@ -290,10 +287,10 @@ def test_every_byte_its_own_token_accepts_all(tmp_path: Path) -> None:
     both = ours, theirs
     for verifier, sampler in (("greedy", Sampler(0)), ("token", Sampler(1.0)), ("block", Sampler(0.8, top_k=20))):
         rules = Rules(sampler, verifier, random=random.Random(1).random)
-        result = run(target, drafter_for("intersection", other, both, Fixed(4), sampler), [5, 65], 60, rules)
+        result = decode_text(target, drafter_for("intersection", other, both, 4, sampler), [5, 65], 60, rules)
         drafted, accepted = (sum(getattr(r, name) for r in result.rounds) for name in ("drafted", "accepted"))
         assert accepted >= drafted - (0 if verifier == "greedy" else 1) and drafted >= 40  # rounding may refuse one
-    result = run(target, drafter_for("string", other, both, Fixed(4), Sampler(0)), [5, 65], 60, Rules())
+    result = decode_text(target, drafter_for("string", other, both, 4, Sampler(0)), [5, 65], 60, Rules())
     # Characters that a draft leaves unfinished are not proposed; what is, is right.
     assert sum(r.accepted for r in result.rounds) == sum(r.drafted for r in result.rounds) > 0
 
@@ -324,7 +321,7 @@ def test_the_same_vocabulary_drafts_as_ever(
                 if mine
                 else ModelDrafter(draft, rule, sampler, draws, argmax)
             )
-            result = run(target, drafter, prompt, 24, Rules(sampler, verifier, random=draws))
+            result = decode_text(target, drafter, prompt, 24, Rules(sampler, verifier, random=draws))
             found.append((result.tokens, result.from_draft, [(r.depth, r.drafted, r.accepted) for r in result.rounds]))
         assert found[0] == found[1]
         accepted |= any(found[0][1])
@@ -334,28 +331,27 @@ def test_the_same_vocabulary_drafts_as_ever(
 # The distribution.
 
 TARGET, DRAFT = ["a", "b", "c", "ab"], ["b", "d", "a", "ba"]  # two shared; ab and ba are text of both
-SAMPLED = [
-    pytest.param("intersection", "token", Sampler(0.9), False, marks=pytest.mark.slow),
+EXACTLY = [
+    ("intersection", "token", Sampler(0.9), False),
     ("intersection", "block", Sampler(1.2, top_k=3, top_p=0.9), False),
-    pytest.param("intersection", "match", Sampler(1.0, repetition_penalty=1.5), True, marks=pytest.mark.slow),
-    pytest.param("string", "match", Sampler(0.9), False, marks=pytest.mark.slow),
-    ("string", "token", Sampler(1.2, top_k=3, top_p=0.9), False),
-    pytest.param("string", "block", Sampler(1.0), False, marks=pytest.mark.slow),
+    ("intersection", "match", Sampler(1.0, repetition_penalty=1.5), True),
+    ("string", "match", Sampler(0.9, top_k=2), False),
+    ("string", "token", Sampler(1.2, top_k=3, top_p=0.9), True),
+    ("string", "block", Sampler(1.0, top_k=2), False),
 ]
 
 
-@pytest.mark.parametrize(("kind", "verifier", "sampler", "argmax"), SAMPLED)
-def test_samples_follow_the_distribution(
+@pytest.mark.parametrize(("kind", "verifier", "sampler", "argmax"), EXACTLY)
+def test_two_rounds_follow_the_distribution(
     kind: str, verifier: str, sampler: Sampler, argmax: bool, tmp_path: Path
 ) -> None:
-    both = letters(tmp_path / "ours", TARGET), letters(tmp_path / "theirs", DRAFT)
-    target, draws = TableModel(4, 31, sharpness=1.0), random.Random(f"{kind}/{verifier}")
-    drafter = KINDS[kind](Reader(TableModel(4, 32, sharpness=1.0), *both), Fixed(3), sampler, draws.random, argmax)
-    rules = Rules(sampler, verifier, random=draws.random)
-    results = [run(target, drafter, [1, 2], 4, rules) for _ in range(SAMPLES)]
-    counts = Counter(tuple(result.tokens) for result in results)
-    assert sum(sum(result.from_draft) for result in results) > 0.1 * SAMPLES
-    assert p_value(counts, exact_distribution(target, sampler, 4)) > 1e-3 / len(SAMPLED)
+    both, seen = (letters(tmp_path / "ours", TARGET), letters(tmp_path / "theirs", DRAFT)), Seen()
+
+    def make(draft: TableModel, sampler: Sampler, draws: Random) -> Drafter:
+        return drafter_for(kind, draft, both, 2, sampler, draws, argmax)
+
+    assert decoded(4, make, verifier, sampler, 1, seen) < EXACT
+    assert seen.drafted and seen.accepted
 
 
 def test_a_distribution_that_was_not_drafted_from_is_seen(tmp_path: Path) -> None:
@@ -368,29 +364,10 @@ def test_a_distribution_that_was_not_drafted_from_is_seen(tmp_path: Path) -> Non
             distributions = None if found.distributions is None else 0.3 * found.distributions
             return Proposal.chain(found.tokens, distributions, found.features)
 
-    target, draws = TableModel(4, 11), random.Random(3).random
-    drafter = Unrestricted(Reader(TableModel(4, 12), *both), Fixed(3), Sampler(1.0), draws)
-    counts = Counter(text(target, drafter, Rules(Sampler(1.0), "token", random=draws), 3) for _ in range(SAMPLES))
-    assert p_value(counts, exact_distribution(target, Sampler(1.0), 3)) < 1e-6
+    def make(draft: TableModel, sampler: Sampler, draws: Random) -> Drafter:
+        return Unrestricted(Reader(draft, *both), Fixed(2), sampler, draws)
 
-
-def chains(drafter: Any, context: Sequence[int], given: tuple[float, ...] = ()) -> Iterator[tuple[float, Proposal]]:
-    """Every proposal after a context with its chance, by choosing the numbers that are drawn."""
-    numbers = iter(given)
-    drafter.random = lambda: next(numbers, 0.0)
-    drafter.begin(context)
-    found = drafter.propose(context, 2, ())
-    if len(given) == len(found.tokens):
-        chance = 1.0
-        for token, distribution in zip(
-            found.tokens, [] if found.distributions is None else found.distributions, strict=True
-        ):
-            chance *= float(distribution[token])
-        yield chance, found
-        return
-    distribution = found.distributions[len(given)]
-    for token in torch.nonzero(distribution).flatten().tolist():
-        yield from chains(drafter, context, (*given, float(distribution[:token].sum() + distribution[token] / 2)))
+    assert decoded(4, make, "token", Sampler(1.0)) > SEEN
 
 
 def test_a_new_text_forgets_the_one_before(tmp_path: Path) -> None:
@@ -406,39 +383,11 @@ def test_a_new_text_forgets_the_one_before(tmp_path: Path) -> None:
     assert used.propose([0, 1, 1], 2, []) == fresh.propose([0, 1, 1], 2, [])
 
 
-@pytest.mark.parametrize("verifier", ["token", "block", "match"])
-def test_two_tokens_follow_the_distribution_exactly(verifier: str, tmp_path: Path) -> None:
-    both = letters(tmp_path / "ours", TARGET), letters(tmp_path / "theirs", DRAFT)
-    target, sampler = TableModel(4, 21), Sampler(0.8, top_p=0.95)
-    drafter = IntersectionDrafter(Reader(TableModel(4, 22), *both), Fixed(2), sampler, random.random)
-    for context in ([0, 1], [3, 2], [0]):
-
-        def distribution(history: list[int]) -> torch.Tensor:
-            target.rollback([0])
-            return sampler.probabilities(target.extend(history, want=[len(history) - 1]).full())[0]
-
-        next_distributions = torch.stack([distribution([*context, token]) for token in range(4)])
-        wanted = distribution(context)[:, None] * next_distributions
-        found, total = torch.zeros(4, 4, dtype=torch.float64), 0.0
-        for chance, proposal in chains(drafter, context):
-            total += chance
-            histories = [[*context, *proposal.tokens[:i]] for i in range(3)]
-            p = torch.stack([distribution(history) for history in histories])
-            assert proposal.distributions is not None
-            verdict = CHAINS[verifier](p, proposal.distributions.to(p), torch.tensor(proposal.tokens))
-            counts, first = verdict.counts(), proposal.tokens[0]
-            found += chance * counts[0] * verdict.residual(0)[:, None] * next_distributions
-            found[first] += chance * counts[1] * verdict.residual(1)
-            found[first, proposal.tokens[1]] += chance * counts[2]
-        assert total == pytest.approx(1, abs=1e-12)
-        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
-
-
 @pytest.mark.parametrize("sampler", [Sampler(1.0), Sampler(0.7, top_k=9), Sampler(1.3, 0, 0.8, 0.05, 1.4)])
 def test_distributions_are_those_of_shared_tokens(sampler: Sampler, tmp_path: Path) -> None:
     both = merged(tmp_path / "ours"), spaces(tmp_path / "theirs")
     model = model_for(both[1], 2)
-    drafter = drafter_for("intersection", model, both, Fixed(4), sampler)
+    drafter = drafter_for("intersection", model, both, 4, sampler)
     common = shared_tokens(*both)
     outside = torch.tensor([number not in common for number in range(both[0].size)])
     context = Encoder(both[0]).text(b"ab re a")
@@ -471,7 +420,7 @@ def test_the_cache_holds_the_text(kind: str, pair: tuple[str, str], tmp_path: Pa
     """
     both = MAKERS[pair[0]](tmp_path / "ours"), MAKERS[pair[1]](tmp_path / "theirs")
     draft, fresh = model_for(both[1], 2), model_for(both[1], 2)
-    drafter = drafter_for(kind, draft, both, Fixed(3), Sampler(0))
+    drafter = drafter_for(kind, draft, both, 3, Sampler(0))
     append, rewritten = drafter.reader.append, 0
 
     def spied(own: list[int]) -> Any:
@@ -504,8 +453,7 @@ def test_the_cache_holds_the_text(kind: str, pair: tuple[str, str], tmp_path: Pa
 # Rules, limits and ends.
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_rules_say_how_much_and_learn_from_it(kind: str, tmp_path: Path) -> None:
+def test_rules_say_how_much_and_learn_from_it(tmp_path: Path) -> None:
     both = merged(tmp_path / "ours"), shuffled(tmp_path / "theirs")
     told: list[tuple[int, int, int]] = []
 
@@ -522,23 +470,18 @@ def test_rules_say_how_much_and_learn_from_it(kind: str, tmp_path: Path) -> None
     hugging_face = toy(vocabulary=both[0].size, seed=1)
     hugging_face.save_pretrained(both[0].folder)
     transplant(both[0].folder, both[1].folder, tmp_path / "draft")
-    other = TorchModel(AutoModelForCausalLM.from_pretrained(tmp_path / "draft"))
-    rule = Noted(9, 0.05)
-    drafter = drafter_for(kind, other, both, rule, Sampler(0))
-    result = run(TorchModel(hugging_face), drafter, Encoder(both[0]).text(b"re ab"), 30, Rules())
-    assert len(told) == len(result.rounds) and rule.steps >= len(told)
+    reader = Reader(TorchModel(AutoModelForCausalLM.from_pretrained(tmp_path / "draft")), *both)
+    prompt, rule = Encoder(both[0]).text(b"re ab"), Noted(9, 0.05)
+    drafter = IntersectionDrafter(reader, rule, Sampler(0), random.random)
+    result = decode_text(TorchModel(hugging_face), drafter, prompt, 30, Rules())
+    assert rule.steps >= len(told) and any(accepted for _, accepted, _ in told)
     assert all(accepted <= drafted == features <= 3 for drafted, accepted, features in told)
-    assert any(accepted for _, accepted, _ in told)
-    if kind == "intersection":
-        assert [entry[:2] for entry in told] == [(r.drafted, r.accepted) for r in result.rounds]
+    assert [entry[:2] for entry in told] == [(r.drafted, r.accepted) for r in result.rounds]
     # Without chance, a rule may drop what was drafted.
     for least in (0.0, 1.1):
-        drafter = drafter_for(kind, other, both, LossyProbabilityFloor(2, least), Sampler(0))
-        assert bool(drafter.propose(Encoder(both[0]).text(b"re ab"), 9, ()).tokens) == (least < 1)
-    other_kind = drafter_for(kind, other, both, LossyProbabilityFloor(4, 0.2), Sampler(1.0))
-    assert other_kind.kind == ("cut" if kind == "intersection" else "deterministic")
-    assert (refusal("token", other_kind.kind, 1.0) is not None) == (kind == "intersection")
-    assert refusal("match", other_kind.kind, 1.0) is None
+        drafter = IntersectionDrafter(reader, LossyProbabilityFloor(2, least), Sampler(0), random.random)
+        assert bool(drafter.propose(prompt, 9, ()).tokens) == (least < 1)
+    assert IntersectionDrafter(reader, LossyProbabilityFloor(4, 0.2), Sampler(1.0), random.random).kind == "cut"
 
 
 class Speaker(TableModel):
@@ -561,29 +504,26 @@ def test_a_text_is_proposed_in_the_targets_tokens(tmp_path: Path) -> None:
 
     def proposed(context: list[int], said: list[int], length: int, ends: Sequence[int] = (), limit: int = 9) -> Any:
         start = len(Translator(ours, theirs).ids(context) or [])
-        drafter = drafter_for("string", Speaker(said, 258, start), (ours, theirs), Fixed(length), Sampler(0))
+        drafter = drafter_for("string", Speaker(said, 258, start), (ours, theirs), length, Sampler(0))
         drafter.begin(context)
-        found = drafter.propose(context, limit, ends).tokens
-        drafted = drafter._covered(found)
-        drafter.accepted(Proposal.chain(found), len(found), 0, 0.1)
-        return found, drafted
+        return drafter.propose(context, limit, ends).tokens
 
     spell, stop = Encoder(theirs).text, theirs.index["<stop>"]
-    assert proposed(write(b"x"), spell(b" abre"), 5) == (words[:2], 5)
-    assert proposed(write(b"x"), spell(b" abre"), 4) == ([words[0], ours.index["r"]], 4)
+    assert proposed(write(b"x"), spell(b" abre"), 5) == words[:2]
+    assert proposed(write(b"x"), spell(b" abre"), 4) == [words[0], ours.index["r"]]
     # The context ends inside a token that both together would be: its rest is written alone.
-    assert proposed(write(b"x a"), spell(b"bre"), 3) == ([ours.index["b"], words[1]], 3)
-    assert proposed([ours.index["Ġ"]], spell(b"ab ab"), 5) == ([ours.index["ab"], words[0]], 5)
+    assert proposed(write(b"x a"), spell(b"bre"), 3) == [ours.index["b"], words[1]]
+    assert proposed([ours.index["Ġ"]], spell(b"ab ab"), 5) == [ours.index["ab"], words[0]]
     # Characters are proposed whole; what they lack may come from before.
-    assert proposed(write(b"x"), spell("a日".encode()), 3) == ([ours.index["a"]], 1)
-    assert proposed(write(b"x\xe6\x97"), spell(b"\xa5re"), 3) == ([ours.index["¥"], words[1]], 3)
+    assert proposed(write(b"x"), spell("a日".encode()), 3) == [ours.index["a"]]
+    assert proposed(write(b"x\xe6\x97"), spell(b"\xa5re"), 3) == [ours.index["¥"], words[1]]
     # Ends by role, and no further; named tokens that the target lacks end a draft before them.
-    assert proposed(write(b"x"), [*spell(b" ab"), stop, *spell(b"re")], 6, (words[2],)) == ([words[0], words[2]], 4)
-    assert proposed(write(b"x"), spell(b" ab ab ab"), 9, (words[0],)) == ([words[0]], 3)
+    assert proposed(write(b"x"), [*spell(b" ab"), stop, *spell(b"re")], 6, (words[2],)) == [words[0], words[2]]
+    assert proposed(write(b"x"), spell(b" ab ab ab"), 9, (words[0],)) == [words[0]]
     # No more own steps than the limit.
-    assert proposed(write(b"x"), spell(b" ab ab ab"), 9, (), 2)[0] == [ours.index["Ġa"]]
+    assert proposed(write(b"x"), spell(b" ab ab ab"), 9, (), 2) == [ours.index["Ġa"]]
     lone = single_bytes(tmp_path / "lone", stop=None)
-    drafter = drafter_for("string", Speaker([256, 0], 257, 1), (ours, lone), Fixed(3), Sampler(0))
+    drafter = drafter_for("string", Speaker([256, 0], 257, 1), (ours, lone), 3, Sampler(0))
     assert drafter.propose(write(b"x"), 9, ()).tokens == []
 
 
@@ -594,14 +534,14 @@ def test_contexts_that_do_not_fit(kind: str, tmp_path: Path) -> None:
     target = model_for(both[0], 1)
     small = model_for(both[1], 2, max_position_embeddings=24)
     prompt = Encoder(both[0]).text(b"ab ab re re")
-    result = run(target, drafter_for(kind, small, both, Fixed(4), Sampler(0)), prompt, 40, Rules())
+    result = decode_text(target, drafter_for(kind, small, both, 4, Sampler(0)), prompt, 40, Rules())
     assert result.tokens == plain(target, prompt, 40).tokens
     assert result.rounds[0].drafted > 0 == result.rounds[-1].drafted
-    assert run(target, drafter_for(kind, small, both, Fixed(4), Sampler(0)), prompt * 5, 9, Rules()).tokens == (
+    assert decode_text(target, drafter_for(kind, small, both, 4, Sampler(0)), prompt * 5, 9, Rules()).tokens == (
         plain(target, prompt * 5, 9).tokens
     )
     poor = letters(tmp_path / "poor", ["a", "b", "ab"])
-    drafter = drafter_for(kind, TableModel(3, 1), (both[0], poor), Fixed(3), Sampler(0))
+    drafter = drafter_for(kind, TableModel(3, 1), (both[0], poor), 3, Sampler(0))
     drafter.begin(Encoder(both[0]).text(b"a\xc3"))
     assert drafter.propose(Encoder(both[0]).text(b"a\xc3"), 4, ()).tokens == []
     assert drafter.propose(Encoder(both[0]).text("aéb".encode()), 4, ()).tokens != []
@@ -626,12 +566,11 @@ def test_rows_are_not_those_of_the_tokenizer(
     rows = both[0].size + more
     target = TorchModel(toy(vocabulary=rows, seed=1))
     draws = random.Random(3).random
-    reader = Reader(model_for(both[1], 2), *both, rows)
-    drafter = KINDS[kind](reader, Fixed(4), sampler, draws)
+    drafter = drafter_for(kind, model_for(both[1], 2), both, 4, sampler, draws, rows=rows)
     prompt = [*Encoder(both[0]).text(b"ab ab re re"), *[rows - 1] * (more > 0)]
     prompt = [token for token in prompt if token < rows]
     verifier = "token" if sampler.temperature else "greedy"
-    result = run(target, drafter, prompt, 40, Rules(sampler, verifier, random=draws))
+    result = decode_text(target, drafter, prompt, 40, Rules(sampler, verifier, random=draws))
     assert len(result.tokens) == 40 and max(result.tokens) < rows
     assert sum(r.drafted for r in result.rounds) > 0
     if not sampler.temperature:
@@ -641,10 +580,10 @@ def test_rows_are_not_those_of_the_tokenizer(
 def test_pairs_that_cannot_be(tmp_path: Path) -> None:
     ours, theirs = letters(tmp_path / "ours", ["a", "b"]), letters(tmp_path / "theirs", ["c", "d"])
     with pytest.raises(PairError, match="share no token"):
-        drafter_for("intersection", TableModel(2), (ours, theirs), Fixed(2), Sampler(0))
+        drafter_for("intersection", TableModel(2), (ours, theirs), 2, Sampler(0))
     with pytest.raises(PairError, match="2 tokens, the draft 1 rows"):
-        drafter_for("string", TableModel(1), (ours, theirs), Fixed(2), Sampler(0))
-    drafter = drafter_for("intersection", TableModel(2), (ours, ours), Fixed(2), Sampler(0))
+        drafter_for("string", TableModel(1), (ours, theirs), 2, Sampler(0))
+    drafter = drafter_for("intersection", TableModel(2), (ours, ours), 2, Sampler(0))
     for arguments in ({"parents": [-1]}, {"want": [5]}, {}):
         with pytest.raises(ValueError, match="chains"):
             drafter.shared_model.extend([0], **arguments)
@@ -660,11 +599,11 @@ def test_the_demo_pair(kind: str) -> None:
     target, draft = (TorchModel(load(folder, dtype=torch.float32)) for folder in folders)
     both = Vocabulary.read(folders[0]), Vocabulary.read(folders[1])
     tokenizer = AutoTokenizer.from_pretrained(folders[0])
-    drafter = drafter_for(kind, draft, both, Fixed(4), Sampler(0))
+    drafter = drafter_for(kind, draft, both, 4, Sampler(0))
     accepted = drafted = 0
     for prompt in ("import os\n\ndef read(path):\n", "class Parser:\n    def __init__(self", '"""Naïve ✓ tests."""\n'):
         ids = tokenizer(prompt)["input_ids"]
-        result = run(target, drafter, ids, 24, Rules())
+        result = decode_text(target, drafter, ids, 24, Rules())
         assert result.tokens == plain(target, ids, 24).tokens
         accepted += sum(r.accepted for r in result.rounds)
         drafted += sum(r.drafted for r in result.rounds)

@@ -12,18 +12,20 @@ import pytest
 import torch
 from scipy.optimize import isotonic_regression
 from table_model import TableModel
+from test_batch import summary
 
 from distill.benchmark.compare import TimedText, time_texts, totals
 from distill.benchmark.predictions import Predictions
 from distill.benchmark.prepared import Prepared
 from distill.benchmark.watch import Watch
 from distill.errors import DataError
+from distill.models.base import AroundModel
 from distill.recipe import Configuration
 from distill.recipe.configuration import PLAIN
 from distill.speculative.costs.cheapest import CheapestSteps, cheapest_sizes
 from distill.speculative.costs.curve import accepted_by_position, shorter_rounds
 from distill.speculative.costs.paid import PaidMeter, measure_paid, prompts_as_long, rising
-from distill.speculative.decode import Decoded, decode, decode_text, plain
+from distill.speculative.decode import decode_text, plain, speculative
 from distill.speculative.draft import ModelDrafter
 from distill.speculative.expected_value import ExpectedValue
 from distill.speculative.lengths import Fixed, LengthRule
@@ -32,39 +34,24 @@ from distill.speculative.rules import GREEDY, SYNTHETIC, Rules
 MODULES = ("costs.paid", "decode", "draft")
 
 
-class Clocked:
+class Clocked(AroundModel):
     """A model whose step of m tokens takes `first` + `more`·(m − 1) seconds of the clock, and `deeper` for each token
     that is cached."""
 
-    rows = 1
     max_leaves = 0
+    capacity = 0
     deeper = 0.0
 
     def __init__(self, model: TableModel, clock: list[float], first: float, more: float) -> None:
-        self._model, self._clock, self._first, self._more = model, clock, first, more
+        super().__init__(model)
+        self._clock, self._first, self._more = clock, first, more
         self.steps: list[int] = []
-        self.vocabulary_size, self.capacity = model.vocabulary_size, model.capacity
-
-    @property
-    def lengths(self) -> list[int]:
-        return self._model.lengths
+        self.capacity = model.capacity
 
     def extend(self, tokens: Sequence[int], *rest: Any, **named: Any) -> Any:
         self._clock[0] += self._first + self._more * (len(tokens) - 1) + self.deeper * self.lengths[0]
         self.steps.append(len(tokens))
-        return self._model.extend(tokens, *rest, **named)
-
-    def rollback(self, lengths: Sequence[int]) -> None:
-        self._model.rollback(lengths)
-
-    def keep(self, paths: Sequence[Sequence[int]]) -> None:
-        self._model.keep(paths)
-
-    def reset(self) -> None:
-        self._model.reset()
-
-    def close(self) -> None:
-        self._model.close()
+        return self.model.extend(tokens, *rest, **named)
 
 
 @pytest.fixture
@@ -99,7 +86,7 @@ class Building(Clocked):
 
 def test_a_round_like_the_last_one_is_cheaper(pair: tuple[Any, Any]) -> None:
     plainly, draft = pair
-    target = Building(plainly._model, plainly._clock, 10.0, 1.5)
+    target = Building(plainly.model, plainly._clock, 10.0, 1.5)
     meter = PaidMeter(target, draft, [[1, 2, 3, 4, 5], [6, 5, 4, 3, 2]], [1, 2, 4], (False,))
     meter.until(6)
     paid = meter.costs()
@@ -117,8 +104,8 @@ def test_the_prediction_is_what_a_request_takes(pair: tuple[Any, Any], length: i
     """Also where steps of another size than the last one cost more: of length 1, a draft may take two every time."""
     target, draft = pair
     if building:
-        target = Building(target._model, target._clock, 10.0, 1.5)
-        draft = Building(draft._model, draft._clock, 2.0, 0.25)
+        target = Building(target.model, target._clock, 10.0, 1.5)
+        draft = Building(draft.model, draft._clock, 2.0, 0.25)
     meter = PaidMeter(
         target, draft, [[1, 2, 3, 4, 5], [6, 5, 4, 3, 2]], [length], (False,) if building else (False, True)
     )
@@ -126,11 +113,7 @@ def test_the_prediction_is_what_a_request_takes(pair: tuple[Any, Any], length: i
     paid = meter.costs()
     assert paid.settled or not building
     prompt, new = [2, 4, 6, 1, 3, 5], 300
-    alone, result = plain(target, prompt, new), Decoded()
-    for _ in decode(
-        target, ModelDrafter(draft, Fixed(length), Rules().sampler, Rules().random), prompt, new, Rules(), result
-    ):
-        pass
+    alone, result = plain(target, prompt, new), speculative(target, draft, prompt, new, length)
     measured = (alone.prefill_seconds + alone.seconds) / (result.prefill_seconds + result.seconds)
     rounds = [one for one in result.rounds if one.drafted == length]
     reached = [[one for one in rounds if one.accepted >= position] for position in range(length + 1)]
@@ -138,6 +121,11 @@ def test_the_prediction_is_what_a_request_takes(pair: tuple[Any, Any], length: i
     # What a round of length 1 costs depends on the two before, of which the prediction knows the last.
     tolerance = 0.04 if building else 0.02
     assert paid.predicted_speedup(length, accepted, len(prompt), new) == pytest.approx(measured, rel=tolerance)
+
+
+def fixed(draft: Any, length: int) -> Prepared:
+    make = lambda: ModelDrafter(draft, Fixed(length), GREEDY, Rules().random)  # noqa: E731
+    return Prepared(Configuration(length=length), Rules(), make, length=length)
 
 
 def accepted_of(texts: Sequence[TimedText], one: Prepared) -> list[float]:
@@ -171,11 +159,11 @@ def test_texts_take_what_is_predicted_between_them(
     predictions = Predictions(*pair, prompts, prompts, 300, prepared)
     texts = time_texts(target, draft, prompts, 300, prepared, "prompts", predictions.text, watch)
     predictions.finish()
-    plainly, fixed = (totals(texts, one.title)[1].sum() for one in prepared[:2])
+    plainly, drafted = (totals(texts, one.title)[1].sum() for one in prepared[:2])
     # Acceptance of the drawn rates is not quite the rates.
     accepted = accepted_of(texts, prepared[1]) if rates is None else [0.75, 0.5, 0.5]
     predicted = predictions.speedup(prepared[1].title, accepted)
-    assert predicted == pytest.approx(plainly / fixed, rel=0.02 if rates is None else 0.1)
+    assert predicted == pytest.approx(plainly / drafted, rel=0.02 if rates is None else 0.1)
     assert [predictions.speedup(prepared[which].title, accepted) for which in (0, 2, 3)] == [None, None, None]
     plain_texts = [text for text in texts if text.title == PLAIN.title]
     assert all(step.depth >= 6 for text in plain_texts for step in text.target)
@@ -198,17 +186,14 @@ def test_costs_are_those_of_the_prompts_depths(pair: tuple[Any, Any], monkeypatc
     pair[0].deeper, pair[1].deeper = 0.01, 0.02
     draws = random.Random(2)
     others, prompts = [[1, 2, 3]], [[draws.randrange(7) for _ in range(length)] for length in (120, 200)]
-    fixed = Prepared(
-        Configuration(length=3), Rules(), lambda: ModelDrafter(pair[1], Fixed(3), GREEDY, Rules().random), length=3
-    )
-    both = [Prepared(PLAIN, Rules(), None), fixed]
+    both = [Prepared(PLAIN, Rules(), None), fixed(pair[1], 3)]
     predictions = Predictions(*pair, prompts, prompts_as_long(others, [120, 200]), 150, both)
     texts = time_texts(*pair, prompts, 150, both, "prompts", predictions.text)
     predictions.finish()
     plainly, drafted = (totals(texts, one.title)[1].sum() for one in both)
     measured = plainly / drafted
-    accepted = accepted_of(texts, fixed)
-    assert predictions.speedup(fixed.title, accepted) == pytest.approx(measured, rel=0.03)
+    accepted = accepted_of(texts, both[1])
+    assert predictions.speedup(both[1].title, accepted) == pytest.approx(measured, rel=0.03)
     shallow = PaidMeter(*pair, others, [3], (False,), 150)
     shallow.until(4)
     assert shallow.costs().predicted_speedup(3, accepted, 160, 150) > 1.08 * measured
@@ -217,13 +202,11 @@ def test_costs_are_those_of_the_prompts_depths(pair: tuple[Any, Any], monkeypatc
 def test_a_pair_without_room_is_not_predicted(pair: tuple[Any, Any]) -> None:
     for model in pair:
         model.capacity = 12
-    fixed = Prepared(
-        Configuration(length=9), Rules(), lambda: ModelDrafter(pair[1], Fixed(9), GREEDY, Rules().random), length=9
-    )
-    predictions = Predictions(*pair, [[1, 2]], [[1, 2]], 8, [fixed])
+    nine = fixed(pair[1], 9)
+    predictions = Predictions(*pair, [[1, 2]], [[1, 2]], 8, [nine])
     predictions.text()
     predictions.finish()
-    assert predictions.speedup(fixed.title, [1.0]) is None
+    assert predictions.speedup(nine.title, [1.0]) is None
     assert predictions.refused is not None and "no room to time rounds of 9" in predictions.refused
 
 
@@ -235,18 +218,12 @@ def test_rounds_of_a_length_are_told_from_longer_ones(seed: int, length: int) ->
     draft = target.near(0.3 + 0.2 * seed, seed=seed + 50)
 
     def rounds(drafted: int) -> list[tuple[int, int]]:
-        result = Decoded()
-        drafter = ModelDrafter(draft, Fixed(drafted), GREEDY, Rules().random)
-        for _ in decode(target, drafter, [1, 2, 3], 200, Rules(), result):
-            pass
-        return [(one.drafted, one.accepted) for one in result.rounds]
+        return [(r.drafted, r.accepted) for r in speculative(target, draft, [1, 2, 3], 200, drafted).rounds]
 
     known, real = shorter_rounds(rounds(8), length), rounds(length)
-    real = real[
-        : next((i for i, one in enumerate(real) if one[0] < length), len(real))
-    ]  # the text's limit cuts the last
-    whole = next((i for i, one in enumerate(known) if one[0] < length), len(known))
-    compared = min(whole, len(real))
+    # The text's limit cuts the last real one.
+    compared, whole = (next((i for i, (n, _) in enumerate(of) if n < length), len(of)) for of in (known, real))
+    real, compared = real[:whole], min(compared, whole)
     assert known[:compared] == real[:compared] and compared > (8 if seed == 0 else 0)
     assert accepted_by_position(known)[0] == pytest.approx(accepted_by_position(real)[0], abs=0.05)
 
@@ -325,7 +302,7 @@ def test_the_cheapest_sizes_by_hand() -> None:
 def test_steps_of_other_sizes_change_no_text(pair: tuple[Any, Any]) -> None:
     """Splits and padding, at random, give the logits of a fresh prefill; the models' lengths stay the same."""
     target, draft = pair
-    jagged = {1: 1.0, 2: 9.0, 3: 9.0, 4: 3.0, 5: 9.0, 6: 9.0, 7: 5.0}
+    jagged = {m: (seconds,) * 3 for m, seconds in enumerate((1.0, 9.0, 9.0, 3.0, 9.0, 9.0, 5.0), start=1)}
     cheap = CheapestSteps(target, jagged)
     assert cheap.padded == {2: 4, 3: 4, 5: 7, 6: 7} and cheap.last_only[2] == (1, 1) and cheap.last_only[5] == (1, 4)
     chance, text = random.Random(0), [3]
@@ -344,21 +321,16 @@ def test_steps_of_other_sizes_change_no_text(pair: tuple[Any, Any]) -> None:
             text = text[:5]
             cheap.rollback([5])
     for length in (1, 2, 4):
-        both, single = Decoded(), Decoded()
-        for models, result in (((cheap, CheapestSteps(draft, jagged)), both), ((target, draft), single)):
-            drafter = ModelDrafter(models[1], Fixed(length), Rules().sampler, Rules().random)
-            for _ in decode(models[0], drafter, [1, 2, 3], 60, Rules(), result):
-                pass
-        assert both.tokens == single.tokens
-        assert [(r.depth, r.drafted, r.accepted) for r in both.rounds] == [
-            (r.depth, r.drafted, r.accepted) for r in single.rounds
-        ]
+        pairs = (cheap, CheapestSteps(draft, jagged)), pair
+        both, single = (summary(speculative(*models, [1, 2, 3], 60, length)) for models in pairs)
+        assert both == single
     full = CheapestSteps(TableModel(7, seed=3, capacity=10), jagged)
     full.extend([1] * 8)
     assert len(full.extend([2, 3])) == 2 and full.lengths == [10]  # no room to pad
     assert "steps of 2 padded to 4" in cheap.describe("target")
-    assert CheapestSteps(target, {1: 1.0, 2: 1.1}).describe("target") == ""
-    lucky = CheapestSteps(target, jagged, {m: 9.0 if m != 7 else 5.0 for m in jagged})  # 4 was fast once, 7 always
+    assert CheapestSteps(target, {1: (1.0,) * 3, 2: (1.1,) * 3}).describe("target") == ""
+    often = {m: (9.0 if m != 7 else 5.0, fastest, 9.0) for m, (_, fastest, _) in jagged.items()}
+    lucky = CheapestSteps(target, often)  # 4 was fast once, 7 always
     assert lucky.padded == {5: 7, 6: 7} and lucky.last_only == {6: (7,)}
 
 

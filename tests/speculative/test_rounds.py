@@ -19,7 +19,7 @@ import pytest
 import torch
 from branches import every
 from table_model import TableModel
-from tables import distance, distributions_after, number, target_distributions
+from tables import accepted_counts, distance, distributions_after, number, target_distributions
 from torch import Tensor
 
 from distill.models.torch_logits import TorchLogits
@@ -32,7 +32,7 @@ from distill.speculative.configured import make_rule
 from distill.speculative.costs.curve import StepCosts
 from distill.speculative.draft import ModelDrafter
 from distill.speculative.expected_value import ExpectedValue
-from distill.speculative.lengths import AcceptedRatio, BetaFilter, LengthRule
+from distill.speculative.lengths import AcceptedRatio, BetaFilter, Fixed, LengthRule
 from distill.speculative.proposal import Proposal
 from distill.speculative.trees.tree import features_of
 from distill.speculative.verify import CHAINS, refusal
@@ -88,20 +88,6 @@ class Quick(TableModel):
         return TorchLogits(self.table[self.place(self._context)].unsqueeze(0))
 
 
-class Remembering(ModelDrafter):
-    """Works out each distribution once."""
-
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self.known: dict[tuple[int, ...], Tensor] = {}
-
-    def _distribution(self, logits: Any, history: Sequence[int]) -> Tensor:
-        key = tuple(history)
-        if key not in self.known:
-            self.known[key] = super()._distribution(logits, history)
-        return self.known[key]
-
-
 Masses = list[Tensor]  # [n + 1][V^(i + 1)]: of a round's outputs of i + 1 tokens
 Ways = list[tuple[float, Proposal, LengthRule]]  # the probability of a proposal, and its rule as it then is
 
@@ -115,7 +101,7 @@ class Rounds:
         model = Quick(vocabulary)
         model.table = near.table
         self.sampler, self.vocabulary = sampler, vocabulary
-        self.drafter = Remembering(model, None, sampler, lambda: 0.0, argmax)
+        self.drafter = ModelDrafter(model, Fixed(3), sampler, lambda: 0.0, argmax)
         self.distributions = target_distributions(self.target, sampler, PROMPT, 7)
         self._ways: dict[tuple[Any, ...], Ways] = {}
         self._masses: dict[tuple[Any, ...], Masses] = {}
@@ -169,7 +155,7 @@ class Rounds:
             numbers = torch.zeros(len(some), length + 1, dtype=torch.long)
             for i in range(length):
                 numbers[:, i + 1] = numbers[:, i] * self.vocabulary + tokens[:, i]
-            found.append((some, numbers, verdict.counts().unsqueeze(-1) * after))
+            found.append((some, numbers, accepted_counts(verdict).unsqueeze(-1) * after))
         return found
 
     def masses(self, verifier: str, context: Sequence[int], rule: LengthRule) -> Masses:

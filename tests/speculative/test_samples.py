@@ -18,16 +18,15 @@ from typing import Any
 import pytest
 import torch
 from table_model import TableModel
-from tables import TableRows
+from tables import TableRows, goodness
 from test_exact_decoding import Dropping, Lying, not_renormalised
 from test_verify import NotRenormalised, turned
-from torch import Tensor
 
 from distill.sampler import Sampler
 from distill.speculative.batch import decode_batch
 from distill.speculative.decode import Decoded, decode
 from distill.speculative.draft import Drafter, FirstThen, ModelDrafter
-from distill.speculative.lengths import Fixed, LossyProbabilityFloor, ProbabilityFloor
+from distill.speculative.lengths import Fixed, LengthRule, LossyProbabilityFloor, ProbabilityFloor
 from distill.speculative.lookup import LookupDrafter
 from distill.speculative.proposal import Proposal
 from distill.speculative.rules import Rules
@@ -43,32 +42,36 @@ TEXT = 250  # tokens of a text, and
 ROOM = 40  # how many more it may have: a tree must fit
 ROWS = 25
 Make = Callable[[TableModel, Sampler, Random], Drafter]
-SHAPE = Shape((-1, -1, -1, 0, 0, 1))
+SHAPE, WIDE = Shape((-1, -1, -1, 0, 0, 1)), Shape((-1, -1, -1))
+
+
+def chain(rule: LengthRule, argmax: bool = False) -> Make:
+    return lambda draft, sampler, draws: ModelDrafter(draft, rule, sampler, draws, argmax)
+
+
+def lookup(length: int, before: Make | None = None) -> Make:
+    if before is None:
+        return lambda *_: LookupDrafter(length)
+    return lambda *given: FirstThen(LookupDrafter(length, 2), before(*given))
+
+
+def tree(nodes: int, kind: type[TreeDrafter] = TreeDrafter, **settings: Any) -> Make:
+    return lambda draft, sampler, draws: kind(draft, sampler, draws, nodes, **settings)
+
+
 KINDS: dict[str, tuple[str, Make]] = {
-    "token": ("token", lambda draft, sampler, draws: ModelDrafter(draft, Fixed(3), sampler, draws)),
-    "token, floor": (
-        "token",
-        lambda draft, sampler, draws: ModelDrafter(draft, ProbabilityFloor(3, 0.15), sampler, draws),
-    ),
-    "block": ("block", lambda draft, sampler, draws: ModelDrafter(draft, Fixed(3), sampler, draws)),
-    "match": ("match", lambda draft, sampler, draws: ModelDrafter(draft, Fixed(2), sampler, draws)),
-    "match, best": ("match", lambda draft, sampler, draws: ModelDrafter(draft, Fixed(2), sampler, draws, True)),
-    "lookup": ("match", lambda draft, sampler, draws: LookupDrafter(3)),
-    "lookup, token": ("token", lambda draft, sampler, draws: LookupDrafter(2)),
-    "lookup, then draft": (
-        "block",
-        lambda draft, sampler, draws: FirstThen(LookupDrafter(2, 2), ModelDrafter(draft, Fixed(2), sampler, draws)),
-    ),
-    "tree of draws": ("token", lambda draft, sampler, draws: TreeDrafter(draft, sampler, draws, 6, shape=SHAPE)),
-    "tree of distinct": (
-        "distinct",
-        lambda draft, sampler, draws: TreeDrafter(draft, sampler, draws, 6, shape=SHAPE, distinct=True),
-    ),
-    "tree of the best": ("match", lambda draft, sampler, draws: TreeDrafter(draft, sampler, draws, 5, branching=3)),
-    "static tree": (
-        "token",
-        lambda draft, sampler, draws: TreeDrafter(draft, sampler, draws, 6, shape=SHAPE, best=True),
-    ),
+    "token": ("token", chain(Fixed(3))),
+    "token, floor": ("token", chain(ProbabilityFloor(3, 0.15))),
+    "block": ("block", chain(Fixed(3))),
+    "match": ("match", chain(Fixed(2))),
+    "match, best": ("match", chain(Fixed(2), True)),
+    "lookup": ("match", lookup(3)),
+    "lookup, token": ("token", lookup(2)),
+    "lookup, then draft": ("block", lookup(2, chain(Fixed(2)))),
+    "tree of draws": ("token", tree(6, shape=SHAPE)),
+    "tree of distinct": ("distinct", tree(6, shape=SHAPE, distinct=True)),
+    "tree of the best": ("match", tree(5, branching=3)),
+    "static tree": ("token", tree(6, shape=SHAPE, best=True)),
 }
 BATCHES = {"batch, token": ("token", False), "batch, block": ("block", False), "batch, match": ("match", True)}
 SAMPLERS = {
@@ -166,24 +169,6 @@ def batches(verifier: str, argmax: bool, sampler: Sampler, count: int, length: i
     return found, drafted
 
 
-def goodness(counts: Tensor, distributions: Tensor) -> float:
-    """p of χ² of counts [R, cells] against distributions [R, cells] given each row's total; cells of a row that expect
-    fewer than 5 are pooled."""
-    expected = distributions * counts.sum(-1, keepdim=True)
-    if bool((counts[distributions == 0] > 0).any()):
-        return 0.0
-    statistic, freedom = 0.0, 0
-    for seen, due in zip(counts, expected, strict=True):
-        small = due < 5
-        cells = torch.cat([due[~small], due[small].sum().view(1)])
-        found = torch.cat([seen[~small], seen[small].sum().view(1)])
-        found, cells = found[cells > 0], cells[cells > 0]
-        statistic += float(((found - cells) ** 2 / cells).sum())
-        freedom += max(len(cells) - 1, 0)
-    half = torch.tensor(freedom / 2, dtype=torch.float64)
-    return float(torch.special.gammaincc(half, torch.tensor(statistic / 2, dtype=torch.float64)))
-
-
 def p_value(found: Texts, sampler: Sampler) -> float:
     """Of every token of a text but its first, which the prefill said, given what was before it."""
     target, _ = pair()
@@ -256,11 +241,9 @@ def test_trees_and_penalties_do_not_meet() -> None:
 
 # What must be rejected, by the same test.
 
-WIDE = Shape((-1, -1, -1))
-
 
 class LyingChain(ModelDrafter):
-    """BytesOf that it drew from a flatter distribution."""
+    """Says that it drew from a flatter distribution."""
 
     def propose(self, context: Sequence[int], limit: int, ends: Collection[int]) -> Proposal:
         whole = super().propose(context, limit, ends)
@@ -269,25 +252,21 @@ class LyingChain(ModelDrafter):
         return Proposal.chain(whole.tokens, flat / flat.sum(-1, keepdim=True), whole.features)
 
 
-def dropping(draft: Any, sampler: Any, draws: Any) -> ModelDrafter:
-    return ModelDrafter(draft, LossyProbabilityFloor(2, 0.12), sampler, draws)
+def lying_chain(*given: Any) -> LyingChain:
+    draft, sampler, draws = given
+    return LyingChain(draft, Fixed(2), sampler, draws)
 
 
+DROPPING = chain(LossyProbabilityFloor(2, 0.12))
 LOSSY: dict[str, tuple[str, Make]] = {
-    "token, a token dropped": ("token", dropping),
-    "block, a token dropped": ("block", dropping),
-    "token, another q": ("token", lambda draft, sampler, draws: LyingChain(draft, Fixed(2), sampler, draws)),
-    "block, another q": ("block", lambda draft, sampler, draws: LyingChain(draft, Fixed(2), sampler, draws)),
-    "tree, a node dropped": ("token", lambda draft, sampler, draws: Dropping(draft, sampler, draws, 3, shape=WIDE)),
-    "distinct tree, a node dropped": (
-        "distinct",
-        lambda draft, sampler, draws: Dropping(draft, sampler, draws, 3, shape=WIDE, distinct=True),
-    ),
-    "tree, another q": ("token", lambda draft, sampler, draws: Lying(draft, sampler, draws, 3, shape=WIDE)),
-    "distinct tree, another q": (
-        "distinct",
-        lambda draft, sampler, draws: Lying(draft, sampler, draws, 3, shape=WIDE, distinct=True),
-    ),
+    "token, a token dropped": ("token", DROPPING),
+    "block, a token dropped": ("block", DROPPING),
+    "token, another q": ("token", lying_chain),
+    "block, another q": ("block", lying_chain),
+    "tree, a node dropped": ("token", tree(3, Dropping, shape=WIDE)),
+    "distinct tree, a node dropped": ("distinct", tree(3, Dropping, shape=WIDE, distinct=True)),
+    "tree, another q": ("token", tree(3, Lying, shape=WIDE)),
+    "distinct tree, another q": ("distinct", tree(3, Lying, shape=WIDE, distinct=True)),
 }
 
 

@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 import torch
 from table_model import TableModel
+from tables import TableRows
 from tokenizers import Tokenizer
 from toys import Scripted
 
 from distill.errors import DataError
 from distill.generate.stream import GREEN, RESET, _show
-from distill.models.torch_logits import TorchLogits
 from distill.sampler import Sampler
 from distill.speculative.batch import decode_batch, plain_batch
 from distill.speculative.decode import Decoded, decode, decode_text, plain
@@ -50,9 +50,13 @@ def zero() -> float:
     return 0.0
 
 
+def text_of(tokens: Sequence[int], pieces: Sequence[bytes]) -> bytes:
+    return b"".join(pieces[token] for token in tokens)
+
+
 def by_hand(tokens: Sequence[int], pieces: Sequence[bytes], stops: Sequence[str]) -> tuple[list[int], bytes]:
     """A text without stop strings, read byte by byte until one is complete: the whole tokens before it, the text."""
-    text = b"".join(pieces[token] for token in tokens)
+    text = text_of(tokens, pieces)
     for end in range(len(text) + 1):
         complete = [len(stop.encode()) for stop in stops if text[:end].endswith(stop.encode())]
         if complete:
@@ -60,7 +64,7 @@ def by_hand(tokens: Sequence[int], pieces: Sequence[bytes], stops: Sequence[str]
             break
     else:
         return list(tokens), text
-    fits = [n for n in range(len(tokens) + 1) if len(b"".join(pieces[token] for token in tokens[:n])) <= len(text)]
+    fits = [n for n in range(len(tokens) + 1) if len(text_of(tokens[:n], pieces)) <= len(text)]
     return list(tokens[: max(fits)]), text
 
 
@@ -77,35 +81,6 @@ WAYS: dict[str, Make] = {
 }
 
 
-class Rows:
-    """Several tables behind one model with rows, for the batched loops."""
-
-    max_leaves = 0
-
-    def __init__(self, tables: Sequence[TableModel]) -> None:
-        self.tables, self.rows, self.capacity = tables, len(tables), tables[0].capacity
-        self.vocabulary_size = tables[0].vocabulary_size
-
-    @property
-    def lengths(self) -> list[int]:
-        return [table.lengths[0] for table in self.tables]
-
-    def extend(
-        self, tokens: Sequence[int], counts: Sequence[int], parents: None = None, want: Sequence[int] | None = None
-    ) -> TorchLogits:
-        rest, found = list(tokens), []
-        for table, count in zip(self.tables, counts, strict=True):
-            if count:
-                found.append(table.extend(rest[:count]).full())
-                del rest[:count]
-        distributions = torch.cat(found)
-        return TorchLogits(distributions if want is None else distributions[list(want)])
-
-    def rollback(self, lengths: Sequence[int]) -> None:
-        for table, length in zip(self.tables, lengths, strict=True):
-            table.rollback([length])
-
-
 def stops_of(draws: random.Random, text: str) -> list[str]:
     """One to three stop strings of one to four characters, most of them from the text."""
     found = []
@@ -120,35 +95,30 @@ def stops_of(draws: random.Random, text: str) -> list[str]:
 def test_every_way_ends_before_the_stop_string(pieces: Sequence[bytes], seed: int) -> None:
     draws = random.Random(seed)
     prompts = [[draws.randrange(6) for _ in range(draws.randint(1, 4))] for _ in range(3)]
-    tables = [TableModel(6, 10 * seed + i, sharpness=2.0) for i in range(3)]
-    drafts = [table.near(0.7, seed) for table in tables]
-    whole = [plain(table, prompt, LIMIT).tokens for table, prompt in zip(tables, prompts, strict=True)]
-    for row, table in enumerate(tables):
-        text = b"".join(pieces[token] for token in whole[row])
-        stops = stops_of(draws, text[: draws.randint(4, 60)].decode("utf-8", "ignore"))
-        rules = Rules(stop=stop_before(lambda token: pieces[token], stops))
-        wanted, said = by_hand(whole[row], pieces, stops)
-
-        def check(result: Decoded, wanted: list[int] = wanted, said: bytes = said) -> None:
-            assert result.tokens == wanted and len(result.from_draft) == len(wanted)
-            assert b"".join(pieces[token] for token in result.tokens) + result.rest == said
-
-        check(plain(table, prompts[row], LIMIT, rules=rules))
+    table = TableModel(6, 10 * seed, sharpness=2.0)
+    draft = table.near(0.7, seed)
+    whole = [plain(table, prompt, LIMIT).tokens for prompt in prompts]
+    for prompt, free in zip(prompts, whole, strict=True):
+        stops = stops_of(draws, text_of(free, pieces)[: draws.randint(4, 60)].decode("utf-8", "ignore"))
+        rules = Rules(stop=stop_before(pieces.__getitem__, stops))
+        expected = by_hand(free, pieces, stops)
+        result = plain(table, prompt, LIMIT, rules=rules)
+        assert (result.tokens, text_of(result.tokens, pieces) + result.rest) == expected
         for make in WAYS.values():
             result, seen = Decoded(), list[int]()
-            for new in decode(table, make(drafts[row]), prompts[row], LIMIT, rules, result, lossy=True):
+            for new in decode(table, make(draft), prompt, LIMIT, rules, result, lossy=True):
                 seen += new
-                assert seen == wanted[: len(seen)]  # nothing is taken back, nothing of a stop string was said
-            assert seen == wanted
-            check(result)
+                assert seen == expected[0][: len(seen)]  # nothing is taken back, nothing of a stop string was said
+            assert seen == result.tokens and len(result.from_draft) == len(seen)
+            assert (seen, text_of(seen, pieces) + result.rest) == expected
     # Batched: one rule for all rows, so the last one's stop strings.
-    expected = [by_hand(tokens, pieces, stops) for tokens in whole]
-    batches = [plain_batch(Rows(tables), prompts, LIMIT, rules)]
-    batches += [decode_batch(Rows(tables), Rows(drafts), prompts, LIMIT, rules, length) for length in (1, 3, 8)]
+    batches = [plain_batch(TableRows(table, 3), prompts, LIMIT, rules)]
+    batches += [
+        decode_batch(TableRows(table, 3), TableRows(draft, 3), prompts, LIMIT, rules, length) for length in (1, 3, 8)
+    ]
     for results in batches:
-        for result, (wanted, said) in zip(results, expected, strict=True):
-            assert result.tokens == wanted
-            assert b"".join(pieces[token] for token in result.tokens) + result.rest == said
+        for result, free in zip(results, whole, strict=True):
+            assert (result.tokens, text_of(result.tokens, pieces) + result.rest) == by_hand(free, pieces, stops)
 
 
 def test_a_stop_string_across_the_border_of_two_rounds() -> None:
@@ -164,7 +134,7 @@ def test_a_stop_string_across_the_border_of_two_rounds() -> None:
 
 def test_what_begins_a_stop_string_waits() -> None:
     pieces = [b"I am do", b"ne.\nB", b"\n", b"B", b"x"]
-    stop = stop_before(lambda token: pieces[token], ["\n\nC", "\nBx"])
+    stop = stop_before(pieces.__getitem__, ["\n\nC", "\nBx"])
     assert stop is not None
     assert stop([0], 0) == Stopped(1)
     assert stop([0, 1], 1) == Stopped(1)
@@ -173,7 +143,7 @@ def test_what_begins_a_stop_string_waits() -> None:
     assert stop([0, 2, 2], 1) == Stopped(1) == stop([0, 2], 1)
     assert stop([0, 2, 2, 2], 3) == Stopped(2)  # the first line end is clear now
     assert stop([0, 2, 2, 3, 4], 3) == Stopped(2, True)
-    first = stop_before(lambda token: pieces[token], ["\n"])
+    first = stop_before(pieces.__getitem__, ["\n"])
     assert first is not None and first([0, 1], 0) == Stopped(1, True, b"ne.")
     # Complete first counts; of those complete at once the longest.
     both = stop_before(lambda token: b"abc"[token : token + 1], ["abc", "b", "ab"])
@@ -190,10 +160,8 @@ def test_the_texts_above_end_where_rounds_meet() -> None:
         draws = random.Random(seed)
         table, prompt = TableModel(6, 10 * seed), [draws.randrange(6)]
         free = plain(table, prompt, LIMIT).tokens
-        text = b"".join(pieces[token] for token in free)
-        rules = Rules(
-            stop=stop_before(lambda token, p=pieces: p[token], stops_of(draws, text.decode("utf-8", "ignore")))
-        )
+        stops = stops_of(draws, text_of(free, pieces).decode("utf-8", "ignore"))
+        rules = Rules(stop=stop_before(pieces.__getitem__, stops))
         result = decode_text(table, ModelDrafter(table.near(0.7, seed), Fixed(3), GREEDY, zero), prompt, LIMIT, rules)
         before_the_last = 1 + sum(r.accepted + 1 for r in result.rounds[:-1])
         across += len(result.tokens) < before_the_last
@@ -215,7 +183,7 @@ def test_a_call_looks_at_the_end_alone() -> None:
 
 def test_an_end_token_ends_before_a_stop_string_behind_it() -> None:
     pieces = [b"a", b"b", b"<end>"]
-    rules = Rules(ends=(2,), stop=stop_before(lambda token: pieces[token], ["bb"]))
+    rules = Rules(ends=(2,), stop=stop_before(pieces.__getitem__, ["bb"]))
 
     for new, wanted in (([0, 1, 2, 1, 1], [0, 1, 2]), ([0, 1, 1, 2], [0]), ([1, 0, 1, 2, 0], [1, 0, 1, 2])):
         script = [*new, 0, 0, 0, 0]
@@ -272,5 +240,5 @@ def test_the_rest_of_a_cut_token_is_printed_and_bytes_that_are_no_text_are_marke
     ):
         out = io.StringIO()
         with redirect_stdout(out):
-            _show(lambda token: pieces[token], Decoded(tokens, [False] * 3, rest=rest), [tokens], True)
+            _show(pieces.__getitem__, Decoded(tokens, [False] * 3, rest=rest), [tokens], True)
         assert out.getvalue() == wanted

@@ -1,4 +1,4 @@
-"""Steps given to a model the cheapest way its curve knows: at once, split in two, or padded and rolled back.
+"""Steps taken in the cheapest way that a model's cost curve shows: at once, split in two, or padded and rolled back.
 
 Curves are jagged: kernels for 2 tokens can take longer than those for 4, or than two steps of 1.
 
@@ -14,6 +14,7 @@ from distill.models.base import AroundModel, Logits, Model
 from distill.progress import Progress
 from distill.speculative.costs.curve import measure_steps
 
+Steps = Mapping[int, tuple[float, float, float]]  # T(m) by m: median, fastest and slowest of several repeats
 WORTH = 0.9  # of T(m): what replaces one step must be cheaper than this, or noise in the curve would choose
 
 
@@ -22,7 +23,7 @@ def cheapest_sizes(seconds: Mapping[int, float], whole: bool) -> dict[int, tuple
 
     With `whole` all m rows of logits are wanted, and steps are not split: the second would overwrite the first's.
     """
-    found: dict[int, tuple[int, ...]] = {}
+    cheaper: dict[int, tuple[int, ...]] = {}
     for m, at_once in seconds.items():
         choices: dict[tuple[int, ...], float] = {(size,): cost for size, cost in seconds.items() if size > m}
         if not whole:
@@ -30,25 +31,26 @@ def cheapest_sizes(seconds: Mapping[int, float], whole: bool) -> dict[int, tuple
             choices |= {(first, m - first): seconds[first] + rest for first, rest in rests.items() if rest is not None}
         best = min(choices, key=lambda sizes: (choices[sizes], sizes), default=(m,))
         if best != (m,) and choices[best] < WORTH * at_once:
-            found[m] = best
-    return found
+            cheaper[m] = best
+    return cheaper
 
 
 class CheapestSteps(AroundModel):
-    """A model of one row whose chains of m tokens are committed the cheapest way that `seconds`, T(m) by m, shows.
+    """A model of one row whose chains of m tokens are committed the cheapest way that the times of its steps show.
 
-    `seconds` may be the fastest of several repeats, as other programs can only slow a step down; `medians` of the same
-    repeats then keep one lucky repeat among many sizes from deciding. Logits are those of the model, up to the rounding
-    of steps of other sizes. Trees pass unchanged.
+    The fastest of several repeats decides, as other programs can only slow a step down; the medians must agree, which
+    keeps one lucky repeat among many sizes from deciding. Logits are those of the model, up to the rounding of steps of
+    other sizes. Trees pass unchanged.
     """
 
-    def __init__(self, model: Model, seconds: Mapping[int, float], medians: Mapping[int, float] | None = None) -> None:
+    def __init__(self, model: Model, steps: Steps) -> None:
         super().__init__(model)
+        medians = {m: median for m, (median, _, _) in steps.items()}
 
         def chosen(whole: bool) -> dict[int, tuple[int, ...]]:
-            """The cheapest ways, less those that `medians` do not bear out."""
-            found, other = cheapest_sizes(seconds, whole), seconds if medians is None else medians
-            return {m: sizes for m, sizes in found.items() if sum(other[size] for size in sizes) < WORTH * other[m]}
+            """The cheapest ways, less those that the medians do not bear out."""
+            found = cheapest_sizes({m: fastest for m, (_, fastest, _) in steps.items()}, whole)
+            return {m: sizes for m, sizes in found.items() if sum(medians[n] for n in sizes) < WORTH * medians[m]}
 
         self.padded = {m: sizes[0] for m, sizes in chosen(whole=True).items()}
         self.last_only = chosen(whole=False)
@@ -98,12 +100,12 @@ DRAFT_STEPS = range(1, 5)  # sizes that a draft's step of 1 or 2 tokens may be p
 
 @dataclass(frozen=True)
 class CheapestPair:
-    """A pair whose steps are given the cheapest way, and T(m), D(m) at once: median, fastest and slowest of repeats."""
+    """A pair whose steps are taken in the cheapest way, and the times T(m), D(m) of steps taken at once."""
 
     target: CheapestSteps
     draft: CheapestSteps
-    target_steps: dict[int, tuple[float, float, float]]
-    draft_steps: dict[int, tuple[float, float, float]]
+    target_steps: Steps
+    draft_steps: Steps
 
     def describe(self) -> list[str]:
         """The steps that are padded or split, a line for each model that has any."""
@@ -112,21 +114,15 @@ class CheapestPair:
 
 
 def cheapest_pair(
-    target: Model, draft: Model, most: int, depth: int, repeats: int, progress: Progress | None = None
+    target: Model, draft: Model, max_tokens: int, depth: int, repeats: int, progress: Progress | None = None
 ) -> CheapestPair:
-    """Time the steps of both models at a depth, the target's of up to `most` tokens; they are left at that depth.
+    """Time the steps of both models at a depth, the target's of up to `max_tokens` tokens; they are left at that depth.
 
     A draft that is the target itself is given its steps.
     """
-    found = measure_steps(target, range(1, most + 1), depth, repeats, target.vocabulary_size, progress)
-    big = CheapestSteps(target, *_fastest_and_medians(found))
+    steps = measure_steps(target, range(1, max_tokens + 1), depth, repeats, target.vocabulary_size, progress)
+    cheapest = CheapestSteps(target, steps)
     if draft is target:
-        return CheapestPair(big, big, found, {m: seconds for m, seconds in found.items() if m in DRAFT_STEPS})
-    own = measure_steps(draft, DRAFT_STEPS, depth, repeats, draft.vocabulary_size, progress)
-    return CheapestPair(big, CheapestSteps(draft, *_fastest_and_medians(own)), found, own)
-
-
-def _fastest_and_medians(
-    steps: Mapping[int, tuple[float, float, float]],
-) -> tuple[dict[int, float], dict[int, float]]:
-    return {m: fastest for m, (_, fastest, _) in steps.items()}, {m: median for m, (median, _, _) in steps.items()}
+        return CheapestPair(cheapest, cheapest, steps, {m: times for m, times in steps.items() if m in DRAFT_STEPS})
+    draft_steps = measure_steps(draft, DRAFT_STEPS, depth, repeats, draft.vocabulary_size, progress)
+    return CheapestPair(cheapest, CheapestSteps(draft, draft_steps), steps, draft_steps)

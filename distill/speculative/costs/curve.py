@@ -119,40 +119,26 @@ class CostCurve:
 
 
 def measure_curve(
-    model: Model, title: str, backend: str, depths: Sequence[int], most: int, repeats: int, show_progress: bool = True
+    model: Model, title: str, backend: str, depths: Sequence[int], limit: int, repeats: int, show_progress: bool = True
 ) -> CostCurve:
-    """Time steps of m = 1..`most` tokens at each depth that the model's context leaves room for.
+    """Time steps of m = 1..`limit` tokens at each depth that the model's context leaves room for.
 
     The first pass is a warm-up and does not count. Raises DataError when no depth fits.
     """
-    fitting = sorted({depth for depth in depths if depth + most <= model.capacity})
+    fitting = sorted({depth for depth in depths if depth + limit <= model.capacity})
     if not fitting:
         raise DataError(
-            f"{title}: a context of {model.capacity} has no room for {most} tokens at depth {min(depths)}",
+            f"{title}: a context of {model.capacity} has no room for {limit} tokens at depth {min(depths)}",
             "measure at smaller depths or fewer tokens",
         )
     progress = None
     if show_progress:
-        progress = Progress(f"{title}: passes over 1..{most} tokens", len(fitting) * (repeats + 1))
-    medians, fastest, slowest = [], [], []
-    for depth in fitting:
-        found = measure_steps(model, range(1, most + 1), depth, repeats, model.vocabulary_size, progress)
-        row, low, high = zip(*found.values(), strict=True)
-        medians.append(row)
-        fastest.append(low)
-        slowest.append(high)
-    note = doubt([*chain(*medians)], [*chain(*fastest)])
-    return CostCurve(
-        title,
-        backend,
-        tuple(fitting),
-        tuple(medians),
-        repeats,
-        note=note,
-        machine=machine(),
-        fastest=tuple(fastest),
-        slowest=tuple(slowest),
-    )
+        progress = Progress(f"{title}: passes over 1..{limit} tokens", len(fitting) * (repeats + 1))
+    sizes, vocabulary = range(1, limit + 1), model.vocabulary_size
+    steps = [measure_steps(model, sizes, depth, repeats, vocabulary, progress) for depth in fitting]
+    medians, fastest, slowest = (tuple(tuple(times[i] for times in row.values()) for row in steps) for i in range(3))
+    note, where = doubt([*chain(*medians)], [*chain(*fastest)]), tuple(fitting)
+    return CostCurve(title, backend, where, medians, repeats, "seconds", note, machine(), fastest, slowest)
 
 
 def save_cost_curve(curve: CostCurve, path: Path) -> None:
@@ -164,11 +150,11 @@ def load_cost_curve(path: Path) -> CostCurve:
     """A curve that `save_cost_curve` wrote; raises DataError for any other file."""
     if not path.is_file():
         raise DataError(f"there is no curve {path}", MEASURE_IT)
-    found = read_object(path, MEASURE_IT)
-    if found.pop("format", None) != FORMAT:
+    saved = read_object(path, MEASURE_IT)
+    if saved.pop("format", None) != FORMAT:
         raise DataError(f"{path} is no cost curve of format {FORMAT}", MEASURE_IT)
     try:
-        return TypeAdapter(CostCurve).validate_python(found)
+        return TypeAdapter(CostCurve).validate_python(saved)
     except ValidationError as error:
         where = ".".join(str(part) for part in error.errors()[0]["loc"])
         raise DataError(f"{path}: `{where}` is missing or of another kind", MEASURE_IT) from None
@@ -212,10 +198,10 @@ def shorter_rounds(rounds: Sequence[tuple[int, int]], length: int) -> list[tuple
     left: list[tuple[int, bool]] = []  # by place in the text: tokens of the stretch after it; whether a miss ends it
     for drafted, accepted in rounds:
         left += [(accepted - passed, accepted < drafted) for passed in range(accepted + 1)]
-    found, place = [], 0
+    shorter, place = [], 0
     while place < len(left):
         stretch, missed = left[place]
         accepted = min(stretch, length)
-        found.append((length if missed or stretch >= length else stretch, accepted))
+        shorter.append((length if missed or stretch >= length else stretch, accepted))
         place += accepted + 1
-    return found
+    return shorter

@@ -1,7 +1,8 @@
-"""Costs as rounds pay them: texts decoded by both models in turn, every part of a round timed where it happens.
+"""Costs measured inside rounds: both models decode texts in turn, and every part of a round is timed.
 
-A curve of one model alone (curve.py) is taken with its weights in cache and without the calls around a step. In a round
-the other model has just run, distributions are read and caches rolled back: of small models that is half the time.
+A curve of one model alone (curve.py) is measured with its weights in cache and without the calls around a step. In a
+round the other model has just run, distributions are read and caches rolled back: with small models that is half the
+time.
 
 Legend: n tokens drafted in a round, T target, D draft.
 """
@@ -46,8 +47,8 @@ def rising(values: Sequence[float]) -> list[float]:
 
 def typical(seconds: Sequence[float]) -> float:
     """The mean without what lies FAR above the median: of many rounds the sum is paid, not the median."""
-    most = FAR * statistics.median(seconds)
-    return statistics.fmean(one for one in seconds if one <= most)
+    limit = FAR * statistics.median(seconds)
+    return statistics.fmean(value for value in seconds if value <= limit)
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ class PaidCosts:
     settled: Mapping[int, tuple[float, float]] = field(default_factory=dict)
 
     def step_costs(self) -> StepCosts:
-        """What length rules and trees reckon with, up to the first length that was not timed.
+        """The costs that length rules and trees use, up to the first length that was not timed.
 
         What the first draft step costs beyond the others is the round's overhead. Rounds of more tokens are taken to
         cost no less (a shorter one could always be padded), which few repeats show only up to noise: see `rising`.
@@ -93,7 +94,7 @@ class PaidCosts:
         return StepCosts((self.token, *rising(verified)), steps.later, two, max(steps.first - steps.later, 0.0))
 
     def round_seconds(self, length: int, whole: float) -> float:
-        """Of a round of fixed `length` > 0, a share `whole` of which follow a round that was accepted whole."""
+        """Seconds of a round of fixed `length` > 0; a share `whole` of rounds follow one that was accepted whole."""
         if length in self.settled:
             after_less, after_whole = self.settled[length]
             return after_less + whole * (after_whole - after_less)
@@ -148,8 +149,8 @@ class Timer(LengthRule):
     def observe(self, drafted: int, accepted: int, features: Sequence[Features], seconds: float) -> None:
         """Keep the round."""
         taken = [after - before for before, after in itertools.pairwise(self._marks)]
-        wanted, mode = self.order[self._turn % len(self.order)]
-        whole = drafted == wanted
+        length, mode = self.order[self._turn % len(self.order)]
+        whole = drafted == length
         self.rounds.append((drafted if whole else -1, mode, taken, self._read))
         self._turn += whole  # the next text begins with a length that this one had no room for
 
@@ -172,26 +173,27 @@ class PaidMeter:
         modes: Sequence[bool] = (False, True),
         tokens: int = TOKENS,
     ) -> None:
-        wanted = sorted({3, *lengths} - {0})
-        capacity, tokens = min(target.capacity, draft.capacity), max(tokens, 2 * wanted[-1] + 2)
-        if capacity < wanted[-1] + 4:
+        timed = sorted({3, *lengths} - {0})
+        capacity, tokens = min(target.capacity, draft.capacity), max(tokens, 2 * timed[-1] + 2)
+        if capacity < timed[-1] + 4:
             raise DataError(
-                f"a context of {capacity} tokens has no room to time rounds of {wanted[-1]} drafted tokens",
+                f"a context of {capacity} tokens has no room to time rounds of {timed[-1]} drafted tokens",
                 "draft fewer tokens, or give models of a larger context",
             )
         self._models, self._tokens = (target, draft), tokens
         self._prompts = [prompt[: max(1, capacity - tokens)] for prompt in prompts]
         draws = random.Random(0)  # in mixed order a slow spell of the machine hits all lengths
-        order = [(n, mode) for n in draws.sample(wanted, len(wanted)) for mode in draws.sample(modes, len(modes))]
+        order = [(n, mode) for n in draws.sample(timed, len(timed)) for mode in draws.sample(modes, len(modes))]
         # Where there is one way to draft, a length comes several times in a row, too.
-        self._order = order if len(modes) > 1 else [one for one in order for _ in range(IN_A_ROW + IN_A_ROW // one[0])]
+        in_a_row = IN_A_ROW if len(modes) == 1 else 0
+        self._order = [turn for turn in order for _ in range(max(in_a_row + in_a_row // turn[0], 1))]
         self._rules = Rules(GREEDY, "greedy")
         self._timer = Timer(draft, self._order)
         self._drafter = ModelDrafter(draft, self._timer, GREEDY, self._rules.random)
         # Seconds beside the steps seen, how its draft's steps were, and whether the round before had the same length.
-        self._rounds: dict[int, list[tuple[float, bool, str, bool]]] = {n: [] for n in wanted}
+        self._rounds: dict[int, list[tuple[float, bool, str, bool]]] = {n: [] for n in timed}
         # Seconds of those by argmax that follow two like them, by whether the last was accepted whole.
-        self._settled: dict[int, dict[bool, list[float]]] = {n: {False: [], True: []} for n in wanted}
+        self._settled: dict[int, dict[bool, list[float]]] = {n: {False: [], True: []} for n in timed}
         self._steps: dict[tuple[bool, str], list[float]] = {}
         self._alone: list[float] = []
         self._reading: list[float] = []
@@ -248,13 +250,13 @@ class PaidMeter:
         return decode_text(self._models[0], self._drafter, prompt, limit, self._rules)
 
     def costs(self) -> PaidCosts:
-        """Those of all texts so far."""
+        """The costs measured on all texts so far."""
         own = typical(self._reading)
         drafts = {mode: _steps(self._steps, mode) for mode in (False, True)}
         verify = {}
-        for n, found in self._rounds.items():
+        for n, rounds in self._rounds.items():
             beside: dict[bool, list[float]] = {False: [], True: []}
-            for seconds, mode, kind, same in found:
+            for seconds, mode, kind, same in rounds:
                 # Of a round's steps all but the last were seen; that one takes as long as the median of its kind.
                 last = {"nothing": 0.0, **asdict(drafts[mode])}.get(kind)
                 if last is not None:
@@ -272,14 +274,14 @@ class PaidMeter:
 
     def _whole_rounds(self, two: float) -> dict[int, tuple[float, float]]:
         """`PaidCosts.settled`; a kind not seen costs `two`, a second token of the draft's step, less or more."""
-        found = {}
+        settled = {}
         for n, seen in self._settled.items():
             less, whole = (typical(seen[kind]) if seen[kind] else None for kind in (False, True))
             if less is not None:
-                found[n] = less, less + two if whole is None else whole
+                settled[n] = less, less + two if whole is None else whole
             elif whole is not None:
-                found[n] = whole - two, whole
-        return found
+                settled[n] = whole - two, whole
+        return settled
 
 
 def prompts_as_long(others: Sequence[Sequence[int]], lengths: Sequence[int], count: int = PROMPTS) -> list[list[int]]:
@@ -287,15 +289,15 @@ def prompts_as_long(others: Sequence[Sequence[int]], lengths: Sequence[int], cou
 
     Each ends as one of `others` does, in turn; a short one stands behind the others before it.
     """
-    ordered, found = sorted(lengths), list[list[int]]()
+    ordered, prompts = sorted(lengths), list[list[int]]()
     for index in range(count):
         size, text = ordered[len(ordered) * (2 * index + 1) // (2 * count)], list[int]()
         for back in itertools.count():
             text = [*others[(index - back) % len(others)], *text]
             if len(text) >= size:
                 break
-        found.append(text[-size:])
-    return found
+        prompts.append(text[-size:])
+    return prompts
 
 
 def measure_paid(
@@ -317,11 +319,11 @@ def _steps(taken: Mapping[tuple[bool, str], Sequence[float]], mode: bool) -> Dra
 
     A second token costs in both ways what it costs in the way that was seen with both kinds of first step.
     """
-    medians = {key: statistics.median(found) for key, found in taken.items() if found}
+    medians = {key: statistics.median(seconds) for key, seconds in taken.items() if seconds}
     extra = [
-        medians[one, "first_two"] - medians[one, "first"]
-        for one in (mode, not mode)
-        if {(one, "first"), (one, "first_two")} <= set(medians)
+        medians[way, "first_two"] - medians[way, "first"]
+        for way in (mode, not mode)
+        if {(way, "first"), (way, "first_two")} <= set(medians)
     ]
     later = medians.get((mode, "later"), 0.0)
     first = medians.get((mode, "first"), later)

@@ -19,8 +19,7 @@ from distill.models.torch_model import model_name
 from distill.sampler import Sampler
 from distill.speculative import verify
 from distill.speculative.draft import NONE, ChainDraft
-from distill.speculative.n_grams import NGramIndex
-from distill.speculative.proposal import Features, Proposal
+from distill.speculative.proposal import Features, NGramIndex, Proposal
 from distill.speculative.trees.tree import entropies
 
 
@@ -39,8 +38,8 @@ class RowRound:
     index: NGramIndex | None = None
 
     @property
-    def most(self) -> int:
-        """γ of this row: the most tokens that are drafted."""
+    def limit(self) -> int:
+        """γ of this row: how many tokens are drafted at most."""
         if self.chain is not None:
             return self.chain.limit
         return 0 if self.proposed is None else len(self.proposed.tokens)
@@ -80,11 +79,11 @@ class DeviceDraft:
         lengths, device = model.lengths, model.device
         unread = {r: row.chain.unread(row.context, lengths[r]) for r, row in drawing.items() if row.chain is not None}
         read = {r: lengths[r] + len(part) for r, part in unread.items()}
-        wide, longest = max(map(len, unread.values())), max(row.most for row in drawing.values())
+        wide, longest = max(map(len, unread.values())), max(row.limit for row in drawing.values())
         lines = []
         for r in range(model.rows):
-            part, most = unread.get(r, ()), drawing[r].most if r in drawing else 0
-            lines.append([*part, *[0] * (wide - len(part)), len(part), lengths[r], most])
+            part, limit = unread.get(r, ()), drawing[r].limit if r in drawing else 0
+            lines.append([*part, *[0] * (wide - len(part)), len(part), lengths[r], limit])
         sent = send(lines, device)  # [R, w + 3]
         counts, starts, limits = sent[:, wide], sent[:, wide + 1], sent[:, wide + 2]
         chances = None if self.argmax else send(uniforms, device, torch.float64)
@@ -141,7 +140,7 @@ class DeviceDraft:
         two = distribution.topk(min(2, distribution.shape[-1])).values
         shown = fetch(token, distribution.argmax(-1), peak, two, entropies(distribution))
         tokens, best, peaks, tops, entropy = (part.tolist() for part in shown)
-        found = {}
+        going_on = {}
         for r, row in drawing.items():
             assert row.chain is not None and row.index is not None
             place = place_of(model_name(self.model.model), [len(row.context) + len(row.chain.tokens)])
@@ -149,8 +148,8 @@ class DeviceDraft:
             features = Features(tops[r][0], tops[r][1] if len(tops[r]) > 1 else 0.0, entropy[r])
             if row.chain.decides(features, best[r], row.index, row.context):
                 row.chain.tokens.append(tokens[r])
-                found[r] = row
-        return found
+                going_on[r] = row
+        return going_on
 
     def _submitted(self, rows: Sequence[RowRound], tokens: Tensor) -> Tensor:
         """The tokens without those that a length rule drops after all."""

@@ -48,25 +48,10 @@ class Outcome:
 
 
 class DeviceRounds:
-    """The rounds of a text, or of the texts of a batch; `draft` is None where no model drafts on the device.
+    """The rounds of a text, or of the texts of a batch; `draft` is None where no model drafts on the device."""
 
-    With `argmax` the draft's best tokens are taken, else they are drawn under `drawn`. With `looks`, the rows' length
-    rules read features.
-    """
-
-    def __init__(
-        self,
-        target: StaticTorchModel,
-        rules: Rules,
-        draft: StaticTorchModel | None,
-        argmax: bool,
-        looks: bool,
-        drawn: Sampler,
-    ) -> None:
-        self.target, self.sampler, self.by_argmax = target, rules.sampler, rules.by_argmax
-        self.draft: DeviceDraft | None = None
-        if draft is not None:
-            self.draft = DeviceDraft(draft, distribution_sampler(drawn), argmax, looks, rules.ends)
+    def __init__(self, target: StaticTorchModel, rules: Rules, draft: DeviceDraft | None) -> None:
+        self.target, self.draft, self.sampler, self.by_argmax = target, draft, rules.sampler, rules.by_argmax
         # Without siblings, distinct and token are the same.
         self.verifier = verify.CHAINS["token" if rules.verifier == "distinct" else rules.verifier]
 
@@ -77,44 +62,45 @@ class DeviceRounds:
         The target is left with everything committed but the tokens after the accepted ones. The draft is left with what
         it has read, of which the caller drops what was rejected.
         """
-        longest = max(row.most for row in rows)
+        longest = max(row.limit for row in rows)
         numbers = self._numbers(rows, longest)
         drafted = self._proposed(rows, longest)
         if drafted is None and self.draft is not None and longest:
             drafted = self.draft.chains(rows, numbers)
-        found = self._verified(rows, drafted, longest, numbers)
+        results = self._verified(rows, drafted, longest, numbers)
         if drafted is not None:
-            found += [drafted.tokens.to(self.target.device), drafted.largest.to(self.target.device)]
-        return self._concluded(rows, drafted, [part.tolist() for part in fetch(*found)])
+            results += [drafted.tokens.to(self.target.device), drafted.largest.to(self.target.device)]
+        return self._concluded(rows, drafted, [part.tolist() for part in fetch(*results)])
 
     def _numbers(self, rows: Sequence[RowRound], longest: int) -> list[list[float]]:
         """Each row's numbers [R, 2γ + 1]: to draw tokens with, to accept them, to draw the next token."""
-        found = [[SPARE] * (2 * longest + 1) for _ in range(self.target.rows)]
+        numbers = [[SPARE] * (2 * longest + 1) for _ in range(self.target.rows)]
         if self.by_argmax:
-            return found
+            return numbers
         for row in rows:
-            own = found[row.number]
+            own = numbers[row.number]
             if row.chain is not None and self.draft is not None and not self.draft.argmax:
-                own[: row.most] = [row.chain.random() for _ in range(row.most)]
-            own[longest : longest + row.most] = [row.random() for _ in range(row.most)]
+                own[: row.limit] = [row.chain.random() for _ in range(row.limit)]
+            own[longest : longest + row.limit] = [row.random() for _ in range(row.limit)]
             own[-1] = row.random()
-        return found
+        return numbers
 
     def _proposed(self, rows: Sequence[RowRound], longest: int) -> Drafted | None:
         """The chains of another drafter, sent to the device; None where there are none."""
         if not longest or all(row.proposed is None for row in rows):
             return None
-        device, lines, given = self.target.device, [[NONE] * longest for _ in range(self.target.rows)], None
+        device, lines, distributions = self.target.device, [[NONE] * longest for _ in range(self.target.rows)], None
         for row in rows:
             if row.proposed is None:
                 continue
-            lines[row.number][: row.most] = row.proposed.tokens
+            lines[row.number][: row.limit] = row.proposed.tokens
             if row.proposed.distributions is not None:
                 q = row.proposed.distributions.to(device)
-                given = q.new_zeros(self.target.rows, longest, q.shape[-1]) if given is None else given
-                given[row.number, : row.most] = q
+                if distributions is None:
+                    distributions = q.new_zeros(self.target.rows, longest, q.shape[-1])
+                distributions[row.number, : row.limit] = q
         tokens = send(lines, device)
-        return Drafted(tokens, given, torch.zeros(tokens.shape, device=device), {})
+        return Drafted(tokens, distributions, torch.zeros(tokens.shape, device=device), {})
 
     def _verified(
         self, rows: Sequence[RowRound], drafted: Drafted | None, longest: int, numbers: Sequence[Sequence[float]]
@@ -145,10 +131,10 @@ class DeviceRounds:
             accepted, following = verify.draw_rows(self.verifier(p, q, tokens), uniforms)
         return [accepted, following, largest.float().masked_fill(~read, 0)]
 
-    def _concluded(self, rows: Sequence[RowRound], drafted: Drafted | None, found: Sequence[Any]) -> list[Outcome]:
+    def _concluded(self, rows: Sequence[RowRound], drafted: Drafted | None, results: Sequence[Any]) -> list[Outcome]:
         """The outcomes, from what the device gave; nothing is committed where a logit is not finite."""
-        accepted, following, largest = found[:3]
-        tokens, peaks = found[3:] if drafted is not None else ([[]] * self.target.rows, [[]] * self.target.rows)
+        accepted, following, largest = results[:3]
+        tokens, peaks = results[3:] if drafted is not None else ([[]] * self.target.rows, [[]] * self.target.rows)
         lengths, outcomes = self.target.lengths, []
         read = {} if self.draft is None else dict(enumerate(self.draft.model.lengths))
         for row in rows:
@@ -188,20 +174,21 @@ def rounds_on_device(
 
     That is for other models than StaticTorchModel, under a grammar or a repetition penalty, which read the text, under
     synthetic rates, and on MPS, which has no fp64. `lengths` are the draft's length rules, `drawn` its sampler where
-    that is not the served one.
+    that is not the served one; with `argmax` its best tokens are taken, else they are drawn.
     """
-    places = [model for model in (target, draft) if model is not None]
-    if not all(isinstance(model, StaticTorchModel) and model.device.type != "mps" for model in places):
+    models = [target] if draft is None else [target, draft]
+    if not all(isinstance(model, StaticTorchModel) and model.device.type != "mps" for model in models):
         return None
-    if rules.constraint is not None or rules.sampler.repetition_penalty != 1 or rules.verifier not in KNOWN:
+    reads_text = rules.constraint is not None or rules.sampler.repetition_penalty != 1
+    if reads_text or rules.rates is not None or rules.verifier not in KNOWN or models[-1].rows != target.rows:
         return None
-    if rules.rates is not None:
-        return None
-    if draft is not None and draft.rows != target.rows:
-        return None
-    assert isinstance(target, StaticTorchModel) and (draft is None or isinstance(draft, StaticTorchModel))
+    assert isinstance(target, StaticTorchModel)
+    if draft is None:
+        return DeviceRounds(target, rules, None)
+    assert isinstance(draft, StaticTorchModel)
     looks = any(rule.reads_features for rule in lengths)
-    return DeviceRounds(target, rules, draft, argmax, looks, drawn or rules.sampler)
+    own = distribution_sampler(drawn or rules.sampler)
+    return DeviceRounds(target, rules, DeviceDraft(draft, own, argmax, looks, rules.ends))
 
 
 def rounds_of_text(target: Model, drafter: Drafter, rules: Rules) -> DeviceRounds | None:
@@ -216,20 +203,20 @@ def rounds_of_text(target: Model, drafter: Drafter, rules: Rules) -> DeviceRound
 
 
 def round_of_text(
-    rounds: DeviceRounds, drafter: Drafter, context: Sequence[int], most: int, rules: Rules
+    rounds: DeviceRounds, drafter: Drafter, context: Sequence[int], limit: int, rules: Rules
 ) -> tuple[Proposal, list[int], int]:
     """A round on the device: the proposal, its accepted nodes, and the token after them."""
     row = RowRound(0, context, rules.random)
-    if most > 0 and rounds.draft is not None:
+    if limit > 0 and rounds.draft is not None:
         assert isinstance(drafter, ModelDrafter)
         rounds.draft.looks = drafter.rule.reads_features
         if rounds.draft.looks:
             drafter.index.read(context)
-        chain = ChainDraft(drafter.rule, drafter.random, drafter.argmax, most, rules.ends)
+        chain = ChainDraft(drafter.rule, drafter.random, drafter.argmax, limit, rules.ends)
         if len(context) - drafter.model.lengths[0] > 2 and chain.goes_on():
             drafter.catch_up(context)
         row = replace(row, chain=chain, index=drafter.index)
-    elif most > 0:
-        row = replace(row, proposed=drafter.propose(context, most, rules.ends))
+    elif limit > 0:
+        row = replace(row, proposed=drafter.propose(context, limit, rules.ends))
     outcome = rounds.run([row])[0]
     return outcome.proposal, list(range(outcome.accepted)), outcome.token

@@ -10,19 +10,18 @@ Legend: V ids of the target, S shared tokens.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from itertools import accumulate
+from collections.abc import Collection, Sequence
 
 import torch
 
 from distill.errors import PairError
-from distill.models.base import Logits, Model, check_rollback
+from distill.models.base import AroundModel, Logits, Model, check_rollback
 from distill.models.hugging_face import load_model, local_folder, pick_device
 from distill.models.loaded import GROWING, torch_decoder
 from distill.models.torch_logits import TorchLogits
 from distill.recipe import Configuration, PyTorch, Target
 from distill.sampler import Sampler
-from distill.speculative.draft import Drafter, ModelDrafter, distribution_sampler
+from distill.speculative.draft import NOTHING, Drafter, ModelDrafter, distribution_sampler
 from distill.speculative.lengths import Fixed, LengthRule
 from distill.speculative.other_vocabulary.translation import (
     Translator,
@@ -31,8 +30,7 @@ from distill.speculative.other_vocabulary.translation import (
     refit,
     shared_tokens,
 )
-from distill.speculative.proposal import Features, Proposal
-from distill.speculative.trees.tree import features_of
+from distill.speculative.proposal import Proposal
 from distill.speculative.verify import Random, draw_token
 from distill.vocabulary import Vocabulary
 
@@ -84,21 +82,25 @@ class Reader:
         return logits
 
 
-class SharedModel:
+class SharedModel(AroundModel):
     """A draft as a model of the target's ids: its logits at shared tokens, −∞ elsewhere.
 
     The first tokens after a rollback are read with the whole text. Those after them were drafted, so they are shared
-    and read one to one. Chains only, and only the logits after the last token. PairError where no token is shared.
+    and read one to one. Chains only, and only the logits after the last token. `capacity` counts the draft's own
+    tokens. PairError where no token is shared.
     """
 
-    rows = 1
     max_leaves = 0
+    vocabulary_size = 0
 
-    def __init__(self, reader: Reader, shared: Mapping[int, int], vocabulary_size: int) -> None:
-        self.shared = {target: draft for target, draft in shared.items() if target < vocabulary_size}
+    def __init__(self, reader: Reader) -> None:
+        super().__init__(reader.model)
+        translator = reader.translator
+        shared = shared_tokens(translator.source.vocabulary, translator.destination.vocabulary)
+        self.shared = {target: draft for target, draft in shared.items() if target < reader.rows}
         if not self.shared:
             raise PairError("target and draft share no token", "draft text (drafter string), or transplant")
-        self.reader, self.vocabulary_size = reader, vocabulary_size
+        self.reader, self.vocabulary_size = reader, reader.rows
         self._target_ids = torch.tensor(list(self.shared.keys()))  # [S]
         self._draft_ids = torch.tensor(list(self.shared.values()))
         self._tokens: list[int] = []
@@ -108,11 +110,6 @@ class SharedModel:
     def lengths(self) -> list[int]:
         """Target tokens read."""
         return [len(self._tokens)]
-
-    @property
-    def capacity(self) -> int:
-        """That of the draft, in its own tokens."""
-        return self.reader.model.capacity
 
     def extend(
         self,
@@ -138,11 +135,6 @@ class SharedModel:
         mapped[:, self._target_ids] = values[:, self._draft_ids]
         return TorchLogits(mapped, logits.place)
 
-    def keep(self, paths: Sequence[Sequence[int]]) -> None:
-        """Nothing is ever pending: ValueError for a path of any tokens."""
-        if any(paths):
-            raise ValueError("a draft of another vocabulary takes no trees")
-
     def rollback(self, lengths: Sequence[int]) -> None:
         """Forget the tokens beyond `lengths[0]`; the draft's own cache follows with the next ones."""
         length = check_rollback(lengths, len(self._tokens))
@@ -152,10 +144,6 @@ class SharedModel:
     def reset(self) -> None:
         """Forget all tokens."""
         self.rollback([0])
-
-    def close(self) -> None:
-        """Close the draft."""
-        self.reader.model.close()
 
 
 class IntersectionDrafter(ModelDrafter):
@@ -168,10 +156,7 @@ class IntersectionDrafter(ModelDrafter):
     def __init__(
         self, reader: Reader, rule: LengthRule, sampler: Sampler, random: Random, argmax: bool = False
     ) -> None:
-        self.reader = reader
-        target = reader.translator.source.vocabulary
-        shared = shared_tokens(target, reader.translator.destination.vocabulary)
-        self.shared_model = SharedModel(reader, shared, reader.rows)
+        self.reader, self.shared_model = reader, SharedModel(reader)
         super().__init__(self.shared_model, rule, sampler, random, argmax)
 
     def begin(self, prompt: Sequence[int]) -> None:
@@ -187,7 +172,7 @@ class IntersectionDrafter(ModelDrafter):
     def propose(self, context: Sequence[int], limit: int, ends: Collection[int]) -> Proposal:
         """As ModelDrafter; nothing where the draft cannot write the context, or has no room after it."""
         limit = min(limit, self.reader.room(context))
-        return super().propose(context, limit, ends) if limit > 0 else Proposal.chain([])
+        return super().propose(context, limit, ends) if limit > 0 else NOTHING
 
 
 class StringMatchDrafter:
@@ -197,25 +182,17 @@ class StringMatchDrafter:
     case a proposal has no distributions: given the drafted text it is fixed, so verifiers take q as 1 at each token.
     The drafted text is independent of the verifier's randomness. So the output follows the target's distribution given
     any drafted text, hence on average too; dropping drafted tokens, however chosen, changes nothing about that. The
-    kind is therefore `deterministic`, for every verifier and length rule. The verifiers token and block then accept no
-    more than match does: with p of the proposed token.
-
-    The length rule counts own tokens: it limits them, reads their features, and observes as accepted those whose whole
-    text was accepted.
+    kind is therefore `deterministic`, for every verifier. The verifiers token and block then accept no more than match
+    does: with p of the proposed token. The draft takes at most `length` tokens of its own in a round.
     """
 
     kind = "deterministic"
     tree = False
 
-    def __init__(
-        self, reader: Reader, rule: LengthRule, sampler: Sampler, random: Random, argmax: bool = False
-    ) -> None:
-        self.reader = reader
-        self.rule, self.sampler, self.random = rule, sampler, random
+    def __init__(self, reader: Reader, length: int, sampler: Sampler, random: Random, argmax: bool = False) -> None:
+        self.reader, self.length, self.sampler, self.random = reader, length, sampler, random
         self.argmax = argmax or sampler.temperature == 0
         self._counterparts = named_tokens(reader.translator.destination.vocabulary, reader.translator.source.vocabulary)
-        self._ends = [0]  # bytes of the proposal that cover the own tokens up to each; a named token counts as one
-        self._features: list[Features] = []
 
     def begin(self, prompt: Sequence[int]) -> None:
         """Read the prompt's text, if it fits."""
@@ -227,46 +204,35 @@ class StringMatchDrafter:
 
     def propose(self, context: Sequence[int], limit: int, ends: Collection[int]) -> Proposal:
         """At most `limit` target tokens of the text that the draft continues with; an end token is the last."""
-        own, seen = self._drafted(context, limit)
-        count = next((i for i, features in enumerate(seen) if not self.rule.keeps(features.top)), len(seen))
-        own, self._features = own[:count], seen[:count]
-        text = [token for token in own if self._is_text(token)]
+        own = self._drafted(context, limit)
         translator = self.reader.translator
-        raw = data = translator.destination.vocabulary.text_bytes(text)
+        text = [token for token in own if self._is_text(token)]
+        data = translator.destination.vocabulary.text_bytes(text)
         if context[-1] in translator.named:
             data = refit(data, translator.destination, translator.source, translator.is_first(context[-1]))
-        lengths = [
-            len(translator.destination.vocabulary.text_bytes([token])) if self._is_text(token) else 1 for token in own
-        ]
-        self._ends = [end + len(data) - len(raw) for end in accumulate(lengths)]
-        found = self._continued(context, data)
-        if len(text) < len(own) and translator.source.vocabulary.text_bytes(found) == data:
-            found += [end for end in [self._counterparts[own[-1]]] if end < self.reader.rows]
-        stop = next((i + 1 for i, token in enumerate(found) if token in ends), limit)
-        return Proposal.chain(found[: min(stop, limit)])
+        tokens = self._continued(context, data)
+        if len(text) < len(own) and translator.source.vocabulary.text_bytes(tokens) == data:
+            tokens += [end for end in [self._counterparts[own[-1]]] if end < self.reader.rows]
+        stop = next((i + 1 for i, token in enumerate(tokens) if token in ends), limit)
+        return Proposal.chain(tokens[: min(stop, limit)])
 
-    def _drafted(self, context: Sequence[int], limit: int) -> tuple[list[int], list[Features]]:
-        """Own tokens, up to a named one, and their features."""
+    def _drafted(self, context: Sequence[int], limit: int) -> list[int]:
+        """Own tokens, up to a named one."""
         tokens: list[int] = []
-        seen: list[Features] = []
         history = self.reader.translator.ids(context) or []
-        for position in range(min(self.rule.limit(), self.reader.room(context), limit)):
-            if not self.rule.step_on(position):
-                break
+        sampler = distribution_sampler(self.sampler)
+        for _ in range(min(self.length, self.reader.room(context), limit)):
             logits = self.reader.append(tokens[-1:]) if tokens else self.reader.read(history)
-            sampler = distribution_sampler(self.sampler)
             distribution = sampler.distributions(logits, [[*history, *tokens]], empty=True)[0]
-            features = features_of(distribution)
-            if not features.top or not self.rule.go_on(position, features):
+            if not distribution.any():
                 break
             token = int(distribution.argmax()) if self.argmax else draw_token(distribution, self.random)
             if not self._is_text(token) and token not in self._counterparts:
                 break
             tokens.append(token)
-            seen.append(features)
             if not self._is_text(token):
                 break
-        return tokens, seen
+        return tokens
 
     def _is_text(self, token: int) -> bool:
         draft = self.reader.translator.destination.vocabulary
@@ -298,20 +264,8 @@ class StringMatchDrafter:
             left, count = left[len(own) :], count + 1
         return rest[:count]
 
-    def _covered(self, tokens: Sequence[int]) -> int:
-        """How many own tokens lie wholly in the text of these proposed tokens."""
-        translator = self.reader.translator
-        reached = sum(
-            1 if token in translator.named else len(translator.source.vocabulary.text_bytes([token]))
-            for token in tokens
-        )
-        return sum(end <= reached for end in self._ends) if tokens else 0
-
     def accepted(self, proposal: Proposal, count: int, length: int, seconds: float) -> None:
-        """The length rule observes the round; the cache goes back when the next text is read."""
-        drafted = self._covered(proposal.tokens)
-        features = self._features[:drafted]
-        self.rule.observe(drafted, self._covered(proposal.tokens[:count]), features, seconds)
+        """Nothing: the cache goes back when the next text is read."""
 
 
 def read_with(target: Target, draft: str, device: str, rows: int, pytorch: PyTorch = GROWING) -> Reader:
@@ -328,6 +282,7 @@ def other_vocabulary_drafter(configuration: Configuration, reader: Reader, sampl
     """The drafter that a configuration of OTHER_VOCABULARY names; ValueError for a rule beside fixed lengths."""
     if configuration.length_rule != "fixed":
         raise ValueError(f"drafter {configuration.drafter} drafts fixed lengths only")
-    kind = IntersectionDrafter if configuration.drafter == "intersection" else StringMatchDrafter
     argmax = configuration.verified_by == "match"
-    return kind(reader, Fixed(configuration.most), sampler, random, argmax=argmax)
+    if configuration.drafter == "intersection":
+        return IntersectionDrafter(reader, Fixed(configuration.most), sampler, random, argmax)
+    return StringMatchDrafter(reader, configuration.most, sampler, random, argmax)

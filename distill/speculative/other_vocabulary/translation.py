@@ -36,11 +36,11 @@ def shared_tokens(target: Vocabulary, draft: Vocabulary) -> dict[int, int]:
     `named_tokens` decides for special and added tokens. Others need the same bytes and kind; of several the same string
     comes first, then the lowest ids. A <0xNN> token without a counterpart takes an ordinary token of that byte.
     """
-    found: dict[int, int] = {}
+    shared: dict[int, int] = {}
     taken: set[int] = set()
     for number, twin in named_tokens(target, draft).items():
         if twin not in taken:
-            found[number] = twin
+            shared[number] = twin
             taken.add(twin)
     keys: tuple[Callable[[Vocabulary, int], Hashable], ...] = (
         lambda vocabulary, i: (vocabulary.bytes_of[i], vocabulary.kinds[i], vocabulary.tokens[i]),
@@ -53,10 +53,10 @@ def shared_tokens(target: Vocabulary, draft: Vocabulary) -> dict[int, int]:
             if number not in taken and draft.is_text(number):
                 free.setdefault(key(draft, number), []).append(number)
         for number in range(target.size):
-            if number not in found and target.is_text(number) and (twins := free.get(key(target, number))):
-                found[number] = twins.pop()
-                taken.add(found[number])
-    return dict(sorted(found.items()))
+            if number not in shared and target.is_text(number) and (twins := free.get(key(target, number))):
+                shared[number] = twins.pop()
+                taken.add(shared[number])
+    return dict(sorted(shared.items()))
 
 
 def transplant_gain(
@@ -123,8 +123,8 @@ class Translator:
         known = self.destination.vocabulary.byte_ids
         if any(byte not in known for byte in incomplete(self.source.vocabulary.text_bytes(context[-3:]))):
             return None
-        found, opening = self._written + self._write(context, len(self._done)), self.destination.opening
-        return found if found[: len(opening)] == opening else opening + found
+        ids, opening = self._written + self._write(context, len(self._done)), self.destination.opening
+        return ids if ids[: len(opening)] == opening else opening + ids
 
     def _keep(self, context: list[int]) -> None:
         """Fix the translation of all but about half a window."""
@@ -145,19 +145,19 @@ class Translator:
 
     def _write(self, context: Sequence[int], start: int) -> list[int]:
         """The draft's ids for the ids of a context from `start` on."""
-        found: list[int] = []
+        ids: list[int] = []
         before = context[start - 1] if start else None
         for is_named, group in groupby(context[start:], key=self.named.__contains__):
             numbers = list(group)
             if is_named:
-                found += [self.named[number] for number in numbers]
+                ids += [self.named[number] for number in numbers]
             else:
                 data = self.source.vocabulary.text_bytes(numbers)
                 if before is None or before in self.named:
                     data = refit(data, self.source, self.destination, self.is_first(before))
-                found += self.destination.text(data)
+                ids += self.destination.text(data)
             before = numbers[-1]
-        return found
+        return ids
 
     def is_first(self, before: int | None) -> bool:
         """Whether a text after this token is the first one: only a bos may stand before it."""

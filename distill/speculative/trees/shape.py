@@ -42,10 +42,10 @@ class Shape:
     @property
     def depths(self) -> list[int]:
         """Each node's level, 1 below the root."""
-        found: list[int] = []
+        depths: list[int] = []
         for parent in self.parents:
-            found.append(1 if parent == ROOT else found[parent] + 1)
-        return found
+            depths.append(1 if parent == ROOT else depths[parent] + 1)
+        return depths
 
     def within(self, levels: int) -> Shape:
         """The shape without the nodes that are deeper than `levels`."""
@@ -56,11 +56,6 @@ class Shape:
                 places[node] = len(parents)
                 parents.append(places[parent])
         return Shape(tuple(parents))
-
-    @property
-    def leaves(self) -> int:
-        """How many nodes have no children."""
-        return len(self) - len(set(self.parents) - {ROOT})
 
 
 def expected_accepted(shape: Shape, acceptance: Sequence[float]) -> float:

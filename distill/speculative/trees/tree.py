@@ -8,7 +8,7 @@ call, V vocabulary, k children.
 
 from __future__ import annotations
 
-import heapq
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -45,13 +45,13 @@ def entropies(distributions: Tensor) -> Tensor:
 def best_tokens(distribution: Tensor, count: int) -> tuple[list[int], list[float]]:
     """Up to `count` possible tokens of a distribution [V] and their probabilities; best first, smaller ids on ties."""
     values, ids = distribution.topk(min(count + 1, distribution.shape[-1]))
-    found = list(zip(values.tolist(), ids.tolist(), strict=True))
-    if len(found) > count and found[count][0] == found[count - 1][0] > 0:
+    candidates = list(zip(values.tolist(), ids.tolist(), strict=True))
+    if len(candidates) > count and candidates[count][0] == candidates[count - 1][0] > 0:
         # topk may take any of the tokens that tie for the last place: compare all of them.
         ids = torch.nonzero(distribution >= values[-1]).flatten()
-        found = list(zip(distribution[ids].tolist(), ids.tolist(), strict=True))
-    found = sorted(((p, i) for p, i in found if p > 0), key=lambda pair: (-pair[0], pair[1]))[:count]
-    return [i for _, i in found], [p for p, _ in found]
+        candidates = list(zip(distribution[ids].tolist(), ids.tolist(), strict=True))
+    candidates = sorted(((p, i) for p, i in candidates if p > 0), key=lambda pair: (-pair[0], pair[1]))[:count]
+    return [i for _, i in candidates], [p for p, _ in candidates]
 
 
 @dataclass(frozen=True, order=True)
@@ -70,17 +70,17 @@ class _Node:
 
 
 class _JoinedNodes:
-    """The nodes that joined a tree, parents first, with at most `most` leaves; () is the root."""
+    """The nodes that joined a tree, parents first, with at most `max_leaves` leaves; () is the root."""
 
-    def __init__(self, most: int | None) -> None:
-        self._most, self._leaves = most, 0
+    def __init__(self, max_leaves: int) -> None:
+        self._max_leaves, self._leaves = max_leaves, 0
         self.numbers: dict[tuple[int, ...], int] = {(): ROOT}
         self._inner: set[tuple[int, ...]] = set()
 
     def join(self, node: _Node) -> bool:
         """Add the node, unless its parent is missing or it makes a leaf too many."""
         more = node.parent == () or node.parent in self._inner
-        if node.parent not in self.numbers or (self._most is not None and self._leaves + more > self._most):
+        if node.parent not in self.numbers or self._leaves + more > self._max_leaves:
             return False
         self._leaves += more
         self._inner.add(node.parent)
@@ -96,7 +96,7 @@ def best_first(
     branching: int = 8,
     depth: int = 16,
     calibration: Calibration | None = None,
-    max_leaves: int | None = None,
+    max_leaves: int = sys.maxsize,
 ) -> tuple[Proposal, list[float]]:
     """The tree of at most `nodes` nodes with the largest sum of values, and the values, largest first.
 
@@ -118,22 +118,16 @@ def best_first(
         open_nodes = [node for node in picked[: nodes - 1] if node.depth < depth and node.ranks not in tried]
         if not open_nodes:
             return _picked_tree(picked)
-        open_nodes = _highest_level(open_nodes)
+        level = min(node.depth for node in open_nodes)
+        open_nodes = [node for node in open_nodes if node.depth == level]
         tried.update(node.ranks for node in open_nodes)
         open_nodes = [node for node in open_nodes if drafted.join(node)]
         if not open_nodes:
             continue
         above = [drafted.numbers[node.parent] for node in open_nodes]
         distributions = expand([node.token for node in open_nodes], above)
-        pool = list(picked if max_leaves is None else pool)
         for node, distribution in zip(open_nodes, distributions, strict=True):
             pool += _children(node, distribution, branching, calibration)
-
-
-def _highest_level(nodes: Sequence[_Node]) -> list[_Node]:
-    """Those of the nodes that are nearest to the root."""
-    least = min(node.depth for node in nodes)
-    return [node for node in nodes if node.depth == least]
 
 
 def _picked_tree(picked: Sequence[_Node]) -> tuple[Proposal, list[float]]:
@@ -170,10 +164,8 @@ def calibrated(chances: Sequence[float], features: Features, position: int, cali
     return [first, *(min(max(chance * scale, 0.0), 1.0) for chance in chances[1:])]
 
 
-def _pick(pool: Sequence[_Node], nodes: int, max_leaves: int | None) -> list[_Node]:
+def _pick(pool: Sequence[_Node], nodes: int, max_leaves: int) -> list[_Node]:
     """The best `nodes` nodes of the pool that make a tree of at most `max_leaves` leaves."""
-    if max_leaves is None:
-        return heapq.nsmallest(nodes, pool)
     joined = _JoinedNodes(max_leaves)
     return [node for node in sorted(pool) if len(joined.numbers) <= nodes and joined.join(node)]
 
@@ -195,13 +187,11 @@ def top_tree(shape: Shape, root: Tensor, expand: Expand) -> Proposal:
     Children beyond a distribution's possible tokens are left out, with all nodes below them. `root` [V] is the
     distribution after the context.
     """
-    return _fill(
-        shape,
-        root,
-        expand,
-        lambda distribution, count: [(token, distribution) for token in best_tokens(distribution, count)[0]],
-        False,
-    )
+
+    def best(distribution: Tensor, count: int) -> list[tuple[int, Tensor]]:
+        return [(token, distribution) for token in best_tokens(distribution, count)[0]]
+
+    return _fill(shape, root, expand, best, False)
 
 
 def sampled_tree(
@@ -224,9 +214,8 @@ def sampled_tree(
             drawn.append((token, distribution))
             if not replacement:
                 # Scaled by the mass left, not by 1 − q: that difference can round to 0.
-                distribution = distribution.double().index_fill(
-                    0, torch.tensor([token], device=distribution.device), 0.0
-                )
+                distribution = distribution.double().clone()
+                distribution[token] = 0
                 distribution = distribution / distribution.sum().clamp(min=torch.finfo(distribution.dtype).tiny)
         return drawn
 

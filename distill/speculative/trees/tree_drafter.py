@@ -56,10 +56,7 @@ class TreeDrafter:
 
     def begin(self, prompt: Sequence[int]) -> None:
         """Read the prompt but for its last token; nothing where it has no room, or where no tree pays."""
-        if self.nodes:
-            read_prompt(self.model, prompt)
-        else:
-            self.model.rollback([0])
+        read_prompt(self.model, prompt, self.nodes > 0)
 
     def room(self, length: int) -> int:
         """The room left in the draft's context, which holds every node that the draft takes."""
@@ -68,10 +65,10 @@ class TreeDrafter:
     def propose(self, context: Sequence[int], limit: int, ends: Collection[int]) -> Proposal:
         """A tree of at most `limit` levels; a shape loses its deeper ones. Its size is settled before any draw."""
         shape = None if self.shape is None else self.shape.within(limit)
-        most = self.nodes if shape is None else len(shape)
+        nodes = self.nodes if shape is None else len(shape)
         # The target holds a path of limit + 1 nodes and SPARE_NODES beside it; the context's last token is one of them.
         room = limit + SPARE_NODES - 2
-        if limit <= 0 or most == 0 or (shape is not None and most > room):
+        if limit <= 0 or nodes == 0 or (shape is not None and nodes > room):
             return Proposal.chain([])
         fresh = list(context[self.model.lengths[0] :])
         root = self.sampler.distributions(self.model.extend(fresh, want=[len(fresh) - 1]), empty=True)[0]
@@ -86,7 +83,7 @@ class TreeDrafter:
         proposal, self.values = best_first(
             root,
             expand,
-            min(most, room),
+            min(nodes, room),
             branching=self.branching,
             depth=min(self.depth, limit),
             calibration=self.calibration,
