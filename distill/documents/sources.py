@@ -162,9 +162,10 @@ def _records(corpus: Corpus, source: Source, dropped: Counter[str]) -> Iterator[
         if form == "text" and isinstance(record.get(source.field), str):
             text = record[source.field]
         elif form not in (None, "text"):
-            found = read_conversation(record, str(form), source)
-            if isinstance(found, str):
-                dropped[found] += 1
+            try:
+                found = read_conversation(record, str(form), source)
+            except ValueError as error:
+                dropped[str(error)] += 1
                 continue
             messages = tuple(one for one in found if source.given or one["role"] in ("system", "user"))
             text = questions(messages)

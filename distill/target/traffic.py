@@ -198,7 +198,7 @@ def encode_line(line: Line, tokenizer: Any, chat: Chat) -> tuple[list[int], list
         known = {name: value for name, value in line.arguments.items() if name in str(tokenizer.chat_template)}
         template = ChatTemplate(tokenizer, chat.model_copy(update={"arguments": {**chat.arguments, **known}}))
         try:
-            ids, ends = template.prompt(line.prompt, tools=chat.tools), template.end
+            ids, ends = template.prompt(line.prompt), template.end
         except ValueError as error:
             return str(error)
     answer = encode(tokenizer, line.answer) + (ends if line.ended else [])

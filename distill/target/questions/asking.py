@@ -59,13 +59,12 @@ class Asking:
     def _require_room(self) -> None:
         """Raise RecipeError where a question of the most tokens is too long to be answered in a block."""
         openings = [len(encode(self.template.tokenizer, text)) for text in self.source.openings]
-        most, room = self.source.tokens + max(openings, default=0), min(self.chat.most, self.rules.room)
+        most, room = self.source.tokens + max(openings, default=0), min(self.chat.longest, self.rules.room)
         before = [[{"role": "system", "content": text}] for text in self.recipe.chat.system] or [[]]
         for system in before:
             for opening in ("", *self.source.openings):
                 self.header(system, None, opening)
-        template, tools = self.template, self.recipe.chat.tools
-        around = max(len(template.prompt([*one, {"role": "user", "content": "a"}], None, tools)) for one in before)
+        around = max(len(self.template.prompt([*one, {"role": "user", "content": "a"}])) for one in before)
         if around + most > room:
             raise RecipeError(
                 f"a question of corpus.sources may have {most} tokens, with {around} of the template around it: "
@@ -87,7 +86,7 @@ class Asking:
         if name in self._headers:
             return self._headers[name]
         try:
-            found = self.template.user_header(messages, self.ends, thinking, self.template.settings.tools, opening)
+            found = self.template.user_header(messages, self.ends, thinking, opening)
         except ValueError as error:
             raise DataError(
                 f"the target's chat template has no user header that questions could be written behind: {error}",

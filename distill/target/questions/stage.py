@@ -139,13 +139,13 @@ class _Questions:
         The others stay as they were, and are counted in `dropped`.
         """
         asking = self.asking
-        recipe, template, tools = asking.recipe, asking.template, asking.recipe.chat.tools
+        template = asking.template
         prompts = [
-            Prompt(f"{one.id}/{len(one.texts)}/answer", template.prompt(one.messages, one.thinking, tools), "target")
+            Prompt(f"{one.id}/{len(one.texts)}/answer", template.prompt(one.messages, one.thinking), "target")
             for one in conversations
         ]
         answered = []
-        answers = self._written(recipe, prompts, asking.rules, f"{name}-answers", "answers")
+        answers = self._written(asking.recipe, prompts, asking.rules, f"{name}-answers", "answers")
         for one, answer in zip(conversations, answers, strict=True):
             reason = drop_reason(answer) or ("" if answer.ended else "truncated")
             if reason:  # a user would not go on after such an answer
@@ -159,8 +159,8 @@ class _Questions:
             reason = reason or (EQUAL if text in one.texts else "")
             if not reason:
                 longer.add(text)
-                ids = template.prompt(longer.messages, one.thinking, tools)
-                reason = "no room in the block" if len(ids) > asking.chat.most else ""
+                ids = template.prompt(longer.messages, one.thinking)
+                reason = "no room in the block" if len(ids) > asking.chat.longest else ""
             if reason:
                 dropped[reason] += 1
                 continue

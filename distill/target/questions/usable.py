@@ -43,7 +43,7 @@ def fault(template: ChatTemplate, before: Sequence[Message], answer: Answer, tex
     if is_looping(ids):
         return LOOPING
     try:
-        template.text([*before, {"role": "user", "content": text}], thinking, template.settings.tools)
+        template.text([*before, {"role": "user", "content": text}], thinking)
     except ValueError as error:
         return str(error)
     return ""

@@ -15,7 +15,7 @@ from distill.files import has_form
 from distill.models.hugging_face import encode, end_ids, real_tokens
 from distill.recipe import Recipe
 from distill.target.endpoint import Endpoint, Refused, Unanswered
-from distill.texts import Reply, Request, shown_fault
+from distill.texts import Reply, Request
 
 MOST_FAULTS = 8  # replies without one answer, after which it is the settings that are wrong
 LARGEST_SEED = 2**31
@@ -82,8 +82,9 @@ class ServerWriter:
         """Raise EndpointError where requests fail one after another: none would bring an answer."""
         most = MOST_FAULTS if not answered else max(MOST_FAULTS, 4 * self.settings.concurrency)
         if faults >= most and not (answered and reply.lasting):
+            fault = ": ".join(filter(None, (reply.dropped, reply.detail)))
             raise EndpointError(
-                f"the last {faults} requests brought no answer; the last: {shown_fault(reply)}",
+                f"the last {faults} requests brought no answer; the last: {fault}",
                 "the same command asks again for what is missing; if it is no passing fault, correct answers.writer",
             )
 
