@@ -699,7 +699,6 @@ def read_shards(world: World, found: tuple[tuple[str, bytes], bool]) -> Readers:
         opened = TeacherStore(run)
         require_fit(opened.manifest, world.recipe, load_config(str(run.path("cut"))))
         every = torch.arange(opened.blocks)
-        opened.distributions(every)
         teacher = opened.teacher(every, torch.device("cpu"))
         teacher.chunk(slice(0, 4), 1.0)
 

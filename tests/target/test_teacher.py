@@ -347,7 +347,7 @@ def test_entries_by_mass(folders: dict[str, Path], tmp_path: Path) -> None:
     wanted = int((distribution >= 0.9).nonzero()[0]) + 1
     store = TeacherStore(run)
     assert store.manifest["k"] == wanted and 1 < wanted < 200
-    assert store.distributions(torch.tensor([0]))["top_ids"].shape == (1, 24, wanted)
+    assert store._block("top_ids", 0).shape == (24, wanted)
     _, run = made(tmp_path / "b", folders["qwen2"], top_k=3, mass=0.9)
     assert TeacherStore(run).manifest["k"] == 3
 
