@@ -148,6 +148,11 @@ def count_texts(texts: Iterable[tuple[str, str, int]]) -> list[dict[str, Any]]:
     ]
 
 
+def listed(counts: Mapping[str, int], sign: str = " ") -> str:
+    """Counts and what they count, for a message."""
+    return ", ".join(f"{count}{sign}{name}" for name, count in sorted(counts.items()))
+
+
 def prompt_seed(seed: int, prompt_id: str) -> int:
     """The seed of one prompt's own random numbers."""
     return int.from_bytes(hashlib.sha256(f"{seed}/{prompt_id}".encode()).digest()[:7], "big")
