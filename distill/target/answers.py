@@ -58,20 +58,20 @@ def _finish(recipe: Recipe, run: Run, share: tuple[int, int], groups: int) -> li
     processes.barrier()
     folder = run.path("answers")
     if share[0] == 0:
-        found = read_answers(run, "train")
-        dropped = Counter(filter(None, map(drop_reason, found)))
+        written = read_answers(run, "train")
+        dropped = Counter(filter(None, map(drop_reason, written)))
         counts: dict[str, Any] = {
-            "answers": len(found),
-            "prompt_tokens": sum(len(one.prompt) for one in found),
-            "answer_tokens": sum(len(one.answer) for one in found),
-            "not_ended": sum(not one.ended and not one.dropped for one in found),
+            "answers": len(written),
+            "prompt_tokens": sum(len(one.prompt) for one in written),
+            "answer_tokens": sum(len(one.answer) for one in written),
+            "not_ended": sum(not one.ended and not one.dropped for one in written),
             "dropped": dict(sorted(dropped.items())),
-            "by_class": count_texts((one.label, one.mode, len(one.answer)) for one in found if not drop_reason(one)),
+            "by_class": count_texts((one.label, one.mode, len(one.answer)) for one in written if not drop_reason(one)),
         }
-        listed = "".join(f", {count} dropped: {reason}" for reason, count in counts["dropped"].items())
+        reasons = "".join(f", {count} dropped: {reason}" for reason, count in counts["dropped"].items())
         run.say(
             f"  {counts['answers']} answers of {counts['answer_tokens']} tokens, {counts['not_ended']} of them cut "
-            f"short by the limit{listed}"
+            f"short by the limit{reasons}"
         )
         manifest = {"format": 2, **target_metadata(recipe), "sampler": recipe.sampler.model_dump(mode="json")}
         write_json(folder / "manifest.json", manifest | {"writer": writer_kind(recipe), "groups": groups} | counts)

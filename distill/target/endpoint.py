@@ -31,7 +31,7 @@ AGAIN = {408, 425, 429}  # and 5xx
 PARTING_SECONDS = 2.0  # for requests under way when the work ends early
 SHOWN = 300  # characters of a server's message
 
-Check = Callable[[dict[str, Any]], object]  # raises Unanswered for a reply that is to be asked for again
+Check = Callable[[dict[str, Any]], object] | None  # raises Unanswered for a reply that is to be asked for again
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
@@ -93,7 +93,7 @@ class Endpoint:
 
     # ── requests ──
 
-    def post(self, path: str, body: dict[str, Any], check: Check | None = None) -> dict[str, Any]:
+    def post(self, path: str, body: dict[str, Any], check: Check = None) -> dict[str, Any]:
         """The JSON object that a server replies with; requests begin at each URL in turn, further attempts at the next.
 
         Raises Refused, Unanswered after `retries` further attempts, and EndpointError where no request can succeed: a
@@ -104,11 +104,7 @@ class Endpoint:
         return self._repeated(places, lambda place: self._client.post(place, json=body), check)
 
     def _repeated(
-        self,
-        places: Sequence[str],
-        send: Callable[[str], httpx2.Response],
-        check: Check | None = None,
-        optional: bool = False,
+        self, places: Sequence[str], send: Callable[[str], httpx2.Response], check: Check = None, optional: bool = False
     ) -> dict[str, Any]:
         """`post` to places in turn; an empty object where an optional one does not exist."""
         with self._lock:
@@ -127,7 +123,7 @@ class Endpoint:
         raise fault
 
     def _attempt(
-        self, place: str, send: Callable[[str], httpx2.Response], check: Check | None, optional: bool
+        self, place: str, send: Callable[[str], httpx2.Response], check: Check, optional: bool
     ) -> dict[str, Any]:
         """A reply; raises Unanswered where another attempt may bring one."""
         try:

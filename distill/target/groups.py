@@ -19,13 +19,23 @@ from distill import processes
 from distill.documents.chat_template import messages_after
 from distill.errors import DataError, EndpointError
 from distill.faults import faults_explained
-from distill.files import has_form, parse_object, write_text
+from distill.files import has_form, parse_object
 from distill.models.hugging_face import end_ids, load_config, load_tokenizer
 from distill.progress import Progress
 from distill.recipe import Recipe
 from distill.run import Run
 from distill.target.writers.writing import Writer
-from distill.texts import Answer, Prompt, Reply, Request, drop_reason, is_looping, prompt_seed
+from distill.texts import (
+    Answer,
+    Prompt,
+    Reply,
+    Request,
+    drop_reason,
+    is_looping,
+    listed,
+    prompt_seed,
+    write_lines,
+)
 
 REPLY = {"id": str, "ids": [int], "ended": bool, "dropped": str}  # the form of a line of a journal
 
@@ -52,11 +62,9 @@ class Rules:
         limit = min(self.new_tokens, self.room - len(ids))
         if limit < 1:
             return None
-        chat = prompt.chat
-        if chat is None:
-            return Request(name, ids, prompt_seed(self.seed, name), limit)
-        arguments = chat.get("arguments") or {}
-        return Request(name, ids, prompt_seed(self.seed, name), limit, messages_after(chat, texts), arguments)
+        messages = None if prompt.chat is None else messages_after(prompt.chat, texts)
+        arguments = (prompt.chat or {}).get("arguments") or {}
+        return Request(name, ids, prompt_seed(self.seed, name), limit, messages, arguments)
 
 
 def rules_of(recipe: Recipe, tokenizer: Any, next_prompt: NextPrompt | None = None) -> Rules:
@@ -95,16 +103,14 @@ class Conversation:
         """The first request that no reply in `known` answers; None where all are answered."""
         request = rules.request(self.prompt.id, self.prompt, self.prompt.ids, [])
         if request is None:
-            self._add(
-                Request(self.prompt.id, self.prompt.ids, 0, 0), Reply("", [], False, "no room in the block"), rules
-            )
+            self._add(self.prompt.id, self.prompt.ids, Reply("", [], False, "no room in the block"), rules)
         while request is not None and request.id in known:
             request = self.take(request, known[request.id], rules)
         return request
 
     def take(self, request: Request, reply: Reply, rules: Rules) -> Request | None:
         """Add the answer of a reply; the next request of the conversation, None where it is over."""
-        answer = self._add(request, reply, rules)
+        answer = self._add(request.id, request.ids, reply, rules)
         if rules.next_prompt is None or not answer.ended or drop_reason(answer):
             return None  # a user would not go on after such an answer
         self.texts.append(rules.text_of(answer.answer))
@@ -113,22 +119,12 @@ class Conversation:
             return None
         return rules.request(f"{self.prompt.id}/{len(self.texts)}", self.prompt, ids, self.texts)
 
-    def _add(self, request: Request, reply: Reply, rules: Rules) -> Answer:
-        prompt = request.ids if reply.prompt is None else reply.prompt
-        truncated = not (reply.dropped or reply.ended or rules.keep_truncated)
+    def _add(self, name: str, ids: list[int], reply: Reply, rules: Rules) -> Answer:
+        own, looping = self.prompt, is_looping(reply.ids)
+        ids = ids if reply.prompt is None else reply.prompt
+        dropped = reply.dropped or ("" if reply.ended or rules.keep_truncated else "truncated")
         self.answers.append(
-            Answer(
-                request.id,
-                prompt,
-                reply.ids,
-                is_looping(reply.ids),
-                self.prompt.source,
-                reply.ended,
-                self.prompt.label,
-                self.number,
-                reply.dropped or ("truncated" if truncated else ""),
-                self.prompt.mode,
-            )
+            Answer(name, ids, reply.ids, looping, own.source, reply.ended, own.label, self.number, dropped, own.mode)
         )
         return self.answers[-1]
 
@@ -151,12 +147,8 @@ class Group:
         """The replies in the journal, by request; a line that a kill left torn is none."""
         if not self.journal.exists():
             return {}
-        found = {}
-        for line in self.journal.read_bytes().split(b"\n"):
-            record = parse_object(line)
-            if isinstance(record, dict) and has_form(record, REPLY):
-                found[record["id"]] = Reply(**record)
-        return found
+        records = map(parse_object, self.journal.read_bytes().split(b"\n"))
+        return {one["id"]: Reply(**one) for one in records if isinstance(one, dict) and has_form(one, REPLY)}
 
     def note(self, reply: Reply) -> None:
         """Append a reply to the journal, so that a kill does not lose it."""
@@ -169,8 +161,7 @@ class Group:
 
     def finish(self) -> None:
         """Write the file, in prompt order within the group, and remove the journal."""
-        answers = [answer for one in self.conversations for answer in one.answers]
-        write_text(self.path, "".join(json.dumps(asdict(answer)) + "\n" for answer in answers))
+        write_lines(self.path, (asdict(answer) for one in self.conversations for answer in one.answers))
         self.journal.unlink(missing_ok=True)
 
 
@@ -294,11 +285,10 @@ class _Work:
         """Drop the prompts without a reply; EndpointError where those are more than the allowed share of all."""
         left = self.unanswered
         if left and len(left) > self.allowed * self.total:
-            reasons = Counter(reply.dropped for _, _, reply in left)
-            listed = ", ".join(f"{count} × {reason}" for reason, count in sorted(reasons.items()))
-            listed += f"; the first: {left[0][2].detail}" if left[0][2].detail else ""
+            reasons = listed(Counter(reply.dropped for _, _, reply in left), " × ")
+            first = f"; the first: {left[0][2].detail}" if left[0][2].detail else ""
             raise EndpointError(
-                f"{len(left)} of {self.total} prompts have no reply after all attempts: {listed}",
+                f"{len(left)} of {self.total} prompts have no reply after all attempts: {reasons}{first}",
                 "the same command asks for these alone; answers.writer.missing lets a share of prompts go without",
             )
         for conversation, request, reply in left:

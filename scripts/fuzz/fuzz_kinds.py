@@ -598,7 +598,8 @@ def read_slow_tokenizers(world: World, found: tuple[str, bytes]) -> Readers:
         tokenizer = load_tokenizer(str(world.model))
         encode(tokenizer, "def alpha(): é\n")
         real_tokens(config, tokenizer)
-        encode_line(Line(1, [{"role": "user", "content": "alpha"}], "beta", True), tokenizer, Chat())
+        with contextlib.suppress(ValueError):
+            encode_line(Line(1, [{"role": "user", "content": "alpha"}], "beta", True), tokenizer, Chat())
 
     return [whole]
 

@@ -472,7 +472,8 @@ def test_messages_go_through_the_chat_template(world: Path) -> None:
     line = parse_line(json.dumps({"messages": messages}).encode(), SETTINGS, 1)
     assert isinstance(line, Line) and line.prompt == messages[:1] and line.answer == " + 1" and line.ended
     tokenizer.chat_template = None
-    assert "no chat template" in str(encode_line(line, tokenizer, Chat()))
+    with pytest.raises(ValueError, match="no chat template"):
+        encode_line(line, tokenizer, Chat())
     tokenizer.chat_template = (
         "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
         "{% if add_generation_prompt %}<assistant>{% endif %}"
@@ -486,7 +487,8 @@ def test_messages_go_through_the_chat_template(world: Path) -> None:
     assert isinstance(quiet, Line) and encode_line(line, tokenizer, Chat()) == expected  # arguments that it reads
     assert encode_line(quiet, tokenizer, Chat()) == (encode(tokenizer, "<user>total\n<assistant>!"), expected[1])
     tokenizer.chat_template = "{{ raise_exception('no users') }}"
-    assert "refuses it (no users)" in str(encode_line(line, tokenizer, Chat()))
+    with pytest.raises(ValueError, match=r"refuses it \(no users\)"):
+        encode_line(line, tokenizer, Chat())
     other = parse_line(
         b'{"q": "a", "a": "b", "finish_reason": "length"}', Traffic(path="", prompt_field="q", answer_field="a"), 2
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from distill.documents.chat_template import ChatTemplate, UserHeader
@@ -26,12 +26,15 @@ class Conversation:
     messages: list[dict[str, Any]]
     thinking: bool | None
     opening: str = ""  # of the user's first message
-    texts: list[str] = field(default_factory=list)  # the user's
 
-    def add(self, text: str) -> None:
-        """Append a message of the user."""
-        self.messages = [*self.messages, {"role": "user", "content": text}]
-        self.texts = [*self.texts, text]
+    @property
+    def texts(self) -> list[str]:
+        """The user's messages."""
+        return [message["content"] for message in self.messages if message["role"] == "user"]
+
+    def add(self, text: str, role: str = "user") -> None:
+        """Append a message."""
+        self.messages = [*self.messages, {"role": role, "content": text}]
 
 
 class Asking:
@@ -59,15 +62,15 @@ class Asking:
     def _require_room(self) -> None:
         """Raise RecipeError where a question of the most tokens is too long to be answered in a block."""
         openings = [len(encode(self.template.tokenizer, text)) for text in self.source.openings]
-        most, room = self.source.tokens + max(openings, default=0), min(self.chat.longest, self.rules.room)
+        longest, room = self.source.tokens + max(openings, default=0), min(self.chat.longest, self.rules.room)
         before = [[{"role": "system", "content": text}] for text in self.recipe.chat.system] or [[]]
         for system in before:
             for opening in ("", *self.source.openings):
                 self.header(system, None, opening)
         around = max(len(self.template.prompt([*one, {"role": "user", "content": "a"}])) for one in before)
-        if around + most > room:
+        if around + longest > room:
             raise RecipeError(
-                f"a question of corpus.sources may have {most} tokens, with {around} of the template around it: "
+                f"a question of corpus.sources may have {longest} tokens, with {around} of the template around it: "
                 f"corpus.block has room for {room} before answers.new_tokens",
                 "raise corpus.block, or lower tokens of the source, or answers.new_tokens",
             )
@@ -86,15 +89,15 @@ class Asking:
         if name in self._headers:
             return self._headers[name]
         try:
-            found = self.template.user_header(messages, self.ends, thinking, opening)
+            header = self.template.user_header(messages, self.ends, thinking, opening)
         except ValueError as error:
             raise DataError(
                 f"the target's chat template has no user header that questions could be written behind: {error}",
                 "use other corpus.sources than kind: target",
             ) from error
         if len(messages) < 2:  # the same for many conversations
-            self._headers[name] = found
-        return found
+            self._headers[name] = header
+        return header
 
     def writing(self, ends: Sequence[str]) -> Recipe:
         """The recipe of a writer of questions, which end before each of the texts `ends`, too."""

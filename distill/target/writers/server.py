@@ -193,7 +193,7 @@ class ServerWriter:
                 f"a server answers for the model {model[:80]}, and {self.model} was asked",
                 "all servers of answers.writer.urls must hold the same target under one name",
             )
-        choices = found.get("choices")
+        choices: Any = found.get("choices")
         form = {"message": dict} if self.settings.api == "chat" else {"text": str}
         whole = has_form(choices, [dict]) and choices and has_form(choices[0], form)
         if not whole or choices[0].get("finish_reason") not in (*STOPPED, "length"):
