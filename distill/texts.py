@@ -16,20 +16,13 @@ from distill.faults import reading
 from distill.files import has_form, parse_object, write_text
 from distill.run import Run
 
-MOST_ID = 2**31 - 1  # token ids are stored as int32
+LARGEST_ID = 2**31 - 1  # token ids are stored as int32
 # The forms of the lines of prompts-SPLIT.jsonl and of answers.
 PROMPT = {"id": str, "ids": [int]}
 CHAT = {"messages": [{"role": str, "content": str}], "turns": [str]}  # of a prompt that has a conversation
 ANSWER = {"id": str, "prompt": [int], "answer": [int], "looping": bool}
 # Fields that a line may lack, as those of older versions do.
-FURTHER: dict[str, Any] = {
-    "source": str,
-    "label": str,
-    "mode": str,
-    "dropped": str,
-    "ended": bool,
-    "number": int | None,
-}
+FURTHER = {**dict.fromkeys(("source", "label", "mode", "dropped"), str), "ended": bool, "number": int | None}
 
 
 @dataclass(frozen=True)
@@ -163,7 +156,7 @@ def _fits(record: dict[str, Any], form: dict[str, Any]) -> bool:
     if not has_form(record, form) or not has_form(record, {name: FURTHER[name] for name in FURTHER if name in record}):
         return False
     ids = [record[name] for name, kind in form.items() if kind == [int]]
-    return all(min(one) >= 0 and max(one) <= MOST_ID for one in ids if one)
+    return all(min(one) >= 0 and max(one) <= LARGEST_ID for one in ids if one)
 
 
 def _read_lines(path: Path, stage: str, form: dict[str, Any]) -> list[dict[str, Any]]:
@@ -173,12 +166,14 @@ def _read_lines(path: Path, stage: str, form: dict[str, Any]) -> list[dict[str, 
             lines = path.read_bytes().split(b"\n")
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}", again) from None
-    found = [parse_object(line) for line in (lines if lines[-1] else lines[:-1])]
-    for number, record in enumerate(found, 1):
+    records = []
+    for number, line in enumerate(lines if lines[-1] else lines[:-1], 1):
+        record = parse_object(line)
         if isinstance(record, str) or not _fits(record, form):
             fault = record if isinstance(record, str) else "fields are missing or of another kind"
             raise DataError(f"{path} is damaged: line {number}: {fault}", again)
-    return [record for record in found if isinstance(record, dict)]
+        records.append(record)
+    return records
 
 
 def _from_line(kind: type[Text], line: Mapping[str, Any]) -> Text:

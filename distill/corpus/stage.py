@@ -84,7 +84,7 @@ def corpus(recipe: Recipe, run: Run) -> list[Path]:
 
 
 def chat_prompts(recipe: Recipe, tokenizer: Any, documents: list[Document]) -> ChatPrompts | None:
-    """What makes prompts of conversations; None where the documents hold none."""
+    """The renderer of conversations as prompts; None where the documents hold none."""
     if all(document.messages is None for document in documents):
         return None
     longest = recipe.corpus.block - recipe.answers.new_tokens

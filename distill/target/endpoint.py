@@ -106,7 +106,7 @@ class Endpoint:
     def _repeated(
         self, places: Sequence[str], send: Callable[[str], httpx2.Response], check: Check = None, optional: bool = False
     ) -> dict[str, Any]:
-        """`post` to places in turn; an empty object where an optional one does not exist."""
+        """`send` to the places in turn until one replies; an empty object where an optional place does not exist."""
         with self._lock:
             self.requests += 1
         for attempt in range(self.settings.retries + 1):
@@ -150,7 +150,7 @@ class Endpoint:
         return reply
 
     def _refusal(self, place: str, status: int, response: httpx2.Response) -> Exception:
-        """What a status below 500 means that is neither success nor a request to try again."""
+        """The error for a status below 500 that is neither a success nor tried again."""
         message, section = self._message(response), self.section
         if status in (401, 403):
             key = self.settings.key
@@ -256,7 +256,7 @@ class Endpoint:
         return served
 
     def _models(self, url: str) -> dict[str, dict[str, Any]] | None:
-        """What a server lists, by name; None where it has no such list."""
+        """The models that a server lists, by name; None where it lists none."""
         place, hint = f"{url}/models", f"start the server, or correct {self.section}.urls"
         seconds = min(CONNECT_SECONDS, self.settings.timeout)
         try:

@@ -47,7 +47,7 @@ PACKED_BYTES = 4 + 2 + 4 + 1  # a position's id, document, position and mask
 
 
 def redo(stage: str) -> str:
-    """What to do about a store that cannot be used."""
+    """The remedy for a store that cannot be used."""
     return f"make it again with `distill train RECIPE --redo {stage}`"
 
 

@@ -1,4 +1,4 @@
-"""The target's likeliest tokens at scored positions, whoever computed them: what a compact store holds.
+"""The target's likeliest tokens at scored positions, which a compact store holds, and how they are read.
 
 Legend: n blocks, S positions, N scored positions, c of them at once, V vocabulary, K entries, M temperatures.
 """

@@ -23,7 +23,7 @@ from distill.recipe import Recipe
 from distill.target.endpoint import Endpoint, Refused, Unanswered
 from distill.target.logprobs.entries import Document, Entries, scored_documents
 
-MOST_PADDING = 32  # entries asked for beyond K, for padding rows that may be among the likeliest
+MAX_PADDING = 32  # entries asked for beyond K, for padding rows that may be among the likeliest
 BYTES_PER_ENTRY = 70  # of JSON
 EXCESS = 1e-3  # by which rounding may lift a sum of probabilities above 1
 NO_LOGPROBS = (
@@ -44,7 +44,7 @@ class ServerReader:
         self.settings, self.tokenizer = recipe.teacher.server, load_tokenizer(recipe.target.model)
         config = load_config(recipe.target.model).get_text_config()
         self.vocabulary = real_tokens(config, self.tokenizer)
-        self.padding = min(config.vocab_size - self.vocabulary, MOST_PADDING)
+        self.padding = min(config.vocab_size - self.vocabulary, MAX_PADDING)
         k = min(recipe.teacher.top_k, self.vocabulary - 1)
         self.largest_request = k + self.padding
         self.endpoint = Endpoint(self.settings, "teacher.server")

@@ -17,12 +17,14 @@ from distill.recipe import Recipe
 from distill.target.endpoint import Endpoint, Refused, Unanswered
 from distill.texts import Reply, Request, listed
 
-MOST_FAULTS = 8  # replies without one answer, after which it is the settings that are wrong
+MAX_FAULTS = 8  # replies without one answer, after which it is the settings that are wrong
 LARGEST_SEED = 2**31
 STOPPED = ("stop", "tool_calls")
 REJOIN = "a chat reply that cannot be rejoined to the target's own text"
 OTHER_PROMPT = "the server read other tokens than the prompt's"
 THINK, THOUGHT = "<think>", "</think>"  # as in Qwen3 and DeepSeek-R1
+# Before and after the thinking, and before the content: servers keep them, or strip them.
+LINE_BREAKS = ("", "", ""), ("\n", "\n", "\n\n"), ("", "\n", "\n\n"), ("\n", "\n", "\n"), ("", "", "\n\n")
 CALL, CALLED = "<tool_call>", "</tool_call>"  # Hermes, Qwen
 
 
@@ -79,8 +81,8 @@ class ServerWriter:
 
     def _require_answers(self, reply: Reply, answered: int, faults: int) -> None:
         """Raise EndpointError where requests fail one after another: none would bring an answer."""
-        most = MOST_FAULTS if not answered else max(MOST_FAULTS, 4 * self.settings.concurrency)
-        if faults >= most and not (answered and reply.lasting):
+        limit = MAX_FAULTS if not answered else max(MAX_FAULTS, 4 * self.settings.concurrency)
+        if faults >= limit and not (answered and reply.lasting):
             fault = ": ".join(filter(None, (reply.dropped, reply.detail)))
             raise EndpointError(
                 f"the last {faults} requests brought no answer; the last: {fault}",
@@ -287,14 +289,7 @@ def texts_of(message: dict[str, Any], prompt: str) -> Iterator[str]:
             yield content
         return
     opened = THINK in prompt and prompt.rstrip().endswith(THINK)
-    # Servers keep the line breaks around thinking and content, or strip them.
-    for begin, end, rest in (
-        ("", "", ""),
-        ("\n", "\n", "\n\n"),
-        ("", "\n", "\n\n"),
-        ("\n", "\n", "\n"),
-        ("", "", "\n\n"),
-    ):
+    for begin, end, rest in LINE_BREAKS:
         before = "" if opened else f"{THINK}{begin}"
         yield f"{before}{thinking}{end}{THOUGHT}{rest if content else ''}{content}"
 
