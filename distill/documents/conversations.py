@@ -120,7 +120,7 @@ def _usable(messages: Messages) -> Messages:
 
 
 def questions(messages: Messages) -> str:
-    """What names and splits a conversation: all that is not the assistant's, so that no question is in two splits."""
+    """The text that names a conversation and gives its split: all but answers, so that no question is in two splits."""
     return json.dumps([[one["role"], one["content"]] for one in messages if one["role"] != "assistant"])
 
 

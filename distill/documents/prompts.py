@@ -87,7 +87,7 @@ class ChatPrompts:
         return None if share is None else _share(self.seed, name, "thinking") < share
 
     def describe(self, document: Document) -> dict[str, Any]:
-        """What renders a conversation: its messages up to the first question, further turns, thinking and tools."""
+        """The parts of a conversation: messages up to the first question, further turns, arguments of the template."""
         assert document.messages is not None
         settings = self.template.settings
         roles = [one["role"] for one in document.messages]

@@ -12,6 +12,7 @@ from typing import Any
 import chat_templates
 import pytest
 import tiny
+from question_worlds import build_instruct
 from transformers import AutoTokenizer
 
 from distill.corpus.stage import pack_given
@@ -385,15 +386,7 @@ def test_every_question_of_spec_bench(tmp_path: Path) -> None:
 
 def chat_recipe(folder: Path) -> Path:
     """A recipe on Spec-Bench's questions for a tiny target with a template."""
-    from transformers import AutoModelForCausalLM
-
-    tiny.build_model(folder / "plain")
-    tokenizer = dressed(load_tokenizer(str(folder / "plain")), "qwen-3")
-    model = AutoModelForCausalLM.from_pretrained(folder / "plain")
-    model.resize_token_embeddings(len(tokenizer))
-    model.config.eos_token_id = model.generation_config.eos_token_id = tokenizer.eos_token_id
-    model.save_pretrained(folder / "target")
-    tokenizer.save_pretrained(folder / "target")
+    build_instruct(folder)
     values = tiny.recipe_values(folder)
     path = str(SHARED / "prompts" / "spec-bench.jsonl")
     values["corpus"] |= {"sources": [{"kind": "jsonl", "path": path}], "validation": 0.1, "test": 0.1, "block": 256}

@@ -1,4 +1,4 @@
-"""What a corpus source of kind target asks: the user headers that questions are written behind, samplers and limits."""
+"""What a corpus source of kind target asks for: user headers behind which questions are written, samplers, limits."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from distill.recipe import Recipe, SamplerSettings, Source
 from distill.target.groups import rules_of
 
 OPENINGS = 4  # are shown
-MOST_ASKED = 3  # times as many texts as questions are wanted are asked for at most
+TEXTS_PER_QUESTION = 3  # are asked for at most
 
 
 @dataclass
 class Conversation:
-    """What a numbered text begins: the messages so far, and whether the template is rendered with thinking on."""
+    """A numbered conversation: its messages so far, and whether the template is rendered with thinking on."""
 
     id: str
     messages: list[dict[str, Any]]
@@ -38,7 +38,7 @@ class Conversation:
 
 
 class Asking:
-    """What one source asks of the target: headers, samplers and limits.
+    """The requests for one source: headers, samplers and limits.
 
     Raises DataError or RecipeError where the target has no template, where its user header cannot be found, and where
     the questions would not fit a block.
@@ -60,7 +60,7 @@ class Asking:
         self._require_room()
 
     def _require_room(self) -> None:
-        """Raise RecipeError where a question of the most tokens is too long to be answered in a block."""
+        """Raise RecipeError where the longest question could not be answered in a block."""
         openings = [len(encode(self.template.tokenizer, text)) for text in self.source.openings]
         longest, room = self.source.tokens + max(openings, default=0), min(self.chat.longest, self.rules.room)
         before = [[{"role": "system", "content": text}] for text in self.recipe.chat.system] or [[]]
@@ -118,9 +118,9 @@ def describe(recipe: Recipe) -> list[str]:
         header = asking.header(asking.begin(0).messages, None)
         turns = f", up to {source.turns} user's turns each" if source.turns > 1 else ""
         lines += [
-            f"questions: {source.questions} of the target's own, from at most {MOST_ASKED * (source.questions or 0)} "
-            f"texts of at most {source.tokens} tokens, at temperature {source.temperature:g} and top-p "
-            f"{source.top_p:g}{turns}",
+            f"questions: {source.questions} of the target's own, from at most "
+            f"{TEXTS_PER_QUESTION * (source.questions or 0)} texts of at most {source.tokens} tokens, at temperature "
+            f"{source.temperature:g} and top-p {source.top_p:g}{turns}",
             f"written behind the template's user header ({len(header.ids)} tokens): {header.text!r}"
             + ("" if header.end is None else f", up to {header.end!r}"),
         ]

@@ -24,12 +24,16 @@ from distill.results.text_results import AskedQuestions, QuestionTexts
 from distill.run import Run
 from distill.target.answers import writer_kind
 from distill.target.groups import Rules, write_answers
-from distill.target.questions.asking import MOST_ASKED, Asking, Conversation
+from distill.target.questions.asking import TEXTS_PER_QUESTION, Asking, Conversation
 from distill.target.questions.usable import ALIKE, EQUAL, WORDLESS, distinct, fault, lengths, repeats, words
 from distill.texts import Answer, Prompt, drop_reason, listed, read_answers, write_lines
 
-EXPECTED, LEAST_EXPECTED, SPARE = 0.8, 1 / MOST_ASKED, 1.1  # share of usable texts; more are asked for, to be sure
-EXAMPLES, MOST_SHOWN = 3, 500  # and characters of each
+EXPECTED, LOWEST_EXPECTED, SPARE = (
+    0.8,
+    1 / TEXTS_PER_QUESTION,
+    1.1,
+)  # share of usable texts; more are asked for, to be sure
+EXAMPLES, SHOWN_CHARACTERS = 3, 500  # of each
 SUMMARY = "summary.json"
 
 
@@ -71,7 +75,7 @@ class _Questions:
         usable: list[Conversation] = []
         repeated: Counter[str] = Counter()
         for number in itertools.count(1):
-            if len(usable) >= goal or len(begun) >= MOST_ASKED * goal:
+            if len(usable) >= goal or len(begun) >= TEXTS_PER_QUESTION * goal:
                 break
             count = _next(asking.recipe.answers.batch, goal, len(usable), len(begun))
             fresh = [asking.begin(place) for place in range(len(begun), len(begun) + count)]
@@ -170,9 +174,9 @@ class _Questions:
 
 def _next(batch: int, goal: int, usable: int, asked: int) -> int:
     """How many texts the next round asks for: as many as the share of usable ones suggests, in whole batches."""
-    rate = max(LEAST_EXPECTED, usable / asked) if asked else EXPECTED
+    rate = max(LOWEST_EXPECTED, usable / asked) if asked else EXPECTED
     count = math.ceil(SPARE * (goal - usable) / rate / batch) * batch
-    return min(count, MOST_ASKED * goal - asked)
+    return min(count, TEXTS_PER_QUESTION * goal - asked)
 
 
 def _new(begun: Sequence[Conversation], reasons: Sequence[str]) -> tuple[list[Conversation], Counter[str]]:
@@ -192,7 +196,7 @@ def _summary(
     dropped_turns: Counter[str],
 ) -> AskedQuestions:
     source, texts = asking.source, [one.texts[0] for one in kept]
-    middle, most = lengths([len(encode(asking.template.tokenizer, text)) for text in texts])
+    middle, long = lengths([len(encode(asking.template.tokenizer, text)) for text in texts])
     turns = Counter(len(one.texts) for one in kept)
     return AskedQuestions(
         file=name,
@@ -208,10 +212,10 @@ def _summary(
         turns={str(number): turns[number] for number in sorted(turns)},
         dropped_turns=dict(sorted(dropped_turns.items())),
         median_tokens=middle,
-        most_tokens=most,
+        most_tokens=long,
         distinct=[round(distinct(texts, length), 4) for length in (1, 2, 3)],
         repeated=round((dropped[EQUAL] + dropped[ALIKE]) / asked, 4),
-        examples=[text[:MOST_SHOWN] for text in texts[:EXAMPLES]],
+        examples=[text[:SHOWN_CHARACTERS] for text in texts[:EXAMPLES]],
     )
 
 
