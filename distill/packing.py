@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -75,26 +75,22 @@ def pack(sequences: Iterable[tuple[list[int], int]], block: int, split_long: boo
     sequence that does not fit continues in the next block as a new document; otherwise it moves there whole, and must
     be no longer than a block.
     """
-    rows: list[list[tuple[list[int], int]]] = [[]]
-    begun = [0]  # the number of each row's first document
-    used = number = 0
-    for ids, first in sequences:
+    rows: list[list[tuple[list[int], int]]] = []
+    begun = []  # the number of each row's first document
+    room = 0
+    for number, (ids, first) in enumerate(sequence for sequence in sequences if sequence[0]):
         start = 0
         while start < len(ids):
-            room = block - used
             left = len(ids) - start
             if room < 2 or (left > room and not split_long):
                 assert split_long or left <= block, "a sequence is longer than a block"
                 rows.append([])
                 begun.append(number)
-                used, room = 0, block
+                room = block
             piece = ids[start : start + room]
             rows[-1].append((piece, max(1, first - start)))
-            used += len(piece)
+            room -= len(piece)
             start += len(piece)
-        number += bool(ids)
-    begun = [number for number, row in zip(begun, rows, strict=True) if row]
-    rows = [row for row in rows if row]
     n = len(rows)
     packed = Packed(
         torch.zeros(n, block, dtype=torch.int32),
@@ -132,19 +128,17 @@ def fitted_order(lengths: Sequence[int], block: int) -> list[int]:
 
 def concatenate(parts: list[Packed]) -> Packed:
     """The blocks of several packs of the same width, in order; numbered on from pack to pack where all are."""
+    columns = zip(*(part.tensors().values() for part in parts), strict=True)
+    joined = Packed(*map(torch.cat, columns))
     first: list[Tensor] = []
     start = 0
     for part in parts:
         if part.first is None:
-            first = []
-            break
+            return joined
         first.append(part.first + start)
         if len(part):
             start += int(part.first[-1]) + int(part.documents[-1].max()) + 1
-    ids, documents, positions, mask = (
-        torch.cat([getattr(part, name) for part in parts]) for name in ("ids", "documents", "positions", "mask")
-    )
-    return Packed(ids, documents, positions, mask, torch.cat(first) if first else None)
+    return replace(joined, first=torch.cat(first))
 
 
 def attention_mask(documents: Tensor) -> Tensor:

@@ -3,30 +3,26 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from distill.errors import DataError
 from distill.faults import reading
-from distill.files import has_form, parse_object
+from distill.files import has_form, parse_object, write_text
 from distill.run import Run
 
-MOST_ID = 2**31 - 1  # token ids are stored as int32
+LARGEST_ID = 2**31 - 1  # token ids are stored as int32
 # The forms of the lines of prompts-SPLIT.jsonl and of answers.
 PROMPT = {"id": str, "ids": [int]}
 CHAT = {"messages": [{"role": str, "content": str}], "turns": [str]}  # of a prompt that has a conversation
 ANSWER = {"id": str, "prompt": [int], "answer": [int], "looping": bool}
 # Fields that a line may lack, as those of older versions do.
-FURTHER: dict[str, Any] = {
-    "source": str,
-    "label": str,
-    "mode": str,
-    "dropped": str,
-    "ended": bool,
-    "number": int | None,
-}
+FURTHER = {**dict.fromkeys(("source", "label", "mode", "dropped"), str), "ended": bool, "number": int | None}
 
 
 @dataclass(frozen=True)
@@ -96,6 +92,9 @@ class Request:
     arguments: dict[str, Any] = field(default_factory=dict)
 
 
+Text = TypeVar("Text", Prompt, Answer)
+
+
 @dataclass(frozen=True)
 class Reply:
     """New ids after a request's prompt, an end token included where the target gave one (`ended`: or a stop string).
@@ -111,11 +110,6 @@ class Reply:
     detail: str = ""
     lasting: bool = True
     prompt: list[int] | None = None
-
-
-def shown_fault(reply: Reply) -> str:
-    """Why there is no answer, with what the server said."""
-    return f"{reply.dropped}: {reply.detail}" if reply.detail else reply.dropped
 
 
 def drop_reason(answer: Answer) -> str:
@@ -136,15 +130,20 @@ def is_looping(ids: Sequence[int], longest_period: int = 16, repeats: int = 6) -
 
 def count_texts(texts: Iterable[tuple[str, str, int]]) -> list[dict[str, Any]]:
     """Texts and their tokens by label and mode, from (label, mode, tokens) of each, in the order of their first."""
-    found: dict[tuple[str, str], list[int]] = {}
+    counts: Counter[tuple[str, str]] = Counter()
+    sums: Counter[tuple[str, str]] = Counter()
     for label, mode, tokens in texts:
-        count = found.setdefault((label, mode), [0, 0])
-        count[0] += 1
-        count[1] += tokens
+        counts[label, mode] += 1
+        sums[label, mode] += tokens
     return [
-        {"label": label, "mode": mode, "texts": texts, "tokens": tokens}
-        for (label, mode), (texts, tokens) in found.items()
+        {"label": label, "mode": mode, "texts": count, "tokens": sums[label, mode]}
+        for (label, mode), count in counts.items()
     ]
+
+
+def listed(counts: Mapping[str, int], sign: str = " ") -> str:
+    """Counts and what they count, for a message."""
+    return ", ".join(f"{count}{sign}{name}" for name, count in sorted(counts.items()))
 
 
 def prompt_seed(seed: int, prompt_id: str) -> int:
@@ -157,7 +156,7 @@ def _fits(record: dict[str, Any], form: dict[str, Any]) -> bool:
     if not has_form(record, form) or not has_form(record, {name: FURTHER[name] for name in FURTHER if name in record}):
         return False
     ids = [record[name] for name, kind in form.items() if kind == [int]]
-    return all(min(one) >= 0 and max(one) <= MOST_ID for one in ids if one)
+    return all(min(one) >= 0 and max(one) <= LARGEST_ID for one in ids if one)
 
 
 def _read_lines(path: Path, stage: str, form: dict[str, Any]) -> list[dict[str, Any]]:
@@ -167,12 +166,24 @@ def _read_lines(path: Path, stage: str, form: dict[str, Any]) -> list[dict[str, 
             lines = path.read_bytes().split(b"\n")
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}", again) from None
-    found = [parse_object(line) for line in (lines if lines[-1] else lines[:-1])]
-    for number, record in enumerate(found, 1):
+    records = []
+    for number, line in enumerate(lines if lines[-1] else lines[:-1], 1):
+        record = parse_object(line)
         if isinstance(record, str) or not _fits(record, form):
             fault = record if isinstance(record, str) else "fields are missing or of another kind"
             raise DataError(f"{path} is damaged: line {number}: {fault}", again)
-    return [record for record in found if isinstance(record, dict)]
+        records.append(record)
+    return records
+
+
+def _from_line(kind: type[Text], line: Mapping[str, Any]) -> Text:
+    """The prompt or answer of a line, whose unknown fields do not count."""
+    return kind(**{one.name: line[one.name] for one in fields(kind) if one.name in line})
+
+
+def write_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
+    """Write a jsonl file, atomically."""
+    write_text(path, "".join(json.dumps(record) + "\n" for record in records))
 
 
 def read_prompts(run: Run, split: str) -> list[Prompt]:
@@ -185,10 +196,7 @@ def read_prompts(run: Run, split: str) -> list[Prompt]:
     lines += _read_lines(run.path("corpus", f"prompts-{split}.jsonl"), "corpus", PROMPT)
     if not all(has_form(line["chat"], CHAT) for line in lines if line.get("chat") is not None):
         raise DataError(f"{served.with_name('prompts')}: a conversation is damaged", "`--redo corpus` makes it again")
-    return [
-        Prompt(line["id"], line["ids"], line.get("source", ""), line.get("chat"), line.get("label", ""))
-        for line in lines
-    ]
+    return [_from_line(Prompt, line) for line in lines]
 
 
 def read_answers(run: Run, name: str, stage: str = "answers") -> list[Answer]:
@@ -197,10 +205,8 @@ def read_answers(run: Run, name: str, stage: str = "answers") -> list[Answer]:
     Stage `answers` has those to `train` prompts. Raises DataError when a file is damaged.
     """
     paths = sorted(run.path(stage).glob(f"{name}-*.jsonl"))
-    lines = [line for path in paths for line in _read_lines(path, stage, ANSWER)]
-    names = (*ANSWER, *FURTHER)
-    found = [Answer(**{name: line[name] for name in names if name in line}) for line in lines]
-    return sorted(found, key=lambda one: (one.number is None, one.number or 0))
+    answers = [_from_line(Answer, line) for path in paths for line in _read_lines(path, stage, ANSWER)]
+    return sorted(answers, key=lambda answer: (answer.number is None, answer.number or 0))
 
 
 def read_documents_of(run: Run, split: str) -> list[str]:
@@ -212,7 +218,4 @@ def read_documents_of(run: Run, split: str) -> list[str]:
 
 def first_difference(left: Sequence[int], right: Sequence[int]) -> int | None:
     """The first position where two texts differ, a shorter one ending early included; None when equal."""
-    for index, (a, b) in enumerate(zip(left, right, strict=False)):
-        if a != b:
-            return index
-    return None if len(left) == len(right) else min(len(left), len(right))
+    return next((at for at, (a, b) in enumerate(zip_longest(left, right)) if a != b), None)

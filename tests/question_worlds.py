@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import chat_templates
+import pytest
 import tiny
 import torch
 
@@ -21,8 +22,8 @@ ENDING = 1.3  # how far the end's logit stands above what its weights give: a te
 RARE = -3.0  # the same of special tokens and of bytes that are no ASCII text
 
 
-def build(folder: Path) -> Path:
-    """plain/ (the tokenizer without template), target/ (with one) and recipe.yaml, whose corpus are its questions."""
+def build_instruct(folder: Path, change: Callable[[Any, Any], object] | None = None) -> None:
+    """plain/ (the tokenizer without template) and target/ (with one), whose model and tokenizer `change` changes."""
     from transformers import AutoModelForCausalLM
 
     tiny.build_model(folder / "plain")
@@ -30,9 +31,16 @@ def build(folder: Path) -> Path:
     model = AutoModelForCausalLM.from_pretrained(folder / "plain")
     model.resize_token_embeddings(len(tokenizer))
     model.config.eos_token_id = model.generation_config.eos_token_id = tokenizer.eos_token_id
-    biased(model, tokenizer)
+    if change is not None:
+        change(model, tokenizer)
     model.save_pretrained(folder / "target")
     tokenizer.save_pretrained(folder / "target")
+
+
+def build(folder: Path) -> Path:
+    """The models of `build_instruct`, of which target/ ends its texts, and recipe.yaml, whose corpus are its
+    questions."""
+    build_instruct(folder, biased)
     values = tiny.recipe_values(folder)
     source = {"kind": "target", "questions": 24, "tokens": 32}
     values["corpus"] |= {"sources": [source], "validation": 0.25, "test": 0.25, "block": 128}
@@ -73,11 +81,11 @@ def dressed(world: Path, style: str, template: str | None = None) -> Any:
 
 
 class Script:
-    """A writer whose reply to each request `text` gives: a text, which ends, or a reply's ids, which do not."""
+    """A writer whose reply to each request `text` gives: a text, which ends, a reply's ids, which do not, or all."""
 
     by_prompt = True
 
-    def __init__(self, recipe: Recipe, text: Callable[[Request], str | list[int]]) -> None:
+    def __init__(self, recipe: Recipe, text: Callable[[Request], str | list[int] | Reply]) -> None:
         self.tokenizer, self.text = load_tokenizer(recipe.target.model), text
         self.recipes: list[Recipe] = []
         self.asked: list[Request] = []
@@ -92,7 +100,9 @@ class Script:
             request = waiting.popleft()
             self.asked.append(request)
             found = self.text(request)
-            if isinstance(found, str):
+            if isinstance(found, Reply):
+                yield found
+            elif isinstance(found, str):
                 ids = [*encode(self.tokenizer, found), self.tokenizer.eos_token_id]
                 yield Reply(request.id, ids, True)
             else:
@@ -100,3 +110,12 @@ class Script:
 
     def close(self) -> list[str]:
         return []
+
+
+def scripted(
+    monkeypatch: pytest.MonkeyPatch, recipe: Recipe, text: Callable[[Request], str | list[int] | Reply]
+) -> Script:
+    """A writer with a script in the place of the recipe's."""
+    script = Script(recipe, text)
+    monkeypatch.setattr("distill.target.groups.open_writer", script.opened)
+    return script

@@ -10,18 +10,20 @@ import subprocess
 import sys
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx2
+import pytest
 import tiny
 from loopback import LoopbackHandler, running
 
 from distill.files import write_text
 from distill.recipe import Recipe, load_recipe
 from distill.run import Run
+from distill.texts import Reply, Request
 
 TEXTS = (" value", " index = total", "(self):\n    return 7", " stream", "parser.token")
 
@@ -46,6 +48,27 @@ def answer_lines(run: Run) -> list[dict[str, Any]]:
     """The lines of all files of answers, in the order of the files."""
     paths = sorted(run.path("answers").glob("train-*.jsonl"))
     return [json.loads(line) for path in paths for line in path.read_text().splitlines()]
+
+
+class Interrupted(Exception):
+    """What `interrupt_after` raises in the place of a kill."""
+
+
+def interrupt_after(monkeypatch: pytest.MonkeyPatch, kind: Any, replies: int) -> list[str]:
+    """Let a kind of writer fail after so many replies, as a kill would; gives the requests that were asked for."""
+    write, count, asked = kind.write, 0, []
+
+    def broken(self: Any, waiting: deque[Request]) -> Iterator[Reply]:
+        nonlocal count
+        asked.extend(request.id for request in waiting)
+        for reply in write(self, waiting):
+            count += 1
+            if count > replies:
+                raise Interrupted
+            yield reply
+
+    monkeypatch.setattr(kind, "write", broken)
+    return asked
 
 
 class BadServer:
@@ -102,28 +125,26 @@ class BadServer:
             handler.wfile.flush()
             handler.connection.shutdown(socket.SHUT_RDWR)
             handler.close_connection = True
-        elif kind == "slow":
-            time.sleep(1.5)
-            handler.reply(200, self.completion(body, prompt, "ok"))
-        elif kind == "a moment":
-            time.sleep(0.02)
-            handler.reply(200, self.completion(body, prompt, "ok"))
         elif kind == "no json":
             handler.reply(200, b"<html>busy</html>")
-        elif kind == "429":
-            handler.reply(429, {"error": {"message": "slow down"}}, Retry_After="0")
         elif kind.isdigit():
-            handler.reply(int(kind), {"error": {"message": f"no: {handler.headers.get('Authorization')}"}})
+            more = {"Retry_After": "0"} if kind == "429" else {}
+            handler.reply(int(kind), {"error": {"message": f"no: {handler.headers.get('Authorization')}"}}, **more)
         else:
+            time.sleep({"slow": 1.5, "a moment": 0.02}.get(kind, 0))
             handler.reply(200, self.completion(body, prompt, kind))
 
     def completion(self, body: dict[str, Any], prompt: Any, kind: str) -> dict[str, Any]:
         from distill.models.hugging_face import encode
 
-        text = self.text(prompt) if isinstance(prompt, (str, list)) else ""
+        chat = "messages" in body
+        if chat:
+            prompt = self.tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+        text = self.text(prompt)
         new = encode(self.tokenizer, text)
         count = len(prompt) if isinstance(prompt, list) else len(encode(self.tokenizer, prompt))
-        choice: dict[str, Any] = {"text": text, "finish_reason": "stop", "index": 0}
+        choice: dict[str, Any] = {"finish_reason": "stop", "index": 0}
+        choice |= {"message": {"role": "assistant", "content": text}} if chat else {"text": text}
         if kind == "empty text":
             choice["text"] = ""
         if kind == "length":

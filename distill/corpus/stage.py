@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import random
 from collections import Counter
 from collections.abc import Callable
@@ -14,20 +13,14 @@ from distill.documents.chat_template import ChatTemplate
 from distill.documents.prompts import ChatPrompts, cut_prompts
 from distill.documents.sources import SPLITS, Document, Split, read_documents, with_questions
 from distill.errors import DataError
-from distill.files import write_atomically, write_json, write_text
+from distill.files import write_atomically, write_json
 from distill.models.hugging_face import encode, end_ids, load_config, load_tokenizer
 from distill.packing import Packed, concatenate, pack
 from distill.recipe import Corpus, Recipe
 from distill.run import Run
-from distill.texts import Prompt, count_texts
+from distill.texts import Prompt, count_texts, write_lines
 
 TOO_LONG = "given answers whose prompts fill corpus.block"
-
-
-def validation_prompts(recipe: Recipe) -> int:
-    """The number of prompts for decisions during training: the choice of weights and the judgement of a replay."""
-    train = recipe.train
-    return (train.acceptance.prompts if train.acceptance else 0) + (train.replay.judges if train.replay else 0)
 
 
 def corpus(recipe: Recipe, run: Run) -> list[Path]:
@@ -46,8 +39,14 @@ def corpus(recipe: Recipe, run: Run) -> list[Path]:
         "validation": recipe.cut.score_blocks * recipe.corpus.block,
         "test": recipe.eval.file_blocks * recipe.corpus.block,
     }
-    test_prompts = max(recipe.eval.prompts, recipe.speedup.prompts, recipe.speedup.grown_prompts)
-    wanted = {"train": recipe.answers.prompts, "validation": validation_prompts(recipe), "test": test_prompts}
+    train = recipe.train
+    counts = {
+        "train": recipe.answers.prompts,
+        # The choice of weights, and the judgement of a replay.
+        "validation": (train.acceptance.prompts if train.acceptance else 0)
+        + (train.replay.judges if train.replay else 0),
+        "test": max(recipe.eval.prompts, recipe.speedup.prompts, recipe.speedup.grown_prompts),
+    }
     summary: dict[str, Any] = {}
     for split in SPLITS:
         own = [document for document in documents if document.split == split]
@@ -58,13 +57,10 @@ def corpus(recipe: Recipe, run: Run) -> list[Path]:
         write_atomically(folder / f"text-{split}.safetensors", save)
         stride = 4 * (recipe.answers.prompt_tokens + recipe.answers.new_tokens)
         length = recipe.answers.prompt_tokens
-        prompts = cut_prompts(own, to_ids, wanted[split], length, stride, recipe.seed, chat, weights)
-        _require_prompts(recipe, split, prompts, wanted[split])
-        write_text(
-            folder / f"prompts-{split}.jsonl",
-            "".join(json.dumps(prompt.line()) + "\n" for prompt in prompts),
-        )
-        total = sum(sum(tokens.values()) for tokens in given.values())
+        prompts = cut_prompts(own, to_ids, counts[split], length, stride, recipe.seed, chat, weights)
+        _require_prompts(recipe, split, prompts, counts[split])
+        write_lines(folder / f"prompts-{split}.jsonl", (prompt.line() for prompt in prompts))
+        total = sum(tokens.total() for tokens in given.values())
         summary[split] = {
             "documents": len(own),
             "tokens": total,
@@ -73,11 +69,11 @@ def corpus(recipe: Recipe, run: Run) -> list[Path]:
             "given": {name: dict(tokens) for name, tokens in given.items()},
             "asked": count_texts((prompt.label, prompt.mode, len(prompt.ids)) for prompt in prompts),
         }
-        short = f" of {wanted[split]} asked for" if len(prompts) < wanted[split] else ""
+        short = f" of {counts[split]} asked for" if len(prompts) < counts[split] else ""
         run.say(f"  {split}: {len(own)} documents, {total} tokens kept, {len(prompts)} prompts{short}")
-    write_text(
+    write_lines(
         folder / "documents-test.jsonl",
-        "".join(json.dumps({"name": d.name, "text": d.plain_text}) + "\n" for d in documents if d.split == "test"),
+        ({"name": one.name, "text": one.plain_text} for one in documents if one.split == "test"),
     )
     if chat is not None:
         dropped += chat.dropped
@@ -88,27 +84,27 @@ def corpus(recipe: Recipe, run: Run) -> list[Path]:
 
 
 def chat_prompts(recipe: Recipe, tokenizer: Any, documents: list[Document]) -> ChatPrompts | None:
-    """What makes prompts of conversations; None where the documents hold none."""
+    """The renderer of conversations as prompts; None where the documents hold none."""
     if all(document.messages is None for document in documents):
         return None
-    most = recipe.corpus.block - recipe.answers.new_tokens
-    return ChatPrompts(ChatTemplate(tokenizer, recipe.chat), most, recipe.seed)
+    longest = recipe.corpus.block - recipe.answers.new_tokens
+    return ChatPrompts(ChatTemplate(tokenizer, recipe.chat), longest, recipe.seed)
 
 
 def weights_of(corpus: Corpus) -> dict[str, float] | None:
     """The sources' shares of the prompts by name; None where none has a weight."""
-    found: dict[str, float] = {}
+    weights: dict[str, float] = {}
     for source in corpus.sources:
         if source.weight is None:
             return None
         name = Path(source.path).name
-        found[name] = found.get(name, 0) + source.weight
-    return found
+        weights[name] = weights.get(name, 0) + source.weight
+    return weights
 
 
-def _require_prompts(recipe: Recipe, split: Split, prompts: list[Prompt], wanted: int) -> None:
+def _require_prompts(recipe: Recipe, split: Split, prompts: list[Prompt], count: int) -> None:
     """Raise for too few prompts of a split, before the expensive stages."""
-    if len(prompts) < min(wanted, 2):
+    if len(prompts) < min(count, 2):
         raise DataError(
             f"the {split} split gives {len(prompts)} prompts of {recipe.answers.prompt_tokens} tokens",
             "add documents, or lower answers.prompt_tokens"
@@ -135,8 +131,8 @@ def pack_given(
     texts: list[tuple[list[int], int]] = []
     samples: list[tuple[list[int], int]] = []
     counts: dict[str, Counter[str]] = {}
-    total = 0
     for document in documents:
+        total = sum(count.total() for count in counts.values())
         if total >= limit:
             break
         count = counts.setdefault(document.label, Counter())
@@ -144,7 +140,6 @@ def pack_given(
             ids = (encode(document.text) + ends)[: limit - total]
             texts.append((ids, 1))
             count["text"] += len(ids)
-            total += len(ids)
             continue
         assert chat is not None
         for prompt, answer in chat.given(document):
@@ -155,6 +150,5 @@ def pack_given(
             samples.append((prompt + answer, len(prompt)))
             count["prompt"] += len(prompt)
             count["answer"] += len(answer)
-            total += len(prompt) + len(answer)
     parts = [pack(texts, block, split_long=True), pack(samples, block, split_long=False)]
     return concatenate([part for part in parts if len(part)] or parts[:1]), {k: v for k, v in counts.items() if v}

@@ -23,15 +23,6 @@ WORDS = "How", "What", "a", "1", "\u00e9", "\u4f60", "-", '"'  # beginnings of m
 
 
 @dataclass(frozen=True)
-class Rendered:
-    """Token ids of a prompt and of the answer after it, its end included; `text` is the prompt as a text."""
-
-    prompt: list[int]
-    answer: list[int]
-    text: str
-
-
-@dataclass(frozen=True)
 class UserHeader:
     """What a template writes before a user's message, as text and as the token ids that every message leaves as they
     are; and the text behind the message that ends it, None where that is an end token of the model."""
@@ -42,7 +33,7 @@ class UserHeader:
 
 
 class ChatTemplate:
-    """Renders conversations with a tokenizer's template and a recipe's section `chat`.
+    """Renders conversations with a tokenizer's template and a recipe's section `chat`, whose tools it offers in each.
 
     Raises DataError for a tokenizer without a template and RecipeError for arguments that its template never reads.
     """
@@ -54,45 +45,39 @@ class ChatTemplate:
                 "the corpus has conversations, and the target's tokenizer no chat template",
                 "take an instruct model as target, or give its folder a chat_template.jinja",
             )
-        source = self._source()
-        asked = [*settings.arguments, *([settings.thinking_argument] if settings.thinking is not None else [])]
-        unread = [name for name in asked if name not in source]
-        if unread:
+        names = [*settings.arguments, *([settings.thinking_argument] if settings.thinking is not None else [])]
+        source = str(tokenizer.chat_template)  # a mapping where it has several
+        if unread := [name for name in names if name not in source]:
             raise RecipeError(
                 f"chat: the target's template does not read {', '.join(unread)}",
                 "correct chat.arguments or chat.thinking_argument, or leave chat.thinking out",
             )
-
-    def _source(self) -> str:
-        """The template's own text, all named templates together."""
-        found = self.tokenizer.chat_template
-        return "".join(found.values()) if isinstance(found, dict) else str(found)
 
     def arguments(self, thinking: bool | None) -> dict[str, Any]:
         """The template's arguments with thinking on, off, or as it likes."""
         switch = {} if thinking is None else {self.settings.thinking_argument: thinking}
         return {**self.settings.arguments, **switch}
 
-    def text(self, messages: Sequence[Message], thinking: bool | None, tools: Any = None, generate: bool = True) -> str:
+    def text(self, messages: Sequence[Message], thinking: bool | None = None, generate: bool = True) -> str:
         """The messages as text, with the beginning of an answer where one is to be generated.
 
         Raises ValueError, with the template's own reason, for messages that it refuses.
         """
         try:
-            found: str = self.tokenizer.apply_chat_template(
+            text: str = self.tokenizer.apply_chat_template(
                 [dict(message) for message in messages],
                 tokenize=False,
                 add_generation_prompt=generate,
-                tools=list(tools) if tools else None,
+                tools=list(self.settings.tools) or None,
                 **self.arguments(thinking),
             )
         except Exception as error:  # templates are foreign programs and raise any exception
             raise ValueError(f"the target's chat template refuses it ({' '.join(str(error).split())[:200]})") from error
-        return found
+        return text
 
-    def prompt(self, messages: Sequence[Message], thinking: bool | None = None, tools: Any = None) -> list[int]:
+    def prompt(self, messages: Sequence[Message], thinking: bool | None = None) -> list[int]:
         """Token ids of the messages and of the beginning of an answer."""
-        return encode(self.tokenizer, self.text(messages, thinking, tools))
+        return encode(self.tokenizer, self.text(messages, thinking))
 
     @cached_property
     def special(self) -> set[int]:
@@ -105,7 +90,6 @@ class ChatTemplate:
         before: Sequence[Message],
         ends: Sequence[int],
         thinking: bool | None = None,
-        tools: Any = None,
         opening: str = "",
     ) -> UserHeader:
         """The beginning of a user's message after these messages: a model that continues it writes a user's message.
@@ -113,16 +97,16 @@ class ChatTemplate:
         `ends` are the model's end tokens; `opening` is what the message begins with. Raises ValueError, with the
         reason, for a template that it cannot be found in.
         """
-        found = set()
+        surroundings = set()
         for mark in MARKS:
-            text = self.text([*before, {"role": "user", "content": mark}], thinking, tools)
+            text = self.text([*before, {"role": "user", "content": mark}], thinking)
             header, there, behind = text.partition(mark)
             if not there:
                 raise ValueError("it does not write a user's message as it is")
-            found.add((header, behind))
-        if len(found) > 1:
+            surroundings.add((header, behind))
+        if len(surroundings) > 1:
             raise ValueError("what it writes around a user's message depends on the message")
-        header, behind = found.pop()
+        header, behind = surroundings.pop()
         if not header.replace(self.tokenizer.bos_token or "", "").strip():
             raise ValueError("it writes nothing before a user's message")
         # A header may end within what the tokenizer writes as one token, such as a space and a word; an opening goes on
@@ -147,30 +131,30 @@ class ChatTemplate:
     @cached_property
     def end(self) -> list[int]:
         """The token that ends an answer: the first after one as the template writes it; else the tokenizer's eos."""
-        asked = [{"role": "user", "content": "a"}]
+        question = {"role": "user", "content": "a"}
         try:
-            before = self.text(asked, None, generate=False)
-            whole = self.text([*asked, {"role": "assistant", "content": "MARK"}], None, generate=False)
+            before = self.text([question], generate=False)
+            whole = self.text([question, {"role": "assistant", "content": "MARK"}], generate=False)
         except ValueError:
             before = whole = ""
         tail = whole[len(before) :].rpartition("MARK")[2] if "MARK" in whole else ""
         ids = encode(self.tokenizer, tail.lstrip())[:1] if tail.strip() else []
-        if ids and ids[0] in (set(self.tokenizer.all_special_ids) | set(self.tokenizer.get_added_vocab().values())):
+        if ids and ids[0] in self.special:
             return ids
         eos = self.tokenizer.eos_token_id
         return [] if eos is None else [eos]
 
-    def answered(self, messages: Sequence[Message], thinking: bool | None = None, tools: Any = None) -> Rendered:
-        """The prompt before the last message and that message as an answer; the last one must be the assistant's.
+    def answered(self, messages: Sequence[Message], thinking: bool | None = None) -> tuple[list[int], list[int]]:
+        """Token ids of the prompt before the last message, the assistant's, and of that answer, its end included.
 
         Raises ValueError where the template does not say how the answer was written.
         """
         *before, last = messages
-        text = self.text(before, thinking, tools)
-        answer = self._written(text, before, last, thinking, tools)
-        return Rendered(encode(self.tokenizer, text), encode(self.tokenizer, answer) + self.end, text)
+        prompt = self.text(before, thinking)
+        answer = self._written(prompt, before, last, thinking)
+        return encode(self.tokenizer, prompt), encode(self.tokenizer, answer) + self.end
 
-    def _written(self, prompt: str, before: Sequence[Message], last: Message, thinking: bool | None, tools: Any) -> str:
+    def _written(self, prompt: str, before: Sequence[Message], last: Message, thinking: bool | None) -> str:
         """The text of an answer after its prompt, without its end."""
         content = str(last["content"])
         opened = prompt.rstrip().endswith(OPENING)
@@ -182,7 +166,7 @@ class ChatTemplate:
             return content
         if not last.get("tool_calls") and opened:
             return f"{str(last['reasoning_content']).strip()}\n{CLOSING}\n\n{content}"
-        whole = self.text([*before, last], thinking, tools, generate=False)
+        whole = self.text([*before, last], thinking, generate=False)
         if not whole.startswith(prompt):
             raise ValueError("the template writes this answer otherwise than it begins one")
         end = self.tokenizer.decode(self.end) if self.end else ""
@@ -192,7 +176,7 @@ class ChatTemplate:
 
 def messages_after(chat: Mapping[str, Any], answers: Sequence[str]) -> list[dict[str, Any]]:
     """The messages up to the question that follows so many answers; `chat` is a Prompt's: messages up to the first
-    question, further `turns` of the user, `thinking` and `tools`."""
+    question, further `turns` of the user, and `thinking`."""
     messages = list(chat["messages"])
     for answer, turn in zip(answers, chat.get("turns") or [], strict=False):
         messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": turn}]
@@ -204,4 +188,4 @@ def next_prompt(template: ChatTemplate, chat: Mapping[str, Any], answers: Sequen
     refuses."""
     if len(answers) > len(chat["turns"]):
         return None
-    return template.prompt(messages_after(chat, answers), chat.get("thinking"), chat.get("tools"))
+    return template.prompt(messages_after(chat, answers), chat.get("thinking"))

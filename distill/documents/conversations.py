@@ -2,30 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 from collections.abc import Mapping
 from typing import Any
 
+from distill.files import has_form
 from distill.recipe import Source
 
 Messages = tuple[dict[str, Any], ...]  # role, content, and whatever else the template reads
 
 # The names under which data sets keep a speaker.
 SPEAKERS = {
-    "system": "system",
-    "developer": "system",
-    "user": "user",
-    "human": "user",
-    "prompter": "user",
-    "assistant": "assistant",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "bot": "assistant",
-    "model": "assistant",
-    "tool": "tool",
-    "function": "tool",
-    "observation": "tool",
+    **dict.fromkeys(("system", "developer"), "system"),
+    **dict.fromkeys(("user", "human", "prompter"), "user"),
+    **dict.fromkeys(("assistant", "gpt", "chatgpt", "bot", "model"), "assistant"),
+    **dict.fromkeys(("tool", "function", "observation"), "tool"),
 }
 LISTS = ("messages", "conversations", "turns")
 PROMPTS = ("prompt", "instruction", "question", "query")
@@ -46,33 +39,33 @@ def form_of(record: Mapping[str, Any], source: Source) -> str | None:
     return "prompt" if _first(record, names, "prompt", PROMPTS) is not None else None
 
 
-def read_conversation(record: Mapping[str, Any], form: str, source: Source) -> Messages | str:
-    """The messages of a record, ending with an answer or with a question; or the reason why it has none."""
+def read_conversation(record: Mapping[str, Any], form: str, source: Source) -> Messages:
+    """The messages of a record, ending with an answer or with a question; ValueError, with the reason, where it has
+    none."""
     names: Mapping[Any, str] = source.fields
     if form == "prompt":
-        prompt = _first(record, names, "prompt", PROMPTS)
+        prompt, answer = _first(record, names, "prompt", PROMPTS), _first(record, names, "answer", ANSWERS)
         if isinstance(prompt, list):  # messages before the answer, as preference data sets have them
-            found = _messages(prompt)
+            messages = _messages(prompt)
+        elif isinstance(prompt, str):
+            messages = [{"role": "user", "content": prompt}]
         else:
-            found = ({"role": "user", "content": prompt},) if isinstance(prompt, str) else "no prompt that is text"
-        answer = _first(record, names, "answer", ANSWERS)
-        if isinstance(found, tuple) and isinstance(answer, list):
-            last = _messages(answer)
-            found = last if isinstance(last, str) else (*found, *last)
-        elif isinstance(found, tuple) and isinstance(answer, str) and answer:
-            found = (*found, {"role": "assistant", "content": answer})
+            raise ValueError("no prompt that is text")
+        if isinstance(answer, list):
+            messages += _messages(answer)
+        elif isinstance(answer, str) and answer:
+            messages.append({"role": "assistant", "content": answer})
     elif form == "turns":
-        turns = record.get(names.get("turns", "turns"))
-        texts = isinstance(turns, list) and all(isinstance(turn, str) for turn in turns)
-        found = tuple({"role": "user", "content": turn} for turn in turns or ()) if texts else "turns that are no text"
+        turns: Any = record.get(names.get("turns", "turns"))
+        if not has_form(turns, [str]):
+            raise ValueError("turns that are no text")
+        messages = [{"role": "user", "content": turn} for turn in turns]
     else:
-        found = _messages(record.get(names.get(form, form)))
-    if not isinstance(found, tuple):
-        return found
+        messages = _messages(record.get(names.get(form, form)))
     system = record.get(names.get("system", "system"))
-    if isinstance(system, str) and system.strip() and not any(one["role"] == "system" for one in found):
-        found = ({"role": "system", "content": system}, *found)
-    return _usable(found)
+    if isinstance(system, str) and system.strip() and not any(one["role"] == "system" for one in messages):
+        messages.insert(0, {"role": "system", "content": system})
+    return _usable(tuple(messages))
 
 
 def _first(record: Mapping[str, Any], names: Mapping[Any, str], kind: str, known: tuple[str, ...]) -> Any:
@@ -81,28 +74,26 @@ def _first(record: Mapping[str, Any], names: Mapping[Any, str], kind: str, known
     return next((record[name] for name in known if record.get(name) is not None), None)
 
 
-def _messages(value: Any) -> Messages | str:
+def _messages(value: Any) -> list[dict[str, Any]]:
     """Messages of role and content, or of ShareGPT's from and value."""
     if isinstance(value, str):  # some data sets keep the list as JSON text
-        try:
+        with contextlib.suppress(ValueError, RecursionError):
             value = json.loads(value)
-        except (ValueError, RecursionError):
-            return "messages that are no list"
     if not isinstance(value, list):
-        return "messages that are no list"
-    found = []
+        raise ValueError("messages that are no list")
+    messages = []
     for one in value:
         if not isinstance(one, dict):
-            return "a message that is no mapping"
-        speaker = SPEAKERS.get(str(one.get("role", one.get("from"))).lower())
-        if speaker is None:
-            return f"a message of the unknown role {str(one.get('role', one.get('from')))[:20]!r}"
+            raise ValueError("a message that is no mapping")
+        role = str(one.get("role", one.get("from")))
+        if role.lower() not in SPEAKERS:
+            raise ValueError(f"a message of the unknown role {role[:20]!r}")
         content = _text(one["content"] if "content" in one else one.get("value"))
         if content is None and not one.get("tool_calls"):
-            return "a message whose content is no text"
+            raise ValueError("a message whose content is no text")
         extra = {name: one[name] for name in EXTRA if one.get(name)}
-        found.append({"role": speaker, "content": content or "", **extra})
-    return tuple(found)
+        messages.append({"role": SPEAKERS[role.lower()], "content": content or "", **extra})
+    return messages
 
 
 def _text(content: Any) -> str | None:
@@ -114,22 +105,22 @@ def _text(content: Any) -> str | None:
     return "".join(map(str, texts)) if all(isinstance(text, str) for text in texts) else None
 
 
-def _usable(messages: Messages) -> Messages | str:
-    """The messages, or the reason why a model cannot be asked them."""
+def _usable(messages: Messages) -> Messages:
+    """The messages up to the last question or answer; ValueError where a model cannot be asked them."""
     roles = [one["role"] for one in messages]
     while roles and roles[-1] in ("system", "tool"):
         roles.pop()
     if "user" not in roles:
-        return "no user's turn"
+        raise ValueError("no user's turn")
     if "assistant" in roles and roles.index("assistant") < roles.index("user"):
-        return "an answer before the first question"
+        raise ValueError("an answer before the first question")
     if not all(one["content"].strip() for one in messages[: len(roles)] if one["role"] == "user"):
-        return "an empty question"
+        raise ValueError("an empty question")
     return messages[: len(roles)]
 
 
 def questions(messages: Messages) -> str:
-    """What names and splits a conversation: all that is not the assistant's, so that no question is in two splits."""
+    """The text that names a conversation and gives its split: all but answers, so that no question is in two splits."""
     return json.dumps([[one["role"], one["content"]] for one in messages if one["role"] != "assistant"])
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import takewhile
 from typing import Any
 
 from distill.documents.chat_template import CLOSING, ChatTemplate
 from distill.documents.sources import Document
-from distill.recipe import Chat
 from distill.texts import Prompt
 
 Candidate = tuple[int, bytes, Document, int]  # number of the part, its rank by the seed, its document and offset
@@ -29,22 +29,22 @@ def _share(seed: int, *parts: object) -> float:
 class ChatPrompts:
     """Conversations as prompts, by the target's template and the recipe's section `chat`.
 
-    A prompt of more than `most` tokens is left out; `dropped` counts those and what the template refuses.
+    A prompt of more than `longest` tokens is left out; `dropped` counts those and what the template refuses.
     """
 
-    def __init__(self, template: ChatTemplate, most: int, seed: int) -> None:
-        self.template, self.most, self.seed = template, most, seed
+    def __init__(self, template: ChatTemplate, longest: int, seed: int) -> None:
+        self.template, self.longest, self.seed = template, longest, seed
         self.dropped: Counter[str] = Counter()
 
     def prompt(self, document: Document) -> Prompt | None:
         """The prompt of a conversation's first question, with the user's further turns; None for one left out."""
         chat = self.describe(document)
         try:
-            ids = self.template.prompt(chat["messages"], chat["thinking"], chat["tools"])
+            ids = self.template.prompt(chat["messages"], chat["thinking"])
         except ValueError as error:
             self.dropped[str(error)] += 1
             return None
-        if len(ids) > self.most:
+        if len(ids) > self.longest:
             self.dropped["prompts too long for corpus.block"] += 1
             return None
         return Prompt(document.name, ids, document.source, chat, document.label)
@@ -57,12 +57,12 @@ class ChatPrompts:
         for at in places if document.split == "train" else places[-1:]:
             messages = document.messages[: at + 1]
             try:
-                found = self.template.answered(messages, self._thought(messages[-1]), self.template.settings.tools)
+                prompt, answer = self.template.answered(messages, self._thought(messages[-1]))
             except ValueError as error:
                 self.dropped[str(error)] += 1
                 continue
-            if len(found.answer) > 1:
-                yield found.prompt, found.answer
+            if len(answer) > 1:
+                yield prompt, answer
 
     def _thought(self, answer: Mapping[str, Any]) -> bool | None:
         """Whether an answer was written with thinking on; None where the recipe does not say that it matters."""
@@ -87,9 +87,9 @@ class ChatPrompts:
         return None if share is None else _share(self.seed, name, "thinking") < share
 
     def describe(self, document: Document) -> dict[str, Any]:
-        """What renders a conversation: its messages up to the first question, further turns, thinking and tools."""
+        """The parts of a conversation: messages up to the first question, further turns, arguments of the template."""
         assert document.messages is not None
-        settings: Chat = self.template.settings
+        settings = self.template.settings
         roles = [one["role"] for one in document.messages]
         # Where the target wrote the answers itself, its last question is asked behind them; else it answers each.
         first = len(roles) - 1 - roles[::-1].index("user") if document.own else roles.index("user")
@@ -98,8 +98,8 @@ class ChatPrompts:
             head = [*self.system(document.name), *head]
         rest = document.messages[first + 1 :]
         # What a tool returned answers a call that this target may not make: the conversation ends before it.
-        known = next((at for at, one in enumerate(rest) if one["role"] == "tool"), len(rest))
-        turns = [one["content"] for one in rest[:known] if one["role"] == "user"][: settings.turns - 1]
+        before_tools = takewhile(lambda message: message["role"] != "tool", rest)
+        turns = [one["content"] for one in before_tools if one["role"] == "user"][: settings.turns - 1]
         thinking = self.thinking(document.name)
         return {
             "messages": head,
@@ -146,8 +146,8 @@ def cut_prompts(
         if len(prompts) == count:
             break
         if document.messages is not None:
-            found = chat.prompt(document) if chat is not None else None
-            prompts += [found] if found is not None else []
+            prompt = chat.prompt(document) if chat is not None else None
+            prompts += [prompt] if prompt is not None else []
             continue
         ids = encode(document.text[offset : offset + tokens * CHARACTERS_PER_TOKEN])[:tokens]
         if len(ids) == tokens:

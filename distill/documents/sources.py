@@ -126,30 +126,39 @@ def _document(
     return Document(name, split, text, Path(source.path).name, messages, label, source.kind == "target")
 
 
+def _tree_texts(source: Source, dropped: Counter[str]) -> Iterator[tuple[str, str]]:
+    """Names and texts of the files of a tree."""
+    root = source_path(source)
+    for path in sorted(root.glob(source.pattern)):
+        place = path.relative_to(root)
+        if not path.is_file() or set(source.exclude) & set(place.parts):
+            continue
+        try:
+            text = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            dropped["not UTF-8"] += 1
+            continue
+        except OSError as error:
+            raise DataError(f"{path} cannot be read: {error.strerror}", "exclude it, or correct it") from error
+        yield place.as_posix(), text
+
+
+def _text_pieces(source: Source) -> Iterator[tuple[str, str]]:
+    """Names and texts of text files; pieces of long ones are named by content, as records are."""
+    for path in source_files(source):
+        text = read_utf8(path)
+        pieces = [text] if source.form == "prompt" else list(cut_text(text))
+        for piece in pieces:
+            yield path.name if len(pieces) == 1 else f"{path.name}#{fingerprint(piece)}", piece
+
+
 def _files(corpus: Corpus, source: Source, dropped: Counter[str]) -> Iterator[Document]:
-    """Files of a tree, and text files: documents of their own, or in pieces that are, named by content as records
-    are; with form prompt, each is a user's message."""
-    root = source_path(source) if source.kind == "tree" else None
-    for path in source_files(source) if root is None else sorted(root.glob(source.pattern)):
-        if root is None:
-            name, text = path.name, read_utf8(path)
-        else:
-            place = path.relative_to(root)
-            if not path.is_file() or set(source.exclude) & set(place.parts):
-                continue
-            try:
-                name, text = place.as_posix(), path.read_text(encoding="utf-8")
-            except UnicodeDecodeError:
-                dropped["not UTF-8"] += 1
-                continue
-            except OSError as error:
-                raise DataError(f"{path} cannot be read: {error.strerror}", "exclude it, or correct it") from error
+    """Files of a tree, or text files; with form prompt, each is a user's message."""
+    for name, text in _tree_texts(source, dropped) if source.kind == "tree" else _text_pieces(source):
         if source.form == "prompt":
             yield _document(corpus, source, name, text, ({"role": "user", "content": text},), source.label or "")
-            continue
-        parts = list(cut_text(text)) if root is None else [text]
-        for part in parts:
-            yield _document(corpus, source, name if len(parts) == 1 else f"{name}#{fingerprint(part)}", part)
+        else:
+            yield _document(corpus, source, name, text)
 
 
 def _records(corpus: Corpus, source: Source, dropped: Counter[str]) -> Iterator[Document]:
@@ -162,9 +171,10 @@ def _records(corpus: Corpus, source: Source, dropped: Counter[str]) -> Iterator[
         if form == "text" and isinstance(record.get(source.field), str):
             text = record[source.field]
         elif form not in (None, "text"):
-            found = read_conversation(record, str(form), source)
-            if isinstance(found, str):
-                dropped[found] += 1
+            try:
+                found = read_conversation(record, str(form), source)
+            except ValueError as error:
+                dropped[str(error)] += 1
                 continue
             messages = tuple(one for one in found if source.given or one["role"] in ("system", "user"))
             text = questions(messages)

@@ -173,10 +173,10 @@ def check_teacher(recipe: Recipe, offline: bool) -> list[str]:
     at_one = "its distributions hold at temperature 1, whatever sampler it serves with"
     if offline:
         return [f"teacher: {settings.server.model} on {len(settings.server.urls)} server(s), not asked; {at_one}"]
-    from distill.target.logprobs.server_reader import open_server
+    from distill.target.logprobs.server_reader import ServerReader
 
-    with contextlib.closing(open_server(recipe)) as reader:
+    with contextlib.closing(ServerReader(recipe)) as reader:
         return [
-            f"teacher: {settings.server.model} answers on {len(settings.server.urls)} server(s), with {reader.asked} "
-            f"log-probabilities a token; {at_one}"
+            f"teacher: {settings.server.model} answers on {len(settings.server.urls)} server(s), with "
+            f"{reader.largest_request} log-probabilities a token; {at_one}"
         ]

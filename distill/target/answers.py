@@ -31,15 +31,19 @@ def answers(recipe: Recipe, run: Run, share: tuple[int, int] | None = None) -> l
     tokenizer = load_tokenizer(recipe.target.model)
     if recipe.answers.traffic is not None and share[0] == 0:
         write_traffic(recipe, run, tokenizer)
-    if recipe.answers.prompts == 0:
-        return _finish(recipe, run, share, 0)
-    prompts = read_prompts(run, "train")
-    rules = rules_of(recipe, tokenizer, _further_turns(recipe, tokenizer, prompts))
-    return _finish(recipe, run, share, write_answers(recipe, run, prompts, rules, share))
+    groups = 0
+    if recipe.answers.prompts:
+        prompts = read_prompts(run, "train")
+        rules = rules_of(recipe, tokenizer, _further_turns(recipe, tokenizer, prompts))
+        groups = write_answers(recipe, run, prompts, rules, share)
+    processes.barrier()
+    if share[0] == 0:
+        _write_manifest(recipe, run, groups)
+    return [run.path("answers")]
 
 
 def _further_turns(recipe: Recipe, tokenizer: Any, prompts: Sequence[Prompt]) -> NextPrompt | None:
-    """What renders the further turns of conversations; None where no prompt has any."""
+    """The function that renders the further turns of conversations; None where no prompt has any."""
     if not any(prompt.chat and prompt.chat["turns"] for prompt in prompts):
         return None
     template = ChatTemplate(tokenizer, recipe.chat)
@@ -53,32 +57,29 @@ def _further_turns(recipe: Recipe, tokenizer: Any, prompts: Sequence[Prompt]) ->
     return following
 
 
-def _finish(recipe: Recipe, run: Run, share: tuple[int, int], groups: int) -> list[Path]:
-    """Wait for all processes; the first one writes manifest.json with the target, the sampler and counts of answers."""
-    processes.barrier()
-    folder = run.path("answers")
-    if share[0] == 0:
-        found = read_answers(run, "train")
-        dropped = Counter(filter(None, map(drop_reason, found)))
-        counts: dict[str, Any] = {
-            "answers": len(found),
-            "prompt_tokens": sum(len(one.prompt) for one in found),
-            "answer_tokens": sum(len(one.answer) for one in found),
-            "not_ended": sum(not one.ended and not one.dropped for one in found),
-            "dropped": dict(sorted(dropped.items())),
-            "by_class": count_texts((one.label, one.mode, len(one.answer)) for one in found if not drop_reason(one)),
-        }
-        listed = "".join(f", {count} dropped: {reason}" for reason, count in counts["dropped"].items())
-        run.say(
-            f"  {counts['answers']} answers of {counts['answer_tokens']} tokens, {counts['not_ended']} of them cut "
-            f"short by the limit{listed}"
-        )
-        manifest = {"format": 2, **target_metadata(recipe), "sampler": recipe.sampler.model_dump(mode="json")}
-        write_json(folder / "manifest.json", manifest | {"writer": writer_kind(recipe), "groups": groups} | counts)
-    return [folder]
+def _write_manifest(recipe: Recipe, run: Run, groups: int) -> None:
+    """Write manifest.json with the target, the sampler and counts of answers."""
+    answers = read_answers(run, "train")
+    dropped = Counter(filter(None, map(drop_reason, answers)))
+    counts: dict[str, Any] = {
+        "answers": len(answers),
+        "prompt_tokens": sum(len(one.prompt) for one in answers),
+        "answer_tokens": sum(len(one.answer) for one in answers),
+        "not_ended": sum(not one.ended and not one.dropped for one in answers),
+        "dropped": dict(sorted(dropped.items())),
+        "by_class": count_texts((one.label, one.mode, len(one.answer)) for one in answers if not drop_reason(one)),
+    }
+    reasons = "".join(f", {count} dropped: {reason}" for reason, count in counts["dropped"].items())
+    run.say(
+        f"  {counts['answers']} answers of {counts['answer_tokens']} tokens, {counts['not_ended']} of them cut "
+        f"short by the limit{reasons}"
+    )
+    manifest = {"format": 2, **target_metadata(recipe), "sampler": recipe.sampler.model_dump(mode="json")}
+    manifest |= {"writer": writer_kind(recipe), "groups": groups}
+    write_json(run.path("answers", "manifest.json"), manifest | counts)
 
 
 def writer_kind(recipe: Recipe) -> str:
-    """What wrote the answers, without addresses."""
+    """The kind of writer, for the manifest; without addresses."""
     settings = recipe.answers.writer
     return "transformers" if settings is None else "gguf" if settings.gguf is not None else f"server, {settings.api}"

@@ -23,6 +23,7 @@ import httpx2
 from distill.errors import EndpointError
 from distill.files import parse_object
 from distill.recipe import Servers
+from distill.texts import listed
 
 CONNECT_SECONDS = 10.0
 FIRST_DELAY, LONGEST_DELAY, LONGEST_ASKED = 0.5, 60.0, 600.0  # seconds
@@ -30,21 +31,17 @@ AGAIN = {408, 425, 429}  # and 5xx
 PARTING_SECONDS = 2.0  # for requests under way when the work ends early
 SHOWN = 300  # characters of a server's message
 
-Check = Callable[[dict[str, Any]], str | None]  # the fault of a reply that is to be asked for again
+Check = Callable[[dict[str, Any]], object] | None  # raises Unanswered for a reply that is to be asked for again
 Item = TypeVar("Item")
-Found = TypeVar("Found")
-
-
-def _accept(found: dict[str, Any]) -> None:
-    """The check that finds no fault."""
+Result = TypeVar("Result")
 
 
 class Unusable(Exception):
-    """A request without a reply: the reason, and what the server said about it, if anything."""
+    """A request without a reply: the reason, what the server said about it, and the seconds that it asks to wait."""
 
-    def __init__(self, reason: str, detail: str = "") -> None:
+    def __init__(self, reason: str, detail: str = "", wait_seconds: float | None = None) -> None:
         super().__init__(reason)
-        self.reason, self.detail = reason, detail
+        self.reason, self.detail, self.wait_seconds = reason, detail, wait_seconds
 
 
 class Refused(Unusable):
@@ -96,7 +93,7 @@ class Endpoint:
 
     # ── requests ──
 
-    def post(self, path: str, body: dict[str, Any], check: Check = _accept) -> dict[str, Any]:
+    def post(self, path: str, body: dict[str, Any], check: Check = None) -> dict[str, Any]:
         """The JSON object that a server replies with; requests begin at each URL in turn, further attempts at the next.
 
         Raises Refused, Unanswered after `retries` further attempts, and EndpointError where no request can succeed: a
@@ -107,51 +104,53 @@ class Endpoint:
         return self._repeated(places, lambda place: self._client.post(place, json=body), check)
 
     def _repeated(
-        self, places: Sequence[str], send: Callable[[str], httpx2.Response], check: Check, optional: bool = False
+        self, places: Sequence[str], send: Callable[[str], httpx2.Response], check: Check = None, optional: bool = False
     ) -> dict[str, Any]:
-        """`post` to places in turn; an empty object where an optional one does not exist."""
-        reason = detail = ""
+        """`send` to the places in turn until one replies; an empty object where an optional place does not exist."""
         with self._lock:
             self.requests += 1
         for attempt in range(self.settings.retries + 1):
             if self._closed.is_set():
                 raise Unanswered("the client was closed")
-            found, reason, detail, asked = self._attempt(places[attempt % len(places)], send, check, optional)
-            if found is not None:
-                return found
+            try:
+                return self._attempt(places[attempt % len(places)], send, check, optional)
+            except Unanswered as error:
+                fault = error
             with self._lock:
-                self.counts[reason] += 1
+                self.counts[fault.reason] += 1
             if attempt < self.settings.retries:
-                self._closed.wait(delay_seconds(attempt, asked))
-        raise Unanswered(reason, detail)
+                self._closed.wait(delay_seconds(attempt, fault.wait_seconds))
+        raise fault
 
     def _attempt(
         self, place: str, send: Callable[[str], httpx2.Response], check: Check, optional: bool
-    ) -> tuple[dict[str, Any] | None, str, str, float | None]:
-        """A reply, or the reason to try again, the server's message and the seconds that it asks to wait."""
+    ) -> dict[str, Any]:
+        """A reply; raises Unanswered where another attempt may bring one."""
         try:
             response = send(place)
         except httpx2.TimeoutException:
-            return None, "no reply in time", "", None
+            raise Unanswered("no reply in time") from None
         except (httpx2.TransportError, httpx2.DecodingError):
-            return None, "broken connection", "", None
+            raise Unanswered("broken connection") from None
         except RuntimeError:  # the client was closed meanwhile
-            return None, "the client was closed", "", None
+            raise Unanswered("the client was closed") from None
         status = response.status_code
         if optional and status in (404, 405):
-            return {}, "", "", None
+            return {}
         if status in AGAIN or status >= 500:
-            return None, f"status {status}", self._message(response), retry_after(response.headers.get("retry-after"))
+            wait_seconds = retry_after(response.headers.get("retry-after"))
+            raise Unanswered(f"status {status}", self._message(response), wait_seconds)
         if status >= 300:
             raise self._refusal(place, status, response)
-        found = parse_object(response.content)
-        if isinstance(found, str):
-            return None, "a reply that is no JSON object", "", None
-        fault = check(found)
-        return (found, "", "", None) if fault is None else (None, fault, "", None)
+        reply = parse_object(response.content)
+        if isinstance(reply, str):
+            raise Unanswered("a reply that is no JSON object")
+        if check is not None:
+            check(reply)
+        return reply
 
     def _refusal(self, place: str, status: int, response: httpx2.Response) -> Exception:
-        """What a status below 500 means that is neither success nor a request to try again."""
+        """The error for a status below 500 that is neither a success nor tried again."""
         message, section = self._message(response), self.section
         if status in (401, 403):
             key = self.settings.key
@@ -169,21 +168,21 @@ class Endpoint:
         return Refused(f"status {status}", message)
 
     def _message(self, response: httpx2.Response) -> str:
-        found = parse_object(response.content)
+        reply = parse_object(response.content)
         error: Any = None
-        if not isinstance(found, str):
-            error = found.get("error", found.get("detail", found.get("message")))
+        if not isinstance(reply, str):
+            error = reply.get("error", reply.get("detail", reply.get("message")))
         if isinstance(error, dict):
             error = error.get("message", error)
         return self._shown(str(error) if error else response.text) or "no message"
 
-    def stream(self, ask: Callable[[Item], Found], waiting: deque[Item]) -> Generator[Found, None, None]:
+    def stream(self, ask: Callable[[Item], Result], waiting: deque[Item]) -> Generator[Result, None, None]:
         """ask(item) of each item that waits, in any order, `concurrency` at a time; more may be appended meanwhile.
 
         The first error ends all: no request is sent again, and those under way are left after a moment.
         """
         asked: SimpleQueue[Item | None] = SimpleQueue()
-        replies: SimpleQueue[tuple[Found | None, BaseException | None]] = SimpleQueue()
+        replies: SimpleQueue[tuple[Result | None, BaseException | None]] = SimpleQueue()
 
         def work() -> None:
             while (item := asked.get()) is not None:
@@ -202,11 +201,11 @@ class Endpoint:
                 while waiting and running < len(threads):
                     asked.put(waiting.popleft())
                     running += 1
-                found, error = replies.get()
+                reply, error = replies.get()
                 running -= 1
                 if error is not None:
                     raise error
-                yield cast(Found, found)
+                yield cast(Result, reply)
         finally:
             for _ in threads:
                 asked.put(None)
@@ -216,16 +215,16 @@ class Endpoint:
             for thread in threads:
                 thread.join(max(0.0, deadline - time.monotonic()))
 
-    def each(self, ask: Callable[[Item], Found], items: Sequence[Item]) -> list[Found]:
+    def each(self, ask: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
         """ask(item) of each item, in their order; the first error ends all."""
         with closing(self.stream(lambda at: (at, ask(items[at])), deque(range(len(items))))) as replies:
-            found = dict(replies)
-        return [found[at] for at in range(len(items))]
+            results = dict(replies)
+        return [results[at] for at in range(len(items))]
 
     def summary(self) -> str:
         """A sentence on the requests so far."""
-        faults = ", ".join(f"{count} × {reason}" for reason, count in sorted(self.counts.items()))
-        return f"{self.requests} requests, {self.counts.total()} failed attempts" + (f" ({faults})" if faults else "")
+        faults = f" ({listed(self.counts, ' × ')})" if self.counts else ""
+        return f"{self.requests} requests, {self.counts.total()} failed attempts{faults}"
 
     # ── models ──
 
@@ -235,42 +234,41 @@ class Endpoint:
         A gateway that lists no models passes where the recipe names the model: each reply names it too. Raises
         EndpointError where a server does not answer, or does not serve that model.
         """
-        found = []
+        served, model = [], self.settings.model
         for url in self.settings.urls:
-            models, wanted = self._models(url), self.settings.model
-            if wanted is not None and models is None:
-                models = {wanted: {}}
-            names = list(models or {})
-            if wanted is None and len(names) != 1:
+            models = self._models(url)
+            if models is None:
+                models = {} if model is None else {model: {}}
+            names = ", ".join(name[:80] for name in list(models)[:5]) + (", …" if len(models) > 5 else "") or "none"
+            if model is None and len(models) != 1:
+                raise EndpointError(f"{url} serves {len(models)} models: {names}", f"name one: {self.section}.model")
+            if model is not None and model not in models:
                 raise EndpointError(
-                    f"{url} serves {len(names)} models: {_listed(names)}", f"name one: {self.section}.model"
+                    f"{url} does not serve {model}, but {names}", f"correct {self.section}.model or urls"
                 )
-            if wanted is not None and wanted not in names:
-                raise EndpointError(
-                    f"{url} does not serve {wanted}, but {_listed(names)}", f"correct {self.section}.model or urls"
-                )
-            found.append((url, wanted or names[0], (models or {})[wanted or names[0]]))
-        if len({name for _, name, _ in found}) > 1:
+            name = model or next(iter(models))
+            served.append((url, name, models[name]))
+        if len({name for _, name, _ in served}) > 1:
             raise EndpointError(
-                "the servers serve several models: " + ", ".join(f"{url} {name}" for url, name, _ in found),
+                "the servers serve several models: " + ", ".join(f"{url} {name}" for url, name, _ in served),
                 f"all must hold the same target under one name; name it: {self.section}.model",
             )
-        return found
+        return served
 
     def _models(self, url: str) -> dict[str, dict[str, Any]] | None:
-        """What a server lists, by name; None where it has no such list."""
+        """The models that a server lists, by name; None where it lists none."""
         place, hint = f"{url}/models", f"start the server, or correct {self.section}.urls"
         seconds = min(CONNECT_SECONDS, self.settings.timeout)
         try:
-            found = self._repeated([place], lambda at: self._client.get(at, timeout=seconds), _accept, optional=True)
+            reply = self._repeated([place], lambda at: self._client.get(at, timeout=seconds), optional=True)
         except Refused as refusal:
             raise EndpointError(f"{place}: {refusal.reason}: {refusal.detail}", hint) from None
         except Unanswered as fault:
             raise EndpointError(f"{place} cannot be reached: {fault.reason} {fault.detail}".rstrip(), hint) from None
-        listed = found.get("data")
-        if not isinstance(listed, list):
+        entries = reply.get("data")
+        if not isinstance(entries, list):
             return None
-        return {str(entry["id"]): entry for entry in listed if isinstance(entry, dict) and "id" in entry}
+        return {str(entry["id"]): entry for entry in entries if isinstance(entry, dict) and "id" in entry}
 
     def stop(self) -> None:
         """Let no request be sent again."""
@@ -301,7 +299,3 @@ def retry_after(value: str | None) -> float | None:
     if moment.tzinfo is None:
         moment = moment.replace(tzinfo=datetime.UTC)
     return max(0.0, (moment - datetime.datetime.now(datetime.UTC)).total_seconds())
-
-
-def _listed(names: list[str]) -> str:
-    return ", ".join(name[:80] for name in names[:5]) + (", …" if len(names) > 5 else "") or "none"

@@ -19,13 +19,23 @@ from distill import processes
 from distill.documents.chat_template import messages_after
 from distill.errors import DataError, EndpointError
 from distill.faults import faults_explained
-from distill.files import has_form, parse_object, write_text
+from distill.files import has_form, parse_object
 from distill.models.hugging_face import end_ids, load_config, load_tokenizer
 from distill.progress import Progress
 from distill.recipe import Recipe
 from distill.run import Run
 from distill.target.writers.writing import Writer
-from distill.texts import Answer, Prompt, Reply, Request, drop_reason, is_looping, prompt_seed
+from distill.texts import (
+    Answer,
+    Prompt,
+    Reply,
+    Request,
+    drop_reason,
+    is_looping,
+    listed,
+    prompt_seed,
+    write_lines,
+)
 
 REPLY = {"id": str, "ids": [int], "ended": bool, "dropped": str}  # the form of a line of a journal
 
@@ -35,7 +45,7 @@ NextPrompt = Callable[[Prompt, list[str]], list[int] | None]
 
 @dataclass(frozen=True)
 class Rules:
-    """What decides on requests and answers: the recipe's seed and limits, and the end of texts.
+    """The recipe's seed and limits for requests and answers, and how texts are decoded.
 
     `room` is the most tokens of a prompt with its answer. `text_of` decodes the ids of an answer without its end token.
     """
@@ -48,15 +58,13 @@ class Rules:
     next_prompt: NextPrompt | None = None
 
     def request(self, name: str, prompt: Prompt, ids: list[int], texts: list[str]) -> Request | None:
-        """What a writer is asked next, after answers of these texts; None where the block has no room left for it."""
+        """The next request after answers with these texts; None where the block has no room left for it."""
         limit = min(self.new_tokens, self.room - len(ids))
         if limit < 1:
             return None
-        chat = prompt.chat
-        if chat is None:
-            return Request(name, ids, prompt_seed(self.seed, name), limit)
-        arguments = chat.get("arguments") or {}
-        return Request(name, ids, prompt_seed(self.seed, name), limit, messages_after(chat, texts), arguments)
+        messages = None if prompt.chat is None else messages_after(prompt.chat, texts)
+        arguments = (prompt.chat or {}).get("arguments") or {}
+        return Request(name, ids, prompt_seed(self.seed, name), limit, messages, arguments)
 
 
 def rules_of(recipe: Recipe, tokenizer: Any, next_prompt: NextPrompt | None = None) -> Rules:
@@ -83,52 +91,41 @@ def rules_of(recipe: Recipe, tokenizer: Any, next_prompt: NextPrompt | None = No
 
 @dataclass
 class Conversation:
-    """A prompt and its answers so far; a prompt without further turns has one."""
+    """A prompt and its answers so far; a prompt without further turns has one. `request` is None where it is over."""
 
     number: int
     prompt: Prompt
     group: Group
+    request: Request | None = None
     answers: list[Answer] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
 
-    def begin(self, rules: Rules, known: dict[str, Reply]) -> Request | None:
-        """The first request that no reply in `known` answers; None where all are answered."""
-        request = rules.request(self.prompt.id, self.prompt, self.prompt.ids, [])
-        if request is None:
-            self._add(
-                Request(self.prompt.id, self.prompt.ids, 0, 0), Reply("", [], False, "no room in the block"), rules
-            )
-        while request is not None and request.id in known:
-            request = self.take(request, known[request.id], rules)
-        return request
+    def begin(self, rules: Rules, known: dict[str, Reply]) -> None:
+        """Go on to the first request that no reply in `known` answers."""
+        self.request = rules.request(self.prompt.id, self.prompt, self.prompt.ids, [])
+        if self.request is None:
+            self._add(self.prompt.id, self.prompt.ids, Reply("", [], False, "no room in the block"), rules)
+        while self.request is not None and self.request.id in known:
+            self.take(known[self.request.id], rules)
 
-    def take(self, request: Request, reply: Reply, rules: Rules) -> Request | None:
-        """Add the answer of a reply; the next request of the conversation, None where it is over."""
-        answer = self._add(request, reply, rules)
+    def take(self, reply: Reply, rules: Rules) -> None:
+        """Add the answer of a reply to the request, and go on to the next one."""
+        assert self.request is not None
+        answer = self._add(self.request.id, self.request.ids, reply, rules)
+        self.request = None
         if rules.next_prompt is None or not answer.ended or drop_reason(answer):
-            return None  # a user would not go on after such an answer
+            return  # a user would not go on after such an answer
         self.texts.append(rules.text_of(answer.answer))
         ids = rules.next_prompt(self.prompt, list(self.texts))
-        if ids is None:
-            return None
-        return rules.request(f"{self.prompt.id}/{len(self.texts)}", self.prompt, ids, self.texts)
+        if ids is not None:
+            self.request = rules.request(f"{self.prompt.id}/{len(self.texts)}", self.prompt, ids, self.texts)
 
-    def _add(self, request: Request, reply: Reply, rules: Rules) -> Answer:
-        prompt = request.ids if reply.prompt is None else reply.prompt
-        truncated = not (reply.dropped or reply.ended or rules.keep_truncated)
+    def _add(self, name: str, ids: list[int], reply: Reply, rules: Rules) -> Answer:
+        own, looping = self.prompt, is_looping(reply.ids)
+        ids = ids if reply.prompt is None else reply.prompt
+        dropped = reply.dropped or ("" if reply.ended or rules.keep_truncated else "truncated")
         self.answers.append(
-            Answer(
-                request.id,
-                prompt,
-                reply.ids,
-                is_looping(reply.ids),
-                self.prompt.source,
-                reply.ended,
-                self.prompt.label,
-                self.number,
-                reply.dropped or ("truncated" if truncated else ""),
-                self.prompt.mode,
-            )
+            Answer(name, ids, reply.ids, looping, own.source, reply.ended, own.label, self.number, dropped, own.mode)
         )
         return self.answers[-1]
 
@@ -140,7 +137,6 @@ class Group:
     path: Path
     prompts: list[tuple[int, Prompt]]
     conversations: list[Conversation] = field(default_factory=list)
-    open: int = 0  # conversations without their last answer
 
     @property
     def journal(self) -> Path:
@@ -148,15 +144,11 @@ class Group:
         return self.path.with_name(f".{self.path.stem}.journal")
 
     def known(self) -> dict[str, Reply]:
-        """The replies in the journal, by request; a line that a kill left torn is none."""
+        """The replies in the journal, by request; lines that a kill left torn are skipped."""
         if not self.journal.exists():
             return {}
-        found = {}
-        for line in self.journal.read_bytes().split(b"\n"):
-            record = parse_object(line)
-            if isinstance(record, dict) and has_form(record, REPLY):
-                found[record["id"]] = Reply(**record)
-        return found
+        records = map(parse_object, self.journal.read_bytes().split(b"\n"))
+        return {one["id"]: Reply(**one) for one in records if isinstance(one, dict) and has_form(one, REPLY)}
 
     def note(self, reply: Reply) -> None:
         """Append a reply to the journal, so that a kill does not lose it."""
@@ -168,9 +160,10 @@ class Group:
                 handle.write(b"\n" + line.encode())
 
     def finish(self) -> None:
-        """Write the file, in prompt order within the group, and remove the journal."""
-        answers = [answer for one in self.conversations for answer in one.answers]
-        write_text(self.path, "".join(json.dumps(asdict(answer)) + "\n" for answer in answers))
+        """Write the file, in prompt order, and remove the journal; nothing while a conversation goes on."""
+        if any(one.request is not None for one in self.conversations):
+            return
+        write_lines(self.path, (asdict(answer) for one in self.conversations for answer in one.answers))
         self.journal.unlink(missing_ok=True)
 
 
@@ -226,14 +219,14 @@ def write_answers(
 
 
 class _Work:
-    """Conversations under way: which one a reply belongs to, and those that stay without one."""
+    """Writes groups: asks for the conversations' answers, and keeps those that got no reply until the end."""
 
     def __init__(self, recipe: Recipe, run: Run, rules: Rules, what: str, groups: Sequence[Group]) -> None:
         self.run, self.rules, self.what = run, rules, what
         self.writer = open_writer(recipe, load_tokenizer(recipe.target.model), load_config(recipe.target.model))
         self.allowed = 0.0 if recipe.answers.writer is None else recipe.answers.writer.missing
         self.total = sum(len(group.prompts) for group in groups)
-        self.unanswered: list[tuple[Conversation, Request, Reply]] = []
+        self.unanswered: list[tuple[Conversation, Reply]] = []
         self.tokens, self.started = 0, time.monotonic()
 
     def write(self, missing: list[Group]) -> None:
@@ -250,59 +243,53 @@ class _Work:
     def _write(self, groups: Sequence[Group]) -> None:
         """Ask for everything that the journals of the groups lack, and write each group with its last reply."""
         waiting: deque[Request] = deque()
-        asked: dict[str, tuple[Conversation, Request]] = {}
+        pending: dict[str, Conversation] = {}
+
+        def ask(conversation: Conversation) -> None:
+            if conversation.request is not None:
+                waiting.append(conversation.request)
+                pending[conversation.request.id] = conversation
+
         for group in groups:
             known = group.known() if self.writer.by_prompt else {}
-            for number, prompt in group.prompts:
-                conversation = Conversation(number, prompt, group)
-                group.conversations.append(conversation)
-                request = conversation.begin(self.rules, known)
-                if request is not None:
-                    group.open += 1
-                    waiting.append(request)
-                    asked[request.id] = conversation, request
-            done = len(group.prompts) - group.open
-            if done:
+            group.conversations = [Conversation(number, prompt, group) for number, prompt in group.prompts]
+            for conversation in group.conversations:
+                conversation.begin(self.rules, known)
+                ask(conversation)
+            if done := sum(one.request is None for one in group.conversations):
                 self.progress.step(done)
-            if not group.open:
-                group.finish()
+            group.finish()
         with closing(self.writer.write(waiting)) as replies:
             for reply in replies:
-                conversation, request = asked.pop(reply.id)
+                conversation = pending.pop(reply.id)
                 if not reply.lasting:
-                    self.unanswered.append((conversation, request, reply))
+                    self.unanswered.append((conversation, reply))
                     continue
                 if self.writer.by_prompt:
                     conversation.group.note(reply)
-                following = self._take(conversation, request, reply)
-                if following is not None:
-                    waiting.append(following)
-                    asked[following.id] = conversation, following
+                self._take(conversation, reply)
+                ask(conversation)
 
-    def _take(self, conversation: Conversation, request: Request, reply: Reply) -> Request | None:
+    def _take(self, conversation: Conversation, reply: Reply) -> None:
         self.tokens += len(reply.ids)
-        following = conversation.take(request, reply, self.rules)
-        if following is None:
-            conversation.group.open -= 1
+        conversation.take(reply, self.rules)
+        if conversation.request is None:
             rate = self.tokens / max(1e-9, time.monotonic() - self.started)
             self.progress.step(note=f"{rate:.0f} tokens/s")
-            if not conversation.group.open:
-                conversation.group.finish()
-        return following
+            conversation.group.finish()
 
     def _settle(self) -> None:
         """Drop the prompts without a reply; EndpointError where those are more than the allowed share of all."""
         left = self.unanswered
         if left and len(left) > self.allowed * self.total:
-            reasons = Counter(reply.dropped for _, _, reply in left)
-            listed = ", ".join(f"{count} × {reason}" for reason, count in sorted(reasons.items()))
-            listed += f"; the first: {left[0][2].detail}" if left[0][2].detail else ""
+            reasons = listed(Counter(reply.dropped for _, reply in left), " × ")
+            first = f"; the first: {left[0][1].detail}" if left[0][1].detail else ""
             raise EndpointError(
-                f"{len(left)} of {self.total} prompts have no reply after all attempts: {listed}",
+                f"{len(left)} of {self.total} prompts have no reply after all attempts: {reasons}{first}",
                 "the same command asks for these alone; answers.writer.missing lets a share of prompts go without",
             )
-        for conversation, request, reply in left:
-            self._take(conversation, request, reply)
+        for conversation, reply in left:
+            self._take(conversation, reply)
 
 
 def open_writer(recipe: Recipe, tokenizer: Any, config: Any) -> Writer:

@@ -24,12 +24,12 @@ SUMMARY = "summary.json"
 
 
 def hold_out_validation(recipe: Recipe, run: Run) -> list[Path]:
-    """Write validation/: what cuts are compared and weights are chosen on."""
+    """Write validation/, on which cuts are compared and weights are chosen."""
     return _hold_out(recipe, run, "validation")
 
 
 def hold_out_test(recipe: Recipe, run: Run) -> list[Path]:
-    """Write test/: what the printed figures come from."""
+    """Write test/, from which the printed figures come."""
     return _hold_out(recipe, run, "test")
 
 

@@ -35,7 +35,7 @@ from distill.target.logprobs.entries import ModelReader, Reader, compact_distrib
 from distill.teacher.distributions import Head, require_head
 from distill.teacher.source import target_metadata
 from distill.teacher.store import FORMAT, block_tensors, bytes_per_position, head_path, shard_path
-from distill.texts import drop_reason, read_answers
+from distill.texts import drop_reason, listed, read_answers
 
 Distributions = Callable[[Packed], dict[str, Tensor]]
 
@@ -45,11 +45,10 @@ def training_blocks(recipe: Recipe, run: Run) -> tuple[Packed, str]:
 
     Also a sentence about dropped answers, or an empty string. Raises DataError when no position is left.
     """
-    found = read_answers(run, "train")
-    kept = [answer for answer in found if not drop_reason(answer)]
-    reasons = Counter(filter(None, map(drop_reason, found)))
-    listed = ", ".join(f"{count} {reason}" for reason, count in sorted(reasons.items()))
-    dropped = f"{len(found) - len(kept)} of {len(found)} answers dropped: {listed}"
+    answers = read_answers(run, "train")
+    kept = [answer for answer in answers if not drop_reason(answer)]
+    reasons = Counter(filter(None, map(drop_reason, answers)))
+    dropped = f"{reasons.total()} of {len(answers)} answers dropped: {listed(reasons)}" if reasons else ""
     order = fitted_order([len(a.prompt) + len(a.answer) for a in kept], recipe.corpus.block)
     texts = [(kept[index].prompt + kept[index].answer, len(kept[index].prompt)) for index in order]
     own = pack(texts, recipe.corpus.block, split_long=False)
@@ -57,7 +56,7 @@ def training_blocks(recipe: Recipe, run: Run) -> tuple[Packed, str]:
     blocks = concatenate([part for part in (own, text) if len(part)])
     if not int(blocks.mask.sum()):
         raise DataError("no answer and no corpus text is left to learn from", "raise corpus.tokens")
-    return blocks, dropped if len(kept) < len(found) else ""
+    return blocks, dropped
 
 
 def teacher(recipe: Recipe, run: Run, share: tuple[int, int] | None = None) -> list[Path]:
@@ -148,11 +147,13 @@ def _maker(
         return blocks, metadata, lambda part: exact_distributions(model, part, DTYPES[dtype])
     reader, blocks = _open_reader(recipe, run, blocks, vocabulary, opened)
     opened.callback(reader.close)
-    most, temperatures = min(settings.top_k, vocabulary - 1), settings.temperatures
-    k = most if all_entries or settings.mass is None else _entries(recipe, run, reader, blocks, most, main)
+    k, temperatures = min(settings.top_k, vocabulary - 1), settings.temperatures
+    mass = None if all_entries else settings.mass
+    if mass is not None:
+        k = _entries(recipe, run, reader, blocks, k, mass, main)
     metadata = {
         "k": k,
-        "mass": None if all_entries else settings.mass,
+        "mass": mass,
         "temperatures": list(temperatures),
         "origin": reader.origin,
     }
@@ -172,27 +173,26 @@ def _open_reader(
         return GgufReader(settings.gguf, recipe.target.model, blocks.ids.shape[1], vocabulary, options), blocks
     if settings.server is None:
         return ModelReader(load_target(recipe.target, pick_device(recipe.device)), vocabulary), blocks
-    from distill.target.logprobs.server_reader import open_server
+    from distill.target.logprobs.server_reader import ServerReader
 
-    reader = open_server(recipe)
-    opened.callback(lambda: run.say(f"  {reader.report()}"))
-    found, left_out = reader.scorable(blocks)
+    reader = ServerReader(recipe)
+    opened.callback(lambda: run.say(f"  server: {reader.endpoint.summary()}"))
+    blocks, left_out = reader.scorable(blocks)
     if left_out:
         run.say(f"  {left_out} documents are not scored: sent as text, they would be read as other tokens")
-    if not int(found.mask.sum()):
+    if not int(blocks.mask.sum()):
         raise DataError(
             "no document gives its own tokens when it is sent as text",
             "set teacher.server.prompts: ids, or serve the target with the tokenizer of target.model",
         )
-    run.say(f"  {reader.announcement(found)}")
-    return reader, found
+    run.say(f"  {reader.announcement(blocks)}")
+    return reader, blocks
 
 
 def shard_tensors(blocks: Packed, distributions: Distributions, batch: int) -> dict[str, Tensor]:
     """The tensors of one shard: its blocks and the target's distributions on them, made `batch` blocks at a time."""
     parts = [distributions(blocks.take(slice(start, start + batch))) for start in range(0, len(blocks), batch)]
-    found = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-    return block_tensors(blocks) | found
+    return block_tensors(blocks) | {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
 @torch.no_grad()
@@ -208,23 +208,21 @@ def exact_distributions(model: Any, blocks: Packed, dtype: torch.dtype) -> dict[
     return {"hidden": hidden.contiguous()}
 
 
-def _entries(recipe: Recipe, run: Run, reader: Reader, blocks: Packed, most: int, main: bool) -> int:
-    """K of a compact store: the fewest entries, at `most` so many, that hold `teacher.mass` on average on some blocks.
+def _entries(recipe: Recipe, run: Run, reader: Reader, blocks: Packed, cap: int, mass: float, main: bool) -> int:
+    """K of a compact store: the fewest entries, up to `cap`, that hold the mass on average over some blocks.
 
     The main process chooses, once, for all processes and for a run that goes on later.
     """
-    settings = recipe.teacher
-    assert settings.mass is not None
     path = run.path("teacher", "entries.json")
     if main and not path.exists():
-        count = min(len(blocks), settings.batch)
+        count = min(len(blocks), recipe.teacher.batch)
         sample = blocks.take(torch.linspace(0, len(blocks) - 1, count).round().long().unique())
-        masses = mean_masses(reader, sample, most)
-        enough = (masses >= settings.mass).nonzero().flatten().tolist()
-        k = enough[0] + 1 if enough else most
+        masses = mean_masses(reader, sample, cap)
+        enough = (masses >= mass).nonzero().flatten().tolist()
+        k = enough[0] + 1 if enough else cap
         run.say(
             f"  {k} entries hold {float(masses[k - 1]):.4f} of the mass on average over {int(sample.mask.sum())} "
-            "positions" + ("" if enough else f", less than teacher.mass = {settings.mass:g}: teacher.top_k is the cap")
+            "positions" + ("" if enough else f", less than teacher.mass = {mass:g}: teacher.top_k is the cap")
         )
         write_json(path, {"k": k, "mass": float(masses[k - 1]), "positions": int(sample.mask.sum())})
     processes.barrier()
@@ -252,13 +250,13 @@ def _receipt(path: Path) -> str | None:
 
 def _is_whole(path: Path) -> bool:
     """Whether a file exists with the checksum of its receipt."""
-    found = _receipt(path)
-    return found is not None and found == file_digest(path)
+    checksum = _receipt(path)
+    return checksum is not None and checksum == file_digest(path)
 
 
 def _checksum(path: Path) -> str:
     """The checksum on a file's receipt; raises RunError when another process did not write it."""
-    found = _receipt(path)
-    if found is None:
+    checksum = _receipt(path)
+    if checksum is None:
         raise RunError(f"{path} was not written by the process it was assigned to", "run the same command again")
-    return found
+    return checksum

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 from distill.documents.sources import split_of
 from distill.errors import DataError
 from distill.faults import reading
-from distill.files import has_form, names_of, parse_object, read_json, write_json, write_text
+from distill.files import has_form, names_of, parse_object, read_json, write_json
 from distill.run import Run
-from distill.texts import Answer, Prompt, is_looping
+from distill.texts import Answer, Prompt, is_looping, write_lines
 
 if TYPE_CHECKING:
     from distill.recipe import Chat, Recipe, Traffic
@@ -101,12 +101,12 @@ def _whole_lines(path: Path) -> Iterator[bytes]:
         ) from error
 
 
-def measure(path: Path, most: float = math.inf) -> dict[str, Any]:
-    """Bytes, lines and sha256 of the whole lines within the first `most` bytes of a file; a last line without its
+def measure(path: Path, limit: float = math.inf) -> dict[str, Any]:
+    """Bytes, lines and sha256 of the whole lines within the first `limit` bytes of a file; a last line without its
     newline does not count."""
     total, lines, hashed = 0, 0, hashlib.sha256()
     for line in _whole_lines(path):
-        if total + len(line) > most:
+        if total + len(line) > limit:
             break
         hashed.update(line)
         total, lines = total + len(line), lines + 1
@@ -120,9 +120,9 @@ def begins_with(path: Path, pin: dict[str, Any]) -> bool:
 
 def unfinished_line(pin: dict[str, Any]) -> str | None:
     """A sentence on text after the pinned lines that has no newline yet and is not read; None where there is none."""
-    path, pin = Path(parts_of(pin)[-1]["path"]), parts_of(pin)[-1]  # of a folder, the file that grows
+    pin = parts_of(pin)[-1]  # of a folder, the file that grows
     try:
-        with open(path, "rb") as handle:
+        with open(pin["path"], "rb") as handle:
             handle.seek(pin["bytes"])
             rest = handle.readline()
     except OSError:
@@ -130,7 +130,8 @@ def unfinished_line(pin: dict[str, Any]) -> str | None:
     if rest.endswith(b"\n") or not rest.strip():
         return None
     return (
-        f"line {pin['lines'] + 1} of {path} has no newline at its end and was not read: end it, then --refresh reads it"
+        f"line {pin['lines'] + 1} of {pin['path']} has no newline at its end and was not read: end it, then --refresh "
+        "reads it"
     )
 
 
@@ -184,8 +185,8 @@ def parse_line(raw: bytes, settings: Traffic, number: int) -> Line | str:
     return Line(number, prompt, answer, ended, arguments if isinstance(arguments, dict) else {})
 
 
-def encode_line(line: Line, tokenizer: Any, chat: Chat) -> tuple[list[int], list[int]] | str:
-    """Token ids of prompt and answer, encoded separately as they were when served; or the line's fault."""
+def encode_line(line: Line, tokenizer: Any, chat: Chat) -> tuple[list[int], list[int]]:
+    """Token ids of prompt and answer, encoded separately as they were when served; ValueError with the line's fault."""
     from distill.documents.chat_template import ChatTemplate
     from distill.models.hugging_face import encode
 
@@ -193,27 +194,27 @@ def encode_line(line: Line, tokenizer: Any, chat: Chat) -> tuple[list[int], list
         end = tokenizer.eos_token_id
         ids, ends = encode(tokenizer, line.prompt), [] if end is None else [end]
     elif not tokenizer.chat_template:
-        return "messages, but the target's tokenizer has no chat template"
+        raise ValueError("messages, but the target's tokenizer has no chat template")
     else:
         known = {name: value for name, value in line.arguments.items() if name in str(tokenizer.chat_template)}
         template = ChatTemplate(tokenizer, chat.model_copy(update={"arguments": {**chat.arguments, **known}}))
-        try:
-            ids, ends = template.prompt(line.prompt, tools=chat.tools), template.end
-        except ValueError as error:
-            return str(error)
+        ids, ends = template.prompt(line.prompt), template.end
     answer = encode(tokenizer, line.answer) + (ends if line.ended else [])
-    return (ids, answer) if ids and answer else "it gives no token"
+    if not ids or not answer:
+        raise ValueError("it gives no token")
+    return ids, answer
+
+
+HeldOut = dict[str, tuple[Prompt, Answer]]  # by the prompt's name, with the first answer to it
 
 
 @dataclass
 class Sorted:
-    """The lines of a file, sorted: answers to learn from, held-out prompts by name, the first answer to each of them,
-    faults, and counts of cut lines."""
+    """The lines of a file, sorted: answers to learn from, held-out prompts, faults, and counts of cut lines."""
 
     train: list[Answer] = field(default_factory=list)
-    validation: dict[str, Prompt] = field(default_factory=dict)
-    test: dict[str, Prompt] = field(default_factory=dict)
-    answers: dict[str, Answer] = field(default_factory=dict)
+    validation: HeldOut = field(default_factory=dict)
+    test: HeldOut = field(default_factory=dict)
     bad: list[str] = field(default_factory=list)
     too_long: int = 0
     cut: int = 0
@@ -232,11 +233,14 @@ def sort_lines(recipe: Recipe, lines: Iterable[Line | str], tokenizer: Any) -> S
     """
     found = Sorted()
     for line in lines:
-        ids = line if isinstance(line, str) else encode_line(line, tokenizer, recipe.chat)
-        if isinstance(line, str) or isinstance(ids, str):
-            found.bad.append(line if isinstance(line, str) else f"line {line.number}: {ids}")
+        if isinstance(line, str):
+            found.bad.append(line)
             continue
-        prompt, answer = ids
+        try:
+            prompt, answer = encode_line(line, tokenizer, recipe.chat)
+        except ValueError as error:
+            found.bad.append(f"line {line.number}: {error}")
+            continue
         split = split_of(line.name, recipe.corpus.validation, recipe.corpus.test)
         room = recipe.corpus.block - len(prompt)
         if room < (2 if split == "train" else recipe.answers.new_tokens):
@@ -247,13 +251,9 @@ def sort_lines(recipe: Recipe, lines: Iterable[Line | str], tokenizer: Any) -> S
             found.train.append(Answer(f"{line.name}@{line.number}", prompt, answer, is_looping(answer), SOURCE))
         else:  # a prompt that is served often is measured once
             held_out = found.validation if split == "validation" else found.test
-            held_out.setdefault(line.name, Prompt(line.name, prompt, SOURCE))
-            found.answers.setdefault(
-                line.name,
-                Answer(
-                    line.name, prompt, answer[:room], is_looping(answer), SOURCE, line.ended and len(answer) <= room
-                ),
-            )
+            ended = line.ended and len(answer) <= room
+            first = Answer(line.name, prompt, answer[:room], is_looping(answer), SOURCE, ended)
+            held_out.setdefault(line.name, (Prompt(line.name, prompt, SOURCE), first))
     return found
 
 
@@ -280,19 +280,18 @@ def write_traffic(recipe: Recipe, run: Run, tokenizer: Any) -> None:
             f"{again} reads it as it is then",
         )
     found = sort_lines(recipe, read_lines(settings, pin), tokenizer)
-    if not found.train:
+    if not found.train:  # only then is the pin deleted
         require_answers(found, pin, _unpin(run))
-    held_out = {"validation": found.validation, "test": found.test}
+    held_out = {"validation": found.validation.values(), "test": found.test.values()}
     files: dict[str, Sequence[Answer | Prompt]] = {
-        f"prompts-{split}.jsonl": list(prompts.values()) for split, prompts in held_out.items()
+        f"prompts-{split}.jsonl": [prompt for prompt, _ in pairs] for split, pairs in held_out.items()
     }
     for number, start in enumerate(range(0, len(found.train), LINES_PER_FILE)):
         files[f"train-traffic-{number:05d}.jsonl"] = found.train[start : start + LINES_PER_FILE]
     if not recipe.target.load:  # what the target has answered need not be asked again
-        for split, prompts in held_out.items():
-            files[f"traffic-{split}-00000.jsonl"] = [found.answers[name] for name in prompts]
+        files |= {f"traffic-{split}-00000.jsonl": [answer for _, answer in pairs] for split, pairs in held_out.items()}
     for name, rows in files.items():
-        write_text(folder / name, "".join(json.dumps(asdict(row)) + "\n" for row in rows))
+        write_lines(folder / name, map(asdict, rows))
     counts = {"train": len(found.train), "validation": len(found.validation), "test": len(found.test)}
     counts |= {"bad": len(found.bad), "too_long": found.too_long, "cut": found.cut}
     write_json(path, {**pin, **counts, "files": list(files)})

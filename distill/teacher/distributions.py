@@ -102,7 +102,10 @@ class CompactTeacher:
     def restrict(self, kept: Tensor) -> CompactTeacher:
         """See `Teacher`. Trimmed ids get column C, which the head does not have, without mass."""
         assert self.place is None, "these distributions are trimmed already"
-        return replace(self, columns=len(kept), place=_place(kept.to(self.ids.device), self.columns))
+        kept = kept.to(self.ids.device)
+        place = torch.full((self.columns,), len(kept), dtype=torch.long, device=kept.device)
+        place[kept] = torch.arange(len(kept), device=kept.device)
+        return replace(self, columns=len(kept), place=place)
 
 
 @dataclass(frozen=True)
@@ -131,71 +134,12 @@ def logit_form(config: Any) -> LogitForm:
 
 
 @dataclass(frozen=True)
-class DenseTeacher:
-    """Distributions from hidden states [N, H] after the final norm and the target's head [V', H], its first V rows
-    tokens.
-
-    `log_sums` gives the log of Σ exp over all logits [N]: with it, the distributions over the kept columns of a trimmed
-    head take the product with these columns alone.
-    """
-
-    hidden: Tensor
-    head: Tensor
-    vocabulary: int
-    form: LogitForm = LogitForm()
-    bias: Tensor | None = None
-    kept: Tensor | None = field(default=None, repr=False)
-    log_sums: Callable[[], Tensor] | None = field(default=None, repr=False)
-
-    def __len__(self) -> int:
-        return len(self.hidden)
-
-    @property
-    def columns(self) -> int:
-        """Columns of a chunk."""
-        return self.vocabulary if self.kept is None else len(self.kept)
-
-    @torch.no_grad()
-    def chunk(self, rows: slice, temperature: float = 1.0) -> TeacherChunk:
-        """See `Teacher`; any temperature."""
-        if self.kept is not None and self.log_sums is not None and temperature == 1:
-            spoken = self.logits(rows, self.kept) - self.log_sums()[rows].unsqueeze(-1)
-            others = torch.log1p(-spoken.exp().sum(-1).clamp(max=1))
-            return TeacherChunk(None, spoken, others.clamp(min=EMPTY))
-        logits = self.logits(rows)
-        logs = (logits / temperature if temperature != 1 else logits).log_softmax(-1)
-        if self.kept is None:
-            return TeacherChunk(None, logs, logs.new_full(logs.shape[:1], EMPTY))
-        spoken = logs[:, self.kept]
-        logs[:, self.kept] = -math.inf
-        return TeacherChunk(None, spoken, logs.logsumexp(-1).clamp(min=EMPTY))
-
-    def logits(self, rows: slice, columns: Tensor | None = None) -> Tensor:
-        """The logits of some positions, of all tokens or of the `columns`, in fp32."""
-        taken = slice(self.vocabulary) if columns is None else columns
-        head, bias = self.head[taken], None if self.bias is None else self.bias[taken]
-        hidden = self.hidden[rows].to(head.dtype)
-        return self.form.apply(torch.nn.functional.linear(filled(hidden), head, bias)[: len(hidden)])
-
-    def restrict(self, kept: Tensor) -> DenseTeacher:
-        """See `Teacher`."""
-        return replace(self, kept=kept.to(self.head.device))
-
-
-def _place(kept: Tensor, vocabulary: int) -> Tensor:
-    """The column of each id [V]; the column after the last stands for all trimmed ids."""
-    place = torch.full((vocabulary,), len(kept), dtype=torch.long, device=kept.device)
-    place[kept] = torch.arange(len(kept), device=kept.device)
-    return place
-
-
-@dataclass(frozen=True)
 class Head:
     """Weight [V, H] of the tokens alone, in the target's type, bias [V] or none, and the form of its logits."""
 
     weight: Tensor
-    bias: Tensor | None
-    form: LogitForm
+    bias: Tensor | None = None
+    form: LogitForm = LogitForm()
 
     @classmethod
     def of(cls, model: Any, vocabulary: int) -> Head:
@@ -215,11 +159,56 @@ class Head:
 
     def teacher(self, hidden: Tensor) -> DenseTeacher:
         """The distributions of hidden states [N, H]."""
-        return DenseTeacher(hidden, self.weight, len(self.weight), self.form, self.bias)
+        return DenseTeacher(hidden, self)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Logits [..., V] of hidden states [..., H], in fp32."""
-        return self.form.apply(torch.nn.functional.linear(hidden.to(self.weight.dtype), self.weight, self.bias))
+    def logits(self, hidden: Tensor, columns: Tensor | None = None) -> Tensor:
+        """The logits of hidden states [N, H], of all tokens or of the `columns`, in fp32."""
+        weight, bias = self.weight, self.bias
+        if columns is not None:
+            weight, bias = weight[columns], None if bias is None else bias[columns]
+        products = torch.nn.functional.linear(filled(hidden.to(weight.dtype)), weight, bias)
+        return self.form.apply(products[: len(hidden)])
+
+
+@dataclass(frozen=True)
+class DenseTeacher:
+    """Distributions from hidden states [N, H] after the final norm and the target's head.
+
+    `log_sums` gives the log of Σ exp over all logits [N]: with it, the distributions over the kept columns of a trimmed
+    head take the product with these columns alone.
+    """
+
+    hidden: Tensor
+    head: Head
+    kept: Tensor | None = field(default=None, repr=False)
+    log_sums: Callable[[], Tensor] | None = field(default=None, repr=False)
+
+    def __len__(self) -> int:
+        return len(self.hidden)
+
+    @property
+    def columns(self) -> int:
+        """Columns of a chunk."""
+        return len(self.head.weight if self.kept is None else self.kept)
+
+    @torch.no_grad()
+    def chunk(self, rows: slice, temperature: float = 1.0) -> TeacherChunk:
+        """See `Teacher`; any temperature."""
+        if self.kept is not None and self.log_sums is not None and temperature == 1:
+            logs = self.head.logits(self.hidden[rows], self.kept) - self.log_sums()[rows].unsqueeze(-1)
+            others = torch.log1p(-logs.exp().sum(-1).clamp(max=1))
+            return TeacherChunk(None, logs, others.clamp(min=EMPTY))
+        logits = self.head.logits(self.hidden[rows])
+        logs = (logits / temperature if temperature != 1 else logits).log_softmax(-1)
+        if self.kept is None:
+            return TeacherChunk(None, logs, logs.new_full(logs.shape[:1], EMPTY))
+        kept = logs[:, self.kept]
+        logs[:, self.kept] = -math.inf
+        return TeacherChunk(None, kept, logs.logsumexp(-1).clamp(min=EMPTY))
+
+    def restrict(self, kept: Tensor) -> DenseTeacher:
+        """See `Teacher`."""
+        return replace(self, kept=kept.to(self.head.weight.device))
 
 
 @torch.no_grad()
@@ -228,7 +217,7 @@ def require_head(model: Any, head: Head, blocks: Packed) -> None:
     first = blocks.take(slice(0, 1))
     expected = model(**packed_inputs(model, first)).logits[..., : len(head.weight)].float()
     require_finite([float(expected.amax())], lambda row: model_name(model))
-    found = head.logits(hidden_states(model, first).to(head.weight.device)).to(expected.device)
+    found = head.logits(hidden_states(model, first)[0].to(head.weight.device)).to(expected.device)
     error = float((found - expected).square().mean().sqrt() / expected.square().mean().sqrt().clamp(min=1e-12))
     if not error <= max(NOISE, 2 * torch.finfo(model.dtype).eps):
         raise _unlike(model, f"its logits differ by {error:.1%} from those of its head with {head.form}")

@@ -10,7 +10,7 @@ from distill.errors import DataError
 from distill.packing import Packed, concatenate, pack
 from distill.recipe import Recipe
 from distill.run import Run
-from distill.texts import Answer, read_answers
+from distill.texts import Answer, listed, read_answers
 
 Split = Literal["validation", "test"]
 ANSWERS = "answers"  # the name of the files of answers
@@ -39,19 +39,21 @@ def held_out(recipe: Recipe, run: Run, split: Split) -> HeldOut:
     answer is left.
     """
     count, _ = sizes(recipe, split)
-    found = served_answers(run, split)[:count] + read_answers(run, ANSWERS, split)
-    left = [one for one in found if one.dropped in READABLE and one.answer]
-    dropped = Counter(one.dropped or "empty" for one in found if not (one.dropped in READABLE and one.answer))
-    if not left:
-        listed = ", ".join(f"{number} × {reason}" for reason, number in dropped.items()) or "there was none"
+    answers, dropped = [], Counter[str]()
+    for one in served_answers(run, split)[:count] + read_answers(run, ANSWERS, split):
+        if one.dropped in READABLE and one.answer:
+            answers.append(one)
+        else:
+            dropped[one.dropped or "empty"] += 1
+    if not answers:
         raise DataError(
-            f"no answer to a {split} prompt is left: {listed}",
+            f"no answer to a {split} prompt is left: {listed(dropped, ' × ') or 'there was none'}",
             f"correct answers.writer and use --redo {split}, or give more served lines (answers.traffic)",
         )
-    own = pack(((one.prompt + one.answer, len(one.prompt)) for one in left), recipe.corpus.block, split_long=False)
+    own = pack(((one.prompt + one.answer, len(one.prompt)) for one in answers), recipe.corpus.block, split_long=False)
     blocks = recipe.cut.score_blocks if split == "validation" else recipe.eval.file_blocks
     given = Packed.load(run.path("corpus", f"text-{split}.safetensors")).take(slice(0, blocks))
-    return HeldOut(left, own, given, dict(sorted(dropped.items())))
+    return HeldOut(answers, own, given, dict(sorted(dropped.items())))
 
 
 def sizes(recipe: Recipe, split: Split) -> tuple[int, int]:

@@ -54,8 +54,7 @@ class OnlineTarget:
             part = self.packed.take(index[start : start + self.batch])
             found = hidden_states(self.model, part)
             states.append(found[part.mask.to(found.device)].to(device))
-        if self._head.weight.device != device:
-            self._head = self._head.to(device)
+        self._head = self._head.to(device)
         return self._head.teacher(torch.cat(states))
 
 

@@ -47,7 +47,7 @@ PACKED_BYTES = 4 + 2 + 4 + 1  # a position's id, document, position and mask
 
 
 def redo(stage: str) -> str:
-    """What to do about a store that cannot be used."""
+    """The remedy for a store that cannot be used."""
     return f"make it again with `distill train RECIPE --redo {stage}`"
 
 
@@ -157,37 +157,20 @@ class TeacherStore:
             self._head = Head(found.get_tensor("weight"), bias, form)
 
     def _block(self, name: str, block: int) -> Tensor:
-        """A tensor [1, S, …] of one block, as a view of the mapped file."""
+        """A tensor [S, …] of one block, as a view of the mapped file."""
         shard = bisect_right(self._ends, block)
         at = block - (self._ends[shard - 1] if shard else 0)
         view: Tensor = self._shards[shard].get_slice(name)[at : at + 1]
-        return view
-
-    def _rows(self, name: str, index: Tensor) -> Tensor:
-        """A tensor [b, S, …] of the blocks at `index` [b]."""
-        return torch.cat([self._block(name, block) for block in index.tolist()])
+        return view[0]
 
     def _scored(self, names: tuple[str, ...], index: Tensor) -> list[Tensor]:
         """Tensors [N, …] of the scored positions of the blocks at `index` [b], read once."""
         blocks = index.tolist()
         places = [self.packed.mask[block].nonzero().squeeze(-1) for block in blocks]
         return [
-            torch.cat(
-                [self._block(name, block)[0].index_select(0, at) for block, at in zip(blocks, places, strict=True)]
-            )
+            torch.cat([self._block(name, block).index_select(0, at) for block, at in zip(blocks, places, strict=True)])
             for name in names
         ]
-
-    def distributions(self, blocks: Tensor) -> dict[str, Tensor]:
-        """top_ids, top_log_probabilities [b, S, K] and log_tail [b, S] at temperature 1 of the blocks at `blocks`."""
-        if self.manifest["kind"] != "compact":
-            raise DataError(
-                f"the teacher store is {self.manifest['kind']}, this step reads compact ones",
-                "set teacher.kind: compact",
-            )
-        one = self.manifest["temperatures"].index(1.0)
-        found = {name: self._rows(name, blocks) for name in ("top_ids", "top_log_probabilities")}
-        return found | {"log_tail": self._rows("log_tails", blocks)[..., one]}
 
     def teacher(self, index: Tensor, device: torch.device) -> Teacher:
         """The distributions of the N scored positions of the blocks at `index` [b], block by block, on a device."""
@@ -197,8 +180,7 @@ class TeacherStore:
             by_temperature = {value: tails[:, at] for at, value in enumerate(self.manifest["temperatures"])}
             return CompactTeacher(ids, logs, by_temperature, self.vocabulary)
         assert self._head is not None, "an online teacher has no distributions on disk"
-        if self._head.weight.device != device:
-            self._head = self._head.to(device)
+        self._head = self._head.to(device)
         (hidden,) = self._scored(("hidden",), index)
         return replace(self._head.teacher(hidden.to(device)), log_sums=partial(self._sums_of, index, device))
 
@@ -211,10 +193,8 @@ class TeacherStore:
         for block in {*index.tolist()} - self._sums.keys():
             (hidden,) = self._scored(("hidden",), torch.tensor([block]))
             assert self._head is not None
-            own = self._head.teacher(hidden.to(device))
-            starts = range(0, len(own), SUMMED)
-            parts = [own.logits(slice(start, start + SUMMED)).logsumexp(-1) for start in starts]
-            self._sums[block] = torch.cat([hidden.new_zeros(0, dtype=torch.float32), *(part.cpu() for part in parts)])
+            parts = hidden.to(device).split(SUMMED)
+            self._sums[block] = torch.cat([self._head.logits(part).logsumexp(-1).cpu() for part in parts])
         return torch.cat([self._sums[block] for block in index.tolist()]).to(device)
 
 

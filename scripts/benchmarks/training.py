@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import kl_div
 
-from distill.teacher.distributions import CompactTeacher, DenseTeacher
+from distill.teacher.distributions import CompactTeacher, DenseTeacher, Head
 from distill.teacher.store import compress
 from distill.training.losses.fused import head_loss
 from distill.training.losses.settings import LossSettings
@@ -81,7 +81,8 @@ def compact(inputs: Inputs, losses: dict[str, float]) -> Step:
 
 
 def whole(inputs: Inputs, losses: dict[str, float]) -> Step:
-    return ours(inputs, DenseTeacher(inputs.target, inputs.target_head(), inputs.arguments.vocabulary), losses)
+    head = Head(inputs.target_head()[: inputs.arguments.vocabulary])
+    return ours(inputs, head.teacher(inputs.target), losses)
 
 
 def plain(inputs: Inputs) -> Step:

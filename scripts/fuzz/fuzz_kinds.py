@@ -598,7 +598,8 @@ def read_slow_tokenizers(world: World, found: tuple[str, bytes]) -> Readers:
         tokenizer = load_tokenizer(str(world.model))
         encode(tokenizer, "def alpha(): é\n")
         real_tokens(config, tokenizer)
-        encode_line(Line(1, [{"role": "user", "content": "alpha"}], "beta", True), tokenizer, Chat())
+        with contextlib.suppress(ValueError):
+            encode_line(Line(1, [{"role": "user", "content": "alpha"}], "beta", True), tokenizer, Chat())
 
     return [whole]
 
@@ -699,7 +700,6 @@ def read_shards(world: World, found: tuple[tuple[str, bytes], bool]) -> Readers:
         opened = TeacherStore(run)
         require_fit(opened.manifest, world.recipe, load_config(str(run.path("cut"))))
         every = torch.arange(opened.blocks)
-        opened.distributions(every)
         teacher = opened.teacher(every, torch.device("cpu"))
         teacher.chunk(slice(0, 4), 1.0)
 

@@ -12,6 +12,7 @@ from typing import Any
 import chat_templates
 import pytest
 import tiny
+from question_worlds import build_instruct
 from transformers import AutoTokenizer
 
 from distill.corpus.stage import pack_given
@@ -110,7 +111,8 @@ def test_forms(record: dict[str, Any], form: str | None, roles: list[str]) -> No
     ],
 )
 def test_what_cannot_be_asked(messages: Any, reason: str) -> None:
-    assert read_conversation({"messages": messages}, "messages", Source(kind="jsonl", path="x")) == reason
+    with pytest.raises(ValueError, match=f"^{reason}$"):
+        read_conversation({"messages": messages}, "messages", Source(kind="jsonl", path="x"))
 
 
 def test_files_of_every_kind(tmp_path: Path) -> None:
@@ -163,6 +165,11 @@ def test_equal_questions_are_one_and_stay_in_their_split(tmp_path: Path) -> None
 # ── templates ──
 
 
+def answered(template: ChatTemplate, messages: list[dict[str, Any]], thinking: bool | None = None) -> list[str]:
+    """Prompt and answer as text."""
+    return [template.tokenizer.decode(ids) for ids in template.answered(messages, thinking)]
+
+
 @pytest.mark.parametrize("style", ["llama-3", "mistral", "gemma"])
 def test_scored_tokens_are_those_that_the_template_marks(plain: Any, style: str) -> None:
     """Against transformers' own masks of the same templates with generation marks."""
@@ -171,12 +178,12 @@ def test_scored_tokens_are_those_that_the_template_marks(plain: Any, style: str)
         messages = talk(style)[:count]
         whole = marked.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
         for tokenizer in (marked, dressed(plain, style)):
-            found = ChatTemplate(tokenizer, Chat()).answered(messages)
-            ids = found.prompt + found.answer
+            prompt, answer = ChatTemplate(tokenizer, Chat()).answered(messages)
+            ids = prompt + answer
             end = len(whole["assistant_masks"]) - whole["assistant_masks"][::-1].index(1)
             assert ids == whole["input_ids"][: len(ids)] and end == len(ids)
-            assert all(whole["assistant_masks"][len(found.prompt) : end])
-            assert not whole["assistant_masks"][len(found.prompt) - 1]
+            assert all(whole["assistant_masks"][len(prompt) : end])
+            assert not whole["assistant_masks"][len(prompt) - 1]
 
 
 @needs_shared
@@ -185,11 +192,10 @@ def test_qwen_2_5() -> None:
     template = ChatTemplate(tokenizer, Chat())
     whole = tokenizer.apply_chat_template(TALK, tokenize=False)
     for count in (3, 5):
-        found = template.answered(TALK[:count])
-        text = tokenizer.decode(found.prompt + found.answer)
-        assert whole.startswith(text) and text.endswith(str(TALK[count - 1]["content"]) + "<|im_end|>")
-        assert tokenizer.decode(found.answer) == str(TALK[count - 1]["content"]) + "<|im_end|>"
-    assert template.answered(TALK[1:3]).text.startswith("<|im_start|>system\nYou are a helpful assistant<|im_end|>")
+        prompt, answer = answered(template, TALK[:count])
+        assert whole.startswith(prompt + answer) and answer == str(TALK[count - 1]["content"]) + "<|im_end|>"
+    prompt, _ = answered(template, TALK[1:3])
+    assert prompt.startswith("<|im_start|>system\nYou are a helpful assistant<|im_end|>")
 
 
 @pytest.mark.parametrize("style", list(chat_templates.STYLES))
@@ -205,28 +211,25 @@ def test_thinking_is_part_of_its_own_answer_and_of_no_later_prompt(plain: Any) -
     apart = {"role": "assistant", "content": "Four.", "reasoning_content": "sum"}
     more = {"role": "user", "content": "And 3?"}
     for answer in (thought, apart):
-        found = r1.answered([QUESTION, answer])
-        assert found.text.endswith("<|Assistant|><think>\n")
-        assert r1.tokenizer.decode(found.answer) == "sum\n</think>\n\nFour.<|end_of_sentence|>"
-    assert "sum" not in r1.answered([QUESTION, thought, more, thought]).text
-    found = qwen.answered([QUESTION, apart], thinking=True)
-    assert qwen.tokenizer.decode(found.answer) == "<think>\nsum\n</think>\n\nFour.<|im_end|>"
-    off = qwen.answered([QUESTION, {"role": "assistant", "content": "Four."}], thinking=False)
-    assert off.text.endswith("assistant\n<think>\n\n</think>\n\n")
-    assert qwen.tokenizer.decode(off.answer) == "Four.<|im_end|>"
+        prompt, text = answered(r1, [QUESTION, answer])
+        assert prompt.endswith("<|Assistant|><think>\n")
+        assert text == "sum\n</think>\n\nFour.<|end_of_sentence|>"
+    assert "sum" not in answered(r1, [QUESTION, thought, more, thought])[0]
+    assert answered(qwen, [QUESTION, apart], thinking=True)[1] == "<think>\nsum\n</think>\n\nFour.<|im_end|>"
+    prompt, text = answered(qwen, [QUESTION, {"role": "assistant", "content": "Four."}], thinking=False)
+    assert prompt.endswith("assistant\n<think>\n\n</think>\n\n") and text == "Four.<|im_end|>"
 
 
 def test_tools(plain: Any) -> None:
-    template = ChatTemplate(dressed(plain, "qwen-3"), Chat())
+    tools = ({"type": "function", "function": {"name": "add"}},)
+    template = ChatTemplate(dressed(plain, "qwen-3"), Chat(tools=tools))
     call = {"role": "assistant", "content": "", "tool_calls": [{"name": "add", "arguments": {"a": 1}}]}
-    tools = [{"type": "function", "function": {"name": "add"}}]
-    found = template.answered([QUESTION, call], tools=tools)
-    assert found.text.startswith("<|im_start|>system\nTools: ")
-    written = template.tokenizer.decode(found.answer)
+    prompt, written = answered(template, [QUESTION, call])
+    assert prompt.startswith("<|im_start|>system\nTools: ")
     assert written.startswith("\n<tool_call>\n") and written.endswith("</tool_call><|im_end|>")
     result = {"role": "tool", "content": "2"}
-    after = template.answered([QUESTION, call, result, {"role": "assistant", "content": "Two."}], tools=tools)
-    assert template.tokenizer.decode(after.answer) == "Two.<|im_end|>" and "<tool_call>" in after.text
+    prompt, after = answered(template, [QUESTION, call, result, {"role": "assistant", "content": "Two."}])
+    assert after == "Two.<|im_end|>" and "<tool_call>" in prompt
 
 
 def test_a_template_that_cannot_do_it_is_refused(plain: Any) -> None:
@@ -247,8 +250,8 @@ def document(name: str, messages: list[dict[str, Any]], source: str = "a", split
     return Document(name, split, name, source, tuple(messages))
 
 
-def prompts_of(plain: Any, style: str, settings: Chat, most: int = 500) -> ChatPrompts:
-    return ChatPrompts(ChatTemplate(dressed(plain, style), settings), most, 0)
+def prompts_of(plain: Any, style: str, settings: Chat, longest: int = 500) -> ChatPrompts:
+    return ChatPrompts(ChatTemplate(dressed(plain, style), settings), longest, 0)
 
 
 def test_further_turns_are_asked_one_after_another(plain: Any) -> None:
@@ -275,7 +278,7 @@ def test_a_tools_result_ends_what_can_be_asked(plain: Any) -> None:
 
 
 def test_prompts_are_mixed_by_weight_and_long_ones_left_out(plain: Any) -> None:
-    chat = prompts_of(plain, "llama-3", Chat(), most=40)
+    chat = prompts_of(plain, "llama-3", Chat(), longest=40)
     few = [document(f"a{n}", [QUESTION | {"content": f"question {n}"}]) for n in range(40)]
     more = [document(f"b{n}", [QUESTION | {"content": f"other {n}"}], "b") for n in range(400)]
     text = [Document("t", "train", "word " * 500, "t")]
@@ -383,15 +386,7 @@ def test_every_question_of_spec_bench(tmp_path: Path) -> None:
 
 def chat_recipe(folder: Path) -> Path:
     """A recipe on Spec-Bench's questions for a tiny target with a template."""
-    from transformers import AutoModelForCausalLM
-
-    tiny.build_model(folder / "plain")
-    tokenizer = dressed(load_tokenizer(str(folder / "plain")), "qwen-3")
-    model = AutoModelForCausalLM.from_pretrained(folder / "plain")
-    model.resize_token_embeddings(len(tokenizer))
-    model.config.eos_token_id = model.generation_config.eos_token_id = tokenizer.eos_token_id
-    model.save_pretrained(folder / "target")
-    tokenizer.save_pretrained(folder / "target")
+    build_instruct(folder)
     values = tiny.recipe_values(folder)
     path = str(SHARED / "prompts" / "spec-bench.jsonl")
     values["corpus"] |= {"sources": [{"kind": "jsonl", "path": path}], "validation": 0.1, "test": 0.1, "block": 256}

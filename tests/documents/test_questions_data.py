@@ -22,9 +22,7 @@ RECORDS = [record for _, record in read_records(SOURCE, [PATH])]
 def conversation(record: dict[str, object]) -> tuple[dict[str, str], ...]:
     form = form_of(record, SOURCE)
     assert form in ("prompt", "turns")
-    found = read_conversation(record, form, SOURCE)
-    assert isinstance(found, tuple), found
-    return found
+    return read_conversation(record, form, SOURCE)
 
 
 def test_thirteen_of_each_class() -> None:

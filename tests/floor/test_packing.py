@@ -146,24 +146,19 @@ def test_too_long_for_a_block() -> None:
 
 
 def test_saved_taken_and_joined(tmp_path: Path) -> None:
-    one, two = pack(numbered([(5, 1), (9, 2)]), 8, True), pack(numbered([(3, 1)]), 8, True)
-    both = concatenate([one, two])
-    assert len(both) == len(one) + len(two)
-    both.save(tmp_path / "x.safetensors")
-    again = Packed.load(tmp_path / "x.safetensors")
+    """Numbers of documents are saved where asked for, and go on from pack to pack where all have them."""
+    parts = [pack(numbered(shape), 8, split_long=True) for shape in ([(20, 1), (3, 1), (9, 1)], [(5, 1), (9, 2)])]
+    both = concatenate(parts)
+    assert both.first is not None and both.first.tolist() == [0, 0, 0, 2, 2, 3, 4]
+    both.save(tmp_path / "with.safetensors", numbered=True)
+    both.save(tmp_path / "without.safetensors")
+    again, without = (Packed.load(tmp_path / f"{name}.safetensors") for name in ("with", "without"))
     for name, value in both.tensors().items():
-        assert torch.equal(value, again.tensors()[name]) and value.dtype == again.tensors()[name].dtype
-    assert torch.equal(both.take(torch.tensor([2, 0])).ids, both.ids[[2, 0]])
-
-
-def test_numbers_of_documents_are_saved_where_asked_for(tmp_path: Path) -> None:
-    packed = pack(numbered([(20, 1), (3, 1), (9, 1)]), 8, split_long=True)
-    assert packed.first is not None and packed.first.tolist() == [0, 0, 0, 2, 2]
-    packed.save(tmp_path / "with.safetensors", numbered=True)
-    packed.save(tmp_path / "without.safetensors")
-    again = Packed.load(tmp_path / "with.safetensors").take(torch.tensor([3, 1]))
-    assert again.first is not None and again.first.tolist() == [2, 0]
-    assert Packed.load(tmp_path / "without.safetensors").first is None
+        for read in (again, without):
+            assert torch.equal(value, read.tensors()[name]) and value.dtype == read.tensors()[name].dtype
+    assert without.first is None and concatenate([parts[0], without]).first is None
+    taken = again.take(torch.tensor([3, 1]))
+    assert torch.equal(taken.ids, both.ids[[3, 1]]) and taken.first is not None and taken.first.tolist() == [2, 0]
 
 
 def test_attention_mask_by_loops() -> None:
@@ -252,19 +247,8 @@ def test_a_document_keeps_its_split_when_others_come(tmp_path: Path) -> None:
 
 
 def test_what_a_tree_drops(tmp_path: Path) -> None:
-    root = write(
-        tmp_path / "a",
-        {
-            "a.py": "a",
-            "b.py": "b",
-            "same_as_a.py": "a",
-            "empty.py": " \n",
-            "tests/t.py": "t",
-            "x/tests/t.py": "u",
-            "notes.txt": "no",
-            "x/tests.py": "kept",
-        },
-    )
+    files = {"a.py": "a", "b.py": "b", "same_as_a.py": "a", "empty.py": " \n", "notes.txt": "no"}
+    root = write(tmp_path / "a", files | {"tests/t.py": "t", "x/tests/t.py": "u", "x/tests.py": "kept"})
     (root / "latin.py").write_bytes(b"\xe9\xff")
     other = write(tmp_path / "b", {"b.py": "another text, a name seen before", "c.py": "c"})
     corpus = Corpus(sources=(tree(root, exclude=("tests",), split="train"), tree(other, split="test")))
@@ -288,15 +272,8 @@ def test_what_a_tree_drops(tmp_path: Path) -> None:
 
 
 def test_text_and_jsonl(tmp_path: Path) -> None:
-    write(
-        tmp_path,
-        {
-            "book.txt": "one\ntwo\n",
-            "r.jsonl": "".join(
-                json.dumps({"body": t, "n": i}) + "\n" for i, t in enumerate(["first", "second", "first", "  "])
-            ),
-        },
-    )
+    records = [json.dumps({"body": text}) + "\n" for text in ("first", "second", "first", "  ")]
+    write(tmp_path, {"book.txt": "one\ntwo\n", "r.jsonl": "".join(records)})
     book = Source(kind="text", path=str(tmp_path / "book.txt"), split="validation")
     lines = Source(kind="jsonl", path=str(tmp_path / "r.jsonl"), field="body", split="train")
     documents, dropped = read_documents(Corpus(sources=(book, lines)), needed=())

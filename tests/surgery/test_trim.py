@@ -33,7 +33,7 @@ from distill.surgery.vocabulary.trim import (
     sizes_between,
     smallest_size,
 )
-from distill.teacher.distributions import CompactTeacher, DenseTeacher
+from distill.teacher.distributions import CompactTeacher, DenseTeacher, Head
 from distill.teacher.store import EMPTY, compress
 from distill.texts import Answer
 from distill.training.losses.fused import head_loss
@@ -214,7 +214,7 @@ def test_expected_shares_are_the_mean_distribution(kind: str) -> None:
 
     def teacher(index: torch.Tensor, _: torch.device) -> DenseTeacher | CompactTeacher:
         hidden = torch.tensor(states[int(index)], dtype=torch.float32)
-        dense = DenseTeacher(hidden, torch.tensor(head, dtype=torch.float32), vocabulary)
+        dense = Head(torch.tensor(head, dtype=torch.float32)[:vocabulary]).teacher(hidden)
         if kind == "dense" or not len(hidden):
             return dense
         found = compress(dense.chunk(slice(0, len(hidden))).log_probabilities, 8, vocabulary)

@@ -7,8 +7,6 @@ import random
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,8 @@ import pytest
 import question_worlds as worlds
 import tiny
 from killed_runs import run_jobs
-from writing_worlds import BadServer
+from question_worlds import scripted
+from writing_worlds import BadServer, Interrupted, interrupt_after
 
 from distill.corpus.stage import corpus
 from distill.documents.chat_template import ChatTemplate
@@ -55,7 +54,7 @@ from distill.target.questions.usable import (
     words,
 )
 from distill.target.writers.local import GgufWriter, TorchWriter
-from distill.texts import Request, read_prompts
+from distill.texts import Reply, Request, read_prompts
 
 Capture = pytest.CaptureFixture[str]
 WORDS = [
@@ -84,12 +83,6 @@ def asked(talking: Path) -> Path:
 
 def recipe_of(source: dict[str, Any], **more: Any) -> Recipe:
     return parse_recipe({"name": "a", "target": {"model": "m"}, "corpus": {"sources": [source]}, **more}, "it")
-
-
-def scripted(monkeypatch: pytest.MonkeyPatch, recipe: Recipe, text: Callable[[Request], str | list[int]]) -> Any:
-    script = worlds.Script(recipe, text)
-    monkeypatch.setattr("distill.target.groups.open_writer", script.opened)
-    return script
 
 
 def sentence(request: Request) -> str:
@@ -336,21 +329,15 @@ def test_every_reason_is_counted(talking: Path, tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(
         "distill.target.questions.asking.load_tokenizer", lambda _: worlds.dressed(talking, "qwen-3", template)
     )
-    order: dict[str, int] = {}
 
-    def text(request: Request) -> str | list[int]:
+    def text(request: Request) -> str | Reply:
         number = int(request.id.partition("/")[0].rpartition("-")[2])
-        order[request.id] = number
-        return texts[number] if number < len(texts) else []
+        found = texts[number] if number < len(texts) else []
+        if isinstance(found, str):
+            return found
+        return Reply(request.id, found, found[-1:] == [tokenizer.eos_token_id])
 
     script = scripted(monkeypatch, recipe, text)
-    ended = script.write
-
-    def write(waiting: Any) -> Any:
-        for reply in ended(waiting):
-            yield replace(reply, ended=True) if reply.ids[-1:] == [tokenizer.eos_token_id] else reply
-
-    script.write = write
     questions(recipe, run)
     found = summary_of(run)
     kept = [messages[-1]["content"] for messages in lines_of(run)]
@@ -463,10 +450,6 @@ def gguf(talking: Path) -> Path:
     return talking / "target.gguf"
 
 
-class Interrupted(Exception):
-    pass
-
-
 @pytest.mark.parametrize("turns", [1, 2])
 @pytest.mark.parametrize("kind", [TorchWriter, GgufWriter])
 def test_interrupted_questions_end_in_equal_bytes(
@@ -480,26 +463,12 @@ def test_interrupted_questions_end_in_equal_bytes(
     _, run = worlds.begin(talking, tmp_path / "run", *more)
     for replies in (1, 7, 5):
         with monkeypatch.context() as patch:
-            _interrupt(patch, kind, replies)
+            interrupt_after(patch, kind, replies)
             with pytest.raises(Interrupted):
                 questions(recipe, run)
     questions(recipe, run)
     assert tiny.contents(run.path("questions")) == tiny.contents(whole.path("questions"))
     assert sorted(summary_of(run).turns) == [str(number + 1) for number in range(turns)]
-
-
-def _interrupt(patch: pytest.MonkeyPatch, kind: Any, replies: int) -> None:
-    written, count = kind.write, 0
-
-    def write(self: Any, waiting: Any) -> Any:
-        nonlocal count
-        for reply in written(self, waiting):
-            count += 1
-            if count > replies:
-                raise Interrupted
-            yield reply
-
-    patch.setattr(kind, "write", write)
 
 
 @pytest.mark.slow

@@ -22,8 +22,7 @@ from writing_worlds import BadServer, answer_lines, begin, llama_server
 from distill.errors import EndpointError
 from distill.files import read_json
 from distill.models.hugging_face import encode, load_config, load_tokenizer
-from distill.recipe import Recipe, parse_section
-from distill.recipe import Writer as WriterSettings
+from distill.recipe import Recipe
 from distill.run import Run
 from distill.serving.llama_server import LlamaServer, started
 from distill.serving.wheel_server import WHEEL, wheel_version
@@ -91,11 +90,14 @@ def test_every_fault_that_passes_loses_nothing(
 
 
 def test_several_servers_share_the_work(world: Path, tokenizer: Any, tmp_path: Path) -> None:
-    """One of them is broken: its requests go to the other."""
+    """Where one of them is broken, its requests go to the other."""
+    with BadServer(tokenizer, ok) as first, BadServer(tokenizer, ok) as second:
+        _, whole = write(world, tmp_path / "whole", 12, served(first.url, second.url))
+        assert sum(first.asked.values()) == sum(second.asked.values()) == 6
     with BadServer(tokenizer, ok) as first, BadServer(tokenizer, lambda *_: "503") as second:
-        _, run = write(world, tmp_path, 12, served(first.url, second.url))
-        assert len(answer_lines(run)) == 12
+        _, run = write(world, tmp_path / "run", 12, served(first.url, second.url))
         assert sum(first.asked.values()) == 12 and 1 <= sum(second.asked.values()) <= 12
+    assert len(answer_lines(run)) == 12 and tiny.contents(run.path("answers")) == tiny.contents(whole.path("answers"))
 
 
 def test_prompts_without_a_reply_are_asked_again(world: Path, tokenizer: Any, tmp_path: Path) -> None:
@@ -351,22 +353,12 @@ def test_the_chat_api_is_asked_turn_by_turn(world: Path, tokenizer: Any, tmp_pat
     (model / "chat_template.jinja").write_text(TALKING)
     own = load_tokenizer(str(model))
 
-    class Chat(BadServer):
-        def completion(self, body: dict[str, Any], prompt: Any, kind: str) -> dict[str, Any]:
-            rendered = own.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
-            message = {"role": "assistant", "content": self.text(rendered)}
-            usage = {
-                "prompt_tokens": len(encode(own, rendered)) + (kind == "other tokens"),
-                "completion_tokens": len(encode(own, self.text(rendered))) + 1,
-            }
-            return {"model": "tiny", "choices": [{"message": message, "finish_reason": "stop"}], "usage": usage}
-
     def behave(messages: Any, attempt: int) -> str:
         if attempt == 0 and len(messages) == 3:
             return "500"
         return "other tokens" if len(messages) == 5 and messages[0]["content"] == "q2" else "ok"
 
-    with Chat(own, behave) as server:
+    with BadServer(own, behave) as server:
         overrides = (f"target.model={model}", served(server.url, api="chat"), "corpus.block=200")
         recipe, run = begin(world, tmp_path / "run", 0, *overrides)
         lines = []
@@ -500,11 +492,6 @@ def test_a_llama_server_of_today_answers(world: Path, gguf: Path, tmp_path: Path
             pairs = list(zip(read_answers(run, "train"), read_answers(beside, "train"), strict=True))
             same = sum(theirs.answer == ours.answer for theirs, ours in pairs)
             assert same >= 20 if temperature == 0 else same < 20, f"{same} of 24"
-
-
-def test_settings_of_servers_are_checked() -> None:
-    found = parse_section(WriterSettings, {"urls": ["https://host:8000/v1/"], "key": "KEY"}, "answers.writer")
-    assert found.urls == ("https://host:8000/v1",) and found.retries == 6 and found.missing == 0
 
 
 def test_the_address_of_a_server_is_not_part_of_the_key(world: Path, tmp_path: Path) -> None:

@@ -20,8 +20,6 @@ from toys import CLASSES, save_toy, toy, toy_tokenizer
 from transformers import (
     CohereConfig,
     CohereForCausalLM,
-    Gemma2Config,
-    Gemma2ForCausalLM,
     GraniteConfig,
     GraniteForCausalLM,
     LlamaConfig,
@@ -54,31 +52,18 @@ FORMS = {
     "granite": LogitForm(1 / 3.0),
     "cohere": LogitForm(0.25),
 }
-MORE = {
-    "gemma2": (
-        Gemma2Config,
-        Gemma2ForCausalLM,
-        {
-            "head_dim": 8,
-            "query_pre_attn_scalar": 8,
-            "sliding_window": 5,
-            "final_logit_softcapping": 4.0,
-            "attn_logit_softcapping": 3.0,
-            "tie_word_embeddings": True,
-        },
-    ),
-    "granite": (GraniteConfig, GraniteForCausalLM, {"logits_scaling": 3.0, "residual_multiplier": 0.7}),
-    "cohere": (CohereConfig, CohereForCausalLM, {"logit_scale": 0.25, "tie_word_embeddings": True}),
+CAPS = {"final_logit_softcapping": 4.0, "attn_logit_softcapping": 3.0}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "gemma2": {"query_pre_attn_scalar": 8, "sliding_window": 5, "tie_word_embeddings": True, **CAPS},
+    "granite": {"logits_scaling": 3.0, "residual_multiplier": 0.7},
+    "cohere": {"logit_scale": 0.25, "tie_word_embeddings": True},
 }
+CLASSES.update(granite=(GraniteConfig, GraniteForCausalLM), cohere=(CohereConfig, CohereForCausalLM))
 
 
 def target(kind: str) -> Any:
     """A random target of one architecture."""
-    if kind in MORE:
-        config, model, settings = MORE[kind]
-        CLASSES.setdefault(kind, (config, model))
-        return toy(kind, vocabulary=ROWS, **settings)
-    return toy(kind, vocabulary=ROWS)
+    return toy(kind, vocabulary=ROWS, **SETTINGS.get(kind, {}))
 
 
 @pytest.fixture(scope="module")
@@ -174,10 +159,8 @@ def test_every_kind_gives_the_models_own_distributions(
     kept = torch.arange(1, size, 3)
     for temperature in (1.0, 2.0):
         expected = own_distributions(model, source.packed.take(index), temperature)
-        assert (
-            len(distributions) == len(expected) == int(source.packed.mask[index].sum())
-            and distributions.columns == size
-        )
+        assert len(distributions) == len(expected) == int(source.packed.mask[index].sum())
+        assert distributions.columns == size
         halves = [distributions.chunk(slice(0, 7), temperature), distributions.chunk(slice(7, None), temperature)]
         assert all(part.log_probabilities.dtype == torch.float32 for part in halves)
         whole = torch.cat([spread(part, size) for part in halves])
@@ -347,7 +330,7 @@ def test_entries_by_mass(folders: dict[str, Path], tmp_path: Path) -> None:
     wanted = int((distribution >= 0.9).nonzero()[0]) + 1
     store = TeacherStore(run)
     assert store.manifest["k"] == wanted and 1 < wanted < 200
-    assert store.distributions(torch.tensor([0]))["top_ids"].shape == (1, 24, wanted)
+    assert store._block("top_ids", 0).shape == (24, wanted)
     _, run = made(tmp_path / "b", folders["qwen2"], top_k=3, mass=0.9)
     assert TeacherStore(run).manifest["k"] == 3
 

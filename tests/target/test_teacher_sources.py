@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,7 @@ from distill.run import Run
 from distill.target import endpoint
 from distill.target.logprobs.entries import scored_documents
 from distill.target.logprobs.gguf_reader import GgufReader
-from distill.target.logprobs.server_reader import MOST_PADDING, log_tails
+from distill.target.logprobs.server_reader import MAX_PADDING, log_tails
 from distill.target.teacher import teacher, training_blocks
 from distill.teacher.store import TeacherStore
 
@@ -168,7 +167,7 @@ def served(folder: Path, target: Path, *servers: VllmServer, **more: Any) -> tup
 
 @pytest.fixture
 def server(model: Any) -> Iterator[VllmServer]:
-    with VllmServer(model, max_logprobs=200 + MOST_PADDING).running() as one:
+    with VllmServer(model, max_logprobs=200 + MAX_PADDING).running() as one:
         yield one
 
 
@@ -237,18 +236,6 @@ def test_faults_that_pass_lose_nothing(target: Path, model: Any, tmp_path: Path,
     assert "2 × broken connection" in said and "1 × a reply that is no JSON object" in said
 
 
-def test_one_of_two_servers_is_down(target: Path, model: Any, tmp_path: Path) -> None:
-    with VllmServer(model, max_logprobs=64).running() as one, VllmServer(model, max_logprobs=64).running() as two:
-        recipe, run = served(tmp_path, target, one, two)
-        teacher(recipe, run)
-        assert one.requests and two.requests and abs(len(one.requests) - len(two.requests)) <= 2
-        two.faults, before = [None] * (len(two.requests) + 1) + ["503"] * 99, len(two.requests)
-        recipe, again = served(tmp_path / "again", target, one, two)
-        teacher(recipe, again)
-        assert len(two.requests) > before + 1
-    assert tiny.contents(again.path("teacher")) == tiny.contents(run.path("teacher"))
-
-
 REFUSED = {
     "another model": "answered for another-model",
     "other ids": r"its ids are not those of the target's tokenizer",
@@ -308,23 +295,11 @@ def test_a_key_stands_nowhere(
     with VllmServer(model, max_logprobs=64, key=KEY).running() as one:
         recipe, run = served(tmp_path / "a", target, one, key="TEST_KEY")
         teacher(recipe, run)
-        one.key = "another"  # the server repeats the wrong key in its message
-        recipe, run = served(tmp_path / "b", target, one, key="TEST_KEY")
-        with pytest.raises(
-            EndpointError, match=r"status 401\): Invalid key: Bearer \*\*\*[\s\S]*key in TEST_KEY"
-        ) as caught:
-            teacher(recipe, run)
-        recipe, run = served(tmp_path / "c", target, one)
+        recipe, run = served(tmp_path / "b", target, one)
         with pytest.raises(EndpointError, match=r"teacher\.server\.key"):
             teacher(recipe, run)
     written = b"".join(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
-    assert KEY.encode() not in written and KEY not in str(caught.value) and KEY not in capsys.readouterr().err
-    assert KEY not in recipe.model_dump_json()
-    monkeypatch.delenv("TEST_KEY")
-    recipe, run = served(tmp_path / "d", target, one, key="TEST_KEY")
-    with pytest.raises(EndpointError, match="TEST_KEY is not set"):
-        teacher(recipe, run)
-    assert "TEST_KEY" not in os.environ
+    assert KEY.encode() not in written and KEY not in capsys.readouterr().err and KEY not in recipe.model_dump_json()
 
 
 def test_prompts_as_text(target: Path, model: Any, tmp_path: Path, capsys: Any) -> None:
@@ -371,10 +346,6 @@ def test_the_server_can_move_without_a_new_store(target: Path, tmp_path: Path) -
         ({"gguf": "a.gguf", "kind": "exact"}, "gguf gives the entries of a compact store, but kind is exact"),
         ({"gguf": "a.gguf", "server": {"urls": ["http://a/v1"], "model": "m"}}, "two teachers"),
         ({"server": {"urls": ["http://a/v1"], "model": "m"}, "temperatures": [1.0, 2.0]}, "at temperature 1 alone"),
-        ({"server": {"urls": ["ftp://a/v1"], "model": "m"}}, "a URL such as"),
-        ({"server": {"urls": ["http://u:p@a/v1"], "model": "m"}}, "holds no name, password"),
-        ({"server": {"urls": ["http://a/v1?key=1"], "model": "m"}}, "holds no name, password"),
-        ({"server": {"urls": ["http://a:99999/v1"], "model": "m"}}, "a URL such as"),
         ({"server": {"urls": [], "model": "m"}}, "urls"),
     ],
 )

@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import tiny
@@ -32,6 +33,7 @@ from distill.target.traffic import (
     read_lines,
     sort_lines,
     unfinished_line,
+    write_traffic,
 )
 
 torch.set_num_threads(1)
@@ -101,8 +103,20 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def read_answers(run: Path) -> list[dict[str, Any]]:
-    return [answer for path in sorted(run.glob("answers/train-*")) for answer in read_jsonl(path)]
+def learnt_pairs(run: Path) -> list[tuple[list[int], list[int]]]:
+    """Prompt and answer of every answer that a run learns from."""
+    lines = [line for path in sorted(run.glob("answers/train-*")) for line in read_jsonl(path)]
+    return [(line["prompt"], line["answer"]) for line in lines]
+
+
+def train_pairs(tokenizer: Any, lines: list[dict[str, Any]]) -> list[tuple[list[int], list[int]]]:
+    """The same of served lines, uncut."""
+    own = [line for line in lines if split_name(line["prompt"]) == "train"]
+    ends = [[] if "finish_reason" in line else [tokenizer.eos_token_id] for line in own]
+    return [
+        (encode(tokenizer, line["prompt"]), encode(tokenizer, line["answer"]) + end)
+        for line, end in zip(own, ends, strict=True)
+    ]
 
 
 def test_a_run_learns_from_what_stood_there(world: Path, log: Path, first: Path) -> None:
@@ -111,16 +125,8 @@ def test_a_run_learns_from_what_stood_there(world: Path, log: Path, first: Path)
     pinned = json.loads((first / "answers" / "traffic.json").read_text())
     whole = text_of([*lines, "no object", {"prompt": "x"}]).encode()
     assert (pinned["lines"], pinned["bytes"], pinned["sha256"]) == (33, len(whole), hashlib.sha256(whole).hexdigest())
-    expected = [
-        (
-            encode(tokenizer, line["prompt"]),
-            encode(tokenizer, line["answer"]) + ([] if "finish_reason" in line else [tokenizer.eos_token_id]),
-        )
-        for line in lines
-        if split_name(line["prompt"]) == "train"
-    ]
-    found = read_answers(first)
-    assert [(a["prompt"], a["answer"]) for a in found] == [(p, a[: 64 - len(p)]) for p, a in expected]
+    expected = train_pairs(tokenizer, lines)
+    assert learnt_pairs(first) == [(p, a[: 64 - len(p)]) for p, a in expected]
     assert pinned["cut"] == sum(len(p) + len(a) > 64 for p, a in expected)
     assert (pinned["train"], pinned["bad"], pinned["too_long"]) == (len(expected), 2, 0)
     assert not list(first.glob("answers/train-0*"))  # answers.prompts is 0: nothing was generated
@@ -206,7 +212,7 @@ def test_a_refreshed_run_goes_on_from_the_draft(
     tokenizer = load_tokenizer(str(world / "target"))
     lines = [{"prompt": "def torn("}, *served(20, 2)]
     expected = [encode(tokenizer, line["prompt"]) for line in lines if split_name(line["prompt"]) == "train"]
-    assert [a["prompt"] for a in read_answers(run)] == expected
+    assert [prompt for prompt, _ in learnt_pairs(run)] == expected
     pinned = json.loads((run / "answers" / "traffic.json").read_text())
     assert (pinned["start_line"], pinned["lines"]) == (33, 55) and pinned["bytes"] == log.stat().st_size
     parent = json.loads((run / "parent.json").read_text())
@@ -239,18 +245,14 @@ def test_a_third_generation(
     assert train(world, runs, override, "--refresh", "--until", "corpus") == 0
     assert json.loads((runs / "served" / "parent.json").read_text())["generation"] == 3
     assert sorted(path.name for path in runs.iterdir()) == ["served", "served.1", "served.2"]
-    import distill.target.answers
-
-    before = distill.target.answers.write_traffic
 
     def grown(*arguments: Any) -> None:  # between the key and the reading
         with open(other, "a") as handle:
             handle.write(text_of(served(9, 4)))
-        before(*arguments)
+        write_traffic(*arguments)
         raise KeyboardInterrupt
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(distill.target.answers, "write_traffic", grown)
+    with mock.patch("distill.target.answers.write_traffic", grown):
         assert train(world, runs, override, "--until", "train") == 130
     assert train(world, runs, override, "--until", "train") == 0
     assert "answers: resumes" in capsys.readouterr().err
@@ -301,16 +303,12 @@ def test_rotated_and_bad_files(world: Path, runs: Path, tmp_path: Path, capsys: 
     said = capsys.readouterr().err
     assert "2 bad lines, first line 1: no text in field `prompt` (it has: prompt, answer)" in said
     path.write_text(text_of(served(20, 5)))
-    import distill.target.answers
-
-    write = distill.target.answers.write_traffic
 
     def rotated(*arguments: Any) -> None:  # between the key and the reading
         path.write_text(text_of(served(20, 6)))
-        write(*arguments)
+        write_traffic(*arguments)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(distill.target.answers, "write_traffic", rotated)
+    with mock.patch("distill.target.answers.write_traffic", rotated):
         assert tiny.call(*call) == 2
     said = capsys.readouterr().err
     assert "was it rotated?" in said and "the same command reads it as it is then" in said
@@ -344,15 +342,8 @@ def test_a_folder_of_recorded_files(
 
     def read(run: Path, new: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """What the run pinned, part by part, where it learnt from these lines."""
-        tokenizer = load_tokenizer(str(world / "target"))
-        own = [line for line in new if split_name(line["prompt"]) == "train"]
-        ends = [[] if "finish_reason" in line else [tokenizer.eos_token_id] for line in own]
-        expected = [
-            (encode(tokenizer, line["prompt"]), encode(tokenizer, line["answer"]) + end)
-            for line, end in zip(own, ends, strict=True)
-        ]
-        found = [(answer["prompt"], answer["answer"]) for answer in read_answers(run)]
-        assert found == [(prompt, answer[: 64 - len(prompt)]) for prompt, answer in expected] and found
+        expected = train_pairs(load_tokenizer(str(world / "target")), new)
+        assert learnt_pairs(run) == [(prompt, answer[: 64 - len(prompt)]) for prompt, answer in expected] and expected
         pinned = json.loads((run / "answers" / "traffic.json").read_text())
         assert pinned["path"] == str(folder) and pinned["lines"] - pinned["start_line"] == len(new)
         return [{name: part[name] for name in ("path", "start_line", "lines")} for part in pinned["parts"]]
@@ -472,7 +463,8 @@ def test_messages_go_through_the_chat_template(world: Path) -> None:
     line = parse_line(json.dumps({"messages": messages}).encode(), SETTINGS, 1)
     assert isinstance(line, Line) and line.prompt == messages[:1] and line.answer == " + 1" and line.ended
     tokenizer.chat_template = None
-    assert "no chat template" in str(encode_line(line, tokenizer, Chat()))
+    with pytest.raises(ValueError, match="no chat template"):
+        encode_line(line, tokenizer, Chat())
     tokenizer.chat_template = (
         "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
         "{% if add_generation_prompt %}<assistant>{% endif %}"
@@ -486,7 +478,8 @@ def test_messages_go_through_the_chat_template(world: Path) -> None:
     assert isinstance(quiet, Line) and encode_line(line, tokenizer, Chat()) == expected  # arguments that it reads
     assert encode_line(quiet, tokenizer, Chat()) == (encode(tokenizer, "<user>total\n<assistant>!"), expected[1])
     tokenizer.chat_template = "{{ raise_exception('no users') }}"
-    assert "refuses it (no users)" in str(encode_line(line, tokenizer, Chat()))
+    with pytest.raises(ValueError, match=r"refuses it \(no users\)"):
+        encode_line(line, tokenizer, Chat())
     other = parse_line(
         b'{"q": "a", "a": "b", "finish_reason": "length"}', Traffic(path="", prompt_field="q", answer_field="a"), 2
     )

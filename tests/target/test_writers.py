@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny
 import torch
+from question_worlds import scripted
 from toys import KINDS, random_prompts, toy
-from writing_worlds import answer_lines, begin
+from writing_worlds import Interrupted, answer_lines, begin, interrupt_after
 
 from distill.errors import DataError, RecipeError
 from distill.files import read_json
@@ -137,26 +137,6 @@ def test_old_files_of_answers_load() -> None:
     assert drop_reason(Answer("a", [1], [2] * 9, True, dropped="truncated")) == "truncated"
 
 
-class Interrupted(Exception):
-    pass
-
-
-def interrupt_after(monkeypatch: pytest.MonkeyPatch, kind: Any, replies: int) -> list[str]:
-    """Let a kind of writer fail after so many replies, as a kill would; gives the requests that were asked for."""
-    write, count, asked = kind.write, [0], []
-
-    def broken(self: Any, waiting: deque[Request]) -> Iterator[Reply]:
-        asked.extend(request.id for request in waiting)
-        for reply in write(self, waiting):
-            count[0] += 1
-            if count[0] > replies:
-                raise Interrupted
-            yield reply
-
-    monkeypatch.setattr(kind, "write", broken)
-    return asked
-
-
 def test_interrupted_answers_end_in_equal_bytes(world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In bfloat16, where the texts of other rows matter; test_resume.py kills processes, in fp32."""
     overrides = ("target.dtype=bfloat16", "answers.group=6", "answers.batch=3")
@@ -210,22 +190,9 @@ def test_a_model_that_takes_no_rows_is_asked_batch_by_batch(
 # ── conversations ──
 
 
-class Echo:
-    """A writer whose answer is the prompt's first token and the end, after `busy` replies that say nothing."""
-
-    by_prompt = True
-
-    def __init__(self, end: int) -> None:
-        self.end, self.asked = end, []
-
-    def write(self, waiting: deque[Request]) -> Iterator[Reply]:
-        while waiting:
-            request = waiting.popleft()
-            self.asked.append(request)
-            yield Reply(request.id, [request.ids[0], request.ids[-1], self.end], True)
-
-    def close(self) -> list[str]:
-        return []
+def echo(request: Request) -> Reply:
+    """The prompt's first and last token and an end."""
+    return Reply(request.id, [request.ids[0], request.ids[-1], 0], True)
 
 
 def test_each_turn_is_an_answer_of_its_own(world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,14 +204,13 @@ def test_each_turn_is_an_answer_of_its_own(world: Path, tmp_path: Path, monkeypa
         turns = int(prompt.id[1:]) % 3  # p0 and p3 have one turn, p1 and p4 two, p2 three
         return [*prompt.ids, 40 + len(texts)] if len(texts) <= turns else None
 
-    echo = Echo(0)
-    monkeypatch.setattr("distill.target.groups.open_writer", lambda *_: echo)
+    script = scripted(monkeypatch, recipe, echo)
     monkeypatch.setattr(stage, "_further_turns", lambda *_: following)
     answers(recipe, run)
     found = [(one.id, one.prompt[-1]) for one in read_answers(run, "train") if one.id.startswith("p2")]
     assert [name for name, _ in found] == ["p2", "p2/1", "p2/2"] and [last for _, last in found[1:]] == [41, 42]
-    assert len(echo.asked) == 5 + 0 + 1 + 2 + 0 + 1 == len(answer_lines(run))
-    assert len({request.seed for request in echo.asked}) == len(echo.asked)
+    assert len(script.asked) == 5 + 0 + 1 + 2 + 0 + 1 == len(answer_lines(run))
+    assert len({request.seed for request in script.asked}) == len(script.asked)
     assert ("p2", seen[-1][1]) and all(isinstance(text, str) for _, texts in seen for text in texts)
     first = {one["id"]: one for one in answer_lines(run)}["p2/1"]
     assert first["number"] == 2 and first["source"] == "code" and first["ended"]
@@ -252,7 +218,7 @@ def test_each_turn_is_an_answer_of_its_own(world: Path, tmp_path: Path, monkeypa
 
 def test_a_turn_that_does_not_fit_the_block_is_not_asked(world: Path, tmp_path: Path, monkeypatch: Any) -> None:
     recipe, run = begin(world, tmp_path, 2)
-    monkeypatch.setattr("distill.target.groups.open_writer", lambda *_: Echo(0))
+    scripted(monkeypatch, recipe, echo)
     monkeypatch.setattr(stage, "_further_turns", lambda *_: lambda prompt, texts: [7] * recipe.corpus.block)
     answers(recipe, run)
     assert [line["id"] for line in answer_lines(run)] in (["p0", "p1"], ["p1", "p0"])
@@ -332,6 +298,8 @@ SMALL = {"name": "a", "target": {"model": "a"}, "corpus": {"sources": [{"kind": 
         ({"writer": {"urls": ["http://user:secret@a/v1"]}}, "keys come from the environment"),
         ({"writer": {"urls": ["http://a/v1?key=secret"]}}, "keys come from the environment"),
         ({"writer": {"urls": ["http://a:port/v1"]}}, "a URL such as"),
+        ({"writer": {"urls": ["http://a:99999/v1"]}}, "a URL such as"),
+        ({"writer": {"urls": ["ftp://a/v1"]}}, "a URL such as"),
         ({"writer": {"urls": ["http://a/v1"], "key": "sk-123"}}, "answers.writer.key"),
         ({"writer": {"urls": ["http://a/v1"], "headers": {"X-Key": "sk-123"}}}, "never the value itself"),
         ({"presence_penalty": 0.5}, "presence_penalty: the target in transformers has none"),
@@ -346,9 +314,11 @@ def test_recipes_that_no_writer_can_follow(section: dict[str, Any], fault: str) 
 
 
 def test_a_recipe_with_servers() -> None:
-    recipe = parse_recipe({**SMALL, "answers": {"writer": {"urls": ["http://a/v1/"]}, "presence_penalty": 1}}, "x")
-    assert recipe.answers.writer is not None and recipe.answers.writer.urls == ("http://a/v1",)
-    assert recipe.answers.group_size == 256
+    server = {"urls": ["https://host:8000/v1/"], "key": "KEY"}
+    recipe = parse_recipe({**SMALL, "answers": {"writer": server, "presence_penalty": 1}}, "x")
+    found = recipe.answers.writer
+    assert found is not None and found.urls == ("https://host:8000/v1",)
+    assert found.retries == 6 and found.missing == 0 and recipe.answers.group_size == 256
 
 
 def test_the_target_itself_is_the_default(world: Path, tmp_path: Path) -> None:

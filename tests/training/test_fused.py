@@ -11,7 +11,7 @@ from distributions import KINDS, N, Problem, V, near
 from torch import Tensor
 
 from distill.errors import DataError
-from distill.teacher.distributions import CompactTeacher, DenseTeacher, Teacher
+from distill.teacher.distributions import CompactTeacher, DenseTeacher, Head, Teacher
 from distill.teacher.store import compress
 from distill.training.losses.fused import head_loss
 from distill.training.losses.settings import LOSSES, LossSettings, LossSums
@@ -62,9 +62,9 @@ def test_teachers_of_the_house(name: str, kind: str, trimmed: int | None) -> Non
             problem = Problem(k if isinstance(k, int) else None, kind, seed=20, padding=2, trimmed=trimmed)
             teacher: CompactTeacher | DenseTeacher
             if not isinstance(k, int):  # the target's hidden states are its logits, and its head one row per token
-                head, logits = torch.cat([torch.eye(V), torch.ones(3, V)]), problem.teacher.logits.float()
+                head, logits = Head(torch.eye(V)), problem.teacher.logits.float()
                 sums = logits.logsumexp(-1)
-                teacher = DenseTeacher(logits, head, V, log_sums=None if k is None else lambda sums=sums: sums)
+                teacher = DenseTeacher(logits, head, log_sums=None if k is None else lambda sums=sums: sums)
             else:
                 teacher = compact(problem, k, (1.0, 0.7))
             if problem.teacher.kept is not None:

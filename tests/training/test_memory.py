@@ -13,7 +13,7 @@ import torch
 from test_scripts import script
 
 import distill
-from distill.teacher.distributions import DenseTeacher
+from distill.teacher.distributions import Head
 from distill.training.losses import fused
 from distill.training.losses.settings import LossSettings
 
@@ -67,7 +67,7 @@ def test_a_batchs_number_of_positions_makes_few_shapes(monkeypatch: pytest.Monke
     head = torch.randn(11, 8, generator=generator, requires_grad=True)
     for count in range(1, 500, 7):
         hidden = torch.randn(count, 8, generator=generator)
-        teacher = DenseTeacher(hidden, head.detach(), 11)
+        teacher = Head(head.detach()).teacher(hidden)
         labels = torch.zeros(count, dtype=torch.long)
         fused.head_loss(hidden, head, teacher, labels, LossSettings({"jsd": 1.0}), 256)
     assert rows == {64, 128, 192, 256}

@@ -1,4 +1,4 @@
-"""The target's likeliest tokens at scored positions, whoever computed them: what a compact store holds.
+"""The target's likeliest tokens at scored positions, which a compact store holds, and how they are read.
 
 Legend: n blocks, S positions, N scored positions, c of them at once, V vocabulary, K entries, M temperatures.
 """
@@ -6,7 +6,7 @@ Legend: n blocks, S positions, N scored positions, c of them at once, V vocabula
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Protocol
 
 import torch
@@ -32,11 +32,7 @@ class Entries:
     def join(cls, parts: list[Entries], k: int, temperatures: int) -> Entries:
         """The parts one after the other; without any, entries of no position."""
         none = cls(torch.empty(0, k, dtype=torch.int32), torch.empty(0, k), torch.empty(0, temperatures))
-        return cls(
-            torch.cat([part.ids for part in parts or [none]]),
-            torch.cat([part.log_probabilities for part in parts or [none]]),
-            torch.cat([part.log_tails for part in parts or [none]]),
-        )
+        return cls(*(torch.cat([getattr(part, one.name) for part in parts or [none]]) for one in fields(cls)))
 
 
 class Reader(Protocol):
@@ -92,37 +88,39 @@ class ModelReader:
 
 def compact_distributions(reader: Reader, blocks: Packed, k: int, temperatures: tuple[float, ...]) -> dict[str, Tensor]:
     """top_ids, top_log_probabilities [n, S, K] and log_tails [n, S, M]; zeros where the mask scores nothing."""
-    found = reader(blocks, k, temperatures)
+    entries = reader(blocks, k, temperatures)
     shape = blocks.mask.shape
     top_ids = torch.zeros(*shape, k, dtype=torch.int32)
     logs = torch.zeros(*shape, k, dtype=torch.float16)
     tails = torch.zeros(*shape, len(temperatures))
-    top_ids[blocks.mask], logs[blocks.mask] = found.ids, found.log_probabilities.half()
-    tails[blocks.mask] = found.log_tails
+    top_ids[blocks.mask], logs[blocks.mask] = entries.ids, entries.log_probabilities.half()
+    tails[blocks.mask] = entries.log_tails
     return {"top_ids": top_ids, "top_log_probabilities": logs, "log_tails": tails}
 
 
-def mean_masses(reader: Reader, blocks: Packed, most: int) -> Tensor:
-    """The mass [most] of the 1, 2, … likeliest tokens, the mean over the scored positions of some blocks, in fp64."""
-    logs = reader(blocks, most, (1.0,)).log_probabilities
+def mean_masses(reader: Reader, blocks: Packed, k: int) -> Tensor:
+    """The mass [K] of the 1, 2, … likeliest tokens, the mean over the scored positions of some blocks, in fp64."""
+    logs = reader(blocks, k, (1.0,)).log_probabilities
     return logs.double().exp().cumsum(-1).sum(0) / max(1, len(logs))
 
 
 @dataclass(frozen=True)
 class Document:
-    """One packed document with scored positions: its ids up to the last of them and the token after that, and which
-    positions are scored."""
+    """One packed document with scored positions: its ids up to the last of them and the token after that, which
+    positions are scored, its block and its number there."""
 
     ids: list[int]
     scored: list[int]
+    block: int = 0
+    number: int = 0
 
 
 def scored_documents(blocks: Packed) -> list[Document]:
     """The documents of some blocks that have scored positions, in the order in which a mask lists those."""
-    found = []
-    for ids, documents, mask in zip(blocks.ids, blocks.documents, blocks.mask, strict=True):
+    listed = []
+    for block, (ids, documents, mask) in enumerate(zip(blocks.ids, blocks.documents, blocks.mask, strict=True)):
         for number in documents[mask].unique().tolist():
             here = documents == number
             scored = mask[here].nonzero().squeeze(-1).tolist()
-            found.append(Document(ids[here][: scored[-1] + 2].tolist(), scored))
-    return found
+            listed.append(Document(ids[here][: scored[-1] + 2].tolist(), scored, block, number))
+    return listed

@@ -10,6 +10,7 @@ Legend: N scored positions, K entries, V tokens.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,11 +19,11 @@ from torch import Tensor
 from distill.errors import EndpointError
 from distill.models.hugging_face import encode, load_config, load_tokenizer, real_tokens
 from distill.packing import Packed
-from distill.recipe import Recipe, TeacherServer
+from distill.recipe import Recipe
 from distill.target.endpoint import Endpoint, Refused, Unanswered
 from distill.target.logprobs.entries import Document, Entries, scored_documents
 
-MOST_PADDING = 32  # entries asked for beyond K, for padding rows that may be among the likeliest
+MAX_PADDING = 32  # entries asked for beyond K, for padding rows that may be among the likeliest
 BYTES_PER_ENTRY = 70  # of JSON
 EXCESS = 1e-3  # by which rounding may lift a sum of probabilities above 1
 NO_LOGPROBS = (
@@ -31,39 +32,28 @@ NO_LOGPROBS = (
 )
 
 
-def asked_entries(k: int, padding: int) -> int:
-    """How many entries a request asks for, K and a few for padding rows; vLLM's --max-logprobs must allow it."""
-    return k + min(padding, MOST_PADDING)
-
-
-def open_server(recipe: Recipe) -> ServerReader:
-    """The recipe's servers, checked with one short request each."""
-    assert recipe.teacher.server is not None
-    tokenizer = load_tokenizer(recipe.target.model)
-    config = load_config(recipe.target.model).get_text_config()
-    vocabulary = real_tokens(config, tokenizer)
-    k = min(recipe.teacher.top_k, vocabulary - 1)
-    return ServerReader(recipe.teacher.server, tokenizer, vocabulary, config.vocab_size, k, recipe.corpus.block)
-
-
 class ServerReader:
-    """Servers of one target, checked when opened: each has the model, and gives log-probabilities of these very ids.
+    """The servers of a recipe's teacher, checked when opened with one short request each: each has the model, and gives
+    log-probabilities of these very ids.
 
-    `vocabulary` tokens are real, `rows` has the head; `longest` is the longest document in tokens.
+    A request asks for the entries of the store and `padding` more; vLLM's --max-logprobs must allow it.
     """
 
-    def __init__(
-        self, settings: TeacherServer, tokenizer: Any, vocabulary: int, rows: int, k: int, longest: int
-    ) -> None:
-        self.settings, self.tokenizer, self.vocabulary = settings, tokenizer, vocabulary
-        self.padding, self.k = rows - vocabulary, k
-        self.endpoint = Endpoint(settings, "teacher.server")
-        self.origin: dict[str, Any] = {"kind": "server", "model": settings.model}
+    def __init__(self, recipe: Recipe) -> None:
+        assert recipe.teacher.server is not None
+        self.settings, self.tokenizer = recipe.teacher.server, load_tokenizer(recipe.target.model)
+        config = load_config(recipe.target.model).get_text_config()
+        self.vocabulary = real_tokens(config, self.tokenizer)
+        self.padding = min(config.vocab_size - self.vocabulary, MAX_PADDING)
+        k = min(recipe.teacher.top_k, self.vocabulary - 1)
+        self.largest_request = k + self.padding
+        self.endpoint = Endpoint(self.settings, "teacher.server")
+        self.origin: dict[str, Any] = {"kind": "server", "model": self.settings.model}
         try:
-            for url, _, listed in self.endpoint.served():
-                self._require_context(url, listed.get("max_model_len"), longest)
-            for _ in settings.urls:  # requests take turns: each server gets one
-                self._read(Document([0, 1 % vocabulary], [0]), k)
+            for url, _, about in self.endpoint.served():
+                self._require_context(url, about.get("max_model_len"), recipe.corpus.block)
+            for _ in self.settings.urls:  # requests take turns: each server gets one
+                self._read(Document([0, 1 % self.vocabulary], [0]), k)
         except BaseException:
             self.close()
             raise
@@ -75,16 +65,11 @@ class ServerReader:
         parts = self.endpoint.each(lambda document: self._read(document, k), documents)
         return Entries.join(parts, k, 1)
 
-    @property
-    def asked(self) -> int:
-        """The largest number of log-probabilities that a request asks for."""
-        return asked_entries(self.k, self.padding)
-
     def announcement(self, blocks: Packed) -> str:
         """What the servers will be asked for, to print before the first request."""
         documents = scored_documents(blocks)
         tokens = sum(len(document.ids) for document in documents)
-        size = tokens * self.asked * BYTES_PER_ENTRY
+        size = tokens * self.largest_request * BYTES_PER_ENTRY
         return (
             f"distributions of {self.settings.model} at temperature 1 from {len(self.settings.urls)} server(s): "
             f"{len(documents)} documents of {tokens} tokens, at most {size / 1e6:.0f} MB of replies; train at "
@@ -95,15 +80,11 @@ class ServerReader:
         """The blocks without the scores of documents that cannot be sent as text, and how many those are."""
         if self.settings.prompts == "ids":
             return blocks, 0
-        mask, left_out = blocks.mask.clone(), 0
-        for row in range(len(blocks)):
-            for number in blocks.documents[row][blocks.mask[row]].unique().tolist():
-                here = blocks.documents[row] == number
-                ids = blocks.ids[row][here].tolist()[: int(blocks.mask[row][here].nonzero()[-1]) + 2]
-                if encode(self.tokenizer, self._text(ids)) != ids:
-                    mask[row][here] = False
-                    left_out += 1
-        return Packed(blocks.ids, blocks.documents, blocks.positions, mask, blocks.first), left_out
+        mask = blocks.mask.clone()
+        changed = [one for one in scored_documents(blocks) if encode(self.tokenizer, self._text(one.ids)) != one.ids]
+        for document in changed:
+            mask[document.block][blocks.documents[document.block] == document.number] = False
+        return replace(blocks, mask=mask), len(changed)
 
     def _text(self, ids: list[int]) -> str:
         return str(self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
@@ -120,17 +101,13 @@ class ServerReader:
         """End the connections."""
         self.endpoint.close()
 
-    def report(self) -> str:
-        """A sentence on the requests, to print after the last one."""
-        return f"server: {self.endpoint.summary()}"
-
     def _read(self, document: Document, k: int) -> Entries:
         """The entries of one document's scored positions."""
         ids, text = document.ids, self.settings.prompts == "text"
         body = {
             "model": self.settings.model,
             "prompt": self._text(ids) if text else ids,
-            "prompt_logprobs": asked_entries(k, self.padding),
+            "prompt_logprobs": k + self.padding,
             "max_tokens": 1,  # 0 is refused by some versions
             "temperature": 0,
             "add_special_tokens": False,
@@ -144,12 +121,9 @@ class ServerReader:
             )
         places = self._places(reply, ids)
         rows = [self._entries(places[position + 1], position + 1, k) for position in document.scored]
-        found, logs = (
-            torch.tensor([row[0] for row in rows]),
-            torch.tensor([row[1] for row in rows], dtype=torch.float64),
-        )
-        tails = log_tails(logs)
-        return Entries(found.to(torch.int32), logs.float(), tails.float().unsqueeze(-1))
+        tokens = torch.tensor([tokens for tokens, _ in rows], dtype=torch.int32)
+        logs = torch.tensor([logs for _, logs in rows], dtype=torch.float64)
+        return Entries(tokens, logs.float(), log_tails(logs).float().unsqueeze(-1))
 
     def _reply(self, body: dict[str, Any]) -> dict[str, Any]:
         """A server's reply; EndpointError, with what to do, where none comes."""
@@ -176,29 +150,29 @@ class ServerReader:
         """The log-probabilities by id at each prompt token [S]; EndpointError unless they are those of these ids."""
         choices = reply.get("choices")
         choice = choices[0] if isinstance(choices, list) and choices and isinstance(choices[0], dict) else {}
-        listed = choice.get("prompt_logprobs")
-        if not isinstance(listed, list):
+        by_place = choice.get("prompt_logprobs")
+        if not isinstance(by_place, list):
             raise EndpointError(
                 f"the server of {self.settings.model} returns no log-probabilities of prompts "
                 "(choices[0].prompt_logprobs)",
                 NO_LOGPROBS,
             )
         own = choice.get("prompt_token_ids")
-        if len(listed) != len(ids) or (isinstance(own, list) and own != ids):
-            raise self._other_ids(f"{len(listed)} tokens" if len(listed) != len(ids) else "other tokens", len(ids))
+        if len(by_place) != len(ids) or (isinstance(own, list) and own != ids):
+            raise self._other_ids(f"{len(by_place)} tokens" if len(by_place) != len(ids) else "other tokens", len(ids))
         places: list[dict[int, float]] = [{}]
-        for place, (entries, token) in enumerate(zip(listed[1:], ids[1:], strict=True), 1):
+        for place, (entries, token) in enumerate(zip(by_place[1:], ids[1:], strict=True), 1):
             try:
-                found = {int(name): float(entry["logprob"]) for name, entry in entries.items()}
+                logs = {int(name): float(entry["logprob"]) for name, entry in entries.items()}
             except (AttributeError, KeyError, TypeError, ValueError):
                 raise EndpointError(
                     f"the log-probabilities at prompt token {place} are not of the form that vLLM returns: "
                     f"{str(entries)[:100]}",
                     NO_LOGPROBS + "; with vLLM, start it with --no-enable-prefix-caching" * (entries is None),
                 ) from None
-            if token not in found:
+            if token not in logs:
                 raise self._other_ids(f"no token {token} at place {place}", len(ids))
-            places.append(found)
+            places.append(logs)
         return places
 
     def _other_ids(self, what: str, count: int) -> EndpointError:
@@ -207,15 +181,15 @@ class ServerReader:
             "serve the target with the tokenizer of target.model, without added tokens (add_special_tokens)",
         )
 
-    def _entries(self, found: dict[int, float], place: int, k: int) -> tuple[list[int], list[float]]:
+    def _entries(self, by_token: dict[int, float], place: int, k: int) -> tuple[list[int], list[float]]:
         """Ids and log-probabilities of the k likeliest real tokens at one place."""
-        real = sorted(((-log, token) for token, log in found.items() if 0 <= token < self.vocabulary))[:k]
+        real = sorted(((-log, token) for token, log in by_token.items() if 0 <= token < self.vocabulary))[:k]
         logs = [-negative for negative, _ in real]
         if len(real) < k:
             raise EndpointError(
-                f"the server returned {len(found)} log-probabilities at prompt token {place}, of which {len(real)} are "
-                f"of tokens, and {k} are needed",
-                f"start vLLM with --max-logprobs {asked_entries(k, self.padding)}, or lower teacher.top_k",
+                f"the server returned {len(by_token)} log-probabilities at prompt token {place}, of which {len(real)} "
+                f"are of tokens, and {k} are needed",
+                f"start vLLM with --max-logprobs {k + self.padding}, or lower teacher.top_k",
             )
         total = math.fsum(math.exp(log) for log in logs if log < 1)
         if not all(math.isfinite(log) and log <= EXCESS for log in logs) or total > 1 + EXCESS:

@@ -1,10 +1,10 @@
-"""What a corpus source of kind target asks: the user headers that questions are written behind, samplers and limits."""
+"""What a corpus source of kind target asks for: user headers behind which questions are written, samplers, limits."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from distill.documents.chat_template import ChatTemplate, UserHeader
@@ -15,27 +15,30 @@ from distill.recipe import Recipe, SamplerSettings, Source
 from distill.target.groups import rules_of
 
 OPENINGS = 4  # are shown
-MOST_ASKED = 3  # times as many texts as questions are wanted are asked for at most
+TEXTS_PER_QUESTION = 3  # are asked for at most
 
 
 @dataclass
 class Conversation:
-    """What a numbered text begins: the messages so far, and whether the template is rendered with thinking on."""
+    """A numbered conversation: its messages so far, and whether the template is rendered with thinking on."""
 
     id: str
     messages: list[dict[str, Any]]
     thinking: bool | None
     opening: str = ""  # of the user's first message
-    texts: list[str] = field(default_factory=list)  # the user's
 
-    def add(self, text: str) -> None:
-        """Append a message of the user."""
-        self.messages = [*self.messages, {"role": "user", "content": text}]
-        self.texts = [*self.texts, text]
+    @property
+    def texts(self) -> list[str]:
+        """The user's messages."""
+        return [message["content"] for message in self.messages if message["role"] == "user"]
+
+    def add(self, text: str, role: str = "user") -> None:
+        """Append a message."""
+        self.messages = [*self.messages, {"role": role, "content": text}]
 
 
 class Asking:
-    """What one source asks of the target: headers, samplers and limits.
+    """The requests for one source: headers, samplers and limits.
 
     Raises DataError or RecipeError where the target has no template, where its user header cannot be found, and where
     the questions would not fit a block.
@@ -57,18 +60,17 @@ class Asking:
         self._require_room()
 
     def _require_room(self) -> None:
-        """Raise RecipeError where a question of the most tokens is too long to be answered in a block."""
+        """Raise RecipeError where the longest question could not be answered in a block."""
         openings = [len(encode(self.template.tokenizer, text)) for text in self.source.openings]
-        most, room = self.source.tokens + max(openings, default=0), min(self.chat.most, self.rules.room)
+        longest, room = self.source.tokens + max(openings, default=0), min(self.chat.longest, self.rules.room)
         before = [[{"role": "system", "content": text}] for text in self.recipe.chat.system] or [[]]
         for system in before:
             for opening in ("", *self.source.openings):
                 self.header(system, None, opening)
-        template, tools = self.template, self.recipe.chat.tools
-        around = max(len(template.prompt([*one, {"role": "user", "content": "a"}], None, tools)) for one in before)
-        if around + most > room:
+        around = max(len(self.template.prompt([*one, {"role": "user", "content": "a"}])) for one in before)
+        if around + longest > room:
             raise RecipeError(
-                f"a question of corpus.sources may have {most} tokens, with {around} of the template around it: "
+                f"a question of corpus.sources may have {longest} tokens, with {around} of the template around it: "
                 f"corpus.block has room for {room} before answers.new_tokens",
                 "raise corpus.block, or lower tokens of the source, or answers.new_tokens",
             )
@@ -87,15 +89,15 @@ class Asking:
         if name in self._headers:
             return self._headers[name]
         try:
-            found = self.template.user_header(messages, self.ends, thinking, self.template.settings.tools, opening)
+            header = self.template.user_header(messages, self.ends, thinking, opening)
         except ValueError as error:
             raise DataError(
                 f"the target's chat template has no user header that questions could be written behind: {error}",
                 "use other corpus.sources than kind: target",
             ) from error
         if len(messages) < 2:  # the same for many conversations
-            self._headers[name] = found
-        return found
+            self._headers[name] = header
+        return header
 
     def writing(self, ends: Sequence[str]) -> Recipe:
         """The recipe of a writer of questions, which end before each of the texts `ends`, too."""
@@ -116,9 +118,9 @@ def describe(recipe: Recipe) -> list[str]:
         header = asking.header(asking.begin(0).messages, None)
         turns = f", up to {source.turns} user's turns each" if source.turns > 1 else ""
         lines += [
-            f"questions: {source.questions} of the target's own, from at most {MOST_ASKED * (source.questions or 0)} "
-            f"texts of at most {source.tokens} tokens, at temperature {source.temperature:g} and top-p "
-            f"{source.top_p:g}{turns}",
+            f"questions: {source.questions} of the target's own, from at most "
+            f"{TEXTS_PER_QUESTION * (source.questions or 0)} texts of at most {source.tokens} tokens, at temperature "
+            f"{source.temperature:g} and top-p {source.top_p:g}{turns}",
             f"written behind the template's user header ({len(header.ids)} tokens): {header.text!r}"
             + ("" if header.end is None else f", up to {header.end!r}"),
         ]

@@ -7,17 +7,16 @@ They are asked for in rounds until enough of them are usable; the first usable o
 
 from __future__ import annotations
 
-import json
+import itertools
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from distill import processes
 from distill.documents.sources import question_files
 from distill.errors import DataError, printable
-from distill.files import write_text
 from distill.models.hugging_face import encode
 from distill.recipe import Recipe
 from distill.results.serialise import write_result
@@ -25,12 +24,16 @@ from distill.results.text_results import AskedQuestions, QuestionTexts
 from distill.run import Run
 from distill.target.answers import writer_kind
 from distill.target.groups import Rules, write_answers
-from distill.target.questions.asking import MOST_ASKED, Asking, Conversation
+from distill.target.questions.asking import TEXTS_PER_QUESTION, Asking, Conversation
 from distill.target.questions.usable import ALIKE, EQUAL, WORDLESS, distinct, fault, lengths, repeats, words
-from distill.texts import Answer, Prompt, drop_reason, read_answers
+from distill.texts import Answer, Prompt, drop_reason, listed, read_answers, write_lines
 
-EXPECTED, LEAST_EXPECTED, SPARE = 0.8, 1 / MOST_ASKED, 1.1  # share of usable texts; more are asked for, to be sure
-EXAMPLES, MOST_SHOWN = 3, 500  # and characters of each
+EXPECTED, LOWEST_EXPECTED, SPARE = (
+    0.8,
+    1 / TEXTS_PER_QUESTION,
+    1.1,
+)  # share of usable texts; more are asked for, to be sure
+EXAMPLES, SHOWN_CHARACTERS = 3, 500  # of each
 SUMMARY = "summary.json"
 
 
@@ -41,16 +44,15 @@ def questions(recipe: Recipe, run: Run, share: tuple[int, int] | None = None) ->
     Texts are asked for as stage `answers` asks for answers, and resumed as those are; `share` as there.
     """
     share = share or (processes.process_index(), processes.process_count())
-    found = []
+    summaries = []
     for number, (source, name) in enumerate(zip(recipe.corpus.asked, question_files(recipe.corpus), strict=True)):
         conversations, summary = _Questions(Asking(recipe, source, number), run, share).ask(name)
         if share[0] == 0:
-            lines = [json.dumps({"messages": one.messages}) for one in conversations]
-            write_text(run.path("questions", name), "\n".join(lines) + "\n")
+            write_lines(run.path("questions", name), ({"messages": one.messages} for one in conversations))
             _say(run, summary)
-        found.append(summary)
+        summaries.append(summary)
     if share[0] == 0:
-        write_result(run.path("questions", SUMMARY), QuestionTexts(writer_kind(recipe), found))
+        write_result(run.path("questions", SUMMARY), QuestionTexts(writer_kind(recipe), summaries))
     processes.barrier()
     return [run.path("questions")]
 
@@ -66,19 +68,19 @@ class _Questions:
     def ask(self, name: str) -> tuple[list[Conversation], AskedQuestions]:
         """The conversations of a source, and what is known about them."""
         asking = self.asking
-        wanted = asking.source.questions
-        assert wanted is not None
+        goal = asking.source.questions
+        assert goal is not None
         begun: list[Conversation] = []
         reasons: list[str] = []
         usable: list[Conversation] = []
         repeated: Counter[str] = Counter()
-        number = 0
-        while len(usable) < wanted and len(begun) < MOST_ASKED * wanted:
-            count = _next(asking.recipe.answers.batch, wanted, len(usable), len(begun))
-            fresh, number = [asking.begin(place) for place in range(len(begun), len(begun) + count)], number + 1
-            for one, (text, reason) in zip(
-                fresh, self._write_turn(fresh, f"asked-{asking.number}-round-{number}"), strict=True
-            ):
+        for number in itertools.count(1):
+            if len(usable) >= goal or len(begun) >= TEXTS_PER_QUESTION * goal:
+                break
+            count = _next(asking.recipe.answers.batch, goal, len(usable), len(begun))
+            fresh = [asking.begin(place) for place in range(len(begun), len(begun) + count)]
+            written = self._write_turn(fresh, f"asked-{asking.number}-round-{number}")
+            for one, (text, reason) in zip(fresh, written, strict=True):
                 one.add(text)
                 reasons.append(reason)
             begun += fresh
@@ -86,11 +88,11 @@ class _Questions:
         dropped = Counter(filter(None, reasons)) + repeated
         if not usable:
             raise DataError(
-                f"the target wrote no usable question in {len(begun)} texts: {_listed(dropped)}",
+                f"the target wrote no usable question in {len(begun)} texts: {listed(dropped)}",
                 "raise tokens of this corpus source (and use --redo questions), or use other sources: the target may "
                 "be no instruct model",
             )
-        kept = usable[:wanted]
+        kept = usable[:goal]
         dropped_turns: Counter[str] = Counter()
         going = kept
         for turn in range(2, asking.source.turns + 1):
@@ -111,27 +113,27 @@ class _Questions:
             Prompt(f"{one.id}/{len(one.texts) + 1}", header.ids, "target")
             for one, header in zip(conversations, headers, strict=True)
         ]
-        found = []
+        turns = []
         answers = self._written(recipe, prompts, rules, name, "texts")
         for one, header, opening, answer in zip(conversations, headers, openings, answers, strict=True):
             # The opening as it was asked with: its last tokens may have been left for the target to write.
             begun = header.ids[len(asking.header(one.messages, one.thinking).ids) :] if opening else []
             text = rules.text_of([*begun, *answer.answer]).strip()
             reason = fault(asking.template, one.messages, answer, text, one.thinking)
-            found.append((text, reason or (WORDLESS if not words(rules.text_of(answer.answer)) else "")))
-        return found
+            turns.append((text, reason or (WORDLESS if not words(rules.text_of(answer.answer)) else "")))
+        return turns
 
     def _written(self, recipe: Recipe, prompts: list[Prompt], rules: Rules, name: str, what: str) -> list[Answer]:
         """What the target writes behind prompts, in their order; each process takes its share and reads all."""
         write_answers(recipe, self.run, prompts, rules, self.share, "questions", name, f"questions, {what}", idle=True)
         processes.barrier()
-        found = read_answers(self.run, name, "questions")
-        if [one.id for one in found] != [prompt.id for prompt in prompts]:
+        answers = read_answers(self.run, name, "questions")
+        if [one.id for one in answers] != [prompt.id for prompt in prompts]:
             raise DataError(
                 f"{self.run.path('questions')} holds other texts than were asked for",
                 "make it again with `distill train RECIPE --redo questions`",
             )
-        return found
+        return answers
 
     def _go_on(self, conversations: Sequence[Conversation], name: str, dropped: Counter[str]) -> list[Conversation]:
         """Let the target answer each conversation and write the user's next turn; those that have it now.
@@ -139,41 +141,42 @@ class _Questions:
         The others stay as they were, and are counted in `dropped`.
         """
         asking = self.asking
-        recipe, template, tools = asking.recipe, asking.template, asking.recipe.chat.tools
+        template = asking.template
         prompts = [
-            Prompt(f"{one.id}/{len(one.texts)}/answer", template.prompt(one.messages, one.thinking, tools), "target")
+            Prompt(f"{one.id}/{len(one.texts)}/answer", template.prompt(one.messages, one.thinking), "target")
             for one in conversations
         ]
         answered = []
-        answers = self._written(recipe, prompts, asking.rules, f"{name}-answers", "answers")
+        answers = self._written(asking.recipe, prompts, asking.rules, f"{name}-answers", "answers")
         for one, answer in zip(conversations, answers, strict=True):
             reason = drop_reason(answer) or ("" if answer.ended else "truncated")
             if reason:  # a user would not go on after such an answer
                 dropped[f"answer: {reason}"] += 1
                 continue
-            message = {"role": "assistant", "content": asking.rules.text_of(answer.answer)}
-            answered.append((one, replace(one, messages=[*one.messages, message])))
+            longer = replace(one)
+            longer.add(asking.rules.text_of(answer.answer), "assistant")
+            answered.append((one, longer))
         going = []
         texts = self._write_turn([longer for _, longer in answered], f"{name}-texts")
         for (one, longer), (text, reason) in zip(answered, texts, strict=True):
             reason = reason or (EQUAL if text in one.texts else "")
             if not reason:
                 longer.add(text)
-                ids = template.prompt(longer.messages, one.thinking, tools)
-                reason = "no room in the block" if len(ids) > asking.chat.most else ""
+                ids = template.prompt(longer.messages, one.thinking)
+                reason = "no room in the block" if len(ids) > asking.chat.longest else ""
             if reason:
                 dropped[reason] += 1
                 continue
-            one.messages, one.texts = longer.messages, longer.texts
+            one.messages = longer.messages
             going.append(one)
         return going
 
 
-def _next(batch: int, wanted: int, usable: int, asked: int) -> int:
+def _next(batch: int, goal: int, usable: int, asked: int) -> int:
     """How many texts the next round asks for: as many as the share of usable ones suggests, in whole batches."""
-    rate = max(LEAST_EXPECTED, usable / asked) if asked else EXPECTED
-    count = math.ceil(SPARE * (wanted - usable) / rate / batch) * batch
-    return min(count, MOST_ASKED * wanted - asked)
+    rate = max(LOWEST_EXPECTED, usable / asked) if asked else EXPECTED
+    count = math.ceil(SPARE * (goal - usable) / rate / batch) * batch
+    return min(count, TEXTS_PER_QUESTION * goal - asked)
 
 
 def _new(begun: Sequence[Conversation], reasons: Sequence[str]) -> tuple[list[Conversation], Counter[str]]:
@@ -193,7 +196,7 @@ def _summary(
     dropped_turns: Counter[str],
 ) -> AskedQuestions:
     source, texts = asking.source, [one.texts[0] for one in kept]
-    middle, most = lengths([len(encode(asking.template.tokenizer, text)) for text in texts])
+    middle, long = lengths([len(encode(asking.template.tokenizer, text)) for text in texts])
     turns = Counter(len(one.texts) for one in kept)
     return AskedQuestions(
         file=name,
@@ -209,17 +212,17 @@ def _summary(
         turns={str(number): turns[number] for number in sorted(turns)},
         dropped_turns=dict(sorted(dropped_turns.items())),
         median_tokens=middle,
-        most_tokens=most,
+        most_tokens=long,
         distinct=[round(distinct(texts, length), 4) for length in (1, 2, 3)],
         repeated=round((dropped[EQUAL] + dropped[ALIKE]) / asked, 4),
-        examples=[text[:MOST_SHOWN] for text in texts[:EXAMPLES]],
+        examples=[text[:SHOWN_CHARACTERS] for text in texts[:EXAMPLES]],
     )
 
 
 def _say(run: Run, found: AskedQuestions) -> None:
     """Write what is known about a source's questions to the log."""
     few = found.kept < found.wanted
-    left = f"; dropped: {_listed(found.dropped)}" if found.dropped else ""
+    left = f"; dropped: {listed(found.dropped)}" if found.dropped else ""
     run.say(
         f"  {'warning: only ' if few else ''}{found.kept} of {found.wanted} questions: {found.usable} of {found.asked} "
         f"texts that the target wrote are usable{left}",
@@ -232,11 +235,7 @@ def _say(run: Run, found: AskedQuestions) -> None:
     )
     if len(found.turns) > 1 or found.dropped_turns:
         turns = ", ".join(f"{count} of {number}" for number, count in found.turns.items())
-        over = f"; conversations that end early: {_listed(found.dropped_turns)}" if found.dropped_turns else ""
+        over = f"; conversations that end early: {listed(found.dropped_turns)}" if found.dropped_turns else ""
         run.say(f"  user's turns: {turns}{over}")
     for text in found.examples:
         run.say(f"  such as: {printable(' '.join(text.split()))}")
-
-
-def _listed(counts: Mapping[str, int]) -> str:
-    return ", ".join(f"{count} {reason}" for reason, count in sorted(counts.items())) or "none"

@@ -25,7 +25,7 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\u
 
 
 def fault(template: ChatTemplate, before: Sequence[Message], answer: Answer, text: str, thinking: bool | None) -> str:
-    """Why a text is no question to ask behind the messages `before`; empty where it is one.
+    """The reason why a text is not usable as a question behind the messages `before`; empty where it is.
 
     `text` is the decoded `answer`, without its end and the white space around it.
     """
@@ -43,7 +43,7 @@ def fault(template: ChatTemplate, before: Sequence[Message], answer: Answer, tex
     if is_looping(ids):
         return LOOPING
     try:
-        template.text([*before, {"role": "user", "content": text}], thinking, template.settings.tools)
+        template.text([*before, {"role": "user", "content": text}], thinking)
     except ValueError as error:
         return str(error)
     return ""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Generator
+from collections.abc import Collection, Generator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,11 +20,6 @@ from distill.target.writers.writing import require_gguf
 from distill.texts import Reply, Request
 
 
-def sampler_of(recipe: Recipe) -> Sampler:
-    """The served sampler with the penalty of the answers."""
-    return replace(Sampler.of(recipe.sampler), repetition_penalty=recipe.answers.repetition_penalty)
-
-
 def stop_of(recipe: Recipe, ends: Collection[int]) -> Stop | None:
     """The function that finds the recipe's stop strings; None without any."""
     if not recipe.answers.stop:
@@ -35,25 +30,33 @@ def stop_of(recipe: Recipe, ends: Collection[int]) -> Stop | None:
     return stop_before(token_bytes(vocabulary, ends), recipe.answers.stop)
 
 
-class _Refilled:
-    """Rows of a model that finished texts leave to waiting prompts."""
+class _LocalWriter:
+    """A model whose rows finished texts leave to waiting prompts.
 
-    def __init__(self, recipe: Recipe, model: Model, ends: Collection[int], vocabulary: int) -> None:
-        self.model, self.ends, self.vocabulary = model, ends, vocabulary
-        self.sampler, self.stop = sampler_of(recipe), stop_of(recipe, ends)
+    The sampler is the served one with the penalty of the answers. Without `engine`, subclasses write otherwise.
+    """
+
+    engine: Model | None = None
+
+    def __init__(self, recipe: Recipe, ends: Sequence[int], vocabulary: int) -> None:
+        self.ends, self.vocabulary, self.stop = ends, vocabulary, stop_of(recipe, ends)
+        self.sampler = replace(Sampler.of(recipe.sampler), repetition_penalty=recipe.answers.repetition_penalty)
+        self.notes: list[str] = []
 
     def write(self, waiting: deque[Request]) -> Generator[Reply, None, None]:
         """See `distill.target.writers.writing.Writer`."""
-        self.model.rollback([0] * self.model.rows)
-        yield from refill(self.model, waiting, self.sampler, self.ends, self.vocabulary, self.stop)
+        assert self.engine is not None
+        self.engine.rollback([0] * self.engine.rows)
+        yield from refill(self.engine, waiting, self.sampler, self.ends, self.vocabulary, self.stop)
 
     def close(self) -> list[str]:
-        """Free the model's cache."""
-        self.model.close()
-        return []
+        """Free the cache."""
+        if self.engine is not None:
+            self.engine.close()
+        return self.notes
 
 
-class TorchWriter:
+class TorchWriter(_LocalWriter):
     """The target in transformers, `answers.batch` texts at a time.
 
     A model whose attention takes no rows of different lengths, or any without `refilled`, is asked batch by batch: each
@@ -64,18 +67,15 @@ class TorchWriter:
 
     def __init__(self, recipe: Recipe, tokenizer: Any, refilled: bool = True) -> None:
         self.model = load_target(recipe.target, pick_device(recipe.device))
-        self.ends = end_ids(self.model.config, tokenizer)
-        self.vocabulary = real_tokens(self.model.config, tokenizer)
+        config = self.model.config
+        super().__init__(recipe, end_ids(config, tokenizer), real_tokens(config, tokenizer))
         self.batch = recipe.answers.batch
-        self.sampler, self.stop = sampler_of(recipe), stop_of(recipe, self.ends)
-        self.notes: list[str] = []
-        self.rows: _Refilled | None = None
         if not refilled:
             return
         try:
             fast, reason = prepacked(self.model) if recipe.pytorch.prepack else (self.model, "")
             self.notes += filter(None, [reason])
-            batched = BatchedTorchModel(fast, self.batch, self.vocabulary)
+            self.engine = BatchedTorchModel(fast, self.batch, self.vocabulary)
         except ValueError as error:
             if recipe.answers.repetition_penalty != 1:
                 raise DataError(
@@ -83,12 +83,10 @@ class TorchWriter:
                     "set it to 1, or use a GGUF file or a server (answers.writer)",
                 ) from None
             self.notes.append(f"batches were not refilled: {error}")
-        else:
-            self.rows = _Refilled(recipe, batched, self.ends, self.vocabulary)
 
     def write(self, waiting: deque[Request]) -> Generator[Reply, None, None]:
         """See `distill.target.writers.writing.Writer`."""
-        return self._write_batches(waiting) if self.rows is None else self.rows.write(waiting)
+        return self._write_batches(waiting) if self.engine is None else super().write(waiting)
 
     def _write_batches(self, waiting: deque[Request]) -> Generator[Reply, None, None]:
         while waiting:
@@ -105,12 +103,8 @@ class TorchWriter:
             return Reply(request.id, text[: found.kept], True)
         return Reply(request.id, text, text[-1] in self.ends)
 
-    def close(self) -> list[str]:
-        """Free the cache."""
-        return [*self.notes, *([] if self.rows is None else self.rows.close())]
 
-
-class GgufWriter(_Refilled):
+class GgufWriter(_LocalWriter):
     """A GGUF file of the target in llama.cpp, text by text."""
 
     by_prompt = True
@@ -121,8 +115,7 @@ class GgufWriter(_Refilled):
         settings = recipe.answers.writer
         assert settings is not None and settings.gguf is not None
         require_gguf(recipe.target.model, settings.gguf, "answers.writer.gguf")
+        super().__init__(recipe, end_ids(config, tokenizer), real_tokens(config, tokenizer))
         # A prompt is at most as long as the block leaves room for, whatever its turn in a conversation.
         context = max(2, recipe.corpus.block)
-        model = GgufModel(settings.gguf, context=context, options=recipe.gguf_options("target"))
-        ends, vocabulary = end_ids(config, tokenizer), real_tokens(config, tokenizer)
-        super().__init__(recipe, model, ends, vocabulary)
+        self.engine = GgufModel(settings.gguf, context=context, options=recipe.gguf_options("target"))

@@ -15,15 +15,16 @@ from distill.files import has_form
 from distill.models.hugging_face import encode, end_ids, real_tokens
 from distill.recipe import Recipe
 from distill.target.endpoint import Endpoint, Refused, Unanswered
-from distill.texts import Reply, Request, shown_fault
+from distill.texts import Reply, Request, listed
 
-MOST_FAULTS = 8  # replies without one answer, after which it is the settings that are wrong
+MAX_FAULTS = 8  # replies without one answer, after which it is the settings that are wrong
 LARGEST_SEED = 2**31
 STOPPED = ("stop", "tool_calls")
-UNREADABLE = "a reply without a finished choice"
 REJOIN = "a chat reply that cannot be rejoined to the target's own text"
 OTHER_PROMPT = "the server read other tokens than the prompt's"
 THINK, THOUGHT = "<think>", "</think>"  # as in Qwen3 and DeepSeek-R1
+# Before and after the thinking, and before the content: servers keep them, or strip them.
+LINE_BREAKS = ("", "", ""), ("\n", "\n", "\n\n"), ("", "\n", "\n\n"), ("\n", "\n", "\n"), ("", "", "\n\n")
 CALL, CALLED = "<tool_call>", "</tool_call>"  # Hermes, Qwen
 
 
@@ -80,10 +81,11 @@ class ServerWriter:
 
     def _require_answers(self, reply: Reply, answered: int, faults: int) -> None:
         """Raise EndpointError where requests fail one after another: none would bring an answer."""
-        most = MOST_FAULTS if not answered else max(MOST_FAULTS, 4 * self.settings.concurrency)
-        if faults >= most and not (answered and reply.lasting):
+        limit = MAX_FAULTS if not answered else max(MAX_FAULTS, 4 * self.settings.concurrency)
+        if faults >= limit and not (answered and reply.lasting):
+            fault = ": ".join(filter(None, (reply.dropped, reply.detail)))
             raise EndpointError(
-                f"the last {faults} requests brought no answer; the last: {shown_fault(reply)}",
+                f"the last {faults} requests brought no answer; the last: {fault}",
                 "the same command asks again for what is missing; if it is no passing fault, correct answers.writer",
             )
 
@@ -95,7 +97,7 @@ class ServerWriter:
         once = Endpoint(self.settings.model_copy(update={"retries": min(1, self.settings.retries)}), "answers.writer")
         with closing(once):
             try:
-                once.post("completions", body, lambda found: None)
+                once.post("completions", body)
             except (Refused, Unanswered):  # llama-cpp-python fails with status 500
                 return False
         return True
@@ -103,9 +105,7 @@ class ServerWriter:
     def _ask(self, request: Request) -> Reply:
         """The reply to one request; runs in a thread of the pool."""
         try:
-            if self.settings.api == "chat":
-                return self._chat(request)
-            return self._complete(request)
+            return self._chat(request) if self.settings.api == "chat" else self._complete(request)
         except Refused as error:
             return Reply(request.id, [], False, f"refused by the server ({error})", error.detail)
         except Unanswered as error:
@@ -139,16 +139,16 @@ class ServerWriter:
 
     def _complete(self, request: Request) -> Reply:
         read = request if self.takes_ids else self._as_text(request)
-        if read.limit < 1 or not read.ids:
-            fault = "no room in the block" if read.ids else "a prompt whose tokens are no text"
-            return Reply(request.id, [], False, fault)
+        if not read.ids:
+            return Reply(request.id, [], False, "a prompt whose tokens are no text")
+        if read.limit < 1:
+            return Reply(request.id, [], False, "no room in the block")
         text = self._text(read.ids)
         body = self._body(read) | {"prompt": read.ids if self.takes_ids else text, "add_special_tokens": False}
-        found = self.endpoint.post("completions", body, self._fault)
-        if not self._read_prompt(found, read.ids):
+        answer = self.endpoint.post("completions", body, self._require_choice)
+        if not self._read_prompt(answer, read.ids):
             return Reply(request.id, [], False, OTHER_PROMPT)
-        choice = found["choices"][0]
-        reply = self._reply(read, found, choice["text"], choice, text)
+        reply = self._reply(read, answer, answer["choices"][0]["text"], text)
         return reply if read.ids == request.ids else replace(reply, prompt=read.ids)
 
     def _as_text(self, request: Request) -> Request:
@@ -168,18 +168,17 @@ class ServerWriter:
         body = self._body(request) | {"messages": request.messages}
         if request.arguments:
             body["chat_template_kwargs"] = request.arguments
-        found = self.endpoint.post("chat/completions", body, self._fault)
-        if not self._read_prompt(found, request.ids):
+        answer = self.endpoint.post("chat/completions", body, self._require_choice)
+        if not self._read_prompt(answer, request.ids):
             return Reply(request.id, [], False, OTHER_PROMPT)
-        choice = found["choices"][0]
+        choice, prompt = answer["choices"][0], self._text(request.ids)
         if self._given_ids(choice) is not None and not self._stop_string(choice):
-            return self._reply(request, found, "", choice, self._text(request.ids))
-        prompt = self._text(request.ids)
+            return self._reply(request, answer, "", prompt)
         ended = choice["finish_reason"] in STOPPED
         for text in texts_of(choice["message"], prompt):
             generated = len(encode(self.tokenizer, text))
-            if (found.get("usage") or {}).get("completion_tokens") in (generated, generated + ended):
-                return self._reply(request, found, text, choice, prompt)
+            if (answer.get("usage") or {}).get("completion_tokens") in (generated, generated + ended):
+                return self._reply(request, answer, text, prompt)
         return Reply(request.id, [], False, REJOIN)
 
     def _text(self, ids: list[int]) -> str:
@@ -188,21 +187,19 @@ class ServerWriter:
 
     # ── replies ──
 
-    def _fault(self, found: dict[str, Any]) -> str | None:
-        """The fault of a reply that is to be asked for again; EndpointError for one of another model."""
+    def _require_choice(self, found: dict[str, Any]) -> None:
+        """Raise Unanswered for a reply without a finished choice, EndpointError for one of another model."""
         model = found.get("model")
         if isinstance(model, str) and model != self.model:
             raise EndpointError(
                 f"a server answers for the model {model[:80]}, and {self.model} was asked",
                 "all servers of answers.writer.urls must hold the same target under one name",
             )
-        choices = found.get("choices")
-        if not has_form(choices, [dict]) or not choices:
-            return UNREADABLE
-        content = choices[0].get("message" if self.settings.api == "chat" else "text")
-        if not isinstance(content, dict if self.settings.api == "chat" else str):
-            return UNREADABLE
-        return None if choices[0].get("finish_reason") in (*STOPPED, "length") else UNREADABLE
+        choices: Any = found.get("choices")
+        form = {"message": dict} if self.settings.api == "chat" else {"text": str}
+        whole = has_form(choices, [dict]) and choices and has_form(choices[0], form)
+        if not whole or choices[0].get("finish_reason") not in (*STOPPED, "length"):
+            raise Unanswered("a reply without a finished choice")
 
     def _read_prompt(self, found: dict[str, Any], ids: list[int]) -> bool:
         """Whether a server read these tokens, as far as it tells."""
@@ -228,24 +225,22 @@ class ServerWriter:
                 return isinstance(choice[name], str)
         return True
 
-    def _reply(self, request: Request, found: dict[str, Any], text: str, choice: dict[str, Any], prompt: str) -> Reply:
-        """The reply of a choice with this text after the request's prompt, which is given as text too."""
+    def _reply(self, request: Request, answer: dict[str, Any], text: str, prompt: str) -> Reply:
+        """The reply of a server's answer with this text after the request's prompt, which is given as text too."""
+        choice = answer["choices"][0]
         ended, by_string = choice["finish_reason"] in STOPPED, self._stop_string(choice)
         new = None if by_string else self._given_ids(choice)
         if new is None:
             if not ended:
                 text = text.rstrip("\ufffd")  # the beginning of a character whose other tokens were not generated
             new = self._encoded(text, request.ids, prompt)
-            count = (found.get("usage") or {}).get("completion_tokens")
+            count = (answer.get("usage") or {}).get("completion_tokens")
             if count is not None and count not in (len(new), len(new) + ended):
-                self._note("answers whose text has another number of tokens than the server counted")
+                with self._lock:
+                    self.notes["answers whose text has another number of tokens than the server counted"] += 1
         if ended and not by_string and not (new and new[-1] in self.ends):
             new = [*new, self._end(choice)]
         return Reply(request.id, new[: request.limit], ended and len(new) <= request.limit)
-
-    def _note(self, what: str) -> None:
-        with self._lock:
-            self.notes[what] += 1
 
     def _encoded(self, text: str, ids: list[int], prompt: str) -> list[int]:
         """The tokens of a text after its prompt: encoded together where that leaves the prompt's tokens as they are."""
@@ -264,11 +259,11 @@ class ServerWriter:
         """Free the connections; lines about attempts that failed and texts that are not exact."""
         self.endpoint.close()
         failed = self.endpoint.counts
-        lines = [f"{count} {what}" for what, count in sorted(self.notes.items())]
-        if failed:
-            listed = ", ".join(f"{count} × {reason}" for reason, count in sorted(failed.items()))
-            lines.insert(0, f"{failed.total()} requests were sent again: {listed}")
-        return lines + [f"{what}, the first: {detail}" for what, detail in self.first_faults.items() if detail]
+        return [
+            *([f"{failed.total()} requests were sent again: {listed(failed, ' × ')}"] if failed else []),
+            *(f"{count} {what}" for what, count in sorted(self.notes.items())),
+            *(f"{what}, the first: {detail}" for what, detail in self.first_faults.items() if detail),
+        ]
 
 
 # ── chat replies ──
@@ -294,14 +289,7 @@ def texts_of(message: dict[str, Any], prompt: str) -> Iterator[str]:
             yield content
         return
     opened = THINK in prompt and prompt.rstrip().endswith(THINK)
-    # Servers keep the line breaks around thinking and content, or strip them.
-    for begin, end, rest in (
-        ("", "", ""),
-        ("\n", "\n", "\n\n"),
-        ("", "\n", "\n\n"),
-        ("\n", "\n", "\n"),
-        ("", "", "\n\n"),
-    ):
+    for begin, end, rest in LINE_BREAKS:
         before = "" if opened else f"{THINK}{begin}"
         yield f"{before}{thinking}{end}{THOUGHT}{rest if content else ''}{content}"
 
