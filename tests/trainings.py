@@ -7,7 +7,7 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 from distill.training import loop
 from distill.training.checkpoint import newest_checkpoint
 
+Trainer = Callable[..., Path]
 MIXED = "train.loss={lk_hybrid: 0.9, cross_entropy: 0.1}"
 REPLAY = (
     "train.replay.prompts=6",

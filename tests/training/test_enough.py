@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy
 import pytest
 import torch
 import toys
-from trainings import metrics, trained
+from trainings import Trainer, metrics
 
 from distill.commands.train import say_outcome
 from distill.intervals import Interval, percentiles
@@ -156,11 +155,9 @@ def test_expected_acceptance_by_hand(protocol: Any) -> None:
 # ── trainings ──
 
 
-def test_the_command_says_what_twice_the_tokens_would_give(
-    world: Path, ready: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_says_what_twice_the_tokens_would_give(train: Trainer, capsys: pytest.CaptureFixture[str]) -> None:
     """Real figures of a tiny training: the points, and the sentence at the end where it can be said."""
-    run = trained(world, ready, tmp_path)
+    run = train()
     curve = read_result(run / "training.json", TrainingSummary).curve
     assert curve is not None and len(curve.points) == 5
     said = capsys.readouterr().err

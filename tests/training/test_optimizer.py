@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from trainings import (
     MIXED,
     REPLAY,
+    Trainer,
     interrupted_after,
     largest_difference,
     last_weights,
@@ -181,18 +182,13 @@ def test_a_rate_that_is_constant_and_then_falls_in_a_line() -> None:
     ],
 )
 def test_resumed_is_uninterrupted_bit_for_bit(
-    world: Path,
-    ready: Path,
-    tmp_path: Path,
-    overrides: tuple[str, ...],
-    killed_at: int,
-    monkeypatch: pytest.MonkeyPatch,
+    train: Trainer, tmp_path: Path, overrides: tuple[str, ...], killed_at: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = trained(world, ready, tmp_path / "whole", *overrides)
+    whole = train(*overrides, folder=tmp_path / "whole")
     with interrupted_after(killed_at, monkeypatch):
-        trained(world, ready, tmp_path / "two", *overrides, status=130)
+        train(*overrides, status=130, folder=tmp_path / "two")
     assert list((tmp_path / "two" / "tiny" / "checkpoints").glob("step-*"))
-    run = trained(world, ready, tmp_path / "two", *overrides)
+    run = train(*overrides, folder=tmp_path / "two")
     assert (run / "training.json").read_text() == (whole / "training.json").read_text()
     last = sorted((whole / "checkpoints").glob("step-*"))[-1].name
     for name in ("model", "optimizer"):
@@ -224,8 +220,8 @@ def strayed(run: Path, whole: Path, start: Path) -> float:
     return max(found)
 
 
-def test_micro_batches_change_nothing_but_rounding(world: Path, ready: Path, muon: Path, tmp_path: Path) -> None:
-    run = trained(world, ready, tmp_path, *TEN, *MUON, "train.micro_batch=3")
+def test_micro_batches_change_nothing_but_rounding(train: Trainer, ready: Path, muon: Path) -> None:
+    run = train(*TEN, *MUON, "train.micro_batch=3")
     assert strayed(run, muon, ready) < 0.05
 
 

@@ -25,6 +25,7 @@ from safetensors.torch import load_file
 from trainings import (
     MIXED,
     REPLAY,
+    Trainer,
     command,
     interrupted_after,
     largest_difference,
@@ -66,10 +67,8 @@ def whole(world: Path, ready: Path, tmp_path_factory: pytest.TempPathFactory) ->
 
 
 @pytest.mark.parametrize("size", [1, 3])
-def test_micro_batches_change_nothing_but_rounding(
-    world: Path, ready: Path, whole: Path, tmp_path: Path, size: int
-) -> None:
-    run = trained(world, ready, tmp_path, MIXED, *REPLAY, f"train.micro_batch={size}")
+def test_micro_batches_change_nothing_but_rounding(train: Trainer, whole: Path, size: int) -> None:
+    run = train(MIXED, *REPLAY, f"train.micro_batch={size}")
     same_up_to_rounding(run, whole)
 
 
@@ -77,12 +76,12 @@ def test_micro_batches_change_nothing_but_rounding(
     "overrides", [pytest.param((), marks=pytest.mark.slow), ("train.micro_batch=1", "train.replay.share=0.25")]
 )
 def test_two_processes_change_nothing_but_rounding(
-    world: Path, ready: Path, whole: Path, tmp_path: Path, overrides: tuple[str, ...]
+    train: Trainer, world: Path, ready: Path, whole: Path, tmp_path: Path, overrides: tuple[str, ...]
 ) -> None:
     """Also where one of them has no block of the replay; a factor in the gradient, which clipping hides, would show."""
     alone = whole
     if overrides:
-        alone = trained(world, ready, tmp_path / "alone", MIXED, *REPLAY, *overrides)
+        alone = train(MIXED, *REPLAY, *overrides, folder=tmp_path / "alone")
     run, said = trained_by_two(world, ready, tmp_path, MIXED, *REPLAY, *overrides)
     same_up_to_rounding(run, alone)
     assert said.count("step 8/10") == 1  # one process speaks
@@ -90,10 +89,10 @@ def test_two_processes_change_nothing_but_rounding(
 
 @pytest.mark.slow
 def test_accelerate_launch_goes_on_where_one_process_was_stopped(
-    world: Path, ready: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    train: Trainer, world: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with interrupted_after(5, monkeypatch):
-        trained(world, ready, tmp_path, MIXED, *REPLAY, status=130)
+        train(MIXED, *REPLAY, status=130)
     launcher = ["accelerate.commands.launch", "--config_file", "recipes/accelerate/ddp.yaml"]
     processes = ["--num_processes", "2", "--main_process_port", "0"]
     result = started(*launcher, *processes, "-m", *command(world, tmp_path, MIXED, *REPLAY))
@@ -106,7 +105,7 @@ def test_accelerate_launch_goes_on_where_one_process_was_stopped(
 
 @pytest.mark.slow
 def test_a_compiled_body_changes_nothing_but_rounding(
-    world: Path, ready: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    train: Trainer, whole: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By the traced graphs; how they are turned into machine code is torch's affair."""
     seen: list[int] = []
@@ -117,7 +116,7 @@ def test_a_compiled_body_changes_nothing_but_rounding(
 
     compile_of = torch.nn.Module.compile
     monkeypatch.setattr(torch.nn.Module, "compile", lambda module: compile_of(module, backend=backend))
-    run = trained(world, ready, tmp_path, MIXED, *REPLAY, "train.compile=true")
+    run = train(MIXED, *REPLAY, "train.compile=true")
     assert seen
     assert largest_difference(run, whole) < 2e-5
 
@@ -190,8 +189,8 @@ def test_no_document_learns_from_another(attention: str, document: int) -> None:
     assert torch.equal(gradient_at_embeddings(learner, target, blocks, document)[own], gradient[own])
 
 
-def test_activation_checkpointing_gives_the_same_weights(world: Path, ready: Path, whole: Path, tmp_path: Path) -> None:
-    run = trained(world, ready, tmp_path, MIXED, *REPLAY, "train.checkpointing=true")
+def test_activation_checkpointing_gives_the_same_weights(train: Trainer, whole: Path) -> None:
+    run = train(MIXED, *REPLAY, "train.checkpointing=true")
     assert largest_difference(run, whole) < 1e-6
 
 
@@ -205,11 +204,9 @@ def tell(monkeypatch: pytest.MonkeyPatch, *acceptances: float) -> None:
     monkeypatch.setattr(validation, "measure_acceptance", lambda work: {"acceptance": next(told), **figures})
 
 
-def test_the_best_weights_are_taken_not_the_last(
-    world: Path, ready: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_best_weights_are_taken_not_the_last(train: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
     tell(monkeypatch, 0.3, 0.6, 0.5, 0.4)
-    run = trained(world, ready, tmp_path, "train.acceptance.every=3")
+    run = train("train.acceptance.every=3")
     best = json.loads((run / "training.json").read_text())["best"]
     assert best["step"] == 3
     saved = torch.load(run / "checkpoints" / "best" / "model.pt", weights_only=True)
@@ -219,12 +216,10 @@ def test_the_best_weights_are_taken_not_the_last(
     assert any(not torch.equal(last[f"draft.{name}"], value) for name, value in own.items())
 
 
-def test_a_training_ends_when_patience_has_run_out(
-    world: Path, ready: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_training_ends_when_patience_has_run_out(train: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
     tell(monkeypatch, 0.5, 0.6, 0.2, 0.1)
     patience = ("train.acceptance.every=1", "train.acceptance.patience=2")
-    run = trained(world, ready, tmp_path, *patience, "train.steps=20")
+    run = train(*patience, "train.steps=20")
     assert [line["step"] for line in metrics(run)] == [1, 2, 3]
     assert json.loads((run / "training.json").read_text())["best"]["step"] == 1
 
@@ -302,9 +297,7 @@ def test_a_replay_says_what_it_found_and_decided(whole: Path) -> None:
     assert all(torch.equal(saved[f"draft.{name}"], value) for name, value in weights(whole).items())
 
 
-def test_a_replay_without_rejections_says_so(
-    world: Path, ready: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_replay_without_rejections_says_so(train: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
     """And a signal that came while it looked for them ends the command all the same."""
     monkeypatch.setattr(replay, "rejected_positions", lambda prompt, text: [])
     find = replay.collect
@@ -315,8 +308,8 @@ def test_a_replay_without_rejections_says_so(
 
     with monkeypatch.context() as patch:
         patch.setattr(replay, "collect", signalled)
-        trained(world, ready, tmp_path, *REPLAY, status=130)
-    run = trained(world, ready, tmp_path, *REPLAY)
+        train(*REPLAY, status=130)
+    run = train(*REPLAY)
     found = json.loads((run / "training.json").read_text())
     assert found["steps"] == 8 and {line["part"] for line in metrics(run)} == {"align"}
     collected = found["replay"]["collected"]
@@ -329,7 +322,7 @@ def test_a_replay_without_rejections_says_so(
 
 @pytest.mark.parametrize("killed_at", [2, 6, 9, 10, None])
 def test_resumed_is_uninterrupted_bit_for_bit(
-    world: Path, ready: Path, whole: Path, tmp_path: Path, killed_at: int | None, monkeypatch: pytest.MonkeyPatch
+    train: Trainer, whole: Path, tmp_path: Path, killed_at: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """None: after the last checkpoint, before the replay is judged."""
 
@@ -339,9 +332,9 @@ def test_resumed_is_uninterrupted_bit_for_bit(
     with monkeypatch.context() as patch, interrupted_after(killed_at, monkeypatch):
         if killed_at is None:
             patch.setattr(loop, "decide_on_replay", killed)
-        trained(world, ready, tmp_path, MIXED, *REPLAY, status=130)
+        train(MIXED, *REPLAY, status=130)
     assert killed_at is not None or (tmp_path / "tiny" / "checkpoints" / "step-000010").exists()
-    run = trained(world, ready, tmp_path, MIXED, *REPLAY)
+    run = train(MIXED, *REPLAY)
     assert largest_difference(run, whole) == 0
     for name in ("training.json", "replay/decision.json"):
         assert (run / name).read_text() == (whole / name).read_text()
@@ -349,18 +342,18 @@ def test_resumed_is_uninterrupted_bit_for_bit(
 
 @pytest.mark.parametrize("kept", [True, False])
 def test_a_lost_draft_is_written_again_with_the_same_weights(
-    world: Path, ready: Path, tmp_path: Path, kept: bool, monkeypatch: pytest.MonkeyPatch
+    train: Trainer, kept: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compare = replay.compare_rounds
     monkeypatch.setattr(replay, "compare_rounds", lambda *arguments: compare(*arguments) | {"kept": kept})
-    run = trained(world, ready, tmp_path, MIXED, *REPLAY)
+    run = train(MIXED, *REPLAY)
     before = weights(run)
     for name in ("replayed", "best"):
         saved = torch.load(run / "checkpoints" / name / "model.pt", weights_only=True)
         same = all(torch.equal(saved[f"draft.{key}"], value) for key, value in before.items())
         assert same == (kept == (name == "replayed"))
     shutil.rmtree(run / "draft")
-    trained(world, ready, tmp_path, MIXED, *REPLAY)
+    train(MIXED, *REPLAY)
     assert all(torch.equal(value, before[name]) for name, value in weights(run).items())
     assert json.loads((run / "training.json").read_text())["replay"]["kept"] == kept
 
@@ -375,8 +368,7 @@ def test_a_lost_draft_is_written_again_with_the_same_weights(
     ],
 )
 def test_a_signal_is_never_forgotten(
-    world: Path,
-    ready: Path,
+    train: Trainer,
     whole: Path,
     tmp_path: Path,
     name: str,
@@ -395,11 +387,11 @@ def test_a_signal_is_never_forgotten(
 
     with monkeypatch.context() as patch:
         patch.setattr(loop, name, signalled)
-        trained(world, ready, tmp_path, MIXED, *REPLAY, status=(130 if number == signal.SIGINT else 143))
+        train(MIXED, *REPLAY, status=(130 if number == signal.SIGINT else 143))
     run = tmp_path / "tiny"
     assert (run / "checkpoints" / f"step-{saved:06d}").exists() and metrics(run)[-1]["step"] == saved
     assert not (run / "draft").exists()
-    trained(world, ready, tmp_path, MIXED, *REPLAY)
+    train(MIXED, *REPLAY)
     assert largest_difference(run, whole) == 0
     assert (run / "training.json").read_text() == (whole / "training.json").read_text()
 
@@ -446,7 +438,7 @@ def test_signals_save_and_say_how_to_go_on(
 
 @pytest.mark.slow
 def test_a_signal_to_one_process_stops_all_and_one_process_goes_on(
-    world: Path, ready: Path, whole: Path, tmp_path: Path
+    train: Trainer, world: Path, ready: Path, whole: Path, tmp_path: Path
 ) -> None:
     """In the middle of a replay, so that what was collected is shared too; nothing but rounding changes."""
     shutil.copytree(ready, tmp_path / "runs" / "tiny")
@@ -467,7 +459,7 @@ def test_a_signal_to_one_process_stops_all_and_one_process_goes_on(
     result = two_processes(world, tmp_path / "runs", MIXED, *REPLAY, program=[str(program)], env=environment)
     assert result.returncode != 0 and "stopped and saved at step 9 of 10" in result.stderr, result.stderr[-3000:]
     assert (tmp_path / "runs" / "tiny" / "checkpoints" / "step-000009" / "state.json").exists()
-    run = trained(world, ready, tmp_path / "runs", MIXED, *REPLAY)
+    run = train(MIXED, *REPLAY, folder=tmp_path / "runs")
     assert [line["step"] for line in metrics(run)] == list(range(1, 11))
     same_up_to_rounding(run, whole)
     found, expected = (json.loads((one / "training.json").read_text()) for one in (run, whole))
@@ -476,29 +468,29 @@ def test_a_signal_to_one_process_stops_all_and_one_process_goes_on(
 
 
 def test_memory_that_runs_out_names_the_setting(
-    world: Path, ready: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    train: Trainer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def exhausted(*_: Any) -> None:
         raise RuntimeError("[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate memory: you tried")
 
     with monkeypatch.context() as patch:
         patch.setattr(loop, "one_step", exhausted)
-        trained(world, ready, tmp_path, status=2)
+        train(status=2)
     said = capsys.readouterr().err
     assert "train.micro_batch (now 4)" in said and "train.checkpointing=true" in said and "Traceback" not in said
     # What is lowered is no part of the stage's key: the same training goes on.
-    trained(world, ready, tmp_path, "train.micro_batch=1", "train.chunk=16", "train.checkpointing=true")
+    train("train.micro_batch=1", "train.chunk=16", "train.checkpointing=true")
     with pytest.raises(RuntimeError, match="else"), loop.memory_explained(lambda: ("", "")):
         raise RuntimeError("something else")
 
 
 def test_memory_that_runs_out_while_files_are_loaded_is_no_damage(
-    world: Path, ready: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    train: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def exhausted(*_: Any, **__: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
 
-    trained(world, ready, tmp_path)
+    train()
     shutil.rmtree(tmp_path / "tiny" / "draft")
     with monkeypatch.context() as patch:
         take = checkpoint._set_weights
@@ -508,13 +500,13 @@ def test_memory_that_runs_out_while_files_are_loaded_is_no_damage(
             ("_set_weights", lambda *args: next(turns)(*args), "written"),
         ):
             patch.setattr(checkpoint, name, instead)
-            trained(world, ready, tmp_path, status=2)
+            train(status=2)
             words = capsys.readouterr().err
             assert f"memory ran out while the draft was {doing}" in words
             assert "delete" not in words and "is damaged" not in words
             patch.undo()
         (tmp_path / "tiny" / "checkpoints" / "step-000008" / "model.pt").write_bytes(b"torn")
-        trained(world, ready, tmp_path, status=2)
+        train(status=2)
         assert "is damaged" in capsys.readouterr().err
 
 
@@ -545,9 +537,7 @@ def test_memory_that_runs_out_while_files_are_loaded_is_no_damage(
     ],
 )
 def test_memory_that_runs_out_elsewhere_names_what_counts_there(
-    world: Path,
-    ready: Path,
-    tmp_path: Path,
+    train: Trainer,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     module: Any,
@@ -566,12 +556,12 @@ def test_memory_that_runs_out_elsewhere_names_what_counts_there(
 
     with monkeypatch.context() as patch:
         patch.setattr(module, name, exhausted)
-        trained(world, ready, tmp_path, MIXED, *REPLAY, status=2)
+        train(MIXED, *REPLAY, status=2)
     words = capsys.readouterr().err
     assert "Traceback" not in words and "memory ran out" in words and "micro_batch" not in words
     assert all(word in words for word in (*said, "CUDA out of memory" if str(error) else "MemoryError"))
     if instead:
-        trained(world, ready, tmp_path, MIXED, *REPLAY, *instead)
+        train(MIXED, *REPLAY, *instead)
 
 
 # ── what is refused before the first step ──
@@ -591,19 +581,13 @@ def test_memory_that_runs_out_elsewhere_names_what_counts_there(
     ],
 )
 def test_settings_that_cannot_work_are_refused_before_the_first_step(
-    world: Path,
-    ready: Path,
-    tmp_path: Path,
-    override: str,
-    words: str,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    train: Trainer, override: str, words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     more = REPLAY if "acceptance.prompts" in override else []
     there = importlib.util.find_spec
     absent = ("wandb", "bitsandbytes")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name in absent else there(name, *rest))
-    run = trained(world, ready, tmp_path, override, *more, status=2)
+    run = train(override, *more, status=2)
     said = capsys.readouterr().err
     assert words in said and "Traceback" not in said
     assert not (run / "checkpoints").exists() or not list((run / "checkpoints").glob("step-*"))
@@ -658,16 +642,16 @@ def test_a_batch_that_processes_cannot_share_is_refused(world: Path, ready: Path
     ],
 )
 def test_an_adapter_is_trained_resumed_and_merged(
-    world: Path, ready: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, base: str, outer: bool
+    train: Trainer, ready: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, base: str, outer: bool
 ) -> None:
     if base != "null":
         pytest.importorskip("bitsandbytes")
     rank = f"train.adapter={{rank: 4, dropout: 0.2, base: {base}, train_outer: {str(outer).lower()}}}"
     overrides = (rank, "train.acceptance=null")  # the last weights are taken, which differ from the first
-    one = trained(world, ready, tmp_path / "one", *overrides)
+    one = train(*overrides, folder=tmp_path / "one")
     with interrupted_after(5, monkeypatch):
-        trained(world, ready, tmp_path / "two", *overrides, status=130)
-    two = trained(world, ready, tmp_path / "two", *overrides)
+        train(*overrides, status=130, folder=tmp_path / "two")
+    two = train(*overrides, folder=tmp_path / "two")
     assert largest_difference(one, two) == 0
     found, before = weights(one), load_file(ready / "cut" / "model.safetensors")
     assert found.keys() == before.keys()
@@ -703,9 +687,7 @@ def test_a_recipe_with_a_replay_survives_its_own_dump(world: Path) -> None:
     assert isinstance(recipe.train.replay, Replay)
 
 
-def test_trackers_get_the_figures_too(
-    world: Path, ready: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_trackers_get_the_figures_too(train: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("tensorboard")
     from accelerate.tracking import TensorBoardTracker
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -718,9 +700,9 @@ def test_trackers_get_the_figures_too(
     at_the_end: list[list[Any]] = []
     monkeypatch.setattr(loop, "write_draft", lambda work: (at_the_end.append([*opened]), write(work))[1])
     tracked = "train.trackers=[tensorboard]"
-    run = trained(world, ready, tmp_path / "refused", tracked, "train.adapter={targets: [nothing]}", status=2)
+    run = train(tracked, "train.adapter={targets: [nothing]}", status=2, folder=tmp_path / "refused")
     assert not opened and not (run / "trackers").exists()  # a mistake leaves no empty run behind
-    run = trained(world, ready, tmp_path, tracked, "train.steps=2")
+    run = train(tracked, "train.steps=2")
     assert at_the_end == [[]]  # closed, so that no later stage keeps it open
     (folder,) = {path.parent for path in (run / "trackers").rglob("events.out.*") if path.parent.name == "distill"}
     events = EventAccumulator(str(folder))
@@ -764,8 +746,8 @@ def test_trackers_work_offline(world: Path, ready: Path, tmp_path: Path) -> None
     assert b"validation/acceptance" in told[0] and b"gradient_norm" in told[1]
 
 
-def test_bfloat16_products_keep_float32_weights(world: Path, ready: Path, whole: Path, tmp_path: Path) -> None:
-    run = trained(world, ready, tmp_path, MIXED, *REPLAY, "train.dtype=bfloat16")
+def test_bfloat16_products_keep_float32_weights(train: Trainer, whole: Path) -> None:
+    run = train(MIXED, *REPLAY, "train.dtype=bfloat16")
     assert all(value.dtype == torch.float32 for value in weights(run).values())
     assert metrics(run)[0]["loss"] == pytest.approx(metrics(whole)[0]["loss"], rel=0.02)
     saved = torch.load(run / "checkpoints" / "step-000010" / "optimizer.pt", weights_only=True)
@@ -773,11 +755,11 @@ def test_bfloat16_products_keep_float32_weights(world: Path, ready: Path, whole:
 
 
 @pytest.mark.parametrize("kind", ["exact", "online"])
-def test_every_kind_of_teacher_trains(world: Path, ready: Path, tmp_path: Path, kind: str) -> None:
+def test_every_kind_of_teacher_trains(train: Trainer, tmp_path: Path, kind: str) -> None:
     """A store of all entries, whole distributions from stored states and the target itself: the same training."""
     losses = {}
     every = ("teacher.top_k=100000", "teacher.mass=null")
     for name, overrides in {"compact": every, kind: (f"teacher.kind={kind}",)}.items():
-        run = trained(world, ready, tmp_path / name, *overrides, "--redo", "teacher", "train.steps=4")
+        run = train(*overrides, "--redo", "teacher", "train.steps=4", folder=tmp_path / name)
         losses[name] = [line["loss"] for line in metrics(run)]
     assert losses[kind] == pytest.approx(losses["compact"], rel=2e-3)  # fp16 in the store
