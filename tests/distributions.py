@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from distill import divergences
-from distill.teacher.distributions import EMPTY, TeacherChunk
-from distill.training.losses.settings import LossSettings
+from distill.teacher.distributions import EMPTY, Teacher, TeacherChunk
+from distill.training.losses.fused import head_loss
+from distill.training.losses.settings import LossSettings, LossSums
 
 N, H, V = 17, 8, 29
 KINDS = ("random", "aligned", "one-hot")
@@ -148,6 +149,25 @@ class Problem:
         total.backward()
         assert hidden.grad is not None and head.grad is not None and bias.grad is not None
         return total.detach(), {n: x.detach() for n, x in losses.items()}, hidden.grad, head.grad, bias.grad
+
+
+def fused(
+    problem: Problem,
+    settings: LossSettings,
+    chunk: int = 7,
+    kind: torch.dtype = torch.float64,
+    teacher: Teacher | None = None,
+) -> tuple[Tensor, LossSums, Tensor, Tensor, Tensor]:
+    """Total, sums, d_hidden, d_head and d_bias of the loss under test, over a problem's own teacher or another."""
+    problem.teacher.kind = torch.promote_types(kind, torch.float32)
+    hidden, head = (x.to(kind, copy=True).requires_grad_() for x in (problem.hidden, problem.head))
+    bias = torch.zeros(len(head), dtype=kind, requires_grad=True)
+    total, sums = head_loss(hidden, head, teacher or problem.teacher, problem.labels, settings, chunk, bias)
+    total.backward()
+    problem.teacher.kind = torch.float64
+    assert hidden.grad is not None and head.grad is not None and bias.grad is not None
+    assert hidden.grad.dtype == head.grad.dtype == kind
+    return total.detach(), sums, hidden.grad, head.grad, bias.grad
 
 
 def near(left: Tensor, right: Tensor, tolerance: float, least: float = 0.0) -> None:

@@ -7,7 +7,7 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 from distill.training import loop
 from distill.training.checkpoint import newest_checkpoint
 
+Trainer = Callable[..., Path]
 MIXED = "train.loss={lk_hybrid: 0.9, cross_entropy: 0.1}"
 REPLAY = (
     "train.replay.prompts=6",
@@ -29,27 +30,52 @@ REPLAY = (
 )
 
 
-def trained(world: Path, ready: Path, folder: Path, *overrides: str) -> tuple[int, Path]:
-    """Train in a copy of a run; the exit status and the run."""
+def command(world: Path, runs: Path, *overrides: str) -> list[str]:
+    """The arguments of an interpreter that trains up to the draft, after `-m`."""
+    return ["distill", "train", str(world / "recipe.yaml"), "--runs", str(runs), "--until", "train", *overrides]
+
+
+def trained(world: Path, ready: Path, folder: Path, *overrides: str, status: int = 0) -> Path:
+    """Train in a copy of a run, which ends with this exit status; the run."""
     run = folder / "tiny"
     if not run.exists():
         shutil.copytree(ready, run)
     with tiny.one_thread():
-        return tiny.call("train", world / "recipe.yaml", "--runs", folder, "--until", "train", *overrides), run
+        assert tiny.call(*command(world, folder, *overrides)[1:]) == status
+    return run
 
 
-def two_processes(world: Path, runs: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
+def started(*arguments: str, **settings: Any) -> subprocess.CompletedProcess[str]:
+    """`python -m ARGUMENTS`, to its end."""
+    settings = {"cwd": tiny.ROOT, "timeout": 300, **settings}
+    return subprocess.run([sys.executable, "-m", *arguments], capture_output=True, text=True, **settings)
+
+
+def two_processes(
+    world: Path, runs: Path, *overrides: str, program: Sequence[str] = ("-m", "distill"), **settings: Any
+) -> subprocess.CompletedProcess[str]:
     """`distill train` up to the trained draft in two CPU processes."""
     launcher = ["torch.distributed.run", "--nproc_per_node", "2", "--rdzv_backend", "c10d"]
-    recipe, until = str(world / "recipe.yaml"), ["--until", "train"]
-    command = ["-m", "distill", "train", recipe, "--runs", str(runs), *until, *overrides]
-    return subprocess.run(
-        [sys.executable, "-m", *launcher, "--rdzv_endpoint", "localhost:0", *command],
-        cwd=tiny.ROOT,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    rest = command(world, runs, *overrides)[1:]
+    return started(*launcher, "--rdzv_endpoint", "localhost:0", *program, *rest, **settings)
+
+
+def trained_by_two(world: Path, ready: Path, folder: Path, *overrides: str) -> tuple[Path, str]:
+    """The same by two CPU processes; the run, and what they said."""
+    shutil.copytree(ready, folder / "tiny")
+    result = two_processes(world, folder, *overrides)
+    assert result.returncode == 0, result.stderr
+    assert json.loads((folder / "tiny" / "training.json").read_text())["processes"] == 2
+    return folder / "tiny", result.stderr
+
+
+def same_up_to_rounding(run: Path, whole: Path) -> None:
+    """Every step's figures, draft and last weights."""
+    for a, b in zip(metrics(run), metrics(whole), strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], rel=2e-5) and a["tokens"] == b["tokens"]
+        assert a["losses"] == pytest.approx(b["losses"], rel=2e-5)
+        assert a["gradient_norm"] == pytest.approx(b["gradient_norm"], rel=2e-4)
+    assert largest_difference(run, whole) < 2e-5
 
 
 def weights(run: Path) -> dict[str, torch.Tensor]:
@@ -57,8 +83,8 @@ def weights(run: Path) -> dict[str, torch.Tensor]:
 
 
 @contextlib.contextmanager
-def interrupted_after(step: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Ctrl-C when this step is reported, before it is saved."""
+def interrupted_after(step: int | None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Ctrl-C when this step is reported, before it is saved; None: never."""
     step_of = loop.report_step
 
     def interrupted(work: Any, *rest: Any) -> None:

@@ -62,10 +62,10 @@ def read_changes(folder: Path) -> list[dict[str, Any]]:
     path = folder / RECORD
     if not path.exists():
         return []
-    found: list[dict[str, Any]] = read_object(path).get("changes", [])
-    if not has_form(found, [dict]):
+    changes: list[dict[str, Any]] = read_object(path).get("changes", [])
+    if not has_form(changes, [dict]):
         raise DataError(f"{path} is damaged: `changes` must be a list of objects", "copy the folder again")
-    return found
+    return changes
 
 
 def record_change(folder: Path, before: list[dict[str, Any]], *changes: Change) -> None:

@@ -42,10 +42,10 @@ def check_shape(config: Any, settings: Cut) -> None:
         ("drop_layers", lambda config, text: parse_layers(text, config.num_hidden_layers), settings.drop_layers),
         ("mlp_width", check_width, settings.mlp_width),
     ]
-    for key, check, wanted in checks:
-        if wanted is not None:
+    for key, check, value in checks:
+        if value is not None:
             try:
-                check(config, wanted)
+                check(config, value)
             except RecipeError as error:
                 raise RecipeError(f"cut.{key}: {error.what}", error.hint) from None
 
@@ -92,10 +92,10 @@ def check_cut(recipe: Recipe) -> list[str]:
 def _shape(config: Any) -> dict[str, int] | None:
     """The sizes that a step's cost depends on; None for a model that does not name them all, or has experts."""
     config = config.get_text_config()
-    found = {word: getattr(config, name, None) for word, name in SHAPE.items()}
+    sizes = {word: getattr(config, name, None) for word, name in SHAPE.items()}
     if any(getattr(config, name, None) for name in EXPERTS):
         return None
-    return {word: size for word, size in found.items() if isinstance(size, int)} if all(found.values()) else None
+    return {word: size for word, size in sizes.items() if isinstance(size, int)} if all(sizes.values()) else None
 
 
 def planned_sizes(recipe: Recipe, target: Any, donor: Any) -> dict[str, int] | None:
@@ -118,15 +118,15 @@ def planned_sizes(recipe: Recipe, target: Any, donor: Any) -> dict[str, int] | N
 
 def check_smaller(recipe: Recipe, target: Any, donor: Any) -> None:
     """Raise RecipeError for a draft that is in no size below its target; of a search, the smallest candidate counts."""
-    ours, draft = _shape(target), planned_sizes(recipe, target, donor)
-    if ours is None or draft is None or recipe.cut.trim is not None:
+    full, draft = _shape(target), planned_sizes(recipe, target, donor)
+    if full is None or draft is None or recipe.cut.trim is not None:
         return
-    if all(draft[word] >= ours[word] for word in SHAPE):
+    if all(draft[word] >= full[word] for word in SHAPE):
         sizes = ", ".join(
             f"{draft[word]} {word}" if word in ("layers", "rows") else f"{word} {draft[word]}" for word in SHAPE
         )
         raise RecipeError(
             f"cut: the draft costs as much as its target ({sizes}): drafting with it cannot save time",
             "cut it, for instance cut.layers="
-            f"{max(1, ours['layers'] // 4)}, or name a smaller cut.donor, or set cut.allow_full_size: true",
+            f"{max(1, full['layers'] // 4)}, or name a smaller cut.donor, or set cut.allow_full_size: true",
         )

@@ -63,13 +63,10 @@ class TargetDistributions:
             logits[:, self.vocabulary :] = -torch.inf
             rows = slice(at, at + len(logits))
             at += len(logits)
-            assert self.distributions.ids is not None
-            distribution = (
-                self.distributions.ids.long(),
-                self.distributions.log_probabilities,
-                self.distributions.log_tail,
-            )
-            ids, logs, tail = (part[rows].to(logits.device) for part in distribution)
+            stored = self.distributions
+            assert stored.ids is not None
+            parts = (stored.ids.long(), stored.log_probabilities, stored.log_tail)
+            ids, logs, tail = (part[rows].to(logits.device) for part in parts)
             total += float(divergences.bucketed_forward_kl(ids, logs, tail, logits).double().sum())
         return total / max(1, at)
 

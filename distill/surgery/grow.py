@@ -37,10 +37,8 @@ def grow(model: Any, tile: int, layers: int) -> Any:
     config = model.config
     check_growth(config, layers)
     larger = copy.deepcopy(config)
-    larger.hidden_size = config.hidden_size * tile
-    larger.intermediate_size = config.intermediate_size * tile
-    larger.num_attention_heads = config.num_attention_heads * tile
-    larger.num_key_value_heads = config.num_key_value_heads * tile
+    for name in ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"):
+        setattr(larger, name, getattr(config, name) * tile)
     larger.num_hidden_layers = layers
     old = {name: value.detach().float() for name, value in model.state_dict().items()}
     # Original layer i goes to a place that keeps the order and spreads the zero layers evenly.

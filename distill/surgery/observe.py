@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,10 +32,10 @@ def tokens(documents: Tensor) -> Tensor:
 def watching(watches: Sequence[Watch]) -> Iterator[None]:
     """Within the block, each function is called with the first input of its module at every forward pass."""
 
-    def hook(see: Callable[[Tensor], None]) -> Callable[..., None]:
-        return lambda _module, arguments: see(arguments[0])
+    def hook(see: Callable[[Tensor], None], _module: Any, arguments: tuple[Tensor, ...]) -> None:
+        see(arguments[0])
 
-    handles = [module.register_forward_pre_hook(hook(see)) for module, see in watches]
+    handles = [module.register_forward_pre_hook(partial(hook, see)) for module, see in watches]
     try:
         yield
     finally:
@@ -47,28 +48,23 @@ def parts_of(model: Any, blocks: Packed, batch: int) -> list[Packed]:
     if not bool(tokens(blocks.documents).any()):
         raise DataError("the blocks to observe the model on hold no token", "give it text: enlarge the corpus")
     device = next(model.parameters()).device
-    parts = (blocks.take(slice(start, start + batch)) for start in range(0, len(blocks), batch))
+    parts = [blocks.take(slice(start, start + batch)) for start in range(0, len(blocks), batch)]
     return [Packed(*(x.to(device) for x in (p.ids.long(), p.documents, p.positions.long(), p.mask))) for p in parts]
 
 
 @torch.no_grad()
-def observe(
-    model: Any,
-    blocks: Packed,
-    watches: Sequence[Watch],
-    batch: int = 4,
-) -> int:
+def observe(model: Any, blocks: Packed, watches: Sequence[Watch], batch: int = 4) -> int:
     """One pass over the blocks; each watch gets its module's inputs [T, ·] in fp32, at the positions with a token.
 
     Returns the number of these positions. Raises DataError when the blocks hold no token.
     """
     used = torch.zeros(0, dtype=torch.bool)
 
-    def only_used(see: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
-        return lambda values: see(values[used].float())
+    def see_used(see: Callable[[Tensor], None], values: Tensor) -> None:
+        see(values[used].float())
 
     total = 0
-    with watching([(module, only_used(see)) for module, see in watches]):
+    with watching([(module, partial(see_used, see)) for module, see in watches]):
         for part in parts_of(model, blocks, batch):
             used = tokens(part.documents)
             total += int(used.sum())
@@ -82,7 +78,7 @@ def block_influence(model: Any, blocks: Packed, batch: int = 4) -> list[float]:
     Raises DataError when the blocks hold no token.
     """
     layers = decoder_layers(model)
-    found = [0.0] * len(layers)
+    influence = [0.0] * len(layers)
     units: list[Tensor] = []  # along the states that the layers read, and at last along the last one's output
 
     def keep(state: Tensor) -> None:
@@ -93,11 +89,11 @@ def block_influence(model: Any, blocks: Packed, batch: int = 4) -> list[float]:
         for index in range(len(layers)):
             # By the chord |u − v|, exact at small angles, where cosines of fp32 vectors lose their digits.
             chord = (units[index] - units[index + 1]).norm(dim=-1).clamp(max=2)
-            found[index] += float((chord.square() / 2).sum())
+            influence[index] += float((chord.square() / 2).sum())
         units.clear()
 
     total = observe(model, blocks, [*((layer, keep) for layer in layers), (model.model.norm, finish)], batch)
-    return [value / total for value in found]
+    return [value / total for value in influence]
 
 
 def run_layer(model: Any, index: int, part: Packed, state: Tensor) -> Tensor:

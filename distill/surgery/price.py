@@ -7,28 +7,11 @@ the cut's tokens per second, and the cut with the most is taken.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from distill.results.cut_results import Priced, SearchReport
 from distill.speculative.costs.curve import predicted_speedups
-
-
-def best_length(
-    target_seconds: Mapping[int, float], draft_seconds: float, acceptance: float, longest: int
-) -> tuple[int, float]:
-    """The γ in 0..longest with the most predicted tokens per second, and those; `target_seconds` maps m to T(m)."""
-    speeds = _speedups(target_seconds, draft_seconds, acceptance, longest)
-    best = speeds.index(max(speeds))
-    return best, speeds[best] / target_seconds[1]
-
-
-def _speedups(
-    target_seconds: Mapping[int, float], draft_seconds: float, acceptance: float, longest: int
-) -> list[float]:
-    """The predicted speedup of each γ in 0..longest."""
-    target = [target_seconds[m] for m in range(1, longest + 2)]
-    return predicted_speedups(target, draft_seconds, [acceptance] * longest)
 
 
 def price(
@@ -37,16 +20,16 @@ def price(
     parameters: int,
     kl: float | None,
     acceptance: float,
-    target_seconds: Mapping[int, float],
+    target_seconds: Sequence[float],
     draft_seconds: float,
-    longest: int,
 ) -> Priced:
-    """The predicted speed of one cut, with the figures it follows from."""
-    length, rate = best_length(target_seconds, draft_seconds, acceptance, longest)
-    drafting = max(_speedups(target_seconds, draft_seconds, acceptance, longest)[1:]) / target_seconds[1]
-    return Priced(
-        name, settings, parameters, kl, acceptance, draft_seconds, length, rate, rate * target_seconds[1], drafting
-    )
+    """The predicted speed of one cut, with the figures it follows from; `target_seconds` are T(1) to T(γ + 1)."""
+    single, longest = target_seconds[0], len(target_seconds) - 1
+    speedups = predicted_speedups(target_seconds, draft_seconds, [acceptance] * longest)
+    speedup, drafting = max(speedups), max(speedups[1:])
+    length = speedups.index(speedup)
+    figures = (length, speedup / single, speedup, drafting / single)
+    return Priced(name, settings, parameters, kl, acceptance, draft_seconds, *figures)
 
 
 def pareto(points: Sequence[Priced]) -> list[Priced]:
@@ -71,15 +54,14 @@ def explain(points: Sequence[Priced], chosen: Priced, single: float) -> list[str
             "No cut tried pays on this machine: plain decoding is faster. The one that loses least when it drafts is "
             f"taken: {chosen.drafting * single:.2f}x."
         )
-    place = front.index(chosen) if chosen in front else None
-    if place is not None and place > 0:
+    place = front.index(chosen) if chosen in front else len(front)
+    if 0 < place < len(front):
         other = front[place - 1]
         sentences.append(
             f"The next cheaper one worth having, {other.name}, costs {other.draft_seconds / chosen.draft_seconds:.2f} "
             f"times as much a step but is accepted {other.acceptance:.3f} of the time: {other.speedup:.2f}x."
         )
-    if place is not None and place + 1 < len(front):
-        other = front[place + 1]
+    for other in front[place + 1 : place + 2]:
         sentences.append(
             f"The next better one, {other.name}, is accepted {other.acceptance:.3f} of the time but costs "
             f"{other.draft_seconds / chosen.draft_seconds:.2f} times as much a step: {other.speedup:.2f}x."

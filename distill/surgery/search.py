@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -29,31 +30,26 @@ from distill.models.trimmed_head import KeptHead
 from distill.packing import Packed
 from distill.progress import Progress
 from distill.recipe import Cut, Recipe
+from distill.recipe.cut import Search
 from distill.results.cut_results import Priced, SearchReport
 from distill.results.serialise import as_json, read_result, write_result
 from distill.run import Run
 from distill.sampler import Sampler
 from distill.speculative.costs.curve import measure_steps
 from distill.surgery.divergence import TargetDistributions, scored_logits
-from distill.surgery.price import as_markdown, best_length, explain, pareto, price
+from distill.surgery.price import as_markdown, explain, pareto, price
 from distill.surgery.vocabulary.trim import Counts, keep, sizes_between
 from distill.teacher.source import TeacherSource, open_teacher
 from distill.training.adapters import adapted
-from distill.training.plan import first_part
+from distill.training.plan import planned
 from distill.training.step import heal
 
-ApplyCut = Callable[[Any, Cut], None]  # alters a model in place
-
-
-def grid(settings: Cut) -> list[dict[str, int | None]]:
-    """The cuts that a search tries: every layer count with every MLP width."""
-    assert settings.search is not None
-    widths: Sequence[int | None] = settings.search.mlp_width or (settings.mlp_width,)
-    return [{"layers": layers, "mlp_width": width} for layers in settings.search.layers for width in widths]
+ApplyCut = Callable[[Any, Cut], object]  # alters a model in place
 
 
 def search(recipe: Recipe, run: Run, donor: Any, target: Any, distributions: TargetDistributions, cut: ApplyCut) -> Cut:
-    """Try the grid and write search/search.json and search.md; returns the cut settings with the chosen size.
+    """Try every layer count with every MLP width, and write search/search.json and search.md; returns the cut settings
+    with the chosen size.
 
     `donor` and `target` are loaded models, `cut` alters a copy of the donor in place.
     """
@@ -62,26 +58,28 @@ def search(recipe: Recipe, run: Run, donor: Any, target: Any, distributions: Tar
     folder = run.path("search", "cuts")
     costs_path = folder / "target.json"
     if not costs_path.exists():
-        write_json(costs_path, _target_seconds(recipe, target, settings.max_length))
-    seconds = read_json(costs_path)
-    costs = {m: float(seconds[m - 1]) for m in range(1, settings.max_length + 2)}
+        write_json(costs_path, _target_seconds(recipe, target, settings))
+    costs = [float(seconds) for seconds in read_json(costs_path)[: settings.max_length + 1]]  # T(1..)
     source = open_teacher(run, recipe, next(target.parameters()).device, target)
-    progress = Progress("search, cuts", len(grid(recipe.cut)))
+    widths: Sequence[int | None] = settings.mlp_width or (recipe.cut.mlp_width,)
+    choices = list(itertools.product(settings.layers, widths))
+    progress = Progress("search, cuts", len(choices))
     points: list[Priced] = []
-    for choice in grid(recipe.cut):
-        name = f"{choice['layers']} layers" + (f", MLP {choice['mlp_width']}" if choice["mlp_width"] else "")
+    for layers, width in choices:
+        choice = {"layers": layers, "mlp_width": width}
+        name = f"{layers} layers" + (f", MLP {width}" if width else "")
         path = folder / f"{name.replace(', ', '-').replace(' ', '')}.json"
         if not path.exists():
             model = copy.deepcopy(donor)
             cut(model, recipe.cut.model_copy(update=choice | {"search": None}))
             _heal(recipe, model, source, settings.heal_steps)
             parameters, kl = sum(p.numel() for p in model.parameters()), distributions.kl(model)
-            found = [
-                price(label, choice, parameters, kl, accepted, costs, draft_seconds, settings.max_length)
-                for label, accepted, draft_seconds in _measure(recipe, model, target, distributions, name)
+            own = [
+                price(label, choice, parameters, kl, accepted, costs, draft_seconds)
+                for label, accepted, draft_seconds in _measure(recipe, model, target, distributions, name, settings)
             ]
-            write_json(path, [as_json(point) for point in found])
-            for point in found:
+            write_json(path, [as_json(point) for point in own])
+            for point in own:
                 run.say(
                     f"  {point.name}: KL {kl:.3f}, acceptance {point.acceptance:.3f}, step "
                     f"{point.draft_seconds * 1e3:.2f} ms, predicted {point.speedup:.2f}x"
@@ -92,11 +90,11 @@ def search(recipe: Recipe, run: Run, donor: Any, target: Any, distributions: Tar
     report = SearchReport(
         backend=settings.backend,
         heal_steps=settings.heal_steps,
-        target_seconds=[costs[m] for m in sorted(costs)],
+        target_seconds=costs,
         points=points,
         front=[point.name for point in pareto(points)],
         chosen=chosen.name,
-        explanations=explain(points, chosen, costs[1]),
+        explanations=explain(points, chosen, costs[0]),
         command=run.command,
     )
     write_result(run.path("search", "search.json"), report)
@@ -121,13 +119,11 @@ def price_vocabulary(
     A copy of the cut model is healed once with its full head; α of a trimmed one is taken as α times the smallest
     share of a domain's target-written tokens that is kept. Its step is measured with each head, in PyTorch.
     """
-    longest = recipe.cut.search.max_length if recipe.cut.search else 16
+    settings = recipe.cut.search or Search(layers=(1,))
     healed = copy.deepcopy(model)
-    steps = recipe.cut.search.heal_steps if recipe.cut.search else 60
-    _heal(recipe, healed, open_teacher(run, recipe, next(model.parameters()).device, target), steps)
+    _heal(recipe, healed, open_teacher(run, recipe, next(model.parameters()).device, target), settings.heal_steps)
     whole = acceptance(recipe, target, distributions, lambda part: scored_logits(healed, part))
-    seconds = _pytorch_steps(recipe, target, range(1, longest + 2))
-    costs = {m: seconds[m - 1] for m in range(1, longest + 2)}
+    costs = _pytorch_steps(recipe, target, range(1, settings.max_length + 2))
     tried = []
     full = healed.lm_head
     for size in sizes_between(least, len(order)):
@@ -135,18 +131,11 @@ def price_vocabulary(
         healed.lm_head = full if size == len(order) else KeptHead(full, torch.tensor(kept.ids))
         mass = min(kept.mass.values())
         step = _pytorch_steps(recipe, healed, [1])[0]
-        length, rate = best_length(costs, step, whole * mass, longest)
-        tried.append(
-            {
-                "size": size,
-                "mass": mass,
-                "acceptance": whole * mass,
-                "draft_seconds": step,
-                "length": length,
-                "tokens_per_second": rate,
-            }
-        )
-        run.say(f"  head of {size}: {mass:.2%} of the target's tokens, step {step * 1e3:.2f} ms, {rate:.1f} tokens/s")
+        point = price(f"head of {size}", {}, size, None, whole * mass, costs, step)
+        rate = point.tokens_per_second
+        figures = {"acceptance": whole * mass, "draft_seconds": step, "length": point.length, "tokens_per_second": rate}
+        tried.append({"size": size, "mass": mass, **figures})
+        run.say(f"  {point.name}: {mass:.2%} of the target's tokens, step {step * 1e3:.2f} ms, {rate:.1f} tokens/s")
     best = max(tried, key=lambda row: row["tokens_per_second"])
     return int(best["size"]), tried
 
@@ -154,7 +143,8 @@ def price_vocabulary(
 def _heal(recipe: Recipe, model: Any, source: TeacherSource, steps: int) -> None:
     """Train a cut for a few steps, with adapters where the draft will be trained with them."""
     with adapted(model, recipe.train.adapter, recipe.seed):
-        heal(model, source, recipe.train, first_part(recipe), steps, recipe.seed, source.vocabulary)
+        part = planned(recipe.train, recipe.sampler.temperature)[0]  # without a replay
+        heal(model, source, recipe.train, part, steps, recipe.seed)
 
 
 def _pytorch_steps(recipe: Recipe, model: Any, counts: Sequence[int]) -> list[float]:
@@ -165,14 +155,13 @@ def _pytorch_steps(recipe: Recipe, model: Any, counts: Sequence[int]) -> list[fl
 def _steps(recipe: Recipe, model: Model, counts: Sequence[int]) -> list[float]:
     """Median seconds of steps of `counts` tokens at the recipe's depth."""
     depth = min(recipe.profile.depth, model.capacity - max(counts))
-    found = measure_steps(model, counts, depth, recipe.profile.repeats, model.vocabulary_size)
-    return [found[m][0] for m in counts]
+    seconds = measure_steps(model, counts, depth, recipe.profile.repeats, model.vocabulary_size)
+    return [seconds[m][0] for m in counts]
 
 
-def _target_seconds(recipe: Recipe, target: Any, longest: int) -> list[float]:
-    settings = recipe.cut.search
-    assert settings is not None
-    counts = range(1, longest + 2)
+def _target_seconds(recipe: Recipe, target: Any, settings: Search) -> list[float]:
+    """T(m) of each m that the search needs."""
+    counts = range(1, settings.max_length + 2)
     if settings.backend == "pytorch":
         return _pytorch_steps(recipe, target, counts)
     with tempfile.TemporaryDirectory() as temporary:
@@ -186,15 +175,13 @@ def _open(recipe: Recipe, path: Path, role: Literal["target", "draft"]) -> GgufM
 
 
 def _measure(
-    recipe: Recipe, model: Any, target: Any, distributions: TargetDistributions, name: str
+    recipe: Recipe, model: Any, target: Any, distributions: TargetDistributions, name: str, settings: Search
 ) -> list[tuple[str, float, float]]:
     """Name, acceptance and D of a healed cut: one, or one per GGUF type."""
-    settings = recipe.cut.search
-    assert settings is not None
     if settings.backend == "pytorch":
         accepted = acceptance(recipe, target, distributions, lambda part: scored_logits(model, part))
         return [(name, accepted, _pytorch_steps(recipe, model, [1])[0])]
-    found = []
+    measured = []
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         model.save_pretrained(folder)
@@ -204,8 +191,8 @@ def _measure(
             export_gguf(folder, path, outtype)
             with _open(recipe, path, "draft") as quantised:
                 accepted = acceptance(recipe, target, distributions, functools.partial(gguf_logits, quantised))
-                found.append((f"{name}, {outtype}", accepted, _steps(recipe, quantised, [1])[0]))
-    return found
+                measured.append((f"{name}, {outtype}", accepted, _steps(recipe, quantised, [1])[0]))
+    return measured
 
 
 @torch.inference_mode()

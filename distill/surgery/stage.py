@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -33,20 +34,18 @@ from distill.results.serialise import write_result
 from distill.run import Run
 from distill.surgery.change import RECORD, size_of
 from distill.surgery.checks import reader_of
-from distill.surgery.cutter import Cutter
+from distill.surgery.cutter import cut_model
 from distill.surgery.divergence import TargetDistributions
 from distill.surgery.vocabulary.rows import match_rows
 from distill.surgery.vocabulary.transplant import transplant
 from distill.surgery.vocabulary.trim import (
     Kept,
-    Shares,
     always_kept,
     check_size,
     count_tokens,
     expected_shares,
     keep,
     rank_tokens,
-    require_counts,
     smallest_size,
 )
 from distill.teacher.store import TeacherStore
@@ -72,13 +71,13 @@ def cut(recipe: Recipe, run: Run) -> list[Path]:
         distributions = TargetDistributions.stored(recipe, run)
         run.say(f"  KL to the stored distributions of {len(distributions.blocks)} validation blocks, {REASON}")
     model, donor, changes = load_donor(recipe, run, device, distributions)
-    cutter = Cutter(score_blocks(recipe, run, answers), distributions, own=settings.donor == "target")
+    scores, own = score_blocks(recipe, run, answers), settings.donor == "target"
+    apply_cut = functools.partial(cut_model, blocks=scores, distributions=distributions, own=own)
     if settings.search is not None:
         from distill.surgery.search import search
 
-        settings = search(recipe, run, model, target, distributions, cutter)
-    cutter(model, settings)
-    changes += cutter.changes
+        settings = search(recipe, run, model, target, distributions, apply_cut)
+    changes += apply_cut(model, settings)
     kept: Kept | None = None
     if settings.trim is not None:
         kept, metadata, change = trim(recipe, run, model, target, distributions, answers)
@@ -142,11 +141,11 @@ def load_donor(
     reference, settings = recipe.donor_model, recipe.cut.transplant
     if settings is None:
         model = load_model(reference, "float32", device, trimmed=False)
-        sizes, changes = describe_model(reference, model), []
-        if recipe.cut.vocabulary_rows == "target":
-            rows = load_config(recipe.target.model).get_text_config().vocab_size
-            changes = match_rows(model, rows, distributions.vocabulary)
-        return model, sizes, changes
+        sizes = describe_model(reference, model)
+        if recipe.cut.vocabulary_rows == "donor":
+            return model, sizes, []
+        rows = load_config(recipe.target.model).get_text_config().vocab_size
+        return model, sizes, match_rows(model, rows, distributions.vocabulary)
     folder = run.path("search", "transplant")
     change = transplant(
         local_folder(reference),
@@ -159,9 +158,13 @@ def load_donor(
     )
     model = load_model(str(folder), "float32", device, trimmed=False)
     old = change.before
-    sizes = describe_model(reference, model)
-    original = replace(sizes, parameters=old.parameters, vocabulary=old.vocabulary, bytes=4 * old.parameters)
-    return model, original, [replace(change, kl_after=distributions.kl(model))]
+    sizes = replace(
+        describe_model(reference, model),
+        parameters=old.parameters,
+        vocabulary=old.vocabulary,
+        bytes=4 * old.parameters,
+    )
+    return model, sizes, [replace(change, kl_after=distributions.kl(model))]
 
 
 def _own_blocks(recipe: Recipe, answers: list[Answer]) -> Packed:
@@ -178,18 +181,11 @@ def score_blocks(recipe: Recipe, run: Run, answers: list[Answer]) -> Packed:
 def judged_blocks(recipe: Recipe, run: Run, answers: list[Answer]) -> Packed:
     """The text on which cuts are compared: that of the validation split, or the target's last answers where the corpus
     has questions alone. DataError where there is neither."""
-    given = Packed.load(run.path("corpus", "text-validation.safetensors"))
-    found = given if len(given) else _own_blocks(recipe, answers[::-1])
-    if not len(found):
+    text = Packed.load(run.path("corpus", "text-validation.safetensors"))
+    blocks = text if len(text) else _own_blocks(recipe, answers[::-1])
+    if not len(blocks):
         raise DataError("there is neither validation text nor an answer to compare cuts on", "raise answers.prompts")
-    return found.take(slice(0, recipe.cut.score_blocks))
-
-
-def stored_shares(run: Run, recipe: Recipe) -> Shares | None:
-    """The tokens' shares by the stored distributions; None for an online teacher, which stores none."""
-    if recipe.teacher.kind == "online":
-        return None
-    return expected_shares(TeacherStore(run), pick_device(recipe.device))
+    return blocks.take(slice(0, recipe.cut.score_blocks))
 
 
 def trim(
@@ -202,8 +198,9 @@ def trim(
     tokens = Vocabulary.read(text_folder(recipe.target.model))
     forced = [index for index in always_kept(tokens) if index < vocabulary]
     counts = count_tokens(answers, vocabulary)
-    require_counts(counts)
-    order = rank_tokens(counts, forced, stored_shares(run, recipe))
+    stored = recipe.teacher.kind != "online"  # an online teacher stores no distributions
+    expected = expected_shares(TeacherStore(run), pick_device(recipe.device)) if stored else None
+    order = rank_tokens(counts, forced, expected)
     check_size(settings.size, len(forced), vocabulary, recipe.teacher.top_k)
     least = max(len(forced), recipe.teacher.top_k + 1)
     metadata: dict[str, Any] = {"forced": len(forced), "by": settings.by if settings.size is None else "size"}

@@ -36,11 +36,11 @@ class Written:
         return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
 
-def write_tensors(folder: Path, outputs: Mapping[str, Written], shard_bytes: int) -> None:
-    """Write tensors to safetensors files of about `shard_bytes` each, with an index where there are several."""
+def write_tensors(folder: Path, outputs: Mapping[str, Written]) -> None:
+    """Write tensors to safetensors files of about SHARD_BYTES each, with an index where there are several."""
     shards: list[dict[str, Written]] = [{}]
     for name, tensor in outputs.items():
-        if shards[-1] and sum(t.bytes for t in shards[-1].values()) + tensor.bytes > shard_bytes:
+        if shards[-1] and sum(t.bytes for t in shards[-1].values()) + tensor.bytes > SHARD_BYTES:
             shards.append({})
         shards[-1][name] = tensor
     progress = Progress("transplant: tensors", len(outputs))

@@ -27,14 +27,14 @@ DIGESTS = "digests.json"  # checksums of the other files of a folder
 
 def checkpoints(folder: Path) -> list[Path]:
     """The folders step-NNNNNN in the order of their steps, which have more digits from a million on."""
-    found = [path for path in folder.glob("step-*") if re.fullmatch(r"step-[0-9]{6,12}", path.name)]
-    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
+    folders = [path for path in folder.glob("step-*") if re.fullmatch(r"step-[0-9]{6,12}", path.name)]
+    return sorted(folders, key=lambda path: int(path.name.removeprefix("step-")))
 
 
 def newest_checkpoint(folder: Path) -> Path | None:
     """The last checkpoint whose state.json, written last, is there."""
-    found = [path for path in checkpoints(folder) if (path / "state.json").exists()]
-    return found[-1] if found else None
+    complete = [path for path in checkpoints(folder) if (path / "state.json").exists()]
+    return complete[-1] if complete else None
 
 
 def plain(learner: torch.nn.Module) -> torch.nn.Module:
@@ -48,13 +48,14 @@ def _learning(learner: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     return {name: parameter for name, parameter in plain(learner).named_parameters() if parameter.requires_grad}
 
 
-def _weights(learner: torch.nn.Module) -> dict[str, torch.Tensor]:
-    return {name: parameter.detach().cpu() for name, parameter in _learning(learner).items()}
+def _save_model(learner: torch.nn.Module, folder: Path) -> None:
+    weights = {name: parameter.detach().cpu() for name, parameter in _learning(learner).items()}
+    torch.save(weights, folder / "model.pt")
 
 
 @torch.no_grad()
 def _set_weights(learner: torch.nn.Module, weights: dict[str, Any]) -> None:
-    """Take the weights that `_weights` gave; raises ValueError where they do not fit."""
+    """Take the weights that `_save_model` wrote; raises ValueError where they do not fit."""
     learning = _learning(learner)
     if sorted(weights) != sorted(learning):
         raise ValueError("it holds other parameters")
@@ -102,21 +103,13 @@ def _check_digests(folder: Path) -> None:
 
 
 def save_checkpoint(
-    run: Run,
-    step: int,
-    learner: torch.nn.Module,
-    optimizer: Any,
-    keep: int,
-    state: dict[str, Any],
-    main: bool = True,
+    run: Run, step: int, learner: torch.nn.Module, optimizer: Any, keep: int, state: dict[str, Any]
 ) -> None:
-    """Write checkpoints/step-NNNNNN with `state` and delete all but the newest `keep`, in the `main` process."""
-    if not main:
-        return
+    """Write checkpoints/step-NNNNNN with `state` and delete all but the newest `keep`; for the main process."""
     folder = run.path("checkpoints")
 
     def write(temporary: Path) -> None:
-        torch.save(_weights(learner), temporary / "model.pt")
+        _save_model(learner, temporary)
         torch.save(_moments(learner, optimizer), temporary / "optimizer.pt")
         _write_digests(temporary)
         write_json(temporary / "state.json", {**state, "step": step})
@@ -128,8 +121,8 @@ def save_checkpoint(
 
 def _load(path: Path) -> dict[str, Any]:
     with reading(path):
-        found: dict[str, Any] = torch.load(path, weights_only=True, map_location="cpu")
-    return found
+        content: dict[str, Any] = torch.load(path, weights_only=True, map_location="cpu")
+    return content
 
 
 def load_checkpoint(path: Path, learner: torch.nn.Module, optimizer: Any) -> dict[str, Any]:
@@ -139,8 +132,8 @@ def load_checkpoint(path: Path, learner: torch.nn.Module, optimizer: Any) -> dic
         weights, moments = _load(path / "model.pt"), _load(path / "optimizer.pt")
         _set_weights(learner, weights)
         _set_moments(learner, optimizer, moments)
-    found: dict[str, Any] = read_json(path / "state.json", {"step": int})
-    return found
+    state: dict[str, Any] = read_json(path / "state.json", {"step": int})
+    return state
 
 
 @contextlib.contextmanager
@@ -156,21 +149,18 @@ def _damage_explained(what: str, hint: str) -> Iterator[None]:
 
 def _first_line(error: Exception) -> str:
     """An exception's first line, if it is one of those with which torch speaks to users."""
-    lines = str(error).splitlines()
-    spoken = (
-        lines
-        and not isinstance(error, UnicodeError)
-        and isinstance(error, (DataError, OSError, ValueError, RuntimeError))
-        and not lines[0].endswith(":")
-    )
-    return lines[0] if spoken else f"it does not hold what this version writes ({type(error).__name__})"
+    first = next(iter(str(error).splitlines()), ":")
+    spoken = isinstance(error, (OSError, ValueError, RuntimeError)) and not isinstance(error, UnicodeError)
+    if spoken and not first.endswith(":"):
+        return first
+    return f"it does not hold what this version writes ({type(error).__name__})"
 
 
-def save_weights(run: Run, name: str, learner: torch.nn.Module, main: bool = True) -> None:
-    """Keep the present weights as checkpoints/`name`; every process must call it."""
+def save_weights(run: Run, name: str, learner: torch.nn.Module, main: bool) -> None:
+    """Keep the present weights as checkpoints/`name`, in the `main` process; every process must call it."""
 
     def write(temporary: Path) -> None:
-        torch.save(_weights(learner), temporary / "model.pt")
+        _save_model(learner, temporary)
         _write_digests(temporary)
 
     if main:

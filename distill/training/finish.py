@@ -12,10 +12,11 @@ from distill.results.serialise import from_json, read_result, write_result
 from distill.results.training_results import EvaluatedWeights, ReplayDecision, TrainedPart, TrainingSummary
 from distill.surgery.change import size_of
 from distill.surgery.sparsity.group_lasso import GroupLasso
-from distill.surgery.sparsity.unstructured import sparsity_by_tensor
+from distill.surgery.sparsity.ramp import Penalty
+from distill.surgery.sparsity.unstructured import UnstructuredL1
 from distill.training.adapters import merge
 from distill.training.learning_curve import learning_curve
-from distill.training.setup import Penalty, Training
+from distill.training.setup import Training
 
 
 def write_draft(work: Training) -> list[Path]:
@@ -49,17 +50,15 @@ def write_draft(work: Training) -> list[Path]:
 
 def _summary(work: Training, decision: Path) -> TrainingSummary:
     # Under a sparsity penalty the last weights stay, however earlier ones were accepted.
-    best, source = work.state["best"] if work.penalty is None else None, "the last checkpoint"
-    chosen = None if best is None else from_json(best, EvaluatedWeights, source)
-    replay = read_result(decision, ReplayDecision) if decision.exists() else None
+    best = work.state["best"] if work.penalty is None else None
     return TrainingSummary(
         steps=work.state["step"],
         processes=work.accelerator.num_processes,
         parts=[
             TrainedPart(part.name, part.first, part.steps, part.rate, dict(part.loss.losses)) for part in work.parts
         ],
-        best=chosen,
-        replay=replay,
+        best=None if best is None else from_json(best, EvaluatedWeights, "the last checkpoint"),
+        replay=read_result(decision, ReplayDecision) if decision.exists() else None,
         curve=learning_curve(work),
     )
 
@@ -76,9 +75,8 @@ def finish_penalty(model: Any, penalty: Penalty | None) -> dict[str, Any] | None
             f"{min(details['removed_zero_share']):.1%} or more per layer were exactly zero"
         )
     else:
-        shares = sparsity_by_tensor(model)  # its `layers.N` cover all weights of a layer; whole neurons hardly vanish
-        layers = [shares[f"layers.{index}"] for index in range(model.config.num_hidden_layers)]
-        details = penalty.details() | {"by_layer": layers, "by_tensor": shares}
+        assert isinstance(penalty, UnstructuredL1)
+        details = penalty.details()
         words = f"{details['zero_share']:.1%} of the blocks' weights are zero, which makes no step faster"
     after = size_of(model)
     return {"parameters": [before.parameters, after.parameters], "details": details, "sentence": words}

@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy
 
@@ -48,7 +46,7 @@ def add_point(work: Training, part: PlannedPart, evaluated: bool) -> None:
     if part.name == REPLAY or state["texts"] is None or not (evaluated or step in curve_steps(work.settings.steps)):
         return
     began = time.monotonic()
-    with memory_explained(lambda: evaluating(work)):
+    with memory_explained(evaluating, work):
         expected = expected_acceptance(work)
     seconds = time.monotonic() - began
     state["curve"].append({"step": step, "tokens": state["tokens"], "expected": expected})
@@ -62,7 +60,10 @@ def points_of(work: Training) -> CurvePoints:
     settings = work.settings
     first = max(warm_steps(settings.steps, settings.warmup), settings.embedding_steps)
     points = [point for point in work.state["curve"] if point["step"] > first]
-    return CurvePoints.of(points, [len(text) for text in work.state["texts"] or []])
+    tokens = numpy.array([point["tokens"] for point in points], float)
+    positions = numpy.array([len(text) for text in work.state["texts"] or []], float)
+    expected = numpy.array([point["expected"] for point in points], float).reshape(len(points), len(positions))
+    return CurvePoints(tokens, expected, positions)
 
 
 def learning_curve(work: Training) -> LearningCurve | None:
@@ -75,11 +76,12 @@ def learning_curve(work: Training) -> LearningCurve | None:
         CurvePoint(int(tokens), ratio_interval(row, points.positions, resamples, confidence))
         for tokens, row in zip(points.tokens, points.expected, strict=True)
     ]
+    curve = LearningCurve(confidence, shown)
     if work.state["curve"][-1]["step"] < work.settings.steps:
-        return LearningCurve(confidence, shown, unknown="the training ended before its schedule did")
+        return replace(curve, unknown="the training ended before its schedule did")
     if work.settings.schedule == "wsd":
-        return LearningCurve(confidence, shown, unknown="points under a constant rate tell nothing of its fall (wsd)")
-    return predicted(LearningCurve(confidence, shown), points, resamples)
+        return replace(curve, unknown="points under a constant rate tell nothing of its fall (wsd)")
+    return predicted(curve, points, resamples)
 
 
 def predicted(curve: LearningCurve, points: CurvePoints, resamples: int) -> LearningCurve:
@@ -94,8 +96,8 @@ def predicted(curve: LearningCurve, points: CurvePoints, resamples: int) -> Lear
     now, whole = curve.points[-1].acceptance.mean, points.tokens[-1]
 
     def after(tokens: float) -> Interval:
-        found = now + curves.rise(1, tokens / whole)  # on the same prompts, so that their own spread is left out
-        inner = percentiles(found[0], found[1:], curve.confidence)
+        values = now + curves.rise(1, tokens / whole)  # on the same prompts, so that their own spread is left out
+        inner = percentiles(values[0], values[1:], curve.confidence)
         return Interval(inner.mean, inner.low - SEEDS, inner.high + SEEDS)
 
     doubled = after(2 * whole)
@@ -116,13 +118,6 @@ class CurvePoints:
     expected: Numbers
     positions: Numbers
 
-    @classmethod
-    def of(cls, points: Sequence[dict[str, Any]], positions: Sequence[int]) -> CurvePoints:
-        """From the points in a training's state."""
-        tokens = numpy.array([one["tokens"] for one in points], float)
-        expected = numpy.array([one["expected"] for one in points], float).reshape(len(points), len(positions))
-        return cls(tokens, expected, numpy.array(positions, float))
-
     def means(self, resamples: int) -> Numbers:
         """The mean acceptance at each point, over all prompts and over R draws of them [1 + R, P]."""
         whole = self.expected.sum(1) / self.positions.sum()
@@ -140,30 +135,30 @@ class Curves:
     def at(self, x: Numbers) -> Numbers:
         """Acceptance of each curve [R, P] at points [P]."""
         a, b, c = (part[:, None] for part in (self.a, self.b, self.c))
-        found: Numbers = a - b * x**-c
-        return found
+        values: Numbers = a - b * x**-c
+        return values
 
     def rise(self, first: float, last: float) -> Numbers:
         """What each curve [R] rises from one x to another."""
-        found: Numbers = self.b * (first**-self.c - last**-self.c)
-        return found
+        rises: Numbers = self.b * (first**-self.c - last**-self.c)
+        return rises
 
 
 def fit(x: Numbers, values: Numbers, weights: Numbers) -> Curves:
     """The curve of least squares through each row of values [R, P] at x [P], weights [P]; it never falls (b ≥ 0)."""
     root = numpy.sqrt(weights / weights.mean())
-    best, found = numpy.full(len(values), numpy.inf), numpy.zeros((3, len(values)))
+    least, curves = numpy.full(len(values), numpy.inf), numpy.zeros((3, len(values)))
     for exponent in (*EXPONENTS, None):  # None: no rise
         columns = [numpy.ones_like(x)] if exponent is None else [numpy.ones_like(x), -(x**-exponent)]
         design = numpy.stack(columns, 1) * root[:, None]
         solved = (values * root) @ numpy.linalg.pinv(design).T  # [R, 1 or 2]
         left = ((values * root - solved @ design.T) ** 2).sum(1)
-        better = (left < best) & (solved[:, 1:] >= 0).all(1)
-        best[better] = left[better]
-        found[0, better] = solved[better, 0]
-        found[1, better] = 0.0 if exponent is None else solved[better, -1]
-        found[2, better] = exponent or 1.0
-    return Curves(*found)
+        better = (left < least) & (solved[:, 1:] >= 0).all(1)
+        least[better] = left[better]
+        curves[0, better] = solved[better, 0]
+        curves[1, better] = 0.0 if exponent is None else solved[better, -1]
+        curves[2, better] = exponent or 1.0
+    return Curves(*curves)
 
 
 def curves_of(figures: CurvePoints, resamples: int) -> Curves | None:

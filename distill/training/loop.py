@@ -11,7 +11,7 @@ import math
 import signal
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -21,7 +21,6 @@ from distill.processes import barrier
 from distill.progress import duration
 from distill.recipe import Recipe
 from distill.run import Run
-from distill.training.best_weights import evaluate_weights, evaluation_due, part_ended, take_best
 from distill.training.checkpoint import load_checkpoint, newest_checkpoint, save_checkpoint
 from distill.training.finish import write_draft
 from distill.training.learning_curve import add_point
@@ -32,6 +31,7 @@ from distill.training.replay import decide_on_replay, enter_replay, is_replayed
 from distill.training.setup import Training, set_up
 from distill.training.step import STATES, scored_blocks
 from distill.training.trackers import tracked
+from distill.training.validation import evaluate_weights, evaluation_due, part_ended, take_best
 
 
 def train(recipe: Recipe, run: Run) -> list[Path]:
@@ -40,14 +40,15 @@ def train(recipe: Recipe, run: Run) -> list[Path]:
     training.json records the choice of weights and the decision on a replay. Raises DataError for a loss that is not
     finite, RunError where memory runs out; KeyboardInterrupt or SystemExit after Ctrl-C or SIGTERM, with all saved.
     """
-    with memory_explained(lambda: loading(recipe)):
+    with memory_explained(loading, recipe):
         work = set_up(recipe, run)
         resumed = resume(work)
     settings, state = work.settings, work.state
     if not resumed and settings.acceptance is not None:
         evaluate_weights(work)  # the untrained draft is a candidate too, so that nothing worse is ever taken
     clock = Clock(state["step"])
-    with StopRequest() as stop, memory_explained(lambda: stepping(work)), tracked(work.accelerator):
+    signals: list[int] = []  # the first one, which ends the command after the step
+    with noting(signals.append), memory_explained(stepping, work), tracked(work.accelerator):
         while state["step"] < work.steps:
             step = state["step"]
             part = part_at(work.parts, step)
@@ -70,14 +71,14 @@ def train(recipe: Recipe, run: Run) -> list[Path]:
                 evaluate_weights(work)
             add_point(work, part, evaluated)
             ended = part_ended(work, part)
-            asked = work.any_process(stop.signal is not None)
-            if state["step"] % settings.save_every == 0 or ended or asked:
+            stopping = work.any_process(bool(signals))
+            if state["step"] % settings.save_every == 0 or ended or stopping:
                 save(work)
-            if asked:
-                leave(work, stop)
-        if work.any_process(stop.signal is not None):  # during the search of a replay that found no rejection
-            leave(work, stop)
-    with memory_explained(lambda: writing(work)):
+            if stopping:
+                leave(work, signals)
+        if work.any_process(bool(signals)):  # during the search of a replay that found no rejection
+            leave(work, signals)
+    with memory_explained(writing, work):
         if is_replayed(work):
             decide_on_replay(work)
         else:
@@ -101,16 +102,19 @@ def save(work: Training) -> None:
     """Write a checkpoint."""
     state, began = work.state, time.monotonic()
     state["sparsity"] = work.penalty.state_dict() if work.penalty is not None else None
-    save_checkpoint(work.run, state["step"], work.learner, work.optimizer, work.settings.keep, state, work.is_main)
+    if work.is_main:
+        save_checkpoint(work.run, state["step"], work.learner, work.optimizer, work.settings.keep, state)
     work.run.record("checkpoint", step=state["step"], seconds=time.monotonic() - began)
 
 
-def leave(work: Training, stop: StopRequest) -> None:
-    """End the command with everything saved, in all processes, whichever of them got the signal."""
+def leave(work: Training, signals: list[int]) -> NoReturn:
+    """End the command as the signal would have, with everything saved, in all processes, whichever got the signal."""
     step = work.state["step"]
     work.run.say(f"  stopped and saved at step {step} of {work.steps}; the same command goes on there")
     barrier()  # torchrun ends all processes with the first, even one that is still writing the checkpoint
-    stop.leave()
+    if signal.SIGTERM in signals:
+        raise SystemExit(128 + signal.SIGTERM)
+    raise KeyboardInterrupt
 
 
 def one_step(work: Training, part: PlannedPart, step: int) -> dict[str, Any]:
@@ -129,34 +133,32 @@ def one_step(work: Training, part: PlannedPart, step: int) -> dict[str, Any]:
             accelerator.backward(total)
         vector = sums.vector if vector is None else vector + sums.vector
     assert vector is not None
-    found = dict(zip(sums.names, accelerator.reduce(vector, "sum").tolist(), strict=True))
-    positions = found.pop("positions")
+    totals = dict(zip(sums.names, accelerator.reduce(vector, "sum").tolist(), strict=True))
+    positions = totals.pop("positions")
     scored = max(1.0, positions)
     for parameter in learner.parameters():
         if parameter.grad is not None:  # the exchange took the mean over processes
             parameter.grad.mul_(accelerator.num_processes / scored)
     if step < settings.embedding_steps:
-        for parameter in work.body():
-            parameter.grad = None
+        for group in work.optimizer.param_groups:
+            if not group["outer"]:
+                for parameter in group["params"]:
+                    parameter.grad = None
     norm = float(accelerator.clip_grad_norm_(learner.parameters(), settings.clip))
     shares: dict[str, float] = {**part.loss.losses, **({STATES: on_states} if on_states else {})}
-    losses = {name: found.pop(f"loss/{name}") / scored for name in shares}
+    losses = {name: totals.pop(f"loss/{name}") / scored for name in shares}
     loss = sum(shares[name] * value for name, value in losses.items())
     if not math.isfinite(norm) or not math.isfinite(loss):
+        checkpoint = newest_checkpoint(work.run.path("checkpoints"))
+        left = "nothing was saved yet" if checkpoint is None else f"the last checkpoint, {checkpoint.name}, is kept"
         raise DataError(
             f"the loss or its gradient is not finite at step {step} (loss {loss}, gradient norm {norm})",
-            f"{_kept(work)}; lower train.rate or train.clip, or train in float32",
+            f"{left}; lower train.rate or train.clip, or train in float32",
         )
     work.optimizer.step()
     work.optimizer.zero_grad(set_to_none=True)
-    means = {name: value / scored for name, value in found.items()}
+    means = {name: value / scored for name, value in totals.items()}
     return {"loss": loss, "losses": losses, **means, "gradient_norm": norm, "tokens": int(positions)}
-
-
-def _kept(work: Training) -> str:
-    """What a training that stops without saving leaves behind."""
-    checkpoint = newest_checkpoint(work.run.path("checkpoints"))
-    return "nothing was saved yet" if checkpoint is None else f"the last checkpoint, {checkpoint.name}, is kept"
 
 
 class Clock:
@@ -201,30 +203,3 @@ def peak_memory_bytes(device: torch.device) -> int:
 
     scale = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale
-
-
-class StopRequest:
-    """Notes the first SIGINT or SIGTERM, so that the step is finished and saved; a second one ends the program at once.
-
-    A context manager.
-    """
-
-    def __init__(self) -> None:
-        self.signal: int | None = None
-        self._noting = noting(self._note)
-
-    def __enter__(self) -> StopRequest:
-        self._noting.__enter__()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._noting.__exit__(None, None, None)
-
-    def _note(self, number: int) -> None:
-        self.signal = number
-
-    def leave(self) -> None:
-        """End the command as the signal would have."""
-        if self.signal == signal.SIGTERM:
-            raise SystemExit(128 + signal.SIGTERM)
-        raise KeyboardInterrupt

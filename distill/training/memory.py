@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 
@@ -21,8 +22,8 @@ class OutOfMemory(RunError):
 
 
 @contextlib.contextmanager
-def memory_explained(advice: Callable[[], tuple[str, str]]) -> Iterator[None]:
-    """Turn torch's errors for exhausted memory into an OutOfMemory with the pair that `advice` returns.
+def memory_explained(advice: Callable[..., tuple[str, str]], *subject: Any) -> Iterator[None]:
+    """Turn torch's errors for exhausted memory into an OutOfMemory with the pair that `advice(*subject)` returns.
 
     The pair is (during which work, what to do now). `advice` is called only then; of nested ones, the innermost counts.
     Loaders report every error as a damaged file, so the causes of our own errors are examined too.
@@ -36,7 +37,7 @@ def memory_explained(advice: Callable[[], tuple[str, str]]) -> Iterator[None]:
         text = str(cause)
         if not isinstance(cause, (torch.OutOfMemoryError, MemoryError)) and not any(word in text for word in WORDS):
             raise
-        doing, hint = advice()
+        doing, hint = advice(*subject)
         first = (text.splitlines() or [type(cause).__name__])[0]
         raise OutOfMemory(f"memory ran out {doing}: {first}", hint) from error
 

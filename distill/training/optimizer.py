@@ -40,14 +40,12 @@ def make_optimizer(
     model: Any, settings: Train, penalised: Iterable[torch.nn.Parameter] = ()
 ) -> torch.optim.AdamW | MuonAndAdamW:
     """The recipe's optimizer of the parameters that learn; `penalised` are those that a sparsity penalty shrinks."""
-    betas = (settings.beta1, settings.beta2)
-    if settings.optimizer == "adamw":
-        return torch.optim.AdamW(
-            parameter_groups(model, settings.weight_decay, penalised), lr=settings.rate, betas=betas
-        )
+    betas, muon = (settings.beta1, settings.beta2), settings.optimizer == "muon"
     scale = (settings.matrix_rate or settings.rate) / settings.rate
-    groups = parameter_groups(model, settings.weight_decay, penalised, muon=True, scale=scale)
-    return MuonAndAdamW(groups, settings.rate, settings.momentum, betas)
+    groups = parameter_groups(model, settings.weight_decay, penalised, muon=muon, scale=scale)
+    if muon:
+        return MuonAndAdamW(groups, settings.rate, settings.momentum, betas)
+    return torch.optim.AdamW(groups, lr=settings.rate, betas=betas)
 
 
 def parameter_groups(
@@ -68,29 +66,21 @@ def parameter_groups(
     outer = {id(model.get_input_embeddings().weight), id(model.lm_head.weight)}
     # A table of positions is no map between activations either.
     tables = {id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Embedding)}
-    kinds: dict[tuple[bool, bool, bool], list[torch.nn.Parameter]] = {  # by outer, muon, and whether they decay
-        (True, False, True): [],
-        (False, muon, True): [],
-        (False, False, True): [],
-        (False, muon, False): [],
-        (False, False, False): [],
-    }
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            is_outer = id(parameter) in outer
-            orthogonal = muon and not is_outer and parameter.ndim == 2 and id(parameter) not in tables
-            decays = is_outer or (parameter.ndim >= 2 and id(parameter) not in spared)
-            kinds[is_outer, orthogonal, decays].append(parameter)
+    kinds: dict[tuple[bool, bool, bool], list[torch.nn.Parameter]] = {}  # by outer, whether they decay, and muon
+    for parameter in filter(lambda parameter: parameter.requires_grad, model.parameters()):
+        is_outer = id(parameter) in outer
+        decays = is_outer or (parameter.ndim >= 2 and id(parameter) not in spared)
+        orthogonal = muon and not is_outer and parameter.ndim == 2 and id(parameter) not in tables
+        kinds.setdefault((is_outer, decays, orthogonal), []).append(parameter)
     return [
         {
-            "params": found,
+            "params": kinds[is_outer, decays, orthogonal],
             "weight_decay": weight_decay if decays else 0.0,
             "outer": is_outer,
             "muon": orthogonal,
             "scale": scale if orthogonal else 1.0,
         }
-        for (is_outer, orthogonal, decays), found in kinds.items()
-        if found
+        for is_outer, decays, orthogonal in sorted(kinds, reverse=True)
     ]
 
 

@@ -59,14 +59,12 @@ def loss_settings(settings: Train, loss: Loss) -> LossSettings:
 
 def planned(settings: Train, temperature: float) -> list[PlannedPart]:
     """The training and, where asked for, its replay; `temperature` is the served sampler's."""
-    own = PROTOCOL_LOSS[protocol_of(settings, temperature)]
-    found = [PlannedPart("align", 0, settings.steps, settings.rate, loss_settings(settings, settings.loss or own))]
-    if settings.replay is not None:
-        replay = settings.replay
-        rate = replay.rate or settings.rate / 3
-        loss = loss_settings(settings, replay.loss or own)
-        found.append(PlannedPart(REPLAY, settings.steps, replay.steps, rate, loss))
-    return found
+    default, replay = PROTOCOL_LOSS[protocol_of(settings, temperature)], settings.replay
+    parts = [PlannedPart("align", 0, settings.steps, settings.rate, loss_settings(settings, settings.loss or default))]
+    if replay is not None:
+        loss = loss_settings(settings, replay.loss or default)
+        parts.append(PlannedPart(REPLAY, settings.steps, replay.steps, replay.rate or settings.rate / 3, loss))
+    return parts
 
 
 def part_at(parts: list[PlannedPart], step: int) -> PlannedPart:
@@ -111,15 +109,10 @@ def body_share(step: int, steps: int, settings: Train) -> float:
 
 def states_weight(part: PlannedPart, step: int, settings: Train) -> float:
     """The weight of the loss on hidden states in a step: a line from the first step down to 0; none in a replay."""
-    wanted = settings.hidden_states
-    if wanted is None or part.name == REPLAY:
+    states = settings.hidden_states
+    if states is None or part.name == REPLAY:
         return 0.0
-    return wanted.weight * max(0.0, 1 - step / (wanted.end * settings.steps))
-
-
-def first_part(recipe: Recipe) -> PlannedPart:
-    """The training without its replay, with whose loss and rate cuts are healed too."""
-    return planned(recipe.train, recipe.sampler.temperature)[0]
+    return states.weight * max(0.0, 1 - step / (states.end * settings.steps))
 
 
 def check_hidden_states(settings: Train, kind: str, draft: int, target: int) -> None:
@@ -162,8 +155,8 @@ def check_training(recipe: Recipe) -> list[str]:
         scale = (settings.matrix_rate or settings.rate) / settings.rate
         lines.append("train: the layers' matrices learn by Muon" + (f", at {scale:g} times the rate" * (scale != 1)))
     if settings.hidden_states is not None:
-        pull, last = settings.hidden_states, round(settings.hidden_states.end * settings.steps)
-        lines.append(f"train: {pull.weight:g} of the loss on hidden states at first, none from step {last} on")
+        weight, last = settings.hidden_states.weight, round(settings.hidden_states.end * settings.steps)
+        lines.append(f"train: {weight:g} of the loss on hidden states at first, none from step {last} on")
     chosen = "the last weights are taken"
     if settings.acceptance is not None and settings.sparsity is None:
         verifying = protocol_of(settings, recipe.sampler.temperature)

@@ -14,38 +14,42 @@ from typing import Any
 
 from distill.files import write_atomically, write_json
 from distill.intervals import paired_ratio_interval
-from distill.packing import Packed, pack
-from distill.processes import agree
+from distill.packing import PADDING, Packed, pack
 from distill.progress import Progress
 from distill.recipe import Replay
 from distill.speculative.decode import Decoded
 from distill.texts import Answer, Prompt, read_answers
-from distill.training.best_weights import take_best
 from distill.training.checkpoint import BEST, REPLAYED, load_weights, save_weights
 from distill.training.memory import memory_explained, replaying
 from distill.training.setup import Training
-from distill.training.validation import ServedTarget, served_draft, served_target, validation_prompts
+from distill.training.validation import (
+    ServedTarget,
+    measured_on_main,
+    served_target,
+    take_best,
+    validation_prompts,
+)
 
 BATCH = 16  # prompts decoded together
 
 
 def replay_prompts(answers: Sequence[Answer], count: int) -> list[Prompt]:
     """At most `count` of the answered prompts, spread evenly: generated and served ones in proportion, each once."""
-    once: dict[tuple[int, ...], Prompt] = {}
-    for one in answers:
-        once.setdefault(tuple(one.prompt), Prompt(one.id, one.prompt, one.source))
-    found, taken = list(once.values()), min(count, len(once))
-    return [found[number * len(found) // taken] for number in range(taken)]
+    prompts: dict[tuple[int, ...], Prompt] = {}
+    for answer in answers:
+        prompts.setdefault(tuple(answer.prompt), Prompt(answer.id, answer.prompt, answer.source))
+    distinct, taken = list(prompts.values()), min(count, len(prompts))
+    return [distinct[number * len(distinct) // taken] for number in range(taken)]
 
 
 def rejected_positions(prompt: int, text: Decoded) -> list[int]:
     """Indices, in prompt and text, of the tokens with which the target replaced a rejected drafted token."""
-    found, at = [], prompt + 1  # the first token comes from the prompt's own pass, before any round
-    for one in text.rounds:
-        if one.accepted < one.drafted and at + one.accepted < prompt + len(text.tokens):
-            found.append(at + one.accepted)
-        at += one.accepted + 1
-    return found
+    positions, at = [], prompt + 1  # the first token comes from the prompt's own pass, before any round
+    for own in text.rounds:
+        if own.accepted < own.drafted and at + own.accepted < prompt + len(text.tokens):
+            positions.append(at + own.accepted)
+        at += own.accepted + 1
+    return positions
 
 
 def pack_rejected(prompts: Sequence[Prompt], texts: Sequence[Decoded], block: int) -> Packed:
@@ -58,15 +62,9 @@ def pack_rejected(prompts: Sequence[Prompt], texts: Sequence[Decoded], block: in
     rows = [(ids, marks) for ids, marks in rows if marks]
     packed = pack(((ids, 1) for ids, _ in rows), block, split_long=False)
     packed.mask.zero_()
-    place = iter(rows)
-    for index in range(len(packed)):
-        documents = packed.documents[index]
-        for document in range(int(documents.max()) + 1):
-            start = int((documents == document).nonzero()[0])
-            _, marks = next(place)
-            for at in marks:
-                packed.mask[index, start + at - 1] = True
-    assert next(place, None) is None, "a text was lost in packing"
+    starts = ((packed.positions == 0) & (packed.documents != PADDING)).nonzero().tolist()
+    for (index, start), (_, marks) in zip(starts, rows, strict=True):
+        packed.mask[index, [start + at - 1 for at in marks]] = True
     return packed
 
 
@@ -106,16 +104,17 @@ def compare_rounds(
     """
 
     def sums(texts: Sequence[Decoded]) -> tuple[list[float], list[float]]:
-        tokens = [float(sum(one.accepted + 1 for one in text.rounds)) for text in texts]
+        tokens = [float(sum(own.accepted + 1 for own in text.rounds)) for text in texts]
         return tokens, [float(len(text.rounds)) for text in texts]
 
-    found = paired_ratio_interval(*sums(before), *sums(after), resamples, confidence)
+    (old_tokens, old_rounds), (new_tokens, new_rounds) = sums(before), sums(after)
+    difference = paired_ratio_interval(old_tokens, old_rounds, new_tokens, new_rounds, resamples, confidence)
     return {
-        "before": sum(sums(before)[0]) / max(1.0, sum(sums(before)[1])),
-        "after": sum(sums(after)[0]) / max(1.0, sum(sums(after)[1])),
-        "difference": asdict(found),
+        "before": sum(old_tokens) / max(1.0, sum(old_rounds)),
+        "after": sum(new_tokens) / max(1.0, sum(new_rounds)),
+        "difference": asdict(difference),
         "prompts": len(before),
-        "kept": found.low > 0,
+        "kept": difference.low > 0,
     }
 
 
@@ -128,28 +127,29 @@ def enter_replay(work: Training) -> bool:
         take_best(work)
         if work.state["best"] is None:
             save_weights(run, BEST, work.learner, work.is_main)
-        found = None
-        with memory_explained(lambda: replaying(work)), served_draft(work) as draft:
-            if work.is_main:
-                prompts = replay_prompts(read_answers(run, "train"), settings.prompts)
-                found = collect(served_target(work), draft, prompts, settings, work.recipe.corpus.block, path)
-        work.state["replay"] = found = agree(found)
-        run.say("  replay: {rejected} rejected positions in {rounds} rounds of {prompts} prompts".format_map(found))
+
+        def collected(draft: Any) -> dict[str, Any]:
+            prompts = replay_prompts(read_answers(run, "train"), settings.prompts)
+            return collect(served_target(work), draft, prompts, settings, work.recipe.corpus.block, path)
+
+        with memory_explained(replaying, work):
+            work.state["replay"] = figures = measured_on_main(work, collected)
+        run.say("  replay: {rejected} rejected positions in {rounds} rounds of {prompts} prompts".format_map(figures))
     packed = Packed.load(path)
     if not len(packed):
         run.say("  replay: nothing was rejected, so there is nothing to learn")
         if work.is_main:
             write_json(run.path("replay", "decision.json"), {"collected": work.state["replay"], "kept": False})
         return False
-    with memory_explained(lambda: replaying(work)):  # the target, which other processes have not loaded yet
+    with memory_explained(replaying, work):  # the target, which other processes have not loaded yet
         work.replayed = work.online(packed)
     return True
 
 
 def is_replayed(work: Training) -> bool:
     """Whether the present weights were trained on the replay, in this command or in the one that it resumes."""
-    found = work.state.get("replay")
-    return found is not None and found["blocks"] > 0 and work.state["step"] == work.steps
+    collected = work.state.get("replay")
+    return collected is not None and collected["blocks"] > 0 and work.state["step"] == work.steps
 
 
 def decide_on_replay(work: Training) -> None:
@@ -161,21 +161,20 @@ def decide_on_replay(work: Training) -> None:
     decoded: list[list[Decoded]] = []
     for name in (BEST, REPLAYED):
         load_weights(run, name, work.learner)
-        with memory_explained(lambda: replaying(work)), served_draft(work) as draft:
-            if work.is_main:
-                decoded.append(decode_all(served_target(work), draft, prompts, settings))
-    found = None
+        with memory_explained(replaying, work):
+            decoded.append(
+                measured_on_main(work, lambda draft: decode_all(served_target(work), draft, prompts, settings))
+            )
+    evaluation = work.recipe.eval
+    decision = compare_rounds(decoded[0], decoded[1], evaluation.resamples, evaluation.confidence)
     if work.is_main:
-        evaluation = work.recipe.eval
-        found = compare_rounds(decoded[0], decoded[1], evaluation.resamples, evaluation.confidence)
-        found |= {"collected": work.state["replay"], "confidence": evaluation.confidence}
-        write_json(run.path("replay", "decision.json"), found)
-    found = agree(found)
-    if not found["kept"]:
+        record = decision | {"collected": work.state["replay"], "confidence": evaluation.confidence}
+        write_json(run.path("replay", "decision.json"), record)
+    if not decision["kept"]:
         load_weights(run, BEST, work.learner)
-    gain = found["difference"]
+    gain = decision["difference"]
     run.say(
-        f"  replay: tokens per round {found['before']:.3f} -> {found['after']:.3f} on {found['prompts']} validation "
-        f"prompts, {gain['mean']:+.3f} [{gain['low']:+.3f}, {gain['high']:+.3f}]: "
-        + ("kept" if found["kept"] else "not kept, the weights before it are taken")
+        f"  replay: tokens per round {decision['before']:.3f} -> {decision['after']:.3f} on {decision['prompts']} "
+        f"validation prompts, {gain['mean']:+.3f} [{gain['low']:+.3f}, {gain['high']:+.3f}]: "
+        + ("kept" if decision["kept"] else "not kept, the weights before it are taken")
     )

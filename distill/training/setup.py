@@ -6,7 +6,6 @@ Legend: b blocks of a step.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +20,7 @@ from distill.processes import process_count
 from distill.recipe import Recipe, Train
 from distill.run import Run
 from distill.surgery.sparsity.group_lasso import GroupLasso
+from distill.surgery.sparsity.ramp import Penalty
 from distill.surgery.sparsity.unstructured import UnstructuredL1
 from distill.teacher.distributions import LogitForm, logit_form
 from distill.teacher.source import OnlineTarget, TeacherSource, open_teacher, require_fit
@@ -33,16 +33,8 @@ from distill.training.plan import REPLAY, PlannedPart, check_hidden_states, plan
 from distill.training.step import Columns, Learner, batch_blocks, split_blocks
 from distill.training.trackers import require_trackers, start_trackers
 
-Penalty = GroupLasso | UnstructuredL1
-
-
-def new_state() -> dict[str, Any]:
-    """The state before the first step.
-
-    `tokens` counted in the loss. `curve` holds the points of the learning curve, measured on `texts`.
-    """
-    learning: dict[str, Any] = {"tokens": 0, "texts": None, "curve": []}
-    return {"step": 0, "best": None, "misses": 0, "sparsity": None, **learning}
+# The state before the first step. `tokens` counted in the loss; the points of `curve` are measured on `texts`.
+START = {"step": 0, "best": None, "misses": 0, "sparsity": None, "tokens": 0, "texts": None}
 
 
 @dataclass
@@ -61,7 +53,7 @@ class Training:
     target: Any = None  # of an online teacher; else loaded on first use
     replayed: TeacherSource | None = None
     held_out: Any = None  # its StoredAnswers, opened on first use, where the target is not loaded
-    state: dict[str, Any] = field(default_factory=new_state)
+    state: dict[str, Any] = field(default_factory=lambda: {**START, "curve": []})
 
     @property
     def settings(self) -> Train:
@@ -88,21 +80,17 @@ class Training:
         if part.name == REPLAY:
             assert settings.replay is not None and self.replayed is not None
             replayed = min(settings.batch, max(1, round(settings.replay.share * settings.batch)))
-        parts = [(self.source, _blocks(self.source, step, settings.batch - replayed, self.recipe.seed))]
+        shares = [(self.source, step, settings.batch - replayed)]
         if self.replayed is not None and replayed:
-            parts.append((self.replayed, _blocks(self.replayed, step - part.first, replayed, self.recipe.seed)))
-        found: list[tuple[TeacherSource, Tensor]] = []
+            shares.append((self.replayed, step - part.first, replayed))
+        micro_batches: list[tuple[TeacherSource, Tensor]] = []
         before = 0  # blocks of the previous sources: the next source starts with the processes that have fewer of them
-        for source, blocks in parts:
+        for source, source_step, count in shares:
+            blocks = batch_blocks(source_step, count, source.blocks, self.recipe.seed)
             pieces = split_blocks(blocks, (rank - before) % ranks, ranks, settings.micro_batch)
-            found += [(source, piece) for piece in pieces]
-            before += len(blocks)
-        return found
-
-    def body(self) -> Iterator[torch.nn.Parameter]:
-        """All parameters but the input embedding and the head."""
-        outer = ("embed_tokens.weight", "lm_head.weight", "wte.weight")
-        return (p for name, p in self.learner.named_parameters() if not name.endswith(outer))
+            micro_batches += [(source, piece) for piece in pieces]
+            before += count
+        return micro_batches
 
     def any_process(self, flag: bool) -> bool:
         """Whether the flag is set in any process."""
@@ -123,10 +111,6 @@ class Training:
     def online(self, packed: Packed) -> TeacherSource:
         """The target's distributions on other blocks, computed on demand."""
         return OnlineTarget(self.loaded_target(), packed, self.source.manifest, self.recipe.teacher.batch)
-
-
-def _blocks(source: TeacherSource, step: int, count: int, seed: int) -> Tensor:
-    return batch_blocks(step, count, source.blocks, seed) if count else torch.empty(0, dtype=torch.long)
 
 
 def require_processes(recipe: Recipe, device: torch.device) -> None:
@@ -205,15 +189,14 @@ def load_draft(recipe: Recipe, run: Run, device: torch.device) -> Any:
 
 def penalty_of(model: Any, settings: Train) -> Penalty | None:
     """The penalty that a recipe asks for; None without one."""
-    wanted = settings.sparsity
-    if wanted is None:
+    sparsity = settings.sparsity
+    if sparsity is None:
         return None
     start = settings.embedding_steps / settings.steps  # frozen neurons cannot adapt to a penalty
-    if wanted.method == "group":
-        assert wanted.mlp_width is not None
-        return GroupLasso(model, wanted.mlp_width, settings.steps, start=start, ramp=wanted.ramp)
-    assert wanted.share is not None
-    return UnstructuredL1(model, settings.steps, sparsity=wanted.share, start=start, ramp=wanted.ramp)
+    if sparsity.mlp_width is not None:
+        return GroupLasso(model, sparsity.mlp_width, settings.steps, start=start, ramp=sparsity.ramp)
+    assert sparsity.share is not None
+    return UnstructuredL1(model, settings.steps, sparsity=sparsity.share, start=start, ramp=sparsity.ramp)
 
 
 def set_up(recipe: Recipe, run: Run) -> Training:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,17 +24,6 @@ from distill.training.optimizer import make_optimizer, set_rates
 from distill.training.plan import PlannedPart, rate_share
 
 STATES = "hidden_states"  # the name of the loss on them
-
-
-class Source(Protocol):
-    """Blocks with the target's distributions on them, as `open_teacher` returns them."""
-
-    packed: Packed
-    blocks: int
-
-    def teacher(self, index: Tensor, device: torch.device) -> Teacher:
-        """The distributions at the scored positions of the blocks at `index`, in order."""
-        ...
 
 
 class Columns:
@@ -119,10 +108,9 @@ def on_device(blocks: Packed, device: torch.device) -> Packed:
 
 def batch_blocks(step: int, batch: int, count: int, seed: int) -> Tensor:
     """Indices [b] of the blocks of one step: a pure function, so that a resumed run sees the same data."""
-    wanted = range(step * batch, (step + 1) * batch)
-    epochs = {index // count for index in wanted}
-    orders = {epoch: epoch_order(count, seed, epoch) for epoch in epochs}
-    return torch.tensor([int(orders[index // count][index % count]) for index in wanted])
+    places = [divmod(number, count) for number in range(step * batch, (step + 1) * batch)]
+    orders = {epoch: epoch_order(count, seed, epoch) for epoch in {epoch for epoch, _ in places}}
+    return torch.tensor([int(orders[epoch][place]) for epoch, place in places], dtype=torch.long)
 
 
 def split_blocks(blocks: Tensor, rank: int, ranks: int, size: int | None) -> list[Tensor]:
@@ -130,10 +118,10 @@ def split_blocks(blocks: Tensor, rank: int, ranks: int, size: int | None) -> lis
 
     There are as many pieces in every process; the last one is empty where a process has no blocks left for it.
     """
-    most = -(-len(blocks) // ranks)
+    share = -(-len(blocks) // ranks)
     own = blocks[rank::ranks]
-    size = size or max(1, most)
-    return [own[start : start + size] for start in range(0, most, size)]
+    size = size or max(1, share)
+    return [own[start : start + size] for start in range(0, share, size)]
 
 
 def scored_blocks(source: TeacherSource, index: Tensor, device: torch.device) -> tuple[Packed, Teacher]:
@@ -149,25 +137,16 @@ def scored_blocks(source: TeacherSource, index: Tensor, device: torch.device) ->
     return replace(blocks, mask=torch.zeros_like(blocks.mask)), distributions
 
 
-def heal(
-    model: Any,
-    source: Source,
-    settings: Train,
-    part: PlannedPart,
-    steps: int,
-    seed: int,
-    vocabulary: int,
-) -> float:
-    """Train a cut model in place for a few steps, to compare cuts; the mean loss of the last tenth of the steps.
+def heal(model: Any, source: TeacherSource, settings: Train, part: PlannedPart, steps: int, seed: int) -> None:
+    """Train a cut model in place for a few steps, to compare cuts.
 
     Loss and rate are those of `part`, the recipe's first one; the recipe's optimizer, and its schedule over these steps
-    alone; fp32, one process. `vocabulary` tokens are real.
+    alone; fp32, one process.
     """
     device = next(model.parameters()).device
-    learner = Learner(model, Columns(vocabulary, None, device), settings.chunk)
+    learner = Learner(model, Columns(source.vocabulary, None, device), settings.chunk)
     optimizer = make_optimizer(model, settings)
     model.train()
-    losses: list[float] = []
     for step in range(steps):
         index = batch_blocks(step, settings.batch, source.blocks, seed)
         blocks = on_device(source.packed.take(index), device)
@@ -179,12 +158,9 @@ def heal(
         set_rates(optimizer, rate, rate)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        losses.append(loss.item())
-        if not math.isfinite(losses[-1]):
+        if not math.isfinite(loss.item()):
             raise DataError(
-                f"the loss is not finite at step {step} of the healing that compares cuts (loss {losses[-1]})",
+                f"the loss is not finite at step {step} of the healing that compares cuts (loss {loss.item()})",
                 "check the target's and the donor's weights, or lower train.rate",
             )
     model.eval()
-    tail = losses[-max(1, steps // 10) :]
-    return sum(tail) / len(tail) if tail else float("nan")

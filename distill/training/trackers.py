@@ -46,8 +46,8 @@ def _wandb_can_log() -> bool:
     named = os.environ.get("NETRC")
     for path in [Path(named)] if named else [Path.home() / ".netrc", Path.home() / "_netrc"]:
         with contextlib.suppress(netrc.NetrcParseError, OSError):
-            found = netrc.netrc(path).authenticators(host)
-            if found is not None and found[2]:
+            login = netrc.netrc(path).authenticators(host)
+            if login is not None and login[2]:
                 return True
     return False
 

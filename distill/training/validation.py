@@ -1,4 +1,4 @@
-"""Acceptance of the present weights on the validation split: drafts are decoded and verified as they will be served.
+"""Acceptance on the validation split: drafts are decoded and verified as they will be served, and the best are kept.
 
 Where the target is not loaded, nothing is decoded: at each position of its validation answers, the stored distribution
 and the draft's give the chance that a drafted token is accepted, and α is the mean. Legend: B prompts, γ draft length,
@@ -8,10 +8,10 @@ S positions, c of them at once, V vocabulary.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,7 +23,8 @@ from distill.models.packed_forward import hidden_states
 from distill.models.trimmed_head import KeptHead
 from distill.processes import agree
 from distill.recipe import Recipe
-from distill.results.training_results import STORED
+from distill.results.serialise import from_json
+from distill.results.training_results import ACCEPTANCE_STAGE, STORED, EvaluatedWeights
 from distill.run import Run
 from distill.sampler import Sampler
 from distill.speculative.batch import decode_batch
@@ -33,30 +34,27 @@ from distill.teacher.distributions import TeacherChunk
 from distill.teacher.held_out import held_out
 from distill.teacher.store import TeacherStore
 from distill.texts import Prompt, prompt_seed, read_prompts
-from distill.training.plan import Verifying, protocol_of
+from distill.training.checkpoint import BEST, load_weights, save_weights
+from distill.training.memory import evaluating, memory_explained
+from distill.training.plan import REPLAY, PlannedPart, Verifying, protocol_of
 from distill.training.setup import Training
 
+Item = TypeVar("Item")
 VERIFIERS: dict[Verifying, str] = {"sampling": "token", "match": "match", "greedy": "greedy"}
 
 
-@dataclass(frozen=True)
 class ServedTarget:
-    """A target and how it verifies drafts; `vocabulary` real tokens, `ends` end a text."""
+    """A target and how it verifies drafts; `vocabulary` real tokens, `ends` end a text.
 
-    model: Any
-    vocabulary: int
-    ends: Sequence[int]
-    sampler: Sampler
-    protocol: Verifying
-    seed: int
+    Greedy verification decodes greedily, whatever the sampler.
+    """
 
-    @classmethod
-    def of(
-        cls, model: Any, vocabulary: int, ends: Sequence[int], sampler: Sampler, protocol: Verifying, seed: int
-    ) -> ServedTarget:
-        """Of a protocol: greedy verification decodes greedily, whatever the sampler."""
-        served = Sampler(temperature=0) if protocol == "greedy" else sampler
-        return cls(model.eval(), vocabulary, tuple(ends), served, protocol, seed)
+    def __init__(
+        self, model: Any, vocabulary: int, ends: Sequence[int], sampler: Sampler, protocol: Verifying, seed: int
+    ) -> None:
+        self.model, self.vocabulary, self.ends = model.eval(), vocabulary, tuple(ends)
+        self.sampler = Sampler(temperature=0) if protocol == "greedy" else sampler
+        self.protocol, self.seed = protocol, seed
 
     def decode(self, draft: Any, prompts: Sequence[Prompt], new_tokens: int, length: int) -> list[Decoded]:
         """Decode B prompts together with γ = `length`; each has random numbers of its own, the same at every call."""
@@ -78,12 +76,12 @@ class ServedTarget:
             ids = torch.tensor([[*prompt.ids, *text]], device=self.model.device)
             own, drafts = (self._logits(model, ids, len(text)) for model in (self.model, draft))
             if self.protocol == "greedy":
-                found = divergences.acceptance_greedy(own, drafts)
+                chances = divergences.acceptance_greedy(own, drafts)
             elif self.protocol == "match":
-                found = divergences.acceptance_match(self.sampler.probabilities(own), drafts)
+                chances = divergences.acceptance_match(self.sampler.probabilities(own), drafts)
             else:
-                found = divergences.acceptance_sampling(*map(self.sampler.probabilities, (own, drafts)))
-            sums.append(round(float(found.double().sum()), 6))
+                chances = divergences.acceptance_sampling(*map(self.sampler.probabilities, (own, drafts)))
+            sums.append(round(float(chances.double().sum()), 6))
         return sums
 
     def _logits(self, model: Any, ids: Tensor, count: int) -> Tensor:
@@ -97,8 +95,8 @@ def decoded_acceptance(texts: Sequence[Decoded]) -> dict[str, Any]:
 
     And of each text how many drafted tokens were accepted and reached, from which intervals follow.
     """
-    accepted = [sum(one.accepted for one in text.rounds) for text in texts]
-    missed = [sum(one.accepted < one.drafted for one in text.rounds) for text in texts]
+    accepted = [sum(own.accepted for own in text.rounds) for text in texts]
+    missed = [sum(own.accepted < own.drafted for own in text.rounds) for text in texts]
     reached = [hit + miss for hit, miss in zip(accepted, missed, strict=True)]
     rounds = sum(len(text.rounds) for text in texts)
     return {
@@ -130,7 +128,7 @@ class StoredAnswers:
     @torch.inference_mode()
     def acceptance(self, draft: Any, protocol: Verifying, chunk: int) -> dict[str, Any]:
         """α of a draft: the mean of the least chances, by which weights are chosen, and that of the largest."""
-        least = most = 0.0
+        least = largest = 0.0
         positions = 0
         for block in range(self.blocks):
             index = torch.tensor([block])
@@ -145,10 +143,10 @@ class StoredAnswers:
                 logits = draft.lm_head(hidden[rows]).float()
                 logits[:, self.store.vocabulary :] = -torch.inf
                 low, high = stored_chances(teacher.chunk(rows), logits, protocol)
-                least, most = least + float(low.double().sum()), most + float(high.double().sum())
+                least, largest = least + float(low.double().sum()), largest + float(high.double().sum())
             positions += len(hidden)
         count = max(1, positions)
-        return {"acceptance": least / count, "most": most / count, "positions": positions, "measure": STORED}
+        return {"acceptance": least / count, "most": largest / count, "positions": positions, "measure": STORED}
 
 
 # ── of a training in progress ──
@@ -170,11 +168,13 @@ def served_form(draft: Any, kept: Sequence[int] | None) -> Iterator[Any]:
         draft.train(training)
 
 
-@contextmanager
-def served_draft(work: Training) -> Iterator[Any]:
-    """The present weights in their served form, for the main process to decode with; every process must enter it."""
+def measured_on_main(work: Training, measure: Callable[[Any], Item]) -> Item:
+    """What `measure` gives for the present weights in their served form, computed by the main process and the same in
+    every process; every process must call it."""
     with served_form(work.draft(), work.kept) as draft, torch.compiler.set_stance("force_eager"):
-        yield draft
+        value = measure(draft) if work.is_main else None
+    agreed: Item = agree(value)
+    return agreed
 
 
 def served_target(work: Training) -> ServedTarget:
@@ -182,52 +182,102 @@ def served_target(work: Training) -> ServedTarget:
     recipe, model = work.recipe, work.loaded_target()
     ends = end_ids(model.config, load_tokenizer(recipe.target.model))
     protocol = protocol_of(recipe.train, recipe.sampler.temperature)
-    return ServedTarget.of(model, work.source.vocabulary, ends, Sampler.of(recipe.sampler), protocol, recipe.seed)
+    return ServedTarget(model, work.source.vocabulary, ends, Sampler.of(recipe.sampler), protocol, recipe.seed)
 
 
 def validation_prompts(work: Training) -> tuple[list[Prompt], list[Prompt]]:
     """Validation prompts: those for the choice of weights, and the others, for the decision on a replay."""
     prompts = read_prompts(work.run, "validation")
-    first = work.settings.acceptance.prompts if work.settings.acceptance else 0
-    judges = work.settings.replay.judges if work.settings.replay else 0
-    return prompts[:first], prompts[first : first + judges]
+    choosing = work.settings.acceptance.prompts if work.settings.acceptance else 0
+    judging = work.settings.replay.judges if work.settings.replay else 0
+    return prompts[:choosing], prompts[choosing : choosing + judging]
 
 
 def measure_acceptance(work: Training) -> dict[str, Any]:
     """The acceptance of the present weights on the validation prompts, the same in every process.
 
-    The first texts that are decoded, whose distribution is the target's alone, are kept for `expected_acceptance`.
+    Decoded with the target: the first texts, whose distribution is the target's alone, are kept for
+    `expected_acceptance`. Where the target is not loaded: α on its stored distributions.
     """
-    found = texts = None
-    with served_draft(work) as draft:
-        if work.is_main:
-            found, texts = _acceptance(work, draft)
-    if work.state["texts"] is None:
-        work.state["texts"] = agree(texts)
-    agreed: dict[str, Any] = agree(found)
-    return agreed
-
-
-def _acceptance(work: Training, draft: Any) -> tuple[dict[str, Any], list[list[int]] | None]:
-    """Decoded with the target, and the texts; where that is not loaded, α on its stored distributions, and None."""
     settings = work.settings.acceptance
     assert settings is not None
-    if work.recipe.target.load:
+
+    def decoded(draft: Any) -> tuple[dict[str, Any], list[list[int]] | None]:
         prompts, _ = validation_prompts(work)
-        decoded = served_target(work).decode(draft, prompts, settings.new_tokens, settings.length)
-        return decoded_acceptance(decoded), [text.tokens for text in decoded]
-    work.held_out = work.held_out or StoredAnswers(work.recipe, work.run)
-    protocol = protocol_of(work.settings, work.recipe.sampler.temperature)
-    return work.held_out.acceptance(draft, protocol, work.settings.chunk), None
+        texts = served_target(work).decode(draft, prompts, settings.new_tokens, settings.length)
+        return decoded_acceptance(texts), [text.tokens for text in texts]
+
+    def stored(draft: Any) -> tuple[dict[str, Any], list[list[int]] | None]:
+        work.held_out = work.held_out or StoredAnswers(work.recipe, work.run)
+        protocol = protocol_of(work.settings, work.recipe.sampler.temperature)
+        return work.held_out.acceptance(draft, protocol, work.settings.chunk), None
+
+    figures, texts = measured_on_main(work, decoded if work.recipe.target.load else stored)
+    if work.state["texts"] is None:
+        work.state["texts"] = texts
+    return figures
 
 
 def expected_acceptance(work: Training) -> list[float]:
     """Of each validation prompt, the present weights' probability to be accepted, summed over its text in
     `state["texts"]`; the same in every process."""
-    found = None
-    with served_draft(work) as draft:
-        if work.is_main:
-            prompts, _ = validation_prompts(work)
-            found = served_target(work).expected(draft, prompts, work.state["texts"])
-    agreed: list[float] = agree(found)
-    return agreed
+
+    def measure(draft: Any) -> list[float]:
+        return served_target(work).expected(draft, validation_prompts(work)[0], work.state["texts"])
+
+    return measured_on_main(work, measure)
+
+
+# ── the choice of weights ──
+
+
+def evaluation_due(work: Training, part: PlannedPart) -> bool:
+    """Whether the weights are evaluated after this step: at intervals and at the end before a replay."""
+    settings, step = work.settings.acceptance, work.state["step"]
+    if settings is None or part.name == REPLAY:
+        return False
+    return step == part.end or step % settings.every == 0
+
+
+def evaluate_weights(work: Training) -> None:
+    """Measure the present weights and keep them if they are the best so far."""
+    state, step, began = work.state, work.state["step"], time.monotonic()
+    with memory_explained(evaluating, work):
+        measured = measure_acceptance(work)
+    figures = {name: value for name, value in measured.items() if not isinstance(value, list)}
+    seconds = time.monotonic() - began
+    work.run.record(ACCEPTANCE_STAGE, step=step, **measured, tokens=state["tokens"], seconds=seconds)
+    sent = {f"validation/{name}": value for name, value in figures.items() if name != "measure"}
+    work.accelerator.log(sent, step=step)
+    shown = from_json({"step": step, **figures}, EvaluatedWeights, "the evaluation")
+    best = state["best"]
+    better = best is None or figures["acceptance"] > best["acceptance"]
+    state["misses"] = 0 if better else state["misses"] + 1
+    if better:
+        state["best"] = {"step": step, **figures}
+        save_weights(work.run, BEST, work.learner, work.is_main)
+    work.run.say(
+        f"  step {step}: {shown.words}"
+        + (" (the best so far)" if better else f" (best {best['acceptance']:.3f} at step {best['step']})")
+    )
+
+
+def part_ended(work: Training, part: PlannedPart) -> bool:
+    """Whether the training or its replay is over, by its steps or because patience ran out."""
+    settings, state = work.settings.acceptance, work.state
+    if state["step"] < part.end:
+        if settings is None or settings.patience is None or state["misses"] < settings.patience:
+            return False
+        work.run.say(f"  the training ends early: {state['misses']} evaluations without a better one")
+    state["step"], state["misses"] = part.end, 0
+    return True
+
+
+def take_best(work: Training) -> None:
+    """Go back to the best weights; without evaluations, or under a sparsity penalty, the last ones stay."""
+    best = work.state["best"]
+    if best is None or work.penalty is not None:
+        return
+    load_weights(work.run, BEST, work.learner)
+    shown = from_json(best, EvaluatedWeights, "the last checkpoint").words
+    work.run.say(f"  the weights of step {best['step']} are taken: {shown}")

@@ -27,15 +27,16 @@ def begun(world: Path) -> Iterator[Path]:
         yield folder / "tiny"
 
 
-def run_with(begun: Path, world: Path, tmp_path: Path, until: str, **changes: Any) -> tuple[int, Path]:
-    """A copy of the begun run, gone on with other draft and train settings; the exit status and the run's folder."""
+def run_with(begun: Path, world: Path, tmp_path: Path, until: str, status: int = 0, **changes: Any) -> Path:
+    """A copy of the begun run, gone on with other draft and train settings to this exit status; the run's folder."""
     values = copy.deepcopy(tiny.recipe_values(world))
     for section, value in changes.items():
         values[section] = values[section] | value
     # A recipe's paths start at its own folder.
     recipe = tiny.write_recipe(world / f"{tmp_path.name}.yaml", values)
     shutil.copytree(begun, tmp_path / "tiny")
-    return tiny.call("train", recipe, "--runs", tmp_path, "--until", until), tmp_path / "tiny"
+    assert tiny.call("train", recipe, "--runs", tmp_path, "--until", until) == status
+    return tmp_path / "tiny"
 
 
 def read(path: Path) -> Any:
@@ -43,14 +44,9 @@ def read(path: Path) -> Any:
 
 
 def test_transplanted_donor_becomes_a_draft(begun: Path, world: Path, tmp_path: Path) -> None:
-    draft = {
-        "donor": "./donor",
-        "transplant": {"overrides": {"<|endoftext|>": "pass\n"}},
-        "layers": None,
-        "mlp_width": None,
-    }
-    status, run = run_with(begun, world, tmp_path, "eval", cut=draft, train={"embedding_steps": 3, "acceptance": None})
-    assert status == 0
+    transplant = {"overrides": {"<|endoftext|>": "pass\n"}}
+    draft = {"donor": "./donor", "transplant": transplant, "layers": None, "mlp_width": None}
+    run = run_with(begun, world, tmp_path, "eval", cut=draft, train={"embedding_steps": 3, "acceptance": None})
     change = read(run / "cut" / "surgery.json")["changes"][0]
     assert change["operation"] == "transplant" and change["details"]["zeros"] == 0
     assert change["details"]["overrides"] == 1 and change["kl_after"] > 0
@@ -68,8 +64,7 @@ def test_transplanted_donor_becomes_a_draft(begun: Path, world: Path, tmp_path: 
 
 
 def test_only_the_embeddings_move_at_first(begun: Path, world: Path, tmp_path: Path) -> None:
-    status, run = run_with(begun, world, tmp_path, "train", train={"embedding_steps": 8, "acceptance": None})
-    assert status == 0
+    run = run_with(begun, world, tmp_path, "train", train={"embedding_steps": 8, "acceptance": None})
     before, after = (AutoModelForCausalLM.from_pretrained(run / name).state_dict() for name in ("cut", "draft"))
     moved = {name for name in before if not torch.equal(before[name], after[name])}
     assert moved == {"model.embed_tokens.weight", "lm_head.weight"}
@@ -80,21 +75,20 @@ def test_another_vocabulary_needs_a_transplant(
 ) -> None:
     before = tiny.contents(begun)
     draft = {"donor": "./donor", "layers": None, "mlp_width": None}
-    status, run = run_with(begun, world, tmp_path, "cut", cut=draft)
-    assert status == 2 and "cut.transplant" in capsys.readouterr().err
+    run = run_with(begun, world, tmp_path, "cut", 2, cut=draft)
+    assert "cut.transplant" in capsys.readouterr().err
     assert tiny.contents(run) == before
 
 
 def test_trimmed_draft(begun: Path, world: Path, tmp_path: Path) -> None:
-    status, run = run_with(begun, world, tmp_path, "eval", cut={"trim": {"mass": 0.5}}, target={"model": "./target"})
-    assert status == 0
+    run = run_with(begun, world, tmp_path, "eval", cut={"trim": {"mass": 0.5}}, target={"model": "./target"})
     kept = read(run / "draft" / "kept_tokens.json")
     assert kept == read(run / "cut" / "kept_tokens.json")
     assert len(kept["kept"]) in (256, 400 // 256 * 256, kept["vocabulary"]) and min(kept["mass"].values()) >= 0.5
     before, after = (AutoModelForCausalLM.from_pretrained(run / name).state_dict() for name in ("cut", "draft"))
     domains = read(run / "eval.json")["domains"]["answers"]
     assert set(domains) == {"before", "after", "after, full head"}
-    assert domains["after"]["acceptance_ceiling"]["mean"] <= 1
+    assert domains["after"]["acceptance_ceiling"]["mean"] <= 1 + 1e-6  # a sum of probabilities in fp32
     assert domains["after, full head"]["acceptance_ceiling"]["mean"] == pytest.approx(1, abs=1e-5)
     assert before.keys() == after.keys()
 
@@ -104,8 +98,7 @@ def test_search_takes_the_best_cut_and_goes_on_where_it_was(
 ) -> None:
     search = {"layers": [1, 2], "mlp_width": [64, 128], "heal_steps": 2, "max_length": 4}
     draft = {"layers": None, "mlp_width": None, "search": search}
-    status, run = run_with(begun, world, tmp_path, "cut", cut=draft)
-    assert status == 0
+    run = run_with(begun, world, tmp_path, "cut", cut=draft)
     report = read(run / "search" / "search.json")
     names = {point["name"] for point in report["points"]}
     assert names == {f"{layers} layers, MLP {width}" for layers in (1, 2) for width in (64, 128)}
@@ -138,8 +131,7 @@ def test_search_takes_the_best_cut_and_goes_on_where_it_was(
 def test_search_prices_quantised_drafts(begun: Path, world: Path, tmp_path: Path) -> None:
     search = {"layers": [1, 3], "heal_steps": 1, "max_length": 3, "backend": "gguf", "outtypes": ["f32", "q8_0"]}
     draft = {"layers": None, "mlp_width": None, "search": search}
-    status, run = run_with(begun, world, tmp_path, "cut", cut=draft)
-    assert status == 0
+    run = run_with(begun, world, tmp_path, "cut", cut=draft)
     points = {point["name"]: point for point in read(run / "search" / "search.json")["points"]}
     assert set(points) == {f"{layers} layers, {kind}" for layers in (1, 3) for kind in ("f32", "q8_0")}
     assert all(point["draft_seconds"] > 0 and 0 < point["acceptance"] <= 1 for point in points.values())
@@ -149,23 +141,15 @@ def test_search_prices_quantised_drafts(begun: Path, world: Path, tmp_path: Path
 
 
 def test_trim_by_price(begun: Path, world: Path, tmp_path: Path) -> None:
-    status, run = run_with(begun, world, tmp_path, "cut", cut={"trim": {"by": "price"}})
-    assert status == 0
+    run = run_with(begun, world, tmp_path, "cut", cut={"trim": {"by": "price"}})
     kept = read(run / "cut" / "kept_tokens.json")
     best = max(kept["tried"], key=lambda row: row["tokens_per_second"])
     assert len(kept["kept"]) == best["size"] and all(0 < row["mass"] <= 1 for row in kept["tried"])
 
 
 def test_group_lasso_narrows_the_draft(begun: Path, world: Path, tmp_path: Path) -> None:
-    status, run = run_with(
-        begun,
-        world,
-        tmp_path,
-        "train",
-        cut={"mlp_width": None},
-        train={"steps": 30, "sparsity": {"mlp_width": 96, "ramp": 0.5}},
-    )
-    assert status == 0
+    train = {"steps": 30, "sparsity": {"mlp_width": 96, "ramp": 0.5}}
+    run = run_with(begun, world, tmp_path, "train", cut={"mlp_width": None}, train=train)
     report = read(run / "draft" / "sparsity.json")["details"]
     assert report["width_before"] == 128 and min(report["removed_zero_share"]) >= 0.95
     model = AutoModelForCausalLM.from_pretrained(run / "draft")
@@ -175,8 +159,7 @@ def test_group_lasso_narrows_the_draft(begun: Path, world: Path, tmp_path: Path)
 @pytest.mark.slow
 def test_unstructured_sparsity_is_in_the_report(begun: Path, world: Path, tmp_path: Path) -> None:
     train = {"steps": 30, "sparsity": {"method": "unstructured", "share": 0.4, "ramp": 0.5}}
-    status, run = run_with(begun, world, tmp_path, "report", train=train, speedup={"prompts": 2, "lengths": [2]})
-    assert status == 0
+    run = run_with(begun, world, tmp_path, "report", train=train, speedup={"prompts": 2, "lengths": [2]})
     report = read(run / "draft" / "sparsity.json")["details"]
     assert report["zero_share"] == pytest.approx(0.4, abs=0.01) and len(report["by_layer"]) == 2
     state = AutoModelForCausalLM.from_pretrained(run / "draft").state_dict()
@@ -205,9 +188,9 @@ def test_impossible_cuts_are_refused_before_any_work(
     changes: dict[str, Any], said: str, begun: Path, world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = tiny.contents(begun)
-    status, run = run_with(begun, world, tmp_path, "cut", **changes)
+    run = run_with(begun, world, tmp_path, "cut", 2, **changes)
     message = capsys.readouterr().err
-    assert status == 2 and said in message and "Traceback" not in message, message
+    assert said in message and "Traceback" not in message, message
     assert tiny.contents(run) == before
 
 
@@ -223,8 +206,7 @@ def test_a_donor_with_other_padding_gets_the_targets_rows(
     model.save_pretrained(donor)
     AutoTokenizer.from_pretrained(world / "target").save_pretrained(donor)
     cut = tiny.recipe_values(world)["cut"] | {"donor": "./padded"}
-    status, run = run_with(begun, world, tmp_path, "train", cut=cut)
-    assert status == 0
+    run = run_with(begun, world, tmp_path, "train", cut=cut)
     for folder in (run / "cut", run / "draft"):
         assert AutoModelForCausalLM.from_pretrained(folder).config.vocab_size == rows
     changes = read(run / "cut" / "surgery.json")["changes"]

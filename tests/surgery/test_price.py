@@ -8,9 +8,9 @@ import pytest
 
 from distill.results.cut_results import Priced, SearchReport
 from distill.speculative.costs.curve import tokens_per_round
-from distill.surgery.price import as_markdown, best_length, explain, pareto, price
+from distill.surgery.price import as_markdown, explain, pareto, price
 
-CURVE = {m: 1.0 + 0.05 * (m - 1) for m in range(1, 18)}
+CURVE = [1.0 + 0.05 * m for m in range(17)]  # T(1) to T(17)
 
 
 @pytest.mark.parametrize("acceptance", [0.0, 0.3, 0.8, 1.0])
@@ -31,16 +31,18 @@ def test_tokens_per_round_are_those_of_simulated_rounds(acceptance: float, lengt
 def test_best_length_is_the_best() -> None:
     for acceptance in (0.0, 0.2, 0.6, 0.9, 1.0):
         for cost in (0.02, 0.2, 0.9):
-            length, rate = best_length(CURVE, cost, acceptance, 16)
-            rates = [sum(acceptance**i for i in range(n + 1)) / (CURVE[n + 1] + n * cost) for n in range(17)]
-            assert rate == pytest.approx(max(rates)) == pytest.approx(rates[length])
-    assert best_length(CURVE, 0.9, 0.0, 16) == (0, 1.0)  # nothing accepted: plain decoding
+            found = price("x", {}, 1, None, acceptance, CURVE, cost)
+            rates = [sum(acceptance**i for i in range(n + 1)) / (CURVE[n] + n * cost) for n in range(17)]
+            assert found.tokens_per_second == pytest.approx(max(rates)) == pytest.approx(rates[found.length])
+            assert found.drafting == pytest.approx(max(rates[1:])) and found.speedup == found.tokens_per_second
+    plain = price("x", {}, 1, None, 0.0, CURVE, 0.9)  # nothing is accepted
+    assert (plain.length, plain.tokens_per_second) == (0, 1.0)
 
 
 def points() -> list[Priced]:
     draw = random.Random(1)
     return [
-        price(f"cut {i}", {"layers": i}, 1000 * i, 0.5, draw.random(), CURVE, 0.02 + 0.5 * draw.random(), 16)
+        price(f"cut {i}", {"layers": i}, 1000 * i, 0.5, draw.random(), CURVE, 0.02 + 0.5 * draw.random())
         for i in range(30)
     ]
 
@@ -60,11 +62,11 @@ def test_the_chosen_one_is_explained_with_its_neighbours() -> None:
     report = SearchReport(
         backend="pytorch",
         heal_steps=5,
-        target_seconds=list(CURVE.values()),
+        target_seconds=CURVE,
         points=found,
         front=[p.name for p in pareto(found)],
         chosen=chosen.name,
-        explanations=explain(found, chosen, CURVE[1]),
+        explanations=explain(found, chosen, CURVE[0]),
         command="distill train x",
     )
     table = as_markdown(report)
@@ -76,9 +78,6 @@ def test_the_chosen_one_is_explained_with_its_neighbours() -> None:
 
 
 def test_nothing_pays() -> None:
-    hopeless = [price("slow", {}, 1, None, 0.1, CURVE, 0.95, 16)]
-    assert hopeless[0].length == 0 and hopeless[0].speedup == pytest.approx(1.0)
-    assert hopeless[0].drafting == pytest.approx(
-        max(sum(0.1**i for i in range(n + 1)) / (CURVE[n + 1] + n * 0.95) for n in range(1, 17))
-    )
-    assert "No cut tried pays" in " ".join(explain(hopeless, hopeless[0], CURVE[1]))
+    hopeless = price("slow", {}, 1, None, 0.1, CURVE, 0.95)
+    assert hopeless.length == 0 and hopeless.speedup == pytest.approx(1.0)
+    assert "No cut tried pays" in " ".join(explain([hopeless], hopeless, CURVE[0]))

@@ -8,15 +8,18 @@ import math
 from functools import cache
 from typing import Any
 
-import numpy
 import pytest
 import torch
 from toys import blurred, toy
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from distill.errors import DataError, RecipeError, RunError
+from distill.errors import DataError, RecipeError
 from distill.surgery.sparsity.group_lasso import GroupLasso, balance, zero_groups
-from distill.surgery.sparsity.unstructured import UnstructuredL1, kth_smallest_magnitude, sparsity_by_tensor
+from distill.surgery.sparsity.unstructured import (
+    UnstructuredL1,
+    block_matrices,
+    sparsity_by_tensor,
+)
 
 torch.set_num_threads(1)
 
@@ -192,16 +195,6 @@ def test_the_proximal_step_by_hand(bias: bool) -> None:
     assert len(dead(layer)) == zeros == round(figures["zero_share"] * (WIDE - WIDTH))
 
 
-def test_trimmed_spares_the_largest() -> None:
-    model = toy("llama", layers=1, intermediate_size=WIDE)
-    lasso = GroupLasso(model, WIDTH, 50)
-    before = torch.stack(groups(model.model.layers[0]))
-    lasso.after_step(0, 1e-3)
-    shrunk = torch.stack(groups(model.model.layers[0])).norm(dim=1) / before.norm(dim=1)
-    spared = before.norm(dim=1).argsort(descending=True)[:WIDTH]
-    assert (shrunk[spared] == 1).all() and int((shrunk < 1).sum()) == WIDE - WIDTH
-
-
 @pytest.mark.parametrize("kind", [*KINDS, "qwen3", "mistral"])
 def test_balancing_changes_norms_and_nothing_else(kind: str) -> None:
     changes = {"mlp_bias": True} if "biases" in kind else {}
@@ -251,19 +244,6 @@ def test_resumed_equals_uninterrupted(method: str, settings: dict[str, Any], mom
         assert resumed.penalty.cut(resumed.model) == whole.penalty.cut(whole.model)
 
 
-def test_a_checkpoint_of_another_width_is_refused() -> None:
-    model = toy("qwen2", intermediate_size=WIDE)
-    state = GroupLasso(model, 32, 50).state_dict()
-    with pytest.raises(RunError, match="2 layers to width 32, the recipe's of 2 to 64"):
-        GroupLasso(model, 64, 50).load_state_dict(state)
-    single = UnstructuredL1(model, 50, sparsity=0.5)
-    state = single.state_dict()
-    with torch.no_grad():
-        model.model.layers[0].mlp.gate_proj.weight[0, 0] = 0
-    with pytest.raises(RunError, match="1 zeros"):
-        single.load_state_dict(state)
-
-
 def test_equal_neurons_do_not_go_together() -> None:
     """A grown donor holds every neuron several times; the layer must still keep `width` that live."""
     model = toy("llama", layers=2, intermediate_size=WIDE)
@@ -293,20 +273,12 @@ def test_a_ramp_without_rate_is_cut_and_said() -> None:
     assert torch.equal(model.model.layers[0].mlp.gate_proj.weight, gates[largest])
 
 
-def test_order_statistic_against_a_sort() -> None:
-    generator = torch.Generator().manual_seed(1)
-    tensors = [torch.randn(7, 11, generator=generator), 1e-30 * torch.randn(50, generator=generator)]
-    tensors += [torch.zeros(3), torch.full((4,), -2.0), torch.randn(9, 4, generator=generator).T]
-    joint = numpy.sort(numpy.concatenate([t.abs().reshape(-1).numpy() for t in tensors]))
-    assert [kth_smallest_magnitude(tensors, k + 1) for k in range(len(joint))] == joint.tolist()
-
-
 def test_single_weights_reach_the_share() -> None:
     run = Training("qwen2", method="single", sparsity=0.6).steps(round(STEPS * RAMP))
     frozen = {name: weight == 0 for name, weight in run.model.state_dict().items()}
     at_freeze = divergence(run.model, "qwen2", HELD_OUT).item()
     run.steps(STEPS)
-    shares, total, zero = sparsity_by_tensor(run.model), 0, 0
+    shares, total, zero = sparsity_by_tensor(block_matrices(run.model)), 0, 0
     for name, weight in run.model.state_dict().items():
         assert torch.equal(weight == 0, frozen[name])
         short = name.removeprefix("model.").removesuffix(".weight")
@@ -328,7 +300,7 @@ def test_single_weights_reach_the_share() -> None:
 
 
 def test_single_weights_by_hand() -> None:
-    """One step: weights up to the wanted-th smallest shrink by rate · λ, the others stay."""
+    """One step: weights up to the largest that goes shrink by rate · λ, the others stay."""
     model = toy("qwen2", layers=1)
     penalty = UnstructuredL1(model, 25, sparsity=0.5, ramp=0.4)
     before = {name: weight.detach().double() for name, weight in penalty.matrices.items()}
@@ -350,7 +322,7 @@ def test_reports() -> None:
             part[:8] = 0
         mlp.gate_proj.weight[9] = 0  # not the whole group
     assert [int(zero_groups(layer).sum()) for layer in model.model.layers] == [0, 8]
-    shares = sparsity_by_tensor(model)
+    shares = sparsity_by_tensor(block_matrices(model))
     assert shares["layers.1.mlp.gate_proj"] == 9 / 32 and shares["layers.1.mlp.down_proj"] == 0.25
     assert shares["layers.0"] == shares["layers.1.self_attn.q_proj"] == 0
 
@@ -361,20 +333,12 @@ def test_refusals() -> None:
     for width in (0, -32, 40, WIDE, 128):
         with pytest.raises(RecipeError, match=rf"width is {width}; .* multiple of 32 and less than the 96"):
             GroupLasso(model, width, 100)
-    for ramp in (0.0, -0.1, 1.1):
-        with pytest.raises(RecipeError, match="0 < ramp <= 1"):
-            GroupLasso(model, WIDTH, 100, ramp=ramp)
     with pytest.raises(RecipeError, match=r"ask for 0 to 0\.8"):
         GroupLasso(model, WIDTH, 100, start=0.9)
     with pytest.raises(RecipeError, match=r"30 steps are too few.*\n.*at least 50 steps"):
         GroupLasso(model, WIDTH, 30)
     GroupLasso(toy("qwen2", intermediate_size=WIDE), WIDTH, 50)  # the least it names is enough
-    for sparsity in (0.0, 1.0):
-        with pytest.raises(RecipeError, match="between 0 and 1"):
-            UnstructuredL1(model, 100, sparsity=sparsity)
     assert torch.equal(logits(model), before)  # refused before anything changes
-    with pytest.raises(RecipeError, match=r"float32 weights, these are torch\.bfloat16"):
-        GroupLasso(copy.deepcopy(model).bfloat16(), WIDTH, 100)
     other = GPT2LMHeadModel(GPT2Config(vocab_size=8, n_positions=8, n_embd=8, n_layer=1, n_head=2))
     for build in (lambda: GroupLasso(other, WIDTH, 100), lambda: UnstructuredL1(other, 100, sparsity=0.5)):
         with pytest.raises(DataError, match="`gpt2` is not supported"):

@@ -26,6 +26,7 @@ from distill.surgery.vocabulary.subtokens import (
     MEAN,
     ORIGINS,
     Subtokens,
+    check_overrides,
     describe_subtokens,
     map_subtokens,
 )
@@ -276,10 +277,10 @@ def test_messages_show_text_and_not_the_letters_of_bytes(tmp_path: Path) -> None
         of = map_subtokens(donor, target, {name: "b"}).of(target.index["Ġab"])
         assert of == [donor.index["b"]]
     with pytest.raises(DataError, match="no token of the target") as raised:
-        map_subtokens(donor, target, {" abc": "ab"})
+        check_overrides(target, {" abc": "ab"})
     assert raised.value.hint == "did you mean ' ab'?"
     with pytest.raises(DataError, match="are of one token"):
-        map_subtokens(donor, target, {" ab": "a", "Ġab": "b"})
+        check_overrides(target, {" ab": "a", "Ġab": "b"})
 
 
 def test_overrides(tmp_path: Path) -> None:
@@ -295,10 +296,10 @@ def test_overrides(tmp_path: Path) -> None:
     expected = [target.index[token] for token in ("a", "<|im_end|>", "<0x0A>", "b", "<s>")]
     assert back.of(donor.index["<|im_start|>"]) == expected
     with pytest.raises(DataError, match="no token of the target") as raised:
-        map_subtokens(donor, target, {"<|im_ends|>": "ab"})
+        check_overrides(target, {"<|im_ends|>": "ab"})
     assert raised.value.hint == "did you mean '<|im_end|>'?"
     with pytest.raises(DataError, match="is empty"):
-        map_subtokens(donor, target, {"<odd>": ""})
+        check_overrides(target, {"<odd>": ""})
 
 
 def test_impossible_and_rare_bytes_are_counted(tmp_path: Path) -> None:
@@ -333,22 +334,14 @@ def test_real_pairs(target: str, share: float, duplicates: int) -> None:
             assert subtokens.origin[row] != COPY
 
 
-def test_tokens_that_are_no_text_keep_their_bytes() -> None:
-    """Llama-3's tokens that decode to U+FFFD: decoded and encoded again, hundreds fall on one row."""
-    donor, wanted = vocabulary("qwen2.5"), vocabulary("llama-3")
-    subtokens = map_subtokens(donor, wanted)
-    rows = [i for i, data in enumerate(wanted.bytes_of) if data and "\ufffd" in data.decode(errors="replace")]
-    assert len(rows) > 1300
-    assert len({tuple(subtokens.of(row)) for row in rows}) == len(rows)
-
-
-def test_sharded_donors_and_sharded_drafts(tmp_path: Path) -> None:
+def test_sharded_donors_and_sharded_drafts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     donor, target = model_folder(bytes_folder(tmp_path / "donor")), spaces_folder(tmp_path / "target")
     transplant(donor, target, tmp_path / "whole")
     sharded = bytes_folder(tmp_path / "sharded")
     AutoModelForCausalLM.from_pretrained(donor).save_pretrained(sharded, max_shard_size="20KB")
     assert len(list(sharded.glob("*.safetensors"))) > 2
-    transplant(sharded, target, tmp_path / "split", shard_bytes=30_000)
+    monkeypatch.setattr("distill.surgery.stored.SHARD_BYTES", 30_000)
+    transplant(sharded, target, tmp_path / "split")
     expected = load_file(tmp_path / "whole" / "model.safetensors")
     index = json.loads((tmp_path / "split" / "model.safetensors.index.json").read_text())
     assert set(index["weight_map"]) == set(expected) and len(set(index["weight_map"].values())) > 2
@@ -469,7 +462,7 @@ def test_pursuit_finds_what_is_there(kind: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_transplant_by_pursuit(tied: bool, tmp_path: Path) -> None:
+def test_transplant_by_pursuit(tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the target's rows of other tokens are combinations of shared ones, the donor gets the same combinations."""
     donor = model_folder(bytes_folder(tmp_path / "donor"), tie_word_embeddings=tied, hidden_size=32)
     target = model_folder(spaces_folder(tmp_path / "target"), "llama", hidden_size=64, tie_word_embeddings=tied)
@@ -481,7 +474,8 @@ def test_transplant_by_pursuit(tied: bool, tmp_path: Path) -> None:
         tensors[name][row] = 2 * tensors[name][a] - 0.5 * tensors[name][b]
         tensors[name][zero] = 0
     save_file(tensors, target / "model.safetensors", {"format": "pt"})
-    change = transplant(donor, target, tmp_path / "new", method="pursuit", atoms=2, device="cpu")
+    monkeypatch.setattr("distill.surgery.vocabulary.pursuit.ATOMS", 2)
+    change = transplant(donor, target, tmp_path / "new", method="pursuit")
     transplant(donor, target, tmp_path / "plain")
     old, new = load_file(donor / "model.safetensors"), load_file(tmp_path / "new" / "model.safetensors")
     plain = load_file(tmp_path / "plain" / "model.safetensors")
@@ -509,15 +503,6 @@ def test_encoders_write_any_bytes(tmp_path: Path) -> None:
             ids, exact = encoder.word(data)
             assert exact and donor.text_bytes(ids) == data
             assert all(donor.kinds[number] in ("normal", "byte") for number in ids)
-
-
-def test_beginning_and_padding_start_from_the_donors_end(tmp_path: Path) -> None:
-    """A donor that knows no bos token has read its end token before each text."""
-    donor, target = (Vocabulary.read(make(tmp_path / make.__name__)) for make in (bytes_folder, spaces_folder))
-    assert "bos" not in donor.roles
-    subtokens = map_subtokens(donor, target)
-    for role in ("bos", "eos"):
-        assert list(subtokens.of(target.roles[role])) == [donor.roles["eos"]]
 
 
 def test_the_demo_donor_splits_text_as_it_was_trained_to() -> None:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy
 import pytest
 import torch
 import toys
-from trainings import metrics, trained
+from trainings import Trainer, metrics
 
 from distill.commands.train import say_outcome
 from distill.intervals import Interval, percentiles
@@ -131,7 +130,7 @@ def test_an_interval_that_says_nothing_is_not_printed() -> None:
 def test_expected_acceptance_by_hand(protocol: Any) -> None:
     target, draft = toys.toy(seed=1), toys.toy(seed=2)
     sampler = Sampler(temperature=0.7, top_k=20)
-    served = ServedTarget.of(target, 60, (), sampler, protocol, 0)  # of 61 columns, the last is padding
+    served = ServedTarget(target, 60, (), sampler, protocol, 0)  # of 61 columns, the last is padding
     prompts = [Prompt(str(i), ids) for i, ids in enumerate(toys.random_prompts(3, 60, 5))]
     texts = toys.random_prompts(3, 60, 7)
     found = served.expected(draft, prompts, texts)
@@ -156,12 +155,9 @@ def test_expected_acceptance_by_hand(protocol: Any) -> None:
 # ── trainings ──
 
 
-def test_the_command_says_what_twice_the_tokens_would_give(
-    world: Path, ready: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_says_what_twice_the_tokens_would_give(train: Trainer, capsys: pytest.CaptureFixture[str]) -> None:
     """Real figures of a tiny training: the points, and the sentence at the end where it can be said."""
-    code, run = trained(world, ready, tmp_path)
-    assert code == 0
+    run = train()
     curve = read_result(run / "training.json", TrainingSummary).curve
     assert curve is not None and len(curve.points) == 5
     said = capsys.readouterr().err

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,16 @@ import pytest
 import tiny
 import torch
 import toys
-from trainings import MIXED, REPLAY, interrupted_after, largest_difference, metrics, trained, two_processes
+from trainings import (
+    MIXED,
+    REPLAY,
+    interrupted_after,
+    largest_difference,
+    metrics,
+    same_up_to_rounding,
+    trained,
+    trained_by_two,
+)
 
 from distill.errors import RecipeError
 from distill.models.packed_forward import hidden_states
@@ -116,8 +124,7 @@ def test_its_weight_falls_in_a_line_to_nothing() -> None:
 @pytest.fixture(scope="module")
 def whole(world: Path, exact: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A training with the loss and its replay, in one piece."""
-    code, run = trained(world, exact, tmp_path_factory.mktemp("whole"), EXACT, MIXED, *REPLAY, PULL)
-    assert code == 0
+    run = trained(world, exact, tmp_path_factory.mktemp("whole"), EXACT, MIXED, *REPLAY, PULL)
     return run
 
 
@@ -134,8 +141,7 @@ def test_it_is_learnt_and_logged(world: Path, exact: Path, whole: Path, tmp_path
     errors = {}
     for weight in (1e-9, 0.5):
         pull = f"train.hidden_states={{weight: {weight}, end: 1}}"
-        code, run = trained(world, exact, tmp_path / str(weight), EXACT, pull, "train.rate=0.01", "train.steps=16")
-        assert code == 0
+        run = trained(world, exact, tmp_path / str(weight), EXACT, pull, "train.rate=0.01", "train.steps=16")
         errors[weight] = [line["losses"]["hidden_states"] for line in metrics(run)]
     assert errors[0.5][0] == errors[1e-9][0] and errors[0.5][-1] < 0.9 * errors[1e-9][-1]
 
@@ -144,9 +150,9 @@ def test_resumed_is_uninterrupted_bit_for_bit(
     world: Path, exact: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with interrupted_after(5, monkeypatch):
-        assert trained(world, exact, tmp_path, EXACT, MIXED, *REPLAY, PULL)[0] == 130
-    code, run = trained(world, exact, tmp_path, EXACT, MIXED, *REPLAY, PULL)
-    assert code == 0 and largest_difference(run, whole) == 0
+        trained(world, exact, tmp_path, EXACT, MIXED, *REPLAY, PULL, status=130)
+    run = trained(world, exact, tmp_path, EXACT, MIXED, *REPLAY, PULL)
+    assert largest_difference(run, whole) == 0
 
 
 @pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
@@ -156,18 +162,10 @@ def test_micro_batches_and_processes_change_nothing_but_rounding(
     """In micro-batches of 3 of 4 blocks, so that they are unequal; of two processes, in the replay one has none."""
     overrides = (EXACT, MIXED, *REPLAY, PULL)
     if processes == 1:
-        code, run = trained(world, exact, tmp_path, *overrides, "train.micro_batch=3")
-        assert code == 0
+        run = trained(world, exact, tmp_path, *overrides, "train.micro_batch=3")
     else:
-        run = tmp_path / "tiny"
-        shutil.copytree(exact, run)
-        result = two_processes(world, tmp_path, *overrides, "train.micro_batch=1")
-        assert result.returncode == 0, result.stderr
-        assert json.loads((run / "training.json").read_text())["processes"] == 2
-    for a, b in zip(metrics(run), metrics(whole), strict=True):
-        assert a["losses"] == pytest.approx(b["losses"], rel=2e-5)
-        assert a["gradient_norm"] == pytest.approx(b["gradient_norm"], rel=2e-4)
-    assert largest_difference(run, whole) < 2e-5
+        run, _ = trained_by_two(world, exact, tmp_path, *overrides, "train.micro_batch=1")
+    same_up_to_rounding(run, whole)
 
 
 # ── refusals ──
@@ -195,6 +193,6 @@ def test_what_cannot_be_compared_is_refused_by_check_and_before_the_first_step(
         check_hidden_states(settings, "exact", 48, 64)
     check_hidden_states(settings, "online", 64, 64)
     check_hidden_states(Train(), "compact", 48, 64)
-    code, run = trained(world, ready, tmp_path / "run", PULL)
-    assert code == 2 and "compact teacher" in capsys.readouterr().err
+    run = trained(world, ready, tmp_path / "run", PULL, status=2)
+    assert "compact teacher" in capsys.readouterr().err
     assert not (run / "checkpoints").exists()

@@ -7,37 +7,21 @@ from typing import Any
 
 import pytest
 import torch
-from distributions import KINDS, Distributions, H, N, Problem, V, near
+from distributions import KINDS, Distributions, H, N, Problem, V, fused, near
 from hypothesis import given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
-from torch import Tensor
 
 from distill import divergences
 from distill.errors import DataError
 from distill.training.losses import bucket
 from distill.training.losses.fused import head_loss
-from distill.training.losses.settings import LOSSES, LossSettings, LossSums
+from distill.training.losses.settings import LOSSES, LossSettings
 
 torch.set_num_threads(1)
 
 STORED = [None, 1, 6, V - 1, V]  # None: the whole distribution
 MIXTURE = {"forward_kl": 0.6, "cross_entropy": 0.1, "lk_hybrid": 0.3}
-
-
-def fused(
-    problem: Problem, settings: LossSettings, chunk: int = 7, kind: torch.dtype = torch.float64
-) -> tuple[Tensor, LossSums, Tensor, Tensor, Tensor]:
-    """Total, sums, d_hidden, d_head and d_bias."""
-    problem.teacher.kind = torch.promote_types(kind, torch.float32)
-    hidden, head = (x.to(kind, copy=True).requires_grad_() for x in (problem.hidden, problem.head))
-    bias = torch.zeros(len(head), dtype=kind, requires_grad=True)
-    total, sums = head_loss(hidden, head, problem.teacher, problem.labels, settings, chunk, bias)
-    total.backward()
-    problem.teacher.kind = torch.float64
-    assert hidden.grad is not None and head.grad is not None and bias.grad is not None
-    assert hidden.grad.dtype == head.grad.dtype == kind
-    return total.detach(), sums, hidden.grad, head.grad, bias.grad
 
 
 def agrees(problem: Problem, settings: LossSettings, chunk: int = 7) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +14,13 @@ from safetensors.torch import load_file
 from trainings import (
     MIXED,
     REPLAY,
+    Trainer,
     interrupted_after,
     largest_difference,
     last_weights,
     metrics,
     trained,
-    two_processes,
+    trained_by_two,
 )
 
 from distill.errors import RecipeError
@@ -28,7 +28,7 @@ from distill.recipe import Adapter, Train, parse_section
 from distill.surgery.sparsity.group_lasso import GroupLasso, zero_groups
 from distill.training.adapters import attach
 from distill.training.optimizer import make_optimizer, set_rates
-from distill.training.plan import part_at, planned, rate_of, rate_share
+from distill.training.plan import part_at, planned, protocol_of, rate_of, rate_share
 
 MUON = ("train.optimizer=muon", "train.matrix_rate=0.004")
 TEN = (MIXED, "train.steps=10")
@@ -147,8 +147,12 @@ def test_the_lasso_reaches_its_width_under_muon(momentum: float) -> None:
 
 def test_a_replay_has_a_schedule_of_its_own() -> None:
     settings = settings_of(steps=100, rate=1.0, final_rate_share=0.0, replay={"steps": 20})
-    found = planned(settings, 0.8)
-    rates = [rate_of(part_at(found, step), step, settings) for step in range(120)]
+    parts = planned(settings, 0.8)
+    assert [(part.name, part.first, part.end) for part in parts] == [("align", 0, 100), ("replay", 100, 120)]
+    assert parts[0].loss.losses == parts[1].loss.losses == {"jsd": 1.0}
+    assert set(planned(settings, 0.0)[0].loss.losses) == {"forward_kl"}
+    assert protocol_of(settings.model_copy(update={"protocol": "match"}), 0.0) == "match"
+    rates = [rate_of(part_at(parts, step), step, settings) for step in range(120)]
     assert rates[:100] == [rate_share(step, 100, settings) for step in range(100)]
     assert rates[100:] == pytest.approx([rate_share(step, 20, settings) / 3 for step in range(20)])
 
@@ -178,20 +182,14 @@ def test_a_rate_that_is_constant_and_then_falls_in_a_line() -> None:
     ],
 )
 def test_resumed_is_uninterrupted_bit_for_bit(
-    world: Path,
-    ready: Path,
-    tmp_path: Path,
-    overrides: tuple[str, ...],
-    killed_at: int,
-    monkeypatch: pytest.MonkeyPatch,
+    train: Trainer, tmp_path: Path, overrides: tuple[str, ...], killed_at: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    code, whole = trained(world, ready, tmp_path / "whole", *overrides)
-    assert code == 0
+    whole = train(*overrides, folder=tmp_path / "whole")
     with interrupted_after(killed_at, monkeypatch):
-        assert trained(world, ready, tmp_path / "two", *overrides)[0] == 130
+        train(*overrides, status=130, folder=tmp_path / "two")
     assert list((tmp_path / "two" / "tiny" / "checkpoints").glob("step-*"))
-    code, run = trained(world, ready, tmp_path / "two", *overrides)
-    assert code == 0 and (run / "training.json").read_text() == (whole / "training.json").read_text()
+    run = train(*overrides, folder=tmp_path / "two")
+    assert (run / "training.json").read_text() == (whole / "training.json").read_text()
     last = sorted((whole / "checkpoints").glob("step-*"))[-1].name
     for name in ("model", "optimizer"):
         one, other = (torch.load(r / "checkpoints" / last / f"{name}.pt", weights_only=True) for r in (whole, run))
@@ -202,8 +200,7 @@ def test_resumed_is_uninterrupted_bit_for_bit(
 @pytest.fixture(scope="module")
 def muon(world: Path, ready: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Ten steps under Muon, trained in one piece."""
-    code, run = trained(world, ready, tmp_path_factory.mktemp("muon"), *TEN, *MUON)
-    assert code == 0
+    run = trained(world, ready, tmp_path_factory.mktemp("muon"), *TEN, *MUON)
     return run
 
 
@@ -223,18 +220,15 @@ def strayed(run: Path, whole: Path, start: Path) -> float:
     return max(found)
 
 
-def test_micro_batches_change_nothing_but_rounding(world: Path, ready: Path, muon: Path, tmp_path: Path) -> None:
-    code, run = trained(world, ready, tmp_path, *TEN, *MUON, "train.micro_batch=3")
-    assert code == 0 and strayed(run, muon, ready) < 0.05
+def test_micro_batches_change_nothing_but_rounding(train: Trainer, ready: Path, muon: Path) -> None:
+    run = train(*TEN, *MUON, "train.micro_batch=3")
+    assert strayed(run, muon, ready) < 0.05
 
 
 @pytest.mark.slow
 def test_two_processes_change_nothing_but_rounding(world: Path, ready: Path, muon: Path, tmp_path: Path) -> None:
-    shutil.copytree(ready, tmp_path / "tiny")
-    result = two_processes(world, tmp_path, *TEN, *MUON)
-    assert result.returncode == 0, result.stderr
-    assert json.loads((tmp_path / "tiny" / "training.json").read_text())["processes"] == 2
-    assert strayed(tmp_path / "tiny", muon, ready) < 0.05
+    run, _ = trained_by_two(world, ready, tmp_path, *TEN, *MUON)
+    assert strayed(run, muon, ready) < 0.05
 
 
 # ── refusals ──

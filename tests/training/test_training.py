@@ -22,7 +22,21 @@ import tiny
 import torch
 import toys
 from safetensors.torch import load_file
-from trainings import MIXED, REPLAY, interrupted_after, largest_difference, metrics, trained, two_processes, weights
+from trainings import (
+    MIXED,
+    REPLAY,
+    Trainer,
+    command,
+    interrupted_after,
+    largest_difference,
+    metrics,
+    same_up_to_rounding,
+    started,
+    trained,
+    trained_by_two,
+    two_processes,
+    weights,
+)
 
 from distill.errors import RunError
 from distill.models.hugging_face import load_model
@@ -31,11 +45,11 @@ from distill.recipe import Replay, Train, parse_recipe, parse_section
 from distill.sampler import Sampler
 from distill.teacher.distributions import Head
 from distill.texts import Prompt
-from distill.training import best_weights, checkpoint, loop, replay
+from distill.training import checkpoint, loop, replay, validation
 from distill.training import finish as finish_module
 from distill.training.checkpoint import load_checkpoint, newest_checkpoint, save_checkpoint
 from distill.training.losses.settings import LossSettings
-from distill.training.plan import PlannedPart, part_at, planned, protocol_of, rate_of
+from distill.training.plan import PlannedPart, planned
 from distill.training.replay import compare_rounds, pack_rejected, rejected_positions
 from distill.training.setup import Training, make_accelerator
 from distill.training.step import Columns, Learner
@@ -45,8 +59,7 @@ from distill.training.validation import ServedTarget, decoded_acceptance, served
 @pytest.fixture(scope="module")
 def whole(world: Path, ready: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A training and its replay, in one piece."""
-    code, run = trained(world, ready, tmp_path_factory.mktemp("whole"), MIXED, *REPLAY)
-    assert code == 0
+    run = trained(world, ready, tmp_path_factory.mktemp("whole"), MIXED, *REPLAY)
     return run
 
 
@@ -54,67 +67,35 @@ def whole(world: Path, ready: Path, tmp_path_factory: pytest.TempPathFactory) ->
 
 
 @pytest.mark.parametrize("size", [1, 3])
-def test_micro_batches_change_nothing_but_rounding(
-    world: Path, ready: Path, whole: Path, tmp_path: Path, size: int
-) -> None:
-    code, run = trained(world, ready, tmp_path, MIXED, *REPLAY, f"train.micro_batch={size}")
-    assert code == 0
-    for a, b in zip(metrics(run), metrics(whole), strict=True):
-        assert a["loss"] == pytest.approx(b["loss"], rel=2e-5) and a["tokens"] == b["tokens"]
-        assert a["gradient_norm"] == pytest.approx(b["gradient_norm"], rel=2e-4)
-    assert largest_difference(run, whole) < 2e-5
+def test_micro_batches_change_nothing_but_rounding(train: Trainer, whole: Path, size: int) -> None:
+    run = train(MIXED, *REPLAY, f"train.micro_batch={size}")
+    same_up_to_rounding(run, whole)
 
 
 @pytest.mark.parametrize(
     "overrides", [pytest.param((), marks=pytest.mark.slow), ("train.micro_batch=1", "train.replay.share=0.25")]
 )
 def test_two_processes_change_nothing_but_rounding(
-    world: Path, ready: Path, whole: Path, tmp_path: Path, overrides: tuple[str, ...]
+    train: Trainer, world: Path, ready: Path, whole: Path, tmp_path: Path, overrides: tuple[str, ...]
 ) -> None:
     """Also where one of them has no block of the replay; a factor in the gradient, which clipping hides, would show."""
-    alone, run = whole, tmp_path / "tiny"
+    alone = whole
     if overrides:
-        code, alone = trained(world, ready, tmp_path / "alone", MIXED, *REPLAY, *overrides)
-        assert code == 0
-    shutil.copytree(ready, run)
-    result = two_processes(world, tmp_path, MIXED, *REPLAY, *overrides)
-    assert result.returncode == 0, result.stderr
-    assert json.loads((run / "training.json").read_text())["processes"] == 2
-    for a, b in zip(metrics(run), metrics(alone), strict=True):
-        assert a["loss"] == pytest.approx(b["loss"], rel=2e-5) and a["tokens"] == b["tokens"]
-        assert a["gradient_norm"] == pytest.approx(b["gradient_norm"], rel=2e-4)
-    assert largest_difference(run, alone) < 2e-5
-    assert result.stderr.count("step 8/10") == 1  # one process speaks
+        alone = train(MIXED, *REPLAY, *overrides, folder=tmp_path / "alone")
+    run, said = trained_by_two(world, ready, tmp_path, MIXED, *REPLAY, *overrides)
+    same_up_to_rounding(run, alone)
+    assert said.count("step 8/10") == 1  # one process speaks
 
 
 @pytest.mark.slow
 def test_accelerate_launch_goes_on_where_one_process_was_stopped(
-    world: Path, ready: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    train: Trainer, world: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with interrupted_after(5, monkeypatch):
-        assert trained(world, ready, tmp_path, MIXED, *REPLAY)[0] == 130
-    command = [
-        sys.executable,
-        "-m",
-        "accelerate.commands.launch",
-        "--config_file",
-        "recipes/accelerate/ddp.yaml",
-        "--num_processes",
-        "2",
-        "--main_process_port",
-        "0",
-        "-m",
-        "distill",
-        "train",
-        str(world / "recipe.yaml"),
-        "--runs",
-        str(tmp_path),
-        "--until",
-        "train",
-        MIXED,
-        *REPLAY,
-    ]
-    result = subprocess.run(command, cwd=tiny.ROOT, capture_output=True, text=True, timeout=300)
+        train(MIXED, *REPLAY, status=130)
+    launcher = ["accelerate.commands.launch", "--config_file", "recipes/accelerate/ddp.yaml"]
+    processes = ["--num_processes", "2", "--main_process_port", "0"]
+    result = started(*launcher, *processes, "-m", *command(world, tmp_path, MIXED, *REPLAY))
     assert result.returncode == 0, result.stderr
     run = tmp_path / "tiny"
     assert json.loads((run / "training.json").read_text())["processes"] == 2
@@ -124,7 +105,7 @@ def test_accelerate_launch_goes_on_where_one_process_was_stopped(
 
 @pytest.mark.slow
 def test_a_compiled_body_changes_nothing_but_rounding(
-    world: Path, ready: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    train: Trainer, whole: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By the traced graphs; how they are turned into machine code is torch's affair."""
     seen: list[int] = []
@@ -135,8 +116,8 @@ def test_a_compiled_body_changes_nothing_but_rounding(
 
     compile_of = torch.nn.Module.compile
     monkeypatch.setattr(torch.nn.Module, "compile", lambda module: compile_of(module, backend=backend))
-    code, run = trained(world, ready, tmp_path, MIXED, *REPLAY, "train.compile=true")
-    assert code == 0 and seen
+    run = train(MIXED, *REPLAY, "train.compile=true")
+    assert seen
     assert largest_difference(run, whole) < 2e-5
 
 
@@ -208,41 +189,24 @@ def test_no_document_learns_from_another(attention: str, document: int) -> None:
     assert torch.equal(gradient_at_embeddings(learner, target, blocks, document)[own], gradient[own])
 
 
-def test_activation_checkpointing_gives_the_same_weights(world: Path, ready: Path, whole: Path, tmp_path: Path) -> None:
-    code, run = trained(world, ready, tmp_path, MIXED, *REPLAY, "train.checkpointing=true")
-    assert code == 0 and largest_difference(run, whole) < 1e-6
-
-
-# ── rates ──
-
-
-def test_a_replay_has_a_curve_of_its_own() -> None:
-    values = {"steps": 100, "rate": 1.0, "warmup": 0.1, "final_rate_share": 0.0, "replay": {"steps": 10}}
-    settings = parse_section(Train, values)
-    parts = planned(settings, 0.8)
-    assert [(part.name, part.first, part.end) for part in parts] == [("align", 0, 100), ("replay", 100, 110)]
-    assert parts[0].loss.losses == parts[1].loss.losses == {"jsd": 1.0}
-    curve = [rate_of(part_at(parts, step), step, settings) for step in range(110)]
-    assert curve[9] == 1.0 and curve[0] == pytest.approx(0.1)
-    assert curve[99] < 0.001 and curve[100] == pytest.approx(1 / 3)
-    assert set(planned(settings, 0.0)[0].loss.losses) == {"forward_kl"}
-    assert protocol_of(settings.model_copy(update={"protocol": "match"}), 0.0) == "match"
+def test_activation_checkpointing_gives_the_same_weights(train: Trainer, whole: Path) -> None:
+    run = train(MIXED, *REPLAY, "train.checkpointing=true")
+    assert largest_difference(run, whole) < 1e-6
 
 
 # ── what chooses the weights ──
 
 
-def test_the_best_weights_are_taken_not_the_last(
-    world: Path, ready: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    told = iter([0.3, 0.6, 0.5, 0.4])
-    monkeypatch.setattr(
-        best_weights,
-        "measure_acceptance",
-        lambda work: {"acceptance": next(told), "tokens_per_round": 1.0, "rounds": 1},
-    )
-    code, run = trained(world, ready, tmp_path, "train.acceptance.every=3")
-    assert code == 0
+def tell(monkeypatch: pytest.MonkeyPatch, *acceptances: float) -> None:
+    """Let the evaluations find these acceptances, one after the other."""
+    told = iter(acceptances)
+    figures = {"tokens_per_round": 1.0, "rounds": 1}
+    monkeypatch.setattr(validation, "measure_acceptance", lambda work: {"acceptance": next(told), **figures})
+
+
+def test_the_best_weights_are_taken_not_the_last(train: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
+    tell(monkeypatch, 0.3, 0.6, 0.5, 0.4)
+    run = train("train.acceptance.every=3")
     best = json.loads((run / "training.json").read_text())["best"]
     assert best["step"] == 3
     saved = torch.load(run / "checkpoints" / "best" / "model.pt", weights_only=True)
@@ -252,20 +216,11 @@ def test_the_best_weights_are_taken_not_the_last(
     assert any(not torch.equal(last[f"draft.{name}"], value) for name, value in own.items())
 
 
-def test_a_training_ends_when_patience_has_run_out(
-    world: Path, ready: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    told = iter([0.5, 0.6, 0.2, 0.1])
-    monkeypatch.setattr(
-        best_weights,
-        "measure_acceptance",
-        lambda work: {"acceptance": next(told), "tokens_per_round": 1.0, "rounds": 1},
-    )
-    code, run = trained(
-        world, ready, tmp_path, "train.acceptance.every=1", "train.acceptance.patience=2", "train.steps=20"
-    )
-    steps = [line["step"] for line in metrics(run)]
-    assert code == 0 and steps == [1, 2, 3]
+def test_a_training_ends_when_patience_has_run_out(train: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
+    tell(monkeypatch, 0.5, 0.6, 0.2, 0.1)
+    patience = ("train.acceptance.every=1", "train.acceptance.patience=2")
+    run = train(*patience, "train.steps=20")
+    assert [line["step"] for line in metrics(run)] == [1, 2, 3]
     assert json.loads((run / "training.json").read_text())["best"]["step"] == 1
 
 
@@ -274,7 +229,7 @@ def test_a_draft_that_is_the_target_is_accepted(protocol: Any) -> None:
     model = toys.toy(seed=3)
     sampler = Sampler(temperature=0.7)
     prompts = [Prompt(str(i), ids) for i, ids in enumerate(toys.random_prompts(6, 61, 4))]
-    served = ServedTarget.of(model, 61, (), sampler, protocol, 0)
+    served = ServedTarget(model, 61, (), sampler, protocol, 0)
     with served_form(model, None) as draft:
         found = decoded_acceptance(served.decode(draft, prompts, 24, 3))
     assert not model.training
@@ -291,7 +246,7 @@ def test_rejected_positions_are_those_where_the_decoder_rejected() -> None:
     """Greedy, so that it can be told from the models alone: accepted tokens are the draft's argmax, these are not."""
     target, draft = toys.toy(seed=1), toys.blurred(toys.toy(seed=1), 2, 0.3)
     prompts = [Prompt(str(i), ids) for i, ids in enumerate(toys.random_prompts(5, 61, 8))]
-    served = ServedTarget.of(target, 61, (), Sampler(), "greedy", 0)
+    served = ServedTarget(target, 61, (), Sampler(), "greedy", 0)
     texts = served.decode(draft, prompts, 30, 3)
     count = 0
     for prompt, text in zip(prompts, texts, strict=True):
@@ -342,9 +297,7 @@ def test_a_replay_says_what_it_found_and_decided(whole: Path) -> None:
     assert all(torch.equal(saved[f"draft.{name}"], value) for name, value in weights(whole).items())
 
 
-def test_a_replay_without_rejections_says_so(
-    world: Path, ready: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_replay_without_rejections_says_so(train: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
     """And a signal that came while it looked for them ends the command all the same."""
     monkeypatch.setattr(replay, "rejected_positions", lambda prompt, text: [])
     find = replay.collect
@@ -355,10 +308,10 @@ def test_a_replay_without_rejections_says_so(
 
     with monkeypatch.context() as patch:
         patch.setattr(replay, "collect", signalled)
-        assert trained(world, ready, tmp_path, *REPLAY)[0] == 130
-    code, run = trained(world, ready, tmp_path, *REPLAY)
+        train(*REPLAY, status=130)
+    run = train(*REPLAY)
     found = json.loads((run / "training.json").read_text())
-    assert code == 0 and found["steps"] == 8 and {line["part"] for line in metrics(run)} == {"align"}
+    assert found["steps"] == 8 and {line["part"] for line in metrics(run)} == {"align"}
     collected = found["replay"]["collected"]
     assert found["replay"]["kept"] is False and found["replay"]["difference"] is None
     assert (collected["rejected"], collected["blocks"]) == (0, 0) and collected["rounds"] > 0
@@ -367,49 +320,41 @@ def test_a_replay_without_rejections_says_so(
 # ── interruptions ──
 
 
-@pytest.mark.parametrize("killed_at", [2, 6, 9, 10])
+@pytest.mark.parametrize("killed_at", [2, 6, 9, 10, None])
 def test_resumed_is_uninterrupted_bit_for_bit(
-    world: Path, ready: Path, whole: Path, tmp_path: Path, killed_at: int, monkeypatch: pytest.MonkeyPatch
+    train: Trainer, whole: Path, tmp_path: Path, killed_at: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with interrupted_after(killed_at, monkeypatch):
-        assert trained(world, ready, tmp_path, MIXED, *REPLAY)[0] == 130
-    code, run = trained(world, ready, tmp_path, MIXED, *REPLAY)
-    assert code == 0 and largest_difference(run, whole) == 0
-    for name in ("training.json", "replay/decision.json"):
-        assert (run / name).read_text() == (whole / name).read_text()
+    """None: after the last checkpoint, before the replay is judged."""
 
-
-def test_a_replay_that_was_not_judged_is_judged_by_the_next_command(
-    world: Path, ready: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
     def killed(work: Any) -> None:
         raise KeyboardInterrupt
 
-    with monkeypatch.context() as patch:
-        patch.setattr(loop, "decide_on_replay", killed)
-        assert trained(world, ready, tmp_path, MIXED, *REPLAY)[0] == 130
-    assert (tmp_path / "tiny" / "checkpoints" / "step-000010").exists()
-    code, run = trained(world, ready, tmp_path, MIXED, *REPLAY)
-    assert code == 0 and largest_difference(run, whole) == 0
+    with monkeypatch.context() as patch, interrupted_after(killed_at, monkeypatch):
+        if killed_at is None:
+            patch.setattr(loop, "decide_on_replay", killed)
+        train(MIXED, *REPLAY, status=130)
+    assert killed_at is not None or (tmp_path / "tiny" / "checkpoints" / "step-000010").exists()
+    run = train(MIXED, *REPLAY)
+    assert largest_difference(run, whole) == 0
     for name in ("training.json", "replay/decision.json"):
         assert (run / name).read_text() == (whole / name).read_text()
 
 
 @pytest.mark.parametrize("kept", [True, False])
 def test_a_lost_draft_is_written_again_with_the_same_weights(
-    world: Path, ready: Path, tmp_path: Path, kept: bool, monkeypatch: pytest.MonkeyPatch
+    train: Trainer, kept: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compare = replay.compare_rounds
     monkeypatch.setattr(replay, "compare_rounds", lambda *arguments: compare(*arguments) | {"kept": kept})
-    code, run = trained(world, ready, tmp_path, MIXED, *REPLAY)
+    run = train(MIXED, *REPLAY)
     before = weights(run)
     for name in ("replayed", "best"):
         saved = torch.load(run / "checkpoints" / name / "model.pt", weights_only=True)
         same = all(torch.equal(saved[f"draft.{key}"], value) for key, value in before.items())
         assert same == (kept == (name == "replayed"))
     shutil.rmtree(run / "draft")
-    again, run = trained(world, ready, tmp_path, MIXED, *REPLAY)
-    assert (code, again) == (0, 0) and all(torch.equal(value, before[name]) for name, value in weights(run).items())
+    train(MIXED, *REPLAY)
+    assert all(torch.equal(value, before[name]) for name, value in weights(run).items())
     assert json.loads((run / "training.json").read_text())["replay"]["kept"] == kept
 
 
@@ -423,8 +368,7 @@ def test_a_lost_draft_is_written_again_with_the_same_weights(
     ],
 )
 def test_a_signal_is_never_forgotten(
-    world: Path,
-    ready: Path,
+    train: Trainer,
     whole: Path,
     tmp_path: Path,
     name: str,
@@ -443,11 +387,12 @@ def test_a_signal_is_never_forgotten(
 
     with monkeypatch.context() as patch:
         patch.setattr(loop, name, signalled)
-        assert trained(world, ready, tmp_path, MIXED, *REPLAY)[0] == (130 if number == signal.SIGINT else 143)
+        train(MIXED, *REPLAY, status=(130 if number == signal.SIGINT else 143))
     run = tmp_path / "tiny"
     assert (run / "checkpoints" / f"step-{saved:06d}").exists() and metrics(run)[-1]["step"] == saved
     assert not (run / "draft").exists()
-    assert trained(world, ready, tmp_path, MIXED, *REPLAY)[0] == 0 and largest_difference(run, whole) == 0
+    train(MIXED, *REPLAY)
+    assert largest_difference(run, whole) == 0
     assert (run / "training.json").read_text() == (whole / "training.json").read_text()
 
 
@@ -471,22 +416,10 @@ def test_signals_save_and_say_how_to_go_on(
     world: Path, ready: Path, tmp_path: Path, number: signal.Signals, status: int
 ) -> None:
     shutil.copytree(ready, tmp_path / "tiny")
-    command = [
-        sys.executable,
-        "-m",
-        "distill",
-        "train",
-        str(world / "recipe.yaml"),
-        "--runs",
-        str(tmp_path),
-        "--until",
-        "train",
-        "train.steps=100000",
-        "train.save_every=100000",
-        "train.acceptance=null",
-    ]
+    endless = ("train.steps=100000", "train.save_every=100000", "train.acceptance=null")
+    arguments = [sys.executable, "-m", *command(world, tmp_path, *endless)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(command, cwd=tiny.ROOT, stderr=subprocess.PIPE, text=True, env=environment)
+    process = subprocess.Popen(arguments, cwd=tiny.ROOT, stderr=subprocess.PIPE, text=True, env=environment)
     assert process.stderr is not None
     said = ""
     for line in process.stderr:
@@ -505,7 +438,7 @@ def test_signals_save_and_say_how_to_go_on(
 
 @pytest.mark.slow
 def test_a_signal_to_one_process_stops_all_and_one_process_goes_on(
-    world: Path, ready: Path, whole: Path, tmp_path: Path
+    train: Trainer, world: Path, ready: Path, whole: Path, tmp_path: Path
 ) -> None:
     """In the middle of a replay, so that what was collected is shared too; nothing but rounding changes."""
     shutil.copytree(ready, tmp_path / "runs" / "tiny")
@@ -522,64 +455,42 @@ def test_a_signal_to_one_process_stops_all_and_one_process_goes_on(
         "loop.one_step = signalled\n"
         "main()\n"
     )
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc_per_node",
-        "2",
-        "--rdzv_backend",
-        "c10d",
-        "--rdzv_endpoint",
-        "localhost:0",
-        str(program),
-        "train",
-        str(world / "recipe.yaml"),
-        "--runs",
-        str(tmp_path / "runs"),
-        "--until",
-        "train",
-        MIXED,
-        *REPLAY,
-    ]
     environment = {**os.environ, "PYTHONPATH": str(tiny.ROOT), "OMP_NUM_THREADS": "1"}
-    result = subprocess.run(command, cwd=tiny.ROOT, capture_output=True, text=True, timeout=300, env=environment)
+    result = two_processes(world, tmp_path / "runs", MIXED, *REPLAY, program=[str(program)], env=environment)
     assert result.returncode != 0 and "stopped and saved at step 9 of 10" in result.stderr, result.stderr[-3000:]
     assert (tmp_path / "runs" / "tiny" / "checkpoints" / "step-000009" / "state.json").exists()
-    code, run = trained(world, ready, tmp_path / "runs", MIXED, *REPLAY)
-    assert code == 0 and largest_difference(run, whole) < 2e-5
+    run = train(MIXED, *REPLAY, folder=tmp_path / "runs")
     assert [line["step"] for line in metrics(run)] == list(range(1, 11))
-    for a, b in zip(metrics(run), metrics(whole), strict=True):
-        assert a["loss"] == pytest.approx(b["loss"], rel=2e-5) and a["tokens"] == b["tokens"]
+    same_up_to_rounding(run, whole)
     found, expected = (json.loads((one / "training.json").read_text()) for one in (run, whole))
     curves = [[point["acceptance"]["mean"] for point in one.pop("curve")["points"]] for one in (found, expected)]
     assert found == expected and curves[0] == pytest.approx(curves[1], abs=1e-6)
 
 
 def test_memory_that_runs_out_names_the_setting(
-    world: Path, ready: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    train: Trainer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def exhausted(*_: Any) -> None:
         raise RuntimeError("[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate memory: you tried")
 
     with monkeypatch.context() as patch:
         patch.setattr(loop, "one_step", exhausted)
-        assert trained(world, ready, tmp_path)[0] == 2
+        train(status=2)
     said = capsys.readouterr().err
     assert "train.micro_batch (now 4)" in said and "train.checkpointing=true" in said and "Traceback" not in said
     # What is lowered is no part of the stage's key: the same training goes on.
-    assert trained(world, ready, tmp_path, "train.micro_batch=1", "train.chunk=16", "train.checkpointing=true")[0] == 0
+    train("train.micro_batch=1", "train.chunk=16", "train.checkpointing=true")
     with pytest.raises(RuntimeError, match="else"), loop.memory_explained(lambda: ("", "")):
         raise RuntimeError("something else")
 
 
 def test_memory_that_runs_out_while_files_are_loaded_is_no_damage(
-    world: Path, ready: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    train: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def exhausted(*_: Any, **__: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
 
-    assert trained(world, ready, tmp_path)[0] == 0
+    train()
     shutil.rmtree(tmp_path / "tiny" / "draft")
     with monkeypatch.context() as patch:
         take = checkpoint._set_weights
@@ -589,13 +500,14 @@ def test_memory_that_runs_out_while_files_are_loaded_is_no_damage(
             ("_set_weights", lambda *args: next(turns)(*args), "written"),
         ):
             patch.setattr(checkpoint, name, instead)
-            assert trained(world, ready, tmp_path)[0] == 2
+            train(status=2)
             words = capsys.readouterr().err
             assert f"memory ran out while the draft was {doing}" in words
             assert "delete" not in words and "is damaged" not in words
             patch.undo()
         (tmp_path / "tiny" / "checkpoints" / "step-000008" / "model.pt").write_bytes(b"torn")
-        assert trained(world, ready, tmp_path)[0] == 2 and "is damaged" in capsys.readouterr().err
+        train(status=2)
+        assert "is damaged" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -603,14 +515,14 @@ def test_memory_that_runs_out_while_files_are_loaded_is_no_damage(
     [
         (loop, "set_up", 1, ("while the draft was loaded", "train.adapter={base: int4}"), ()),
         (
-            best_weights,
+            validation,
             "measure_acceptance",
             1,
             ("after step 0", "train.acceptance.prompts (now 2)", "target.quantise=int8"),
             ("train.acceptance.new_tokens=8", "train.acceptance.prompts=2"),
         ),
         (
-            best_weights,
+            validation,
             "measure_acceptance",
             2,
             ("after step 4", "train.acceptance.new_tokens (now 8)", "target.shard"),
@@ -625,9 +537,7 @@ def test_memory_that_runs_out_while_files_are_loaded_is_no_damage(
     ],
 )
 def test_memory_that_runs_out_elsewhere_names_what_counts_there(
-    world: Path,
-    ready: Path,
-    tmp_path: Path,
+    train: Trainer,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     module: Any,
@@ -646,12 +556,12 @@ def test_memory_that_runs_out_elsewhere_names_what_counts_there(
 
     with monkeypatch.context() as patch:
         patch.setattr(module, name, exhausted)
-        assert trained(world, ready, tmp_path, MIXED, *REPLAY)[0] == 2
+        train(MIXED, *REPLAY, status=2)
     words = capsys.readouterr().err
     assert "Traceback" not in words and "memory ran out" in words and "micro_batch" not in words
     assert all(word in words for word in (*said, "CUDA out of memory" if str(error) else "MemoryError"))
     if instead:
-        assert trained(world, ready, tmp_path, MIXED, *REPLAY, *instead)[0] == 0
+        train(MIXED, *REPLAY, *instead)
 
 
 # ── what is refused before the first step ──
@@ -671,21 +581,15 @@ def test_memory_that_runs_out_elsewhere_names_what_counts_there(
     ],
 )
 def test_settings_that_cannot_work_are_refused_before_the_first_step(
-    world: Path,
-    ready: Path,
-    tmp_path: Path,
-    override: str,
-    words: str,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    train: Trainer, override: str, words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     more = REPLAY if "acceptance.prompts" in override else []
     there = importlib.util.find_spec
     absent = ("wandb", "bitsandbytes")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name in absent else there(name, *rest))
-    code, run = trained(world, ready, tmp_path, override, *more)
+    run = train(override, *more, status=2)
     said = capsys.readouterr().err
-    assert code == 2 and words in said and "Traceback" not in said
+    assert words in said and "Traceback" not in said
     assert not (run / "checkpoints").exists() or not list((run / "checkpoints").glob("step-*"))
     assert not [line for line in metrics(run)] if (run / "metrics.jsonl").exists() else True
 
@@ -738,18 +642,17 @@ def test_a_batch_that_processes_cannot_share_is_refused(world: Path, ready: Path
     ],
 )
 def test_an_adapter_is_trained_resumed_and_merged(
-    world: Path, ready: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, base: str, outer: bool
+    train: Trainer, ready: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, base: str, outer: bool
 ) -> None:
     if base != "null":
         pytest.importorskip("bitsandbytes")
     rank = f"train.adapter={{rank: 4, dropout: 0.2, base: {base}, train_outer: {str(outer).lower()}}}"
     overrides = (rank, "train.acceptance=null")  # the last weights are taken, which differ from the first
-    code, one = trained(world, ready, tmp_path / "one", *overrides)
-    assert code == 0
+    one = train(*overrides, folder=tmp_path / "one")
     with interrupted_after(5, monkeypatch):
-        assert trained(world, ready, tmp_path / "two", *overrides)[0] == 130
-    code, two = trained(world, ready, tmp_path / "two", *overrides)
-    assert code == 0 and largest_difference(one, two) == 0
+        train(*overrides, status=130, folder=tmp_path / "two")
+    two = train(*overrides, folder=tmp_path / "two")
+    assert largest_difference(one, two) == 0
     found, before = weights(one), load_file(ready / "cut" / "model.safetensors")
     assert found.keys() == before.keys()
     changed = {name for name in found if not torch.equal(found[name], before[name])}
@@ -772,8 +675,8 @@ def test_fsdp_is_refused_before_the_first_stage(
 ) -> None:
     """`accelerate launch` says in the environment that it shards."""
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    for command in (("check", world / "recipe.yaml"), ("train", world / "recipe.yaml", "--runs", tmp_path)):
-        assert tiny.call(*command) == 2
+    for arguments in (("check", world / "recipe.yaml"), ("train", world / "recipe.yaml", "--runs", tmp_path)):
+        assert tiny.call(*arguments) == 2
         assert "ddp.yaml" in capsys.readouterr().err and not (tmp_path / "tiny" / "corpus").exists()
 
 
@@ -784,9 +687,7 @@ def test_a_recipe_with_a_replay_survives_its_own_dump(world: Path) -> None:
     assert isinstance(recipe.train.replay, Replay)
 
 
-def test_trackers_get_the_figures_too(
-    world: Path, ready: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_trackers_get_the_figures_too(train: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("tensorboard")
     from accelerate.tracking import TensorBoardTracker
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -799,10 +700,10 @@ def test_trackers_get_the_figures_too(
     at_the_end: list[list[Any]] = []
     monkeypatch.setattr(loop, "write_draft", lambda work: (at_the_end.append([*opened]), write(work))[1])
     tracked = "train.trackers=[tensorboard]"
-    code, run = trained(world, ready, tmp_path / "refused", tracked, "train.adapter={targets: [nothing]}")
-    assert code == 2 and not opened and not (run / "trackers").exists()  # a mistake leaves no empty run behind
-    code, run = trained(world, ready, tmp_path, tracked, "train.steps=2")
-    assert code == 0 and at_the_end == [[]]  # closed, so that no later stage keeps it open
+    run = train(tracked, "train.adapter={targets: [nothing]}", status=2, folder=tmp_path / "refused")
+    assert not opened and not (run / "trackers").exists()  # a mistake leaves no empty run behind
+    run = train(tracked, "train.steps=2")
+    assert at_the_end == [[]]  # closed, so that no later stage keeps it open
     (folder,) = {path.parent for path in (run / "trackers").rglob("events.out.*") if path.parent.name == "distill"}
     events = EventAccumulator(str(folder))
     events.Reload()
@@ -832,20 +733,8 @@ def test_trackers_work_offline(world: Path, ready: Path, tmp_path: Path) -> None
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": os.pathsep.join([str(tiny.ROOT), *sys.path]),
     }
-    command = [
-        sys.executable,
-        "-m",
-        "distill",
-        "train",
-        str(world / "recipe.yaml"),
-        "--runs",
-        str(tmp_path),
-        "--until",
-        "train",
-        "train.trackers=[wandb, trackio]",
-        "train.steps=2",
-    ]
-    result = subprocess.run(command, cwd=elsewhere, capture_output=True, text=True, timeout=120, env=environment)
+    overrides = ("train.trackers=[wandb, trackio]", "train.steps=2")
+    result = started(*command(world, tmp_path, *overrides), cwd=elsewhere, env=environment)
     assert result.returncode == 0, result.stderr
     assert not list(elsewhere.iterdir())
     (file,) = (run / "trackers").rglob("*.wandb")
@@ -857,21 +746,20 @@ def test_trackers_work_offline(world: Path, ready: Path, tmp_path: Path) -> None
     assert b"validation/acceptance" in told[0] and b"gradient_norm" in told[1]
 
 
-def test_bfloat16_products_keep_float32_weights(world: Path, ready: Path, whole: Path, tmp_path: Path) -> None:
-    code, run = trained(world, ready, tmp_path, MIXED, *REPLAY, "train.dtype=bfloat16")
-    assert code == 0 and all(value.dtype == torch.float32 for value in weights(run).values())
+def test_bfloat16_products_keep_float32_weights(train: Trainer, whole: Path) -> None:
+    run = train(MIXED, *REPLAY, "train.dtype=bfloat16")
+    assert all(value.dtype == torch.float32 for value in weights(run).values())
     assert metrics(run)[0]["loss"] == pytest.approx(metrics(whole)[0]["loss"], rel=0.02)
     saved = torch.load(run / "checkpoints" / "step-000010" / "optimizer.pt", weights_only=True)
     assert all(state["exp_avg"].dtype == torch.float32 for state in saved["state"].values())
 
 
 @pytest.mark.parametrize("kind", ["exact", "online"])
-def test_every_kind_of_teacher_trains(world: Path, ready: Path, tmp_path: Path, kind: str) -> None:
+def test_every_kind_of_teacher_trains(train: Trainer, tmp_path: Path, kind: str) -> None:
     """A store of all entries, whole distributions from stored states and the target itself: the same training."""
     losses = {}
     every = ("teacher.top_k=100000", "teacher.mass=null")
     for name, overrides in {"compact": every, kind: (f"teacher.kind={kind}",)}.items():
-        code, run = trained(world, ready, tmp_path / name, *overrides, "--redo", "teacher", "train.steps=4")
-        assert code == 0
+        run = train(*overrides, "--redo", "teacher", "train.steps=4", folder=tmp_path / name)
         losses[name] = [line["loss"] for line in metrics(run)]
     assert losses[kind] == pytest.approx(losses["compact"], rel=2e-3)  # fp16 in the store

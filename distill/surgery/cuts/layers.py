@@ -35,24 +35,24 @@ def parse_layers(text: str, count: int) -> list[int]:
 
     Raises RecipeError for an entry that is no layer of `count`, for a layer given twice, and for all layers at once.
     """
-    found: list[int] = []
+    layers: list[int] = []
     for piece in text.split(","):
         ends = [int(end) if end.strip().isdecimal() else -1 for end in piece.split("-")]
         if len(ends) > 2 or min(ends) < 0 or ends[0] > ends[-1]:
             raise RecipeError(f"`{piece}` names no layers", 'write indices and ranges, lower end first: "3,7,14-21"')
         if ends[-1] >= count:
             raise RecipeError(f"`{piece}`: there is no layer {ends[-1]}", f"the layers are 0 to {count - 1}")
-        found += range(ends[0], ends[-1] + 1)
-    twice = sorted({i for i in found if found.count(i) > 1})
+        layers += range(ends[0], ends[-1] + 1)
+    twice = sorted({i for i in layers if layers.count(i) > 1})
     if twice:
         raise RecipeError(f"layers named twice: {', '.join(map(str, twice))}", "name each layer once")
-    if len(found) == count:
+    if len(layers) == count:
         raise RecipeError(f"all {count} layers would be dropped", "leave at least one")
-    return sorted(found)
+    return sorted(layers)
 
 
 def choose_layers(
-    model: Any, keep: int | None, rule: str, *, blocks: Packed, loss: Loss, drop: str | None = None, batch: int = 4
+    model: Any, keep: int | None, rule: str, *, blocks: Packed, loss: Loss, drop: str | None = None
 ) -> tuple[list[int], dict[str, Any]]:
     """The layers that stay, ascending, and a report of why; the model is left as it was.
 
@@ -68,36 +68,30 @@ def choose_layers(
     """
     count = len(decoder_layers(model))
     report: dict[str, Any] = {"rule": rule, "layers": count}
+    dropped: Sequence[int]
     if rule == "explicit":
         assert drop is not None
-        dropped = set(parse_layers(drop, count))
+        dropped = parse_layers(drop, count)
     else:
         assert keep is not None
         check_layers(model.config, keep)
-        dropped = set(_by_rule(model, count - keep, rule, blocks, batch, loss, report))
+        if rule == "last-but-one":
+            dropped = range(keep - 1, count - 1)
+        elif rule == "greedy":
+            steps = _greedy(model, count - keep, loss)
+            report |= {"evaluations": sum(range(keep + 1, count + 1)), "steps": steps}
+            dropped = [step["removed"] for step in steps]
+        else:
+            assert rule == "influence", rule
+            report["influence"] = influence = block_influence(model, blocks)
+            dropped = [*sorted(range(1, count - 1), key=lambda i: influence[i]), count - 1][: count - keep]
     kept = [i for i in range(count) if i not in dropped]
     return kept, {**report, "kept": kept, "dropped": sorted(dropped)}
 
 
-def _by_rule(
-    model: Any, drop: int, rule: str, blocks: Packed, batch: int, loss: Loss, report: dict[str, Any]
-) -> Sequence[int]:
-    """The layers to drop by a rule that chooses them; the figures behind the choice go into `report`."""
-    count = len(decoder_layers(model))
-    if rule == "last-but-one":
-        return range(count - 1 - drop, count - 1)
-    if rule == "greedy":
-        return _greedy(model, drop, loss, report)
-    assert rule == "influence", rule
-    influence = block_influence(model, blocks, batch)
-    report["influence"] = influence
-    return [*sorted(range(1, count - 1), key=lambda i: influence[i]), count - 1][:drop]
-
-
-def _greedy(model: Any, drop: int, loss: Loss, report: dict[str, Any]) -> list[int]:
-    count = len(decoder_layers(model))
-    evaluations = sum(count - step for step in range(drop))
-    kept, steps = list(range(count)), []
+def _greedy(model: Any, drop: int, loss: Loss) -> list[dict[str, Any]]:
+    """The layers removed one after the other, each with the loss without it."""
+    kept, steps = list(range(len(decoder_layers(model)))), []
     for _ in range(drop):
         losses: dict[int, float] = {}
         for candidate in kept:
@@ -109,8 +103,7 @@ def _greedy(model: Any, drop: int, loss: Loss, report: dict[str, Any]) -> list[i
             raise DataError(f"without any of layers {kept} the loss is not finite", "check the donor's weights")
         kept.remove(best)
         steps.append({"removed": best, "loss": losses[best]})
-    report |= {"evaluations": evaluations, "steps": steps}
-    return [int(step["removed"]) for step in steps]
+    return steps
 
 
 @contextmanager

@@ -7,6 +7,7 @@ layer reads it. Legend: L layers, n blocks, S positions, T tokens, H hidden, F n
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -31,14 +32,14 @@ def states_behind(model: Any, kept: Sequence[int], blocks: Packed, batch: int = 
     Raises DataError when the blocks hold no token.
     """
     ends = [*kept[1:], len(decoder_layers(model))]
-    found: dict[int, list[Tensor]] = {end: [] for end in ends}
+    states: dict[int, list[Tensor]] = {end: [] for end in ends}
     for part in parts_of(model, blocks, batch):
         state = model.model.embed_tokens(part.ids)
         for index in range(ends[-1]):
             state = run_layer(model, index, part, state)
-            if index + 1 in found:
-                found[index + 1].append(state)
-    return [found[end] for end in ends]
+            if index + 1 in states:
+                states[index + 1].append(state)
+    return [states[end] for end in ends]
 
 
 @torch.no_grad()
@@ -91,10 +92,11 @@ def _refit(
     parts = parts_of(model, blocks, batch)
     streams = [model.model.embed_tokens(part.ids) for part in parts]
     report: dict[str, list[float]] = {"lost_without_refit": [], "lost": []}
-    count, gap = sum(int(tokens(part.documents).sum()) for part in parts), False
-    layers = decoder_layers(model)
-    for index, layer in enumerate(layers):
-        gap = gap or (index + 1 < len(kept) and kept[index + 1] > kept[index] + 1) or index + 1 == len(kept)
+    count = sum(int(tokens(part.documents).sum()) for part in parts)
+    gap = next((i for i, (own, after) in enumerate(itertools.pairwise(kept)) if after > own + 1), len(kept) - 1)
+    for index in range(gap):
+        streams = [run_layer(model, index, part, stream) for part, stream in zip(parts, streams, strict=True)]
+    for index, layer in enumerate(decoder_layers(model)[gap:], gap):
         down = layer.mlp.down_proj
         gram = torch.zeros(down.in_features, down.in_features, dtype=torch.float32, device=down.weight.device)
         cross = torch.zeros(down.in_features, down.out_features, dtype=torch.float32, device=down.weight.device)
@@ -104,19 +106,14 @@ def _refit(
             before_mlp: list[Tensor] = []
             with watching([(down, neurons.append), (layer.post_attention_layernorm, before_mlp.append)]):
                 output = run_layer(model, index, part, streams[at])
-            if not gap:
-                streams[at] = output
-                continue
             used = tokens(part.documents)
-            wanted = end[used].float()
-            share = wanted.norm(dim=-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny).reciprocal()  # [T, 1]
-            a, missing = neurons[0][used].float() * share, (wanted - output[used].float()) * share
+            uncut = end[used].float()
+            share = uncut.norm(dim=-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny).reciprocal()  # [T, 1]
+            a, missing = neurons[0][used].float() * share, (uncut - output[used].float()) * share
             gram.addmm_(a.T, a)
             cross.addmm_(a.T, missing)
             missing_power += float(missing.square().sum())
             streams[at] = before_mlp[0]
-        if not gap:
-            continue
         change, explained = _ridge(gram, cross, ridge)
         weight = (down.weight.detach().float() + change.T).to(down.weight.dtype)
         down.weight = torch.nn.Parameter(weight, requires_grad=down.weight.requires_grad)

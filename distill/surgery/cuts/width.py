@@ -6,7 +6,8 @@ the inputs of down_proj.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -48,13 +49,11 @@ def neuron_scores(model: Any, blocks: Packed, batch: int = 4) -> list[Tensor]:
     downs = [layer.mlp.down_proj for layer in decoder_layers(model)]
     squares = [torch.zeros(down.in_features, device=down.weight.device) for down in downs]
 
-    def adding(total: Tensor) -> Callable[[Tensor], None]:
-        def add(a: Tensor) -> None:
-            total.add_(a.square().sum(0))
+    def add(total: Tensor, a: Tensor) -> None:
+        total.add_(a.square().sum(0))
 
-        return add
-
-    count = observe(model, blocks, [(down, adding(total)) for down, total in zip(downs, squares, strict=True)], batch)
+    watches = [(down, partial(add, total)) for down, total in zip(downs, squares, strict=True)]
+    count = observe(model, blocks, watches, batch)
     columns = [down.weight.detach().float().square().sum(0) for down in downs]
     return [total / count * column for total, column in zip(squares, columns, strict=True)]
 

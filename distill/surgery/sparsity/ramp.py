@@ -5,7 +5,7 @@ debias (λ = 0, zeros stay zero, the rest learns on). The proximal step is decou
 weight decay is in AdamW, so its threshold is rate·λ·√|g|, in units of what Adam moves a group in a step.
 
 Schedule of λ, one per layer (one for all single weights). Let d be the norm of the largest group that is still to be
-removed, that is of the wanted-th smallest, and r the ramp steps that remain, this one included: λ = d / (r·rate·√|g|).
+removed, and r the ramp steps that remain, this one included: λ = d / (r·rate·√|g|).
 The threshold is then d/r: undisturbed, d falls to zero in a straight line; where the loss holds neurons back, d stays
 above that line and λ rises until d is zero. λ depends on the weights and the step alone, so a resume changes nothing,
 and no learning rate is too small. Every layer reaches its count in the last step of the ramp, or earlier.
@@ -16,10 +16,10 @@ and no learning rate is too small. Every layer reaches its count in the last ste
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from abc import ABC, abstractmethod
+from typing import Any
 
-from torch import Tensor
+import torch
 
 from distill.errors import RecipeError
 
@@ -27,40 +27,70 @@ LEAST_RAMP = 10  # proximal steps; fewer would be pruning in one go
 HAIR = 1 + 1e-6  # on λ, so that rounding does not leave the last group alive
 
 
-@dataclass(frozen=True)
-class Schedule:
-    """Steps of the dense phase and of the ramp."""
+class Penalty(ABC):
+    """The phases of a penalty over the steps of a training; `start` and `ramp` are shares of them.
 
-    dense: int
-    ramp: int
+    Raises RecipeError for a ramp of too few steps, or one that ends after the training.
+    """
 
-    def left(self, done: int) -> int:
-        """Ramp steps that remained before the last of `done` steps; 0 outside the ramp."""
-        return max(0, self.dense + self.ramp + 1 - done) if done > self.dense else 0
+    def __init__(self, steps: int, start: float, ramp: float) -> None:
+        if not 0 <= start <= 1 - ramp:
+            raise RecipeError(
+                f"sparsity: start is {start}; with a ramp of {ramp} it leaves no room", f"ask for 0 to {1 - ramp:g}"
+            )
+        self.ramp = round(ramp * steps)  # steps
+        if self.ramp < LEAST_RAMP:
+            raise RecipeError(
+                f"sparsity: {steps} steps are too few: a ramp of {ramp} needs {LEAST_RAMP} proximal steps",
+                f"train for at least {math.ceil(LEAST_RAMP / ramp)} steps, or ramp over a larger share of them",
+            )
+        self.dense = min(round(start * steps), steps - self.ramp)  # steps
+        self.step = 0
+        self.frozen = False
 
+    @torch.no_grad()
+    def after_step(self, step: int, rate: float) -> dict[str, Any]:
+        """The proximal step that follows optimizer step `step` (from 0), taken at `rate`; figures for the log.
 
-def plan(steps: int, start: float, ramp: float) -> Schedule:
-    """The phases of a run; `start` and `ramp` are shares of its steps. Raises RecipeError for impossible ones."""
-    if not 0 < ramp <= 1:
-        raise RecipeError(f"sparsity: ramp is {ramp}; it is a share of the steps", "ask for 0 < ramp <= 1, say 0.2")
-    if not 0 <= start <= 1 - ramp:
-        raise RecipeError(
-            f"sparsity: start is {start}; with a ramp of {ramp} it leaves no room", f"ask for 0 to {1 - ramp:g}"
-        )
-    count = round(ramp * steps)
-    if count < LEAST_RAMP:
-        raise RecipeError(
-            f"sparsity: {steps} steps are too few: a ramp of {ramp} needs {LEAST_RAMP} proximal steps",
-            f"train for at least {math.ceil(LEAST_RAMP / ramp)} steps, or ramp over a larger share of them",
-        )
-    return Schedule(min(round(start * steps), steps - count), count)
+        phase: dense, ramp or debias; lambda: the mean over layers; and those of `_zero_shares`.
+        """
+        assert step == self.step, f"step {step} after {self.step} steps"
+        self.step += 1
+        left = 0 if self.step <= self.dense else max(0, self.dense + self.ramp + 1 - self.step)  # with this one
+        strength = 0.0
+        if self.frozen:
+            self._hold()
+        elif left:
+            strength = self._press(left, rate)
+        shares, reached = self._zero_shares()
+        if left and not self.frozen and (left == 1 or reached):
+            self._freeze()
+        return {"phase": "debias" if self.frozen else "ramp" if left else "dense", "lambda": strength, **shares}
 
+    @abstractmethod
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """The tensors that are shrunk: they get no weight decay."""
 
-def require_float32(parameters: Sequence[Tensor]) -> None:
-    """Raise RecipeError unless all are fp32: shorter types round a ramp's small steps away."""
-    wrong = {str(p.dtype) for p in parameters} - {"torch.float32"}
-    if wrong:
-        raise RecipeError(
-            f"sparsity: proximal steps need float32 weights, these are {', '.join(sorted(wrong))}",
-            "load the model in float32; mixed precision may still compute in bfloat16",
-        )
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """The state beyond the model, for JSON."""
+
+    @abstractmethod
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from `state_dict()`, after the model's weights."""
+
+    @abstractmethod
+    def _press(self, left: int, rate: float) -> float:
+        """One proximal step, with `left` steps of the ramp to go; λ, the mean over layers."""
+
+    @abstractmethod
+    def _zero_shares(self) -> tuple[dict[str, float], bool]:
+        """How much is zero, for the log, and whether that is all that is to go."""
+
+    @abstractmethod
+    def _freeze(self) -> None:
+        """Fix what is removed."""
+
+    @abstractmethod
+    def _hold(self) -> None:
+        """Put back to zero what the optimizer's moments have moved, although its gradient is zero."""

@@ -17,6 +17,7 @@ from distill.errors import DataError
 from distill.progress import Progress
 from distill.surgery.vocabulary.subtokens import MEAN, TEXT, Entries, Subtokens
 
+ATOMS = 64  # shared rows of a combination, at most
 BATCH = 256  # rows rebuilt at once
 
 
@@ -65,7 +66,7 @@ def pursue(rows: Tensor, atoms: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def pursue_rows(
-    subtokens: Subtokens, target: Tensor, count: int, device: torch.device
+    subtokens: Subtokens, target: Tensor, device: torch.device
 ) -> tuple[dict[int, Entries], dict[str, Any]]:
     """Donor ids and weights for the target ids made from several subtokens, special tokens among them.
 
@@ -79,32 +80,26 @@ def pursue_rows(
             f"the target's matrix has {len(target)} rows for {len(subtokens.origin)} tokens",
             "give the weights and the tokenizer of one model",
         )
-    if count < 1 or not len(shared):
-        raise DataError(
-            f"pursuit cannot use {count} atoms of {len(shared)} shared tokens", "use the method `subtokens`"
-        )
+    if not len(shared):
+        raise DataError("donor and target share no tokens, which pursuit needs", "use the method `subtokens`")
     atoms = target[torch.from_numpy(shared)].float().to(device)
     donor_ids = torch.from_numpy(subtokens.ids[subtokens.offsets[shared]]).long()
-    wanted = numpy.flatnonzero((subtokens.origin == MEAN) | (subtokens.origin == TEXT))
-    wanted = wanted[target[torch.from_numpy(wanted)].any(1).numpy()]
-    found: dict[int, Entries] = {}
+    several = numpy.flatnonzero((subtokens.origin == MEAN) | (subtokens.origin == TEXT))
+    several = several[target[torch.from_numpy(several)].any(1).numpy()]
+    entries: dict[int, Entries] = {}
     residual = 0.0
-    progress = Progress("pursuit: rows", len(wanted))
-    for start in range(0, len(wanted), BATCH):
-        part = wanted[start : start + BATCH]
+    progress = Progress("pursuit: rows", len(several))
+    for start in range(0, len(several), BATCH):
+        part = several[start : start + BATCH]
         rows = target[torch.from_numpy(part)].float().to(device)
-        chosen, weights = pursue(rows, atoms, count)
+        chosen, weights = pursue(rows, atoms, ATOMS)
         rebuilt = (weights.unsqueeze(1) @ atoms[chosen]).squeeze(1)
         residual += float(((rows - rebuilt).norm(dim=1) / rows.norm(dim=1)).sum())
         ids, values = donor_ids[chosen.cpu()].int().numpy(), weights.cpu().numpy()
         for i, row in enumerate(part):
             used = values[i] != 0
             if used.any():
-                found[int(row)] = (ids[i][used], values[i][used])
+                entries[int(row)] = (ids[i][used], values[i][used])
         progress.step(len(part))
-    counts = {
-        "rows": len(found),
-        "atoms": min(count, len(shared)),
-        "mean_residual": residual / len(wanted) if len(wanted) else 0.0,
-    }
-    return found, counts
+    mean_residual = residual / len(several) if len(several) else 0.0
+    return entries, {"rows": len(entries), "atoms": min(ATOMS, len(shared)), "mean_residual": mean_residual}

@@ -22,10 +22,10 @@ def match_rows(model: Any, rows: int, real: int) -> list[Change]:
     padding then give it no more than a common logit, where a zero row would outrank every negative one.
     """
     config = model.config
-    found: int = config.vocab_size
-    if found == rows:
+    present: int = config.vocab_size
+    if present == rows:
         return []
-    assert real <= min(found, rows), "a token would lose its row"
+    assert real <= min(present, rows), "a token would lose its row"
     before = size_of(model)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     tied = embedding.weight is head.weight
@@ -37,7 +37,7 @@ def match_rows(model: Any, rows: int, real: int) -> list[Change]:
         head.bias = torch.nn.Parameter(_resized(head.bias.detach(), rows, real), head.bias.requires_grad)
     embedding.num_embeddings = head.out_features = rows
     config.vocab_size = model.vocab_size = model.base_model.vocab_size = rows
-    return [Change("rows", before, size_of(model), details={"rows": rows, "donor_rows": found, "tokens": real})]
+    return [Change("rows", before, size_of(model), details={"rows": rows, "donor_rows": present, "tokens": real})]
 
 
 def _resized(weight: Tensor, rows: int, real: int) -> Tensor:

@@ -59,9 +59,7 @@ class Mixture:
 
     def same_as(self, other: Mixture) -> bool:
         """Whether both make the same rows of the same matrix."""
-        return all(
-            numpy.array_equal(getattr(self, part), getattr(other, part)) for part in ("offsets", "ids", "weights")
-        )
+        return all(numpy.array_equal(a, b) for a, b in zip(vars(self).values(), vars(other).values(), strict=True))
 
 
 @dataclass(frozen=True)
@@ -128,11 +126,10 @@ def check_overrides(target: Vocabulary, overrides: Mapping[str, str]) -> None:
     """
     for token, text in overrides.items():
         if target.find(token) is None:
-            numbers = [number for number, found in enumerate(target.tokens) if found is not None]
+            numbers = [number for number, name in enumerate(target.tokens) if name is not None]
             named = [target.shown(number) for number in numbers if target.kinds[number] != "normal"]
-            near = difflib.get_close_matches(token, named, 1, 0.5) or difflib.get_close_matches(
-                token, [one for one in map(target.shown, numbers) if abs(len(one) - len(token)) < 3], 1, 0.5
-            )
+            similar = [name for name in map(target.shown, numbers) if abs(len(name) - len(token)) < 3]
+            near = [match for names in (named, similar) for match in difflib.get_close_matches(token, names, 1, 0.5)]
             hint = f"did you mean {near[0]!r}?" if near else "see the tokens in its tokenizer.json"
             raise DataError(f"the override {token!r} is no token of the target {target.folder}", hint)
         twin = next((other for other in overrides if other != token and target.find(other) == target.find(token)), None)
@@ -148,13 +145,10 @@ def map_subtokens(donor: Vocabulary, target: Vocabulary, overrides: Mapping[str,
     """Map every target id to donor ids.
 
     An ordinary token with the same bytes as a donor token is a copy of it, otherwise its bytes are encoded by the
-    donor's model. A special token goes by override, role, same string, own text, in that order. Raises DataError for
-    overrides that cannot be applied and for donors without byte tokens.
+    donor's model. A special token goes by override, role, same string, own text, in that order. The overrides and the
+    donor have been checked (`check_overrides`, `require_bytes`); raises DataError for an override without donor tokens.
     """
-    overrides = overrides or {}
-    check_overrides(target, overrides)
-    require_bytes(donor)
-    mapper = _Mapper(donor, target, overrides)
+    mapper = _Mapper(donor, target, overrides or {})
     rows = [mapper.row(number) for number in range(target.size)]
     return Subtokens(
         offsets=offsets_of([len(row.ids) for row in rows]),
@@ -201,8 +195,7 @@ class _Mapper:
         return _Row(TEXT if special else MEAN, ids, exact)
 
     def _overridden(self, number: int) -> list[int]:
-        text = self.overrides[number]
-        ids = self.encoder.marked_text(text)
+        ids = self.encoder.marked_text(text := self.overrides[number])
         if not ids:
             raise DataError(
                 f"the override of {self.target.shown(number)!r} by {text!r} gives no donor tokens",
@@ -253,17 +246,9 @@ def describe_subtokens(subtokens: Subtokens, donor: Vocabulary, target: Vocabula
         "unused": counts["unused"],
         "zeros": int(((lengths == 0) & (subtokens.origin != UNUSED)).sum()),
         "duplicates": len(ordinary) - len(set(ordinary)),
-        "not_utf8_alone": sum(not _is_utf8(data) for data in ordinary),
+        "not_utf8_alone": sum(data.decode(errors="ignore").encode() != data for data in ordinary),
         "unwritable": len(subtokens.unwritable),
         "subtokens_per_mean": float(lengths[subtokens.origin == MEAN].mean()) if counts["mean"] else 0.0,
         "special_tokens": [shown(row) for row in named],
         "worst": [shown(int(row)) for row in numpy.argsort(-lengths, kind="stable")[:WORST] if lengths[row] > 1],
     }
-
-
-def _is_utf8(data: bytes) -> bool:
-    try:
-        data.decode()
-    except UnicodeDecodeError:
-        return False
-    return True

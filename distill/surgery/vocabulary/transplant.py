@@ -24,7 +24,7 @@ from distill.models.model_files import copy_tokenizer
 from distill.models.tensor_files import ITEM_BYTES, Stored, torch_type
 from distill.results.cut_results import Change, Size
 from distill.surgery.change import read_changes, record_change
-from distill.surgery.stored import FLOATS, SHARD_BYTES, WRITTEN, Written, write_tensors
+from distill.surgery.stored import FLOATS, WRITTEN, Written, write_tensors
 from distill.surgery.vocabulary.pursuit import pursue_rows
 from distill.surgery.vocabulary.subtokens import Entries, Mixture, Subtokens, describe_subtokens, map_subtokens
 from distill.surgery.vocabulary.transplant_plan import EMBEDDING, HEAD, Plan, check_transplant
@@ -43,15 +43,12 @@ def transplant(
     method: Literal["subtokens", "pursuit"] = "subtokens",
     dtype: str | None = None,
     decay: float = 1.0,
-    atoms: int = 64,
-    device: str = "auto",
-    shard_bytes: int = SHARD_BYTES,
 ) -> Change:
     """Write `destination`: the donor with the target's tokenizer, and rows for it made from the donor's rows.
 
     A token with the same bytes as a donor token gets its row. For another, the input row is that of its last subtoken
     and the head row the mean of its subtokens, the j-th weighted decay**j; with `pursuit` both are combinations of at
-    most `atoms` shared rows that rebuild the target's own row. Ids without a token get zero rows. `dtype` casts the
+    most ATOMS shared rows that rebuild the target's own row. Ids without a token get zero rows. `dtype` casts the
     weights (None: as stored). Raises DataError before any work for an impossible transplant.
     """
     _check_places(donor, target, destination)
@@ -64,7 +61,7 @@ def transplant(
     details: dict[str, Any] = {"method": method, **describe_subtokens(subtokens, plan.donor, plan.target)}
     mixtures = {EMBEDDING: subtokens.last(), HEAD: subtokens.front_loaded(decay)}
     if method == "pursuit":
-        mixtures = _pursued(mixtures, plan, subtokens, atoms, device, details)
+        mixtures = _pursued(mixtures, plan, subtokens, details)
     same = plan.donor.same_as(plan.target)
     mixtures = {name: _with_padding(mixture, plan, same) for name, mixture in mixtures.items()}
     details |= {"padding_rows": plan.rows - plan.target.size, "same_vocabulary": same, "zero_rows": 0}
@@ -76,7 +73,7 @@ def transplant(
 
     def save(folder: Path) -> None:
         with _one_thread():
-            write_tensors(folder, outputs, shard_bytes)
+            write_tensors(folder, outputs)
         write_json(folder / "config.json", config)
         copy_tokenizer(target, folder)
         write_json(folder / "generation_config.json", _generation(target, config))
@@ -107,21 +104,16 @@ def _check_places(donor: Path, target: Path, destination: Path) -> None:
 
 
 def _pursued(
-    mixtures: Mapping[str, Mixture],
-    plan: Plan,
-    subtokens: Subtokens,
-    atoms: int,
-    device: str,
-    details: dict[str, Any],
+    mixtures: Mapping[str, Mixture], plan: Plan, subtokens: Subtokens, details: dict[str, Any]
 ) -> dict[str, Mixture]:
     """The mixtures with rows rebuilt by pursuit; `details` gets the counts of each matrix."""
-    found: dict[int, Entries] = {}
+    rows: dict[int, Entries] = {}
     replaced = {}
     for name in (EMBEDDING, HEAD):
         if name in plan.target_tensors:  # a tied target's head is its embedding
             matrix = plan.target_tensors[name].read()
-            found, details[f"pursuit {name}"] = pursue_rows(subtokens, matrix, atoms, pick_device(device))
-        replaced[name] = mixtures[name].replaced(found)
+            rows, details[f"pursuit {name}"] = pursue_rows(subtokens, matrix, pick_device("auto"))
+        replaced[name] = mixtures[name].replaced(rows)
     return replaced
 
 
@@ -161,12 +153,6 @@ def mixed_rows(matrix: Tensor, mixture: Mixture, first: int, last: int, dtype: t
     return rows
 
 
-def _zero_rows(rows: Tensor) -> Tensor:
-    """Indices of the rows [R, H] that are all zero."""
-    candidates = (rows[:, 0] == 0).nonzero().squeeze(1)
-    return candidates[~rows[candidates].any(1)]
-
-
 def _outputs(
     plan: Plan, mixtures: Mapping[str, Mixture], tied: bool, dtype: str | None, details: dict[str, Any]
 ) -> dict[str, Written]:
@@ -190,8 +176,8 @@ def _outputs(
             for first in range(0, plan.rows, CHUNK_ROWS):
                 last = min(first + CHUNK_ROWS, plan.rows)
                 rows = mixed_rows(matrix, mixture, first, last, torch_type(kind))
-                used = numpy.diff(mixture.offsets[first : last + 1]) > 0
-                details["zero_rows"] += int(used[_zero_rows(rows).numpy()].sum())
+                used = torch.from_numpy(numpy.diff(mixture.offsets[first : last + 1]) > 0)
+                details["zero_rows"] += int((used & ~rows.any(1)).sum())
                 yield rows
 
         return Written(kind, (plan.rows, tensor.shape[1]), parts)
@@ -210,8 +196,8 @@ def _new_config(plan: Plan, tied: bool, dtype: str | None) -> dict[str, Any]:
         del config["tie_word_embeddings"]
     for role in ("bos", "eos", "pad"):
         key = f"{role}_token_id"
-        found = plan.target_config.get(key)
-        config[key] = plan.target.roles.get(role) if found is None else found
+        configured = plan.target_config.get(key)
+        config[key] = plan.target.roles.get(role) if configured is None else configured
     if dtype is not None:
         key = "torch_dtype" if "torch_dtype" in config and "dtype" not in config else "dtype"
         config[key] = dtype
@@ -221,9 +207,9 @@ def _new_config(plan: Plan, tied: bool, dtype: str | None) -> dict[str, Any]:
 def _generation(target: Path, config: Mapping[str, Any]) -> dict[str, Any]:
     """The target's generation settings: its sampling, and its end tokens, of which there may be several."""
     path = target / "generation_config.json"
-    found = read_object(path) if path.is_file() else {}
     keys = ("bos_token_id", "eos_token_id", "pad_token_id")
-    return {**{key: config[key] for key in keys if config[key] is not None}, **found}
+    own = {key: config[key] for key in keys if config[key] is not None}
+    return own | (read_object(path) if path.is_file() else {})
 
 
 def _size(config: Mapping[str, Any], tensors: Mapping[str, Stored] | Mapping[str, Written], tied: bool) -> Size:
@@ -232,13 +218,12 @@ def _size(config: Mapping[str, Any], tensors: Mapping[str, Stored] | Mapping[str
     vocabulary, hidden = tensors[EMBEDDING].shape
     unread = 0 if tied else tensors[EMBEDDING].bytes // vocabulary * (vocabulary - 1)
     layers, heads = int(config["num_hidden_layers"]), int(config["num_attention_heads"])
-    mlp = [config["intermediate_size"]] * layers
     return Size(
         parameters=sum(math.prod(tensor.shape) for tensor in own),
         bytes_per_step=sum(tensor.bytes for tensor in own) - unread,
         layers=layers,
         hidden=hidden,
-        mlp=tuple(mlp),
+        mlp=(config["intermediate_size"],) * layers,
         heads=heads,
         kv_heads=int(config.get("num_key_value_heads") or heads),
         vocabulary=vocabulary,

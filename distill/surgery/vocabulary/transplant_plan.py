@@ -56,9 +56,9 @@ def check_transplant(
     check_folder(str(donor.absolute()))
     config = read_config(donor)
     require_supported(str(config.get("model_type")))
-    if not has_form(config, dict.fromkeys(SIZES, int)):
-        lacking = next(key for key in SIZES if not has_form(config.get(key), int))
-        raise DataError(f"{donor}/config.json: {lacking} must be an integer", "give a whole folder")
+    for key in SIZES:
+        if not has_form(config.get(key), int):
+            raise DataError(f"{donor}/config.json: {key} must be an integer", "give a whole folder")
     tensors = stored_tensors(donor)
     tied = bool(config.get("tie_word_embeddings", False))
     _check_matrices(donor, config, tensors, tied)
@@ -101,10 +101,10 @@ def _check_matrices(donor: Path, config: Mapping[str, Any], tensors: Mapping[str
 
 
 def _row_count(folder: Path, target: Vocabulary, config: Mapping[str, Any], rows: int | None) -> int:
-    found = config.get("vocab_size") or (config.get("text_config") or {}).get("vocab_size")
-    if found is not None and rows is not None and rows != found:
-        raise DataError(f"rows is {rows}, but vocab_size in {folder}/config.json is {found}", "leave rows out")
-    count = found or rows or target.size
+    configured = config.get("vocab_size") or (config.get("text_config") or {}).get("vocab_size")
+    if configured is not None and rows is not None and rows != configured:
+        raise DataError(f"rows is {rows}, but vocab_size in {folder}/config.json is {configured}", "leave rows out")
+    count = configured or rows or target.size
     if not isinstance(count, int):
         raise DataError(f"{folder}/config.json: vocab_size must be an integer", "correct config.json")
     if count < target.size:

@@ -6,7 +6,6 @@ Legend: V vocabulary, K kept tokens. A domain is one source of the corpus; its c
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -36,16 +35,14 @@ class Kept:
 
 
 def count_tokens(answers: Sequence[Answer], vocabulary: int) -> dict[str, Counts]:
-    """Counts [V] of the tokens that the target wrote, by domain."""
-    found: dict[str, Counter[int]] = {}
+    """Counts [V] of the tokens that the target wrote, by domain; DataError where it wrote none."""
+    tokens: dict[str, list[int]] = {}
     for answer in answers:
-        found.setdefault(answer.source or "answers", Counter()).update(answer.answer)
-    counts = {}
-    for domain, own in found.items():
-        column = numpy.zeros(vocabulary, dtype=numpy.int64)
-        column[list(own.keys())] = list(own.values())
-        counts[domain] = column
-    return {domain: column for domain, column in counts.items() if column.sum()}
+        tokens.setdefault(answer.source or "answers", []).extend(answer.answer)
+    counts = {domain: numpy.bincount(ids, minlength=vocabulary) for domain, ids in tokens.items() if ids}
+    if not counts:
+        raise DataError("there are no target-written tokens to count", "raise answers.prompts, or leave cut.trim out")
+    return counts
 
 
 def always_kept(vocabulary: Vocabulary) -> list[int]:
@@ -67,7 +64,7 @@ def expected_shares(teacher: TeacherSource, device: torch.device, positions: int
     """
     scored = teacher.packed.mask.sum(-1)
     step = max(1, math.ceil(int(scored.sum()) / positions))
-    found = torch.zeros(teacher.vocabulary, dtype=torch.float64)
+    total = torch.zeros(teacher.vocabulary, dtype=torch.float64)
     count = 0
     for block in range(0, teacher.blocks, step):
         if not scored[block]:
@@ -77,11 +74,11 @@ def expected_shares(teacher: TeacherSource, device: torch.device, positions: int
             chunk = own.chunk(slice(first, min(first + CHUNK, len(own))))
             values = chunk.log_probabilities.exp().double().cpu()
             if chunk.ids is None:
-                found += values.sum(0)
+                total += values.sum(0)
             else:
-                found.scatter_add_(0, chunk.ids.long().cpu().flatten(), values.flatten())
+                total.scatter_add_(0, chunk.ids.long().cpu().flatten(), values.flatten())
         count += len(own)
-    return (found / max(1, count)).numpy()
+    return (total / max(1, count)).numpy()
 
 
 def rank_tokens(counts: Mapping[str, Counts], forced: Sequence[int], expected: Shares | None = None) -> list[int]:
@@ -112,28 +109,21 @@ def smallest_size(counts: Mapping[str, Counts], order: Sequence[int], forced: in
 
 def sizes_between(smallest: int, largest: int) -> list[int]:
     """Sizes that a price search tries: multiples of 256 from `smallest`, each a quarter larger, and `largest`."""
-    found = []
+    sizes = []
     size = -(-smallest // MULTIPLE) * MULTIPLE
     while size < largest:
-        found.append(size)
+        sizes.append(size)
         size = -(-int(size * 1.25) // MULTIPLE) * MULTIPLE
-    return [*found, largest]
+    return [*sizes, largest]
 
 
 def check_size(size: int | None, forced: int, vocabulary: int, stored: int) -> None:
     """Raise RecipeError for an impossible size."""
-    if size is None:
-        return
-    if size % MULTIPLE or not max(forced, stored + 1) <= size <= vocabulary:
-        low = -(-max(forced, stored + 1) // MULTIPLE) * MULTIPLE
+    least = max(forced, stored + 1)
+    if size is not None and (size % MULTIPLE or not least <= size <= vocabulary):
+        low = -(-least // MULTIPLE) * MULTIPLE
         raise RecipeError(
             f"cut.trim.size is {size}; it must be a multiple of {MULTIPLE}, at least the {forced} tokens that are "
             f"always kept, more than the teacher's top {stored}, and at most the vocabulary's {vocabulary}",
             f"ask for {low} to {vocabulary // MULTIPLE * MULTIPLE}",
         )
-
-
-def require_counts(counts: Mapping[str, Counts]) -> None:
-    """Raise DataError when there are no target-written tokens."""
-    if not counts:
-        raise DataError("there are no target-written tokens to count", "raise answers.prompts, or leave cut.trim out")

@@ -1,7 +1,7 @@
 """Losses over the outcomes of a position with closed-form gradients, and gradients of outcomes as those of logits.
 
-Legend: r positions of a block, C columns of the draft's head, K stored entries, M outcomes, t a temperature. z are
-the draft's logits [r, C]; p and q the distributions of target and draft over the outcomes [r, M].
+Legend: r positions of a block, C columns of the draft's head, K stored entries, M outcomes, L losses, t a temperature.
+z are the draft's logits [r, C]; p and q the distributions of target and draft over the outcomes [r, M].
 
 Where the target's distribution is whole, the outcomes are the columns. Where a store has K entries and the mass of the
 rest, the outcomes are those entries and one bucket, M = K + 1, whose logit is logsumexp(z / t) over the columns
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from distill.divergences import LEAST_ACCEPTANCE
 from distill.teacher.distributions import EMPTY, TeacherChunk
-from distill.training.losses.settings import LossSettings
+from distill.training.losses.settings import LOSSES, LossSettings
 
 Term = tuple[Tensor, Callable[[], Tensor]]  # a loss [r], and its gradient [r, M], computed on demand
 
@@ -45,8 +45,8 @@ class Draft:
         # Added and not written: column 0, the stand-in for trimmed ids, gets 0 from them and keeps its own value.
         logits.scatter_add_(-1, self.columns, torch.full_like(self.inside, -math.inf).masked_fill_(gone, 0))
         self.best = logits.amax(-1, keepdim=True)
-        most, place = self.inside.max(-1)
-        self.top = torch.where(most >= self.best.squeeze(-1), place, ids.shape[-1])
+        largest, place = self.inside.max(-1)
+        self.top = torch.where(largest >= self.best.squeeze(-1), place, ids.shape[-1])
         self.full = torch.isneginf(self.best)  # [r, 1]: every column is stored, and nothing is outside
         self.best.masked_fill_(self.full, 0)
 
@@ -87,15 +87,6 @@ class Draft:
             stored += part[:, :-1] / t
         assert result is not None
         return result.scatter_add_(-1, self.columns, stored)
-
-
-def target_distribution(chunk: TeacherChunk, full: Tensor | None) -> Tensor:
-    """log p [r, M], EMPTY where there is no mass; where the draft has nothing outside (`full`), neither has p."""
-    if chunk.ids is None:
-        return chunk.log_probabilities.clamp(min=EMPTY)
-    assert full is not None
-    tail = chunk.log_tail.unsqueeze(-1).masked_fill(full, EMPTY)
-    return torch.cat([chunk.log_probabilities, tail], -1).clamp_(min=EMPTY)
 
 
 class Distributions:
@@ -182,3 +173,54 @@ DIVERGENCES: dict[str, Callable[[Distributions, LossSettings], Term]] = {
     "nla": _nla,
     "lk_hybrid": _lk_hybrid,
 }
+
+
+def score_block(
+    logits: Tensor, target: TeacherChunk, labels: Tensor, settings: LossSettings, with_gradient: bool
+) -> tuple[Tensor, Tensor | None]:
+    """STATISTICS and losses [r, 5 + L] of a block, and on request dz [r, C]; the logits [r, C] are overwritten.
+
+    Labels [r] outside the columns are unknown: their positions have no cross-entropy.
+    """
+    labelled = (labels >= 0) & (labels < logits.shape[-1])
+    column = labels.masked_fill(~labelled, 0).unsqueeze(-1)  # [r, 1]
+    label_logit = logits.gather(-1, column)
+    draft = Draft(logits, target.ids)
+    log_p = target.log_probabilities
+    if target.ids is not None:  # where the draft has nothing outside the stored columns, neither has p
+        log_p = torch.cat([log_p, target.log_tail.unsqueeze(-1).masked_fill(draft.full, EMPTY)], -1)
+    pair = Distributions(log_p.clamp(min=EMPTY), draft.distribution(settings.temperature))
+    log_q = pair.log_q if settings.temperature == 1 else draft.distribution(1.0)
+    q = pair.q if log_q is pair.log_q else log_q.exp()
+    entropy = -draft.log_probability(log_q, column, label_logit) * labelled
+
+    losses: dict[str, Tensor] = {}
+    parts: dict[float, Tensor] = {}  # gradients with respect to outcome logits, by temperature
+    for name in LOSSES:  # one at a time, to save memory
+        if name not in settings.losses:
+            continue
+        if name == "cross_entropy":  # its gradient at the label's column is added below
+            t, (loss, gradient_of) = 1.0, (entropy, lambda: q * labelled.unsqueeze(-1))
+        else:
+            t, (loss, gradient_of) = settings.temperature, DIVERGENCES[name](pair, settings)
+        losses[name] = loss * settings.scale(name)
+        weight = settings.losses[name] * settings.scale(name)
+        if with_gradient and weight:
+            part = gradient_of().mul_(weight)
+            parts[t] = parts[t].add_(part) if t in parts else part
+
+    named = pair.p  # p of the outcomes that are tokens: the bucket has none
+    if target.ids is not None:
+        named = torch.cat([named[:, :-1], torch.zeros_like(named[:, -1:])], -1)
+    likeliest, best = named.max(-1)
+    agreement = (likeliest > 0) & (draft.top == best)
+    match = named.gather(-1, draft.top.unsqueeze(-1)).squeeze(-1)
+    columns = [pair.forward_kl, entropy, pair.acceptance, agreement, match, *(losses[n] for n in settings.losses)]
+    values = torch.stack([own.to(logits.dtype) for own in columns], -1)
+    if not with_gradient:
+        return values, None
+    gradient = draft.gradient(parts)
+    if "cross_entropy" in settings.losses:
+        at_label = -settings.losses["cross_entropy"] * labelled.to(gradient.dtype)
+        gradient.scatter_add_(-1, column, at_label.unsqueeze(-1))
+    return values, gradient

@@ -19,7 +19,7 @@ from torch import Tensor
 from distill.errors import DataError
 from distill.models.cpu_products import filled_count
 from distill.teacher.distributions import Teacher, TeacherChunk
-from distill.training.losses.block import score_block
+from distill.training.losses.bucket import score_block
 from distill.training.losses.settings import STATISTICS, LossSettings, LossSums
 
 CACHED = 2**20  # entries of a block for each thread of a processor: 4 MB in fp32
@@ -38,11 +38,6 @@ class _Scoring:
     wide: torch.dtype  # of everything but the products
 
 
-def _part(target: TeacherChunk, rows: slice) -> TeacherChunk:
-    ids = None if target.ids is None else target.ids[rows]
-    return TeacherChunk(ids, target.log_probabilities[rows], target.log_tail[rows])
-
-
 @torch.no_grad()
 def _positions(
     hidden: Tensor,
@@ -55,7 +50,7 @@ def _positions(
     teacher, settings, kind, wide = scoring.teacher, scoring.settings, scoring.kind, scoring.wide
     count, columns = len(hidden), teacher.columns
     d_hidden, d_head, d_bias = gradients
-    wanted = any(gradient is not None for gradient in gradients)
+    with_gradient = any(gradient is not None for gradient in gradients)
     rows = head[:columns].to(kind)
     shift = None if bias is None else bias[:columns].to(kind)
     # The last chunk of a batch has another number of rows at every step.
@@ -76,9 +71,9 @@ def _positions(
         for first in range(0, scored, size):
             block = slice(first, min(first + size, scored))
             at = slice(start + block.start, start + block.stop)
-            values[at], gradient = score_block(
-                logits[block].to(wide), _part(target, block), scoring.labels[at], settings, wanted
-            )
+            ids = None if target.ids is None else target.ids[block]
+            own = TeacherChunk(ids, target.log_probabilities[block], target.log_tail[block])
+            values[at], gradient = score_block(logits[block].to(wide), own, scoring.labels[at], settings, with_gradient)
             if gradient is not None:
                 logits[block] = gradient
         del target
@@ -158,7 +153,9 @@ def head_loss(
     teacher lacks.
     """
     assert len(teacher) == len(hidden) == len(labels) and teacher.columns <= len(head) and chunk >= 1
-    scoring = _scoring(hidden, teacher, labels, settings, chunk)
+    automatic = torch.is_autocast_enabled(hidden.device.type)
+    kind = torch.get_autocast_dtype(hidden.device.type) if automatic else hidden.dtype
+    scoring = _Scoring(teacher, labels.long(), settings, chunk, kind, torch.promote_types(kind, torch.float32))
     with torch.autocast(hidden.device.type, enabled=False):  # so that neither the teacher nor the logs are rounded
         if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (hidden, head, bias)):
             total, values = _HeadLoss.apply(hidden, head, bias, scoring)
@@ -166,13 +163,6 @@ def head_loss(
             values = _positions(hidden, head, bias, scoring)
             total = _total(values, scoring)
         return total, _sums(values, scoring)
-
-
-def _scoring(hidden: Tensor, teacher: Teacher, labels: Tensor, settings: LossSettings, chunk: int) -> _Scoring:
-    """How to score; products are in the type of an enclosing autocast, else of the hidden states."""
-    automatic = torch.is_autocast_enabled(hidden.device.type)
-    kind = torch.get_autocast_dtype(hidden.device.type) if automatic else hidden.dtype
-    return _Scoring(teacher, labels.long(), settings, chunk, kind, torch.promote_types(kind, torch.float32))
 
 
 def _sums(values: Tensor, scoring: _Scoring) -> LossSums:
