@@ -27,15 +27,17 @@ from distill.results.serving_results import (
     ServeReport,
 )
 from distill.sampler import Sampler
-from distill.serving import differences, replaying
+from distill.serving import differences
 from distill.serving.arrivals import Load
 from distill.serving.choose import Trials, choose, grid
 from distill.serving.clients import GREEDY, Client, LlamaClient
+from distill.serving.counts import Text, TextCounts, acceptance, counts_of, rise_of_tokens
 from distill.serving.crossing import load_table
 from distill.serving.llama_server import LlamaServer
 from distill.serving.load import speeds_under
 from distill.serving.markdown import Reference, sentences
 from distill.serving.opening import DRAFT, PLAIN, Addresses, connected, opened, require_vocabulary
+from distill.serving.replaying import Replayed, ServerRules, by_class, interleaved, warm
 from distill.serving.wheel_server import WHEEL, wheel_version
 from distill.texts import Prompt
 
@@ -82,13 +84,13 @@ class CheckSettings:
         """Different texts behind each prompt."""
         return self.repeats if self.sampler.temperature else 1
 
-    def counted(self, replayed: replaying.Replayed) -> list[replaying.TextCounts]:
+    def counted(self, replayed: Replayed) -> list[TextCounts]:
         """The counts of the texts that differ."""
-        return replaying.counted([replies[: self.samples] for replies in replayed.texts])
+        return counts_of([replies[: self.samples] for replies in replayed])
 
-    def replies(self, client: Client, prompts: Sequence[Sequence[int]]) -> list[replaying.TextCounts]:
+    def replies(self, client: Client, prompts: Sequence[Sequence[int]]) -> list[TextCounts]:
         """What is drafted and accepted behind each of these prompts."""
-        return replaying.counted(
+        return counts_of(
             [[client.complete(prompt, self.limit, seed) for seed in range(self.samples)] for prompt in prompts]
         )
 
@@ -102,8 +104,8 @@ class Findings:
 
     server: LlamaServer
     build: str
-    replayed: dict[str, replaying.Replayed]
-    texts: list[replaying.TextCounts]
+    replayed: Mapping[str, Replayed]
+    texts: list[TextCounts]
     files: tuple[Path, Path] | None = None
     acceptance: list[ServedAcceptance] = field(default_factory=list)
     reference: Reference | None = None
@@ -166,14 +168,14 @@ def _replay(
     """
     ids, drafting = settings.ids, clients[DRAFT]
     for client in clients.values():
-        replaying.warm(client, ids)
+        warm(client, ids)
     before = drafting.totals()
     title = f"{len(clients)} servers, one request at a time"
-    replayed = replaying.interleaved(clients, ids, settings.limit, settings.repeats, title)
+    replayed = interleaved(clients, ids, settings.limit, settings.repeats, title)
     after = drafting.totals()
     totals = None if before is None or after is None else after.since(before)
     texts, notes = settings.counted(replayed[DRAFT]), list[str]()
-    counted = sum(reply.accepted or 0 for own in replayed[DRAFT].texts for reply in own)
+    counted = sum(reply.counts.accepted for own in replayed[DRAFT] for reply in own)
     if totals is not None and totals.accepted != counted:
         totals = None
         notes.append(
@@ -186,7 +188,7 @@ def _replay(
             "start it with the draft (llama-server: -md FILE --spec-type draft-simple; vLLM: --speculative-config); "
             "of several vLLM servers behind one address give that of one: counters are one server's",
         )
-    own = replaying.acceptance(f"{drafting.kind}, its own counts", texts, totals)
+    own = acceptance(f"{drafting.kind}, its own counts", texts, totals)
     server = replace(server, n_max=server.n_max or len(own.by_position or ()))
     build = f"{WHEEL} {wheel_version()}" if str(server.binary) == WHEEL else drafting.build()
     return Findings(server, build, replayed, texts, files, [own], notes=notes)
@@ -223,19 +225,19 @@ def _decode_ours(settings: CheckSettings, files: tuple[Path, Path], found: Findi
         return
 
     sampler = Sampler.of(settings.sampler)
-    rules = replaying.ServerRules(sampler, length, found.server.probabilistic, vllm)
+    rules = ServerRules(sampler, length, found.server.probabilistic, vllm)
 
-    def decode(which: str, pair: tuple[Path, Path]) -> list[list[replaying.OurText]]:
+    def decode(which: str, pair: tuple[Path, Path]) -> list[list[Text]]:
         texts = rules.decode_files(*pair, ids, settings.limit, settings.samples, found.server.threads)
-        counts = replaying.counts_of(texts)
-        found.acceptance.append(replaying.acceptance(f"distill, {which}", counts))
-        found.reference = Reference(which, found.acceptance[-1], counts, replaying.rise_of_tokens(found.texts, counts))
+        counts = counts_of(texts)
+        found.acceptance.append(acceptance(f"distill, {which}", counts))
+        found.reference = Reference(which, found.acceptance[-1], counts, rise_of_tokens(found.texts, counts))
         return texts
 
     served = decode("the same files", files)
     if not sampler.temperature:
         same = sum(
-            text.tokens == reply.tokens for (text,), reply in zip(served, found.replayed[DRAFT].first, strict=True)
+            text.tokens == replies[0].tokens for (text,), replies in zip(served, found.replayed[DRAFT], strict=True)
         )
         if same < len(ids):
             found.notes.append(f"our decoder's text is the server's on {same} of {len(ids)} prompts")
@@ -243,7 +245,7 @@ def _decode_ours(settings: CheckSettings, files: tuple[Path, Path], found: Findi
         assert settings.made is not None and found.reference is not None
         with_served = found.reference.counts
         decode("the run's own files", settings.made)
-        loss = replaying.rise_of_tokens(with_served, found.reference.counts)
+        loss = rise_of_tokens(with_served, found.reference.counts)
         from_run = [differences.measured(one, loss) for one in from_run]
     found.differences += from_run + in_pair
 
@@ -252,7 +254,7 @@ def _loss(settings: CheckSettings, without: LlamaServer, found: Findings) -> Int
     """The tokens per round that a difference costs: the prompts are replayed on a server without it."""
     note(f"without a difference: {' '.join(without.further)}")
     with opened(replace(without, parallel=1), settings.seconds, settings.sampler) as client:
-        return replaying.rise_of_tokens(found.texts, settings.replies(client, settings.ids))
+        return rise_of_tokens(found.texts, settings.replies(client, settings.ids))
 
 
 def _other_drafts(settings: CheckSettings, server: LlamaServer, found: Findings) -> None:
@@ -260,12 +262,10 @@ def _other_drafts(settings: CheckSettings, server: LlamaServer, found: Findings)
     drawing them adds; of a build that cannot draw them what our decoder accepts so, where the files are known."""
     assert server.draft is not None
     if not server.draws_drafts():
-        rules = replaying.ServerRules(Sampler.of(settings.sampler), server.n_max, probabilistic=True)
+        rules = ServerRules(Sampler.of(settings.sampler), server.n_max, probabilistic=True)
         files = server.target, server.draft
-        counts = replaying.counts_of(
-            rules.decode_files(*files, settings.ids, settings.limit, settings.samples, server.threads)
-        )
-        found.acceptance.append(replaying.acceptance("distill, as a server that draws its drafts", counts))
+        counts = counts_of(rules.decode_files(*files, settings.ids, settings.limit, settings.samples, server.threads))
+        found.acceptance.append(acceptance("distill, as a server that draws its drafts", counts))
         found.notes.append(
             f"this build has no {SAMPLING}, which builds since October 2026 have: it drafts the draft's best tokens"
         )
@@ -275,8 +275,8 @@ def _other_drafts(settings: CheckSettings, server: LlamaServer, found: Findings)
     with opened(other, settings.seconds, settings.sampler) as client:
         counts = settings.replies(client, settings.ids)
     kind = "drawn drafts" if other.probabilistic else "best tokens drafted"
-    found.acceptance.insert(1, replaying.acceptance(f"llama-server, {kind}", counts))
-    found.drawn = replaying.rise_of_tokens(*((found.texts, counts) if other.probabilistic else (counts, found.texts)))
+    found.acceptance.insert(1, acceptance(f"llama-server, {kind}", counts))
+    found.drawn = rise_of_tokens(*((found.texts, counts) if other.probabilistic else (counts, found.texts)))
 
 
 def _compare_template(settings: CheckSettings, client: LlamaClient, found: Findings) -> None:
@@ -303,8 +303,8 @@ def _compare_template(settings: CheckSettings, client: LlamaClient, found: Findi
         return
     asked = [client.rendered([{"role": "user", "content": text}]) for text in conversations.values()]
     texts = settings.replies(client, [client.tokenize(text) for text in asked])
-    found.acceptance.append(replaying.acceptance(f"{client.kind}, through its own template", texts))
-    loss = replaying.rise_of_tokens(texts, [found.texts[place] for place in conversations])
+    found.acceptance.append(acceptance(f"{client.kind}, through its own template", texts))
+    loss = rise_of_tokens(texts, [found.texts[place] for place in conversations])
     found.differences.append(differences.measured(difference, loss))
 
 
@@ -312,7 +312,7 @@ def report(settings: CheckSettings, found: Findings, kind: str, choice: ChosenSe
     """Everything that was found."""
     server, base = found.server, found.replayed.get(PLAIN)
     greedy = not settings.sampler.temperature
-    pairs = [] if base is None or not greedy else list(zip(base.first, found.replayed[DRAFT].first, strict=True))
+    pairs = [] if base is None or not greedy else list(zip(base, found.replayed[DRAFT], strict=True))
     title = server.title if server.n_max else DRAFT
     made = ServeReport(
         command=settings.command,
@@ -334,9 +334,9 @@ def report(settings: CheckSettings, found: Findings, kind: str, choice: ChosenSe
         predicted=settings.predicted if greedy else math.nan,
         speeds=[replace(one, configuration=title) if one.configuration == DRAFT else one for one in found.speeds],
         loads=found.loads,
-        classes=replaying.by_class(settings.prompts, found.texts, found.replayed),
+        classes=by_class(settings.prompts, found.texts, found.replayed),
         differences=found.differences,
-        same_texts=sum(plain.tokens == draft.tokens for plain, draft in pairs),
+        same_texts=sum(plain[0].tokens == draft[0].tokens for plain, draft in pairs),
         texts=len(pairs),
         sentences=[],
         choice=choice,

@@ -21,10 +21,10 @@ from distill.intervals import Interval, percentiles
 from distill.models.server_commands import llama_server, option_arguments
 from distill.progress import Progress
 from distill.results.serving_results import ChosenSettings, ConfirmedSettings, TriedSettings
-from distill.serving.clients import Client
-from distill.serving.http import Reply
+from distill.serving.clients import Client, Reply
+from distill.serving.counts import CONFIDENCE, RESAMPLES
 from distill.serving.llama_server import LlamaServer
-from distill.serving.replaying import CONFIDENCE, RESAMPLES, warm
+from distill.serving.replaying import warm
 
 N_MAX = range(1, 9)
 P_MIN = (0.0, 0.5, 0.75)

@@ -14,7 +14,7 @@ from distill.intervals import Interval
 from distill.models.gguf.file_head import open_head
 from distill.models.pairs import compare_pair
 from distill.results.serving_results import Difference
-from distill.serving.http import Totals
+from distill.serving.counts import Totals
 from distill.serving.llama_server import LlamaServer
 
 SMALLEST = 0.01  # tokens per round: less is rounding

@@ -6,11 +6,8 @@ Nothing here sends a request again: a failed one is a finding, not noise.
 from __future__ import annotations
 
 import os
-import re
 import time
-from collections import defaultdict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import httpx2
@@ -23,34 +20,6 @@ SHOWN = 300  # characters of a server's message
 CONNECTIONS = 256
 
 
-@dataclass(frozen=True)
-class Reply:
-    """One completion: its tokens (none where the server gives no ids) and their count, seconds until the first of them
-    and until the end, as this client saw them. `drafted`, `accepted` and `rounds` are the server's counts for this
-    request, None where it gives none; `cached` are the tokens of the prompt that it did not compute again,
-    `later_seconds` those that it took for all tokens behind the first, by its own clock. `started` is the moment at
-    which it was sent, `times` are those of its events (perf_counter): a llama-server sends one for each token, vLLM for
-    each step.
-    """
-
-    tokens: list[int]
-    count: int
-    first_seconds: float
-    seconds: float
-    drafted: int | None = None
-    accepted: int | None = None
-    rounds: int | None = None
-    cached: int = 0
-    later_seconds: float | None = None
-    started: float = 0.0
-    times: Sequence[float] = ()
-
-    @property
-    def end(self) -> float:
-        """The moment at which it was complete."""
-        return self.started + self.seconds
-
-
 class Streamed(NamedTuple):
     """The events of a streamed reply; seconds until the first and until the end; the moments of request and events."""
 
@@ -59,25 +28,6 @@ class Streamed(NamedTuple):
     seconds: float
     started: float
     times: list[float]
-
-
-@dataclass(frozen=True)
-class Totals:
-    """A server's counters of speculation since its start: rounds that drafted, drafted and accepted tokens, and those
-    accepted at each drafted position."""
-
-    rounds: int
-    drafted: int
-    accepted: int
-    by_position: tuple[int, ...] = ()
-
-    def since(self, before: Totals) -> Totals:
-        """What was counted after `before`."""
-        known = [*before.by_position, *[0] * len(self.by_position)]
-        positions = tuple(now - then for now, then in zip(self.by_position, known, strict=False))
-        return Totals(
-            self.rounds - before.rounds, self.drafted - before.drafted, self.accepted - before.accepted, positions
-        )
 
 
 class Http:
@@ -215,21 +165,3 @@ def _secret(variable: str | None) -> str:
     if variable is not None and not (value and value.isascii() and value.isprintable()):
         raise RecipeError(f"--key: the environment variable {variable} holds no key", f"export {variable}=…")
     return value
-
-
-def totals_of(text: str, prefix: str) -> Totals | None:
-    """The counters of speculation in Prometheus text, summed over engines; None where one is missing.
-
-    llama-server and vLLM name them alike but for their prefix.
-    """
-    metric = rf"^{prefix}:spec_decode_num_(\w+)_total(?:{{(.*)}})? +(\d+(?:\.\d+)?(?:e\+?\d\d?)?)(?= |$)"
-    sums: dict[str, float] = defaultdict(float)
-    places: dict[int, float] = defaultdict(float)
-    for name, labels, value in re.findall(metric, text, re.MULTILINE):
-        sums[name] += float(value)
-        if name == "accepted_tokens_per_pos" and (place := re.search(r'position="(\d{1,4})"', labels)):
-            places[int(place[1])] += float(value)
-    if not {"drafts", "draft_tokens", "accepted_tokens"} <= set(sums):
-        return None
-    by_position = tuple(int(places.get(place, 0)) for place in range(max(places, default=-1) + 1))
-    return Totals(int(sums["drafts"]), int(sums["draft_tokens"]), int(sums["accepted_tokens"]), by_position)

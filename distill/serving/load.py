@@ -19,10 +19,11 @@ from distill.intervals import UNKNOWN, Numbers, speed_ratio
 from distill.progress import Progress
 from distill.results.serving_results import ServedSpeed
 from distill.serving.arrivals import Load
-from distill.serving.clients import Client
-from distill.serving.http import CONNECTIONS, Reply
+from distill.serving.clients import Client, Reply
+from distill.serving.counts import CONFIDENCE, RESAMPLES
+from distill.serving.http import CONNECTIONS
 from distill.serving.opening import PLAIN
-from distill.serving.replaying import CONFIDENCE, RESAMPLES, Replayed
+from distill.serving.replaying import Replayed, sums_of
 
 LEAST_STEPS = 4  # of a text with so many others
 RARE = 0.02  # of all steps
@@ -104,8 +105,8 @@ class Served:
     @classmethod
     def alone(cls, replayed: Replayed) -> Served:
         """Of requests that were sent one at a time, other servers' between them."""
-        requests = [Request(place, one.started, one) for place, own in enumerate(replayed.texts) for one in own]
-        tokens, seconds = numpy.array(replayed.tokens, float), numpy.array(replayed.seconds)
+        requests = [Request(place, reply.started, reply) for place, own in enumerate(replayed) for reply in own]
+        tokens, seconds = sums_of(replayed)
         return cls(requests, tokens, seconds, float(seconds.sum()))
 
     @classmethod

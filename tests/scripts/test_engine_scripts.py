@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from test_scripts import script
+from test_scripts import run, script
 
 from distill.benchmark.watch import Step
 from distill.files import read_json, write_json
@@ -19,8 +18,8 @@ def test_identity_of_every_configuration_and_its_resuming(
     copied: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     check = script("benchmarks/identity", monkeypatch)
-    monkeypatch.setattr(sys, "argv", ["identity", str(copied), "--prompts", "2", "--tokens", "6"])
-    check.main()
+    asked = (copied, "--prompts", 2, "--tokens", 6)
+    run(check, monkeypatch, *asked)
     first = capsys.readouterr().out
     cells = re.findall(r"^\| (.+) \| (\d+) \| (\d+) \| (\d+) \|$", first, flags=re.M)
     assert len(cells) == len(check.CONFIGURATIONS) + len(check.BATCHED) + 1 and cells[-1][0] == "all"
@@ -33,7 +32,7 @@ def test_identity_of_every_configuration_and_its_resuming(
     monkeypatch.setattr(check, "decode_text", None)
     monkeypatch.setattr(check, "plain", None)
     monkeypatch.setattr(check, "TORCH_NOISE", -1.0)  # no tie excuses
-    check.main()
+    run(check, monkeypatch, *asked)
     again = re.findall(r"^\| (.+) \| (\d+) \| (\d+) \| (\d+) \|$", capsys.readouterr().out, flags=re.M)
     assert [row for row in again if row[0] == "draft, γ = 3"] == [("draft, γ = 3", "1", "0", "1")]
 
@@ -58,9 +57,8 @@ def test_shares_of_a_tiny_run_and_their_resuming(
     monkeypatch.setattr(engine, "CAPACITY", 64)
     cases = "--case pytorch-own-demo --case gguf-own-same --lengths 1,2 --repeats 1 --peer-repeats 1 --tokens 10"
     rest = "--prompt-tokens 6 --threads 1 --rule-tokens 9 --rule-repeats 1"
-    arguments = f"{cases} {rest}".split()
-    monkeypatch.setattr(sys, "argv", ["x", str(copied), "--to", str(tmp_path / "engine.json"), *arguments])
-    engine.main()
+    asked = (copied, "--to", tmp_path / "engine.json", *f"{cases} {rest}".split())
+    run(engine, monkeypatch, *asked)
     printed = capsys.readouterr().out
     rows = [line.split(" | ") for line in printed.splitlines() if line.startswith(("| pytorch", "| gguf"))]
     assert [row[3] for row in rows if not row[3].startswith("rule")] == ["1", "2", "1", "2"]
@@ -75,7 +73,7 @@ def test_shares_of_a_tiny_run_and_their_resuming(
     del kept["cases"]["gguf-own-same"]["rule"]
     write_json(tmp_path / "engine.json", kept)
     monkeypatch.setattr(engine, "PARTS", engine.PARTS | {"rows": None, "peers": None})  # finished parts are kept
-    engine.main()
+    run(engine, monkeypatch, *asked)
     again = capsys.readouterr().out.splitlines()
     assert again[:-1] == printed.splitlines()[:-1] and "1 texts of 9" in again[-1]
 
@@ -87,13 +85,11 @@ def test_the_soak_goes_on_where_it_stopped_and_finds_faults(
     soak = script("fuzz/soak", monkeypatch)
     monkeypatch.setattr(soak, "NOTED", 5)
     monkeypatch.setattr(soak, "LOOKED_AT", 2)
-    arguments = ["soak", "--backend", backend, "--to", str(tmp_path / "soak.json"), "--prompts"]
-    monkeypatch.setattr(sys, "argv", [*arguments, "10"])
-    soak.main()
+    asked = ("--backend", backend, "--to", tmp_path / "soak.json", "--prompts")
+    run(soak, monkeypatch, *asked, 10)
     kept = read_json(tmp_path / "soak.json")
     assert kept["next"] == 10 and len(kept["memory"]) == 1 and kept["counts"]["looked at"] > 0
-    monkeypatch.setattr(sys, "argv", [*arguments, "15"])
-    soak.main()
+    run(soak, monkeypatch, *asked, 15)
     assert f"{backend}: 15 prompts" in capsys.readouterr().out
     kept = read_json(tmp_path / "soak.json")
     assert kept["next"] == 15 and [len(one) for one in kept["memory"]] == [2, 1]
@@ -104,9 +100,8 @@ def test_the_soak_goes_on_where_it_stopped_and_finds_faults(
         given[5].tokens.pop()
 
     monkeypatch.setattr(soak, "decode", shorter)
-    monkeypatch.setattr(sys, "argv", [*arguments, "20"])
     with pytest.raises(AssertionError, match="tokens instead of"):
-        soak.main()
+        run(soak, monkeypatch, *asked, 20)
 
     def other(target: Any, *given: Any) -> Any:
         yield from decode(target, *given)
@@ -116,4 +111,4 @@ def test_the_soak_goes_on_where_it_stopped_and_finds_faults(
 
     monkeypatch.setattr(soak, "decode", other)
     with pytest.raises(AssertionError, match="the cache has drifted"):
-        soak.main()
+        run(soak, monkeypatch, *asked, 20)

@@ -21,6 +21,13 @@ def script(name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
     return importlib.import_module(Path(name).name)
 
 
+def run(module: Any, monkeypatch: pytest.MonkeyPatch, *arguments: object) -> None:
+    """A script's main with these arguments, on one thread."""
+    monkeypatch.setattr(sys, "argv", [module.__name__, *map(str, arguments)])
+    with tiny.one_thread():
+        module.main()
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_it_finds_what_it_uses(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (script(name, monkeypatch).__doc__ or "").strip()

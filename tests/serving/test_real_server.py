@@ -30,6 +30,7 @@ from distill.serving.arrivals import Load
 from distill.serving.check import CheckSettings, Conversation, check_started
 from distill.serving.choose import Trials, choose, grid
 from distill.serving.clients import LlamaClient
+from distill.serving.http import Http
 from distill.serving.llama_server import LlamaServer, started
 from distill.serving.opening import opened
 from distill.serving.wheel_server import WHEEL, wheel_version
@@ -169,7 +170,7 @@ def test_a_draft_that_does_not_fit_is_not_used_in_silence(settings: LlamaServer,
 
 def test_a_killed_server_is_one_message(settings: LlamaServer, prompts: list[Prompt]) -> None:
     with started(settings, 60) as running:
-        client = LlamaClient(running.url, 60, death=running.death)
+        client = LlamaClient(Http(running.url, 60, death=running.death))
         assert client.complete(prompts[0].ids, 8).count == 8
         running.process.send_signal(signal.SIGKILL)
         with pytest.raises(ServingError, match=r"signal 9|cannot be reached"):
@@ -187,7 +188,7 @@ def test_refusals_of_the_real_program(settings: LlamaServer, prompts: list[Promp
     with pytest.raises(ServingError, match=r"failed to load"), started(replace(settings, target=Path("none.gguf")), 60):
         pass
     with started(replace(settings, context=256), 60) as running:
-        client = LlamaClient(running.url, 60)
+        client = LlamaClient(Http(running.url, 60))
         with pytest.raises(ServingError, match=r"context[\s\S]*shorter prompts"):
             client.complete(prompts[0].ids * 8, 8)
 
@@ -218,7 +219,7 @@ def test_texts_follow_the_targets_distribution(settings: LlamaServer, prompts: l
         with opened(way, (60.0, 60.0), SAMPLED) as client:
             replies = [client.complete(prompts[0].ids[:8], 3, seed) for seed in range(TEXTS)]
         texts[name] = Counter(tuple(reply.tokens) for reply in replies)
-        assert name == "plain" or sum(reply.accepted or 0 for reply in replies) > TEXTS / 10
+        assert name == "plain" or sum(reply.counts.accepted for reply in replies) > TEXTS / 10
     for name in list(ways)[1:]:
         assert homogeneity(texts["plain"], texts[name])[2] > 1e-4, name
     # The test has the power to see the target at another temperature.

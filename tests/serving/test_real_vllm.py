@@ -25,6 +25,7 @@ from distill.models.server_commands import vllm
 from distill.recipe import SamplerSettings
 from distill.serving.check import CheckSettings, check_addresses
 from distill.serving.clients import GREEDY, kind_of_server
+from distill.serving.http import Http
 from distill.serving.opening import Addresses
 from distill.texts import Prompt
 
@@ -70,7 +71,7 @@ def served(command: str, log: Path) -> Iterator[str]:
         while True:
             assert process.poll() is None and time.monotonic() < deadline, log.read_text(errors="replace")[-3000:]
             try:
-                kind_of_server(url, 5, None)
+                kind_of_server(Http(url, 5))
                 break
             except ServingError:
                 time.sleep(1)
