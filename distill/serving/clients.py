@@ -45,10 +45,10 @@ class Reply(Text):
     count: int
     first_seconds: float
     seconds: float
-    cached: int = 0
-    later_seconds: float | None = None
     started: float = 0.0
     times: Sequence[float] = ()
+    cached: int = 0
+    later_seconds: float | None = None
 
     @property
     def end(self) -> float:
@@ -104,24 +104,16 @@ class LlamaClient(Client):
         """Up to `limit` tokens, without the prompt cache."""
         body = LLAMA_PLAIN | self.sampling(seed) | {"prompt": list(ids), "n_predict": limit}
         body |= {"cache_prompt": False, "return_tokens": True}
-        events, first, seconds, started, times = self.http.stream("/completion", body | {"stream": True})
+        events, timing = self.http.stream("/completion", body | {"stream": True})
         last = events[-1]
         timings = last.get("timings")
         if not isinstance(timings, dict):
             raise ServingError(f"{self.url} gives no timings with its replies", "llama-server of this year does")
         tokens = [token for event in events for token in event.get("tokens", ())]
         count = int(timings.get("predicted_n", last.get("tokens_predicted", len(tokens))))
-        return Reply(
-            tokens=tokens,
-            counts=TextCounts.of(count, int(timings.get("draft_n", 0)), int(timings.get("draft_n_accepted", 0))),
-            count=count,
-            first_seconds=first,
-            seconds=seconds,
-            cached=max(0, int(timings.get("cache_n", 0))),
-            later_seconds=float(timings.get("predicted_ms", 0)) / 1e3,
-            started=started,
-            times=times,
-        )
+        counts = TextCounts.of(count, int(timings.get("draft_n", 0)), int(timings.get("draft_n_accepted", 0)))
+        cached, later_seconds = max(0, int(timings.get("cache_n", 0))), float(timings.get("predicted_ms", 0)) / 1e3
+        return Reply(tokens, counts, count, *timing, cached, later_seconds)
 
     def build(self) -> str:
         """The build that /props names."""
@@ -182,7 +174,7 @@ class VllmClient(Client):
         body |= {"cache_salt": secrets.token_hex(16), "return_token_ids": True}
         body |= {"stream": True, "stream_options": {"include_usage": True}}
         before = self.totals() if self.alone else None
-        events, first, seconds, started, times = self.http.stream("/v1/completions", body)
+        events, timing = self.http.stream("/v1/completions", body)
         tokens = [
             token for event in events for choice in event.get("choices", ()) for token in choice.get("token_ids") or ()
         ]
@@ -198,16 +190,7 @@ class VllmClient(Client):
                     "vLLM's counters are one server's: give the address of one of them, not of a load balancer",
                 )
             counts = TextCounts.of(count, risen.drafted, risen.accepted, risen.rounds)
-        return Reply(
-            tokens=tokens,
-            counts=counts,
-            count=count,
-            first_seconds=first,
-            seconds=seconds,
-            cached=int(cached),
-            started=started,
-            times=times,
-        )
+        return Reply(tokens, counts, count, *timing, int(cached))
 
     def _settled(self, before: Totals) -> Totals:
         """The counters once they stand still."""

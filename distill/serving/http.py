@@ -20,11 +20,10 @@ SHOWN = 300  # characters of a server's message
 CONNECTIONS = 256
 
 
-class Streamed(NamedTuple):
-    """The events of a streamed reply; seconds until the first and until the end; the moments of request and events."""
+class Timing(NamedTuple):
+    """Seconds of a streamed reply until its first event and until its end, and the moments of request and events."""
 
-    events: list[dict[str, Any]]
-    first: float
+    first_seconds: float
     seconds: float
     started: float
     times: list[float]
@@ -72,14 +71,14 @@ class Http:
             )
         return found
 
-    def stream(self, path: str, body: dict[str, Any]) -> Streamed:
-        """A streamed reply.
+    def stream(self, path: str, body: dict[str, Any]) -> tuple[list[dict[str, Any]], Timing]:
+        """The events of a streamed reply.
 
         Events are parsed after the last one, so that this client costs the server little time on the same machine.
         """
         return self._guarded(lambda: self._stream(path, body))
 
-    def _stream(self, path: str, body: dict[str, Any]) -> Streamed:
+    def _stream(self, path: str, body: dict[str, Any]) -> tuple[list[dict[str, Any]], Timing]:
         parts: list[bytes] = []
         times: list[float] = []
         started = time.perf_counter()
@@ -103,7 +102,7 @@ class Http:
             events.append(event)
         if not events:
             raise ServingError(f"{self.url}{path} ended a streamed reply without an event", "see the server's log")
-        return Streamed(events, times[0] - started if times else seconds, seconds, started, times)
+        return events, Timing(times[0] - started if times else seconds, seconds, started, times)
 
     def object(self, path: str) -> dict[str, Any]:
         """The JSON object at a path; empty where there is none."""
