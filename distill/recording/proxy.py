@@ -1,7 +1,7 @@
 """`distill record`: a proxy that passes bytes on, and gives copies of the exchanges to the process that writes them.
 
-What passes is never read on its way: each piece is sent on as it came, then looked at. Nothing here can change a reply,
-or hold it back for longer than a look at a piece takes.
+Each piece is passed on as it came, and only then parsed. Nothing here can change a reply, or delay it for longer than
+parsing one piece takes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The exchanges of one connection, put together from copies of its bytes by h11, which only looks on."""
+"""The exchanges of one connection, put together by h11 from copies of its bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When the requests of a load are sent: each behind another, at random moments, or at those of a trace."""
+"""When the requests of a load are sent: each after another, at random moments, or at the moments of a trace."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """`distill serve-check`: a pair on the user's own server, with and without its draft, and what explains a shortfall.
 
-The servers are started here, or run already. Legend: τ tokens per round.
+The servers are started here, or already run. Legend: τ tokens per round.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ class Conversation:
 
 @dataclass(frozen=True)
 class CheckSettings:
-    """What is checked: the prompts, how many tokens behind each, and how often.
+    """What is checked: the prompts, up to `limit` new tokens after each, `repeats` times.
 
-    Under a `sampler` that is not greedy each repeat of a prompt is a text of its own. `made` are the run's own target
-    and draft, where there is a run; `predicted` its greedy acceptance at this draft length. `choosing` are validation
-    prompts, none where no settings are to be chosen. `seconds` are those that a server's start and a reply may take.
+    Under a sampler that is not greedy, each repeat of a prompt is a text of its own. `made` are the run's own target
+    and draft, where there is a run; `predicted` is its greedy acceptance at this draft length. Settings are chosen on
+    the validation prompts `choosing`; without any, none are chosen. `seconds` limit a server's start and a reply.
     """
 
     prompts: Sequence[Prompt]
@@ -97,7 +97,7 @@ class CheckSettings:
 
 @dataclass
 class Findings:
-    """What was measured so far; `texts` are the counts of the server that drafts, `build` its own word for itself.
+    """What was measured so far; `texts` are the counts of the server that drafts, `build` is the build that it names.
 
     `files` are target and draft, where they are known; `reference` is our decoder with them, or with the run's own.
     """
@@ -317,7 +317,7 @@ def _compare_template(settings: CheckSettings, client: LlamaClient, findings: Fi
 
 
 def report(settings: CheckSettings, findings: Findings, kind: str, choice: ChosenSettings | None = None) -> ServeReport:
-    """Everything that was findings."""
+    """All findings as one result."""
     server, base = findings.server, findings.replayed.get(PLAIN)
     greedy = not settings.sampler.temperature
     pairs = [] if base is None or not greedy else list(zip(base, findings.replayed[DRAFT], strict=True))

@@ -1,7 +1,7 @@
 """The fastest n_max, p_min and way to draft on validation prompts, by successive halving, then confirmed on others.
 
-llama-server reads them only at its start, so each combination is a server of its own. One server runs at a time, because
-a real target fills the memory. The servers of a round are visited in a random order and then in its reverse (a few
+llama-server reads them only at its start, so each combination is a server of its own. One server runs at a time, as a
+real target fills the memory. The servers of a round are visited in a random order and then in its reverse (a few
 servers twice), so that slow and fast periods of the machine favour none of them.
 """
 

@@ -1,7 +1,7 @@
-"""What may differ between a served draft and the one that was made and measured, each with what to do about it.
+"""Differences between a served draft and the one that was made and measured, each with its remedy.
 
-An option of llama-server that makes a difference is undone by the server's own default behind it: of an option that is
-given twice, the last one counts.
+An option of llama-server is undone by appending the server's own default: when an option is given twice, the last one
+counts.
 """
 
 from __future__ import annotations

@@ -74,7 +74,7 @@ class Http:
     def stream(self, path: str, body: dict[str, Any]) -> tuple[list[dict[str, Any]], Timing]:
         """The events of a streamed reply.
 
-        Events are parsed after the last one, so that this client costs the server little time on the same machine.
+        Events are parsed after the last one, so that this client takes little time from a server on the same machine.
         """
         return self._guarded(lambda: self._stream(path, body))
 

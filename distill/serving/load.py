@@ -1,6 +1,6 @@
-"""Servers under load: so many requests at once, or requests that arrive whatever is in flight.
+"""Servers under load: a fixed number of requests at once, or requests that arrive whatever is in flight.
 
-What users wait for is measured, and what a step of the plain server takes. Legend: P prompts, B requests in flight,
+It measures what users wait for, and the seconds of a step of the plain server. Legend: P prompts, B requests in flight,
 T(B) seconds of a step that makes a token of each.
 """
 

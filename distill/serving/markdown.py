@@ -97,16 +97,16 @@ def _speed(report: ServeReport) -> str:
 
 
 def _crossing(loads: LoadTable) -> str:
-    """From how many requests at once drafts stop paying."""
-    most, measured = loads.rows[-1].concurrency, loads.measured
+    """The number of requests at once from which drafts stop paying."""
+    largest, measured = loads.rows[-1].concurrency, loads.measured
 
     def said(found: float) -> str:
         if math.isnan(found):
-            return f"more than {most}"
+            return f"more than {largest}"
         return f"{found:.1f}" if found else "none"
 
     known = [str(row.concurrency) for row in loads.rows[:3]]
-    text = f"The draft pays for up to {said(measured.mean)} of 1 to {most} requests at once"
+    text = f"The draft pays for up to {said(measured.mean)} of 1 to {largest} requests at once"
     if measured.mean > 0:
         rates = [row.requests_per_second for row in loads.rows]
         rate = numpy.interp(measured.mean, [row.concurrency for row in loads.rows], rates)

@@ -1,4 +1,4 @@
-"""Clients of servers that are started here for as long as they are needed, or that run already."""
+"""Clients of servers that are started here for as long as they are needed, or that already run."""
 
 from __future__ import annotations
 
