@@ -23,6 +23,7 @@ import test_record
 import tiny
 
 from distill.benchmark.distribution_test import homogeneity
+from distill.commands import served_pair
 from distill.errors import ServingError
 from distill.models.server_commands import OF_DRAFT, OF_TARGET, llama_server, option_arguments, pair_arguments
 from distill.recipe import Gguf, SamplerSettings, Traffic, parse_section
@@ -68,31 +69,18 @@ def settings(pairs: dict[str, Path], program: Path) -> LlamaServer:
 
 @pytest.fixture(scope="module")
 def conversation(pairs: dict[str, Path]) -> Iterator[Conversation]:
-    from distill.benchmark.prompts import GgufTokenizer
-    from distill.documents.chat_template import ChatTemplate
-    from distill.recipe import Chat
-
     with ExitStack() as stack:
-        tokenizer = GgufTokenizer(str(pairs["target"]), stack)
-        template = ChatTemplate(tokenizer, Chat())
-        yield Conversation(
-            lambda messages: template.text(messages, None),
-            lambda ids: tokenizer.file.detokenize(list(ids)).decode("utf-8", "replace"),
-        )
+        found = served_pair.conversation(pairs["target"], stack)
+        assert found is not None
+        yield found
 
 
 @pytest.fixture(scope="module")
 def prompts(pairs: dict[str, Path], conversation: Conversation) -> list[Prompt]:
     """Conversations about code of the test split."""
-    from distill.models.gguf.file import GgufFile
-
-    texts = [path.read_text(encoding="utf-8") for path in sorted((tiny.ROOT / "data" / "test").rglob("*.py"))]
-    asked = [text[start : start + 160] for text in texts for start in (400, 1600)][:8]
-    file = GgufFile(pairs["target"], vocabulary_only=True)
-    rendered = [conversation.render([{"role": "user", "content": text}]) for text in asked]
-    found = [Prompt(str(place), file.tokenize(text, parse_special=True)) for place, text in enumerate(rendered)]
-    file.close()
-    return found
+    return served_pairs.prompts(
+        pairs["target"], 160, render=lambda text: conversation.render([{"role": "user", "content": text}])
+    )
 
 
 def wanted(prompts: list[Prompt], **changes: Any) -> CheckSettings:

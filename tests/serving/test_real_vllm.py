@@ -18,7 +18,6 @@ from pathlib import Path
 
 import pytest
 import served_pairs
-import tiny
 
 from distill.errors import ServingError
 from distill.models.server_commands import vllm
@@ -43,14 +42,7 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.fixture(scope="module")
 def prompts(pairs: dict[str, Path]) -> list[Prompt]:
     """Code of the test split."""
-    from distill.models.gguf.file import GgufFile
-
-    file = GgufFile(pairs["target"], vocabulary_only=True)
-    texts = [path.read_text(encoding="utf-8") for path in sorted((tiny.ROOT / "data" / "test").rglob("*.py"))]
-    asked = [text[start : start + 200] for text in texts for start in (400, 1600) if len(text) > 1900][:8]
-    found = [Prompt(str(place), file.tokenize(text, parse_special=True)) for place, text in enumerate(asked)]
-    file.close()
-    return found
+    return served_pairs.prompts(pairs["target"], 200, shortest=1900)
 
 
 @contextmanager
