@@ -35,7 +35,7 @@ from distill.serving.differences import option_differences
 from distill.serving.http import Http
 from distill.serving.llama_server import LlamaServer, free_port, require_binary, started
 from distill.serving.markdown import Reference, as_markdown, flat_rows, sentences, shown
-from distill.serving.opening import Addresses, opened
+from distill.serving.opening import Addresses
 from distill.serving.replaying import ServerRules, by_class, vllm_text
 from distill.speculative.decode import Decoded, Round
 from distill.texts import Prompt
@@ -93,6 +93,7 @@ def test_a_server_runs_as_long_as_its_block(settings: LlamaServer) -> None:
         client = LlamaClient(Http(running.url, 20, death=running.death))
         reply = client.complete([1, 2, 3], 8)
         assert reply.count == 8 and len(reply.tokens) == 8 and client.drafts() is True
+        assert client.vocabulary_size() == 400 and client.build() == "b1-0c1e570"
         assert reply.counts.drafted and 0 < reply.first_seconds <= reply.seconds
         pid = running.process.pid
         with pytest.raises(KeyError), started(settings.plain, 20) as other:
@@ -678,8 +679,3 @@ def test_options_that_do_not_go_together(
 ) -> None:
     assert tiny.call("serve-check", *arguments) == 2
     assert message in capsys.readouterr().err
-
-
-def test_a_server_that_opens_and_closes(settings: LlamaServer) -> None:
-    with opened(settings, (20.0, 20.0)) as client:
-        assert client.vocabulary_size() == 400 and client.build() == "b1-0c1e570"
