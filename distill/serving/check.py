@@ -84,10 +84,6 @@ class CheckSettings:
         """Different texts behind each prompt."""
         return self.repeats if self.sampler.temperature else 1
 
-    def counted(self, replayed: Replayed) -> list[TextCounts]:
-        """The counts of the texts that differ."""
-        return counts_of([replies[: self.samples] for replies in replayed])
-
     def replies(self, client: Client, prompts: Sequence[Sequence[int]]) -> list[TextCounts]:
         """What is drafted and accepted behind each of these prompts."""
         return counts_of(
@@ -130,7 +126,9 @@ def check_started(settings: CheckSettings, server: LlamaServer) -> ServeReport:
     if settings.sampler.temperature:
         _other_drafts(settings, many, findings)
     for difference, without in differences.option_differences(many, os.environ):
-        findings.differences.append(differences.measured(difference, _loss(settings, without, findings)))
+        note(f"without a difference: {' '.join(without.further)}")
+        loss = rise_of_tokens(findings.texts, _counts_on(settings, without))
+        findings.differences.append(differences.measured(difference, loss))
     choice = None
     if settings.choosing:
         choice = choose(
@@ -174,7 +172,7 @@ def _replay(
     replayed = interleaved(clients, ids, settings.limit, settings.repeats, title)
     after = drafting.totals()
     totals = None if before is None or after is None else after.since(before)
-    texts, notes = settings.counted(replayed[DRAFT]), list[str]()
+    texts, notes = counts_of([replies[: settings.samples] for replies in replayed[DRAFT]]), list[str]()
     counted = sum(reply.counts.accepted for own in replayed[DRAFT] for reply in own)
     if totals is not None and totals.accepted != counted:
         totals = None
@@ -260,11 +258,10 @@ def _decode_ours(settings: CheckSettings, files: tuple[Path, Path], findings: Fi
     findings.differences += from_run + in_pair
 
 
-def _loss(settings: CheckSettings, without: LlamaServer, findings: Findings) -> Interval:
-    """The tokens per round that a difference costs: the prompts are replayed on a server without it."""
-    note(f"without a difference: {' '.join(without.further)}")
-    with opened(replace(without, parallel=1), settings.seconds, settings.sampler) as client:
-        return rise_of_tokens(findings.texts, settings.replies(client, settings.ids))
+def _counts_on(settings: CheckSettings, server: LlamaServer) -> list[TextCounts]:
+    """What is drafted and accepted by a server that is started for this alone."""
+    with opened(replace(server, parallel=1), settings.seconds, settings.sampler) as client:
+        return settings.replies(client, settings.ids)
 
 
 def _other_drafts(settings: CheckSettings, server: LlamaServer, findings: Findings) -> None:
@@ -278,10 +275,9 @@ def _other_drafts(settings: CheckSettings, server: LlamaServer, findings: Findin
             f"this build has no {SAMPLING}, which builds since October 2026 have: it drafts the draft's best tokens"
         )
         return
-    other = replace(server, parallel=1, probabilistic=not server.probabilistic)
+    other = replace(server, probabilistic=not server.probabilistic)
     note(f"the same with {other.title}")
-    with opened(other, settings.seconds, settings.sampler) as client:
-        counts = settings.replies(client, settings.ids)
+    counts = _counts_on(settings, other)
     kind = "drawn drafts" if other.probabilistic else "best tokens drafted"
     findings.acceptance.insert(1, acceptance(f"llama-server, {kind}", counts))
     findings.drawn = rise_of_tokens(*((findings.texts, counts) if other.probabilistic else (counts, findings.texts)))
